@@ -18,6 +18,7 @@ from archipelago.islands.mesh.placement import Placement
 from archipelago.islands.models.interface import Params
 from archipelago.islands.moments import SyncedState
 from archipelago.islands.sync.arrays import by_tensor, device_copy
+from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.replica import Replica
 from archipelago.islands.sync.tree_replica import TreeReplica
 
@@ -54,7 +55,11 @@ class Computation:
         self.inner: InnerState
         self._fresh, self._length = fresh, manifest.config.inner.steps
 
-    def begin(self, vectors: Sequence[Vector]) -> None:
+    def begin(self, arrivals: Sequence[Arrival]) -> None:
+        """Start from one snapshot of each fragment, with fresh inner optimiser state."""
+        self.begin_at([arrival.params_N for arrival in arrivals])
+
+    def begin_at(self, vectors: Sequence[Vector]) -> None:
         """Start from one vector of each fragment, with fresh inner optimiser state."""
         params = self.replica.begin(list(vectors))
         self.inner = self._fresh(params) if self.placement is None else self.placement.begin(self._fresh, params)
@@ -97,8 +102,12 @@ class Computation:
         """Return the fragment's outer gradient, and its first moments where the run averages them."""
         return self.replica.measure(fragment, self.synced.tensors(fragment, self.inner), codec)
 
-    def adopt(self, fragment: int, new_N: Vector, steps: int) -> None:
+    def adopt(self, arrival: Arrival, steps: int) -> None:
         """Adopt a fragment, with its first moments where the run averages them, `steps` steps after it was sent."""
+        self.adopt_vector(arrival.snapshot.fragment, arrival.params_N, steps)
+
+    def adopt_vector(self, fragment: int, new_N: Vector, steps: int) -> None:
+        """Adopt a fragment's vector."""
         inner = self.synced.adopt(self.replica, fragment, self.inner, new_N, steps)
         if self.placement is not None and self.synced.averaged:
             inner = self.placement.settled(inner)

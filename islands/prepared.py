@@ -52,6 +52,7 @@ class PreparedIsland:
     placement: Placement | None = None
     batch_size: int = 0
     scan_steps: int = 0
+    _team: Team | None = None
     _computes: Callable[..., Computation] = Computation
 
     @property
@@ -69,7 +70,7 @@ class PreparedIsland:
         """Let the other hosts of this island compute everything, too. This process leads them."""
         from archipelago.islands.hosts.computing import LeadingComputation
 
-        self._computes = partial(LeadingComputation, team)
+        self._team, self._computes = team, partial(LeadingComputation, team)
         self.scan_steps = 1  # hosts would have to measure together
 
     def sample(self) -> Any:
@@ -91,7 +92,12 @@ class PreparedIsland:
 
     def link(self, transport: IslandTransport, who: str) -> Link:
         """Return a link for `who`, an island's name and incarnation."""
-        return Link(transport, self.manifest, who, ())
+        link = Link(transport, self.manifest, who, ())
+        if self._team is not None:
+            from archipelago.islands.hosts.snapshots import relay_to
+
+            link.inbox.snapshots.relay = relay_to(self._team)
+        return link
 
     def register(self, transport: IslandTransport) -> None:
         """Tell the run which pinned text this island reads. Raises MismatchError if it knows another of that name."""

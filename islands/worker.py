@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from archipelago.broker.codecs import Parts, Vector
+from archipelago.broker.codecs import Parts
 from archipelago.broker.errors import ConfigError, DivergedError
 from archipelago.broker.manifest import Manifest
 from archipelago.islands.computation import Computation
@@ -81,7 +81,7 @@ class Island(Participant):
         self.moment_bounds = bounds or moment_bounds(manifest.config.inner)
         self._has_own_optimizer = first_state is not None
         self.computation = computes(manifest, steps, fresh, placement)
-        self.computation.begin([arrival.params_N for arrival in arrivals])
+        self.computation.begin(arrivals)
         host = jax_host(clock, placement)
         super().__init__(name, manifest, link, self.replica, arrivals, host, clock, incarnation)
         if manifest.config.has_own_loops or placement is not None:
@@ -195,9 +195,9 @@ class Island(Participant):
         """Return the fragment's outer gradient, and its first moments where the run averages them."""
         return self.computation.measure(fragment, codec)
 
-    def take_over(self, fragment: int, new_N: Vector) -> None:
+    def take_over(self, arrival: Arrival) -> None:
         """Adopt a fragment, with its first moments where the run averages them."""
-        self.computation.adopt(fragment, new_N, self.ledger.counts[fragment].steps)
+        self.computation.adopt(arrival, self.ledger.counts[arrival.snapshot.fragment].steps)
 
     def places(self) -> Sequence[object]:
         """Return how far each leased shard was read."""

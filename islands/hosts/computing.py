@@ -12,25 +12,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from archipelago.broker.codecs import CODECS, Parts, Vector
+from archipelago.broker.codecs import CODECS, Parts
 from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.islands.computation import Computation
-from archipelago.islands.hosts.frames import Frame, unfit
+from archipelago.islands.hosts.frames import Frame, Value, unfit
 from archipelago.islands.hosts.seat import Seat
+from archipelago.islands.hosts.snapshots import HeldSnapshots
 from archipelago.islands.hosts.team import Team
 from archipelago.islands.inner import InnerState
+from archipelago.islands.mesh.placement import OwnSequences
 from archipelago.islands.sync.arrays import put
+from archipelago.islands.sync.connection.snapshots import Arrival, Download
 
-#: Batches, and the optimiser's state, may have this many bytes in addition to those of the model's copies.
-SPARE_BYTES = 1 << 30
-#: The bytes of one element of the optimiser's state of the largest optimisers, and of parameters and references.
-ELEMENT_BYTES = 32
-
-
-def most_bytes(manifest: Manifest) -> int:
-    """Return the most bytes of a message."""
-    return SPARE_BYTES + ELEMENT_BYTES * manifest.elements
+#: In the place of the size of a whole batch, for an array that each host gets as it is.
+WHOLE = -1
 
 
 class SharedComputation(Computation):
@@ -86,30 +82,43 @@ class LeadingComputation(SharedComputation):
         super().__init__(*about)
         self._team = team
 
-    def begin(self, vectors: Sequence[Vector]) -> None:
-        """Start from one vector of each fragment, in all processes."""
-        self._team.tell("begin", (), [vector_N.copy() for vector_N in vectors])
-        super().begin(vectors)
+    def begin(self, arrivals: Sequence[Arrival]) -> None:
+        """Start from one snapshot of each fragment, in all processes."""
+        self._team.tell("begin", [arrival.number for arrival in arrivals])
+        super().begin(arrivals)
 
     def step(self, batches_n: Any, schedule_step: int, length: int) -> jax.Array:
         """Dispatch inner steps in all processes."""
-        self._team.tell("step", (schedule_step, length), _arrays(batches_n))
+        self._tell_batches("step", (schedule_step, length), batches_n)
         return super().step(batches_n, schedule_step, length)
 
     def try_steps(self, batches_n: Any, length: int) -> None:
         """Compile in all processes."""
-        self._team.tell("try", (length,), _arrays(batches_n))
+        self._tell_batches("try", (length,), batches_n)
         super().try_steps(batches_n, length)
+
+    def _tell_batches(self, kind: str, values: Sequence[Value], batches_n: Any) -> None:
+        """Tell the others of batches. Each gets the sequences of its own devices, and the size of a whole batch."""
+        placement, leaves = self.placement, [np.asarray(leaf) for leaf in jax.tree.leaves(batches_n)]
+        assert placement is not None  # noqa: S101 - several hosts have several devices
+
+        def frame(process: int) -> Frame:
+            rows = [placement.sequences_of(leaf.shape, process) for leaf in leaves]
+            sizes = [WHOLE if own is None else leaf.shape[1] for own, leaf in zip(rows, leaves, strict=True)]
+            arrays = [leaf if own is None else leaf[:, own] for own, leaf in zip(rows, leaves, strict=True)]
+            return Frame(kind, (*values, *sizes), tuple(arrays))
+
+        self._team.tell_each(frame)
 
     def measure(self, fragment: int, codec: str) -> Parts:
         """Measure a fragment in all processes. The leader has the encoded bytes."""
         self._team.tell("measure", (fragment, codec))
         return super().measure(fragment, codec)
 
-    def adopt(self, fragment: int, new_N: Vector, steps: int) -> None:
-        """Adopt a fragment in all processes."""
-        self._team.tell("adopt", (fragment, steps), (new_N.copy(),))  # the link may change it later
-        super().adopt(fragment, new_N, steps)
+    def adopt(self, arrival: Arrival, steps: int) -> None:
+        """Adopt a fragment in all processes. They have decoded it already."""
+        self._team.tell("adopt", (arrival.snapshot.fragment, arrival.number, steps))
+        super().adopt(arrival, steps)
 
     def optimizer_leaves(self) -> list[Any]:
         """Return copies of the inner optimiser's arrays, which all processes gather."""
@@ -152,11 +161,26 @@ def follow(seat: Seat, computation: SharedComputation, manifest: Manifest, sampl
         WireError: The leader says what no leader says (`hosts.message`).
     """
     structure: Any = jax.tree.structure(sample)
+    held = HeldSnapshots(manifest)
 
-    def batches(frame: Frame) -> Any:
+    def batches(frame: Frame, first: int) -> Any:
+        """Return the batches of a message whose values from `first` on are the sizes of a whole batch."""
         if len(frame.arrays) != structure.num_leaves:
             raise unfit(f"{frame.kind} has {len(frame.arrays)} arrays of a batch")
-        return jax.tree.unflatten(structure, frame.arrays)
+        leaves = [own_sequences(array, frame.number(first + at)) for at, array in enumerate(frame.arrays)]
+        return jax.tree.unflatten(structure, leaves)
+
+    def own_sequences(array: Any, size: int) -> Any:
+        placement = computation.placement
+        if size == WHOLE or placement is None:
+            return array
+        if array.ndim < 2 or not 0 < size <= array.shape[1] * placement.shape.batch_parts:
+            raise unfit(f"a batch of {size} sequences is none of this mesh")
+        found = OwnSequences(array, size)
+        rows = placement.sequences_of(found.shape, jax.process_index())
+        if rows is None or rows.size != array.shape[1]:
+            raise unfit(f"{array.shape[1]} sequences of {size} are not those of this host")
+        return found
 
     def fragment(frame: Frame) -> int:
         found = frame.number(0)
@@ -164,16 +188,19 @@ def follow(seat: Seat, computation: SharedComputation, manifest: Manifest, sampl
             raise unfit(f"there is no fragment {found}")
         return found
 
+    def hold(frame: Frame) -> None:
+        payloads, base = tuple(array.tobytes() for array in frame.arrays), frame.number(2)
+        if not payloads:
+            raise unfit("a snapshot has no payload")
+        held.hold(Download(frame.number(1), fragment(frame), None if base < 0 else base, payloads))
+
     def begin(frame: Frame) -> None:
-        if [x.shape for x in frame.arrays] != [(size,) for size in manifest.sizes]:
-            raise unfit("the parameters are those of another run")
-        computation.begin(frame.arrays)
+        computation.begin_at([held.take(p, frame.number(p)) for p in range(len(manifest.sizes))])
 
     def adopt(frame: Frame) -> None:
-        p = fragment(frame)
-        if [x.shape for x in frame.arrays] != [(manifest.sizes[p],)]:
-            raise unfit(f"a snapshot has another size than fragment {p}")
-        computation.adopt(p, frame.arrays[0], frame.number(1))
+        p, number = fragment(frame), frame.number(1)
+        computation.adopt_vector(p, held.take(p, number), frame.number(2))
+        held.forget(p, number)
 
     def measure(frame: Frame) -> None:
         if frame.text(1) not in CODECS:
@@ -193,9 +220,10 @@ def follow(seat: Seat, computation: SharedComputation, manifest: Manifest, sampl
         computation.restore_all(frame.arrays)
 
     doings: dict[str, Callable[[Frame], Any]] = {
+        "hold": hold,
         "begin": begin,
-        "try": lambda frame: computation.try_steps(batches(frame), frame.number(0)),
-        "step": lambda frame: computation.step(batches(frame), frame.number(0), frame.number(1)),
+        "try": lambda frame: computation.try_steps(batches(frame, 1), frame.number(0)),
+        "step": lambda frame: computation.step(batches(frame, 2), frame.number(0), frame.number(1)),
         "measure": measure,
         "adopt": adopt,
         "give": lambda frame: computation.optimizer_leaves(),
@@ -208,7 +236,3 @@ def follow(seat: Seat, computation: SharedComputation, manifest: Manifest, sampl
             raise WireError(f"the leader says {frame.kind[:40]!r}, which nothing knows", code="hosts.message")
         doings[frame.kind](frame)
     return frame.number(1)
-
-
-def _arrays(batches_n: Any) -> list[Any]:
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(batches_n)]

@@ -74,6 +74,8 @@ class Connection:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._sending = threading.Lock()
+        #: The bytes that were sent.
+        self.sent = 0
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, frame: Frame) -> None:
@@ -82,6 +84,7 @@ class Connection:
         about = [[array.dtype.name, list(np.shape(array))] for array in frame.arrays]
         header = msgpack.packb([frame.kind, list(frame.values), about])
         with self._sending:
+            self.sent += 4 + len(header) + sum(array.nbytes for array in arrays)
             self._socket.sendall(len(header).to_bytes(4) + header)
             for array in arrays:
                 if array.size:

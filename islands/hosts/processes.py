@@ -77,11 +77,12 @@ class Leading:
         self.team.tell("run", (json.dumps(manifest.to_fields()),))
         self._has_jax = True
         connect(self.place)
-        own, memory = devices_here()
+        own, memory, _ = devices_here()
         for rank, said in self.team.ask_all("devices", DEVICES_SECONDS).items():
             if said.text(0) != own:
                 raise disagreement("devices", own, rank, said.text(0))
             memory = min(memory, said.number(1))
+            self.team.processes[rank] = said.number(2)
         self.device_bytes = memory  # all hosts choose the same mesh by it
         self.team.tell("go", (memory,))
 
@@ -147,14 +148,14 @@ def most_bytes(manifest: Manifest) -> int:
     return SPARE_BYTES + ELEMENT_BYTES * manifest.elements
 
 
-def devices_here() -> tuple[str, int]:
-    """Return the number and the kind of this process's devices, and the memory of one of them."""
+def devices_here() -> tuple[str, int, int]:
+    """Return the number and kind of this process's devices, the memory of one, and JAX's number of the process."""
     import jax
 
     from archipelago.islands.mesh.placement import device_memory
 
     devices = jax.local_devices()
-    return f"{len(devices)} of {devices[0].device_kind}", device_memory()
+    return f"{len(devices)} of {devices[0].device_kind}", device_memory(), jax.process_index()
 
 
 def _exit(status: int) -> None:

@@ -59,6 +59,8 @@ class Team:
         self._on_lost: OnLost = lambda sentence, status: None
         self._fault: ArchipelagoError | None = None
         self._listener: socket.socket | None = None
+        #: JAX's numbers of the other processes by rank, which are the same unless a cluster numbers them itself.
+        self.processes: dict[int, int] = {}
 
     # -- coming together ----------------------------------------------------------------------------------------------
 
@@ -178,6 +180,11 @@ class Team:
         for follower in self._followers.values():
             follower.frames.put(frame)
 
+    def tell_each(self, frame: Callable[[int], Frame]) -> None:
+        """Tell each of the other processes something else, by JAX's number of it. This never waits."""
+        for rank, follower in self._followers.items():
+            follower.frames.put(frame(self.processes.get(rank, rank)))
+
     def ask_all(self, kind: str, seconds: float) -> dict[int, Frame]:
         """Return what each of the others says next, by rank. Raises HostError (`hosts.missing`)."""
         found = {}
@@ -192,6 +199,16 @@ class Team:
                     code="hosts.missing",
                 ) from None
         return found
+
+    @property
+    def sent(self) -> int:
+        """The bytes that the other processes were sent."""
+        return sum(follower.connection.sent for follower in self._followers.values())
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no message waits to be sent."""
+        return all(follower.frames.empty() for follower in self._followers.values())
 
     @property
     def is_stopping(self) -> bool:

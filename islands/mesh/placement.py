@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from numpy.typing import NDArray
 
 from archipelago.broker.footprint import memory_text, state_on_device
 from archipelago.broker.manifest import Manifest, Tensor
@@ -21,6 +23,24 @@ from archipelago.islands.models.interface import Params
 from archipelago.islands.sync.arrays import put
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class OwnSequences:
+    """The sequences of an array of batches that one process computes.
+
+    Attributes:
+        values: They, [n, own sequences, …].
+        size: The sequences of a whole batch.
+    """
+
+    values: NDArray[Any]
+    size: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole array, [n, B, …]."""
+        return (self.values.shape[0], self.size, *self.values.shape[2:])
 
 
 class Placement:
@@ -106,16 +126,42 @@ class Placement:
     def place_batches(self, batches_n: Any) -> Any:
         """Return batches, arrays [n, B, …], on the mesh. Each device gets its own sequences only.
 
-        An array whose second dimension is not that of the batch, such as a scalar of a task, is on each device.
+        An array whose second dimension is not that of the batch, such as a scalar of a task, is on each device. Where
+        several hosts share an island, an array may be `OwnSequences` of this process.
         """
-
-        def place(leaf: Any) -> NamedSharding:
-            is_split = leaf.ndim > 1 and leaf.shape[1] % self.shape.batch_parts == 0
-            return NamedSharding(self.mesh, _spec(None, ("data", "fsdp"))) if is_split else self._everywhere
-
         leaves, structure = jax.tree.flatten(batches_n)
-        arrays = [np.asarray(leaf) for leaf in leaves]
-        return jax.tree.unflatten(structure, put(arrays, [place(leaf) for leaf in arrays]))
+        arrays = [leaf if isinstance(leaf, OwnSequences) else np.asarray(leaf) for leaf in leaves]
+        if not any(isinstance(leaf, OwnSequences) for leaf in arrays):
+            return jax.tree.unflatten(structure, put(arrays, [self._batch_place(leaf.shape) for leaf in arrays]))
+        return jax.tree.unflatten(structure, [self._placed_batch(leaf) for leaf in arrays])
+
+    def _placed_batch(self, leaf: NDArray[Any] | OwnSequences) -> jax.Array:
+        place = self._batch_place(leaf.shape)
+        if isinstance(leaf, OwnSequences):
+            rows = own_rows(place, leaf.shape, jax.process_index())
+            numbers = np.arange(leaf.size)
+
+            def values(index: Any) -> NDArray[Any]:
+                found: NDArray[Any] = leaf.values[:, np.searchsorted(rows, numbers[index[1]])]
+                return found
+
+            return jax.make_array_from_callback(leaf.shape, place, values)
+        placed: jax.Array = put(leaf, place)
+        return placed
+
+    def _batch_place(self, shape: Sequence[int]) -> NamedSharding:
+        is_split = len(shape) > 1 and shape[1] % self.shape.batch_parts == 0
+        return NamedSharding(self.mesh, _spec(None, ("data", "fsdp"))) if is_split else self._everywhere
+
+    def sequences_of(self, shape: Sequence[int], process: int) -> NDArray[np.intp] | None:
+        """Return the numbers of the sequences that a process of JAX computes; None for a whole array.
+
+        Args:
+            shape: The shape of an array of batches, [n, B, …].
+            process: JAX's number of the process.
+        """
+        place = self._batch_place(shape)
+        return None if place is self._everywhere else own_rows(place, tuple(shape), process)
 
     def steps(self, steps: InnerSteps) -> InnerSteps:
         """Return inner steps whose results are in their places, so that no program is compiled again."""
@@ -129,6 +175,15 @@ class Placement:
             return found
 
         return placed
+
+
+@cache
+def own_rows(place: NamedSharding, shape: tuple[int, ...], process: int) -> NDArray[np.intp]:
+    """Return the numbers along the second dimension that the devices of a process have, in order."""
+    indices: Mapping[Any, Any] = place.devices_indices_map(shape)
+    numbers = np.arange(shape[1])
+    own = [numbers[index[1]] for device, index in indices.items() if device.process_index == process]
+    return np.unique(np.concatenate([numbers[:0], *own]))
 
 
 def _spec(*parts: Any) -> PartitionSpec:

@@ -140,9 +140,9 @@ class Participant(ABC):
         """Return what the island sends of a fragment, as the codec's parts."""
         return self._measures.measure(fragment, self.params, codec)
 
-    def take_over(self, fragment: int, new_N: Vector) -> None:
-        """Adopt a fragment of a snapshot."""
-        self.set_params(self._measures.adopt(fragment, self.params, new_N))
+    def take_over(self, arrival: Arrival) -> None:
+        """Adopt the parameters of a snapshot."""
+        self.set_params(self._measures.adopt(arrival.snapshot.fragment, self.params, arrival.params_N))
 
     def places(self) -> Sequence[object]:
         """Return the positions in the run's corpus; none by default."""
@@ -250,7 +250,7 @@ class Participant(ABC):
         snapshot = arrival.snapshot
         if snapshot.version == self.ledger.counts[snapshot.fragment].version:
             return
-        self.take_over(snapshot.fragment, arrival.params_N)
+        self.take_over(arrival)
         self.ledger.adopted(snapshot, self._measures.rule.keeps_progress)
         self.action_log.add(Adopt(snapshot.fragment, snapshot.version))
 

@@ -28,6 +28,7 @@ KEY = b"bench"
 COME_SECONDS = 300.0
 #: How often steps with messages and steps without alternate in a turn.
 CHUNKS = 4
+IDLE_SECONDS = 0.001
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ class HostTurn:
         untold: A step without syncing and without any message of the leader; None in one process.
         tell_seconds: How long the leader's thread takes to tell the others of a step, median.
         longest_tell: The longest of all its messages, also of syncs.
+        step_bytes: What each other process is sent for a step without syncing.
+        sync_bytes: What it is sent for a sync of a fragment, beside that.
     """
 
     steps: int
@@ -64,6 +67,8 @@ class HostTurn:
     untold: Cost | None = None
     tell_seconds: float = 0.0
     longest_tell: float = 0.0
+    step_bytes: float = 0.0
+    sync_bytes: float = 0.0
 
 
 class TimedTeam(Team):
@@ -75,6 +80,12 @@ class TimedTeam(Team):
         """Tell the other process what to do next."""
         began = time.perf_counter()
         super().tell(*about)
+        self.seconds.append(time.perf_counter() - began)
+
+    def tell_each(self, frame: Callable[[int], Frame]) -> None:
+        """Tell the other process of the batches of the next steps."""
+        began = time.perf_counter()
+        super().tell_each(frame)
         self.seconds.append(time.perf_counter() - began)
 
 
@@ -115,14 +126,13 @@ def follow_leader(pipe: Connection, url: str, cores: set[int], devices: int, pla
 
     from archipelago.islands.data.batches import Batches
     from archipelago.islands.data.sharding import lease_all
-    from archipelago.islands.hosts.computing import SharedComputation, follow, most_bytes
+    from archipelago.islands.hosts.computing import SharedComputation, follow
     from archipelago.islands.hosts.coordinator import disconnect
     from archipelago.islands.inner import begin, compile_steps
     from archipelago.islands.mesh.placement import placement_of
     from archipelago.islands.mesh.shape import MeshShape
     from archipelago.islands.models.registry import build
 
-    seat.most = most_bytes(manifest)
     config = manifest.config
     shape = MeshShape(data=place.hosts * devices)
     placement = placement_of(shape, manifest, config.data.batch_size, jax.devices())
@@ -166,20 +176,35 @@ def _take_turns(pipe: Connection, island: Island, team: TimedTeam | None) -> Non
 
 
 def _turn(island: Island, team: TimedTeam | None, steps: int) -> HostTurn:
-    sent = island.sequence
+    sent, bytes_before = island.sequence, _told_bytes(team)
     synced = synced_turn(island, steps)
+    bytes_on = _told_bytes(team) - bytes_before
     on, syncs = Cost(synced.seconds / steps, synced.cpu_seconds / steps), island.sequence - sent
     told, untold = [], []
     tells = list(team.seconds) if team is not None else []
+    bytes_before, off_bytes = _told_bytes(team), 0
     for _ in range(CHUNKS):  # in turn, so that other work on the machine slows both
         told.append(_steps(island.computation.step, island.batches.next, steps // CHUNKS, island.run_steps))
+        off_bytes += _told_bytes(team) - bytes_before
         if team is not None:
             untold.append(_untold_steps(island, team, steps // CHUNKS))
+        bytes_before = _told_bytes(team)
     if team is None:
         return HostTurn(steps, on, _mean(told), syncs)
     median, longest = statistics.median(team.seconds[len(tells) :]), max(team.seconds)
     team.seconds.clear()
-    return HostTurn(steps, on, _mean(told), syncs, _mean(untold), median, longest)
+    step_bytes = off_bytes / (steps // CHUNKS * CHUNKS)
+    sync_bytes = (bytes_on - step_bytes * steps) / syncs
+    return HostTurn(steps, on, _mean(told), syncs, _mean(untold), median, longest, step_bytes, sync_bytes)
+
+
+def _told_bytes(team: Team | None) -> int:
+    """Return what each other process was sent, once all of it is on its way."""
+    if team is None:
+        return 0
+    while not team.is_idle:
+        time.sleep(IDLE_SECONDS)
+    return team.sent // (team.place.hosts - 1)
 
 
 def _mean(costs: Sequence[Cost]) -> Cost:

@@ -147,6 +147,8 @@ def summary(two: list[HostTurn], one: list[HostTurn]) -> dict[str, Any]:
         found[f"boundary_{kind}"] = statistics.median(getattr(off, kind) - getattr(un, kind) for off, un in told)
     found["tell_seconds"] = statistics.median(turn.tell_seconds for turn in two)
     found["tell_seconds_longest"] = max(turn.longest_tell for turn in two)
+    found["step_bytes"] = statistics.median(turn.step_bytes for turn in two)
+    found["sync_bytes"] = statistics.median(turn.sync_bytes for turn in two)
     return found
 
 
@@ -169,6 +171,7 @@ def rows(s: dict[str, Any]) -> list[dict[str, Any]]:
         return row(f"a sync of a fragment, {what}, ms", own, "one process", alone, own / alone)
 
     two, one = s["two_steps_a_second_off"], s["one_steps_a_second_off"]
+    step_bytes, sync_bytes = s["step_bytes"], s["sync_bytes"]
     tell, longest = 1e6 * s["tell_seconds"], 1e6 * s["tell_seconds_longest"]
     return [
         steps("two processes", "two"),
@@ -177,6 +180,13 @@ def rows(s: dict[str, Any]) -> list[dict[str, Any]]:
         boundary("time", "seconds"),
         boundary("leader's processor time", "cpu_seconds"),
         row("  of which the leader's main thread, µs", tell, "the longest", longest, tell / longest),
+        row(
+            "bytes of a step to each other process",
+            step_bytes,
+            "of a sync, besides",
+            sync_bytes,
+            sync_bytes / step_bytes,
+        ),
         sync("time", "seconds"),
         sync("a process's processor time", "cpu_seconds"),
     ]

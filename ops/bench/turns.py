@@ -164,6 +164,7 @@ def join_run(url: str, mesh: str | None = None, team: Team | None = None) -> Isl
     from archipelago.islands.data.batches import Batches
     from archipelago.islands.data.sharding import shard_order
     from archipelago.islands.hosts.computing import LeadingComputation
+    from archipelago.islands.hosts.snapshots import relay_to
     from archipelago.islands.inner import compile_steps
     from archipelago.islands.mesh.placement import placement_of
     from archipelago.islands.mesh.shape import MeshShape, parsed
@@ -177,6 +178,8 @@ def join_run(url: str, mesh: str | None = None, team: Team | None = None) -> Isl
     link = Link(transport, manifest, "island/bench", shard_order(config.data.shards, config.seed))
     steps = compile_steps(build(config.model), config.inner)
     batches = Batches(random_text(config), config, link.lease)
+    if team is not None:
+        link.inbox.snapshots.relay = relay_to(team)
     shape = parsed(mesh) if mesh is not None else MeshShape()
     placement = placement_of(shape, manifest, config.data.batch_size, jax.devices())
     return Island(

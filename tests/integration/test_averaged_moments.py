@@ -19,6 +19,7 @@ from archipelago.islands.evaluation import assemble, published
 from archipelago.islands.rejoin import Rejoin
 from archipelago.islands.replay import ReplayedIsland, Surroundings, wanted_points
 from archipelago.islands.sync.actions import unfolded
+from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.worker import Island
 from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.merger.checkpointer import Checkpointer, at_once
@@ -197,6 +198,6 @@ def test_a_restored_island_continues_with_the_same_bits(tmp_path: Path) -> None:
     for island in (before, after):
         island.advance()
         for p, vector_N in enumerate(new_N):
-            island.take_over(p, vector_N)
+            island.take_over(Arrival(run.transport.reader.fragment(p)[0], vector_N))
     assert leaf_bytes(before.inner) == leaf_bytes(after.inner)
     assert before.synced.tensors(0, before.inner).keys() == {"kernel", "scale", MOMENT_PREFIX + "kernel"}

@@ -25,10 +25,45 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Arrival:
-    """A snapshot that was downloaded and decoded: float32, N elements."""
+    """A snapshot that was downloaded and decoded: float32, N elements. The numbers of a link's arrivals count up."""
 
     snapshot: Snapshot
     params_N: Vector
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class Download:
+    """What came over the wire for an arrival.
+
+    Attributes:
+        number: The arrival's number.
+        fragment: Its fragment.
+        base: The number of the arrival to which differences are added; None for a snapshot in full.
+        payloads: The snapshot in full, or the differences in order.
+    """
+
+    number: int
+    fragment: int
+    base: int | None
+    payloads: tuple[bytes, ...]
+
+
+def decoded(manifest: Manifest, download: Download, base_N: Vector | None) -> Vector:
+    """Return the vector of an arrival, the same bits on every machine. Raises WireError for a damaged payload."""
+    if base_N is None:
+        return unpack(download.payloads[0], manifest.sizes[download.fragment])
+    for payload in download.payloads:
+        base_N = after_difference(manifest, download.fragment, payload, base_N)
+    return base_N
+
+
+def after_difference(manifest: Manifest, fragment: int, payload: bytes, before_N: Vector) -> Vector:
+    """Return a fragment's next version. Raises WireError for a damaged payload."""
+    start = manifest.parameter_sizes[fragment]
+    if start < before_N.size:  # first moments are not published as differences
+        before_N = np.concatenate([before_N[:start], np.zeros(before_N.size - start, np.float32)])
+    return unpack(payload, manifest.sizes[fragment], manifest.config.wire.down, before_N)
 
 
 class Snapshots:
@@ -58,6 +93,9 @@ class Snapshots:
         self._listen = listen
         self.bytes_down = 0
         self.held: dict[int, Arrival] = {}
+        #: Called for each arrival, before it is handed over, with what came over the wire.
+        self.relay: Callable[[Download], None] = lambda download: None
+        self._arrived = 0
         #: The length of the run in steps. No step beyond it is believed.
         self.run_steps = manifest.config.inner.steps
         #: The largest global step that this island believes in.
@@ -123,11 +161,13 @@ class Snapshots:
         if fault := snapshot_fault(snapshot, self._manifest):
             raise WireError(f"the hash of fragment {p} holds {fault}", code="wire.snapshot")
         self.bytes_down += len(payload)
-        return self._hold(p, Arrival(snapshot, unpack(payload, self._manifest.sizes[p])))
+        return self._hold(p, Arrival(snapshot, unpack(payload, self._manifest.sizes[p])), None, [payload])
 
-    def _hold(self, p: int, arrival: Arrival) -> Arrival:
+    def _hold(self, p: int, arrival: Arrival, base: int | None, payloads: Sequence[bytes]) -> Arrival:
         """Remember an arrival if differences build on it, and forget the announcements up to it."""
-        arrival = replace(arrival, snapshot=self._with_believable_step(arrival.snapshot))
+        self._arrived += 1
+        arrival = replace(arrival, snapshot=self._with_believable_step(arrival.snapshot), number=self._arrived)
+        self.relay(Download(arrival.number, p, base, tuple(payloads)))
         if self._manifest.config.wire.sends_differences:
             self.held[p] = arrival
         self._known[p] = (arrival.snapshot.version, arrival.snapshot.digest)
@@ -163,19 +203,20 @@ class Snapshots:
         chain = self._chain(p, held.snapshot.version) if held is not None else []
         if held is None or not chain:
             return None
-        vector_N = held.params_N
+        vector_N, payloads = held.params_N, []
         for snapshot in chain:
-            next_N = self._after_difference(p, snapshot, vector_N)
-            if next_N is None:
+            found = self._after_difference(p, snapshot, vector_N)
+            if found is None:
                 return None
-            vector_N = next_N
+            vector_N, payload = found
+            payloads.append(payload)
             self._listen()
             if self.held.get(p) is not held:
                 return None  # the run went back meanwhile
         if digest_of(vector_N) != chain[-1].held:
             log.warning("the differences of fragment %s lead to other parameters: fetching it in full", p)
             return None
-        return self._hold(p, Arrival(chain[-1], vector_N))
+        return self._hold(p, Arrival(chain[-1], vector_N), held.number, payloads)
 
     def _chain(self, p: int, version: int) -> list[Snapshot]:
         """Return the announced versions after `version` if all have a difference and these are worth downloading."""
@@ -187,16 +228,13 @@ class Snapshots:
             return []
         return known
 
-    def _after_difference(self, p: int, snapshot: Snapshot, before_N: Vector) -> Vector | None:
-        start = self._manifest.parameter_sizes[p]
-        if start < before_N.size:  # first moments are not published as differences
-            before_N = np.concatenate([before_N[:start], np.zeros(before_N.size - start, np.float32)])
+    def _after_difference(self, p: int, snapshot: Snapshot, before_N: Vector) -> tuple[Vector, bytes] | None:
         payload = self._transport.island.difference(p, snapshot.version)
         if payload is None or len(payload) != snapshot.difference_bytes:
             return None
         self.bytes_down += len(payload)
         try:
-            return unpack(payload, self._manifest.sizes[p], self._manifest.config.wire.down, before_N)
+            return after_difference(self._manifest, p, payload, before_N), payload
         except WireError as error:
             log.warning("a difference of fragment %s is damaged (%s): fetching it in full", p, error.reason)
             return None

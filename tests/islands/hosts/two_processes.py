@@ -18,12 +18,13 @@ from numpy.typing import NDArray
 from archipelago.broker.codecs import body_of
 from archipelago.broker.config import RunConfig
 from archipelago.islands.checkpoint import IslandStore, cut
-from archipelago.islands.hosts.computing import LeadingComputation, SharedComputation, follow, most_bytes
+from archipelago.islands.hosts.computing import LeadingComputation, SharedComputation, follow
 from archipelago.islands.hosts.coordinator import disconnect
 from archipelago.islands.hosts.frames import Frame
 from archipelago.islands.hosts.membership import Membership
 from archipelago.islands.hosts.processes import Leading, come, connect_devices
 from archipelago.islands.hosts.seat import Seat
+from archipelago.islands.hosts.snapshots import relay_to
 from archipelago.islands.hosts.team import Team
 from archipelago.islands.inner import begin, require_sound
 from archipelago.islands.mesh.shape import MeshShape
@@ -71,7 +72,7 @@ def play(name: str, shape: MeshShape, config: RunConfig, team: Team, folder: Pat
     """Train, restore, and return the parameters before and after."""
     computes = partial(LeadingComputation, team)
     run = MeshRun(manifest(config))
-    island = run.island(shape, computes=computes)
+    island = run.island(shape, computes=computes, relay=relay_to(team))
     run.play(island, STEPS)
     store = IslandStore(folder, run.manifest)
     store.save(cut(island, 7))
@@ -110,7 +111,7 @@ def play(name: str, shape: MeshShape, config: RunConfig, team: Team, folder: Pat
 
 def come_back(shape: MeshShape, team: Team, store: IslandStore) -> Island:
     """Return an island that has nothing but its checkpoints."""
-    return MeshRun(store.manifest).island(shape, computes=partial(LeadingComputation, team))
+    return MeshRun(store.manifest).island(shape, computes=partial(LeadingComputation, team), relay=relay_to(team))
 
 
 def require_same(one: Any, other: Any) -> None:
@@ -151,7 +152,6 @@ def follow_all(place: Membership) -> None:
     connect_devices(place, seat)
     for shape, config in PARTS.values():
         of = manifest(config)
-        seat.most = most_bytes(of)
         placement, steps = on_mesh(shape, config)
         computation = SharedComputation(of, steps, partial(begin, config.inner), placement)
         follow(Part(seat), computation, of, np.zeros(0))

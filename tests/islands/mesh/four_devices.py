@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +18,15 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from archipelago.broker.codecs import CODECS, Vector, body_of
 from archipelago.broker.config import AdoptConfig, InnerConfig, RunConfig, WireConfig
+from archipelago.broker.errors import WireError
 from archipelago.broker.footprint import state_on_device
 from archipelago.broker.manifest import Corpus, Manifest, Tensor
 from archipelago.islands.checkpoint import IslandStore, cut
+from archipelago.islands.hosts.computing import SharedComputation, follow
+from archipelago.islands.hosts.frames import Frame
+from archipelago.islands.hosts.seat import Seat
 from archipelago.islands.inner import begin, compile_steps, require_sound
-from archipelago.islands.mesh.placement import placement_of
+from archipelago.islands.mesh.placement import own_rows, placement_of
 from archipelago.islands.mesh.shape import MeshShape
 from archipelago.islands.models.registry import build
 from archipelago.islands.options import IslandOptions
@@ -34,7 +38,7 @@ from archipelago.islands.sync.state_tree import decode
 from archipelago.islands.sync.tree_replica import TreeReplica
 from archipelago.islands.worker import Island
 from tests.failing import failing
-from tests.islands.mesh.sharded_runs import COLUMNS, CONFIG, FOUR, ONE, SQUARE, MeshRun, manifest
+from tests.islands.mesh.sharded_runs import COLUMNS, CONFIG, FOUR, ONE, SQUARE, MeshRun, manifest, on_mesh
 
 #: Shapes and placements on a mesh of 2 × 2 that begin anywhere in a block of a codec.
 TREE: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {
@@ -47,6 +51,21 @@ TREE: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {
     "g": ((130, 256), (None, "y")),
     "h": ((7, 512), (None, ("y", "x"))),
 }
+
+
+class SimpleDevice(NamedTuple):
+    number: int
+    process_index: int
+
+
+class SimplePlace:
+    """A sharding over these devices."""
+
+    def __init__(self, devices: dict[SimpleDevice, Any]) -> None:
+        self._devices = devices
+
+    def devices_indices_map(self, shape: tuple[int, ...]) -> dict[SimpleDevice, Any]:
+        return self._devices
 
 
 def tree_run(codec: str) -> Manifest:
@@ -232,6 +251,44 @@ def test_a_model_that_one_device_cannot_hold_is_split_by_default(
         shapes.append(placement.shape)
     assert shapes == [FOUR, MeshShape(fsdp=4)]
     assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == [MeshShape(fsdp=4)]
+
+
+class Told(Seat):
+    """What a leader says, one message after another."""
+
+    def __init__(self, *frames: Frame) -> None:
+        self._told = [*frames, Frame("end", ("", 0))]
+
+    def next(self) -> Frame:
+        return self._told.pop(0)
+
+
+def test_a_host_takes_its_own_sequences_of_a_batch_and_no_others() -> None:
+    placement, _ = on_mesh(FOUR, CONFIG)
+    assert placement is not None
+    taken: list[Any] = []
+    computation = SharedComputation(manifest(), None, None, placement)  # type: ignore[arg-type]
+    computation.step = lambda batches_n, *about: taken.append(placement.place_batches(batches_n))  # type: ignore[method-assign, assignment]
+    batch = np.arange(2 * 8 * 3, dtype=np.uint8).reshape(2, 8, 3)
+
+    def told(values: tuple[int, ...]) -> Told:
+        return Told(Frame("step", (0, 100, *values), (batch,)))
+
+    for size in (8, -1):
+        assert follow(told((size,)), computation, manifest(), batch) == 0
+        np.testing.assert_array_equal(taken[-1], batch)
+        assert taken[-1].sharding == placement.place_batches(batch).sharding
+    for wrong in (0, 4, 7, 12, 32, 1 << 60):
+        with failing(WireError, "hosts.message"):
+            follow(told((wrong,)), computation, manifest(), batch)
+    assert len(taken) == 2
+
+
+def test_the_sequences_of_a_process_are_those_of_its_devices() -> None:
+    rows = [(0, slice(0, 2)), (0, slice(2, 4)), (1, slice(4, 6)), (1, slice(0, 2)), (1, slice(4, 6))]
+    devices = {SimpleDevice(number, process): (slice(None), row) for number, (process, row) in enumerate(rows)}
+    place: Any = SimplePlace(devices)
+    assert [own_rows(place, (1, 6), process).tolist() for process in (0, 1, 2)] == [[0, 1, 2, 3], [0, 1, 4, 5], []]
 
 
 @pytest.mark.full

@@ -34,6 +34,7 @@ from archipelago.islands.mesh.shape import MeshShape
 from archipelago.islands.models.interface import Model, Params
 from archipelago.islands.models.layers import mean_cross_entropy
 from archipelago.islands.sync.connection.link import Link
+from archipelago.islands.sync.connection.snapshots import Download
 from archipelago.islands.worker import Island
 from archipelago.merger.service import Merger
 from archipelago.ops.experiments.virtual_time import VirtualClock
@@ -129,13 +130,15 @@ class MeshRun:
         on_marker: Callable[[Island, int], None] | None = None,
         batch_size: int = CONFIG.data.batch_size,
         computes: Callable[..., Computation] = Computation,
+        relay: Callable[[Download], None] = lambda download: None,
     ) -> Island:
-        """Return an island on a mesh that has joined and leased a shard."""
+        """Return an island on a mesh that has joined and leased a shard. `relay` gets what came over the wire."""
         config = self.manifest.config
         own = replace(config, data=replace(config.data, batch_size=batch_size))
         link = Link(
             self.connect(), self.manifest, f"{name}/x", shard_order(config.data.shards, config.seed), self.clock
         )
+        link.inbox.snapshots.relay = relay
         arrivals, (placement, steps) = link.join(), on_mesh(shape, config)
         island = Island(
             name, self.manifest, steps,
