@@ -9,6 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from archipelago.islands.hosts.membership import Membership
 
@@ -18,7 +19,8 @@ LINGER_SECONDS = 5.0
 START_SECONDS = 120
 #: JAX notices a lost process after this time. `team` notices it long before.
 JAX_SILENCE_SECONDS = 120
-SHUTDOWN_SECONDS = 10
+#: How long the processes wait for each other at an orderly end. On a loaded machine, queued steps take a while.
+SHUTDOWN_SECONDS = 60
 
 _PROGRAM = f"""
 import sys, time
@@ -74,8 +76,21 @@ def connect(place: Membership) -> None:
     state.client.connect()
 
 
-def disconnect() -> None:
-    """Forget the others, so that this process does not wait for them at its end. They know that the island ends."""
+def leave() -> None:
+    """Disconnect from the others at an orderly end, where all of them do the same.
+
+    Otherwise JAX would abort a process that takes longer to end than the coordinator.
+    """
+    from jax._src import distributed
+
+    if distributed.global_state.client is not None:
+        with suppress(RuntimeError):  # one of the others has been lost meanwhile
+            distributed.global_state.client.shutdown()
+    forget_others()
+
+
+def forget_others() -> None:
+    """Let this process end without waiting for the others, which may not be there any more."""
     from jax._src import distributed
 
     distributed.global_state.client = None

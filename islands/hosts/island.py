@@ -38,7 +38,7 @@ def follow_leader(options: IslandOptions, place: Membership, stopped: Callable[[
     task = own_task(options, manifest)
 
     from archipelago.islands.hosts.computing import SharedComputation, follow
-    from archipelago.islands.hosts.coordinator import disconnect
+    from archipelago.islands.hosts.coordinator import leave
     from archipelago.islands.prepared import prepare
 
     placement, settings = own_placement(options, manifest, device_bytes), own_settings(options, manifest)
@@ -46,7 +46,7 @@ def follow_leader(options: IslandOptions, place: Membership, stopped: Callable[[
     work = prepared.workload
     computation = SharedComputation(manifest, work.steps, work.begin, placement)
     status = follow(seat, computation, manifest, prepared.sample())
-    disconnect()
+    leave()
     return status
 
 

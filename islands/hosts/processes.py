@@ -96,7 +96,7 @@ class Leading:
 
     def end(self, status: int = 0, error: BaseException | None = None) -> None:
         """End the island in all processes."""
-        from archipelago.islands.hosts.coordinator import disconnect
+        from archipelago.islands.hosts.coordinator import forget_others, leave
 
         if error is None:
             self.team.end("", status)
@@ -104,7 +104,7 @@ class Leading:
             sentence = error.what if isinstance(error, ArchipelagoError) else f"{type(error).__name__}"
             self.team.end(f"the leader of this island has ended: {sentence}", _status(error))
         if self._has_jax:
-            disconnect()
+            (leave if error is None else forget_others)()
             self._coordinator.close()
 
 

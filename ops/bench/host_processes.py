@@ -127,7 +127,7 @@ def follow_leader(pipe: Connection, url: str, cores: set[int], devices: int, pla
     from archipelago.islands.data.batches import Batches
     from archipelago.islands.data.sharding import lease_all
     from archipelago.islands.hosts.computing import SharedComputation, follow
-    from archipelago.islands.hosts.coordinator import disconnect
+    from archipelago.islands.hosts.coordinator import leave
     from archipelago.islands.inner import begin, compile_steps
     from archipelago.islands.mesh.placement import placement_of
     from archipelago.islands.mesh.shape import MeshShape
@@ -145,7 +145,7 @@ def follow_leader(pipe: Connection, url: str, cores: set[int], devices: int, pla
         _steps(computation.step, batches.next, count, config.inner.steps)
 
     follow(_Listening(seat, alone), computation, manifest, batches.sample(1))
-    disconnect()
+    leave()
     pipe.poll(None)
 
 

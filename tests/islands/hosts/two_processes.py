@@ -19,7 +19,7 @@ from archipelago.broker.codecs import body_of
 from archipelago.broker.config import RunConfig
 from archipelago.islands.checkpoint import IslandStore, cut
 from archipelago.islands.hosts.computing import LeadingComputation, SharedComputation, follow
-from archipelago.islands.hosts.coordinator import disconnect
+from archipelago.islands.hosts.coordinator import leave
 from archipelago.islands.hosts.frames import Frame
 from archipelago.islands.hosts.membership import Membership
 from archipelago.islands.hosts.processes import Leading, come, connect_devices
@@ -156,7 +156,7 @@ def follow_all(place: Membership) -> None:
         computation = SharedComputation(of, steps, partial(begin, config.inner), placement)
         follow(Part(seat), computation, of, np.zeros(0))
     assert seat.next().kind == "end"
-    disconnect()
+    leave()
 
 
 if __name__ == "__main__":
