@@ -60,6 +60,7 @@ class Rejoin(Newcomer):
             whole: The island's checkpoint of the number to which the run has gone back, if the run has.
         """
         if whole is not None and self.store is not None and self.store.restore_whole(whole, self.island):
+            log.info("the island went back with the run to checkpoint %s", whole.number)
             self.count_earlier()
             self._send_actions(whole)
             self.withdraw()
