@@ -115,6 +115,7 @@ _EXAMPLES: dict[str, dict[str, str]] = {
     "bench sync": {"archipelago bench sync --quick": "Measure one synchronisation."},
     "bench signing": {"archipelago bench signing": "Measure what signatures cost."},
     "bench island": {"archipelago bench island --quick": "Measure what synchronising costs an island."},
+    "bench accelerator": {"archipelago bench accelerator --quick": "Try the table of an accelerator on any machine."},
     "bench hosts": {"archipelago bench hosts --quick": "Measure what two hosts cost an island, on this machine."},
     "bench join": {"archipelago bench join --parameters 1e6": "Measure what syncing costs a training script."},
     "bench lora": {"archipelago bench lora --steps 96": "Compare LoRA by islands with one process."},

@@ -57,8 +57,18 @@ def main(options: IslandBenchOptions) -> int:
     return finish("island", island(config, options.quick, say, options.mesh), options)
 
 
-def island(config: RunConfig, quick: bool, say: Callable[[str], None], mesh: str | None = None) -> dict[str, Any]:
-    """Measure time, processor time and memory. Return plain data with `rows`."""
+def island(
+    config: RunConfig, quick: bool, say: Callable[[str], None], mesh: str | None = None, profile: str | None = None
+) -> dict[str, Any]:
+    """Measure time, processor time and memory. Return plain data with `rows`.
+
+    Args:
+        config: The settings of the run.
+        quick: Whether to use the tiny model, and fewer and shorter turns.
+        say: Called with each line for people.
+        mesh: The devices of the island; None for one.
+        profile: A folder for JAX's profile of one more turn with syncing; None for none.
+    """
     require_linux()
     with child(say_backend) as probe:
         backend = str(probe.receive())
@@ -72,14 +82,21 @@ def island(config: RunConfig, quick: bool, say: Callable[[str], None], mesh: str
         merger.receive()
         say(f"{_what(config)} on {backend}: steps with syncing and without take turns")
         pairs, seconds = (PAIRS_QUICK, TURN_SECONDS_QUICK) if quick else (PAIRS, TURN_SECONDS)
-        with child(sync_and_not, server.url, mine, pairs, seconds, mesh) as trainer:
+        with child(sync_and_not, server.url, mine, pairs, seconds, mesh, profile) as trainer:
             for number in range(pairs):
                 say(f"{number + 1} of {pairs}: {float(trainer.receive()):.3f} of the time without")
             found = trainer.receive()
     say("the same training without syncing, for its memory")
     with child(train_only, config, mine, found.scan_steps, found.steps) as trainer:
-        alone_peak = int(trainer.receive())
-    return {**summary(found, alone_peak), "what": _what(config), "rows": rows(found, alone_peak, _what(config))}
+        alone = trainer.receive()
+    figures = summary(found, alone.peak_bytes)
+    return {
+        **figures,
+        "what": _what(config),
+        "tokens_a_second": config.tokens_per_step / figures["step_seconds_on"],
+        "tokens_a_second_plain": config.tokens_per_step * found.steps / alone.seconds,
+        "rows": rows(found, alone.peak_bytes, _what(config)),
+    }
 
 
 def settled(config: RunConfig, quick: bool, backend: str) -> RunConfig:

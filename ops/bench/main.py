@@ -15,6 +15,9 @@ VERBS: Verbs = {
     "sync": Verb("archipelago.ops.bench.sync", "SyncOptions", "One outer synchronisation, against torchft's."),
     "signing": Verb("archipelago.ops.bench.signing", "SigningOptions", "What signatures add to a synchronisation."),
     "island": Verb("archipelago.ops.bench.island", "IslandBenchOptions", "What syncing costs an island."),
+    "accelerator": Verb(
+        "archipelago.ops.bench.accelerator", "AcceleratorOptions", "What an island costs on an accelerator."
+    ),
     "hosts": Verb("archipelago.ops.bench.hosts", "HostsBenchOptions", "What two hosts cost an island."),
     "join": Verb("archipelago.ops.bench.join", "JoinOptions", "What syncing costs a user's own training script."),
     "lora": Verb("archipelago.ops.bench.lora", "LoraOptions", "What islands send that fine-tune with LoRA."),

@@ -107,9 +107,25 @@ def random_text(config: RunConfig) -> NDArray[np.uint8]:
 
 
 def sync_and_not(
-    pipe: Connection, url: str, cores: set[int], pairs: int, turn_seconds: float, mesh: str | None = None
+    pipe: Connection,
+    url: str,
+    cores: set[int],
+    pairs: int,
+    turn_seconds: float,
+    mesh: str | None = None,
+    profile: str | None = None,
 ) -> None:
-    """Take turns with syncing and without, each over whole intervals. Send the ratio of each pair, then a `Found`."""
+    """Take turns with syncing and without, each over whole intervals. Send the ratio of each pair, then a `Found`.
+
+    Args:
+        pipe: Where the results go.
+        url: The Redis of the run.
+        cores: The processor's cores to use.
+        pairs: How many turns of each kind.
+        turn_seconds: The shortest turn.
+        mesh: The devices; None for one.
+        profile: The folder for JAX's profile of one interval with syncing after all turns; None for none.
+    """
     keep_to(cores)
     return_freed_memory()  # as `archipelago island` does
     import jax
@@ -128,6 +144,9 @@ def sync_and_not(
         on, off = synced_turn(island, steps), _plain_turn(island, steps)
         turns.append((on, off))
         pipe.send(on.seconds / off.seconds)
+    if profile is not None:
+        with jax.profiler.trace(profile):
+            synced_turn(island, interval)
     on_host = jax.default_backend() == "cpu"
     found = Found(
         backend=jax.default_backend(),
@@ -300,7 +319,7 @@ def plain(
 
 
 def train_only(pipe: Connection, config: RunConfig, cores: set[int], scan_steps: int, count: int) -> None:
-    """Train the same in a process that loads an island's code but syncs nothing. Send its peak of memory in bytes."""
+    """Train the same in a process that loads an island's code but syncs nothing. Send its turn."""
     keep_to(cores)
     return_freed_memory()
     import archipelago.islands.worker  # noqa: F401 - so that this process has as much code in memory as an island
@@ -314,4 +333,4 @@ def train_only(pipe: Connection, config: RunConfig, cores: set[int], scan_steps:
     batches = Batches(random_text(config), config, lease_all(config.data.shards, config.seed))
     state, _ = plain(steps, begin(config.inner, model.init(config.seed)), batches.next, scan_steps, scan_steps)
     _, turn = plain(steps, state, batches.next, count, scan_steps)
-    pipe.send(turn.peak_bytes)
+    pipe.send(turn)
