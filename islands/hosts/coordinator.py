@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from archipelago.islands.hosts.membership import Membership
+from archipelago.islands.hosts.ports import await_free
 
 #: How long the coordinator outlives the leader. The others say what happened within this time.
 LINGER_SECONDS = 5.0
@@ -37,7 +38,10 @@ class Coordinator:
     """The process of JAX's coordinator. The leader starts it. It ends by itself after the leader."""
 
     def __init__(self, place: Membership) -> None:
-        bind = f"[::]:{place.jax_address.rpartition(':')[2]}"
+        """Start it, once the coordinator of an earlier start has ended. Raises ConfigError (`hosts.port`)."""
+        port = place.jax_address.rpartition(":")[2]
+        await_free(int(port), 2 * LINGER_SECONDS)
+        bind = f"[::]:{port}"
         command = [sys.executable, "-P", "-c", _PROGRAM, bind, str(place.hosts)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 

@@ -25,6 +25,7 @@ from archipelago.islands.hosts.frames import Connection, Frame, Value
 from archipelago.islands.hosts.greeting import HELLO_SECONDS, disagreement, matches, no_arrays, proof
 from archipelago.islands.hosts.loss import BEAT_SECONDS, LOST_STATUS, SILENCE_SECONDS, OnLost, in_words
 from archipelago.islands.hosts.membership import Membership
+from archipelago.islands.hosts.ports import listening
 
 POLL_SECONDS = 0.2
 
@@ -72,7 +73,7 @@ class Team:
             HostError: Some processes have not come in time (`hosts.missing`).
             KeyboardInterrupt: A signal has arrived.
         """
-        self._listener = self._listening()
+        self._listener = listening(self.place.port)
         threading.Thread(target=self._accept, name="hosts-accept", daemon=True).start()
         deadline = time.monotonic() + seconds
         while len(self._followers) < self.place.hosts - 1:
@@ -87,20 +88,6 @@ class Team:
                 self.end(sentence, LOST_STATUS)
                 raise HostError(sentence, "Start all of them, or raise --wait-seconds.", code="hosts.missing")
             time.sleep(POLL_SECONDS / 4)
-
-    def _listening(self) -> socket.socket:
-        try:
-            listener = socket.create_server(("", self.place.port), family=socket.AF_INET6, dualstack_ipv6=True)
-        except (OSError, ValueError):
-            try:
-                listener = socket.create_server(("", self.place.port))
-            except OSError as error:
-                raise ConfigError(
-                    f"the leader of this island cannot listen on port {self.place.port} ({error.strerror or error})",
-                    "Choose another port for --coordinator, or end the process that has this one.",
-                    code="hosts.port",
-                ) from None
-        return listener
 
     def _accept(self) -> None:
         listener = self._listener

@@ -21,6 +21,7 @@ from archipelago.islands.hosts.coordinator import JAX_SILENCE_SECONDS, SHUTDOWN_
 from archipelago.islands.hosts.frames import Connection, Frame
 from archipelago.islands.hosts.loss import LOST_STATUS
 from archipelago.islands.hosts.membership import Membership, is_in_cluster, membership
+from archipelago.islands.hosts.ports import await_free
 from archipelago.islands.hosts.processes import key_of
 from archipelago.islands.hosts.seat import Seat, joined
 from archipelago.islands.hosts.team import Team
@@ -274,7 +275,16 @@ def test_hosts_that_do_not_come(team: Team, place: Membership) -> None:
 
 def test_a_port_that_is_taken(place: Membership) -> None:
     with closing(socket.create_server(("", place.port), family=socket.AF_INET)), failing(ConfigError, "hosts.port"):
-        Team(place, ABOUT, KEY)._listening()
+        Team(place, ABOUT, KEY).gather(1.0)
+
+
+def test_the_port_of_jax_is_awaited(place: Membership, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two coordinators of JAX could share a port, and hosts would reach either."""
+    taken = socket.create_server(("", place.port))
+    with failing(ConfigError, "hosts.port"):
+        await_free(place.port, 0.0)
+    monkeypatch.setattr("archipelago.islands.hosts.ports.time.sleep", lambda seconds: taken.close())
+    await_free(place.port, 60.0)
 
 
 def test_the_key_is_the_content_of_a_join_file(tmp_path: Path) -> None:
