@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from archipelago.islands.hosts.team import Team
     from archipelago.islands.inner import InnerState, InnerSteps
+    from archipelago.islands.mesh.placement import Placement
     from archipelago.islands.sync.connection.link import Link
     from archipelago.islands.worker import Island
 
@@ -278,8 +279,9 @@ def _is_busy(island: Island) -> bool:
 
 def _plain_turn(island: Island, steps: int) -> Turn:
     """Make `steps` inner steps of the same island without using the link."""
-    place = None if island.placement is None else island.placement.place_batches
-    island.inner, turn = plain(island.steps, island.inner, island.batches.next, steps, island.scan_steps, place)
+    island.inner, turn = plain(
+        island.steps, island.inner, island.batches.next, steps, island.scan_steps, island.placement
+    )
     return turn
 
 
@@ -289,7 +291,7 @@ def plain(
     batches: Callable[[int], NDArray[np.uint8]],
     count: int,
     scan_steps: int,
-    place: Callable[[Any], Any] | None = None,
+    placement: Placement | None = None,
 ) -> tuple[InnerState, Turn]:
     """Train `count` steps and do nothing else. One call of `steps` is in flight, as in an island.
 
@@ -299,7 +301,7 @@ def plain(
         batches: Returns batches; its argument is their number.
         count: The number of steps.
         scan_steps: The steps of one call.
-        place: Brings batches to the devices; None for one device.
+        placement: Brings batches to the devices, and numbers to all of them; None for one device.
     """
     import jax
     import jax.numpy as jnp
@@ -309,8 +311,11 @@ def plain(
     cpu, began = time.process_time(), time.perf_counter()
     in_flight: jax.Array | None = None
     for at in range(0, count, scan_steps):
-        batch = (place or jnp.asarray)(batches(scan_steps))
-        state, losses_n = steps(state, batch, jnp.asarray(at, jnp.int32))
+        if placement is None:
+            batch, number = jnp.asarray(batches(scan_steps)), jnp.asarray(at, jnp.int32)
+        else:  # as in an island: a number in another place would be another program
+            batch, number = placement.place_batches(batches(scan_steps)), placement.scalar(at)
+        state, losses_n = steps(state, batch, number)
         if in_flight is not None:
             in_flight.block_until_ready()
         in_flight = losses_n
