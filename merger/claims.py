@@ -14,12 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from statistics import median_low
 
 from archipelago.broker.config import BATCH_FACTOR_MAX, OWN_TOKENS_PER_STEP_MAX, RunConfig
 from archipelago.broker.corpus_shards import Place, parse_places
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Contribution
+from archipelago.merger.step_times import StepTimes, is_step_seconds
 
 #: An island may be this much faster than the median of at least two others.
 SPEED_MAX = 16.0
@@ -53,6 +53,10 @@ ELAPSED_MAX = 30 * 86400.0
 ACCOUNTS_MAX = 1024
 #: How the average of seen step times changes with each contribution.
 _SMOOTHING = 0.8
+
+
+#: The step times that islands report, by island.
+Reported = Mapping[str, float] | StepTimes
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ def refused_tokens(contribution: Contribution, config: RunConfig) -> int:
 # -- speed -----------------------------------------------------------------------------------------------------------
 
 
-def fastest_step_seconds(island: str, reported: Mapping[str, float]) -> float:
+def fastest_step_seconds(island: str, reported: Reported) -> float:
     """Return the shortest time of an inner step that is plausible for an island.
 
     The lower median of the other islands decides, so a minority can neither speed the bound up nor slow it down.
@@ -108,19 +112,15 @@ def fastest_step_seconds(island: str, reported: Mapping[str, float]) -> float:
         island: The island.
         reported: The step times that islands report.
     """
-    others = [s for name, s in reported.items() if name != island and is_step_seconds(s)]
-    if not others:
+    times = StepTimes.of(reported)
+    usual = times.median_of_others(island)
+    if usual is None:
         return STEP_SECONDS_MIN
-    factor = SPEED_MAX if len(others) > 1 else SPEED_MAX_OF_TWO
-    return max(STEP_SECONDS_MIN, median_low(others) / factor)
+    factor = SPEED_MAX if times.count_of_others(island) > 1 else SPEED_MAX_OF_TWO
+    return max(STEP_SECONDS_MIN, usual / factor)
 
 
-def is_step_seconds(seconds: float) -> bool:
-    """Return whether this is a measured time of an inner step."""
-    return seconds > 0.0 and math.isfinite(seconds)
-
-
-def believed_step_seconds(reported: Mapping[str, float], seen: Mapping[str, float]) -> dict[str, float]:
+def believed_step_seconds(reported: Reported, seen: Mapping[str, float]) -> dict[str, float]:
     """Return the step times that decide how long rounds wait.
 
     A report is raised to the fastest plausible time. A report that contradicts what the merger saw is replaced by that,
@@ -130,14 +130,14 @@ def believed_step_seconds(reported: Mapping[str, float], seen: Mapping[str, floa
         reported: The step times that islands report.
         seen: The seconds between two contributions of an island, over the steps between them.
     """
-    believed = {}
-    for island, seconds in reported.items():
+    believed, times = {}, StepTimes.of(reported)
+    for island, seconds in times.items():
         if not is_step_seconds(seconds):
             continue
-        believed[island] = max(seconds, fastest_step_seconds(island, reported))
-        others = [s for name, s in reported.items() if name != island and is_step_seconds(s)]
-        if others and seconds * SEEN_SLACK < seen.get(island, 0.0):
-            believed[island] = max(believed[island], min(seen[island], median_low(others)))
+        believed[island] = max(seconds, fastest_step_seconds(island, times))
+        usual = times.median_of_others(island)
+        if usual is not None and seconds * SEEN_SLACK < seen.get(island, 0.0):
+            believed[island] = max(believed[island], min(seen[island], usual))
     return believed
 
 
@@ -152,7 +152,7 @@ def _clock(then: float, now: float, unix_seconds: float) -> float:
 def next_step(
     step: int,
     members: Iterable[Contribution],
-    reported: Mapping[str, float],
+    reported: Reported,
     elapsed: float,
     stride: float,
     live: Collection[str] = (),
@@ -173,19 +173,19 @@ def next_step(
     """
     least = math.ceil(STRIDES_OF_A_ROUND * stride)
     elapsed = min(max(elapsed, 0.0), ELAPSED_MAX)
-    furthest = step
+    furthest, times = step, StepTimes.of(reported)
     for c in members:
-        possible = least + int(elapsed / _schedule_step_seconds(c.island, reported, live))
+        possible = least + int(elapsed / _schedule_step_seconds(c.island, times, live))
         furthest = max(furthest, min(c.global_step, step + possible))
     return furthest
 
 
-def _schedule_step_seconds(island: str, reported: Mapping[str, float], live: Collection[str]) -> float:
+def _schedule_step_seconds(island: str, times: StepTimes, live: Collection[str]) -> float:
     """Return the time of a step at which an island may advance the schedule while no round closes."""
-    others = [s for name, s in reported.items() if name != island and is_step_seconds(s)]
-    if others:
-        return max(STEP_SECONDS_MIN, median_low(others) / SCHEDULE_SPEED_MAX)
-    return math.inf if set(live) - {island} else STEP_SECONDS_MIN
+    usual = times.median_of_others(island)
+    if usual is not None:
+        return max(STEP_SECONDS_MIN, usual / SCHEDULE_SPEED_MAX)
+    return math.inf if any(name != island for name in live) else STEP_SECONDS_MIN
 
 
 # -- data ------------------------------------------------------------------------------------------------------------
@@ -323,9 +323,7 @@ class Accounts:
             return now
         return self._unwatched_since
 
-    def bounded(
-        self, contribution: Contribution, reported: Mapping[str, float], now: float
-    ) -> tuple[Contribution, list[str]]:
+    def bounded(self, contribution: Contribution, reported: Reported, now: float) -> tuple[Contribution, list[str]]:
         """Return the contribution with claims that its island can have fulfilled, and the names of the lowered claims.
 
         Args:
@@ -340,7 +338,7 @@ class Accounts:
                    if after < before]  # fmt: skip
         return (replace(c, steps=steps, tokens=tokens) if lowered else c), lowered
 
-    def steps_read(self, contribution: Contribution, reported: Mapping[str, float], now: float) -> int:
+    def steps_read(self, contribution: Contribution, reported: Reported, now: float) -> int:
         """Return in how many steps the island may have read the text that a contribution claims.
 
         That is more than the steps of the contribution if the island trained on after its last one and waited for
@@ -391,7 +389,7 @@ class Accounts:
         for p in range(self.fragments):
             self._sent.pop((island, p), None)
 
-    def _steps_possible(self, c: Contribution, reported: Mapping[str, float], now: float) -> int:
+    def _steps_possible(self, c: Contribution, reported: Reported, now: float) -> int:
         sent = self._sent.get((c.island, c.fragment))
         since = self._since.get(c.island, self._there_since(now)) if sent is None else sent
         elapsed = min(max(now - since, 0.0), ELAPSED_MAX)

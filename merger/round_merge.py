@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -97,6 +98,7 @@ class RoundSum:
         spectra: Spectra | None = None,
     ) -> None:
         self.addends: list[Addend] = []
+        self._waiting: Counter[str] = Counter()  # addends of each island
         self.total_weight = 0.0
         self.version = version
         self._groups, self._config = groups, config
@@ -108,7 +110,7 @@ class RoundSum:
     def add(self, entry: str, contribution: Contribution, body: Body) -> None:
         """Decode a contribution into the sum. Raises WireError, and adds nothing, if a value is NaN or too large."""
         c = contribution
-        if sum(a.contribution.island == c.island for a in self.addends) >= WAITING_MAX:
+        if self._waiting[c.island] >= WAITING_MAX:
             raise WireError(f"{WAITING_MAX} contributions of {c.island} wait already", code="wire.waiting")
         own = weights.effective((c.tokens, c.steps, self.version - c.base), self._config)
         largest = max(own, self._largest)
@@ -122,6 +124,7 @@ class RoundSum:
             raise WireError(f"{found}; norms up to {merge_rules.NORM_MAX:.0e} can be merged", code="wire.norm")
         self._largest, self.total_weight = largest, keep * self.total_weight + weight
         self.addends.append(Addend(entry, contribution, taken.norm, taken.clip, path, own, body))
+        self._waiting[c.island] += 1
 
     @property
     def parameters(self) -> int:

@@ -21,6 +21,7 @@ from archipelago.broker.config import SyncConfig
 from archipelago.broker.messages import Contribution
 from archipelago.merger.claims import believed_step_seconds
 from archipelago.merger.state import RoundTiming, RunState, put_bounded
+from archipelago.merger.step_times import StepTimes
 
 #: No round waits longer than this after its quorum, however long the steps are that islands report.
 GRACE_SECONDS_MAX = 86400.0
@@ -87,6 +88,8 @@ class Rounds:
         #: The last reported step time of each island, also from contributions that are not merged yet.
         self.step_seconds = dict(state.step_seconds)
         self._seen_seconds = seen_seconds
+        self._reported: tuple[frozenset[str], StepTimes] | None = None  # for these live islands
+        self._reported_all = False  # none of them had reported a time
 
     @property
     def closed(self) -> int:
@@ -95,7 +98,7 @@ class Rounds:
 
     def answer(self, contribution: Contribution, now: float) -> None:
         """Note an admitted contribution. One for a closed round is late: it waits for the next round."""
-        put_bounded(self.step_seconds, contribution.island, contribution.step_seconds)
+        self._note_step_seconds(contribution.island, contribution.step_seconds)
         if contribution.round <= self.closed:
             return
         found = self._open.setdefault(contribution.round, OpenRound())
@@ -108,9 +111,28 @@ class Rounds:
         for found in self._open.values():
             found.answered.difference_update(islands)
 
-    def reported(self, live: AbstractSet[str]) -> dict[str, float]:
-        """Return the step times that live islands report, or those of all islands if none of them has reported one."""
-        return {island: s for island, s in self.step_seconds.items() if island in live} or dict(self.step_seconds)
+    def reported(self, live: AbstractSet[str]) -> StepTimes:
+        """Return the step times that live islands report, or those of all islands if none of them has reported one.
+
+        They are put in order once for each set of live islands, and kept so as contributions arrive.
+        """
+        islands = frozenset(live)  # the same object for a frozen set
+        if self._reported is None or self._reported[0] is not islands:
+            of_live = {island: s for island, s in self.step_seconds.items() if island in islands}
+            self._reported, self._reported_all = (islands, StepTimes(of_live or self.step_seconds)), not of_live
+        return self._reported[1]
+
+    def _note_step_seconds(self, island: str, seconds: float) -> None:
+        forgotten = put_bounded(self.step_seconds, island, seconds)
+        if self._reported is None:
+            return
+        live, times = self._reported
+        if island not in live or self._reported_all:
+            self._reported = None
+            return
+        times.put(island, seconds)
+        for name in forgotten:
+            times.drop(name)
 
     def calls(self) -> list[int]:
         """Return the open rounds that have a contribution and were not announced, and mark them as announced."""

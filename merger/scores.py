@@ -2,7 +2,9 @@
 
 When a round closes, a sample of the elements of every contribution is compared. An island's *agreement* is the upper
 median of its cosines with the other islands. A minority cannot lend itself a good one, however well its members agree
-with each other. The usual agreement of the round is the upper median over the islands.
+with each other. The usual agreement of the round is the upper median over the islands. In a round of more than
+JUDGES_MOST islands, that many of them judge all, so that a round takes time in proportion to its contributions. Each
+round draws others, and a third of all islands is a majority of the judges in less than 3 rounds of 100.
 
 An island's score is its agreement over the usual one, both averaged over recent rounds. The weight of its contributions
 is multiplied by a factor of the score. The factor is exactly 1 for honest islands, also for slow ones and for those
@@ -14,7 +16,8 @@ With fewer than three islands there is no majority, and nothing changes. Contrib
 versions stale point nowhere in particular even if they are honest. They are not compared with others, and
 lower no score. Only a stale contribution that points clearly away is left out of its round.
 
-The sample is chosen by the digests of all contributions of the round. An island cannot know it before it sends.
+The sample and the judges are chosen by the digests of all contributions of the round. An island cannot know them
+before it sends.
 Nothing here depends on the rule by which contributions are merged.
 """
 
@@ -59,6 +62,8 @@ NOTED = 2
 FRESH = 1
 #: Fewer islands than this cannot outvote one.
 JUDGES_LEAST = 3
+#: Contributions are compared with those of at most this many islands.
+JUDGES_MOST = 32
 #: Islands whose scores are remembered. Those that were judged least recently are forgotten first.
 SCORES_MAX = 1024
 
@@ -184,17 +189,18 @@ def judge(known: Mapping[str, Score], sent: Sequence[Sent], spans: Spans, live: 
         spans: The tensors of the fragment.
         live: The number of live islands.
     """
-    islands = sorted({one.island for one in sent})
+    islands = _by_island(sent)
     if max(live, len(islands)) < JUDGES_LEAST:
         return unjudged(known, len(sent))
-    names = sorted({one.island for one in sent if one.staleness <= FRESH})
+    fresh = {n: kept for n, own in islands.items() if (kept := [i for i in own if sent[i].staleness <= FRESH])}
     scores, away, norms = dict(known), frozenset[int](), _Norms.of(sent, islands)
-    if len(names) >= JUDGES_LEAST:
-        scores, away = _compared(scores, sent, names, spans)
+    if len(fresh) >= JUDGES_LEAST:
+        scores, away = _compared(scores, sent, fresh, spans)
+        losses, pointing_away = _ratios_of_losses(sent, islands), {sent[i].island for i in away}
         for name in islands:
             before = scores.pop(name, Score())  # inserted again at the end, which keeps the order of last use
-            ratios = before.with_ratios(norms.ratio(name), _ratio_of_losses(sent, name))
-            is_lowered = ratios.factor < 1.0 or any(sent[i].island == name for i in away)
+            ratios = before.with_ratios(norms.ratio(name), losses[name])
+            is_lowered = ratios.factor < 1.0 or name in pointing_away
             scores[name] = replace(ratios, lowered=ratios.lowered + 1 if is_lowered else 0)
     of = [scores.get(one.island, Score()) for one in sent]
     factors = tuple(0.0 if i in away else score.factor for i, score in enumerate(of))
@@ -227,40 +233,58 @@ def to_expel(before: Mapping[str, Score], after: Mapping[str, Score], rounds: in
     return [n for n in changed if after[n].lowered % rounds == 0]
 
 
+def _by_island(sent: Sequence[Sent]) -> dict[str, list[int]]:
+    """Return the positions of each island's contributions, by name."""
+    found: dict[str, list[int]] = {}
+    for i, one in enumerate(sent):
+        found.setdefault(one.island, []).append(i)
+    return dict(sorted(found.items()))
+
+
 def _compared(
-    scores: Mapping[str, Score], sent: Sequence[Sent], names: Sequence[str], spans: Spans
+    scores: Mapping[str, Score], sent: Sequence[Sent], fresh: Mapping[str, Sequence[int]], spans: Spans
 ) -> tuple[dict[str, Score], frozenset[int]]:
     """Return the scores after a comparison of directions, and the contributions that point clearly away.
 
     Args:
         scores: The scores before the round.
         sent: The contributions.
-        names: The islands with fresh contributions, which judge all others.
+        fresh: The fresh contributions of each island that has any. Such islands are judged, and judge others.
         spans: The tensors of the fragment.
     """
     seed = hashlib.sha256(" ".join(sorted(one.digest for one in sent)).encode()).digest()
     rows = [direction(one.body, spans, seed) for one in sent]
-    fresh = {name: [i for i, one in enumerate(sent) if one.island == name and one.staleness <= FRESH] for name in names}
-    tokens = {name: sum(sent[i].tokens for i in fresh[name]) for name in names}
-    of = {name: _unit(sum(sent[i].tokens * rows[i] for i in fresh[name])) for name in names}
+    tokens = {name: sum(sent[i].tokens for i in own) for name, own in fresh.items()}
+    of = {name: _unit(sum(sent[i].tokens * rows[i] for i in own)) for name, own in fresh.items()}
+    judges = drawn(list(fresh), seed)
+    judging = np.stack([of[name] for name in judges])
 
     def agreement(row: NDArray[np.float64], island: str) -> float:
-        # Rounding hides in which order a machine sums.
-        return round(upper_median([float(row @ other) for name, other in of.items() if name != island]), 4)
+        # A product of matrices would let each library sum in another order, and is slow while others use the cores.
+        cosines = np.einsum("jd,d->j", judging, row)
+        others = [float(cosine) for name, cosine in zip(judges, cosines, strict=True) if name != island]
+        return round(upper_median(others), 4)  # rounding hides in which order a machine sums
 
-    agreements = {name: agreement(of[name], name) for name in names}
+    agreements = {name: agreement(of[name], name) for name in fresh}
     usual, noise = upper_median(list(agreements.values())), math.sqrt(DEPENDENT / max(1, rows[0].size))
     out, usual_tokens = dict(scores), upper_median(list(tokens.values()))
     if usual < ROUND_CLEAR * noise:
         return out, frozenset()
-    for name in names:
+    for name in fresh:
         share = expected(tokens[name], usual_tokens)
         out[name] = out.get(name, Score()).after(agreements[name], usual * share, noise * noise)
     if usual < SCORE_CLEAR * noise:
         return out, frozenset()
     stale = {i: agreement(rows[i], one.island) for i, one in enumerate(sent) if one.staleness > FRESH}
-    found = {i: agreements[name] for name in names for i in fresh[name]} | stale
+    found = {i: agreements[name] for name, own in fresh.items() for i in own} | stale
     return out, frozenset(i for i, value in found.items() if value < -AWAY * usual)
+
+
+def drawn(names: Sequence[str], seed: bytes) -> list[str]:
+    """Return the islands that judge the others, by name: all of them, or JUDGES_MOST drawn by the seed."""
+    if len(names) <= JUDGES_MOST:
+        return sorted(names)
+    return sorted(sorted(names, key=lambda name: hashlib.sha256(seed + name.encode()).digest())[:JUDGES_MOST])
 
 
 def expected(tokens: float, usual_tokens: float) -> float:
@@ -285,13 +309,13 @@ class _Norms:
     usual_tokens: float
 
     @classmethod
-    def of(cls, sent: Sequence[Sent], islands: Sequence[str]) -> _Norms:
+    def of(cls, sent: Sequence[Sent], islands: Mapping[str, Sequence[int]]) -> _Norms:
         if not islands:
             return cls({}, 0.0, 1.0)
-        usual_tokens = upper_median([max(one.tokens for one in sent if one.island == name) for name in islands])
+        usual_tokens = upper_median([max(sent[i].tokens for i in own) for own in islands.values()])
         own = {
-            name: max(one.norm * expected(one.tokens, usual_tokens) for one in sent if one.island == name)
-            for name in islands
+            name: max(sent[i].norm * expected(sent[i].tokens, usual_tokens) for i in positions)
+            for name, positions in islands.items()
         }
         return cls(own, upper_median(list(own.values())), usual_tokens)
 
@@ -302,11 +326,12 @@ class _Norms:
         return self.usual / expected(one.tokens, self.usual_tokens) if self.usual > 0.0 else math.inf
 
 
-def _ratio_of_losses(sent: Sequence[Sent], name: str) -> float:
-    """Return the island's claimed loss relative to the usual one; NaN if one of them was not measured."""
+def _ratios_of_losses(sent: Sequence[Sent], islands: Mapping[str, Sequence[int]]) -> dict[str, float]:
+    """Return each island's claimed loss relative to the usual one; NaN if one of them was not measured."""
     known = [one.loss for one in sent if math.isfinite(one.loss) and one.loss > 0.0]
-    own = [one.loss for one in sent if one.island == name and math.isfinite(one.loss)]
-    return max(0.0, own[-1]) / upper_median(known) if known and own else math.nan
+    usual = upper_median(known) if known else math.nan
+    measured = {name: [sent[i].loss for i in own if math.isfinite(sent[i].loss)] for name, own in islands.items()}
+    return {name: max(0.0, losses[-1]) / usual if losses else math.nan for name, losses in measured.items()}
 
 
 # -- the sample -------------------------------------------------------------------------------------------------------

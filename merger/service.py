@@ -327,7 +327,8 @@ class Merger:
             self.rounds.answer(contribution, now)
             self._heard_at = now
             # Sending counts as a heartbeat. Else a round could close with a first contribution alone between two polls.
-            self.live = self.live - {island} if contribution.farewell else self.live | {island}
+            if (island in self.live) == contribution.farewell:
+                self.live = self.live ^ {island}
 
     def _believed(self, contribution: Contribution) -> tuple[Contribution, list[str]]:
         """Return the contribution with the claims that the merger believes, and the names of the lowered ones."""

@@ -116,7 +116,10 @@ def capped(weights: Sequence[float], islands: Sequence[str], cap: float) -> list
         islands: The island of each contribution.
         cap: At least 1. An island's share is then at most cap / (M - 1 + cap) of M islands.
     """
-    totals = {name: math.fsum(w for w, i in zip(weights, islands, strict=True) if i == name) for name in set(islands)}
+    of_island: dict[str, list[float]] = {}
+    for weight, island in zip(weights, islands, strict=True):
+        of_island.setdefault(island, []).append(weight)
+    totals = {island: math.fsum(own) for island, own in of_island.items()}
     ordered, others = sorted(totals.values(), reverse=True), len(totals) - 1
     if others < 1:
         return [1.0] * len(weights)

@@ -10,17 +10,20 @@ from random import Random
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from archipelago.broker.codecs import Vector
 from archipelago.broker.wire import digest, encoded
 from archipelago.merger.scores import (
     JUDGES_LEAST,
+    JUDGES_MOST,
     SAMPLE,
     SCORES_MAX,
     Judgement,
     Score,
     Sent,
     direction,
+    drawn,
     expected,
     judge,
     upper_median,
@@ -210,3 +213,41 @@ def test_scores_survive_json_and_are_bounded() -> None:
     for wrong in ([1.0], [math.nan, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0]):
         with pytest.raises(ValueError):
             Score.from_list(wrong)
+
+
+# -- many islands ----------------------------------------------------------------------------------------------------
+
+
+def test_work_on_a_round_grows_with_its_islands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each contribution is compared with those of as many judges, however many islands there are."""
+    compared = []
+    multiply = np.einsum
+
+    def counted(rule: str, judging: NDArray[np.float64], row: NDArray[np.float64]) -> NDArray[np.float64]:
+        compared.append(len(judging))
+        return np.asarray(multiply(rule, judging, row))
+
+    monkeypatch.setattr(np, "einsum", counted)
+    for islands in (16, 64, 256):
+        judge({}, contributions(1, {}, tuple(f"i{n:03}" for n in range(islands))), SPANS, islands)
+        assert sum(compared) == islands * min(islands, JUDGES_MOST)
+        compared.clear()
+
+
+def test_judges_are_drawn_anew_and_by_nothing_that_an_island_can_choose() -> None:
+    names = [f"i{n:03}" for n in range(256)]
+    seats = [drawn(names, bytes([n])) for n in range(64)]
+    assert all(len(set(seat)) == JUDGES_MOST for seat in seats)
+    assert len(set(map(tuple, seats))) == len(seats)
+    assert {name for seat in seats for name in seat} == set(names)
+    assert drawn(names[::-1], b"x") == drawn(names, b"x")
+    assert drawn(names[:JUDGES_MOST], b"x") == names[:JUDGES_MOST]
+
+
+def test_a_fifth_of_many_islands_is_found_by_the_judges() -> None:
+    names = tuple(f"i{n:02}" for n in range(80))
+    forged = dict.fromkeys(names[::5], FLIP)
+    known: Mapping[str, Score] = {}
+    for number in range(6):
+        known = judge(known, contributions(number, forged, names), SPANS, len(names)).scores
+    assert {name for name in names if known[name].factor < 1.0} == set(forged)
