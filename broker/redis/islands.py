@@ -164,8 +164,10 @@ class RedisIsland:
         live, busy = cache(self._live), cache(self._busy)  # read at most once, and only if a shard is leased
         return self._leases.lease(shards, me, lambda who: who not in live() and who not in busy())
 
-    def _live(self) -> frozenset[str]:
-        beats = (presence.heartbeat for presence in self._reader.presences() if presence.is_live)
+    def _live(self, names: Sequence[str] | None = None) -> frozenset[str]:
+        """Return the live islands (island/incarnation), all or those among the names, that are not expelled."""
+        found = self._reader.presences() if names is None else self._reader.presences_of(names)
+        beats = (presence.heartbeat for presence in found if presence.is_live)
         requests = self._reader.control()
         who = (f"{beat.island}/{beat.incarnation}" for beat in beats)
         return frozenset(each for each in who if not is_expelled(requests, each))
@@ -226,7 +228,8 @@ class RedisIsland:
         waiting = {who for who, giver in found.items() if not giver}
         if not waiting and not is_flooded:
             return []
-        live = sorted(self._live())
+        names = None if is_flooded else sorted({who.partition("/")[0] for who in waiting})
+        live = sorted(self._live(names))
         if is_flooded and live:  # reading the requests of the live islands costs less than reading all
             with self._connection.translated():
                 givers = self._redis.hmget(key, live)

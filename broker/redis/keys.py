@@ -12,6 +12,7 @@ cannot contain a colon. All roles read all keys.
 | `updates:NAME` | stream | NAME appends, mergers delete | contributions |
 | `actions:NAME` | stream | NAME appends, mergers delete | recorded actions |
 | `leases:NAME` | hash | NAME | `SHARD` to `INCARNATION:PASS:TURN` (`broker.corpus_shards.Claim`) |
+| `taken:SHARD` | string | islands | the island that leased the shard last, a hint that expires |
 | `c:NAME:…` | strings | NAME, mergers delete | chunks of the payloads that NAME sends |
 | `island:NAME` | hash | NAME | heartbeat |
 | `name:NAME` | string | NAME | the newest claim to the name |
@@ -129,6 +130,10 @@ class Keys:
     def leases(self, island: str) -> str:
         """Return the key of the hash of the shards that one island has leased."""
         return f"{self.tag}:leases:{island}"
+
+    def taken(self, shard: str) -> str:
+        """Return the key of the mark of the island that leased a shard last."""
+        return f"{self.tag}:taken:{shard}"
 
     def island(self, island: str) -> str:
         """Return the key of one island's heartbeat."""

@@ -140,7 +140,10 @@ class RedisReader:
             return None
 
     def presences(self) -> list[Presence]:
-        names = self._updates.names()
+        return self.presences_of(self._updates.names())
+
+    def presences_of(self, names: Sequence[str]) -> list[Presence]:
+        """Return the same as `presences`, of these islands only."""
         with self._connection.translated():
             with self._redis.pipeline(transaction=False) as pipe:
                 for name in names:

@@ -92,7 +92,7 @@ def _island(keys: Keys, name: str) -> list[Grant]:
     tag = keys.tag
     return [
         Grant(("XADD",), (keys.updates(name), keys.actions(name), keys.notes, keys.evaluations)),
-        Grant(("SET",), (keys.evaluator,)),
+        Grant(("SET",), (keys.evaluator, f"{tag}:taken:*")),
         Grant(_KEY_WRITES, (f"{tag}:c:{name}:*",)),
         Grant(_KEY_WRITES + _HASH_WRITES + _SET_WRITES, (keys.island(name), keys.name(name), keys.leases(name))),
         Grant(("SADD",), (keys.islands,)),
@@ -149,7 +149,7 @@ def _early_reads(role: Role, keys: Keys, reading: Grant) -> Sequence[str]:
     if role != "island":
         return reading.keys
     tag = keys.tag
-    families = ("fragment", "difference", "m", "c", "updates", "actions", "leases", "name", "handover")
+    families = ("fragment", "difference", "m", "c", "updates", "actions", "leases", "taken", "name", "handover")
     single = (keys.manifest, keys.control, keys.snapshots, keys.data, keys.books, keys.members)
     return (*single, *(f"{tag}:{family}:*" for family in families), keys.island("*"), REGISTRY)
 

@@ -28,6 +28,7 @@ CASES: dict[str, Callable[[Keys], str]] = {
     "updates": lambda keys: keys.updates("a"),
     "actions": lambda keys: keys.actions("a"),
     "leases": lambda keys: keys.leases("a"),
+    "taken": lambda keys: keys.taken("0"),
     "island": lambda keys: keys.island("a"),
     "name": lambda keys: keys.name("a"),
     "registry": lambda keys: REGISTRY,
@@ -70,6 +71,7 @@ def test_the_reference_has_a_row_for_each_key() -> None:
     plain = {str(getattr(keys, name)) for name in vars(keys) if name not in ("run", "tag")}
     families = {
         keys.updates("NAME"), keys.island("NAME"), keys.name("NAME"), keys.actions("NAME"), keys.leases("NAME"),
+        keys.taken("SHARD"),
         keys.fragment("P"), keys.outer("P"),  # type: ignore[arg-type]
         keys.difference("P", "V"), f"{keys.tag}:handover:…", f"{keys.tag}:c:…", REGISTRY,  # type: ignore[arg-type]
     }  # fmt: skip

@@ -9,6 +9,10 @@ from collections.abc import Sequence
 from archipelago.broker.corpus_shards import Place
 from archipelago.broker.transport import IslandTransport
 
+#: An island that finds no free shard asks again after 1, 2, 4 and then always this many looks. Each question reads the
+#: claims of all islands, and with more islands than shards some of them find none for hours.
+LOOKS_SKIPPED_MAX = 8
+
 
 class ShardLeases:
     """Leases of one island. The training thread takes and holds shards, the heartbeat thread renews the leases."""
@@ -28,6 +32,7 @@ class ShardLeases:
         self._reading: frozenset[str] = frozenset()
         self._lost: frozenset[str] = frozenset()
         self._lock = threading.Lock()
+        self._refused = self._skipped = 0  # questions without an answer in a row, and looks since the last one
 
     def take(self) -> Place | None:
         """Return the next shard to read and the position in it, or None if none is leased yet."""
@@ -60,7 +65,17 @@ class ShardLeases:
             self._at_hand = deque(place for place in self._at_hand if place.shard not in lost)
             self._lost |= lost & self._reading
             free = [] if self._at_hand else [shard for shard in self.shards if shard not in self._reading]
-        if free and (place := self._transport.island.lease_shard(free, self._who)) is not None:
+        if not free or not self._should_ask():
+            return
+        place = self._transport.island.lease_shard(free, self._who)
+        self._refused = self._refused + 1 if place is None else 0
+        if place is not None:
             with self._lock:
                 if place.shard not in self._reading:  # an island that rejoined may have leased it again
                     self._at_hand.append(place)
+
+    def _should_ask(self) -> bool:
+        """Return whether it is time to ask for a shard, after `_refused` questions that found none."""
+        wait = min(1 << (self._refused - 1), LOOKS_SKIPPED_MAX) if self._refused else 0
+        self._skipped = self._skipped + 1 if self._skipped < wait else 0
+        return self._skipped == 0

@@ -729,18 +729,80 @@ def test_a_lost_epoch_is_not_used_again(transport: RedisTransport, raw: Any, epo
         transport.merger.announce(epoch, Call(1, 0))
 
 
+@pytest.mark.parametrize("cursor", [(0, 64), (1, 0)], ids=["it moves", "its pass ends"])
+@pytest.mark.parametrize("when", [1, 2], ids=["during the choice", "during the lease"])
 def test_a_lease_starts_at_the_cursor_of_a_concurrent_commit(
-    transport: RedisTransport, connections: Connect, epoch: int, monkeypatch: pytest.MonkeyPatch
+    transport: RedisTransport,
+    connections: Connect,
+    epoch: int,
+    monkeypatch: pytest.MonkeyPatch,
+    cursor: tuple[int, int],
+    when: int,
 ) -> None:
     """Otherwise the island would read the sequences again that were just merged."""
     island = connections()
 
     def commit_once(n: int) -> None:
-        if n == 1:
-            transport.merger.commit(epoch, samples.commit([], cursors={"0": (0, 64)}))
+        if n == when:
+            transport.merger.commit(epoch, samples.commit([], cursors={"0": cursor}))
 
     disturb_leases(island, commit_once, monkeypatch)
-    assert island.island.lease_shard(["0"], "a/x") == Place("0", 0, 64)
+    assert island.island.lease_shard(["0"], "a/x") == Place("0", *cursor)
+    assert island.island.leased(["0"], "a/x") == {"0"}
+
+
+def test_only_a_lease_of_the_same_shard_disturbs_a_lease(
+    transport: RedisTransport, connections: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    island, seen = connections(), []
+
+    def lease_another(n: int) -> None:
+        seen.append(n)
+        transport.island.heartbeat(samples.heartbeat(f"b{n}", incarnation="y"))
+        transport.island.lease_shard(["0" if n == 2 else str(n)], f"b{n}/y")
+
+    disturb_leases(island, lease_another, monkeypatch)
+    assert island.island.lease_shard(["0", "20"], "a/x") == Place("20", 0, 0)
+    assert transport.island.leased(["0"], "b2/y") == {"0"}
+    assert len(seen) == 2 + 3, "a lease of another shard disturbed this one"
+
+
+def commands(raw: Any, work: Callable[[], object]) -> int:
+    """Return how many commands the server executes during the work."""
+    before = raw.info("stats")["total_commands_processed"]
+    work()
+    return int(raw.info("stats")["total_commands_processed"] - before)
+
+
+def test_leases_of_many_islands_take_commands_in_proportion(transport: RedisTransport, raw: Any) -> None:
+    """An island that holds its shard reads no claims of others. A lease reads all claims twice."""
+    counts = {}
+    for count in (16, 64):
+        for n in range(count):
+            transport.island.lease_shard([str(n)], f"i{n}/x")
+        who = f"i{count - 1}/x"
+        counts[count] = (
+            commands(raw, lambda who=who, n=count: transport.island.leased([str(n - 1)], who)),  # type: ignore[misc]
+            commands(raw, lambda who=who, n=count: transport.island.lease_shard([str(n + 100)], who)),  # type: ignore[misc]
+        )
+    assert counts[64][0] == counts[16][0]
+    assert counts[64][1] - counts[16][1] == 2 * (64 - 16)
+
+
+@pytest.mark.parametrize("damage", ["lost", "of another type", "of another island"])
+def test_the_mark_of_a_shard_is_only_a_hint(transport: RedisTransport, raw: Any, damage: str) -> None:
+    transport.island.lease_shard(["0"], "a/x")
+    mark = Keys(transport.run).taken("0")
+    assert raw.ttl(mark) > 0
+    raw.delete(mark)
+    if damage == "of another type":
+        raw.rpush(mark, "x")
+    elif damage == "of another island":
+        raw.set(mark, "b/y")
+    assert transport.island.leased(["0"], "a/x") == {"0"}
+    assert raw.get(mark) == b"a/x", "it is set again, so that the next look is short"
+    transport.island.heartbeat(samples.heartbeat("a", incarnation="x"))
+    assert transport.island.lease_shard(["0"], "b/y") is None
 
 
 def test_a_lease_is_given_up_after_repeated_conflicts(
@@ -750,11 +812,11 @@ def test_a_lease_is_given_up_after_repeated_conflicts(
 
     def disturb(n: int) -> None:
         seen.append(n)
-        raw.hset(Keys(transport.run).data, "9", f"0:{n}")
+        raw.set(Keys(transport.run).taken("0"), f"b/{n}")
 
     disturb_leases(transport, disturb, monkeypatch)
     assert transport.island.lease_shard(["0"], "a/x") is None
-    assert len(seen) == connection.ATTEMPTS
+    assert len(seen) == 2 * connection.ATTEMPTS, "each attempt reads cursors for the choice and for the lease"
     assert transport.island.leased(["0"], "a/x") == frozenset()
 
 

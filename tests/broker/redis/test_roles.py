@@ -22,7 +22,7 @@ TAG = KEYS.tag
 #: Keys of the run by the name that the table below uses.
 PLACES = {
     "own stream": f"{TAG}:updates:{NAME}", "own actions": f"{TAG}:actions:{NAME}", "own chunk": f"{TAG}:c:{NAME}:1.0:0",
-    "own heartbeat": KEYS.island(NAME), "own leases": f"{TAG}:leases:{NAME}",
+    "own heartbeat": KEYS.island(NAME), "own leases": f"{TAG}:leases:{NAME}", "taken shard": f"{TAG}:taken:7",
     "other stream": f"{TAG}:updates:bergen", "other chunk": f"{TAG}:c:bergen:1.0:0",
     "other heartbeat": KEYS.island("bergen"), "other leases": f"{TAG}:leases:bergen",
     "similar stream": f"{TAG}:updates:{NAME}2", "similar chunk": f"{TAG}:c:{NAME}2:1.0:0",
@@ -49,6 +49,7 @@ ALLOWED: dict[Role, dict[str, set[str]]] = {
     "island": {
         "own stream": {"XADD"}, "own actions": {"XADD"}, "own chunk": _VALUES, "own heartbeat": _PARTS,
         "own leases": _PARTS, "islands": {"SADD"}, "notes": {"XADD"}, "evaluations": {"XADD"}, "evaluator": {"SET"},
+        "taken shard": {"SET"},
     },
     "merger": {**dict.fromkeys(_RUN, _ALL), "registry": {"SADD"}},
 }  # fmt: skip

@@ -671,6 +671,29 @@ def test_a_shard_that_is_restored_during_its_lease_is_not_the_next_one(harness: 
     assert link.lease() is None
 
 
+def test_an_island_that_finds_no_shard_asks_less_and_less_often(harness: Harness) -> None:
+    link = Link(harness.broker.connect("sample"), harness.manifest, "a/x", ["3"])
+    heartbeat(link)
+    harness.broker.runs["sample"].holders["3"] = "b/y"
+    asked: list[int] = []
+    lease = link.transport.island.lease_shard
+
+    def counted(shards: Sequence[str], me: str) -> Place | None:
+        asked.append(looks)
+        return lease(shards, me)
+
+    link.transport.island.lease_shard = counted  # type: ignore[method-assign]
+    harness.transport.island.heartbeat(samples.heartbeat("b", incarnation="y"))
+    for looks in range(1, 28):  # noqa: B007 - `counted` notes it
+        heartbeat(link)
+    assert asked == [1, 3, 6, 11, 20]
+    harness.broker.runs["sample"].holders.clear()
+    for looks in range(28, 38):  # noqa: B007
+        heartbeat(link)
+    assert asked == [1, 3, 6, 11, 20, 29], "a shard was found, so that the next one is asked for at once"
+    assert link.lease() == Place("3", 0, 0)
+
+
 # -- newcomers ------------------------------------------------------------------------------------------------------
 
 MOMENTS = {"mu": jnp.asarray([1.5, -2.25], jnp.float32), "count": jnp.asarray(3, jnp.int32)}
