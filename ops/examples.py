@@ -114,6 +114,7 @@ _EXAMPLES: dict[str, dict[str, str]] = {
     "bench merge": {"archipelago bench merge --quick": "Measure codecs and merges on this machine."},
     "bench sync": {"archipelago bench sync --quick": "Measure one synchronisation."},
     "bench signing": {"archipelago bench signing": "Measure what signatures cost."},
+    "bench islands": {"archipelago bench islands": "Measure what a contribution costs with up to 256 islands."},
     "bench island": {"archipelago bench island --quick": "Measure what synchronising costs an island."},
     "bench accelerator": {"archipelago bench accelerator --quick": "Try the table of an accelerator on any machine."},
     "bench hosts": {"archipelago bench hosts --quick": "Measure what two hosts cost an island, on this machine."},

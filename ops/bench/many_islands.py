@@ -1,0 +1,257 @@
+"""`archipelago bench islands`: what a contribution costs the merger and Redis in runs of more and more islands.
+
+The merger and Redis are processes of their own, as in a real run. One more process plays the islands: each claims its
+name, leases a shard, sends heartbeats and contributes to every round through the real transport, with a payload that
+was encoded before. The merger admits, compares, merges and commits all of them. Only processor time is compared,
+because the islands share this machine's cores with what is measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from archipelago.broker.config import DataConfig, InnerConfig, RunConfig, SyncConfig, WireConfig
+from archipelago.broker.errors import BrokerError
+from archipelago.broker.manifest import Corpus, Manifest, Tensor
+from archipelago.broker.messages import Contribution, Heartbeat, Refusal, Snapshot
+from archipelago.broker.process import keep_freed_memory
+from archipelago.broker.redis.transport import connect
+from archipelago.broker.transport import Transport
+from archipelago.broker.wire import digest, pack
+from archipelago.ops.bench.output import OutputOptions, finish
+from archipelago.ops.bench.process import Child, child, cpu_seconds, require_linux
+from archipelago.ops.launch.embedded_redis import start_server
+from archipelago.ops.launch.supervisor import thread_environment
+from archipelago.ops.settings import say
+
+RUN = "many"
+INCARNATION = "bench"
+#: Ratios compare with this number of islands. With fewer, what each round costs once weighs more.
+COMPARED = 16
+#: Rounds at the beginning of each run that do not count: the merger compiles, and meets the islands.
+WARM_UPS = 3
+#: Each figure is the median of this many parts of a run.
+PARTS = 3
+BEAT_SECONDS = 1.0
+PATIENCE_SECONDS = 300.0
+#: How much of a contribution is the same in all of them, so that islands agree as honest ones do.
+SHARED = 0.7
+
+
+@dataclass(frozen=True)
+class ManyIslandsOptions(OutputOptions):
+    """Measure what a contribution costs with 4, 16, 64 and 256 islands in one run."""
+
+    islands: tuple[int, ...] = (4, 16, 64, 256)
+    """The numbers of islands to measure, each in a run of its own."""
+    contributions: int = 3072
+    """How many contributions each run merges while it is measured."""
+    parameters: int = 1 << 14
+    """The elements of a contribution."""
+
+
+def main(options: ManyIslandsOptions) -> int:
+    """Measure, and write the results."""
+    require_linux()
+    found = many_islands(options.islands, options.contributions, options.parameters, say)
+    return finish("islands", found, options)
+
+
+def many_islands(
+    numbers: Sequence[int], contributions: int, parameters: int, report: Callable[[str], None]
+) -> dict[str, Any]:
+    """Measure one run for each number of islands.
+
+    Returns:
+        Plain data with `rows`. `merger_ms` and `redis_ms` are milliseconds of processor time for each contribution.
+        Those of Redis include heartbeats and leases. `to_16` is the merger's, over that of the run of 16 islands.
+    """
+    rows = []
+    for islands in numbers:
+        with _run(islands, parameters) as run:
+            parts = [run.measured(max(1, contributions // islands // PARTS)) for _ in range(PARTS)]
+        rows.append({"islands": islands, **{n: statistics.median(p[n] for p in parts) for n in parts[0]}})
+        report(f"{islands} islands: {rows[-1]['merger_ms']:.2f} ms of the merger for each contribution")
+    usual = next((row["merger_ms"] for row in rows if row["islands"] == COMPARED), float("nan"))
+    rows = [{**row, f"to_{COMPARED}": row["merger_ms"] / usual} for row in rows]
+    return {"parameters": parameters, "contributions": contributions, "load": os.getloadavg()[0], "rows": rows}
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One run: its merger, its Redis and its islands are processes.
+
+    Attributes:
+        islands: How many islands it has.
+        players: The process that plays them. It is told a number of rounds, and answers once they have closed.
+        merger: The process id of the merger.
+        redis: The process id of Redis.
+    """
+
+    islands: int
+    players: Child
+    merger: int
+    redis: int
+
+    def play(self, rounds: int) -> None:
+        """Let all islands contribute to that many rounds, and wait until these have closed."""
+        self.players.pipe.send(rounds)
+        if self.players.receive(PATIENCE_SECONDS) is None:
+            raise BrokerError(
+                f"{self.islands} islands have not finished {rounds} rounds within {PATIENCE_SECONDS:g} s",
+                "Measure fewer contributions, or check whether the machine is very busy.",
+                code="bench.timeout",
+            )
+
+    def measured(self, rounds: int) -> dict[str, float]:
+        """Return what that many rounds cost, for each contribution."""
+        before, began = (cpu_seconds(self.merger), cpu_seconds(self.redis)), time.monotonic()
+        self.play(rounds)
+        seconds, after = time.monotonic() - began, (cpu_seconds(self.merger), cpu_seconds(self.redis))
+        merger_ms, redis_ms = (
+            1e3 * (end - begin) / (rounds * self.islands) for begin, end in zip(before, after, strict=True)
+        )
+        return {"rounds_a_second": rounds / seconds, "merger_ms": merger_ms, "redis_ms": redis_ms}
+
+
+@contextlib.contextmanager
+def _run(islands: int, parameters: int) -> Iterator[_Run]:
+    with contextlib.ExitStack() as held:
+        folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
+        server = held.enter_context(start_server(folder / "redis"))
+        made = connect(server.url, RUN)
+        held.callback(made.close)
+        _create_run(made, islands, parameters)
+        merger = held.enter_context(child(_merge, server.url))
+        players = held.enter_context(child(_play, server.url, islands))
+        for process in (merger, players):
+            process.receive(PATIENCE_SECONDS)
+        run = _Run(islands, players, merger.pid, server.pid)
+        run.play(WARM_UPS)
+        yield run
+
+
+def _create_run(transport: Transport, islands: int, parameters: int) -> None:
+    settings = RunConfig(
+        data=DataConfig(sequence_length=64, batch_size=4, shards=2 * islands),
+        inner=InnerConfig(steps=1 << 30),
+        sync=SyncConfig(interval=1, fragments=1, window=1, quorum=islands),
+        wire=WireConfig(up="int4", thin="", down="int4"),
+    )
+    tensors = (Tensor("all", (parameters,)),)
+    manifest = Manifest(RUN, settings, tensors, (("all",),), Corpus("none", "0" * 32, 1 << 32), {})
+    payload = pack(np.zeros(parameters, np.float32), "float32", 0)
+    transport.create(manifest, [(Snapshot(0, 0, 0, 0, "float32", len(payload), digest(payload), merged=""), payload)])
+
+
+# -- the processes ----------------------------------------------------------------------------------------------------
+
+
+def _merge(pipe: Connection, url: str) -> None:
+    """The merger's process: serve until it is killed."""
+    os.environ |= thread_environment(2)
+    keep_freed_memory()  # The real merger does this too.
+
+    from archipelago.merger.service import Merger  # loads JAX, which reads the environment
+    from archipelago.merger.serving import serve
+
+    merger = Merger(connect(url, RUN))
+    pipe.send("ready")
+    serve(merger, lambda: False)
+
+
+def _play(pipe: Connection, url: str, islands: int) -> None:
+    """The islands' process: send heartbeats, and contribute to as many rounds as it is told."""
+    transport = connect(url, RUN)
+    manifest = transport.reader.manifest()
+    players: list[_Player] = []
+    for number in range(islands):
+        _beat_all(players, 0)
+        players.append(_Player(transport, manifest, number))
+    after, closed = transport.reader.last_event(), 0
+    pipe.send("ready")
+    while True:
+        if not pipe.poll(0.01):
+            _beat_all(players, closed)
+            continue
+        for _ in range(pipe.recv()):
+            for player in players:
+                _beat_all(players, closed)
+                player.contribute(closed + 1)
+            goal = closed + 1
+            while closed < goal:
+                for entry, event in transport.reader.events(after, 0.1):
+                    if isinstance(event, Refusal):
+                        raise BrokerError(f"a contribution was refused: {event.reason}", code="bench.refused")
+                    after, closed = entry, event.round if isinstance(event, Snapshot) else closed
+                _beat_all(players, closed)
+        pipe.send(closed)
+
+
+def _beat_all(players: Sequence[_Player], closed: int) -> None:
+    """Let each island send a heartbeat whose last one is BEAT_SECONDS ago."""
+    now = time.monotonic()
+    for player in players:
+        if now - player.beat_at >= BEAT_SECONDS:
+            player.beat(closed, now)
+
+
+class _Player:
+    """One island: its name, its lease, its heartbeat and its payload, which is the same in every round."""
+
+    def __init__(self, transport: Transport, manifest: Manifest, number: int) -> None:
+        self._transport, self._config = transport, manifest.config
+        self.name = f"island-{number:03}"
+        self._who = f"{self.name}/{INCARNATION}"
+        transport.island.claim_name(self.name, INCARNATION)
+        shards = manifest.config.data.shards
+        order = [str((2 * number + each) % shards) for each in range(shards)]
+        self._beat = _heartbeat(self.name)
+        self.beat_at = float("-inf")
+        self.beat(0, time.monotonic())
+        place = transport.island.lease_shard(order, self._who)
+        if place is None:
+            raise BrokerError(f"{self.name} got no shard", "Check whether the machine is very busy.")
+        self._shard = place.shard
+        self._payload = _payload(manifest.sizes[0], number)
+
+    def beat(self, step: int, now: float) -> None:
+        """Send a heartbeat, and check the lease, as an island does every second."""
+        self.beat_at = now
+        self._transport.island.heartbeat(replace(self._beat, steps=step, global_step=step, sent=step))
+        if step:
+            self._transport.island.leased([self._shard], self._who)
+
+    def contribute(self, number: int) -> None:
+        """Publish the contribution to a round."""
+        contribution = Contribution(
+            island=self.name, incarnation=INCARNATION, sequence=number, round=number, fragment=0, base=number - 1,
+            tokens=self._config.tokens_per_step, steps=1, global_step=number, loss=2.0, step_seconds=0.1,
+            farewell=False, codec="int4", bytes=len(self._payload), digest=digest(self._payload),
+            data=f"{self._shard}:0:{number * self._config.data.batch_size}",
+        )  # fmt: skip
+        self._transport.island.publish(contribution, self._payload)
+
+
+def _payload(elements: int, number: int) -> bytes:
+    shared, own = (np.random.default_rng(seed).standard_normal(elements, np.float32) for seed in (0, number + 1))
+    return pack(SHARED * shared + (1.0 - SHARED) * own, "int4", 0)
+
+
+def _heartbeat(island: str) -> Heartbeat:
+    return Heartbeat(
+        island=island, incarnation=INCARNATION, state="training", host="bench", pid=os.getpid(), device="none",
+        steps=0, global_step=0, tokens=0, tokens_per_second=1.0, step_seconds=0.1, loss=2.0, staleness=0.0, backlog=0,
+        sent=0, refused=0, last_refusal="", bytes_up=0, bytes_down=0, link="ok",
+    )  # fmt: skip
