@@ -50,10 +50,20 @@ BAR_CELLS = 10
 
 
 def render(
-    view: RunView, health: Health | None = None, problem: str = "", found: Sequence[Problem] = ()
+    view: RunView,
+    health: Health | None = None,
+    problem: str = "",
+    found: Sequence[Problem] = (),
+    rows: int | None = None,
 ) -> RenderableType:
-    """Return the run's lines, its islands and its problems. `problem` is shown as the last of the run's lines."""
-    return Group(run_lines(view, health, problem), Islands(view), *troubles(view, health, found))
+    """Return the run's lines, its islands and its problems. `problem` is shown as the last of the run's lines.
+
+    `rows` limits the islands and the problems; a last line counts the rest.
+    """
+    lines = troubles(view, health, found)
+    if rows is not None and len(lines) > rows:
+        lines = [*lines[: rows - 1], Text(f"… and {len(lines) - rows + 1:,} more problems", style="dim")]
+    return Group(run_lines(view, health, problem), Islands(view, rows), *lines)
 
 
 def plain(text: str) -> str:

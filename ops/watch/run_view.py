@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from archipelago.broker.control import run_steps
 from archipelago.broker.loss_unit import LossUnit, loss_unit
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.messages import Books, Evaluation, Pending, Presence, TapeEntry
+from archipelago.broker.messages import Books, Evaluation, Member, Pending, Presence, TapeEntry
 from archipelago.broker.transport import Memory, ReaderTransport
 from archipelago.ops.watch.token_accounts import token_accounts
 
@@ -252,7 +252,10 @@ def summarise(
 ) -> RunView:
     """Combine the readings into a view. `tape` holds the recent rounds, oldest first. Pure."""
     fragments, unit = len(manifest.fragments), loss_unit(manifest.corpus)
-    islands = tuple(_island(presence, tape, merged, fragments, unit) for presence in presences)
+    parts = parts_by_island(tape)
+    islands = tuple(
+        _island(each, parts.get(each.heartbeat.island, []), len(tape), merged, fragments, unit) for each in presences
+    )
     live = [island for island in islands if island.live]
     shards = manifest.config.data.shards
     tokens = token_accounts(presences, merged, books, pending, fragments, lowered)
@@ -306,12 +309,25 @@ def _balanced(books: Books, pending: Pending) -> bool:
     return (books.published, books.published_tokens) == (contributions, tokens)
 
 
+def parts_by_island(tape: Iterable[TapeEntry]) -> dict[str, list[tuple[int, Member]]]:
+    """Return each island's members of the rounds, oldest first, with the place of the round. Reads each member once."""
+    parts: dict[str, list[tuple[int, Member]]] = {}
+    for place, entry in enumerate(tape):
+        for member in entry.members:
+            parts.setdefault(member.island, []).append((place, member))
+    return parts
+
+
 def _island(
-    presence: Presence, tape: Sequence[TapeEntry], merged: Mapping[str, int], fragments: int, unit: LossUnit
+    presence: Presence,
+    parts: Sequence[tuple[int, Member]],
+    rounds: int,
+    merged: Mapping[str, int],
+    fragments: int,
+    unit: LossUnit,
 ) -> IslandView:
     beat = presence.heartbeat
-    mine = [member for entry in tape for member in entry.members if member.island == beat.island]
-    rounds = sum(any(member.island == beat.island for member in entry.members) for entry in tape)
+    mine = [member for _, member in parts]
     return IslandView(
         name=beat.island,
         state=beat.state,
@@ -325,7 +341,7 @@ def _island(
         step_seconds=beat.step_seconds,
         loss=unit.from_nats(beat.loss),
         staleness=beat.staleness,
-        participation=rounds / len(tape) if tape else 0.0,
+        participation=len({place for place, _ in parts}) / rounds if rounds else 0.0,
         score=mine[-1].score if mine else math.nan,
         factor=mine[-1].factor if mine else math.nan,
         merged_staleness=_mean([float(member.staleness) for member in mine]),

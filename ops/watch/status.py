@@ -15,6 +15,9 @@ from archipelago.ops.watch.formatting import LEGEND, render
 from archipelago.ops.watch.health import as_json, read_health, trouble
 from archipelago.ops.watch.run_view import RECENT_ROUNDS, observe
 
+#: How many islands and problems are shown.
+ROWS = 40
+
 
 @dataclass(frozen=True)
 class StatusOptions(RunAddress):
@@ -31,6 +34,8 @@ class StatusOptions(RunAddress):
     """Keep showing the run, with its history and events."""
     every: float | None = None
     """With --watch: seconds between two readings. The default is 1, and 10 if standard output is not a terminal."""
+    all: bool = False
+    """Show every island and problem. Without it, a run of many islands shows 40 of each, live islands first."""
     legend: bool = False
     """Explain the columns of the table of islands, and end. It needs no Redis."""
     json: bool = False
@@ -56,7 +61,7 @@ def main(options: StatusOptions) -> int:
     if options.json:
         print_json(as_json(view, health, problem) | {"problems": [asdict(each) for each in found]})
     else:
-        Console(highlight=False).print(render(view, health, problem, found))
+        Console(highlight=False).print(render(view, health, problem, found, None if options.all else ROWS))
     return 1 if problem else 0
 
 

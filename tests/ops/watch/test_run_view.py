@@ -325,3 +325,44 @@ def test_formatted_numbers() -> None:
     assert number(1234.5678) == "1,234.568"
     assert number(0.5, 1) == "0.5"
     assert number(math.nan) == "–"
+
+
+class CountedMember(Member):
+    """A member that counts how often its island is read."""
+
+    reads = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "island":
+            CountedMember.reads += 1
+        return super().__getattribute__(name)
+
+
+def test_a_reading_looks_at_each_member_of_the_tape_once() -> None:
+    """With as many looks as islands, a status of hundreds of islands would take seconds."""
+    names = [f"i{n:03}" for n in range(256)]
+    presences = [Presence(samples.heartbeat(name), 0.5) for name in names]
+    made = [CountedMember(**vars(member(name))) for name in names]
+    tape = [entry(number, made) for number in range(1, 5)]
+    CountedMember.reads = 0
+    view = summarise(MANIFEST, tape, presences, BOOKS, Pending(3, 299), [], {}, {}, MEMORY)
+    assert CountedMember.reads == 4 * 256
+    assert {island.participation for island in view.islands} == {1.0}
+
+
+def test_a_status_of_many_islands_says_how_many_more_there_are() -> None:
+    names = [f"i{n:03}" for n in range(256)]
+    presences = [
+        Presence(samples.heartbeat(name, last_refusal="too old"), 99.0 * (n < 100)) for n, name in enumerate(names)
+    ]
+    view = summarise(MANIFEST, TAPE, presences, BOOKS, Pending(3, 299), [], {}, {}, MEMORY)
+    shown, everything = Console(width=80, record=True), Console(width=80, record=True)
+    shown.print(render(view, rows=40))
+    everything.print(render(view))
+    text = shown.export_text()
+    assert "… and 217 more, of which 117 live" in text
+    assert "… and 217 more problems" in text
+    assert len(text.splitlines()) < 100
+    text = everything.export_text()
+    assert all(name in text for name in names)
+    assert "more" not in text
