@@ -36,6 +36,7 @@ from archipelago.broker.observe import logs
 from archipelago.broker.redis.transport import RedisTransport, connect
 
 URL_VARIABLE = "ARCHIPELAGO_URL"
+READ_FROM_VARIABLE = "ARCHIPELAGO_READ_FROM"
 RUN_VARIABLE = "ARCHIPELAGO_RUN"
 CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 #: The pause before a failed call is repeated.
@@ -304,6 +305,13 @@ class AwaitedRun(RunAddress):
                 code="config.wait-seconds",
             )
         return Patience(self.wait_seconds, stopped)
+
+
+def reading_from_replica(transport: RedisTransport, url: str | None = None) -> RedisTransport:
+    """Let an island's connection read snapshots from the replica at `url`, or at $ARCHIPELAGO_READ_FROM, if any."""
+    if url := url or os.environ.get(READ_FROM_VARIABLE):
+        transport.read_from(url)
+    return transport
 
 
 def connect_to(url: str | None, run: str | None) -> RedisTransport:

@@ -133,6 +133,12 @@ def _bounded_memory() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run each test in its own folder, without the environment variables that name a run."""
-    for name in ("ARCHIPELAGO_URL", "ARCHIPELAGO_RUN", "ARCHIPELAGO_DATA", "ARCHIPELAGO_BUCKET"):
+    for name in (
+        "ARCHIPELAGO_URL",
+        "ARCHIPELAGO_RUN",
+        "ARCHIPELAGO_DATA",
+        "ARCHIPELAGO_BUCKET",
+        "ARCHIPELAGO_READ_FROM",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)

@@ -13,6 +13,7 @@ from typing import Any
 
 from archipelago.broker.errors import WireError
 from archipelago.broker.redis.connection import RedisConnection
+from archipelago.broker.redis.replica import Replica
 from archipelago.broker.signing import Raw
 
 #: Payloads up to this size lie inline in the entry or hash.
@@ -49,6 +50,8 @@ class ChunkStore:
         self._redis = connection.redis
         self._keys = connection.keys
         self.payload_max = payload_max
+        #: Where payloads of mergers are read first; None reads them from the primary.
+        self.replica: Replica | None = None
 
     def of(self, owner: str) -> ChunkStore:
         """Return the store of one island's chunks.
@@ -124,6 +127,10 @@ class ChunkStore:
             raise WireError(f"{count} chunks for a payload of {size} bytes", code="wire.chunk-count")
         chunks = [self._chunk(name, index) for index in range(count)]
         sizes = [min(CHUNK_BYTES, size - start) for start in range(0, size, CHUNK_BYTES)]
+        if self.replica is not None:
+            ranges = [("GETRANGE", chunk, 0, CHUNK_BYTES - 1) for chunk in chunks]
+            if (found := self.replica.read(raw, ranges, sizes, READ_AHEAD)) is not None:
+                return found
         wanted = self._bounded(chunks, sizes)
         payload = self._connection.joined(wanted, sizes, READ_AHEAD) if len(wanted) == count else None
         if payload is None and len(wanted) == count:

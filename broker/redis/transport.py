@@ -18,6 +18,7 @@ from archipelago.broker.redis.members import KnownMembers, signing_of
 from archipelago.broker.redis.membership import Membership
 from archipelago.broker.redis.merger import RedisMerger
 from archipelago.broker.redis.reader import RedisReader
+from archipelago.broker.redis.replica import replica_at
 from archipelago.broker.redis.servers import Servers, servers_at
 from archipelago.broker.redis.signed_run import sign_stored
 from archipelago.broker.redis.stored_run import StoredRun
@@ -91,5 +92,14 @@ class RedisTransport:
         """Sign what Redis holds of the run with the private key of its mergers, unless it is signed."""
         sign_stored(self.connection, self.chunks, self.merger.lease, key)
 
+    def read_from(self, url: str) -> None:
+        """Read the payloads of snapshots and differences from a replica of this Redis first (`redis.replica`).
+
+        Raises BadUrlError.
+        """
+        self.chunks.replica = replica_at(url, self.invitation.ca_certificate if self.invitation else "")
+
     def close(self) -> None:
+        if self.chunks.replica is not None:
+            self.chunks.replica.close()
         self.connection.close()

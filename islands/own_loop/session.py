@@ -19,7 +19,7 @@ from archipelago.broker.errors import ArchipelagoError, ConfigError
 from archipelago.broker.frozen import FrozenValues, require_same_frozen
 from archipelago.broker.manifest import Manifest, Tensor
 from archipelago.broker.observe.progress import progress
-from archipelago.broker.process import Patience, connect_to
+from archipelago.broker.process import Patience, connect_to, reading_from_replica
 from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.redis.transport import RedisTransport
 from archipelago.islands.own_loop.identity import island_name
@@ -113,7 +113,9 @@ class Session(ABC):
 
     def _join(self) -> None:
         awaited = Patience(self._wait_seconds, lambda: False)
-        transport = awaited(lambda: connect_to(self._address, checked_name(self._run, "the run name")))
+        transport = awaited(
+            lambda: reading_from_replica(connect_to(self._address, checked_name(self._run, "the run name")))
+        )
         self._transport = transport
         manifest = awaited(transport.reader.manifest)
         self._require_same_model(manifest)
