@@ -33,6 +33,8 @@ TOP_BLOCK, TOP_KEPT = 4096, 128
 SPARSE = "top3"
 #: `top3` sums magnitudes in units of 1/4096 of the largest. From TOP_LARGE units (0.6) on a magnitude is large.
 TOP_UNITS, TOP_LARGE = np.float32(4096), 2458
+#: A float32 from which on whole numbers are one apart. Its lowest four bits are those of 8.
+ROUNDER = np.float32(1.5 * 2**23 + 8)
 #: Elements that numpy encodes at a time, so that intermediate arrays fit the cache. A multiple of every block size.
 PIECE = 16 * TOP_BLOCK
 #: JAX on a CPU takes arrays without a copy that begin at a multiple of this number of bytes.
@@ -195,8 +197,21 @@ def _unpack_nibbles(packed: Array, xp: Any) -> Array:
 def _quantise_int4(values_N: Array, xp: Any) -> Parts:
     blocks = _blocks(values_N, INT4_BLOCK, xp)
     bits, divisor = _scales(_tops(blocks, xp) / np.float32(7), xp)
-    codes = _rounded(blocks / divisor[:, None], 7, xp) + np.float32(8)
-    return bits, _pack_nibbles(codes.astype(np.uint8))
+    # XLA vectorises the two halves of blocks apart from each other, in half the time of `_pack_nibbles`.
+    half = INT4_BLOCK // 2
+    low, high = (_int4_codes(part / divisor[:, None], xp) for part in (blocks[:, :half], blocks[:, half:]))
+    return bits, (low | (high << np.uint32(4))).astype(np.uint8).reshape(-1)
+
+
+def _int4_codes(ratio: Array, xp: Any) -> Array:
+    """Return the ratios rounded to whole numbers within ±7, plus 8, as uint32. NaN becomes 8 (see `_rounded`).
+
+    Adding ROUNDER rounds to nearest, ties to even, and leaves the sum's integer in the lowest bits of its mantissa.
+    """
+    if xp is not np or np.isnan(ratio).any():  # the usual case in numpy needs fewer passes over memory
+        ratio = xp.where(xp.isnan(ratio), np.float32(0), ratio)
+    rounded = xp.clip(ratio, np.float32(-7), np.float32(7)) + ROUNDER
+    return rounded.view(np.uint32) & np.uint32(15)
 
 
 def _restore_int4(parts: Parts, elements: int, xp: Any) -> Array:

@@ -17,7 +17,15 @@ from archipelago.islands.sync.adoption import build
 from archipelago.islands.sync.arrays import Rows, Tensors, flatten, parameters_in, unflatten
 from archipelago.islands.sync.cuts import CutPlan, Placed, plan
 from archipelago.islands.sync.homes import Home
-from archipelago.islands.sync.replica import compiled_quantise, difference, moments_after, settle
+from archipelago.islands.sync.replica import (
+    difference,
+    in_steps,
+    moments_after,
+    moved,
+    outer_gradient,
+    quantised,
+    settle,
+)
 from archipelago.islands.sync.sharded_cut import AssembledPart, encode, spec
 
 #: The dtype of each tensor of a fragment, in the order of its rows.
@@ -44,7 +52,8 @@ def _place(there: Sharding | None) -> Placed:
 
 @cache
 def compiled_tree_measure(rows: Rows, codec: str, home: Home, *, is_thin: bool) -> Any:
-    """Return the program that encodes a fragment where its shards lie, and moves its references."""
+    """Return the program that encodes a fragment where its shards lie, on a mesh, and moves its references."""
+    assert home.mesh is not None  # noqa: S101
     chosen, cut = codec_of(codec), cut_of(rows, home, codec)
     moments = {tensor.name for tensor, _ in rows if tensor.kind == "moment"}
 
@@ -56,8 +65,6 @@ def compiled_tree_measure(rows: Rows, codec: str, home: Home, *, is_thin: bool) 
         parts, restored = encode(chosen, cut, home.mesh, values)
         return parts, {name: x if name in moments else reference[name] - restored[name] for name, x in own.items()}
 
-    if home.mesh is None:
-        return jax.jit(measure)
     # The leader of several hosts sends what all of them have encoded.
     is_here = all(device.process_index == jax.process_index() for device in home.mesh.devices.flat)
     encoded = NamedSharding(home.mesh, spec(cut.axes) if cut.axes and is_here else spec())
@@ -79,11 +86,23 @@ def tree_measure(rows: Rows, codec: str, home: Home, *, is_thin: bool) -> TreeMe
 
 
 @cache
+def whole_measure(rows: Rows, codec: str) -> TreeMeasure:
+    """Measure tensors that are all on one device."""
+
+    def cut(reference: Tensors, part: Tensors) -> jax.Array:
+        return outer_gradient(rows, flatten(rows, reference), part)
+
+    def move(reference: Tensors, part: Tensors, parts: Parts) -> Tensors:
+        return unflatten(rows, moved(rows, codec, flatten(rows, reference), part, parts))
+
+    return in_steps(cut, codec, move)
+
+
+@cache
 def thin_measure(rows: Rows, codec: str, size: int, shared_size: int) -> TreeMeasure:
     """Measure tensors that no device has a part of, with the program of the thin codec that fragments share."""
     start = parameters_in(rows)
     cut = jax.jit(lambda reference, part: difference(rows, shared_size, flatten(rows, reference), part))
-    quantise = compiled_quantise(codec)
 
     def settled(reference_N: jax.Array, parts_M: Parts, restored_M: jax.Array) -> tuple[Parts, Tensors]:
         parts, next_N = settle(codec, size, start, reference_N, parts_M, restored_M)
@@ -93,7 +112,7 @@ def thin_measure(rows: Rows, codec: str, size: int, shared_size: int) -> TreeMea
 
     def measured(reference: Tensors, part: Tensors) -> tuple[Parts, Tensors]:
         difference_M, reference_N = cut(reference, part)
-        parts, after = finish(reference_N, *quantise(difference_M))
+        parts, after = finish(reference_N, *quantised(codec, difference_M))
         return parts, after
 
     return measured

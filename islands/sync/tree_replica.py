@@ -26,6 +26,7 @@ from archipelago.islands.sync.tree_programs import (
     thin_measure,
     tree_adopt,
     tree_measure,
+    whole_measure,
 )
 
 
@@ -120,6 +121,8 @@ class TreeReplica(Replica):
         cut = cut_of(rows, home, codec)
         if codec != self.codec and not cut.spread:  # the programs of the thin codec are shared
             return thin_measure(rows, codec, self.sizes[fragment], self.shared_size(fragment))
+        if home.mesh is None:
+            return whole_measure(rows, codec)
         return tree_measure(rows, codec, home, is_thin=codec != self.codec)
 
     def _tree_adopt(self, fragment: int, *, has_moments: bool) -> TreeAdopt:

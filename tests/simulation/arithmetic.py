@@ -168,8 +168,13 @@ class _SyncedState(SyncedState):
 
 
 def _measure(rows: Any, codec_name: str) -> Any:
+    replica = archipelago.islands.sync.replica
+    in_numpy = replica.in_steps(
+        partial(replica.outer_gradient, rows), codec_name, partial(replica.moved, rows, codec_name)
+    )
+
     def measure(reference_N: Vector, part: Any) -> tuple[tuple[OnDevice, ...], Vector]:
-        parts, next_N = archipelago.islands.sync.replica._measure(rows, codec_name, reference_N, part)  # type: ignore[arg-type]
+        parts, next_N = in_numpy(reference_N, part)
         return tuple(np.asarray(part).view(OnDevice) for part in parts), np.asarray(next_N)
 
     return measure
