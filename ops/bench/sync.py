@@ -14,7 +14,7 @@ import math
 import os
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from archipelago.ops.bench.output import OutputOptions, finish
@@ -27,6 +27,7 @@ from archipelago.ops.bench.two_islands import (
     THIN_TIMEOUT_SECONDS,
     TRAINING,
     WIRE,
+    Rule,
     Size,
     Synced,
     TwoIslands,
@@ -52,11 +53,45 @@ class SyncOptions(OutputOptions):
     """
     quick: bool = False
     """Play fewer rounds."""
+    rule: Rule = "isotropic"
+    """The merge rule. torchft's is `average`."""
+    pieces: bool = False
+    """Show where the time of a sync on loopback goes, instead of a comparison."""
 
 
 def main(options: SyncOptions) -> int:
     """Measure, and write the results."""
-    return finish("sync", sync(say, options.torchft_python, QUICK if options.quick else Size()), options)
+    size = replace(QUICK if options.quick else Size(), rule=options.rule, pieces=options.pieces)
+    if options.pieces:
+        return finish("sync-pieces", in_pieces(say, size), options)
+    return finish("sync", sync(say, options.torchft_python, size), options)
+
+
+def in_pieces(say: Say, size: Size) -> dict[str, Any]:
+    """Measure where the time of a sync goes.
+
+    Returns:
+        Plain data with `rows`: for each piece of the merger and of one island, the calls, the milliseconds and the
+        milliseconds of processor time of a sync, and the milliseconds as a share of a sync. Pieces of several threads
+        and processes run at the same time.
+    """
+    with two_islands(AT_ONCE, size) as ours:
+        wait_until(lambda: ours.sync().committed, "sync of both islands", PATIENCE_SECONDS)
+        for _ in range(WARM_UPS):
+            ours.sync()
+        before = ours.spent()
+        seconds = statistics.fmean(ours.sync().seconds for _ in range(size.rounds))
+        after = ours.spent()
+    say(f"a sync takes {seconds:.3f} s, mean of {size.rounds}")
+    rows = []
+    for process, earlier, later in zip(("merger", "island"), before, after, strict=True):
+        for piece, spent in later.items():
+            calls, wall, cpu = (each / size.rounds for each in spent - earlier[piece])
+            rows.append({
+                "process": process, "piece": piece, "calls": calls, "ms": 1e3 * wall, "cpu_ms": 1e3 * cpu,
+                "share": wall / seconds,
+            })  # fmt: skip
+    return {"parameters": sum(tensor.size for tensor in size.tensors), "seconds": seconds, "rows": rows}
 
 
 def sync(say: Say, torchft_python: str, size: Size) -> dict[str, Any]:

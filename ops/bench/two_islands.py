@@ -11,16 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from archipelago.broker.config import DataConfig, InnerConfig, RunConfig, SyncConfig, WireConfig
+from archipelago.broker.config import DataConfig, InnerConfig, MergeConfig, RunConfig, SyncConfig, WireConfig
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.invitation import Member, key_text
+from archipelago.broker.machine import usable_cores
 from archipelago.broker.manifest import Corpus, Manifest, Tensor, balanced
 from archipelago.broker.messages import Snapshot
 from archipelago.broker.process import keep_freed_memory
@@ -36,6 +37,7 @@ from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.worker import Island
 from archipelago.merger.service import Merger
 from archipelago.merger.serving import serve
+from archipelago.ops.bench.pieces import OF_ISLAND, OF_MERGER, Pieces, Spent
 from archipelago.ops.bench.process import Child, child, wait_until
 from archipelago.ops.bench.signed_clients import Address, connected, invitation, signing_seconds
 from archipelago.ops.chaos.proxy import LOOPBACK, Proxy
@@ -43,6 +45,7 @@ from archipelago.ops.launch.embedded_redis import start_server
 from archipelago.ops.launch.supervisor import thread_environment
 
 RUN = "sync"
+Rule = Literal["average", "rda", "isotropic"]
 #: If there is a proxy, it is in front of the second island.
 ISLANDS = ("near", "thin")
 PARAMETERS = 10_000_000
@@ -73,6 +76,8 @@ class Size:
         thin_syncs: Syncs over the thin link.
         step_seconds: How long an inner step takes.
         mbit: Rate of the thin link each way, in Mbit/s.
+        rule: The merge rule of all tensors.
+        pieces: Whether the processes count the time of their pieces (`ops.bench.pieces`).
     """
 
     parameters: int = PARAMETERS
@@ -80,6 +85,8 @@ class Size:
     thin_syncs: int = THIN_SYNCS
     step_seconds: float = STEP_SECONDS
     mbit: float = THIN_MBIT
+    rule: Rule = "isotropic"
+    pieces: bool = False
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -131,9 +138,9 @@ def two_islands(config: SyncConfig, size: Size, proxied: bool = False, *, signed
             Membership(made.connection).put(name, Member("island", key_text(keys[name][1])))
         urls = [server.url, _through(server.url, proxy.port) if proxy else server.url]
         addresses = [invitation(url, RUN, name, keys) or url for name, url in zip(ISLANDS, urls, strict=True)]
-        processes = [Process("the merger", held.enter_context(child(_merge, made.invitation or server.url)))]
+        processes = [Process("the merger", held.enter_context(child(_merge, made.invitation or server.url, size.pieces)))]
         processes += [
-            Process(f"the island {name}", held.enter_context(child(_train, address, name, size.step_seconds)))
+            Process(f"the island {name}", held.enter_context(child(_train, address, name, size)))
             for name, address in zip(ISLANDS, addresses, strict=True)
         ]
         for process in processes:
@@ -153,6 +160,7 @@ def _create_run(transport: Transport, config: SyncConfig, size: Size) -> None:
         data=DataConfig(sequence_length=64, batch_size=4, shards=8),
         inner=InnerConfig(steps=1 << 30),
         sync=config,
+        merge=MergeConfig(embedding=size.rule, rest=size.rule),
         wire=WIRE,
     )
     tensors = size.tensors
@@ -183,6 +191,12 @@ class TwoIslands:
         """Return the seconds that the merger has spent on signatures since it started."""
         self.merger.tell("count")
         return float(self.merger.answer())
+
+    def spent(self) -> tuple[dict[str, Spent], dict[str, Spent]]:
+        """Return what the pieces of the merger and of the first island have taken since they started."""
+        for process in (self.merger, self.islands[0]):
+            process.tell("pieces")
+        return self.merger.answer(), self.islands[0].answer()
 
     def _both_in_all(self) -> bool:
         """Return whether both islands are in the newest round of every fragment."""
@@ -275,31 +289,32 @@ def _ask(processes: Sequence[Process], command: str) -> list[Counts]:
     return [process.answer() for process in processes]
 
 
-def _merge(pipe: Connection, address: Address) -> None:
-    """The merger's process: serve until it is killed, and answer each message with the seconds spent on signatures."""
+def _merge(pipe: Connection, address: Address, counts_pieces: bool) -> None:
+    """The merger's process: serve until it is killed, and answer with the seconds spent on signatures, or on pieces."""
     _share_the_cores()
+    pieces = Pieces(OF_MERGER if counts_pieces else {})
     keep_freed_memory()  # The real merger does this too.
     transport = connected(address, RUN)
-    merger = Merger(transport)
+    merger = Merger(transport, threads=usable_cores())  # the islands wait while it works
     pipe.send("ready")
 
     def stopped() -> bool:
         if pipe.poll():
-            pipe.recv()
-            pipe.send(signing_seconds(transport))
+            pipe.send(pieces.spent() if pipe.recv() == "pieces" else signing_seconds(transport))
         return False
 
     serve(merger, stopped)
 
 
-def _train(pipe: Connection, address: Address, name: str, step_seconds: float) -> None:
+def _train(pipe: Connection, address: Address, name: str, size: Size) -> None:
     """An island's process: obey commands, and train between them once it was asked to."""
     _share_the_cores()
+    pieces = Pieces(OF_ISLAND if size.pieces else {})
     transport = connected(address, RUN)
     manifest = transport.reader.manifest()
     link = Link(transport, manifest, f"{name}/bench", shard_order(manifest.config.data.shards, manifest.config.seed))
     batches = Batches(np.zeros(TEXT_BYTES, np.uint8), manifest.config, link.lease)
-    steps = stand_in(manifest, sum(name.encode()), 0.0 if manifest.config.sync == AT_ONCE else step_seconds)
+    steps = stand_in(manifest, sum(name.encode()), 0.0 if manifest.config.sync == AT_ONCE else size.step_seconds)
     island = Island(name, manifest, steps, batches, link, link.join(), incarnation="bench")
     link.start()
     island.warm_up()
@@ -318,6 +333,8 @@ def _train(pipe: Connection, address: Address, name: str, step_seconds: float) -
                 pipe.send(_counts(island))
             case "sync":
                 pipe.send(_synced(island))
+            case "pieces":
+                pipe.send(pieces.spent())
             case "train":
                 training = True
             case "stop":
