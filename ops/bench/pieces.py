@@ -54,7 +54,7 @@ class Spent(NamedTuple):
     cpu_seconds: float = 0.0
 
     def __sub__(self, other: Spent) -> Spent:
-        return Spent(*(mine - theirs for mine, theirs in zip(self, other, strict=True)))
+        return Spent(self.calls - other.calls, self.seconds - other.seconds, self.cpu_seconds - other.cpu_seconds)
 
 
 class Pieces:
@@ -88,8 +88,8 @@ class Pieces:
             finally:
                 taken = Spent(1, time.perf_counter(), time.thread_time()) - began
                 with self._lock:
-                    own = taken - self._local.inner
-                    self._spent[name] = Spent(*map(sum, zip(self._spent[name], own, strict=True)))
+                    before, inner = self._spent[name], self._local.inner
+                    self._spent[name] = before - (inner - taken)
                 self._local.inner = Spent(0, outer.seconds + taken.seconds, outer.cpu_seconds + taken.cpu_seconds)
 
         return timed

@@ -138,7 +138,9 @@ def two_islands(config: SyncConfig, size: Size, proxied: bool = False, *, signed
             Membership(made.connection).put(name, Member("island", key_text(keys[name][1])))
         urls = [server.url, _through(server.url, proxy.port) if proxy else server.url]
         addresses = [invitation(url, RUN, name, keys) or url for name, url in zip(ISLANDS, urls, strict=True)]
-        processes = [Process("the merger", held.enter_context(child(_merge, made.invitation or server.url, size.pieces)))]
+        processes = [
+            Process("the merger", held.enter_context(child(_merge, made.invitation or server.url, size.pieces)))
+        ]
         processes += [
             Process(f"the island {name}", held.enter_context(child(_train, address, name, size)))
             for name, address in zip(ISLANDS, addresses, strict=True)
