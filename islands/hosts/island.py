@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from archipelago.broker.process import URL_VARIABLE
+from archipelago.broker.errors import ArchipelagoError
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.process import URL_VARIABLE, supervised_status
 from archipelago.islands.hosts.membership import Membership
 from archipelago.islands.options import IslandOptions, require_valid
 from archipelago.islands.running import run_island
 from archipelago.islands.setup import own_placement, own_settings, own_task
+
+if TYPE_CHECKING:
+    from archipelago.islands.hosts.computing import SharedComputation
+    from archipelago.islands.hosts.seat import Seat
 
 
 def lead(options: IslandOptions, place: Membership, stopped: Callable[[], bool]) -> int:
@@ -29,25 +36,39 @@ def lead(options: IslandOptions, place: Membership, stopped: Callable[[], bool])
 
 def follow_leader(options: IslandOptions, place: Membership, stopped: Callable[[], bool]) -> int:
     """Do what the leader of the hosts says until the island ends."""
-    from archipelago.islands.hosts.processes import come, connect_devices
+    from archipelago.islands.hosts.processes import come
 
     options.log_as(f"host-{place.rank}", options.run)
     require_valid(options)
     seat = come(place, *_shared(options), options.patience(stopped).seconds, stopped)
+    try:
+        manifest, computation, sample = _prepared(options, place, seat)
+    except ArchipelagoError as error:
+        seat.fail(error.what, supervised_status(error))
+        raise
+
+    from archipelago.islands.hosts.computing import follow
+    from archipelago.islands.hosts.coordinator import leave
+
+    status = follow(seat, computation, manifest, sample)
+    leave()
+    return status
+
+
+def _prepared(options: IslandOptions, place: Membership, seat: Seat) -> tuple[Manifest, SharedComputation, Any]:
+    """Return the run, this process's part of the computation, and a batch."""
+    from archipelago.islands.hosts.processes import connect_devices
+
     manifest, device_bytes = connect_devices(place, seat)
     task = own_task(options, manifest)
 
-    from archipelago.islands.hosts.computing import SharedComputation, follow
-    from archipelago.islands.hosts.coordinator import leave
+    from archipelago.islands.hosts.computing import SharedComputation
     from archipelago.islands.prepared import prepare
 
     placement, settings = own_placement(options, manifest, device_bytes), own_settings(options, manifest)
     prepared = prepare(manifest, options.corpus, task, placement, options.batch_size, settings)
     work = prepared.workload
-    computation = SharedComputation(manifest, work.steps, work.begin, placement)
-    status = follow(seat, computation, manifest, prepared.sample())
-    leave()
-    return status
+    return manifest, SharedComputation(manifest, work.steps, work.begin, placement), prepared.sample()
 
 
 def _shared(options: IslandOptions) -> tuple[dict[str, str], bytes]:

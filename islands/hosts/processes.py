@@ -88,7 +88,7 @@ class Leading:
 
     def _lost(self, sentence: str, status: int) -> None:
         """End this process at once. Computations over several hosts would wait for ever."""
-        logs.say_error(f"{sentence}. {REMEDY}", "hosts.lost")
+        _say_lost(sentence, status)
         if self.island is not None:
             with suppress(Exception):
                 self.island.give_up("left", sentence)
@@ -114,13 +114,17 @@ def _status(error: BaseException) -> int:
     return supervised_status(error) if isinstance(error, ArchipelagoError) else 1
 
 
+def _say_lost(sentence: str, status: int) -> None:
+    logs.say_error(f"{sentence}. {REMEDY}" if status == LOST_STATUS else sentence, "hosts.lost")
+
+
 def come(place: Membership, about: Mapping[str, str], key: bytes, seconds: float, stopped: Callable[[], bool]) -> Seat:
     """Come to the leader as one of the other processes. Raises ConfigError and HostError, as `joined` does."""
     log.info("host %s of %s comes to the leader at %s", place.rank, place.hosts, place.address)
     seat = joined(place, about, key, seconds, stopped)
 
     def lost(sentence: str, status: int) -> None:
-        logs.say_error(f"{sentence}. {REMEDY if status == LOST_STATUS else ''}", "hosts.lost")
+        _say_lost(sentence, status)
         _exit(status)
 
     seat.start(lost, stopped)

@@ -47,6 +47,11 @@ class Seat:
         with suppress(OSError):  # the thread that receives notices that the leader is lost
             self._connection.send(Frame(kind, values))
 
+    def fail(self, what: str, status: int) -> None:
+        """Tell the leader that this process ends because of a mistake, so that it does not take it for lost."""
+        self._is_over = True
+        self.say("failed", what, status)
+
     def next(self) -> Frame:
         """Wait for the next message."""
         return self._frames.get()

@@ -231,7 +231,7 @@ class Team:
                     return
                 follower.connection.send(frame)
         except OSError as error:
-            self._lost(follower, error)
+            self._lost(follower, f"is lost ({in_words(error)})", LOST_STATUS)
 
     def _hear(self, follower: _Follower) -> None:
         try:
@@ -241,20 +241,27 @@ class Team:
                     follower.is_stopping = True
                 elif frame.kind == "ended":
                     follower.has_ended = True
+                elif frame.kind == "failed":
+                    self._failed(follower, frame)
                 elif frame.kind != "beat":
                     follower.said.put(frame)
         except (OSError, WireError) as error:
-            self._lost(follower, error)
+            self._lost(follower, f"is lost ({in_words(error)})", LOST_STATUS)
 
-    def _lost(self, follower: _Follower, error: Exception) -> None:
+    def _failed(self, follower: _Follower, frame: Frame) -> None:
+        """End the island as the process ended that has found a mistake. A restart would find it again."""
+        status = frame.number(1)
+        self._lost(follower, f"has ended: {frame.text(0)[:2000]}", status if 0 < status < 256 else USER_ERROR)
+
+    def _lost(self, follower: _Follower, what: str, status: int) -> None:
         with self._lock:
             is_first, self._is_over = not self._is_over, True
         follower.has_ended = True
         if not is_first:
             return
         follower.connection.close()
-        sentence = f"host {follower.rank} of this island is lost ({in_words(error)})"
+        sentence = f"host {follower.rank} of this island {what}"
         for other in self._followers.values():
             with suppress(OSError):
-                other.connection.send(Frame("end", (sentence, LOST_STATUS)))
-        self._on_lost(sentence, LOST_STATUS)
+                other.connection.send(Frame("end", (sentence, status)))
+        self._on_lost(sentence, status)

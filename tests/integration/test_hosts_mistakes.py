@@ -37,6 +37,8 @@ def test_each_host_says_one_sentence(processes: Processes, server: Server) -> No
     for leader, other, word in [
         ([], TWO_DEVICES, "devices"),
         (["--mesh=data=2"], ["--mesh=fsdp=2"], "--mesh"),
+        (["--mesh=data=8"], ["--mesh=data=8"], "8 devices"),
+        (["--batch-size=1"], ["--batch-size=1"], "its mesh has 1"),
     ]:
         port, more = two_free_ports(), other if isinstance(other, dict) else {}
         both = [start(0, port, patient, *leader), start(1, port, patient, *(() if more else other), **more)]
