@@ -67,8 +67,8 @@ def _tops(blocks: Tensor) -> Tensor:
     return torch.where(top.isfinite(), top.clamp(max=float(HUGE)), torch.nan)
 
 
-def _divided(values: Tensor, divisor: float) -> Tensor:
-    return values / values.new_tensor(divisor).expand_as(values)
+def _ratios(rows: Tensor, divisor: Tensor) -> Tensor:
+    return rows * (1.0 / divisor)[:, None]
 
 
 def _rounded(ratio: Tensor, most: int) -> Tensor:
@@ -78,8 +78,8 @@ def _rounded(ratio: Tensor, most: int) -> Tensor:
 
 def _quantise_int8(values_N: Tensor) -> Parts:
     blocks = _blocks(values_N, INT8_BLOCK)
-    bits, divisor = _scales(_divided(_tops(blocks), 127))
-    return bits, _rounded(blocks / divisor[:, None], 127).to(torch.int8).reshape(-1)
+    bits, divisor = _scales(_tops(blocks) * (1 / 127))
+    return bits, _rounded(_ratios(blocks, divisor), 127).to(torch.int8).reshape(-1)
 
 
 def _restore_int8(parts: Parts, elements: int) -> Tensor:
@@ -101,8 +101,8 @@ def _unpack_nibbles(packed: Tensor) -> Tensor:
 
 def _quantise_int4(values_N: Tensor) -> Parts:
     blocks = _blocks(values_N, INT4_BLOCK)
-    bits, divisor = _scales(_divided(_tops(blocks), 7))
-    return bits, _pack_nibbles((_rounded(blocks / divisor[:, None], 7) + 8).to(torch.uint8))
+    bits, divisor = _scales(_tops(blocks) * (1 / 7))
+    return bits, _pack_nibbles((_rounded(_ratios(blocks, divisor), 7) + 8).to(torch.uint8))
 
 
 def _restore_int4(parts: Parts, elements: int) -> Tensor:
@@ -114,7 +114,7 @@ def _restore_int4(parts: Parts, elements: int) -> Tensor:
 def _quantise_e3m0(values_N: Tensor) -> Parts:
     blocks = _blocks(values_N, INT4_BLOCK)
     bits, divisor = _scales(_tops(blocks))
-    ratio = blocks.abs() / divisor[:, None]
+    ratio = _ratios(blocks.abs(), divisor)
     ratio = torch.where(ratio.isnan(), 0.0, ratio)
     power = ((ratio.view(torch.int32) + 0x400000) >> _MANTISSA_BITS) - 127  # no ratio is near the end of int32
     level = (power + 7).clamp(0, 7)
@@ -139,7 +139,7 @@ def _quantise_top(values_N: Tensor) -> Parts:
     kept = _largest(blocks, TOP_KEPT)
     values = blocks.gather(1, kept)
     _, divisor = _scales(top)
-    units = values.abs() / divisor[:, None] * float(TOP_UNITS)
+    units = _ratios(values.abs(), divisor) * float(TOP_UNITS)
     whole = _rounded(units, 2 * int(TOP_UNITS)).to(torch.int32)
     large = whole >= TOP_LARGE
     scales = [_mean(whole, large) * divisor, _mean(whole, ~large) * divisor]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -148,6 +148,7 @@ def test_the_device_rounds_to_the_same_bits(name: str) -> None:
 @pytest.mark.parametrize("elements", [1, 63, 64, 257, 4096, 20_001])
 @settings(max_examples=8)
 @given(seed=st.integers(0, 2**32 - 1))
+@example(seed=67108864)  # one code of int4 was another where XLA divides
 def test_the_device_sends_the_same_bits(name: str, elements: int, seed: int) -> None:
     values_N = _gradients(seed, elements)
     body, restored_N = sent_by_device(name, values_N)
