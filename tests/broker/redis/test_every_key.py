@@ -38,6 +38,7 @@ KEYS: Final = {
     "c:b:h[.].*": ("island merger", "expires"),
     "island:[abc]": ("island merger", "expires"),
     "name:a": ("island merger", "expires"),
+    "taken:0": ("island merger", "expires"),
     "islands": ("island merger", "with the run"),
     "corpora": ("island merger", "with the run"),
     "asks": ("island merger", "expires"),
