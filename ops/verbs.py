@@ -137,8 +137,9 @@ def _overview(program: str, summary: str, verbs: Verbs, args: Sequence[str]) -> 
     if not asked:
         out.write(f"error: there is no verb {args[0]!r}. Choose one of these:\n\n")
     out.write(f"usage: {program} VERB [OPTIONS]\n\n{summary}\n\n")
+    width = max(10, 2 + max(map(len, verbs)))
     for name, verb in verbs.items():
-        out.write(f"  {name:<10}{verb.summary}\n")
+        out.write(f"  {name:<{width}}{verb.summary}\n")
     out.write(f"\n`{program} VERB --help` lists the options of a verb, with examples.\n")
     if not asked:
         out.write(f"`{program} --help` shows this list.\n")
