@@ -319,7 +319,7 @@ class Run(RuleBasedStateMachine):
         self.sequences: Counter[str] = Counter()
         self.births = 0
         self.poison: set[str] = set()
-        self.was_rewound = False
+        self.record_has_gaps = False
         self.publisher = self.wire()
         TRAP.target, TRAP.sprung = "", False
 
@@ -577,7 +577,8 @@ class Run(RuleBasedStateMachine):
             self.images.clear()
         elif what == "group":
             self.lose_groups()
-            self.model.regrouped = True
+            # Merged entries are gone, and a checkpoint may cover their rounds before the record has them.
+            self.model.regrouped = self.record_has_gaps = True
         else:
             self.merger, self.loaded = None, False
 
@@ -684,7 +685,7 @@ class Run(RuleBasedStateMachine):
         self.remembered = None
         # The trims after the dump are undone, and a checkpoint on disk may be newer than this Redis.
         self.model.covered = min(then.covered, covered)
-        self.model.rewound = self.was_rewound = True
+        self.model.rewound = self.record_has_gaps = True
         self.merger, self.loaded = None, False
         self.paused.clear()
 
@@ -958,9 +959,9 @@ class Run(RuleBasedStateMachine):
             self.check_record()
 
     def check_record(self) -> None:
-        """Check that the record on disk is the whole tape with all contributions, unless a part was lost."""
+        """Check that the record on disk is the whole tape with all contributions, unless Redis lost a part."""
         folder = self.path / "merger" / "record"
-        if self.was_rewound or not (folder / "begin.bin").exists():
+        if self.record_has_gaps or not (folder / "begin.bin").exists():
             return
         found = [read(folder).rounds[number] for number in range(1, self.closed + 1)]
         assert as_texts([entry for entry, _ in found]) == as_texts(self.model.tape)
