@@ -94,7 +94,7 @@ class _Run:
 
     Attributes:
         islands: How many islands it has.
-        players: The process that plays them. It is told a number of rounds, and answers once they have closed.
+        players: The process that plays them. It receives a number of rounds, and answers once they have closed.
         merger: The process id of the merger.
         redis: The process id of Redis.
     """
@@ -172,7 +172,7 @@ def _merge(pipe: Connection, url: str) -> None:
 
 
 def _play(pipe: Connection, url: str, islands: int) -> None:
-    """The islands' process: send heartbeats, and contribute to as many rounds as it is told."""
+    """The islands' process: send heartbeats, and contribute to as many rounds as the parent asks for."""
     transport = connect(url, RUN)
     manifest = transport.reader.manifest()
     players: list[_Player] = []
