@@ -30,14 +30,19 @@ settings.load_profile("archipelago")
 HOME_VARIABLE = "ARCHIPELAGO_TEST_HOME"
 
 
+#: The home folder, in the one process of a session that made it and that deletes it.
+_home_made_here: list[str] = []
+
+
 def _make_home() -> None:
     """Create a new home folder, and set the environment variables that point to it.
 
-    Workers of pytest-xdist inherit these variables.
+    Workers of pytest-xdist, and a pytest that a test starts, inherit these variables and use the same folder.
     """
     if HOME_VARIABLE in os.environ:
         return
     home = tempfile.mkdtemp(prefix="archipelago-tests-")
+    _home_made_here.append(home)
     os.environ.update({HOME_VARIABLE: home, "HOME": home, "JAX_COMPILATION_CACHE_DIR": f"{home}/jax"})
     for name in [name for name in os.environ if name.startswith("XDG_")]:
         del os.environ[name]
@@ -55,9 +60,9 @@ def pytest_configure() -> None:
     jax.config.update("jax_numpy_rank_promotion", "raise")  # type: ignore[no-untyped-call]
 
 
-def pytest_unconfigure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):  # Only the main process deletes the folder, after all workers have ended.
-        shutil.rmtree(os.environ[HOME_VARIABLE], ignore_errors=True)
+def pytest_unconfigure() -> None:
+    while _home_made_here:  # All workers have ended by now.
+        shutil.rmtree(_home_made_here.pop(), ignore_errors=True)
 
 
 Until = Callable[..., None]
