@@ -125,15 +125,23 @@ class MergerFolder:
         return image
 
     def _restore_record(self, image: Image) -> None:
-        """Download the record's missing segments, and delete those with rounds that the run has lost."""
+        """Download the record's missing segments, and delete those with rounds that the run has lost.
+
+        The run is in its Redis by now, so a bucket that forbids deletions is only logged. A segment that stays there is
+        of an earlier epoch than the rounds that replace it (`record.read`).
+        """
         remote = self._remote_record(image.manifest) if image.manifest.config.record else None
         if remote is not None:
             self._fetch_record(remote)
         before = set(self.recorder.names())
         self.recorder.go_back(image.round)
-        if remote is not None:
+        if remote is None:
+            return
+        try:
             for name in before - set(self.recorder.names()):
                 remote.delete(name)
+        except BucketError as error:
+            log.warning("the bucket keeps rounds that the run has lost: %s", error, extra={"code": error.code})
 
     def lost(self, error: UnknownRunError, run: str) -> UnknownRunError:
         """Return the error of a merger whose Redis has lost the run, with what its folder can restore."""

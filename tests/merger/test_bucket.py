@@ -63,7 +63,8 @@ def test_another_machine_continues_from_the_bucket(bucket: BucketFolder, tmp_pat
     assert third.store.load() == other.store.load() != kept
 
 
-def test_rounds_that_the_run_has_lost_leave_the_record_in_the_bucket(bucket: BucketFolder, tmp_path: Path) -> None:
+@pytest.mark.parametrize("may_delete", [True, False])
+def test_rounds_that_the_run_has_lost_leave_the_record(bucket: BucketFolder, tmp_path: Path, may_delete: bool) -> None:
     run = MergerRun(replace(CONFIG, record=True), quorum=2)
     merger = serving(run, tmp_path / "one", bucket)
     run.play(merger, 1, 2)
@@ -74,12 +75,17 @@ def test_rounds_that_the_run_has_lost_leave_the_record_in_the_bucket(bucket: Buc
     newest = MergerFolder(tmp_path / "one").store.numbers()[-1]
     FaultyFileSystem.fault = staticmethod(_fail_at(f"checkpoints/{newest}"))
     assert turn_of_copier(merger) > 0  # the record arrived, and the checkpoint did not
-    FaultyFileSystem.fault = staticmethod(lambda request, path: None)
+    FaultyFileSystem.fault = staticmethod(lambda request, path: None if may_delete else denied(request, path))
     run.broker.runs.clear()
-    MergerFolder(tmp_path / "two", bucket=bucket).bring_back(run.transport)
+    assert MergerFolder(tmp_path / "two", bucket=bucket).bring_back(run.transport) is not None
     assert sorted(record.read(tmp_path / "two" / "record").rounds) == [1, 2]
     names = [name for name in bucket.tree() if "rounds-" in name]
-    assert len(names) == 1
+    assert len(names) == (1 if may_delete else 2)
+
+
+def denied(request: str, path: str) -> None:
+    if request == "delete":
+        raise PermissionError("403")
 
 
 def _fail_at(part: str) -> Callable[[str, str], None]:
