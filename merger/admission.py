@@ -173,6 +173,7 @@ class Inbox:
         """
         mixed = [p for p, s in self._sums.items() if any(self._is_expelled(a.contribution.island) for a in s.addends)]
         for p in mixed:
+            self.take_lowered(self._sums[p])
             self._drop(p)
         return bool(mixed)
 

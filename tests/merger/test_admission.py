@@ -14,7 +14,7 @@ from archipelago.broker.config import RunConfig, SyncConfig, WireConfig
 from archipelago.broker.corpus_shards import PLACES_MAX, parse_places
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.memory.transport import MemoryBroker
-from archipelago.broker.messages import Refusal
+from archipelago.broker.messages import Contribution, Refusal
 from archipelago.broker.transport import Delivery
 from archipelago.merger.admission import ANNOUNCED_MAX, Inbox, reason_to_refuse, version_after
 from archipelago.merger.round_merge import RoundMerge, new_state
@@ -127,6 +127,32 @@ def test_a_contribution_refused_by_its_header_is_not_downloaded() -> None:
         assert state.has_seen(contribution.identity)
     assert inbox.refused == 2
     assert inbox.entries() == []
+
+
+def test_dropped_contributions_are_lowered_no_more() -> None:
+    """They are received again, and may be believed then."""
+    transport = MemoryBroker().connect("sample")
+    transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
+    epoch = transport.merger.acquire("merger", 60.0)
+    assert epoch is not None
+    state, rules = RunState(), RoundMerge.of(MANIFEST)
+    fragments = [new_state(np.zeros(size, np.float32), rules.outer) for size in MANIFEST.sizes]
+    expelled, factors = set[str](), [2]
+
+    def believed(contribution: Contribution) -> tuple[Contribution, list[str]]:
+        return replace(contribution, tokens=contribution.tokens // factors[-1]), []
+
+    inbox = Inbox(transport, rules, expelled.__contains__, believed)
+    sent = [samples.packed(np.ones(MANIFEST.sizes[0], np.float32), island=name) for name in "ab"]
+    deliveries = [Delivery(f"{contribution.island}/1-0", contribution, payload) for contribution, payload in sent]
+    assert len(list(inbox.receive(deliveries, state, fragments, epoch))) == 2
+    expelled.add("b")
+    assert inbox.drop_expelled()
+    factors.append(1)
+    assert len(list(inbox.receive(deliveries, state, fragments, epoch))) == 1
+    round_sum = inbox.take(0, fragments, state)
+    assert len(round_sum.addends) == 1
+    assert inbox.take_lowered(round_sum) == 0
 
 
 def test_a_flood_of_refusals_hides_no_announcements() -> None:
