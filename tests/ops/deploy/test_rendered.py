@@ -163,6 +163,14 @@ def test_compose_files_fit_the_specification(tmp_path: Path, files: list[str]) -
     assert urls == {"redis://:secret-1@redis:6379"}
 
 
+def test_compose_creates_the_run_with_the_settings_of_the_user(tmp_path: Path) -> None:
+    done = composed(tmp_path, "compose.yaml", ARCHIPELAGO_PASSWORD="secret-1", ARCHIPELAGO_CONFIG="./mine.toml")
+    service = yaml.safe_load(done.stdout)["services"]["init"]
+    assert service["command"][-2:] == ["--config", "/config/run.toml"]
+    assert "./mine.toml:/config/run.toml:ro" in service["volumes"]
+    assert (DEPLOY / "kubernetes/base/run.toml").is_file()  # the default
+
+
 def test_compose_without_a_password_says_what_is_missing(tmp_path: Path) -> None:
     done = composed(tmp_path, "compose.yaml")
     assert done.returncode != 0
