@@ -18,6 +18,8 @@ ArchipelagoError
 
 from __future__ import annotations
 
+import math
+
 
 class ArchipelagoError(Exception):
     """The base of all errors that a user can meet.
@@ -145,3 +147,9 @@ class WireError(ArchipelagoError):
     def reason(self) -> str:
         """The reason of the refusal, which the island and the operator read."""
         return self.what
+
+
+def require_number(flag: str, value: float, remedy: str, code: str, least: float = 0.0) -> None:
+    """Raise ConfigError unless the number that a user gave for a flag is finite and at least `least`."""
+    if not least <= value < math.inf:
+        raise ConfigError(f"{flag} cannot be {value}", remedy, code=code)

@@ -29,6 +29,7 @@ from archipelago.broker.errors import (
     UnreachableError,
     WireError,
     is_outage,
+    require_number,
 )
 from archipelago.broker.files import exposure, file_error
 from archipelago.broker.invitation import Invitation, Role
@@ -298,12 +299,7 @@ class AwaitedRun(RunAddress):
 
     def patience(self, stopped: Callable[[], bool]) -> Patience:
         """Return the Patience for a worker's first calls. Once it runs, a worker handles outages itself."""
-        if not 0.0 <= self.wait_seconds < math.inf:
-            raise ConfigError(
-                f"--wait-seconds cannot be {self.wait_seconds}",
-                "Give a number of seconds, or 0.",
-                code="config.wait-seconds",
-            )
+        require_number("--wait-seconds", self.wait_seconds, "Give a number of seconds, or 0.", "config.wait-seconds")
         return Patience(self.wait_seconds, stopped)
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from archipelago.broker.buckets.folder import BucketFolder, chosen
-from archipelago.broker.errors import ConfigError
+from archipelago.broker.errors import require_number
 from archipelago.broker.observe.options import WorkerOptions
 from archipelago.broker.process import AwaitedRun, reading_from_replica
 from archipelago.broker.redis.transport import RedisTransport
@@ -79,24 +78,12 @@ def require_valid(options: IslandOptions) -> None:
     options.require_status()
     if options.mesh is not None:
         parsed(options.mesh)
-    if options.scan_steps < 0:
-        raise ConfigError(
-            f"--scan-steps is {options.scan_steps}",
-            "Give a number of steps, or 0 to measure.",
-            code="config.scan-steps",
-        )
-    if not 0.0 <= options.step_seconds_min < math.inf:
-        raise ConfigError(
-            f"--step-seconds-min is {options.step_seconds_min}",
-            "Give seconds, or 0 for none.",
-            code="config.step-seconds",
-        )
-    if not 0.0 <= options.evaluate_every < math.inf:
-        raise ConfigError(
-            f"--evaluate-every cannot be {options.evaluate_every}",
-            "Give a number of seconds such as 15, or 0 for no evaluations.",
-            code="config.evaluate-every",
-        )
+    remedy = "Give a number of steps, or 0 to measure."
+    require_number("--scan-steps", options.scan_steps, remedy, "config.scan-steps")
+    remedy = "Give seconds, or 0 for none."
+    require_number("--step-seconds-min", options.step_seconds_min, remedy, "config.step-seconds")
+    remedy = "Give a number of seconds such as 15, or 0 for no evaluations."
+    require_number("--evaluate-every", options.evaluate_every, remedy, "config.evaluate-every")
 
 
 def own_bucket(options: IslandOptions, run: str, name: str) -> BucketFolder | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import sys
 from contextlib import suppress
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import tyro
 
-from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError
+from archipelago.broker.errors import BrokerError, UnknownRunError, require_number
 from archipelago.broker.files import make_untracked
 from archipelago.broker.observe.curves import CurveWriter
 from archipelago.broker.observe.health import Health
@@ -67,22 +66,11 @@ def main(options: MergerOptions) -> int:
     stopped = stop_on_signals()
     origin = options.log_as("merger", options.run)
     options.require_status()
-    if options.lease_seconds < LEASE_SECONDS_MIN:
-        raise ConfigError(
-            f"--lease-seconds cannot be {options.lease_seconds}",
-            f"Give at least {LEASE_SECONDS_MIN}.",
-            code="config.lease-seconds",
-        )
-    if not 0.0 <= options.checkpoint_every < math.inf:
-        raise ConfigError(
-            f"--checkpoint-every cannot be {options.checkpoint_every}",
-            "Give a number of seconds, or 0 for no checkpoints.",
-            code="config.checkpoint-every",
-        )
-    if options.threads < 0:
-        raise ConfigError(
-            f"--threads cannot be {options.threads}", "Give a number, or leave it out.", code="config.threads"
-        )
+    least, remedy = LEASE_SECONDS_MIN, f"Give {LEASE_SECONDS_MIN} or more."
+    require_number("--lease-seconds", options.lease_seconds, remedy, "config.lease-seconds", least)
+    remedy = "Give a number of seconds, such as 30, or 0 for no checkpoints."
+    require_number("--checkpoint-every", options.checkpoint_every, remedy, "config.checkpoint-every")
+    require_number("--threads", options.threads, "Give a number, or leave it out.", "config.threads")
     require_role(options.invitation(), "merger")
     health = Health()
     registry = options.registry(health)

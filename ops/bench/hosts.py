@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import tyro
 
 from archipelago.broker.config import DataConfig, RunConfig, checked
-from archipelago.broker.errors import ConfigError
+from archipelago.broker.errors import require_number
 from archipelago.broker.process import keep_compiled
 from archipelago.islands.hosts.membership import Membership
 from archipelago.ops.bench.host_processes import HostTurn, follow_leader, lead_host, take_turns_alone
@@ -55,8 +55,7 @@ class HostsBenchOptions(OutputOptions):
 def main(options: HostsBenchOptions) -> int:
     """Measure, and write the results."""
     config = checked(options.settings)
-    if options.devices < 1:
-        raise ConfigError(f"--devices is {options.devices}", "Give 1 or more.", code="bench.devices")
+    require_number("--devices", options.devices, "Give 1 or more.", "bench.devices", 1)
     keep_compiled()
     return finish("hosts", hosts(config, options.quick, options.devices, say), options)
 

@@ -22,15 +22,17 @@ from typing import Any
 import numpy as np
 
 from archipelago.broker.config import DataConfig, InnerConfig, RunConfig, SyncConfig, WireConfig
-from archipelago.broker.errors import BrokerError
+from archipelago.broker.errors import BrokerError, require_number
 from archipelago.broker.manifest import Corpus, Manifest, Tensor
 from archipelago.broker.messages import Contribution, Heartbeat, Refusal, Snapshot
 from archipelago.broker.process import keep_freed_memory
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Transport
 from archipelago.broker.wire import digest, pack
+from archipelago.merger.claims import ACCOUNTS_MAX
 from archipelago.ops.bench.output import OutputOptions, finish
 from archipelago.ops.bench.process import Child, child, cpu_seconds, require_linux
+from archipelago.ops.experiments.settings import require_counts
 from archipelago.ops.launch.embedded_redis import start_server
 from archipelago.ops.launch.supervisor import thread_environment
 from archipelago.ops.settings import say
@@ -63,6 +65,9 @@ class ManyIslandsOptions(OutputOptions):
 
 def main(options: ManyIslandsOptions) -> int:
     """Measure, and write the results."""
+    require_counts("--islands", options.islands, ACCOUNTS_MAX)
+    require_number("--contributions", options.contributions, "Give 1 or more.", "bench.contributions", 1)
+    require_number("--parameters", options.parameters, "Give 1 or more.", "bench.parameters", 1)
     require_linux()
     found = many_islands(options.islands, options.contributions, options.parameters, say)
     return finish("islands", found, options)

@@ -12,11 +12,11 @@ ISLANDS_MAX = 64
 QUICK_STEPS, QUICK_WARMUP_STEPS = 400, 40
 
 
-def require_counts(flag: str, counts: Sequence[int]) -> None:
-    """Raise ConfigError unless all numbers of islands are in range, and there is at least one."""
-    if not counts or not all(1 <= count <= ISLANDS_MAX for count in counts):
+def require_counts(flag: str, counts: Sequence[int], most: int = ISLANDS_MAX) -> None:
+    """Raise ConfigError unless all numbers of islands are from 1 to `most`, and there is at least one."""
+    if not counts or not all(1 <= count <= most for count in counts):
         shown = " ".join(map(str, counts)) or "empty"
-        raise ConfigError(f"{flag} cannot be {shown}", f"Give numbers from 1 to {ISLANDS_MAX}.", code="config.islands")
+        raise ConfigError(f"{flag} cannot be {shown}", f"Give numbers from 1 to {most}.", code="config.islands")
 
 
 def require_slow(slow: float) -> None:

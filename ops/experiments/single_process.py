@@ -11,7 +11,7 @@ from typing import Annotated
 import tyro
 
 from archipelago.broker.config import RunConfig, checked
-from archipelago.broker.errors import ConfigError
+from archipelago.broker.errors import require_number
 from archipelago.broker.files import write_atomically
 from archipelago.broker.loss_unit import loss_unit
 from archipelago.broker.process import guarded, keep_compiled
@@ -43,8 +43,7 @@ class SingleProcessOptions:
 def run(options: SingleProcessOptions) -> int:
     """Train, print each evaluation, and write the curve at the end."""
     config = checked(options.settings)
-    if options.tokens < 1:
-        raise ConfigError(f"--tokens cannot be {options.tokens}", "Give a positive number.", code="config.tokens")
+    require_number("--tokens", options.tokens, "Give a positive number.", "config.tokens", 1)
     keep_compiled()
 
     from archipelago.ops.experiments.baselines import Point, one_process

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from archipelago.broker.config import RunConfig
-from archipelago.broker.errors import ConfigError
+from archipelago.broker.errors import ConfigError, require_number
 from archipelago.broker.observe import metrics
 from archipelago.broker.observe.curve_sinks import require_wandb
 from archipelago.broker.observe.options import WorkerOptions
@@ -103,24 +102,11 @@ def require_sensible(options: UpOptions) -> None:
         )
     require_standbys(options.standbys)
     _require_openable(options)
-    if not 0.0 <= options.checkpoint_every < math.inf:
-        raise ConfigError(
-            f"--checkpoint-every cannot be {options.checkpoint_every}",
-            "Give a number of seconds, such as 30, or 0 for no checkpoints.",
-            code="config.checkpoint-every",
-        )
-    if options.merger_threads < 0:
-        raise ConfigError(
-            f"--merger-threads cannot be {options.merger_threads}",
-            "Give a number, or leave it out.",
-            code="config.threads",
-        )
-    if not 0.0 <= options.evaluate_every < math.inf:
-        raise ConfigError(
-            f"--evaluate-every cannot be {options.evaluate_every}",
-            "Give a number of seconds such as 15, or 0 to evaluate at the end only.",
-            code="config.evaluate-every",
-        )
+    remedy = "Give a number of seconds, such as 30, or 0 for no checkpoints."
+    require_number("--checkpoint-every", options.checkpoint_every, remedy, "config.checkpoint-every")
+    require_number("--merger-threads", options.merger_threads, "Give a number, or leave it out.", "config.threads")
+    remedy = "Give a number of seconds such as 15, or 0 to evaluate at the end only."
+    require_number("--evaluate-every", options.evaluate_every, remedy, "config.evaluate-every")
     if options.wandb:
         require_wandb()
     last = metrics.PORT_MAX - options.islands  # Each island takes a port after the merger's.

@@ -96,6 +96,7 @@ MISTAKES = [
     ("island RUNS --metrics-port TAKEN", "config.metrics-address"),
     ("island RUNS --evaluate-every=-1", "config.evaluate-every"),
     ("merger RUNS --lease-seconds 0", "config.lease-seconds"),
+    ("merger RUNS --lease-seconds inf", "config.lease-seconds"),
     ("merger RUNS --checkpoint-every=-1", "config.checkpoint-every"),
     ("merger RUNS --keep 0", "checkpoint.keep"),
     ("merger RUNS --metrics-port TAKEN", "config.metrics-address"),
@@ -121,6 +122,8 @@ MISTAKES = [
     ("chaos --islands 0", "chaos.bad-number"),
     ("chaos --seconds=-1", "chaos.bad-number"),
     ("bench parity --islands 0", "config.islands"),
+    ("bench islands --islands 0", "config.islands"),
+    ("bench islands --contributions 0", "bench.contributions"),
     ("bench study nothing", "study.unreadable"),
     # watching and steering
     ("dash RUNS --port TAKEN", "config.dash-address"),
