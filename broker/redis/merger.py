@@ -210,12 +210,12 @@ class RedisMerger:
 
     def _merge(self, pipe: Any, commit: Commit, found: Mapping[str, FoundEntry], books: Mapping[str, int]) -> None:
         """Acknowledge merged entries, delete entries that are no longer needed, and update the books."""
-        fresh = [entry for entry in dict.fromkeys(commit.entries) if found[entry].raw is not None]
+        fresh = dict.fromkeys(entry for entry in commit.entries if found[entry].raw is not None)
         for key, ids in by_stream(commit.entries, self._keys.updates).items():
             pipe.xack(key, GROUP, *ids)
-        gone = [entry for entry in dict.fromkeys(commit.trim) if found[entry].kept or entry in fresh]
+        gone = dict.fromkeys(entry for entry in commit.trim if found[entry].kept or entry in fresh)
         # A consumer group that was created again would deliver these merged entries once more, so they are deleted.
-        gone += [entry for entry in fresh if not found[entry].given and entry not in gone]
+        gone |= dict.fromkeys(entry for entry in fresh if not found[entry].given)
         self._delete(pipe, gone, found)
         size = sum(self._chunks.size_of(found[entry].raw or {}) for entry in fresh if found[entry].waiting)
         counts = {"merged": len(commit.entries), "merged_tokens": commit.tokens, "bytes_up": size}

@@ -12,7 +12,6 @@ So nothing is written at the new owner before it owns the whole slot, and the ru
 
 from __future__ import annotations
 
-import re
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -39,7 +38,6 @@ _ELSEWHERE = (
 )
 #: The answer to a command that waits when its server becomes a replica.
 _DEMOTED = "instance state changed"
-_NO_CLUSTER = "cluster support disabled"
 
 Place = tuple[str, int]
 
@@ -207,7 +205,8 @@ class SentinelServers(Servers):
 
     def close(self) -> None:
         super().close()
-        self._sentinels.close()
+        for client in self._sentinels.sentinels:  # Sentinel.close is younger than the oldest redis-py that we accept
+            client.close()
 
 
 def servers_at(url: str, authority: str = "") -> Servers:
@@ -226,11 +225,6 @@ def servers_at(url: str, authority: str = "") -> Servers:
     if address.kind == "sentinel":
         return SentinelServers(address, authority)
     return Servers(client_at(url, authority))
-
-
-def is_no_cluster(error: Exception) -> bool:
-    """Return whether a server answers that it is no node of a cluster."""
-    return bool(re.search(_NO_CLUSTER, str(error)))
 
 
 def _template(address: Address, authority: str) -> tuple[type[Connection], dict[str, Any]]:
