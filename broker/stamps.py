@@ -14,7 +14,7 @@ from archipelago.broker.messages import Presence
 from archipelago.broker.signing import STAMP, Raw, SignatureError
 
 Stamp = tuple[int, int]
-#: The stamp before all others.
+#: The stamp that is earlier than every other one.
 FIRST: Stamp = (-1, 0)
 #: A restored run begins this many epochs later, so that no epoch that was lost with the server is used again.
 EPOCHS_SKIPPED = 1000

@@ -111,8 +111,8 @@ class Administrator:
             if announced != public_text(private):
                 raise ConfigError(
                     f"the run {self.run!r} has another merger key than {self.file}",
-                    "Use the file of whoever made the run's first invitation. If the run is a new one with an old "
-                    "name, move this file away.",
+                    "Use the file of the person who made the run's first invitation. If the run is a new one with an "
+                    "old name, move this file away.",
                     code="invitation.other-merger-key",
                 )
             self._transport.sign(raw_key(private))
@@ -220,7 +220,7 @@ class Administrator:
         if name not in (*members.by_name, *members.faults) and not was_user:
             raise ConfigError(
                 f"the run {self.run!r} has no member {name!r}",
-                f"Its members are {', '.join(sorted(members.by_name)) or 'nobody'}.",
+                f"Its members are {', '.join(sorted(members.by_name))}." if members.by_name else "It has no members.",
                 code="invitation.no-member",
             )
         member = members.by_name.get(name)

@@ -210,7 +210,7 @@ def warnings(administrator: Administrator, invited: Invitation, *, created: bool
     elif not invited.url.startswith("rediss"):
         yield "its URL has no TLS (rediss://), so everyone on the way can read its password"
     if administrator.is_open():
-        yield "the Redis has the user `default` without a password: roles bind nobody until it is off or has one"
+        yield "the user `default` of the Redis has no password, so anyone can do anything until it is off or has one"
     if not administrator.is_exact and invited.role in ("island", "operator"):
         yield (
             f"a Redis before 7 cannot tell reading from writing: this {invited.role} can overwrite what it can read. "

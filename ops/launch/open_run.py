@@ -19,7 +19,7 @@ from archipelago.ops.launch.redis_folder import Opening
 
 #: The folder, in the run's folder, with the join files of the processes that `up` starts.
 JOINS: Final = "joins"
-#: An address that nobody has (RFC 5737). It only makes the system choose the address with which it would send.
+#: An address that no machine has (RFC 5737). It only makes the system choose the address with which it would send.
 _ELSEWHERE: Final = ("192.0.2.1", 9)
 
 

@@ -12,7 +12,7 @@ from archipelago.broker.errors import BrokerError, WireError
 
 #: Seconds between two attempts, by the number of failures in a row.
 RETRY_SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0)
-#: After so many refusals of its credentials in a row, about 15 s, an island leaves: someone has revoked them.
+#: After this many refusals of its credentials in a row, about 15 s, an island leaves: they have been revoked.
 REFUSALS_MAX = 10
 #: The code of such a refusal.
 REFUSED = "broker.access"
