@@ -71,6 +71,8 @@ class Bundles:
 
     def __init__(self, folder: BucketFolder) -> None:
         self.folder = folder
+        #: The upload that failed last, by its number: its folder, and the size and digest of each file that arrived.
+        self._begun: dict[int, tuple[str, dict[str, tuple[int, str]]]] = {}
 
     def numbers(self) -> list[int]:
         """Return the numbers of complete bundles, ascending."""
@@ -86,13 +88,21 @@ class Bundles:
             raise self._damaged(number, f"{number}.json cannot be read: {error}") from None
 
     def put(self, number: int, source: Path, about: Mapping[str, str]) -> None:
-        """Upload a folder. Until this returns, the bundle does not exist; a failed one leaves only files to prune."""
+        """Upload a folder. Until this returns, the bundle does not exist; a failed one leaves only files to prune.
+
+        Another try of the last number that failed uploads only the files that have not arrived.
+        """
         files = {str(path.relative_to(source).as_posix()): path for path in sorted(source.rglob("*")) if path.is_file()}
-        place = f"{number}-{secrets.token_hex(4)}"
+        place, arrived = self._begun.get(number, (f"{number}-{secrets.token_hex(4)}", {}))
+        self._begun = {number: (place, arrived)}
+        described = {}
         for name, path in files.items():
-            self.folder.upload(path, f"{place}/{name}")
-        described = {name: (path.stat().st_size, digest_of_file(path)) for name, path in files.items()}
+            described[name] = path.stat().st_size, digest_of_file(path)
+            if arrived.get(name) != described[name]:
+                self.folder.upload(path, f"{place}/{name}")
+                arrived[name] = described[name]
         self.folder.write(f"{number}.json", BundleManifest(place, described, about).to_json())
+        self._begun = {}
 
     def get(self, number: int, target: Path) -> None:
         """Download a bundle into a new folder, which appears when all of it is there and has the right digests.

@@ -82,6 +82,26 @@ def test_an_upload_that_is_cut_off_does_not_exist(bucket: BucketFolder, tmp_path
     assert {path.partition("/")[0].partition("-")[0] for path in bucket.tree()} == {"1", "1.json", "3", "3.json"}
 
 
+def test_another_try_uploads_only_what_has_not_arrived(bucket: BucketFolder, tmp_path: Path) -> None:
+    bundles, source = Bundles(bucket), written(tmp_path, 1)
+
+    def fault(request: str, path: str) -> None:
+        if request == "put" and path.endswith("/2.bin"):
+            raise ConnectionError("reset")
+
+    FaultyFileSystem.fault = staticmethod(fault)
+    with failing(BucketError):
+        bundles.put(1, source, ABOUT)
+    FaultyFileSystem.fault = staticmethod(lambda request, path: None)
+    (source / "d" / "0.bin").write_bytes(b"changed")
+    bundles.put(1, source, ABOUT)
+    puts = [path.rpartition("/")[2] for request, path in FaultyFileSystem.requests if request == "put"]
+    assert puts == ["0.bin", "1.bin", "2.bin", "0.bin", "2.bin", "1.json"]
+    bundles.get(1, tmp_path / "new")
+    assert content(tmp_path / "new") == content(source)
+    assert len(bucket.folders()) == 1
+
+
 def test_a_file_that_arrived_in_part_is_an_error(bucket: BucketFolder, tmp_path: Path) -> None:
     FaultyFileSystem.fault = staticmethod(lambda request, path: 5 if path.endswith("2.bin") else None)
     with failing(BucketError, "bucket.incomplete"):
