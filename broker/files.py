@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import secrets
 import shutil
 import stat
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from archipelago.broker.errors import ArchipelagoError, ConfigError
@@ -35,6 +37,9 @@ _REMEDIES = {
     errno.EIO: ("The disk may be damaged. Choose a folder on another disk.", "file.disk"),
     errno.EMFILE: ("Raise the limit of open files (ulimit -n).", "file.too-many"),
 }
+#: The names of staged folders, and the age from which on one without a lock counts as left by a killed process.
+_STAGED = re.compile(r"\..+\.staged-[0-9a-f]{8}")
+ABANDONED_SECONDS = 3600.0
 #: The beginning of a path that was a URL, such as that of a bucket.
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 
@@ -160,13 +165,46 @@ def sync(path: Path) -> None:
 def staged_folder(target: Path) -> Iterator[Path]:
     """Yield a new folder beside `target` that becomes `target` when the block ends, or is deleted when it fails.
 
+    Such folders that killed processes have left beside `target` are deleted first.
+
     Raises:
         OSError: The disk refuses it, or `target` is there already and is not an empty folder.
     """
-    stage = target.absolute().parent / f".{target.name}-{secrets.token_hex(4)}"
+    folder = target.absolute().parent
+    _delete_abandoned(folder)
+    stage = folder / f".{target.name}.staged-{secrets.token_hex(4)}"
+    stage.mkdir(parents=True)
     try:
-        stage.mkdir(parents=True)
-        yield stage
-        stage.rename(target)
+        with _locked(stage):
+            yield stage
+            stage.rename(target)
     finally:
         shutil.rmtree(stage, ignore_errors=True)
+
+
+def _delete_abandoned(folder: Path) -> None:
+    """Delete the staged folders of killed processes: no process holds their locks.
+
+    Some file systems share no locks between machines, so a young folder may belong to another machine.
+    """
+    for path in folder.glob(".*.staged-*"):
+        with suppress(OSError):
+            if _STAGED.fullmatch(path.name) and time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
+                with _locked(path, must=True):
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path, *, must: bool = False) -> Iterator[None]:
+    """Hold the lock of a folder, which ends with this process at the latest.
+
+    Raises:
+        OSError: `must` is set, and another process holds the lock, or this file system has none.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with nullcontext() if must else suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)

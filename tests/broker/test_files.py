@@ -67,6 +67,18 @@ def test_a_staged_folder_appears_completely_or_not_at_all(tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_staged_folders_of_killed_processes_are_deleted(tmp_path: Path) -> None:
+    for name in (killed := ".12.staged-0123abcd", young := ".12.staged-0123abce", mine := ".12.staged-notes"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("content")
+    with staged_folder(tmp_path / "other") as other:
+        for path in (tmp_path / killed, tmp_path / mine, other):
+            os.utime(path, (0.0, 0.0))
+        with staged_folder(tmp_path / "out"):
+            pass
+        assert {path.name for path in tmp_path.iterdir()} == {young, mine, other.name, "out"}
+
+
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 def test_git_ignores_a_new_folder_but_not_one_that_was_there(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
