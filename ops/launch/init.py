@@ -81,7 +81,9 @@ def main(options: InitOptions) -> int:
                     "fragments": len(manifest.fragments), "config_digest": manifest.config.digest()})  # fmt: skip
     else:
         done = "created" if created else "exists already, with this config"
-        done = f"continues from the newest checkpoint in {options.resume}" if options.resume else done
+        if options.resume is not None:
+            shown = redacted(options.resume) if is_address(options.resume) else options.resume
+            done = f"continues from the newest checkpoint in {shown}"
         say(f"run {manifest.run!r} {done}: {manifest.parameters:,} parameters in {len(manifest.fragments)} fragments")
         if options.resume is None:  # only the machines of islands need the text of a run that continues
             say(f"  data: {text_of(manifest)}")

@@ -165,15 +165,16 @@ def of_bucket(address: str) -> Figures:
     """Return a run from its folder in a bucket: the newest checkpoint of its merger, and the report of `up`."""
     from archipelago.merger.storage import fetched
 
+    bucket = BucketFolder(address)
     with fetched(address) as folder:
         image = folder.store.load()
         if image is None:
             raise ConfigError(
-                f"{address} holds no checkpoint",
+                f"{bucket} holds no checkpoint",
                 "Name the folder of a run, s3://BUCKET/FOLDER/RUN.",
                 code="report.no-data",
             )
-        fetch_run(BucketFolder(address), folder.path)
+        fetch_run(bucket, folder.path)
         return of_image(image, *_left_in(folder.path), time.time())
 
 

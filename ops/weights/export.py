@@ -56,13 +56,14 @@ def main(options: ExportOptions) -> int:
     bucket = _new_in_bucket(options.out) if is_address(options.out) else None
     if bucket is None:
         require_local(Path(options.out), "--out")
+    shown = f"{bucket or options.out}"
     with ExitStack() as stack:
         temporary = Path(stack.enter_context(TemporaryDirectory(prefix="archipelago-"))) if bucket else None
         out = temporary / "export" if temporary else Path(options.out)
         require_new(out)
         with progress("reading the parameters"):
             found = find(options.source, options.run)
-        with progress(f"writing {options.out}"):
+        with progress(f"writing {shown}"):
             kind = write(found, out, options.format, options.dtype)
         if bucket:
             with progress(f"uploading to {bucket}"):
@@ -73,10 +74,10 @@ def main(options: ExportOptions) -> int:
                     "model_type": kind, "format": options.format, "dtype": options.dtype,
                     "parameters": found.manifest.parameters,
                     "frozen_parameters": found.manifest.frozen_parameters,
-                    "bytes": size, "folder": str(options.out)})  # fmt: skip
+                    "bytes": size, "folder": shown})  # fmt: skip
         return 0
     say(f"run {found.manifest.run!r} at round {found.round:,}, step {found.step:,}, from {found.origin}: "
-        f"{found.manifest.parameters:,} parameters, {options.dtype}, in {options.out} ({size:,} bytes)")  # fmt: skip
+        f"{found.manifest.parameters:,} parameters, {options.dtype}, in {shown} ({size:,} bytes)")  # fmt: skip
     for line in _uses(found, options, kind) if bucket is None else ["copy the folder to a disk to use it"]:
         say(f"  {line}")
     return 0

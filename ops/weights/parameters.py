@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from archipelago.broker.address import redacted
 from archipelago.broker.buckets.folder import is_bucket
 from archipelago.broker.errors import ConfigError, DataError, UnknownRunError, UnreachableError
 from archipelago.broker.invitation import names_redis
@@ -136,9 +137,9 @@ def from_bucket(address: str, run: str | None) -> RunParameters:
     with fetched(address) as folder:
         if folder.store.numbers():
             found = from_checkpoint(folder.path, run)
-            return replace(found, origin=f"{found.origin.partition(' in ')[0]} in {address}")
+            return replace(found, origin=f"{found.origin.partition(' in ')[0]} in {redacted(address)}")
     raise ConfigError(
-        f"there is no checkpoint in {address}",
+        f"there is no checkpoint in {redacted(address)}",
         "Name the folder of a run or of its merger, such as s3://BUCKET/FOLDER/RUN.",
         code="checkpoint.missing",
     )

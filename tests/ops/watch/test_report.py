@@ -38,6 +38,7 @@ from archipelago.ops.watch.provenance import Provenance, commands
 from archipelago.ops.watch.provenance_page import cards
 from archipelago.ops.watch.report import SCRIPTS, STYLES, Figures, ReportOptions, everything, html, of_image, of_watch
 from archipelago.ops.watch.run_view import observe
+from archipelago.ops.weights.parameters import find
 from tests import samples
 from tests.broker.buckets.faulty_bucket import FaultyFileSystem
 from tests.failing import failing
@@ -174,6 +175,14 @@ def test_a_report_from_a_bucket(bucket: BucketFolder, tmp_path: Path) -> None:
     assert [island["name"] for island in there.data["page"]["islands"]] == ["oslo"]  # from report.json
     with failing(ConfigError, "report.no-data"):
         everything(ReportOptions(bucket.child("other").address))
+
+
+@pytest.mark.parametrize("verb", ["report", "generate"])
+def test_the_password_of_a_bucket_is_not_shown(verb: str) -> None:
+    address = "memory://user:secret@host/runs/none"
+    with failing(ConfigError, "report.no-data" if verb == "report" else "checkpoint.missing") as caught:
+        everything(ReportOptions(address)) if verb == "report" else find(address, None)
+    assert "secret" not in str(caught.value)
 
 
 def test_files_of_a_run_that_cannot_be_copied_are_told(bucket: BucketFolder, tmp_path: Path) -> None:
