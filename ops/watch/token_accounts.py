@@ -1,5 +1,6 @@
-"""The accounts of a run's tokens: trained = merged + refused + pending + unsent + lowered
-+ lost. Pure.
+"""The accounts of a run's tokens. Pure.
+
+They add up: trained = merged + refused + pending + unsent + lowered + lost.
 
 A token counts once, although each fragment is synchronised on its own: every account is the mean over the fragments.
 
