@@ -117,7 +117,7 @@ class Child:
             if now >= self._again_at:
                 self._start_again()
             return ""
-        if self.process is None or (status := self.process.poll()) is None:
+        if (status := self._poll()) is None:
             return ""
         if status == 0:
             self.done = True
@@ -160,7 +160,7 @@ class Child:
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the process if it runs."""
-        if self.process is not None and self.process.poll() is None:
+        if self.process is not None and self._poll() is None:
             self.process.send_signal(number)
 
     def wait(self, seconds: float) -> None:
@@ -173,6 +173,14 @@ class Child:
             self._kill_group()
             self.process.wait()
         self._kill_group()  # a data loader's processes may outlive the process that started them
+
+    def _poll(self) -> int | None:
+        """Return the status of a process that has ended, else None. Kill at once what it has left behind."""
+        if self.process is None:
+            return None
+        if self.process.returncode is None and self.process.poll() is not None:
+            self._kill_group()
+        return self.process.returncode
 
     def _kill_group(self) -> None:
         """Kill all processes of the session that the process leads."""

@@ -138,6 +138,19 @@ def test_what_a_child_has_started_ends_with_it(make: Make, until: Until, is_deaf
     until(lambda: gone(loader), "the loader's end")
 
 
+def test_what_a_killed_child_has_started_is_killed(make: Make, until: Until, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    child = make(
+        f"import os, pathlib, subprocess, sys; m = pathlib.Path({str(mark)!r}); m.exists() and sys.exit(); m.touch(); "
+        "loader = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
+        "print(loader.pid, flush=True); os.kill(os.getpid(), 9)"
+    )
+    child.start()
+    tended(child, until, lambda: child.done, "its second process to end")
+    loader = int(child.last_lines()[-1])
+    until(lambda: gone(loader), "the loader's end")
+
+
 def test_a_child_imports_nothing_from_the_working_directory(
     make: Make, until: Until, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
