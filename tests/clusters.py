@@ -23,8 +23,11 @@ from archipelago.ops.launch.redis_program import find_program
 Until = Callable[..., None]
 
 PASSWORD = secrets.token_hex(8)
-#: How long a node may be silent before the others, or a Sentinel, replace it.
+#: How long a node may be silent before its replica replaces it, as the others or the Sentinels decide.
 SILENT_MS = 500
+#: The same without replicas. Nothing replaces a node then: the others refuse all requests for as long as it is silent,
+#: and on a loaded machine a node may be silent for seconds.
+PATIENT_MS = 60_000
 
 
 @dataclass
@@ -96,7 +99,7 @@ class Cluster:
     """Three primaries, each with `replicas` replicas."""
 
     def __init__(self, folder: Path, until: Until, replicas: int = 0) -> None:
-        self._until = until
+        self._until, self._silent_ms = until, SILENT_MS if replicas else PATIENT_MS
         count = 3 * (1 + replicas)
         self.nodes = [self._node(folder / str(index)) for index in range(count)]
         for node in self.nodes:
@@ -118,7 +121,7 @@ class Cluster:
         until(lambda: all(node.is_synced() for node in self.nodes[3:]), "the replicas to follow")
 
     def _node(self, folder: Path) -> Node:
-        cluster = ["--cluster-enabled", "yes", "--cluster-node-timeout", str(SILENT_MS), "--cluster-port"]
+        cluster = ["--cluster-enabled", "yes", "--cluster-node-timeout", str(self._silent_ms), "--cluster-port"]
         return Node(folder, data_options(*cluster, str(free_port())))
 
     def _knows_all(self, node: Node) -> bool:
