@@ -19,6 +19,7 @@ from archipelago.broker.invitation import ROLES, Member
 from archipelago.broker.messages import Evaluation, Note
 from archipelago.broker.redis import roles
 from archipelago.broker.redis.deletion import Deletion
+from archipelago.broker.redis.islands import EVALUATION_LEASE_MAX
 from archipelago.broker.redis.keys import REGISTRY, Keys
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.transport import Repair
@@ -87,7 +88,7 @@ def play(transport: RedisTransport) -> None:
     assert len(merger.updates(0.0)) == 3
     commit = samples.commit([entry], LARGE[::-1], 2, outer=LARGE * 2, difference=LARGE)
     merger.commit(epoch, replace(commit, cursors={"0": (0, 5)}))
-    assert island.lease_shard(["0"], "a/x") and island.lease_evaluation("a/x", 9.0)
+    assert island.lease_shard(["0"], "a/x") and island.lease_evaluation("a/x", EVALUATION_LEASE_MAX)
     island.register_corpus("text", "0" * 32)
     island.request_state("c/z")
     assert island.promise_answer("c/z", "b/y")
