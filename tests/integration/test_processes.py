@@ -20,7 +20,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.process import LEAVE_SECONDS
 from archipelago.broker.redis.transport import connect
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.ops.launch.embedded_redis import Server, start_server
@@ -382,7 +381,7 @@ def test_workers_serve_metrics_write_curves_and_log_json(
         until(lambda folder=folder: any(path.stat().st_size > 100 for path in folder.glob("*tfevents*")), str(folder))
     for worker in (island, merger):
         worker.send_signal(signal.SIGTERM)
-        assert worker.wait(LEAVE_SECONDS) == 75, processes.said(worker)
+        assert worker.wait() == 75, processes.said(worker)
     for worker, who in ((merger, "merger"), (island, "oslo")):
         lines = [json.loads(line) for line in processes.said(worker).splitlines()]
         assert {said["who"] for said in lines} == {who}
