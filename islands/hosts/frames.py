@@ -19,14 +19,12 @@ from archipelago.broker.errors import WireError
 #: A header is at most this long. It has a few numbers, and the dtype and shape of each array.
 HEADER_MAX = 1 << 20
 DIMENSIONS_MAX = 16
-#: An array of any other dtype is refused, above all one of Python objects.
+#: An array of any other dtype is refused, above all one of Python objects. JAX adds the narrow floats to numpy.
 DTYPES = frozenset(
     [
         "bool",
         *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
-        "float16",
-        "float32",
-        "float64",
+        *("float16", "float32", "float64", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
     ]
 )
 #: A value of a message. Texts are short.
@@ -149,5 +147,8 @@ def _header(data: bytes) -> tuple[str, tuple[Value, ...], list[tuple[np.dtype[An
             raise unfit(f"an array of {kind[:40]!r} has the dtype {name!r:.40}")
         if not all(type(size) is int and 0 <= size < 1 << 48 for size in shape):
             raise unfit(f"an array of {kind[:40]!r} has no shape")
-        found.append((np.dtype(name), shape))
+        try:
+            found.append((np.dtype(name), shape))
+        except TypeError:
+            raise unfit(f"an array of {kind[:40]!r} has the dtype {name!r:.40}, before JAX was loaded") from None
     return kind, tuple(values), found

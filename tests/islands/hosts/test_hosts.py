@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import msgpack
 import numpy as np
 import pytest
@@ -48,7 +49,8 @@ def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
 def test_a_message_arrives_as_it_was(connected: tuple[socket.socket, socket.socket]) -> None:
     one, other = connected
     arrays: tuple[Any, ...] = (
-        np.arange(6, dtype=np.float32).reshape(2, 3), np.array(7, np.int32), np.zeros((0, 4), np.uint8)
+        np.arange(6, dtype=np.float32).reshape(2, 3), np.array(7, np.int32), np.zeros((0, 4), np.uint8),
+        np.arange(3).astype(jnp.bfloat16), np.ones(2).astype(jnp.float8_e4m3fn),
     )  # fmt: skip
     Connection(one).send(Frame("step", (3, "text", None, True, 0.5), arrays))
     found = Connection(other).receive(lambda: 1 << 10, 5.0)
