@@ -19,6 +19,8 @@ from archipelago.broker.errors import WireError
 #: A header is at most this long. It has a few numbers, and the dtype and shape of each array.
 HEADER_MAX = 1 << 20
 DIMENSIONS_MAX = 16
+#: An array is sent in pieces of this size. The time limit of a socket holds for each call, however much it sends.
+PIECE_BYTES = 4 << 20
 #: An array of any other dtype is refused, above all one of Python objects. JAX adds the narrow floats to numpy.
 DTYPES = frozenset(
     [
@@ -85,8 +87,9 @@ class Connection:
             self.sent += 4 + len(header) + sum(array.nbytes for array in arrays)
             self._socket.sendall(len(header).to_bytes(4) + header)
             for array in arrays:
-                if array.size:
-                    self._socket.sendall(array.reshape(-1).view(np.uint8).data)
+                content = array.reshape(-1).view(np.uint8).data if array.size else b""
+                for start in range(0, len(content), PIECE_BYTES):
+                    self._socket.sendall(content[start : start + PIECE_BYTES])
 
     def receive(self, most: Callable[[], int], seconds: float | None = None) -> Frame:
         """Return the next message.

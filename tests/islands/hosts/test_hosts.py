@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 import msgpack
@@ -19,7 +19,7 @@ from jax._src.lib import _jax  # type: ignore[attr-defined]
 
 from archipelago.broker.errors import ConfigError, HostError, WireError
 from archipelago.islands.hosts.coordinator import JAX_SILENCE_SECONDS, SHUTDOWN_SECONDS, START_SECONDS
-from archipelago.islands.hosts.frames import Connection, Frame
+from archipelago.islands.hosts.frames import PIECE_BYTES, Connection, Frame
 from archipelago.islands.hosts.loss import LOST_STATUS
 from archipelago.islands.hosts.membership import Membership, is_in_cluster, membership
 from archipelago.islands.hosts.ports import await_free
@@ -59,6 +59,27 @@ def test_a_message_arrives_as_it_was(connected: tuple[socket.socket, socket.sock
         np.testing.assert_array_equal(got, sent)
         assert got.dtype == sent.dtype
         assert got.shape == np.shape(sent)
+
+
+class Sent:
+    """A socket that keeps what is sent, call by call."""
+
+    def __init__(self) -> None:
+        self.calls: list[bytes] = []
+
+    def setsockopt(self, *_: int) -> None:
+        pass
+
+    def sendall(self, content: bytes) -> None:
+        self.calls.append(bytes(content))
+
+
+def test_a_large_array_is_sent_in_pieces() -> None:
+    """The time limit of a socket holds for each call, so a slow link would look like a lost host otherwise."""
+    sock, array = Sent(), np.arange(2 * PIECE_BYTES // 8 + 1)
+    Connection(cast(socket.socket, sock)).send(Frame("take", (), (array,)))
+    assert [len(call) for call in sock.calls[1:]] == [PIECE_BYTES, PIECE_BYTES, 8]
+    assert b"".join(sock.calls[1:]) == array.tobytes()
 
 
 def framed(content: Any) -> bytes:
