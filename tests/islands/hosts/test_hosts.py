@@ -27,7 +27,7 @@ from archipelago.islands.hosts.processes import key_of
 from archipelago.islands.hosts.seat import Seat, joined
 from archipelago.islands.hosts.team import Team
 from archipelago.ops.launch.redis_probe import free_port
-from tests.conftest import Until
+from tests.conftest import PATIENCE_SECONDS, Until
 from tests.failing import failing
 
 KEY = key_of("redis://:secret@host")
@@ -53,7 +53,7 @@ def test_a_message_arrives_as_it_was(connected: tuple[socket.socket, socket.sock
         np.arange(3).astype(jnp.bfloat16), np.ones(2).astype(jnp.float8_e4m3fn),
     )  # fmt: skip
     Connection(one).send(Frame("step", (3, "text", None, True, 0.5), arrays))
-    found = Connection(other).receive(lambda: 1 << 10, 5.0)
+    found = Connection(other).receive(lambda: 1 << 10, PATIENCE_SECONDS)
     assert (found.kind, found.values) == ("step", (3, "text", None, True, 0.5))
     for got, sent in zip(found.arrays, arrays, strict=True):
         np.testing.assert_array_equal(got, sent)
@@ -109,7 +109,7 @@ def test_a_damaged_message_is_refused(data: bytes, connected: tuple[socket.socke
     one, other = connected
     other.sendall(data)
     with failing(WireError, "hosts.message"):
-        Connection(one).receive(lambda: 1 << 10, 5.0)
+        Connection(one).receive(lambda: 1 << 10, PATIENCE_SECONDS)
 
 
 # -- flags -------------------------------------------------------------------------------------------------------------
@@ -172,14 +172,14 @@ def team(place: Membership) -> Iterator[Team]:
 
 
 def come(place: Membership, rank: int = 1, about: Mapping[str, str] = ABOUT, key: bytes = KEY) -> Seat:
-    return joined(replace(place, rank=rank), about, key, 10.0)
+    return joined(replace(place, rank=rank), about, key, PATIENCE_SECONDS)
 
 
 def gathered(team: Team, place: Membership) -> Seat:
     found: list[Seat] = []
     thread = threading.Thread(target=lambda: found.append(come(place)))
     thread.start()
-    team.gather(20.0)
+    team.gather(PATIENCE_SECONDS)
     thread.join()
     return found[0]
 
@@ -193,7 +193,7 @@ def test_hosts_come_together_and_end_together(team: Team, place: Membership, unt
     team.tell("step", (1,), [np.arange(3)])
     assert seat.expect("step").arrays[0].tolist() == [0, 1, 2]
     seat.say("devices", "2 of cpu")
-    assert team.ask_all("devices", 10.0)[1].text(0) == "2 of cpu"
+    assert team.ask_all("devices", PATIENCE_SECONDS)[1].text(0) == "2 of cpu"
     assert not team.is_stopping
     stopped.set()
     until(lambda: team.is_stopping, "the signal of the other host")
@@ -232,7 +232,7 @@ def test_hosts_that_disagree_are_refused_on_both_sides(team: Team, place: Member
     thread = threading.Thread(target=try_it)
     thread.start()
     with failing(ConfigError, "hosts.disagree"):
-        team.gather(20.0)
+        team.gather(PATIENCE_SECONDS)
     thread.join()
     assert errors
 
@@ -271,7 +271,7 @@ def test_of_two_that_come_at_once_with_one_rank_one_is_let_in(
     threads = [threading.Thread(target=try_it) for _ in range(2)]
     for thread in threads:
         thread.start()
-    team.gather(20.0)
+    team.gather(PATIENCE_SECONDS)
     for thread in threads:
         thread.join()
     assert [each for each in found if isinstance(each, str)] == ["hosts.twice"]
