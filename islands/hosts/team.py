@@ -218,6 +218,8 @@ class Team:
         for follower in self._followers.values():
             follower.connection.close()
         if self._listener is not None:
+            with suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)  # ends `accept`, which would hold the port otherwise
             self._listener.close()
 
     def _send(self, follower: _Follower) -> None:

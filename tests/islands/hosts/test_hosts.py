@@ -202,6 +202,14 @@ def test_hosts_come_together_and_end_together(team: Team, place: Membership, unt
     assert not ends
 
 
+def test_a_leader_that_has_ended_leaves_its_port(team: Team, place: Membership) -> None:
+    """Another leader in this process, or one that comes soon, may take it."""
+    seat = gathered(team, place)
+    seat.start(lambda sentence, status: None, lambda: False)
+    team.end()
+    await_free(place.port, PATIENCE_SECONDS)
+
+
 def test_a_lost_host_ends_the_leader(team: Team, place: Membership, until: Until) -> None:
     seat = gathered(team, place)
     lost: list[tuple[str, int]] = []
