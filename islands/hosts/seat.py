@@ -68,9 +68,9 @@ class Seat:
             while True:
                 frame = self._connection.receive(lambda: self.most, SILENCE_SECONDS)
                 if frame.kind == "end":
-                    self._is_over = True
+                    has_failed, self._is_over = self._is_over, True
                     self.say("ended")
-                    if sentence := frame.text(0):
+                    if (sentence := frame.text(0)) and not has_failed:  # otherwise this process says its own mistake
                         self._on_lost(sentence, frame.number(1))
                 if frame.kind != "beat":
                     self._frames.put(frame)

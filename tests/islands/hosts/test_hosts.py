@@ -229,6 +229,21 @@ def test_a_lost_leader_ends_the_others(team: Team, place: Membership, until: Unt
     assert lost == [LOST_STATUS]
 
 
+def test_a_host_that_has_failed_itself_does_not_repeat_the_leaders_error(
+    connected: tuple[socket.socket, socket.socket],
+) -> None:
+    """Both find the same mistake, and each says one sentence."""
+    seat, leader = Seat(Connection(connected[0])), Connection(connected[1])
+    ends: list[str] = []
+    seat.fail("the mesh needs 8 devices", 2)
+    seat.start(lambda sentence, status: ends.append(sentence), lambda: False)
+    leader.send(Frame("end", ("the leader of this island has ended: the mesh needs 8 devices", 2)))
+    assert seat.expect("end").number(1) == 2
+    assert not ends
+    assert leader.receive(lambda: 0, PATIENCE_SECONDS).kind == "failed"
+    leader.close()
+
+
 def test_hosts_that_disagree_are_refused_on_both_sides(team: Team, place: Membership) -> None:
     errors: list[ConfigError] = []
 
