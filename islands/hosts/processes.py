@@ -8,6 +8,7 @@ import logging
 import os
 import platform
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -32,6 +33,8 @@ DEVICES_SECONDS = 300.0
 SPARE_BYTES = 1 << 30
 #: The bytes of one element of the optimiser's state of the largest optimisers, and of parameters and references.
 ELEMENT_BYTES = 32
+#: The most seconds in which a leader that has lost a host announces its departure and ends.
+DEPARTURE_SECONDS = 15.0
 REMEDY = "All its processes end with status 75. Start all of them again."
 
 log = logging.getLogger(__name__)
@@ -65,6 +68,7 @@ class Leading:
         #: The memory of the smallest device of all hosts in bytes; 0 if it is not known.
         self.device_bytes = 0
         self._has_jax = False
+        self._departing: threading.Thread | None = None
 
     def assemble(self, manifest: Manifest, seconds: float, stopped: Callable[[], bool]) -> None:
         """Wait for the others, and connect JAX. Raises ConfigError and HostError, as `Team.gather` does."""
@@ -87,7 +91,8 @@ class Leading:
         self.team.tell("go", (memory,))
 
     def _lost(self, sentence: str, status: int) -> None:
-        """End this process at once. Computations over several hosts would wait for ever."""
+        """End this process at once. Computations over several hosts would wait for ever, or fail."""
+        self._departing = threading.current_thread()
         _say_lost(sentence, status)
         if self.island is not None:
             with suppress(Exception):
@@ -98,6 +103,8 @@ class Leading:
         """End the island in all processes."""
         from archipelago.islands.hosts.coordinator import forget_others, leave
 
+        if self._departing is not None:  # it has said why, and ends this process with the right status
+            self._departing.join(DEPARTURE_SECONDS)
         if error is None:
             self.team.end("", status)
         else:

@@ -18,12 +18,13 @@ from jax._src import distributed
 from jax._src.lib import _jax  # type: ignore[attr-defined]
 
 from archipelago.broker.errors import ConfigError, HostError, WireError
+from archipelago.islands.hosts import processes
 from archipelago.islands.hosts.coordinator import JAX_SILENCE_SECONDS, SHUTDOWN_SECONDS, START_SECONDS
 from archipelago.islands.hosts.frames import PIECE_BYTES, Connection, Frame
 from archipelago.islands.hosts.loss import LOST_STATUS
 from archipelago.islands.hosts.membership import Membership, is_in_cluster, membership
 from archipelago.islands.hosts.ports import await_free
-from archipelago.islands.hosts.processes import key_of
+from archipelago.islands.hosts.processes import Leading, key_of
 from archipelago.islands.hosts.seat import Seat, joined
 from archipelago.islands.hosts.team import Team
 from archipelago.ops.launch.redis_probe import free_port
@@ -218,6 +219,34 @@ def test_a_lost_host_ends_the_leader(team: Team, place: Membership, until: Until
     until(lambda: bool(lost), "the loss")
     assert lost[0][1] == LOST_STATUS == 75
     assert "host 1" in lost[0][0]
+
+
+def test_a_computation_that_fails_with_a_lost_host_does_not_end_the_leader_first(
+    place: Membership, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that has noticed the loss says goodbye to the run first, and ends the process with status 75."""
+    leading, order, says_goodbye, goodbye = (
+        Leading(place, ABOUT, KEY),
+        list[str](),
+        threading.Event(),
+        threading.Event(),
+    )
+
+    class Departing:
+        def give_up(self, kind: str, sentence: str) -> None:
+            says_goodbye.set()
+            goodbye.wait(0.2)
+
+    monkeypatch.setattr(processes, "_exit", lambda status: order.append(f"status {status}"))
+    monkeypatch.setattr(leading.team, "end", lambda *_: order.append("end"))
+    leading.island = cast(Any, Departing())
+    thread = threading.Thread(target=leading._lost, args=("host 1 of this island is lost", LOST_STATUS))
+    thread.start()
+    says_goodbye.wait()
+    leading.end(error=RuntimeError("the peer has closed the connection"))
+    goodbye.set()
+    thread.join()
+    assert order == ["status 75", "end"]
 
 
 def test_a_lost_leader_ends_the_others(team: Team, place: Membership, until: Until) -> None:
