@@ -49,7 +49,7 @@ class Membership:
 
     @property
     def jax_address(self) -> str:
-        """The address of JAX's coordinator, in the leader's process."""
+        """The address of JAX's coordinator, on the leader's host."""
         return f"{_bracketed(self.host)}:{self.port + 1 if self.port < PORT_MAX else self.port - 1}"
 
 
@@ -66,7 +66,7 @@ def membership(
 
     Raises:
         ConfigError: Flags are missing and no cluster is found (`hosts.flags`), or one is wrong (`hosts.coordinator`,
-            `hosts.number`, `hosts.rank`).
+            `hosts.number`, `hosts.rank`). Or the cluster cannot be read (`hosts.cluster`).
     """
     if hosts == 1 and coordinator is None and rank in (None, 0):
         return None
@@ -104,10 +104,22 @@ def is_in_cluster(environ: Mapping[str, str]) -> bool:
 def _detected(
     coordinator: str | None, hosts: int | None, rank: int | None
 ) -> tuple[str | None, int | None, int | None, tuple[int, ...] | None]:
-    """Return what was given, and the rest as jax.distributed detects it, with the devices of this process."""
+    """Return what was given, and the rest as jax.distributed detects it, with the devices of this process.
+
+    Raises:
+        ConfigError: The cluster does not say what it has to (`hosts.cluster`).
+    """
     from jax._src.clusters import ClusterEnv  # JAX shows this by `jax.distributed.initialize` only, which never fails
 
-    found = ClusterEnv.auto_detect_unset_distributed_params(coordinator, hosts, rank, None, None, 30)
+    try:
+        found = ClusterEnv.auto_detect_unset_distributed_params(coordinator, hosts, rank, None, None, 30)
+    except Exception as error:  # each kind of cluster has its own errors
+        said = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"the hosts of this island cannot be detected: {type(error).__name__}: {said}",
+            "Give --coordinator, --hosts and --host-rank, or --hosts 1 if this process is an island of its own.",
+            code="hosts.cluster",
+        ) from error
     address, number, own, devices = found
     return address, number, own, None if devices is None else tuple(devices)
 

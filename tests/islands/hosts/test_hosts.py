@@ -143,17 +143,31 @@ def test_right_flags() -> None:
     assert (place.address, place.jax_address) == ("[::1]:9000", "[::1]:9001")
 
 
-def test_slurm_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_slurm(monkeypatch: pytest.MonkeyPatch, **others: str) -> dict[str, str]:
+    """Return the environment of the second of two tasks of Slurm, which this process has from now on, too."""
     environ = {
         "SLURM_JOB_ID": "4096", "SLURM_STEP_NODELIST": "node[3-4]", "SLURM_NTASKS": "2", "SLURM_PROCID": "1",
-        "SLURM_LOCALID": "0",
+        "SLURM_LOCALID": "0", **others,
     }  # fmt: skip
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
+    return environ
+
+
+def test_slurm_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    environ = in_slurm(monkeypatch)
     assert is_in_cluster(environ)
     assert not is_in_cluster({"SLURM_NTASKS": "1"})
     found = membership(None, None, None, environ)
     assert found == Membership("node3", 61440, 2, 1, (0,))
+
+
+def test_a_cluster_that_does_not_say_its_hosts_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as Kubernetes in a pod that has no right to ask for its job. Here a variable of Slurm is no number."""
+    with failing(ConfigError, "hosts.cluster") as caught:
+        membership(None, None, None, in_slurm(monkeypatch, SLURM_NTASKS="two"))
+    assert "two" in caught.value.what
+    assert "--hosts 1" in caught.value.remedy
 
 
 # -- coming together ---------------------------------------------------------------------------------------------------
