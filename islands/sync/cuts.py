@@ -107,8 +107,8 @@ class CutPlan:
         devices: The number of devices along them.
         spread: The tensors that are spread over devices.
         rest: The rest of the vector in order: the name of a whole tensor, or the first and the last + 1 of some edges.
-        edges: The place of each edge element among the edges of all devices: 2 blocks a device, the first for what
-            comes before its whole blocks and the second for what comes after them.
+        edges: The place of each edge element among the edges of all devices. Each device has two blocks of places: one
+            for the elements before its whole blocks, and one for those after them.
         places: The number of these places.
         segments: The blocks of the vector in order.
     """
