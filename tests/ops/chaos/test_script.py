@@ -129,26 +129,30 @@ KILLS = """
 """
 
 
-def require_survived(found: Mapping[str, Any]) -> None:
-    """Require that all invariants held in a storm of KILLS, and that no process ended without a fault."""
+def survived(processes: Processes, folder: Path, *flags: str) -> Mapping[str, Any]:
+    """Run a storm of KILLS with these flags, and return its report.
+
+    All invariants must hold, and no process may end without a fault.
+    """
+    schedule = folder / "faults.jsonl"
+    schedule.write_text(KILLS)
+    found = processes.run(
+        "chaos", *flags, "--islands=2", "--seconds=5", "--settle-seconds=120", f"--schedule={schedule}",
+        "--checkpoint-every=2", "--step-seconds=0.03",
+    )  # fmt: skip
     assert found["holds"], found["checks"]
     assert all(check["holds"] for check in found["checks"])
     events = [(event["process"], event["what"]) for event in found["events"]]
     assert {("island-0", "kill"), ("merger", "kill"), ("island-1", "partition over")} <= set(events)
     assert "died" not in {what for _, what in events}, "a process ended without a fault"
     assert 0 < found["goodput"] <= 1.0
+    return found
 
 
 @pytest.mark.full
 @pytest.mark.processes
 def test_a_script_of_the_guide_survives_a_storm(processes: Processes, tmp_path: Path) -> None:
-    schedule = tmp_path / "faults.jsonl"
-    schedule.write_text(KILLS)
-    found = processes.run(
-        "chaos", "--script", str(EXAMPLES / "train_jax.py"), "--islands=2", "--seconds=5", "--settle-seconds=120",
-        f"--schedule={schedule}", "--checkpoint-every=2", "--undisturbed", "--step-seconds=0.03",
-    )  # fmt: skip
-    require_survived(found)
+    found = survived(processes, tmp_path, "--script", str(EXAMPLES / "train_jax.py"), "--undisturbed")
     (rejoin,) = found["rejoins"]
     assert rejoin["start_seconds"] > 0
     assert found["held_out_loss"] is None
@@ -162,14 +166,8 @@ def test_a_script_of_the_guide_survives_a_storm(processes: Processes, tmp_path: 
 @pytest.mark.full
 @pytest.mark.processes
 def test_a_task_of_the_guide_survives_a_storm(processes: Processes, tmp_path: Path) -> None:
-    schedule = tmp_path / "faults.jsonl"
-    schedule.write_text(KILLS)
-    found = processes.run(
-        "chaos", "--task", str(EXAMPLES / "task_bytes.py"), "--islands=2", "--standbys=1", "--seconds=5",
-        "--settle-seconds=120", f"--schedule={schedule}", "--checkpoint-every=2", "--no-undisturbed",
-        "--step-seconds=0.03", "--sync.interval=12",
-    )  # fmt: skip
-    require_survived(found)
+    task = ("--task", str(EXAMPLES / "task_bytes.py"), "--standbys=1", "--no-undisturbed", "--sync.interval=12")
+    found = survived(processes, tmp_path, *task)
     assert found["unit"] == "loss units"
     assert 1.0 < found["held_out_loss"] < 5.6, "the untrained model knows 256 bytes"
     assert found["tokens_merged"] > 0
