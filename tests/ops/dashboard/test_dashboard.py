@@ -652,7 +652,7 @@ def test_a_signal_ends_it_while_a_page_is_connected(url: str, number: int) -> No
         with stream(found[1]) as answer:
             assert next_event(answer, "page")["run"]["run"] == "sample"
             process.send_signal(number)
-            assert process.wait(30) == 0
+            assert process.wait() == 0
         assert process.stderr.read().count("\n") == 1  # It prints the token, and nothing about its end.
 
 
