@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import Until
+from tests.conftest import Until, gone
 from tests.integration.test_processes import Processes, rounds_of
 
 pytestmark = [pytest.mark.full, pytest.mark.processes]
@@ -65,7 +65,7 @@ def test_up_that_is_stopped_before_an_island_has_joined_ends_everything(
     assert process.wait() == 130, processes.said(process)
     assert "joined" not in log.read_text()
     assert len(started) >= 3
-    assert not psutil.wait_procs(started, timeout=0)[1], "the Redis, the merger and the islands have ended"
+    assert all(gone(each.pid) for each in started), "the Redis, the merger and the islands have ended"
 
 
 def test_a_mistake_in_a_task_ends_up_with_one_error(processes: Processes, tmp_path: Path) -> None:
