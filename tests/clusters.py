@@ -7,7 +7,7 @@ import secrets
 import signal
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ class Node:
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True)
-        self.client: Any = redis.Redis(LOOPBACK, self.port, password=PASSWORD, protocol=2, socket_timeout=5.0)
+        self.client: Any = redis.Redis(LOOPBACK, self.port, password=PASSWORD, protocol=2, socket_timeout=60.0)
         self.start()
 
     def start(self) -> None:
@@ -74,6 +74,10 @@ class Node:
         """Return whether this replica has a live link to its primary."""
         info = self.client.info("replication")
         return bool(info["role"] == "slave" and info["master_link_status"] == "up")
+
+    def follows(self, primary: Node) -> bool:
+        """Return whether this is a running replica of a primary, with a live link to it."""
+        return self.is_running and self.is_synced() and self.client.info("replication")["master_port"] == primary.port
 
     @contextmanager
     def cut_off(self) -> Iterator[None]:
@@ -154,13 +158,21 @@ class Cluster:
         own = node.client.execute_command("CLUSTER NODES")[f"{LOOPBACK}:{node.port}"]["slots"]
         return {slot for first, *last in own for slot in range(int(first), int((last or [first])[0]) + 1)}
 
-    def replica_of(self, primary: Node) -> Node:
-        """Return a running replica of a primary."""
-        for node in self.nodes:
-            info = node.client.info("replication") if node.is_running and node is not primary else {}
-            if info.get("role") == "slave" and info["master_port"] == primary.port:
-                return node
-        raise LookupError(f"{primary.port} has no replica")
+    def pair(self, run: str) -> tuple[Node, Node]:
+        """Return the primary that owns the slot of a run, and a replica, as soon as that one follows it.
+
+        On a loaded machine, a node may be silent for so long that its replica replaces it without a fault of a test.
+        """
+        found: list[tuple[Node, Node]] = []
+
+        def is_there() -> bool:
+            with suppress(LookupError):
+                primary = self.owner(run)
+                found.extend((primary, node) for node in self.nodes if node is not primary and node.follows(primary))
+            return bool(found)
+
+        self._until(is_there, f"a primary of {run} with a replica")
+        return found[0]
 
     def promote(self, replica: Node) -> None:
         """Make a replica the primary of its slots, without asking the others."""

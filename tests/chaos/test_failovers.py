@@ -99,10 +99,7 @@ def test_no_contribution_is_lost_when_replicas_take_over_without_the_newest_writ
     for kill in range(25):
         what = f"before kill {kill} (seed {seed})"
         run.goes_on(what)
-        old = copied.owner("killed")
-        until(lambda old=old: bool(copied.replica_of(old)), what)
-        new = copied.replica_of(old)
-        until(new.is_synced, f"a replica {what}")
+        old, new = copied.pair("killed")
         with ExitStack() as stack:
             if kill % 3:
                 stack.enter_context(new.cut_off())
@@ -134,7 +131,7 @@ def test_a_run_goes_on_while_its_slot_moves(copied: Cluster, tmp_path: Path, unt
         copied.move_slot(slot, old, new)
         assert copied.owner("moved") is new
     run.end("after the moves")
-    assert run.merger.begun == 1  # an outage, after which the same merger goes on
+    assert run.merger.begun == 1, run.merger.errors  # an outage, after which the same merger goes on
 
 
 def test_a_run_goes_on_when_sentinels_replace_its_primary(tmp_path: Path, until: Until, small_chunks: None) -> None:
@@ -153,9 +150,7 @@ def test_a_run_goes_on_when_sentinels_replace_its_primary(tmp_path: Path, until:
 
 def fail_over(cluster: Cluster, run: str, meanwhile: Callable[[], None], until: Until) -> None:
     """Let the replica of a run's primary take over without the writes of `meanwhile`."""
-    old = cluster.owner(run)
-    until(lambda: cluster.replica_of(old).is_synced(), "a replica")
-    new = cluster.replica_of(old)
+    old, new = cluster.pair(run)
     with new.cut_off():
         meanwhile()
         old.kill()
@@ -169,7 +164,7 @@ def begun(cluster: Cluster, run: str) -> list[RedisTransport]:
     both = [connect(cluster.url, run) for _ in range(2)]
     manifest = samples.manifest(run)
     both[0].create(manifest, samples.first_snapshots(manifest))
-    cluster.owner(run).client.wait(1, 5000)
+    assert cluster.owner(run).client.wait(1, 50_000), "its replica has the run"
     return both
 
 
@@ -207,7 +202,7 @@ def test_a_merger_whose_takeover_was_forgotten_writes_no_more(copied: Cluster, u
     """The history in which the second one took over has ended. The first one holds the lease in the other one."""
     first, second = begun(copied, "takeover")
     assert first.merger.acquire("first", 1e-3) == 1
-    copied.owner("takeover").client.wait(1, 5000)
+    assert copied.owner("takeover").client.wait(1, 50_000), "its replica knows the first merger"
 
     def take_over() -> None:
         until(lambda: second.merger.acquire("second", 100.0) == 2, "the lease")

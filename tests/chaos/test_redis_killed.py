@@ -43,6 +43,7 @@ class MergerThread:
     def __init__(self, url: str, run: str, folder: Path) -> None:
         self.url, self.run, self.folder = url, run, folder
         self.fault: BaseException | None = None
+        self.errors: list[BrokerError] = []  # those that ended a merger
         self.begun = 0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -53,7 +54,8 @@ class MergerThread:
             while not self._stopped.is_set():
                 try:
                     self._serve_once()
-                except BrokerError:
+                except BrokerError as error:
+                    self.errors.append(error)
                     self._stopped.wait(0.05)  # The server is down just now.
         except BaseException as fault:  # noqa: BLE001 - the test raises it again
             self.fault = fault
