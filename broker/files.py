@@ -9,7 +9,6 @@ import re
 import secrets
 import shutil
 import stat
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -165,31 +164,32 @@ def sync(path: Path) -> None:
 def staged_folder(target: Path) -> Iterator[Path]:
     """Yield a new folder beside `target` that becomes `target` when the block ends, or is deleted when it fails.
 
-    Such folders that killed processes have left beside `target` are deleted first.
+    Such folders that killed processes have left beside `target` are deleted.
 
     Raises:
         OSError: The disk refuses it, or `target` is there already and is not an empty folder.
     """
-    folder = target.absolute().parent
-    _delete_abandoned(folder)
-    stage = folder / f".{target.name}.staged-{secrets.token_hex(4)}"
+    stage = target.absolute().parent / f".{target.name}.staged-{secrets.token_hex(4)}"
     stage.mkdir(parents=True)
     try:
         with _locked(stage):
+            _delete_abandoned(stage)
             yield stage
             stage.rename(target)
     finally:
         shutil.rmtree(stage, ignore_errors=True)
 
 
-def _delete_abandoned(folder: Path) -> None:
-    """Delete the staged folders of killed processes: no process holds their locks.
+def _delete_abandoned(stage: Path) -> None:
+    """Delete the staged folders of killed processes beside a new one: no process holds their locks.
 
-    Some file systems share no locks between machines, so a young folder may belong to another machine.
+    Some file systems share no locks between machines, so a young folder may belong to another machine. Ages are
+    differences between times that the file system wrote: the clock of this machine may be wrong.
     """
-    for path in folder.glob(".*.staged-*"):
+    now = stage.stat().st_mtime
+    for path in stage.parent.glob(".*.staged-*"):
         with suppress(OSError):
-            if _STAGED.fullmatch(path.name) and time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
+            if _STAGED.fullmatch(path.name) and now - path.stat().st_mtime > ABANDONED_SECONDS:
                 with _locked(path, must=True):
                     shutil.rmtree(path, ignore_errors=True)
 
