@@ -38,6 +38,15 @@ SPEED_MAX = 40
 class HostileInvariants(Invariants):
     """The invariants of all storms. What the attacker itself has trained and read is not asserted."""
 
+    def __init__(self, simulation: Simulation) -> None:
+        super().__init__(simulation)
+        #: The shards that the attacker says it has read. The islands do not read again what it took from them.
+        self.claimed: set[str] = set()
+
+    def _check_passes(self, passes: Mapping[str, int]) -> None:
+        """A claim moves a cursor by what the attacker can have read, so only the other shards must stay even."""
+        super()._check_passes({shard: n for shard, n in passes.items() if shard not in self.claimed} or {"": 0})
+
     def _check_tokens(self, books: Mapping[str, int], pending: int) -> None:
         """The books count fewer tokens of a refused contribution than it claims."""
 
@@ -53,6 +62,7 @@ class HostileInvariants(Invariants):
         assert member.identity_text not in self.merged, f"{member.identity_text} is merged twice"
         self.merged.add(member.identity_text)
         for place in parse_places(member.data):
+            self.claimed.add(place.shard)
             self.cursors[place.shard] = max(place.cursor, self.cursors.get(place.shard, (0, 0)))
 
     def _check_refusals(self) -> None:

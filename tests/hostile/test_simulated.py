@@ -28,6 +28,7 @@ def workers() -> Iterator[ProcessPoolExecutor]:
 @example(0, [Move("contribution", (("global_step", 1 << 62),))])
 @example(1, [Move("contribution", (("tokens", 1 << 53), ("steps", 1 << 40), ("global_step", 1 << 40)), "noise", 40)])
 @example(2, [Move("contribution", (("data", "0:99999999:end"),))])
+@example(0, [Move("contribution", (("data", "0:2:end"),), "noise", 3)])
 @example(3, [Move("contribution", (("step_seconds", 1e-300),)), Move("heartbeat", (("step_seconds", 1e-300),))])
 @example(4, [Move("contribution", (("island", "ada"), ("incarnation", "i2"), ("digest", "0" * 32)), "zeros", 40)])
 @example(5, [Move("leases"), Move("contribution", (("data", "0:0:end 1:0:end 2:0:end 3:0:end"),))])
