@@ -38,8 +38,10 @@ ISLAND_PER_MOMENT: Final = 16
 #: Bytes per element of a merger, a parameter or a synced first moment: exact parameters, momentum, sums, snapshots, and
 #: a checkpoint, in float32.
 MERGER_PER_PARAMETER: Final = 41
-#: Bytes per element in Redis: the newest snapshot, and the exact parameters and momentum.
+#: Bytes per element in Redis of a compaction: a full snapshot, and the exact parameters and momentum.
 REDIS_PER_PARAMETER: Final = 12
+#: Contributions and differences since the last compaction, as a multiple of its bytes, at most (`merger.compaction`).
+REDIS_LOG: Final = 2
 #: Bytes of activations per token of a batch and element of a norm. A layer has two norms of its width.
 ACTIVATION_BYTES: Final = 68
 
@@ -105,6 +107,7 @@ def redis_parts(manifest: Manifest) -> dict[str, int]:
         "parameters and momentum": REDIS_PER_PARAMETER * elements,
         "differences": DIFFERENCES_KEPT * difference,
         "contributions": 4 * codec(wire.up).encoded_size(elements),
+        "contributions since the last compaction": REDIS_LOG * REDIS_PER_PARAMETER * elements if difference else 0,
     }
 
 

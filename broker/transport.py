@@ -44,7 +44,8 @@ from archipelago.broker.messages import (
 )
 from archipelago.broker.names import NameClaim
 
-#: How many differences of each fragment the broker keeps. An island that missed more downloads the full snapshot.
+#: How many differences of each fragment the broker keeps. An island that missed more downloads the full snapshot, and
+#: the differences after it. So a fragment's newest full snapshot is never more versions old than this.
 DIFFERENCES_KEPT = 32
 #: How many notes the broker keeps.
 NOTES_KEPT = 1000
@@ -92,13 +93,28 @@ class Delivery:
 
 
 @dataclass(frozen=True)
+class Compaction:
+    """The full state of a fragment at one version. A merger that loads the run merges later rounds again.
+
+    Attributes:
+        snapshot: The version.
+        payload: The published parameters, as a full snapshot.
+        outer: The exact parameters and outer optimiser state, which only mergers read; empty for version 0.
+    """
+
+    snapshot: Snapshot
+    payload: bytes
+    outer: bytes
+
+
+@dataclass(frozen=True)
 class Commit:
     """All changes of one closed round. The broker applies them in one transaction.
 
     Attributes:
         snapshot: The fragment's new version.
-        payload: The payload of the snapshot.
-        outer: The fragment's exact parameters and outer optimiser state, which only mergers read.
+        payload: The payload of the snapshot; empty unless the commit carries the fragment's full state (`Compaction`).
+        outer: The fragment's exact parameters and outer optimiser state; empty unless there is a payload.
         state: The merger's other state, as JSON.
         tape: The round's entry on the tape.
         entries: Entries of the updates streams that this commit merges.
@@ -108,6 +124,8 @@ class Commit:
         difference: The payload that leads islands from the previous version to this one. It expires.
         after_round: The last closed round that the merger knows. If the broker restarted without its newest writes,
             its last round differs, and it refuses the commit. None skips the check.
+        log: All that a merger needs to merge this round again, besides the contributions. The broker keeps it until a
+            compaction covers the round.
     """
 
     snapshot: Snapshot
@@ -121,6 +139,12 @@ class Commit:
     cursors: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     difference: bytes = b""
     after_round: int | None = None
+    log: str = ""
+
+    @property
+    def compaction(self) -> Compaction | None:
+        """The fragment's full state after the round, if the commit carries it."""
+        return Compaction(self.snapshot, self.payload, self.outer) if self.payload else None
 
 
 @dataclass(frozen=True)
@@ -129,15 +153,15 @@ class Repair:
 
     Attributes:
         state: The merger's other state, as JSON.
-        fragments: The snapshots of fragments, with their payloads.
-        outers: The version of a fragment, and its exact parameters and outer optimiser state.
+        compactions: Full states of fragments at their newest versions.
+        heads: Headers of newest versions whose full state is an older one.
         cursors: The resume positions of all started shards.
         books: Counters by name.
     """
 
     state: str | None = None
-    fragments: Mapping[int, tuple[Snapshot, bytes]] = field(default_factory=dict)
-    outers: Mapping[int, tuple[int, bytes]] = field(default_factory=dict)
+    compactions: Sequence[Compaction] = ()
+    heads: Sequence[Snapshot] = ()
     cursors: Mapping[str, tuple[int, int]] | None = None
     books: Mapping[str, int] = field(default_factory=dict)
 
@@ -261,11 +285,15 @@ class ReaderClient(Protocol):
         ...
 
     def fragment(self, fragment: int) -> tuple[Snapshot, bytes]:
-        """Return the newest full snapshot, never torn."""
+        """Return the newest full snapshot, never torn. Newer versions may exist: see `broker.published`."""
         ...
 
     def heads(self) -> list[Snapshot | None]:
-        """Return the header of each fragment's newest full snapshot; None for one that cannot be read."""
+        """Return the header of each fragment's newest version; None for one that cannot be read."""
+        ...
+
+    def difference(self, fragment: int, version: int) -> bytes | None:
+        """Return the payload that leads from the previous version to this one; None if it is gone."""
         ...
 
     def presences(self) -> list[Presence]:
@@ -381,10 +409,6 @@ class IslandClient(Protocol):
         """Return the newest claim to the name. If the broker has lost `claim`, it is written again."""
         ...
 
-    def difference(self, fragment: int, version: int) -> bytes | None:
-        """Return the payload that leads from the previous version to this one; None if it is gone."""
-        ...
-
     def lease_shard(self, shards: Sequence[str], me: str) -> Place | None:
         """Lease a shard for `me` (island/incarnation), as `corpus_shards.choose` selects it; None if all are leased.
 
@@ -442,6 +466,13 @@ class IslandClient(Protocol):
         ...
 
 
+class Placed(Protocol):
+    """A compaction that lies in the broker without a pointer to it."""
+
+    @property
+    def snapshot(self) -> Snapshot: ...
+
+
 class MergerClient(Protocol):
     """The client of a merger. A write with an epoch that is not the newest raises FencedError."""
 
@@ -486,10 +517,33 @@ class MergerClient(Protocol):
         ...
 
     def outer(self, fragment: int, version: int | None = None) -> bytes:
-        """Return the fragment's `outer` of the last commit; empty before the first one.
+        """Return the `outer` of the fragment's newest compaction; empty before the first one.
 
         Raises:
             WireError: It is damaged, or of another version than the given one.
+        """
+        ...
+
+    def log(self, fragment: int, version: int) -> str:
+        """Return the `log` of the commit of that version; empty if a compaction covers it, or if it is lost."""
+        ...
+
+    def place(self, epoch: int, compaction: Compaction) -> Placed:
+        """Upload a compaction, beside the rounds and on any thread. Nothing points to it before `compact`."""
+        ...
+
+    def compact(self, epoch: int, placed: Placed, after_round: int, trim: Sequence[str] = ()) -> None:
+        """Replace the fragment's full state by a placed one, and delete `trim` and what else it covers.
+
+        Args:
+            epoch: The merger's epoch.
+            placed: What `place` returned.
+            after_round: The last closed round, as in `Commit`. A broker without it may have lost the compaction's
+                round, too.
+            trim: Merged entries that are no longer needed.
+
+        Raises:
+            BrokerError: The last closed round is another one. The merger must reload its state.
         """
         ...
 
@@ -505,7 +559,10 @@ class MergerClient(Protocol):
         ...
 
     def lost(self, closed: int) -> list[str]:
-        """Return the names of keys that must exist after round `closed` and do not."""
+        """Return the names of keys that must exist after round `closed` and do not.
+
+        A difference or a log counts as lost if the full state of its fragment is older.
+        """
         ...
 
     def write_back(self, epoch: int, repair: Repair) -> None:

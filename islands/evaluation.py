@@ -18,8 +18,8 @@ from archipelago.broker.codecs import Vector
 from archipelago.broker.config import RunConfig
 from archipelago.broker.loss_unit import LossUnit
 from archipelago.broker.manifest import Manifest
+from archipelago.broker.published import newest
 from archipelago.broker.transport import ReaderTransport
-from archipelago.broker.wire import unpack
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.data.sharding import held_out
 from archipelago.islands.data.tokenizer import Tokens
@@ -191,7 +191,6 @@ def published(
     transport: ReaderTransport, manifest: Manifest, place: Callable[[Any], Params] = jax.device_put
 ) -> tuple[Params, int, int]:
     """Return the newest published parameters, the last round in them, and their global step."""
-    found = [transport.reader.fragment(p) for p in range(len(manifest.fragments))]
-    vectors = [unpack(payload, size) for (_, payload), size in zip(found, manifest.sizes, strict=True)]
-    newest = max((snapshot for snapshot, _ in found), key=lambda s: s.round)
-    return assemble(manifest, vectors, place), newest.round, max(snapshot.step for snapshot, _ in found)
+    found = [newest(transport.reader, manifest, p) for p in range(len(manifest.fragments))]
+    last, step = max(part.snapshot.round for part in found), max(part.snapshot.step for part in found)
+    return assemble(manifest, [part.params_N for part in found], place), last, step

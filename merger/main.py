@@ -54,6 +54,9 @@ class MergerOptions(WorkerOptions, AwaitedRun):
     """If Redis does not have the run, restore it from the newest checkpoint in the folder or the bucket."""
     lease_seconds: float = 5.0
     """How long a standby waits before it replaces a merger that has stopped responding."""
+    restart_seconds: float = 5.0
+    """How long another merger may take to merge again what is not yet in a compaction. Smaller values write the full
+    state of fragments into Redis more often, but never more bytes of it than of contributions and differences."""
     threads: int = 0
     """The threads that change spectra of matrices (`isotropic`). The default is $OMP_NUM_THREADS, or one for each core.
     The number changes no bit."""
@@ -70,6 +73,8 @@ def main(options: MergerOptions) -> int:
     require_number("--lease-seconds", options.lease_seconds, remedy, "config.lease-seconds", least)
     remedy = "Give a number of seconds, such as 30, or 0 for no checkpoints."
     require_number("--checkpoint-every", options.checkpoint_every, remedy, "config.checkpoint-every")
+    remedy = "Give a number of seconds, such as 5."
+    require_number("--restart-seconds", options.restart_seconds, remedy, "config.restart-seconds")
     require_number("--threads", options.threads, "Give a number, or leave it out.", "config.threads")
     require_role(options.invitation(), "merger")
     health = Health()
@@ -90,6 +95,7 @@ def main(options: MergerOptions) -> int:
     keep_freed_memory()
     os.environ["JAX_PLATFORMS"] = "cpu"  # the accelerators belong to the islands
 
+    from archipelago.merger.compaction import in_background
     from archipelago.merger.service import Merger
     from archipelago.merger.serving import serve
     from archipelago.merger.telemetry import MergerCollector, RoundTelemetry
@@ -106,6 +112,8 @@ def main(options: MergerOptions) -> int:
             lease_seconds=options.lease_seconds,
             on_round=telemetry.closed,
             threads=options.threads,
+            restart_seconds=options.restart_seconds,
+            spawn=in_background(),
         )
     )
     if registry is not None:

@@ -1,7 +1,11 @@
-"""Rebuild the fragments of a run from their stored bytes, and from a checkpoint and the tape after it."""
+"""Rebuild fragments from a full state and the contributions that were merged after it.
+
+The full state is that of a checkpoint, for the whole run, or that of a compaction in Redis, for one fragment.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import jax
@@ -12,6 +16,7 @@ from archipelago.broker.transport import Image, MergerTransport
 from archipelago.broker.wire import pack, unpack
 from archipelago.merger import outer
 from archipelago.merger.replay import replay_round
+from archipelago.merger.round_log import RoundLog
 from archipelago.merger.round_merge import RoundMerge, new_state
 from archipelago.merger.state import FragmentState, RunState
 from archipelago.merger.weights import NormWindow
@@ -38,6 +43,25 @@ def rebuild(
             deliveries = transport.merger.read([member.entry for member in tape.members])
             fragments[p] = replay_round(rules, state, fragments[p], tape, deliveries)
     return state, fragments
+
+
+def merge_again(
+    rules: RoundMerge,
+    fragment: FragmentState,
+    logs: Sequence[RoundLog],
+    transport: MergerTransport,
+    between: Callable[[], object],
+) -> FragmentState:
+    """Return a fragment after the rounds of these logs, which are all of its rounds since then, in order.
+
+    Raises:
+        DifferenceError: An entry is missing, or a bit differs.
+    """
+    for tape, before in logs:
+        deliveries = transport.merger.read([member.entry for member in tape.members])
+        fragment = replay_round(rules, before.copy(), with_norms(fragment, before, tape.fragment), tape, deliveries)
+        between()
+    return fragment
 
 
 def of_image(rules: RoundMerge, image: Image) -> list[FragmentState]:

@@ -1,29 +1,37 @@
-"""Load a run from Redis. State that Redis has lost is rebuilt from a checkpoint, the tape and its entries."""
+"""Load a run from Redis: its compactions, and the rounds after them, merged again from their contributions.
+
+What Redis has lost is rebuilt from a checkpoint, the tape and its entries.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
 
+from archipelago.broker.codecs import codec
 from archipelago.broker.errors import ArchipelagoError, ConfigError, WireError
-from archipelago.broker.messages import Snapshot
+from archipelago.broker.messages import Snapshot, TapeEntry
+from archipelago.broker.published import newest
 from archipelago.broker.transport import START, MergerTransport, Repair
-from archipelago.broker.wire import digest, digest_of, pack, unpack
-from archipelago.merger import outer
+from archipelago.broker.wire import digest, digest_of, unpack
 from archipelago.merger.admission import version_after
 from archipelago.merger.checkpoint import CheckpointStore
-from archipelago.merger.rebuild import fragment_of, rebuild, with_norms
+from archipelago.merger.committing import compaction_of
+from archipelago.merger.rebuild import fragment_of, merge_again, rebuild, with_norms
 from archipelago.merger.replay import DifferenceError
-from archipelago.merger.round_merge import RoundMerge
+from archipelago.merger.round_log import RoundLog, parse_log
+from archipelago.merger.round_merge import RoundMerge, new_state
 from archipelago.merger.state import FragmentState, RunState
 
 #: More events than the broker keeps.
 EVENTS_SEARCHED = 1 << 16
+#: The keys of one fragment, by the first part of their names. The number of the fragment follows.
+OF_FRAGMENTS = frozenset(["head", "fragment", "outer", "log", "difference"])
 REMEDY = (
     "Run `archipelago merger --run {run} --folder FOLDER` with the folder of its checkpoints, "
     "or begin another run with `archipelago init`."
@@ -38,12 +46,17 @@ class Loaded:
     """A run between two rounds.
 
     Attributes:
+        snapshots: The header of each fragment's newest version.
+        full: The header of each fragment's full state in Redis.
+        uncovered: The rounds that were merged after these full states, in order.
         repair: What Redis has lost, or holds differently, and must be written back.
     """
 
     state: RunState
     fragments: list[FragmentState]
     snapshots: list[Snapshot]
+    full: list[Snapshot]
+    uncovered: list[TapeEntry] = field(default_factory=list)
     repair: Repair = field(default_factory=Repair)
 
 
@@ -55,14 +68,18 @@ class Found:
         state: The merger's state; a fresh one if it cannot be read.
         fault: Why the state cannot be read.
         closed: The last closed round, on which most of the records agree.
-        published: The snapshot of each fragment and its parameters (float32 [N]); None if it is lost.
+        heads: The header of each fragment's newest version; None if it is lost.
+        full: The newest full snapshot of each fragment and its payload; None if it is lost.
+        logs: The rounds of each fragment after that; fewer if some are lost.
         fragments: Each fragment whose own state can be read; None if it is lost.
     """
 
     state: RunState
     fault: ConfigError | None
     closed: int
-    published: list[tuple[Snapshot, bytes] | None]
+    heads: list[Snapshot | None]
+    full: list[tuple[Snapshot, bytes] | None]
+    logs: list[list[RoundLog]]
     fragments: list[FragmentState | None]
 
     @property
@@ -73,8 +90,8 @@ class Found:
     @property
     def lost(self) -> list[int]:
         """The fragments of which anything is lost."""
-        both = enumerate(zip(self.published, self.fragments, strict=True))
-        return [p for p, (published, fragment) in both if published is None or fragment is None]
+        of_each = enumerate(zip(self.heads, self.full, self.fragments, strict=True))
+        return [p for p, parts in of_each if None in parts]
 
 
 def load(
@@ -85,47 +102,79 @@ def load(
 ) -> Loaded:
     """Load the run as its last commit left it, and rebuild what Redis has lost.
 
-    The state, the newest snapshots and the tape each know the last closed round. What disagrees with the others, or
-    cannot be read, is rebuilt from a checkpoint and the tape, to the same bits.
+    Each fragment begins with its newest compaction, and the rounds after it are merged again from their contributions,
+    to the same bits. The state, the newest headers and the tape each know the last closed round. What disagrees with
+    the others, or cannot be read, is rebuilt from a checkpoint and the tape, to the same bits.
 
     Args:
         transport: The connection to the run.
         rules: How the run merges its rounds.
         store: Checkpoints to rebuild from.
-        between: Called after each fragment, because large fragments take long to load and the lease must be renewed.
+        between: Called after each fragment and each round, because they may take long and the lease must be renewed.
 
     Raises:
         ConfigError: Redis has lost what no checkpoint can restore (`config.lost-state`, `config.lost-fragment`).
     """
     found = _found(transport, rules, between)
     if not (found.lost or found.lost_state):
-        return Loaded(found.state, _whole(found.fragments), [snapshot for snapshot, _ in _whole(found.published)])
+        full = [snapshot for snapshot, _ in _whole(found.full)]
+        return Loaded(found.state, _whole(found.fragments), _whole(found.heads), full, _uncovered(found))
     recovered = _recovered(transport, rules, store, found)
     return recovered if recovered is not None else _from_what_is_left(transport, rules, found)
 
 
+def _uncovered(found: Found, but: Container[int] = ()) -> list[TapeEntry]:
+    """Return the rounds that no full state includes, in order, except those of the fragments `but`."""
+    rounds = [log.tape for logs in found.logs for log in logs if log.tape.fragment not in but]
+    return sorted(rounds, key=lambda tape: tape.round)
+
+
 def _found(transport: MergerTransport, rules: RoundMerge, between: Callable[[], object]) -> Found:
     state, fault = _state(transport)
-    published = [_published(transport, rules, p) for p in range(len(rules.manifest.fragments))]
+    full = [_full(transport, rules, p) for p in range(len(rules.manifest.fragments))]
+    heads = transport.reader.heads()
     # A missing state says round 0. It is no witness against the tape.
-    closed = _last_round(transport, None if fault else state.closed or None, published)
+    closed = _last_round(transport, None if fault else state.closed or None, heads)
     fragments: list[FragmentState | None] = []
-    for p, held in enumerate(published):
-        version = version_after(closed, p, len(published))
-        if held is not None and (held[0].round, held[0].version) != (round_of(version, p, len(published)), version):
+    logs: list[list[RoundLog]] = []
+    for p, held in enumerate(full):
+        version = version_after(closed, p, len(full))
+        head = heads[p]
+        if head is None or (head.fragment, head.round, head.version) != (p, round_of(version, p, len(full)), version):
+            _log_lost(f"the header of fragment {p}", f"it is not of version {version}, and round {closed} was closed")
+            heads[p] = None
+        if held is not None and held[0].version > version:
             _log_lost(f"the snapshot of fragment {p}", f"it is of round {held[0].round}, and round {closed} was closed")
-            published[p] = held = None
-        fragments.append(_stored_fragment(transport, rules, p, held[1] if held else None, version, state))
+            full[p] = held = None
+        logs.append(_logs(transport, p, range((held[0].version if held else version) + 1, version + 1)))
+        fragments.append(_stored_fragment(transport, rules, p, held, version, logs[p], state, between))
         between()
-    return Found(state, fault, closed, published, fragments)
+    return Found(state, fault, closed, heads, full, logs, fragments)
 
 
-def _published(transport: MergerTransport, rules: RoundMerge, p: int) -> tuple[Snapshot, bytes] | None:
-    """Return the newest snapshot of a fragment and its payload, or None if it is lost or damaged."""
+def _logs(transport: MergerTransport, p: int, versions: Sequence[int]) -> list[RoundLog]:
+    """Return the logs of these versions, up to the first one that is lost."""
+    out: list[RoundLog] = []
+    for version in versions:
+        try:
+            found = parse_log(transport.merger.log(p, version))
+            if (found.tape.fragment, found.tape.version) != (p, version):
+                raise WireError("it is of another round")
+        except WireError as error:
+            _log_lost(f"the log of version {version} of fragment {p}", error.reason)
+            return out
+        out.append(found)
+    return out
+
+
+def _full(transport: MergerTransport, rules: RoundMerge, p: int) -> tuple[Snapshot, bytes] | None:
+    """Return the newest full snapshot of a fragment and its payload, or None if it is lost or damaged."""
     try:
         snapshot, payload = transport.reader.fragment(p)
         if snapshot.fragment != p or digest(payload) != snapshot.digest:
             raise WireError("its payload is not the published one")
+        if snapshot.round != round_of(snapshot.version, p, len(rules.manifest.fragments)):
+            raise WireError(f"round {snapshot.round} does not give version {snapshot.version}")
         params_N = unpack(payload, rules.manifest.sizes[p])
         if snapshot.held and digest_of(params_N) != snapshot.held:
             raise WireError("its parameters are not the published ones")
@@ -140,28 +189,43 @@ def round_of(version: int, p: int, fragments: int) -> int:
     return p + 1 + (version - 1) * fragments if version else 0
 
 
-def _last_round(
-    transport: MergerTransport, stated: int | None, published: Sequence[tuple[Snapshot, bytes] | None]
-) -> int:
-    """Return the last closed round: what two of the state, the snapshots and the tape agree on, or else the newest."""
-    snapshots = max((held[0].round for held in published if held is not None), default=None)
+def _last_round(transport: MergerTransport, stated: int | None, heads: Sequence[Snapshot | None]) -> int:
+    """Return the last closed round: what two of the state, the headers and the tape agree on, or else the newest."""
+    newest = max((head.round for head in heads if head is not None), default=None)
     tape = transport.reader.tape(1)
-    votes = [v for v in (stated, snapshots, tape[0].round if tape else None) if v is not None]
+    votes = [v for v in (stated, newest, tape[0].round if tape else None) if v is not None]
     return max(votes, key=lambda vote: (votes.count(vote), vote), default=0)
 
 
 def _stored_fragment(
-    transport: MergerTransport, rules: RoundMerge, p: int, payload: bytes | None, version: int, state: RunState
+    transport: MergerTransport,
+    rules: RoundMerge,
+    p: int,
+    held: tuple[Snapshot, bytes] | None,
+    version: int,
+    logs: Sequence[RoundLog],
+    state: RunState,
+    between: Callable[[], object],
 ) -> FragmentState | None:
-    """Return a fragment with its stored outer state, or None if that is lost."""
+    """Return a fragment from its full state and the logs after it, or None if any of these is lost."""
+    first = held[0].version if held else version
     try:
-        outer_state = transport.merger.outer(p, version) if version else b""
-        if version and not outer_state:
+        outer_state = transport.merger.outer(p, first) if first else b""
+        if first and not outer_state:
             raise WireError("it is missing")
-        return with_norms(fragment_of(rules, p, payload, outer_state), state, p)
+        fragment = fragment_of(rules, p, held[1] if held else None, outer_state)
     except WireError as error:
         _log_lost(f"the outer state of fragment {p}", error.reason)
         return None
+    if first + len(logs) < version:
+        return None
+    try:
+        fragment = merge_again(rules, fragment, logs, transport, between)
+    except DifferenceError as error:
+        what = "the rounds of fragment %s after version %s cannot be merged again: %s"
+        log.warning(what, p, first, error.what, extra=_code(error))
+        return None
+    return with_norms(fragment, state, p)
 
 
 def _log_lost(what: str, why: str) -> None:
@@ -206,7 +270,7 @@ def _recovered(
         return None
     try:
         state, fragments = rebuild(rules, image, transport, found.closed)
-        _require_published(rules, found, state, fragments)
+        _require_published(found, state, fragments)
     except (DifferenceError, WireError, ConfigError) as error:
         log.warning("checkpoint %s and the tape cannot restore the run: %s", image.number, error, extra=_code(error))
         return None
@@ -223,18 +287,27 @@ def _recovered(
 def _repaired(
     transport: MergerTransport, rules: RoundMerge, found: Found, state: RunState, fragments: list[FragmentState]
 ) -> Loaded:
-    """Return the run with a repair that writes back whatever was not found."""
+    """Return the run with a repair that writes back whatever was not found.
+
+    A fragment of which more than the header is lost gets a new full state, at its newest version.
+    """
     announced = _announced(transport, found)
-    snapshots, lost, outers = [], {}, {}
+    snapshots, full, compactions, heads = [], [], [], []
     for p, fragment in enumerate(fragments):
-        held = found.published[p]
+        held, head = found.full[p], found.heads[p]
         version = version_after(found.closed, p, len(fragments))
-        if held is None:
-            held = lost[p] = _snapshot(rules, p, fragment, version, announced.get((p, version)), state)
-        snapshots.append(held[0])
-        if version and found.fragments[p] is None:
-            outers[p] = (version, outer.dump(fragment.params_N, fragment.outer))
-    return Loaded(state, fragments, snapshots, Repair(state.to_json() if found.lost_state else None, lost, outers))
+        snapshot = head or _snapshot(rules, p, fragment, version, announced.get((p, version)), state)
+        if held is None or found.fragments[p] is None:
+            compactions.append(compaction_of(rules.manifest, snapshot, fragment))
+            snapshot = compactions[-1].snapshot
+            full.append(snapshot)
+        else:
+            full.append(held[0])
+            heads += [] if head else [snapshot]
+        snapshots.append(snapshot)
+    written = {compaction.snapshot.fragment for compaction in compactions}
+    repair = Repair(state.to_json() if found.lost_state else None, compactions, heads)
+    return Loaded(state, fragments, snapshots, full, _uncovered(found, written), repair)
 
 
 def repair_from(
@@ -244,19 +317,27 @@ def repair_from(
     snapshots: Sequence[Snapshot],
     damaged: AbstractSet[str],
 ) -> Repair:
-    """Return the repair of damaged keys, by their names, from the memory of the merger that serves the run."""
-    wire, lost, outers = rules.manifest.config.wire, {}, {}
-    for p, (fragment, snapshot) in enumerate(zip(fragments, snapshots, strict=True)):
-        if f"fragment:{p}" in damaged:
-            lost[p] = (snapshot, pack(np.asarray(fragment.published_N), wire.full, wire.full_zstd_level))
-        if f"outer:{p}" in damaged and snapshot.version:
-            outers[p] = (snapshot.version, outer.dump(fragment.params_N, fragment.outer))
-    return Repair(state.to_json() if state.closed else None, lost, outers, state.cursors)
+    """Return the repair of damaged keys, by their names, from the memory of the merger that serves the run.
+
+    A lost header is written again. For any other key, the fragment gets a new full state, so that nothing depends on
+    its logs and differences.
+    """
+    parts = [name.split(":") for name in damaged]
+    numbers = {part[1] for part in parts if part[0] in OF_FRAGMENTS - {"head"}}
+    heads = {part[1] for part in parts if part[0] == "head"} - numbers
+    both = zip(fragments, snapshots, strict=True)
+    compactions = [
+        compaction_of(rules.manifest, snapshot, fragment)
+        for fragment, snapshot in both
+        if str(snapshot.fragment) in numbers
+    ]
+    lost = [snapshot for snapshot in snapshots if str(snapshot.fragment) in heads]
+    return Repair(state.to_json() if state.closed else None, compactions, lost, state.cursors)
 
 
 def _announced(transport: MergerTransport, found: Found) -> dict[tuple[int, int], Snapshot]:
     """Return the announcements of the versions that are lost, as far as they are still among the newest events."""
-    if None not in found.published:
+    if None not in found.heads:
         return {}
     entries = transport.reader.events(START, 0.0, EVENTS_SEARCHED)
     return {(event.fragment, event.version): event for _, event in entries if isinstance(event, Snapshot)}
@@ -264,14 +345,14 @@ def _announced(transport: MergerTransport, found: Found) -> dict[tuple[int, int]
 
 def _snapshot(
     rules: RoundMerge, p: int, fragment: FragmentState, version: int, announced: Snapshot | None, state: RunState
-) -> tuple[Snapshot, bytes]:
-    wire, held_N = rules.manifest.config.wire, np.asarray(fragment.published_N)
-    payload = pack(held_N, wire.full, wire.full_zstd_level)
+) -> Snapshot:
+    wire, held = rules.manifest.config.wire, digest_of(np.asarray(fragment.published_N))
+    if announced is not None and announced.held == held:
+        return announced
     number = round_of(version, p, len(rules.manifest.fragments))
-    base = announced or Snapshot(number, p, version, state.step if version else 0, wire.full, 0, "", "")
-    size = base.difference_bytes if base.held == digest_of(held_N) else 0
-    held = digest_of(held_N) if version else ""
-    return replace(base, bytes=len(payload), digest=digest(payload), held=held, difference_bytes=size), payload
+    size = codec(wire.full).encoded_size(fragment.published_N.size)
+    step, merged = (announced.step, announced.merged) if announced else (state.step if version else 0, "")
+    return Snapshot(number, p, version, step, wire.full, size, held, merged, held if version else "")
 
 
 def _from_what_is_left(transport: MergerTransport, rules: RoundMerge, found: Found) -> Loaded:
@@ -289,16 +370,10 @@ def _from_what_is_left(transport: MergerTransport, rules: RoundMerge, found: Fou
             code="config.merger-state" if found.fault else "config.lost-state",
         )
     fragments, fresh = [], []
-    for p, (held, fragment) in enumerate(zip(found.published, found.fragments, strict=True)):
-        if fragment is None and held is None:
-            raise ConfigError(
-                f"Redis has lost fragment {p} of run {run!r}, and no checkpoint can restore it",
-                REMEDY.format(run=run),
-                code="config.lost-fragment",
-            )
-        if fragment is None and held is not None:
+    for p, fragment in enumerate(found.fragments):
+        if fragment is None:
             fresh.append(p)
-            fragment = with_norms(fragment_of(rules, p, held[1], b""), found.state, p)
+            fragment = with_norms(_published_fragment(transport, rules, found, p), found.state, p)
         fragments.append(fragment)
     if fresh:
         log.warning(
@@ -306,27 +381,42 @@ def _from_what_is_left(transport: MergerTransport, rules: RoundMerge, found: Fou
             fresh,
             extra={"code": "restore.fresh"},
         )
-    if again := [p for p, held in enumerate(found.published) if held is None]:
+    if again := [p for p, held in enumerate(found.full) if held is None and p not in fresh]:
         log.warning(
             "fragments %s are published again from the merger's exact parameters",
             again,
             extra={"code": "restore.published"},
         )
     state = RunState() if found.lost_state else found.state  # before the first round, the state is a fresh one
-    return _repaired(transport, rules, found, state, _whole(fragments))
+    return _repaired(transport, rules, found, state, fragments)
 
 
-def _require_published(rules: RoundMerge, found: Found, state: RunState, fragments: Sequence[FragmentState]) -> None:
+def _published_fragment(transport: MergerTransport, rules: RoundMerge, found: Found, p: int) -> FragmentState:
+    """Return a fragment with its newest published parameters that can be read, and without momentum.
+
+    Raises:
+        ConfigError: None can be read (`config.lost-fragment`).
+    """
+    held = found.full[p]
+    if held is None:
+        raise ConfigError(
+            f"Redis has lost fragment {p} of run {rules.manifest.run!r}, and no checkpoint can restore it",
+            REMEDY.format(run=rules.manifest.run),
+            code="config.lost-fragment",
+        )
+    try:
+        return new_state(newest(transport.reader, rules.manifest, p).params_N, rules.outer)
+    except WireError as error:
+        log.warning("%s, so the run goes on from the older version", error.reason, extra={"code": "restore.older"})
+        return new_state(unpack(held[1], rules.manifest.sizes[p]), rules.outer)
+
+
+def _require_published(found: Found, state: RunState, fragments: Sequence[FragmentState]) -> None:
     """Raise DifferenceError unless the rebuilt run ends with the last closed round, and equals what was published."""
-    full = rules.manifest.config.wire.full
-    for p, (held, fragment) in enumerate(zip(found.published, fragments, strict=True)):
-        if held is None:
-            continue
-        size = rules.manifest.sizes[p]
-        seen_N = unpack(pack(np.asarray(fragment.published_N), full, 0), size)
-        if digest_of(seen_N) != digest_of(unpack(held[1], size)):
+    for p, (head, fragment) in enumerate(zip(found.heads, fragments, strict=True)):
+        if head is not None and head.held and digest_of(np.asarray(fragment.published_N)) != head.held:
             raise DifferenceError(
-                f"fragment {p} differs from what round {held[0].round} published", code="replay.published"
+                f"fragment {p} differs from what round {head.round} published", code="replay.published"
             )
     if state.closed != found.closed:
         raise DifferenceError(

@@ -1,21 +1,25 @@
-"""Take checkpoints when they are due, and keep merged entries in the stream until a checkpoint covers them."""
+"""Take checkpoints when they are due, and keep merged entries in the stream until nothing needs them.
+
+A merger that starts needs the entries that no compaction covers (`merger.compaction`). If Redis loses the run's state,
+a merger needs those that no checkpoint covers.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from archipelago.broker.messages import Marker
+from archipelago.broker.messages import Marker, TapeEntry
 from archipelago.broker.transport import MergerTransport
 from archipelago.merger.checkpointer import CheckpointCut, Checkpointer
 from archipelago.merger.rebuild import WHOLE_TAPE
 from archipelago.merger.state import RunState
 from archipelago.merger.steering import OperatorControls
 
-#: The most bytes of merged contributions that stay in the stream. Beyond it, the oldest are deleted, although
-#: no checkpoint covers them.
+#: The most bytes of merged contributions that stay in the stream for a checkpoint alone. Beyond it, the oldest are
+#: deleted, although no checkpoint covers them.
 KEPT_BYTES_MAX = 256 << 20
 
 log = logging.getLogger(__name__)
@@ -31,15 +35,16 @@ class MergedEntries:
 
 
 class Retention:
-    """Keeps merged entries until a checkpoint covers them, and decides when to take one.
+    """Keeps merged entries until compactions and checkpoints cover them, and decides when to take a checkpoint.
 
     Args:
         transport: The connection to the run.
-        checkpointer: Writes checkpoints; None when this merger takes none. Each commit then deletes its entries.
+        checkpointer: Writes checkpoints; None when this merger takes none.
         controls: The operator's requests, which may include a checkpoint.
         clock: Seconds of the merger's clock.
         cut: `cut(number, asked)` returns the run as it is now, for checkpoint `number`. `asked` is the operator's
             request that the checkpoint answers.
+        is_compacted: Returns whether the full state in Redis includes a round.
     """
 
     def __init__(
@@ -49,15 +54,16 @@ class Retention:
         controls: OperatorControls,
         clock: Callable[[], float],
         cut: Callable[[int, str], CheckpointCut],
+        is_compacted: Callable[[int], bool],
     ) -> None:
         self.transport, self.checkpointer, self.controls = transport, checkpointer, controls
-        self.clock, self._cut = clock, cut
+        self.clock, self._cut, self._is_compacted = clock, cut, is_compacted
         #: The merged entries that are still in the stream, oldest round first.
         self.kept: deque[MergedEntries] = deque()
         self._asked = ""  # the operator's request that the checkpoint in progress answers
 
-    def load(self, state: RunState, epoch: int) -> None:
-        """Rebuild the list of kept entries from the streams.
+    def load(self, state: RunState, epoch: int, uncovered: Sequence[TapeEntry]) -> None:
+        """Rebuild the list of kept entries from the streams. `uncovered` are the rounds that no compaction covers.
 
         Acknowledged entries that the tape does not name are of no use: a checkpoint covers them, or the tape has lost
         their round. Some were never merged, because someone moved the group's position. These are delivered again.
@@ -67,10 +73,12 @@ class Retention:
         in_stream = self.transport.reader.books().kept
         if not in_stream:
             return
-        for entry in self.transport.reader.tape(WHOLE_TAPE):
-            if state.covered < entry.round <= state.closed:
-                entries = tuple(member.entry for member in entry.members)
-                self.kept.append(MergedEntries(entry.round, entries, entry.bytes_up))
+        tape = self.transport.reader.tape(WHOLE_TAPE) if self.checkpointer is not None else []
+        rounds = {entry.round: entry for entry in tape if state.covered < entry.round <= state.closed}
+        rounds |= {entry.round: entry for entry in uncovered}  # the tape may be damaged
+        for number, entry in sorted(rounds.items()):
+            entries = tuple(member.entry for member in entry.members)
+            self.kept.append(MergedEntries(number, entries, entry.bytes_up))
         named = {entry for merged in self.kept for entry in merged.entries}
         if in_stream > len(named):
             others = [d for d in self.transport.merger.settled() if d.entry not in named]
@@ -80,20 +88,33 @@ class Retention:
                 log.warning("%s contributions were never merged", len(again), extra={"code": "repair.redelivered"})
                 self.transport.merger.redeliver(epoch, again)
 
-    def keep(self, merged: MergedEntries) -> list[str]:
-        """Keep the entries of a merged round, and return the entries to trim with its commit.
-
-        Without checkpoints these are all entries. Otherwise they are the oldest ones beyond KEPT_BYTES_MAX.
-        """
+    def keep(self, merged: MergedEntries, state: RunState) -> list[str]:
+        """Keep the entries of a merged round, and return the entries to trim with its commit."""
         self.kept.append(merged)
-        most = KEPT_BYTES_MAX if self.checkpointer is not None else 0
-        size = self._kept_bytes()
+        return self.not_needed(state)
+
+    def not_needed(self, state: RunState) -> list[str]:
+        """Return the entries that may be deleted now, once.
+
+        Compactions cover them. So does a checkpoint, unless there are none, or these are the oldest ones beyond
+        KEPT_BYTES_MAX.
+        """
+        size, was_behind = self._waiting_bytes(), False
+        kept: deque[MergedEntries] = deque()
         gone: list[str] = []
-        while self.kept and (size > most or self.checkpointer is None):
-            oldest = self.kept.popleft()
-            size -= oldest.bytes
-            gone += oldest.entries
-        if gone and self.checkpointer is not None:
+        for merged in self.kept:
+            if not self._is_compacted(merged.round):
+                kept.append(merged)
+                continue
+            is_wanted = self.checkpointer is not None and merged.round > state.covered
+            if is_wanted and size <= KEPT_BYTES_MAX:
+                kept.append(merged)
+                continue
+            was_behind |= is_wanted
+            size -= merged.bytes
+            gone += merged.entries
+        self.kept = kept
+        if was_behind:
             log.warning(
                 "checkpoints are too slow or fail: until the next one, only Redis can restore this run",
                 extra={"code": "checkpoint.behind"},
@@ -112,7 +133,7 @@ class Retention:
                 self.controls.took_checkpoint(state, asked)
                 self.controls.note("checkpoint", "this merger takes no checkpoints (--checkpoint-every 0)")
             return
-        crowded = self._kept_bytes() > KEPT_BYTES_MAX / 2
+        crowded = self._waiting_bytes() > KEPT_BYTES_MAX / 2
         is_asked = asked not in ("", self._asked)  # a request whose checkpoint failed is not urgent again
         urgent = is_last or crowded or is_asked
         if not self.checkpointer.is_due(self.clock(), urgent=urgent):
@@ -144,11 +165,8 @@ class Retention:
             self.controls.note("bucket", text)
         if (covered := self.checkpointer.finished(self.clock(), wait=wait)) is None:
             return
-        entries: list[str] = []
-        while self.kept and self.kept[0].round <= covered.round:
-            entries += self.kept.popleft().entries
-        self.transport.merger.trim(epoch, entries, covered.actions_until)
         state.covered = max(state.covered, covered.round)
+        self.transport.merger.trim(epoch, self.not_needed(state), covered.actions_until)
         if self._asked:
             self.controls.took_checkpoint(state, self._asked)
             self._asked = ""
@@ -161,5 +179,6 @@ class Retention:
             self.take(state, epoch)
             self.release(state, epoch, wait=True)
 
-    def _kept_bytes(self) -> int:
-        return sum(merged.bytes for merged in self.kept)
+    def _waiting_bytes(self) -> int:
+        """Return the bytes of the entries that compactions cover, and that wait for a checkpoint."""
+        return sum(merged.bytes for merged in self.kept if self._is_compacted(merged.round))

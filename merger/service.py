@@ -25,10 +25,11 @@ from archipelago.merger.busy_time import BusyTime
 from archipelago.merger.checkpointer import CheckpointCut, Checkpointer
 from archipelago.merger.claims import Accounts
 from archipelago.merger.committing import RoundRecord, build_commit
+from archipelago.merger.compaction import RESTART_SECONDS, Compactor, Spawn, at_once
 from archipelago.merger.liveness import Liveness
 from archipelago.merger.outer import Round
 from archipelago.merger.record import Recorder
-from archipelago.merger.restore import Loaded, load, repair_from
+from archipelago.merger.restore import OF_FRAGMENTS, Loaded, load, repair_from
 from archipelago.merger.retention import MergedEntries, Retention
 from archipelago.merger.round_merge import RoundMerge, new_state, publish
 from archipelago.merger.rounds import Close, Rounds
@@ -40,7 +41,7 @@ LEASE_SECONDS = 5.0
 LIVE_POLL_SECONDS = 0.5
 BLOCK_SECONDS = 0.25
 #: The keys, by the first part of their names, that a serving merger can write again.
-IN_MEMORY = frozenset(["state", "data", "snapshots", "fragment", "outer"])
+IN_MEMORY = frozenset(["state", "data", "snapshots"]) | OF_FRAGMENTS
 #: Payload bytes that are read at once. Each payload is added to its round's sum and dropped, so memory stays bounded.
 READ_BYTES = 64 << 20
 READ_COUNT_MAX = 64
@@ -71,6 +72,8 @@ class Merger:
         wall: Seconds of the wall clock, for the tape and for notes.
         on_round: Called with the tape entry and the snapshot after each commit.
         threads: The threads that change spectra; 0 for the default (`merger.spectra`).
+        restart_seconds: How long a restart may take to merge rounds again (`merger.compaction`).
+        spawn: Uploads compactions beside the rounds; by default it uploads them at once, for virtual time.
     """
 
     def __init__(
@@ -85,6 +88,8 @@ class Merger:
         wall: Clock = time.time,
         on_round: OnRound = _ignore_round,
         threads: int = 0,
+        restart_seconds: float = RESTART_SECONDS,
+        spawn: Spawn = at_once,
     ) -> None:
         self.transport = transport
         self.clock, self.wall = clock, wall
@@ -108,7 +113,10 @@ class Merger:
         self.liveness = Liveness(self.accounts)
         self._shard_sequences = claims.shard_sequences(self.manifest)
         self.inbox = Inbox(transport, self.rules, self.controls.refuses, self._believed)
-        self.retention = Retention(transport, checkpointer, self.controls, clock, self._cut)
+        self.compactor = Compactor(transport, self.manifest, clock, spawn, restart_seconds)
+        self.retention = Retention(
+            transport, checkpointer, self.controls, clock, self._cut, self.compactor.is_compacted
+        )
         self.rounds = Rounds(self.config.sync, fragments, self.state, self.accounts.seen)
         self.on_round = on_round
         largest = max((payload_bytes_max(size) for size in self.manifest.sizes), default=1)
@@ -151,7 +159,8 @@ class Merger:
         self.liveness.clear()
         self.rounds = Rounds(self.config.sync, len(self.fragments), self.state, self.accounts.seen)
         self.inbox.clear()
-        self.retention.load(self.state, self.epoch)
+        self.compactor.load(found.full, found.uncovered, found.snapshots)
+        self.retention.load(self.state, self.epoch, found.uncovered)
         self._live_at = float("-inf")
         self._has_islands, self._finished_at = True, None
         self.controls.resume_from(self.state)
@@ -178,6 +187,9 @@ class Merger:
         log.warning("writing damaged keys again: %s", ", ".join(sorted(damaged)), extra={"code": "repair.again"})
         repair = repair_from(self.rules, self.state, self.fragments, self.snapshots, damaged)
         self.transport.merger.write_back(self.epoch, repair)
+        for compaction in repair.compactions:
+            self.compactor.covered(compaction.snapshot)
+            self.snapshots[compaction.snapshot.fragment] = compaction.snapshot
         if "snapshots" in damaged:  # islands then send again what they may have missed the decision on
             self.transport.merger.announce(self.epoch, Resume(self.state.closed, self.epoch))
 
@@ -225,6 +237,7 @@ class Merger:
         self.retention.release(
             self.state, self.epoch, wait=False
         )  # first, because the next commit stores which rounds are covered
+        self._compact()
         with self.busy.waiting():
             found = self.transport.merger.updates(self._patience(block_seconds), self._read_count)
         self._receive(found or self._orphans())
@@ -242,6 +255,15 @@ class Merger:
         self._finished_at = (self._finished_at or self.clock()) if self._is_finished() else None
         self.retention.checkpoint_if_due(self.state, self.epoch, is_last=self._finished_at is not None)
         return closed
+
+    def _compact(self) -> None:
+        """Point to the compaction whose upload has ended, if there is one, and begin with the next that is due."""
+        placed = self.compactor.placed()
+        if placed is not None:
+            self.compactor.covered(placed.snapshot)
+            trim = self.retention.not_needed(self.state)
+            self.transport.merger.compact(self.epoch, placed, self.state.closed, trim)
+        self.compactor.begin(self.epoch, self.fragments, self.snapshots)
 
     def _is_finished(self) -> bool:
         """Return whether the run has made all its steps, its islands have left, and nothing waits to be merged."""
@@ -358,12 +380,17 @@ class Merger:
         after.accounts = self.accounts.stored()
         entries = tuple(addend.entry for addend in round_sum.addends)
         size = sum(addend.contribution.bytes for addend in round_sum.addends)
-        trim = self.retention.keep(MergedEntries(close.round, entries, size))
+        snapshot_version = self.manifest.version_after(close.round)
+        is_full = self.compactor.carries_full(p, snapshot_version)
+        if is_full:
+            self.compactor.covered_by(close.round, snapshot_version)
+        trim = self.retention.keep(MergedEntries(close.round, entries, size), self.state)
         record = RoundRecord(
             close, self.epoch, len(self.live), steered, self.wall(), merge_seconds, spectra_seconds, self.busy.take()
         )
-        commit = build_commit(self.manifest, record, merged, round_sum, self.state, after, trim)
+        commit = build_commit(self.manifest, record, merged, round_sum, self.state, after, trim, is_full)
         self.transport.merger.commit(self.epoch, commit)
+        self.compactor.committed(commit.tape, commit.snapshot, is_full=is_full)
         before = self.state
         self.state, self.fragments[p], self.snapshots[p] = after, merged.state, commit.snapshot
         self.rounds.committed(after, self.clock() - began)

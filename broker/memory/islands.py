@@ -62,10 +62,6 @@ class MemoryIsland:
             run.names[island] = newest_claim(claim, run.names.get(island))
             return run.names[island]
 
-    def difference(self, fragment: int, version: int) -> bytes | None:
-        with self._broker.opened(self._run) as run:
-            return run.differences.get((fragment, version))
-
     def lease_shard(self, shards: Sequence[str], me: str) -> Place | None:
         with self._broker.opened(self._run) as run:
             if is_expelled(run.control, me):

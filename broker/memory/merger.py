@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from archipelago.broker.entries import entry_name
 from archipelago.broker.errors import BrokerError, FencedError
@@ -21,6 +22,7 @@ from archipelago.broker.transport import (
     DIFFERENCES_KEPT,
     START,
     Commit,
+    Compaction,
     Delivery,
     Repair,
 )
@@ -96,6 +98,20 @@ class MemoryMerger:
         with self._broker.opened(self._run) as run:
             return run.outer.get(fragment, b"")
 
+    def log(self, fragment: int, version: int) -> str:
+        with self._broker.opened(self._run) as run:
+            return run.logs.get((fragment, version), "")
+
+    def place(self, epoch: int, compaction: Compaction) -> Compaction:
+        with self._broker.opened(self._run):
+            return compaction
+
+    def compact(self, epoch: int, placed: Any, after_round: int, trim: Sequence[str] = ()) -> None:
+        with self._fenced(epoch) as run:
+            _require_round(run, after_round)
+            run.compact(placed)
+            run.trim(trim)
+
     def settled(self) -> list[Delivery]:
         with self._broker.opened(self._run) as run:
             return [run.delivery(number) for number in sorted(run.kept)]
@@ -111,14 +127,21 @@ class MemoryMerger:
     def lost(self, closed: int) -> list[str]:
         with self._broker.opened(self._run) as run:
             fragments = range(len(run.manifest.fragments))
-            out = [f"fragment:{p}" for p in fragments if p not in run.fragments]
-            out += [f"outer:{p}" for p in fragments if closed > p and p not in run.outer]
+            out = [f"{name}:{p}" for p in fragments for name, of in (("fragment", run.fragments), ("head", run.heads))
+                   if p not in of]  # fmt: skip
+            for p in fragments:
+                if p in run.fragments and p in run.heads:
+                    full, newest = run.fragments[p][0].version, run.heads[p].version
+                    out += [f"outer:{p}"] * (full > 0 and p not in run.outer)
+                    for name, of in (("log", run.logs), ("difference", run.differences)):
+                        out += [f"{name}:{p}:{v}" for v in range(full + 1, newest + 1) if (p, v) not in of]
             return out + ["state"] * (closed > 0 and not run.state)
 
     def write_back(self, epoch: int, repair: Repair) -> None:
         with self._fenced(epoch) as run:
-            run.fragments |= repair.fragments
-            run.outer |= {p: data for p, (_, data) in repair.outers.items()}
+            for compaction in repair.compactions:
+                run.compact(compaction)
+            run.heads |= {s.fragment: s for s in (*(c.snapshot for c in repair.compactions), *repair.heads)}
             run.state = run.state if repair.state is None else repair.state
             run.cursors = run.cursors if repair.cursors is None else dict(repair.cursors)
             run.books |= repair.books
@@ -141,9 +164,7 @@ class MemoryMerger:
 
     def commit(self, epoch: int, commit: Commit) -> None:
         with self._fenced(epoch) as run:
-            last = max((snapshot.round for snapshot, _ in run.fragments.values()), default=0)
-            if commit.after_round not in (None, last):
-                raise BrokerError(f"the last closed round is {last}, not {commit.after_round}", "Reload the state.")
+            _require_round(run, commit.after_round)
             merged = {number for number in map(run.found, commit.entries) if number is not None}
             run.books["bytes_up"] += sum(len(run.updates[number].payload) for number in merged - run.kept)
             run.kept |= merged
@@ -153,8 +174,11 @@ class MemoryMerger:
                 run.cursors[shard] = cursor
                 if ended:
                     run.holders.pop(shard, None)
-            run.fragments[commit.snapshot.fragment] = (commit.snapshot, commit.payload)
-            run.outer[commit.snapshot.fragment] = commit.outer
+            run.heads[commit.snapshot.fragment] = commit.snapshot
+            if commit.compaction:
+                run.compact(commit.compaction)
+            else:
+                run.logs[commit.snapshot.fragment, commit.snapshot.version] = commit.log
             if commit.difference:
                 run.differences[commit.snapshot.fragment, commit.snapshot.version] = commit.difference
                 run.differences.pop((commit.snapshot.fragment, commit.snapshot.version - DIFFERENCES_KEPT), None)
@@ -180,6 +204,12 @@ class MemoryMerger:
             if run.epoch != (epoch, self._holder):
                 raise FencedError(f"this merger's epoch {epoch} was overtaken", "Another merger serves this run.")
             yield run
+
+
+def _require_round(run: MemoryRun, expected: int | None) -> None:
+    last = max((snapshot.round for snapshot in run.heads.values()), default=0)
+    if expected not in (None, last):
+        raise BrokerError(f"the last closed round is {last}, not {expected}", "Reload the state.")
 
 
 def _number(entry: str) -> int:

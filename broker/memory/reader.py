@@ -74,7 +74,11 @@ class MemoryReader:
 
     def heads(self) -> list[Snapshot | None]:
         with self._broker.opened(self._run) as run:
-            return [run.fragments[p][0] if p in run.fragments else None for p in range(len(run.manifest.fragments))]
+            return [run.heads.get(p) for p in range(len(run.manifest.fragments))]
+
+    def difference(self, fragment: int, version: int) -> bytes | None:
+        with self._broker.opened(self._run) as run:
+            return run.differences.get((fragment, version))
 
     def presences(self) -> list[Presence]:
         now = self._broker.clock()

@@ -26,7 +26,7 @@ from archipelago.broker.messages import (
     TapeEntry,
 )
 from archipelago.broker.names import NameClaim
-from archipelago.broker.transport import Delivery
+from archipelago.broker.transport import Compaction, Delivery
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,15 @@ class MemoryRun:
     """The state of one run. Entries and events keep their numbers, even if a test removes some of them.
 
     Attributes:
-        fragments: The newest snapshot of each fragment, with its payload.
+        fragments: The newest full snapshot of each fragment, with its payload.
+        heads: The header of each fragment's newest version.
         updates: The entries of all updates streams, by number. The numbers are those of the run, so they order the
             entries of several streams by arrival.
         kept: The numbers of merged entries that are not yet trimmed.
         last_read: The number of the last entry of each island that a merger has read.
         refused_at: The time of each refusal on the broker's clock, by the number of its event.
-        outer: Each fragment's `outer` of its last commit.
+        outer: The `outer` of each fragment's newest compaction.
+        logs: The `log` of each commit that no compaction covers, by fragment and version.
         islands: Each island's last heartbeat, with its time on the broker's clock.
         cursors: The cursor of each started shard.
         holders: The holder (island/incarnation) of each leased shard.
@@ -66,6 +68,7 @@ class MemoryRun:
 
     manifest: Manifest
     fragments: dict[int, tuple[Snapshot, bytes]]
+    heads: dict[int, Snapshot]
     updates: dict[int, MemoryEntry] = field(default_factory=dict)
     kept: set[int] = field(default_factory=set)
     next_update: int = 1
@@ -79,6 +82,7 @@ class MemoryRun:
     evaluations: list[Evaluation] = field(default_factory=list)
     differences: dict[tuple[int, int], bytes] = field(default_factory=dict)
     outer: dict[int, bytes] = field(default_factory=dict)
+    logs: dict[tuple[int, int], str] = field(default_factory=dict)
     state: str = ""
     books: dict[str, int] = field(default_factory=lambda: asdict(Books()))
     islands: dict[str, tuple[Heartbeat, float]] = field(default_factory=dict)
@@ -157,6 +161,14 @@ class MemoryRun:
         beats = [(Presence(beat, now - seen), beat) for beat, seen in self.islands.values()]
         live = {f"{beat.island}/{beat.incarnation}" for presence, beat in beats if presence.is_live}
         return {who for who in live if not is_expelled(self.control, who)}
+
+    def compact(self, compaction: Compaction) -> None:
+        """Replace the full state of a fragment, and delete the logs that it covers."""
+        p, version = compaction.snapshot.fragment, compaction.snapshot.version
+        self.fragments[p] = (compaction.snapshot, compaction.payload)
+        if compaction.outer:
+            self.outer[p] = compaction.outer
+        self.logs = {key: log for key, log in self.logs.items() if key[0] != p or key[1] > version}
 
     def trim(self, entries: Sequence[str]) -> None:
         """Delete merged entries."""

@@ -43,7 +43,9 @@ class MemoryTransport:
             if self.run in self._broker.runs:
                 raise RunExistsError(f"a run {self.run!r} is here already", "Choose another name.")
             self._broker.runs[self.run] = MemoryRun(
-                Manifest.from_fields(manifest.to_fields()), {s.fragment: (s, payload) for s, payload in snapshots}
+                Manifest.from_fields(manifest.to_fields()),
+                {s.fragment: (s, payload) for s, payload in snapshots},
+                {s.fragment: s for s, _ in snapshots},
             )
 
     def restore(self, image: Image) -> None:

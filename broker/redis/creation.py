@@ -12,10 +12,11 @@ from archipelago.broker.failpoints import failpoint
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Contribution, Snapshot, to_fields
 from archipelago.broker.redis.chunks import ChunkStore
+from archipelago.broker.redis.compactions import Compactions, outer_fields
 from archipelago.broker.redis.connection import DisturbedError, RedisConnection
 from archipelago.broker.redis.islands import chunks_name
 from archipelago.broker.redis.keys import REGISTRY
-from archipelago.broker.redis.merger import COUNTED, TAPE_KEPT, outer_fields
+from archipelago.broker.redis.merger import COUNTED, TAPE_KEPT
 from archipelago.broker.redis.reader import EVALUATIONS_KEPT
 from archipelago.broker.redis.replies import GROUP, epoch_in, epoch_mark, signed_state
 from archipelago.broker.redis.stored_run import StoredRun
@@ -34,6 +35,7 @@ class Creation:
         self._connection = connection
         self._keys, self._stamps = connection.keys, connection.stamps
         self._stored, self._chunks, self._updates = stored, chunks, updates
+        self._compactions = Compactions(connection, chunks)
 
     def create(self, manifest: Manifest, snapshots: Sequence[tuple[Snapshot, bytes]]) -> None:
         self._make(manifest, snapshots)
@@ -86,6 +88,7 @@ class Creation:
                 pipe.delete(*past)
                 for fields, (snapshot, _), where in zip(signed, snapshots, placed, strict=True):
                     self._chunks.keep(pipe, self._keys.fragment(snapshot.fragment), fields, where)
+                    self._compactions.write_head(pipe, epoch, snapshot)
                 pipe.hset(self._keys.manifest, mapping=self._signing.signed("manifest", manifest.to_fields()))
                 if epoch:
                     pipe.set(self._keys.epoch, epoch_mark(epoch))
@@ -112,7 +115,7 @@ class Creation:
         """Upload the rest of a checkpoint. Returns a function that adds it to the transaction that creates the run."""
         versions = {snapshot.fragment: snapshot.version for snapshot, _ in image.snapshots}
         outers = [
-            (p, outer_fields(versions[p], data), self._chunks.place(f"o{p}.{versions[p]}", data))
+            (p, outer_fields(versions[p], len(data)), self._chunks.place(f"o{p}.{versions[p]}", data))
             for p, data in enumerate(image.outers)
             if data
         ]

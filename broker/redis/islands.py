@@ -24,7 +24,7 @@ from archipelago.broker.redis.reader import REMEMBER_SECONDS, RedisReader
 from archipelago.broker.redis.replies import count_in, text_fields
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import UpdatesStreams
-from archipelago.broker.signing import MERGER, Raw, Signing
+from archipelago.broker.signing import Raw, Signing
 
 #: How long an answer is kept for the island that requested it.
 HANDOVER_SECONDS = 600
@@ -302,19 +302,6 @@ class RedisIsland:
 
     def _handover_max(self) -> int:
         return 4 * 3 * sum(self._stored.sizes()) + (1 << 20)  # two float32 moments per parameter, with a margin
-
-    def difference(self, fragment: int, version: int) -> bytes | None:
-        with self._connection.translated():
-            raw = self._redis.hgetall(self._keys.difference(fragment, version))
-            try:
-                if raw:
-                    self._signing.verify("difference", MERGER, raw, about=f"{fragment}/{version}")
-                payload = self._chunks.fetch(raw, int(raw[b"bytes"])) if raw else None
-                if payload is not None:
-                    self._signing.verify_payload(raw, payload)
-            except (WireError, KeyError, ValueError):
-                return None  # it expired during the read, or is damaged; the island takes the full snapshot
-            return payload
 
 
 def chunks_name(contribution: Contribution) -> str:

@@ -26,7 +26,8 @@ cannot contain a colon. All roles read all keys.
 | `control` | hash | operators | requests to the run |
 | `members` | hash | administrators | the members of the run |
 | `snapshots`, `tape` | streams | mergers | events and decisions |
-| `fragment:P`, `difference:…`, `outer:P`, `m:…` | hashes, strings | mergers | snapshots and the merger's state |
+| `head:P`, `fragment:P`, `outer:P` | hashes | mergers | the newest header; the newest full state of a fragment |
+| `difference:P:V`, `log:P:V`, `m:…` | hashes, strings | mergers | what a version changes, and how to merge it; chunks |
 | `data` | hash | mergers | cursors of the shards |
 | `state`, `books`, `epoch`, `lease` | string, hash, strings | mergers | the merger's state, counters, lease |
 | `standbys` | hash | mergers | mergers that wait for the lease, with the time of their last sign of life |
@@ -95,8 +96,8 @@ class Keys:
 
         The epoch is not among them: a merger of an earlier run of that name may still be alive.
         """
-        outers = [self.outer(fragment) for fragment in range(fragments)]
-        merger = [self.snapshots, self.tape, self.state, self.books, *outers]
+        states = [key(fragment) for fragment in range(fragments) for key in (self.head, self.outer)]
+        merger = [self.snapshots, self.tape, self.state, self.books, *states]
         return [
             *merger,
             *(key for name in islands for key in (self.updates(name), self.actions(name), self.leases(name))),
@@ -147,6 +148,10 @@ class Keys:
         """Return the key of the answer to `who` (island/incarnation). Neither name can contain a colon."""
         return f"{self.tag}:handover:{who.replace('/', ':')}"
 
+    def head(self, fragment: int) -> str:
+        """Return the key of the header of a fragment's newest version."""
+        return f"{self.tag}:head:{fragment}"
+
     def fragment(self, fragment: int) -> str:
         """Return the key of a fragment's newest full snapshot."""
         return f"{self.tag}:fragment:{fragment}"
@@ -154,6 +159,10 @@ class Keys:
     def difference(self, fragment: int, version: int) -> str:
         """Return the key of the difference that leads from the previous version to this one."""
         return f"{self.tag}:difference:{fragment}:{version}"
+
+    def log(self, fragment: int, version: int) -> str:
+        """Return the key of what a merger needs to merge the round of this version again."""
+        return f"{self.tag}:log:{fragment}:{version}"
 
     def outer(self, fragment: int) -> str:
         """Return the key of the merger's own state of a fragment: exact parameters and outer optimiser state."""

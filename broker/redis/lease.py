@@ -149,7 +149,9 @@ class Lease:
     def _require_round(self, pipe: Any, expected: int) -> None:
         """Raise BrokerError unless `expected` is the last round of its fragment."""
         fragment = (expected - 1) % len(self._stored.sizes())
-        stored = _read(lambda: pipe.hget(self._keys.fragment(fragment), "round"))
+        stored = _read(lambda: pipe.hget(self._keys.head(fragment), "round"))
+        if stored is None:  # an earlier version of this program wrote the run, or it is not there
+            stored = _read(lambda: pipe.hget(self._keys.fragment(fragment), "round"))
         if stored != str(expected).encode():
             found = (stored or b"no").decode("utf-8", "replace")[:20]
             raise BrokerError(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from archipelago.broker.corpus_shards import cursor_text
-from archipelago.broker.errors import BrokerError, WireError
+from archipelago.broker.errors import BrokerError
 from archipelago.broker.failpoints import failpoint
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import (
@@ -23,6 +23,7 @@ from archipelago.broker.messages import (
 )
 from archipelago.broker.redis.actions import ActionsStreams
 from archipelago.broker.redis.chunks import ChunkStore
+from archipelago.broker.redis.compactions import Compactions, RedisPlaced
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.consumer import UpdatesConsumer
 from archipelago.broker.redis.failures import is_full
@@ -34,15 +35,13 @@ from archipelago.broker.redis.replies import GROUP, counts_in, signed_state
 from archipelago.broker.redis.standbys import Standbys
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import FoundEntry, UpdatesStreams, by_stream
-from archipelago.broker.signing import Raw, Signing
-from archipelago.broker.transport import DIFFERENCES_KEPT, START, Commit, Delivery, Repair
+from archipelago.broker.signing import Signing
+from archipelago.broker.transport import DIFFERENCES_KEPT, START, Commit, Compaction, Delivery, Repair
 
 #: The fields of `Books` that mergers count. The others are counted in the streams.
 COUNTED = ("merged", "merged_tokens", "refused", "refused_tokens", "bytes_up")
 EVENTS_KEPT = 20_000
 TAPE_KEPT = 4096
-#: A difference expires after this time. An island that is further behind downloads the full snapshot.
-DIFFERENCE_SECONDS = 3600
 # The deletions come first. They free the memory that a full server needs for the last command.
 _TRIM = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
@@ -76,7 +75,8 @@ class RedisMerger:
         self.lease = Lease(connection, stored)
         self._standbys = Standbys(connection)
         self._stamps = connection.stamps
-        self._repair = RedisRepair(connection, stored, chunks, updates, self.lease)
+        self._compactions = Compactions(connection, chunks)
+        self._repair = RedisRepair(connection, stored, self._compactions, updates, self.lease)
 
     @property
     def _signing(self) -> Signing:
@@ -112,16 +112,10 @@ class RedisMerger:
         return self._consumer.unacknowledged(after, count)
 
     def outer(self, fragment: int, version: int | None = None) -> bytes:
-        raw: Raw = {}
-        with self._connection.forgiving(self._keys.outer(fragment), "a hash"):
-            raw = self._redis.hgetall(self._keys.outer(fragment))
-        with self._connection.translated():
-            try:
-                if raw and version not in (None, int(raw[b"version"])):
-                    raise WireError(f"the stored outer state of fragment {fragment} is not of version {version}")
-                return self._chunks.fetch(raw, int(raw[b"bytes"])) if raw else b""
-            except (KeyError, ValueError):
-                raise WireError(f"the stored outer state of fragment {fragment} is damaged") from None
+        return self._compactions.outer(fragment, version)
+
+    def log(self, fragment: int, version: int) -> str:
+        return self._compactions.log(fragment, version)
 
     def put_aside(self, epoch: int, manifest: Manifest) -> list[str]:
         return self._repair.put_aside(epoch, manifest)
@@ -161,28 +155,36 @@ class RedisMerger:
                     self._announce(pipe, epoch, refusal)
         failpoint("refuse.done")
 
-    def commit(self, epoch: int, commit: Commit) -> None:
-        p, version = commit.snapshot.fragment, commit.snapshot.version
+    def place(self, epoch: int, compaction: Compaction) -> RedisPlaced:
+        return self._compactions.place(epoch, compaction)
+
+    def compact(self, epoch: int, placed: Any, after_round: int, trim: Sequence[str] = ()) -> None:
         with self._connection.translated():
-            old_snapshot = self._redis.hgetall(self._keys.fragment(p))
-            old_outer = self._chunks.found_keys(self._redis.hgetall(self._keys.outer(p)))
+            found = self._updates.look(trim)
+            point = self._compactions.pointed(epoch, placed)
+        with self.lease.fenced(epoch, after_round) as pipe:
+            failpoint("compact.watched")
+            point(pipe)
+            self._delete(pipe, [entry for entry in found if found[entry].kept], found)
+        failpoint("compact.done")
+
+    def commit(self, epoch: int, commit: Commit) -> None:
+        with self._connection.translated():
             found = self._updates.look([*commit.entries, *commit.trim])
             books = self._books()
-            hashing = self._signing.hashing(commit.payload)  # while it is sent
-            snapshot_at = self._chunks.place(f"f{p}.{version}.e{epoch}", commit.payload)
-            failpoint("commit.placed-snapshot")
-            outer_at = self._chunks.place(f"o{p}.{version}.e{epoch}", commit.outer)
-            failpoint("commit.placed-outer")
+            full = commit.compaction
+            point = self._compactions.pointed(epoch, self._compactions.place(epoch, full)) if full else None
             differ = self._difference(commit, epoch) if commit.difference else None
-        signed = self._connection.signed_snapshot(commit.snapshot, hashing, epoch)
+            failpoint("commit.placed")
         with self.lease.fenced(epoch, commit.after_round) as pipe:
             failpoint("commit.watched")
-            self._chunks.keep(pipe, self._keys.fragment(p), signed, snapshot_at, old_snapshot)
-            self._chunks.keep(pipe, self._keys.outer(p), outer_fields(version, commit.outer), outer_at)
+            self._compactions.write_head(pipe, epoch, commit.snapshot)
             if differ:
                 differ(pipe)
-            if old_outer:  # no other process reads these chunks
-                pipe.unlink(*old_outer)
+            if point:
+                point(pipe)
+            else:
+                self._compactions.write_log(pipe, commit.snapshot, commit.log)
             self._merge(pipe, commit, found, books)
             if commit.cursors:
                 pipe.hset(self._keys.data, mapping={s: cursor_text(cursor) for s, cursor in commit.cursors.items()})
@@ -194,7 +196,7 @@ class RedisMerger:
     def _difference(self, commit: Commit, epoch: int) -> Callable[[Any], None]:
         """Upload the difference. Returns a function that adds it to the transaction and deletes an old one there."""
         p, version = commit.snapshot.fragment, commit.snapshot.version
-        where = self._chunks.place(f"d{p}.{version}.e{epoch}", commit.difference, DIFFERENCE_SECONDS)
+        where = self._chunks.place(f"d{p}.{version}.e{epoch}", commit.difference)
         key, old = self._keys.difference(p, version), self._keys.difference(p, version - DIFFERENCES_KEPT)
         old_chunks = self._chunks.found_keys(self._redis.hgetall(old))
         size = {"bytes": str(len(commit.difference))}
@@ -203,7 +205,7 @@ class RedisMerger:
         def differ(pipe: Any) -> None:
             pipe.delete(key)  # whatever lies there
             pipe.hset(key, mapping={**signed, **where})
-            pipe.expire(key, DIFFERENCE_SECONDS)
+            self._chunks.settle(pipe, where)
             pipe.unlink(old, *old_chunks)
 
         return differ
@@ -290,7 +292,3 @@ class RedisMerger:
         fields = {"kind": KINDS[type(event)], **to_fields(event)}
         signed = self._signing.signed("event", fields, stamp=self._stamps.next(epoch))
         pipe.xadd(self._keys.snapshots, signed, maxlen=EVENTS_KEPT, approximate=True)
-
-
-def outer_fields(version: int, outer: bytes) -> dict[str, str]:
-    return {"version": str(version), "bytes": str(len(outer))}

@@ -13,16 +13,16 @@ from collections.abc import Iterable, Mapping
 from archipelago.broker.corpus_shards import cursor_text
 from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError, UnreachableError
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.redis.chunks import ChunkStore
+from archipelago.broker.redis.compactions import Compactions
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.data_hash import parse_cursors
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.lease import Lease
-from archipelago.broker.redis.replies import names_in, signed_state, text_fields
+from archipelago.broker.redis.replies import count_in, names_in, signed_state, text_fields
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import UpdatesStreams
 from archipelago.broker.signing import Signing
-from archipelago.broker.transport import Repair
+from archipelago.broker.transport import DIFFERENCES_KEPT, Repair
 
 #: A value that was moved aside is kept this long, and only the newest one of each key.
 DAMAGED_SECONDS = 7 * 24 * 3600
@@ -40,7 +40,7 @@ def kinds_of(keys: Keys, fragments: int, islands: Iterable[str]) -> dict[str, st
         "hash": [
             keys.manifest, keys.data, keys.corpora, keys.requests, keys.restored, keys.control, keys.books,
             keys.standbys,
-            *(keys.fragment(p) for p in range(fragments)), *(keys.outer(p) for p in range(fragments)),
+            *(key(p) for p in range(fragments) for key in (keys.head, keys.fragment, keys.outer)),
             *map(keys.island, islands), *map(keys.leases, islands),
         ],
         "stream": [keys.snapshots, keys.tape, keys.notes, keys.evaluations, *map(keys.updates, islands),
@@ -58,13 +58,13 @@ class RedisRepair:
         self,
         connection: RedisConnection,
         stored: StoredRun,
-        chunks: ChunkStore,
+        compactions: Compactions,
         updates: UpdatesStreams,
         lease: Lease,
     ) -> None:
         self._connection = connection
         self._redis, self._keys = connection.redis, connection.keys
-        self._stored, self._chunks, self._updates, self._lease = stored, chunks, updates, lease
+        self._stored, self._compactions, self._updates, self._lease = stored, compactions, updates, lease
         #: The names of islands that were seen; None before the first look.
         self._names: frozenset[str] | None = None
 
@@ -92,17 +92,23 @@ class RedisRepair:
         return sorted(self._keys.short(key) for key in damaged)
 
     def lost(self, closed: int) -> list[str]:
-        fragments = range(len(self._stored.sizes()))
-        needed = [
-            *map(self._keys.fragment, fragments),
-            *(self._keys.outer(p) for p in fragments if closed > p),
-            *([self._keys.state] if closed else []),
-        ]
+        keys, fragments = self._keys, range(len(self._stored.sizes()))
+        with self._connection.translated(), self._redis.pipeline(transaction=False) as pipe:
+            for p in fragments:
+                pipe.hget(keys.head(p), "version")
+                pipe.hget(keys.fragment(p), "version")
+            answers = pipe.execute(raise_on_error=False)
+        needed = [keys.state] if closed else []
+        for p, newest, full in zip(fragments, answers[::2], answers[1::2], strict=True):
+            newest, full = (count_in(found if isinstance(found, bytes) else None) for found in (newest, full))
+            since = range(max(full, newest - DIFFERENCES_KEPT) + 1, newest + 1)
+            needed += [keys.head(p), keys.fragment(p), *([keys.outer(p)] if full else [])]
+            needed += [key(p, version) for version in since for key in (keys.difference, keys.log)]
         with self._connection.translated(), self._redis.pipeline(transaction=False) as pipe:
             for key in needed:
                 pipe.exists(key)
             found = pipe.execute()
-        return [self._keys.short(key) for key, exists in zip(needed, found, strict=True) if not exists]
+        return [keys.short(key) for key, exists in zip(needed, found, strict=True) if not exists]
 
     def _of_another_type(self, manifest: Manifest) -> list[str]:
         kinds = kinds_of(self._keys, len(manifest.fragments), self._islands())
@@ -157,24 +163,16 @@ class RedisRepair:
 
     def write_back(self, epoch: int, repair: Repair) -> None:
         with self._connection.translated():
-            placed = {
-                p: (
-                    self._chunks.place(f"f{p}.{s.version}.e{epoch}", payload),
-                    self._connection.signed_snapshot(s, payload, epoch),
-                )
-                for p, (s, payload) in repair.fragments.items()
-            }
-            outers = {
-                p: (self._chunks.place(f"o{p}.{version}.e{epoch}", data), version, len(data))
-                for p, (version, data) in repair.outers.items()
-            }
+            points = [
+                self._compactions.pointed(epoch, self._compactions.place(epoch, compaction))
+                for compaction in repair.compactions
+            ]
             stale = self._stale_cursors(repair.cursors)
         with self._lease.fenced(epoch) as pipe:
-            for p, (where, fields) in placed.items():
-                self._chunks.keep(pipe, self._keys.fragment(p), fields, where)
-            for p, (where, version, size) in outers.items():
-                fields = {"version": str(version), "bytes": str(size)}
-                self._chunks.keep(pipe, self._keys.outer(p), fields, where)
+            for point in points:
+                point(pipe)
+            for head in (*(compaction.snapshot for compaction in repair.compactions), *repair.heads):
+                self._compactions.write_head(pipe, epoch, head)
             if repair.state is not None:
                 pipe.set(self._keys.state, signed_state(self._signing, repair.state))
             if stale:

@@ -149,7 +149,7 @@ def _early_reads(role: Role, keys: Keys, reading: Grant) -> Sequence[str]:
     if role != "island":
         return reading.keys
     tag = keys.tag
-    families = ("fragment", "difference", "m", "c", "updates", "actions", "leases", "taken", "name", "handover")
+    families = ("head", "fragment", "difference", "m", "c", "updates", "actions", "leases", "taken", "name", "handover")
     single = (keys.manifest, keys.control, keys.snapshots, keys.data, keys.books, keys.members)
     return (*single, *(f"{tag}:{family}:*" for family in families), keys.island("*"), REGISTRY)
 

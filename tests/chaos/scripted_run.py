@@ -25,9 +25,13 @@ from archipelago.broker.errors import UnknownRunError
 from archipelago.broker.failpoints import VARIABLE
 from archipelago.broker.manifest import Corpus, Manifest, Tensor, balanced
 from archipelago.broker.messages import Contribution, Refusal, Snapshot, TapeEntry
+from archipelago.broker.published import newest
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.transport import START
 from archipelago.broker.wire import digest, pack
+from archipelago.merger import outer
+from archipelago.merger.restore import load
+from archipelago.merger.round_merge import RoundMerge
 from tests import samples
 from tests.conftest import Until
 
@@ -71,9 +75,9 @@ class Outcome:
     """The result of a run, without wall-clock times, entry ids, and what depends on the times of checkpoints.
 
     Attributes:
-        snapshots: The published snapshot of each fragment.
-        payloads: The digest of each published payload.
-        outers: The digest of each outer state.
+        snapshots: The header of each fragment's newest version, without what depends on the times of compactions.
+        payloads: The digest of each fragment's newest published parameters.
+        outers: The digest of each outer state, as a merger that starts now has it.
         tape: All rounds.
         cursors: The merged position in each data shard.
         books: Counts of contributions.
@@ -91,7 +95,9 @@ class Outcome:
 
 def outcome(transport: RedisTransport) -> Outcome:
     """Return the result of a run. Assert that the merger remembers all merged contributions."""
-    fragments = [transport.reader.fragment(p) for p in range(2)]
+    manifest = transport.reader.manifest()
+    fragments = [newest(transport.reader, manifest, p) for p in range(2)]
+    loaded = load(transport, RoundMerge.of(manifest), None).fragments
     tape = transport.reader.tape(1000)
     state = json.loads(transport.reader.merger_state())
     for entry in tape:
@@ -102,9 +108,9 @@ def outcome(transport: RedisTransport) -> Outcome:
     changing = {"timing", "covered", "seen", "accounts", "refused", "digest"}
     timeless = {key: state[key] for key in state.keys() - changing}
     return Outcome(
-        snapshots=[snapshot for snapshot, _ in fragments],
-        payloads=[digest(payload) for _, payload in fragments],
-        outers=[digest(transport.merger.outer(p)) for p in range(2)],
+        snapshots=[replace(found.snapshot, bytes=0, digest=found.snapshot.held) for found in fragments],
+        payloads=[digest(np.asarray(found.params_N).tobytes()) for found in fragments],
+        outers=[digest(outer.dump(fragment.params_N, fragment.outer)) for fragment in loaded],
         tape=[_timeless(entry) for entry in tape],
         cursors=transport.reader.cursors(),
         books=books,

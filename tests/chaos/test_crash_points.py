@@ -28,10 +28,13 @@ QUICK = ("commit.watched",)
 #: Number of runs at the same time.
 PROCESSES = 2
 #: At which visit a merger dies: once there is state to lose, and in a round whose payloads are chunks.
-TIMES = {"acquire": 1, "release": 1, "checkpoint": 2, "trim": 2, "refuse": 3, "announce": 3, "renew": 3, "commit": 3}
+TIMES = {"acquire": 1, "release": 1, "checkpoint": 2, "trim": 2, "refuse": 3, "announce": 3, "renew": 3, "commit": 3,
+         "compact": 1}  # fmt: skip
 #: The round in which the process of an island dies.
 CRASH_ROUND = 3
 NO_CHECKPOINTS = ("--checkpoint-every", "10000")
+#: A compaction is due after two versions of a fragment.
+COMPACTIONS = ("--restart-seconds", "0")
 CHECKPOINTS = ("--checkpoint-every", "0.1")
 
 
@@ -66,13 +69,15 @@ def merger_dies(scripted: ScriptedRun, name: str) -> None:
     family = name.partition(".")[0]
     assert family in TIMES, f"TIMES does not say when a merger dies at {name}"
     covers = family in ("checkpoint", "trim")
-    victim = Victim(scripted, f"{name}:{TIMES[family]}", *(CHECKPOINTS if covers else NO_CHECKPOINTS))
+    options = (*(CHECKPOINTS if covers else NO_CHECKPOINTS), *(COMPACTIONS if family == "compact" else ()))
+    victim = Victim(scripted, f"{name}:{TIMES[family]}", *options)
     for number in range(1, ROUNDS + 1):
         scripted.publish(number)
         scripted.await_round(number, victim.tend)
         if covers and number % 2 == 0:
             scripted.await_cover(victim.tend)
-        if family == "renew" and number == CRASH_ROUND:  # Renewals depend on time, and the rounds may be faster.
+        # Renewals and compactions go on beside the rounds, which may be faster.
+        if (family, number) in (("renew", CRASH_ROUND), ("compact", ROUNDS - 1)):
             scripted.wait(lambda: victim.first.poll() is not None, "the death of the first merger")
     if family == "release":
         victim.leave()
@@ -82,7 +87,8 @@ def merger_dies(scripted: ScriptedRun, name: str) -> None:
         victim.leave()  # It writes the last checkpoint.
         image = CheckpointStore(scripted.folder / "merger" / "checkpoints").load()
         assert image is not None
-        assert [(s, p) for s, p in image.snapshots] == [scripted.transport.reader.fragment(p) for p in range(2)]
+        newest_held = [head.held for head in scripted.transport.reader.heads() if head is not None]
+        assert [snapshot.held for snapshot, _ in image.snapshots] == newest_held
 
 
 def island_dies(scripted: ScriptedRun, name: str) -> None:
@@ -171,6 +177,8 @@ def pointed_to(client: Any, run: str) -> set[str]:
     keys = Keys(run)
     rows = [(name, fields) for name in ISLANDS for _, fields in client.xrange(keys.updates(name))]
     rows += [("", client.hgetall(key)) for p in range(2) for key in (keys.fragment(p), keys.outer(p))]
+    full = [int(client.hget(keys.fragment(p), "version")) for p in range(2)]
+    rows += [("", client.hgetall(keys.difference(p, v))) for p in range(2) for v in range(full[p] + 1, ROUNDS)]
     found = [(owner, row[b"chunks_name"].decode(), int(row[b"chunks"])) for owner, row in rows if b"chunks_name" in row]
     return {keys.chunk(name, index, owner) for owner, name, count in found for index in range(count)}
 

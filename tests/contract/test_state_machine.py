@@ -49,11 +49,12 @@ from archipelago.broker.codecs import Vector
 from archipelago.broker.config import DataConfig, InnerConfig, OuterConfig, RunConfig, SyncConfig
 from archipelago.broker.errors import BrokerError, FencedError, UnknownRunError, UnreachableError
 from archipelago.broker.messages import Contribution, Refusal, TapeEntry, to_fields
+from archipelago.broker.published import newest
 from archipelago.broker.redis.keys import REGISTRY, Keys
 from archipelago.broker.redis.reader import REMEMBER_SECONDS
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.transport import START, Delivery, Image
-from archipelago.broker.wire import digest, digest_of, pack, unpack
+from archipelago.broker.wire import digest_of, pack, unpack
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.sharding import shard_order
 from archipelago.islands.inner import InnerState, InnerSteps
@@ -96,8 +97,8 @@ NAMES = ("i0", "i1", "i2", "s0", "s1")
 DEAD_MS = (REMEMBER_SECONDS - 3600) * 1000
 MERGER_FAILPOINTS = [
     "acquire.before", "acquire.done", "renew.done", "announce.before", "announce.done", "refuse.before", "refuse.done",
-    "commit.placed-snapshot", "commit.placed-outer", "commit.watched", "commit.done", "trim.before", "trim.done",
-    "checkpoint.before", "checkpoint.done",
+    "compact.placed-snapshot", "compact.placed-outer", "compact.watched", "compact.done", "commit.placed",
+    "commit.watched", "commit.done", "trim.before", "trim.done", "checkpoint.before", "checkpoint.done",
 ]  # fmt: skip
 FAULTS = ["lost before", "lost after", "crash before", "crash after"]
 BROKEN = ["digest", "size", "nan", "huge", "zstd", "ahead", "tokens", "fragment", "place"]
@@ -729,7 +730,7 @@ class Run(RuleBasedStateMachine):
         dice = random.Random(seed)
         number = max(1, self.closed + 1 + ahead)
         p = self.manifest.fragment_of(number)
-        base = max(0, self.direct.reader.fragment(p)[0].version - stale)
+        base = max(0, newest(self.direct.reader, self.manifest, p).snapshot.version - stale)
         values_N = np.random.default_rng(seed).standard_normal(self.manifest.sizes[p], dtype=np.float32)
         payload = pack(broken_values(values_N, broken), dice.choice(["float32", "bfloat16"]), dice.choice([0, 1]))
         if broken == "zstd":
@@ -798,9 +799,9 @@ class Run(RuleBasedStateMachine):
     def check_newcomer(self, island: Island) -> None:
         """Check that a new island has the run's present parameters, and no progress to publish."""
         for p, rows in enumerate(self.manifest.layout):
-            snapshot, payload = self.direct.reader.fragment(p)
+            snapshot, params_N, _ = newest(self.direct.reader, self.manifest, p)
             found_N = np.concatenate([np.asarray(island.inner.params[t.name]).reshape(-1) for t, _ in rows])
-            assert np.array_equal(found_N, unpack(payload, self.manifest.sizes[p]))
+            assert np.array_equal(found_N, params_N)
             assert island.ledger.counts[p].version == snapshot.version
             assert (island.ledger.counts[p].steps, island.ledger.counts[p].tokens) == (0, 0)
             assert island.ledger.global_step >= snapshot.step
@@ -867,10 +868,9 @@ class Run(RuleBasedStateMachine):
         state, fragments = self.model.history[-1]
         for p, fragment in enumerate(fragments):
             expected, published, _ = bits(fragment)
-            snapshot, payload = self.direct.reader.fragment(p)
-            assert snapshot.version == self.version(p)
-            assert digest(payload) == snapshot.digest
-            assert digest_of(unpack(payload, self.manifest.sizes[p])) == published
+            found = newest(self.direct.reader, self.manifest, p)
+            assert found.snapshot.version == self.version(p)
+            assert digest_of(found.params_N) == published
             fields = self.raw.hgetall(self.keys.outer(p))
             if fields and NONSENSE not in fields.values():
                 assert self.direct.merger.outer(p) == expected

@@ -7,6 +7,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,7 @@ from archipelago.broker.transport import (
     REFUSALS_AMONG,
     STANDBY_SECONDS,
     START,
+    Commit,
     Delivery,
     Memory,
     Transport,
@@ -750,12 +752,70 @@ def test_an_island_claims_the_checkpoint_of_a_restored_run_once(connections: Con
 def test_each_version_has_its_difference_to_the_previous_one(transport: Transport, connections: Connect) -> None:
     epoch = transport.merger.acquire("m", 60)
     assert epoch is not None
-    assert transport.island.difference(0, 1) is None
+    assert transport.reader.difference(0, 1) is None
     for number, difference in ((1, b"one"), (3, LARGE), (5, b"")):
         transport.merger.commit(epoch, samples.commit([], round_number=number, difference=difference))
     other = connections()
-    assert [other.island.difference(0, version) for version in (1, 2, 3)] == [b"one", LARGE, None]
-    assert other.island.difference(1, 1) is None
+    assert [other.reader.difference(0, version) for version in (1, 2, 3)] == [b"one", LARGE, None]
+    assert other.reader.difference(1, 1) is None
+
+
+def small(number: int, **changes: Any) -> Commit:
+    """Return a commit without a full state."""
+    return samples.commit([], round_number=number, **({"payload": b"", "outer": b"", "log": f"log {number}"} | changes))
+
+
+def test_a_small_commit_leaves_the_full_state_as_it_is(transport: Transport, connections: Connect) -> None:
+    epoch = transport.merger.acquire("m", 60)
+    assert epoch is not None
+    first = transport.reader.fragment(0)
+    commit = small(1, difference=b"one", after_round=0)
+    transport.merger.commit(epoch, commit)
+    other = connections()
+    assert other.reader.heads()[0] == commit.snapshot
+    assert other.reader.fragment(0) == first
+    assert (other.merger.outer(0), other.merger.log(0, 1), other.merger.log(0, 2)) == (b"", "log 1", "")
+    assert other.merger.lost(1) == []
+
+
+def test_a_compaction_covers_the_versions_up_to_its_own(transport: Transport, connections: Connect) -> None:
+    epoch = transport.merger.acquire("m", 60)
+    assert epoch is not None
+    entry = transport.island.publish(samples.contribution(b"sent"), b"sent")
+    transport.merger.updates(0.0)
+    transport.merger.commit(epoch, replace(small(1, difference=b"one"), entries=[entry]))
+    transport.merger.commit(epoch, small(3, difference=LARGE))
+    transport.merger.commit(epoch, small(5, difference=b"three"))
+    full = samples.commit([], LARGE, 3).compaction
+    assert full is not None
+    placed = transport.merger.place(epoch, full)
+    other = connections()
+    assert other.reader.fragment(0)[0].version == 0
+    with pytest.raises(BrokerError):
+        transport.merger.compact(epoch, placed, after_round=3)
+    transport.merger.compact(epoch, placed, after_round=5, trim=[entry])
+    assert other.reader.fragment(0) == (full.snapshot, LARGE)
+    assert other.merger.outer(0, 2) == full.outer
+    assert [other.merger.log(0, version) for version in (1, 2, 3)] == ["", "", "log 5"]
+    assert [other.reader.difference(0, version) for version in (1, 2, 3)] == [b"one", LARGE, b"three"]
+    assert other.reader.books().kept == 0
+    assert other.merger.read([entry])[0].contribution is None
+    assert other.reader.heads()[0] == small(5).snapshot
+    assert other.merger.lost(5) == []
+
+
+def test_a_compaction_of_an_older_epoch_is_refused(transport: Transport, connections: Connect) -> None:
+    epoch = transport.merger.acquire("m", 60)
+    assert epoch is not None
+    transport.merger.commit(epoch, small(1, difference=b"one"))
+    full = samples.commit([], round_number=1).compaction
+    assert full is not None
+    placed = transport.merger.place(epoch, full)
+    transport.merger.release(epoch)
+    assert connections().merger.acquire("other", 60) is not None
+    with pytest.raises(FencedError):
+        transport.merger.compact(epoch, placed, after_round=1)
+    assert transport.reader.fragment(0)[0].version == 0
 
 
 def test_downloaded_bytes_are_those_that_all_incarnations_report(transport: Transport, connections: Connect) -> None:
@@ -774,7 +834,7 @@ def test_only_the_newest_differences_are_kept(transport: Transport) -> None:
     assert epoch is not None
     for version in range(1, DIFFERENCES_KEPT + 3):
         transport.merger.commit(epoch, samples.commit([], round_number=2 * version - 1, difference=b"%d" % version))
-    found = [transport.island.difference(0, version) for version in range(1, DIFFERENCES_KEPT + 3)]
+    found = [transport.reader.difference(0, version) for version in range(1, DIFFERENCES_KEPT + 3)]
     assert found[:2] == [None, None]
     assert found[2:] == [b"%d" % version for version in range(3, DIFFERENCES_KEPT + 3)]
 

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from archipelago.broker.published import full_snapshot, newest
 from archipelago.broker.redis import chunks
 from archipelago.broker.redis.client import fake_client
 from archipelago.broker.redis.keys import REGISTRY, Keys
 from archipelago.broker.redis.repair import kinds_of
 from archipelago.broker.redis.transport import RedisTransport
-from archipelago.broker.wire import digest_of, unpack
+from archipelago.broker.wire import digest_of
 from archipelago.ops.watch.run_view import observe
 from tests.integration.damaged_run import DAMAGES, RUN, DamagedRun, Earlier
 
@@ -32,9 +33,11 @@ CASES: dict[str, Callable[[Keys], str]] = {
     "island": lambda keys: keys.island("a"),
     "name": lambda keys: keys.name("a"),
     "registry": lambda keys: REGISTRY,
+    "head": lambda keys: keys.head(0),
     "fragment": lambda keys: keys.fragment(0),
     "outer": lambda keys: keys.outer(0),
     "difference": lambda keys: keys.difference(0, 3),
+    "log": lambda keys: keys.log(0, 3),
     "handover": lambda keys: keys.handover("a/x"),
 }
 ALL = list(itertools.product(CASES, [*DAMAGES, "earlier"]))
@@ -43,6 +46,8 @@ QUICK = {
     ("state", "a list", "serving"), ("state", "not UTF-8", "restarted"), ("state", "earlier", "restarted"),
     ("epoch", "deleted", "serving"), ("epoch", "not UTF-8", "restarted"), ("epoch", "huge", "restarted"),
     ("lease", "a list", "restarted"), ("books", "not UTF-8", "serving"), ("books", "ahead", "restarted"),
+    ("head", "deleted", "serving"), ("head", "ahead", "restarted"), ("head", "a list", "restarted"),
+    ("log", "deleted", "serving"), ("log", "not UTF-8", "restarted"), ("difference", "deleted", "serving"),
     ("fragment", "deleted", "serving"), ("fragment", "not UTF-8", "restarted"), ("fragment", "earlier", "restarted"),
     ("outer", "deleted", "restarted"), ("outer", "earlier", "restarted"), ("tape", "a text", "serving"),
     ("tape", "huge", "serving"), ("tape", "ahead", "restarted"), ("snapshots", "a list", "serving"),
@@ -54,6 +59,9 @@ CASES_OF_ALL = [
     pytest.param(*case, id="-".join(case), marks=() if case in QUICK else pytest.mark.full)
     for case in ((*pair, when) for pair in ALL for when in ("serving", "restarted"))
 ]
+#: Damages that delete merged contributions before a compaction covers them. A merger that starts then lacks the
+#: momentum of these rounds, because the log of contributions is the state.
+LOG_IS_LOST = {("updates", how, "restarted") for how in ("deleted", "emptied", "a list", "a text")}
 _SERVERS = itertools.count()
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference.md"
 
@@ -72,7 +80,8 @@ def test_the_reference_has_a_row_for_each_key() -> None:
     families = {
         keys.updates("NAME"), keys.island("NAME"), keys.name("NAME"), keys.actions("NAME"), keys.leases("NAME"),
         keys.taken("SHARD"),
-        keys.fragment("P"), keys.outer("P"),  # type: ignore[arg-type]
+        keys.head("P"), keys.fragment("P"), keys.outer("P"),  # type: ignore[arg-type]
+        keys.log("P", "V"),  # type: ignore[arg-type]
         keys.difference("P", "V"), f"{keys.tag}:handover:…", f"{keys.tag}:c:…", REGISTRY,  # type: ignore[arg-type]
     }  # fmt: skip
     assert {name for cell in first for name in re.findall(r"`([^`]+)`", cell)} == plain | families
@@ -100,14 +109,17 @@ def damage(run: DamagedRun, name: str, how: str, earlier: Earlier | None) -> Non
         DAMAGES[how](run, key)
 
 
-def check(run: DamagedRun) -> None:
+def check(run: DamagedRun, *, same_bits: bool = True) -> None:
     """Assert that the run went on to the same bits, and that every key of it is sound again."""
-    assert run.digests == undisturbed()
+    assert (run.digests == undisturbed()) == same_bits
+    assert max(run.digests) == LAST
     manifest = run.manifest
     fresh = RedisTransport(run.client, RUN)
     for p in range(2):
-        snapshot, payload = fresh.reader.fragment(p)
-        assert digest_of(unpack(payload, manifest.sizes[p])) == snapshot.held == run.digests[snapshot.round]
+        full = full_snapshot(fresh.reader, manifest, p)
+        assert digest_of(full.params_N) == (full.snapshot.held or digest_of(full.params_N))
+        last = newest(fresh.reader, manifest, p)
+        assert digest_of(last.params_N) == last.snapshot.held == run.digests[last.snapshot.round]
     view = observe(fresh, manifest)
     assert view.balanced
     assert view.rounds == LAST
@@ -130,4 +142,4 @@ def test_a_run_goes_on_to_the_same_bits(name: str, how: str, when: str, monkeypa
         damage(run, name, how, earlier)
         run.restart()
         run.play(LAST)
-    check(run)
+    check(run, same_bits=(name, how, when) not in LOG_IS_LOST)

@@ -17,8 +17,9 @@ from archipelago.broker.config import MergeConfig, OuterConfig, RunConfig, SyncC
 from archipelago.broker.errors import BrokerError, ConfigError, UnreachableError
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Contribution, Refusal
+from archipelago.broker.published import newest
 from archipelago.broker.transport import START, Image
-from archipelago.broker.wire import pack, unpack
+from archipelago.broker.wire import pack
 from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.merger.checkpointer import Checkpointer, Covered, Spawn, at_once
 from archipelago.merger.record import Recorder
@@ -119,13 +120,15 @@ class MergerRun:
             self.transport.island.heartbeat(samples.heartbeat(island, state=state))
 
     def version(self, p: int) -> int:
-        return self.transport.reader.fragment(p)[0].version
+        head = self.transport.reader.heads()[p]
+        assert head is not None
+        return head.version
 
     def digests(self) -> list[str]:
-        return [self.transport.reader.fragment(p)[0].digest for p in range(2)]
+        return [head.digest for head in self.transport.reader.heads() if head is not None]
 
     def parameters(self, p: int) -> list[float]:
-        params: list[float] = unpack(self.transport.reader.fragment(p)[1], SIZE).tolist()
+        params: list[float] = newest(self.transport.reader, self.manifest, p).params_N.tolist()
         return params
 
     def send(

@@ -155,6 +155,7 @@ class Invariants:
         self._read_tape(run)
         self._check_tokens(books, pending)
         self._check_kept(run)
+        self._check_log(run)
         self._check_resumes(run)
         self._check_refusals()
         assert run.cursors == self.cursors, f"cursors {run.cursors} where what was merged gives {self.cursors}"
@@ -233,17 +234,19 @@ class Invariants:
                 )
 
     def _check_snapshot(self, run: Any, entry: TapeEntry) -> None:
-        if entry.fragment not in run.fragments:
+        if entry.fragment not in run.fragments or entry.fragment not in run.heads:
             return  # it was deleted, and no merger has written it again yet
-        snapshot, payload = run.fragments[entry.fragment]
-        assert snapshot.version >= self.versions[entry.fragment]
-        self.versions[entry.fragment] = snapshot.version
-        if snapshot.round == entry.round:
-            assert snapshot.version == entry.version
-            size = self.simulation.manifest.sizes[entry.fragment]
-            assert digest_of(unpack(payload, size)) == entry.digest, f"round {entry.round}: a torn snapshot"
+        (snapshot, payload), head = run.fragments[entry.fragment], run.heads[entry.fragment]
+        assert head.version >= self.versions[entry.fragment]
+        self.versions[entry.fragment] = head.version
+        assert snapshot.version <= head.version
+        size = self.simulation.manifest.sizes[entry.fragment]
+        if snapshot.version:
+            assert digest_of(unpack(payload, size)) == snapshot.held, f"round {snapshot.round}: a torn snapshot"
+        if head.round == entry.round:
+            assert (head.version, head.held) == (entry.version, entry.digest)
         else:
-            assert snapshot.round > entry.round
+            assert head.round > entry.round
 
     def _check_kept(self, run: Any) -> None:
         if not self.simulation.rates.checkpoints or self.simulation.rates.loses == "tail":
@@ -255,6 +258,22 @@ class Invariants:
         for number, entries in self.uncovered:
             gone = [entry for entry in entries if entry not in run.updates]
             assert not gone, f"round {number} is in no checkpoint, and its entries {gone} were deleted"
+
+    def _not_compacted(self, run: Any) -> list[TapeEntry]:
+        """Return the rounds on the tape that a merger which starts merges again."""
+        full = {p: snapshot.version for p, (snapshot, _) in run.fragments.items()}
+        return [entry for entry in run.tape if entry.version > full.get(entry.fragment, 1 << 30)]
+
+    def _check_log(self, run: Any) -> None:
+        """Check that the broker still has all that merges the rounds after the full states again."""
+        if self.simulation.rates.damage:
+            return  # keys are deleted on purpose
+        for entry in self._not_compacted(run):
+            at = (entry.fragment, entry.version)
+            assert run.logs.get(at), f"round {entry.round} has no log"
+            assert at in run.differences, f"round {entry.round} has no difference, and no full snapshot includes it"
+            gone = [m.entry for m in entry.members if run.found(m.entry) is None]
+            assert not gone, f"no compaction includes round {entry.round}, and its entries {gone} were deleted"
 
     def _check_resumes(self, run: Any) -> None:
         for number, event in reversed(run.events):
@@ -320,6 +339,7 @@ class Invariants:
         tape = self.simulation.run.tape if self.simulation.rates.checkpoints else ()
         needed = {m.entry for entry in tape if entry.round > covered for m in entry.members}
         run = self.simulation.run
+        needed |= {m.entry for entry in self._not_compacted(run) for m in entry.members}
         return [number for number in run.kept if run.name_of(number) not in needed]
 
     def unresolved(self) -> set[str]:

@@ -82,6 +82,7 @@ class MergerProcess(Process):
             live_poll_seconds=0.5,
             checkpointer=checkpointer,
             wall=simulation.clock,
+            spawn=self.jobs.submit,
         )
         self.loaded = False
 

@@ -37,7 +37,7 @@ NAMES = ("ada", "bea", "cyd", "dot", "eve")
 
 
 @cache
-def manifest_of(rule: str, outer: str, shards: int, record: bool, moments: str) -> Manifest:
+def manifest_of(rule: str, outer: str, shards: int, record: bool, moments: str, down: str) -> Manifest:
     """Return the manifest of a run of two fragments, whose data shards are read in a few steps."""
     config = RunConfig(
         record=record,
@@ -46,7 +46,7 @@ def manifest_of(rule: str, outer: str, shards: int, record: bool, moments: str) 
         sync=SyncConfig(interval=4, fragments=2, window=2, staleness_cap=4, moments=moments),  # type: ignore[arg-type]
         outer=OuterConfig(rule=outer, momentum=0.5),  # type: ignore[arg-type]
         adopt=AdoptConfig(rule=rule),  # type: ignore[arg-type]
-        wire=WireConfig(thin="int4", down="float32", zstd_level=0),
+        wire=WireConfig(thin="int4", down=down, zstd_level=0),  # type: ignore[arg-type]
     )
     manifest = samples.manifest(RUN, config)
     return replace(manifest, corpus=replace(manifest.corpus, bytes=TEXT.size))
@@ -73,11 +73,12 @@ class Simulation:
             self.random.choice([6, 10, 16]),
             self.random.random() < 0.3,
             "average" if seed % 4 == 1 else "own",
+            "float32" if seed % 3 == 0 else "int8",
         )
         self.first = samples.first_snapshots(self.manifest, value=1.0)
         self.broker.connect(RUN).create(self.manifest, self.first)
         self.faults = False
-        self.births = self.losses = 0
+        self.births = self.losses = self.compactions = 0
         self.late: list[tuple[Process, str, Callable[..., Any], Any, Any]] = []
         self.disk = MergerDisk()
         self.record = Record(self.may_crash)
@@ -152,6 +153,8 @@ class Simulation:
             self.invariants.published(answer, cast(Contribution, args[0]), args[1])
         elif name in FENCED:
             self.invariants.wrote(args[0])
+            if name == "compact":
+                self.compactions += 1
         elif name == "lease_shard" and answer is not None:
             self.invariants.leased(before.get(answer.shard, ""), answer.shard, args[1])
         elif name == "restore":
@@ -214,9 +217,10 @@ class Simulation:
         for p in list(run.outer):
             if p in run.fragments and (self.damages.random() < 0.5 if serving else self.happens(0.6)):
                 self.damaged[p] = (run.fragments[p][0].version, run.outer.pop(p))
-        for p in list(run.fragments):
-            if self.damages.random() < 0.3:
-                del run.fragments[p]
+        for of_run in (run.fragments, run.heads, run.logs, run.differences):
+            for key in list(of_run):
+                if self.damages.random() < 0.3:
+                    del of_run[key]
         if self.damages.random() < 0.3:
             run.state = self.damages.choice(["", run.state[:-5], run.state.replace("0", "1"), "\ufffd"])
 

@@ -6,14 +6,13 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from archipelago.broker.codecs import Vector
 from archipelago.broker.errors import BrokerError, UnreachableError, WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Snapshot, TapeEntry
+from archipelago.broker.published import after_difference, newest
 from archipelago.broker.transport import IslandTransport
-from archipelago.broker.wire import digest, digest_of, unpack
+from archipelago.broker.wire import digest_of, unpack
 from archipelago.islands.sync.connection.announcements import Heads, believable_step, snapshot_fault
 from archipelago.islands.sync.connection.uplink import Uplink
 
@@ -40,7 +39,7 @@ class Download:
         number: The arrival's number.
         fragment: Its fragment.
         base: The number of the arrival to which differences are added; None for a snapshot in full.
-        payloads: The snapshot in full, or the differences in order.
+        payloads: The differences in order, after the snapshot in full if there is no base.
     """
 
     number: int
@@ -51,19 +50,12 @@ class Download:
 
 def decoded(manifest: Manifest, download: Download, base_N: Vector | None) -> Vector:
     """Return the vector of an arrival, the same bits on every machine. Raises WireError for a damaged payload."""
+    differences = download.payloads
     if base_N is None:
-        return unpack(download.payloads[0], manifest.sizes[download.fragment])
-    for payload in download.payloads:
+        base_N, differences = unpack(differences[0], manifest.sizes[download.fragment]), differences[1:]
+    for payload in differences:
         base_N = after_difference(manifest, download.fragment, payload, base_N)
     return base_N
-
-
-def after_difference(manifest: Manifest, fragment: int, payload: bytes, before_N: Vector) -> Vector:
-    """Return a fragment's next version. Raises WireError for a damaged payload."""
-    start = manifest.parameter_sizes[fragment]
-    if start < before_N.size:  # first moments are not published as differences
-        before_N = np.concatenate([before_N[:start], np.zeros(before_N.size - start, np.float32)])
-    return unpack(payload, manifest.sizes[fragment], manifest.config.wire.down, before_N)
 
 
 class Snapshots:
@@ -154,14 +146,16 @@ class Snapshots:
         return arrival
 
     def fetch(self, p: int) -> Arrival:
-        """Download a fragment in full. Raises WireError for a payload that was not announced."""
-        snapshot, payload = self._transport.reader.fragment(p)
-        if digest(payload) != snapshot.digest or snapshot.fragment != p:
-            raise WireError(f"the snapshot of fragment {p} is not the announced one", code="wire.snapshot")
-        if fault := snapshot_fault(snapshot, self._manifest):
+        """Download the newest full snapshot of a fragment and the differences after it.
+
+        Raises:
+            WireError: A payload is missing, or was not announced.
+        """
+        found = newest(self._transport.reader, self._manifest, p)
+        if fault := snapshot_fault(found.snapshot, self._manifest):
             raise WireError(f"the hash of fragment {p} holds {fault}", code="wire.snapshot")
-        self.bytes_down += len(payload)
-        return self._hold(p, Arrival(snapshot, unpack(payload, self._manifest.sizes[p])), None, [payload])
+        self.bytes_down += found.bytes
+        return self._hold(p, Arrival(found.snapshot, found.params_N), None, found.payloads)
 
     def _hold(self, p: int, arrival: Arrival, base: int | None, payloads: Sequence[bytes]) -> Arrival:
         """Remember an arrival if differences build on it, and forget the announcements up to it."""
@@ -229,7 +223,7 @@ class Snapshots:
         return known
 
     def _after_difference(self, p: int, snapshot: Snapshot, before_N: Vector) -> tuple[Vector, bytes] | None:
-        payload = self._transport.island.difference(p, snapshot.version)
+        payload = self._transport.reader.difference(p, snapshot.version)
         if payload is None or len(payload) != snapshot.difference_bytes:
             return None
         self.bytes_down += len(payload)

@@ -1095,7 +1095,8 @@ def test_only_the_expected_keys_remain(transport: RedisTransport, raw: Any, epoc
     assert names == {
         "{RUN:s0}:manifest", "{RUN:s0}:islands", "{RUN:s0}:island:a", "{RUN:s0}:updates:a",
         "{RUN:s0}:snapshots", "{RUN:s0}:tape",
-        "{RUN:s0}:lease", "{RUN:s0}:epoch", "{RUN:s0}:state", "{RUN:s0}:books", "{RUN:s0}:fragment:0",
+        "{RUN:s0}:lease", "{RUN:s0}:epoch", "{RUN:s0}:state", "{RUN:s0}:books", "{RUN:s0}:head:0",
+            "{RUN:s0}:head:1", "{RUN:s0}:fragment:0",
         "{RUN:s0}:fragment:1", "{RUN:s0}:outer:0", "{RUN:s0}:outer:1", "{RUN:s0}:data", "{RUN:s0}:actions:a",
     }  # fmt: skip
     assert {key.replace(run, "RUN") for key in keys(raw, run) if raw.ttl(key) > 0 and not is_chunk(key)} == {

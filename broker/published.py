@@ -1,0 +1,88 @@
+"""The newest published parameters of a fragment: its newest full snapshot and the differences after it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from archipelago.broker.codecs import Vector
+from archipelago.broker.errors import WireError
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.messages import Snapshot
+from archipelago.broker.transport import ReaderClient
+from archipelago.broker.wire import digest, digest_of, unpack
+
+#: How often the newest version is read again because a newer full snapshot has replaced differences meanwhile.
+TRIES = 4
+
+
+class Published(NamedTuple):
+    """A version of a fragment.
+
+    Attributes:
+        snapshot: Its header.
+        params_N: Its parameters, float32.
+        payloads: What was downloaded: a full snapshot, and the differences after it in order.
+    """
+
+    snapshot: Snapshot
+    params_N: Vector
+    payloads: tuple[bytes, ...]
+
+    @property
+    def bytes(self) -> int:
+        """How many bytes were downloaded."""
+        return sum(map(len, self.payloads))
+
+
+def newest(reader: ReaderClient, manifest: Manifest, p: int) -> Published:
+    """Download the newest version of fragment `p`.
+
+    Raises:
+        WireError: It cannot be read, or what can be read leads to other parameters (`wire.snapshot`).
+    """
+    tries = 0
+    while True:
+        full = full_snapshot(reader, manifest, p)
+        head = reader.heads()[p]
+        if head is None or head.version <= full.snapshot.version or not manifest.config.wire.sends_differences:
+            is_same = head is not None and head.round == full.snapshot.round and head.held == full.snapshot.held
+            return full._replace(snapshot=head) if is_same and head is not None else full
+        found = _later(reader, manifest, full, head)
+        if found is not None:
+            return found
+        if (tries := tries + 1) == TRIES:
+            version = full.snapshot.version
+            raise WireError(
+                f"the differences of fragment {p} after version {version} do not lead to version {head.version}",
+                code="wire.snapshot",
+            )
+
+
+def full_snapshot(reader: ReaderClient, manifest: Manifest, p: int) -> Published:
+    """Download the newest full snapshot of fragment `p`. Raises WireError for a payload that was not announced."""
+    snapshot, payload = reader.fragment(p)
+    if digest(payload) != snapshot.digest or snapshot.fragment != p:
+        raise WireError(f"the snapshot of fragment {p} is not the announced one", code="wire.snapshot")
+    return Published(snapshot, unpack(payload, manifest.sizes[p]), (payload,))
+
+
+def _later(reader: ReaderClient, manifest: Manifest, full: Published, head: Snapshot) -> Published | None:
+    """Return the version of the header, or None if a difference is missing or they lead to other parameters."""
+    vector_N, payloads = full.params_N, list(full.payloads)
+    for version in range(full.snapshot.version + 1, head.version + 1):
+        payload = reader.difference(head.fragment, version)
+        if payload is None:
+            return None
+        vector_N = after_difference(manifest, head.fragment, payload, vector_N)
+        payloads.append(payload)
+    return Published(head, vector_N, tuple(payloads)) if digest_of(vector_N) == head.held else None
+
+
+def after_difference(manifest: Manifest, p: int, payload: bytes, before_N: Vector) -> Vector:
+    """Return the parameters after a difference. Raises WireError if it is damaged."""
+    start = manifest.parameter_sizes[p]
+    if start < before_N.size:  # first moments are not published as differences
+        before_N = np.concatenate([before_N[:start], np.zeros(before_N.size - start, np.float32)])
+    return unpack(payload, manifest.sizes[p], manifest.config.wire.down, before_N)

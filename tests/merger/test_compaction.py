@@ -1,0 +1,287 @@
+"""Small commits, compactions beside the rounds, and restarts that merge the rest again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from archipelago.broker.config import WireConfig
+from archipelago.broker.errors import UnreachableError
+from archipelago.broker.memory.state import MemoryRun
+from archipelago.broker.messages import TapeEntry
+from archipelago.broker.published import newest
+from archipelago.broker.transport import DIFFERENCES_KEPT, Commit, Compaction, Placed
+from archipelago.broker.wire import digest_of
+from archipelago.merger import outer
+from archipelago.merger.compaction import IDLE_SECONDS, MOST, Compactor, at_once, state_bytes
+from archipelago.merger.restore import repair_from
+from archipelago.merger.service import Merger
+from tests.merger.merger_run import CONFIG, MergerRun, Shelf, logged_codes
+
+SMALL = replace(CONFIG, wire=WireConfig(up="float32", thin="int4", down="int8"))
+ISOTROPIC = replace(SMALL, merge=replace(SMALL.merge, embedding="isotropic", rest="isotropic"))
+
+
+def stored(run: MergerRun) -> MemoryRun:
+    return run.broker.runs["sample"]
+
+
+def memory(merger: Merger) -> list[Any]:
+    """Return the bits of a merger's fragments."""
+    return [(outer.dump(f.params_N, f.outer), np.asarray(f.published_N).tobytes(), f.norms) for f in merger.fragments]
+
+
+def full_versions(run: MergerRun) -> list[int]:
+    return [snapshot.version for snapshot, _ in stored(run).fragments.values()]
+
+
+def never(job: Callable[[], Placed]) -> Future[Placed]:
+    """Begin an upload that does not end."""
+    return Future()
+
+
+@pytest.mark.parametrize("config", [SMALL, ISOTROPIC], ids=["average", "isotropic"])
+@pytest.mark.parametrize("rounds", [1, 2, 5, 12, 21])
+def test_a_restart_merges_what_no_compaction_covers_to_the_same_bits(config: Any, rounds: int) -> None:
+    run = MergerRun(config, quorum=2)
+    merger = run.merger()
+    run.play(merger, *range(1, rounds + 1))
+    again = run.merger()
+    assert memory(again) == memory(merger)
+    assert again.state.closed == rounds
+    run.balance()
+
+
+def test_rounds_commit_no_full_state_and_compactions_write_fewer_bytes_than_they_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = MergerRun(SMALL, quorum=2)
+    merger = run.merger()
+    commits: list[Commit] = []
+    compactions: list[Compaction] = []
+    write, point = merger.transport.merger.commit, merger.transport.merger.compact
+
+    def commit(epoch: int, commit: Commit) -> None:
+        commits.append(commit)
+        write(epoch, commit)
+
+    def compact(epoch: int, placed: Any, after_round: int, trim: Sequence[str] = ()) -> None:
+        compactions.append(placed)
+        point(epoch, placed, after_round, trim)
+
+    monkeypatch.setattr(merger.transport.merger, "commit", commit)
+    monkeypatch.setattr(merger.transport.merger, "compact", compact)
+    run.play(merger, *range(1, 61))
+    assert not any(commit.payload or commit.outer for commit in commits)
+    small = sum(entry.bytes_up for entry in run.transport.reader.tape(100)) + sum(len(c.difference) for c in commits)
+    assert len(compactions) > 2
+    assert sum(len(c.payload) + len(c.outer) for c in compactions) < 1.5 * small  # of 32 elements, headers are a third
+    assert sum(state_bytes(merger.fragments[c.snapshot.fragment]) for c in compactions) <= small
+
+
+def test_entries_leave_the_stream_when_a_compaction_covers_them() -> None:
+    run = MergerRun(SMALL, quorum=2)
+    merger = run.merger()
+    most = 0
+    for number in range(1, 61):
+        run.play(merger, number)
+        needed = {
+            m.entry
+            for entry in run.transport.reader.tape(100)
+            if entry.version > stored(run).fragments[entry.fragment][0].version
+            for m in entry.members
+        }
+        assert {stored(run).name_of(number) for number in stored(run).kept} == needed
+        most = max(most, len(needed))
+    assert 4 < most < 40
+
+
+def test_a_compaction_is_uploaded_beside_the_rounds() -> None:
+    run, waiting = MergerRun(SMALL, quorum=2), []
+
+    def later(job: Callable[[], Placed]) -> Future[Placed]:
+        future: Future[Placed] = Future()
+        waiting.append((future, job))
+        return future
+
+    merger = slow(run, later)
+    run.play(merger, *range(1, 21))
+    assert full_versions(run) == [0, 0]
+    (future, job), *others = waiting
+    assert not others
+    future.set_result(job())
+    assert full_versions(run) == [0, 0]
+    merger.turn(0.0)
+    assert sorted(full_versions(run))[0] == 0 < sorted(full_versions(run))[1] < 10
+    assert memory(run.merger()) == memory(merger)
+
+
+def slow(run: MergerRun, spawn: Any) -> Merger:
+    merger = Merger(run.broker.connect("sample"), run.clock, "merger", live_poll_seconds=0.0, spawn=spawn)
+    assert merger.acquire()
+    merger.load()
+    return merger
+
+
+def test_a_commit_carries_the_full_state_before_a_difference_is_lost() -> None:
+    run = MergerRun(SMALL, quorum=2)
+    merger = slow(run, never)
+    last = 2 * DIFFERENCES_KEPT + 2
+    for number in range(1, last + 1):
+        run.play(merger, number)
+        for p in range(2):
+            found = newest(run.transport.reader, run.manifest, p)
+            assert digest_of(found.params_N) == digest_of(np.asarray(merger.fragments[p].published_N))
+    assert full_versions(run) == [DIFFERENCES_KEPT, DIFFERENCES_KEPT]
+
+
+def test_an_upload_that_ends_after_a_newer_full_state_is_dropped() -> None:
+    run, jobs = MergerRun(SMALL, quorum=2), []
+
+    def later(job: Callable[[], Placed]) -> Future[Placed]:
+        jobs.append((Future[Placed](), job))
+        return jobs[-1][0]
+
+    merger = slow(run, later)
+    run.play(merger, *range(1, 11))
+    ((future, job),) = jobs
+    future.set_result(job())
+    p = future.result().snapshot.fragment
+    del stored(run).logs[p, 5]
+    merger._keep_sound()
+    run.play(merger, 11)
+    assert full_versions(run)[p] == 5 > future.result().snapshot.version
+    assert memory(run.merger()) == memory(merger)
+
+
+def test_a_failed_upload_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    run, failures = MergerRun(SMALL, quorum=2), [UnreachableError("the connection broke")]
+
+    def failing(job: Callable[[], Placed]) -> Future[Placed]:
+        if not failures:
+            return at_once(job)
+        future: Future[Placed] = Future()
+        future.set_exception(failures.pop())
+        return future
+
+    merger = slow(run, failing)
+    for number in range(1, 21):
+        run.clock.now += 1.0
+        run.play(merger, number)
+    assert logged_codes(caplog) == ["compaction.failed"]
+    assert max(full_versions(run)) > 0
+
+
+@pytest.mark.parametrize("name", ["heads", "fragments", "logs", "differences"])
+def test_what_is_lost_while_a_merger_serves_is_covered_by_a_full_state(name: str) -> None:
+    run = MergerRun(SMALL, quorum=2)
+    merger = run.merger()
+    run.play(merger, 1, 2, 3, 4, 5)
+    getattr(stored(run), name).clear()
+    run.clock.now += 10.0
+    merger.turn(0.0)
+    assert run.transport.merger.lost(5) == []
+    assert memory(run.merger()) == memory(merger)
+    for p in range(2):
+        found = newest(run.transport.reader, run.manifest, p)
+        assert digest_of(found.params_N) == digest_of(np.asarray(merger.fragments[p].published_N))
+
+
+@pytest.mark.parametrize("name", ["heads", "fragments", "outer", "logs", "tape", "state"])
+def test_what_is_lost_before_a_restart_is_rebuilt_from_a_checkpoint(name: str) -> None:
+    run = MergerRun(SMALL, quorum=2)
+    merger = run.merger(checkpointer=run.checkpointer(store := Shelf()))
+    run.play(merger, *range(1, 12))
+    merger.checkpoint()
+    run.play(merger, *range(12, 22))
+    if name == "state":
+        stored(run).state = ""
+    elif name == "tape":
+        stored(run).tape.clear()
+    else:
+        getattr(stored(run), name).clear()
+    again = run.merger(checkpointer=run.checkpointer(store))
+    assert memory(again) == memory(merger)
+
+
+def test_without_a_checkpoint_lost_contributions_cost_the_momentum_only(caplog: pytest.LogCaptureFixture) -> None:
+    run = MergerRun(SMALL, quorum=2)
+    merger = run.merger()
+    run.play(merger, 1, 2, 3, 4)
+    published = [np.asarray(f.published_N).tolist() for f in merger.fragments]
+    for number in list(stored(run).kept):
+        stored(run).kept.remove(number)
+        del stored(run).updates[number]
+    again = run.merger()
+    assert "restore.fresh" in logged_codes(caplog)
+    assert [np.asarray(f.params_N).tolist() for f in again.fragments] == published
+    run.play(again, 5, 6)
+
+
+def test_a_run_that_was_written_with_full_states_in_each_round_loads() -> None:
+    """Earlier versions wrote no heads, and the full state of each round."""
+    run = MergerRun(SMALL, quorum=2)
+    merger = run.merger()
+    run.play(merger, 1, 2, 3)
+    damaged = {f"fragment:{p}" for p in range(2)}
+    repair = repair_from(merger.rules, merger.state, merger.fragments, merger.snapshots, damaged)
+    merger.transport.merger.write_back(merger.epoch, repair)
+    run_heads = stored(run).heads
+    run_heads.update({p: snapshot for p, (snapshot, _) in stored(run).fragments.items()})
+    again = run.merger()
+    assert memory(again) == memory(merger)
+
+
+def test_a_run_that_stands_still_gets_full_snapshots_once() -> None:
+    run = MergerRun(SMALL, quorum=2)
+    merger = run.merger()
+    run.play(merger, 1, 2)
+    for _ in range(3):
+        merger.turn(0.0)
+    assert full_versions(run) == [0, 0]
+    run.clock.now += IDLE_SECONDS
+    for _ in range(3):
+        merger.turn(0.0)
+    assert full_versions(run) == [1, 1]
+    assert run.transport.reader.books().kept == 0
+
+
+# -- when one is due -------------------------------------------------------------------------------------------------
+
+
+def tape(run: MergerRun, merger: Merger, seconds: float, size: int) -> TapeEntry:
+    entry = run.transport.reader.tape(1)[0]
+    return replace(entry, merge_seconds=seconds, bytes_up=size)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "times", "is_due"), [(0.0, 0.99, False), (0.0, 1.0, False), (9.0, 0.99, False), (9.0, 1.0, True),
+                                     (0.0, MOST, True)]
+)  # fmt: skip
+def test_one_is_due_by_bytes_and_by_the_time_of_a_restart(seconds: float, times: float, is_due: bool) -> None:
+    run = MergerRun(SMALL, quorum=2)
+    merger = run.merger()
+    run.play(merger, 1)
+    began: list[int] = []
+
+    def spawn(job: Callable[[], Placed]) -> Future[Placed]:
+        began.append(1)
+        return Future()
+
+    compactor = Compactor(merger.transport, run.manifest, run.clock, spawn, restart_seconds=5.0)
+    size = state_bytes(merger.fragments[0])
+    entry = tape(run, merger, seconds, int(times * size + 0.5))
+    compactor.committed(entry, replace(merger.snapshots[0], difference_bytes=0), is_full=False)
+    compactor.begin(1, merger.fragments, merger.snapshots)
+    assert bool(began) == is_due
+
+
+@pytest.fixture(autouse=True)
+def _logs(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
