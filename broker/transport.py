@@ -123,7 +123,8 @@ class Commit:
         cursors: The new resume position (pass, sequences read) of each shard that advanced.
         difference: The payload that leads islands from the previous version to this one. It expires.
         after_round: The last closed round that the merger knows. If the broker restarted without its newest writes,
-            its last round differs, and it refuses the commit. None skips the check.
+            its last round or its instance (`ReaderClient.instance`) differs from that of the lease, and it refuses the
+            commit. None skips the check.
         log: All that a merger needs to merge this round again, besides the contributions. The broker keeps it until a
             compaction covers the round.
     """
@@ -593,8 +594,14 @@ class MergerClient(Protocol):
         """Take back the acknowledgement of entries, so that `unacknowledged` returns them."""
         ...
 
-    def trim(self, epoch: int, entries: Sequence[str], actions_until: str = START) -> None:
-        """Delete merged entries that a checkpoint covers, and actions up to that id."""
+    def trim(
+        self, epoch: int, entries: Sequence[str], actions_until: str = START, after_round: int | None = None
+    ) -> None:
+        """Delete merged entries that are no longer needed, and actions up to that id. `after_round` is as in `Commit`.
+
+        Raises:
+            BrokerError: The last closed round is another one. The merger must reload its state.
+        """
         ...
 
     def actions(self, after: str, count: int = 1024) -> list[tuple[str, Actions]]:

@@ -34,6 +34,7 @@ class MemoryMerger:
     def __init__(self, broker: MemoryState, run: str) -> None:
         self._broker, self._run = broker, run
         self._holder, self._epoch = "", 0
+        self._instance = ""
 
     def acquire(self, holder: str, seconds: float) -> int | None:
         now = self._broker.clock()
@@ -43,6 +44,7 @@ class MemoryMerger:
                 return None
             run.lease = (holder, now + seconds)
             self._holder, self._epoch = holder, max(self._epoch, run.epoch[0]) + 1
+            self._instance = self._broker.instance
             run.epoch = (self._epoch, holder)
             return self._epoch
 
@@ -108,7 +110,7 @@ class MemoryMerger:
 
     def compact(self, epoch: int, placed: Any, after_round: int, trim: Sequence[str] = ()) -> None:
         with self._fenced(epoch) as run:
-            _require_round(run, after_round)
+            self._require_round(run, after_round)
             run.compact(placed)
             run.trim(trim)
 
@@ -164,7 +166,7 @@ class MemoryMerger:
 
     def commit(self, epoch: int, commit: Commit) -> None:
         with self._fenced(epoch) as run:
-            _require_round(run, commit.after_round)
+            self._require_round(run, commit.after_round)
             merged = {number for number in map(run.found, commit.entries) if number is not None}
             run.books["bytes_up"] += sum(len(run.updates[number].payload) for number in merged - run.kept)
             run.kept |= merged
@@ -188,8 +190,11 @@ class MemoryMerger:
             run.books["merged"] += len(commit.entries)
             run.books["merged_tokens"] += commit.tokens
 
-    def trim(self, epoch: int, entries: Sequence[str], actions_until: str = START) -> None:
+    def trim(
+        self, epoch: int, entries: Sequence[str], actions_until: str = START, after_round: int | None = None
+    ) -> None:
         with self._fenced(epoch) as run:
+            self._require_round(run, after_round)
             run.trim(entries)
             run.actions = [(number, actions) for number, actions in run.actions if number > _number(actions_until)]
 
@@ -205,11 +210,13 @@ class MemoryMerger:
                 raise FencedError(f"this merger's epoch {epoch} was overtaken", "Another merger serves this run.")
             yield run
 
-
-def _require_round(run: MemoryRun, expected: int | None) -> None:
-    last = max((snapshot.round for snapshot in run.heads.values()), default=0)
-    if expected not in (None, last):
-        raise BrokerError(f"the last closed round is {last}, not {expected}", "Reload the state.")
+    def _require_round(self, run: MemoryRun, expected: int | None) -> None:
+        """Raise BrokerError if that is not the last round, or if the broker may have lost what this merger knows."""
+        last = max((snapshot.round for snapshot in run.heads.values()), default=0)
+        if expected not in (None, last):
+            raise BrokerError(f"the last closed round is {last}, not {expected}", "Reload the state.")
+        if expected is not None and self._broker.instance != self._instance:
+            raise BrokerError("the broker is another instance than the one of the lease", "Reload the state.")
 
 
 def _number(entry: str) -> int:

@@ -9,7 +9,10 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
+
+import redis
 
 from archipelago.broker.errors import WireError
 from archipelago.broker.redis.connection import RedisConnection
@@ -78,12 +81,18 @@ class ChunkStore:
         name = f"{name}.{secrets.token_hex(4)}"
         view = memoryview(payload)
         starts = list(enumerate(range(0, len(payload), CHUNK_BYTES)))
-        for first in range(0, len(starts), SENT_AHEAD):
-            with self._redis.pipeline(transaction=False) as pipe:
-                for index, start in starts[first : first + SENT_AHEAD]:
-                    pipe.set(self._chunk(name, index), view[start : start + CHUNK_BYTES], ex=seconds)
-                pipe.execute()
-        return {CHUNKS: str(len(starts)), NAME: name}
+        where: dict[str, str | bytes] = {CHUNKS: str(len(starts)), NAME: name}
+        try:
+            for first in range(0, len(starts), SENT_AHEAD):
+                with self._redis.pipeline(transaction=False) as pipe:
+                    for index, start in starts[first : first + SENT_AHEAD]:
+                        pipe.set(self._chunk(name, index), view[start : start + CHUNK_BYTES], ex=seconds)
+                    pipe.execute()
+        except redis.ResponseError:  # such as a full memory, which must not fill up with parts of uploads
+            with suppress(redis.RedisError):
+                self._redis.unlink(*self.placed(where))
+            raise
+        return where
 
     def keep(
         self, pipe: Any, key: str, fields: Mapping[str, str], where: Mapping[str, str | bytes], old: Raw | None = None

@@ -17,10 +17,12 @@ from archipelago.broker.redis.chunks import CHUNKS, NAME, ChunkStore
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.replies import count_in, signed_state, verified_state
 from archipelago.broker.signing import Payload, Raw
-from archipelago.broker.transport import DIFFERENCES_KEPT, Compaction
+from archipelago.broker.transport import DIFFERENCES_KEPT, Commit, Compaction
 
 #: A difference that a full snapshot covers expires after this time. Islands that are a little behind still read it.
 DIFFERENCE_SECONDS = 3600
+#: How long the chunks of a compaction wait for a pointer. A merger that died, or was overtaken, leaves them.
+PLACED_SECONDS = 3600
 Where = dict[str, str | bytes]
 
 
@@ -75,11 +77,15 @@ class Compactions:
         name = f"{compaction.snapshot.fragment}.{compaction.snapshot.version}.e{epoch}"
         with self._connection.translated():
             hashing = self._connection.signing.hashing(compaction.payload)  # while it is sent
-            payload_at = self._chunks.place(f"f{name}", compaction.payload)
+            payload_at = self._chunks.place(f"f{name}", compaction.payload, PLACED_SECONDS)
             failpoint("compact.placed-snapshot")
-            outer_at = self._chunks.place(f"o{name}", compaction.outer) if compaction.outer else {}
+            outer_at = self._chunks.place(f"o{name}", compaction.outer, PLACED_SECONDS) if compaction.outer else {}
             failpoint("compact.placed-outer")
         return RedisPlaced(compaction.snapshot, hashing, payload_at, len(compaction.outer), outer_at)
+
+    def chunks_of(self, placed: RedisPlaced) -> list[str]:
+        """Return the keys of the chunks of a placed compaction."""
+        return [*self._chunks.placed(placed.payload_at), *self._chunks.placed(placed.outer_at)]
 
     def pointed(self, epoch: int, placed: RedisPlaced) -> Callable[[Any], None]:
         """Return a function that points to a placed compaction, within a transaction, and deletes what it covers."""
@@ -121,6 +127,28 @@ class Compactions:
             if isinstance(answer, list) and None not in answer:
                 out += self._chunks.found_keys({CHUNKS.encode(): answer[0], NAME.encode(): answer[1]})
         return out
+
+    def place_difference(self, epoch: int, commit: Commit) -> Where:
+        """Upload the difference of a commit, if it has one, and return the fields that point to it."""
+        name = f"d{commit.snapshot.fragment}.{commit.snapshot.version}.e{epoch}"
+        return self._chunks.place(name, commit.difference) if commit.difference else {}
+
+    def differing(self, commit: Commit, where: Where) -> Callable[[Any], None]:
+        """Return a function that points to a placed difference, within a transaction, and deletes an old one."""
+        p, version = commit.snapshot.fragment, commit.snapshot.version
+        key, old = self._keys.difference(p, version), self._keys.difference(p, version - DIFFERENCES_KEPT)
+        old_chunks = self._chunks.found_keys(self._redis.hgetall(old))
+        size = {"bytes": str(len(commit.difference))}
+        signing = self._connection.signing
+        signed = signing.signed("difference", size, about=f"{p}/{version}", payload=commit.difference)
+
+        def differ(pipe: Any) -> None:
+            pipe.delete(key)  # whatever lies there
+            pipe.hset(key, mapping={**signed, **where})
+            self._chunks.settle(pipe, where)
+            pipe.unlink(old, *old_chunks)
+
+        return differ
 
     def write_head(self, pipe: Any, epoch: int, snapshot: Snapshot) -> None:
         """Write the header of a fragment's newest version, whatever lies there."""

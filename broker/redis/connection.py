@@ -136,13 +136,16 @@ class RedisConnection:
         if warning := eviction_warning(self.where, self.info("memory")):
             log.warning("%s", warning, extra={"code": "broker.evicts"})
 
-    def info(self, section: str) -> dict[str, Any]:
-        """Return one section of INFO; empty for a server without INFO, such as fakeredis."""
+    def info(self, section: str, client: Any = None) -> dict[str, Any]:
+        """Return one section of INFO; empty for a server without INFO, such as fakeredis.
+
+        `client` is a pipeline that reads at once, and asks over its own connection.
+        """
         if not self.has_info:
             return {}
         with self.translated():
             try:
-                return dict(self.redis.info(section))
+                return dict((self.redis if client is None else client).info(section))
             except redis.ResponseError as error:
                 if not re.match(r"unknown command .?info\b", str(error), re.IGNORECASE):
                     raise
@@ -150,13 +153,14 @@ class RedisConnection:
                 self.redis.connection_pool.disconnect(False)  # the TCP server of fakeredis hangs up after an error
                 return {}
 
-    def instance(self) -> str:
-        """Return the id of the server's process and of its data's history.
+    def instance(self, client: Any = None) -> str:
+        """Return the id of the server's process and of its data's history. `client` is as in `info`.
 
         A restart changes the first. A failover changes both, except where a server that was demoted without a restart
         is promoted again: only its history then tells that it took another server's data in between.
         """
-        process, history = self.info("server").get("run_id", ""), self.info("replication").get("master_replid", "")
+        process = self.info("server", client).get("run_id", "")
+        history = self.info("replication", client).get("master_replid", "")
         return f"{process} {history}".strip()
 
     def memory(self) -> Memory:

@@ -11,13 +11,15 @@ primary has, in their order) is still written by one merger at a time:
 - Replication keeps the order of writes. A replica that has a commit has the epoch in which it was made.
 - A primary that is cut off may take writes of its merger until it learns of its successor. These writes belong to a
   history that ends: the old primary drops them when it follows the new one.
-- A merger whose own commits were forgotten notices it before its next commit: that names the round that must be the
-  last one, and the server's instance is another one (`RedisConnection.instance`). It then loads the run again.
+- A merger whose own writes were forgotten notices it with its next commit or compaction: that names the round that
+  must be the last one, and the server's instance is another one (`RedisConnection.instance`) than the one at which the
+  merger took the lease. It then loads the run again. The round alone does not suffice: the contributions that a commit
+  merges, the chunks that it points to, or the compaction that lets it delete entries may be forgotten, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,6 +54,7 @@ class Lease:
         self._stored = stored
         self._holder = ""
         self._epoch = 0
+        self._instance = ""
 
     def acquire(self, holder: str, seconds: float) -> int | None:
         self._stored.require()
@@ -61,7 +64,7 @@ class Lease:
                     return None
                 epoch = self._next_epoch(pipe)
                 failpoint("acquire.before")
-                self._holder = holder
+                self._holder, self._instance = holder, self._connection.instance(pipe)
                 pipe.multi()
                 pipe.set(self._keys.epoch, self.mark(epoch))
                 pipe.set(self._keys.lease, holder, px=int(seconds * 1000))
@@ -127,12 +130,20 @@ class Lease:
         return epoch_mark(epoch, self._holder)
 
     @contextmanager
-    def fenced(self, epoch: int, after_round: int | None = None) -> Iterator[Any]:
+    def fenced(self, epoch: int, after_round: int | None = None, needed: Sequence[str] = ()) -> Iterator[Any]:
         """Yield a transaction that Redis accepts only in this epoch, and only while `after_round` is the last round.
+
+        With a round or needed keys, the server must be the instance at which the lease was taken. Another one may have
+        forgotten a part of what this merger has read and written there, though it has the epoch and the round.
+
+        Args:
+            epoch: The epoch of this merger.
+            after_round: The round; None checks only the epoch.
+            needed: Keys that must exist.
 
         Raises:
             FencedError: A newer epoch exists.
-            BrokerError: Another round was closed last (code `broker.other-round`).
+            BrokerError: Another round was closed last, or the server has lost something (code `broker.other-round`).
         """
         try:
             with self._connection.watching(self._keys.epoch) as pipe:
@@ -140,6 +151,10 @@ class Lease:
                     raise DisturbedError
                 if after_round is not None:
                     self._require_round(pipe, after_round)
+                if after_round is not None or needed:
+                    self._require_same_instance(pipe)
+                if needed and pipe.exists(*needed) < len(needed):
+                    raise self._forgotten("a part of what was uploaded is gone from {}")
                 pipe.multi()
                 yield pipe
                 pipe.execute()
@@ -154,12 +169,20 @@ class Lease:
             stored = _read(lambda: pipe.hget(self._keys.fragment(fragment), "round"))
         if stored != str(expected).encode():
             found = (stored or b"no").decode("utf-8", "replace")[:20]
-            raise BrokerError(
-                f"{self._connection.where} holds {found} round of fragment {fragment} although round {expected} was "
-                "closed last",
-                "It was restarted without its newest writes, or they were damaged; the merger loads the run again.",
-                code="broker.other-round",
+            raise self._forgotten(
+                f"{{}} holds {found} round of fragment {fragment} although round {expected} was closed last"
             )
+
+    def _require_same_instance(self, pipe: Any) -> None:
+        if self._connection.instance(pipe) != self._instance:
+            raise self._forgotten("{} is another instance than the one at which this merger took the lease")
+
+    def _forgotten(self, what: str) -> BrokerError:
+        return BrokerError(
+            what.format(self._connection.where),
+            "It was restarted without its newest writes, or they were damaged; the merger loads the run again.",
+            code="broker.other-round",
+        )
 
     def overtaken(self, epoch: int) -> FencedError:
         """Return the error of a write in an older epoch."""

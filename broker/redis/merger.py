@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from archipelago.broker.corpus_shards import cursor_text
@@ -36,7 +36,7 @@ from archipelago.broker.redis.standbys import Standbys
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import FoundEntry, UpdatesStreams, by_stream
 from archipelago.broker.signing import Signing
-from archipelago.broker.transport import DIFFERENCES_KEPT, START, Commit, Compaction, Delivery, Repair
+from archipelago.broker.transport import START, Commit, Compaction, Delivery, Repair
 
 #: The fields of `Books` that mergers count. The others are counted in the streams.
 COUNTED = ("merged", "merged_tokens", "refused", "refused_tokens", "bytes_up")
@@ -162,7 +162,7 @@ class RedisMerger:
         with self._connection.translated():
             found = self._updates.look(trim)
             point = self._compactions.pointed(epoch, placed)
-        with self.lease.fenced(epoch, after_round) as pipe:
+        with self.lease.fenced(epoch, after_round, self._compactions.chunks_of(placed)) as pipe:
             failpoint("compact.watched")
             point(pipe)
             self._delete(pipe, [entry for entry in found if found[entry].kept], found)
@@ -172,11 +172,13 @@ class RedisMerger:
         with self._connection.translated():
             found = self._updates.look([*commit.entries, *commit.trim])
             books = self._books()
-            full = commit.compaction
-            point = self._compactions.pointed(epoch, self._compactions.place(epoch, full)) if full else None
-            differ = self._difference(commit, epoch) if commit.difference else None
+            placed = self._compactions.place(epoch, commit.compaction) if commit.compaction else None
+            point = self._compactions.pointed(epoch, placed) if placed else None
+            where = self._compactions.place_difference(epoch, commit)
+            differ = self._compactions.differing(commit, where) if where else None
             failpoint("commit.placed")
-        with self.lease.fenced(epoch, commit.after_round) as pipe:
+        needed = [*self._chunks.placed(where), *(self._compactions.chunks_of(placed) if placed else ())]
+        with self.lease.fenced(epoch, commit.after_round, needed) as pipe:
             failpoint("commit.watched")
             self._compactions.write_head(pipe, epoch, commit.snapshot)
             if differ:
@@ -192,23 +194,6 @@ class RedisMerger:
             pipe.xadd(self._keys.tape, self._signing.signed("tape", to_fields(commit.tape)), maxlen=TAPE_KEPT)
             self._announce(pipe, epoch, commit.snapshot)
         failpoint("commit.done")
-
-    def _difference(self, commit: Commit, epoch: int) -> Callable[[Any], None]:
-        """Upload the difference. Returns a function that adds it to the transaction and deletes an old one there."""
-        p, version = commit.snapshot.fragment, commit.snapshot.version
-        where = self._chunks.place(f"d{p}.{version}.e{epoch}", commit.difference)
-        key, old = self._keys.difference(p, version), self._keys.difference(p, version - DIFFERENCES_KEPT)
-        old_chunks = self._chunks.found_keys(self._redis.hgetall(old))
-        size = {"bytes": str(len(commit.difference))}
-        signed = self._signing.signed("difference", size, about=f"{p}/{version}", payload=commit.difference)
-
-        def differ(pipe: Any) -> None:
-            pipe.delete(key)  # whatever lies there
-            pipe.hset(key, mapping={**signed, **where})
-            self._chunks.settle(pipe, where)
-            pipe.unlink(old, *old_chunks)
-
-        return differ
 
     def _merge(self, pipe: Any, commit: Commit, found: Mapping[str, FoundEntry], books: Mapping[str, int]) -> None:
         """Acknowledge merged entries, delete entries that are no longer needed, and update the books."""
@@ -247,13 +232,15 @@ class RedisMerger:
             for key, ids in by_stream(entries, self._keys.updates).items():
                 pipe.xclaim(key, GROUP, GROUP, 0, ids, force=True, justid=True)
 
-    def trim(self, epoch: int, entries: Sequence[str], actions_until: str = START) -> None:
+    def trim(
+        self, epoch: int, entries: Sequence[str], actions_until: str = START, after_round: int | None = None
+    ) -> None:
         found = self._updates.look(entries)
         gone = [entry for entry in found if found[entry].kept]
         minids = self._actions.minids(actions_until)
         failpoint("trim.before")
         try:
-            with self.lease.fenced(epoch) as pipe:
+            with self.lease.fenced(epoch, after_round) as pipe:
                 self._delete(pipe, gone, found)
                 for key, minid in minids.items():
                     pipe.xtrim(key, minid=minid, approximate=False)

@@ -163,12 +163,11 @@ class RedisRepair:
 
     def write_back(self, epoch: int, repair: Repair) -> None:
         with self._connection.translated():
-            points = [
-                self._compactions.pointed(epoch, self._compactions.place(epoch, compaction))
-                for compaction in repair.compactions
-            ]
+            placed = [self._compactions.place(epoch, compaction) for compaction in repair.compactions]
+            points = [self._compactions.pointed(epoch, each) for each in placed]
             stale = self._stale_cursors(repair.cursors)
-        with self._lease.fenced(epoch) as pipe:
+        needed = [chunk for each in placed for chunk in self._compactions.chunks_of(each)]
+        with self._lease.fenced(epoch, needed=needed) as pipe:
             for point in points:
                 point(pipe)
             for head in (*(compaction.snapshot for compaction in repair.compactions), *repair.heads):

@@ -66,6 +66,7 @@ from archipelago.merger.checkpointer import at_once
 from archipelago.merger.rebuild import rebuild
 from archipelago.merger.record import read
 from archipelago.merger.replay import replay_round
+from archipelago.merger.restore import round_of
 from archipelago.merger.round_merge import RoundMerge, new_state
 from archipelago.merger.service import Merger
 from archipelago.merger.state import FragmentState, RunState
@@ -563,7 +564,7 @@ class Run(RuleBasedStateMachine):
 
         It does not between a loss of the merger's state and the commits that write this state again.
         """
-        outers = [self.raw.hgetall(self.keys.outer(p)) for p in range(2) if self.version(p)]
+        outers = [self.raw.hgetall(self.keys.outer(p)) for p in range(2) if self.compacted(p)]
         damaged = any(not fields or NONSENSE in fields.values() for fields in outers)
         return not damaged and (not self.closed or bool(self.raw.exists(self.keys.state)))
 
@@ -867,19 +868,29 @@ class Run(RuleBasedStateMachine):
         """Check that the snapshots, the outer state, the merger's state and the cursors follow from the tape."""
         state, fragments = self.model.history[-1]
         for p, fragment in enumerate(fragments):
-            expected, published, _ = bits(fragment)
+            _, published, _ = bits(fragment)
             found = newest(self.direct.reader, self.manifest, p)
             assert found.snapshot.version == self.version(p)
             assert digest_of(found.params_N) == published
             fields = self.raw.hgetall(self.keys.outer(p))
             if fields and NONSENSE not in fields.values():
-                assert self.direct.merger.outer(p) == expected
+                compacted, _, _ = bits(self.model.history[round_of(int(fields[b"version"]), p, 2)][1][p])
+                assert self.direct.merger.outer(p) == compacted
         if text := self.direct.reader.merger_state():
             assert determined(RunState.from_json(text)) == determined(state)
         assert self.direct.reader.cursors() == state.cursors
 
     def version(self, p: int) -> int:
         return sum(entry.fragment == p for entry in self.model.tape)
+
+    def compacted(self, p: int) -> int:
+        """Return the version of a fragment's newest full state in Redis."""
+        return int(self.raw.hget(self.keys.fragment(p), "version") or 0)
+
+    def uncovered(self) -> list[str]:
+        """Return the merged entries that no compaction covers."""
+        rounds = [entry for entry in self.model.tape if entry.version > self.compacted(entry.fragment)]
+        return [member.entry for entry in rounds for member in entry.members]
 
     def check_books(self) -> None:
         """Check that published = merged + refused + pending.
@@ -904,8 +915,8 @@ class Run(RuleBasedStateMachine):
             assert fates == model.copies
             there = {f"{n}/{id_.decode()}" for n in NAMES for id_, _ in self.raw.xrange(self.keys.updates(n))}
             members = [(entry.round, m.entry) for entry in model.tape for m in entry.members]
-            lost = [entry for number, entry in members if number > model.covered and entry not in there]
-            assert not lost, f"trimmed before a checkpoint covers them: {lost}"
+            needed = {entry for number, entry in members if number > model.covered} | set(self.uncovered())
+            assert needed <= there, f"trimmed before a checkpoint and a compaction cover them: {needed - there}"
             assert books.kept == sum(entry in there for _, entry in members)
         else:
             assert not (model.copies - fates), "a contribution is gone"
@@ -944,7 +955,7 @@ class Run(RuleBasedStateMachine):
             assert outer_state == (expected if snapshot.version else b"")
 
     def check_finished(self) -> None:
-        """Check that the newest checkpoint covers everything, and that the stream has no merged entries left."""
+        """Check that the newest checkpoint covers everything, and that only what no compaction covers is left."""
         if not self.closed:
             return
         assert self.images, "a merger left without a checkpoint"
@@ -955,7 +966,7 @@ class Run(RuleBasedStateMachine):
         if not self.model.regrouped:
             assert self.rebuildable()
             assert RunState.from_json(image.state).closed == self.closed
-            assert self.model.rewound or self.direct.reader.books().kept == 0
+            assert self.model.rewound or self.direct.reader.books().kept == len(self.uncovered())
             self.check_record()
 
     def check_record(self) -> None:
