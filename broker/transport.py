@@ -590,6 +590,10 @@ class MergerClient(Protocol):
         """Return the acknowledged entries that are still in the streams, without their payloads."""
         ...
 
+    def acknowledge(self, epoch: int, entries: Sequence[str]) -> None:
+        """Keep merged entries that were delivered again, because the consumer group was lost, as merged ones."""
+        ...
+
     def redeliver(self, epoch: int, entries: Sequence[str]) -> None:
         """Take back the acknowledgement of entries, so that `unacknowledged` returns them."""
         ...

@@ -71,7 +71,7 @@ class Retention:
         self._asked = ""
         self.kept.clear()
         in_stream = self.transport.reader.books().kept
-        if not in_stream:
+        if not (in_stream or uncovered):
             return
         tape = self.transport.reader.tape(WHOLE_TAPE) if self.checkpointer is not None else []
         rounds = {entry.round: entry for entry in tape if state.covered < entry.round <= state.closed}
@@ -87,6 +87,10 @@ class Retention:
             if again:
                 log.warning("%s contributions were never merged", len(again), extra={"code": "repair.redelivered"})
                 self.transport.merger.redeliver(epoch, again)
+
+    def holds(self, entry: str) -> bool:
+        """Return whether that entry was merged and is kept."""
+        return any(entry in merged.entries for merged in self.kept)
 
     def keep(self, merged: MergedEntries, state: RunState) -> list[str]:
         """Keep the entries of a merged round, and return the entries to trim with its commit."""

@@ -343,7 +343,7 @@ class Merger:
             self._receive(self._orphans())
 
     def _receive(self, deliveries: Iterable[Delivery]) -> None:
-        for contribution in self.inbox.receive(deliveries, self.state, self.fragments, self.epoch):
+        for contribution in self.inbox.receive(self._unmerged(deliveries), self.state, self.fragments, self.epoch):
             island, now = contribution.island, self.clock()
             self.accounts.accept(contribution, self.state.closed, now, self.wall())
             self.rounds.answer(contribution, now)
@@ -351,6 +351,21 @@ class Merger:
             # Sending counts as a heartbeat. Else a round could close with a first contribution alone between two polls.
             if (island in self.live) == contribution.farewell:
                 self.live = self.live ^ {island}
+
+    def _unmerged(self, deliveries: Iterable[Delivery]) -> Iterator[Delivery]:
+        """Yield the deliveries except merged entries that are kept, which a lost consumer group delivers again.
+
+        A merger that starts needs them, so they must not be refused as repeats, which deletes them.
+        """
+        again: list[str] = []
+        for delivery in deliveries:
+            c = delivery.contribution
+            if c is not None and self.state.has_seen(c.identity) and self.retention.holds(delivery.entry):
+                again.append(delivery.entry)
+            else:
+                yield delivery
+        if again:
+            self.transport.merger.acknowledge(self.epoch, again)
 
     def _believed(self, contribution: Contribution) -> tuple[Contribution, list[str]]:
         """Return the contribution with the claims that the merger believes, and the names of the lowered ones."""

@@ -118,6 +118,10 @@ class MemoryMerger:
         with self._broker.opened(self._run) as run:
             return [run.delivery(number) for number in sorted(run.kept)]
 
+    def acknowledge(self, epoch: int, entries: Sequence[str]) -> None:
+        with self._fenced(epoch) as run:
+            run.kept |= {number for entry in entries if (number := run.found(entry)) is not None}
+
     def redeliver(self, epoch: int, entries: Sequence[str]) -> None:
         with self._fenced(epoch) as run:
             run.kept -= {number for entry in entries if (number := run.found(entry)) is not None}

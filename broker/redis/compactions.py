@@ -146,6 +146,8 @@ class Compactions:
             pipe.delete(key)  # whatever lies there
             pipe.hset(key, mapping={**signed, **where})
             self._chunks.settle(pipe, where)
+            for chunk in self._chunks.placed(where) if commit.compaction else ():  # `point` knows only earlier ones
+                pipe.expire(chunk, DIFFERENCE_SECONDS)
             pipe.unlink(old, *old_chunks)
 
         return differ

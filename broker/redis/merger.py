@@ -201,8 +201,6 @@ class RedisMerger:
         for key, ids in by_stream(commit.entries, self._keys.updates).items():
             pipe.xack(key, GROUP, *ids)
         gone = dict.fromkeys(entry for entry in commit.trim if found[entry].kept or entry in fresh)
-        # A consumer group that was created again would deliver these merged entries once more, so they are deleted.
-        gone |= dict.fromkeys(entry for entry in fresh if not found[entry].given)
         self._delete(pipe, gone, found)
         size = sum(self._chunks.size_of(found[entry].raw or {}) for entry in fresh if found[entry].waiting)
         counts = {"merged": len(commit.entries), "merged_tokens": commit.tokens, "bytes_up": size}
@@ -226,6 +224,11 @@ class RedisMerger:
 
     def settled(self) -> list[Delivery]:
         return list(self._updates.settled())
+
+    def acknowledge(self, epoch: int, entries: Sequence[str]) -> None:
+        with self.lease.fenced(epoch) as pipe:
+            for key, ids in by_stream(entries, self._keys.updates).items():
+                pipe.xack(key, GROUP, *ids)
 
     def redeliver(self, epoch: int, entries: Sequence[str]) -> None:
         with self.lease.fenced(epoch) as pipe:

@@ -36,12 +36,10 @@ class FoundEntry:
         raw: The fields; None if the entry is deleted.
         waiting: The entry is neither merged nor refused. An entry that someone deleted by hand before it was merged
             waits, too.
-        given: The consumer group has delivered the entry to a merger. False if the group was created again since.
     """
 
     raw: Raw | None
     waiting: bool
-    given: bool
 
     @property
     def kept(self) -> bool:
@@ -50,7 +48,7 @@ class FoundEntry:
 
 
 #: The state of an entry whose name cannot be read.
-NO_ENTRY = FoundEntry(None, waiting=False, given=True)
+NO_ENTRY = FoundEntry(None, waiting=False)
 
 
 @dataclass(frozen=True)
@@ -217,7 +215,7 @@ class UpdatesStreams:
         ):
             given = entry_id(id_) <= last_delivered(groups.get(name))
             waiting = bool(unacknowledged) or (bool(found) and not given)
-            out[entry] = FoundEntry(found[0][1] if found else None, waiting, given)
+            out[entry] = FoundEntry(found[0][1] if found else None, waiting)
         return out
 
     def read(self, entry: str) -> Delivery:

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from tests.simulation.simulated_run import Simulation
 
 REPEATED = frozenset(["publish", "heartbeat", "record_actions", "hand_over"])
-FENCED = frozenset(["renew", "announce", "refuse", "commit", "compact", "trim", "release", "write_back", "redeliver"])
+FENCED = frozenset(
+    ["renew", "announce", "refuse", "commit", "compact", "trim", "release", "write_back", "redeliver", "acknowledge"]
+)
 #: `updates` is among them: an entry that it delivers to a process that no longer waits goes to no other process.
 WRITES = (
     REPEATED | FENCED | {"lease_shard", "request_state", "promise_answer", "withdraw_request", "acquire", "updates"}

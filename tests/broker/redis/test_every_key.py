@@ -51,11 +51,15 @@ KEYS: Final = {
     "control": ("merger operator", "with the run"),
     "snapshots": ("merger", "with the run; old entries by newer ones"),
     "tape": ("merger", "with the run; old entries by newer ones"),
+    "head:[01]": ("merger", "with the run"),
+    "log:0:2": ("merger", "with the run; once a compaction covers it"),
     "fragment:[01]": ("merger", "with the run"),
     "outer:[01]": ("merger", "with the run"),
     "difference:0:1": ("merger", "expires"),
+    "difference:0:2": ("merger", "with the run; expires once a compaction covers it"),
     "m:[fo][01][.].*": ("merger", "with their pointer"),
-    "m:d0[.].*": ("merger", "expires"),
+    "m:d0[.]1[.].*": ("merger", "expires"),
+    "m:d0[.]2[.].*": ("merger", "with the run; expires once a compaction covers it"),
     "data": ("merger", "with the run"),
     "state": ("merger", "with the run"),
     "books": ("merger", "with the run"),
@@ -88,6 +92,7 @@ def play(transport: RedisTransport) -> None:
     assert len(merger.updates(0.0)) == 3
     commit = samples.commit([entry], LARGE[::-1], 2, outer=LARGE * 2, difference=LARGE)
     merger.commit(epoch, replace(commit, cursors={"0": (0, 5)}))
+    merger.commit(epoch, samples.commit([], b"", 4, difference=LARGE, log="{}"))
     assert island.lease_shard(["0"], "a/x") and island.lease_evaluation("a/x", EVALUATION_LEASE_MAX)
     island.register_corpus("text", "0" * 32)
     island.request_state("c/z")

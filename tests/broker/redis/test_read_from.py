@@ -49,10 +49,11 @@ class Pair:
         self.merger = connect(primary.url, self.run)
         manifest = samples.manifest(self.run, width=64)
         self.merger.create(manifest, samples.first_snapshots(manifest))
-        self.epoch = self.merger.merger.acquire("merger", 600.0) or 0
         self.raw: Any = redis.Redis.from_url(primary.url)
         self.raw_second: Any = redis.Redis.from_url(second.url)
         self.follow()
+        # The first replica begins a new history of the server, so the lease is taken afterwards.
+        self.epoch = self.merger.merger.acquire("merger", 600.0) or 0
         self.island = connect(primary.url, self.run)
         self.island.read_from(second.url)
 
