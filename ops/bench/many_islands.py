@@ -1,9 +1,10 @@
-"""`archipelago bench islands`: what a contribution costs the merger and Redis in runs of more and more islands.
+"""`archipelago bench islands`: what a contribution and a round cost the merger and Redis in runs of more islands.
 
 The merger and Redis are processes of their own, as in a real run. One more process plays the islands: each claims its
 name, leases a shard, sends heartbeats and contributes to every round through the real transport, with a payload that
 was encoded before. The merger admits, compares, merges and commits all of them. Only processor time is compared,
-because the islands share this machine's cores with what is measured.
+because the islands share this machine's cores with what is measured. What is written to Redis is counted by Redis, with
+all that the merger and the islands send: contributions, differences, compactions and heartbeats.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ SHARED = 0.7
 
 @dataclass(frozen=True)
 class ManyIslandsOptions(OutputOptions):
-    """Measure what a contribution costs with 4, 16, 64 and 256 islands in one run."""
+    """Measure what a contribution costs with 4, 16, 64 and 256 islands in one run, and what a round writes."""
 
     islands: tuple[int, ...] = (4, 16, 64, 256)
     """The numbers of islands to measure, each in a run of its own."""
@@ -81,12 +82,22 @@ def many_islands(
     Returns:
         Plain data with `rows`. `merger_ms` and `redis_ms` are milliseconds of processor time for each contribution.
         Those of Redis include heartbeats and leases. `to_16` is the merger's, over that of the run of 16 islands.
+        `sent_bytes` were sent to Redis, and `file_bytes` were appended to its file, for each parameter and round.
+        `memory_bytes` is the peak of its memory for each parameter.
     """
     rows = []
     for islands in numbers:
+        rounds = max(1, contributions // islands // PARTS)
         with _run(islands, parameters) as run:
-            parts = [run.measured(max(1, contributions // islands // PARTS)) for _ in range(PARTS)]
-        rows.append({"islands": islands, **{n: statistics.median(p[n] for p in parts) for n in parts[0]}})
+            before = run.stored()
+            parts = [run.measured(rounds) for _ in range(PARTS)]
+            sent, appended, memory = run.stored()
+        rows.append({
+            "islands": islands, **{n: statistics.median(p[n] for p in parts) for n in parts[0]},
+            "sent_bytes": (sent - before[0]) / (PARTS * rounds * parameters),
+            "file_bytes": (appended - before[1]) / (PARTS * rounds * parameters),
+            "memory_bytes": memory / parameters,
+        })  # fmt: skip
         report(f"{islands} islands: {rows[-1]['merger_ms']:.2f} ms of the merger for each contribution")
     usual = next((row["merger_ms"] for row in rows if row["islands"] == COMPARED), float("nan"))
     rows = [{**row, f"to_{COMPARED}": row["merger_ms"] / usual} for row in rows]
@@ -102,12 +113,19 @@ class _Run:
         players: The process that plays them. It receives a number of rounds, and answers once they have closed.
         merger: The process id of the merger.
         redis: The process id of Redis.
+        info: A client of that Redis.
     """
 
     islands: int
     players: Child
     merger: int
     redis: int
+    info: Any
+
+    def stored(self) -> tuple[int, int, int]:
+        """Return the bytes that were sent to Redis, those of its append-only file, and the peak of its memory."""
+        found = self.info.info("all")
+        return found["total_net_input_bytes"], found["aof_current_size"], found["used_memory_peak"]
 
     def play(self, rounds: int) -> None:
         """Let all islands contribute to that many rounds, and wait until these have closed."""
@@ -142,7 +160,8 @@ def _run(islands: int, parameters: int) -> Iterator[_Run]:
         players = held.enter_context(child(_play, server.url, islands))
         for process in (merger, players):
             process.receive(PATIENCE_SECONDS)
-        run = _Run(islands, players, merger.pid, server.pid)
+        run = _Run(islands, players, merger.pid, server.pid, made.connection.redis)
+        run.info.config_set("auto-aof-rewrite-percentage", 0)  # a rewritten file would be smaller
         run.play(WARM_UPS)
         yield run
 

@@ -17,9 +17,10 @@ import numpy as np
 from archipelago.broker.config import STEPS_MAX, DataConfig, InnerConfig, RunConfig, SyncConfig
 from archipelago.broker.manifest import Corpus, Manifest, Tensor, balanced
 from archipelago.broker.messages import Refusal
+from archipelago.broker.published import newest
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.transport import START, Transport
-from archipelago.broker.wire import digest_of, unpack
+from archipelago.broker.wire import digest_of
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.sharding import shard_order
 from archipelago.islands.inner import InnerState
@@ -143,11 +144,11 @@ def check(transport: RedisTransport, islands: IslandThreads) -> None:
     lost = islands.acknowledged - merged.keys() - ended
     assert not lost, f"acknowledged and lost: {sorted(lost)[:5]}"
     assert all(e.reason for e in refused)
-    newest = {entry.fragment: entry for entry in tape}
-    for p, entry in newest.items():
-        snapshot, payload = transport.reader.fragment(p)
-        assert (snapshot.version, snapshot.round) == (entry.version, entry.round)
-        assert digest_of(unpack(payload, manifest.sizes[p])) == entry.digest
+    last = {entry.fragment: entry for entry in tape}
+    for p, entry in last.items():
+        found = newest(transport.reader, manifest, p)
+        assert (found.snapshot.version, found.snapshot.round) == (entry.version, entry.round)
+        assert digest_of(found.params_N) == entry.digest
     for thread in islands.threads:
         for p in range(len(manifest.fragments)):
             mine = [m for e in tape if e.fragment == p for m in e.members if m.island == thread.island.name]

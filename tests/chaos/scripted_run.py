@@ -32,6 +32,7 @@ from archipelago.broker.wire import digest, pack
 from archipelago.merger import outer
 from archipelago.merger.restore import load
 from archipelago.merger.round_merge import RoundMerge
+from archipelago.merger.state import FragmentState
 from tests import samples
 from tests.conftest import Until
 
@@ -93,11 +94,20 @@ class Outcome:
     state: dict[str, Any]
 
 
+def _loaded(transport: RedisTransport, manifest: Manifest) -> list[FragmentState]:
+    """Return the fragments as a merger that starts has them, although another one may write a compaction meanwhile."""
+    while True:
+        before = [transport.reader.fragment(p)[0].version for p in range(2)]
+        found = load(transport, RoundMerge.of(manifest), None).fragments
+        if before == [transport.reader.fragment(p)[0].version for p in range(2)]:
+            return found
+
+
 def outcome(transport: RedisTransport) -> Outcome:
     """Return the result of a run. Assert that the merger remembers all merged contributions."""
     manifest = transport.reader.manifest()
     fragments = [newest(transport.reader, manifest, p) for p in range(2)]
-    loaded = load(transport, RoundMerge.of(manifest), None).fragments
+    loaded = _loaded(transport, manifest)
     tape = transport.reader.tape(1000)
     state = json.loads(transport.reader.merger_state())
     for entry in tape:

@@ -818,6 +818,19 @@ def test_a_compaction_of_an_older_epoch_is_refused(transport: Transport, connect
     assert transport.reader.fragment(0)[0].version == 0
 
 
+def test_merged_entries_that_are_acknowledged_again_stay(transport: Transport) -> None:
+    """A consumer group that was lost delivers them again, and a merger that starts needs them."""
+    epoch = transport.merger.acquire("m", 60)
+    assert epoch is not None
+    entry = transport.island.publish(samples.contribution(b"sent"), b"sent")
+    transport.merger.updates(0.0)
+    transport.merger.commit(epoch, replace(small(1, difference=b"one"), entries=[entry]))
+    transport.merger.acknowledge(epoch, [entry])
+    assert transport.reader.books().kept == 1
+    assert transport.merger.unacknowledged() == []
+    assert transport.merger.read([entry])[0].payload == b"sent"
+
+
 def test_downloaded_bytes_are_those_that_all_incarnations_report(transport: Transport, connections: Connect) -> None:
     transport.island.heartbeat(samples.heartbeat("a", bytes_down=5))
     transport.island.heartbeat(samples.heartbeat("b", bytes_down=100))

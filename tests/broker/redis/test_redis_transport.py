@@ -636,6 +636,69 @@ def test_a_new_group_receives_the_kept_entries_again(transport: RedisTransport, 
     )
 
 
+def test_entries_that_are_merged_without_a_group_stay(transport: RedisTransport, raw: Any, epoch: int) -> None:
+    """No compaction covers them. The new group delivers them once more, and they are acknowledged again."""
+    entry = transport.island.publish(samples.contribution(), b"payload")
+    transport.merger.updates(0.0)
+    raw.xgroup_destroy(Keys(transport.run).updates("a"), "merger")
+    transport.merger.commit(epoch, samples.commit([entry], b"", difference=b"one", log="{}"))
+    assert transport.merger.updates(0.0) == []
+    assert [delivery.entry for delivery in transport.merger.updates(0.0)] == [entry]
+    transport.merger.acknowledge(epoch, [entry])
+    assert (transport.reader.backlog(), transport.reader.books().kept) == (0, 1)
+
+
+def test_nothing_points_to_an_upload_whose_chunks_are_gone(transport: RedisTransport, raw: Any, epoch: int) -> None:
+    """A failover may have forgotten them after they were uploaded."""
+    large = bytes(1 << 20)
+    transport.merger.commit(epoch, samples.commit([], b"", difference=b"one", log="{}"))
+    full = samples.commit([], large).compaction
+    assert full is not None
+    placed = transport.merger.place(epoch, full)
+    raw.delete(*raw.keys(f"*{transport.run}*:m:f0.1.*"))
+    with failing(BrokerError, code="broker.other-round"):
+        transport.merger.compact(epoch, placed, after_round=1)
+    assert transport.reader.fragment(0)[0].version == 0
+    assert transport.merger.log(0, 1) == "{}"
+
+
+def test_what_another_instance_may_have_forgotten_is_not_built_on(
+    transport: RedisTransport, epoch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The round is the last one there, too, but contributions, chunks and compactions may be missing."""
+    full = samples.commit([]).compaction
+    assert full is not None
+    transport.merger.commit(epoch, samples.commit([], b"", difference=b"one", log="{}", after_round=0))
+    placed = transport.merger.place(epoch, full)
+    monkeypatch.setattr(transport.connection, "instance", lambda client=None: "another")
+    for write in (
+        lambda: transport.merger.commit(epoch, samples.commit([], round_number=3, after_round=1)),
+        lambda: transport.merger.compact(epoch, placed, after_round=1),
+        lambda: transport.merger.trim(epoch, [], after_round=1),
+    ):
+        with failing(BrokerError, code="broker.other-round"):
+            write()
+    transport.merger.renew(epoch, "m", 60.0)
+    assert transport.merger.acquire("m", 60.0) == epoch + 1
+    transport.merger.compact(epoch + 1, placed, after_round=1)
+
+
+def test_an_upload_that_a_full_server_refuses_leaves_no_chunks(
+    transport: RedisTransport, raw: Any, epoch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "SENT_AHEAD", 1)
+    used = raw.info("memory")["used_memory"]
+    full = samples.commit([], bytes(16 << 20)).compaction
+    assert full is not None
+    raw.config_set("maxmemory", used + (8 << 20))
+    try:
+        with pytest.raises(BrokerError):
+            transport.merger.place(epoch, full)
+        assert raw.keys(f"*{transport.run}*:m:f0.1.*") == []
+    finally:
+        raw.config_set("maxmemory", 0)
+
+
 def test_an_entry_can_be_refused_without_a_group(transport: RedisTransport, raw: Any, epoch: int) -> None:
     entry = transport.island.publish(samples.contribution(), b"payload")
     transport.merger.updates(0.0)

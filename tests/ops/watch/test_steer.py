@@ -174,7 +174,7 @@ def steered_run(config: RunConfig, corpus: OpenCorpus, *, takeover: bool) -> Vir
 
 def of_the_run(run: VirtualRun) -> list[Any]:
     tape = [replace(entry, epoch=0) for entry in run.transport.reader.tape(10_000)]
-    return [tape, [run.transport.reader.fragment(p) for p in range(len(run.manifest.fragments))]]
+    return [tape, run.transport.reader.heads()]
 
 
 @pytest.mark.full
