@@ -42,6 +42,8 @@ MERGER_PER_PARAMETER: Final = 41
 REDIS_PER_PARAMETER: Final = 12
 #: Contributions and differences since the last compaction, as a multiple of its bytes, at most (`merger.compaction`).
 REDIS_LOG: Final = 2
+#: Bytes per element of the full snapshot that a compaction has replaced, which readers may still be reading.
+REPLACED_PER_PARAMETER: Final = 4
 #: Bytes of activations per token of a batch and element of a norm. A layer has two norms of its width.
 ACTIVATION_BYTES: Final = 68
 
@@ -108,6 +110,8 @@ def redis_parts(manifest: Manifest) -> dict[str, int]:
         "differences": DIFFERENCES_KEPT * difference,
         "contributions": 4 * codec(wire.up).encoded_size(elements),
         "contributions since the last compaction": REDIS_LOG * REDIS_PER_PARAMETER * elements if difference else 0,
+        "replaced snapshots": REPLACED_PER_PARAMETER * elements,
+        "a compaction that is written": REDIS_PER_PARAMETER * max(manifest.sizes, default=0),
     }
 
 

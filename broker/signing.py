@@ -32,6 +32,7 @@ Kind = Literal[
     "manifest",
     "event",
     "fragment",
+    "head",
     "difference",
     "tape",
     "state",

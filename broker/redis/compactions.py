@@ -157,9 +157,7 @@ class Compactions:
         key, about = self._keys.head(snapshot.fragment), str(snapshot.fragment)
         stamp = self._connection.stamps.next(epoch)
         pipe.delete(key)
-        pipe.hset(
-            key, mapping=self._connection.signing.signed("fragment", to_fields(snapshot), about=about, stamp=stamp)
-        )
+        pipe.hset(key, mapping=self._connection.signing.signed("head", to_fields(snapshot), about=about, stamp=stamp))
 
     def write_log(self, pipe: Any, snapshot: Snapshot, log: str) -> None:
         """Write what merges the round of this version again."""

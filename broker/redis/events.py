@@ -24,7 +24,7 @@ class EventStream:
         self._connection = connection
         self._redis, self._key = connection.redis, connection.keys.snapshots
         self._order = EventOrder()
-        self._fragments = FragmentOrder()
+        self._fragments, self._heads = FragmentOrder(), FragmentOrder()
         self._scanned = (START, START)  # a position, and the last entry after it that cannot be read, if there are any
 
     def last(self) -> str:
@@ -63,6 +63,11 @@ class EventStream:
         if self._connection.signing.is_on and self._order.is_begun:
             self._fragments.accept(fragment, stamp_of(raw))
 
+    def accept_head(self, fragment: int, raw: Raw) -> None:
+        """Do the same for the header of a fragment's newest version."""
+        if self._connection.signing.is_on and self._order.is_begun:
+            self._heads.accept(fragment, stamp_of(raw))
+
     def refusals(self, count: int) -> list[tuple[float, Refusal]]:
         """See `ReaderClient.refusals`."""
         out: list[tuple[float, Refusal]] = []
@@ -86,6 +91,7 @@ class EventStream:
             return None
         if isinstance(event, Resume):
             self._fragments.forget()
+            self._heads.forget()
         return event
 
     def _read(self, entry: str, raw: Raw) -> Event | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.manifest import Manifest
@@ -129,9 +129,12 @@ class RedisReader:
             answers = pipe.execute(raise_on_error=False)
         newest, full = answers[: len(fragments)], answers[len(fragments) :]
         # Earlier versions of this program wrote no heads: each commit carried the full state, and that is the newest.
-        both = zip(newest, full, strict=True)
-        found = [whole if isinstance(head, list) and not any(head) else head for head, whole in both]
-        return [self._head(p, names, values) for p, values in enumerate(found)]
+        return [
+            self._head("fragment", p, names, whole)
+            if isinstance(head, list) and not any(head)
+            else self._head("head", p, names, head)
+            for p, (head, whole) in enumerate(zip(newest, full, strict=True))
+        ]
 
     def difference(self, fragment: int, version: int) -> bytes | None:
         with self._connection.translated():
@@ -146,12 +149,14 @@ class RedisReader:
                 return None  # it expired during the read, or is damaged; the island takes the full snapshot
             return payload
 
-    def _head(self, p: int, names: Sequence[str], values: Any) -> Snapshot | None:
+    def _head(self, kind: Literal["head", "fragment"], p: int, names: Sequence[str], values: Any) -> Snapshot | None:
         if isinstance(values, Exception):  # another type under that key
             return None
         found = {name.encode(): value for name, value in zip(names, values, strict=True) if value is not None}
         try:
-            self._connection.signing.verify("fragment", MERGER, found, about=str(p))
+            self._connection.signing.verify(kind, MERGER, found, about=str(p))
+            if kind == "head":
+                self.event_stream.accept_head(p, found)
             return from_fields(Snapshot, text_fields(found))
         except WireError as error:
             self._connection.warn_once(f"the header of fragment {p}", error)

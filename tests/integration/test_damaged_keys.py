@@ -61,7 +61,7 @@ CASES_OF_ALL = [
 ]
 #: Damages that delete merged contributions before a compaction covers them. A merger that starts then lacks the
 #: momentum of these rounds, because the log of contributions is the state.
-LOG_IS_LOST = {("updates", how, "restarted") for how in ("deleted", "emptied", "a list", "a text")}
+LOG_IS_LOST = {("updates", how, "restarted") for how in ("deleted", "emptied", "a list", "a text", "earlier")}
 _SERVERS = itertools.count()
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference.md"
 

@@ -11,22 +11,26 @@ from typing import Any
 import numpy as np
 import pytest
 
+from archipelago.broker import invitation
 from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import ConfigError, FencedError, WireError
 from archipelago.broker.invitation import Invitation, Member, key_text
 from archipelago.broker.messages import Call, Contribution, Resume, Snapshot, to_fields
+from archipelago.broker.published import newest
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.signing import MERGER, SignatureError, SigningOn, generate
 from archipelago.broker.stamps import EPOCHS_SKIPPED
 from archipelago.broker.transport import START, Transport
-from archipelago.broker.wire import digest, pack
+from archipelago.broker.wire import digest, digest_of, pack
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.tasks.ours import our_work
 from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.merger.checkpointer import Checkpointer, at_once
+from archipelago.merger.service import Merger
 from archipelago.ops.experiments.virtual_time import VirtualRun
 from archipelago.ops.launch.administration import Administrator
 from tests.failing import failing
+from tests.merger.merger_run import compact_now
 from tests.samples import contribution, first_snapshots, handover, heartbeat, image, manifest
 
 ISLANDS = ("island-0", "island-1", "island-2")
@@ -232,16 +236,28 @@ def test_a_snapshot_with_another_payload_and_an_older_snapshot_are_refused(start
     island = run.keys.connect("island-0")
     island.reader.last_event()
     raw: Any = run.keys.plain().connection.redis
-    key = run.transport.connection.keys.fragment(0)  # type: ignore[attr-defined]
-    old = raw.hgetall(key)
+    keys = run.transport.connection.keys  # type: ignore[attr-defined]
+    old, old_head = raw.hgetall(keys.fragment(0)), raw.hgetall(keys.head(0))
     run.advance_until(lambda: run.merger.state.closed >= 1)
-    new = raw.hgetall(key)
+    compact_now(run.merger, 0)
+    new, new_head = raw.hgetall(keys.fragment(0)), raw.hgetall(keys.head(0))
     island.reader.fragment(0)
-    raw.delete(key)
-    raw.hset(key, mapping=old)
+    assert island.reader.heads()[0] is not None
+
+    def put(key: str, fields: dict[bytes, bytes]) -> None:
+        raw.delete(key)
+        raw.hset(key, mapping=fields)
+
+    put(keys.fragment(0), old)
+    put(keys.head(0), old_head)
     with failing(SignatureError, "signature.replayed"):
         island.reader.fragment(0)
-    raw.hset(key, mapping={**new, b"chunks_name": old[b"chunks_name"]})
+    assert island.reader.heads()[0] is None, "the older header is refused"
+    put(keys.head(0), new)
+    assert island.reader.heads()[0] is None, "a full snapshot is no header"
+    put(keys.head(0), new_head)
+    assert island.reader.heads()[0] is not None
+    put(keys.fragment(0), {**new, b"chunks_name": old[b"chunks_name"]})
     with pytest.raises(WireError):
         run.keys.viewer().reader.fragment(0)
 
@@ -309,6 +325,26 @@ def test_the_first_invitation_signs_the_run_and_stops_the_merger_without_a_key(t
     assert viewer.reader.fragment(1) == first_snapshots(manifest(name))[1]
     assert not administrator.open()
     assert plain_url
+
+
+def test_the_rounds_of_a_run_that_is_signed_later_are_not_lost(
+    honest: list[Any], config: RunConfig, corpus: OpenCorpus, tmp_path: Path
+) -> None:
+    """Redis holds some of them as logs and differences, which no full snapshot covers."""
+    name = next(NAMES)
+    plain = VirtualRun(our_work(config, corpus), SPEEDS, connect=lambda: connect(f"fakeredis://{name}", name), run=name)
+    plain.advance_until(lambda: plain.merger.state.closed >= 6)
+    assert max(plain.transport.reader.fragment(p)[0].round for p in range(2)) < plain.merger.state.closed
+    administrator = Administrator(plain.transport, f"redis://{name}", tmp_path)  # type: ignore[arg-type]
+    assert administrator.open()
+    keyed = connect(f"fakeredis://{name}", name, invitation.read(administrator.file))
+    merger = Merger(keyed, plain.clock, "virtual", live_poll_seconds=0.0, wall=plain.clock)
+    assert merger.acquire()
+    merger.load()
+    assert merger.state.closed == plain.merger.state.closed
+    pairs = zip(merger.fragments, plain.merger.fragments, strict=True)
+    assert all(digest_of(np.asarray(a.params_N)) == digest_of(np.asarray(b.params_N)) for a, b in pairs)
+    assert newest(keyed.reader, plain.manifest, 0).snapshot.version == plain.merger.snapshots[0].version
 
 
 @pytest.fixture

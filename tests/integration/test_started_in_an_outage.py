@@ -119,6 +119,7 @@ AT_THE_START = (
     "presences",
     "claim_checkpoint",
     "claim_name",
+    "heads",
     "is_served",
     "last_event",
     "fragment",

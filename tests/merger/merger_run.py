@@ -22,6 +22,7 @@ from archipelago.broker.transport import START, Image
 from archipelago.broker.wire import pack
 from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.merger.checkpointer import Checkpointer, Covered, Spawn, at_once
+from archipelago.merger.committing import compaction_of
 from archipelago.merger.record import Recorder
 from archipelago.merger.service import Merger
 from archipelago.merger.state import RoundTiming, RunState
@@ -249,3 +250,12 @@ class Later:
                 future.set_exception(error)
             else:
                 future.set_result(done.result())
+
+
+def compact_now(merger: Merger, p: int) -> None:
+    """Write the full state of fragment `p` at its newest version, unless it is written."""
+    full = compaction_of(merger.manifest, merger.snapshots[p], merger.fragments[p])
+    if full.snapshot.version > merger.transport.reader.fragment(p)[0].version:
+        of = merger.transport.merger
+        of.compact(merger.epoch, of.place(merger.epoch, full), merger.state.closed, [])
+        merger.compactor.covered(full.snapshot)

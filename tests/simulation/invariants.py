@@ -290,7 +290,7 @@ class Invariants:
             assert merger.state.has_seen((island, incarnation, int(sequence))), f"{identity} is unknown to the merger"
         assert merger.state.cursors == run.cursors
         for p, (version, data) in damaged.items():
-            if p in run.fragments and run.fragments[p][0].version == version:
+            if merger.snapshots[p].version == version:
                 now = outer.dump(merger.fragments[p].params_N, merger.fragments[p].outer)
                 assert now == data, f"fragment {p} was rebuilt to other bits"
         for p, entry in {entry.fragment: entry for entry in run.tape[-2:]}.items():

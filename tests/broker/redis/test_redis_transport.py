@@ -671,11 +671,12 @@ def test_what_another_instance_may_have_forgotten_is_not_built_on(
     transport.merger.commit(epoch, samples.commit([], b"", difference=b"one", log="{}", after_round=0))
     placed = transport.merger.place(epoch, full)
     monkeypatch.setattr(transport.connection, "instance", lambda client=None: "another")
-    for write in (
+    writes: list[Callable[[], object]] = [
         lambda: transport.merger.commit(epoch, samples.commit([], round_number=3, after_round=1)),
         lambda: transport.merger.compact(epoch, placed, after_round=1),
         lambda: transport.merger.trim(epoch, [], after_round=1),
-    ):
+    ]
+    for write in writes:
         with failing(BrokerError, code="broker.other-round"):
             write()
     transport.merger.renew(epoch, "m", 60.0)
