@@ -25,8 +25,8 @@ def test_the_estimate_is_near_the_peaks_that_were_measured() -> None:
     found = footprint(of(RunConfig()))
     for estimated, measured in ((found.island, 8.8e9), (found.merger, 5.5e9)):
         assert 0.8 < estimated / measured < 1.25
-    # Runs of one fragment took 64 and 72 bytes an element (docs/results/performance.md).
-    assert 64 * 0.8 < found.redis / of(RunConfig()).elements < 72 * 1.25
+    # Runs of one fragment took 64 to 78 bytes an element (docs/results/performance.md).
+    assert 64 * 0.8 < found.redis / of(RunConfig()).elements < 78 * 1.25
 
 
 def test_a_larger_batch_takes_more_memory_in_an_island_only() -> None:
