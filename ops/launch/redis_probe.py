@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import secrets
 import socket
 import ssl
 from dataclasses import dataclass
@@ -15,6 +16,10 @@ from pathlib import Path
 from typing import IO, Literal
 
 LOOPBACK = "127.0.0.1"
+
+#: Where `free_port` looks. Linux gives outgoing connections ports from 32768 on, macOS and Windows from 49152 on. A port
+#: of theirs may be taken by a connection before the server that it is meant for listens.
+OWN_PORTS = range(20_000, 32_000)
 
 #: `silent`: no answer. `foreign`: another program, which does not accept the password. `loading`: our server reads its
 #: data.
@@ -96,17 +101,16 @@ def is_free(port: int) -> bool:
 
 
 def free_port() -> int:
-    """Return a port that was free just now."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Return a port that was free just now. The system gives it to no outgoing connection."""
+    while True:
+        port = secrets.choice(OWN_PORTS)
+        if is_free(port):
+            return port
 
 
 def two_free_ports() -> int:
-    """Return a port. It and the next one were free just now."""
+    """Return a port like `free_port`. The next port was free, too."""
     while True:
         port = free_port()
-        with contextlib.suppress(OSError, OverflowError), socket.socket() as probe:
-            probe.bind((LOOPBACK, port + 1))
+        if is_free(port + 1):
             return port

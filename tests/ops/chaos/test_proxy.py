@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from archipelago.ops.chaos.proxy import PIECE_BYTES, Bucket, Proxy, bytes_per_second
+from archipelago.ops.launch.redis_probe import free_port
 from tests.conftest import Until
 
 #: Timeout of sockets that should receive something.
@@ -273,18 +274,11 @@ def test_the_server_learns_after_a_partition_that_its_client_has_left(echo: Echo
 
 def test_without_a_target_connections_are_reset() -> None:
     with (
-        Proxy("127.0.0.1", _free_port()) as proxy,
+        Proxy("127.0.0.1", free_port()) as proxy,
         pytest.raises(ConnectionResetError),
         closing(connected(proxy)) as one,
     ):
         one.recv(1)
-
-
-def _free_port() -> int:
-    """Return a port without a listener."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def test_stop_ends_all_connections(echo: Echo, until: Until) -> None:
