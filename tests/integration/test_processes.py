@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -23,6 +22,7 @@ from archipelago.broker.manifest import Manifest
 from archipelago.broker.redis.transport import connect
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.ops.launch.embedded_redis import Server, start_server
+from archipelago.ops.launch.redis_probe import free_port
 from archipelago.ops.watch.run_view import RunView, observe
 from tests.conftest import Until, gone
 
@@ -79,12 +79,20 @@ class Processes:
             if process.stdout:
                 process.stdout.close()
 
+    def show(self) -> None:
+        """Write the end of what each command said. pytest shows it beside a test that failed."""
+        for process in self.all:
+            words = " ".join(str(word) for word in cast("list[str]", process.args))
+            _, _, command = words.partition("archipelago.ops ")
+            sys.stdout.write(f"--- {command} (exit {process.returncode})\n{self.said(process)[-4000:]}\n")
+
 
 @pytest.fixture
 def processes(tmp_path: Path, corpus: OpenCorpus) -> Iterator[Processes]:
     started = Processes(tmp_path)
     yield started
     started.end()
+    started.show()
 
 
 def view(url: str, run: str) -> RunView:
@@ -338,12 +346,6 @@ def test_an_island_with_another_text_is_refused(processes: Processes, server: Se
     assert island.wait() == 2
     said = processes.said(island)
     assert "Traceback" not in said
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def scraped(port: int) -> dict[str, float]:

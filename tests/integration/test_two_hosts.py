@@ -36,7 +36,8 @@ def test_two_hosts_train_sync_hand_over_and_end_together(
     def rounds() -> int:
         return view(url, "hosts").rounds
 
-    until(lambda: rounds() >= 2, "rounds of two hosts")
+    until(lambda: rounds() >= 2 or any(host.poll() is not None for host in hosts), "rounds of two hosts")
+    assert [host.poll() for host in hosts] == [None, None]
     assert "4 cpu (data=4)" in processes.said(hosts[0])
 
     twice = processes.start(*start(1), **at, **FLAGS)
