@@ -17,8 +17,8 @@ from typing import IO, Literal
 
 LOOPBACK = "127.0.0.1"
 
-#: Where `free_port` looks. Linux gives outgoing connections ports from 32768 on, macOS and Windows from 49152 on. A port
-#: of theirs may be taken by a connection before the server that it is meant for listens.
+#: Where `free_port` looks. Linux gives outgoing connections ports from 32768 on, macOS and Windows from 49152 on.
+#: Such a port may be lost to a connection before the intended server listens.
 OWN_PORTS = range(20_000, 32_000)
 
 #: `silent`: no answer. `foreign`: another program, which does not accept the password. `loading`: our server reads its
