@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal, get_args
@@ -22,6 +22,7 @@ from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import ConfigError, MismatchError
 from archipelago.broker.frozen import FrozenTensor
 from archipelago.broker.redis.keys import checked_name
+from archipelago.broker.shards.layout import SHARDS_MAX, Layout, dealt
 
 TensorKind = Literal["embedding", "rest", "moment"]
 #: The packages whose versions a manifest records.
@@ -159,6 +160,9 @@ class Manifest:
             checkpoint keeps it. Runs that are never replaced, such as those in virtual time, have none.
         frozen: The tensors of the model that are not trained, by digest. They are in no fragment, and never sent.
         task: The name of the users' task that the islands train; empty for our models, and for users' scripts.
+        shards: S, the number of shards that the fragments are dealt out to.
+        whole: The manifest of the run, in that of one of its shards (`of_shard`); None in the run's own.
+        shard: The number of that shard.
     """
 
     run: str
@@ -170,6 +174,23 @@ class Manifest:
     uid: str = ""
     frozen: tuple[FrozenTensor, ...] = ()
     task: str = ""
+    shards: int = 1
+    whole: Manifest | None = None
+    shard: int = 0
+
+    @cached_property
+    def shard_layout(self) -> Layout:
+        """The fragments of each shard. They are dealt out by size."""
+        return Layout(dealt(self.sizes, self.shards))
+
+    def of_shard(self, shard: int) -> Manifest:
+        """Return the manifest of a shard: a run of its own fragments. That of a run with one shard is the run's."""
+        if self.shards == 1:
+            return self
+        fragments = tuple(self.fragments[p] for p in self.shard_layout.fragments[shard])
+        mine = {name for names in fragments for name in names}
+        tensors = tuple(tensor for tensor in self.tensors if tensor.name in mine)
+        return replace(self, tensors=tensors, fragments=fragments, shards=1, whole=self, shard=shard)
 
     @cached_property
     def layout(self) -> tuple[tuple[tuple[Tensor, int], ...], ...]:
@@ -251,7 +272,9 @@ class Manifest:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def to_fields(self) -> dict[str, str]:
-        """Return the manifest as text fields for a Redis hash."""
+        """Return the manifest of the run, also of one of its shards, as text fields for a Redis hash."""
+        if self.whole is not None:
+            return self.whole.to_fields()
         return {
             "run": self.run,
             "config": self.config.to_json(),
@@ -264,6 +287,7 @@ class Manifest:
             "uid": self.uid,
             "frozen": json.dumps([tensor.to_list() for tensor in self.frozen]),
             "task": self.task,
+            "shards": str(self.shards),
         }
 
     @classmethod
@@ -281,6 +305,7 @@ class Manifest:
                 uid=fields["uid"],
                 frozen=tuple(FrozenTensor.from_list(values) for values in json.loads(fields["frozen"])),
                 task=fields["task"],
+                shards=int(fields.get("shards", "1")),  # earlier versions had no shards
             )
             manifest._require_whole(fields)
         except (KeyError, ValueError, TypeError, OverflowError, RecursionError) as error:
@@ -304,6 +329,8 @@ class Manifest:
             raise ValueError("tensors: an impossible shape or kind")
         if {tensor.name for tensor in self.frozen} & {tensor.name for tensor in self.tensors}:
             raise ValueError("frozen: a tensor that is trained")
+        if not 1 <= self.shards <= min(SHARDS_MAX, len(self.fragments)):
+            raise ValueError("shards: more than fragments, or none")
         if not _UID.fullmatch(self.uid):
             raise ValueError("uid: not 32 hexadecimal digits")
         for key, computed in (("tree_digest", self.tree_digest), ("config_digest", self.config.digest())):

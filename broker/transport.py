@@ -248,6 +248,8 @@ class MergerStatus:
     lease_seconds: float = 0.0
     #: Time since the last round closed, or since the first contribution arrived if none has closed; 0 before that.
     still_seconds: float = 0.0
+    #: The shards that no merger serves, in a run with several.
+    unserved: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -637,7 +639,7 @@ class MergerTransport(ReaderTransport, Protocol):
 
 
 class Transport(IslandTransport, MergerTransport, Protocol):
-    """A connection to one run. The run need not exist yet."""
+    """A connection to one run, or to one shard of it (see `broker.shards`). The run need not exist yet."""
 
     def create(self, manifest: Manifest, snapshots: Sequence[tuple[Snapshot, bytes]]) -> None:
         """Create the run, with version 0 of every fragment, in one transaction. Raises RunExistsError."""

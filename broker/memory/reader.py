@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.memory.state import MemoryState
+from archipelago.broker.memory.state import MemoryState, key_of
 from archipelago.broker.messages import (
     Books,
     Evaluation,
@@ -21,6 +21,7 @@ from archipelago.broker.messages import (
     from_fields,
     to_fields,
 )
+from archipelago.broker.redis.keys import is_name
 from archipelago.broker.transport import (
     NOTES_KEPT,
     REFUSALS_AMONG,
@@ -34,19 +35,19 @@ from archipelago.broker.transport import (
 class MemoryReader:
     """See `broker.transport.ReaderClient`."""
 
-    def __init__(self, broker: MemoryState, run: str) -> None:
-        self._broker, self._run = broker, run
+    def __init__(self, broker: MemoryState, run: str, shard: int | None = None) -> None:
+        self._broker, self._run, self._shard = broker, key_of(run, shard), shard
 
     def instance(self) -> str:
         return self._broker.instance
 
     def runs(self) -> list[str]:
         with self._broker.changed:
-            return sorted(self._broker.runs)
+            return sorted(name for name in self._broker.runs if is_name(name))  # those of shards are no names
 
     def manifest(self) -> Manifest:
         with self._broker.opened(self._run) as run:
-            return run.manifest
+            return run.manifest.whole or run.manifest if self._shard is None else run.manifest
 
     def uid(self) -> str | None:
         with self._broker.changed:

@@ -184,7 +184,7 @@ class MemoryState:
     Attributes:
         clock: Returns seconds. Leases and ages are measured with it.
         instance: An id. A test that removes data from the broker changes it, as a restart would.
-        runs: The state of each run, by name.
+        runs: The state of each run, by name, and that of its further shards (`key_of`).
         changed: Notified after every change.
     """
 
@@ -209,3 +209,8 @@ class MemoryState:
 def entry_number(id_: str) -> int:
     """Return the number in the id of an entry or event."""
     return int(id_.split("-")[0])
+
+
+def key_of(run: str, shard: int | None) -> str:
+    """Return the name under which a broker keeps one shard of a run. The whole run is where its shard 0 is."""
+    return f"{run}:s{shard}" if shard else run

@@ -11,7 +11,7 @@ from archipelago.broker.manifest import Manifest
 from archipelago.broker.memory.islands import MemoryIsland
 from archipelago.broker.memory.merger import MemoryMerger
 from archipelago.broker.memory.reader import MemoryReader
-from archipelago.broker.memory.state import MemoryRun, MemoryState
+from archipelago.broker.memory.state import MemoryRun, MemoryState, key_of
 from archipelago.broker.messages import (
     Snapshot,
 )
@@ -31,19 +31,24 @@ class MemoryBroker(MemoryState):
 class MemoryTransport:
     """See `broker.transport.Transport`."""
 
-    def __init__(self, broker: MemoryState, run: str) -> None:
+    def __init__(self, broker: MemoryState, run: str, shard: int | None = None) -> None:
         self.run = run
         self._broker = broker
-        self.reader = MemoryReader(broker, run)
-        self.island = MemoryIsland(broker, run)
-        self.merger = MemoryMerger(broker, run)
+        self._key = key_of(run, shard)
+        self.reader = MemoryReader(broker, run, shard)
+        self.island = MemoryIsland(broker, self._key)
+        self.merger = MemoryMerger(broker, self._key)
+
+    def of_shard(self, shard: int) -> MemoryTransport:
+        """Return a connection to one shard of the run."""
+        return MemoryTransport(self._broker, self.run, shard)
 
     def create(self, manifest: Manifest, snapshots: Sequence[tuple[Snapshot, bytes]]) -> None:
         with self._broker.changed:
-            if self.run in self._broker.runs:
+            if self._key in self._broker.runs:
                 raise RunExistsError(f"a run {self.run!r} is here already", "Choose another name.")
-            self._broker.runs[self.run] = MemoryRun(
-                Manifest.from_fields(manifest.to_fields()),
+            self._broker.runs[self._key] = MemoryRun(
+                Manifest.from_fields(manifest.to_fields()).of_shard(manifest.shard),
                 {s.fragment: (s, payload) for s, payload in snapshots},
                 {s.fragment: s for s, _ in snapshots},
             )
@@ -51,7 +56,7 @@ class MemoryTransport:
     def restore(self, image: Image) -> None:
         with self._broker.changed:
             self.create(image.manifest, image.snapshots)
-            run = self._broker.runs[self.run]
+            run = self._broker.runs[self._key]
             run.outer = {p: data for p, data in enumerate(image.outers) if data}
             run.state, run.tape, run.restored = image.state, list(image.tape), (image.number, image.round)
             run.control = fields_in(image.state)
@@ -62,7 +67,7 @@ class MemoryTransport:
 
     def mend_manifest(self, manifest: Manifest) -> bool:
         with self._broker.changed:
-            return self.run in self._broker.runs
+            return self._key in self._broker.runs
 
     def close(self) -> None:
         pass

@@ -47,23 +47,32 @@ def block_ms(seconds: float) -> int | None:
 
 
 class RedisConnection:
-    """One run at the server that holds it. Threads may share it, because each call takes a connection from a pool.
+    """One shard of a run at the server that holds it.
+
+    Threads may share it, because each call takes a connection from a pool.
 
     Attributes:
         run: The name of the run.
+        shard: The shard of the run; None for the whole run, whose own keys are those of shard 0.
         where: The server's address without its password, as messages name it.
-        keys: The keys of the run.
+        keys: The keys of the shard.
         servers: All servers of the address.
         redis: The client of the server that holds all keys of the run. Its annotations mix sync and async answers, so
             it is untyped here.
     """
 
     def __init__(
-        self, at: Servers | RedisClient, run: str, where: str = "the Redis", *, is_invited: bool = False
+        self,
+        at: Servers | RedisClient,
+        run: str,
+        where: str = "the Redis",
+        *,
+        is_invited: bool = False,
+        shard: int | None = None,
     ) -> None:
-        self.run = run
+        self.run, self.shard = run, shard
         self.where = where
-        self.keys = Keys(run)
+        self.keys = Keys(run, shard or 0)
         self.servers = at if isinstance(at, Servers) else Servers(at)
         self.redis: Any = self.servers.client(self.keys.manifest)
         password = self.redis.connection_pool.connection_kwargs.get("password")

@@ -1,7 +1,9 @@
 """The names of a run's keys in Redis.
 
-All keys of a run share the hash tag `{RUN:s0}`, so that one node of a cluster has all of them. Only the names of all
-runs lie elsewhere (`archipelago:runs`).
+All keys of a shard K of a run share the hash tag `{RUN:sK}`, so that one node of a cluster has all of them. A run with
+one shard has the shard 0. Only the names of all runs lie elsewhere (`archipelago:runs`). Each shard has the keys below,
+for its own fragments and rounds. Those of shard 0 that belong to the run exist only there: `members`, `leases`,
+`taken`, `name`, `corpora`, `asks`, `handover`, `restored`, `evaluations` and `evaluator`.
 
 Every key has one kind of writer, so that the access rules of a role can name its keys. NAME is an island's name, which
 cannot contain a colon. All roles read all keys.
@@ -63,11 +65,11 @@ def checked_name(name: str, what: str) -> str:
 
 
 class Keys:
-    """The keys of one run."""
+    """The keys of one shard of a run."""
 
-    def __init__(self, run: str) -> None:
+    def __init__(self, run: str, shard: int = 0) -> None:
         self.run = checked_name(run, "the run name")
-        self.tag = f"{{{run}:s0}}"
+        self.tag = f"{{{run}:s{shard}}}"
         self.islands = f"{self.tag}:islands"
         self.manifest = f"{self.tag}:manifest"
         self.members = f"{self.tag}:members"

@@ -21,19 +21,21 @@ def sign_stored(connection: RedisConnection, chunks: ChunkStore, lease: Lease, k
     signed last, so that an interrupted call can be repeated.
 
     Args:
-        connection: An administrator's connection to the run.
+        connection: An administrator's connection to a shard of the run.
         chunks: The payloads of the run.
         lease: The lease on the run.
         key: The private key of the run's mergers.
     """
     redis, keys = connection.redis, connection.keys
-    signing = SigningOn(connection.run, MERGER, key, public_key(key), lambda _: None)
+    context = f"{connection.run}:s{connection.shard}" if connection.shard else connection.run
+    signing = SigningOn(context, MERGER, key, public_key(key), lambda _: None)
     with connection.translated():
         manifest = redis.hgetall(keys.manifest)
         if not manifest or SIGNATURE.encode() in manifest:
             return
         lease.fence()
-        for fragment, size in enumerate(Manifest.from_fields(text_fields(manifest)).sizes):
+        sizes = Manifest.from_fields(text_fields(manifest)).of_shard(connection.shard or 0).sizes
+        for fragment, size in enumerate(sizes):
             _sign_fragment(connection, chunks, signing, fragment, payload_bytes_max(size))
         if state := redis.get(keys.state):
             redis.set(keys.state, signed_state(signing, verified_state(SigningOff(), state)))

@@ -42,7 +42,7 @@ class StoredRun:
         return [name for name in names if name in found]
 
     def manifest(self) -> Manifest:
-        """Return the manifest.
+        """Return the manifest of the run, or of the shard.
 
         Raises:
             UnknownRunError: There is none.
@@ -66,7 +66,14 @@ class StoredRun:
                 "administrator signs a new run with `archipelago invite`.",
                 code="signature.manifest",
             ) from None
-        return Manifest.from_fields(text_fields(raw))
+        manifest, shard = Manifest.from_fields(text_fields(raw)), self._connection.shard
+        if shard is not None and shard >= manifest.shards:
+            raise ConfigError(
+                f"the run {self._connection.run!r} has {manifest.shards} shards, and none of number {shard}",
+                "It was created again with fewer shards. Start this process again.",
+                code="config.manifest",
+            )
+        return manifest if shard is None else manifest.of_shard(shard)
 
     def require(self) -> None:
         """Raise UnknownRunError unless the run exists. A run that has lost only its manifest exists."""

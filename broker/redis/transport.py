@@ -60,17 +60,33 @@ def connect(url: str, run: str, invitation: Invitation | None = None) -> RedisTr
 
 
 class RedisTransport:
-    """See `broker.transport.Transport`. Threads may share it, because each call takes a connection from a pool."""
+    """See `broker.transport.Transport`. Threads may share it, because each call takes a connection from a pool.
+
+    Args:
+        at: The servers.
+        run: The name of the run.
+        where: The servers' address without its password.
+        invitation: The join file, if one was used.
+        home: The connection to the whole run, if this is one to a shard. The members are those of the run.
+        shard: The number of the shard.
+    """
 
     def __init__(
-        self, at: Servers | RedisClient, run: str, where: str = "the Redis", invitation: Invitation | None = None
+        self,
+        at: Servers | RedisClient,
+        run: str,
+        where: str = "the Redis",
+        invitation: Invitation | None = None,
+        home: RedisTransport | None = None,
+        shard: int | None = None,
     ) -> None:
         self.run = run
         self.invitation = invitation
-        self.connection = RedisConnection(at, run, where, is_invited=invitation is not None)
-        self.membership = Membership(self.connection)
-        self.members = KnownMembers(run, self.membership.all)
-        self.connection.signing = signing_of(invitation, run, self.members.key_of)
+        self.connection = RedisConnection(at, run, where, is_invited=invitation is not None, shard=shard)
+        self.membership: Membership = Membership(self.connection) if home is None else home.membership
+        self.members: KnownMembers = KnownMembers(run, self.membership.all) if home is None else home.members
+        # What is signed in one shard proves nothing in another. A name cannot contain a colon.
+        self.connection.signing = signing_of(invitation, f"{run}:s{shard}" if shard else run, self.members.key_of)
         stored = StoredRun(self.connection)
         self.chunks = chunks = ChunkStore(self.connection, stored.payload_max)
         self.updates = UpdatesStreams(self.connection, chunks)
@@ -78,6 +94,14 @@ class RedisTransport:
         self.island = RedisIsland(self.connection, stored, chunks, self.updates, self.reader, self.members)
         self.merger = RedisMerger(self.connection, stored, chunks, self.updates, self.reader, self.members)
         self.creation = Creation(self.connection, stored, chunks, self.updates)
+
+    def of_shard(self, shard: int) -> RedisTransport:
+        """Return a connection to one shard of the run. It shares the clients of this one, which closes them."""
+        own = RedisTransport(
+            self.connection.servers, self.run, self.connection.where, self.invitation, home=self, shard=shard
+        )
+        own.chunks.replica = self.chunks.replica
+        return own
 
     def create(self, manifest: Manifest, snapshots: Sequence[tuple[Snapshot, bytes]]) -> None:
         self.creation.create(manifest, snapshots)

@@ -1,0 +1,247 @@
+"""A reader of a whole run, from the readers of its shards."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.messages import (
+    COUNT_MAX,
+    Books,
+    Evaluation,
+    Event,
+    Note,
+    Pending,
+    Presence,
+    Refusal,
+    Snapshot,
+    TapeEntry,
+)
+from archipelago.broker.shards.layout import Layout
+from archipelago.broker.transport import Memory, MergerStatus, ReaderClient, Standby
+
+
+class ShardedReader:
+    """See `broker.transport.ReaderClient`. Fragments and rounds are those of the run (`Layout`).
+
+    Values that belong to the run (islands, evaluations, requests) are read from shard 0. Requests and settings are
+    written to every shard, because each merger reads its own. Notes and the tape are put in the order of their times.
+
+    Args:
+        readers: The reader of each shard.
+        manifest: The manifest of the run.
+    """
+
+    def __init__(self, readers: Sequence[ReaderClient], manifest: Manifest) -> None:
+        self._readers, self._manifest = readers, manifest
+        self._home, self._layout = readers[0], manifest.shard_layout
+
+    # -- the run, from shard 0 ----------------------------------------------------------------------------------------
+
+    def runs(self) -> list[str]:
+        return self._home.runs()
+
+    def manifest(self) -> Manifest:
+        found = self._home.manifest()
+        return found.whole or found
+
+    def uid(self) -> str | None:
+        return self._home.uid()
+
+    def presences(self) -> list[Presence]:
+        return self._home.presences()
+
+    def evaluations(self) -> list[Evaluation]:
+        return self._home.evaluations()
+
+    def record_evaluation(self, evaluation: Evaluation) -> None:
+        self._home.record_evaluation(evaluation)
+
+    def control(self) -> dict[str, str]:
+        return self._home.control()
+
+    def note(self, note: Note) -> None:
+        self._home.note(note)
+
+    # -- all shards ---------------------------------------------------------------------------------------------------
+
+    def instance(self) -> str:
+        return " ".join(reader.instance() for reader in self._readers)
+
+    def last_event(self) -> str:
+        raise NotImplementedError("islands read the announcements of each shard")
+
+    def events(self, after: str, block_seconds: float, count: int = 256) -> list[tuple[str, Event]]:
+        raise NotImplementedError("islands read the announcements of each shard")
+
+    def fragment(self, fragment: int) -> tuple[Snapshot, bytes]:
+        shard, own = self._layout.place(fragment)
+        snapshot, payload = self._readers[shard].fragment(own)
+        return self._layout.in_run(shard, snapshot), payload
+
+    def heads(self) -> list[Snapshot | None]:
+        out: list[Snapshot | None] = [None] * self._layout.count
+        for shard, reader in enumerate(self._readers):
+            for own, head in enumerate(reader.heads()):
+                found = None if head is None else self._layout.in_run(shard, head)
+                out[self._layout.fragments[shard][own]] = found
+        return out
+
+    def difference(self, fragment: int, version: int) -> bytes | None:
+        shard, own = self._layout.place(fragment)
+        return self._readers[shard].difference(own, version)
+
+    def unreadable(self) -> dict[str, str]:
+        return {what: why for reader in self._readers for what, why in reader.unreadable().items()}
+
+    def books(self) -> Books:
+        found = [asdict(reader.books()) for reader in self._readers]
+        total = {name: min(COUNT_MAX, sum(books[name] for books in found)) for name in found[0]}
+        # Each shard counts what islands say they have downloaded, which is the same in all of them.
+        return Books(**total | {"bytes_down": found[0]["bytes_down"]})
+
+    def backlog(self) -> int:
+        return sum(reader.backlog() for reader in self._readers)
+
+    def pending(self) -> Pending:
+        found = [reader.pending() for reader in self._readers]
+        return Pending(sum(each.contributions for each in found), sum(each.tokens for each in found))
+
+    def cursors(self) -> dict[str, tuple[int, int]]:
+        return merged_everywhere([reader.cursors() for reader in self._readers])
+
+    def tape(self, count: int) -> list[TapeEntry]:
+        found = [
+            self._layout.in_run(shard, entry)
+            for shard, reader in enumerate(self._readers)
+            for entry in reader.tape(count)
+        ]
+        return sorted(found, key=lambda entry: (entry.unix_seconds, entry.round))[-count:] if count else []
+
+    def refusals(self, count: int) -> list[tuple[float, Refusal]]:
+        found = [
+            (at, self._layout.in_run(shard, refusal))
+            for shard, reader in enumerate(self._readers)
+            for at, refusal in reader.refusals(count)
+        ]
+        return sorted(found, key=lambda each: each[0])[-count:] if count else []
+
+    def steer(self, changes: Mapping[str, str]) -> None:
+        # Shard 0 last: what it has says that all have it, and an interrupted call can be repeated.
+        for reader in reversed(self._readers):
+            reader.steer(changes)
+
+    def notes(self, count: int) -> list[Note]:
+        found = [note for reader in self._readers for note in reader.notes(count)]
+        return sorted(found, key=lambda note: note.unix_seconds)[-count:] if count else []
+
+    def memory(self) -> Memory:
+        found = {reader.instance(): reader.memory() for reader in self._readers}  # shards may share a server
+        limits = [memory.limit for memory in found.values()]
+        return Memory(
+            sum(memory.used for memory in found.values()),
+            sum(limits) if all(limits) else 0,
+            sum(memory.machine for memory in found.values()),
+        )
+
+    def merger_state(self) -> str:
+        return combined_state([reader.merger_state() for reader in self._readers], self._layout)
+
+    def is_served(self) -> bool | None:
+        """Return whether a merger serves any shard. An island trains on as long as one does."""
+        found = [reader.is_served() for reader in self._readers]
+        return True if any(found) else None if None in found else False
+
+    def merger_status(self) -> MergerStatus | None:
+        return combined_status([reader.merger_status() for reader in self._readers])
+
+    def standbys(self) -> list[Standby]:
+        """Return the mergers that serve no shard and wait for one."""
+        statuses = [reader.merger_status() for reader in self._readers]
+        serving = {status.holder for status in statuses if status is not None}
+        waiting = {standby.name: standby for reader in self._readers for standby in reader.standbys()}
+        return [waiting[name] for name in sorted(waiting) if name not in serving]
+
+
+def merged_everywhere(cursors: Sequence[Mapping[str, tuple[int, int]]]) -> dict[str, tuple[int, int]]:
+    """Return, for each shard of the corpus, the position up to which all shards of the run have merged its text.
+
+    A shard of the corpus is in the pass that shard 0 of the run has begun, as the claims to it are (`Claim`). Where
+    another shard of the run has not come to that pass, the position is the beginning of the pass.
+
+    Args:
+        cursors: The cursors of each shard of the run.
+    """
+    home, *others = cursors
+    out = {}
+    for name, (pass_number, position) in home.items():
+        found = [of.get(name, (0, 0)) for of in others]
+        behind = min((at for number, at in found if number == pass_number), default=position)
+        is_level = all(number >= pass_number for number, _ in found)
+        out[name] = (pass_number, min(position, behind) if is_level else 0)
+    return out
+
+
+def combined_state(states: Sequence[str], layout: Layout) -> str:
+    """Return the state of shard 0's merger, with the counts of all shards in place of its own.
+
+    Args:
+        states: The state of each shard's merger, as JSON; empty before its first round.
+        layout: The fragments of each shard.
+    """
+    found = [_parsed(state) for state in states]
+    if not any(found):
+        return ""
+    covered = [layout.run_round(shard, _count(state.get("covered"))) for shard, state in enumerate(found)]
+    return json.dumps(
+        found[0]
+        | {
+            "island_tokens": _summed(state.get("island_tokens") for state in found),
+            "refused": _summed(state.get("refused") for state in found),
+            "lowered_tokens": sum(_count(state.get("lowered_tokens")) for state in found),
+            "covered": min(covered),
+        }
+    )
+
+
+def combined_status(statuses: Sequence[MergerStatus | None]) -> MergerStatus | None:
+    """Return who serves the run: all mergers with their shards, and nobody while a shard is not served."""
+    if None in statuses:
+        return None
+    found = [status for status in statuses if status is not None]
+    unserved = tuple(shard for shard, status in enumerate(found) if not status.holder)
+    shards: dict[str, list[int]] = {}
+    for shard, status in enumerate(found):
+        shards.setdefault(status.holder, []).append(shard)
+    words = [f"{holder} (shard {', '.join(map(str, mine))})" for holder, mine in shards.items()]
+    holder = next(iter(shards)) if len(shards) == 1 else ", ".join(words)
+    return MergerStatus(
+        "" if unserved else holder,
+        max(status.epoch for status in found),
+        min(status.lease_seconds for status in found),
+        max(status.still_seconds for status in found),
+        unserved,
+    )
+
+
+def _parsed(state: str) -> dict[str, Any]:
+    try:
+        found = json.loads(state or "{}")
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _count(value: Any) -> int:
+    return value if isinstance(value, int) and 0 <= value <= COUNT_MAX else 0
+
+
+def _summed(counts: Iterable[Any]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for each in counts:
+        total.update({str(name): _count(value) for name, value in each.items()} if isinstance(each, dict) else {})
+    return dict(total)

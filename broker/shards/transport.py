@@ -1,0 +1,86 @@
+"""A connection to all shards of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol, TypeVar, cast
+
+from archipelago.broker.errors import RunExistsError
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.messages import Snapshot
+from archipelago.broker.shards.reader import ShardedReader
+from archipelago.broker.transport import IslandClient, IslandTransport, ReaderClient, ReaderTransport, Transport
+
+
+class Shardable(Transport, Protocol):
+    """A connection to a run, from which connections to its shards can be made."""
+
+    def of_shard(self, shard: int) -> Transport:
+        """Return a connection to one shard of the run, which this one closes."""
+        ...
+
+
+def of_shard(transport: ReaderTransport, manifest: Manifest, shard: int) -> Transport:
+    """Return a connection to one shard of a run. That to a run with one shard is `transport` itself."""
+    home = cast(Shardable, transport)
+    return home.of_shard(shard) if manifest.shards > 1 else home
+
+
+class WholeRun:
+    """A connection to all shards of a run, for its islands and readers.
+
+    Attributes:
+        run: The name of the run.
+        shards: The connection to each shard. Their fragments and rounds are those of the shard.
+        reader: Reads the whole run.
+        island: The island's client of shard 0, which has what belongs to the run: names, leases, newcomers.
+    """
+
+    def __init__(self, home: ReaderTransport, manifest: Manifest) -> None:
+        self.run = home.run
+        self.shards: Sequence[Transport] = [of_shard(home, manifest, k) for k in range(manifest.shards)]
+        self.reader: ReaderClient = ShardedReader([shard.reader for shard in self.shards], manifest)
+        self.island: IslandClient = self.shards[0].island
+
+
+Kind = TypeVar("Kind", bound=ReaderTransport)
+
+
+def whole(transport: Kind, manifest: Manifest) -> Kind | WholeRun:
+    """Return a connection to all shards of a run. That to a run with one shard is `transport` itself."""
+    if manifest.shards == 1 or isinstance(transport, WholeRun):
+        return transport
+    return WholeRun(transport, manifest)
+
+
+def shards_of(transport: IslandTransport) -> Sequence[IslandTransport]:
+    """Return the connection to each shard. That of a run with one shard is `transport` itself."""
+    return transport.shards if isinstance(transport, WholeRun) else [transport]
+
+
+def create(transport: Transport, manifest: Manifest, snapshots: Sequence[tuple[Snapshot, bytes]]) -> None:
+    """Create the run, with version 0 of every fragment. Raises RunExistsError.
+
+    Each shard is created in a transaction of its own, shard 0 last: a run exists once it has its shard 0.
+
+    Args:
+        transport: The connection to the run.
+        manifest: The manifest of the run.
+        snapshots: Version 0 of every fragment, in order.
+    """
+    if manifest.shards == 1:
+        transport.create(manifest, snapshots)
+        return
+    if transport.reader.uid() is not None:
+        raise RunExistsError(f"a run {manifest.run!r} is here already", "Choose another name with --run.")
+    for shard, fragments in reversed(list(enumerate(manifest.shard_layout.fragments))):
+        own = [(replace(snapshots[p][0], fragment=place), snapshots[p][1]) for place, p in enumerate(fragments)]
+        try:
+            of_shard(transport, manifest, shard).create(manifest.of_shard(shard), own)
+        except RunExistsError as error:
+            raise RunExistsError(
+                f"shard {shard} of a run {manifest.run!r} is here already",
+                "Another process creates this run now, or one was interrupted: `archipelago rm "
+                f"{manifest.run}` deletes what it has left. Or choose another name with --run.",
+            ) from error
