@@ -163,7 +163,7 @@ def run_named(
 
 def _summary(island: Island, state: str) -> dict[str, object]:
     """Return what the island has done, for `--json`."""
-    outbox = island.link.outbox
+    link = island.link
     return {
         "island": island.name,
         "run": island.manifest.run,
@@ -172,10 +172,10 @@ def _summary(island: Island, state: str) -> dict[str, object]:
         "tokens": island.totals.tokens,
         "global_step": island.ledger.global_step,
         "moments": island.moments,
-        "sent": outbox.sent,
+        "sent": link.sent,
         "refused": island.ledger.refused,
-        "bytes_up": outbox.bytes_up,
-        "bytes_down": island.link.bytes_down,
+        "bytes_up": link.bytes_up,
+        "bytes_down": link.bytes_down,
     }
 
 
@@ -196,7 +196,7 @@ def _evaluator(
         prepared.manifest,
         link.who,
         evaluation,
-        link.inbox.snapshots.all_held,
+        link.all_held,
         options.evaluate_every,
         curves,
         place=prepared.place,

@@ -198,6 +198,7 @@ def _metadata_of(image: Image, items: Items) -> Fields:
     fields = {
         "number": image.number,
         "manifest": image.manifest.to_fields(),
+        "shard": image.manifest.shard,
         "snapshots": [to_fields(snapshot) for snapshot, _ in image.snapshots],
         "has_outer": [bool(state) for state in image.outers],
         "state": image.state,
@@ -214,7 +215,7 @@ def _metadata_of(image: Image, items: Items) -> Fields:
 def _image_of(items: Items, fields: Fields) -> Image:
     from archipelago.merger import outer
 
-    manifest = Manifest.from_fields(fields["manifest"])
+    manifest = Manifest.from_fields(fields["manifest"]).of_shard(fields.get("shard", 0))
     wire = manifest.config.wire
     snapshots, outers = [], []
     for p, (values, has_outer) in enumerate(zip(fields["snapshots"], fields["has_outer"], strict=True)):

@@ -3,16 +3,21 @@
 Every `H / P` inner steps (a stride) an island owes one contribution, to the earliest open round that it has not
 answered. A round that another island has called is answered at the next step boundary, and settles the stride. For
 each fragment, steps are counted from the last time that the fragment was sent or adopted.
+
+In a run with several shards, each shard has open rounds and a stride of its own: `H` divided by the number of its
+fragments. So an island syncs each fragment as often as without shards, and the strides of one shard that is away are
+not spent on the others.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from archipelago.broker.messages import Call, Event, Refusal, Snapshot
+from archipelago.broker.shards.layout import Layout
 
 #: While a merger serves, the schedule may be at least this many steps ahead of the last merge: a round trip takes time.
 AHEAD_STEPS_MIN = 64
@@ -41,28 +46,39 @@ class Ledger:
     Attributes:
         formerly: The island's incarnation before the whole run went back to a checkpoint. Refusals of its
             contributions count as refusals of this one's.
-        closed: The last closed round whose events the training loop has processed.
         global_step: The clock of the learning-rate schedule.
         merged_step: The run's step at the newest merge that the island knows of.
         refused: The number of refused contributions.
         last_refusal: The reason of the last refusal.
     """
 
-    def __init__(self, island: str, incarnation: str, fragments: int, interval: int, window: int) -> None:
+    def __init__(self, island: str, incarnation: str, layout: Layout, interval: int, window: int) -> None:
         self.island = island
         self.incarnation = incarnation
         self.interval = interval
-        self.window = min(window, fragments)
-        self.counts = [FragmentCount() for _ in range(fragments)]
+        self.window = min(window, layout.count)
+        self.counts = [FragmentCount() for _ in range(layout.count)]
         self.formerly = ""
-        self.closed = 0
+        self._layout = layout
+        self._closed = [0] * layout.shards
         self.global_step = 0
         self.merged_step = 0
         self.refused = 0
         self.last_refusal = ""
         self._called: set[int] = set()
         self._answered: set[int] = set()
-        self._owed = 0  # in units of 1/P inner step: a stride is owed at `interval`
+        # By shard, in units of one inner step over the shard's fragments: a stride is owed at `interval`. Shards begin
+        # apart, so that an island does not send to all of them at once.
+        self._owed = [interval * shard // layout.shards for shard in range(layout.shards)]
+
+    @property
+    def closed(self) -> int:
+        """The last closed round of any shard whose events the training loop has processed."""
+        return max(self._closed)
+
+    def has_passed(self, number: int) -> bool:
+        """Return whether the shard of a round has closed a later one, as far as the training loop knows."""
+        return self._closed[self._layout.shard_of(number) if number else 0] > number
 
     def is_held(self, *, is_served: bool, stretch: float = 1.0) -> bool:
         """Return whether the schedule waits for the merger, because the island is its window ahead of the last merge.
@@ -86,13 +102,16 @@ class Ledger:
             count.tokens += tokens
         self.global_step += 0 if is_held else steps
         # At most one stride stays owed after the window was closed, so that no burst is sent when it opens.
-        self._owed = min(self._owed, self.interval - 1) + steps * len(self.counts)
+        self._owed = [
+            min(owed, self.interval - 1) + steps * len(fragments)
+            for owed, fragments in zip(self._owed, self._layout.fragments, strict=True)
+        ]
 
     def heard(self, event: Event) -> None:
         """Process an announcement of the merger."""
         match event:
             case Call(round=number):
-                if number > self.closed:
+                if self._is_open(number):
                     self._called.add(number)
             case Snapshot(round=number, fragment=p, version=version, step=step):
                 self.counts[p].newest = max(self.counts[p].newest, version)
@@ -108,36 +127,44 @@ class Ledger:
             case _:
                 pass
 
-    def resumed(self, closed: int, unresolved: Collection[int]) -> None:
-        """Continue after round `closed`, where a merger has resumed.
+    def resumed(self, shard: int, closed: int, unresolved: Collection[int]) -> None:
+        """Continue after round `closed`, where the merger of a shard has resumed.
 
         If the island knew of later rounds, the broker has lost them.
 
         Args:
-            closed: The last closed round of the merger.
-            unresolved: The rounds of undecided contributions.
+            shard: The shard.
+            closed: The last closed round of its merger.
+            unresolved: The rounds of undecided contributions to it.
         """
-        if closed < self.closed:
-            self.closed = closed
-            self._called.clear()
-            for count in self.counts:
-                count.newest = 0
-        self._answered = {number for number in unresolved if number > self.closed}
+        if closed < self._closed[shard]:
+            self._closed[shard] = closed
+            self._called = self._of_others(shard, self._called)
+            for p in self._layout.fragments[shard]:
+                self.counts[p].newest = 0
+        answered = {number for number in unresolved if self._is_open(number)}
+        self._answered = self._of_others(shard, self._answered) | answered
 
-    def due(self) -> int | None:
-        """Return a round to contribute to at this step boundary, or None. Call it again after each sending."""
+    def due(self, blocked: Collection[int] = ()) -> int | None:
+        """Return a round to contribute to at this step boundary, or None. Call it again after each sending.
+
+        Args:
+            blocked: Shards to which nothing can be sent now.
+        """
         for number in sorted(self._called):
-            if self._may_answer(number):
+            if self._may_answer(number) and self._layout.shard_of(number) not in blocked:
                 return number
-        if self._owed >= self.interval:
-            for number in range(self.closed + 1, self.closed + 1 + self.window):
-                if self._may_answer(number):
-                    return number
+        for shard, owed in enumerate(self._owed):
+            if owed >= self.interval and shard not in blocked:
+                for number in self._window_of(shard):
+                    if self._may_answer(number):
+                        return number
         return None
 
     def sent(self, number: int) -> None:
         """Note that the progress on that round's fragment was sent. Progress is then measured from this point."""
-        self._owed = max(0, self._owed - self.interval)
+        shard = self._layout.shard_of(number)
+        self._owed[shard] = max(0, self._owed[shard] - self.interval)
         self._answered.add(number)
         self._zero(self._fragment(number))
 
@@ -156,26 +183,29 @@ class Ledger:
         """Return the state for a checkpoint, as JSON."""
         return {
             "counts": [asdict(count) for count in self.counts],
-            "closed": self.closed,
+            "closed": list(self._closed),
             "global_step": self.global_step,
             "merged_step": self.merged_step,
             "refused": self.refused,
             "answered": sorted(self._answered),
-            "owed": self._owed,
+            "owed": list(self._owed),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a `state()`."""
         self.counts = [FragmentCount(**count) for count in state["counts"]]
-        self.closed, self.global_step, self.refused = state["closed"], state["global_step"], state["refused"]
-        self.merged_step = state["merged_step"]
-        self._answered, self._owed = set(state["answered"]), state["owed"]
+        self._closed, self._owed = _by_shard(state["closed"]), _by_shard(state["owed"])
+        self.global_step, self.merged_step = state["global_step"], state["merged_step"]
+        self._answered, self.refused = set(state["answered"]), state["refused"]
         self._called.clear()
 
     def farewells(self) -> list[int]:
         """Return the next round of each fragment with unsent progress. A departing island contributes to these."""
-        fragments = len(self.counts)
-        rounds = range(self.closed + 1, self.closed + 1 + fragments)
+        rounds = (
+            number
+            for shard, fragments in enumerate(self._layout.fragments)
+            for number in self._layout.next_rounds(shard, self._closed[shard], len(fragments))
+        )
         return [number for number in rounds if self.counts[self._fragment(number)].steps]
 
     @property
@@ -191,14 +221,34 @@ class Ledger:
     def _fragment(self, number: int) -> int:
         return (number - 1) % len(self.counts)
 
+    def _window_of(self, shard: int) -> Iterator[int]:
+        """Return the open rounds of a shard."""
+        open_rounds = min(self.window, len(self._layout.fragments[shard]))
+        return self._layout.next_rounds(shard, self._closed[shard], open_rounds)
+
+    def _is_open(self, number: int) -> bool:
+        """Return whether a round is later than the last closed one of its shard."""
+        return number > self._closed[self._layout.shard_of(number)]
+
+    def _of_others(self, shard: int, rounds: Collection[int]) -> set[int]:
+        return {number for number in rounds if self._layout.shard_of(number) != shard}
+
     def _may_answer(self, number: int) -> bool:
-        unanswered = number > self.closed and number not in self._answered
+        unanswered = self._is_open(number) and number not in self._answered
         return unanswered and self.counts[self._fragment(number)].steps > 0
 
     def _zero(self, fragment: int) -> None:
         self.counts[fragment].steps = self.counts[fragment].tokens = 0
 
     def _close(self, number: int) -> None:
-        self.closed = max(self.closed, number)
-        self._called = {n for n in self._called if n > self.closed}
-        self._answered = {n for n in self._answered if n > self.closed}
+        if number == 0:  # version 0 belongs to no round
+            return
+        shard = self._layout.shard_of(number)
+        self._closed[shard] = max(self._closed[shard], number)
+        self._called = {n for n in self._called if self._is_open(n)}
+        self._answered = {n for n in self._answered if self._is_open(n)}
+
+
+def _by_shard(value: int | list[int]) -> list[int]:
+    """Return a stored value of each shard. Before there were shards, it was a number."""
+    return list(value) if isinstance(value, list) else [value]

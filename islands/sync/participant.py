@@ -74,7 +74,6 @@ class Participant(ABC):
     Attributes:
         moments: The origin of the inner optimiser's state, in words.
         stretch: The steps of a contribution as a share of the run's interval (a moving average).
-        sequence: The number of contributions that this incarnation has sent.
         tokens_per_step: The tokens of an inner step, for display.
     """
 
@@ -105,7 +104,7 @@ class Participant(ABC):
         self.name, self.manifest, self.config = name, manifest, config
         self.link, self.clock, self.host = link, clock, host
         self.incarnation = incarnation or uuid.uuid4().hex[:8]
-        self.ledger = Ledger(name, self.incarnation, len(manifest.fragments), config.sync.interval, config.sync.window)
+        self.ledger = Ledger(name, self.incarnation, manifest.shard_layout, config.sync.interval, config.sync.window)
         self.speed, self.losses, self.totals = Speed(), Losses(), Totals()
         self.action_log = ActionLog(name, self.incarnation, config.record)
         for arrival in arrivals:
@@ -113,7 +112,7 @@ class Participant(ABC):
         self.action_log.add(Join(tuple(arrival.snapshot.version for arrival in arrivals)))
         self.moments = "fresh"
         self.stretch = 0.0
-        self.sequence = 0
+        self._sequences = [0] * manifest.shards  # a shard's merger expects no gaps
         self.tokens_per_step = float(config.tokens_per_step)
         #: The length of the run for the learning rate's schedule. It follows the operator's at the next boundary.
         self.run_steps = config.inner.steps
@@ -202,23 +201,25 @@ class Participant(ABC):
             self.run_steps = self.link.run_steps
             self.action_log.add(Length(self.run_steps))
         self._process_news()
-        if self.link.backlog < self.config.sync.window:  # a longer backlog stretches the interval
-            while (number := self.ledger.due()) is not None:
-                self._send(number, farewell=False)
+        blocked = self.link.blocked_shards()  # a longer queue stretches the interval
+        while (number := self.ledger.due(blocked)) is not None:
+            self._send(number, farewell=False)
 
     def _process_news(self) -> None:
         news = self.link.take()
         arrivals = news.arrivals
-        for event in news.events:
+        for shard, event in news.events:
             match event:
                 case Resume():
-                    self.ledger.resumed(event.round, self.link.outbox.unresolved_rounds())
+                    self.ledger.resumed(shard, event.round, self.link.unresolved_rounds(shard))
+                case Marker() if shard > 0:
+                    pass  # the checkpoint of the run is that of its shard 0
                 case Marker():
                     before = [arrival for arrival in arrivals if arrival.snapshot.round <= event.round]
                     arrivals = [arrival for arrival in arrivals if arrival.snapshot.round > event.round]
                     self._adopt_all(before)
                     # An island that joined after that round is not in the checkpoint.
-                    if self.ledger.closed <= event.round:
+                    if not self.ledger.has_passed(event.round):
                         self.reached_marker(event.number)
                 case _:
                     self.ledger.heard(event)
@@ -266,12 +267,12 @@ class Participant(ABC):
     def _send(self, number: int, farewell: bool) -> None:
         p = self.manifest.fragment_of(number)
         count = self.ledger.counts[p]
-        name = self._codec(p)
+        shard, name = self.manifest.shard_layout.shard_of(number), self._codec(p)
         self.stretch = averaged(self.stretch, count.steps / self.config.sync.interval, SMOOTHING)
         header = ContributionHeader(
             island=self.name,
             incarnation=self.incarnation,
-            sequence=self.sequence,
+            sequence=self._sequences[shard],
             round=number,
             fragment=p,
             base=count.version,
@@ -287,8 +288,13 @@ class Participant(ABC):
         self.action_log.add(Send(number, "" if name == self.config.wire.up else name))
         parts = self.measured(p, name)
         self.link.send(Draft(header, parts, self.manifest.sizes[p], self.action_log.take(), self.draft_check))
-        self.sequence += 1
+        self._sequences[shard] += 1
         self.ledger.sent(number)
+
+    @property
+    def sequence(self) -> int:
+        """The number of contributions that this incarnation has sent."""
+        return sum(self._sequences)
 
     def _codec(self, p: int) -> str:
         """Return the run's codec, or the thin one if a payload of the run's would take longer than a stride to send."""

@@ -226,7 +226,7 @@ def _pass_all(pipe: Connection, url: str, size: int, fragments: int) -> None:
         passed.publish_seconds.append(publish)
         passed.merge_seconds.append(merge)
         passed.adopt_seconds.append(adopt)
-    passed.bytes_up, passed.bytes_down = end.link.outbox.bytes_up, end.link.bytes_down
+    passed.bytes_up, passed.bytes_down = end.link.bytes_up, end.link.bytes_down
     pipe.send(passed)
     pipe.poll(None)  # Stay alive, so that the parent can read the peak of memory.
 
@@ -275,7 +275,7 @@ class _IslandEnd:
         began = time.perf_counter()
         parts = self._replica.measure(0, params)
         self.link.send(self._draft(p, parts))
-        self.link.outbox.pump()
+        self.link.pump_send()
         published = time.perf_counter()
         self._hear(Snapshot)
         heard = time.perf_counter()
@@ -305,8 +305,8 @@ class _IslandEnd:
         """Listen until an event of this kind arrives. Fetch no payload yet."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < deadline:
-            self.link.inbox.listen(1.0)
-            for event in self.link.take().events:
+            self.link.channels[0].inbox.listen(1.0)
+            for _, event in self.link.take().events:
                 if isinstance(event, kind):
                     return
                 if isinstance(event, Refusal):

@@ -157,7 +157,7 @@ def sync_and_not(
         largest=max(island.manifest.sizes),
         on=[on for on, _ in turns],
         off=[off for _, off in turns],
-        held_bytes=sum(arrival.params_N.nbytes for arrival in island.link.inbox.snapshots.held.values()),
+        held_bytes=sum(arrival.params_N.nbytes for arrival in island.link.channels[0].inbox.snapshots.held.values()),
         reference_bytes=_own_reference_bytes(island) if on_host else 0,
     )
     island.link.stop()
@@ -169,7 +169,7 @@ def _own_reference_bytes(island: Island) -> int:
     if island.placement is not None:
         leaves = [leaf for tensors in island.replica.references for leaf in tensors.values()]
         return sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards)
-    held = {arrival.params_N.ctypes.data for arrival in island.link.inbox.snapshots.held.values()}
+    held = {arrival.params_N.ctypes.data for arrival in island.link.channels[0].inbox.snapshots.held.values()}
     own = [each for each in island.replica.references if each.unsafe_buffer_pointer() not in held]
     return sum(reference_N.nbytes for reference_N in own)
 
@@ -199,7 +199,7 @@ def join_run(url: str, mesh: str | None = None, team: Team | None = None) -> Isl
     steps = compile_steps(build(config.model), config.inner)
     batches = Batches(random_text(config), config, link.lease)
     if team is not None:
-        link.inbox.snapshots.relay = relay_to(team)
+        link.relay_to(relay_to(team))
     shape = parsed(mesh) if mesh is not None else MeshShape()
     placement = placement_of(shape, manifest, config.data.batch_size, jax.devices())
     return Island(
@@ -269,12 +269,12 @@ def _settle(link: Link) -> None:
 
 
 def _has_work(link: Link) -> bool:
-    return bool(link.outbox.unresolved_rounds() or link.inbox._wanted)
+    return bool(link.unresolved_rounds(0) or link.channels[0].inbox._wanted)
 
 
 def _is_busy(island: Island) -> bool:
     """Return whether any contribution of the island is not yet merged and adopted."""
-    return _has_work(island.link) or island.ledger.staleness > 0 or bool(island.link.inbox._arrivals)
+    return _has_work(island.link) or island.ledger.staleness > 0 or bool(island.link.channels[0].inbox._arrivals)
 
 
 def _plain_turn(island: Island, steps: int) -> Turn:

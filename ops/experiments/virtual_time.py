@@ -8,13 +8,21 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Event
-from archipelago.broker.transport import START, IslandClient, IslandTransport, ReaderClient, Transport
+from archipelago.broker.shards.transport import create, of_shard, whole
+from archipelago.broker.transport import (
+    START,
+    IslandClient,
+    IslandTransport,
+    ReaderClient,
+    ReaderTransport,
+    Transport,
+)
 from archipelago.islands.creation import first_snapshots
 from archipelago.islands.data.supply import Supply
 from archipelago.islands.rejoin import Rejoin
@@ -97,6 +105,7 @@ class VirtualRun:
         late_seconds: How long each event of the merger is on its way.
         attacks: The attack of each hostile island, by its name (`hostile.FORGERIES`).
         others: What some islands train instead, by name, such as on other data.
+        shards: The number of shards, each with a merger of its own.
     """
 
     def __init__(
@@ -110,16 +119,18 @@ class VirtualRun:
         late_seconds: float = 0.0,
         attacks: Mapping[str, str] | None = None,
         others: Mapping[str, Workload] | None = None,
+        shards: int = 1,
     ) -> None:
         self.clock = clock or VirtualClock()
         broker = MemoryBroker(self.clock)
         self._connect: Callable[[], Transport] = connect or (lambda: broker.connect(run))
         self._work, self._others, self._late_seconds = work, dict(others or {}), late_seconds
         self.attacks = dict(attacks or {})
-        self.transport = self.connect_as("admin")
-        self.manifest: Manifest = work.describe(run)
-        self.transport.create(self.manifest, first_snapshots(self.manifest, work.model.init()))
-        self.merger = self.new_merger()
+        home = self.connect_as("admin")
+        self.manifest: Manifest = replace(work.describe(run), shards=shards)
+        create(home, self.manifest, first_snapshots(self.manifest, work.model.init()))
+        self.transport: ReaderTransport = whole(home, self.manifest)
+        self.mergers: list[Merger] = [self._merger_of(shard) for shard in range(shards)]
         self.islands: dict[str, Island] = {}
         self._step_seconds: dict[str, float] = {}
         self._sending_seconds = {f"island-{i}": seconds for i, seconds in enumerate(sending_seconds) if seconds}
@@ -133,13 +144,27 @@ class VirtualRun:
         """Return a connection of an island of that name, of the `merger` or of the `admin`."""
         return self._connect()
 
-    def new_merger(self) -> Merger:
-        """Let another merger take the lease and load the run, which continues with it."""
-        merger = Merger(self.connect_as("merger"), self.clock, holder="virtual", live_poll_seconds=0.0, wall=self.clock)
+    @property
+    def merger(self) -> Merger:
+        """The merger of the run, or of its shard 0."""
+        return self.mergers[0]
+
+    def new_merger(self, shard: int = 0) -> Merger:
+        """Let another merger take the lease of a shard and load it. The run continues with it."""
+        self.mergers[shard] = self._merger_of(shard)
+        return self.mergers[shard]
+
+    def _merger_of(self, shard: int) -> Merger:
+        transport = of_shard(self.connect_as("merger"), self.manifest, shard)
+        merger = Merger(transport, self.clock, holder="virtual", live_poll_seconds=0.0, wall=self.clock)
         merger.acquire()
         merger.load()
-        self.merger = merger
         return merger
+
+    def turn(self) -> None:
+        """Let each merger read what has arrived, and close the rounds that are due."""
+        for merger in self.mergers:
+            merger.turn(0.0)
 
     def _act_once(self) -> None:
         """Let all islands pass a step boundary while a new island waits, in no virtual time."""
@@ -150,7 +175,7 @@ class VirtualRun:
 
     def add_island(self, name: str, step_seconds: float, moments: Literal["fresh", "peer"] = "fresh") -> Island:
         """Let another island join now."""
-        transport: IslandTransport = self.connect_as(name)
+        transport: IslandTransport = whole(self.connect_as(name), self.manifest)
         if self._late_seconds:
             delayed = DelayedReader(transport.reader, self.clock, self._late_seconds)
             transport = ChangedTransport(transport.run, transport.island, cast(ReaderClient, delayed))
@@ -191,7 +216,7 @@ class VirtualRun:
         if farewell:
             island.leave(flush_seconds=0.0)
             island.link.pump()
-            self.merger.turn(0.0)
+            self.turn()
 
     def advance_until(self, done: Callable[[], bool]) -> None:
         """Play events until `done()`, or until every island has finished and left."""
@@ -201,14 +226,15 @@ class VirtualRun:
     def finish(self) -> None:
         """Play events to the run's end, and merge the last contributions."""
         self.advance_until(lambda: False)
-        self.merger.turn(0.0)
+        self.turn()
 
     def play_one(self) -> None:
         """Play the next event: a grace window that ends, or an island at its step boundary."""
-        deadline = self.merger.rounds.deadline()
+        deadlines = [at for merger in self.mergers if (at := merger.rounds.deadline()) is not None]
+        deadline = min(deadlines, default=None)
         if self._agenda and deadline is not None and deadline <= self._agenda[0][0]:
             self.clock.now = max(self.clock.now, deadline)
-            self.merger.turn(0.0)
+            self.turn()
             return
         at, _, island, act = heapq.heappop(self._agenda)
         self.clock.now = max(self.clock.now, at)
@@ -223,7 +249,7 @@ class VirtualRun:
         self._exchange(island)
         island.boundary()
         self._exchange(island)
-        self.merger.turn(0.0)
+        self.turn()
         island.advance()
         self._schedule(island, self.clock.now + self._step_seconds[name] * island.scan_steps)
 
@@ -242,8 +268,10 @@ class VirtualRun:
 
     def _arrive(self, island: Island) -> None:
         self._on_its_way.discard(island)
-        island.link.outbox.send_oldest()
-        self.merger.turn(0.0)
+        for channel in island.link.channels:
+            if len(channel.outbox):
+                channel.outbox.send_oldest()
+        self.turn()
         self._exchange(island)
 
     def _schedule(self, island: Island, at: float) -> None:

@@ -120,7 +120,7 @@ class BoundedRun:
         self.run.advance_until(lambda: self.merger.rounds.closed >= 6)
 
     def merged_by(self, merger: Any) -> None:
-        self.run.merger = merger
+        self.run.mergers[0] = merger
 
     def train(self, count: int, each: Callable[[], None] = lambda: None) -> None:
         """Let the first island make `count` more steps, and assert that the others train as long."""

@@ -1029,11 +1029,11 @@ class Run(RuleBasedStateMachine):
             for name in ("i0", "i1", "i2"):
                 self.raw.pexpire(self.keys.island(name), DEAD_MS)
             if not self.direct.reader.backlog() and not any(
-                i.link.outbox.unresolved_rounds() for i in self.islands.values()
+                i.link.channels[0].outbox.unresolved_rounds() for i in self.islands.values()
             ):
                 return
             self.turn(1.0, None, "", fresh=False)
-        left = {name: i.link.outbox.unresolved_rounds() for name, i in self.islands.items()}
+        left = {name: i.link.channels[0].outbox.unresolved_rounds() for name, i in self.islands.items()}
         raise AssertionError(
             f"the merger never decides about {self.direct.reader.backlog()} contributions; unresolved: {left}"
         )

@@ -92,7 +92,7 @@ def test_islands_hold_the_bits_that_the_merger_published(
     assert run.transport.reader.books().bytes_down - taken < 0.5 * full * 2 * 3, "the islands took full snapshots"
     assert late.totals.steps
     for island in run.islands.values():
-        for p, arrival in island.link.inbox.snapshots.held.items():
+        for p, arrival in island.link.channels[0].inbox.snapshots.held.items():
             snapshot, params_N, _ = newest(run.transport.reader, run.manifest, p)
             if arrival.snapshot.version == snapshot.version:
                 assert arrival.params_N.tobytes() == params_N.tobytes()
@@ -140,7 +140,7 @@ def test_a_missing_or_damaged_difference_is_replaced_by_a_full_snapshot(config: 
 def all_arrive(run: VirtualRun) -> None:
     """Write the full states of all fragments, until the first island has taken newer versions than those of now."""
     wanted = [snapshot.version + 1 for snapshot in run.merger.snapshots]
-    held = run.islands["island-0"].link.inbox.snapshots.held
+    held = run.islands["island-0"].link.channels[0].inbox.snapshots.held
 
     def have_arrived() -> bool:
         for p in range(len(wanted)):
@@ -159,7 +159,7 @@ def test_a_hostile_difference_is_replaced_by_a_full_snapshot(
     run = VirtualRun(our_work(config, corpus), [1.0])
     run.advance_until(lambda: run.merger.rounds.closed >= 8)
     link = run.islands["island-0"].link
-    honest, wholes = link.transport.reader.difference, link.inbox.snapshots.fetch
+    honest, wholes = link.transport.reader.difference, link.channels[0].inbox.snapshots.fetch
     asked: list[int] = []
     whole: list[int] = []
 
@@ -179,11 +179,11 @@ def test_a_hostile_difference_is_replaced_by_a_full_snapshot(
         return wholes(p)
 
     link.transport.reader.difference = difference  # type: ignore[method-assign]
-    link.inbox.snapshots.fetch = fetched  # type: ignore[method-assign]
+    link.channels[0].inbox.snapshots.fetch = fetched  # type: ignore[method-assign]
     run.advance_until(lambda: len(asked) > 2)
     all_arrive(run)
     assert set(whole) >= set(asked)
-    for p, arrival in link.inbox.snapshots.held.items():
+    for p, arrival in link.channels[0].inbox.snapshots.held.items():
         snapshot, params_N, _ = newest(run.transport.reader, run.manifest, p)
         if arrival.snapshot.version == snapshot.version:
             assert arrival.params_N.tobytes() == params_N.tobytes()

@@ -43,7 +43,7 @@ def trained(steps: int, run: TinyRun | None = None) -> Island:
     island = run.island()
     run.play(island, steps)
     run.merger.transport.merger.updates = lambda *arguments: []  # type: ignore[method-assign]
-    while not island.link.outbox.unresolved_rounds():
+    while not island.link.channels[0].outbox.unresolved_rounds():
         run.play(island, 1)
     island.advance()  # progress that was not sent
     return island
@@ -55,7 +55,7 @@ def optimizer_bytes(of: Island) -> list[bytes]:
 
 def everything(of: Island) -> dict[str, Any]:
     """Return the whole state of an island, bit for bit, without its name and incarnation."""
-    sent, queued = of.link.outbox.in_flight()
+    sent, queued = of.link.channels[0].outbox.in_flight()
     return {
         "inner": leaf_bytes(of.inner),
         "references": leaf_bytes(of.replica.references),
@@ -181,8 +181,8 @@ def test_contributions_in_flight_are_sent_again_under_their_old_identity(
 
 def test_queued_contributions_are_kept_with_those_in_flight(tmp_path: Path) -> None:
     island = trained(3)
-    island.link.outbox.pump = lambda: None  # type: ignore[method-assign]
-    sent = {p.contribution.identity_text for p in island.link.outbox.in_flight()[0]}
+    island.link.channels[0].outbox.pump = lambda: None  # type: ignore[method-assign]
+    sent = {p.contribution.identity_text for p in island.link.channels[0].outbox.in_flight()[0]}
     for number in island.ledger.farewells():
         island._send(number, farewell=True)
     taken = cut(island, NUMBER)
@@ -190,7 +190,7 @@ def test_queued_contributions_are_kept_with_those_in_flight(tmp_path: Path) -> N
     store(tmp_path / "k").save(taken)
     after = TinyRun().island(incarnation="y")
     assert whole(tmp_path / "k", after)
-    resumed = {p.contribution.identity_text: p for p in after.link.outbox.in_flight()[0]}
+    resumed = {p.contribution.identity_text: p for p in after.link.channels[0].outbox.in_flight()[0]}
     queued = {draft.header.identity_text: draft for draft in taken.queued}
     assert resumed.keys() == sent | queued.keys()
     for identity, draft in queued.items():

@@ -64,7 +64,7 @@ def run(request: pytest.FixtureRequest) -> TinyRun:
 
 
 def of(run: TinyRun, island: Island) -> Evaluator:
-    arrivals = island.link.inbox.snapshots.all_held
+    arrivals = island.link.channels[0].inbox.snapshots.all_held
     return Evaluator(
         run.transport, run.manifest, island.link.who, compiled, arrivals, EVERY_SECONDS,
         clock=run.clock, wall=lambda: 1.7e9 + run.clock.now,

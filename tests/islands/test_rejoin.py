@@ -329,7 +329,7 @@ def test_a_restored_island_has_its_whole_state_and_its_shards(tmp_path: Path) ->
     run = TinyRun()
     store = IslandStore(tmp_path / "k", run.manifest)
     before = cut_at_marker(run, store)
-    held, sent = before.batches.held(), before.link.outbox.in_flight()[0]
+    held, sent = before.batches.held(), before.link.channels[0].outbox.in_flight()[0]
     again = gone_back(run)
     # The link leases before the island is restored, and prefers the shard that the island was reading.
     island, rejoin = returning(again, "a", store)

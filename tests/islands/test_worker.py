@@ -170,7 +170,7 @@ def test_merged_places_move_the_cursor_and_no_window_is_read_twice() -> None:
     assert {number for _, number, _, _ in passes} >= {"0", "1"}
     cursors = run.transport.reader.cursors()
     assert set(cursors) == {"0", "1", "2", "3"}
-    held = island.link.outbox.in_flight()[0]
+    held = island.link.channels[0].outbox.in_flight()[0]
     assert len(held) <= 2
 
 
@@ -205,7 +205,7 @@ def test_the_actions_of_a_run_are_recorded_once() -> None:
     assert sum(action.count for action in done if isinstance(action, Steps)) == island.totals.steps == 12
     begun = [action for action in done if isinstance(action, BeginPass)]
     assert begun == [BeginPass(f"{island.link.leases.shards[0]}:0:0:0")]
-    assert sum(isinstance(action, Send) for action in done) == island.sequence == island.link.outbox.sent
+    assert sum(isinstance(action, Send) for action in done) == island.sequence == island.link.channels[0].outbox.sent
     adopted = [(action.fragment, action.version) for action in done if isinstance(action, Adopt)]
     assert max(adopted) == (1, island.ledger.counts[1].version)
     assert len(done) == island.action_log.done
@@ -226,14 +226,14 @@ def test_an_island_sends_its_remaining_progress_at_the_end_of_the_run() -> None:
     while not island.finished:
         run.play(island, 1)
     assert island.totals.steps == 6
-    sent = island.link.outbox.sent
+    sent = island.link.channels[0].outbox.sent
     island.leave("done", flush_seconds=0.0)
     island.link.pump()
     run.merger.turn(0.0)
-    assert island.link.outbox.sent > sent
+    assert island.link.channels[0].outbox.sent > sent
     assert run.transport.reader.presences()[0].heartbeat.state == "done"
     books = run.transport.reader.books()
-    assert books.published == books.merged == island.link.outbox.sent
+    assert books.published == books.merged == island.link.channels[0].outbox.sent
     members = [member for entry in run.transport.reader.tape(100) for member in entry.members]
     assert sum(member.tokens for member in members) == 2 * 6 * short.tokens_per_step  # in both fragments
 

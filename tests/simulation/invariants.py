@@ -298,7 +298,7 @@ class Invariants:
 
     def check_heard(self, island: Island) -> None:
         """Check that an island knows of a round only after it has received all events before the round closed."""
-        known, heard = island.ledger.closed, island.link.inbox.heard_round
+        known, heard = island.ledger.closed, island.link.channels[0].inbox.heard_round
         assert known <= heard, f"{island.name} knows round {known}, and has received the events up to round {heard}"
 
     def check_whole(self, island: Island, whole: Any) -> None:
@@ -344,4 +344,9 @@ class Invariants:
 
     def unresolved(self) -> set[str]:
         """Return what islands have sent and not yet seen resolved."""
-        return {identity for process in self.simulation.islands for identity in process.island.link.outbox._unresolved}
+        return {
+            identity
+            for process in self.simulation.islands
+            for channel in process.island.link.channels
+            for identity in channel.outbox._unresolved
+        }

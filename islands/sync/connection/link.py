@@ -1,8 +1,9 @@
 """The link between an island's training loop and the broker.
 
 The training thread touches only queues in memory. Four pumps do the rest, each with its own thread and
-connection: sending, receiving, heartbeats, and optimiser state for newcomers. In virtual time no thread is started, and
-the owner calls `pump` instead.
+connection: sending, receiving, heartbeats, and optimiser state for newcomers. Each further shard of the run has a pump
+that sends and one that receives, so that a shard that is away holds up no other. In virtual time no thread is started,
+and the owner calls `pump` instead.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 from archipelago.broker.control import DRAIN, EXPEL, island_field, require_welcome, run_steps
@@ -22,15 +24,16 @@ from archipelago.broker.errors import BrokerError, UnreachableError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import NOTE_MAX, Event, Heartbeat, Note
 from archipelago.broker.names import NameClaim
+from archipelago.broker.shards.transport import shards_of
 from archipelago.broker.transport import IslandTransport
 from archipelago.islands.sync import recovery
-from archipelago.islands.sync.connection.inbox import Inbox
+from archipelago.islands.sync.connection.channel import Channel
 from archipelago.islands.sync.connection.leases import ShardLeases
-from archipelago.islands.sync.connection.outbox import Draft, Outbox, Published
+from archipelago.islands.sync.connection.outbox import Draft, Published
 from archipelago.islands.sync.connection.pumps import Pump, Pumps
 from archipelago.islands.sync.connection.same_run import require_same_run
 from archipelago.islands.sync.connection.serving import MergerWatch
-from archipelago.islands.sync.connection.snapshots import Arrival
+from archipelago.islands.sync.connection.snapshots import Arrival, Download
 from archipelago.islands.sync.connection.uplink import Uplink
 from archipelago.islands.sync.recovery import StateForPeer
 
@@ -51,13 +54,13 @@ class News:
     """Everything that the link has received since the last step boundary.
 
     Attributes:
-        events: The merger's announcements in order.
+        events: The announcements of the mergers, each with the shard that it is about. Those of a shard are in order.
         arrivals: The newest snapshot of each fragment.
         lost_shards: Shards whose lease the island no longer holds.
         asked_by: Newcomers to whom this island has promised its inner optimiser state.
     """
 
-    events: list[Event]
+    events: list[tuple[int, Event]]
     arrivals: list[Arrival]
     lost_shards: frozenset[str]
     asked_by: list[str]
@@ -109,8 +112,11 @@ class Link:
         self._claim: NameClaim | None = None
         self._serving = MergerWatch(transport.reader, manifest.run, clock)
         self._changed = threading.Condition()
-        self.outbox = Outbox(transport, manifest.config.wire, self.uplink, clock, self._changed)
-        self.inbox = Inbox(transport, manifest, self.outbox, self.uplink, clock)
+        self.channels = [
+            Channel(shard, manifest, k, self.uplink, clock, self._changed)
+            for k, shard in enumerate(shards_of(transport))
+        ]
+        self._layout = manifest.shard_layout
         self.leases = ShardLeases(transport, who, shards)
         self._notes: deque[Note] = deque()
         self._handovers: deque[StateForPeer] = deque()
@@ -120,22 +126,32 @@ class Link:
         self._beat_at = 0.0
         self._is_stalled = False
         self._sent_beat: Heartbeat | None = None
-        self._sending = Pump("send", self.pump_send)
+        self._sending = [Pump(_named("send", channel), partial(self._publish, channel)) for channel in self.channels]
+        receiving = [
+            Pump(_named("receive", channel), partial(self._receive, channel, 0.0),
+                 patient_work=partial(self._receive, channel, BLOCK_SECONDS))
+            for channel in self.channels
+        ]  # fmt: skip
         self._beating = Pump("heartbeat", self.pump_heartbeat, wait_seconds=HEARTBEAT_SECONDS)
         self._handing_over = Pump("handovers", self.pump_handovers)
-        receiving = Pump("receive", self.pump_receive, patient_work=lambda: self.pump_receive(BLOCK_SECONDS))
-        self.pumps = Pumps([self._sending, receiving, self._beating, self._handing_over], self._changed)
+        pumps = [pump for pair in zip(self._sending, receiving, strict=True) for pump in pair]
+        self.pumps = Pumps([*pumps, self._beating, self._handing_over], self._changed)
 
     # -- the training thread's side: nothing here waits for the broker ------------------------------------------------
 
     def send(self, draft: Draft) -> None:
         """Queue a contribution."""
-        self.outbox.queue(draft)
-        self._sending.wake.set()
+        shard = self._layout.place(draft.header.fragment)[0]
+        self.channels[shard].send(draft)
+        self._sending[shard].wake.set()
 
     def take(self) -> News:
         """Return what was received since the last call."""
-        events, arrivals = self.inbox.take()
+        events, arrivals = [], []
+        for channel in self.channels:
+            heard, arrived = channel.take()
+            events += [(channel.shard, event) for event in heard]
+            arrivals += arrived
         asked_by = [self._asked_by.popleft() for _ in range(len(self._asked_by))]
         return News(events, arrivals, self.leases.take_lost(), asked_by)
 
@@ -146,8 +162,9 @@ class Link:
 
     def resume(self, in_flight: Sequence[Published]) -> None:
         """Send the undecided contributions of an earlier incarnation again."""
-        self.outbox.resume(in_flight)
-        self._sending.wake.set()  # now, because an island whose window is full of these sends nothing else
+        for channel, sending in zip(self.channels, self._sending, strict=True):
+            channel.resume(in_flight)
+            sending.wake.set()  # now, because an island whose window is full of these sends nothing else
 
     def lease(self) -> Place | None:
         """Return the next leased shard, if any. The heartbeat thread then leases another."""
@@ -216,12 +233,66 @@ class Link:
     @property
     def backlog(self) -> int:
         """The number of contributions that the broker has not taken yet."""
-        return len(self.outbox)
+        return sum(len(channel.outbox) for channel in self.channels)
+
+    def blocked_shards(self) -> frozenset[int]:
+        """Return the shards whose queues are as long as the window."""
+        window = self.manifest.config.sync.window
+        return frozenset(channel.shard for channel in self.channels if len(channel.outbox) >= window)
+
+    @property
+    def sent(self) -> int:
+        """The number of contributions that were sent."""
+        return sum(channel.outbox.sent for channel in self.channels)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens of the contributions that the broker has not taken yet."""
+        return sum(channel.outbox.queued_tokens for channel in self.channels)
+
+    @property
+    def unsound(self) -> list[int]:
+        """The fragments of contributions that were dropped, because they were not sound."""
+        return [fragment for channel in self.channels for fragment in channel.unsound]
+
+    @property
+    def bytes_up(self) -> int:
+        """Bytes of all sent payloads."""
+        return sum(channel.outbox.bytes_up for channel in self.channels)
 
     @property
     def bytes_down(self) -> int:
         """Bytes of all downloaded payloads."""
-        return self.inbox.snapshots.bytes_down
+        return sum(channel.inbox.snapshots.bytes_down for channel in self.channels)
+
+    @property
+    def ignored(self) -> int:
+        """The number of announcements that were ignored."""
+        return sum(channel.inbox.ignored for channel in self.channels)
+
+    @property
+    def arrived_at(self) -> float:
+        """When the last snapshot arrived."""
+        return max(channel.inbox.arrived_at for channel in self.channels)
+
+    def unresolved_rounds(self, shard: int) -> set[int]:
+        """Return the rounds of a shard whose contributions are queued, or not decided yet."""
+        return self.channels[shard].unresolved_rounds()
+
+    def in_flight(self, marker: int = 0) -> tuple[list[Published], list[Draft]]:
+        """Return the contributions that were undecided at the mergers' checkpoint `marker`, and the queue."""
+        found = [channel.in_flight(marker) for channel in self.channels]
+        return [each for sent, _ in found for each in sent], [draft for _, queued in found for draft in queued]
+
+    def all_held(self) -> list[Arrival]:
+        """Return the newest snapshot of every fragment as it was published; an empty list if one is not held."""
+        held = {p: arrival for channel in self.channels for p, arrival in channel.held().items()}
+        return [held[p] for p in sorted(held)] if len(held) == self._layout.count else []
+
+    def relay_to(self, relay: Callable[[Download], None]) -> None:
+        """Call `relay` with what came over the wire for each arrival, before the arrival is handed over."""
+        for channel in self.channels:
+            channel.relay_to(relay)
 
     def join(self) -> list[Arrival]:
         """Return all fragments as they are now. Later events are received from here on.
@@ -236,7 +307,8 @@ class Link:
         name, _, incarnation = self.who.partition("/")
         if name:  # a rehearsal has none
             self._claim = self.transport.island.claim_name(name, incarnation)
-        arrivals = self.inbox.join()
+        arrivals = [arrival for channel in self.channels for arrival in channel.join()]
+        arrivals.sort(key=lambda arrival: arrival.snapshot.fragment)
         if name:
             self._serving.look(is_over=self._is_over)
         return arrivals
@@ -245,19 +317,31 @@ class Link:
 
     def pump_send(self) -> None:
         """Publish everything queued, unless the name was taken over."""
+        for channel in self.channels:
+            self._publish(channel)
+
+    def _publish(self, channel: Channel) -> None:
         if not self.is_replaced:
-            self.outbox.pump()
+            channel.outbox.pump()
 
     def pump_receive(self, block_seconds: float = 0.0) -> None:
-        """Receive events and snapshots. Look for newcomers here too, because heartbeats are less frequent."""
-        self.inbox.pump(block_seconds)
-        self._offer_help()
+        """Receive events and snapshots."""
+        for channel in self.channels:
+            self._receive(channel, block_seconds)
+
+    def _receive(self, channel: Channel, block_seconds: float) -> None:
+        """Receive from one shard. Look for newcomers here too, because heartbeats are less frequent."""
+        channel.inbox.pump(block_seconds)
+        if channel.shard == 0:
+            self._offer_help()
 
     def pump_heartbeat(self) -> None:
         """Send the heartbeat and the notes, read the operator's request, renew leases and look for newcomers."""
         beat = self._beat
         if beat is None:
             return
+        if not (self.is_replaced or self._is_stalled):
+            self._tell_other_shards(beat)  # first, because they do not stop when shard 0 is away
         if not self._holds_name():
             self._send_notes()
             self._note_sent(beat)
@@ -279,6 +363,14 @@ class Link:
             self.leases.pump()
         self._offer_help()
 
+    def _tell_other_shards(self, beat: Heartbeat) -> None:
+        """Tell the mergers of all shards but the first that this island lives. A shard that is away misses it."""
+        for channel in self.channels[1:]:
+            try:
+                channel.transport.island.heartbeat(beat)
+            except BrokerError as error:
+                log.debug("shard %s did not take the heartbeat: %s", channel.shard, error.what)
+
     def _has_stalled(self, beat: Heartbeat) -> bool:
         """Return whether the loop has stopped preparing heartbeats, and say so once."""
         silent = self.clock() - self._beat_at
@@ -293,10 +385,12 @@ class Link:
     @property
     def _is_over(self) -> bool:
         """Whether all steps of the run are made, as far as this island knows."""
-        return self.inbox.snapshots.step >= self.run_steps
+        return max(channel.inbox.snapshots.step for channel in self.channels) >= self.run_steps
 
     def _set_run_steps(self, requests: Mapping[str, str]) -> None:
-        self.run_steps = self.inbox.snapshots.run_steps = run_steps(self.manifest.config, requests, self.run_steps)
+        self.run_steps = run_steps(self.manifest.config, requests, self.run_steps)
+        for channel in self.channels:
+            channel.inbox.snapshots.run_steps = self.run_steps
 
     def _holds_name(self) -> bool:
         """Return whether the island still holds its name. Nothing may be written under it otherwise."""
@@ -371,8 +465,13 @@ class Link:
 
     @property
     def _is_drained(self) -> bool:
-        return (self.is_replaced or not self.outbox) and self._sent_beat is self._beat
+        return (self.is_replaced or not self.backlog) and self._sent_beat is self._beat
 
     def stop(self, seconds: float = 2.0) -> None:
         """End the threads within `seconds`."""
         self.pumps.stop(seconds)
+
+
+def _named(what: str, channel: Channel) -> str:
+    """Return the name of a pump."""
+    return f"{what}-{channel.shard}" if channel.shard else what

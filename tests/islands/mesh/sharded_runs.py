@@ -138,7 +138,7 @@ class MeshRun:
         link = Link(
             self.connect(), self.manifest, f"{name}/x", shard_order(config.data.shards, config.seed), self.clock
         )
-        link.inbox.snapshots.relay = relay
+        link.channels[0].inbox.snapshots.relay = relay
         arrivals, (placement, steps) = link.join(), on_mesh(shape, config)
         island = Island(
             name, self.manifest, steps,

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from archipelago.broker.messages import Call, Refusal, Snapshot
+from archipelago.broker.shards.layout import Layout
 from archipelago.islands.sync.ledger import AHEAD_STEPS_MIN, Ledger
 
 #: Tokens of one step.
@@ -16,7 +17,7 @@ TOKENS = 10
 
 
 def ledger(fragments: int = 2, interval: int = 8, window: int = 2) -> Ledger:
-    return Ledger("a", "x", fragments, interval, window)
+    return Ledger("a", "x", Layout.whole(fragments), interval, window)
 
 
 def snapshot(of: Ledger, number: int, step: int = 0) -> Snapshot:
@@ -241,11 +242,11 @@ def test_the_refusal_of_a_repeat_keeps_the_first_contribution() -> None:
 def test_after_a_resume_only_unresolved_rounds_are_answered() -> None:
     island = ledger(fragments=4, interval=4, window=3)
     assert flat(train(island, 4, closing=False)) == [1, 2, 3]
-    island.resumed(0, {1, 3})
+    island.resumed(0, 0, {1, 3})
     island.stepped(1, TOKENS)
     assert send_due(island) == [2]
     island.heard(snapshot(island, 2))
-    island.resumed(2, {1, 2, 3})
+    island.resumed(0, 2, {1, 2, 3})
     island.stepped(4, 40)
     assert send_due(island) == [4, 5]
 
@@ -255,7 +256,7 @@ def test_after_a_loss_an_island_goes_back_to_the_brokers_round() -> None:
     for number in (1, 2, 3, 4):
         island.adopted(snapshot(island, number), keeps_progress=False)
     island.heard(Call(6, 1))
-    island.resumed(1, {4})
+    island.resumed(0, 1, {4})
     assert island.staleness == 0.0  # the island is ahead of the broker
     island.stepped(2, 20)
     assert send_due(island) == [2, 3]  # round 4 is answered already, and the call of round 6 was lost
@@ -338,7 +339,7 @@ class LedgerHistory(RuleBasedStateMachine):
 
     @initialize(fragments=st.integers(1, 4), interval=st.integers(1, 12), window=st.integers(1, 5), keeps=st.booleans())
     def begin(self, fragments: int, interval: int, window: int, keeps: bool) -> None:
-        self.ledger = Ledger("a", "x", fragments, interval, window)
+        self.ledger = Ledger("a", "x", Layout.whole(fragments), interval, window)
         self.window = min(window, fragments)
         self.fragments = fragments
         self.keeps = keeps
@@ -400,7 +401,7 @@ class LedgerHistory(RuleBasedStateMachine):
     def resume(self) -> None:
         """Restart the merger and process all its events."""
         self.hear(len(self.news))
-        self.ledger.resumed(self.closed, set(self.outstanding))
+        self.ledger.resumed(0, self.closed, set(self.outstanding))
 
     @rule(count=st.integers(1, 4))
     def hear(self, count: int) -> None:

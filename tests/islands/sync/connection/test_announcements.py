@@ -143,7 +143,7 @@ def test_forged_announcements_stop_no_merge(harness: Harness) -> None:
     events, (arrival,) = received(link)
     assert [event.round for event in events] == [1]
     assert arrival.params_N[0] == 7.0
-    assert (link.inbox.heard_round, link.inbox.ignored) == (1, 5)
+    assert (link.channels[0].inbox.heard_round, link.channels[0].inbox.ignored) == (1, 5)
     assert (link.failure, link.trouble) == (None, "")
 
 
@@ -152,25 +152,25 @@ def test_an_island_returns_from_rounds_that_have_not_closed(harness: Harness) ->
     harness.close(1, 1.0)
     forge(harness, *(snapshot(number, step=1000) for number in range(2, 40)))
     link.pump()
-    assert link.inbox.heard_round == 1
+    assert link.channels[0].inbox.heard_round == 1
     events, _ = received(link)
     assert events[-1] == Resume(1, 0)
     harness.close(2, 2.0)
     link.pump()
     events, arrivals = received(link)
     assert [(a.snapshot.round, a.snapshot.step, a.params_N[0]) for a in arrivals][-1:] == [(2, 4, 2.0)]
-    assert link.inbox.heard_round == 2
+    assert link.channels[0].inbox.heard_round == 2
 
 
 def test_an_honest_announcement_ends_the_belief_in_later_rounds(harness: Harness) -> None:
     link = harness.link()
-    link.inbox.heard_round = 1000
+    link.channels[0].inbox.heard_round = 1000
     harness.close(1, 1.0)
     link.pump()
     events, arrivals = received(link)
     assert [type(event) for event in events] == [Resume, Snapshot]
     assert [a.params_N[0] for a in arrivals] == [1.0]
-    assert link.inbox.heard_round == 1
+    assert link.channels[0].inbox.heard_round == 1
 
 
 def test_a_flood_of_impossible_rounds_costs_one_read_of_the_headers(harness: Harness) -> None:
@@ -185,7 +185,7 @@ def test_a_flood_of_impossible_rounds_costs_one_read_of_the_headers(harness: Har
     harness.faulty.reader.heads = counted  # type: ignore[method-assign]
     forge(harness, *(snapshot(number) for number in range(1000, 1200)))
     link.pump()
-    assert (link.inbox.ignored, len(reads)) == (200, 1)
+    assert (link.channels[0].inbox.ignored, len(reads)) == (200, 1)
 
 
 def test_an_unreadable_header_of_a_fragment_stops_nothing(harness: Harness) -> None:
@@ -225,7 +225,7 @@ def test_an_island_follows_honest_rounds_among_forged_announcements(forged: list
     link.pump()
     link.pump()  # an island that was misled fetches what it missed at its next pump
     assert (link.failure, link.trouble) == (None, "")
-    assert link.inbox.heard_round == len(forged) + 1
+    assert link.channels[0].inbox.heard_round == len(forged) + 1
     arrived = {a.snapshot.fragment: a for a in received(link)[1]}
     assert arrived[len(forged) % 2].params_N[0] == 99.0
     assert max(a.snapshot.step for a in arrived.values()) <= MANIFEST.config.inner.steps

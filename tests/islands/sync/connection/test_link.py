@@ -186,7 +186,7 @@ def draft(number: int, sequence: int | None = None) -> Draft:
 def received(link: Link) -> tuple[list[Event], list[Arrival]]:
     """Return the events and snapshots since the last call."""
     news = link.take()
-    return news.events, news.arrivals
+    return [event for _, event in news.events], news.arrivals
 
 
 def at_once(work: Callable[[], Any], seconds: float = 300.0) -> Any:
@@ -256,8 +256,8 @@ def test_contributions_are_published_in_order_with_their_bytes_and_digest(harnes
         assert delivery.contribution.bytes == len(delivery.payload)
         assert delivery.contribution.digest == digest(delivery.payload)
         assert unpack(delivery.payload, SIZE).tolist() == [float(delivery.contribution.round)] * SIZE
-    assert (link.backlog, link.outbox.sent) == (0, 3)
-    assert link.outbox.bytes_up == sum(c.bytes for c in harness.published())
+    assert (link.backlog, link.channels[0].outbox.sent) == (0, 3)
+    assert link.channels[0].outbox.bytes_up == sum(c.bytes for c in harness.published())
 
 
 def test_events_arrive_in_order_with_only_the_newest_snapshot_of_each_fragment(harness: Harness) -> None:
@@ -364,19 +364,19 @@ def test_a_contribution_is_unresolved_until_it_is_merged_or_refused(harness: Har
     link = harness.link()
     for number in (1, 2, 3):
         link.send(draft(number))
-        assert link.outbox.unresolved_rounds() == set(range(1, number + 1))  # including queued ones
+        assert link.channels[0].outbox.unresolved_rounds() == set(range(1, number + 1))  # including queued ones
     link.pump()
     first, second, third = harness.published()
     harness.close(1, 1.0, first)
     harness.refuse(third)
     link.pump()
-    assert link.outbox.unresolved_rounds() == {2}
+    assert link.channels[0].outbox.unresolved_rounds() == {2}
     harness.close(2, 1.0)  # the contribution was not merged, so it waits for a later round
     link.pump()
-    assert link.outbox.unresolved_rounds() == {2}
+    assert link.channels[0].outbox.unresolved_rounds() == {2}
     harness.close(4, 1.0, second)
     link.pump()
-    assert link.outbox.unresolved_rounds() == set()
+    assert link.channels[0].outbox.unresolved_rounds() == set()
 
 
 def test_the_refusal_of_a_repeat_leaves_the_first_one_unresolved(harness: Harness) -> None:
@@ -387,7 +387,7 @@ def test_the_refusal_of_a_repeat_leaves_the_first_one_unresolved(harness: Harnes
     harness.transport.island.publish(sent, b"again")
     harness.refuse(sent, repeat=True)
     link.pump()
-    assert link.outbox.unresolved_rounds() == {1}
+    assert link.channels[0].outbox.unresolved_rounds() == {1}
 
 
 def test_lost_contributions_are_sent_again_once_when_a_merger_resumes(harness: Harness) -> None:
@@ -420,12 +420,12 @@ def test_contributions_of_a_round_that_the_broker_has_lost_are_sent_again(harnes
     for number, delivery in enumerate((first, second, third), 1):
         harness.close(number, float(number), delivery.contribution)
     link.pump()
-    assert link.outbox.unresolved_rounds() == set()
+    assert link.channels[0].outbox.unresolved_rounds() == set()
     harness.forget(second.entry)
     harness.resume(1)
     link.pump()
     assert [c.round for c in harness.published()] == [2]  # it still holds the third, whose merge it has lost
-    assert link.outbox.unresolved_rounds() == {2, 3}
+    assert link.channels[0].outbox.unresolved_rounds() == {2, 3}
     harness.resume(1)
     link.pump()
     assert len(harness.published()) == 1
@@ -507,8 +507,8 @@ def test_a_decision_before_the_acknowledgement_is_not_missed(harness: Harness) -
 
     harness.faulty.before_publish_returns = merge_at_once
     link.send(draft(1))
-    link.outbox.pump()
-    assert link.outbox.unresolved_rounds() == set()
+    link.channels[0].outbox.pump()
+    assert link.channels[0].outbox.unresolved_rounds() == set()
 
 
 @pytest.mark.parametrize("refused", [False, True])
@@ -523,7 +523,7 @@ def test_a_decided_contribution_is_not_sent_again_after_an_error(harness: Harnes
     harness.faulty.before_publish_returns = break_off
     link.pump()
     assert link.backlog == 2
-    assert link.outbox.unresolved_rounds() == {1, 2}
+    assert link.channels[0].outbox.unresolved_rounds() == {1, 2}
     (sent,) = harness.published()
     if refused:
         harness.refuse(sent)
@@ -532,9 +532,9 @@ def test_a_decided_contribution_is_not_sent_again_after_an_error(harness: Harnes
     link.pump_receive()
     harness.faulty.before_publish_returns = lambda: None
     link.pump()
-    assert (link.backlog, link.outbox.sent) == (0, 2)
+    assert (link.backlog, link.channels[0].outbox.sent) == (0, 2)
     assert [c.round for c in harness.published()] == [2]
-    assert link.outbox.unresolved_rounds() == {2}
+    assert link.channels[0].outbox.unresolved_rounds() == {2}
 
 
 def test_only_an_undecided_contribution_is_sent_again_after_an_error(harness: Harness) -> None:
@@ -849,7 +849,7 @@ def mark(harness: Harness, number: int, closed: int) -> Marker:
 
 
 def rounds_of(link: Link, marker: int = 0) -> tuple[list[int], list[int]]:
-    sent, queued = link.outbox.in_flight(marker)
+    sent, queued = link.channels[0].outbox.in_flight(marker)
     return [p.contribution.round for p in sent], [d.header.round for d in queued]
 
 
@@ -864,7 +864,7 @@ def test_contributions_undecided_at_the_marker_are_in_flight(harness: Harness) -
     harness.close(2, 2.0, second)  # merged after the marker, so a run that goes back needs it again
     link.pump()
     link.send(draft(3))
-    assert link.outbox.unresolved_rounds() == {3}
+    assert link.channels[0].outbox.unresolved_rounds() == {3}
     assert rounds_of(link, 7) == ([2], [3])
     assert rounds_of(link, 7) == ([], [3])  # a second call finds nothing
     link.pump()
@@ -875,7 +875,7 @@ def test_contributions_in_flight_have_their_sent_payload(harness: Harness) -> No
     link = harness.link()
     link.send(draft(1))
     link.pump()
-    ((sent,), _) = link.outbox.in_flight()
+    ((sent,), _) = link.channels[0].outbox.in_flight()
     assert unpack(sent.payload, SIZE).tolist() == [1.0] * SIZE
     assert digest(sent.payload) == sent.contribution.digest
 
@@ -886,7 +886,7 @@ def left_behind(harness: Harness, *numbers: int) -> list[Published]:
     for number in numbers:
         before.send(draft(number))
     before.pump()
-    in_flight, _ = before.outbox.in_flight()
+    in_flight, _ = before.in_flight()
     for delivery in harness.deliveries():
         harness.forget(delivery.entry)
     return in_flight
@@ -896,7 +896,7 @@ def test_contributions_of_an_earlier_incarnation_are_published_again(harness: Ha
     in_flight = left_behind(harness, 1, 2)
     link = harness.link("a/x")
     link.resume([replace(p, entry="") for p in in_flight])
-    assert link.outbox.unresolved_rounds() == {1, 2}
+    assert link.channels[0].outbox.unresolved_rounds() == {1, 2}
     link.pump()
     link.pump()
     assert [d.contribution for d in harness.deliveries()] == [p.contribution for p in in_flight]
@@ -905,7 +905,7 @@ def test_contributions_of_an_earlier_incarnation_are_published_again(harness: Ha
     harness.resume(1)  # the broker has both
     link.pump()
     assert [c.round for c in harness.published()] == [2]
-    assert link.outbox.unresolved_rounds() == {2}
+    assert link.channels[0].outbox.unresolved_rounds() == {2}
 
 
 def test_resuming_is_retried_after_an_outage(harness: Harness) -> None:
@@ -981,7 +981,7 @@ def test_the_training_thread_never_waits_for_hanging_calls(harness: Harness, unt
             link.send(draft(number))
             link.beat(samples.heartbeat(steps=number))
             out.append(received(link))
-        return [*out, link.outbox.unresolved_rounds(), link.backlog]
+        return [*out, link.channels[0].outbox.unresolved_rounds(), link.backlog]
 
     found = at_once(use)
     assert found[:2] == [None, None]
@@ -1157,7 +1157,7 @@ def test_an_island_never_blocks(tiny_harness: Harness, until: Until) -> None:
     assert at_once(lambda: island.leave())
     merger.turn(0.0)
     books = tiny_harness.transport.reader.books()
-    assert books.published == books.merged == island.link.outbox.sent >= 6
+    assert books.published == books.merged == island.link.channels[0].outbox.sent >= 6
     assert (books.refused, tiny_harness.transport.reader.backlog()) == (0, 0)
     members = [member for entry in tiny_harness.transport.reader.tape(1000) for member in entry.members]
     tokens = sum(m.tokens for m in members if m.sequence < 2)
@@ -1179,18 +1179,18 @@ def test_the_interval_stretches_with_a_backlog(tiny_harness: Harness) -> None:
     tiny_harness.broker.runs["tiny"].lease = ("merger", float("inf"))
     island = island_on(tiny_harness)
     link = island.link
-    link.inbox.window = 10  # so that the test can call ten rounds without closing one
+    link.channels[0].inbox.window = 10  # so that the test can call ten rounds without closing one
     for number in range(1, 11):
         tiny_harness.call(number)
         link.pump_receive()
         steps_of(island, 1)
         assert link.backlog <= tiny.CONFIG.sync.window
-    sent = [draft.header for draft in link.outbox._queue]
+    sent = [draft.header for draft in link.channels[0].outbox._queue]
     assert len(sent) == 2
-    link.outbox.pump()
+    link.channels[0].outbox.pump()
     assert link.backlog == 0
     steps_of(island, 1)
-    sent += [draft.header for draft in link.outbox._queue]
+    sent += [draft.header for draft in link.channels[0].outbox._queue]
     assert [contribution.round for contribution in sent] == [1, 2, 3, 4]
     assert sent[2].steps > 5, "it holds the progress of the skipped rounds"
     assert sent[0].steps + sent[2].steps == island.totals.steps - 1
