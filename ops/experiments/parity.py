@@ -39,7 +39,7 @@ from archipelago.ops.experiments.baselines import (
 )
 from archipelago.ops.experiments.hostile import compiled_wrong
 from archipelago.ops.experiments.settings import require_counts, require_slow, shortened
-from archipelago.ops.experiments.virtual_time import VirtualRun, paces
+from archipelago.ops.experiments.virtual_time import VirtualRun, are_slow, paces
 from archipelago.ops.launch.init import workload_of
 from archipelago.ops.plots import add_grid_and_legend, can_draw, pyplot
 from archipelago.ops.settings import say
@@ -271,9 +271,8 @@ def islands(
     Returns:
         The evaluations, and the finished run.
     """
-    is_slow = [count - number <= slowed < count for number in range(count)]
-    seconds = [s * slow if slow_one else s for s, slow_one in zip(paces(count), is_slow, strict=True)]
-    on_the_way = [sending * slow_one for slow_one in is_slow]
+    seconds = paces(count, slow, slowed)
+    on_the_way = [sending * is_slow for is_slow in are_slow(count, slowed)]
     attacks = {f"island-{number}": attack for number in range(hostile)}
     others = {f"island-{number}": part_of(work, number, count) for number in range(count if apart else 0)}
     if attack == "labels":

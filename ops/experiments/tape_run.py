@@ -107,17 +107,23 @@ class LiveBatches(Batches):
 class TapeRun(VirtualRun):
     """A run whose islands follow a tape from its beginning.
 
+    Args:
+        work: What the run trains.
+        tape: When its islands stall, leave, return and lose slices.
+        slow: How many times longer the steps of the last `slowed` islands take, also without failures.
+        slowed: How many islands are slow.
+
     Attributes:
         tokens: Tokens that all islands have trained on.
         deaths: How often an island stalled for so long that it counted as dead.
     """
 
-    def __init__(self, work: Workload, tape: FailureTape) -> None:
+    def __init__(self, work: Workload, tape: FailureTape, slow: float = 1.0, slowed: int = 0) -> None:
         self._courses = {
             f"island-{number}": Course(legs, tape.step_seconds, tape.seconds)
             for number, legs in enumerate(tape.islands)
         }
-        self._paces = dict(zip(self._courses, paces(len(self._courses)), strict=True))
+        self._paces = dict(zip(self._courses, paces(len(self._courses), slow, slowed), strict=True))
         self.tokens = self.deaths = 0
         self._counted: dict[Island, int] = {}
         self._stalled: dict[str, float] = {}  # The time at which each island will be back.
@@ -207,22 +213,26 @@ def quality(config: RunConfig, tapes: Mapping[str, FailureTape], say: Say) -> li
     return rows
 
 
-def follow(work: Workload, tape: FailureTape, tokens: float) -> tuple[TapeRun, float, Point, Point]:
+def follow(
+    work: Workload, tape: FailureTape, tokens: float, slow: float = 1.0, slowed: int = 0
+) -> tuple[TapeRun, float, Point, Point]:
     """Run along the tape until the islands have trained on `tokens`, with a schedule that ends there.
+
+    The steps of the last `slowed` islands take `slow` times longer.
 
     Returns:
         The run, its goodput, and the held-out loss before and after it.
     """
     point = scoring(work)
-    longer = dataclasses.replace(work.config.inner, steps=rehearsed(work, tape, tokens))
-    run = TapeRun(work.changed(inner=longer), tape)
+    longer = dataclasses.replace(work.config.inner, steps=rehearsed(work, tape, tokens, slow, slowed))
+    run = TapeRun(work.changed(inner=longer), tape, slow, slowed)
     first = point(0, published(run.transport, run.manifest)[0])
     run.finish(tokens)
     goodput = tape.goodput(run.clock.now * tape.step_seconds)
     return run, goodput, first, point(run.tokens, published(run.transport, run.manifest)[0])
 
 
-def rehearsed(work: Workload, tape: FailureTape, tokens: float) -> int:
+def rehearsed(work: Workload, tape: FailureTape, tokens: float, slow: float = 1.0, slowed: int = 0) -> int:
     """Return the global step at which the islands of a tape will have trained on `tokens`.
 
     This plays the whole run with steps that train nothing, because the timing does not depend on what islands learn. It
@@ -233,7 +243,7 @@ def rehearsed(work: Workload, tape: FailureTape, tokens: float) -> int:
         return state, jax.device_put(np.zeros(len(tokens_nxBxT1), np.float32))
 
     endless = work.changed(inner=dataclasses.replace(work.config.inner, steps=_ENDLESS))
-    run = TapeRun(dataclasses.replace(endless, steps=idle), tape)
+    run = TapeRun(dataclasses.replace(endless, steps=idle), tape, slow, slowed)
     run.finish(tokens)
     return run.merger.state.step
 

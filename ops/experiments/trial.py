@@ -62,6 +62,7 @@ class Trial:
         settings: Pairs of a dotted name and a value, sorted by name.
         slowed: How many islands are slow.
         chips: Islands leave and join as on a simulated tape of this many chips, and train on as many tokens as without.
+            Slow islands can be among them.
         sending: How long each contribution of a slow island is on its way, in steps of a fast island.
         late: How long each event of the merger is on its way to each island, in steps of a fast island.
         hostile: How many of the islands are hostile.
@@ -114,12 +115,12 @@ class Trial:
             or not 1 <= slowed <= max(1, islands - 1)
             or not 0.0 <= chips <= 1e8
             or not (0.0 <= sending < math.inf and 0.0 <= late < math.inf)
-            or (chips and (slow > 1.0 or sending or late))
+            or (chips and (sending or late))
         ):
             raise ConfigError(
                 f"a study cannot have {slowed} slow islands of {islands}, sending = {sending}, late = {late} and "
                 f"chips = {chips:g}",
-                "Up to M − 1 of M islands can be slow. A tape has up to 1e8 chips and decides the speeds itself.",
+                "Up to M − 1 of M islands can be slow. A tape has up to 1e8 chips, and nothing on it is late.",
                 code="study.slow",
             )
         _require_attack(hostile, attack, islands, chips)
@@ -240,7 +241,8 @@ def _along_tape(trial: Trial, workload: Workload, note: Note) -> dict[str, Any]:
     model = FailureModel(chips=trial.chips, islands=trial.islands)
     tape = taped(simulate(model, TAPE_SECONDS, np.random.default_rng(trial.seed)), model.step_seconds)
     config = workload.config
-    run, goodput, first, last = follow(workload, tape, config.inner.steps * config.tokens_per_step * trial.islands)
+    tokens = config.inner.steps * config.tokens_per_step * work(trial)
+    run, goodput, first, last = follow(workload, tape, tokens, trial.slow, trial.slowed)
     note(first)
     note(last)
     rounds, per_round = participation(run)

@@ -86,9 +86,19 @@ class ChangedTransport:
     reader: ReaderClient
 
 
-def paces(count: int) -> list[float]:
-    """Return the seconds of an inner step of each island, within 2 %, because real machines never tick in unison."""
-    return [1.0 + 0.02 * number / max(1, count - 1) for number in range(count)]
+def paces(count: int, slow: float = 1.0, slowed: int = 0) -> list[float]:
+    """Return the seconds of an inner step of each island.
+
+    They differ by up to 2 %, because real machines never tick in unison. Those of the last `slowed` islands are
+    `slow` times longer. At least one island is fast.
+    """
+    equal = [1.0 + 0.02 * number / max(1, count - 1) for number in range(count)]
+    return [s * slow if is_slow else s for s, is_slow in zip(equal, are_slow(count, slowed), strict=True)]
+
+
+def are_slow(count: int, slowed: int) -> list[bool]:
+    """Return for each of `count` islands whether it is among the last `slowed`. All cannot be slow: then none is."""
+    return [count - number <= slowed < count for number in range(count)]
 
 
 class VirtualRun:

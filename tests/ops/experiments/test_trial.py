@@ -71,6 +71,18 @@ def test_several_islands_can_be_slow() -> None:
             Trial.of("islands", 4, 3.0, 0, settings, slowed=slowed)
 
 
+def test_islands_can_be_slow_and_fail_but_not_send_late_on_a_tape() -> None:
+    settings = {"inner.steps": 24}
+    both = Trial.of("islands", 4, 3.0, 0, settings, slowed=2, chips=1e6)
+    assert (both.slow, both.slowed, both.chips) == (3.0, 2, 1e6)
+    assert Trial.of("parallel", 4, 3.0, 0, settings, slowed=2, chips=1e6) == Trial.of(
+        "parallel", 4, 3.0, 0, settings, slowed=2
+    ), "failures cost the baseline no token"
+    for late in ({"sending": 4.0}, {"late": 4.0}):
+        with failing(ConfigError, "study.slow"):
+            Trial.of("islands", 4, 1.0, 0, settings, chips=1e6, **late)
+
+
 @pytest.mark.full
 def test_contributions_that_are_long_on_their_way_are_merged_stale(folder: Path, corpus: OpenCorpus) -> None:
     settings = dict(studies.load(folder, "rates").trials[1].settings)
@@ -106,10 +118,13 @@ def test_a_trial_along_a_tape_trains_on_as_many_tokens(folder: Path, corpus: Ope
     """Failures cost time, not tokens, so the losses are comparable."""
     settings = dict(studies.load(folder, "rates").trials[1].settings)
     found = [measure(Trial.of("islands", 2, 1.0, 0, settings, chips=chips)) for chips in (0.0, 2.4e6)]
+    found.append(measure(Trial.of("islands", 2, 3.0, 0, settings, chips=2.4e6)))
     assert found[1]["tokens"] == pytest.approx(found[0]["tokens"], rel=0.1)
-    assert found[1]["goodput"] < 0.9
-    assert found[1]["chips"] == 2.4e6
-    assert not found[1]["diverged"]
+    assert found[2]["tokens"] == pytest.approx(found[0]["tokens"] * (1 + 1 / 3) / 2, rel=0.1)
+    for record in found[1:]:
+        assert record["goodput"] < 0.9
+        assert record["chips"] == 2.4e6
+        assert not record["diverged"]
 
 
 def test_slow_islands_are_compared_at_equal_tokens() -> None:

@@ -164,6 +164,21 @@ def test_a_tape_without_failures_gives_the_usual_run(config: RunConfig, corpus: 
     assert run.deaths == 0
 
 
+def test_islands_of_a_tape_can_be_slow(config: RunConfig, corpus: OpenCorpus) -> None:
+    """A slow island makes a third of the steps, and while it stands for 9 seconds it misses three of them."""
+    work, whole = our_work(config, corpus), config.inner.steps
+    stands: list[tuple[float, float]] = [(0, 1), (10.5, 0), (19.5, 1)]
+    steps = {}
+    for name, legs in (("calm", [(0.0, 1.0)]), ("failing", stands)):
+        run = TapeRun(work, tape_of([(0, 1)], [(0, 1)], legs), slow=3.0, slowed=1)
+        islands = dict(run.islands)
+        run.finish()
+        assert run.deaths == 0
+        steps[name] = [islands[f"island-{number}"].totals.steps for number in range(3)]
+    assert steps["calm"] == [whole, whole, pytest.approx(whole / 3, abs=2)]
+    assert steps["failing"] == [whole, whole, pytest.approx(steps["calm"][2] - 3, abs=1)]
+
+
 def test_a_short_stall_keeps_the_island(config: RunConfig, corpus: OpenCorpus) -> None:
     run = TapeRun(our_work(config, corpus), tape_of([(0, 1)], [(0, 1), (10.5, 0), (18.5, 1)]))
     stalled = run.islands["island-1"]
