@@ -73,12 +73,13 @@ def test_several_islands_can_be_slow() -> None:
 
 def test_islands_can_be_slow_and_fail_but_not_send_late_on_a_tape() -> None:
     settings = {"inner.steps": 24}
+    on_their_way: list[dict[str, Any]] = [{"sending": 4.0}, {"late": 4.0}]
     both = Trial.of("islands", 4, 3.0, 0, settings, slowed=2, chips=1e6)
     assert (both.slow, both.slowed, both.chips) == (3.0, 2, 1e6)
     assert Trial.of("parallel", 4, 3.0, 0, settings, slowed=2, chips=1e6) == Trial.of(
         "parallel", 4, 3.0, 0, settings, slowed=2
     ), "failures cost the baseline no token"
-    for late in ({"sending": 4.0}, {"late": 4.0}):
+    for late in on_their_way:
         with failing(ConfigError, "study.slow"):
             Trial.of("islands", 4, 1.0, 0, settings, chips=1e6, **late)
 
