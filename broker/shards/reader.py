@@ -209,7 +209,7 @@ def combined_state(states: Sequence[str], layout: Layout) -> str:
 
 
 def combined_status(statuses: Sequence[MergerStatus | None]) -> MergerStatus | None:
-    """Return who serves the run: all mergers with their shards, and nobody while a shard is not served."""
+    """Return who serves the run: all mergers with their shards. The holder is empty while a shard is not served."""
     if None in statuses:
         return None
     found = [status for status in statuses if status is not None]

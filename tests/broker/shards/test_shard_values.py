@@ -1,0 +1,65 @@
+"""Values of a run that are derived from those of its shards."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from archipelago.broker.shards.layout import Layout
+from archipelago.broker.shards.reader import combined_state, combined_status, merged_everywhere
+from archipelago.broker.transport import MergerStatus
+
+LAYOUT = Layout(((0, 3), (1, 2)))
+
+
+@pytest.mark.parametrize(
+    ("home", "other", "merged"),
+    [
+        ((0, 40), (0, 30), (0, 30)),
+        ((0, 40), (0, 50), (0, 40)),
+        ((1, 8), (1, 9), (1, 8)),
+        ((1, 8), (0, 50), (1, 0)),  # the other shard of the run has not come to this pass
+        ((1, 8), (2, 3), (1, 8)),
+        ((0, 40), None, (0, 0)),
+    ],
+)
+def test_a_cursor_is_where_all_shards_have_merged(
+    home: tuple[int, int], other: tuple[int, int] | None, merged: tuple[int, int]
+) -> None:
+    assert merged_everywhere([{"0": home}, {"0": other} if other else {}]) == {"0": merged}
+
+
+def test_counts_of_the_mergers_are_added_up() -> None:
+    first = {"closed": 7, "island_tokens": {"a": 3}, "refused": {"late": 1}, "lowered_tokens": 2, "covered": 3}
+    second = {"closed": 5, "island_tokens": {"a": 4, "b": 1}, "refused": {}, "lowered_tokens": 1, "covered": 1}
+    found = json.loads(combined_state([json.dumps(first), json.dumps(second)], LAYOUT))
+    assert found["island_tokens"] == {"a": 7, "b": 1}
+    assert (found["refused"], found["lowered_tokens"]) == ({"late": 1}, 3)
+    assert found["covered"] == min(LAYOUT.run_round(0, 3), LAYOUT.run_round(1, 1))
+
+
+def test_states_that_cannot_be_read_count_nothing() -> None:
+    assert combined_state(["", ""], LAYOUT) == ""
+    found = json.loads(
+        combined_state(["[1]", json.dumps({"island_tokens": "x", "covered": -1, "refused": None})], LAYOUT)
+    )
+    assert (found["island_tokens"], found["refused"], found["covered"]) == ({}, {}, 0)
+
+
+def test_one_merger_of_all_shards_is_named_once() -> None:
+    found = combined_status([MergerStatus("m", 3, 4.0, 1.0), MergerStatus("m", 2, 2.0, 9.0)])
+    assert found == MergerStatus("m", 3, 2.0, 9.0)
+
+
+def test_mergers_are_named_with_their_shards() -> None:
+    found = combined_status([MergerStatus("m"), MergerStatus("n"), MergerStatus("m")])
+    assert found is not None
+    assert found.holder == "m (shard 0, 2), n (shard 1)"
+
+
+def test_a_shard_without_a_merger_leaves_the_run_without_one() -> None:
+    found = combined_status([MergerStatus("m"), MergerStatus("")])
+    assert found is not None
+    assert (found.holder, found.unserved) == ("", (1,))
+    assert combined_status([MergerStatus("m"), None]) is None
