@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from archipelago.broker.wire import digest
 from archipelago.islands.sync.actions import ActionLog, RestoreWhole, TakeMoments
 from archipelago.islands.sync.arrays import by_tensor, is_spread
 from archipelago.islands.sync.connection.outbox import Draft, Published
+from archipelago.islands.sync.ledger import closed_rounds
 from archipelago.islands.sync.progress import Totals
 from archipelago.islands.worker import Island
 
@@ -205,15 +207,16 @@ class IslandStore:
 
         Args:
             number: The number that it must have. Two mergers may use the same number, hence `last_round`.
-            last_round: The last closed round that it may contain.
+            last_round: The last closed round of shard 0 that it may contain, as that shard counts.
         """
+        allowed = math.inf if last_round is None else self.manifest.shard_layout.run_round(0, last_round)
 
         if number is not None:
             self._fetch(KEPT)
 
         def fits(found: Found) -> bool:
-            known = last_round is None or found.rest["ledger"]["closed"] <= last_round
-            return (number is None or found.number == number) and known
+            is_known = closed_rounds(found.rest["ledger"])[0] <= allowed
+            return (number is None or found.number == number) and is_known
 
         return next(self._found(fits), None)
 

@@ -194,7 +194,7 @@ class Ledger:
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a `state()`."""
         self.counts = [FragmentCount(**count) for count in state["counts"]]
-        self._closed, self._owed = _by_shard(state["closed"]), _by_shard(state["owed"])
+        self._closed, self._owed = closed_rounds(state), _by_shard(state["owed"])
         self.global_step, self.merged_step = state["global_step"], state["merged_step"]
         self._answered, self.refused = set(state["answered"]), state["refused"]
         self._called.clear()
@@ -247,6 +247,11 @@ class Ledger:
         self._closed[shard] = max(self._closed[shard], number)
         self._called = {n for n in self._called if self._is_open(n)}
         self._answered = {n for n in self._answered if self._is_open(n)}
+
+
+def closed_rounds(state: dict[str, Any]) -> list[int]:
+    """Return the last closed round of each shard in a `Ledger.state()`."""
+    return _by_shard(state["closed"])
 
 
 def _by_shard(value: int | list[int]) -> list[int]:
