@@ -192,6 +192,27 @@ class Manifest:
         tensors = tuple(tensor for tensor in self.tensors if tensor.name in mine)
         return replace(self, tensors=tensors, fragments=fragments, shards=1, whole=self, shard=shard)
 
+    def run_round(self, number: int) -> int:
+        """Return the number that a round of this manifest has in the run: another one only if it is of a shard."""
+        return number if self.whole is None else self.whole.shard_layout.run_round(self.shard, number)
+
+    def with_shards(self, shards: int) -> Manifest:
+        """Return this manifest of a new run with that number of shards. Raises ConfigError (`config.shards`)."""
+        most = min(SHARDS_MAX, len(self.fragments))
+        if not 1 <= shards <= most:
+            raise ConfigError(
+                f"a run with {len(self.fragments)} fragments cannot have {shards} shards",
+                f"Each shard needs a fragment of its own: choose 1 to {most}, or more fragments (--sync.fragments).",
+                code="config.shards",
+            )
+        return replace(self, shards=shards)
+
+    def require_shards(self, shards: int) -> None:
+        """Raise MismatchError unless the run has that number of shards."""
+        if self.shards != shards:
+            remedy = f"Give {self.shards}, or create a run with another name."
+            raise MismatchError("number of shards", str(self.shards), str(shards), remedy)
+
     @cached_property
     def layout(self) -> tuple[tuple[tuple[Tensor, int], ...], ...]:
         """The tensors of each fragment, each with the offset of its first element in the fragment's flat vector."""

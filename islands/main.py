@@ -16,6 +16,7 @@ import tyro
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import guarded, keep_compiled, return_freed_memory, stop_on_signals
+from archipelago.broker.shards.transport import whole
 from archipelago.islands.hosts.island import follow_leader, lead
 from archipelago.islands.hosts.membership import membership
 from archipelago.islands.options import IslandOptions as IslandOptions
@@ -95,7 +96,7 @@ def _prepared(options: IslandOptions, stopped: Callable[[], bool]) -> PreparedIs
                 manifest, options.corpus, task, own_placement(options, manifest), options.batch_size,
                 own_settings(options, manifest),
             )  # fmt: skip
-            prepared.rehearse(transport, awaited, options.scan_steps)
+            prepared.rehearse(whole(transport, manifest), awaited, options.scan_steps)
     finally:
         transport.close()
     return prepared

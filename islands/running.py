@@ -20,6 +20,7 @@ from archipelago.broker.observe.health import Health
 from archipelago.broker.observe.logs import Origin
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import keep_compiled, print_json
+from archipelago.broker.shards.transport import whole
 from archipelago.islands.options import IslandOptions, own_bucket, require_valid
 from archipelago.islands.own_loop.identity import island_name
 from archipelago.islands.replaced import REPLACED_STATUS, remember, require_free
@@ -66,11 +67,12 @@ def run_named(
     awaited = options.patience(stopped)
     health = Health()
     registry = options.registry(health)
-    transport = awaited(options.connect)
-    origin.run = transport.run
-    folder = options.folder or Path("runs") / transport.run / "islands" / name
-    sinks = options.sinks(transport.run, name, "island", folder, "global_step")
-    manifest = awaited(transport.reader.manifest)  # before JAX loads, so that a wrong name fails at once
+    home = awaited(options.connect)
+    origin.run = home.run
+    folder = options.folder or Path("runs") / home.run / "islands" / name
+    sinks = options.sinks(home.run, name, "island", folder, "global_step")
+    manifest = awaited(home.reader.manifest)  # before JAX loads, so that a wrong name fails at once
+    transport = whole(home, manifest)
     task = own_task(options, manifest)
     require_welcome(
         awaited(transport.reader.control), name, manifest.run
@@ -104,7 +106,7 @@ def run_named(
     if store.copier is not None:
         store.copier.start()
     returned = awaited(lambda: transport.island.claim_checkpoint(name))
-    whole = store.find(*returned) if returned else None
+    own = store.find(*returned) if returned else None
     incarnation = uuid.uuid4().hex[:8]
     link = prepared.link(transport, f"{name}/{incarnation}")
     with progress(f"downloading the {manifest.parameters:,} parameters"):
@@ -127,8 +129,8 @@ def run_named(
         prepared.warm_up(island, options.scan_steps)
     compiled = time.process_time() - began
     with progress("taking the optimiser state"):
-        rejoin.complete(whole)
-    del arrivals, rejoin, whole  # each holds another copy of the model
+        rejoin.complete(own)
+    del arrivals, rejoin, own  # each holds another copy of the model
     curves.start()
     ready = time.process_time() - began
     log.info(

@@ -7,6 +7,7 @@ import os
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import tyro
@@ -26,6 +27,7 @@ from archipelago.broker.process import (
     require_role,
     stop_on_signals,
 )
+from archipelago.broker.shards.transport import of_shard, whole
 from archipelago.broker.transport import ReaderTransport
 from archipelago.merger.standby import merger_name
 from archipelago.merger.storage import KEEP, MergerFolder
@@ -97,47 +99,61 @@ def main(options: MergerOptions) -> int:
 
     from archipelago.merger.compaction import in_background
     from archipelago.merger.service import Merger
-    from archipelago.merger.serving import serve
-    from archipelago.merger.telemetry import MergerCollector, RoundTelemetry
+    from archipelago.merger.shards import serve_shards
+    from archipelago.merger.telemetry import MergerCollector, RoundMetrics, RoundTelemetry
 
-    telemetry = RoundTelemetry(manifest, curves, registry)
-    every = options.checkpoint_every
-    checkpointer = folder.checkpointer(transport, manifest, every) if every > 0 else None
-    merger = awaited(  # reads the manifest
-        lambda: Merger(
-            transport,
-            holder=merger_name(),
+    shards = [manifest.of_shard(shard) for shard in range(manifest.shards)]
+    metrics = RoundMetrics(shards, registry) if registry is not None else None
+    telemetries = [RoundTelemetry(shard, curves, metrics) for shard in shards]
+    every, name = options.checkpoint_every, merger_name()
+    mergers, checkpointers = [], []
+    for shard, own_manifest in enumerate(shards):
+        own = of_shard(transport, manifest, shard)
+        checkpointer = folder.of_shard(manifest, shard).checkpointer(own, own_manifest, every) if every > 0 else None
+        checkpointers.append(checkpointer)
+        make = partial(
+            Merger,  # reads the manifest
+            own,
+            holder=name,
             linger_seconds=LINGER_SECONDS,
             checkpointer=checkpointer,
             lease_seconds=options.lease_seconds,
-            on_round=telemetry.closed,
+            on_round=telemetries[shard].closed,
             threads=options.threads,
             restart_seconds=options.restart_seconds,
             spawn=in_background(),
         )
-    )
+        mergers.append(awaited(make))
     if registry is not None:
-        registry.register(MergerCollector(merger, telemetry))
+        registry.register(MergerCollector(list(zip(mergers, telemetries, strict=True))))
     curves.start()
-    if checkpointer is not None:
+    for checkpointer in filter(None, checkpointers):
         checkpointer.start()
+
+    def phase() -> str:
+        served = [str(shard) for shard, merger in enumerate(mergers) if merger.epoch]
+        if not served:
+            return "standing by"
+        return "serving" if len(mergers) == 1 else f"serving shard {', '.join(served)}"
+
     try:
-        is_finished = serve(merger, health.watched(stopped, lambda: "serving" if merger.epoch else "standing by"))
+        is_finished = serve_shards(mergers, health.watched(stopped, phase))
     except UnknownRunError as error:
         raise folder.lost(error, transport.run) from None
     finally:
         health.leave()
         curves.close()
-        if checkpointer is not None:
+        for checkpointer in filter(None, checkpointers):
             checkpointer.close()
-    closed = merger.state.closed
+    closed = max(merger.manifest.run_round(merger.state.closed) for merger in mergers)
     if is_finished:
+        step = max(merger.state.step for merger in mergers)
         text = "the run is finished: all %s steps are made, its islands have left, and everything is merged"
-        log.info(text, f"{merger.state.step:,}", extra={"round": closed})
+        log.info(text, f"{step:,}", extra={"round": closed})
     log.info("leaving after round %s", closed, extra={"round": closed})
     if options.json:
-        found = {"run": transport.run, "round": closed, "merged": _merged(transport), "finished": is_finished}
-        print_json(found)
+        merged = _merged(whole(transport, manifest))
+        print_json({"run": transport.run, "round": closed, "merged": merged, "finished": is_finished})
     return 0 if is_finished else options.stopped_status
 
 

@@ -128,6 +128,7 @@ class Merger:
         #: Whether an island was live when heartbeats were read last.
         self._has_islands = True
         self._finished_at: float | None = None
+        self._is_warm = False
         self._waited = 0  # contributions that were there at `load`, and were not read yet
 
     # -- beginning --------------------------------------------------------------------------------------------------
@@ -214,7 +215,10 @@ class Merger:
         recorder.go_back(self.state.closed)  # a Redis that died may have lost the rounds after that one
 
     def warm_up(self) -> None:
-        """Compile the merge of every fragment, so that the first rounds take no longer than later ones."""
+        """Compile the merge of every fragment, so that the first rounds take no longer than later ones. Do it once."""
+        if self._is_warm:
+            return
+        self._is_warm = True
         for p, size in enumerate(self.manifest.sizes):
             zeros_N = np.zeros(size, np.float32)
             fragment = new_state(zeros_N, self.rules.outer)

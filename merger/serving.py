@@ -18,13 +18,19 @@ FAULTS_MAX = 10
 log = logging.getLogger(__name__)
 
 
-def serve(merger: Merger, stopped: Callable[[], bool], pause: Callable[[float], None] = time.sleep) -> bool:
+def serve(
+    merger: Merger,
+    stopped: Callable[[], bool],
+    pause: Callable[[float], None] = time.sleep,
+    share: Share | None = None,
+) -> bool:
     """Serve until `stopped` or the end of the run, through outages, and as a standby while another merger serves.
 
     Args:
         merger: The merger. It has neither acquired the lease nor loaded.
         stopped: Whether to stop.
         pause: Waits that many seconds between two tries.
+        share: Decides whether this process may serve the merger's shard, of several; by default it may.
 
     Returns:
         Whether the run is finished, and everything that islands sent is merged and in a checkpoint.
@@ -37,16 +43,33 @@ def serve(merger: Merger, stopped: Callable[[], bool], pause: Callable[[float], 
     merger.warm_up()  # before it takes the lease, so that a standby is ready when it is needed
     standing = Standing(merger.transport, merger.holder, merger.clock)
     try:
-        return _serve(merger, stopped, pause, standing)
+        return _serve(merger, stopped, pause, standing, share or Share())
     finally:
         standing.end()
 
 
-def _serve(merger: Merger, stopped: Callable[[], bool], pause: Callable[[float], None], standing: Standing) -> bool:
+class Share:
+    """What a process may serve of its run. A process that is alone with one shard may serve it always."""
+
+    def may_take(self) -> bool:
+        """Return whether to take the lease if it is free."""
+        return True
+
+    def is_to_hand_over(self) -> bool:
+        """Return whether to release the lease now, for another process."""
+        return False
+
+
+def _serve(
+    merger: Merger, stopped: Callable[[], bool], pause: Callable[[float], None], standing: Standing, share: Share
+) -> bool:
     loaded, is_over, troubles = False, False, Troubles()
     while not is_over and not stopped():
         try:
-            if not merger.epoch and not merger.acquire():
+            if merger.epoch and share.is_to_hand_over():
+                _hand_over(merger)
+                loaded = False
+            if not merger.epoch and not (share.may_take() and merger.acquire()):
                 standing.wait()
                 pause(min(RETRY_SECONDS, merger.lease_seconds / 4))
                 continue
@@ -113,6 +136,14 @@ def _serves_again(merger: Merger, pause: Callable[[float], None]) -> bool:
             return True
         pause(0.0)
     return False
+
+
+def _hand_over(merger: Merger) -> None:
+    """Release the lease, so that another process takes it. It loads what this merger has committed."""
+    log.info("handing over after round %s: another process serves fewer shards", merger.state.closed)
+    merger.transport.merger.release(merger.epoch)
+    merger.epoch = 0
+    merger.controls.note("left", "another process serves fewer shards, and takes this one")
 
 
 def _leave(merger: Merger, loaded: bool, why: str) -> None:

@@ -52,6 +52,13 @@ class MergerFolder:
         """The folder, and the bucket if there is one, in words."""
         return f"{self.path} and {self.bucket}" if self.bucket else f"{self.path}"
 
+    def of_shard(self, manifest: Manifest, shard: int) -> MergerFolder:
+        """Return the folder of one shard of the run, below this one. That of a run with one shard is this one."""
+        if manifest.shards == 1:
+            return self
+        name = f"shard-{shard}"
+        return MergerFolder(self.path / name, self.store.keep, self.bucket.child(name) if self.bucket else None)
+
     def fetch(self) -> None:
         """Download the newest checkpoint of the bucket if it is newer than those on disk.
 

@@ -1,7 +1,7 @@
 """Logging of workers: a line for people or, with `--log-json`, one JSON object on each line.
 
-An object has time (ISO 8601, UTC), level, who and message; and run, island, round, code (of an error) and exception
-where they are known. A record states its round with `extra={"round": number}`.
+An object has time (ISO 8601, UTC), level, who and message; and run, island, shard, round, code (of an error) and
+exception where they are known. A record states its round with `extra={"round": number}`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from archipelago.broker.errors import ArchipelagoError
 from archipelago.broker.observe.printable import printable, printable_lines
 
 LOGGERS = ("archipelago",)
+#: The name of a thread that serves one shard of a run, before the shard's number. What it logs names the shard.
+SHARD_THREAD = "shard "
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +53,7 @@ class JsonLines(JsonFormatter):
             "who": self.origin.who,
             "run": self.origin.run,
             "island": self.origin.island,
+            "shard": shard_of(record),
             "code": error.code if isinstance(error, ArchipelagoError) else None,
             "message": record.getMessage(),
             "exception": exception,
@@ -64,8 +67,15 @@ class _Lines(logging.Formatter):
     """One line for people. Messages may quote text that anyone has written, so they show no control characters."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the library's name
-        record.message = printable(record.message)
+        shard = shard_of(record)
+        record.message = (f"{SHARD_THREAD}{shard}: " if shard else "") + printable(record.message)
         return super().formatMessage(record)
+
+
+def shard_of(record: logging.LogRecord) -> str:
+    """Return the number of the shard whose thread has logged that record; empty for other threads."""
+    name = record.threadName or ""
+    return name.removeprefix(SHARD_THREAD) if name.startswith(SHARD_THREAD) else ""
 
 
 def log_to_stderr(who: str, *, as_json: bool = False, run: str = "", island: str = "") -> Origin:

@@ -24,6 +24,7 @@ def create(
     kinds: str | KindOf = EMBEDDINGS,
     trained: Any = None,
     record: bool = False,
+    shards: int = 1,
 ) -> bool:
     """Create a run for training scripts in JAX, which then `join` it. Its first parameters are those given.
 
@@ -44,6 +45,8 @@ def create(
             from a name to a boolean, or a tree of booleans like `params`. The other weights are frozen: `join` compares
             them by digest, and they are never sent. None trains all floating-point leaves.
         record: Keep all payloads, so that `archipelago replay` can repeat the merger's part.
+        shards: How many mergers share the work, for a model that is too large for one. One process serves all shards
+            until others come.
 
     Returns:
         Whether this call created it: False if the run exists with these tensors and settings.
@@ -61,6 +64,6 @@ def create(
     for leaf, values in leaves.items():
         require_values(leaf, values)
     return create_run(
-        url, name, config, layout.tensors(kinds_by(kinds)), lambda leaf: host_vector([leaves[leaf]]),
+        url, name, config, shards, layout.tensors(kinds_by(kinds)), lambda leaf: host_vector([leaves[leaf]]),
         layout.frozen_values,
     )  # fmt: skip

@@ -29,6 +29,7 @@ from archipelago.broker.manifest import NO_CORPUS, Manifest, Tensor, installed_v
 from archipelago.broker.messages import Snapshot
 from archipelago.broker.process import connect_to
 from archipelago.broker.redis.keys import checked_name
+from archipelago.broker.shards.transport import create
 from archipelago.broker.transport import Memory, Transport
 from archipelago.broker.wire import digest, pack
 from archipelago.islands.own_loop.tensors import require_same_tensors
@@ -67,7 +68,13 @@ def settings(
 
 
 def create_run(
-    url: str | None, name: str, config: RunConfig, tensors: Sequence[Tensor], first: FirstValues, frozen: Frozen
+    url: str | None,
+    name: str,
+    config: RunConfig,
+    shards: int,
+    tensors: Sequence[Tensor],
+    first: FirstValues,
+    frozen: Frozen,
 ) -> bool:
     """Create a run unless it exists with these tensors and settings. Return whether this call created it.
 
@@ -75,6 +82,7 @@ def create_run(
         url: The URL of the Redis; None for $ARCHIPELAGO_URL.
         name: The name of the run.
         config: Its settings.
+        shards: How many mergers share the work.
         tensors: The tensors that are merged.
         first: Returns their first values.
         frozen: Returns the tensors that are not trained. Their values are read only if this call creates the run,
@@ -82,13 +90,17 @@ def create_run(
 
     Raises:
         ConfigError: The Redis is too small (`loop.too-large`), islands of a lost run of that name are alive
-            (`init.islands-live`), or first moments are to be averaged (`config.moments`).
-        MismatchError: The run exists with other tensors (`loop.other-tensors`) or settings (`config.other-settings`).
+            (`init.islands-live`), first moments are to be averaged (`config.moments`), or there are more shards than
+            fragments (`config.shards`).
+        MismatchError: The run exists with other tensors (`loop.other-tensors`) or settings (`config.other-settings`),
+            or another number of shards.
         DivergedError: A tensor holds NaN or infinity (`loop.not-finite`).
     """
     run = checked_name(name, "the run name")
     all_tensors, fragments = synced(tensors, config)
-    manifest = Manifest(run, config, all_tensors, fragments, NO_CORPUS, installed_versions(), uuid.uuid4().hex)
+    manifest = Manifest(
+        run, config, all_tensors, fragments, NO_CORPUS, installed_versions(), uuid.uuid4().hex
+    ).with_shards(shards)
     transport = connect_to(url, run)
     try:
         return _create(transport, manifest, first, frozen)
@@ -106,7 +118,7 @@ def _create(transport: Transport, manifest: Manifest, first: FirstValues, frozen
     require_room(manifest, transport.reader.memory())
     manifest = replace(manifest, frozen=tuple(values.named() for values in frozen()))
     try:
-        transport.create(manifest, first_snapshots(manifest, first))
+        create(transport, manifest, first_snapshots(manifest, first))
     except RunExistsError:  # another process was faster
         require_same(transport.reader.manifest(), manifest)
         return False
@@ -116,6 +128,7 @@ def _create(transport: Transport, manifest: Manifest, first: FirstValues, frozen
 def require_same(found: Manifest, own: Manifest) -> None:
     """Raise MismatchError unless a run that exists has these tensors and settings."""
     require_same_tensors(found, own.tensors)
+    found.require_shards(own.shards)
     changed = differences(found.config, own.config)
     kinds = {t.name: t.kind for t in own.tensors}
     changed += [f"kind of {t.name}: {t.kind} → {kinds[t.name]}" for t in found.tensors if t.kind != kinds[t.name]]

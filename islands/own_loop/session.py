@@ -22,6 +22,7 @@ from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import Patience, connect_to, reading_from_replica
 from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.redis.transport import RedisTransport
+from archipelago.broker.shards.transport import whole
 from archipelago.islands.own_loop.identity import island_name
 from archipelago.islands.own_loop.leaving import frozen_fault, leave_after, leave_cleanly
 from archipelago.islands.own_loop.loop import OwnLoop
@@ -113,11 +114,10 @@ class Session(ABC):
 
     def _join(self) -> None:
         awaited = Patience(self._wait_seconds, lambda: False)
-        transport = awaited(
-            lambda: reading_from_replica(connect_to(self._address, checked_name(self._run, "the run name")))
-        )
-        self._transport = transport
-        manifest = awaited(transport.reader.manifest)
+        home = awaited(lambda: reading_from_replica(connect_to(self._address, checked_name(self._run, "the run name"))))
+        self._transport = home
+        manifest = awaited(home.reader.manifest)
+        transport = whole(home, manifest)
         self._require_same_model(manifest)
         name = island_name(self._address, self._given_island)
         self._claim(manifest, name)

@@ -50,6 +50,7 @@ def create(
     trained: Trained | None = None,
     names: Names | None = None,
     record: bool = False,
+    shards: int = 1,
 ) -> bool:
     """Create a run for training scripts in PyTorch, which then `join` it. Its first parameters are the model's.
 
@@ -72,6 +73,8 @@ def create(
             frozen: `join` compares them by digest, and they are never sent. None for those that require gradients now.
         names: The names and layouts of the run where they are not those of the module, as in `join`.
         record: Keep all payloads, so that `archipelago replay` can repeat the merger's part.
+        shards: How many mergers share the work, for a model that is too large for one. One process serves all shards
+            until others come.
 
     Returns:
         Whether this call created it: False if the run exists with these tensors and settings.
@@ -88,12 +91,14 @@ def create(
     if (mesh := mesh_of(unwrapped(model)[0])) is not None:
         from archipelago.islands.pytorch.sharded import create_together
 
-        return create_together(mesh, parameters, partial(create_run, url, name, config, tensors), f"create {name}")
+        return create_together(
+            mesh, parameters, partial(create_run, url, name, config, shards, tensors), f"create {name}"
+        )
 
     def first(tensor: str) -> Any:
         return named[tensor].detach().to("cpu", torch.float32).reshape(-1).numpy()
 
-    return create_run(url, name, config, tensors, first, parameters.frozen_values)
+    return create_run(url, name, config, shards, tensors, first, parameters.frozen_values)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from archipelago.broker.manifest import Manifest
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import URL_VARIABLE, connect_to, keep_compiled, print_json
 from archipelago.broker.redis.keys import checked_name
+from archipelago.broker.shards.transport import create as create_run
 from archipelago.broker.transport import Memory, Transport
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.sync.connection.same_run import require_no_islands as require_no_islands
@@ -61,6 +62,9 @@ class InitOptions:
     """Continue a run that its Redis has lost, from the newest checkpoint in the folder of its merger, such as
     runs/RUN/merger, or in a bucket, such as s3://BUCKET/FOLDER/RUN/merger. The run keeps its own settings.
     """
+    shards: int = 1
+    """How many mergers share the work. Each merges fragments of its own, so a model that is too large for one merger
+    needs several. One process serves all shards until others come (docs/guide/operating.md#shards)."""
     replace: bool = False
     """Begin a new run although islands of a run of that name still train. They leave."""
     settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
@@ -75,7 +79,9 @@ def main(options: InitOptions) -> int:
     if options.resume is not None:
         manifest, created = resume(transport, options.resume), True
     else:
-        manifest, created = create(transport, config, options.from_, may_replace=options.replace, task=options.task)
+        manifest, created = create(
+            transport, config, options.from_, may_replace=options.replace, task=options.task, shards=options.shards
+        )
     if options.json:
         print_json({"run": manifest.run, "created": created, "parameters": manifest.parameters,
                     "fragments": len(manifest.fragments), "config_digest": manifest.config.digest()})  # fmt: skip
@@ -217,6 +223,7 @@ def create(
     may_replace: bool = False,
     go_on: str = "",
     task: str | None = None,
+    shards: int = 1,
 ) -> tuple[Manifest, bool]:
     """Return the run's manifest, and whether this call created it, from `weights` or from fresh parameters.
 
@@ -227,10 +234,12 @@ def create(
         may_replace: Whether to create the run although islands of a lost run of its name are alive.
         go_on: The command that continues the run, without the flags of its settings.
         task: A task of the user, FILE.py:NAME, in place of one of our models.
+        shards: The number of shards.
 
     Raises:
-        ConfigError: Islands of a lost run of that name are alive (`init.islands-live`).
-        MismatchError: The run exists with another config.
+        ConfigError: Islands of a lost run of that name are alive (`init.islands-live`), or there are more shards than
+            fragments (`config.shards`).
+        MismatchError: The run exists with another config or number of shards.
         DataError: The weights do not fit the model.
     """
     existing = _existing(transport)
@@ -242,9 +251,10 @@ def create(
 
     if existing is not None:
         require_same(existing, config, go_on, task)
+        existing.require_shards(shards)
         return existing, False
     manifest, params = _new(workload_of(config, task), transport.run, weights)
-    manifest = replace(manifest, uid=uuid.uuid4().hex)
+    manifest = replace(manifest.with_shards(shards), uid=uuid.uuid4().hex)
     if weights is not None:
         manifest = replace(manifest, versions={**manifest.versions, "weights": WeightFiles(weights).describe()})
     tell_of_memory(manifest, transport.reader.memory())
@@ -253,11 +263,12 @@ def create(
         snapshots = first_snapshots(manifest, params)
     try:
         with progress("writing the first parameters to Redis"):
-            transport.create(manifest, snapshots)
+            create_run(transport, manifest, snapshots)
         return manifest, True
     except RunExistsError:
         found = transport.reader.manifest()
     require_same(found, config, go_on, task)
+    found.require_shards(shards)
     return found, False
 
 

@@ -163,7 +163,7 @@ def _find_or_create(
     elif known:
         with suppress(UnknownRunError):  # its name is all that is left of it
             config = _extended(transport, transport.reader.manifest(), config, go_on, options.task)
-    return create(transport, config, options.from_, go_on=go_on, task=options.task)
+    return create(transport, config, options.from_, go_on=go_on, task=options.task, shards=options.shards)
 
 
 def _extended(

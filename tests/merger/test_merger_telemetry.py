@@ -51,7 +51,9 @@ def member(staleness: int) -> Member:
 
 def test_rounds_are_counted() -> None:
     registry = new_registry()
-    rounds = RoundMetrics("sample", 2, BITS, registry)
+    manifest = samples.manifest()
+    metrics = RoundMetrics([manifest], registry)
+    rounds = RoundTelemetry(manifest, KeptCurves(), metrics)
     assert scraped(registry)["rounds_total"] == 0
     assert "open_seconds" not in scraped(registry), "the gauges are absent before the first round"
     commit = samples.commit([])
@@ -73,9 +75,9 @@ def test_rounds_are_counted() -> None:
 
 def listening(merger: Merger, drawn: KeptCurves, registry: CollectorRegistry) -> None:
     """Connect a merger's telemetry, as `merger.main` does."""
-    rounds = RoundTelemetry(merger.manifest, drawn, registry, merger.clock)
+    rounds = RoundTelemetry(merger.manifest, drawn, RoundMetrics([merger.manifest], registry), merger.clock)
     merger.on_round = rounds.closed
-    registry.register(MergerCollector(merger, rounds))
+    registry.register(MergerCollector([(merger, rounds)]))
 
 
 def test_a_standby_exports_only_what_it_knows() -> None:

@@ -1,0 +1,204 @@
+"""A process that serves several shards of a run, and shares them with the other merger processes.
+
+There is no coordinator. Every process reads from Redis who serves each shard and who stands by, and follows one rule.
+Of S shards and n processes,
+
+- a process takes a free shard while it serves fewer than ⌈S / n⌉, or when nobody has taken it for a while;
+- it hands its last shard over while it serves more than ⌈S / n⌉, or while it serves more than ⌊S / n⌋ and another
+  one serves fewer than that.
+
+Each shard has a thread of its own, so one that cannot be served keeps no other one waiting.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from archipelago.broker.errors import ArchipelagoError, BrokerError
+from archipelago.broker.observe.logs import SHARD_THREAD
+from archipelago.broker.transport import MergerTransport
+from archipelago.merger.service import Clock, Merger
+from archipelago.merger.serving import Share, serve
+
+#: How often a process reads who serves and who stands by.
+LOOK_SECONDS = 1.0
+#: How many leases a shard may stay free before any process takes it.
+FREE_LEASES = 2.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Who serves the run, as one process sees it.
+
+    Attributes:
+        serving: How many shards each process serves, by its name. Standbys serve none.
+        free: The shards whose lease is free.
+    """
+
+    serving: Mapping[str, int]
+    free: frozenset[int]
+
+    def is_below_share(self, own: int, shards: int) -> bool:
+        """Return whether a process that serves `own` of the shards may take one more."""
+        return own < -(-shards // len(self.serving))
+
+    def is_above_share(self, name: str, own: int, shards: int) -> bool:
+        """Return whether the process of that name, which serves `own` of the shards, should hand one over."""
+        least, most = shards // len(self.serving), -(-shards // len(self.serving))
+        others = (count for other, count in self.serving.items() if other != name)
+        return own > most or (own > least and min(others, default=least) < least)
+
+
+def seen(transports: Sequence[MergerTransport], name: str, silent_seconds: float) -> Seen:
+    """Read who serves the run. A shard that cannot be reached counts neither as served nor as free.
+
+    Args:
+        transports: The connection to each shard.
+        name: The process that asks. It is one of those that serve.
+        silent_seconds: A standby without a sign of life for this long is not counted.
+    """
+    serving, free = {name: 0}, set()
+    for shard, transport in enumerate(transports):
+        try:
+            status = transport.reader.merger_status()
+            standbys = transport.reader.standbys()
+        except BrokerError:
+            continue
+        for standby in standbys:
+            if standby.age_seconds < silent_seconds:
+                serving.setdefault(standby.name, 0)
+        if status is None:  # a broker in memory does not know
+            continue
+        if status.holder:
+            serving[status.holder] = serving.get(status.holder, 0) + 1
+        else:
+            free.add(shard)
+    return Seen(serving, frozenset(free))
+
+
+class Sharing:
+    """The shards that this process serves among those of its run. Only `look` talks to Redis.
+
+    Args:
+        mergers: The merger of each shard. All have one holder's name.
+        clock: Seconds of a monotonic clock.
+    """
+
+    def __init__(self, mergers: Sequence[Merger], clock: Clock = time.monotonic) -> None:
+        self._mergers, self._clock = mergers, clock
+        self._name, self._lease_seconds = mergers[0].holder, mergers[0].lease_seconds
+        #: What `look` found; None before the first time, and after a shard was handed over.
+        self._seen: Seen | None = None
+        self._free_since: dict[int, float] = {}
+
+    def look(self) -> None:
+        """Read who serves the run."""
+        found = seen([merger.transport for merger in self._mergers], self._name, self._lease_seconds)
+        now = self._clock()
+        self._free_since = {shard: self._free_since.get(shard, now) for shard in found.free}
+        self._seen = found
+
+    @property
+    def served(self) -> list[int]:
+        """The shards that this process serves."""
+        return [shard for shard, merger in enumerate(self._mergers) if merger.epoch]
+
+    def may_take(self, shard: int) -> bool:
+        """Return whether to take that shard if it is free."""
+        found = self._seen
+        if found is None:
+            return False
+        free_seconds = self._clock() - self._free_since.get(shard, self._clock())
+        is_left = free_seconds > FREE_LEASES * self._lease_seconds
+        return is_left or found.is_below_share(len(self.served), len(self._mergers))
+
+    def is_to_hand_over(self, shard: int) -> bool:
+        """Return whether to hand that shard over. One shard is handed over at a time, and none while one is free."""
+        found, served = self._seen, self.served
+        if found is None or found.free or shard != served[-1]:
+            return False
+        if not found.is_above_share(self._name, len(served), len(self._mergers)):
+            return False
+        self._seen = None
+        return True
+
+
+class _ShareOfShard(Share):
+    """What `serve` asks about one shard."""
+
+    def __init__(self, sharing: Sharing, shard: int) -> None:
+        self._sharing, self._shard = sharing, shard
+
+    def may_take(self) -> bool:
+        """See `Sharing.may_take`."""
+        return self._sharing.may_take(self._shard)
+
+    def is_to_hand_over(self) -> bool:
+        """See `Sharing.is_to_hand_over`."""
+        return self._sharing.is_to_hand_over(self._shard)
+
+
+class _ShardThread(threading.Thread):
+    """Serves one shard until the run is finished, `stopped`, or an error that it cannot repair."""
+
+    def __init__(self, merger: Merger, shard: int, sharing: Sharing, stopped: Callable[[], bool]) -> None:
+        super().__init__(name=f"{SHARD_THREAD}{shard}", daemon=True)
+        self.is_over = False
+        self.error: Exception | None = None
+        self._merger, self._share, self._stopped = merger, _ShareOfShard(sharing, shard), stopped
+
+    @property
+    def has_defect(self) -> bool:
+        """Whether it ended by an error that only a mistake in our code explains."""
+        return self.error is not None and not isinstance(self.error, ArchipelagoError)
+
+    def run(self) -> None:
+        """Serve. After another process has taken the shard, stand by for it again."""
+        try:
+            while not self.is_over and not self._stopped():
+                self.is_over = serve(self._merger, self._stopped, share=self._share)
+        except ArchipelagoError as error:
+            log.error("this process no longer serves its shard: %s", error, extra={"code": error.code})
+            self.error = error
+        except Exception as error:  # noqa: BLE001 - `serve_shards` raises it
+            self.error = error
+
+
+def serve_shards(mergers: Sequence[Merger], stopped: Callable[[], bool], look_seconds: float = LOOK_SECONDS) -> bool:
+    """Serve the shards of a run until `stopped` or the end of the run, and share them with other processes.
+
+    Args:
+        mergers: The merger of each shard. None has acquired a lease.
+        stopped: Whether to stop.
+        look_seconds: How often to read who serves and who stands by.
+
+    Returns:
+        Whether the run is finished (`serve`).
+
+    Raises:
+        ArchipelagoError: No shard can be served any more; this is the error of the first one that could not.
+    """
+    if len(mergers) == 1:
+        return serve(mergers[0], stopped)
+    sharing, has_defect = Sharing(mergers), threading.Event()
+    threads = [
+        _ShardThread(merger, shard, sharing, lambda: has_defect.is_set() or stopped())
+        for shard, merger in enumerate(mergers)
+    ]
+    for thread in threads:
+        thread.start()
+    while alive := [thread for thread in threads if thread.is_alive()]:
+        sharing.look()
+        alive[0].join(look_seconds)
+        if any(thread.has_defect for thread in threads):
+            has_defect.set()
+    if broken := sorted((thread for thread in threads if thread.error), key=lambda thread: not thread.has_defect):
+        assert broken[0].error is not None  # noqa: S101
+        raise broken[0].error
+    return all(thread.is_over for thread in threads)

@@ -1,0 +1,217 @@
+"""How merger processes share the shards of a run."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from archipelago.broker.errors import UnknownRunError
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.redis.transport import RedisTransport, connect
+from archipelago.broker.shards.transport import create, of_shard
+from archipelago.merger.service import Merger
+from archipelago.merger.shards import Seen, Sharing, seen, serve_shards
+from archipelago.ops.experiments.virtual_time import VirtualClock
+from tests import samples
+from tests.conftest import Until
+
+LEASE_SECONDS = 0.5
+LOOK_SECONDS = 0.02
+
+
+# -- the rule, without a broker ---------------------------------------------------------------------------------------
+
+
+class Processes:
+    """Processes that follow the rule one after another. Each sees the run as it is."""
+
+    def __init__(self, names: Sequence[str], shards: int) -> None:
+        self.names, self.shards = list(names), shards
+        self.holders: dict[int, str] = {}
+        self.handed = 0
+
+    def seen(self) -> Seen:
+        free = frozenset(range(self.shards)) - self.holders.keys()
+        return Seen(dict.fromkeys(self.names, 0) | Counter(self.holders.values()), free)
+
+    def turn(self, name: str) -> bool:
+        """Let one process act, and return whether it did."""
+        found, own = self.seen(), sorted(k for k, holder in self.holders.items() if holder == name)
+        if found.free and found.is_below_share(len(own), self.shards):
+            self.holders[min(found.free)] = name
+            return True
+        if not found.free and own and found.is_above_share(name, len(own), self.shards):
+            del self.holders[own[-1]]
+            self.handed += 1
+            return True
+        return False
+
+    def settle(self) -> None:
+        for _ in range(4 * self.shards + 4):
+            acted = [self.turn(name) for name in self.names]
+            if not any(acted):
+                return
+        pytest.fail("the processes do not settle")
+
+    def leave(self, name: str) -> None:
+        self.names.remove(name)
+        self.holders = {k: holder for k, holder in self.holders.items() if holder != name}
+
+
+@given(st.integers(1, 9), st.lists(st.integers(0, 8), min_size=1, max_size=12))
+def test_processes_that_come_and_go_settle_on_equal_shares(shards: int, changes: list[int]) -> None:
+    """A number that names a process lets it leave, another one lets one come."""
+    all_ = Processes(["p0"], shards)
+    for born, change in enumerate(changes, 1):
+        if change < len(all_.names) > 1:
+            all_.leave(all_.names[change])
+        else:
+            all_.names.append(f"p{born}")
+        all_.settle()
+        counts = [all_.seen().serving[name] for name in all_.names]
+        assert sum(counts) == shards
+        assert max(counts) - min(counts) <= 1
+    assert all_.handed <= shards * len(changes)
+
+
+# -- over a broker ----------------------------------------------------------------------------------------------------
+
+
+def manifest_with(shards: int) -> Manifest:
+    return samples.manifest().with_shards(shards)
+
+
+class Process:
+    """A merger process of a run, as a thread."""
+
+    def __init__(self, home: RedisTransport, name: str, shards: int = 2) -> None:
+        manifest = manifest_with(shards)
+        self.mergers = [
+            Merger(of_shard(home, manifest, shard), holder=name, lease_seconds=LEASE_SECONDS) for shard in range(shards)
+        ]
+        self.error: Exception | None = None
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            serve_shards(self.mergers, self._stopped.is_set, LOOK_SECONDS)
+        except Exception as error:  # noqa: BLE001 - the tests look at it
+            self.error = error
+
+    @property
+    def served(self) -> list[int]:
+        return [shard for shard, merger in enumerate(self.mergers) if merger.epoch]
+
+    @property
+    def has_ended(self) -> bool:
+        return not self._thread.is_alive()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+
+@pytest.fixture
+def home() -> RedisTransport:
+    """A connection to a run with two shards."""
+    transport, manifest = connect(f"fakeredis://{uuid.uuid4().hex}", "sample"), manifest_with(2)
+    create(transport, manifest, samples.first_snapshots(manifest))
+    return transport
+
+
+@pytest.fixture
+def first(home: RedisTransport) -> Iterator[Process]:
+    process = Process(home, "first")
+    yield process
+    process.stop()
+
+
+def test_a_process_alone_serves_all_shards_and_shares_them_with_a_second_one(
+    home: RedisTransport, first: Process, until: Until
+) -> None:
+    until(lambda: first.served == [0, 1], "the process to serve all shards")
+    second = Process(home, "second")
+    try:
+        until(lambda: (first.served, second.served) == ([0], [1]), "the processes to share the shards")
+        epochs = [first.mergers[0].epoch, second.mergers[1].epoch]
+        for k, name in ((0, "second"), (1, "first")):
+            until(partial(stands_by, home, k, name), "both to stand by")
+        assert [first.mergers[0].epoch, second.mergers[1].epoch] == epochs, "they do not keep them"
+    finally:
+        second.stop()
+    until(lambda: first.served == [0, 1], "the first process to take all shards again")
+
+
+def stands_by(home: RedisTransport, shard: int, name: str) -> bool:
+    return name in [standby.name for standby in home.of_shard(shard).reader.standbys()]
+
+
+def delete(home: RedisTransport, shard: int) -> None:
+    client = home.connection.redis
+    client.delete(*client.keys(home.of_shard(shard).connection.keys.manifest.rpartition(":")[0] + ":*"))
+
+
+def test_a_shard_that_is_lost_stops_only_itself(home: RedisTransport, first: Process, until: Until) -> None:
+    until(lambda: first.served == [0, 1], "the process to serve all shards")
+    delete(home, 1)
+    until(lambda: not [t for t in threading.enumerate() if t.name == "shard 1"], "its thread to end")
+    assert first.mergers[0].epoch
+    assert not first.has_ended
+    first.stop()
+    assert isinstance(first.error, UnknownRunError)
+
+
+def test_a_run_that_is_deleted_ends_the_process(home: RedisTransport, first: Process, until: Until) -> None:
+    until(lambda: first.served == [0, 1], "the process to serve all shards")
+    delete(home, 0)
+    delete(home, 1)
+    until(lambda: first.has_ended, "the process to end")
+    assert isinstance(first.error, UnknownRunError)
+
+
+def test_a_mistake_of_ours_ends_the_process(
+    home: RedisTransport, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turn = Merger.turn
+
+    def broken(self: Merger, *_: object) -> bool:
+        if self.manifest.shard == 1:
+            raise ZeroDivisionError
+        return turn(self, 0.0)
+
+    monkeypatch.setattr(Merger, "turn", broken)
+    process = Process(home, "first")
+    until(lambda: process.has_ended, "the process to end")
+    assert isinstance(process.error, ZeroDivisionError)
+
+
+def test_a_shard_that_nobody_takes_is_taken_in_the_end(home: RedisTransport) -> None:
+    clock = VirtualClock()
+    shards = [home.of_shard(k) for k in (0, 1)]
+    mergers = [Merger(shard, clock, "me", lease_seconds=5.0) for shard in shards]
+    sharing = Sharing(mergers, clock)
+    assert not sharing.may_take(0), "it has not looked yet"
+    sharing.look()
+    assert sharing.may_take(0)
+    assert mergers[0].acquire()
+    shards[1].merger.stand_by("other")
+    sharing.look()
+    assert not sharing.may_take(1), "the other one may take it"
+    clock.now = 11.0
+    assert sharing.may_take(1)
+    sharing.look()
+    assert seen(shards, "me", 5.0) == Seen({"me": 1, "other": 0}, frozenset({1}))
+    assert seen(shards, "me", 0.0) == Seen({"me": 1}, frozenset({1})), "silent standbys do not count"
+    assert mergers[1].acquire()
+    sharing.look()
+    assert sharing.is_to_hand_over(1)
+    assert not sharing.is_to_hand_over(1), "one at a time"
