@@ -1,0 +1,124 @@
+"""Real merger processes share the shards of a run, and a shard whose merger or Redis dies stops its fragments only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from archipelago.broker.errors import BrokerError
+from archipelago.broker.redis.keys import Keys
+from archipelago.broker.redis.transport import RedisTransport, connect
+from archipelago.broker.shards.transport import WholeRun, whole
+from archipelago.ops.launch.embedded_redis import Server
+from tests.clusters import Cluster, Node
+from tests.conftest import Until
+from tests.integration.test_processes import SETTINGS, Processes, processes
+
+pytestmark = [pytest.mark.full, pytest.mark.processes]
+__all__ = ["processes"]  # the fixture
+
+MERGER = ["--checkpoint-every=0", "--lease-seconds=2"]
+
+
+class Watcher:
+    """What the tests read of a run with two shards."""
+
+    def __init__(self, url: str, run: str) -> None:
+        self.home: RedisTransport = connect(url, run)
+        found = whole(self.home, self.home.reader.manifest())
+        assert isinstance(found, WholeRun)
+        self.run = found
+
+    def holders(self) -> list[str]:
+        """Return who serves each shard; empty where nobody does."""
+        statuses = [shard.reader.merger_status() for shard in self.run.shards]
+        return [status.holder if status else "" for status in statuses]
+
+    def closed(self, shard: int) -> int:
+        """Return the last closed round of a shard, as its own merger counts; 0 while its Redis is away."""
+        try:
+            heads = self.run.shards[shard].reader.heads()
+        except BrokerError:
+            return 0
+        return max((head.round for head in heads if head is not None), default=0)
+
+    def check(self) -> None:
+        """Assert that everything that was published is merged or refused, each contribution once."""
+        books, tape = self.run.reader.books(), self.run.reader.tape(1 << 20)
+        assert books.published == books.merged + books.refused
+        assert books.merged == sum(len(entry.members) for entry in tape)
+        for shard in self.run.shards:  # sequence numbers count by shard
+            merged = [(m.island, m.incarnation, m.sequence) for e in shard.reader.tape(1 << 20) for m in e.members]
+            assert len(set(merged)) == len(merged) > 0
+
+
+def test_merger_processes_share_the_shards_and_replace_each_other(
+    processes: Processes, server: Server, until: Until
+) -> None:
+    url, run = server.url, "shared"
+    processes.run("init", url, "--run", run, "--shards=2", "--inner.steps=100000", *SETTINGS)
+    seen = Watcher(url, run)
+    first = processes.start("merger", url, "--run", run, *MERGER)
+    until(lambda: len(set(seen.holders())) == 1 and all(seen.holders()), "one process to serve both shards")
+    island = processes.start("island", url, "--run", run, "--name", "one", "--scan-steps=1")
+    until(lambda: min(seen.closed(0), seen.closed(1)) >= 4, "rounds of both shards")
+
+    processes.start("merger", url, "--run", run, *MERGER)
+    until(lambda: len(set(seen.holders())) == 2 and all(seen.holders()), "two processes to share the shards")
+    before = [seen.closed(0), seen.closed(1)]
+    until(lambda: all(seen.closed(k) > before[k] + 4 for k in (0, 1)), "rounds by both processes")
+
+    served = [holder.split("-")[-2] for holder in seen.holders()]
+    dead = served.index(str(first.pid))
+    first.kill()
+    at_death = [seen.closed(0), seen.closed(1)]
+    until(lambda: seen.closed(1 - dead) > at_death[1 - dead] + 4, "rounds of the other shard")
+    until(lambda: seen.closed(dead) > at_death[dead] + 4, "the other process to take the shard")
+    assert len(set(seen.holders())) == 1
+    assert island.poll() is None
+
+    island.terminate()
+    assert island.wait() == 0, processes.said(island)
+    until(lambda: seen.run.reader.backlog() == 0, "everything to be merged")
+    seen.check()
+    seen.home.close()
+
+
+def test_a_killed_primary_stops_only_the_shards_that_it_holds(
+    processes: Processes, tmp_path: Path, until: Until
+) -> None:
+    cluster = Cluster(tmp_path / "cluster", until, replicas=1)
+    try:
+        url, run = cluster.url, _apart(cluster)
+        processes.run("init", url, "--run", run, "--shards=2", "--inner.steps=100000", *SETTINGS)
+        seen = Watcher(url, run)
+        processes.start("merger", url, "--run", run, *MERGER)
+        island = processes.start("island", url, "--run", run, "--name", "one", "--scan-steps=1")
+        until(lambda: min(seen.closed(0), seen.closed(1)) >= 4, "rounds of both shards")
+        old = _slot_holder(cluster, run, 1)
+        new = next(node for node in cluster.nodes if node is not old and node.follows(old))
+        old.kill()
+        before = seen.closed(0)
+        until(lambda: seen.closed(0) > before + 4, "rounds of the shard on the other primary")
+        if new.role() != "master":
+            cluster.promote(new)
+        after = max(seen.closed(1), 1)
+        until(lambda: seen.closed(1) > after + 4, "rounds of the shard whose primary was replaced")
+        island.terminate()
+        assert island.wait() == 0, processes.said(island)
+        until(lambda: seen.run.reader.backlog() == 0, "everything to be merged")
+        seen.check()
+        seen.home.close()
+    finally:
+        cluster.end()
+
+
+def _slot_holder(cluster: Cluster, run: str, shard: int) -> Node:
+    return cluster.holder(Keys(run, shard).manifest)
+
+
+def _apart(cluster: Cluster) -> str:
+    """Return a name whose two shards are on different primaries."""
+    names = (f"apart-{number}" for number in range(100))
+    return next(name for name in names if _slot_holder(cluster, name, 0) is not _slot_holder(cluster, name, 1))
