@@ -248,8 +248,22 @@ class MergerStatus:
     lease_seconds: float = 0.0
     #: Time since the last round closed, or since the first contribution arrived if none has closed; 0 before that.
     still_seconds: float = 0.0
-    #: The shards that no merger serves, in a run with several.
-    unserved: tuple[int, ...] = ()
+    #: The same for each shard, in a run with several.
+    shards: tuple[MergerStatus, ...] = ()
+
+    @property
+    def unserved(self) -> tuple[int, ...]:
+        """The shards that no merger serves, in a run with several."""
+        return tuple(shard for shard, status in enumerate(self.shards) if not status.holder)
+
+    @property
+    def holders(self) -> dict[str, list[int]]:
+        """The mergers that serve, each with its shards. That of a run with one shard serves the shard 0."""
+        out: dict[str, list[int]] = {}
+        for shard, status in enumerate(self.shards or (self,)):
+            if status.holder:
+                out.setdefault(status.holder, []).append(shard)
+        return out
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from archipelago.broker.manifest import Manifest
@@ -23,6 +23,9 @@ from archipelago.broker.messages import (
 )
 from archipelago.broker.shards.layout import Layout
 from archipelago.broker.transport import Memory, MergerStatus, ReaderClient, Standby
+
+#: Of more things than this, messages say only how many there are.
+NUMBERS_MAX = 12
 
 
 class ShardedReader:
@@ -213,19 +216,32 @@ def combined_status(statuses: Sequence[MergerStatus | None]) -> MergerStatus | N
     if None in statuses:
         return None
     found = [status for status in statuses if status is not None]
-    unserved = tuple(shard for shard, status in enumerate(found) if not status.holder)
-    shards: dict[str, list[int]] = {}
-    for shard, status in enumerate(found):
-        shards.setdefault(status.holder, []).append(shard)
-    words = [f"{holder} (shard {', '.join(map(str, mine))})" for holder, mine in shards.items()]
-    holder = next(iter(shards)) if len(shards) == 1 else ", ".join(words)
-    return MergerStatus(
-        "" if unserved else holder,
+    combined = MergerStatus(
+        "",
         max(status.epoch for status in found),
         min(status.lease_seconds for status in found),
         max(status.still_seconds for status in found),
-        unserved,
+        tuple(found),
     )
+    return combined if combined.unserved else replace(combined, holder=holders_in_words(combined))
+
+
+def holders_in_words(status: MergerStatus) -> str:
+    """Return the mergers that serve shards. If there are several, each has its shards in parentheses."""
+    holders = status.holders
+    if len(holders) == 1 and not status.unserved:
+        return next(iter(holders))
+    return ", ".join(f"{holder} ({numbered('shard', shards)})" for holder, shards in holders.items())
+
+
+def numbered(noun: str, numbers: Sequence[int]) -> str:
+    """Return things with their numbers, such as `shard 1` and `fragments 0, 3 and 4`; of many, only how many."""
+    if len(numbers) > NUMBERS_MAX:
+        return f"{len(numbers)} {noun}s"
+    words = [str(number) for number in numbers]
+    if len(words) < 2:
+        return f"{noun} {words[0]}" if words else f"no {noun}"
+    return f"{noun}s {', '.join(words[:-1])} and {words[-1]}"
 
 
 def _parsed(state: str) -> dict[str, Any]:

@@ -54,6 +54,12 @@ def whole(transport: Kind, manifest: Manifest) -> Kind | WholeRun:
     return WholeRun(transport, manifest)
 
 
+def opened(transport: Kind) -> tuple[Manifest, Kind | WholeRun]:
+    """Return the manifest of a run that exists, and a connection to all its shards. Raises BrokerError, ConfigError."""
+    manifest = transport.reader.manifest()
+    return manifest, whole(transport, manifest)
+
+
 def shards_of(transport: IslandTransport) -> Sequence[IslandTransport]:
     """Return the connection to each shard. That of a run with one shard is `transport` itself."""
     return transport.shards if isinstance(transport, WholeRun) else [transport]

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 
 from archipelago.broker.control import STEPS
 from archipelago.broker.messages import Evaluation, TapeEntry
+from archipelago.broker.shards.layout import Layout
 from archipelago.ops.dashboard.trails import Trail, columns, mean, smoothed, thinned
 from archipelago.ops.watch.run_view import RECENT_ROUNDS
+from archipelago.ops.watch.tape_position import TapePosition
 
 #: Points of each line: about one for every two pixels.
 POINTS_DRAWN = 360
@@ -121,10 +123,16 @@ class Mark(NamedTuple):
 
 
 class History:
-    """The rounds of one run, from the entries of its tape."""
+    """The rounds of one run, from the entries of its tape.
 
-    def __init__(self, fragments: int) -> None:
-        self.fragments = fragments
+    Args:
+        layout: The fragments of each shard. Rounds of different shards close in any order; on the axis of rounds, each
+            is where the run was when it closed.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.fragments, self._layout = layout.count, layout
+        self._position = TapePosition(layout)
         self.newest: TapeEntry | None = None
         self._trail: Trail[RoundRow] = Trail(joined_rounds)
         self._known: set[str] = set()
@@ -135,6 +143,7 @@ class History:
         self._lengths: deque[tuple[int, float]] = deque(maxlen=MARKS_KEPT)
         self._losses: dict[str, Trail[IslandRow]] = {}
         self._tokens = 0.0
+        self._round = self._step = 0
 
     def begin(self, merged_tokens: int, tape: Sequence[TapeEntry]) -> None:
         """Add the first entries.
@@ -149,15 +158,11 @@ class History:
 
     def follows(self, tape: Sequence[TapeEntry]) -> bool:
         """Return whether the entries connect to those that were added: none is missing, and the run did not go back."""
-        if self.newest is None or not tape:
-            return self.newest is None and not tape
-        mine = [entry for entry in tape if entry.round == self.newest.round]
-        return bool(mine) and mine[-1].digest == self.newest.digest and tape[-1].round >= self.newest.round
+        return self._position.connects_to(tape)
 
     def extend(self, tape: Sequence[TapeEntry]) -> int:
         """Add the entries that are new, and return their number. The oldest comes first."""
-        last = self.newest.round if self.newest else -1
-        new = [entry for entry in tape if entry.round > last]
+        new = self._position.new(tape)
         for entry in new:
             self._add(entry)
         return len(new)
@@ -177,19 +182,23 @@ class History:
         )  # fmt: skip
         known, live = max(entry.live, len(self._known)), float(entry.live)
         closed = entry.unix_seconds or math.nan
+        self._round, self._step = max(self._round, entry.round), max(self._step, entry.step)
         self._trail.add(
-            RoundRow(entry.round, self._tokens, entry.loss, known, live, min(live, participating), closed, entry.step)
+            RoundRow(self._round, self._tokens, entry.loss, known, live, min(live, participating), closed, self._step)
         )
-        if self.newest and entry.epoch != self.newest.epoch:
-            self._marks.append(Mark(entry.round, self._tokens, closed, f"epoch {entry.epoch} begins"))
+        before = self._position.newest_like(entry)
+        if before and entry.epoch != before.epoch:
+            where = f" in shard {self._layout.shard_of(entry.round)}" if self._layout.shards > 1 else ""
+            self._marks.append(Mark(self._round, self._tokens, closed, f"epoch {entry.epoch} begins{where}"))
         if entry.steered:
-            self._marks.append(Mark(entry.round, self._tokens, closed, f"steered: {entry.steered}"))
+            self._marks.append(Mark(self._round, self._tokens, closed, f"steered: {entry.steered}"))
             changes = dict(change.partition("=")[::2] for change in entry.steered.split())
             with suppress(KeyError, ValueError):
-                self._lengths.append((entry.round, float(changes[STEPS])))
+                self._lengths.append((self._round, float(changes[STEPS])))
         for member in entry.members:
-            self._add_loss(member.island, IslandRow(entry.round, self._tokens, closed, member.loss))
+            self._add_loss(member.island, IslandRow(self._round, self._tokens, closed, member.loss))
         self.newest = entry
+        self._position.add(entry)
 
     def _add_loss(self, island: str, row: IslandRow) -> None:
         trail = self._losses.pop(island, None) or Trail(joined_losses, ISLAND_ROWS)

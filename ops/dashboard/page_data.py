@@ -12,6 +12,7 @@ from archipelago.broker.control import MERGING, PAUSED, SETTINGS, STEPS, island_
 from archipelago.broker.loss_unit import loss_unit
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Evaluation, Note, Refusal
+from archipelago.broker.shards.reader import holders_in_words, numbered
 from archipelago.broker.transport import MergerStatus
 from archipelago.ops.dashboard.history import POINTS_DRAWN, History, QueueRow, joined_evaluations, joined_queues
 from archipelago.ops.dashboard.trails import columns, thinned
@@ -213,6 +214,9 @@ def state_of(reading: Reading, interval: int) -> dict[str, str]:
     if not view.live:
         return _state("no islands", "warn", "No island is live. The run continues when one joins.")
     if reading.merger_status and lacks_merger(reading.merger_status) and view.step < view.steps:
+        if reading.merger_status.holders:
+            missing = numbered("shard", reading.merger_status.unserved)
+            return _state("no merger", "warn", f"No merger serves {missing}. The fragments of other shards go on.")
         return _state("no merger", "warn", "No merger serves the run; islands train within their window.")
     if view.pending and reading.round_seconds > stall_seconds(view, interval):
         return _state("stalled", "warn", "Contributions wait and no round closes. Check that a merger runs.")
@@ -277,9 +281,21 @@ def _alike(event: Mapping[str, Any]) -> tuple[str, str, str]:
     return event["who"], event["kind"], event["text"].partition(": ")[2]  # Compare the text without its round.
 
 
+def _by_shard(status: MergerStatus) -> str:
+    """Return who serves each shard, as a sentence."""
+    missing = [f"no merger serves {numbered('shard', status.unserved)}"] if status.unserved else []
+    words = ", ".join([*([holders_in_words(status)] if status.holders else []), *missing])
+    return f"Mergers: {words}." if len(status.holders) != 1 or missing else f"{words} serves all shards."
+
+
 def serving(notes: Sequence[Note], epoch: int, merger_status: MergerStatus | None = None) -> dict[str, Any]:
-    """Return the merger that began to serve last, and whether the lease is held (None if that is not known)."""
+    """Return the merger that began to serve last, and whether the lease is held (None if that is not known).
+
+    Of a run with several shards, it has a sentence about all of them instead (`shards`).
+    """
     held = bool(merger_status.holder) if merger_status else None
+    if merger_status and merger_status.shards:
+        return {"who": "", "since": None, "text": "", "epoch": epoch, "held": held, "shards": _by_shard(merger_status)}
     served = [note for note in notes if note.kind == "served"]
     if not served:
         return {"who": "", "since": None, "text": "", "epoch": epoch, "held": held}

@@ -12,6 +12,7 @@ from typing import Any
 from archipelago.broker.config import RunConfig, differing, from_toml
 from archipelago.broker.errors import ArchipelagoError
 from archipelago.broker.loss_unit import loss_unit
+from archipelago.broker.shards.transport import opened
 from archipelago.broker.transport import Transport
 from archipelago.ops.dashboard.history import joined_evaluations
 from archipelago.ops.dashboard.trails import thinned
@@ -109,12 +110,13 @@ class RunList:
 
 def of_redis(transport: Transport, own: RunConfig | None) -> tuple[RunRow, RunConfig]:
     """Return a run of Redis, and its config. Raise BrokerError and WireError."""
-    manifest, evaluations = transport.reader.manifest(), transport.reader.evaluations()
-    view = glance(transport, manifest, transport.reader.tape(RECENT_ROUNDS), evaluations)
+    manifest, run = opened(transport)
+    evaluations = run.reader.evaluations()
+    view = glance(run, manifest, run.reader.tape(RECENT_ROUNDS), evaluations)
     unit = loss_unit(manifest.corpus)
     points = thinned(evaluations, POINTS_MOST, joined_evaluations)
     row = RunRow(
-        name=view.run, place="redis", state=run_list.entry_of(transport, "redis").state, unit=unit.name,
+        name=view.run, place="redis", state=run_list.entry_of(run, "redis").state, unit=unit.name,
         held_out=view.held_out_last, step=view.step, steps=view.steps, live=view.live, known=view.known,
         tokens=view.tokens_trained, curve=[(e.tokens, unit.from_evaluation(e.bits_per_byte)) for e in points],
         differs=_differing(manifest.config, own),

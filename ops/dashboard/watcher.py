@@ -14,6 +14,7 @@ from archipelago.broker.control import Control
 from archipelago.broker.errors import ArchipelagoError, UnreachableError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Evaluation, Refusal
+from archipelago.broker.shards.transport import opened, whole
 from archipelago.broker.transport import MergerStatus, ReaderTransport
 from archipelago.ops.dashboard.history import History, QueueRow, joined_queues
 from archipelago.ops.dashboard.page_data import Rate, Reading, TokenBooks, charts_of, measured, page_of
@@ -122,18 +123,20 @@ class Watcher:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self.transport, self.manifest = transport, manifest
+        self._home, self.transport, self.manifest = transport, whole(transport, manifest), manifest
         self.clock, self.wall = clock, wall
         self.board = Board()
         self._rates: dict[str, Rate] = {}
         self._queues: Trail[QueueRow] = Trail(joined_queues)
-        self._history = History(len(manifest.fragments))
+        self._history = History(manifest.shard_layout)
         self._token_books = RareReading(self._read_token_books, clock)
-        self._evaluations: RareReading[list[Evaluation]] = RareReading(transport.reader.evaluations, clock)
-        self._refusals: RareReading[list[tuple[float, Refusal]]] = RareReading(
-            lambda: transport.reader.refusals(REFUSALS_READ), clock
+        self._evaluations: RareReading[list[Evaluation]] = RareReading(
+            lambda: self.transport.reader.evaluations(), clock
         )
-        self._covered = RareReading(lambda: covered_round(transport.reader.merger_state()), clock)
+        self._refusals: RareReading[list[tuple[float, Refusal]]] = RareReading(
+            lambda: self.transport.reader.refusals(REFUSALS_READ), clock
+        )
+        self._covered = RareReading(lambda: covered_round(self.transport.reader.merger_state()), clock)
         self._problem_log = ProblemLog()
         self._round_at = wall()
         self._charts_due = -math.inf
@@ -207,24 +210,29 @@ class Watcher:
         """Add the recent tape to the history and return it. If they do not connect, read the whole tape again."""
         tape = self.transport.reader.tape(RECENT_ROUNDS)
         if not self._history.follows(tape):
-            whole = self.transport.reader.tape(TAPE_MOST)
-            if not self._history.follows(whole):
-                self._begin_again(whole)
-            tape = whole
+            tape = self.transport.reader.tape(TAPE_MOST)
+            if not self._history.follows(tape):
+                tape = self._begin_again()
         if self._history.extend(tape):
             self._round_at = self.wall()
         return tape
 
-    def _begin_again(self, tape: list[Any]) -> None:
-        """Restart the history: at first, after a return to a checkpoint, or for a new run of the same name."""
-        self.manifest = self.transport.reader.manifest()
-        self._history = History(len(self.manifest.fragments))
+    def _begin_again(self) -> list[Any]:
+        """Restart the history: at first, after a return to a checkpoint, or for a new run of the same name.
+
+        Returns:
+            The whole tape.
+        """
+        self.manifest, self.transport = opened(self._home)
+        tape = self.transport.reader.tape(TAPE_MOST)
+        self._history = History(self.manifest.shard_layout)
         self._history.begin(self.transport.reader.books().merged_tokens, tape)
         for rare in (self._token_books, self._evaluations, self._refusals, self._covered):
             rare.forget()
         self._charts_due = -math.inf
         closed = tape[-1].unix_seconds if tape else 0.0
         self._round_at = min(self.wall(), closed) if closed else self.wall()
+        return tape
 
     def _read_token_books(self) -> TokenBooks:
         found = self._token_books_now()

@@ -15,7 +15,16 @@ from typing import Literal
 from archipelago.broker.config import RunConfig
 from archipelago.broker.messages import Evaluation, TapeEntry
 from archipelago.broker.observe.merge_load import merge_load
-from archipelago.ops.watch.health import Health, lacks_merger, stall_seconds, stride_seconds
+from archipelago.broker.shards.reader import numbered
+from archipelago.broker.transport import MergerStatus
+from archipelago.ops.watch.health import (
+    Health,
+    in_shards,
+    lacks_merger,
+    stall_seconds,
+    stalled_shards,
+    stride_seconds,
+)
 from archipelago.ops.watch.remedies import refusal_remedy
 from archipelago.ops.watch.run_view import IslandView, RunView
 
@@ -111,8 +120,11 @@ def _run_problems(view: RunView, health: Health, config: RunConfig, tape: Sequen
             "run.paused", "warn", "run", "Merging is paused; islands continue to train.",
             "Resume it under Steer, or with `archipelago steer URL merging=`.",
         )  # fmt: skip
-    stalls = status.still_seconds > stall_seconds(view, config.sync.interval)
-    if lacks_merger(status):
+    seconds = stall_seconds(view, config.sync.interval)
+    stalls = status.still_seconds > seconds
+    if lacks_merger(status) and status.holders:
+        yield _shards_without_merger(view, status)
+    elif lacks_merger(status):
         yield Problem(
             "merger.missing", "bad", "merger", "No merger serves the run.",
             f"Start one with `archipelago merger URL {command}`. It goes on where the last one stopped. Until then "
@@ -120,14 +132,16 @@ def _run_problems(view: RunView, health: Health, config: RunConfig, tape: Sequen
         )  # fmt: skip
     elif stalls and not health.control.is_paused:
         yield Problem(
-            "run.stalled", "bad", "merger", f"Nothing was merged for {status.still_seconds:,.0f} s.",
+            "run.stalled", "bad", "merger",
+            f"Nothing was merged{in_shards(stalled_shards(status, seconds))} for {status.still_seconds:,.0f} s.",
             "Look at the merger's log. If it hangs, stop it: a standby or a new one takes over without a loss."
             if view.live else "Start an island.", status.still_seconds,
         )  # fmt: skip
-    load = merge_load(tape, config.sync.interval)
     is_merging = view.live and not stalls and not health.control.is_paused and not lacks_merger(status)
-    if load is not None and load.is_slow and is_merging:
-        yield Problem("merger.slow", "warn", "merger", load.describe(), load.remedy)
+    for where, entries in _by_shard(view, tape):
+        load = merge_load(entries, config.sync.interval)
+        if load is not None and load.is_slow and is_merging:
+            yield Problem("merger.slow", "warn", "merger", f"{where}{load.describe()}", load.remedy)
     for name, why in health.control.faults.items():
         yield Problem(
             "steer.ignored", "warn", "run", f"The request {name} is ignored: {why}.",
@@ -140,6 +154,26 @@ def _run_problems(view: RunView, health: Health, config: RunConfig, tape: Sequen
             "Something else writes to these keys, or another version of the program does. `archipelago doctor URL` "
             "looks at the server.",
         )  # fmt: skip
+
+
+def _by_shard(view: RunView, tape: Sequence[TapeEntry]) -> Iterator[tuple[str, Sequence[TapeEntry]]]:
+    """Yield the rounds of each shard, with the words that name the shard; of a run with one shard, all rounds."""
+    if not view.shards:
+        yield "", tape
+    for shard, fragments in enumerate(view.shards):
+        yield f"Shard {shard}: ", [entry for entry in tape if entry.fragment in fragments]
+
+
+def _shards_without_merger(view: RunView, status: MergerStatus) -> Problem:
+    still = [fragment for shard in status.unserved for fragment in view.shards[shard]]
+    return Problem(
+        "shard.no-merger", "bad", "merger",
+        f"No merger serves {numbered('shard', status.unserved)}. Standing still: {numbered('fragment', sorted(still))} "
+        f"of {view.fragments}. The others go on.",
+        f"Start a merger with `archipelago merger URL --run {view.run}`. It serves what nobody serves, and goes on "
+        "where the last one stopped.",
+        max(status.shards[shard].still_seconds for shard in status.unserved),
+    )  # fmt: skip
 
 
 def _memory_problems(view: RunView) -> Iterator[Problem]:

@@ -14,6 +14,7 @@ from archipelago.broker.messages import Evaluation
 from archipelago.broker.observe.logs import log_to_stderr
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import RunAddress, keep_compiled, print_json
+from archipelago.broker.shards.transport import opened
 from archipelago.broker.transport import ReaderTransport
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def evaluate(transport: ReaderTransport, task: str | None = None) -> Evaluation:
         ConfigError: The run does not know its model (`model.own`), or its task has no evaluation (`task.evaluate`).
         BrokerError: The run's corpus is not on this machine (`broker.other-corpus`).
     """
-    manifest = transport.reader.manifest()
+    manifest, transport = opened(transport)
     keep_compiled()
 
     from archipelago.islands.evaluation import measured, published

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from archipelago.broker.loss_unit import shortened
 from archipelago.broker.observe.printable import printable
+from archipelago.broker.shards.reader import holders_in_words, numbered
 from archipelago.ops.watch.advice import Problem
 from archipelago.ops.watch.health import Health, describe_control
 from archipelago.ops.watch.remedies import refusal_remedy
@@ -171,13 +172,21 @@ def _add_tokens(grid: Table, view: RunView, equals: str) -> None:
 
 def _merger(health: Health, *, is_finished: bool) -> Text:
     status = health.merger_status
-    last = f", the last round closed {ago(status.still_seconds)} ago" if status.still_seconds else ""
+    whose = " of the slowest shard" if status.shards else ""
+    last = f", the last round{whose} closed {ago(status.still_seconds)} ago" if status.still_seconds else ""
     names = ", ".join(plain(standby.name) for standby in health.standbys)
     waiting = f"; standing by: {names}" if names else ""
     if status.holder:
-        return Text(f"{plain(status.holder)} serves with epoch {status.epoch}{last}{waiting}")
+        verb = "serve" if len(status.holders) > 1 else "serves"
+        return Text(f"{plain(status.holder)} {verb} with epoch {status.epoch}{last}{waiting}")
     if is_finished:
         return Text(f"the run is finished, so no merger serves it{last}{waiting}")
+    if status.holders:
+        missing = numbered("shard", status.unserved)
+        return Text(
+            f"no merger serves {missing}; the others have {plain(holders_in_words(status))}{last}{waiting}",
+            style="yellow",
+        )
     past = f" (the last epoch was {status.epoch})" if status.epoch else ""
     return Text(f"no merger serves the run{past}{last}{waiting}", style="yellow")
 

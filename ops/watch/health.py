@@ -9,6 +9,7 @@ from typing import Any
 
 from archipelago.broker.control import DRAIN, EXPEL, Control
 from archipelago.broker.messages import Note, Refusal
+from archipelago.broker.shards.reader import numbered
 from archipelago.broker.transport import MergerStatus, ReaderTransport, Standby
 from archipelago.ops.watch.run_view import RunView
 
@@ -111,6 +112,12 @@ def lacks_merger(status: MergerStatus) -> bool:
     return not status.holder and (status.epoch > 0 or status.still_seconds > 0.0)
 
 
+def stalled_shards(status: MergerStatus, seconds: float) -> list[int]:
+    """Return the shards in which no round has closed for longer than that, if others do; none for one shard."""
+    found = [shard for shard, each in enumerate(status.shards) if each.still_seconds > seconds]
+    return found if len(found) < len(status.shards) else []
+
+
 def trouble(view: RunView, health: Health, interval: int) -> str:
     """Return why an operator should look at the run; empty if it is fine, has ended, or is paused.
 
@@ -121,9 +128,15 @@ def trouble(view: RunView, health: Health, interval: int) -> str:
         return ""
     if not view.live:
         return "no island is live"
-    if not health.control.is_paused and health.merger_status.still_seconds > stall_seconds(view, interval):
-        return f"nothing was merged for {health.merger_status.still_seconds:,.0f} s"
+    status, seconds = health.merger_status, stall_seconds(view, interval)
+    if not health.control.is_paused and status.still_seconds > seconds:
+        return f"nothing was merged{in_shards(stalled_shards(status, seconds))} for {status.still_seconds:,.0f} s"
     return ""
+
+
+def in_shards(shards: Sequence[int]) -> str:
+    """Return the words ` in shard 1` for some shards; empty for none."""
+    return f" in {numbered('shard', shards)}" if shards else ""
 
 
 def stall_seconds(view: RunView, interval: int) -> float:

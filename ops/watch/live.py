@@ -22,6 +22,7 @@ from archipelago.broker.loss_unit import loss_unit
 from archipelago.broker.messages import Evaluation
 from archipelago.broker.observe.printable import printable
 from archipelago.broker.process import print_json, stop_on_signals
+from archipelago.broker.shards.transport import opened
 from archipelago.broker.transport import ReaderTransport
 from archipelago.ops.watch import formatting, health
 from archipelago.ops.watch.advice import problems, worst
@@ -29,6 +30,7 @@ from archipelago.ops.watch.health import Event, events_of, read_health, trouble
 from archipelago.ops.watch.live_screen import LiveReading, Screen
 from archipelago.ops.watch.problem_log import ProblemLog
 from archipelago.ops.watch.run_view import RECENT_ROUNDS, RunView, glance
+from archipelago.ops.watch.tape_position import TapePosition
 
 READ_SECONDS = 1.0
 LINE_SECONDS = 10.0
@@ -64,10 +66,10 @@ class Watcher:
     """
 
     def __init__(self, transport: ReaderTransport, wall: Callable[[], float] = time.time) -> None:
-        self._transport, self._wall = transport, wall
-        self._manifest = transport.reader.manifest()
+        self._wall = wall
+        self._manifest, self._transport = opened(transport)
         self._closes: deque[float] = deque(maxlen=CLOSES_KEPT)
-        self._last_round = 0
+        self._position = TapePosition(self._manifest.shard_layout)
         self._count = 0
         self._evaluations: Sequence[Evaluation] = ()
         self._events: Sequence[Event] = ()
@@ -108,7 +110,7 @@ class Watcher:
         transport = self._transport
         # After an outage everything is read again.
         read_all = self.latest is None or self._count % SLOW_EVERY == 0 or bool(self.error)
-        tape = transport.reader.tape(RECENT_ROUNDS if self._last_round else CLOSES_KEPT // 4)
+        tape = transport.reader.tape(RECENT_ROUNDS if self._closes else CLOSES_KEPT // 4)
         if read_all:
             self._evaluations = transport.reader.evaluations()
         view = glance(transport, self._manifest, tape, self._evaluations)
@@ -116,11 +118,12 @@ class Watcher:
         if read_all:
             self._events = events_of(transport.reader.notes(EVENTS_READ), transport.reader.refusals(EVENTS_READ))
         now, unit = self._wall(), loss_unit(self._manifest.corpus)
-        if tape and tape[-1].round < self._last_round:  # The run returned to an earlier checkpoint.
+        if self._position.has_gone_back(tape):  # The run returned to an earlier checkpoint.
             self._closes.clear()
-            self._last_round = 0
-        self._closes.extend(entry.unix_seconds or now for entry in tape if entry.round > self._last_round)
-        self._last_round = tape[-1].round if tape else 0
+            self._position = TapePosition(self._manifest.shard_layout)
+        for entry in self._position.new(tape):
+            self._closes.append(entry.unix_seconds or now)
+            self._position.add(entry)
         config = self._manifest.config
         present = problems(view, found, config, tape[-RECENT_ROUNDS:], self._evaluations, now)
         self._problem_log.update(present, now, view.live_names)

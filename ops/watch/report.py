@@ -197,7 +197,7 @@ def _of_own_server(folder: Path) -> Figures:
 
 def of_image(image: Image, report: Mapping[str, Any], picture: bytes, unix_seconds: float) -> Figures:
     """Return the run from a checkpoint, and its islands from report.json (`report`). Pure."""
-    history = History(len(image.manifest.fragments))
+    history = History(image.manifest.shard_layout)
     history.begin(image.books.merged_tokens, image.tape)
     view = _view_of(image, report)
     newest = history.newest

@@ -17,6 +17,7 @@ from archipelago.broker.errors import ArchipelagoError, BrokerError, ConfigError
 from archipelago.broker.invitation import is_join_file
 from archipelago.broker.process import URL_VARIABLE, connect_to
 from archipelago.broker.redis.keys import is_name
+from archipelago.broker.shards.transport import opened
 from archipelago.broker.transport import MergerStatus, ReaderTransport
 from archipelago.ops.launch.administration import ADMIN_FILE
 from archipelago.ops.launch.embedded_redis import url_of_running
@@ -112,8 +113,9 @@ def _at(url: str | None, run: str, where: str) -> RunEntry:
 
 def entry_of(transport: ReaderTransport, where: str) -> RunEntry:
     """Return the run of a connection. Raise BrokerError, and ConfigError for a damaged manifest."""
-    reader = transport.reader
-    manifest, tape, presences = reader.manifest(), reader.tape(1), reader.presences()
+    manifest, run = opened(transport)
+    reader = run.reader
+    tape, presences = reader.tape(1), reader.presences()
     requests = reader.control()
     status, control = reader.merger_status() or MergerStatus(), Control.of(requests)
     live = sum(presence.is_live for presence in presences)

@@ -106,6 +106,7 @@ class RunView:
         task: The name of the users' task that it trains; empty for other runs.
         passes: Mean number of times that a shard of the run's corpus was read, counting merged work only. It is NaN if
             the islands are training scripts of their users.
+        shards: The fragments of each shard, in a run with several.
         balanced: Whether published = merged + refused + pending, in contributions and in tokens.
         memory_limit_bytes: Redis's maxmemory; 0 if it has none.
         unreadable: Records in Redis that this reader could not read and skipped, by name.
@@ -150,13 +151,15 @@ class RunView:
     evaluated_by: str = ""
     frozen_parameters: int = 0
     task: str = ""
+    shards: tuple[tuple[int, ...], ...] = ()
 
     @property
     def size(self) -> str:
         """The run's task, parameters and fragments in words."""
         frozen = f" ({self.frozen_parameters:,} more are frozen)" if self.frozen_parameters else ""
+        shards = f" and {len(self.shards)} shards" if self.shards else ""
         task = f"task {self.task}, " if self.task else ""
-        return f"{task}{self.parameters:,} parameters{frozen} in {self.fragments} fragments"
+        return f"{task}{self.parameters:,} parameters{frozen} in {self.fragments} fragments{shards}"
 
     @property
     def has_scripts(self) -> bool:
@@ -263,8 +266,8 @@ def summarise(
         run=manifest.run,
         parameters=manifest.parameters,
         fragments=fragments,
-        rounds=tape[-1].round if tape else 0,
-        step=tape[-1].step if tape else 0,
+        rounds=max((entry.round for entry in tape), default=0),  # shards close their rounds in any order
+        step=max((entry.step for entry in tape), default=0),
         steps=manifest.config.inner.steps,
         known=len(islands),
         live=len(live),
@@ -297,6 +300,7 @@ def summarise(
         balanced=_balanced(books, pending),
         memory_bytes=memory.used,
         memory_limit_bytes=memory.limit,
+        shards=manifest.shard_layout.fragments if manifest.shards > 1 else (),
         bytes_up=books.bytes_up,
         bytes_down=books.bytes_down,
         islands=islands,

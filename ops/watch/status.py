@@ -10,6 +10,7 @@ from rich.console import Console
 
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.process import RunAddress, print_json
+from archipelago.broker.shards.transport import opened
 from archipelago.ops.watch.advice import problems
 from archipelago.ops.watch.formatting import LEGEND, render
 from archipelago.ops.watch.health import as_json, read_health, trouble
@@ -54,8 +55,8 @@ def main(options: StatusOptions) -> int:
 
         live.watch(transport, options.every, as_json=options.json)
         return 0
-    manifest, reader = transport.reader.manifest(), transport.reader
-    view, health = observe(transport, manifest), read_health(transport)
+    manifest, run = opened(transport)
+    view, health, reader = observe(run, manifest), read_health(run), run.reader
     problem = trouble(view, health, manifest.config.sync.interval)
     found = problems(view, health, manifest.config, reader.tape(RECENT_ROUNDS), reader.evaluations(), time.time())
     if options.json:

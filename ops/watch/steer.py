@@ -29,6 +29,7 @@ from archipelago.broker.control import (
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.observe.printable import printable
 from archipelago.broker.process import RunAddress, print_json
+from archipelago.broker.shards.transport import opened
 from archipelago.broker.transport import ReaderTransport
 from archipelago.ops.settings import say
 
@@ -54,8 +55,8 @@ class SteerOptions(RunAddress):
 def main(options: SteerOptions) -> int:
     """Apply the changes, and show all of them."""
     options = _with_all_changes(options)
-    transport = options.connect()
-    config = transport.reader.manifest().config
+    manifest, transport = opened(options.connect())
+    config = manifest.config
     if options.changes:
         transport.reader.steer(changes_of(config, options.changes, transport.reader.control(), time.time))
     found = observe(transport, config)

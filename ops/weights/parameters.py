@@ -14,6 +14,7 @@ from archipelago.broker.invitation import names_redis
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, connect_to, keep_compiled
 from archipelago.broker.redis.keys import checked_name
+from archipelago.broker.shards.transport import opened
 from archipelago.broker.wire import unpack
 from archipelago.ops.settings import say
 
@@ -86,11 +87,11 @@ def from_redis(url: str | None, run: str | None) -> RunParameters:
     """Read the parameters that the merger published last. Raise BrokerError."""
     transport = connect_to(url, run)
     try:
-        manifest = transport.reader.manifest()
+        manifest, whole = opened(transport)
 
         from archipelago.islands.evaluation import published
 
-        return RunParameters(manifest, *published(transport, manifest), "its Redis")
+        return RunParameters(manifest, *published(whole, manifest), "its Redis")
     finally:
         transport.close()
 

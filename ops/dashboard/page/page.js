@@ -77,14 +77,14 @@ function write() {
   $("run").title = run.run;
   put("state", page.state.word);
   $("state").dataset.mood = page.state.mood;
-  put("sizes", `${run.task ? `task ${run.task} · ` : ""}${short(run.parameters)} parameters${run.frozen_parameters ? ` (${short(run.frozen_parameters)} more are frozen)` : ""} in ${count(run.fragments)} fragments · up ${size(run.bytes_up)} · down ${size(run.bytes_down)}`);
+  put("sizes", `${run.task ? `task ${run.task} · ` : ""}${short(run.parameters)} parameters${run.frozen_parameters ? ` (${short(run.frozen_parameters)} more are frozen)` : ""} in ${count(run.fragments)} fragments${run.shards?.length ? ` and ${run.shards.length} shards` : ""} · up ${size(run.bytes_up)} · down ${size(run.bytes_down)}`);
   writeTiles(run);
   writeBooks(page.books);
   writeLanes(page.islands);
   writeEvents(page.events);
   const { serving } = page;
   const waiting = serving.standbys?.length ? ` Standing by: ${serving.standbys.join(", ")}.` : "";
-  put("serving", (serving.held === false ? `No merger serves now${serving.epoch ? `; the last round closed in epoch ${serving.epoch}` : ""}.`
+  put("serving", (serving.shards ? serving.shards : serving.held === false ? `No merger serves now${serving.epoch ? `; the last round closed in epoch ${serving.epoch}` : ""}.`
     : serving.who ? `${serving.who} holds the lease${serving.epoch ? `, epoch ${serving.epoch}` : ""}, since ${clock(serving.since)}.`
     : serving.epoch ? `The newest round was closed in epoch ${serving.epoch}.` : "No merger has served yet.") + waiting);
   if (page.progress.peak_rate === null) put("no-lanes", `No island has joined yet. ${run.task ? "Start one with `archipelago island --task FILE.py:NAME`." : "Start one of this run's training scripts."}`);

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from archipelago.broker.shards.layout import Layout
-from archipelago.broker.shards.reader import combined_state, combined_status, merged_everywhere
+from archipelago.broker.shards.reader import combined_state, combined_status, holders_in_words, merged_everywhere
 from archipelago.broker.transport import MergerStatus
 
 LAYOUT = Layout(((0, 3), (1, 2)))
@@ -49,17 +49,19 @@ def test_states_that_cannot_be_read_count_nothing() -> None:
 
 def test_one_merger_of_all_shards_is_named_once() -> None:
     found = combined_status([MergerStatus("m", 3, 4.0, 1.0), MergerStatus("m", 2, 2.0, 9.0)])
-    assert found == MergerStatus("m", 3, 2.0, 9.0)
+    assert found is not None
+    assert (found.holder, found.epoch, found.lease_seconds, found.still_seconds) == ("m", 3, 2.0, 9.0)
 
 
 def test_mergers_are_named_with_their_shards() -> None:
     found = combined_status([MergerStatus("m"), MergerStatus("n"), MergerStatus("m")])
     assert found is not None
-    assert found.holder == "m (shard 0, 2), n (shard 1)"
+    assert found.holder == "m (shards 0 and 2), n (shard 1)"
 
 
 def test_a_shard_without_a_merger_leaves_the_run_without_one() -> None:
     found = combined_status([MergerStatus("m"), MergerStatus("")])
     assert found is not None
-    assert (found.holder, found.unserved) == ("", (1,))
+    assert (found.holder, found.unserved, found.holders) == ("", (1,), {"m": [0]})
+    assert holders_in_words(found) == "m (shard 0)"
     assert combined_status([MergerStatus("m"), None]) is None

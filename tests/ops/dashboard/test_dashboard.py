@@ -150,7 +150,7 @@ def test_an_extended_run_shows_the_learning_rate_of_its_length(watch: Watcher) -
     (entry,) = watch.transport.reader.tape(1)
     reading = watch.read()
     reading = replace(reading, view=replace(reading.view, step=1900))
-    history = History(len(MANIFEST.fragments))
+    history = History(MANIFEST.shard_layout)
     history.begin(0, [replace(entry, step=1900), replace(entry, round=2, step=1900, steered="inner.steps=6000.0")])
     before, after = (replace(MANIFEST.config.inner, steps=steps).rate_at(1900) for steps in (2000, 6000))
     assert after > 2 * before
@@ -406,8 +406,8 @@ def test_a_new_run_of_the_same_name_has_a_new_history(clock: Clock) -> None:
     watch = Watcher(transport, transport.reader.manifest(), clock, clock)
     watch.update()
     assert board(watch)["charts"]["lines"]["round"] == [1, 2]
-    fresh = a_run(MemoryBroker(clock=clock))
-    watch.transport = fresh
+    broker.runs.clear()
+    a_run(broker)
     clock.now += 10.0
     watch.update()
     assert board(watch)["charts"]["lines"]["round"] == [1]

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from archipelago.broker.messages import Evaluation, Member, TapeEntry
+from archipelago.broker.shards.layout import Layout
 from archipelago.ops.dashboard.history import (
     DETAIL_ROUNDS,
     ISLAND_POINTS,
@@ -49,7 +50,7 @@ TAPE = [
 
 
 def history(tape: Sequence[TapeEntry] = TAPE, merged_tokens: int = 600) -> History:
-    out = History(fragments=2)
+    out = History(Layout.whole(2))
     out.begin(merged_tokens, tape)
     return out
 
@@ -140,7 +141,7 @@ def test_tokens_at_a_round() -> None:
     assert history().tokens_at([0, 1, 2, 3, 9]) == [0, 50, 250, 300, 300]
     thin = history([TAPE[0], TAPE[2]], merged_tokens=300)
     assert thin.tokens_at([2]) == [sum(thin.tokens_at([1, 3])) / 2]
-    assert History(2).tokens_at([5]) == [0]
+    assert History(Layout.whole(2)).tokens_at([5]) == [0]
 
 
 def test_the_speed_of_a_run() -> None:
@@ -159,7 +160,7 @@ def test_a_night_without_rounds_does_not_count_for_the_speed() -> None:
 
 def test_staleness_is_counted() -> None:
     assert history([entry(1, [member("a"), member("b", 3)]), entry(2, [member("a")])]).staleness() == [2, 0, 0, 1]
-    assert History(2).staleness() == []
+    assert History(Layout.whole(2)).staleness() == []
 
 
 def test_a_round_is_added_once() -> None:
@@ -188,8 +189,8 @@ def test_a_tape_connects_only_without_a_gap(tape: list[TapeEntry], follows: bool
 
 
 def test_an_empty_tape_connects_to_an_empty_history() -> None:
-    assert History(2).follows([])
-    assert not History(2).follows(TAPE)
+    assert History(Layout.whole(2)).follows([])
+    assert not History(Layout.whole(2)).follows(TAPE)
 
 
 def test_neighbours_are_joined() -> None:
