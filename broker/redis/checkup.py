@@ -88,6 +88,7 @@ class RedisCheckup:
         clock: Returns seconds.
         role: The role of its user; None for an administrator, who needs the rights of all roles.
         name: The member's name.
+        shards: The number of the run's shards. The user's rights are checked for the keys of all of them.
     """
 
     def __init__(
@@ -96,8 +97,10 @@ class RedisCheckup:
         clock: Clock = time.monotonic,
         role: Role | None = None,
         name: str = "checkup",
+        shards: int = 1,
     ) -> None:
         self._connection = connection
+        self._all_keys = [connection.keys, *(Keys(connection.run, shard) for shard in range(1, shards))]
         self.role, self._name = role, name
         self._redis, self._keys = connection.redis, connection.keys
         self._clock = clock
@@ -261,12 +264,13 @@ class RedisCheckup:
             if tried("MULTI") in QUEUES:  # otherwise the server would execute the commands below
                 tried("EXEC")  # an empty transaction, which tests the permission for EXEC
                 if tried("MULTI") in QUEUES:
-                    for command in needed_commands(self._keys, self.role, self._name, self._version()):
-                        if REGISTRY not in command or self._connection.registry is self._redis:  # else another node's
-                            tried(*command)
-                    for words in roles.forbidden_commands(self.role, self._keys) if self.role else ():
-                        if self._answer(connection, *words) in QUEUED:
-                            excess.append(words[0])
+                    for keys in self._all_keys:
+                        for command in needed_commands(keys, self.role, self._name, self._version()):
+                            if REGISTRY not in command or self._connection.registry is self._redis:  # else another's
+                                tried(*command)
+                        for words in roles.forbidden_commands(self.role, keys) if self.role else ():
+                            if self._answer(connection, *words) in QUEUED:
+                                excess.append(words[0])
                     tried("DISCARD")
         finally:
             connection.disconnect()  # the server then drops a transaction that was not discarded

@@ -1,7 +1,8 @@
-"""Delete all keys of one run from a Redis, and none of another run whose name begins alike."""
+"""Delete all keys of one shard of a run from a Redis, and none of another run whose name begins alike."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from archipelago.broker.redis.connection import RedisConnection
@@ -12,19 +13,33 @@ from archipelago.broker.redis.membership import Membership
 BATCH, SCANNED = 500, 1000
 
 
+def shards_with_keys(connection: RedisConnection) -> set[int]:
+    """Return the shards of a run of which its servers hold keys. It needs no manifest."""
+    tag = re.compile(rb"\{%s:s([0-9]{1,3})\}:" % re.escape(connection.run.encode()))
+    found = set()
+    with connection.translated():
+        for node in connection.servers.nodes():
+            keys = node.scan_iter(match=f"{{{connection.run}:s*", count=SCANNED)
+            found |= {int(match[1]) for key in keys if (match := tag.match(key))}
+    return found
+
+
 class Deletion:
-    """Deletes the run of one connection. Only an administrator may do that."""
+    """Deletes one shard of a run, by its connection. Only an administrator may do that.
+
+    A run of several shards is deleted from its last to its first, which says that the run exists.
+    """
 
     def __init__(self, connection: RedisConnection) -> None:
         self._connection = connection
         self._redis, self._keys = connection.redis, connection.keys
 
     def found(self) -> int:
-        """Return the number of keys of the run. A run whose deletion was interrupted has keys, but no manifest."""
+        """Return the number of keys of the shard. A run whose deletion was interrupted has keys, but no manifest."""
         return sum(map(len, self._batches()))
 
     def delete(self) -> int:
-        """Delete the run, and return the number of its keys.
+        """Delete the shard, and return the number of its keys.
 
         What says that the run exists goes first and at once, so that no merger repairs a run that is half deleted: its
         epoch has ended, and it finds no run. The name goes last, so that an interrupted deletion can be repeated.
@@ -35,7 +50,8 @@ class Deletion:
             count = int(self._redis.unlink(*first))
             for batch in self._batches():
                 count += int(self._redis.unlink(*batch))
-            self._connection.registry.srem(REGISTRY, self._connection.run)
+            if not self._connection.shard:
+                self._connection.registry.srem(REGISTRY, self._connection.run)
         return count
 
     def delete_users(self) -> list[str]:
@@ -45,7 +61,7 @@ class Deletion:
         return [user for user in users if membership.remove_user(user)]
 
     def _batches(self) -> Iterator[list[bytes]]:
-        """Yield the run's keys. No name of a run contains a character that patterns or the prefix use."""
+        """Yield the shard's keys. No name of a run contains a character that patterns or the prefix use."""
         prefix = f"{self._keys.tag}:"
         batch: list[bytes] = []
         with self._connection.translated():

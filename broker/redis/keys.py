@@ -65,9 +65,14 @@ def checked_name(name: str, what: str) -> str:
 
 
 class Keys:
-    """The keys of one shard of a run."""
+    """The keys of one shard of a run.
 
-    def __init__(self, run: str, shard: int = 0) -> None:
+    Args:
+        run: The name of the run.
+        shard: The number of the shard, or a pattern of such numbers, which makes each key a pattern of keys.
+    """
+
+    def __init__(self, run: str, shard: int | str = 0) -> None:
         self.run = checked_name(run, "the run name")
         self.tag = f"{{{run}:s{shard}}}"
         self.islands = f"{self.tag}:islands"
@@ -88,6 +93,13 @@ class Keys:
         self.standbys = f"{self.tag}:standbys"
         self.state = f"{self.tag}:state"
         self.books = f"{self.tag}:books"
+
+    @classmethod
+    def patterns(cls, run: str, shards: int) -> list[Keys]:
+        """Return the keys of all shards of a run, as patterns. Those of a run with one shard are its own keys."""
+        if shards == 1:
+            return [cls(run)]
+        return [cls(run, digits) for digits in ("[0-9]", "[0-9][0-9]")[: 1 if shards <= 10 else 2]]
 
     def of_the_past(self, fragments: int, islands: Iterable[str]) -> list[str]:
         """Return the keys that must not exist when the run begins.

@@ -7,8 +7,9 @@
 | island | the run | its own keys; it appends notes, evaluations and to its streams, and `XADD` can shorten these |
 | merger | the run | the run, except the records of its members |
 
-Only an administrator can invite members and create runs. Every role reads the whole run, including what other islands
-have sent, and the names of all runs at the server; a merger reads the names of all its keys.
+A role has the same rights in all shards of a run. Only an administrator can invite members and create runs. Every role
+reads the whole run, including what other islands have sent, and the names of all runs at the server; a merger reads the
+names of all its keys.
 
 A server before Redis 7 can neither tell reading from writing nor give rights on some keys only. There, a role may use
 each of its commands on each of its keys.
@@ -115,7 +116,7 @@ def _merger(keys: Keys, _name: str) -> list[Grant]:
 _WRITES: Final = {"viewer": _viewer, "operator": _operator, "island": _island, "merger": _merger}
 
 
-def rules(role: Role, run: str, name: str, version: tuple[int, ...]) -> list[str]:
+def rules(role: Role, run: str, name: str, version: tuple[int, ...], shards: int = 1) -> list[str]:
     """Return the arguments of ACL SETUSER, without those about the password.
 
     Args:
@@ -123,17 +124,24 @@ def rules(role: Role, run: str, name: str, version: tuple[int, ...]) -> list[str
         run: The name of the run.
         name: The name of the member.
         version: The version of the server, as Redis counts it.
+        shards: The number of the run's shards. A member has the same rights in all of them.
     """
-    keys = Keys(run)
-    reading, *writing = grants(role, keys, name)
+    every = Keys.patterns(run, shards)
+    reading, *writing = map(_joined, zip(*(grants(role, keys, name) for keys in every), strict=True))
     keyless = [*_KEYLESS, *_KEYLESS_OF.get(role, ()), *(["CLIENT|SETINFO"] if version >= SETINFO else [])]
     begin = ["reset", "on", "resetchannels", "-@all"]
     if version >= SELECTORS:
         root = [*_allowed(keyless), *_allowed(reading.commands), *(f"%R~{key}" for key in reading.keys)]
         return begin + root + [_selector(grant) for grant in writing]
     commands = chain(keyless, *(grant.commands for grant in (reading, *writing)))
-    patterns = chain(_early_reads(role, keys, reading), *(grant.keys for grant in writing))
+    reads = (_early_reads(role, keys, reading) for keys in every)
+    patterns = chain(*reads, *(grant.keys for grant in writing))
     return [*begin, *_allowed(dict.fromkeys(commands)), *(f"~{key}" for key in dict.fromkeys(patterns))]
+
+
+def _joined(alike: Sequence[Grant]) -> Grant:
+    """Return the rights of a role on the keys of several shards as one."""
+    return replace(alike[0], keys=tuple(dict.fromkeys(key for grant in alike for key in grant.keys)))
 
 
 def is_exact(version: tuple[int, ...]) -> bool:

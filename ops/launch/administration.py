@@ -18,6 +18,8 @@ from archipelago.broker.redis import roles
 from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.redis.membership import Kept
 from archipelago.broker.redis.transport import RedisTransport
+from archipelago.broker.shards.transport import opened
+from archipelago.broker.transport import ReaderClient
 
 ADMIN_FILE: Final = f"{ADMIN}{SUFFIX}"
 PASSWORD_BYTES: Final = 32
@@ -86,7 +88,8 @@ class Administrator:
 
     def rules(self, name: str, role: Role) -> list[str]:
         """Return the arguments of ACL SETUSER for a member, without its password."""
-        return roles.rules(role, self.run, name, self._version)
+        shards = self._transport.reader.manifest().shards
+        return roles.rules(role, self.run, name, self._version, shards)
 
     def user_of(self, name: str) -> str:
         """Return the name of the Redis user that a member has, or would get."""
@@ -115,8 +118,21 @@ class Administrator:
                     "old name, move this file away.",
                     code="invitation.other-merger-key",
                 )
-            self._transport.sign(raw_key(private))
+            for shard in self._shards():
+                shard.sign(raw_key(private))
         return created
+
+    def _shards(self) -> list[RedisTransport]:
+        """Return the connections to all shards of the run; to the first one before it exists."""
+        if self._transport.reader.uid() is None:
+            return [self._transport]
+        manifest = self._transport.reader.manifest()
+        return [self._transport, *(self._transport.of_shard(shard) for shard in range(1, manifest.shards))]
+
+    @property
+    def _reader(self) -> ReaderClient:
+        """A reader of the whole run."""
+        return opened(self._transport)[1].reader
 
     def _offered_key(self) -> str:
         """Return the private key of the run's mergers in the join file of this connection, if that has it."""
@@ -203,8 +219,8 @@ class Administrator:
 
     def _welcome(self, name: str) -> None:
         """Take back that an island of that name was drained or expelled."""
-        if self._transport.reader.control().get(island_field(name)) in (DRAIN, EXPEL):
-            self._transport.reader.steer({island_field(name): ""})
+        if self._reader.control().get(island_field(name)) in (DRAIN, EXPEL):
+            self._reader.steer({island_field(name): ""})
 
     def revoke(self, name: str) -> bool | None:
         """End a membership: its user, its connections and its record. An island is expelled, too.
@@ -225,7 +241,7 @@ class Administrator:
             )
         member = members.by_name.get(name)
         if member is None or member.role == "island":
-            self._transport.reader.steer({island_field(name): EXPEL})
+            self._reader.steer({island_field(name): EXPEL})
         self._membership.remove(name)
         return None if was_user is None else True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -13,9 +14,11 @@ import tyro
 
 from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError
 from archipelago.broker.process import URL_VARIABLE, connect_to, print_json
-from archipelago.broker.redis.deletion import Deletion
+from archipelago.broker.redis.deletion import Deletion, shards_with_keys
 from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.redis.transport import RedisTransport
+from archipelago.broker.shards.transport import opened
+from archipelago.broker.transport import ReaderClient
 from archipelago.ops.launch.redis_folder import RedisFolder
 from archipelago.ops.settings import say
 from archipelago.ops.watch.formatting import ago
@@ -63,8 +66,8 @@ def main(options: RmOptions) -> int:
 
 def _remove_keys(options: RmOptions, transport: RedisTransport, folder: Path) -> int:
     run, where = transport.run, transport.connection.where
-    deletion = Deletion(transport.connection)
-    if not deletion.found():
+    deletions = [Deletion(shard.connection) for shard in shards_to_delete(transport)]
+    if not sum(deletion.found() for deletion in deletions):
         here = ", ".join(transport.reader.runs()) or "none"
         raise UnknownRunError(
             f"there is no run {run!r} at {where} (runs there: {here})", "`archipelago runs` lists them."
@@ -76,8 +79,8 @@ def _remove_keys(options: RmOptions, transport: RedisTransport, folder: Path) ->
             code="run.alive",
         )
     _confirm(options, f"all keys of the run {run!r} at {where}{_described(transport)}")
-    users = deletion.delete_users()
-    count = deletion.delete()
+    users = deletions[-1].delete_users()
+    count = sum(deletion.delete() for deletion in deletions)
     if options.json:
         print_json({"run": run, "keys": count, "users": users, "folder": None})
     say(f"run {run!r} is deleted: {count:,} keys" + (f", and the users {', '.join(users)}" if users else ""))
@@ -123,11 +126,22 @@ def _remove_folder(options: RmOptions, folder: Path) -> int:
     return 0
 
 
+def shards_to_delete(transport: RedisTransport) -> list[RedisTransport]:
+    """Return the connections to all shards of a run, the last one first. A damaged run may have no manifest."""
+    try:
+        numbers = set(range(transport.reader.manifest().shards))
+    except (BrokerError, ConfigError):
+        numbers = shards_with_keys(transport.connection)
+    return [*(transport.of_shard(shard) for shard in sorted(numbers - {0}, reverse=True)), transport]
+
+
 def living(transport: RedisTransport) -> list[str]:
     """Return the processes of a run that live, in words."""
-    reader = transport.reader
+    reader: ReaderClient = transport.reader
+    with suppress(BrokerError, ConfigError):  # a run that is half deleted has no manifest
+        reader = opened(transport)[1].reader
     status = reader.merger_status()
-    out = [f"the merger {status.holder}"] if status and status.holder else []
+    out = [f"the merger {holder}" for holder in (status.holders if status else ())]
     out += [f"the standby {standby.name}" for standby in reader.standbys()]
     return out + [f"the island {p.heartbeat.island}" for p in reader.presences() if p.is_live]
 

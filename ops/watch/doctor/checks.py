@@ -30,6 +30,8 @@ SOON_SECONDS = 24 * 3600
 CLIENTS_SHARE = 0.8
 #: The most connections that an island has at once: three pumps, leases, and one for queries.
 CONNECTIONS_AN_ISLAND = 6
+#: And for each further shard of the run: what sends and what receives.
+CONNECTIONS_A_SHARD = 2
 #: The output that a server must buffer for one reader: a page of events and three chunks, with room to spare.
 BUFFER_BYTES = 32 << 20
 
@@ -115,16 +117,22 @@ def _megabits(bytes_a_second: float) -> str:
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
-def server_checks(facts: ServerFacts, host: str, *, has_tls: bool, role: Role | None = None) -> list[Finding]:
+def server_checks(
+    facts: ServerFacts, host: str, *, has_tls: bool, role: Role | None = None, shards: int = 1
+) -> list[Finding]:
     """Return all findings about a server, in the order of the report.
+
+    `shards` is the number of the run's shards that the server holds.
 
     What the server does not tell to a member is not that member's business, so it is left out.
     """
-    found = _all_server_checks(facts, host, has_tls=has_tls, user_role=role)
+    found = _all_server_checks(facts, host, has_tls=has_tls, user_role=role, shards=shards)
     return [finding for finding in found if role is None or not finding.code.endswith(".unknown")]
 
 
-def _all_server_checks(facts: ServerFacts, host: str, *, has_tls: bool, user_role: Role | None) -> list[Finding]:
+def _all_server_checks(
+    facts: ServerFacts, host: str, *, has_tls: bool, user_role: Role | None, shards: int
+) -> list[Finding]:
     return [
         version(facts.info),
         *role(facts.info),
@@ -133,7 +141,7 @@ def _all_server_checks(facts: ServerFacts, host: str, *, has_tls: bool, user_rol
         memory(facts.info),
         policy(facts),
         *evictions(facts.info),
-        clients(facts),
+        clients(facts, shards),
         *buffers(facts.settings),
         rights(facts.denied, facts.excess, user_role),
         encryption(host, has_tls=has_tls),
@@ -267,15 +275,15 @@ def evictions(info: Mapping[str, Any]) -> Iterator[Finding]:
         )
 
 
-def clients(facts: ServerFacts) -> Finding:
-    """Compare the connections with the server's limit."""
+def clients(facts: ServerFacts, shards: int = 1) -> Finding:
+    """Compare the connections with the server's limit. `shards` is the number of the run's shards there."""
     connected = int(facts.info.get("connected_clients", 0))
     most = int(facts.info.get("maxclients") or facts.settings.get("maxclients") or 0)
     if not connected:
         return warning("clients.unknown", "The server does not tell how many clients are connected.", _ASK_INFO)
     if not most:
         return ok("clients", f"{connected:,} clients are connected.")
-    left = max(0, most - connected) // CONNECTIONS_AN_ISLAND
+    left = max(0, most - connected) // (CONNECTIONS_AN_ISLAND + CONNECTIONS_A_SHARD * (shards - 1))
     what = f"{connected:,} of {most:,} connections are in use. There is room for about {left:,} islands."
     if connected > CLIENTS_SHARE * most or not left:
         return warning("clients.many", what, "CONFIG SET maxclients to a larger number.")

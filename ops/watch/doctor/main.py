@@ -21,11 +21,12 @@ from archipelago.broker.address import redacted
 from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.errors import ArchipelagoError, BadUrlError, BrokerError, ConfigError
 from archipelago.broker.invitation import ADMIN, Invitation, Role
-from archipelago.broker.manifest import Manifest, installed_versions
+from archipelago.broker.manifest import Manifest, Tensor, installed_versions
 from archipelago.broker.messages import Presence
 from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, invitation_at, keep_compiled, print_json
 from archipelago.broker.redis.checkup import Bandwidth, RedisCheckup
 from archipelago.broker.redis.transport import RedisTransport, connect
+from archipelago.broker.shards.reader import numbered
 from archipelago.ops.watch.doctor import checks, estimate
 from archipelago.ops.watch.doctor import site as doctor_site
 from archipelago.ops.watch.doctor.checks import Finding, ok, problem
@@ -136,7 +137,12 @@ def check_server(url: str, run: str | None, seconds: float, invited: Invitation 
     try:
         transport = _check_run(transport, url, run, found)
         role, name = _check_members(transport, found) if found.manifest else (None, NO_RUN)
-        _check_link(RedisCheckup(transport.connection, role=role, name=name), seconds, found)
+        shards = found.manifest.shards if found.manifest else 1
+        here, *elsewhere = _shards_by_server(transport, shards)
+        checkup = RedisCheckup(transport.connection, role=role, name=name, shards=shards)
+        _check_link(checkup, seconds, found, len(here))
+        for mine in elsewhere:
+            _check_other_server(mine, role, name, found)
     except BrokerError as error:
         found.findings.append(problem("reach.failed", error.what, error.remedy))
     finally:
@@ -160,7 +166,7 @@ def _check_run(transport: RedisTransport, url: str, run: str | None, found: Serv
         live = sum(presence.is_live for presence in found.presences)
         frozen = f" ({manifest.frozen_parameters:,} more are frozen)" if manifest.frozen else ""
         what = f"Run {manifest.run!r} has {manifest.parameters:,} parameters{frozen} in {len(manifest.fragments)} "
-        what += "fragments, "
+        what += f"fragments and {manifest.shards} shards, " if manifest.shards > 1 else "fragments, "
         what += f"and {live} live island{'s' * (live != 1)}."
         found.findings.append(ok("run", what))
     except (BrokerError, ConfigError) as error:
@@ -190,7 +196,34 @@ def _check_members(transport: RedisTransport, found: Server) -> tuple[Role | Non
     return None, NO_RUN
 
 
-def _check_link(checkup: RedisCheckup, seconds: float, found: Server) -> None:
+def _shards_by_server(transport: RedisTransport, shards: int) -> list[list[RedisTransport]]:
+    """Return the connections to the shards of the run, those at one server together. A cluster has several servers."""
+    if shards == 1:
+        return [[transport]]
+    out: dict[str, list[RedisTransport]] = {}
+    for own in (transport, *(transport.of_shard(shard) for shard in range(1, shards))):
+        out.setdefault(own.reader.instance(), []).append(own)
+    return list(out.values())
+
+
+def _check_other_server(shards: Sequence[RedisTransport], role: Role | None, name: str, found: Server) -> None:
+    """Check a server that holds shards of the run, but not the first. What is well there is not told."""
+    checkup = RedisCheckup(shards[0].connection, role=role, name=name)
+    options = checkup.options
+    where = f"{options.get('host', '')}:{options.get('port', '')}"
+    numbers = [shard.connection.shard or 0 for shard in shards]
+    judged = checks.server_checks(
+        checkup.facts(), str(options.get("host", "")), has_tls=checkup.has_tls, role=role, shards=len(shards)
+    )
+    found.findings.append(ok("shards", f"The server {where} holds {numbered('shard', numbers)} of the run."))
+    found.findings += [
+        dataclasses.replace(each, what=f"The server of {numbered('shard', numbers)}: {each.what}")
+        for each in judged
+        if each.level != "ok"
+    ]
+
+
+def _check_link(checkup: RedisCheckup, seconds: float, found: Server, shards: int) -> None:
     samples = checkup.round_trips(seconds * PING_SHARE, PINGS)
     found.round_trip_seconds = statistics.median(samples)
     found.findings.append(checks.latency(samples))
@@ -200,7 +233,7 @@ def _check_link(checkup: RedisCheckup, seconds: float, found: Server) -> None:
         found.findings.append(checks.bandwidth(found.link))
     kind, nodes = checkup.servers()
     host = next((node.host for node in nodes if node.is_holder), str(checkup.options.get("host", "")))
-    found.findings += checks.server_checks(facts, host, has_tls=checkup.has_tls, role=checkup.role)
+    found.findings += checks.server_checks(facts, host, has_tls=checkup.has_tls, role=checkup.role, shards=shards)
     found.findings += topology(kind, nodes, facts.settings.get("min-replicas-to-write", ""))
 
 
@@ -251,11 +284,16 @@ def check_merging(config: RunConfig, server: Server, found: Estimate | None) -> 
     from archipelago.islands.models.registry import build
 
     try:
-        tensors = server.manifest.tensors if server.manifest else build(config.model).tensors
+        tensors = _largest_shard(server.manifest) if server.manifest else build(config.model).tensors
     except ArchipelagoError:
         return []
     finding = estimate.spectra(tensors, config, found.step_seconds if found else math.nan)
     return [finding] if finding else []
+
+
+def _largest_shard(manifest: Manifest) -> tuple[Tensor, ...]:
+    """Return the tensors that one merger has to merge: those of the largest shard."""
+    return max((manifest.of_shard(shard) for shard in range(manifest.shards)), key=lambda own: own.elements).tensors
 
 
 # -- the report --------------------------------------------------------------------------------------------------------
