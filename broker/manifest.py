@@ -213,6 +213,11 @@ class Manifest:
             remedy = f"Give {self.shards}, or create a run with another name."
             raise MismatchError("number of shards", str(self.shards), str(shards), remedy)
 
+    def described(self, number: int) -> str:
+        """Return a round of this run or shard in words, with its number in the run."""
+        shard = f" of shard {self.shard}" if self.whole is not None else ""
+        return f"round {self.run_round(number)}{shard}"
+
     @cached_property
     def layout(self) -> tuple[tuple[tuple[Tensor, int], ...], ...]:
         """The tensors of each fragment, each with the offset of its first element in the fragment's flat vector."""

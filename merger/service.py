@@ -107,7 +107,7 @@ class Merger:
         self.busy = BusyTime(clock)
         self.spectra = Spectra(self._renew, clock, threads)
         self.rules = RoundMerge.of(self.manifest, self.spectra)
-        self.controls = OperatorControls(transport, self.config, wall)
+        self.controls = OperatorControls(transport, self.manifest, wall)
         fragments = len(self.manifest.fragments)
         self.accounts = Accounts(self.config, fragments)
         self.liveness = Liveness(self.accounts)
@@ -168,7 +168,7 @@ class Merger:
         self._follow_controls()  # before the first contribution, which may come from an expelled island
         self._receive(self._unacknowledged())
         self._waited = self.transport.reader.backlog() - len(self.inbox)
-        self.controls.note("served", f"epoch {self.epoch} begins after round {self.state.closed}")
+        self.controls.note("served", f"epoch {self.epoch} begins after {self.manifest.described(self.state.closed)}")
         # Last, because this event ends everything that an earlier merger announced.
         self.transport.merger.announce(self.epoch, Resume(self.state.closed, self.epoch))
 
@@ -416,8 +416,9 @@ class Merger:
         self._closed_at = began
         self.controls.tell_of_scores(before.scores, after.scores)
         if steered:
-            log.info("steered from round %s on: %s", close.round, steered)
-            self.controls.note("steered", f"{steered} from round {close.round} on")
+            number = self.manifest.run_round(close.round)
+            log.info("steered from round %s on: %s", number, steered)
+            self.controls.note("steered", f"{steered} from round {number} on")
         self.on_round(commit.tape, commit.snapshot)
 
     def _next_step(self, members: Sequence[Contribution], after: RunState) -> int:

@@ -97,7 +97,8 @@ def _serve(
             loaded, merger.epoch = False, 0
             pause(troubles.seconds(error))
     if merger.epoch:
-        why = "the run is finished" if is_over else f"it was stopped after round {merger.state.closed}"
+        last = merger.manifest.described(merger.state.closed)
+        why = "the run is finished" if is_over else f"it was stopped after {last}"
         _leave(merger, loaded, why)
     return is_over
 

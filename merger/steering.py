@@ -7,13 +7,15 @@ takeovers, restarts and replays use it too.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from archipelago.broker import control
 from archipelago.broker.config import RunConfig, SyncConfig
 from archipelago.broker.control import CHECKPOINT, EXPEL, IN_WORDS, Control, island_field
 from archipelago.broker.errors import BrokerError
+from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import NOTE_MAX, Note
+from archipelago.broker.shards.transport import WholeRun, whole
 from archipelago.broker.transport import ReaderTransport
 from archipelago.merger.scores import Score, newly_lowered, restored, to_expel
 from archipelago.merger.state import RunState
@@ -24,10 +26,19 @@ log = logging.getLogger(__name__)
 
 
 class OperatorControls:
-    """Reads the operator's requests and applies them. `wall` returns the wall clock's seconds, for notes."""
+    """Reads the operator's requests and applies them.
 
-    def __init__(self, transport: ReaderTransport, config: RunConfig, wall: Callable[[], float]) -> None:
-        self.transport, self.config, self.wall = transport, config, wall
+    Args:
+        transport: The connection to the run, or to one of its shards.
+        manifest: The manifest of the same.
+        wall: Returns the wall clock's seconds, for notes.
+    """
+
+    def __init__(self, transport: ReaderTransport, manifest: Manifest, wall: Callable[[], float]) -> None:
+        self.transport, self.config, self.wall = transport, manifest.config, wall
+        run = whole(transport, manifest.whole or manifest)
+        self._is_home = manifest.shard == 0
+        self._shards: Sequence[ReaderTransport] = run.shards if isinstance(run, WholeRun) else [run]
         self.control = Control()
         self._fields: dict[str, str] | None = None
 
@@ -99,34 +110,51 @@ class OperatorControls:
         for island in restored(before, after):
             self._log_and_note("restored", f"{island}: its contributions agree with those of the others again")
         for island in to_expel(before, after, self.config.merge.expel_after):
-            try:
-                self.transport.reader.steer({island_field(island): EXPEL})
-            except BrokerError as error:
-                log.warning("%s could not be expelled: %s", island, error.what, extra={"code": "scores.not-expelled"})
+            if not self._expel(island):
                 continue
             text = f"{island}: its weight was lowered in {after[island].lowered} rounds in a row (merge.expel_after)"
             self._warn_and_note("expelled", text)
+
+    def _expel(self, island: str) -> bool:
+        """Expel an island from all shards: islands hear shard 0, and each merger its own. Return whether one did."""
+        found = False
+        for shard in self._shards:
+            try:
+                shard.reader.steer({island_field(island): EXPEL})
+                found = True
+            except BrokerError as error:
+                log.warning("%s could not be expelled: %s", island, error.what, extra={"code": "scores.not-expelled"})
+        return found
 
     def _warn_and_note(self, kind: str, text: str) -> None:
         log.warning("%s", text, extra={"code": f"scores.{kind}"})
         self.note(kind, text)
 
     def _note_changes(self, before: Control) -> None:
-        """Note the new requests, except settings, which are noted with their round."""
+        """Note the new requests, except settings, which are noted with their round.
+
+        Each shard's merger gets the same requests. Only that of the first shard writes notes about them.
+        """
         now = self.control
         if now.is_paused != before.is_paused:
-            self._log_and_note(
+            self._note_request(
                 *(("paused", "no round closes until `merging` is removed") if now.is_paused else ("resumed", ""))
             )
         for island in sorted(now.expelled - before.expelled):
-            self._log_and_note("steered", f"{island} is {EXPELLED}: its contributions are refused")
+            self._note_request("steered", f"{island} is {EXPELLED}: its contributions are refused")
         for island in sorted(before.expelled - now.expelled):
-            self._log_and_note("steered", f"{island} is admitted again")
+            self._note_request("steered", f"{island} is admitted again")
         if faults := [what for name, what in now.faults.items() if before.faults.get(name) != what]:
             log.warning(
                 "ignoring an invalid request: %s", "; ".join(faults)[:NOTE_MAX], extra={"code": "control.invalid"}
             )
-            self.note("steered", f"ignored: {'; '.join(faults)}")
+            if self._is_home:
+                self.note("steered", f"ignored: {'; '.join(faults)}")
+
+    def _note_request(self, kind: str, text: str) -> None:
+        log.info("%s %s", kind, text)
+        if self._is_home:
+            self.note(kind, text)
 
     def _log_and_note(self, kind: str, text: str) -> None:
         log.info("%s %s", kind, text)

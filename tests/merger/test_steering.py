@@ -500,7 +500,7 @@ def test_a_merger_notes_that_it_serves_and_why_it_leaves() -> None:
 
 def test_the_operator_is_told_once_of_a_lowered_weight_and_the_rule_expels() -> None:
     run = MergerRun(replace(CONFIG, merge=replace(CONFIG.merge, expel_after=4)))
-    controls = OperatorControls(run.transport, run.manifest.config, run.clock)
+    controls = OperatorControls(run.transport, run.manifest, run.clock)
     good, bad = Score(10.0, 10.0, 0.01), Score(-5.0, 10.0, 0.01)
     before = {"a": good, "b": good}
     for lowered in range(1, 6):
