@@ -62,7 +62,8 @@ class MergeLoad:
             )
         return (
             "Move the merger to a faster machine, or closer to Redis: start one there, and stop the slow one. In a new "
-            "run, take a longer --sync.interval. Nothing is lost meanwhile; islands learn less from each other."
+            "run, take a longer --sync.interval, or let several mergers share the work (--shards 2). Nothing is lost "
+            "meanwhile; islands learn less from each other."
         )
 
 

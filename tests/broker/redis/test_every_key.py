@@ -10,7 +10,7 @@ import re
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import pytest
 from redis.crc import key_slot
@@ -18,7 +18,7 @@ from redis.crc import key_slot
 from archipelago.broker.invitation import ROLES, Member
 from archipelago.broker.messages import Evaluation, Note
 from archipelago.broker.redis import roles
-from archipelago.broker.redis.deletion import Deletion
+from archipelago.broker.redis.deletion import Deletion, shards_with_keys
 from archipelago.broker.redis.islands import EVALUATION_LEASE_MAX
 from archipelago.broker.redis.keys import REGISTRY, Keys
 from archipelago.broker.redis.transport import RedisTransport, connect
@@ -109,34 +109,50 @@ def play(transport: RedisTransport) -> None:
     merger.write_back(epoch, Repair(cursors={"0": (0, 5)}))
 
 
-def test_every_key_has_an_owner_a_slot_and_a_way_to_be_deleted(cluster: Cluster, transport: RedisTransport) -> None:
-    run, keys = transport.run, Keys(transport.run)
-    play(transport)
-    owner = cluster.owner(run)
-    found = {key.decode() for key in owner.client.keys("*") if run.encode() in key}
-    assert {key_slot(key.encode()) for key in found} == {key_slot(keys.manifest.encode())}
-    assert not any(run.encode() in key for node in cluster.nodes if node is not owner for key in node.client.keys("*"))
-    missing = set(KEYS)
-    for key in found:
-        fitting = [pattern for pattern in KEYS if re.fullmatch(pattern, keys.short(key))]
-        assert len(fitting) == 1, f"{key} has no owner, or two: {fitting}"
-        missing -= set(fitting)
-        writers, deleted = KEYS[fitting[0]]
-        assert writers_of(key, keys) == set(writers.split()), key
-        expires = owner.client.ttl(key) > 0
-        assert expires == (deleted == "expires") or (expires and " their " in f" {deleted} "), key
-    assert not missing, f"the run has no such keys: {missing}"
-    Deletion(transport.connection).delete()
+@pytest.mark.parametrize("shards", [1, 2])
+def test_every_key_has_an_owner_a_slot_and_a_way_to_be_deleted(
+    cluster: Cluster, transport: RedisTransport, shards: int
+) -> None:
+    run = transport.run
+    connections = [transport, *(transport.of_shard(shard) for shard in range(1, shards))]
+    found: dict[str, Any] = {}
+    for number, shard in enumerate(connections):
+        play(shard)
+        keys, client = Keys(run, number), cluster.holder(Keys(run, number).manifest).client
+        mine = {key.decode(): client for key in client.keys("*") if key.startswith(keys.tag.encode())}
+        assert {key_slot(key.encode()) for key in mine} == {key_slot(keys.manifest.encode())}
+        check_keys(mine, keys, set(KEYS) - ({"members"} if number else set()))
+        found |= mine
+    everywhere = {key.decode() for node in cluster.nodes for key in node.client.keys("*") if run.encode() in key}
+    assert everywhere == set(found)
+    assert shards_with_keys(transport.connection) == set(range(shards))
+    for shard in reversed(connections):
+        Deletion(shard.connection).delete()
     assert not any(run.encode() in key for node in cluster.nodes for key in node.client.keys("*"))
     assert run.encode() not in transport.connection.registry.smembers(REGISTRY)
 
 
+def check_keys(found: dict[str, Any], keys: Keys, expected: set[str]) -> None:
+    """Check the keys of a shard, each with the client of its node, and that all expected ones are among them."""
+    missing = set(expected)
+    for key, client in found.items():
+        fitting = [pattern for pattern in expected if re.fullmatch(pattern, keys.short(key))]
+        assert len(fitting) == 1, f"{key} has no owner, or two: {fitting}"
+        missing -= set(fitting)
+        writers, deleted = KEYS[fitting[0]]
+        assert writers_of(key, keys) == set(writers.split()), key
+        expires = client.ttl(key) > 0
+        assert expires == (deleted == "expires") or (expires and " their " in f" {deleted} "), key
+    assert not missing, f"the run has no such keys: {missing}"
+
+
 def writers_of(key: str, keys: Keys) -> set[str]:
-    """Return the roles that may write a key of the islands a, b and c."""
+    """Return the roles that may write a key of the islands a, b and c, by their rules for two shards."""
     out: set[str] = set()
     for role in ROLES:
         for name in "abc":
-            patterns = [pattern for grant in roles.grants(role, keys, name)[1:] for pattern in grant.keys]
+            every = Keys.patterns(keys.run, 2)
+            patterns = [p for each in every for grant in roles.grants(role, each, name)[1:] for p in grant.keys]
             if any(fnmatch.fnmatchcase(key, pattern.replace("[^", "[!")) for pattern in patterns):
                 out.add(role)
     return out or {"administrator"}

@@ -94,9 +94,9 @@ def version(place: Place) -> tuple[int, ...]:
         transport.close()
 
 
-def member(place: Place, role: Role, version: tuple[int, ...]) -> Callable[..., bool]:
+def member(place: Place, role: Role, version: tuple[int, ...], shards: int = 1) -> Callable[..., bool]:
     """Create a member of that role. The returned function asks the server whether the member may run a command."""
-    begin, *rest = roles.rules(role, "demo", NAME, version)
+    begin, *rest = roles.rules(role, "demo", NAME, version, shards)
     user = roles.user_of("demo", NAME)
     place.admin.execute_command("ACL", "SETUSER", user, begin, *rest)
     return lambda *command: place.admin.execute_command("ACL", "DRYRUN", user, *command) == b"OK"
@@ -146,6 +146,27 @@ def test_before_redis_7_no_role_touches_other_runs_or_the_server(place: Place, r
         assert not any(may(*roles.example(command, key)) for command in WRITES)
     for where in ("state", "epoch", "lease", "tape", "outer") if role == "island" else ():
         assert not any(may(*roles.example(command, PLACES[where])) for command in WRITES)
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["own rules", "rules for Redis 6.2"])
+@pytest.mark.parametrize(("shards", "shard"), [(2, 0), (2, 1), (12, 3), (12, 11)])
+@pytest.mark.parametrize("role", ROLES)
+def test_each_role_has_the_same_rights_in_every_shard(
+    place: Place, role: Role, shards: int, shard: int, early: bool
+) -> None:
+    own = (6, 2) if early else version(place)
+    tag = Keys("demo", shard).tag
+    allowed = member(place, role, own)
+    commands = [(command, key) for key in PLACES.values() for command in ("GET", "XREAD", *WRITES)]
+    expected = [allowed(*roles.example(command, key)) for command, key in commands]
+    may = member(place, role, own, shards)
+    assert [may(*roles.example(command, key.replace(TAG, tag))) for command, key in commands] == expected
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_run_of_one_shard_gives_no_right_in_another_one(place: Place, role: Role) -> None:
+    may = member(place, role, version(place))
+    assert not any(may(*roles.example(command, Keys("demo", 1).books)) for command in ("HGETALL", *WRITES))
 
 
 def test_users_of_different_members_differ() -> None:

@@ -188,6 +188,36 @@ def test_a_tape_connects_only_without_a_gap(tape: list[TapeEntry], follows: bool
     assert history().follows(tape) is follows
 
 
+LAYOUT = Layout(((0, 3), (1, 2)))
+
+
+def of_shards(*numbers: int) -> list[TapeEntry]:
+    """Return rounds in the order in which their shards closed them. Odd epochs are those of shard 1."""
+    return [entry(number, [member("a")], epoch=2 + LAYOUT.shard_of(number)) for number in numbers]
+
+
+def test_rounds_of_several_shards_are_added_in_the_order_in_which_they_close() -> None:
+    out = History(LAYOUT)
+    out.begin(0, of_shards(1, 4, 5, 2))
+    assert out.extend(of_shards(4, 5, 2, 8, 3)) == 2
+    assert out.details()["round"] == [1, 4, 5, 2, 8, 3]
+    assert out.lines()["round"] == [1, 4, 5, 5, 8, 8], "the axis goes one way"
+    assert out.marks()["text"] == [], "two mergers take turns, and none takes over"
+    assert out.extend([replace(of_shards(6)[0], epoch=9)]) == 1
+    assert out.marks()["text"] == ["epoch 9 begins in shard 1"]
+
+
+def test_a_shard_without_new_rounds_breaks_no_history() -> None:
+    out = History(LAYOUT)
+    out.begin(0, of_shards(1, 2, 4, 5))
+    assert out.follows(of_shards(5, 8, 9))
+    assert not out.follows(of_shards(8, 9)), "round 5 of shard 0 is missing"
+    assert not out.follows(of_shards(5, 3)), "round 2 of shard 1 is missing"
+    assert not out.follows(of_shards(2, 4)), "shard 0 went back"
+    forked = [*of_shards(2), replace(of_shards(5)[0], digest="f" * 32)]
+    assert not out.follows(forked)
+
+
 def test_an_empty_tape_connects_to_an_empty_history() -> None:
     assert History(Layout.whole(2)).follows([])
     assert not History(Layout.whole(2)).follows(TAPE)

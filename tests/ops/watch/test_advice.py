@@ -14,10 +14,11 @@ import pytest
 from archipelago.broker.config import RunConfig
 from archipelago.broker.control import Control
 from archipelago.broker.messages import Books, Evaluation, Pending, Presence, Refusal, TapeEntry
+from archipelago.broker.shards.reader import combined_status
 from archipelago.broker.transport import Memory, MergerStatus
 from archipelago.ops.watch import advice
 from archipelago.ops.watch.advice import Problem, problems, rising
-from archipelago.ops.watch.health import Event, Health
+from archipelago.ops.watch.health import Event, Health, trouble
 from archipelago.ops.watch.problem_log import ProblemLog
 from archipelago.ops.watch.remedies import NOTHING, remedy_of, with_comebacks
 from archipelago.ops.watch.run_view import RunView, summarise
@@ -114,6 +115,45 @@ REFUSED = Refusal("a", "x", 0, 7, 0, 100, "staleness 40 is over the cap of 16")
 )
 def test_each_problem_is_found(seen: RunView, health: Health, expected: list[str]) -> None:
     assert look(seen, health) == expected
+
+
+SHARDED = replace(view(), shards=((0,), (1,)))
+
+
+def shards(*each: MergerStatus) -> Health:
+    return replace(SERVED, merger_status=combined_status(each) or MergerStatus())
+
+
+def test_a_shard_without_a_merger_names_its_fragments() -> None:
+    found = problems(SHARDED, shards(MergerStatus("m", 1, 5.0), MergerStatus("", 1, 0.0, 7.0)), MANIFEST.config)
+    assert [(each.code, each.seconds) for each in found] == [("shard.no-merger", 7.0)]
+    assert "Standing still: fragment 1 of 2." in found[0].text
+    assert look(SHARDED, shards(MergerStatus("", 1), MergerStatus("", 1))) == ["merger.missing"]
+    assert look(SHARDED, shards(MergerStatus("m", 1), MergerStatus("n", 1))) == []
+
+
+def test_a_shard_that_stands_still_is_named() -> None:
+    one = shards(MergerStatus("m", 1, 5.0, 1.0), MergerStatus("n", 1, 5.0, 90.0))
+    (found,) = problems(SHARDED, one, MANIFEST.config)
+    assert (found.code, found.text) == ("run.stalled", "Nothing was merged in shard 1 for 90 s.")
+    assert trouble(SHARDED, one, MANIFEST.config.sync.interval) == "nothing was merged in shard 1 for 90 s"
+    both = shards(MergerStatus("m", 1, 5.0, 80.0), MergerStatus("n", 1, 5.0, 90.0))
+    assert trouble(SHARDED, both, MANIFEST.config.sync.interval) == "nothing was merged for 90 s"
+
+
+def test_a_merger_that_cannot_keep_up_with_its_shard_is_a_problem() -> None:
+    """Two mergers that are busy half of the time are not one that is always busy."""
+    interval = MANIFEST.config.sync.interval
+    member = replace(ROUND.members[0], island="a", steps=2 * interval)
+    usual = [
+        replace(entry, members=(member,), epoch=n % 2, fragment=n % 2)
+        for n, entry in enumerate(tape_of([2.0] * 40, 10.0))
+    ]
+    idle = [replace(entry, busy_seconds=10.0) for entry in usual]
+    served = shards(MergerStatus("m", 1), MergerStatus("n", 1))
+    assert look(SHARDED, served, tape=idle) == []
+    slow = [replace(entry, busy_seconds=19.9 if entry.fragment else 1.0) for entry in usual]
+    assert look(SHARDED, served, tape=slow) == ["merger.slow"]
 
 
 def test_a_lowered_weight_is_a_problem() -> None:

@@ -34,6 +34,7 @@ from archipelago.ops.watch.doctor import site as doctor_site
 from archipelago.ops.watch.doctor.checks import Finding
 from tests import samples
 from tests.failing import failing
+from tests.sharded import create_sharded
 
 ROOT = Path(__file__).parents[3]
 GOOD = ServerFacts(
@@ -385,12 +386,31 @@ def test_the_doctor_checks_what_a_role_needs(own: Server, raw: Any, checkup: Red
     raw.execute_command("ACL", "DELUSER", "guest")
 
 
-def member(own: Server, raw: Any, role: Role, rules: Sequence[str]) -> ServerFacts:
+def test_the_doctor_checks_the_rights_in_every_shard(call: Call, own: Server, raw: Any) -> None:
+    only_first, everywhere = (roles.rules("island", "sample", "oslo", (7, 2), shards) for shards in (1, 2))
+    assert "XADD" in member(own, raw, "island", only_first, shards=2).denied
+    assert member(own, raw, "island", everywhere, shards=2).denied == ()
+    transport = connect(own.url, "sample")
+    create_sharded(transport)
+    _, found = call(url=own.url, seconds=0.0)
+    assert any("in 2 fragments and 2 shards" in finding["what"] for finding in found["findings"])
+    assert {finding["code"] for finding in found["findings"]} >= {"rights.ok", "clients.ok"}
+    raw.execute_command("ACL", "DELUSER", "guest")
+    transport.close()
+
+
+def test_each_further_shard_takes_connections_of_every_island() -> None:
+    facts = info(connected_clients=100, maxclients=900)
+    assert "about 133 islands" in checks.clients(facts).what
+    assert "about 100 islands" in checks.clients(facts, shards=2).what
+
+
+def member(own: Server, raw: Any, role: Role, rules: Sequence[str], shards: int = 1) -> ServerFacts:
     """Return the facts that a member finds out whose user has these rules."""
     raw.execute_command("ACL", "SETUSER", "guest", rules[0], ">secret", *rules[1:])
     transport = connect(re.sub(":[^:@]*@", "guest:secret@", own.url), "sample")
     try:
-        return RedisCheckup(transport.connection, role=role, name="oslo").facts()
+        return RedisCheckup(transport.connection, role=role, name="oslo", shards=shards).facts()
     finally:
         transport.close()
 
