@@ -40,15 +40,20 @@ GOOD, BAD = Score(10.0, 10.0, 0.01), Score(-5.0, 10.0, 0.01)
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenCorpus]:
-    """The corpus of the run, which processes of this module find, too."""
-    folder = tmp_path_factory.mktemp("text")
+def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("text")
+
+
+@pytest.fixture(scope="module")
+def prepared(data_folder: Path) -> OpenCorpus:
+    """The corpus of the run."""
+    folder = data_folder
     source = folder / "text.txt"
     source.write_text("".join(f"{n} islands and {n * n % 997} ships\n" for n in range(6000)), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ARCHIPELAGO_DATA", str(folder / "data"))
         prepare_text(source, "small-text")
-        yield open_corpus("small-text")
+        return open_corpus("small-text")
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +155,7 @@ def test_the_runs_of_the_page_and_of_the_verb_are_whole(
     newest = demo.transport.reader.tape(1)[0]
     assert (entry["run"], entry["round"], entry["step"]) == ("demo", newest.round, newest.step)
     runs = RunList(partial(connect, url), "demo", tmp_path, lambda: 0.0)
-    (row,) = runs.rows()["runs"]
+    (row,) = runs.newest()["runs"]
     assert row["tokens"] == printed(capsys, "status", url)["tokens_trained"]
 
 
@@ -172,8 +177,14 @@ def test_parameters_come_from_all_shards(url: str, demo: VirtualRun) -> None:
 
 
 def test_evaluate_export_and_generate(
-    url: str, demo: VirtualRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    url: str,
+    demo: VirtualRun,
+    data_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setenv("ARCHIPELAGO_DATA", str(data_folder / "data"))
     assert printed(capsys, "evaluate", url)["round"] == newest_round(demo)
     assert demo.transport.reader.evaluations()[-1].round == newest_round(demo)
     assert printed(capsys, "export", url, "--out", str(tmp_path / "out"))["round"] == newest_round(demo)
@@ -273,15 +284,16 @@ def test_rm_refuses_while_a_merger_serves_a_shard(server_url: str, capsys: pytes
 # -- members --------------------------------------------------------------------------------------------------------
 
 
-def test_members_have_their_rights_in_all_shards(server_url: str, tmp_path: Path) -> None:
-    transport = connect(server_url, "demo")
+def test_members_have_their_rights_in_all_shards(server: Server, tmp_path: Path) -> None:
+    run = f"demo-{uuid.uuid4().hex[:8]}"
+    transport = connect(server.url, run)
     whole = create_sharded(transport)
-    administrator = Administrator(transport, server_url, tmp_path)
+    administrator = Administrator(transport, server.url, tmp_path)
     invited = {
         role: administrator.invite(Guest(role, role))  # type: ignore[arg-type]
         for role in ("island", "merger", "operator", "viewer")
     }
-    joined = {role: connect(each.url, "demo", each) for role, each in invited.items()}
+    joined = {role: connect(each.url, run, each) for role, each in invited.items()}
     manifest = transport.reader.manifest()
     for number in range(2):
         island, merger, operator, viewer = (each.of_shard(number) if number else each for each in joined.values())
