@@ -18,6 +18,7 @@ from archipelago.broker.errors import ConfigError
 from archipelago.broker.files import make_untracked
 from archipelago.broker.process import keep_compiled, print_json, stop_on_signals
 from archipelago.broker.redis.keys import checked_name
+from archipelago.broker.shards.layout import SHARDS_MAX
 from archipelago.ops.chaos import peers
 from archipelago.ops.chaos import schedule as schedules
 from archipelago.ops.chaos.fake_clock import require_library
@@ -29,7 +30,7 @@ from archipelago.ops.chaos.report.figures import Control, Figures, as_control, a
 from archipelago.ops.chaos.report.page import PAGE, PICTURE, REPORT, write
 from archipelago.ops.chaos.report.record import StormRecord
 from archipelago.ops.chaos.report.tables import COLUMNS, comparison, headlines
-from archipelago.ops.chaos.schedule import MERGER, REDIS, Fault, FaultRates, Kind
+from archipelago.ops.chaos.schedule import REDIS, Fault, FaultRates, Kind, merger_names
 from archipelago.ops.chaos.script import parsed
 from archipelago.ops.chaos.storm import run_storm
 from archipelago.ops.launch.init import require_usable, workload_of
@@ -67,6 +68,8 @@ class ChaosOptions:
     """A task of your own, FILE.py:NAME, that the islands train in place of one of our models."""
     islands: int = 3
     """The number of islands on this machine."""
+    shards: int = 1
+    """The number of shards of the run, and of the merger processes that share them."""
     standbys: int = 0
     """The number of standby processes, which have loaded everything and become an island that is started again."""
     seconds: float = 60.0
@@ -82,7 +85,7 @@ class ChaosOptions:
     kinds: tuple[Kind, ...] = ("kill", "stop")
     """The kinds of faults to choose from: kill, stop, partition, reset, half-open, throttle, delay, disk, clock."""
     spare: tuple[str, ...] = ()
-    """The processes without faults: redis, merger, or names of islands."""
+    """The processes without faults: redis, merger (merger-0, … with --shards), or names of islands."""
     return_seconds: float = 2.0
     """The mean duration of a fault, which follows an exponentiated Weibull distribution."""
     return_shape: float = 2.0
@@ -146,6 +149,8 @@ def _require_sensible(options: ChaosOptions) -> None:
             raise ConfigError(f"{flag} cannot be {value}", "Give a positive number.", code="chaos.bad-number")
     if not 1 <= options.islands <= 256:
         raise ConfigError(f"--islands cannot be {options.islands}", "Choose 1 to 256.", code="chaos.bad-number")
+    if not 1 <= options.shards <= SHARDS_MAX:
+        raise ConfigError(f"--shards cannot be {options.shards}", f"Choose 1 to {SHARDS_MAX}.", code="chaos.bad-number")
     require_standbys(options.standbys)
     for flag, is_set in (("--slow", options.slow != 1.0), ("--baselines", options.baselines)):
         if is_set and not options.step_seconds:
@@ -157,8 +162,9 @@ def _require_sensible(options: ChaosOptions) -> None:
 def _require_own(options: ChaosOptions) -> None:
     """Raise ConfigError (`chaos.not-of-scripts`, `chaos.not-of-tasks`) for what a user's script or task has not."""
     has_task, is_peers = options.task is not None, options.what == "peers"
+    not_of_scripts = {"--task": has_task, "--standbys": options.standbys > 0, "--shards": options.shards > 1}
     for own, code, given in (
-        ("--script", "chaos.not-of-scripts", {"--task": has_task, "--standbys": options.standbys > 0}),
+        ("--script", "chaos.not-of-scripts", not_of_scripts),
         ("--task", "chaos.not-of-tasks", {"`chaos peers`": is_peers}),
     ):
         wrong = [flag for flag, is_set in {**given, "--baselines": options.baselines}.items() if is_set]
@@ -187,7 +193,7 @@ def _names(options: ChaosOptions) -> list[str]:
 def _faults(options: ChaosOptions) -> list[Fault]:
     """Return the schedule. Raise ConfigError for a file that cannot be read, or a fault that this machine lacks."""
     islands = _names(options)
-    everything = [REDIS, MERGER, *islands]
+    everything = [REDIS, *merger_names(options.shards), *islands]
     if unknown := set(options.spare) - set(everything):
         raise ConfigError(
             f"--spare cannot be {min(unknown)}", f"Name some of {', '.join(everything)}.", code="chaos.unknown-process"
@@ -248,6 +254,7 @@ def _storm(
     plan = Plan(
         folder.name, folder / "storm", long, step_seconds, options.seconds, tuple(faults), options.checkpoint_every,
         options.settle_seconds, options.standbys, script=parsed(options.script), task=options.task,
+        shards=options.shards,
     )  # fmt: skip
     say(f"{len(names)} islands, {len(faults)} faults in {options.seconds:g} s, seed {options.fault_seed}; {folder}")
     storm = run_storm(plan, stopped)

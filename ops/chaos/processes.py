@@ -20,13 +20,15 @@ from archipelago.broker.errors import ArchipelagoError, BrokerError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE
 from archipelago.broker.redis.transport import connect
+from archipelago.broker.shards.transport import opened, whole
+from archipelago.broker.transport import ReaderTransport
 from archipelago.islands.own_loop.measured import STEP_VARIABLE
 from archipelago.islands.turn_log import VARIABLE as TURN_LOG_VARIABLE
 from archipelago.ops.chaos.fake_clock import FakeClock
 from archipelago.ops.chaos.injection import TICK_SECONDS, FaultInjector, FaultTarget
 from archipelago.ops.chaos.proxy import Proxy
 from archipelago.ops.chaos.report.record import STANDBY_USED, Turn
-from archipelago.ops.chaos.schedule import MERGER, ON_LINKS, REDIS, Fault
+from archipelago.ops.chaos.schedule import ON_LINKS, REDIS, Fault, merger_names
 from archipelago.ops.chaos.script import Script
 from archipelago.ops.launch.embedded_redis import Server, start_server
 from archipelago.ops.launch.init import create
@@ -54,6 +56,7 @@ class Plan:
         merged_tokens: If not 0, the window ends once this many tokens are merged, instead of after `seconds`.
         script: The islands are this script of a user, which creates the run; None for our own islands.
         task: Our islands train this task of a user, FILE.py:NAME; None for one of our models.
+        shards: The shards of the run, and the merger processes that share them.
     """
 
     run: str
@@ -68,6 +71,7 @@ class Plan:
     merged_tokens: int = 0
     script: Script | None = None
     task: str | None = None
+    shards: int = 1
 
     @property
     def is_own(self) -> bool:
@@ -145,13 +149,15 @@ class RunProcesses(FaultInjector):
         self.targets = {t.name: t for t in (self.redis, *self.islands)}
         stack.callback(self.end)
         self.run = self._created_run()
-        self.transport = connect(self.url, self.run)
-        stack.callback(self.transport.close)
+        self.home = connect(self.url, self.run)
+        stack.callback(self.home.close)
         self.manifest = self._manifest()
+        self.transport: ReaderTransport = whole(self.home, self.manifest)
         options = ["--folder", str(plan.folder / "merger"), "--checkpoint-every", str(plan.checkpoint_seconds)]
         options += ["--run", self.run]
-        self.merger = self._worker(MERGER, ["-m", "archipelago.merger", *options], stack)
-        self.targets[MERGER] = self.merger
+        argv = ["-m", "archipelago.merger", *options]
+        self.mergers = [self._worker(name, argv, stack) for name in merger_names(plan.shards)]
+        self.targets |= {merger.name: merger for merger in self.mergers}
 
     # -- starting -----------------------------------------------------------------------------------------------------
 
@@ -172,10 +178,10 @@ class RunProcesses(FaultInjector):
         """Create the run, or take the one that a user's script has created. Make it long enough for the storm."""
         steps = self.plan.config.inner.steps
         if self.plan.script is None:
-            return create(self.transport, self.plan.config, task=self.plan.task)[0]
-        manifest = self.transport.reader.manifest()
+            return create(self.home, self.plan.config, task=self.plan.task, shards=self.plan.shards)[0]
+        manifest, transport = opened(self.home)
         if manifest.config.inner.steps < steps:
-            self.transport.reader.steer(checked_changes(manifest.config, {"inner.steps": str(steps)}))
+            transport.reader.steer(checked_changes(manifest.config, {"inner.steps": str(steps)}))
         return manifest
 
     def _island(self, name: str, stack: ExitStack) -> Worker:
@@ -210,7 +216,7 @@ class RunProcesses(FaultInjector):
             URL_VARIABLE: _through(proxy, self.url), RUN_VARIABLE: self.plan.run,
             TURN_LOG_VARIABLE: str(self.turn_log(name)), **self._threads,
         }  # fmt: skip
-        if self.plan.script is not None and name != MERGER:
+        if self.plan.script is not None and name in self.plan.step_seconds:
             environment |= {STEP_VARIABLE: str(self.plan.step_seconds[name]), **self.plan.script.environment()}
         return Worker(Child(name, argv, environment, self.plan.folder / "logs" / f"{name}.log"), proxy)
 
@@ -237,10 +243,11 @@ class RunProcesses(FaultInjector):
         return bool(read_turn_log(self.turn_log(name)))
 
     def is_ready(self, name: str) -> bool:
-        """Return whether that island has made a turn of its loop, or that merger holds the lease."""
-        if name != self.merger.name:
+        """Return whether that island has made a turn of its loop. Mergers are ready once every shard is served."""
+        if name in self.plan.step_seconds:
             return self.has_turned(name)
-        return self.transport.reader.is_served() is True
+        status = self.transport.reader.merger_status()
+        return status is not None and bool(status.holder)
 
     # -- faults -------------------------------------------------------------------------------------------------------
 

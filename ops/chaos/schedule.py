@@ -45,6 +45,11 @@ REDIS, MERGER = "redis", "merger"
 SECONDS_MAX = 1e6
 
 
+def merger_names(shards: int) -> list[str]:
+    """Return the names of the merger processes of a storm: as many as the run has shards, which they share."""
+    return [MERGER] if shards == 1 else [f"{MERGER}-{number}" for number in range(shards)]
+
+
 @dataclass(frozen=True)
 class Fault:
     """One fault of one process.
@@ -52,7 +57,7 @@ class Fault:
     Attributes:
         at: When it begins, in seconds after the start of the storm.
         kind: One of KINDS.
-        target: `redis`, `merger` or the name of an island.
+        target: `redis`, `merger` (`merger-0`, … of several) or the name of an island.
         seconds: How long it lasts.
         value: The rate, delay, size or offset that some kinds need.
     """

@@ -17,7 +17,8 @@ from archipelago.broker.errors import ArchipelagoError, BrokerError
 from archipelago.broker.loss_unit import loss_unit
 from archipelago.broker.messages import Refusal, TapeEntry
 from archipelago.broker.redis.transport import RedisTransport, connect
-from archipelago.broker.transport import START
+from archipelago.broker.shards.transport import of_shard, opened
+from archipelago.broker.transport import START, ReaderTransport
 from archipelago.ops.chaos.injection import TICK_SECONDS
 from archipelago.ops.chaos.processes import Plan, RunProcesses, await_ready, await_standbys, read_turn_log
 from archipelago.ops.chaos.report.record import Identity, Sample, StormRecord
@@ -60,13 +61,13 @@ class Observer:
         while not self._stopping.wait(OBSERVE_SECONDS):
             try:
                 transport = transport or connect(self._url, self._run)
-                self._observe(transport, with_presences=next(turns) % 5 == 0)
+                self._observe(opened(transport)[1], with_presences=next(turns) % 5 == 0)
             except BrokerError:
                 continue
         if transport is not None:
             transport.close()
 
-    def _observe(self, transport: RedisTransport, *, with_presences: bool) -> None:
+    def _observe(self, transport: ReaderTransport, *, with_presences: bool) -> None:
         last = max(self.closed_at, default=0)
         entries = transport.reader.tape(RECENT)
         if entries and entries[0].round > last + 1:
@@ -93,10 +94,10 @@ def run_storm(plan: Plan, stopped: Callable[[], bool]) -> StormRecord:
     with ExitStack() as stack:
         processes = RunProcesses(plan, stack)
         observer = stack.enter_context(Observer(processes.url, processes.run))
-        for worker in (processes.merger, *processes.islands):
+        for worker in (*processes.mergers, *processes.islands):
             if not worker.started:
                 processes.start(worker)
-        await_ready(processes, (processes.merger, *processes.islands), processes.is_ready)
+        await_ready(processes, (*processes.mergers, *processes.islands), processes.is_ready)
         await_standbys(processes)
         begin = time.monotonic()
         processes.schedule(plan.faults, begin)
@@ -151,7 +152,7 @@ def _record(
         islands=tuple(plan.step_seconds),
         step_seconds=own_step_seconds(plan.step_seconds, turns) if plan.is_own else dict(plan.step_seconds),
         tokens_per_step=_tokens_per_step(tape) if plan.is_own else config.tokens_per_step,
-        fragments=len(processes.manifest.fragments),
+        layout=processes.manifest.shard_layout,
         faults=plan.faults,
         events=tuple(processes.events),
         turns=turns,
@@ -160,12 +161,13 @@ def _record(
         tape=tape,
         books=transport.reader.books(),
         pending=transport.reader.pending(),
-        refused=_refused(transport),
+        refused=_refused(processes),
         held_out_loss=held_out_loss,
         unit=loss_unit(processes.manifest.corpus).name,
         interval=config.sync.interval,
         checkpoint_seconds=plan.checkpoint_seconds,
         standbys=plan.standbys,
+        mergers=tuple(merger.name for merger in processes.mergers),
     )
 
 
@@ -175,12 +177,16 @@ def _tokens_per_step(tape: Sequence[TapeEntry]) -> float:
     return sum(member.tokens for entry in tape for member in entry.members) / max(1, steps)
 
 
-def _refused(transport: RedisTransport) -> frozenset[Identity]:
-    events = [event for _, event in transport.reader.events(START, 0.0, EVERYTHING)]
-    return frozenset((e.island, e.incarnation, e.sequence) for e in events if isinstance(e, Refusal) and not e.repeat)
+def _refused(processes: RunProcesses) -> frozenset[Identity]:
+    return frozenset(
+        (shard, event.island, event.incarnation, event.sequence)
+        for shard in range(processes.manifest.shards)
+        for _, event in of_shard(processes.home, processes.manifest, shard).reader.events(START, 0.0, EVERYTHING)
+        if isinstance(event, Refusal) and not event.repeat
+    )
 
 
-def _held_out_loss(plan: Plan, transport: RedisTransport) -> float:
+def _held_out_loss(plan: Plan, transport: ReaderTransport) -> float:
     """Return the held-out loss of the final parameters; NaN for a script, or a task without `evaluate`."""
     from archipelago.islands.tasks.file import load_task
     from archipelago.ops.watch.evaluate import evaluate  # It imports JAX, which takes seconds.

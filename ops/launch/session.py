@@ -22,8 +22,7 @@ from archipelago.broker.manifest import Manifest
 from archipelago.broker.observe.options import WorkerOptions
 from archipelago.broker.observe.printable import printable
 from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE
-from archipelago.broker.redis.transport import RedisTransport
-from archipelago.broker.transport import MergerStatus
+from archipelago.broker.transport import MergerStatus, ReaderTransport
 from archipelago.ops.launch.comparison import compare
 from archipelago.ops.launch.devices import Shares
 from archipelago.ops.launch.embedded_redis import Server, start_server
@@ -111,7 +110,7 @@ class Session:
         self,
         options: SessionOptions,
         manifest: Manifest,
-        transport: RedisTransport,
+        transport: ReaderTransport,
         url: str,
         folder: Path,
         stopped: Callable[[], bool],

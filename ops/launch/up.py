@@ -20,6 +20,7 @@ from archipelago.broker.observe.logs import as_json
 from archipelago.broker.process import INTERRUPTED, keep_compiled, print_json, stop_on_signals
 from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.redis.transport import connect
+from archipelago.broker.shards.transport import whole
 from archipelago.broker.transport import Transport
 from archipelago.islands.mesh.shape import parsed
 from archipelago.merger.storage import MergerFolder
@@ -67,7 +68,8 @@ def main(options: UpOptions) -> int:
             opened.begin()
         kept = MergerFolder(folder / "merger", bucket=bucket.child("merger") if bucket else None)
         manifest, created = _find_or_create(transport, config, kept, options)
-        steps = run_steps(manifest.config, transport.reader.control())
+        all_shards = whole(transport, manifest)
+        steps = run_steps(manifest.config, all_shards.reader.control())
         write_atomically(folder / "config.toml", to_toml(replace(config, inner=replace(config.inner, steps=steps))))
         _greet(manifest, created, server, url, folder)
         for line in shares.describe([island_name(number) for number in range(options.islands)]) if shares else []:
@@ -79,7 +81,7 @@ def main(options: UpOptions) -> int:
         session = Session(
             options.session(has_losses=has_losses, shares=shares),
             manifest,
-            transport,
+            all_shards,
             url,
             folder,
             stopped,
@@ -185,7 +187,7 @@ def _extended(
         require_same(found, config, go_on, task)
     require_same(found, same, go_on, task)
     if wanted > now:
-        transport.reader.steer(checked_changes(found.config, {STEPS: str(wanted)}))
+        whole(transport, found).reader.steer(checked_changes(found.config, {STEPS: str(wanted)}))
         say(f"run {found.run!r} is extended from {now:,} to {wanted:,} steps")
     return same
 

@@ -93,15 +93,24 @@ def _steps_merged_once(storm: StormRecord) -> Check:
 
 
 def _rounds_in_order(storm: StormRecord) -> Check:
-    gaps = [entry.round for n, entry in enumerate(storm.tape, 1) if entry.round != n]
+    gaps = [
+        entry.round
+        for shard, tape in enumerate(storm.tapes)
+        for n, entry in enumerate(tape, 1)
+        if entry.round != storm.layout.run_round(shard, n)
+    ]
     return Check("rounds", "every round is on the tape once, in order", not gaps, f"{len(storm.tape):,} rounds")
 
 
 def _epochs_in_order(storm: StormRecord) -> Check:
-    epochs = [entry.epoch for entry in storm.tape]
+    of_shards = [[entry.epoch for entry in tape] for tape in storm.tapes]
     name = "an older merger never writes after a newer one"
-    found = f"{len(set(epochs))} epochs closed rounds, the last is {epochs[-1] if epochs else 0}"
-    return Check("epochs", name, epochs == sorted(epochs), found)
+    count, last = (
+        sum(len(set(epochs)) for epochs in of_shards),
+        max(epochs[-1] if epochs else 0 for epochs in of_shards),
+    )
+    found = f"{count} epochs closed rounds, the last is {last}"
+    return Check("epochs", name, all(epochs == sorted(epochs) for epochs in of_shards), found)
 
 
 def _rounds_closed(storm: StormRecord) -> Check:
@@ -116,7 +125,12 @@ _CHECKS: tuple[Callable[[StormRecord], Check], ...] = (
 
 
 def _merged(storm: StormRecord) -> Counter[Identity]:
-    return Counter((m.island, m.incarnation, m.sequence) for entry in storm.tape for m in entry.members)
+    return Counter(
+        (shard, m.island, m.incarnation, m.sequence)
+        for shard, tape in enumerate(storm.tapes)
+        for entry in tape
+        for m in entry.members
+    )
 
 
 def _examples(wrong: Sequence[object], of: int) -> str:

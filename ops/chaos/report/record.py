@@ -10,12 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from archipelago.broker.messages import Books, Pending, TapeEntry
-from archipelago.ops.chaos.schedule import Fault
+from archipelago.broker.shards.layout import Layout
+from archipelago.ops.chaos.schedule import MERGER, Fault
 
 #: The detail of the `start` event of an island that took over a standby's process.
 STANDBY_USED = "was a standby"
-#: Island, incarnation and sequence number of a contribution.
-Identity = tuple[str, str, int]
+#: Shard, island, incarnation and sequence number of a contribution. Sequence numbers count by shard.
+Identity = tuple[int, str, str, int]
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class ProcessEvent:
 
     Attributes:
         at: Its time.
-        process: `redis`, `merger` or the name of an island.
+        process: `redis`, the name of a merger or of an island.
         what: `start`, `ready`, `kill`, `stop`, `continue`, `died`, or a fault of its link, disk or clock that begins
             or is over.
         detail: Further information, for people.
@@ -83,7 +84,7 @@ class StormRecord:
         islands: The names of the islands.
         step_seconds: Minimum duration of an inner step, by island; 0 where none is set.
         tokens_per_step: Tokens of one inner step of one island; their mean, where batches differ.
-        fragments: Number of fragments.
+        layout: The fragments of each shard.
         faults: The schedule.
         events: The events of all processes.
         turns: The turn log of each island.
@@ -98,6 +99,7 @@ class StormRecord:
         interval: The sync interval H in inner steps.
         checkpoint_seconds: Time between two checkpoints.
         standbys: Number of standby processes.
+        mergers: The names of the merger processes.
     """
 
     begin: float
@@ -105,7 +107,7 @@ class StormRecord:
     islands: tuple[str, ...]
     step_seconds: Mapping[str, float]
     tokens_per_step: float
-    fragments: int
+    layout: Layout
     faults: tuple[Fault, ...]
     events: tuple[ProcessEvent, ...]
     turns: Mapping[str, Sequence[Turn]]
@@ -120,6 +122,20 @@ class StormRecord:
     interval: int = 24
     checkpoint_seconds: float = 10.0
     standbys: int = 0
+    mergers: tuple[str, ...] = (MERGER,)
+
+    @property
+    def fragments(self) -> int:
+        """Number of fragments."""
+        return self.layout.count
+
+    @property
+    def tapes(self) -> list[list[TapeEntry]]:
+        """The tape of each shard. Its rounds are those of the run."""
+        out: list[list[TapeEntry]] = [[] for _ in range(self.layout.shards)]
+        for entry in self.tape:
+            out[self.layout.shard_of(entry.round)].append(entry)
+        return out
 
     @property
     def seconds(self) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from archipelago.ops.chaos.report.record import StormRecord
-from archipelago.ops.chaos.schedule import MERGER, REDIS
+from archipelago.ops.chaos.schedule import REDIS
 
 #: The state of an island that trains, and of Redis or a merger that serves.
 SERVING = "training"
@@ -29,7 +29,7 @@ Timelines = Mapping[str, Sequence[Span]]
 
 def timelines(storm: StormRecord) -> dict[str, list[Span]]:
     """Return the states of each process, without gaps from its first start to the end of the storm."""
-    return {name: _timeline(storm, name) for name in (REDIS, MERGER, *storm.islands)}
+    return {name: _timeline(storm, name) for name in (REDIS, *storm.mergers, *storm.islands)}
 
 
 def _timeline(storm: StormRecord, process: str) -> list[Span]:
@@ -74,7 +74,7 @@ def _ready_times(storm: StormRecord, process: str) -> list[float]:
 
     Redis has its own `ready` events.
     """
-    if process == MERGER:
+    if process in storm.mergers:
         return sorted(storm.closed_at.values())
     out, known = [], set()
     for turn in storm.turns.get(process, ()):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from archipelago.broker.messages import Books, Member, Pending, TapeEntry
 from archipelago.broker.process import finite
+from archipelago.broker.shards.layout import Layout
 from archipelago.ops.chaos.report.figures import as_control, as_data, figures
 from archipelago.ops.chaos.report.goodput import merged_steps, participation, rejoins, shares, stalls
 from archipelago.ops.chaos.report.invariants import checks
@@ -62,7 +63,7 @@ def storm() -> StormRecord:
              (98.2, "b", "start"), (104.0, "b", "kill"), (105.0, "b", "start")]  # fmt: skip
     return StormRecord(
         begin=100.0, end=110.0, islands=("a", "b"), step_seconds={"a": STEP, "b": STEP}, tokens_per_step=TOKENS,
-        fragments=FRAGMENTS, faults=(Fault(4.0, "kill", "b", 1.0),),
+        layout=Layout.whole(FRAGMENTS), faults=(Fault(4.0, "kill", "b", 1.0),),
         events=tuple(ProcessEvent(*mark) for mark in marks), turns={"a": a, "b": b},
         closed_at={1: 99.5, 2: 102.0, 3: 107.0, 4: 109.0},
         samples=(Sample(100.0, 2, 1), Sample(105.0, 1, 2), Sample(106.5, 2, 2)),
@@ -217,7 +218,7 @@ def test_a_gap_an_older_epoch_and_a_refused_member_are_found() -> None:
     one = storm()
     assert broken(replace(one, tape=(replace(one.tape[0], epoch=2), *one.tape[1:]))) == ["epochs"]
     assert broken(replace(one, tape=(*one.tape[:3], replace(one.tape[3], round=9)))) == ["rounds"]
-    assert broken(replace(one, refused=frozenset({("a", "a1", 0)}))) == ["refused"]
+    assert broken(replace(one, refused=frozenset({(0, "a", "a1", 0)}))) == ["refused"]
     assert broken(replace(one, closed_at={})) == ["progress"]
 
 

@@ -21,7 +21,7 @@ def argv(options: UpOptions) -> dict[str, list[str]]:
     manifest = samples.manifest()
     transport = MemoryBroker().connect(manifest.run)
     own = options.session(has_losses=True)
-    session = Session(own, manifest, transport, "redis://h", Path("runs/demo"), lambda: False, None)  # type: ignore[arg-type]
+    session = Session(own, manifest, transport, "redis://h", Path("runs/demo"), lambda: False, None)
     return {child.name: list(child.argv) for child in (session.merger, *session.islands)}
 
 
