@@ -19,6 +19,7 @@ VERBS: Verbs = {
         "archipelago.ops.bench.accelerator", "AcceleratorOptions", "What an island costs on an accelerator."
     ),
     "islands": Verb("archipelago.ops.bench.many_islands", "ManyIslandsOptions", "What 4 to 256 islands cost a merger."),
+    "shards": Verb("archipelago.ops.bench.shards", "ShardsOptions", "Rounds of two shards, against one merger."),
     "hosts": Verb("archipelago.ops.bench.hosts", "HostsBenchOptions", "What two hosts cost an island."),
     "join": Verb("archipelago.ops.bench.join", "JoinOptions", "What syncing costs a user's own training script."),
     "lora": Verb("archipelago.ops.bench.lora", "LoraOptions", "What islands send that fine-tune with LoRA."),

@@ -15,7 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,14 @@ import numpy as np
 from archipelago.broker.config import DataConfig, InnerConfig, RunConfig, SyncConfig, WireConfig
 from archipelago.broker.errors import BrokerError, require_number
 from archipelago.broker.manifest import Corpus, Manifest, Tensor
-from archipelago.broker.messages import Contribution, Heartbeat, Refusal, Snapshot
+from archipelago.broker.messages import Refusal, Snapshot
 from archipelago.broker.process import keep_freed_memory
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Transport
 from archipelago.broker.wire import digest, pack
 from archipelago.merger.claims import ACCOUNTS_MAX
 from archipelago.ops.bench.output import OutputOptions, finish
+from archipelago.ops.bench.players import Player, beat_all
 from archipelago.ops.bench.process import Child, child, cpu_seconds, require_linux
 from archipelago.ops.experiments.settings import require_counts
 from archipelago.ops.launch.embedded_redis import start_server
@@ -39,17 +40,13 @@ from archipelago.ops.launch.supervisor import thread_environment
 from archipelago.ops.settings import say
 
 RUN = "many"
-INCARNATION = "bench"
 #: Ratios compare with this number of islands. With fewer, what each round costs once weighs more.
 COMPARED = 16
 #: Rounds at the beginning of each run that do not count: the merger compiles, and meets the islands.
 WARM_UPS = 3
 #: Each figure is the median of this many parts of a run.
 PARTS = 3
-BEAT_SECONDS = 1.0
 PATIENCE_SECONDS = 300.0
-#: How much of a contribution is the same in all of them, so that islands agree as honest ones do.
-SHARED = 0.7
 
 
 @dataclass(frozen=True)
@@ -199,83 +196,25 @@ def _play(pipe: Connection, url: str, islands: int) -> None:
     """The islands' process: send heartbeats, and contribute to as many rounds as the parent asks for."""
     transport = connect(url, RUN)
     manifest = transport.reader.manifest()
-    players: list[_Player] = []
+    players: list[Player] = []
     for number in range(islands):
-        _beat_all(players, 0)
-        players.append(_Player(transport, manifest, number))
+        beat_all(players, 0)
+        players.append(Player(transport, manifest, number))
     after, closed = transport.reader.last_event(), 0
     pipe.send("ready")
     while True:
         if not pipe.poll(0.01):
-            _beat_all(players, closed)
+            beat_all(players, closed)
             continue
         for _ in range(pipe.recv()):
             for player in players:
-                _beat_all(players, closed)
-                player.contribute(closed + 1)
+                beat_all(players, closed)
+                player.contribute(transport, manifest.sizes[0], 0, closed + 1, closed)
             goal = closed + 1
             while closed < goal:
                 for entry, event in transport.reader.events(after, 0.1):
                     if isinstance(event, Refusal):
                         raise BrokerError(f"a contribution was refused: {event.reason}", code="bench.refused")
                     after, closed = entry, event.round if isinstance(event, Snapshot) else closed
-                _beat_all(players, closed)
+                beat_all(players, closed)
         pipe.send(closed)
-
-
-def _beat_all(players: Sequence[_Player], closed: int) -> None:
-    """Let each island send a heartbeat whose last one is BEAT_SECONDS ago."""
-    now = time.monotonic()
-    for player in players:
-        if now - player.beat_at >= BEAT_SECONDS:
-            player.beat(closed, now)
-
-
-class _Player:
-    """One island: its name, its lease, its heartbeat and its payload, which is the same in every round."""
-
-    def __init__(self, transport: Transport, manifest: Manifest, number: int) -> None:
-        self._transport, self._config = transport, manifest.config
-        self.name = f"island-{number:03}"
-        self._who = f"{self.name}/{INCARNATION}"
-        transport.island.claim_name(self.name, INCARNATION)
-        shards = manifest.config.data.shards
-        order = [str((2 * number + each) % shards) for each in range(shards)]
-        self._beat = _heartbeat(self.name)
-        self.beat_at = float("-inf")
-        self.beat(0, time.monotonic())
-        place = transport.island.lease_shard(order, self._who)
-        if place is None:
-            raise BrokerError(f"{self.name} got no shard", "Check whether the machine is very busy.")
-        self._shard = place.shard
-        self._payload = _payload(manifest.sizes[0], number)
-
-    def beat(self, step: int, now: float) -> None:
-        """Send a heartbeat, and check the lease, as an island does every second."""
-        self.beat_at = now
-        self._transport.island.heartbeat(replace(self._beat, steps=step, global_step=step, sent=step))
-        if step:
-            self._transport.island.leased([self._shard], self._who)
-
-    def contribute(self, number: int) -> None:
-        """Publish the contribution to a round."""
-        contribution = Contribution(
-            island=self.name, incarnation=INCARNATION, sequence=number, round=number, fragment=0, base=number - 1,
-            tokens=self._config.tokens_per_step, steps=1, global_step=number, loss=2.0, step_seconds=0.1,
-            farewell=False, codec="int4", bytes=len(self._payload), digest=digest(self._payload),
-            data=f"{self._shard}:0:{number * self._config.data.batch_size}",
-        )  # fmt: skip
-        self._transport.island.publish(contribution, self._payload)
-
-
-def _payload(elements: int, number: int) -> bytes:
-    shared, own = (np.random.default_rng(seed).standard_normal(elements, np.float32) for seed in (0, number + 1))
-    return pack(SHARED * shared + (1.0 - SHARED) * own, "int4", 0)
-
-
-def _heartbeat(island: str) -> Heartbeat:
-    return Heartbeat(
-        island=island, incarnation=INCARNATION, state="training", host="bench", pid=os.getpid(), device="none",
-        steps=0, global_step=0, tokens=0, tokens_per_second=1.0, step_seconds=0.1, loss=2.0, staleness=0.0, backlog=0,
-        sent=0, refused=0, last_refusal="", bytes_up=0, bytes_down=0, link="ok",
-    )  # fmt: skip
