@@ -13,7 +13,7 @@ from archipelago.broker.errors import ConfigError, RunExistsError, UnknownRunErr
 from archipelago.broker.redis.keys import REGISTRY
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.islands.rejoin import Rejoin
-from archipelago.islands.sync.connection.outbox import MERGED_KEPT
+from archipelago.islands.sync.connection.merged import KEPT_MIN
 from archipelago.islands.worker import Island
 from archipelago.merger.checkpointer import at_once
 from archipelago.merger.service import Merger
@@ -147,10 +147,10 @@ def test_tokens_that_were_merged_after_the_checkpoint_are_lost(lost: LostRun) ->
     lost.island.link.pump()
     view = accounts(lost)
     assert view.tokens_trained == lost.island.totals.tokens
-    sent_again = MERGED_KEPT * tiny.CONFIG.sync.interval / len(lost.manifest.fragments)
+    sent_again = KEPT_MIN * tiny.CONFIG.sync.interval / len(lost.manifest.fragments)
     assert view.tokens_lost > 0
     lost_steps = view.tokens_lost / tiny.CONFIG.tokens_per_step
-    assert lost_steps == pytest.approx(steps_back - sent_again, abs=4)
+    assert lost_steps <= steps_back - sent_again + 4, "the newest contributions are sent again"
     lost.island.leave("left", flush_seconds=0.0)
     lost.island.link.pump()
     lost.run.merger.turn(0.0)

@@ -13,13 +13,11 @@ from archipelago.broker.errors import BrokerError
 from archipelago.broker.messages import Actions, Contribution, Identified
 from archipelago.broker.transport import MEMORY_SHARE_MAX, IslandTransport
 from archipelago.broker.wire import digest, pack_body
+from archipelago.islands.sync.connection.merged import Merged
 from archipelago.islands.sync.connection.uplink import Uplink
 
 #: The value of `Published.entry` for a contribution that a broker has lost.
 LOST = "lost"
-#: How many merged contributions are kept, in case the broker loses the rounds that merged them. A failover forgets
-#: about a second. In int4, they take half the bytes of one float32 fragment.
-MERGED_KEPT = 4
 
 
 @dataclass(frozen=True)
@@ -116,8 +114,7 @@ class Outbox:
         self.sent = 0
         self._queue: deque[Draft] = deque()
         self._unresolved: dict[str, Published] = {}
-        #: The newest contributions that were merged, each with its round. A failover may undo that round.
-        self._merged: deque[tuple[int, Published]] = deque(maxlen=MERGED_KEPT)
+        self._merged: Merged[Published] = Merged()
         self._at_marker: dict[int, list[Published]] = {}
         self._encoded: tuple[Draft, Contribution, bytes] | None = None
         self._attempted = ""  # identity of the contribution that was published last, successfully or not
@@ -250,7 +247,7 @@ class Outbox:
             for identity in self._unresolved.keys() & identities:
                 published = self._unresolved.pop(identity)
                 if merged_in is not None:
-                    self._merged.append((merged_in, published))
+                    self._merged.add(merged_in, published, self._clock())
 
     def undo(self, last_round: int) -> None:
         """Take contributions back that were merged after `last_round`, because the broker has lost those rounds.
@@ -258,13 +255,10 @@ class Outbox:
         `resend_lost` then publishes those that it has lost, too.
         """
         with self._lock:
-            for number, published in self._merged:
-                if number > last_round:
-                    # The acknowledgement of its sending may not have come before the merger's decision.
-                    again = published if published.entry else replace(published, entry=LOST)
-                    self._unresolved[published.contribution.identity_text] = again
-            kept = [each for each in self._merged if each[0] <= last_round]
-            self._merged = deque(kept, MERGED_KEPT)
+            for published in self._merged.undone(last_round):
+                # The acknowledgement of its sending may not have come before the merger's decision.
+                again = published if published.entry else replace(published, entry=LOST)
+                self._unresolved[published.contribution.identity_text] = again
 
     def mark(self, number: int) -> None:
         """Remember the undecided contributions at the merger's checkpoint `number`."""

@@ -1,0 +1,53 @@
+"""Contributions that were merged, kept in case a failover of the broker undoes their rounds."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Generic, Protocol, TypeVar
+
+#: How many merged contributions are kept in any case. In int4, they take half the bytes of one float32 fragment.
+KEPT_MIN = 4
+#: Others are kept for this long, because a failover forgets about a second, and as long as all have few bytes.
+KEPT_SECONDS = 10.0
+KEPT_BYTES_MAX = 64 << 20
+
+
+class Sent(Protocol):
+    """A contribution that was sent."""
+
+    @property
+    def payload(self) -> bytes:
+        """Its payload."""
+        ...
+
+
+Kind = TypeVar("Kind", bound=Sent)
+
+
+class Merged(Generic[Kind]):
+    """The newest merged contributions of one island, oldest first."""
+
+    def __init__(self) -> None:
+        self._kept: deque[tuple[int, float, Kind]] = deque()
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def add(self, round_number: int, contribution: Kind, now: float) -> None:
+        """Keep a contribution that was merged in that round, and drop those that are no longer needed."""
+        self._kept.append((round_number, now, contribution))
+        self._bytes += len(contribution.payload)
+        while len(self._kept) > KEPT_MIN:
+            _, since, oldest = self._kept[0]
+            if now - since <= KEPT_SECONDS and self._bytes <= KEPT_BYTES_MAX:
+                break
+            self._kept.popleft()
+            self._bytes -= len(oldest.payload)
+
+    def undone(self, last_round: int) -> list[Kind]:
+        """Return the contributions that were merged after that round, and keep them no longer."""
+        out = [contribution for number, _, contribution in self._kept if number > last_round]
+        self._kept = deque(each for each in self._kept if each[0] <= last_round)
+        self._bytes = sum(len(contribution.payload) for _, _, contribution in self._kept)
+        return out

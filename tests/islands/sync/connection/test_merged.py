@@ -1,0 +1,35 @@
+"""Which merged contributions an island keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from archipelago.islands.sync.connection.merged import KEPT_BYTES_MAX, KEPT_MIN, KEPT_SECONDS, Merged
+
+
+@dataclass(frozen=True)
+class One:
+    number: int
+    payload: bytes = b"12"
+
+
+def test_all_rounds_of_the_last_seconds_are_kept() -> None:
+    """A failover may forget many rounds of a fast run."""
+    kept: Merged[One] = Merged()
+    for number in range(1000):
+        kept.add(number, One(number), 0.01 * number)
+    assert [one.number for one in kept.undone(499)] == list(range(500, 1000))
+    assert kept.undone(499) == []
+    kept.add(500, One(500), KEPT_SECONDS + 4.005)
+    assert [one.number for one in kept.undone(-1)] == list(range(401, 501))
+
+
+def test_slow_rounds_and_large_payloads_are_kept_by_number() -> None:
+    kept: Merged[One] = Merged()
+    for number in range(20):
+        kept.add(number, One(number), KEPT_SECONDS * 2 * number)
+    assert [one.number for one in kept.undone(-1)] == list(range(20 - KEPT_MIN, 20))
+    large = bytes(KEPT_BYTES_MAX // 8)
+    for number in range(20):
+        kept.add(number, One(number, large), 0.0)
+    assert [one.number for one in kept.undone(-1)] == list(range(12, 20)), "more bytes are not kept"
