@@ -60,7 +60,8 @@ def reason_to_refuse(contribution: Contribution, manifest: Manifest, closed: int
         return Reason("fragment", f"round {c.round} does not sync fragment {c.fragment}")
     version = version_after(closed, c.fragment, fragments)
     if c.round > closed + ROUNDS_AHEAD_MAX * fragments:
-        return Reason("ahead", f"round {c.round} is far ahead of round {closed}, the last one closed")
+        ahead, last = manifest.run_round(c.round), manifest.described(closed)
+        return Reason("ahead", f"round {ahead} is far ahead of {last}, the last one closed")
     if c.base > version:
         return Reason("base", f"measured from version {c.base}, which does not exist yet (now {version})")
     if found := claims.contradiction(c, config):
@@ -256,7 +257,8 @@ class Inbox:
             self.codes[code] += 1
             if self.codes[code] <= LOGGED_MAX or self.codes[code] % 1000 == 0:
                 text = "%s claims more in round %s than it can have done (%s), so the merger counts less"
-                log.warning(text, c.island, c.round, name, extra={"round": c.round, "code": code})
+                number = self.rules.manifest.run_round(c.round)
+                log.warning(text, c.island, number, name, extra={"round": number, "code": code})
 
     def _sum(self, p: int, fragments: Sequence[FragmentState], state: RunState) -> RoundSum:
         if p not in self._sums:
@@ -300,12 +302,13 @@ class Inbox:
         state.count(reason.code)
         self.codes[reason.code] += 1
         if len(self._refusals) < LOGGED_MAX:
+            number = self.rules.manifest.run_round(refusal.round)
             log.warning(
                 "refused a contribution of %s to round %s: %s",
                 refusal.island,
-                refusal.round,
+                number,
                 reason.text,
-                extra={"round": refusal.round, "code": f"refused.{reason.code}"},
+                extra={"round": number, "code": f"refused.{reason.code}"},
             )
         self._refusals.append((delivery.entry, refusal))
         self.refused += 1

@@ -99,7 +99,11 @@ class ShardedReader:
         return self._readers[shard].difference(own, version)
 
     def unreadable(self) -> dict[str, str]:
-        return {what: why for reader in self._readers for what, why in reader.unreadable().items()}
+        return {
+            f"{what} of shard {shard}": why
+            for shard, reader in enumerate(self._readers)
+            for what, why in reader.unreadable().items()
+        }
 
     def books(self) -> Books:
         found = [asdict(reader.books()) for reader in self._readers]
