@@ -78,7 +78,7 @@ def _serve(
                 with progress("loading the run's state"):
                     merger.load()
                 loaded = True
-                closed = merger.state.closed
+                closed = merger.manifest.run_round(merger.state.closed)
                 log.info("serving from round %s, epoch %s", closed, merger.epoch, extra={"round": closed})
             if merger.turn():
                 troubles.end()
@@ -141,7 +141,8 @@ def _serves_again(merger: Merger, pause: Callable[[float], None]) -> bool:
 
 def _hand_over(merger: Merger) -> None:
     """Release the lease, so that another process takes it. It loads what this merger has committed."""
-    log.info("handing over after round %s: another process serves fewer shards", merger.state.closed)
+    last = merger.manifest.described(merger.state.closed)
+    log.info("handing over after %s: another process serves fewer shards", last)
     merger.transport.merger.release(merger.epoch)
     merger.epoch = 0
     merger.controls.note("left", "another process serves fewer shards, and takes this one")
