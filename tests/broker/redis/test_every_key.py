@@ -16,6 +16,7 @@ import pytest
 from redis.crc import key_slot
 
 from archipelago.broker.invitation import ROLES, Member
+from archipelago.broker.manifest import Manifest, Tensor
 from archipelago.broker.messages import Evaluation, Note
 from archipelago.broker.redis import roles
 from archipelago.broker.redis.deletion import Deletion, shards_with_keys
@@ -77,9 +78,15 @@ def transport(cluster: Cluster) -> Iterator[RedisTransport]:
     made.close()
 
 
-def play(transport: RedisTransport) -> None:
-    """Write every kind of key, each by the call that writes it in a run."""
-    manifest = samples.manifest(transport.run, width=100_000)
+def manifest_of(run: str, shards: int) -> Manifest:
+    """Return the manifest of a run with two large fragments in each shard."""
+    tensors = tuple(Tensor(f"layers.{number}", (8, 100_000)) for number in range(2 * shards))
+    fragments = tuple((tensor.name,) for tensor in tensors)
+    return replace(samples.manifest(run), tensors=tensors, fragments=fragments, shards=shards)
+
+
+def play(transport: RedisTransport, manifest: Manifest) -> None:
+    """Write every kind of key of a shard, each by the call that writes it in a run."""
     transport.restore(samples.image(manifest, [(samples.contribution(LARGE, sequence=7), LARGE)], LARGE))
     island, merger, reader = transport.island, transport.merger, transport.reader
     epoch = merger.acquire("m", 100.0)
@@ -117,7 +124,7 @@ def test_every_key_has_an_owner_a_slot_and_a_way_to_be_deleted(
     connections = [transport, *(transport.of_shard(shard) for shard in range(1, shards))]
     found: dict[str, Any] = {}
     for number, shard in enumerate(connections):
-        play(shard)
+        play(shard, manifest_of(run, shards).of_shard(number))
         keys, client = Keys(run, number), cluster.holder(Keys(run, number).manifest).client
         mine = {key.decode(): client for key in client.keys("*") if key.startswith(keys.tag.encode())}
         assert {key_slot(key.encode()) for key in mine} == {key_slot(keys.manifest.encode())}
