@@ -122,12 +122,13 @@ class ShardedReader:
         return merged_everywhere([reader.cursors() for reader in self._readers])
 
     def tape(self, count: int) -> list[TapeEntry]:
-        found = [
-            self._layout.in_run(shard, entry)
-            for shard, reader in enumerate(self._readers)
-            for entry in reader.tape(count)
-        ]
-        return sorted(found, key=lambda entry: (entry.unix_seconds, entry.round))[-count:] if count else []
+        found: list[tuple[float, int, TapeEntry]] = []
+        for shard, reader in enumerate(self._readers):
+            at = 0.0
+            for entry in reader.tape(count):
+                at = max(at, entry.unix_seconds)  # the clock of a merger that took over may be behind
+                found.append((at, self._layout.run_round(shard, entry.round), self._layout.in_run(shard, entry)))
+        return [entry for _, _, entry in sorted(found, key=lambda each: each[:2])][-count:] if count else []
 
     def refusals(self, count: int) -> list[tuple[float, Refusal]]:
         found = [

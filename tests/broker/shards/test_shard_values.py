@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
 
 import pytest
 
+from archipelago.broker.messages import TapeEntry
 from archipelago.broker.shards.layout import Layout
-from archipelago.broker.shards.reader import combined_state, combined_status, holders_in_words, merged_everywhere
-from archipelago.broker.transport import MergerStatus
+from archipelago.broker.shards.reader import (
+    ShardedReader,
+    combined_state,
+    combined_status,
+    holders_in_words,
+    merged_everywhere,
+)
+from archipelago.broker.transport import MergerStatus, ReaderClient
+from tests import samples
 
 LAYOUT = Layout(((0, 3), (1, 2)))
 
@@ -45,6 +56,25 @@ def test_states_that_cannot_be_read_count_nothing() -> None:
         combined_state(["[1]", json.dumps({"island_tokens": "x", "covered": -1, "refused": None})], LAYOUT)
     )
     assert (found["island_tokens"], found["refused"], found["covered"]) == ({}, {}, 0)
+
+
+class Tape:
+    """A reader of a shard that has closed rounds at these times."""
+
+    def __init__(self, *seconds: float) -> None:
+        entry = samples.commit([]).tape
+        self._entries = [replace(entry, round=n + 1, fragment=0, unix_seconds=at) for n, at in enumerate(seconds)]
+
+    def tape(self, count: int) -> list[TapeEntry]:
+        return self._entries[-count:]
+
+
+def test_the_rounds_of_a_shard_stay_in_order_when_a_merger_with_a_slower_clock_takes_over() -> None:
+    manifest = replace(samples.manifest(), shards=2)
+    readers = cast(Sequence[ReaderClient], [Tape(1.0, 5.0, 3.0, 4.0, 7.0), Tape(2.0, 6.0)])
+    found = [entry.round for entry in ShardedReader(readers, manifest).tape(9)]
+    assert found == [1, 2, 3, 5, 7, 4, 9]
+    assert [entry.round for entry in ShardedReader(readers, manifest).tape(2)] == [4, 9]
 
 
 def test_one_merger_of_all_shards_is_named_once() -> None:
