@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -88,7 +88,7 @@ class RedisCheckup:
         clock: Returns seconds.
         role: The role of its user; None for an administrator, who needs the rights of all roles.
         name: The member's name.
-        shards: The number of the run's shards. The user's rights are checked for the keys of all of them.
+        shards: The shards that the server holds. The user's rights are checked for the keys of all of them.
     """
 
     def __init__(
@@ -97,10 +97,10 @@ class RedisCheckup:
         clock: Clock = time.monotonic,
         role: Role | None = None,
         name: str = "checkup",
-        shards: int = 1,
+        shards: Sequence[int] = (0,),
     ) -> None:
         self._connection = connection
-        self._all_keys = [connection.keys, *(Keys(connection.run, shard) for shard in range(1, shards))]
+        self._all_keys = [Keys(connection.run, shard) for shard in shards]
         self.role, self._name = role, name
         self._redis, self._keys = connection.redis, connection.keys
         self._clock = clock

@@ -25,6 +25,7 @@ from archipelago.broker.manifest import Manifest, Tensor, installed_versions
 from archipelago.broker.messages import Presence
 from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, invitation_at, keep_compiled, print_json
 from archipelago.broker.redis.checkup import Bandwidth, RedisCheckup
+from archipelago.broker.redis.node_facts import NodeFacts
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.shards.reader import numbered
 from archipelago.ops.watch.doctor import checks, estimate
@@ -137,9 +138,8 @@ def check_server(url: str, run: str | None, seconds: float, invited: Invitation 
     try:
         transport = _check_run(transport, url, run, found)
         role, name = _check_members(transport, found) if found.manifest else (None, NO_RUN)
-        shards = found.manifest.shards if found.manifest else 1
-        here, *elsewhere = _shards_by_server(transport, shards)
-        checkup = RedisCheckup(transport.connection, role=role, name=name, shards=shards)
+        here, *elsewhere = _shards_by_server(transport, found.manifest.shards if found.manifest else 1)
+        checkup = RedisCheckup(transport.connection, role=role, name=name, shards=_numbers(here))
         _check_link(checkup, seconds, found, len(here))
         for mine in elsewhere:
             _check_other_server(mine, role, name, found)
@@ -206,16 +206,18 @@ def _shards_by_server(transport: RedisTransport, shards: int) -> list[list[Redis
     return list(out.values())
 
 
+def _numbers(shards: Sequence[RedisTransport]) -> list[int]:
+    return [shard.connection.shard or 0 for shard in shards]
+
+
 def _check_other_server(shards: Sequence[RedisTransport], role: Role | None, name: str, found: Server) -> None:
     """Check a server that holds shards of the run, but not the first. What is well there is not told."""
-    checkup = RedisCheckup(shards[0].connection, role=role, name=name)
-    options = checkup.options
-    where = f"{options.get('host', '')}:{options.get('port', '')}"
-    numbers = [shard.connection.shard or 0 for shard in shards]
-    judged = checks.server_checks(
-        checkup.facts(), str(options.get("host", "")), has_tls=checkup.has_tls, role=role, shards=len(shards)
-    )
-    found.findings.append(ok("shards", f"The server {where} holds {numbered('shard', numbers)} of the run."))
+    numbers = _numbers(shards)
+    checkup = RedisCheckup(shards[0].connection, role=role, name=name, shards=numbers)
+    _, nodes = checkup.servers()
+    node = next((each for each in nodes if each.is_holder), NodeFacts("that has no address"))
+    judged = checks.server_checks(checkup.facts(), node.host, has_tls=checkup.has_tls, role=role, shards=len(shards))
+    found.findings.append(ok("shards", f"The server {node.where} holds {numbered('shard', numbers)} of the run."))
     found.findings += [
         dataclasses.replace(each, what=f"The server of {numbered('shard', numbers)}: {each.what}")
         for each in judged

@@ -388,8 +388,8 @@ def test_the_doctor_checks_what_a_role_needs(own: Server, raw: Any, checkup: Red
 
 def test_the_doctor_checks_the_rights_in_every_shard(call: Call, own: Server, raw: Any) -> None:
     only_first, everywhere = (roles.rules("island", "sample", "oslo", (7, 2), shards) for shards in (1, 2))
-    assert "XADD" in member(own, raw, "island", only_first, shards=2).denied
-    assert member(own, raw, "island", everywhere, shards=2).denied == ()
+    assert "XADD" in member(own, raw, "island", only_first, (0, 1)).denied
+    assert member(own, raw, "island", everywhere, (0, 1)).denied == ()
     transport = connect(own.url, "sample")
     create_sharded(transport)
     _, found = call(url=own.url, seconds=0.0)
@@ -405,7 +405,7 @@ def test_each_further_shard_takes_connections_of_every_island() -> None:
     assert "about 100 islands" in checks.clients(facts, shards=2).what
 
 
-def member(own: Server, raw: Any, role: Role, rules: Sequence[str], shards: int = 1) -> ServerFacts:
+def member(own: Server, raw: Any, role: Role, rules: Sequence[str], shards: Sequence[int] = (0,)) -> ServerFacts:
     """Return the facts that a member finds out whose user has these rules."""
     raw.execute_command("ACL", "SETUSER", "guest", rules[0], ">secret", *rules[1:])
     transport = connect(re.sub(":[^:@]*@", "guest:secret@", own.url), "sample")

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 
-from archipelago.broker.redis.keys import REGISTRY
+from archipelago.broker.redis.keys import REGISTRY, Keys
 from archipelago.broker.redis.node_facts import NodeFacts
 from archipelago.broker.redis.transport import connect
+from archipelago.ops.commands import run as command
 from archipelago.ops.watch.doctor.main import check_server
 from archipelago.ops.watch.doctor.topology import topology
 from tests import samples
 from tests.clusters import PASSWORD, Cluster
+from tests.sharded import create_sharded
 
 HOLDER = NodeFacts("one:1", "one", is_holder=True, is_primary=True, replicas=1, policy="noeviction", has_log=True)
 COPY = NodeFacts("two:2", "two", primary="one:1", policy="noeviction", has_log=True)
@@ -69,3 +72,21 @@ def test_doctor_looks_at_each_node_of_a_cluster(cluster: Cluster) -> None:
     assert f"127.0.0.1:{other.port}" in found["topology.refused"]
     assert f"127.0.0.1:{registry.port}" in found["topology.evicts"]
     assert "topology.no-replica" in found and "rights.ok" in found
+
+
+def test_doctor_checks_every_server_that_holds_a_shard(cluster: Cluster) -> None:
+    runs = (f"run-{uuid.uuid4().hex[:8]}" for _ in range(1000))
+    nodes = {run: [cluster.holder(Keys(run, shard).manifest) for shard in range(2)] for run in islice(runs, 100)}
+    run, other = next((run, there) for run, (here, there) in nodes.items() if here is not there)
+    transport = connect(cluster.url, run)
+    create_sharded(transport)
+    other.client.config_set("maxmemory-policy", "allkeys-lru")
+    try:
+        found = {each.code: each.what for each in check_server(cluster.url, run, 0.0).findings}
+    finally:
+        other.client.config_set("maxmemory-policy", "noeviction")
+    assert f":{other.port} holds shard 1 of the run." in found["shards.ok"]
+    assert found["eviction.policy"].startswith("The server of shard 1: ")
+    assert command(["rm", run, cluster.url, "--yes"]) == 0
+    assert not any(run.encode() in key for node in cluster.nodes for key in node.client.keys("*"))
+    transport.close()
