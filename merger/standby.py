@@ -60,7 +60,7 @@ class Standing:
     def take_over(self) -> None:
         """Log that this merger has the lease now, if it was a standby."""
         if self._serving is not None:
-            log.info("taking over: %s has left or no longer responds", self._serving or "the other merger")
+            log.info("taking over: %s no longer serves", self._serving or "the other merger")
         self.end()
 
     def end(self) -> None:
