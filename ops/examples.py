@@ -117,6 +117,7 @@ _EXAMPLES: dict[str, dict[str, str]] = {
     "bench islands": {"archipelago bench islands": "Measure what a contribution costs with up to 256 islands."},
     "bench island": {"archipelago bench island --quick": "Measure what synchronising costs an island."},
     "bench accelerator": {"archipelago bench accelerator --quick": "Try the table of an accelerator on any machine."},
+    "bench shards": {"archipelago bench shards": "Measure how many rounds two shards close, against one merger."},
     "bench hosts": {"archipelago bench hosts --quick": "Measure what two hosts cost an island, on this machine."},
     "bench join": {"archipelago bench join --parameters 1e6": "Measure what syncing costs a training script."},
     "bench lora": {"archipelago bench lora --steps 96": "Compare LoRA by islands with one process."},
