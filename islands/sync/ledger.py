@@ -76,9 +76,9 @@ class Ledger:
         """The last closed round of any shard whose events the training loop has processed."""
         return max(self._closed)
 
-    def has_passed(self, number: int) -> bool:
-        """Return whether the shard of a round has closed a later one, as far as the training loop knows."""
-        return self._closed[self._layout.shard_of(number) if number else 0] > number
+    def has_passed(self, shard: int, number: int) -> bool:
+        """Return whether a shard has closed a later round than this one, as far as the training loop knows."""
+        return self._closed[shard] > number
 
     def is_held(self, *, is_served: bool, stretch: float = 1.0) -> bool:
         """Return whether the schedule waits for the merger, because the island is its window ahead of the last merge.

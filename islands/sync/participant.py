@@ -113,6 +113,7 @@ class Participant(ABC):
         self.moments = "fresh"
         self.stretch = 0.0
         self._sequences = [0] * manifest.shards  # a shard's merger expects no gaps
+        self._markers = [0] * manifest.shards  # the last checkpoint that each shard's merger has announced
         self.tokens_per_step = float(config.tokens_per_step)
         #: The length of the run for the learning rate's schedule. It follows the operator's at the next boundary.
         self.run_steps = config.inner.steps
@@ -212,15 +213,8 @@ class Participant(ABC):
             match event:
                 case Resume():
                     self.ledger.resumed(shard, event.round, self.link.unresolved_rounds(shard))
-                case Marker() if shard > 0:
-                    pass  # the checkpoint of the run is that of its shard 0
                 case Marker():
-                    before = [arrival for arrival in arrivals if arrival.snapshot.round <= event.round]
-                    arrivals = [arrival for arrival in arrivals if arrival.snapshot.round > event.round]
-                    self._adopt_all(before)
-                    # An island that joined after that round is not in the checkpoint.
-                    if not self.ledger.has_passed(event.round):
-                        self.reached_marker(event.number)
+                    arrivals = self._pass_marker(shard, event, arrivals)
                 case _:
                     self.ledger.heard(event)
         self._adopt_all(arrivals)
@@ -228,6 +222,28 @@ class Participant(ABC):
             self.forget_shards(news.lost_shards)
         for who in news.asked_by:
             self._hand_over(who)
+
+    def _pass_marker(self, shard: int, marker: Marker, arrivals: list[Arrival]) -> list[Arrival]:
+        """Take the island's part of a checkpoint, and return the arrivals that are to be adopted after it.
+
+        Each shard's merger announces the checkpoint as soon as it has cut its own part. The island takes its part at
+        the first of these markers. So it knows of no round that any shard's part lacks, and no part has what the island
+        sends later, because the mergers look for the marker before they accept what they have read.
+        """
+        others = [number for k, number in enumerate(self._markers) if k != shard]
+        self._markers[shard] = marker.number
+        if marker.number > max(others, default=0):
+            self._adopt_all([arrival for arrival in arrivals if self._is_before(arrival, shard, marker)])
+            arrivals = [arrival for arrival in arrivals if not self._is_before(arrival, shard, marker)]
+            # An island that joined after that round is not in the checkpoint.
+            if not self.ledger.has_passed(shard, marker.round):
+                self.reached_marker(marker.number)
+        self.link.passed_marker(shard, marker.number)
+        return arrivals
+
+    def _is_before(self, arrival: Arrival, shard: int, marker: Marker) -> bool:
+        snapshot = arrival.snapshot
+        return snapshot.round <= marker.round and self.manifest.shard_layout.place(snapshot.fragment)[0] == shard
 
     def _require_finite_loss(self) -> None:
         if self.losses.diverged >= DIVERGED_MAX:

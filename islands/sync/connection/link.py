@@ -284,6 +284,10 @@ class Link:
         found = [channel.in_flight(marker) for channel in self.channels]
         return [each for sent, _ in found for each in sent], [draft for _, queued in found for draft in queued]
 
+    def passed_marker(self, shard: int, number: int) -> None:
+        """Forget the contributions that were undecided at a shard's marker, which the training loop has passed."""
+        self.channels[shard].outbox.passed(number)
+
     def all_held(self) -> list[Arrival]:
         """Return the newest snapshot of every fragment as it was published; an empty list if one is not held."""
         held = {p: arrival for channel in self.channels for p, arrival in channel.held().items()}

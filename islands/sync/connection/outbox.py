@@ -115,7 +115,7 @@ class Outbox:
         self._queue: deque[Draft] = deque()
         self._unresolved: dict[str, Published] = {}
         self._merged: Merged[Published] = Merged()
-        self._at_marker: dict[int, list[Published]] = {}
+        self._at_marker: dict[int, dict[str, Published]] = {}
         self._encoded: tuple[Draft, Contribution, bytes] | None = None
         self._attempted = ""  # identity of the contribution that was published last, successfully or not
         self._must_resend = False
@@ -134,10 +134,13 @@ class Outbox:
         self._queue.append(draft)
 
     def in_flight(self, marker: int = 0) -> tuple[list[Published], list[Draft]]:
-        """Return the contributions that were undecided when the merger took checkpoint `marker`, and the queue."""
+        """Return the contributions that are not in the merger's checkpoint `marker`, and the queue.
+
+        They were undecided at the marker, or sent after it.
+        """
         drafts = list(self._queue)  # read first: drafts move from the queue to the published ones
         with self._lock:
-            known = {p.contribution.identity_text: p for p in self._at_marker.pop(marker, [])} | self._unresolved
+            known = self._at_marker.pop(marker, {}) | self._unresolved
         return list(known.values()), drafts
 
     def unresolved_rounds(self) -> set[int]:
@@ -246,6 +249,8 @@ class Outbox:
         with self._lock:
             for identity in self._unresolved.keys() & identities:
                 published = self._unresolved.pop(identity)
+                for since in self._at_marker.values():
+                    since[identity] = published  # it may have been sent after the marker, and is not in the checkpoint
                 if merged_in is not None:
                     self._merged.add(merged_in, published, self._clock())
 
@@ -261,6 +266,11 @@ class Outbox:
                 self._unresolved[published.contribution.identity_text] = again
 
     def mark(self, number: int) -> None:
-        """Remember the undecided contributions at the merger's checkpoint `number`."""
+        """Remember the undecided contributions at the merger's checkpoint `number`, until `passed`."""
         with self._lock:
-            self._at_marker = {number: list(self._unresolved.values())}
+            self._at_marker = {number: dict(self._unresolved)}
+
+    def passed(self, number: int) -> None:
+        """Forget the contributions at a marker, which the training loop has passed."""
+        with self._lock:
+            self._at_marker.pop(number, None)

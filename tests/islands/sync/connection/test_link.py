@@ -871,6 +871,25 @@ def test_contributions_undecided_at_the_marker_are_in_flight(harness: Harness) -
     assert rounds_of(link) == ([3], [])
 
 
+def test_contributions_sent_after_the_marker_are_in_flight_until_it_is_passed(harness: Harness) -> None:
+    link = harness.link()
+    mark(harness, 7, 0)
+    link.pump()
+    link.send(draft(1))  # the training loop has not come to the marker
+    link.pump()
+    harness.close(1, 1.0, *harness.published())
+    link.pump()
+    assert link.channels[0].outbox.unresolved_rounds() == set()
+    assert rounds_of(link, 7) == ([1], [])
+    mark(harness, 8, 1)
+    link.send(draft(2))
+    link.pump()
+    link.passed_marker(0, 8)
+    harness.close(2, 2.0, harness.published()[-1])
+    link.pump()
+    assert rounds_of(link, 8) == ([], [])
+
+
 def test_contributions_in_flight_have_their_sent_payload(harness: Harness) -> None:
     link = harness.link()
     link.send(draft(1))
