@@ -101,7 +101,7 @@ class Rejoin(Newcomer):
                 is_ours = self.transport.island.leased([place.shard], self.who)
                 pass_number, _ = self.transport.reader.cursors().get(place.shard, (0, 0))
                 if not is_ours or pass_number != place.pass_number:
-                    batches.forget([place.shard])
+                    self.island.forget_shards(frozenset([place.shard]))  # which the record needs to know
         except BrokerError as error:  # the next heartbeat checks the leases
             log.warning("shards cannot be leased again: %s", error.what)
         link.leases.hold(batches.held())

@@ -19,7 +19,7 @@ from archipelago.broker.wire import digest
 from archipelago.islands.checkpoint import LEAVING, IslandStore, cut
 from archipelago.islands.inner import begin, counts
 from archipelago.islands.rejoin import Rejoin
-from archipelago.islands.sync.actions import BeginPass, unfolded
+from archipelago.islands.sync.actions import BeginPass, ForgetShards, unfolded
 from archipelago.islands.worker import Island
 from tests import samples
 from tests.islands import tiny
@@ -378,8 +378,10 @@ def test_a_shard_that_another_island_has_leased_is_given_up(tmp_path: Path) -> N
     island.advance()
     actions = island.action_log.take()
     assert actions is not None
-    begun = [action.shard for action in unfolded([actions]) if isinstance(action, BeginPass)]
+    found = unfolded([actions])
+    begun = [action.shard for action in found if isinstance(action, BeginPass)]
     assert begun[0] != shard
+    assert ForgetShards((shard,)) in found, "the record does not know, and reads on in that shard"
 
 
 def test_an_outage_while_leasing_restored_shards_does_not_stop_the_island(tmp_path: Path) -> None:
