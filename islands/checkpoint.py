@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -202,20 +201,22 @@ class IslandStore:
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
-    def find(self, number: int | None = None, last_round: int | None = None) -> Found | None:
+    def find(self, number: int | None = None, last_rounds: Sequence[int] | None = None) -> Found | None:
         """Return the newest sound checkpoint of this run, or None.
 
         Args:
-            number: The number that it must have. Two mergers may use the same number, hence `last_round`.
-            last_round: The last closed round of shard 0 that it may contain, as that shard counts.
+            number: The number that it must have. Two mergers may use the same number, hence `last_rounds`.
+            last_rounds: The last closed round of each shard that it may contain, as that shard counts.
         """
-        allowed = math.inf if last_round is None else self.manifest.shard_layout.run_round(0, last_round)
+        layout = self.manifest.shard_layout
+        allowed = [layout.run_round(shard, last) for shard, last in enumerate(last_rounds or [])]
 
         if number is not None:
             self._fetch(KEPT)
 
         def fits(found: Found) -> bool:
-            is_known = closed_rounds(found.rest["ledger"])[0] <= allowed
+            known = closed_rounds(found.rest["ledger"])
+            is_known = all(known[shard] <= last for shard, last in enumerate(allowed))
             return (number is None or found.number == number) and is_known
 
         return next(self._found(fits), None)

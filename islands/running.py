@@ -20,7 +20,7 @@ from archipelago.broker.observe.health import Health
 from archipelago.broker.observe.logs import Origin
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import keep_compiled, print_json
-from archipelago.broker.shards.transport import whole
+from archipelago.broker.shards.transport import claim_checkpoint, whole
 from archipelago.islands.options import IslandOptions, own_bucket, require_valid
 from archipelago.islands.own_loop.identity import island_name
 from archipelago.islands.replaced import REPLACED_STATUS, remember, require_free
@@ -105,7 +105,7 @@ def run_named(
     store = IslandStore(folder, manifest, bucket)
     if store.copier is not None:
         store.copier.start()
-    returned = awaited(lambda: transport.island.claim_checkpoint(name))
+    returned = awaited(lambda: claim_checkpoint(transport, name))
     own = store.find(*returned) if returned else None
     incarnation = uuid.uuid4().hex[:8]
     link = prepared.link(transport, f"{name}/{incarnation}")

@@ -17,7 +17,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,8 @@ class CheckpointStore:
         self.folder = folder.absolute()  # as Orbax requires
         self.keep = keep
         self.fetch = fetch
+        #: The stores of all shards of the run, this one among them.
+        self.parts: Sequence[CheckpointStore] = (self,)
 
     def numbers(self) -> list[int]:
         """Return the numbers of finished checkpoints, ascending. Does not load Orbax.
@@ -75,16 +77,22 @@ class CheckpointStore:
                 code="checkpoint.folder",
             ) from None
 
+    def complete(self) -> list[int]:
+        """Return the numbers of checkpoints of which the parts of all shards are here, ascending."""
+        return sorted(set.intersection(*(set(part.numbers()) for part in self.parts)))
+
     def path_of(self, number: int) -> Path:
         """Return the folder of a finished checkpoint."""
         return self.folder / str(number)
 
     def next_number(self) -> int:
-        """Return a number that is at least 1 and greater than that of any finished checkpoint."""
-        return max(self.numbers(), default=0) + 1
+        """Return a number that is at least 1 and greater than that of any finished checkpoint, or part of one."""
+        return max((number for part in self.parts for number in part.numbers()), default=0) + 1
 
     def save(self, image: Image) -> None:
         """Write a checkpoint, whole or not at all, and delete those beyond the newest `keep`.
+
+        In a run with several shards, the newest one that is complete stays, too.
 
         Raises:
             ConfigError: A newer one exists (`checkpoint.late`), or it cannot be written (`checkpoint.write`).
@@ -99,7 +107,8 @@ class CheckpointStore:
         failpoint("checkpoint.before")
         try:
             items = _arrays_of(image)
-            _save(self.folder, self.keep, image.number, items, _metadata_of(image, items))
+            kept = _Kept(self.keep, self.complete()[-1:])
+            _save(self.folder, kept, image.number, items, _metadata_of(image, items))
         except FILE_FAULTS as error:
             raise ConfigError(
                 f"checkpoint {image.number} cannot be written to {self.folder} ({in_words(error)})",
@@ -276,11 +285,24 @@ def _manager(folder: Path, **options: Any) -> Iterator[Any]:
         chatter.setLevel(level)
 
 
-def _save(folder: Path, keep: int, number: int, items: Items, metadata: Fields) -> None:
+@dataclass(frozen=True)
+class _Kept:
+    """A preservation policy of Orbax: the newest `count` checkpoints stay, and those in `besides`."""
+
+    count: int
+    besides: Sequence[int]
+
+    def should_preserve(self, checkpoints: Sequence[Any], **_context: Any) -> list[bool]:
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        kept = {*sorted(steps)[-self.count :], *self.besides}
+        return [step in kept for step in steps]
+
+
+def _save(folder: Path, kept: _Kept, number: int, items: Items, metadata: Fields) -> None:
     import orbax.checkpoint as ocp
 
     trees = {name: ocp.args.StandardSave(arrays) for name, arrays in items.items()}
-    with _manager(folder, create=True, max_to_keep=keep, cleanup_tmp_directories=True) as manager:
+    with _manager(folder, create=True, preservation_policy=kept, cleanup_tmp_directories=True) as manager:
         manager.save(number, args=ocp.args.Composite(metadata=ocp.args.JsonSave(metadata), **trees), force=True)
 
 

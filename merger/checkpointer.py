@@ -23,6 +23,7 @@ from archipelago.broker.transport import START, Image, MergerTransport
 from archipelago.broker.wire import digest, digest_of, pack
 from archipelago.merger import outer
 from archipelago.merger.checkpoint import CheckpointStore
+from archipelago.merger.one_cut import Following, Leading
 from archipelago.merger.record import Recorder, Segment
 from archipelago.merger.state import FragmentState
 
@@ -87,6 +88,10 @@ class Checkpointer:
     """Writes a run's checkpoints every `every_seconds`, and its record if there is a recorder.
 
     A checkpoint on disk covers its rounds. A copier then also copies it to a bucket, at the bucket's own pace.
+
+    Attributes:
+        leading: In shard 0 of a run with several, what is known of the others.
+        following: In any other shard, the announcements of shard 0, which decides when a checkpoint is taken.
     """
 
     def __init__(
@@ -97,13 +102,16 @@ class Checkpointer:
         every_seconds: float,
         spawn: Spawn,
         copier: Copier | None = None,
+        leading: Leading | None = None,
+        following: Following | None = None,
     ) -> None:
         self.transport, self.store, self.recorder, self.copier = transport, store, recorder, copier
+        self.leading, self.following = leading, following
         self.every_seconds = every_seconds
         self._spawn = spawn
         self._job: Future[Covered] | None = None
         self._due_at: float | None = None
-        self._failed_until = float("-inf")
+        self._urgent_at = float("-inf")  # when an urgent checkpoint may be taken
         self._may_copy = False
         #: The last failure without its digits. A repeat of the same failure is logged at debug level.
         self._trouble = ""
@@ -117,12 +125,18 @@ class Checkpointer:
         if self._due_at is None:
             self._due_at = now + self.every_seconds
         self._start_copier()
-        return self._job is None and now >= (self._failed_until if urgent else self._due_at)
+        return self._job is None and now >= (self._urgent_at if urgent else self._due_at)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a checkpoint is in progress."""
+        return self._job is not None
 
     def lacks(self, closed: int, covered: int) -> bool:
         """Return whether a closed round is missing from all checkpoints, for example after the folder was emptied."""
         try:
-            return closed > covered or (closed > 0 and not self.store.numbers())
+            is_missed = self.leading is not None and self.leading.lacks(closed)
+            return is_missed or closed > covered or (closed > 0 and not self.store.numbers())
         except ArchipelagoError:
             return True  # the attempt to take one reports the fault
 
@@ -130,7 +144,8 @@ class Checkpointer:
         """Return the next checkpoint's number, or None if the folder cannot be read now."""
         try:
             newest = self.copier.newest if self.copier else -1
-            return max(self.store.next_number(), newest + 1)
+            announced = self.leading.announced if self.leading else 0
+            return max(self.store.next_number(), newest + 1, announced + 1)
         except ArchipelagoError as error:
             self._failed(error, now)
             return None
@@ -138,11 +153,17 @@ class Checkpointer:
     def forget(self) -> None:
         """Ignore the checkpoint in progress. The run was loaded again, so it may hold rounds that never happened."""
         self._job = None
+        if self.following is not None:
+            self.following.start()
+        if self.leading is not None:
+            self.leading.start()
 
     def begin(self, cut: CheckpointCut, now: float) -> None:
         """Start writing a cut to disk."""
         self._start_copier()
         self._due_at = now + self.every_seconds
+        if self.leading is not None:
+            self._urgent_at = now + RETRY_SECONDS  # so that the other shards can take their parts
         self._job = self._spawn(lambda: self._keep(cut))
 
     def finished(self, now: float, *, wait: bool = False) -> Covered | None:
@@ -185,7 +206,7 @@ class Checkpointer:
                 self.copier.close()
 
     def _failed(self, error: Exception, now: float) -> None:
-        self._due_at = self._failed_until = now + RETRY_SECONDS
+        self._due_at = self._urgent_at = now + RETRY_SECONDS
         trouble = re.sub(r"\d+", "", str(error))  # each try has another number
         again = trouble == self._trouble
         self._trouble = trouble

@@ -7,6 +7,7 @@ a merger needs those that no checkpoint covers.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from archipelago.merger.steering import OperatorControls
 #: The most bytes of merged contributions that stay in the stream for a checkpoint alone. Beyond it, the oldest are
 #: deleted, although no checkpoint covers them.
 KEPT_BYTES_MAX = 256 << 20
+#: How often, and at which distance, a shard that ends looks for the last checkpoint of shard 0.
+MARKER_TRIES, MARKER_SECONDS = 40, 0.05
 
 log = logging.getLogger(__name__)
 
@@ -131,6 +134,8 @@ class Retention:
 
     def checkpoint_if_due(self, state: RunState, epoch: int, *, is_last: bool = False) -> None:
         """Take a checkpoint if one is due, if the operator asks for one, or if the run is finished (`is_last`)."""
+        if self.checkpointer is not None and self.checkpointer.following is not None:
+            return  # the merger of shard 0 decides (`follow`)
         asked = self.controls.wanted_checkpoint(state)
         if self.checkpointer is None:
             if asked:
@@ -139,7 +144,8 @@ class Retention:
             return
         crowded = self._waiting_bytes() > KEPT_BYTES_MAX / 2
         is_asked = asked not in ("", self._asked)  # a request whose checkpoint failed is not urgent again
-        urgent = is_last or crowded or is_asked
+        leading = self.checkpointer.leading
+        urgent = (is_last and not (leading and leading.has_backlog())) or crowded or is_asked
         if not self.checkpointer.is_due(self.clock(), urgent=urgent):
             return
         if self.checkpointer.lacks(state.closed, state.covered):
@@ -157,7 +163,29 @@ class Retention:
             return
         # The number is at least the round. Mergers with separate folders then cannot reuse the number of an island's
         # checkpoint for another round.
-        cut = self._cut(max(number, state.closed), self._asked)
+        self._begin(max(number, state.closed), epoch)
+
+    def follow(self, state: RunState, epoch: int) -> None:
+        """Cut this shard for the checkpoint that the merger of shard 0 has announced since the last call, if any.
+
+        Call this after contributions were read, and before any of them is accepted. An island that has taken its part
+        of the checkpoint has heard of the announcement. So if any of these was sent after that, we hear of it now, too.
+        """
+        checkpointer = self.checkpointer
+        number = checkpointer.following.newest(self.clock()) if checkpointer and checkpointer.following else None
+        if checkpointer is None or number is None:
+            return
+        if checkpointer.is_busy:
+            log.debug("shard without a part of checkpoint %s: the last one is still being written", number)
+            return
+        self._asked = self.controls.wanted_checkpoint(state)
+        self._begin(number, epoch)
+
+    def _begin(self, number: int, epoch: int) -> None:
+        assert self.checkpointer is not None  # noqa: S101
+        cut = self._cut(number, self._asked)
+        if self.checkpointer.leading is not None:
+            self.checkpointer.leading.begin(number)
         self.transport.merger.announce(epoch, Marker(cut.number, cut.round))
         self.checkpointer.begin(cut, self.clock())
 
@@ -174,14 +202,29 @@ class Retention:
         if self._asked:
             self.controls.took_checkpoint(state, self._asked)
             self._asked = ""
-            self.controls.note("checkpoint", f"checkpoint {covered.number} holds the run up to round {covered.round}")
+            if self.checkpointer.following is None:
+                what = "shard 0" if self.checkpointer.leading else "the run"
+                text = f"checkpoint {covered.number} holds {what} up to round {covered.round}"
+                self.controls.note("checkpoint", text)
 
     def finish(self, state: RunState, epoch: int) -> None:
         """Take a last checkpoint and wait for it, so that the run can continue from disk alone."""
         self.release(state, epoch, wait=True)
-        if self.checkpointer is not None and self.checkpointer.lacks(state.closed, state.covered):
+        if self.checkpointer is None:
+            return
+        if self.checkpointer.following is not None:
+            self._await_marker(state, epoch)
+        elif self.checkpointer.lacks(state.closed, state.covered):
             self.take(state, epoch)
-            self.release(state, epoch, wait=True)
+        self.release(state, epoch, wait=True)
+
+    def _await_marker(self, state: RunState, epoch: int) -> None:
+        """Follow the merger of shard 0, which may be ending at the same moment, into its last checkpoint."""
+        for _ in range(MARKER_TRIES):
+            self.follow(state, epoch)
+            if self.is_covered(state) or (self.checkpointer and self.checkpointer.is_busy):
+                return
+            time.sleep(MARKER_SECONDS)
 
     def _waiting_bytes(self) -> int:
         """Return the bytes of the entries that compactions cover, and that wait for a checkpoint."""

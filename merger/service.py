@@ -244,6 +244,7 @@ class Merger:
         self._compact()
         with self.busy.waiting():
             found = self.transport.merger.updates(self._patience(block_seconds), self._read_count)
+        self.retention.follow(self.state, self.epoch)
         self._receive(found or self._orphans())
         self._waited -= len(found)
         if self._waited <= 0:
@@ -292,6 +293,7 @@ class Merger:
     def _unacknowledged(self) -> Iterator[Delivery]:
         after = START
         while found := self.transport.merger.unacknowledged(after, self._read_count):
+            self.retention.follow(self.state, self.epoch)
             yield from found
             after = found[-1].entry
 

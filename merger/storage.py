@@ -1,6 +1,9 @@
 """A merger's folder on disk: checkpoints and the record of the run. It can restore the run into an empty Redis.
 
 A bucket can hold copies of both. What the bucket has and the folder lacks is downloaded before a run is restored.
+
+In a run with several shards, the folder holds the parts of shard 0, and its folder `shard-K` those of shard K. So does
+the bucket. The mergers of all shards need the same folder or bucket.
 """
 
 from __future__ import annotations
@@ -8,7 +11,7 @@ from __future__ import annotations
 import logging
 import shlex
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +23,8 @@ from archipelago.broker.buckets.record import fetch_record
 from archipelago.broker.errors import ConfigError, RunExistsError, UnknownRunError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.observe.progress import progress
+from archipelago.broker.shards.images import SHARD_EXISTS, restore, whole_image
+from archipelago.broker.shards.transport import of_shard
 from archipelago.broker.transport import Image, Transport
 from archipelago.merger.checkpoint import CheckpointStore, describe
 from archipelago.merger.record import Recorder
@@ -46,18 +51,30 @@ class MergerFolder:
         self.store = CheckpointStore(path / "checkpoints", keep, self.fetch)
         self.recorder = Recorder(path / "record")
         self._bundles = Bundles(bucket.child("checkpoints")) if bucket else None
+        self._parts: Sequence[MergerFolder] = (self,)
+
+    def parts(self, manifest: Manifest) -> Sequence[MergerFolder]:
+        """Return the folder of each shard of a run, in order. This one is that of the run and of its shard 0."""
+        if len(self._parts) != manifest.shards:
+            names = [f"shard-{k}" for k in range(1, manifest.shards)]
+            others = [
+                MergerFolder(self.path / name, self.store.keep, self.bucket.child(name) if self.bucket else None)
+                for name in names
+            ]
+            parts = (self, *others)
+            for part in parts:
+                part._parts = parts
+                part.store.parts = [each.store for each in parts]
+        return self._parts
+
+    def of_shard(self, manifest: Manifest, shard: int) -> MergerFolder:
+        """Return the folder of one shard of a run. That of a run with one shard is this one."""
+        return self.parts(manifest)[shard]
 
     @property
     def place(self) -> str:
         """The folder, and the bucket if there is one, in words."""
         return f"{self.path} and {self.bucket}" if self.bucket else f"{self.path}"
-
-    def of_shard(self, manifest: Manifest, shard: int) -> MergerFolder:
-        """Return the folder of one shard of the run, below this one. That of a run with one shard is this one."""
-        if manifest.shards == 1:
-            return self
-        name = f"shard-{shard}"
-        return MergerFolder(self.path / name, self.store.keep, self.bucket.child(name) if self.bucket else None)
 
     def fetch(self) -> None:
         """Download the newest checkpoint of the bucket if it is newer than those on disk.
@@ -74,15 +91,42 @@ class MergerFolder:
     def checkpointer(
         self, transport: Transport, manifest: Manifest, every_seconds: float, spawn: Spawn | None = None
     ) -> Checkpointer:
-        """Return a checkpointer that writes here; it also writes the record if the run has one."""
+        """Return a checkpointer that writes here; it also writes the record if the run has one.
+
+        Args:
+            transport: The connection to the run, or to one of its shards.
+            manifest: The manifest of that.
+            every_seconds: The seconds between two checkpoints.
+            spawn: Runs the jobs; by default in the background.
+        """
         from archipelago.merger.checkpointer import (  # loads JAX, which readers of this folder do not need
             Checkpointer,
             in_background,
         )
+        from archipelago.merger.one_cut import Following, Leading
 
         recorder = self.recorder if manifest.config.record else None
         copier = self._copier(manifest) if self._bundles else None
-        return Checkpointer(transport, self.store, recorder, every_seconds, spawn or in_background(), copier)
+        leading = following = None
+        if (whole := manifest.whole) is not None:
+            home, *others = (of_shard(transport, whole, k).reader for k in range(whole.shards))
+            leading = None if manifest.shard else Leading(home, others, self._missing)
+            following = Following(home) if manifest.shard else None
+        spawn = spawn or in_background()
+        return Checkpointer(transport, self.store, recorder, every_seconds, spawn, copier, leading, following)
+
+    def _missing(self, number: int) -> list[int]:
+        """Return the shards that have no part of a checkpoint, here or in the bucket."""
+        return [k for k, part in enumerate(self._parts) if not part._has(number)]
+
+    def _has(self, number: int) -> bool:
+        is_here = number in self.store.numbers()
+        return is_here or (self._bundles is not None and number in self._bundles.numbers())
+
+    def _complete_in_bucket(self) -> list[int]:
+        """Return the newest checkpoint of which the bucket has the parts of all shards, if there is one."""
+        held = [set(part._bundles.numbers()) for part in self._parts if part._bundles]
+        return sorted(set.intersection(*held))[-1:]
 
     def _copier(self, manifest: Manifest) -> Copier:
         assert self._bundles is not None  # noqa: S101
@@ -91,7 +135,8 @@ class MergerFolder:
             self._fetch_record(record)
         about = {"run": manifest.run, "uid": manifest.uid}
         pair = (self.recorder.folder, record) if record else None
-        return Copier(self._bundles, self.path / "uploads", about, self.store.keep, pair)
+        besides = self._complete_in_bucket if len(self._parts) > 1 else tuple
+        return Copier(self._bundles, self.path / "uploads", about, self.store.keep, pair, besides)
 
     def _fetch_record(self, remote: BucketFolder) -> None:
         """Download what this folder lacks of the record. A record with a gap is better than no merger."""
@@ -105,29 +150,73 @@ class MergerFolder:
         """Return the folder of the run's record in the bucket. A later run of the same name has another one."""
         return self.bucket.child(f"record-{manifest.uid[:8]}" if manifest.uid else "record") if self.bucket else None
 
+    def load(self) -> Image | None:
+        """Return the newest checkpoint of the whole run; None if there is none. For errors, see `newest`."""
+        images = self.newest()
+        return whole_image(images) if images else None
+
+    def newest(self) -> Sequence[Image]:
+        """Return each shard's part of the newest checkpoint that is complete and sound; nothing if there is none.
+
+        Raises:
+            ConfigError: There are checkpoints, and none is complete (`checkpoint.incomplete`) or can be read.
+            BucketError: The bucket cannot be read, which may hold a newer checkpoint.
+        """
+        self.fetch()
+        image = self.store.load()
+        if image is None:
+            return []
+        parts = self.parts(image.manifest.whole or image.manifest)
+        if len(parts) == 1:
+            return [image]
+        for number in sorted(set.intersection(*(part._numbers() for part in parts)), reverse=True):
+            try:
+                return [part._read(number) for part in parts]
+            except ConfigError as error:
+                if isinstance(error, BucketError) and error.code != "bucket.damaged":
+                    raise
+                log.warning("skipping checkpoint %s of all shards: %s", number, error, extra={"code": error.code})
+        raise ConfigError(
+            f"{self.place} holds no checkpoint with the parts of all {len(parts)} shards",
+            f"The parts of shard K are in {self.path}/shard-K. If its merger wrote to another machine, copy that "
+            "folder here. Mergers on several machines need one folder (--folder) or bucket (--bucket).",
+            code="checkpoint.incomplete",
+        )
+
+    def _numbers(self) -> set[int]:
+        return {*self.store.numbers(), *(self._bundles.numbers() if self._bundles else ())}
+
+    def _read(self, number: int) -> Image:
+        if self._bundles is not None and number not in self.store.numbers():
+            self._bundles.get(number, self.store.path_of(number))
+        image = self.store.load(number)
+        assert image is not None  # noqa: S101 - a missing number is an error
+        return image
+
     def bring_back(self, transport: Transport) -> Image | None:
         """Create the run from the newest checkpoint in a Redis that does not have it.
 
         Returns:
-            The image, or None when there is no checkpoint.
+            The image of the whole run, or None when there is no checkpoint.
 
         Raises:
             RunExistsError: The run exists.
             UnknownRunError: The checkpoint is of another run (`broker.other-run`).
             BucketError: The bucket cannot be read, which may hold a newer checkpoint.
         """
-        self.fetch()
-        image = self.store.load()
-        if image is None:
+        images = self.newest()
+        if not images:
             return None
+        image = whole_image(images)
         if image.manifest.run != transport.run:
             raise UnknownRunError(
                 f"{self.place} holds checkpoints of run {image.manifest.run!r}, not of {transport.run!r}",
                 f"Name that run with --run {image.manifest.run}, or another folder.",
                 code="broker.other-run",
             )
-        transport.restore(image)
-        self._restore_record(image)
+        restore(transport, images)
+        for part, own in zip(self._parts, images, strict=True):
+            part._restore_record(own)
         log.warning("the run continues from %s", describe(image))
         return image
 
@@ -192,7 +281,9 @@ class MergerFolder:
         if not self._has_mended(transport):
             try:
                 self.bring_back(transport)
-            except RunExistsError:
+            except RunExistsError as error:
+                if error.code == SHARD_EXISTS:
+                    raise
                 log.info("another process has restored the run already")
         return transport.reader.manifest()
 
@@ -201,6 +292,9 @@ class MergerFolder:
         image = self.store.load()
         if image is None or image.manifest.run != transport.run or not transport.mend_manifest(image.manifest):
             return False
+        whole = image.manifest.whole or image.manifest
+        for shard in range(1, whole.shards):
+            of_shard(transport, whole, shard).mend_manifest(whole.of_shard(shard))
         log.warning(
             "the run had lost its manifest, which is now that of its checkpoints", extra={"code": "repair.manifest"}
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -131,14 +131,14 @@ class Bundles:
             return held.keys() == files.keys() and all(digest_of_file(files[name]) == held[name][1] for name in held)
         return False
 
-    def prune(self, keep: int) -> None:
-        """Delete all but the newest `keep` bundles, and the remains of uploads that were cut off."""
+    def prune(self, keep: int, besides: Collection[int] = ()) -> None:
+        """Delete all but the newest `keep` bundles and those in `besides`, and the remains of broken uploads."""
         numbers = self.numbers()
         if not numbers:
             return
-        for number in numbers[:-keep]:
+        kept = [number for number in numbers if number in numbers[-keep:] or number in besides]
+        for number in set(numbers) - set(kept):
             self.folder.delete(f"{number}.json")  # first, so that no manifest names files that are gone
-        kept = numbers[-keep:]
         used = {self.manifest(number).folder for number in kept}
         for name in self.folder.folders():
             number_text = name.partition("-")[0]

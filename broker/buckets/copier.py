@@ -13,7 +13,7 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -39,6 +39,7 @@ class Copier:
         about: The run. Bundles of a run with another name are neither replaced nor deleted.
         keep: How many of the newest bundles are kept.
         record: The local and the remote folder of a record, whose files never change.
+        besides: Returns the numbers of older bundles that are kept, too.
     """
 
     def __init__(
@@ -48,9 +49,10 @@ class Copier:
         about: Mapping[str, str],
         keep: int,
         record: tuple[Path, BucketFolder] | None = None,
+        besides: Callable[[], Collection[int]] = tuple,
     ) -> None:
         self.bundles, self.stage, self.about, self.keep = bundles, stage.absolute(), dict(about), keep
-        self.record = record
+        self.record, self._besides = record, besides
         #: The newest number in the bucket, as far as it is known. Numbers of new checkpoints must be greater.
         self.newest = -1
         #: Why the last try failed; empty if it did not.
@@ -205,7 +207,7 @@ class Copier:
 
     def _prune(self) -> None:
         try:
-            self.bundles.prune(self.keep)
+            self.bundles.prune(self.keep, self._besides())
         except BucketError as error:  # the copy is there; a bucket may allow no deletions
             log.debug("old checkpoints stay in %s: %s", self.bundles.folder, error)
 

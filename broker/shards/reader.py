@@ -106,10 +106,7 @@ class ShardedReader:
         }
 
     def books(self) -> Books:
-        found = [asdict(reader.books()) for reader in self._readers]
-        total = {name: min(COUNT_MAX, sum(books[name] for books in found)) for name in found[0]}
-        # Each shard counts what islands say they have downloaded, which is the same in all of them.
-        return Books(**total | {"bytes_down": found[0]["bytes_down"]})
+        return summed_books([reader.books() for reader in self._readers])
 
     def backlog(self) -> int:
         return sum(reader.backlog() for reader in self._readers)
@@ -173,6 +170,14 @@ class ShardedReader:
         serving = {status.holder for status in statuses if status is not None}
         waiting = {standby.name: standby for reader in self._readers for standby in reader.standbys()}
         return [waiting[name] for name in sorted(waiting) if name not in serving]
+
+
+def summed_books(books: Sequence[Books]) -> Books:
+    """Return the books of the run from those of its shards."""
+    found = [asdict(each) for each in books]
+    total = {name: min(COUNT_MAX, sum(each[name] for each in found)) for name in found[0]}
+    # Each shard counts what islands say they have downloaded, which is the same in all of them.
+    return Books(**total | {"bytes_down": found[0]["bytes_down"]})
 
 
 def merged_everywhere(cursors: Sequence[Mapping[str, tuple[int, int]]]) -> dict[str, tuple[int, int]]:

@@ -153,7 +153,7 @@ def of_folder(folder: Path) -> Figures:
 
     if (folder / "redis").is_dir():
         return _of_own_server(folder)
-    image = MergerFolder(folder / "merger").store.load()
+    image = MergerFolder(folder / "merger").load()
     if image is None:
         raise ConfigError(
             f"{folder} holds no checkpoint and no Redis data", "Give the URL of the run's Redis.", code="report.no-data"
@@ -167,7 +167,7 @@ def of_bucket(address: str) -> Figures:
 
     bucket = BucketFolder(address)
     with fetched(address) as folder:
-        image = folder.store.load()
+        image = folder.load()
         if image is None:
             raise ConfigError(
                 f"{bucket} holds no checkpoint",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from archipelago.broker.wire import unpack
 from archipelago.ops.settings import say
 
 if TYPE_CHECKING:
+    from archipelago.broker.transport import Image
     from archipelago.islands.data.tokenizer import TextTokenizer
     from archipelago.islands.models.registry import Params
 
@@ -103,16 +104,17 @@ def from_checkpoint(folder: Path, run: str | None) -> RunParameters:
         ConfigError: There is no checkpoint (`checkpoint.missing`).
         UnknownRunError: The checkpoints belong to another run.
     """
-    from archipelago.merger.checkpoint import CheckpointStore
-
     place = _checkpoints(folder)
-    image = CheckpointStore(place).load() if place else None
-    if place is None or image is None:
+    if place is None or (image := _newest(place)) is None:
         raise ConfigError(
             f"no Redis is named, and there is no checkpoint in {folder}",
             "Name the run's Redis (redis://HOST:PORT), or a folder that `up` or the merger wrote, such as runs/demo.",
             code="checkpoint.missing",
         )
+    return _of_image(image, run, str(place))
+
+
+def _of_image(image: Image, run: str | None, place: str) -> RunParameters:
     manifest = image.manifest
     if run and manifest.run != run:
         raise UnknownRunError(f"{place} holds checkpoints of run {manifest.run!r}, not of {run!r}", "Name that run.")
@@ -136,14 +138,28 @@ def from_bucket(address: str, run: str | None) -> RunParameters:
     from archipelago.merger.storage import fetched
 
     with fetched(address) as folder:
-        if folder.store.numbers():
-            found = from_checkpoint(folder.path, run)
-            return replace(found, origin=f"{found.origin.partition(' in ')[0]} in {redacted(address)}")
+        if (image := folder.load()) is not None:
+            return _of_image(image, run, redacted(address))
     raise ConfigError(
         f"there is no checkpoint in {redacted(address)}",
         "Name the folder of a run or of its merger, such as s3://BUCKET/FOLDER/RUN.",
         code="checkpoint.missing",
     )
+
+
+def _newest(place: Path) -> Image | None:
+    """Return the newest checkpoint in a folder `checkpoints`, with all shards of the run."""
+    from archipelago.merger.checkpoint import CheckpointStore
+    from archipelago.merger.storage import MergerFolder
+
+    image = MergerFolder(place.parent).load() if place.name == "checkpoints" else CheckpointStore(place).load()
+    if image is not None and image.manifest.whole is not None:
+        raise ConfigError(
+            f"{place} holds the checkpoints of one shard of run {image.manifest.run!r}",
+            "Name the folder of the run, or that of its merger, which has those of all shards.",
+            code="checkpoint.one-shard",
+        )
+    return image
 
 
 def _checkpoints(folder: Path) -> Path | None:

@@ -463,8 +463,8 @@ def test_a_checkpoint_that_knows_a_later_round_than_the_run_is_not_found(tmp_pat
     closed = island.ledger.closed
     assert closed > 0
     kept.save(cut(island, NUMBER))
-    assert kept.find(NUMBER, closed) is not None
-    assert kept.find(NUMBER, closed - 1) is None
+    assert kept.find(NUMBER, [closed]) is not None
+    assert kept.find(NUMBER, [closed - 1]) is None
 
 
 def test_only_one_checkpoint_is_written_at_a_time(tmp_path: Path) -> None:

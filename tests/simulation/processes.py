@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from archipelago.broker.errors import BrokerError, FencedError, UnknownRunError
+from archipelago.broker.shards.transport import claim_checkpoint
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.sharding import shard_order
 from archipelago.islands.inner import InnerSteps
@@ -121,7 +122,7 @@ class IslandProcess(Process):
         simulation.births += 1
         self.store = IslandDisk(simulation.island_disks.setdefault(name, {}), simulation.manifest, simulation.may_crash)
         self.jobs = self.store.jobs
-        returned = self.connection.island.claim_checkpoint(name)
+        returned = claim_checkpoint(self.connection, name)
         whole = self.store.find(*returned) if returned else None
         self.incarnation = f"i{simulation.births}"
         self.who = f"{name}/{self.incarnation}"

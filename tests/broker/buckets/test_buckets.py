@@ -82,6 +82,15 @@ def test_an_upload_that_is_cut_off_does_not_exist(bucket: BucketFolder, tmp_path
     assert {path.partition("/")[0].partition("-")[0] for path in bucket.tree()} == {"1", "1.json", "3", "3.json"}
 
 
+def test_older_bundles_that_are_still_needed_are_not_pruned(bucket: BucketFolder, tmp_path: Path) -> None:
+    bundles = Bundles(bucket)
+    for number in (1, 2, 3, 4):
+        bundles.put(number, written(tmp_path, number), ABOUT)
+    bundles.prune(keep=1, besides=[2, 7])
+    assert bundles.numbers() == [2, 4]
+    assert {path.partition("/")[0].partition("-")[0] for path in bucket.tree()} == {"2", "2.json", "4", "4.json"}
+
+
 def test_another_try_uploads_only_what_has_not_arrived(bucket: BucketFolder, tmp_path: Path) -> None:
     bundles, source = Bundles(bucket), written(tmp_path, 1)
 

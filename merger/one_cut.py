@@ -1,0 +1,151 @@
+"""How the mergers of a run's shards take one checkpoint together.
+
+The merger of shard 0 decides when. It cuts its shard and announces a marker with the number of the checkpoint. The
+merger of every other shard reads that announcement, cuts its shard for the same number, and announces it, too. An
+island takes its part at the first marker that it hears of. A checkpoint is complete when the parts of all shards are
+written. Only such a one is restored.
+
+The parts belong together, as in the algorithm of Lai and Yang (1987): no part holds what an island sent after its own
+part, because a merger looks for markers before it accepts what it has read, and a marker is written before any island
+hears of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from archipelago.broker.errors import ArchipelagoError, BrokerError
+from archipelago.broker.messages import Marker
+from archipelago.broker.transport import START, ReaderClient
+
+EVENTS_AT_ONCE = 256
+#: How long shard 0 is left alone after it could not be read. It may lie on a server of its own.
+RETRY_SECONDS = 5.0
+
+log = logging.getLogger(__name__)
+
+
+class Following:
+    """The markers of shard 0, as the merger of another shard reads them.
+
+    A marker that was missed stays missed: the shard may have merged since then what its part must not hold.
+
+    Args:
+        home: Reads shard 0.
+    """
+
+    def __init__(self, home: ReaderClient) -> None:
+        self._home = home
+        self._after = ""  # the last announcement that was read; empty while that is unknown
+        self._retry_at = float("-inf")
+
+    def start(self) -> None:
+        """Skip all earlier markers, because the merger has loaded its shard and does not know what it holds."""
+        self._after, self._retry_at = "", float("-inf")
+
+    def newest(self, now: float) -> int | None:
+        """Return the number of the newest checkpoint that was announced since the last call; None if there is none."""
+        if now < self._retry_at:
+            return None
+        try:
+            if not self._after:
+                self._after = self._home.last_event()
+            return self._read()
+        except BrokerError as error:
+            log.debug("no checkpoint is taken with shard 0, which cannot be read: %s", error)
+            self._after, self._retry_at = "", now + RETRY_SECONDS
+            return None
+
+    def _read(self) -> int | None:
+        self._after, number = _newest_marker(self._home, self._after)
+        return number
+
+
+def _newest_marker(reader: ReaderClient, after: str) -> tuple[str, int | None]:
+    """Return the last announcement after that one, and the number of the newest checkpoint among them."""
+    number = None
+    while found := reader.events(after, 0.0, EVENTS_AT_ONCE):
+        after = found[-1][0]
+        number = max((event.number for _, event in found if isinstance(event, Marker)), default=number)
+        if len(found) < EVENTS_AT_ONCE:
+            break
+    return after, number
+
+
+class Leading:
+    """What the merger of shard 0 knows of the other shards and their parts.
+
+    Attributes:
+        announced: The newest checkpoint that was announced. Its number is not used again: it may have failed here, and
+            other shards have parts of it.
+
+    Args:
+        home: Reads shard 0.
+        others: Read the other shards.
+        missing: Returns the shards without a part of the checkpoint of that number.
+    """
+
+    def __init__(
+        self, home: ReaderClient, others: Sequence[ReaderClient], missing: Callable[[int], Sequence[int]]
+    ) -> None:
+        self.announced = 0
+        self._home, self._others, self._missing = home, others, missing
+        self._number = 0  # the last checkpoint that this merger has begun
+        self._rounds: list[int] | None = None  # of the other shards, before that
+        self._has_warned = False
+
+    def start(self) -> None:
+        """Learn what other processes have announced, after the merger has loaded its shard. Raises BrokerError."""
+        self.announced = max(self.announced, _newest_marker(self._home, START)[1] or 0)
+
+    def begin(self, number: int) -> None:
+        """Note that a checkpoint begins. Call this before it is announced."""
+        self._warn_of_missing()
+        self._number = self.announced = number
+        try:
+            self._rounds = self._last_rounds()
+        except BrokerError:
+            self._rounds = None  # another checkpoint will be needed
+
+    def lacks(self, closed: int) -> bool:
+        """Return whether the last checkpoint lacks a part, or may lack rounds of another shard.
+
+        Args:
+            closed: The last closed round of shard 0.
+
+        Raises:
+            ArchipelagoError: That cannot be found out now.
+        """
+        rounds = self._last_rounds()
+        is_empty = not closed and not any(rounds)
+        return not is_empty and (rounds != self._rounds or bool(self._missing(self._number)))
+
+    def has_backlog(self) -> bool:
+        """Return whether another shard still has contributions to merge, or cannot be read."""
+        try:
+            return any(reader.backlog() for reader in self._others)
+        except BrokerError:
+            return True
+
+    def _last_rounds(self) -> list[int]:
+        return [max((entry.round for entry in reader.tape(1)), default=0) for reader in self._others]
+
+    def _warn_of_missing(self) -> None:
+        """Log that the last checkpoint is not complete, once until one is."""
+        if not self._number:
+            return
+        try:
+            missing = self._missing(self._number)
+        except ArchipelagoError as error:
+            log.debug("cannot see the parts of checkpoint %s: %s", self._number, error)
+            return
+        if missing and not self._has_warned:
+            log.warning(
+                "checkpoint %s lacks the parts of shards %s, and cannot be restored. Does a merger serve each of "
+                "them, and can it write? Mergers on several machines need one folder (--folder) or bucket (--bucket).",
+                self._number,
+                ", ".join(map(str, missing)),
+                extra={"code": "checkpoint.incomplete"},
+            )
+        self._has_warned = bool(missing)

@@ -1,0 +1,155 @@
+"""How the mergers of several shards agree on a checkpoint, without any broker."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Container
+from typing import Any, cast
+
+import pytest
+
+from archipelago.broker.errors import UnreachableError
+from archipelago.broker.messages import Call, Event, Marker
+from archipelago.broker.transport import START, ReaderClient
+from archipelago.merger.one_cut import EVENTS_AT_ONCE, RETRY_SECONDS, Following, Leading
+from tests import samples
+
+
+class Shard:
+    """What a merger reads of another shard."""
+
+    def __init__(self) -> None:
+        self.announced: list[Event] = []
+        self.round = self.waiting = self.calls = 0
+        self.is_away = False
+
+    def _answer(self, value: Any) -> Any:
+        self.calls += 1
+        if self.is_away:
+            raise UnreachableError("away")
+        return value
+
+    def last_event(self) -> str:
+        return str(self._answer(f"{len(self.announced)}-0" if self.announced else START))
+
+    def events(self, after: str, block_seconds: float, count: int) -> list[tuple[str, Event]]:
+        assert block_seconds == 0.0
+        start = int(after.partition("-")[0])
+        found = [(f"{n}-0", event) for n, event in enumerate(self.announced[start : start + count], start + 1)]
+        return cast(list[tuple[str, Event]], self._answer(found))
+
+    def tape(self, count: int) -> list[Any]:
+        return list(self._answer([samples.commit([], round_number=self.round).tape] if self.round else []))
+
+    def backlog(self) -> int:
+        return int(self._answer(self.waiting))
+
+
+def following(home: Shard) -> Following:
+    return Following(cast(ReaderClient, home))
+
+
+def test_a_marker_is_followed_once() -> None:
+    home = Shard()
+    follower = following(home)
+    follower.start()
+    assert follower.newest(0.0) is None
+    home.announced += [Call(1, 0), Marker(3, 0), Call(2, 0)]
+    assert follower.newest(0.0) == 3
+    assert follower.newest(0.0) is None
+    home.announced += [Marker(4, 0), *[Call(3, 0)] * EVENTS_AT_ONCE, Marker(5, 0)]
+    assert follower.newest(0.0) == 5
+
+
+def test_markers_from_before_a_merger_has_loaded_are_missed() -> None:
+    home = Shard()
+    follower = following(home)
+    follower.start()
+    assert follower.newest(0.0) is None
+    home.announced.append(Marker(3, 0))
+    follower.start()
+    assert follower.newest(0.0) is None
+    home.announced.append(Marker(4, 0))
+    assert follower.newest(0.0) == 4
+
+
+def test_markers_are_missed_while_shard_0_is_away_and_it_is_asked_rarely() -> None:
+    home = Shard()
+    follower = following(home)
+    follower.start()
+    assert follower.newest(0.0) is None
+    home.is_away = True
+    home.announced.append(Marker(3, 0))
+    assert follower.newest(1.0) is None
+    calls = home.calls
+    home.is_away = False
+    assert follower.newest(1.0 + RETRY_SECONDS / 2) is None
+    assert home.calls == calls
+    assert follower.newest(1.0 + RETRY_SECONDS) is None, "what was merged meanwhile may be later than the marker"
+    home.announced.append(Marker(4, 0))
+    assert follower.newest(1.0 + RETRY_SECONDS) == 4
+
+
+def leading(other: Shard, parts: Container[int] = (), home: Shard | None = None) -> Leading:
+    def missing(number: int) -> list[int]:
+        return [] if number in parts else [1]
+
+    return Leading(cast(ReaderClient, home or Shard()), [cast(ReaderClient, other)], missing)
+
+
+def test_a_number_that_was_announced_is_not_used_again() -> None:
+    home = Shard()
+    leader = leading(Shard(), home=home)
+    leader.start()
+    assert leader.announced == 0
+    home.announced += [Marker(9, 0), *[Call(3, 0)] * EVENTS_AT_ONCE]
+    leader.start()
+    assert leader.announced == 9
+    leader.begin(12)
+    home.announced.clear()  # a Redis that died may have lost them
+    leader.start()
+    assert leader.announced == 12
+
+
+def test_a_checkpoint_is_lacking_until_it_has_all_parts_and_rounds() -> None:
+    other, parts = Shard(), set[int]()
+    leader = leading(other, parts)
+    assert not leader.lacks(0), "before the first round of any shard"
+    assert leader.lacks(1)
+    other.round = 2
+    assert leader.lacks(0)
+    leader.begin(5)
+    assert leader.lacks(1)
+    parts.add(5)
+    assert not leader.lacks(1)
+    other.round = 3
+    assert leader.lacks(1)
+    other.is_away = True
+    leader.begin(6)
+    parts.add(6)
+    other.is_away = False
+    assert leader.lacks(1), "the other shard could not be read"
+
+
+def test_a_missing_part_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    parts = set[int]()
+    leader = leading(Shard(), parts)
+    with caplog.at_level(logging.WARNING):
+        for number in (1, 2, 3):
+            leader.begin(number)
+        assert [record.message for record in caplog.records] == [caplog.messages[0]]
+        assert "checkpoint 1 lacks the parts of shards 1" in caplog.messages[0]
+        parts.add(3)
+        for number in (4, 5):
+            leader.begin(number)
+    assert len(caplog.records) == 2
+
+
+def test_the_end_waits_for_what_other_shards_have_to_merge() -> None:
+    other = Shard()
+    leader = leading(other)
+    assert not leader.has_backlog()
+    other.waiting = 1
+    assert leader.has_backlog()
+    other.waiting, other.is_away = 0, True
+    assert leader.has_backlog()
