@@ -76,7 +76,7 @@ class ReplayedIsland:
         text: The training text.
         around: The state that it received from outside.
         points_wanted: The numbers of actions after which another island needs this one's state.
-        sent: The bodies of its contributions by sequence number, until they are taken.
+        sent: The bodies of its contributions by shard and sequence number, until they are taken.
         points: The wanted states, until they are taken.
         done: The number of actions that were repeated so far.
     """
@@ -88,12 +88,12 @@ class ReplayedIsland:
     text: Tokens
     around: Surroundings
     points_wanted: Collection[int] = ()
-    sent: dict[int, bytes] = field(default_factory=dict)
+    sent: dict[tuple[int, int], bytes] = field(default_factory=dict)
     points: dict[int, Point] = field(default_factory=dict)
     done: int = 0
 
     def __post_init__(self) -> None:
-        self._sequence = 0
+        self._sequences = [0] * self.manifest.shards
         self._replica = Replica(self.manifest)
         self._synced = SyncedState(self.manifest)
         self._unsent = [0] * len(self.manifest.fragments)  # inner steps since each was sent or taken over
@@ -102,11 +102,15 @@ class ReplayedIsland:
         self._run_steps = self.manifest.config.inner.steps
         self._batches = Batches(self.text, self.manifest.config, lambda: None)
 
-    def until_sent(self, sequence: int) -> bytes:
-        """Repeat all actions until that contribution is sent, and return its encoded body. Raises ActionError."""
-        while self._sequence <= sequence:
+    def until_sent(self, sequence: int, shard: int = 0) -> bytes:
+        """Repeat all actions until that contribution to a shard is sent, and return its encoded body.
+
+        Raises:
+            ActionError: The actions have a gap before it.
+        """
+        while self._sequences[shard] <= sequence:
             self._next()
-        return self.sent.pop(sequence)
+        return self.sent.pop((shard, sequence))
 
     def until(self, count: int) -> Point:
         """Repeat the first `count` actions and return the state after them. Raises ActionError."""
@@ -152,8 +156,9 @@ class ReplayedIsland:
                 p = self.manifest.fragment_of(number)
                 parts = self._replica.measure(p, self._synced.tensors(p, self._state()), codec)
                 self._unsent[p] = 0
-                self.sent[self._sequence] = body_of(parts)
-                self._sequence += 1
+                shard = self.manifest.shard_layout.shard_of(number)
+                self.sent[shard, self._sequences[shard]] = body_of(parts)
+                self._sequences[shard] += 1
 
     def _state(self) -> InnerState:
         assert self._inner is not None, "the actions do not begin with a join"  # noqa: S101

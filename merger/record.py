@@ -40,7 +40,10 @@ class Segment:
 
 @dataclass
 class Record:
-    """A record that was read: the run, version 0 of its fragments, its rounds by number, and the islands' actions."""
+    """A record that was read: the run, version 0 of its fragments, its rounds by number, and the islands' actions.
+
+    Each shard of a run with several has a record of its own, with its fragments and rounds.
+    """
 
     manifest: Manifest
     beginning: Sequence[tuple[Snapshot, bytes]]
@@ -56,7 +59,11 @@ class Recorder:
 
     def begin(self, manifest: Manifest, snapshots: Sequence[tuple[Snapshot, bytes]]) -> None:
         """Write version 0 of the run. Raises ConfigError if it cannot, or if the folder holds another run's record."""
-        body = {"manifest": manifest.to_fields(), "snapshots": [[to_fields(s), data] for s, data in snapshots]}
+        body: dict[str, Any] = {
+            "manifest": manifest.to_fields(), "snapshots": [[to_fields(s), data] for s, data in snapshots]
+        }  # fmt: skip
+        if manifest.whole is not None:
+            body["shard"] = manifest.shard
         if (self.folder / _BEGIN).exists():
             if _read(self.folder / _BEGIN) != body:
                 raise ConfigError(
@@ -133,7 +140,7 @@ def read(folder: Path) -> Record:
     try:
         body = _read(folder / _BEGIN)
         snapshots = [(from_fields(Snapshot, fields), _bytes(data)) for fields, data in body["snapshots"]]
-        record = Record(Manifest.from_fields(body["manifest"]), snapshots)
+        record = Record(Manifest.from_fields(body["manifest"]).of_shard(body.get("shard", 0)), snapshots)
         for path, _, _ in _segments(folder):
             _add(record, _read(path))
     except (WireError, OSError, LookupError, ValueError, TypeError, AttributeError) as error:

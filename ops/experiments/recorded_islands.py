@@ -6,12 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from archipelago.broker.codecs import Vector
 from archipelago.broker.errors import ConfigError, DataError
 from archipelago.broker.messages import Contribution
 from archipelago.broker.transport import Delivery
 from archipelago.broker.wire import digest, pack_body, unpack
-from archipelago.ops.experiments.recorded_run import RecordedRun
+from archipelago.ops.experiments.recorded_run import RecordedRun, RecordedShard
 
 if TYPE_CHECKING:
     from archipelago.islands.replay import ReplayedIsland
@@ -38,10 +37,11 @@ class RecordedIslands:
         self.lost: dict[str, str] = {}
         self._pinned: dict[str, str] = {}
         logged: dict[str, list[Any]] = {}
-        for actions in run.record.actions:
-            logged.setdefault(f"{actions.island}/{actions.incarnation}", []).append(actions)
+        for shard in run.shards:  # an island's actions go with its contributions
+            for actions in shard.record.actions:
+                logged.setdefault(f"{actions.island}/{actions.incarnation}", []).append(actions)
         self._actions = {who: unfolded(mine) for who, mine in logged.items()}
-        run.uses = _uses_of_versions(self._actions)
+        run.expect(_uses_of_versions(self._actions))
         self._members: dict[str, ReplayedIsland] = {}
         self._make = self._maker()
 
@@ -62,7 +62,7 @@ class RecordedIslands:
             )
         steps = compile_steps(build(config.model), config.inner)
         wanted = wanted_points(self._actions)
-        around = Surroundings(self._published, lambda who, count: self._member(who).until(count))
+        around = Surroundings(self.run.take, lambda who, count: self._member(who).until(count))
 
         def make(who: str) -> ReplayedIsland:
             pinned = corpus_of(who, self._actions)
@@ -73,8 +73,8 @@ class RecordedIslands:
 
         return make
 
-    def contribution(self, delivery: Delivery) -> Delivery:
-        """Let the island make the contribution again. Raise DifferenceError if the result differs."""
+    def contribution(self, shard: RecordedShard, delivery: Delivery) -> Delivery:
+        """Let the island make a contribution to a shard again. Raise DifferenceError if the result differs."""
         from archipelago.islands.replay import ActionError
 
         contribution = delivery.contribution
@@ -83,22 +83,21 @@ class RecordedIslands:
         if who in self.lost:
             return delivery
         try:
-            body = self._member(who).until_sent(contribution.sequence)
+            body = self._member(who).until_sent(contribution.sequence, shard.manifest.shard)
         except (ActionError, DataError, ConfigError) as error:  # A corpus name that cannot exist is a ConfigError.
             self.lost[who] = error.what
             return delivery
-        size = self.manifest.sizes[contribution.fragment]
+        size = shard.manifest.sizes[contribution.fragment]
         payload = pack_body(body, contribution.codec, size, self.manifest.config.wire.zstd_level)
         if digest(payload) != contribution.digest:  # The same values may be compressed differently.
-            self._compare(who, contribution, delivery.payload, payload)
+            self._compare(who, contribution, size, delivery.payload, payload)
         self.count += 1
         return delivery
 
-    def _compare(self, who: str, contribution: Contribution, recorded: bytes, payload: bytes) -> None:
+    def _compare(self, who: str, contribution: Contribution, size: int, recorded: bytes, payload: bytes) -> None:
         """Raise DifferenceError if the two payloads hold different values."""
         from archipelago.merger.replay import DifferenceError
 
-        size = self.manifest.sizes[contribution.fragment]
         unequal = int((unpack(recorded, size) != unpack(payload, size)).sum())
         if not unequal:
             return
@@ -117,14 +116,6 @@ class RecordedIslands:
         if who not in self._members:
             self._members[who] = self._make(who)
         return self._members[who]
-
-    def _published(self, fragment: int, version: int) -> tuple[Vector, int]:
-        """Return a version's parameters and step, and forget them after their last use."""
-        found = self.run.published[fragment, version]
-        self.run.uses[fragment, version] -= 1
-        if not self.run.uses[fragment, version]:
-            del self.run.published[fragment, version]
-        return found
 
 
 def _uses_of_versions(actions: Mapping[str, Sequence[Action]]) -> Counter[tuple[int, int]]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
+from archipelago.broker.codecs import Vector
 from archipelago.broker.config import RunConfig, differences
 from archipelago.broker.errors import ArchipelagoError, ConfigError
+from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import TapeEntry
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.transport import Delivery
@@ -16,8 +18,8 @@ from archipelago.broker.wire import digest_of, unpack
 from archipelago.merger.record import Record
 
 
-class RecordedRun:
-    """The merger's state in a recorded run, which advances round by round.
+class RecordedShard:
+    """The merger's state in the record of a run, or of one of its shards, which advances round by round.
 
     Attributes:
         uses: How often each (fragment, version) is still needed. Versions without a use are not kept.
@@ -82,11 +84,85 @@ class RecordedRun:
         return [digest_of(np.asarray(fragment.published_N)) for fragment in self.fragments]
 
 
-def repeat(record: Record, *, islands: bool) -> dict[str, Any]:
+class RecordedRun:
+    """A recorded run, whose rounds are merged again in the order of their times, over all shards.
+
+    Args:
+        records: The record of each shard.
+    """
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        first = records[0].manifest
+        self.manifest = first.whole or first
+        self.shards = [RecordedShard(record, record.manifest.config) for record in records]
+        self.recorded = [shard.rounds() for shard in self.shards]
+        #: Makes a contribution again.
+        self.again: Callable[[RecordedShard, Delivery], Delivery] = lambda shard, delivery: delivery
+        self.contributions = 0
+        self._done = [0] * len(records)
+
+    def merge_next(self) -> bool:
+        """Merge the next round. Return False after the last one. Raise DifferenceError if the result differs."""
+        waiting = [k for k, rounds in enumerate(self.recorded) if self._done[k] < len(rounds)]
+        if waiting:
+            self._merge(min(waiting, key=lambda k: self.recorded[k][self._done[k]][0].unix_seconds))
+        return bool(waiting)
+
+    @property
+    def done(self) -> int:
+        """The number of rounds that were merged."""
+        return sum(self._done)
+
+    def expect(self, uses: Mapping[tuple[int, int], int]) -> None:
+        """Keep versions of fragments until they were taken that often."""
+        for (fragment, version), count in uses.items():
+            shard, own = self.manifest.shard_layout.place(fragment)
+            self.shards[shard].uses[own, version] += count
+
+    def take(self, fragment: int, version: int) -> tuple[Vector, int]:
+        """Return a version's parameters and step, and forget them after their last use.
+
+        An island adopts what its merger has published before. If the clocks of two mergers differ, that round may
+        still wait here, and is merged now.
+
+        Raises:
+            KeyError: The record has no such version.
+        """
+        k, own = self.manifest.shard_layout.place(fragment)
+        shard = self.shards[k]
+        while (own, version) not in shard.published and self._done[k] < len(self.recorded[k]):
+            self._merge(k)
+        found = shard.published[own, version]
+        shard.uses[own, version] -= 1
+        if not shard.uses[own, version]:
+            del shard.published[own, version]
+        return found
+
+    def _merge(self, k: int) -> None:
+        shard, (tape, deliveries) = self.shards[k], self.recorded[k][self._done[k]]
+        self._done[k] += 1  # first, because an island may need an earlier round of another shard meanwhile
+        shard.merge(tape, [self.again(shard, delivery) for delivery in deliveries])
+        self.contributions += len(deliveries)
+
+    def digests(self) -> list[str]:
+        """Return the digest of each fragment's parameters, in the order of the run."""
+        return in_order(self.manifest, [shard.digests() for shard in self.shards])
+
+
+Part = TypeVar("Part")
+
+
+def in_order(manifest: Manifest, parts: Sequence[Sequence[Part]]) -> list[Part]:
+    """Return what each shard has of its fragments in the order of the run's fragments."""
+    places = map(manifest.shard_layout.place, range(len(manifest.fragments)))
+    return [parts[shard][own] for shard, own in places]
+
+
+def repeat(records: Sequence[Record], *, islands: bool) -> dict[str, Any]:
     """Repeat the run, and compare every digest.
 
     Args:
-        record: The record of the run.
+        records: The record of each shard of the run.
         islands: Also repeat the islands' training; otherwise their recorded contributions are used. The training of
             users' own loops is never repeated.
 
@@ -96,41 +172,43 @@ def repeat(record: Record, *, islands: bool) -> dict[str, Any]:
     from archipelago.merger.replay import DifferenceError
     from archipelago.ops.experiments.recorded_islands import RecordedIslands
 
-    run = RecordedRun(record, record.manifest.config)
-    has_own_loops = record.manifest.config.has_own_loops
+    run = RecordedRun(records)
+    has_own_loops = run.manifest.config.has_own_loops
     trained = RecordedIslands(run) if islands and not has_own_loops else None
-    first_difference, taken = "", 0
-    rounds = run.rounds()
-    with progress("repeating the rounds", len(rounds)) as repeating:
-        for tape, deliveries in rounds:
-            try:
-                run.merge(tape, [trained.contribution(delivery) if trained else delivery for delivery in deliveries])
-            except DifferenceError as error:
-                first_difference = error.what
-                break
-            taken += len(deliveries)
-            repeating.done += 1
-    expected = {tape.fragment: tape.digest for tape, _ in rounds}
-    found = dict(enumerate(run.digests()))
+    if trained is not None:
+        run.again = trained.contribution
+    first_difference = ""
+    count = sum(map(len, run.recorded))
+    with progress("repeating the rounds", count) as repeating:
+        try:
+            while run.merge_next():
+                repeating.done = run.done
+        except DifferenceError as error:
+            first_difference = error.what
+    expected = [{tape.fragment: tape.digest for tape, _ in rounds} for rounds in run.recorded]
+    last = [[of_shard.get(p, "") for p in range(len(run.shards[k].fragments))] for k, of_shard in enumerate(expected)]
+    pairs = list(zip(run.digests(), in_order(run.manifest, last), strict=True))
     return {
-        "run": record.manifest.run,
-        "rounds": run.state.closed,
-        "rounds_recorded": len(rounds),
-        "contributions": taken,
+        "run": run.manifest.run,
+        "rounds": sum(shard.state.closed for shard in run.shards),
+        "rounds_recorded": count,
+        "contributions": run.contributions,
         "trained_again": trained.count if trained else 0,
         "own_loops": has_own_loops,
         "islands_from_payloads": trained.lost if trained else {},
-        "fragments": [{"fragment": p, "digest": found[p], "recorded": expected.get(p, "")} for p in found],
+        "fragments": [
+            {"fragment": p, "digest": found, "recorded": recorded} for p, (found, recorded) in enumerate(pairs)
+        ],
         "first_difference": first_difference,
-        "same": not first_difference and all(found[p] == expected.get(p, found[p]) for p in found),
+        "same": not first_difference and all(found == (recorded or found) for found, recorded in pairs),
     }
 
 
-def what_if(record: Record, config: RunConfig, pinned: Collection[str] = ()) -> dict[str, Any]:
+def what_if(records: Sequence[Record], config: RunConfig, pinned: Collection[str] = ()) -> dict[str, Any]:
     """Merge the recorded contributions by the rules of another config.
 
     Args:
-        record: The record of the run.
+        records: The record of each shard of the run.
         config: The run's config with other rules for the merger.
         pinned: Settings that keep the config's value where the run was steered.
 
@@ -139,37 +217,38 @@ def what_if(record: Record, config: RunConfig, pinned: Collection[str] = ()) -> 
     """
     from archipelago.merger.replay import DifferenceError
 
-    recorded, other = RecordedRun(record, record.manifest.config), RecordedRun(record, config)
-    rounds = recorded.rounds()
-    with progress("merging the rounds by both sets of rules", len(rounds)) as merging:
-        for tape, deliveries in rounds:
-            try:
-                recorded.merge(tape, deliveries)
-            except DifferenceError as error:
-                raise ArchipelagoError(
-                    f"the record does not replay: {error.what}",
-                    "Run `archipelago replay` on it without --set.",
-                    code="replay.difference",
-                ) from None
-            other.merge_differently(tape, deliveries, pinned)
-            merging.done += 1
+    run = RecordedRun(records)
+    others = [RecordedShard(record, config) for record in records]
+    with progress("merging the rounds by both sets of rules", sum(map(len, run.recorded))) as merging:
+        for recorded, other, rounds in zip(run.shards, others, run.recorded, strict=True):
+            for tape, deliveries in rounds:
+                try:
+                    recorded.merge(tape, deliveries)
+                except DifferenceError as error:
+                    raise ArchipelagoError(
+                        f"the record does not replay: {error.what}",
+                        "Run `archipelago replay` on it without --set.",
+                        code="replay.difference",
+                    ) from None
+                other.merge_differently(tape, deliveries, pinned)
+                merging.done += 1
     return {
-        "run": record.manifest.run,
-        "rounds": recorded.state.closed,
-        "changed": differences(record.manifest.config, config),
-        "bits_per_byte_recorded": bits_per_byte(recorded),
-        "bits_per_byte_what_if": bits_per_byte(other),
-        "same": recorded.digests() == other.digests(),
+        "run": run.manifest.run,
+        "rounds": sum(shard.state.closed for shard in run.shards),
+        "changed": differences(run.manifest.config, config),
+        "bits_per_byte_recorded": bits_per_byte(run.manifest, run.shards),
+        "bits_per_byte_what_if": bits_per_byte(run.manifest, others),
+        "same": [shard.digests() for shard in run.shards] == [other.digests() for other in others],
     }
 
 
-def bits_per_byte(run: RecordedRun) -> float:
+def bits_per_byte(manifest: Manifest, shards: Sequence[RecordedShard]) -> float:
     """Return the held-out loss of the run's present parameters."""
     import numpy as np
 
     from archipelago.islands.data.corpus import open_corpus
     from archipelago.islands.evaluation import assemble, compile_validation
 
-    config = run.manifest.config
-    measure = compile_validation(config, open_corpus(config.data.corpus))
-    return measure(assemble(run.manifest, [np.asarray(fragment.published_N) for fragment in run.fragments]))
+    measure = compile_validation(manifest.config, open_corpus(manifest.config.data.corpus))
+    vectors = [[np.asarray(fragment.published_N) for fragment in shard.fragments] for shard in shards]
+    return measure(assemble(manifest, in_order(manifest, vectors)))

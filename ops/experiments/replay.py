@@ -16,6 +16,7 @@ from archipelago.broker.errors import ConfigError
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import keep_compiled, print_json
 from archipelago.merger import record as records
+from archipelago.merger.storage import MergerFolder
 from archipelago.ops.experiments.recorded_run import repeat, what_if
 from archipelago.ops.settings import say
 
@@ -34,7 +35,8 @@ class ReplayOptions:
     run: Annotated[str, tyro.conf.Positional]
     """The name of the run."""
     folder: Path = Path("runs")
-    """The folder of the runs. The record is FOLDER/RUN/merger/record."""
+    """The folder of the runs. The record is FOLDER/RUN/merger/record, and FOLDER/RUN/merger/shard-K/record for a
+    further shard K."""
     islands: bool = True
     """Repeat the islands' training too. Otherwise their recorded contributions are used."""
     set: tuple[str, ...] = ()
@@ -46,15 +48,16 @@ class ReplayOptions:
 def main(options: ReplayOptions) -> int:
     """Replay. Return 0 if nothing differs or other rules were requested, and 1 if something differs."""
     with progress("reading the record"):
-        record = records.read(options.folder / options.run / "merger" / "record")
+        recorded = read(options.folder / options.run / "merger")
+    manifest = recorded[0].manifest
     if options.set:
-        record.manifest.require_own_code("Comparing other rules by their held-out loss")
-    config = with_settings(record.manifest.config, options.set)
+        manifest.require_own_code("Comparing other rules by their held-out loss")
+    config = with_settings(manifest.config, options.set)
     keep_compiled()
     found = (
-        what_if(record, config, [_key(setting) for setting in options.set])
+        what_if(recorded, config, [_key(setting) for setting in options.set])
         if options.set
-        else repeat(record, islands=options.islands)
+        else repeat(recorded, islands=options.islands)
     )
     if options.json:
         print_json(found)
@@ -63,6 +66,14 @@ def main(options: ReplayOptions) -> int:
     else:
         _tell(found)
     return 0 if found["same"] or options.set else 1
+
+
+def read(folder: Path) -> list[records.Record]:
+    """Return the record of each shard of a run, from the folder of its mergers. Raises ConfigError."""
+    kept = MergerFolder(folder)
+    first = records.read(kept.recorder.folder)
+    others = kept.parts(first.manifest.whole or first.manifest)[1:]
+    return [first, *(records.read(part.recorder.folder) for part in others)]
 
 
 def with_settings(config: RunConfig, settings: Sequence[str]) -> RunConfig:

@@ -172,7 +172,7 @@ def test_an_impossible_corpus_name_counts_as_a_missing_corpus(name: str) -> None
     record.actions = [
         replace(actions, text=actions.text.replace(" dsite/", f" d{name}/")) for actions in record.actions
     ]
-    found = recorded_run.repeat(record, islands=True)
+    found = recorded_run.repeat([record], islands=True)
     assert (found["same"], found["first_difference"]) == (True, "")
     assert found["islands_from_payloads"].keys() == {"pinned/x"}
 
@@ -226,7 +226,7 @@ def test_a_steered_run_replays_to_the_same_bits(capsys: pytest.CaptureFixture[st
 def test_a_record_without_its_steering_differs() -> None:
     record = records.read(RECORD)
     record.rounds = {number: (replace(entry, steered=""), ds) for number, (entry, ds) in record.rounds.items()}
-    found = recorded_run.repeat(record, islands=False)
+    found = recorded_run.repeat([record], islands=False)
     assert not found["same"]
     assert found["first_difference"]
 
@@ -235,9 +235,9 @@ def test_a_record_without_its_steering_differs() -> None:
 def test_other_rules_are_steered_except_for_the_settings_that_they_name(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(recorded_run, "bits_per_byte", lambda run: 0.0)
+    monkeypatch.setattr(recorded_run, "bits_per_byte", lambda manifest, shards: 0.0)
     record = records.read(RECORD)
-    assert recorded_run.what_if(record, CONFIG)["same"], "the run's own rate, with its steering"
+    assert recorded_run.what_if([record], CONFIG)["same"], "the run's own rate, with its steering"
     assert replay.main(replay.ReplayOptions("taped", set=("outer.lr=0.7",), json=True)) == 0
     all_the_time = json.loads(capsys.readouterr().out)
     assert not all_the_time["same"], "the run's own rate without its steering"
