@@ -139,9 +139,16 @@ class RecordedRun:
         return found
 
     def _merge(self, k: int) -> None:
+        from archipelago.merger.replay import DifferenceError
+
         shard, (tape, deliveries) = self.shards[k], self.recorded[k][self._done[k]]
         self._done[k] += 1  # first, because an island may need an earlier round of another shard meanwhile
-        shard.merge(tape, [self.again(shard, delivery) for delivery in deliveries])
+        try:
+            shard.merge(tape, [self.again(shard, delivery) for delivery in deliveries])
+        except DifferenceError as error:
+            if len(self.shards) == 1:
+                raise
+            raise DifferenceError(f"shard {k}: {error.what}", code=error.code) from None
         self.contributions += len(deliveries)
 
     def digests(self) -> list[str]:

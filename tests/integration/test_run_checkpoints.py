@@ -215,6 +215,10 @@ def test_a_lost_run_goes_on_from_one_cut_and_is_replayed(
     assert found["rounds"] == sum(closed)
     assert found["islands_from_payloads"] == {}
     assert found["trained_again"] == found["contributions"] == run.transport.reader.books().merged
+    records = read(run.folder.path)
+    entry, members = records[1].rounds[closed[1]]
+    records[1].rounds[closed[1]] = replace(entry, digest="0" * 32), members
+    assert repeat(records, islands=False)["first_difference"].startswith(f"shard 1: round {closed[1]} ")
     heads = run.transport.reader.heads()
     assert [each["digest"] for each in found["fragments"]] == [head.held for head in heads if head is not None]
 
