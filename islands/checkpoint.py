@@ -90,7 +90,7 @@ class Found:
 
 def cut(island: Island, number: int) -> IslandCut:
     """Return the present state of an island. This costs a copy on the device."""
-    in_flight, queued = island.link.in_flight(number)
+    in_flight, queued = island.link.channels.in_flight(number)
     parts = [
         actions for actions in (*(draft.actions for draft in queued), island.action_log.peek()) if actions is not None
     ]

@@ -96,7 +96,7 @@ class PreparedIsland:
         if self._team is not None:
             from archipelago.islands.hosts.snapshots import relay_to
 
-            link.relay_to(relay_to(self._team))
+            link.channels.relay_to(relay_to(self._team))
         return link
 
     def register(self, transport: IslandTransport) -> None:

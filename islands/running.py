@@ -174,10 +174,10 @@ def _summary(island: Island, state: str) -> dict[str, object]:
         "tokens": island.totals.tokens,
         "global_step": island.ledger.global_step,
         "moments": island.moments,
-        "sent": link.sent,
+        "sent": link.channels.sent,
         "refused": island.ledger.refused,
-        "bytes_up": link.bytes_up,
-        "bytes_down": link.bytes_down,
+        "bytes_up": link.channels.bytes_up,
+        "bytes_down": link.channels.bytes_down,
     }
 
 
@@ -198,7 +198,7 @@ def _evaluator(
         prepared.manifest,
         link.who,
         evaluation,
-        link.all_held,
+        link.channels.all_held,
         options.evaluate_every,
         curves,
         place=prepared.place,

@@ -45,7 +45,7 @@ class IslandCollector:
         if beat is None:
             return
         unit = loss_unit(island.manifest.corpus)
-        since = island.link.clock() - island.link.arrived_at
+        since = island.link.clock() - island.link.channels.arrived_at
         labels = {"run": island.manifest.run, "island": beat.island}
         for name, documentation, value in (
             ("steps_total", "Inner steps made, including those before the island rejoined.", beat.steps),

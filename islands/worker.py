@@ -274,5 +274,5 @@ def train(island: Island, stopped: Callable[[], bool], turn_log: TurnLog | None 
     if island.link.is_replaced:
         state = "replaced"
     if not island.leave(state):
-        log.warning("the broker did not take %s contributions", island.link.backlog)
+        log.warning("the broker did not take %s contributions", island.link.channels.backlog)
     return state

@@ -30,7 +30,7 @@ def leave_cleanly(loop: OwnLoop) -> None:
         log.warning("the progress of the newest steps is lost: the parameters of the last `sync` were donated since")
         loop.give_up(kind, reason)
     elif not loop.leave(state):
-        log.warning("the broker did not take %s contributions", loop.link.backlog)
+        log.warning("the broker did not take %s contributions", loop.link.channels.backlog)
     log.info("%s after %s steps, %s tokens", state, loop.totals.steps, f"{loop.totals.tokens:,}")
 
 

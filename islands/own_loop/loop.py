@@ -137,8 +137,8 @@ class OwnLoop(Participant):
 
     def require_sound(self) -> None:
         """Raise the error that names a tensor, if a contribution was not sent because it was not finite."""
-        if self.link.unsound:
-            fragment = self.link.unsound[0]
+        if self.link.channels.unsound:
+            fragment = self.link.channels.unsound[0]
             raise self.parameters.not_finite(self.manifest.fragments[fragment])
 
     # -- what a participant needs -------------------------------------------------------------------------------------

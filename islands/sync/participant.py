@@ -202,7 +202,7 @@ class Participant(ABC):
             self.run_steps = self.link.run_steps
             self.action_log.add(Length(self.run_steps))
         self._process_news()
-        blocked = self.link.blocked_shards()  # a longer queue stretches the interval
+        blocked = self.link.channels.blocked_shards()  # a longer queue stretches the interval
         while (number := self.ledger.due(blocked)) is not None:
             self._send(number, farewell=False)
 
@@ -212,7 +212,7 @@ class Participant(ABC):
         for shard, event in news.events:
             match event:
                 case Resume():
-                    self.ledger.resumed(shard, event.round, self.link.unresolved_rounds(shard))
+                    self.ledger.resumed(shard, event.round, self.link.channels.unresolved_rounds(shard))
                 case Marker():
                     arrivals = self._pass_marker(shard, event, arrivals)
                 case _:
@@ -238,7 +238,7 @@ class Participant(ABC):
             # An island that joined after that round is not in the checkpoint.
             if not self.ledger.has_passed(shard, marker.round):
                 self.reached_marker(marker.number)
-        self.link.passed_marker(shard, marker.number)
+        self.link.channels.passed_marker(shard, marker.number)
         return arrivals
 
     def _is_before(self, arrival: Arrival, shard: int, marker: Marker) -> bool:

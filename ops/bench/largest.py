@@ -226,7 +226,7 @@ def _pass_all(pipe: Connection, url: str, size: int, fragments: int) -> None:
         passed.publish_seconds.append(publish)
         passed.merge_seconds.append(merge)
         passed.adopt_seconds.append(adopt)
-    passed.bytes_up, passed.bytes_down = end.link.bytes_up, end.link.bytes_down
+    passed.bytes_up, passed.bytes_down = end.link.channels.bytes_up, end.link.channels.bytes_down
     pipe.send(passed)
     pipe.poll(None)  # Stay alive, so that the parent can read the peak of memory.
 

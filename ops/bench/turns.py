@@ -199,7 +199,7 @@ def join_run(url: str, mesh: str | None = None, team: Team | None = None) -> Isl
     steps = compile_steps(build(config.model), config.inner)
     batches = Batches(random_text(config), config, link.lease)
     if team is not None:
-        link.relay_to(relay_to(team))
+        link.channels.relay_to(relay_to(team))
     shape = parsed(mesh) if mesh is not None else MeshShape()
     placement = placement_of(shape, manifest, config.data.batch_size, jax.devices())
     return Island(
@@ -269,7 +269,7 @@ def _settle(link: Link) -> None:
 
 
 def _has_work(link: Link) -> bool:
-    return bool(link.unresolved_rounds(0) or link.channels[0].inbox._wanted)
+    return bool(link.channels.unresolved_rounds(0) or link.channels[0].inbox._wanted)
 
 
 def _is_busy(island: Island) -> bool:

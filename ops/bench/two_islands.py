@@ -353,7 +353,7 @@ def _share_the_cores() -> None:
 
 def _counts(island: Island) -> Counts:
     now = time.monotonic()
-    size = island.link.bytes_up + island.link.bytes_down
+    size = island.link.channels.bytes_up + island.link.channels.bytes_down
     return Counts(now, now, island.totals.steps, size, signing_seconds(island.link.transport))
 
 

@@ -272,7 +272,7 @@ class VirtualRun:
         link.pump_receive()
         link.pump_heartbeat()
         link.pump_handovers()
-        if link.backlog and island not in self._on_its_way:
+        if link.channels.backlog and island not in self._on_its_way:
             self._on_its_way.add(island)
             self._plan(self.clock.now + seconds, island, self._arrive)
 

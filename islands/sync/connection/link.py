@@ -28,12 +28,13 @@ from archipelago.broker.shards.transport import shards_of
 from archipelago.broker.transport import IslandTransport
 from archipelago.islands.sync import recovery
 from archipelago.islands.sync.connection.channel import Channel
+from archipelago.islands.sync.connection.channels import Channels
 from archipelago.islands.sync.connection.leases import ShardLeases
 from archipelago.islands.sync.connection.outbox import Draft, Published
 from archipelago.islands.sync.connection.pumps import Pump, Pumps
 from archipelago.islands.sync.connection.same_run import require_same_run
 from archipelago.islands.sync.connection.serving import MergerWatch
-from archipelago.islands.sync.connection.snapshots import Arrival, Download
+from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.connection.uplink import Uplink
 from archipelago.islands.sync.recovery import StateForPeer
 
@@ -112,11 +113,13 @@ class Link:
         self._claim: NameClaim | None = None
         self._serving = MergerWatch(transport.reader, manifest.run, clock)
         self._changed = threading.Condition()
-        self.channels = [
-            Channel(shard, manifest, k, self.uplink, clock, self._changed)
-            for k, shard in enumerate(shards_of(transport))
-        ]
-        self._layout = manifest.shard_layout
+        self.channels = Channels(
+            manifest,
+            [
+                Channel(shard, manifest, k, self.uplink, clock, self._changed)
+                for k, shard in enumerate(shards_of(transport))
+            ],
+        )
         self.leases = ShardLeases(transport, who, shards)
         self._notes: deque[Note] = deque()
         self._handovers: deque[StateForPeer] = deque()
@@ -141,17 +144,11 @@ class Link:
 
     def send(self, draft: Draft) -> None:
         """Queue a contribution."""
-        shard = self._layout.place(draft.header.fragment)[0]
-        self.channels[shard].send(draft)
-        self._sending[shard].wake.set()
+        self._sending[self.channels.send(draft)].wake.set()
 
     def take(self) -> News:
         """Return what was received since the last call."""
-        events, arrivals = [], []
-        for channel in self.channels:
-            heard, arrived = channel.take()
-            events += [(channel.shard, event) for event in heard]
-            arrivals += arrived
+        events, arrivals = self.channels.take()
         asked_by = [self._asked_by.popleft() for _ in range(len(self._asked_by))]
         return News(events, arrivals, self.leases.take_lost(), asked_by)
 
@@ -230,74 +227,6 @@ class Link:
         """What to show while no merger serves the run; otherwise empty."""
         return self._serving.in_words
 
-    @property
-    def backlog(self) -> int:
-        """The number of contributions that the broker has not taken yet."""
-        return sum(len(channel.outbox) for channel in self.channels)
-
-    def blocked_shards(self) -> frozenset[int]:
-        """Return the shards whose queues are as long as the window."""
-        window = self.manifest.config.sync.window
-        return frozenset(channel.shard for channel in self.channels if len(channel.outbox) >= window)
-
-    @property
-    def sent(self) -> int:
-        """The number of contributions that were sent."""
-        return sum(channel.outbox.sent for channel in self.channels)
-
-    @property
-    def queued_tokens(self) -> int:
-        """Tokens of the contributions that the broker has not taken yet."""
-        return sum(channel.outbox.queued_tokens for channel in self.channels)
-
-    @property
-    def unsound(self) -> list[int]:
-        """The fragments of contributions that were dropped, because they were not sound."""
-        return [fragment for channel in self.channels for fragment in channel.unsound]
-
-    @property
-    def bytes_up(self) -> int:
-        """Bytes of all sent payloads."""
-        return sum(channel.outbox.bytes_up for channel in self.channels)
-
-    @property
-    def bytes_down(self) -> int:
-        """Bytes of all downloaded payloads."""
-        return sum(channel.inbox.snapshots.bytes_down for channel in self.channels)
-
-    @property
-    def ignored(self) -> int:
-        """The number of announcements that were ignored."""
-        return sum(channel.inbox.ignored for channel in self.channels)
-
-    @property
-    def arrived_at(self) -> float:
-        """When the last snapshot arrived."""
-        return max(channel.inbox.arrived_at for channel in self.channels)
-
-    def unresolved_rounds(self, shard: int) -> set[int]:
-        """Return the rounds of a shard whose contributions are queued, or not decided yet."""
-        return self.channels[shard].unresolved_rounds()
-
-    def in_flight(self, marker: int = 0) -> tuple[list[Published], list[Draft]]:
-        """Return the contributions that were undecided at the mergers' checkpoint `marker`, and the queue."""
-        found = [channel.in_flight(marker) for channel in self.channels]
-        return [each for sent, _ in found for each in sent], [draft for _, queued in found for draft in queued]
-
-    def passed_marker(self, shard: int, number: int) -> None:
-        """Forget the contributions that were undecided at a shard's marker, which the training loop has passed."""
-        self.channels[shard].outbox.passed(number)
-
-    def all_held(self) -> list[Arrival]:
-        """Return the newest snapshot of every fragment as it was published; an empty list if one is not held."""
-        held = {p: arrival for channel in self.channels for p, arrival in channel.held().items()}
-        return [held[p] for p in sorted(held)] if len(held) == self._layout.count else []
-
-    def relay_to(self, relay: Callable[[Download], None]) -> None:
-        """Call `relay` with what came over the wire for each arrival, before the arrival is handed over."""
-        for channel in self.channels:
-            channel.relay_to(relay)
-
     def join(self) -> list[Arrival]:
         """Return all fragments as they are now. Later events are received from here on.
 
@@ -311,8 +240,7 @@ class Link:
         name, _, incarnation = self.who.partition("/")
         if name:  # a rehearsal has none
             self._claim = self.transport.island.claim_name(name, incarnation)
-        arrivals = [arrival for channel in self.channels for arrival in channel.join()]
-        arrivals.sort(key=lambda arrival: arrival.snapshot.fragment)
+        arrivals = self.channels.join()
         if name:
             self._serving.look(is_over=self._is_over)
         return arrivals
@@ -469,7 +397,7 @@ class Link:
 
     @property
     def _is_drained(self) -> bool:
-        return (self.is_replaced or not self.backlog) and self._sent_beat is self._beat
+        return (self.is_replaced or not self.channels.backlog) and self._sent_beat is self._beat
 
     def stop(self, seconds: float = 2.0) -> None:
         """End the threads within `seconds`."""

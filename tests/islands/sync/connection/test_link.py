@@ -221,9 +221,9 @@ def test_join_returns_all_fragments_and_a_position_in_the_stream(harness: Harnes
     later = harness.call(2)
     link.pump()
     assert received(link) == ([later], [])
-    link.beat(samples.heartbeat(bytes_down=link.bytes_down))
+    link.beat(samples.heartbeat(bytes_down=link.channels.bytes_down))
     link.pump()
-    assert link.bytes_down == harness.transport.reader.books().bytes_down
+    assert link.channels.bytes_down == harness.transport.reader.books().bytes_down
 
 
 def test_no_event_during_a_join_is_missed(harness: Harness) -> None:
@@ -249,14 +249,14 @@ def test_contributions_are_published_in_order_with_their_bytes_and_digest(harnes
     link = harness.link()
     for number in (1, 2, 3):
         link.send(draft(number))
-    assert link.backlog == 3
+    assert link.channels.backlog == 3
     link.pump()
     assert [d.contribution.round for d in harness.deliveries()] == [1, 2, 3]
     for delivery in harness.deliveries():
         assert delivery.contribution.bytes == len(delivery.payload)
         assert delivery.contribution.digest == digest(delivery.payload)
         assert unpack(delivery.payload, SIZE).tolist() == [float(delivery.contribution.round)] * SIZE
-    assert (link.backlog, link.channels[0].outbox.sent) == (0, 3)
+    assert (link.channels.backlog, link.channels[0].outbox.sent) == (0, 3)
     assert link.channels[0].outbox.bytes_up == sum(c.bytes for c in harness.published())
 
 
@@ -328,9 +328,9 @@ def test_a_damaged_snapshot_is_fetched_again(harness: Harness) -> None:
     assert (len(events), arrivals) == (1, [])
     link.pump_receive()
     assert [a.params_N[0] for a in link.take().arrivals] == [1.0]
-    had = link.bytes_down
+    had = link.channels.bytes_down
     link.pump_receive()
-    assert (received(link), link.bytes_down) == (([], []), had)  # and only once
+    assert (received(link), link.channels.bytes_down) == (([], []), had)  # and only once
 
 
 def test_an_outage_is_noted_and_loses_nothing(harness: Harness) -> None:
@@ -346,7 +346,7 @@ def test_an_outage_is_noted_and_loses_nothing(harness: Harness) -> None:
     link.pump()
     assert link.trouble == "connection refused"
     assert received(link) == ([], [])
-    assert link.backlog == 2
+    assert link.channels.backlog == 2
     harness.faulty.outage = None
     link.pump()
     assert link.trouble == ""
@@ -522,7 +522,7 @@ def test_a_decided_contribution_is_not_sent_again_after_an_error(harness: Harnes
 
     harness.faulty.before_publish_returns = break_off
     link.pump()
-    assert link.backlog == 2
+    assert link.channels.backlog == 2
     assert link.channels[0].outbox.unresolved_rounds() == {1, 2}
     (sent,) = harness.published()
     if refused:
@@ -532,7 +532,7 @@ def test_a_decided_contribution_is_not_sent_again_after_an_error(harness: Harnes
     link.pump_receive()
     harness.faulty.before_publish_returns = lambda: None
     link.pump()
-    assert (link.backlog, link.channels[0].outbox.sent) == (0, 2)
+    assert (link.channels.backlog, link.channels[0].outbox.sent) == (0, 2)
     assert [c.round for c in harness.published()] == [2]
     assert link.channels[0].outbox.unresolved_rounds() == {2}
 
@@ -554,7 +554,7 @@ def test_only_an_undecided_contribution_is_sent_again_after_an_error(harness: Ha
     link.pump()
     first, second = harness.published()
     assert first == second  # the merger merges one of the two
-    assert link.backlog == 0
+    assert link.channels.backlog == 0
 
 
 # -- shards --------------------------------------------------------------------------------------------------------
@@ -884,7 +884,7 @@ def test_contributions_sent_after_the_marker_are_in_flight_until_it_is_passed(ha
     mark(harness, 8, 1)
     link.send(draft(2))
     link.pump()
-    link.passed_marker(0, 8)
+    link.channels.passed_marker(0, 8)
     harness.close(2, 2.0, harness.published()[-1])
     link.pump()
     assert rounds_of(link, 8) == ([], [])
@@ -905,7 +905,7 @@ def left_behind(harness: Harness, *numbers: int) -> list[Published]:
     for number in numbers:
         before.send(draft(number))
     before.pump()
-    in_flight, _ = before.in_flight()
+    in_flight, _ = before.channels.in_flight()
     for delivery in harness.deliveries():
         harness.forget(delivery.entry)
     return in_flight
@@ -961,13 +961,13 @@ def test_an_island_sends_nothing_to_a_broker_that_is_nearly_full(harness: Harnes
     share = MEMORY_SHARE_MAX
     harness.faulty.room = Memory(int(share * 1000) + 1, 1000)
     link.pump()
-    assert (harness.published(), link.backlog) == ([], 2)
+    assert (harness.published(), link.channels.backlog) == ([], 2)
     assert link.trouble
     assert harness.transport.reader.presences()  # everything else continues
     harness.faulty.room = Memory(int(share * 1000), 1000)
     link.pump()
     assert [c.round for c in harness.published()] == [1, 2]
-    assert (link.backlog, link.trouble) == (0, "")
+    assert (link.channels.backlog, link.trouble) == (0, "")
 
 
 def test_a_broker_without_a_limit_is_never_full(harness: Harness) -> None:
@@ -975,7 +975,7 @@ def test_a_broker_without_a_limit_is_never_full(harness: Harness) -> None:
     link.send(draft(1))
     harness.faulty.room = Memory(1 << 60, 0)
     link.pump()
-    assert link.backlog == 0
+    assert link.channels.backlog == 0
 
 
 # -- with threads --------------------------------------------------------------------------------------------------
@@ -1000,14 +1000,14 @@ def test_the_training_thread_never_waits_for_hanging_calls(harness: Harness, unt
             link.send(draft(number))
             link.beat(samples.heartbeat(steps=number))
             out.append(received(link))
-        return [*out, link.channels[0].outbox.unresolved_rounds(), link.backlog]
+        return [*out, link.channels[0].outbox.unresolved_rounds(), link.channels.backlog]
 
     found = at_once(use)
     assert found[:2] == [None, None]
     assert found[2:-2] == [([], [])] * 48
     assert found[-2:] == [set(range(1, 50)), 49]
     harness.faulty.unblocked.set()
-    until(lambda: link.backlog == 0, "the queue to be sent")
+    until(lambda: link.channels.backlog == 0, "the queue to be sent")
     assert [c.round for c in harness.published()] == list(range(1, 50))
 
     def steps() -> list[int]:
@@ -1026,7 +1026,7 @@ def test_after_an_outage_everything_arrives_once_and_in_order(harness: Harness, 
     happened: list[Event] = [harness.call(1), *(harness.close(number, float(number)) for number in range(1, 6))]
     assert harness.published() == []
     harness.faulty.outage = None
-    until(lambda: link.trouble == "" and link.backlog == 0, "the trouble to be over")
+    until(lambda: link.trouble == "" and link.channels.backlog == 0, "the trouble to be over")
     assert [c.round for c in harness.published()] == list(range(1, 6))
     events: list[Event] = []
     newest: dict[int, float] = {}
@@ -1159,7 +1159,7 @@ def test_an_island_never_blocks(tiny_harness: Harness, until: Until) -> None:
     at_once(lambda: steps_of(island, 200))
     assert island.totals.steps == 200
     assert island.ledger.global_step == 4  # the schedule waits for a merger, after two strides of two steps
-    assert island.link.backlog == tiny.CONFIG.sync.window  # it owes nothing more until a round closes
+    assert island.link.channels.backlog == tiny.CONFIG.sync.window  # it owes nothing more until a round closes
     assert tiny_harness.transport.reader.books().published == 0
     # The island has missed everything but still trains. It catches up when the link works again.
     tiny_harness.faulty.unblocked.set()
@@ -1203,11 +1203,11 @@ def test_the_interval_stretches_with_a_backlog(tiny_harness: Harness) -> None:
         tiny_harness.call(number)
         link.pump_receive()
         steps_of(island, 1)
-        assert link.backlog <= tiny.CONFIG.sync.window
+        assert link.channels.backlog <= tiny.CONFIG.sync.window
     sent = [draft.header for draft in link.channels[0].outbox._queue]
     assert len(sent) == 2
     link.channels[0].outbox.pump()
-    assert link.backlog == 0
+    assert link.channels.backlog == 0
     steps_of(island, 1)
     sent += [draft.header for draft in link.channels[0].outbox._queue]
     assert [contribution.round for contribution in sent] == [1, 2, 3, 4]
