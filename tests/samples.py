@@ -28,8 +28,8 @@ from archipelago.broker.transport import Commit, Image
 from archipelago.broker.wire import digest, pack
 
 
-def manifest(run: str = "sample", config: RunConfig | None = None, width: int = 4) -> Manifest:
-    """Return the manifest of a run with four tensors in two fragments. `width` scales their size."""
+def manifest(run: str = "sample", config: RunConfig | None = None, width: int = 4, fragments: int = 2) -> Manifest:
+    """Return the manifest of a run with four tensors in that many fragments. `width` scales their size."""
     tensors: tuple[Tensor, ...] = (
         Tensor("embedding", (8, width), "embedding"),
         Tensor("layers.0", (4, width)),
@@ -39,9 +39,9 @@ def manifest(run: str = "sample", config: RunConfig | None = None, width: int = 
     # These settings are explicit, so that a changed default does not change the tests.
     config = config or RunConfig(inner=InnerConfig(steps=2000), wire=WireConfig(thin="int4", down="float32"))
     # The payloads of `packed` use the float32 codec.
-    config = replace(config, sync=replace(config.sync, fragments=2), wire=replace(config.wire, up="float32"))
-    tensors, fragments = synced(tensors, config)
-    return Manifest(run, config, tensors, fragments, Corpus("text", "0" * 32, 1000), {"jax": "1"})
+    config = replace(config, sync=replace(config.sync, fragments=fragments), wire=replace(config.wire, up="float32"))
+    tensors, names = synced(tensors, config)
+    return Manifest(run, config, tensors, names, Corpus("text", "0" * 32, 1000), {"jax": "1"})
 
 
 def first_snapshots(of: Manifest, value: float = 0.0) -> list[tuple[Snapshot, bytes]]:

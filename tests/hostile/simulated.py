@@ -22,7 +22,7 @@ from tests.hostile.moves import Move
 from tests.simulation.invariants import Invariants
 from tests.simulation.processes import RUN
 from tests.simulation.simulated_run import Simulation
-from tests.simulation.storm import Goal
+from tests.simulation.storm import require_progress
 
 NAME = "mallory"
 #: Events between two hostile moves.
@@ -76,7 +76,8 @@ class AttackedSimulation(Simulation):
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
-        self.invariants: HostileInvariants = HostileInvariants(self)
+        self.hostile = HostileInvariants(self)
+        self.invariants = [self.hostile]
         self.faults = False
         self.sequence = 0
 
@@ -95,7 +96,7 @@ class AttackedSimulation(Simulation):
         for _ in range(move.count):
             contribution, payload = self._crafted(move)
             entry = self.run.add(contribution, payload, NAME)
-            self.invariants.sent_by_attacker(entry, contribution, payload)
+            self.hostile.sent_by_attacker(entry, contribution, payload)
 
     def _crafted(self, move: Move) -> tuple[Contribution, bytes]:
         closed = self.run.tape[-1].round if self.run.tape else 0
@@ -174,12 +175,7 @@ def play(seed: int, moves: list[Move]) -> dict[str, Any]:
         if event >= FIRST and (event - FIRST) % PAUSE == 0:
             simulation.make(moves[(event - FIRST) // PAUSE])
     simulation.settle(REST)
-    goal = Goal(simulation)
-    for _ in range(12):
-        simulation.settle(25)
-        if not goal.unmet():
-            break
-    assert not goal.unmet(), goal.unmet()
+    require_progress(simulation)
     simulation.check_unharmed()
-    simulation.invariants.check_replay()
+    simulation.hostile.check_replay()
     return {"round": simulation.run.tape[-1].round, "step": simulation.run.tape[-1].step}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from archipelago.broker.errors import BrokerError, UnreachableError
@@ -44,7 +44,7 @@ class FaultRates:
         late: The caller gets an error, and the broker gets the request later.
         lag: A process sees only some of the events.
         stall: A process stands still in the middle of a call while others act.
-        cut: A process is cut off for a while.
+        cut: A process is cut off from a shard for a while.
         pause: A process does nothing for a while.
         loses: What the broker may lose: nothing, its tail or everything.
         checkpoints: Whether mergers write checkpoints.
@@ -65,6 +65,11 @@ class FaultRates:
     checkpoints: bool
     damage: bool
     steered: float
+
+    def without_checkpoints(self) -> FaultRates:
+        """Return these rates for a run without checkpoints, which cannot be restored or rebuilt."""
+        loses = TAIL if self.loses == TAIL else NOTHING
+        return replace(self, checkpoints=False, damage=False, loses=loses)
 
     @classmethod
     def draw(cls, rng: random.Random) -> FaultRates:
@@ -89,11 +94,21 @@ class FaultRates:
 
 
 class FaultyConnection(Intercepted):
-    """A process's connection to the broker. Its calls may be lost, repeated or late, or end with a crash."""
+    """A process's connection to one shard. Its calls may be lost, repeated or late, or end with a crash.
 
-    def __init__(self, simulation: Simulation, process: Process, inner: MemoryTransport) -> None:
+    Attributes:
+        process: Whose connection it is.
+        shard: The number of the shard.
+    """
+
+    def __init__(self, simulation: Simulation, process: Process, inner: MemoryTransport, shard: int = 0) -> None:
         super().__init__(inner)
-        self._world, self._process = simulation, process
+        self._world, self._home = simulation, inner
+        self.process, self.shard = process, shard
+
+    def of_shard(self, shard: int) -> FaultyConnection:
+        """Return a connection to one shard of the run."""
+        return FaultyConnection(self._world, self.process, self._home.of_shard(shard), shard)
 
     def intercept(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if name == "events":
@@ -103,33 +118,33 @@ class FaultyConnection(Intercepted):
     def _call(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         simulation = self._world
         if not simulation.faults:
-            return simulation.execute(self._process, name, method, args, kwargs)
-        simulation.before(self._process, name)
+            return simulation.execute(self, name, method, args, kwargs)
+        simulation.before(self, name)
         if name in WRITES and simulation.happens(simulation.rates.late):
-            simulation.late.append((self._process, name, method, args, kwargs))
+            simulation.late.append((self, name, method, args, kwargs))
             raise UnreachableError(f"no answer to {name}")
-        answer = simulation.execute(self._process, name, method, args, kwargs)
+        answer = simulation.execute(self, name, method, args, kwargs)
         if name in REPEATED and simulation.happens(simulation.rates.repeat):
-            answer = simulation.execute(self._process, name, method, args, kwargs)
-        simulation.after(self._process, name)
+            answer = simulation.execute(self, name, method, args, kwargs)
+        simulation.after(name)
         return answer
 
     def _events(self, read: Callable[..., Any], after: str, block_seconds: float, count: int = 256) -> Any:
         simulation = self._world
         if not simulation.faults:
             return read(after, 0.0, count)
-        simulation.before(self._process, "events")
+        simulation.before(self, "events")
         found = read(after, 0.0, count)
         if found and simulation.happens(simulation.rates.lag):
             found = found[: simulation.random.randrange(len(found))]  # The process sees fewer events than snapshots.
-        simulation.after(self._process, "events")
+        simulation.after("events")
         return found
 
 
 def deliver(simulation: Simulation) -> None:
     """Let one late request reach the broker. The order is random, and its answer is lost."""
-    process, name, method, args, kwargs = simulation.late.pop(simulation.random.randrange(len(simulation.late)))
+    connection, name, method, args, kwargs = simulation.late.pop(simulation.random.randrange(len(simulation.late)))
     try:
-        simulation.execute(process, name, method, args, kwargs)
+        simulation.execute(connection, name, method, args, kwargs)
     except BrokerError:
         return

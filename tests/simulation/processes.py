@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from archipelago.broker.errors import BrokerError, FencedError, UnknownRunError
-from archipelago.broker.shards.transport import claim_checkpoint
+from archipelago.broker.shards.transport import claim_checkpoint, of_shard, whole
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.sharding import shard_order
 from archipelago.islands.inner import InnerSteps
@@ -36,10 +36,10 @@ class Process:
     Attributes:
         who: The island and its incarnation; "" for a merger.
         is_stalled: Whether it stands still in the middle of a call.
-        cut_until: Until when the broker is out of its reach.
+        cut_until: Until when each shard is out of its reach.
         asleep_until: Until when it does nothing.
         jobs: Its background thread.
-        connection: Its faulty connection to the broker.
+        home: Its faulty connection to the run, which is that to shard 0.
     """
 
     who = ""
@@ -47,9 +47,10 @@ class Process:
     def __init__(self, simulation: Simulation, name: str) -> None:
         self.simulation, self.name = simulation, name
         self.is_stalled = False
-        self.cut_until = self.asleep_until = float("-inf")
+        self.cut_until: dict[int, float] = {}
+        self.asleep_until = float("-inf")
         self.jobs = Jobs()
-        self.connection = FaultyConnection(simulation, self, simulation.broker.connect(RUN))
+        self.home = FaultyConnection(simulation, self, simulation.broker.connect(RUN))
 
     def act(self) -> None:
         """Do one thing. A Crash ends the process."""
@@ -57,10 +58,12 @@ class Process:
 
 
 class MergerProcess(Process):
-    """Does one turn at a time of what `merger.main` and `merger.serving.serve` do."""
+    """Serves one shard. Does one turn at a time of what `merger.main` and `merger.serving.serve` do."""
 
-    def __init__(self, simulation: Simulation, name: str) -> None:
+    def __init__(self, simulation: Simulation, name: str, shard: int) -> None:
         super().__init__(simulation, name)
+        self.shard = shard
+        self.connection = of_shard(self.home, simulation.manifest, shard)
         folder = MergerFolder(Path("/"))
         store = Store(simulation.disk, lambda where: simulation.may_crash(where))
         folder.store, folder.recorder = cast(Any, store), cast(Any, simulation.record)
@@ -98,7 +101,7 @@ class MergerProcess(Process):
                 simulation.damage()
                 merger.load()
                 self.loaded = True
-                simulation.check_loaded(merger)
+                simulation.check_loaded(self)
             merger.turn(0.0)
         except (FencedError, UnknownRunError) as error:
             raise Crash(str(error)) from error
@@ -119,11 +122,12 @@ class IslandProcess(Process):
     def __init__(self, simulation: Simulation, name: str) -> None:
         super().__init__(simulation, name)
         config = simulation.manifest.config
+        self.connection = whole(self.home, simulation.manifest)
         simulation.births += 1
         self.store = IslandDisk(simulation.island_disks.setdefault(name, {}), simulation.manifest, simulation.may_crash)
         self.jobs = self.store.jobs
         returned = claim_checkpoint(self.connection, name)
-        whole = self.store.find(*returned) if returned else None
+        found = self.store.find(*returned) if returned else None
         self.incarnation = f"i{simulation.births}"
         self.who = f"{name}/{self.incarnation}"
         simulation.alive.add(self.who)
@@ -147,10 +151,10 @@ class IslandProcess(Process):
         rejoin.ask()
         self.island.beat("joining")
         self._pump()
-        rejoin.complete(whole)
-        if whole is not None:
-            simulation.check_whole(self, whole)
-            simulation.invariants.trained[self.who] += max(count.tokens for count in self.island.ledger.counts)
+        rejoin.complete(found)
+        if found is not None:
+            simulation.check_whole(self, found)
+            simulation.trained[self.who] += max(count.tokens for count in self.island.ledger.counts)
 
     def _observe(self, simulation: Simulation, link: Link, batches: Batches) -> None:
         take_begun, send = batches.take_begun, link.send
@@ -158,11 +162,13 @@ class IslandProcess(Process):
         def begun() -> list[str]:
             points = take_begun()
             for text in points:
-                simulation.invariants.began(self.who, text, len(batches._pass_from(batches._parse(text)).starts))
+                size = len(batches._pass_from(batches._parse(text)).starts)
+                simulation.invariants[0].began(self.who, text, size)
             return points
 
         def sent(draft: Draft) -> None:
-            simulation.invariants.sent(self.who, draft.header)
+            if simulation.manifest.shard_layout.place(draft.header.fragment)[0] == 0:
+                simulation.invariants[0].sent(self.who, draft.header)
             send(draft)
 
         batches.take_begun, link.send = begun, sent  # type: ignore[method-assign]
@@ -185,6 +191,7 @@ class IslandProcess(Process):
             self.store.finish(island)
             raise Crash("it left")
         island.boundary()
-        simulation.invariants.check_heard(island)
+        for each in simulation.invariants:
+            each.check_heard(island)
         island.advance()
-        simulation.invariants.trained[self.who] += simulation.manifest.config.tokens_per_step
+        simulation.trained[self.who] += simulation.manifest.config.tokens_per_step

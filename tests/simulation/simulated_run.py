@@ -6,9 +6,10 @@ One seed determines everything random, so a failing seed fails again in the same
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 from archipelago.broker.config import (
@@ -23,13 +24,15 @@ from archipelago.broker.config import (
 from archipelago.broker.control import SETTINGS
 from archipelago.broker.errors import BrokerError, ConfigError, UnreachableError, WireError
 from archipelago.broker.manifest import Manifest
+from archipelago.broker.memory.state import key_of
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Contribution
-from archipelago.merger.service import LEASE_SECONDS, Merger
+from archipelago.broker.shards.transport import create, whole
+from archipelago.merger.service import LEASE_SECONDS
 from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests import samples
 from tests.simulation.disks import Jobs, MergerDisk, Record
-from tests.simulation.faults import EVERYTHING, FENCED, NOTHING, Crash, FaultRates, deliver
+from tests.simulation.faults import EVERYTHING, FENCED, NOTHING, Crash, FaultRates, FaultyConnection, deliver
 from tests.simulation.invariants import Invariants
 from tests.simulation.processes import RUN, TEXT, IslandProcess, MergerProcess, Process
 
@@ -37,18 +40,20 @@ NAMES = ("ada", "bea", "cyd", "dot", "eve")
 
 
 @cache
-def manifest_of(rule: str, outer: str, shards: int, record: bool, moments: str, down: str) -> Manifest:
-    """Return the manifest of a run of two fragments, whose data shards are read in a few steps."""
+def manifest_of(
+    rule: str, outer: str, data_shards: int, record: bool, moments: str, down: str, shards: int
+) -> Manifest:
+    """Return the manifest of a run whose data shards are read in a few steps. Some shards have several fragments."""
     config = RunConfig(
         record=record,
-        data=DataConfig(batch_size=1, sequence_length=4, shards=shards),
+        data=DataConfig(batch_size=1, sequence_length=4, shards=data_shards),
         inner=InnerConfig(steps=1 << 20),
-        sync=SyncConfig(interval=4, fragments=2, window=2, staleness_cap=4, moments=moments),  # type: ignore[arg-type]
+        sync=SyncConfig(interval=4, window=2, staleness_cap=4, moments=moments),  # type: ignore[arg-type]
         outer=OuterConfig(rule=outer, momentum=0.5),  # type: ignore[arg-type]
         adopt=AdoptConfig(rule=rule),  # type: ignore[arg-type]
         wire=WireConfig(thin="int4", down=down, zstd_level=0),  # type: ignore[arg-type]
     )
-    manifest = samples.manifest(RUN, config)
+    manifest = samples.manifest(RUN, config, fragments=min(shards + 1, 4)).with_shards(shards)
     return replace(manifest, corpus=replace(manifest.corpus, bytes=TEXT.size))
 
 
@@ -59,14 +64,21 @@ def _copied(run: Any) -> Any:
 
 
 class Simulation:
-    """A run and its processes. `play` plays one event, and `check` asserts the invariants."""
+    """A run and its processes. `play` plays one event, and `check` asserts the invariants.
 
-    def __init__(self, seed: int) -> None:
+    Args:
+        seed: Determines everything that is random.
+        shards: The number of shards, each with mergers of its own. Checkpoints are only taken of one.
+    """
+
+    def __init__(self, seed: int, shards: int = 1) -> None:
         self.random = random.Random(seed)
         self.damages = random.Random(seed + 1)  # of its own, so that storms without damage stay as they are
         self.clock = VirtualClock()
         self.broker = MemoryBroker(self.clock)
-        self.rates = FaultRates.draw(self.random)
+        rates = FaultRates.draw(self.random)
+        # A checkpoint of several shards is one cut over all of them, and each simulated merger serves one shard.
+        self.rates = rates if shards == 1 else rates.without_checkpoints()
         self.manifest = manifest_of(
             self.random.choice(["overwrite", "carry"]),
             self.random.choice(["nesterov", "sgd"]),
@@ -74,38 +86,46 @@ class Simulation:
             self.random.random() < 0.3,
             "average" if seed % 4 == 1 else "own",
             "float32" if seed % 3 == 0 else "int8",
+            shards,
         )
         self.first = samples.first_snapshots(self.manifest, value=1.0)
-        self.broker.connect(RUN).create(self.manifest, self.first)
+        create(self.broker.connect(RUN), self.manifest, self.first)
         self.faults = False
         self.births = self.losses = self.compactions = 0
-        self.late: list[tuple[Process, str, Callable[..., Any], Any, Any]] = []
+        self.late: list[tuple[FaultyConnection, str, Callable[..., Any], Any, Any]] = []
         self.disk = MergerDisk()
         self.record = Record(self.may_crash)
         self.island_disks: dict[str, dict[int, dict[str, Any]]] = {}
-        self.saved: tuple[float, Any] | None = None
+        self.saved: tuple[float, int, Any] | None = None
         self.lost_at: tuple[int, int] | None = None
         self.damaged: dict[int, tuple[int, bytes]] = {}
-        self.invariants = Invariants(self)
+        self.trained: Counter[str] = Counter()
+        self.invariants: Sequence[Invariants] = [Invariants(self, shard) for shard in range(shards)]
+        self.away: int | None = None
         self.wanted = list(NAMES[: self.random.randint(1, 4)])
         self.processes: list[Process] = []
         self.alive: set[str] = set()
         self.left_behind: list[Jobs] = []
         self._nested = False
-        self._start_merger()
+        for shard in range(shards):
+            self._start_merger(shard)
         for name in self.wanted:
-            self._start(IslandProcess, name)
+            self._start(partial(IslandProcess, self, name))
         self.faults = True
 
     @property
     def run(self) -> Any:
-        """What the broker holds; None after it has lost the run."""
+        """What the broker holds of shard 0, which is all of a run with one; None after it has lost the run."""
         return self.broker.runs.get(RUN)
 
     @property
     def mergers(self) -> list[MergerProcess]:
         """The living ones."""
         return [process for process in self.processes if isinstance(process, MergerProcess)]
+
+    def mergers_of(self, shard: int) -> list[MergerProcess]:
+        """Return the living ones of a shard."""
+        return [process for process in self.mergers if process.shard == shard]
 
     @property
     def islands(self) -> list[IslandProcess]:
@@ -125,38 +145,42 @@ class Simulation:
         if self.faults and self.happens(self.rates.lost):
             raise OSError(f"no room for {where}")
 
-    def before(self, process: Process, name: str) -> None:
+    def before(self, connection: FaultyConnection, name: str) -> None:
         """Inject faults before a call takes effect."""
+        process, shard = connection.process, connection.shard
         if self.happens(self.rates.stall) and not self._nested:
             self.clock.now += self.random.choice([0.0, 6.0, 11.0])
             self.go_on_without(process, self.random.randint(1, 12))
-        if self.clock.now < process.cut_until:
+        if self.clock.now < process.cut_until.get(shard, 0.0):
             raise UnreachableError("cut off")
         if self.happens(self.rates.cut):
-            process.cut_until = self.clock.now + self.random.choice([1.0, 7.0, 14.0])
-        self.after(process, name)
+            process.cut_until[shard] = self.clock.now + self.random.choice([1.0, 7.0, 14.0])
+        self.after(name)
 
-    def after(self, process: Process, name: str) -> None:
+    def after(self, name: str) -> None:
         """Inject faults after a call has taken effect."""
         if self.happens(self.rates.crash):
             raise Crash(name)
         if self.happens(self.rates.lost):
             raise UnreachableError(f"lost {name}")
 
-    def execute(self, process: Process, name: str, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def execute(
+        self, connection: FaultyConnection, name: str, method: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         """Let the broker execute a call, and let the invariants observe it."""
         before = dict(self.run.holders) if name == "lease_shard" and self.run else {}
         if self.faults and name == "publish" and self.happens(self.rates.garble):
             args = (args[0], args[1][:-1] + bytes([args[1][-1] ^ 1]), *args[2:])
         answer = method(*args, **kwargs)
+        invariants = self.invariants[connection.shard]
         if name == "publish":
-            self.invariants.published(answer, cast(Contribution, args[0]), args[1])
+            invariants.published(answer, cast(Contribution, args[0]), args[1])
         elif name in FENCED:
-            self.invariants.wrote(args[0])
+            invariants.wrote(args[0])
             if name == "compact":
                 self.compactions += 1
         elif name == "lease_shard" and answer is not None:
-            self.invariants.leased(before.get(answer.shard, ""), answer.shard, args[1])
+            self.invariants[0].leased(before.get(answer.shard, ""), answer.shard, args[1])
         elif name == "restore":
             self._restored()
         return answer
@@ -182,17 +206,22 @@ class Simulation:
                 self._forget()
             return
         if self.saved is None:
-            self.saved = (self.clock.now, _copied(self.run))
+            shard = self._any_shard()
+            self.saved = (self.clock.now, shard, _copied(self.invariants[shard].run))
         elif self.clock.now - self.saved[0] >= 2.0:
-            now, (_, then) = self.run, self.saved
+            _, shard, then = self.saved
+            now = self.invariants[shard].run
             then.next_event, then.next_update = now.next_event, now.next_update
-            self.broker.runs[RUN], self.saved = then, None
-            self._forget()
+            self.broker.runs[key_of(RUN, shard)], self.saved = then, None
+            self._forget(shard)
 
-    def _forget(self) -> None:
+    def _any_shard(self) -> int:
+        return self.random.randrange(self.manifest.shards) if self.manifest.shards > 1 else 0
+
+    def _forget(self, shard: int = 0) -> None:
         self.losses += 1
-        self.invariants.forget()
-        for process in self.mergers:
+        self.invariants[shard].forget()
+        for process in self.mergers_of(shard):
             process.loaded, process.merger.epoch = False, 0  # Its connection broke.
 
     def _restored(self) -> None:
@@ -202,8 +231,8 @@ class Simulation:
         run.next_update += updates
         run.next_event = events
         for number, entry in run.updates.items():
-            self.invariants.published(run.name_of(number), entry.contribution, entry.payload)
-        self.invariants.forget()
+            self.invariants[0].published(run.name_of(number), entry.contribution, entry.payload)
+        self.invariants[0].forget()
 
     def damage(self, *, serving: bool = False) -> None:
         """Sometimes delete or damage keys that only mergers write, if a checkpoint and the tape can rebuild them.
@@ -239,7 +268,8 @@ class Simulation:
         able = [p for p in self.processes if not p.is_stalled and p.asleep_until <= self.clock.now]
         mergers = [p for p in able if isinstance(p, MergerProcess)]
         islands = [p for p in able if isinstance(p, IslandProcess)]
-        if who := (mergers if self.happens(0.4) else islands) or able:
+        # However many shards there are, each merger acts two thirds as often as all islands.
+        if who := (mergers if self.happens(self.manifest.shards / (self.manifest.shards + 1.5)) else islands) or able:
             self._act(self.random.choice(who))
 
     def _inject_faults(self) -> None:
@@ -247,8 +277,8 @@ class Simulation:
             self._lose()
         if self.damages.random() < 0.02:
             self.damage(serving=True)
-        if self.happens(0.01) and len(self.mergers) < 3:
-            self._start_merger()
+        if self.happens(0.01) and len(self.mergers) < 3 * self.manifest.shards:
+            self._start_merger(self._any_shard())
         if self.happens(0.01) and len(self.wanted) < len(NAMES):
             self.wanted.append(NAMES[len(self.wanted)])
         if self.run is not None and self.happens(self.rates.steered):
@@ -269,25 +299,26 @@ class Simulation:
                 (f"island.{self.random.choice(self.wanted)}", ["", "", "drain", "expel", "dance"]),
             ]
         )
-        self.broker.connect(RUN).reader.steer({name: self.random.choice(values)})
+        whole(self.broker.connect(RUN), self.manifest).reader.steer({name: self.random.choice(values)})
 
     def _keep_staffed(self) -> None:
         if self._nested:
             return
-        if not self.mergers:
-            self._start_merger()
+        for shard in range(self.manifest.shards):
+            if shard != self.away and not self.mergers_of(shard):
+                self._start_merger(shard)
         missing = set(self.wanted) - {island.name for island in self.islands}
         if missing and self.happens(0.3):
-            self._start(IslandProcess, min(missing))
+            self._start(partial(IslandProcess, self, min(missing)))
 
-    def _start_merger(self) -> None:
+    def _start_merger(self, shard: int) -> None:
         self.births += 1
-        self._start(MergerProcess, f"merger-{self.births}")
+        self._start(partial(MergerProcess, self, f"merger-{self.births}", shard))
 
-    def _start(self, kind: type[Process], name: str) -> None:
+    def _start(self, started: Callable[[], Process]) -> None:
         before = set(self.alive)
         try:
-            self.processes.append(kind(self, name))
+            self.processes.append(started())
         # ConfigError: the operator has expelled the island. WireError: a fragment is gone until a merger writes it.
         except (Crash, BrokerError, ConfigError, WireError):
             self.alive &= before  # It is started again later.
@@ -319,14 +350,21 @@ class Simulation:
             except Crash:
                 return
 
+    def take_away(self, shard: int) -> None:
+        """Let all mergers of a shard die, and start none until `away` is None again."""
+        self.away = shard
+        for process in self.mergers_of(shard):
+            self._end(process)
+
     def settle(self, events: int) -> None:
         """Play events without faults. The holder of the lease keeps it, and every contribution is merged or refused."""
         self.faults = False
-        if self.run is not None:
-            self.run.control = {name: value for name, value in self.run.control.items() if name in SETTINGS}
+        for run in self.broker.runs.values():
+            run.control = {name: value for name, value in run.control.items() if name in SETTINGS}
         self.clock.now += LEASE_SECONDS + 1
         for process in self.processes:
-            process.cut_until = process.asleep_until = float("-inf")
+            process.cut_until.clear()
+            process.asleep_until = float("-inf")
         for _ in range(events):
             self.play()
             self.check()
@@ -335,13 +373,27 @@ class Simulation:
 
     def check(self) -> None:
         """Assert what must hold after every event."""
-        self.invariants.check()
+        for each in self.invariants:
+            each.check()
 
-    def check_loaded(self, merger: Merger) -> None:
+    def check_sums(self) -> None:
+        """Assert that readers of the whole run see the books and the rounds of all shards."""
+        reader = whole(self.broker.connect(RUN), self.manifest).reader
+        books, tape = reader.books(), reader.tape(1 << 20)
+        runs = [each.run for each in self.invariants]
+        assert books.published == books.merged + books.refused + sum(len(run.waiting()) for run in runs)
+        assert books.merged == sum(run.books["merged"] for run in runs)
+        assert len(tape) == sum(len(run.tape) for run in runs)
+        for p, head in enumerate(reader.heads()):
+            versions = [entry.version for entry in tape if entry.fragment == p]
+            assert versions == list(range(1, len(versions) + 1)), f"fragment {p} has versions {versions}"
+            assert head is None or head.version == len(versions)
+
+    def check_loaded(self, process: MergerProcess) -> None:
         """Assert that a merger has loaded what the broker had."""
-        self.invariants.check_loaded(merger, self.damaged)
+        self.invariants[process.shard].check_loaded(process.merger, self.damaged)
         self.damaged.clear()
 
     def check_whole(self, process: IslandProcess, whole: Any) -> None:
         """Assert that an island did not return to a later state than the run."""
-        self.invariants.check_whole(process.island, whole)
+        self.invariants[0].check_whole(process.island, whole)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import random
 import sys
 import time
 import traceback
@@ -16,9 +17,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tests.simulation.invariants import Invariants
     from tests.simulation.simulated_run import Simulation
 
 EVENTS = 150
+#: One of these is the number of shards. Only a run with one has checkpoints and loses everything.
+SHARDS = (1, 1, 1, 2, 3, 4)
 #: Number of seeds that a process plays at once.
 BLOCK = 25
 
@@ -36,30 +40,30 @@ class Failure:
 
 
 class Goal:
-    """The progress that a run must make once its faults have ended."""
+    """The progress that a shard must make once its faults have ended."""
 
-    def __init__(self, simulation: Simulation) -> None:
-        self.simulation = simulation
-        self.closed = simulation.invariants.round
-        self.sent = simulation.invariants.unresolved()
-        self.cursors = dict(simulation.invariants.cursors)
+    def __init__(self, invariants: Invariants) -> None:
+        self.invariants = invariants
+        self.closed = invariants.round
+        self.sent = invariants.unresolved()
+        self.cursors = dict(invariants.cursors)
 
     def unmet(self) -> str:
         """Return what has not happened yet, or ""."""
-        simulation = self.simulation
-        if simulation.run is None or simulation.invariants.round < self.closed + 3:
-            return "no rounds close"
+        simulation, run = self.invariants.simulation, self.invariants.run
+        if run is None or self.invariants.round < self.closed + 3:
+            return f"no rounds of shard {self.invariants.shard} close"
         islands = {island.name for island in simulation.islands}
-        part = {member.island for entry in simulation.run.tape if entry.round > self.closed for member in entry.members}
+        part = {member.island for entry in run.tape if entry.round > self.closed for member in entry.members}
         if islands != set(simulation.wanted) or not part >= islands:
             return f"of {simulation.wanted} only {sorted(islands)} live and {sorted(part)} take part"
-        if waits := self.sent & simulation.invariants.unresolved():
+        if waits := self.sent & self.invariants.unresolved():
             return f"still pending: {sorted(waits)}"
-        if simulation.invariants.cursors == self.cursors:
+        if self.invariants.cursors == self.cursors:
             return "the text cursors do not move"
-        if stale := simulation.invariants.not_deleted():
+        if stale := self.invariants.not_deleted():
             return f"covered by a checkpoint, and not deleted: {stale[:3]}"
-        backlog = len(simulation.run.updates) - len(simulation.run.kept)
+        backlog = len(run.updates) - len(run.kept)
         return "contributions pile up" if backlog > 4 * len(islands) else ""
 
 
@@ -67,21 +71,37 @@ def play(seed: int) -> list[str]:
     """Play a storm. Assert the invariants after every event, and progress after the storm. Return the digests."""
     from tests.simulation.simulated_run import Simulation
 
-    simulation = Simulation(seed)
+    shards = random.Random(seed + 2).choice(SHARDS)
+    simulation = Simulation(seed, shards)
     for _ in range(EVENTS):
         simulation.play()
         simulation.check()
-    simulation.invariants.check_nothing_lost()
+    for each in simulation.invariants:
+        each.check_nothing_lost()
     simulation.settle(60)
-    goal = Goal(simulation)
+    if shards > 1:
+        simulation.take_away(seed % shards)
+        require_progress(simulation)
+        simulation.away = None
+    require_progress(simulation)
+    for each in simulation.invariants:
+        each.check_nothing_lost()
+        each.check_replay()
+    simulation.check_sums()
+    digests = [entry.digest for each in simulation.invariants for entry in each.run.tape]
+    return [f"{simulation.clock.now} {simulation.random.random()}", *digests]
+
+
+def require_progress(simulation: Simulation) -> None:
+    """Play on until each shard that has a merger makes progress. Raises AssertionError if one does not."""
+    goals = [Goal(each) for each in simulation.invariants if each.shard != simulation.away]
+    unmet: list[str] = []
     for _ in range(12):
         simulation.settle(25)
-        if not goal.unmet():
+        unmet = [text for goal in goals if (text := goal.unmet())]
+        if not unmet:
             break
-    assert not goal.unmet(), goal.unmet()
-    simulation.invariants.check_nothing_lost()
-    simulation.invariants.check_replay()
-    return [f"{simulation.clock.now} {simulation.random.random()}", *(entry.digest for entry in simulation.run.tape)]
+    assert not unmet, unmet
 
 
 def begin() -> None:
