@@ -256,6 +256,7 @@ def summarise(
     """Combine the readings into a view. `tape` holds the recent rounds, oldest first. Pure."""
     fragments, unit = len(manifest.fragments), loss_unit(manifest.corpus)
     parts = parts_by_island(tape)
+    last = {manifest.shard_layout.shard_of(entry.round): entry for entry in tape}.values()  # of each shard
     islands = tuple(
         _island(each, parts.get(each.heartbeat.island, []), len(tape), merged, fragments, unit) for each in presences
     )
@@ -266,8 +267,8 @@ def summarise(
         run=manifest.run,
         parameters=manifest.parameters,
         fragments=fragments,
-        rounds=max((entry.round for entry in tape), default=0),  # shards close their rounds in any order
-        step=max((entry.step for entry in tape), default=0),
+        rounds=max((entry.round for entry in last), default=0),
+        step=max((entry.step for entry in last), default=0),
         steps=manifest.config.inner.steps,
         known=len(islands),
         live=len(live),

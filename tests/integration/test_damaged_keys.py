@@ -69,7 +69,16 @@ REFERENCE = Path(__file__).parents[2] / "docs" / "reference.md"
 def test_each_key_has_a_case() -> None:
     names = {name for name in dir(Keys) if not name.startswith("_")} | set(vars(Keys(RUN)))
     assert {case[:2] for case in QUICK} <= set(ALL)
-    assert names - set(CASES) == {"run", "tag", "damaged", "short", "of_the_past", "chunk", "handover_chunks"}
+    assert names - set(CASES) == {
+        "run",
+        "tag",
+        "patterns",
+        "damaged",
+        "short",
+        "of_the_past",
+        "chunk",
+        "handover_chunks",
+    }
 
 
 def test_the_reference_has_a_row_for_each_key() -> None:

@@ -188,7 +188,7 @@ def test_the_curves_of_a_deleted_run_are_complete(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     for name in ("stop_on_signals", "keep_compiled", "keep_freed_memory"):
         monkeypatch.setattr(main, name, lambda: None)
-    monkeypatch.setattr("archipelago.merger.serving.serve", deleted)
+    monkeypatch.setattr("archipelago.merger.shards.serve", deleted)
     with pytest.raises(UnknownRunError):
         main.main(main.MergerOptions(url=url, run="demo", folder=tmp_path))
     transport.close()
