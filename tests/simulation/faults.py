@@ -111,6 +111,8 @@ class FaultyConnection(Intercepted):
         return FaultyConnection(self._world, self.process, self._home.of_shard(shard), shard)
 
     def intercept(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._world.is_cut_off and self.shard == self._world.away:
+            raise UnreachableError("its server is away")
         if name == "events":
             return self._events(method, *args, **kwargs)
         return self._call(name, method, *args, **kwargs)

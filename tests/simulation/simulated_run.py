@@ -102,6 +102,7 @@ class Simulation:
         self.trained: Counter[str] = Counter()
         self.invariants: Sequence[Invariants] = [Invariants(self, shard) for shard in range(shards)]
         self.away: int | None = None
+        self.is_cut_off = False
         self.wanted = list(NAMES[: self.random.randint(1, 4)])
         self.processes: list[Process] = []
         self.alive: set[str] = set()
@@ -351,8 +352,12 @@ class Simulation:
                 return
 
     def take_away(self, shard: int) -> None:
-        """Let all mergers of a shard die, and start none until `away` is None again."""
+        """Let all mergers of a shard die, and start none until `away` is None again.
+
+        Nobody reaches a further shard either, unless islands are missing, which could not join without it.
+        """
         self.away = shard
+        self.is_cut_off = shard > 0 and {island.name for island in self.islands} == set(self.wanted)
         for process in self.mergers_of(shard):
             self._end(process)
 
