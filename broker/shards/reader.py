@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from archipelago.broker.errors import UnreachableError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import (
     COUNT_MAX,
@@ -157,8 +158,16 @@ class ShardedReader:
         return combined_state([reader.merger_state() for reader in self._readers], self._layout)
 
     def is_served(self) -> bool | None:
-        """Return whether a merger serves any shard. An island trains on as long as one does."""
-        found = [reader.is_served() for reader in self._readers]
+        """Return whether a merger serves any shard. An island trains on as long as one does.
+
+        For islands, a further shard that cannot be reached is not served. An error would keep them from the others.
+        """
+        found = [self._home.is_served()]
+        for reader in self._readers[1:]:
+            try:
+                found.append(reader.is_served())
+            except UnreachableError:
+                found.append(False)
         return True if any(found) else None if None in found else False
 
     def merger_status(self) -> MergerStatus | None:
