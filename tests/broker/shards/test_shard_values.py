@@ -9,6 +9,7 @@ from typing import cast
 
 import pytest
 
+from archipelago.broker.errors import UnreachableError
 from archipelago.broker.messages import TapeEntry
 from archipelago.broker.shards.layout import Layout
 from archipelago.broker.shards.reader import (
@@ -95,3 +96,24 @@ def test_a_shard_without_a_merger_leaves_the_run_without_one() -> None:
     assert (found.holder, found.unserved, found.holders) == ("", (1,), {"m": [0]})
     assert holders_in_words(found) == "m (shard 0)"
     assert combined_status([MergerStatus("m"), None]) is None
+
+
+class _Served:
+    """The reader of a shard, which knows whether a merger serves it, or cannot be reached (None)."""
+
+    def __init__(self, served: bool | None) -> None:
+        self._served = served
+
+    def is_served(self) -> bool:
+        if self._served is None:
+            raise UnreachableError("its server is away")
+        return self._served
+
+
+@pytest.mark.parametrize("home", [True, False])
+def test_a_further_shard_that_is_away_is_not_served(home: bool) -> None:
+    manifest = replace(samples.manifest(), shards=2)
+    readers = [cast(ReaderClient, _Served(served)) for served in (home, None)]
+    assert ShardedReader(readers, manifest).is_served() is home
+    with pytest.raises(UnreachableError):
+        ShardedReader(readers[::-1], manifest).is_served()
