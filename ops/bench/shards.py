@@ -22,17 +22,17 @@ from typing import Any
 import numpy as np
 
 from archipelago.broker.config import DataConfig, InnerConfig, MergeConfig, RunConfig, SyncConfig, WireConfig
-from archipelago.broker.errors import require_number
+from archipelago.broker.errors import BrokerError, require_number
 from archipelago.broker.manifest import Corpus, Manifest, Tensor
 from archipelago.broker.messages import Snapshot
 from archipelago.broker.process import keep_freed_memory
 from archipelago.broker.redis.transport import RedisTransport, connect
-from archipelago.broker.shards.transport import create
+from archipelago.broker.shards.transport import create, of_shard
 from archipelago.broker.transport import Transport
 from archipelago.broker.wire import digest, pack
 from archipelago.ops.bench.output import OutputOptions, finish
 from archipelago.ops.bench.players import Player
-from archipelago.ops.bench.process import Child, child, keep_to, require_linux, wait_until
+from archipelago.ops.bench.process import Child, child, keep_to, require_linux
 from archipelago.ops.launch.embedded_redis import start_server
 from archipelago.ops.launch.supervisor import thread_environment
 from archipelago.ops.settings import say
@@ -107,34 +107,48 @@ class _Run:
 
     def closed_within(self, cycle: int) -> float:
         """Publish what the islands owe in a cycle, and return the seconds in which the mergers close its rounds."""
-        connections = [
-            self.home.of_shard(k) if self.manifest.shards > 1 else self.home for k in range(len(self.mergers))
+        shards = [
+            _Shard(of_shard(self.home, self.manifest, shard), self.manifest.of_shard(shard))
+            for shard in range(self.manifest.shards)
         ]
-        for shard, transport in enumerate(connections):
-            sizes = self.manifest.of_shard(shard).sizes
-            for fragment, size in enumerate(sizes):
+        for shard in shards:
+            for fragment, size in enumerate(shard.manifest.sizes):
                 for player in self.players:
-                    player.contribute(transport, size, fragment, cycle * len(sizes) + fragment + 1, cycle)
+                    number = cycle * len(shard.manifest.sizes) + fragment + 1
+                    player.contribute(shard.transport, size, fragment, number, cycle)
         for player in self.players:
             player.beat(cycle + 1, time.monotonic())
         for merger in self.mergers:
             os.kill(merger.pid, signal.SIGCONT)
         began = time.monotonic()
-        last = [(cycle + 1) * len(self.manifest.of_shard(shard).sizes) for shard in range(len(connections))]
-        wait_until(
-            lambda: all(_closed(transport) >= goal for transport, goal in zip(connections, last, strict=True)),
-            "round of the last fragment",
-            PATIENCE_SECONDS,
-        )
+        for shard in shards:
+            shard.wait((cycle + 1) * len(shard.manifest.sizes))
         seconds = time.monotonic() - began
         for merger in self.mergers:
             os.kill(merger.pid, signal.SIGSTOP)
         return seconds
 
 
-def _closed(transport: Transport) -> int:
-    newest = transport.reader.tape(1)
-    return newest[-1].round if newest else 0
+class _Shard:
+    """What the measurement hears of a shard."""
+
+    def __init__(self, transport: Transport, manifest: Manifest) -> None:
+        self.transport, self.manifest = transport, manifest
+        self._after = transport.reader.last_event()
+
+    def wait(self, number: int) -> None:
+        """Wait until that round of the shard has closed. Polling would take the mergers' time."""
+        deadline, closed = time.monotonic() + PATIENCE_SECONDS, 0
+        while closed < number:
+            if time.monotonic() > deadline:
+                raise BrokerError(
+                    f"round {number} has not closed within {PATIENCE_SECONDS:g} s",
+                    "Check whether the machine is very busy.",
+                    code="bench.timeout",
+                )
+            for entry, event in self.transport.reader.events(self._after, 1.0):
+                self._after = entry
+                closed = event.round if isinstance(event, Snapshot) else closed
 
 
 @contextlib.contextmanager
