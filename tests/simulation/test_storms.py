@@ -17,7 +17,7 @@ FIRST = int(os.environ.get("ARCHIPELAGO_FIRST_SEED", "0"))
 #: The quick tier plays this number of seeds, and the full tier FULL_SEEDS more.
 QUICK_SEEDS = int(os.environ.get("ARCHIPELAGO_SEEDS", "30"))
 SEEDS_OF_A_TEST = 200
-FULL_SEEDS = 0 if "ARCHIPELAGO_SEEDS" in os.environ else 1940
+FULL_SEEDS = 0 if "ARCHIPELAGO_SEEDS" in os.environ else 970
 
 
 @pytest.fixture(scope="module")
