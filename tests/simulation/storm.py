@@ -98,7 +98,7 @@ def require_progress(simulation: Simulation) -> None:
     """Play on until each shard that has a merger makes progress. Raises AssertionError if one does not."""
     goals = [Goal(each) for each in simulation.invariants if each.shard != simulation.away]
     unmet: list[str] = []
-    for _ in range(12):
+    for _ in range(12 * len(simulation.invariants)):  # the mergers of all shards take turns with the islands
         simulation.settle(25)
         unmet = [text for goal in goals if (text := goal.unmet())]
         if not unmet:
