@@ -7,7 +7,6 @@ a merger needs those that no checkpoint covers.
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -207,24 +206,27 @@ class Retention:
                 text = f"checkpoint {covered.number} holds {what} up to round {covered.round}"
                 self.controls.note("checkpoint", text)
 
-    def finish(self, state: RunState, epoch: int) -> None:
-        """Take a last checkpoint and wait for it, so that the run can continue from disk alone."""
+    def finish(self, state: RunState, epoch: int, pause: Callable[[float], None]) -> None:
+        """Take a last checkpoint and wait for it, so that the run can continue from disk alone.
+
+        `pause` waits that many seconds.
+        """
         self.release(state, epoch, wait=True)
         if self.checkpointer is None:
             return
         if self.checkpointer.following is not None:
-            self._await_marker(state, epoch)
+            self._await_marker(state, epoch, pause)
         elif self.checkpointer.lacks(state.closed, state.covered):
             self.take(state, epoch)
         self.release(state, epoch, wait=True)
 
-    def _await_marker(self, state: RunState, epoch: int) -> None:
+    def _await_marker(self, state: RunState, epoch: int, pause: Callable[[float], None]) -> None:
         """Follow the merger of shard 0, which may be ending at the same moment, into its last checkpoint."""
         for _ in range(MARKER_TRIES):
             self.follow(state, epoch)
             if self.is_covered(state) or (self.checkpointer and self.checkpointer.is_busy):
                 return
-            time.sleep(MARKER_SECONDS)
+            pause(MARKER_SECONDS)
 
     def _waiting_bytes(self) -> int:
         """Return the bytes of the entries that compactions cover, and that wait for a checkpoint."""

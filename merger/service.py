@@ -460,7 +460,7 @@ class Merger:
         """Start a checkpoint now."""
         self.retention.take(self.state, self.epoch)
 
-    def finish(self) -> None:
-        """Take a last checkpoint and wait for it."""
+    def finish(self, pause: Callable[[float], None] = time.sleep) -> None:
+        """Take a last checkpoint and wait for it. `pause` waits that many seconds."""
         if self.fragments:
-            self.retention.finish(self.state, self.epoch)
+            self.retention.finish(self.state, self.epoch, pause)

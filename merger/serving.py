@@ -99,7 +99,7 @@ def _serve(
     if merger.epoch:
         last = merger.manifest.described(merger.state.closed)
         why = "the run is finished" if is_over else f"it was stopped after {last}"
-        _leave(merger, loaded, why)
+        _leave(merger, loaded, why, pause)
     return is_over
 
 
@@ -148,10 +148,10 @@ def _hand_over(merger: Merger) -> None:
     merger.controls.note("left", "another process serves fewer shards, and takes this one")
 
 
-def _leave(merger: Merger, loaded: bool, why: str) -> None:
+def _leave(merger: Merger, loaded: bool, why: str, pause: Callable[[float], None]) -> None:
     try:
         if loaded:
-            merger.finish()
+            merger.finish(pause)
         merger.transport.merger.release(merger.epoch)
         merger.controls.note("left", why)
     except BrokerError as error:
