@@ -3,7 +3,7 @@
 There is no coordinator. Every process reads from Redis who serves each shard and who stands by, and follows one rule.
 Of S shards and n processes,
 
-- a process takes a free shard while it serves fewer than ⌈S / n⌉, or when nobody has taken it for a while;
+- a process takes a free shard while it serves fewer than ⌈S / n⌉, or when the shard has stayed free for two leases;
 - it hands its last shard over while it serves more than ⌈S / n⌉, or while it serves more than ⌊S / n⌋ and another
   one serves fewer than that.
 

@@ -1,8 +1,8 @@
 """`archipelago bench shards`: the rounds a second of one merger process, and of two that share the shards of a run.
 
 The islands publish one contribution to a round of every fragment while the mergers are stopped. Then the mergers go on,
-and the time until all of these rounds have closed is measured. So the islands compete with nobody for the cores, but
-Redis does. The runs take turns, so that a busy machine slows all of them.
+and the time until all of these rounds have closed is measured. So the islands take no time of the mergers, but Redis
+does. The runs take turns, so that a busy machine slows all of them.
 """
 
 from __future__ import annotations

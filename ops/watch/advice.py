@@ -170,8 +170,8 @@ def _shards_without_merger(view: RunView, status: MergerStatus) -> Problem:
         "shard.no-merger", "bad", "merger",
         f"No merger serves {numbered('shard', status.unserved)}. Standing still: {numbered('fragment', sorted(still))} "
         f"of {view.fragments}. The others go on.",
-        f"Start a merger with `archipelago merger URL --run {view.run}`. It serves what nobody serves, and goes on "
-        "where the last one stopped.",
+        f"Start a merger with `archipelago merger URL --run {view.run}`. It takes the shards that have none, and "
+        "goes on where the last one stopped.",
         max(status.shards[shard].still_seconds for shard in status.unserved),
     )  # fmt: skip
 

@@ -31,7 +31,7 @@ class Watcher:
         self.run = found
 
     def holders(self) -> list[str]:
-        """Return who serves each shard; empty where nobody does."""
+        """Return the merger of each shard; empty for a shard without one."""
         statuses = [shard.reader.merger_status() for shard in self.run.shards]
         return [status.holder if status else "" for status in statuses]
 

@@ -354,7 +354,7 @@ class Simulation:
     def take_away(self, shard: int) -> None:
         """Let all mergers of a shard die, and start none until `away` is None again.
 
-        Nobody reaches a further shard either, unless islands are missing, which could not join without it.
+        The islands cannot reach a further shard either, unless some are missing, which could not join without it.
         """
         self.away = shard
         self.is_cut_off = shard > 0 and {island.name for island in self.islands} == set(self.wanted)
