@@ -19,6 +19,8 @@ from archipelago.islands.sync.connection.snapshots import Arrival, Snapshots
 from archipelago.islands.sync.connection.uplink import Uplink
 
 EVENTS_AT_ONCE = 256
+#: How often an island looks whether another server answers.
+INSTANCE_SECONDS = 2.0
 
 log = logging.getLogger(__name__)
 
@@ -65,10 +67,13 @@ class Inbox:
         self._wanted: set[int] = set()
         self._early: dict[int, Arrival] = {}
         self._must_resend = False
+        self._instance = ""
+        self._looked_at = -math.inf
         self._lock = threading.Lock()
 
     def join(self) -> list[Arrival]:
         """Fetch all fragments, and set the position in the stream so that no newer event is missed."""
+        self._instance = self._transport.reader.instance()
         self._after = self._transport.reader.last_event()
         arrivals = [self.snapshots.fetch(p) for p in self._fragments]
         self.heard_round = max(arrival.snapshot.round for arrival in arrivals)
@@ -91,6 +96,7 @@ class Inbox:
         On a thin link a download takes longer than a round. We therefore keep reading events during downloads, because
         an island that does not know of rounds sends nothing.
         """
+        self._follow_primary()
         self.listen(0.0 if self._wanted - self._early.keys() else block_seconds)
         for p in sorted(self._wanted):
             newest = self.snapshots.newest(p)
@@ -150,16 +156,34 @@ class Inbox:
         self._heads = self._transport.reader.heads()
         return self._heads
 
+    def _follow_primary(self) -> None:
+        """Go back to the last stored round if another server answers than before.
+
+        It may lack what the other one has acknowledged and announced. Its merger says so, too, but this island misses
+        that if it has read later announcements of the other one.
+        """
+        if self._clock() - self._looked_at < INSTANCE_SECONDS:
+            return
+        instance = self._transport.reader.instance()
+        if instance != self._instance:
+            stored = last_round(self._fresh_heads())
+            if stored is not None:
+                self._return_to(stored)
+        self._instance, self._looked_at = instance, self._clock()
+
     def _return_to_last_round(self) -> None:
         """Go back to the last round whose snapshot is stored, if this island believed in a later one."""
         self.listen()
         stored = last_round(self._fresh_heads())
         if stored is not None and stored < self.heard_round:
             self._ignore("a snapshot that is not stored")
-            resume = Resume(stored, 0)
-            self._hear(resume)
-            with self._lock:
-                self._events.append(resume)
+            self._return_to(stored)
+
+    def _return_to(self, number: int) -> None:
+        resume = Resume(number, 0)
+        self._hear(resume)
+        with self._lock:
+            self._events.append(resume)
 
     def _hear(self, event: Event) -> None:
         match event:
@@ -178,13 +202,26 @@ class Inbox:
                 self._outbox.resolve({event.identity_text})
             case Resume(round=number):
                 require_same_run(self._transport.reader, self._manifest)
+                on_tape = self._merged_since(self._outbox.first_merged_round)
                 self._must_resend = True
-                self._outbox.undo(number)
+                self._outbox.undo(on_tape)
                 if number != self.heard_round:
                     self._go_back(number)
                 self.heard_round = number
             case _:
                 pass
+
+    def _merged_since(self, first_round: int | None) -> set[str]:
+        """Return the identities of the contributions that the tape names in that round and later ones.
+
+        Numbers of rounds would not do. A primary that was replaced may have closed other rounds of the same numbers.
+        """
+        if first_round is None:
+            return set()
+        newest = last_round(self._known_heads()) or 0
+        # More may close before the tape is read. One that is missed is sent again, and refused as a repeat.
+        count = max(0, newest - first_round + 1) + self.window
+        return {member.identity_text for entry in self._transport.reader.tape(count) for member in entry.members}
 
     def _go_back(self, number: int) -> None:
         """Go back to a round, and fetch each fragment again that differs from what has arrived.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Set
 from typing import Generic, Protocol, TypeVar
 
 #: How many merged contributions are kept in any case. In int4, they take half the bytes of one float32 fragment.
@@ -14,6 +15,11 @@ KEPT_BYTES_MAX = 64 << 20
 
 class Sent(Protocol):
     """A contribution that was sent."""
+
+    @property
+    def identity_text(self) -> str:
+        """Its identity."""
+        ...
 
     @property
     def payload(self) -> bytes:
@@ -45,9 +51,14 @@ class Merged(Generic[Kind]):
             self._kept.popleft()
             self._bytes -= len(oldest.payload)
 
-    def undone(self, last_round: int) -> list[Kind]:
-        """Return the contributions that were merged after that round, and keep them no longer."""
-        out = [contribution for number, _, contribution in self._kept if number > last_round]
-        self._kept = deque(each for each in self._kept if each[0] <= last_round)
+    @property
+    def first_round(self) -> int | None:
+        """The first round that merged one of them; None if there are none."""
+        return min((number for number, _, _ in self._kept), default=None)
+
+    def undone(self, on_tape: Set[str]) -> list[Kind]:
+        """Return the contributions that the tape does not name, and keep them no longer."""
+        out = [contribution for _, _, contribution in self._kept if contribution.identity_text not in on_tape]
+        self._kept = deque(each for each in self._kept if each[2].identity_text in on_tape)
         self._bytes = sum(len(contribution.payload) for _, _, contribution in self._kept)
         return out

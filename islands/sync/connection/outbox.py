@@ -82,6 +82,11 @@ class Published:
     payload: bytes
     entry: str
 
+    @property
+    def identity_text(self) -> str:
+        """The identity of the contribution."""
+        return self.contribution.identity_text
+
 
 class Outbox:
     """Queued and undecided contributions of one island. The training thread queues, the sending thread publishes."""
@@ -152,7 +157,7 @@ class Outbox:
     def resume(self, in_flight: Sequence[Published]) -> None:
         """Send contributions of an earlier incarnation again. Their identities make retries idempotent."""
         with self._lock:
-            self._unresolved |= {p.contribution.identity_text: replace(p, entry=LOST) for p in in_flight}
+            self._unresolved |= {p.identity_text: replace(p, entry=LOST) for p in in_flight}
         self._must_resend = bool(in_flight)
 
     @property
@@ -254,16 +259,22 @@ class Outbox:
                 if merged_in is not None:
                     self._merged.add(merged_in, published, self._clock())
 
-    def undo(self, last_round: int) -> None:
-        """Take contributions back that were merged after `last_round`, because the broker has lost those rounds.
+    @property
+    def first_merged_round(self) -> int | None:
+        """The first round of the merged contributions that are kept for a failover; None if there are none."""
+        with self._lock:
+            return self._merged.first_round
+
+    def undo(self, on_tape: Set[str]) -> None:
+        """Take back the merged contributions that the tape does not name, because the broker has lost their rounds.
 
         `resend_lost` then publishes those that it has lost, too.
         """
         with self._lock:
-            for published in self._merged.undone(last_round):
+            for published in self._merged.undone(on_tape):
                 # The acknowledgement of its sending may not have come before the merger's decision.
                 again = published if published.entry else replace(published, entry=LOST)
-                self._unresolved[published.contribution.identity_text] = again
+                self._unresolved[published.identity_text] = again
 
     def mark(self, number: int) -> None:
         """Remember the undecided contributions at the merger's checkpoint `number`, until `passed`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -128,8 +129,18 @@ class Harness:
         plain = samples.commit([], payload, number)
         snapshot = replace(plain.snapshot, fragment=(number - 1) % 2, merged=" ".join(c.identity_text for c in merged))
         entries = [d.entry for d in self.deliveries() if d.contribution in merged]
-        self.transport.merger.commit(self.epoch, Commit(snapshot, payload, b"", "{}", plain.tape, entries, 0))
+        members = tuple(
+            replace(plain.tape.members[0], island=c.island, incarnation=c.incarnation, sequence=c.sequence)
+            for c in merged
+        )
+        tape = replace(plain.tape, fragment=snapshot.fragment, members=members)
+        self.transport.merger.commit(self.epoch, Commit(snapshot, payload, b"", "{}", tape, entries, 0))
         return snapshot
+
+    def lose_rounds(self, after: int) -> None:
+        """Lose the newest rounds, as a failover may."""
+        run = self.broker.runs[self.manifest.run]
+        run.tape = [entry for entry in run.tape if entry.round <= after]
 
     def refuse(self, contribution: Contribution, *, repeat: bool = False) -> Refusal:
         c = contribution
@@ -422,6 +433,7 @@ def test_contributions_of_a_round_that_the_broker_has_lost_are_sent_again(harnes
     link.pump()
     assert link.channels[0].outbox.unresolved_rounds() == set()
     harness.forget(second.entry)
+    harness.lose_rounds(1)
     harness.resume(1)
     link.pump()
     assert [c.round for c in harness.published()] == [2]  # it still holds the third, whose merge it has lost
@@ -429,6 +441,42 @@ def test_contributions_of_a_round_that_the_broker_has_lost_are_sent_again(harnes
     harness.resume(1)
     link.pump()
     assert len(harness.published()) == 1
+
+
+def test_contributions_are_sent_again_if_another_round_of_the_same_number_has_closed(harness: Harness) -> None:
+    """Two primaries were in use for a while. The one that was replaced had merged this island's contribution."""
+    link = harness.link()
+    for number in (1, 2):
+        link.send(draft(number))
+    link.pump()
+    first, second = harness.deliveries()
+    harness.close(1, 1.0, first.contribution)
+    harness.close(2, 2.0, second.contribution)
+    link.pump()
+    harness.forget(second.entry)
+    harness.lose_rounds(1)
+    harness.close(2, 3.0)
+    harness.close(3, 3.0)
+    harness.resume(3)
+    link.pump()
+    assert harness.published() == [second.contribution]
+    assert link.channels[0].outbox.unresolved_rounds() == {2}
+
+
+@pytest.mark.parametrize("is_another", [True, False])
+def test_an_island_notices_another_primary_by_itself(harness: Harness, is_another: bool) -> None:
+    """It has read announcements of the old one that are newer than the return to a round that the new one announced."""
+    harness.broker.instance = "old"
+    link = harness.link()
+    link.send(draft(1))
+    link.pump()
+    (sent,) = harness.deliveries()
+    harness.forget(sent.entry)
+    harness.broker.instance = "new" if is_another else "old"
+    link.channels[0].inbox._looked_at = -math.inf  # it looks from time to time
+    link.pump()
+    assert harness.published() == ([sent.contribution] if is_another else [])
+    assert received(link)[0] == ([Resume(0, 0)] if is_another else [])
 
 
 def test_resending_continues_after_an_outage(harness: Harness) -> None:
