@@ -25,7 +25,7 @@ WRITES = (
 )
 
 
-NOTHING, TAIL, EVERYTHING = "nothing", "tail", "everything"
+NOTHING, FAILOVER, EVERYTHING = "nothing", "failover", "everything"
 
 
 class Crash(Exception):  # noqa: N818 - a process has died, which is no error
@@ -46,7 +46,7 @@ class FaultRates:
         stall: A process stands still in the middle of a call while others act.
         cut: A process is cut off from a shard for a while.
         pause: A process does nothing for a while.
-        loses: What the broker may lose: nothing, its tail or everything.
+        loses: What the broker may lose: nothing, its newest writes (`failover`), or everything.
         checkpoints: Whether mergers write checkpoints.
         damage: Whether the merger's own state may be gone when the next merger loads it.
         steered: The operator changes a setting, sometimes to nonsense.
@@ -68,14 +68,14 @@ class FaultRates:
 
     def without_checkpoints(self) -> FaultRates:
         """Return these rates for a run without checkpoints, which cannot be restored or rebuilt."""
-        loses = TAIL if self.loses == TAIL else NOTHING
+        loses = FAILOVER if self.loses == FAILOVER else NOTHING
         return replace(self, checkpoints=False, damage=False, loses=loses)
 
     @classmethod
     def draw(cls, rng: random.Random) -> FaultRates:
         """Draw the rate of each fault."""
         checkpoints = rng.random() < 0.85
-        loses = rng.choice(["nothing", "nothing", "tail", "everything"])
+        loses = rng.choice([NOTHING, NOTHING, FAILOVER, EVERYTHING])
         return cls(
             lost=rng.choice([0.0, 0.01, 0.05, 0.15]),
             crash=rng.choice([0.0, 0.002, 0.006]),
@@ -86,9 +86,9 @@ class FaultRates:
             stall=rng.choice([0.0, 0.0, 0.002, 0.008]),
             cut=rng.choice([0.0, 0.01]),
             pause=rng.choice([0.0, 0.01]),
-            loses=loses if checkpoints or loses != "everything" else "nothing",
+            loses=loses if checkpoints or loses != EVERYTHING else NOTHING,
             checkpoints=checkpoints,
-            damage=checkpoints and loses == "nothing",
+            damage=checkpoints and loses == NOTHING,
             steered=rng.choice([0.0, 0.01, 0.03]),
         )
 
@@ -136,7 +136,7 @@ class FaultyConnection(Intercepted):
         if not simulation.faults:
             return read(after, 0.0, count)
         simulation.before(self, "events")
-        found = read(after, 0.0, count)
+        found = simulation.execute(self, "events", read, (after, 0.0, count), {})
         if found and simulation.happens(simulation.rates.lag):
             found = found[: simulation.random.randrange(len(found))]  # The process sees fewer events than snapshots.
         simulation.after("events")

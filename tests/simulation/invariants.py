@@ -24,6 +24,7 @@ from archipelago.merger.replay import replay_round
 from archipelago.merger.round_merge import RoundMerge, new_state
 from archipelago.merger.service import Merger
 from archipelago.merger.state import RunState
+from tests.simulation.faults import FAILOVER
 from tests.simulation.processes import RUN
 
 if TYPE_CHECKING:
@@ -70,6 +71,12 @@ class Invariants:
         self.first = [simulation.first[p][1] for p in simulation.manifest.shard_layout.fragments[shard]]
         self.entries: dict[str, tuple[Contribution, bytes]] = {}
         self.acknowledged: dict[str, None] = {}
+        #: What primaries had acknowledged before they were replaced. Islands that live on send again what was lost.
+        self.promised: set[str] = set()
+        #: What was ever refused. An island has no more to do with it.
+        self.refused: set[str] = set()
+        #: How often the broker has lost data of the shard.
+        self.losses = -1
         self.readers: dict[Key, list[Reader]] = defaultdict(list)
         self.said: dict[str, list[tuple[Key, Reader, int]]] = {}
         #: Whether a lease was ever taken from a living incarnation that was only unreachable.
@@ -89,6 +96,7 @@ class Invariants:
         for reader in (reader for readers in self.readers.values() for reader in readers):
             reader.is_excused = True
         self.epoch = 0
+        self.losses += 1
         self.acknowledged.clear()
         self.merged: set[str] = set()
         accounts = run.accounts() if run else Books()
@@ -262,7 +270,7 @@ class Invariants:
             assert head.round > entry.round
 
     def _check_kept(self, run: Any) -> None:
-        if not self.simulation.rates.checkpoints or self.simulation.rates.loses == "tail":
+        if not self.simulation.rates.checkpoints or self.simulation.rates.loses == FAILOVER:
             return
         images = self.simulation.disk.images
         covered = max(s.round for s, _ in images[max(images)].snapshots) if images else 0
@@ -335,6 +343,13 @@ class Invariants:
             told |= {event.identity_text} if isinstance(event, Refusal) else set()
         lost = [identity for identity in self.acknowledged if identity not in told]
         assert not lost, f"lost: {lost[:3]}"
+
+    def check_promises(self) -> None:
+        """Check that living islands have sent again what a failover had lost. The run must have settled."""
+        waiting = {entry.contribution.identity_text for entry in self.run.updates.values()}
+        owed = self.promised - self.merged - self.refused - waiting
+        lost = sorted(each for each in owed if each.rpartition("/")[0] in self.simulation.alive)
+        assert not lost, f"lost in a failover: {lost[:3]}"
 
     def check_replay(self) -> None:
         """Check that replaying the tape from version 0 and the contributions gives the published bits."""

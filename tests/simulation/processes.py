@@ -101,7 +101,8 @@ class MergerProcess(Process):
                 simulation.damage()
                 merger.load()
                 self.loaded = True
-                simulation.check_loaded(self)
+                if not simulation.uses_old_primary(self, self.shard):
+                    simulation.check_loaded(self)
             merger.turn(0.0)
         except (FencedError, UnknownRunError) as error:
             raise Crash(str(error)) from error

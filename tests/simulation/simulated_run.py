@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from functools import cache, partial
 from typing import Any, cast
@@ -28,15 +28,19 @@ from archipelago.broker.memory.state import key_of
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Contribution
 from archipelago.broker.shards.transport import create, whole
+from archipelago.islands.sync.connection.merged import KEPT_SECONDS
 from archipelago.merger.service import LEASE_SECONDS
 from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests import samples
 from tests.simulation.disks import Jobs, MergerDisk, Record
+from tests.simulation.failover import OldPrimary
 from tests.simulation.faults import EVERYTHING, FENCED, NOTHING, Crash, FaultRates, FaultyConnection, deliver
 from tests.simulation.invariants import Invariants
 from tests.simulation.processes import RUN, TEXT, IslandProcess, MergerProcess, Process
 
 NAMES = ("ada", "bea", "cyd", "dot", "eve")
+#: A replica that is promoted lacks the writes of at least this time.
+LAG_SECONDS = 2.0
 
 
 @cache
@@ -97,6 +101,7 @@ class Simulation:
         self.record = Record(self.may_crash)
         self.island_disks: dict[str, dict[int, dict[str, Any]]] = {}
         self.saved: tuple[float, int, Any] | None = None
+        self.old_primary: OldPrimary | None = None
         self.lost_at: tuple[int, int] | None = None
         self.damaged: dict[int, tuple[int, bytes]] = {}
         self.trained: Counter[str] = Counter()
@@ -169,6 +174,16 @@ class Simulation:
         self, connection: FaultyConnection, name: str, method: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Let the broker execute a call, and let the invariants observe it."""
+        is_old = self.uses_old_primary(connection.process, connection.shard)
+        if name == "instance":
+            return f"primary {self.invariants[connection.shard].losses - is_old}"
+        if name == "refuse":
+            self.invariants[connection.shard].refused |= {refusal.identity_text for _, refusal in args[1]}
+        if is_old and self.old_primary:
+            answer = self.old_primary.call(self.broker.runs, method, args, kwargs)
+            if name == "publish":
+                self.old_primary.acknowledged.add(cast(Contribution, args[0]).identity_text)
+            return answer
         before = dict(self.run.holders) if name == "lease_shard" and self.run else {}
         if self.faults and name == "publish" and self.happens(self.rates.garble):
             args = (args[0], args[1][:-1] + bytes([args[1][-1] ^ 1]), *args[2:])
@@ -199,22 +214,46 @@ class Simulation:
             self._nested = process.is_stalled = False
 
     def _lose(self) -> None:
-        """Lose data of the broker. Entry ids derive from the time, so they continue; every connection breaks."""
+        """Lose everything, or let the replica of one shard fall behind, which is promoted soon (`_fail_over`).
+
+        Entry ids derive from the time, so they continue. Every connection breaks.
+        """
         if self.rates.loses == EVERYTHING:
             if self.disk.images and self.run is not None:
                 self.lost_at = (self.run.next_event, self.run.next_update)
                 del self.broker.runs[RUN]
                 self._forget()
             return
-        if self.saved is None:
+        if self.saved is None and self.old_primary is None:
             shard = self._any_shard()
             self.saved = (self.clock.now, shard, _copied(self.invariants[shard].run))
-        elif self.clock.now - self.saved[0] >= 2.0:
-            _, shard, then = self.saved
-            now = self.invariants[shard].run
-            then.next_event, then.next_update = now.next_event, now.next_update
-            self.broker.runs[key_of(RUN, shard)], self.saved = then, None
-            self._forget(shard)
+
+    def _fail_over(self) -> None:
+        """Promote the replica. Some processes may use the old primary for a while."""
+        assert self.saved is not None
+        since, shard, then = self.saved
+        invariants = self.invariants[shard]
+        now, acknowledged = invariants.run, list(invariants.acknowledged)
+        then.next_event, then.next_update = now.next_event, now.next_update
+        self.broker.runs[key_of(RUN, shard)], self.saved = then, None
+        self._forget(shard)
+        share = self.random.choice([0.0, 0.5])
+        users = [process for process in self.processes if self.happens(share)]
+        until = self.clock.now + self.random.choice([1.0, 4.0])
+        self.old_primary = OldPrimary(shard, key_of(RUN, shard), now, acknowledged, since, users, until)
+
+    def _find_new_primary(self) -> None:
+        """Let all processes find the new primary."""
+        if (old := self.old_primary) is not None:
+            self.old_primary = None
+            self._disconnect(process for process in self.mergers if process in old.users)
+            if self.clock.now - old.since <= KEPT_SECONDS:
+                self.invariants[old.shard].promised |= old.acknowledged
+
+    def uses_old_primary(self, process: Process, shard: int) -> bool:
+        """Return whether a process still uses a primary whose replica was promoted."""
+        old = self.old_primary
+        return old is not None and old.shard == shard and process in old.users
 
     def _any_shard(self) -> int:
         return self.random.randrange(self.manifest.shards) if self.manifest.shards > 1 else 0
@@ -222,8 +261,12 @@ class Simulation:
     def _forget(self, shard: int = 0) -> None:
         self.losses += 1
         self.invariants[shard].forget()
-        for process in self.mergers_of(shard):
-            process.loaded, process.merger.epoch = False, 0  # Its connection broke.
+        self._disconnect(self.mergers_of(shard))
+
+    def _disconnect(self, mergers: Iterable[MergerProcess]) -> None:
+        """Let the connections of mergers break. They load the run again."""
+        for process in mergers:
+            process.loaded, process.merger.epoch = False, 0
 
     def _restored(self) -> None:
         assert self.lost_at is not None
@@ -263,6 +306,8 @@ class Simulation:
             deliver(self)
         if self.happens(0.3):
             self._background()
+        if self.old_primary and self.clock.now >= self.old_primary.until:
+            self._find_new_primary()
         if self.faults:
             self._inject_faults()
         self._keep_staffed()
@@ -274,6 +319,8 @@ class Simulation:
             self._act(self.random.choice(who))
 
     def _inject_faults(self) -> None:
+        if self.saved and self.clock.now - self.saved[0] >= LAG_SECONDS:
+            self._fail_over()
         if self.happens(0.02) and self.rates.loses != NOTHING:
             self._lose()
         if self.damages.random() < 0.02:
@@ -364,6 +411,7 @@ class Simulation:
     def settle(self, events: int) -> None:
         """Play events without faults. The holder of the lease keeps it, and every contribution is merged or refused."""
         self.faults = False
+        self._find_new_primary()
         for run in self.broker.runs.values():
             run.control = {name: value for name, value in run.control.items() if name in SETTINGS}
         self.clock.now += LEASE_SECONDS + 1

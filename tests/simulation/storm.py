@@ -88,6 +88,7 @@ def play(seed: int) -> list[str]:
     require_progress(simulation)
     for each in simulation.invariants:
         each.check_nothing_lost()
+        each.check_promises()
         each.check_replay()
     simulation.check_sums()
     digests = [entry.digest for each in simulation.invariants for entry in each.run.tape]
