@@ -38,6 +38,7 @@ from archipelago.ops.experiments.baselines import (
     scoring,
 )
 from archipelago.ops.experiments.hostile import compiled_wrong
+from archipelago.ops.experiments.lockstep_run import LockstepRun
 from archipelago.ops.experiments.settings import require_counts, require_slow, shortened
 from archipelago.ops.experiments.virtual_time import VirtualRun, are_slow, paces
 from archipelago.ops.launch.init import workload_of
@@ -253,6 +254,7 @@ def islands(
     attack: str = "",
     hostile: int = 0,
     apart: bool = False,
+    lockstep: bool = False,
 ) -> tuple[list[Point], VirtualRun]:
     """Play a run of islands to its end.
 
@@ -267,10 +269,14 @@ def islands(
         attack: What hostile islands do (`hostile.FORGERIES`).
         hostile: How many islands, from the first on, are hostile. Tokens count those of the others.
         apart: Each island reads a part of the text of its own.
+        lockstep: All islands step at once, and adopt at the same step boundary what they have sent.
 
     Returns:
         The evaluations, and the finished run.
     """
+    if lockstep:
+        run: VirtualRun = LockstepRun(work, [1.0] * count)
+        return play(run, scoring(work), progress), run
     seconds = paces(count, slow, slowed)
     on_the_way = [sending * is_slow for is_slow in are_slow(count, slowed)]
     attacks = {f"island-{number}": attack for number in range(hostile)}

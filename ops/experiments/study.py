@@ -15,6 +15,7 @@
     hostile = 0                         # how many islands are hostile
     attack = "flip"                     # what they do, see ops/experiments/hostile.py
     apart = false                       # each island reads a part of the text of its own
+    lockstep = false                    # all islands step at once, and adopt at once what they have sent
     seeds = [0]                         # instead of the study's
     "outer.rule" = ["sgd", "nesterov"]  # a setting
 

@@ -42,7 +42,7 @@ TAPE_SECONDS = 12 * 3600.0
 #: The values of a trial other than its settings and its seed, with their defaults.
 OWN: Mapping[str, Any] = {
     "kind": "islands", "islands": 4, "slow": 1.0, "slowed": 1, "chips": 0.0, "sending": 0.0, "late": 0.0,
-    "hostile": 0, "attack": "", "apart": False,
+    "hostile": 0, "attack": "", "apart": False, "lockstep": False,
 }  # fmt: skip
 #: What hostile islands do: `hostile.FORGERIES` names the same.
 ATTACKS = ("flip", "noise", "scale", "collude", "labels", "claims", "stale")
@@ -68,6 +68,7 @@ class Trial:
         hostile: How many of the islands are hostile.
         attack: What they do, a name of `hostile.FORGERIES`.
         apart: Each island reads a part of the text of its own.
+        lockstep: All islands step at once, and adopt at the same step boundary what they have sent (`LockstepRun`).
     """
 
     kind: str
@@ -82,6 +83,7 @@ class Trial:
     hostile: int = 0
     attack: str = ""
     apart: bool = False
+    lockstep: bool = False
 
     @classmethod
     def of(
@@ -98,6 +100,7 @@ class Trial:
         hostile: int = 0,
         attack: str = "",
         apart: bool = False,
+        lockstep: bool = False,
     ) -> Trial:
         """Make a trial without the values that its kind does not read, so that studies share their baselines."""
         if kind not in KINDS:
@@ -124,6 +127,12 @@ class Trial:
                 code="study.slow",
             )
         _require_attack(hostile, attack, islands, chips)
+        if lockstep and (slow > 1.0 or sending or late or chips or hostile or apart):
+            raise ConfigError(
+                "a study cannot have lockstep = true with slow, failing, late or hostile islands, or with apart = true",
+                "Leave out lockstep, or the others.",
+                code="study.lockstep",
+            )
         matters = _MATTERS[kind]
         mine = {k: v for k, v in settings.items() if k in matters or k.partition(".")[0] in matters}
         waits = kind == "diloco" or islands == 1  # Replicas that wait for all make as many steps, but later.
@@ -134,8 +143,8 @@ class Trial:
         slowed = slowed if factor > 1.0 or sending else 1
         named = tuple(sorted(mine.items()))
         hostile, attack = (hostile, attack) if kind == "islands" and hostile else (0, "")
-        apart = apart and kind == "islands"
-        return cls(kind, islands, factor, seed, named, slowed, chips, sending, late, hostile, attack, apart)
+        apart, lockstep = (flag and kind == "islands" for flag in (apart, lockstep))
+        return cls(kind, islands, factor, seed, named, slowed, chips, sending, late, hostile, attack, apart, lockstep)
 
     @property
     def config(self) -> RunConfig:
@@ -224,7 +233,7 @@ def _islands(trial: Trial, workload: Workload, note: Note) -> dict[str, Any]:
     if trial.chips:
         return _along_tape(trial, workload, note)
     _, run = islands(workload, trial.islands, trial.slow, note, trial.slowed, trial.sending, trial.late,
-                     trial.attack, trial.hostile, trial.apart)  # fmt: skip
+                     trial.attack, trial.hostile, trial.apart, trial.lockstep)  # fmt: skip
     rounds, per_round = participation(run)
     mean, most = staleness(run)
     return {"rounds": rounds, "per_round": round(per_round, 4), "staleness": round(mean, 4), "staleness_max": most}

@@ -108,6 +108,23 @@ def test_late_events_make_another_trial(folder: Path, corpus: OpenCorpus) -> Non
         Trial.of("islands", 2, 1.0, 0, settings, late=-1.0)
 
 
+@pytest.mark.full
+def test_islands_in_lockstep_adopt_at_once_what_they_send(folder: Path, corpus: OpenCorpus) -> None:
+    settings = dict(studies.load(folder, "rates").trials[1].settings)
+    usual, lockstep = (measure(Trial.of("islands", 3, 1.0, 0, settings, lockstep=flag)) for flag in (False, True))
+    assert (lockstep["staleness_max"], lockstep["per_round"]) == (0, 3.0)
+    assert lockstep["tokens"] == 3 * Trial.of("islands", 3, 1.0, 0, settings).config.inner.steps * 4 * 32
+    assert lockstep["curve"] != usual["curve"]
+    assert lockstep["lockstep"]
+    assert "lockstep" not in usual, "the record leaves out defaults"
+
+
+def test_lockstep_is_for_islands_that_are_equally_fast() -> None:
+    with failing(ConfigError, "study.lockstep"):
+        Trial.of("islands", 2, 3.0, 0, {}, lockstep=True)
+    assert not Trial.of("parallel", 2, 1.0, 0, {}, lockstep=True).lockstep
+
+
 def test_a_record_that_leaves_out_defaults_has_the_key_of_its_trial() -> None:
     record = {"kind": "islands", "islands": 4, "slow": 1.0, "seed": 0, "settings": {"inner.steps": 24}}
     assert trials.key_of(record) == Trial.of("islands", 4, 1.0, 0, {"inner.steps": 24}).key
