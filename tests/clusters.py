@@ -23,8 +23,9 @@ from archipelago.ops.launch.redis_program import find_program
 Until = Callable[..., None]
 
 PASSWORD = secrets.token_hex(8)
-#: How long a node may be silent before its replica replaces it, as the others or the Sentinels decide.
-SILENT_MS = 500
+#: How long a node may be silent before its replica replaces it, as the others or the Sentinels decide. A loaded machine
+#: rarely stops a process for so long, and the tests that wait for an election do so a few times only.
+SILENT_MS = 2000
 #: The same without replicas. Nothing replaces a node then: the others refuse all requests for as long as it is silent,
 #: and on a loaded machine a node may be silent for seconds.
 PATIENT_MS = 60_000
@@ -125,7 +126,9 @@ class Cluster:
         until(lambda: all(node.is_synced() for node in self.nodes[3:]), "the replicas to follow")
 
     def _node(self, folder: Path) -> Node:
-        cluster = ["--cluster-enabled", "yes", "--cluster-node-timeout", str(self._silent_ms), "--cluster-port"]
+        # Without the validity factor 0, a replica that was cut off for long would never be elected.
+        cluster = ["--cluster-enabled", "yes", "--cluster-node-timeout", str(self._silent_ms)]
+        cluster += ["--cluster-replica-validity-factor", "0", "--cluster-port"]
         return Node(folder, data_options(*cluster, str(free_port())))
 
     def _knows_all(self, node: Node) -> bool:
@@ -141,9 +144,9 @@ class Cluster:
         """The address, which names all nodes."""
         return f"redis+cluster://:{PASSWORD}@{','.join(f'{LOOPBACK}:{node.port}' for node in self.nodes)}"
 
-    def owner(self, run: str) -> Node:
-        """Return the primary that owns the slot of a run."""
-        return self.holder(Keys(run).manifest)
+    def owner(self, run: str, shard: int = 0) -> Node:
+        """Return the primary that owns the slot of a shard of a run."""
+        return self.holder(Keys(run, shard).manifest)
 
     def holder(self, key: str) -> Node:
         """Return the primary that owns the slot of a key, as it says itself."""
@@ -158,8 +161,8 @@ class Cluster:
         own = node.client.execute_command("CLUSTER NODES")[f"{LOOPBACK}:{node.port}"]["slots"]
         return {slot for first, *last in own for slot in range(int(first), int((last or [first])[0]) + 1)}
 
-    def pair(self, run: str) -> tuple[Node, Node]:
-        """Return the primary that owns the slot of a run, and a replica, as soon as that one follows it.
+    def pair(self, run: str, shard: int = 0) -> tuple[Node, Node]:
+        """Return the primary that owns the slot of a shard of a run, and a replica, as soon as that one follows it.
 
         On a loaded machine, a node may be silent for so long that its replica replaces it without a fault of a test.
         """
@@ -167,7 +170,7 @@ class Cluster:
 
         def is_there() -> bool:
             with suppress(LookupError):
-                primary = self.owner(run)
+                primary = self.owner(run, shard)
                 found.extend((primary, node) for node in self.nodes if node is not primary and node.follows(primary))
             return bool(found)
 
@@ -175,8 +178,12 @@ class Cluster:
         return found[0]
 
     def promote(self, replica: Node) -> None:
-        """Make a replica the primary of its slots, without asking the others."""
-        replica.client.execute_command("CLUSTER", "FAILOVER", "TAKEOVER")
+        """Make a replica the primary of its slots, without asking the others, who may have elected it meanwhile."""
+        try:
+            replica.client.execute_command("CLUSTER", "FAILOVER", "TAKEOVER")
+        except redis.ResponseError:
+            if replica.role() != "master":
+                raise
         self._until(lambda: replica.role() == "master", "the replica to take over")
 
     def move_slot(self, slot: int, old: Node, new: Node, *, keys_at_once: int = 1) -> None:
