@@ -65,6 +65,13 @@ class Mergers:
         found = re.findall(r"serving from round \d+, epoch (\d+)", self.said(process))
         return int(found[-1]) if found else 0
 
+    def was_overtaken(self, process: subprocess.Popen[bytes], epoch: int) -> bool:
+        """Return whether a merger that served in that epoch serves in it no more.
+
+        It ends, or takes the lease again in a newer epoch if its successor has lost the lease on a busy machine.
+        """
+        return process.poll() is not None or self.epoch(process) > epoch
+
     @property
     def serving(self) -> tuple[int, subprocess.Popen[bytes] | None]:
         """The newest epoch and its merger."""
@@ -100,9 +107,10 @@ def test_a_merger_that_was_overtaken_leaves(
     seed = random.SystemRandom().randrange(1 << 32)
     moments = random.Random(seed)
     islands = IslandThreads(server.url, transport.reader.manifest(), ["a", "b"], pause=0.02)
+    left = 0
     for number in range(TAKEOVERS):
         what = f"takeover {number}, seed {seed}"
-        until(lambda: mergers.has_closed_a_round(transport), f"a round: {what}", 90)
+        until(lambda: mergers.has_closed_a_round(transport), f"a round: {what}")
         epoch, first = mergers.serving
         assert first is not None
         moment = time.monotonic() + 0.1 * moments.random()
@@ -111,8 +119,11 @@ def test_a_merger_that_was_overtaken_leaves(
         mergers.start()  # The next standby starts while the present one takes over.
         until(lambda epoch=epoch: mergers.serving[0] > epoch, f"another merger to serve: {what}")
         first.send_signal(signal.SIGCONT)
-        until(lambda first=first: first.poll() is not None, f"the end of the first merger: {what}")
-        assert first.returncode == 0, mergers.said(first)
+        until(lambda first=first, epoch=epoch: mergers.was_overtaken(first, epoch), f"the first one to know: {what}")
+        if first.poll() is not None:
+            assert first.returncode == 0, mergers.said(first)
+            left += 1
+    assert left > 0, f"no merger left (seed {seed})"
     closed = transport.reader.tape(1)[-1].round
     until(lambda: transport.reader.tape(1)[-1].round > closed + 10, f"rounds afterwards (seed {seed})")
     islands.leave()
