@@ -56,7 +56,7 @@ def test_an_island_of_two_hosts_comes_back_from_its_checkpoint(
     before, second = rounds(), start()
     assert "optimiser state: own checkpoint" in processes.said(second[0])
     until(lambda: rounds() >= before + 2, "rounds of the island from its checkpoint")
-    assert balanced(view(server.url, "back"))
+    until(lambda: balanced(view(server.url, "back")), "balanced books")
 
     # Redis loses the run. It goes back to a checkpoint, and so does the island, whole.
     transport = connect(server.url, "back")
@@ -83,6 +83,6 @@ def test_an_island_of_two_hosts_comes_back_from_its_checkpoint(
     third = start()
     assert f"the island went back with the run to checkpoint {number}" in processes.said(third[0])
     until(lambda: rounds() >= lost + 2, "more rounds than were lost")
-    assert balanced(view(server.url, "back"))
+    until(lambda: balanced(view(server.url, "back")), "balanced books")
     third[1].terminate()
     assert [process.wait() for process in third] == [0, 0]
