@@ -49,22 +49,45 @@ class UpRun:
     def kill(self, launcher: subprocess.Popen[str]) -> None:
         """Kill the launcher and everything that it started, as a power failure does."""
         assert launcher.poll() is None, f"it ended before it was killed: {self.processes.said(launcher)}"
-        children = psutil.Process(launcher.pid).children(recursive=True)
+        children = children_of(launcher)
         assert len(children) >= 4
         launcher.kill()
         launcher.wait()
         self.until(lambda: not psutil.wait_procs(children, timeout=0)[1], "everything to die")
 
-    def whole_checkpoint(self) -> int:
-        """Return the number of the newest checkpoint, if all islands have their part of it; else 0."""
+    def kill_with_whole_checkpoint(self, launcher: subprocess.Popen[str]) -> None:
+        """Kill everything while all islands have their part of the newest checkpoint."""
+
+        def stopped() -> bool:
+            """Stop the mergers, so that none begins another checkpoint before the kill, and look again."""
+            if not self._has_whole_checkpoint():
+                return False
+            mergers = [p for p in children_of(launcher) if "archipelago.merger" in " ".join(p.cmdline())]
+            for merger in mergers:
+                merger.suspend()
+            if self._has_whole_checkpoint():
+                return True
+            for merger in mergers:
+                merger.resume()
+            return False
+
+        self.until(stopped, "a checkpoint of all processes")
+        self.kill(launcher)
+
+    def _has_whole_checkpoint(self) -> bool:
         try:
             image = self.checkpoints.load()  # without a number, because the merger deletes old ones meanwhile
         except ConfigError:  # no checkpoint has the parts of all shards yet
-            return 0
+            return False
         if image is None:
-            return 0
+            return False
         stores = [IslandStore(self.folder / "islands" / f"island-{n}", image.manifest) for n in range(2)]
-        return image.number if all(store.find(image.number) for store in stores) else 0
+        return all(store.find(image.number) for store in stores)
+
+
+def children_of(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Return all processes that a launcher started, directly or not."""
+    return psutil.Process(launcher.pid).children(recursive=True)
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -73,8 +96,7 @@ def test_a_run_survives_the_loss_of_redis_and_then_of_its_disk(
 ) -> None:
     up_run = UpRun(processes, tmp_path / "runs" / "phoenix", until, shards)
     first = up_run.up()
-    until(up_run.whole_checkpoint, "a checkpoint of all processes")
-    up_run.kill(first)
+    up_run.kill_with_whole_checkpoint(first)
     image = up_run.checkpoints.load()
     assert image is not None
     covered = max(snapshot.round for snapshot, _ in image.snapshots)
