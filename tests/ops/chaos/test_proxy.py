@@ -160,14 +160,13 @@ def test_everything_arrives_in_order_both_ways(echo: Echo) -> None:
         assert (proxy.bytes_up, proxy.bytes_down) == (len(data), len(data))
 
 
-def test_a_tenth_of_the_rate_takes_about_ten_times_as_long(echo: Echo) -> None:
+def test_a_lower_rate_takes_longer(echo: Echo, until: Until) -> None:
+    least = 0.9 * (1 << 18) / bytes_per_second(4.0)
     with linked(echo, 40.0) as (proxy, client):
-        seconds_for(client, 1 << 18)  # This uses up the burst.
-        fast = seconds_for(client, 1 << 18)
+        # On a loaded machine, any one transfer may be slow.
+        until(lambda: seconds_for(client, 1 << 18) < least / 2, "a transfer that is faster than the lower rate allows")
         proxy.set_rates(4.0, math.inf)
-        slow = seconds_for(client, 1 << 18)
-        assert slow >= 0.9 * (1 << 18) / bytes_per_second(4.0), "it was faster than the rate"
-        assert slow / fast > 2.0, "the new rate made no difference"
+        assert seconds_for(client, 1 << 18) >= least, "it was faster than the rate"
 
 
 def test_each_direction_has_its_own_rate(echo: Echo) -> None:
@@ -176,18 +175,25 @@ def test_each_direction_has_its_own_rate(echo: Echo) -> None:
             assert seconds_for(client, 1 << 18) >= 0.9 * (1 << 18) / bytes_per_second(4.0)
 
 
-def test_connections_share_the_rate(echo: Echo) -> None:
+def test_connections_share_the_rate(echo: Echo, until: Until) -> None:
     with linked(echo, 8.0) as (proxy, first), closing(connected(proxy)) as second:
-        took: list[float] = []
-        threads = [
-            threading.Thread(target=lambda c=client: took.append(seconds_for(c, 1 << 18))) for client in (first, second)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert max(took) >= 0.9 * 2 * (1 << 18) / bytes_per_second(8.0), "together they were faster than the rate"
-        assert max(took) / min(took) < 1.6, "one waited for the other to end"
+
+        def both_take_as_long() -> bool:
+            took: list[float] = []
+            threads = [
+                threading.Thread(target=lambda c=client: took.append(seconds_for(c, 1 << 18)))
+                for client in (first, second)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            least = 0.9 * 2 * (1 << 18) / bytes_per_second(8.0)
+            assert max(took) >= least, "together they were faster than the rate"
+            return max(took) / min(took) < 1.6
+
+        # A loaded machine may hold one of them up. If each waited for the other to end, one would always take half.
+        until(both_take_as_long, "two transfers of which none waits for the other to end")
 
 
 def test_a_higher_rate_applies_to_waiting_bytes(echo: Echo) -> None:
