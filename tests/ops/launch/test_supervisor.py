@@ -113,12 +113,16 @@ def test_all_children_end_even_those_that_ignore_sigterm(make: Make, until: Unti
     deaf = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
     )
-    children = [make(deaf), make("print('up', flush=True); import time; time.sleep(600)")]
+    polite = "print('up', flush=True); import time; time.sleep(600)"
+    children = [make(deaf), make(polite), make(polite)]
     for child in children:
         child.start()
-    until(lambda: children[0].log.read_text().count("up") == 2, "both to run")
-    stop_all(children, 0.5)
-    assert [child.process.poll() for child in children if child.process] == [-9, -15]
+    until(lambda: children[0].log.read_text().count("up") == 3, "all to run")
+    stop_all(children[:2], 0.5)
+    stop_all(children[2:], 60.0)
+    statuses = [child.process.poll() for child in children if child.process]
+    assert (statuses[0], statuses[2]) == (-9, -15)
+    assert statuses[1] in (-9, -15), "in half a second, a busy machine may not let it end"
 
 
 @pytest.mark.parametrize("is_deaf", [True, False], ids=["killed", "ended"])
