@@ -192,14 +192,6 @@ class Place:
         return shlex.split(line)
 
 
-def unused_port() -> int:
-    """Return a port at which nothing listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 @pytest.fixture(scope="module")
 def place(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     """Make the folder, a run, and a port that is taken."""
@@ -222,12 +214,12 @@ def place(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     transport = connect(runs, "alpha")
     manifest = samples.manifest("alpha")
     transport.create(manifest, samples.first_snapshots(manifest))
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    # A port that is bound, but at which nothing listens, refuses connections, and no other process gets it meanwhile.
+    with socket.create_server(("127.0.0.1", 0)) as taken, socket.socket() as away:
+        away.bind(("127.0.0.1", 0))
         yield Place(folder, {
             "RUNS": runs, "NONE": none, "TAKEN": str(taken.getsockname()[1]), "NEW": NEW,
-            "AWAY": f"redis://:hidden@127.0.0.1:{unused_port()}", "WRONG_PASSWORD": f"redis://:hidden@{address}",
+            "AWAY": f"redis://:hidden@127.0.0.1:{away.getsockname()[1]}", "WRONG_PASSWORD": f"redis://:hidden@{address}",
             "NOT_TLS": f"rediss://{address}",
         })  # fmt: skip
     transport.connection.redis.flushdb()
