@@ -82,7 +82,7 @@ def test_real_workers_survive_a_kill_a_stop_and_a_cut(
                 group.poll()
                 return holds()
 
-            until(poll, what, 60)
+            until(poll, what)
 
         def inject_and_recover(name: str, kind: Kind, seconds: float, over: str) -> None:
             """Inject the fault, and wait for its end, for a step of that worker, and for an exchange."""
