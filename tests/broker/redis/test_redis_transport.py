@@ -45,7 +45,7 @@ from archipelago.broker.wire import digest
 from archipelago.ops.launch.embedded_redis import Server, start_server
 from archipelago.ops.launch.redis_program import find_program
 from tests import samples
-from tests.conftest import Until
+from tests.conftest import PATIENCE_SECONDS, Until
 from tests.failing import failing
 
 WIDTH = 100_000
@@ -588,7 +588,7 @@ def test_a_waiting_reader_survives_the_loss_of_its_group(
 
     def read() -> None:
         try:
-            found.extend(transport.merger.updates(8.0))
+            found.extend(transport.merger.updates(PATIENCE_SECONDS))
         except BaseException as error:  # noqa: BLE001 - shown by the assertion below
             failed.append(error)
 
