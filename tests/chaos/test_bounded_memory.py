@@ -27,6 +27,7 @@ from archipelago.merger.service import Merger
 from archipelago.ops.experiments.virtual_time import VirtualRun
 from archipelago.ops.launch.embedded_redis import Server, start_server
 from tests.chaos.island_threads import Identity, steps
+from tests.conftest import Until
 
 pytestmark = pytest.mark.processes
 
@@ -106,9 +107,9 @@ class Patient(Absent):
 class BoundedRun:
     """A run in virtual time whose merger can be replaced."""
 
-    def __init__(self, url: str, raw: Any, corpus: OpenCorpus, config: RunConfig) -> None:
+    def __init__(self, url: str, raw: Any, corpus: OpenCorpus, config: RunConfig, until: Until) -> None:
         name = f"bounded-{uuid.uuid4().hex[:8]}"
-        self.raw, self.keys, self.config = raw, Keys(name), config
+        self.raw, self.keys, self.config, self._until = raw, Keys(name), config, until
         self.run = VirtualRun(
             replace(our_work(config, corpus), steps=cast(Any, steps)),
             SPEEDS,
@@ -139,8 +140,18 @@ class BoundedRun:
 
     @property
     def used(self) -> int:
-        """Memory that the server uses, in bytes."""
-        return int(self.raw.info("memory")["used_memory"])
+        """Memory that the server uses, in bytes, once it has freed what was deleted and its disk has taken the rest.
+
+        While its disk is busy, the server holds up to two seconds of writes for the append-only file.
+        """
+        self._until(
+            lambda: self._info("lazyfree_pending_objects") == self._info("aof_buffer_length") == 0,
+            "the server to have written and freed everything",
+        )
+        return self._info("used_memory")
+
+    def _info(self, field: str) -> int:
+        return int(self.raw.info()[field])
 
     @property
     def pending_max(self) -> int:
@@ -171,10 +182,10 @@ class BoundedRun:
 
 
 @pytest.fixture
-def bounded(small_server: Server, raw: Any, corpus: OpenCorpus, config: RunConfig) -> BoundedRun:
+def bounded(small_server: Server, raw: Any, corpus: OpenCorpus, config: RunConfig, until: Until) -> BoundedRun:
     large = WireConfig(up="bfloat16", thin="", down="float32")  # These payloads are sent as chunks.
     config = replace(config, inner=replace(config.inner, steps=STEPS_MAX), wire=large)
-    return BoundedRun(small_server.url, raw, corpus, config)
+    return BoundedRun(small_server.url, raw, corpus, config, until)
 
 
 @pytest.mark.full
