@@ -175,8 +175,7 @@ def test_a_cluster_that_does_not_say_its_hosts_is_an_error(monkeypatch: pytest.M
 
 @pytest.fixture
 def place() -> Membership:
-    with closing(socket.create_server(("127.0.0.1", 0))) as free:
-        return Membership("127.0.0.1", free.getsockname()[1], 2, 0)
+    return Membership("127.0.0.1", free_port(), 2, 0)
 
 
 @pytest.fixture
