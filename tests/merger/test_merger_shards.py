@@ -22,7 +22,8 @@ from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests import samples
 from tests.conftest import Until
 
-LEASE_SECONDS = 0.5
+#: Long enough that no lease expires while the threads of a test stand still. Threads that end release theirs.
+LEASE_SECONDS = 8.0
 LOOK_SECONDS = 0.02
 
 
