@@ -76,7 +76,7 @@ def fill(url: str) -> None:
     assert isinstance(transport.island.lease_shard(["23"], "island-0/x"), Place)
     for sequence in range(3):
         transport.island.publish(samples.contribution(sequence=sequence, island="island-0"), b"payload")
-    epoch = transport.merger.acquire("00b81fc22d7c", 60.0)
+    epoch = transport.merger.acquire("00b81fc22d7c", 3600.0)  # longer than all tests of this page
     assert epoch is not None
     transport.merger.announce(epoch, Resume(0, epoch))
     merged, refused, _ = transport.merger.updates(0.0)
