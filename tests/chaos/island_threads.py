@@ -27,6 +27,7 @@ from archipelago.islands.inner import InnerState
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.worker import Island
 from tests import samples
+from tests.conftest import PATIENCE_SECONDS
 from tests.intercept import Intercepted
 
 TEXT = np.random.default_rng(0).integers(0, 256, 4096, np.uint8)
@@ -94,7 +95,8 @@ class IslandThread:
             while not self._stopped.wait(self.pause):
                 self.island.boundary()
                 self.island.advance()
-            assert self.island.leave(), "the island could not send its last contributions"
+            is_sent = self.island.leave() or self.link.drain(PATIENCE_SECONDS)  # Redis may wait for its disk
+            assert is_sent, "the island could not send its last contributions"
         except BaseException as fault:  # noqa: BLE001 - the test raises it again
             self.fault = fault
 
