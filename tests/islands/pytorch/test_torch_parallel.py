@@ -83,21 +83,23 @@ def test_a_leader_without_its_team_leaves_the_run(monkeypatch: pytest.MonkeyPatc
     leader = Leader(None, Joining(url, "own", module(), island="both"))
     with pytest.raises(RuntimeError, match="closed by peer"), leader:
         pass
-    until(lambda: threading.active_count() == before, "the threads of the link to end")
+    until(lambda: threading.active_count() <= before, "the threads of the link to end")
     assert any("closed by peer" in note.text for note in connect(url, "own").reader.notes(10))
     with archipelago.pytorch.join(url, "own", module(), island="both"):
         pass
 
 
-def test_all_processes_read_the_same_length_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_processes_read_the_same_length_of_the_run(monkeypatch: pytest.MonkeyPatch, until: Until) -> None:
     monkeypatch.setattr(Alone, "share", lambda self, tensors: None)
     monkeypatch.setattr("archipelago.islands.pytorch.parallel.Team", lambda group: Alone())
     url = f"fakeredis://{uuid.uuid4().hex}"
     assert archipelago.pytorch.create(url, "own", module(), steps=10)
     with Leader(None, Joining(url, "own", module(), island="both")) as run:
         assert run._loop is not None
-        run._loop.link.run_steps = 7  # an operator changed it, and the others were not told yet
-        assert run.steps == 10
+        link = run._loop.link
+        connect(url, "own").reader.steer({"inner.steps": "7"})
+        until(lambda: link.run_steps == 7, "the leader to hear of the change")
+        assert run.steps == 10, "the others were not told yet"
         run.sync()
         assert run.steps == 7
 
