@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -230,25 +230,47 @@ class CrashRuns:
         return ScriptedRun(self.url.removesuffix("/0") + "/1", before.run, before.folder, self.until)
 
 
+class Played:
+    """The outcomes of runs. A run is played when its test asks for it, while those of the next tests begin.
+
+    Workers of pytest-xdist share the tests of this module, so no worker plays the runs of all of them.
+    """
+
+    def __init__(self, runs: CrashRuns, names: Sequence[str], threads: ThreadPoolExecutor) -> None:
+        """`names` are the failpoints of the tests, in their order."""
+        self._runs, self._names, self._threads = runs, names, threads
+        self._futures = {"": threads.submit(runs.undisturbed)}
+
+    def undisturbed(self) -> Outcome:
+        """Return the outcome of the run in which no process dies."""
+        return self._futures[""].result()
+
+    def disturbed(self, name: str) -> Outcome:
+        """Return the outcome of the run in which a process dies at that failpoint."""
+        at = self._names.index(name)
+        for each in self._names[at : at + PROCESSES]:
+            if each not in self._futures:
+                self._futures[each] = self._threads.submit(self._runs.disturbed, each)
+        return self._futures[name].result()
+
+
 @pytest.fixture(scope="module")
 def played(
     request: pytest.FixtureRequest, server: Server, tmp_path_factory: pytest.TempPathFactory, until: Until
-) -> Iterator[dict[str, Future[Outcome]]]:
-    """Start the runs of the selected tests, and return their futures."""
-    runs_of_crashes = CrashRuns(server.url, tmp_path_factory.mktemp("crashes"), until)
+) -> Iterator[Played]:
+    """Begin with the run in which no process dies."""
     here = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
-    chosen = [str(item.callspec.params["name"]) for item in here if hasattr(item, "callspec")]
+    names = [str(item.callspec.params["name"]) for item in here if hasattr(item, "callspec")]
     with ThreadPoolExecutor(PROCESSES) as threads:
-        runs = {"": threads.submit(runs_of_crashes.undisturbed)}
-        yield runs | {name: threads.submit(runs_of_crashes.disturbed, name) for name in chosen}
+        yield Played(CrashRuns(server.url, tmp_path_factory.mktemp("crashes"), until), names, threads)
         threads.shutdown(cancel_futures=True)
 
 
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in FAILPOINTS]
 )
-def test_a_run_that_is_killed_there_gives_the_same_bits(name: str, played: dict[str, Future[Outcome]]) -> None:
-    expected, found = played[""].result(), played[name].result()
+def test_a_run_that_is_killed_there_gives_the_same_bits(name: str, played: Played) -> None:
+    found, expected = played.disturbed(name), played.undisturbed()
     assert found.payloads == expected.payloads
     assert found.snapshots == expected.snapshots
     assert found.outers == expected.outers
