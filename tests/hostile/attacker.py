@@ -6,7 +6,7 @@ It knows what an island knows: the names of the keys, the manifest, the codecs, 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -104,6 +104,13 @@ class Attacker:
         )
         self.sequence += 1
         return {**to_fields(honest), **{name: str(value) for name, value in claims.items()}}, payload
+
+    def contributions(self, count: int, **claims: Any) -> Iterator[tuple[dict[str, str], bytes]]:
+        """Yield contributions that differ in their sequence numbers. A flood cannot look at the run for each."""
+        fields, payload = self.contribution(**claims)
+        for _ in range(count):
+            yield {**fields, "sequence": str(self.sequence)}, payload
+            self.sequence += 1
 
     def heartbeat(self, island: str = "", **claims: Any) -> dict[Any, Any]:
         """Return the fields of a heartbeat."""
