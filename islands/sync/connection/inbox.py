@@ -165,7 +165,7 @@ class Inbox:
         if self._clock() - self._looked_at < INSTANCE_SECONDS:
             return
         instance = self._transport.reader.instance()
-        if instance != self._instance:
+        if self._instance not in ("", instance):
             stored = last_round(self._fresh_heads())
             if stored is not None:
                 self._return_to(stored)
