@@ -69,7 +69,7 @@ class Found:
         fault: Why the state cannot be read.
         closed: The last closed round, on which most of the records agree.
         heads: The header of each fragment's newest version; None if it is lost.
-        full: The newest full snapshot of each fragment and its payload; None if it is lost.
+        full: The header of each fragment's newest full snapshot; None if that is lost.
         logs: The rounds of each fragment after that; fewer if some are lost.
         fragments: Each fragment whose own state can be read; None if it is lost.
     """
@@ -78,7 +78,7 @@ class Found:
     fault: ConfigError | None
     closed: int
     heads: list[Snapshot | None]
-    full: list[tuple[Snapshot, bytes] | None]
+    full: list[Snapshot | None]
     logs: list[list[RoundLog]]
     fragments: list[FragmentState | None]
 
@@ -117,8 +117,7 @@ def load(
     """
     found = _found(transport, rules, between)
     if not (found.lost or found.lost_state):
-        full = [snapshot for snapshot, _ in _whole(found.full)]
-        return Loaded(found.state, _whole(found.fragments), _whole(found.heads), full, _uncovered(found))
+        return Loaded(found.state, _whole(found.fragments), _whole(found.heads), _whole(found.full), _uncovered(found))
     recovered = _recovered(transport, rules, store, found)
     return recovered if recovered is not None else _from_what_is_left(transport, rules, found)
 
@@ -130,22 +129,23 @@ def _uncovered(found: Found, but: Container[int] = ()) -> list[TapeEntry]:
 
 
 def _found(transport: MergerTransport, rules: RoundMerge, between: Callable[[], object]) -> Found:
+    """Read one fragment after another: the payloads of all of them would take a third of the merger's memory."""
     state, fault = _state(transport)
-    full = [_full(transport, rules, p) for p in range(len(rules.manifest.fragments))]
-    heads = transport.reader.heads()
+    heads, count = transport.reader.heads(), len(rules.manifest.fragments)
     # A missing state says round 0. It is no witness against the tape.
     closed = _last_round(transport, None if fault else state.closed or None, heads)
+    full: list[Snapshot | None] = []
     fragments: list[FragmentState | None] = []
     logs: list[list[RoundLog]] = []
-    for p, held in enumerate(full):
-        version = version_after(closed, p, len(full))
-        head = heads[p]
-        if head is None or (head.fragment, head.round, head.version) != (p, round_of(version, p, len(full)), version):
+    for p in range(count):
+        version, head, held = version_after(closed, p, count), heads[p], _full(transport, rules, p)
+        if head is None or (head.fragment, head.round, head.version) != (p, round_of(version, p, count), version):
             _log_lost(f"the header of fragment {p}", f"it is not of version {version}, and round {closed} was closed")
             heads[p] = None
         if held is not None and held[0].version > version:
             _log_lost(f"the snapshot of fragment {p}", f"it is of round {held[0].round}, and round {closed} was closed")
-            full[p] = held = None
+            held = None
+        full.append(held[0] if held else None)
         logs.append(_logs(transport, p, range((held[0].version if held else version) + 1, version + 1)))
         fragments.append(_stored_fragment(transport, rules, p, held, version, logs[p], state, between))
         between()
@@ -302,7 +302,7 @@ def _repaired(
             snapshot = compactions[-1].snapshot
             full.append(snapshot)
         else:
-            full.append(held[0])
+            full.append(held)
             heads += [] if head else [snapshot]
         snapshots.append(snapshot)
     written = {compaction.snapshot.fragment for compaction in compactions}
@@ -397,8 +397,7 @@ def _published_fragment(transport: MergerTransport, rules: RoundMerge, found: Fo
     Raises:
         ConfigError: None can be read (`config.lost-fragment`).
     """
-    held = found.full[p]
-    if held is None:
+    if found.full[p] is None:
         raise ConfigError(
             f"Redis has lost fragment {p} of run {rules.manifest.run!r}, and no checkpoint can restore it",
             REMEDY.format(run=rules.manifest.run),
@@ -408,7 +407,7 @@ def _published_fragment(transport: MergerTransport, rules: RoundMerge, found: Fo
         return new_state(newest(transport.reader, rules.manifest, p).params_N, rules.outer)
     except WireError as error:
         log.warning("%s, so the run goes on from the older version", error.reason, extra={"code": "restore.older"})
-        return new_state(unpack(held[1], rules.manifest.sizes[p]), rules.outer)
+        return new_state(unpack(transport.reader.fragment(p)[1], rules.manifest.sizes[p]), rules.outer)
 
 
 def _require_published(found: Found, state: RunState, fragments: Sequence[FragmentState]) -> None:

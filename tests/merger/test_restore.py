@@ -21,11 +21,14 @@ from archipelago.broker.wire import digest_of, unpack
 from archipelago.merger import outer
 from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.merger.checkpointer import at_once
+from archipelago.merger.restore import load
+from archipelago.merger.round_merge import RoundMerge
 from archipelago.merger.service import Merger
 from archipelago.merger.state import RunState
 from archipelago.merger.storage import MergerFolder
 from tests import samples
 from tests.failing import failing
+from tests.intercept import Intercepted
 from tests.merger.merger_run import (
     CONFIG,
     SIZE,
@@ -91,6 +94,22 @@ def undisturbed(config: RunConfig) -> list[Any]:
     run, merger = begun(config, Shelf())
     run.play(merger, 8, 9, 10)
     return bits(run)
+
+
+def test_the_lease_can_be_renewed_between_the_downloads_of_two_fragments() -> None:
+    """The downloads of a large model take longer than a lease."""
+    run, _ = begun(CONFIG, Shelf())
+    calls: list[str] = []
+
+    class Watched(Intercepted):
+        def intercept(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            calls.extend(["download"] * (name == "fragment"))
+            return super().intercept(name, method, *args, **kwargs)
+
+    manifest = run.transport.reader.manifest()
+    load(Watched(run.transport), RoundMerge.of(manifest), None, lambda: calls.append("between"))
+    assert calls.count("download") == len(manifest.fragments) > 1
+    assert "download download" not in " ".join(calls)
 
 
 @pytest.mark.parametrize("config", [CONFIG, ROUNDED, ISOTROPIC], ids=["exact", "rounded", "isotropic"])
