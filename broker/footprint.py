@@ -12,6 +12,7 @@ from typing import Final
 import psutil
 
 from archipelago.broker.codecs import codec
+from archipelago.broker.config import RunConfig
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.transport import DIFFERENCES_KEPT
 
@@ -35,9 +36,9 @@ FRAGMENTS_HELD: Final = 4
 SUM_PER_PARAMETER: Final = 4
 #: Bytes per synced first moment of an island: the reference, the published moment, and copies of both, in float32.
 ISLAND_PER_MOMENT: Final = 16
-#: Bytes per element of a merger, a parameter or a synced first moment: exact parameters, momentum, sums, snapshots, and
-#: a checkpoint, in float32.
-MERGER_PER_PARAMETER: Final = 41
+#: Bytes per element of the largest fragment that a merger takes for one round: contributions, sums, the new state and
+#: what is sent, in float32 (`archipelago bench largest --parameters 8e7`, with 8 fragments and with 128).
+MERGER_PER_FRAGMENT: Final = 60
 #: Bytes per element in Redis of a compaction: a full snapshot, and the exact parameters and momentum.
 REDIS_PER_PARAMETER: Final = 12
 #: Contributions and differences since the last compaction, as a multiple of its bytes, at most (`merger.compaction`).
@@ -65,12 +66,12 @@ class Footprint:
 def footprint(manifest: Manifest) -> Footprint:
     """Estimate the memory of a run."""
     parameters, elements = manifest.parameters, manifest.elements
-    moments = ISLAND_PER_MOMENT * (elements - parameters)
+    moments, sizes = ISLAND_PER_MOMENT * (elements - parameters), (elements, max(manifest.sizes, default=0))
     island = ISLAND_BASE + ISLAND_PER_PARAMETER * parameters + moments + _of_batches(manifest)
     return Footprint(
         island=OWN_LOOP_PER_PARAMETER * parameters if manifest.config.has_own_loops else island,
-        merger=MERGER_BASE + MERGER_PER_PARAMETER * elements,
-        redis=sum(redis_parts(manifest).values()),
+        merger=sum(merger_parts(manifest.config, *sizes).values()),
+        redis=sum(redis_parts(manifest.config, *sizes).values()),
     )
 
 
@@ -101,9 +102,30 @@ def _of_batches(manifest: Manifest) -> int:
     return sums + an_element * config.tokens_per_step // parts
 
 
-def redis_parts(manifest: Manifest) -> dict[str, int]:
-    """Estimate the memory of a run in Redis at its peak, by part in words."""
-    wire, elements = manifest.config.wire, manifest.elements
+def merger_parts(config: RunConfig, elements: int, largest: int, *, checkpoints: bool = True) -> dict[str, int]:
+    """Estimate the memory of a merger at its peak, by part in words.
+
+    Args:
+        config: The run's config.
+        elements: The elements that it merges, parameters and synced first moments.
+        largest: The elements of the largest fragment.
+        checkpoints: Whether it writes checkpoints.
+    """
+    is_rounded = config.wire.full != "float32" or config.wire.sends_differences
+    momentum = 0 if config.outer.rule == "sgd" else 4
+    state = (4 + momentum + 4 * is_rounded) * elements
+    return {
+        "the process": MERGER_BASE,
+        "exact and published parameters, momentum": state,
+        "a checkpoint that is written": state if checkpoints else 0,
+        "what rounds replace meanwhile": state if checkpoints else 0,
+        "the fragment that is merged": MERGER_PER_FRAGMENT * largest,
+    }
+
+
+def redis_parts(config: RunConfig, elements: int, largest: int) -> dict[str, int]:
+    """Estimate the memory of a run in Redis at its peak, by part in words. For the arguments, see `merger_parts`."""
+    wire = config.wire
     difference = codec(wire.down).encoded_size(elements) if wire.sends_differences else 0
     return {
         "parameters and momentum": REDIS_PER_PARAMETER * elements,
@@ -111,7 +133,7 @@ def redis_parts(manifest: Manifest) -> dict[str, int]:
         "contributions": 4 * codec(wire.up).encoded_size(elements),
         "contributions since the last compaction": REDIS_LOG * REDIS_PER_PARAMETER * elements if difference else 0,
         "replaced snapshots": REPLACED_PER_PARAMETER * elements,
-        "a compaction that is written": REDIS_PER_PARAMETER * max(manifest.sizes, default=0),
+        "a compaction that is written": REDIS_PER_PARAMETER * largest,
     }
 
 

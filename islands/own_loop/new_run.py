@@ -145,7 +145,7 @@ def require_room(manifest: Manifest, memory: Memory) -> None:
     """Raise ConfigError (`loop.too-large`), with the sum, if the Redis may not hold the run."""
     if not memory.most:
         return
-    parts = redis_parts(manifest)
+    parts = redis_parts(manifest.config, manifest.elements, max(manifest.sizes, default=0))
     needed, room = sum(parts.values()), max(0, memory.most - memory.used)
     if needed <= room:
         return

@@ -31,7 +31,7 @@ class Player:
         home.island.claim_name(self.name, INCARNATION)
         shards = manifest.config.data.shards
         order = [str((2 * number + each) % shards) for each in range(shards)]
-        self._beat = _heartbeat(self.name)
+        self._beat = heartbeat_of(self.name)
         self.beat_at = float("-inf")
         self.beat(0, time.monotonic())
         place = home.island.lease_shard(order, self._who)
@@ -79,7 +79,8 @@ def _payload(elements: int, number: int) -> bytes:
     return pack(SHARED * shared + (1.0 - SHARED) * own, "int4", 0)
 
 
-def _heartbeat(island: str) -> Heartbeat:
+def heartbeat_of(island: str) -> Heartbeat:
+    """Return the heartbeat of an island that trains and has made no step yet."""
     return Heartbeat(
         island=island, incarnation=INCARNATION, state="training", host="bench", pid=os.getpid(), device="none",
         steps=0, global_step=0, tokens=0, tokens_per_second=1.0, step_seconds=0.1, loss=2.0, staleness=0.0, backlog=0,

@@ -89,6 +89,11 @@ def peak_bytes(pid: int) -> int:
     return _kibibytes(Path(f"/proc/{pid}/status"), "VmHWM") << 10
 
 
+def resident_bytes(pid: int) -> int:
+    """Return the memory that a process has now."""
+    return _kibibytes(Path(f"/proc/{pid}/status"), "VmRSS") << 10
+
+
 def cpu_seconds(pid: int) -> float:
     """Return the processor time of all threads of a process, to the clock tick (10 ms on most machines)."""
     try:

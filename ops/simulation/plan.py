@@ -1,4 +1,4 @@
-"""`archipelago simulate plan`: choose M, H, P and codec for a run, and estimate its traffic, duration and goodput."""
+"""`archipelago simulate plan`: choose M, H, P, S and codec for a run, and estimate its traffic, memory and goodput."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from archipelago.broker.config import MergeConfig
+from archipelago.broker.config import MergeConfig, checked
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.manifest import Tensor
 from archipelago.broker.process import print_json
 from archipelago.ops.settings import say
+from archipelago.ops.simulation.cycle import Cycle, cycle, shards_needed
 from archipelago.ops.simulation.failures import YEAR_SECONDS, FailureModel, simulate
 from archipelago.ops.simulation.links import Load, data_parallel_gbits, load
 from archipelago.ops.simulation.spectra_load import THREAD_RATE, SpectraLoad, decoder, spectra_load
@@ -55,7 +56,7 @@ LADDER = (
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Plan a run on one page: M, H, P and codec for the machines and links that you have.
+    """Plan a run on one page: M, H, P, S and codec for the machines and links that you have.
 
     The answer comes from the model of `archipelago simulate run`; docs/results/simulation.md lists its assumptions.
     """
@@ -98,6 +99,12 @@ class PlanOptions:
     """The threads of the merger, which changes the spectra of matrices (`isotropic`)."""
     thread_gflops: float = THREAD_RATE / 1e9
     """What one of these threads does. `archipelago doctor` measures it on the machine where it runs."""
+    merger_slowness: float = 1.0
+    """The time that a core of the merger takes to merge, over that of the machine of docs/results/performance.md."""
+    merger_gb: float = 64.0
+    """The memory of a machine with a merger, in GB. A model that needs more gets several shards."""
+    redis_gb: float = 64.0
+    """The memory of a machine with a Redis primary, in GB."""
     merge: MergeConfig = field(default_factory=MergeConfig)
     """The merge rules, as for `archipelago init`."""
     seed: int = 0
@@ -123,7 +130,9 @@ class Plan:
         fleet: The chosen one.
         fits: Whether the links carry the load.
         seconds: Time of training, with failures.
-        spectra: What changing spectra takes.
+        spectra: What changing spectra takes, if each shard has a merger on a machine of its own.
+        cycle: Memory, bytes and time of a cycle, and the number of shards.
+        has_room: Whether any number of shards fits into the machines. Otherwise `cycle` is that of one.
     """
 
     parameters: int
@@ -140,6 +149,8 @@ class Plan:
     data_parallel_goodput: float
     data_parallel_gbits: float
     spectra: SpectraLoad
+    cycle: Cycle
+    has_room: bool
 
 
 def main(options: PlanOptions) -> int:
@@ -178,8 +189,9 @@ def plan(options: PlanOptions) -> Plan:
     islands_a_site = math.ceil(fleet.islands / options.sites)
     way, fragments, need, fits = _way(options, parameters, fleet.islands, islands_a_site, step_seconds)
     alone = _fleet(options, 1, step_seconds)
-    rate = 1e9 * options.thread_gflops * options.merger_threads
-    tensors = tensors_of(options.model)
+    need_of_cycle, has_room = _cycle(options, way, parameters, fragments, fleet.islands, way.interval * step_seconds)
+    shards, tensors = need_of_cycle.shards, tensors_of(options.model)
+    rate = 1e9 * options.thread_gflops * options.merger_threads * shards
     spectra = spectra_load(tensors, options.merge, options.merger_threads, rate, way.interval * step_seconds)
     return Plan(
         parameters=parameters,
@@ -187,7 +199,7 @@ def plan(options: PlanOptions) -> Plan:
         fleets=tuple(fleets),
         fleet=fleet,
         way=way,
-        fragments=fragments,
+        fragments=fragments * shards,
         step_seconds=step_seconds,
         load=need,
         fits=fits,
@@ -196,6 +208,8 @@ def plan(options: PlanOptions) -> Plan:
         data_parallel_goodput=alone.goodput,
         data_parallel_gbits=data_parallel_gbits(parameters, 16.0, step_seconds, max(2, options.sites), 0.95),
         spectra=spectra,
+        cycle=need_of_cycle,
+        has_room=has_room,
     )
 
 
@@ -212,7 +226,8 @@ def choose(fleets: Sequence[Fleet]) -> Fleet:
 
 def _check(options: PlanOptions) -> None:
     positive = ("sites", "chips", "tokens_per_second", "batch_tokens", "link_mbits", "redis_mbits", "hours_between",
-                "slice_chips", "merger_threads", "thread_gflops")  # fmt: skip
+                "slice_chips", "merger_threads", "thread_gflops", "merger_slowness", "merger_gb",
+                "redis_gb")  # fmt: skip
     for name in positive:
         if not 0 < getattr(options, name) < math.inf:
             flag = name.replace("_", "-")
@@ -278,6 +293,19 @@ def _way(
         if fits or way is LADDER[-1]:
             return way, fragments, need, fits
     raise AssertionError("the ladder has a last way")
+
+
+def _cycle(
+    options: PlanOptions, way: Way, parameters: int, fragments: int, islands: int, interval_seconds: float
+) -> tuple[Cycle, bool]:
+    """Return a cycle with as few shards as fit, or with one and False. Each shard has that many fragments."""
+    config = checked({"wire": {"up": way.up, "down": way.down}})
+    shards = shards_needed(
+        config, parameters, fragments, islands, merger_bytes=1e9 * options.merger_gb,
+        redis_bytes=1e9 * options.redis_gb, interval_seconds=interval_seconds, slowness=options.merger_slowness,
+    )  # fmt: skip
+    count, slowness = max(1, shards), options.merger_slowness
+    return cycle(config, parameters, fragments * count, islands, count, slowness=slowness), shards > 0
 
 
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}

@@ -15,6 +15,7 @@ def page(options: PlanOptions, found: Plan) -> list[str]:
     interval_seconds = way.interval * found.step_seconds
     fails, settings = _time(options.hours_between * 3600), f"--sync.interval {way.interval}"
     settings += f" --sync.fragments {found.fragments} --wire.up {way.up} --wire.down {way.down}"
+    settings += f" --shards {found.cycle.shards}" if found.cycle.shards > 1 else ""
     settings = " ".join([settings, *flags(RunConfig(merge=options.merge))])
     return [
         f"plan     {_count(found.parameters)} parameters on {_count(found.tokens)} tokens: {options.chips:,} chips in "
@@ -23,6 +24,7 @@ def page(options: PlanOptions, found: Plan) -> list[str]:
         f"M = {fleet.islands:<5} islands, {found.islands_a_site} a site, {options.chips / fleet.islands:g} chips each",
         f"H = {way.interval:<5} inner steps between two syncs of a fragment: {_time(interval_seconds)}",
         f"P = {found.fragments:<5} fragments, one sync every {_time(interval_seconds / found.fragments)}",
+        _shards_line(options, found),
         f"codec    {way.up} up, {way.down} down: {way.why}",
         "",
         f"goodput  {fleet.goodput:.1%} of the chips' time, uptime {fleet.uptime:.2%}; data-parallel over all sites: "
@@ -36,6 +38,7 @@ def page(options: PlanOptions, found: Plan) -> list[str]:
         f"         in all {_size((need.redis_in + need.redis_out) * found.seconds)}; data-parallel at 95 % utilisation "
         f"needs {found.data_parallel_gbits:,.3g} Gbit/s between sites",
         _link_line(options, found),
+        _memory_line(found),
         _merger_line(found),
         "",
         f"start    archipelago init redis://… --run NAME {settings}",
@@ -53,13 +56,33 @@ def _link_line(options: PlanOptions, found: Plan) -> str:
     return f"link     {used:.0%} of an island's share of its site's link, {there:.0%} of the Redis's"
 
 
+def _shards_line(options: PlanOptions, found: Plan) -> str:
+    shards = found.cycle.shards
+    machines = f"{options.merger_gb:g} GB for a merger and {options.redis_gb:g} GB for a Redis"
+    if not found.has_room:
+        return f"S = ?     TOO LARGE for machines of {machines}, with any number of shards"
+    if shards == 1:
+        return f"S = 1     shard: machines of {machines} are enough"
+    return f"S = {shards:<5} shards, each with a merger and a Redis on machines of {machines}"
+
+
+def _memory_line(found: Plan) -> str:
+    need = found.cycle
+    return (f"memory   a merger {_size(need.merger_bytes)}; a Redis {_size(need.redis_first_bytes)} after the first "
+            f"cycle, {_size(need.redis_bytes)} at most between two compactions")  # fmt: skip
+
+
 def _merger_line(found: Plan) -> str:
-    spectra = found.spectra
+    need, spectra = found.cycle, found.spectra
+    merging = (f"merges {_time(need.merge_seconds)} a cycle besides spectra; another one needs "
+               f"{_time(need.restart_seconds)} at most to take over")  # fmt: skip
     if not spectra.operations:
-        return "merger   changes no spectra with these rules"
+        return f"merger   {merging}; these rules change no spectra"
+    each = f" (all {need.shards} mergers together)" if need.shards > 1 else ""
     if spectra.fits:
-        return f"merger   {spectra.describe()}"
-    return f"merger   TOO SLOW: {spectra.describe()}; islands would stretch it. {spectra.remedy}"
+        return f"merger   {merging}; {spectra.describe()}{each}"
+    return (f"merger   TOO SLOW: {spectra.describe()}{each}; islands would stretch it. {spectra.remedy} "
+            f"It {merging}.")  # fmt: skip
 
 
 def _count(value: float) -> str:

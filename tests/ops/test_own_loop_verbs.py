@@ -154,7 +154,9 @@ def test_verbs_that_need_the_model_say_so(served: Served) -> None:
 def test_a_script_needs_what_the_link_holds_and_redis_has_a_sum(served: Served) -> None:
     manifest = served.run.manifest
     assert footprint(manifest).island == 16 * manifest.parameters
-    assert footprint(manifest).redis == sum(redis_parts(manifest).values())
+    assert footprint(manifest).redis == sum(
+        redis_parts(manifest.config, manifest.elements, max(manifest.sizes)).values()
+    )
 
 
 def test_a_run_that_its_redis_has_lost_goes_on_from_a_checkpoint(served: Served) -> None:

@@ -1,4 +1,4 @@
-"""Estimate the traffic of an island on a link, and the spectra of a merger, for `archipelago doctor`.
+"""Estimate the traffic of an island on a link, and the work and memory of a merger, for `archipelago doctor`.
 
 Everything is pure except `step_seconds_here`, which trains a few steps, and `spectra`, which multiplies some matrices.
 The sizes of syncs come from `broker.codecs`, the load from `ops.simulation.links`, and the choice of the codec from the
@@ -15,9 +15,11 @@ from dataclasses import dataclass
 
 from archipelago.broker.codecs import codec
 from archipelago.broker.config import RunConfig
+from archipelago.broker.footprint import memory_text
 from archipelago.broker.manifest import Tensor
 from archipelago.broker.redis.checkup import Bandwidth
 from archipelago.merger.spectra import cycle_operations, default_threads, measured_rate
+from archipelago.ops.simulation.cycle import BUSY_SHARE_MAX, Cycle
 from archipelago.ops.simulation.links import Load, load
 from archipelago.ops.simulation.spectra_load import SHARE_MAX, SpectraLoad, spectra_load
 from archipelago.ops.watch.doctor.checks import Finding, ok, warning
@@ -159,6 +161,27 @@ def spectra_finding(found: SpectraLoad) -> Finding:
     if math.isnan(found.interval_seconds):
         what += f" Intervals should take at least {seconds_text(found.seconds / SHARE_MAX)}."
     return ok("spectra", what)
+
+
+def merger_finding(found: Cycle, available: int, interval_seconds: float) -> Finding:
+    """Judge whether a merger fits into this machine's memory, and keeps up without spectra.
+
+    Args:
+        found: The prediction for a merger of the run's largest shard on this machine.
+        available: The memory that is available here.
+        interval_seconds: H times the time of an inner step; NaN if that is unknown.
+    """
+    whose = f"A merger here, of one of {found.shards} shards:" if found.shards > 1 else "A merger here:"
+    what = f"{whose} {found.describe()}."
+    count = 2 * found.shards
+    if found.merger_bytes > available:
+        what += f" {memory_text(available)} are available: it may be killed."
+        remedy = "Run the merger on a machine with more memory, or begin a run of more shards (`init --shards {}`)."
+        return warning("merger.memory", what, remedy.format(count))
+    if found.merge_seconds > BUSY_SHARE_MAX * interval_seconds:
+        what += f" The interval is {seconds_text(interval_seconds)}: islands would wait for it, and stretch it."
+        return warning("merger.slow", what, f"Begin a run of more shards (`init --shards {count}`).")
+    return ok("merger", what)
 
 
 def trial_seconds(parameters: int, config: RunConfig, cores: int) -> float:

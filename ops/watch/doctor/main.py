@@ -20,14 +20,17 @@ from rich.text import Text
 from archipelago.broker.address import redacted
 from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.errors import ArchipelagoError, BadUrlError, BrokerError, ConfigError
+from archipelago.broker.footprint import available_here
 from archipelago.broker.invitation import ADMIN, Invitation, Role
-from archipelago.broker.manifest import Manifest, Tensor, installed_versions
+from archipelago.broker.manifest import NO_CORPUS, Manifest, installed_versions, synced
 from archipelago.broker.messages import Presence
 from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, invitation_at, keep_compiled, print_json
 from archipelago.broker.redis.checkup import Bandwidth, RedisCheckup
 from archipelago.broker.redis.node_facts import NodeFacts
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.shards.reader import numbered
+from archipelago.ops.simulation.cycle import cycle
+from archipelago.ops.simulation.slowness import measured_slowness
 from archipelago.ops.watch.doctor import checks, estimate
 from archipelago.ops.watch.doctor import site as doctor_site
 from archipelago.ops.watch.doctor.checks import Finding, ok, problem
@@ -42,6 +45,8 @@ SECONDS_MAX = 120.0
 MARKS = {"ok": Text("ok", "green"), "warning": Text("warning", "bold yellow"), "problem": Text("PROBLEM", "bold red")}
 #: The run name of the connection if the user names no run.
 NO_RUN = "any"
+#: Rounds are judged with at least so many contributions, because a run without islands will have some.
+ISLANDS_MIN = 2
 
 
 @dataclass(frozen=True)
@@ -258,18 +263,8 @@ def check_machine(site: doctor_site.Site, folder: Path, config: RunConfig, manif
 
 def estimated(config: RunConfig, server: Server, cores: int) -> tuple[Estimate | None, str]:
     """Return the estimate, and where its step time comes from. It is None if a step could not be timed."""
-    from archipelago.broker.manifest import synced
-    from archipelago.islands.models.registry import build
-
-    if server.manifest:
-        sizes: Sequence[int] = server.manifest.sizes
-        parameters = server.manifest.parameters
-    else:
-        model = build(config.model).tensors
-        tensors, fragments = synced(model, config)
-        elements = {tensor.name: tensor.size for tensor in tensors}
-        sizes = [sum(elements[name] for name in names) for names in fragments]
-        parameters = sum(tensor.size for tensor in model)
+    manifest = server.manifest or _as_if_created(config)
+    sizes, parameters = manifest.sizes, manifest.parameters
     steps = [p.heartbeat.step_seconds for p in server.presences if p.is_training and p.heartbeat.step_seconds > 0]
     whose = f"the median of the run's {len(steps)} islands" if steps else "measured here"
     try:
@@ -282,20 +277,38 @@ def estimated(config: RunConfig, server: Server, cores: int) -> tuple[Estimate |
 
 
 def check_merging(config: RunConfig, server: Server, found: Estimate | None) -> list[Finding]:
-    """Judge whether a merger on this machine would keep up with the run's islands."""
-    from archipelago.islands.models.registry import build
-
+    """Judge whether a merger on this machine would have the memory, and keep up with the run's islands."""
     try:
-        tensors = _largest_shard(server.manifest) if server.manifest else build(config.model).tensors
+        manifest = server.manifest or _as_if_created(config)
     except ArchipelagoError:
         return []
-    finding = estimate.spectra(tensors, config, found.step_seconds if found else math.nan)
-    return [finding] if finding else []
+    largest = _largest_shard(manifest)
+    step_seconds = found.step_seconds if found else math.nan
+    live = sum(presence.is_live for presence in server.presences)
+    need = cycle(
+        config,
+        manifest.shards * largest.elements,
+        manifest.shards * len(largest.fragments),
+        max(ISLANDS_MIN, live),
+        manifest.shards,
+        largest=max(largest.sizes, default=0),
+        slowness=measured_slowness(),
+    )
+    merger = estimate.merger_finding(need, available_here(), config.sync.interval * step_seconds)
+    return [merger, *filter(None, [estimate.spectra(largest.tensors, config, step_seconds)])]
 
 
-def _largest_shard(manifest: Manifest) -> tuple[Tensor, ...]:
-    """Return the tensors that one merger has to merge: those of the largest shard."""
-    return max((manifest.of_shard(shard) for shard in range(manifest.shards)), key=lambda own: own.elements).tensors
+def _as_if_created(config: RunConfig) -> Manifest:
+    """Return the manifest that a run with these settings would have."""
+    from archipelago.islands.models.registry import build
+
+    tensors, fragments = synced(build(config.model).tensors, config)
+    return Manifest(NO_RUN, config, tensors, fragments, NO_CORPUS, {})
+
+
+def _largest_shard(manifest: Manifest) -> Manifest:
+    """Return what one merger has to merge: the largest shard."""
+    return max((manifest.of_shard(shard) for shard in range(manifest.shards)), key=lambda own: own.elements)
 
 
 # -- the report --------------------------------------------------------------------------------------------------------

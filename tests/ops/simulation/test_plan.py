@@ -105,12 +105,32 @@ def test_a_merger_that_cannot_keep_up_is_predicted() -> None:
     assert not any("TOO SLOW" in line for line in page(none, plan(none)))
 
 
+def test_a_model_that_needs_several_machines_gets_shards() -> None:
+    options = replace(SPOT, model="12B", tokens="1B", islands=2)
+    found, lines = plan(options), page(options, plan(options))
+    shards = found.cycle.shards
+    assert found.has_room
+    assert shards > 1
+    assert found.fragments == 24 * shards
+    assert any(line.startswith(f"S = {shards} ") for line in lines)
+    assert any(line.startswith("memory ") for line in lines)
+    assert f"--shards {shards}" in lines[-1]
+    larger = plan(replace(options, merger_gb=640.0, redis_gb=640.0))
+    assert larger.cycle.shards < shards
+    tiny = replace(options, merger_gb=0.1)
+    assert not plan(tiny).has_room
+    assert any("TOO LARGE" in line for line in page(tiny, plan(tiny)))
+    one = page(SPOT, plan(SPOT))
+    assert any(line.startswith("S = 1 ") for line in one)
+    assert "--shards" not in one[-1]
+
+
 def test_a_plan_is_one_page(capsys: pytest.CaptureFixture[str]) -> None:
     thin = PlanOptions(model="70B", link_mbits=1.0)
     pages = [page(options, plan(options)) for options in (SPOT, thin)]
     for lines in pages:
         assert len(lines) < 25
-        for word in ("M = ", "H = ", "P = ", "codec", "goodput", "time", "bytes", "archipelago init"):
+        for word in ("M = ", "H = ", "P = ", "S = ", "codec", "memory", "goodput", "time", "bytes", "archipelago init"):
             assert any(word in line for line in lines), word
     assert "TOO THIN" in "\n".join(pages[1])
     assert run(["simulate", "plan", "--model", "tiny", "--tokens", "3M", "--json"]) == 0

@@ -18,6 +18,7 @@ from archipelago.broker import invitation
 from archipelago.broker.codecs import codec
 from archipelago.broker.config import MergeConfig, RunConfig, SyncConfig, WireConfig
 from archipelago.broker.errors import BrokerError, ConfigError
+from archipelago.broker.footprint import memory_text
 from archipelago.broker.invitation import ROLES, Role
 from archipelago.broker.manifest import Corpus, Tensor
 from archipelago.broker.process import connect_to
@@ -28,6 +29,7 @@ from archipelago.broker.redis.transport import connect
 from archipelago.islands.data.corpus import OpenCorpus, data_folder
 from archipelago.ops.launch.administration import Administrator, Guest
 from archipelago.ops.launch.embedded_redis import Server, start_server
+from archipelago.ops.simulation.cycle import cycle
 from archipelago.ops.simulation.spectra_load import SpectraLoad
 from archipelago.ops.watch.doctor import checks, estimate, main
 from archipelago.ops.watch.doctor import site as doctor_site
@@ -191,6 +193,18 @@ def test_a_merger_that_would_be_too_slow_gives_a_warning() -> None:
     slow = replace(fitting, interval_seconds=6.0)
     found = estimate.spectra_finding(slow)
     assert (found.level, found.code, found.remedy) == ("warning", "spectra.slow", slow.remedy)
+
+
+def test_a_merger_that_would_not_fit_or_keep_up_gives_a_warning() -> None:
+    need = cycle(RunConfig(), 10**9, 24, 2)
+    fitting = estimate.merger_finding(need, need.merger_bytes, math.nan)
+    assert (fitting.level, fitting.code) == ("ok", "merger.ok")
+    assert memory_text(need.merger_bytes) in fitting.what
+    found = estimate.merger_finding(need, need.merger_bytes - 1, math.nan)
+    assert (found.level, found.code) == ("warning", "merger.memory")
+    assert "--shards 2" in found.remedy
+    found = estimate.merger_finding(need, need.merger_bytes, need.merge_seconds)
+    assert (found.level, found.code) == ("warning", "merger.slow")
 
 
 def test_spectra_are_measured_where_the_run_changes_any() -> None:
@@ -485,7 +499,7 @@ def test_without_a_server_only_this_machine_is_checked(call: Call, corpus: OpenC
     status, found = call(settings=config)
     assert (status, found["redis"], found["estimate"]) == (0, None, None)
     assert {finding["subject"] for finding in found["findings"]} == {
-        "machine", "disk", "corpus", "packages", "devices", "spectra"
+        "machine", "disk", "corpus", "packages", "devices", "merger", "spectra"
     }  # fmt: skip
 
 
@@ -494,7 +508,7 @@ def test_without_an_answer_the_rest_is_still_checked(call: Call, corpus: OpenCor
     status, found = call(url="redis://127.0.0.1:1", settings=config)
     first, *rest = found["findings"]
     assert (status, first["level"], first["code"]) == (1, "problem", "reach.failed")
-    assert len(rest) == 6
+    assert len(rest) == 7
 
 
 def test_a_missing_run_is_a_problem(call: Call, own: Server, raw: Any, corpus: OpenCorpus) -> None:

@@ -1,0 +1,81 @@
+"""The prediction of what a cycle takes: its parts, what divides it, and the shards that a model needs."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+
+from archipelago.broker.codecs import codec
+from archipelago.broker.config import OuterConfig, RunConfig, WireConfig
+from archipelago.broker.footprint import MERGER_BASE
+from archipelago.ops.simulation.cycle import MERGER_SHARE_MAX, REDIS_BASE, cycle, shards_needed
+
+CONFIG = RunConfig()
+PARAMETERS = 1 << 30
+
+
+def test_bytes_are_those_of_the_codecs() -> None:
+    found = cycle(CONFIG, PARAMETERS, 128, 3)
+    int4 = codec("int4").encoded_size(PARAMETERS)
+    assert (found.bytes_up, found.bytes_down) == (int4, int4)
+    # Version 0 in full, three contributions, and one difference.
+    assert found.redis_first_bytes == REDIS_BASE + 4 * PARAMETERS + 4 * int4
+    rounded = cycle(replace(CONFIG, wire=WireConfig(up="top3", down="bfloat16")), PARAMETERS, 128, 3)
+    assert rounded.bytes_up == codec("top3").encoded_size(PARAMETERS)
+    assert rounded.bytes_down == 2 * PARAMETERS
+
+
+def test_everything_grows_with_the_parameters() -> None:
+    small, large = (cycle(CONFIG, size, 128, 2) for size in (PARAMETERS, 2 * PARAMETERS))
+    for each in fields(small):
+        if each.name != "shards":
+            assert getattr(large, each.name) > getattr(small, each.name), each.name
+
+
+def test_more_islands_take_more_of_the_merger_and_of_redis() -> None:
+    few, many = (cycle(CONFIG, PARAMETERS, 128, islands) for islands in (2, 8))
+    assert many.merge_seconds > few.merge_seconds
+    assert many.redis_first_bytes > few.redis_first_bytes
+    assert (many.bytes_up, many.publish_seconds, many.merger_bytes) == (
+        few.bytes_up, few.publish_seconds, few.merger_bytes
+    )  # fmt: skip
+
+
+def test_shards_divide_what_one_machine_holds_and_does() -> None:
+    one, four = cycle(CONFIG, PARAMETERS, 128, 2), cycle(CONFIG, PARAMETERS, 128, 2, 4)
+    fragment = PARAMETERS // 128
+    assert four.merge_seconds == pytest.approx(one.merge_seconds / 4)
+    assert four.redis_first_bytes - REDIS_BASE == pytest.approx((one.redis_first_bytes - REDIS_BASE) / 4)
+    assert four.merger_bytes - MERGER_BASE > (one.merger_bytes - MERGER_BASE) / 4, "a fragment stays whole"
+    assert four.merger_bytes - MERGER_BASE < (one.merger_bytes - MERGER_BASE) / 4 + 100 * fragment
+    assert (four.bytes_up, four.publish_seconds) == (one.bytes_up, one.publish_seconds), "an island sends them all"
+
+
+def test_a_merger_without_momentum_or_checkpoints_takes_less() -> None:
+    usual = cycle(CONFIG, PARAMETERS, 128, 2)
+    plain = cycle(replace(CONFIG, outer=OuterConfig(rule="sgd")), PARAMETERS, 128, 2)
+    alone = cycle(CONFIG, PARAMETERS, 128, 2, checkpoints=False)
+    assert usual.merger_bytes - plain.merger_bytes == 3 * 4 * PARAMETERS
+    assert usual.merger_bytes - alone.merger_bytes == 2 * 12 * PARAMETERS
+
+
+def test_a_slower_machine_takes_longer_and_no_more_memory() -> None:
+    usual, slow = (cycle(CONFIG, PARAMETERS, 128, 2, slowness=slowness) for slowness in (1.0, 2.0))
+    assert slow.merge_seconds == pytest.approx(2 * usual.merge_seconds)
+    assert usual.restart_seconds < slow.restart_seconds < 2 * usual.restart_seconds, "a lease ends when it ends"
+    assert slow.publish_seconds == pytest.approx(2 * usual.publish_seconds)
+    assert (slow.merger_bytes, slow.redis_bytes) == (usual.merger_bytes, usual.redis_bytes)
+
+
+def test_a_model_gets_as_many_shards_as_its_machines_need() -> None:
+    roomy = {"merger_bytes": 1e15, "redis_bytes": 1e15, "interval_seconds": 1e9}
+    assert shards_needed(CONFIG, PARAMETERS, 24, 2, **roomy) == 1
+    for limit in ({"merger_bytes": 16e9}, {"redis_bytes": 16e9}, {"interval_seconds": 2.0}):
+        found = shards_needed(CONFIG, PARAMETERS, 24, 2, **{**roomy, **limit})
+        assert found > 1, limit
+        assert shards_needed(CONFIG, 2 * PARAMETERS, 48, 2, **{**roomy, **limit}) > found
+    small = shards_needed(CONFIG, PARAMETERS, 24, 2, **{**roomy, "merger_bytes": 16e9})
+    fitting, tight = (cycle(CONFIG, PARAMETERS, 24 * s, 2, s).merger_bytes for s in (small, small - 1))
+    assert fitting <= MERGER_SHARE_MAX * 16e9 < tight
+    assert shards_needed(CONFIG, PARAMETERS, 24, 2, **{**roomy, "merger_bytes": 1e8}) == 0, "not even the process"
