@@ -39,7 +39,7 @@ from archipelago.ops.simulation.cycle import LEASE_SECONDS, Cycle, cycle, mergin
 from archipelago.ops.simulation.slowness import measured_slowness
 
 PARAMETERS, PARAMETERS_QUICK = 1e9, 2e7
-FRAGMENTS = 128
+FRAGMENTS = 256
 ISLANDS = 2
 #: The share of the available memory that the measurement may take.
 MEMORY_SHARE = 0.95
