@@ -35,7 +35,15 @@ from archipelago.ops.bench.process import (
 )
 from archipelago.ops.launch.embedded_redis import start_server
 from archipelago.ops.settings import say
-from archipelago.ops.simulation.cycle import LEASE_SECONDS, Cycle, cycle, merging_seconds, takeover_seconds
+from archipelago.ops.simulation.cycle import (
+    LEASE_SECONDS,
+    LOAD_SECONDS,
+    START_SECONDS,
+    Cycle,
+    cycle,
+    merging_seconds,
+    takeover_seconds,
+)
 from archipelago.ops.simulation.slowness import measured_slowness
 
 PARAMETERS, PARAMETERS_QUICK = 1e9, 2e7
@@ -44,7 +52,7 @@ ISLANDS = 2
 #: The share of the available memory that the measurement may take.
 MEMORY_SHARE = 0.95
 #: The measurement ends when the machine has less memory than this.
-FLOOR_BYTES = 1 << 29
+FLOOR_BYTES = 1 << 28
 WATCH_SECONDS = 0.25
 #: Memory of the islands' process before it holds a fragment, and for each island and element of one (both measured).
 ISLANDS_BASE, ISLAND_FRAGMENT_BYTES = 290_000_000, 50
@@ -81,12 +89,16 @@ class Predicted:
     """What the measurement should find.
 
     Attributes:
+        slowness: The time that this machine takes for some work, over that of the machine that was measured.
         islands_bytes: Memory of the islands' process.
+        load_seconds: Processor time of a merger that starts and loads the run.
         restart_seconds: From the kill until the next merger has closed a round.
         cycle: Memory, bytes and time of the rest.
     """
 
+    slowness: float
     islands_bytes: int
+    load_seconds: float
     restart_seconds: float
     cycle: Cycle
 
@@ -102,9 +114,12 @@ def predict(parameters: int, fragments: int, islands: int, slowness: float) -> P
     expected = cycle(config, parameters, fragments, islands, checkpoints=False, slowness=slowness)
     full = codec(config.wire.full).encoded_size(parameters)
     again = slowness * merging_seconds(parameters // 2, fragments // 2, islands)
-    restart_seconds = takeover_seconds(full, slowness) + again
     return Predicted(
-        ISLANDS_BASE + ISLAND_FRAGMENT_BYTES * islands * math.ceil(parameters / fragments), restart_seconds, expected
+        slowness,
+        ISLANDS_BASE + ISLAND_FRAGMENT_BYTES * islands * math.ceil(parameters / fragments),
+        slowness * (START_SECONDS + LOAD_SECONDS * full),
+        takeover_seconds(full, slowness) + again,
+        expected,
     )
 
 
@@ -135,6 +150,13 @@ def rows(passed: Passed, memory: _Memory, predicted: Predicted) -> list[dict[str
 
     gb = 1e-9
     return [
+        row(
+            "the first merger starts and loads",
+            "processor s",
+            passed.load_processor_seconds,
+            predicted.load_seconds,
+            passed.load_seconds,
+        ),
         processor("publish, all islands", "publish", islands * need.publish_seconds, passed.publish_seconds),
         processor("merge", "merger", need.merge_seconds, passed.merge_seconds),
         processor("adopt, all islands", "adopt", islands * need.adopt_seconds, passed.adopt_seconds),
