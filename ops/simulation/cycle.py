@@ -18,18 +18,19 @@ from archipelago.broker.transport import MEMORY_SHARE_MAX
 from archipelago.ops.watch.formatting import seconds_text
 
 # Seconds on the machine of docs/results/performance.md, measured by
-# `archipelago bench largest --parameters 8e7 --fragments 8`, and with `--islands 4` or `--fragments 128`.
+# `archipelago bench largest` with `--parameters 8e7 --fragments 8`, `--parameters 8e7 --fragments 128` and
+# `--parameters 2e8 --fragments 64`.
 #: An island, for each element: quantise, pack and upload; fetch, check, decode and adopt.
-PUBLISH_SECONDS, ADOPT_SECONDS = 9e-9, 4.7e-9
+PUBLISH_SECONDS, ADOPT_SECONDS = 7e-9, 4.2e-9
 #: The merger, for each element of a contribution: fetch, check, decode and add.
-ADD_SECONDS: Final = 2.5e-9
+ADD_SECONDS: Final = 2.8e-9
 #: The merger, for each element of a round: finish the sum, take the outer step, quantise and send the difference.
-CLOSE_SECONDS: Final = 3.5e-9
+CLOSE_SECONDS: Final = 4.4e-9
 #: The merger, for each round of any size.
 ROUND_SECONDS: Final = 10e-3
 #: A merger that starts: load its programs and compile; then read each byte from Redis, check and decode it.
-START_SECONDS: Final = 2.0
-LOAD_SECONDS: Final = 1.5e-9
+START_SECONDS: Final = 1.7
+LOAD_SECONDS: Final = 4e-9
 #: It cannot load before the lease of its predecessor has ended (`archipelago merger --lease-seconds`).
 LEASE_SECONDS: Final = 5.0
 #: Bytes of a Redis that holds no run.
