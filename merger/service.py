@@ -215,11 +215,15 @@ class Merger:
         recorder.go_back(self.state.closed)  # a Redis that died may have lost the rounds after that one
 
     def warm_up(self) -> None:
-        """Compile the merge of every fragment, so that the first rounds take no longer than later ones. Do it once."""
+        """Compile the merge of every fragment, so that the first rounds take no longer than later ones. Do it once.
+
+        Equal fragments share their programs, and a large model has many of them.
+        """
         if self._is_warm:
             return
         self._is_warm = True
-        for p, size in enumerate(self.manifest.sizes):
+        different = {(size, self.rules.groups[p]): p for p, size in enumerate(self.manifest.sizes)}
+        for (size, _), p in different.items():
             zeros_N = np.zeros(size, np.float32)
             fragment = new_state(zeros_N, self.rules.outer)
             round_sum = self.rules.begin(p, fragment, 0)

@@ -55,7 +55,7 @@ MEMORY_SHARE = 0.95
 FLOOR_BYTES = 1 << 28
 WATCH_SECONDS = 0.25
 #: Memory of the islands' process before it holds a fragment, and for each island and element of one (both measured).
-ISLANDS_BASE, ISLAND_FRAGMENT_BYTES = 290_000_000, 50
+ISLANDS_BASE, ISLAND_FRAGMENT_BYTES = 290_000_000, 60
 
 
 @dataclass(frozen=True)

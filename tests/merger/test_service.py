@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -15,18 +16,41 @@ from hypothesis import strategies as st
 
 from archipelago.broker.errors import BrokerError, FencedError, UnknownRunError, UnreachableError
 from archipelago.broker.messages import LIVE_SECONDS, Call, Contribution, Refusal, Resume, Snapshot
+from archipelago.broker.redis.transport import connect
 from archipelago.broker.wire import digest, pack
 from archipelago.merger import spectra, spectrum
+from archipelago.merger.round_merge import RoundMerge, RoundSum
 from archipelago.merger.service import LEASE_SECONDS, Merger
 from archipelago.merger.serving import serve
 from archipelago.merger.state import RunState
 from archipelago.merger.weights import path
+from archipelago.ops.bench.largest_islands import create, manifest_of
 from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests.conftest import Until
 from tests.merger.merger_run import CONFIG, SIZE, Faulty, MergerRun, constant, state_of, values
 from tests.tiers import examples
 
 # -- one merger ----------------------------------------------------------------------------------------------------
+
+
+def test_equal_fragments_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    url, manifest = f"fakeredis://{uuid.uuid4().hex}", manifest_of(16, 3, 2)
+    create(url, manifest, constant(0.0, 16))
+    warmed: list[int] = []
+    begin = RoundMerge.begin
+
+    def counted(rules: RoundMerge, p: int, *rest: Any) -> RoundSum:
+        warmed.append(p)
+        return begin(rules, p, *rest)
+
+    monkeypatch.setattr(RoundMerge, "begin", counted)
+    Merger(connect(url, manifest.run)).warm_up()
+    assert len(warmed) == 1
+    warmed.clear()
+    run = MergerRun()
+    assert len({*run.manifest.sizes}) == 1, "equal sizes, and other tensors"
+    Merger(run.transport).warm_up()
+    assert sorted(warmed) == [0, 1]
 
 
 def test_a_round_of_one_island() -> None:
