@@ -92,13 +92,15 @@ class Predicted:
         slowness: The time that this machine takes for some work, over that of the machine that was measured.
         islands_bytes: Memory of the islands' process.
         load_seconds: Processor time of a merger that starts and loads the run.
-        restart_seconds: From the kill until the next merger has closed a round.
+        again_seconds: Processor time of merging half of the rounds again.
+        restart_seconds: From the kill until the next merger has closed a round, on idle cores.
         cycle: Memory, bytes and time of the rest.
     """
 
     slowness: float
     islands_bytes: int
     load_seconds: float
+    again_seconds: float
     restart_seconds: float
     cycle: Cycle
 
@@ -118,6 +120,7 @@ def predict(parameters: int, fragments: int, islands: int, slowness: float) -> P
         slowness,
         ISLANDS_BASE + ISLAND_FRAGMENT_BYTES * islands * math.ceil(parameters / fragments),
         slowness * (START_SECONDS + LOAD_SECONDS * full),
+        again,
         takeover_seconds(full, slowness) + again,
         expected,
     )
@@ -160,6 +163,12 @@ def rows(passed: Passed, memory: _Memory, predicted: Predicted) -> list[dict[str
         processor("publish, all islands", "publish", islands * need.publish_seconds, passed.publish_seconds),
         processor("merge", "merger", need.merge_seconds, passed.merge_seconds),
         processor("adopt, all islands", "adopt", islands * need.adopt_seconds, passed.adopt_seconds),
+        row(
+            "the second merger starts, loads and merges again",
+            "processor s",
+            passed.restart_processor_seconds,
+            predicted.load_seconds + predicted.again_seconds,
+        ),
         row("from the kill to the next closed round", "s", passed.restart_seconds, predicted.restart_seconds),
         row("bytes up, all islands", "GB", gb * passed.bytes_up, gb * islands * need.bytes_up),
         row("bytes down, all islands", "GB", gb * passed.bytes_down, gb * islands * need.bytes_down),

@@ -18,10 +18,10 @@ from archipelago.broker.transport import MEMORY_SHARE_MAX
 from archipelago.ops.watch.formatting import seconds_text
 
 # Seconds on the machine of docs/results/performance.md, measured by
-# `archipelago bench largest` with `--parameters 8e7 --fragments 8`, `--parameters 8e7 --fragments 128` and
-# `--parameters 2e8 --fragments 64`.
+# `archipelago bench largest`, with 1e9 parameters and with `--parameters 8e7 --fragments 8`, `--parameters 8e7
+# --fragments 128` and `--parameters 2e8 --fragments 64`.
 #: An island, for each element: quantise, pack and upload; fetch, check, decode and adopt.
-PUBLISH_SECONDS, ADOPT_SECONDS = 7e-9, 4.2e-9
+PUBLISH_SECONDS, ADOPT_SECONDS = 6.5e-9, 3.4e-9
 #: The merger, for each element of a contribution: fetch, check, decode and add.
 ADD_SECONDS: Final = 2.8e-9
 #: The merger, for each element of a round: finish the sum, take the outer step, quantise and send the difference.
@@ -30,7 +30,7 @@ CLOSE_SECONDS: Final = 4.4e-9
 ROUND_SECONDS: Final = 10e-3
 #: A merger that starts: load its programs and compile; then read each byte from Redis, check and decode it.
 START_SECONDS: Final = 1.7
-LOAD_SECONDS: Final = 4e-9
+LOAD_SECONDS: Final = 1.2e-9
 #: It cannot load before the lease of its predecessor has ended (`archipelago merger --lease-seconds`).
 LEASE_SECONDS: Final = 5.0
 #: Bytes of a Redis that holds no run.
