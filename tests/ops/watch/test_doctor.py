@@ -35,6 +35,7 @@ from archipelago.ops.watch.doctor import checks, estimate, main
 from archipelago.ops.watch.doctor import site as doctor_site
 from archipelago.ops.watch.doctor.checks import Finding
 from tests import samples
+from tests.conftest import Until
 from tests.failing import failing
 from tests.sharded import create_sharded
 
@@ -306,14 +307,17 @@ def dumped(raw: Any) -> dict[str, bytes]:
     return {key: raw.object("encoding", key) + str(raw.memory_usage(key)) for key in raw.scan_iter()}
 
 
-def test_measuring_leaves_nothing_behind(checkup: RedisCheckup, raw: Any) -> None:
+def test_measuring_leaves_nothing_behind(checkup: RedisCheckup, raw: Any, until: Until) -> None:
     before = dumped(raw)
     samples_of_pings = checkup.round_trips(0.05, 20)
-    found = checkup.bandwidth(0.3, min(samples_of_pings))
     assert 1 <= len(samples_of_pings) <= 20
     assert min(samples_of_pings) > 0
-    assert found.up > 1e5
-    assert found.down > 1e5
+
+    def is_fast() -> bool:
+        found = checkup.bandwidth(0.3, min(samples_of_pings))
+        return min(found.up, found.down) > 1e5
+
+    until(is_fast, "a measurement in which the machine does not stand still")
     assert checkup.facts().denied == ()
     assert dumped(raw) == before
 
