@@ -202,26 +202,26 @@ class Inbox:
                 self._outbox.resolve({event.identity_text})
             case Resume(round=number):
                 require_same_run(self._transport.reader, self._manifest)
-                on_tape = self._merged_since(self._outbox.first_merged_round)
+                tape = self._tape_since(self._outbox.first_merged_round, number)
                 self._must_resend = True
-                self._outbox.undo(on_tape)
+                self._outbox.undo(number, tape)
                 if number != self.heard_round:
                     self._go_back(number)
                 self.heard_round = number
             case _:
                 pass
 
-    def _merged_since(self, first_round: int | None) -> set[str]:
-        """Return the identities of the contributions that the tape names in that round and later ones.
+    def _tape_since(self, first_round: int | None, closed: int) -> dict[int, set[str]]:
+        """Return the identities of the contributions that the tape names from that round on, by round.
 
-        Numbers of rounds would not do. A primary that was replaced may have closed other rounds of the same numbers.
+        Numbers of rounds alone would not do. A primary that was replaced may have closed other rounds of the same
+        numbers.
         """
         if first_round is None:
-            return set()
-        newest = last_round(self._known_heads()) or 0
-        # More may close before the tape is read. One that is missed is sent again, and refused as a repeat.
-        count = max(0, newest - first_round + 1) + self.window
-        return {member.identity_text for entry in self._transport.reader.tape(count) for member in entry.members}
+            return {}
+        newest = max(closed, last_round(self._known_heads()) or 0)  # more may have closed since
+        tape = self._transport.reader.tape(max(0, newest - first_round + 1) + self.window)
+        return {entry.round: {member.identity_text for member in entry.members} for entry in tape}
 
     def _go_back(self, number: int) -> None:
         """Go back to a round, and fetch each fragment again that differs from what has arrived.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from typing import Generic, Protocol, TypeVar
 
 #: How many merged contributions are kept in any case. In int4, they take half the bytes of one float32 fragment.
@@ -56,9 +56,19 @@ class Merged(Generic[Kind]):
         """The first round that merged one of them; None if there are none."""
         return min((number for number, _, _ in self._kept), default=None)
 
-    def undone(self, on_tape: Set[str]) -> list[Kind]:
-        """Return the contributions that the tape does not name, and keep them no longer."""
-        out = [contribution for _, _, contribution in self._kept if contribution.identity_text not in on_tape]
-        self._kept = deque(each for each in self._kept if each[2].identity_text in on_tape)
+    def undone(self, closed: int, tape: Mapping[int, Set[str]]) -> list[Kind]:
+        """Return the contributions that no round has merged after all, and keep them no longer.
+
+        Args:
+            closed: The last closed round.
+            tape: The contributions that the tape names, by round. A contribution of a round that it lacks stays merged.
+        """
+        named = frozenset().union(*tape.values())
+
+        def is_undone(number: int, contribution: Kind) -> bool:
+            return contribution.identity_text not in named and (number > closed or number in tape)
+
+        out = [contribution for number, _, contribution in self._kept if is_undone(number, contribution)]
+        self._kept = deque(each for each in self._kept if not is_undone(each[0], each[2]))
         self._bytes = sum(len(contribution.payload) for _, _, contribution in self._kept)
         return out

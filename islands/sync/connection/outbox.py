@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from archipelago.broker.codecs import Parts, body_of, codec
@@ -265,13 +265,13 @@ class Outbox:
         with self._lock:
             return self._merged.first_round
 
-    def undo(self, on_tape: Set[str]) -> None:
-        """Take back the merged contributions that the tape does not name, because the broker has lost their rounds.
+    def undo(self, closed: int, tape: Mapping[int, Set[str]]) -> None:
+        """Take back the contributions that no round has merged after all, because the broker has lost their rounds.
 
-        `resend_lost` then publishes those that it has lost, too.
+        `resend_lost` then publishes those that it has lost, too. For the arguments, see `Merged.undone`.
         """
         with self._lock:
-            for published in self._merged.undone(on_tape):
+            for published in self._merged.undone(closed, tape):
                 # The acknowledgement of its sending may not have come before the merger's decision.
                 again = published if published.entry else replace(published, entry=LOST)
                 self._unresolved[published.identity_text] = again
