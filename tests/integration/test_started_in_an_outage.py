@@ -121,6 +121,7 @@ AT_THE_START = (
     "claim_name",
     "heads",
     "is_served",
+    "instance",
     "last_event",
     "fragment",
 )
