@@ -29,7 +29,7 @@ _SIGKILL = 9  # Importing `signal` takes as long as `ctypes`.
 _ORPHANED, _NOT_EXECUTABLE, _NOT_FOUND = 1, 126, 127  # The last two are a shell's.
 
 
-def command(argv: Sequence[str], *, watch: bool | None = None) -> list[str]:
+def command(argv: Sequence[str], *, watch: bool | None = None, niceness: int = 0) -> list[str]:
     """Return the command line that runs `argv` and ends it with the calling process, which must also start it.
 
     The command names this file and skips site packages, so it works from any folder and with any kind of install.
@@ -37,10 +37,23 @@ def command(argv: Sequence[str], *, watch: bool | None = None) -> list[str]:
     Args:
         argv: The program and its arguments.
         watch: Force the supervisor (True) or the death signal (False). None takes the signal if the system has it.
+        niceness: How much the program gives way to others for a processor, from 0 to 19, as with `nice`.
     """
     supervised = not HAS_DEATH_SIGNAL if watch is None else watch
     options = [f"--parent={os.getpid()}", *(["--watch"] if supervised else [])]
+    options += [f"--nice={niceness}"] if niceness else []
     return [sys.executable, "-I", "-S", os.path.abspath(__file__), *options, *argv]  # noqa: PTH100 pathlib is slow to import
+
+
+def give_way(niceness: int) -> None:
+    """Give way to other programs for a processor."""
+    os.nice(niceness)
+    # Linux may compare whole sessions, each of which has a niceness of its own.
+    try:
+        with open("/proc/self/autogroup", "w", encoding="ascii") as group:  # noqa: PTH123 pathlib is slow to import
+            group.write(str(niceness))
+    except OSError:
+        return
 
 
 def become(parent: int, argv: Sequence[str]) -> None:
@@ -81,20 +94,22 @@ def watch(parent: int, argv: Sequence[str]) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parse `[--parent=PID] [--watch] PROGRAM ARGS...` and run the program."""
+    """Parse `[--parent=PID] [--nice=N] [--watch] PROGRAM ARGS...` and run the program."""
     rest = list(arguments)
     parent, supervised = os.getppid(), not HAS_DEATH_SIGNAL
     while rest and rest[0].startswith("--"):
         name, _, value = rest.pop(0).partition("=")
         if name == "--parent":
             parent = int(value)
+        elif name == "--nice":
+            give_way(int(value))
         elif name == "--watch":
             supervised = True
         else:
             rest.clear()
     if not rest:
         raise SystemExit(
-            "usage: python -m archipelago.ops.launch.parent_death [--parent=PID] [--watch] PROGRAM ARGS..."
+            "usage: python -m archipelago.ops.launch.parent_death [--parent=PID] [--nice=N] [--watch] PROGRAM ARGS..."
         )
     try:
         if supervised:

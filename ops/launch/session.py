@@ -27,7 +27,7 @@ from archipelago.ops.launch.comparison import compare
 from archipelago.ops.launch.devices import Shares
 from archipelago.ops.launch.embedded_redis import Server, start_server
 from archipelago.ops.launch.standbys import ISLAND, Standbys
-from archipelago.ops.launch.supervisor import Child, stop_all, thread_environment
+from archipelago.ops.launch.supervisor import ISLAND_NICENESS, Child, stop_all, thread_environment
 from archipelago.ops.settings import say
 from archipelago.ops.watch import formatting, run_summary
 from archipelago.ops.watch.advice import Problem, problems
@@ -144,6 +144,7 @@ class Session:
             where += ["--evaluate-every", str(options.evaluate_every)]
             own = devices[number] if devices else None
             self.islands.append(child(name, *ISLAND, *where, *mesh, *task, *worker.flags(number + 1), devices=own))
+            self.islands[-1].niceness = ISLAND_NICENESS
         flags = [*mesh, *task, *worker.curve_flags()]
         self.standbys = Standbys(options.standbys, flags, environment("standby"), folder / "logs", devices)
         for island in self.islands:

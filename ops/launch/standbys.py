@@ -13,7 +13,7 @@ from pathlib import Path
 
 from archipelago.broker.errors import ArchipelagoError, ConfigError
 from archipelago.islands.standby import READY, Assignment
-from archipelago.ops.launch.supervisor import Child
+from archipelago.ops.launch.supervisor import ISLAND_NICENESS, Child
 
 ISLAND = ("-m", "archipelago.islands")
 STANDBYS_MAX = 64
@@ -40,6 +40,7 @@ class Standby(Child):
     """
 
     devices: Mapping[str, str] = field(default_factory=dict)
+    niceness: int = ISLAND_NICENESS
     _output: bytes = field(default=b"", repr=False)
 
     def start(self) -> None:

@@ -29,6 +29,9 @@ LAST_LINES = 5
 #: The signals of a program that crashed. Others come from outside.
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
 
+#: Islands of this machine give way to the merger and to Redis, which take little time and for which all islands wait.
+ISLAND_NICENESS = 5
+
 #: The environment of a process that computes on one core only, in XLA and in numpy.
 ONE_THREAD = {
     "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
@@ -68,6 +71,7 @@ class Child:
         process: The running process, or the last one.
         stand_in: Tries to give this child the process of a standby, and returns whether it did.
         stood_in: Whether the newest process was a standby.
+        niceness: How much it gives way to others for a processor (`nice`).
     """
 
     name: str
@@ -82,6 +86,7 @@ class Child:
     process: subprocess.Popen[bytes] | None = None
     stand_in: Callable[[Child], bool] | None = None
     stood_in: bool = False
+    niceness: int = 0
     _again_at: float = field(default=0.0, repr=False)
     _began: float = field(default=math.inf, repr=False)
 
@@ -101,7 +106,7 @@ class Child:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                parent_death.command([sys.executable, "-P", *self.argv]),
+                parent_death.command([sys.executable, "-P", *self.argv], niceness=self.niceness),
                 env={**os.environ, **self.environment},
                 stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
                 stdout=subprocess.PIPE if piped else log,

@@ -100,6 +100,14 @@ def test_the_death_signal_leaves_no_process_between() -> None:
 
 
 @WATCH
+def test_a_child_gives_way_to_others(watch: bool) -> None:
+    code = "import os; print(os.getpriority(os.PRIO_PROCESS, 0))"
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    done = run(parent_death.command([sys.executable, "-c", code], watch=watch, niceness=3))
+    assert (done.returncode, done.stdout) == (0, f"{min(19, own + 3)}\n")
+
+
+@WATCH
 def test_a_missing_program_is_named(watch: bool) -> None:
     done = run(parent_death.command(["/no/such/program"], watch=watch))
     assert done.returncode == 127
