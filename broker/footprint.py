@@ -112,8 +112,7 @@ def merger_parts(config: RunConfig, elements: int, largest: int, *, checkpoints:
         checkpoints: Whether it writes checkpoints.
     """
     is_rounded = config.wire.full != "float32" or config.wire.sends_differences
-    momentum = 0 if config.outer.rule == "sgd" else 4
-    state = (4 + momentum + 4 * is_rounded) * elements
+    state = 4 * (1 + has_momentum(config) + is_rounded) * elements
     return {
         "the process": MERGER_BASE,
         "exact and published parameters, momentum": state,
@@ -121,6 +120,11 @@ def merger_parts(config: RunConfig, elements: int, largest: int, *, checkpoints:
         "what rounds replace meanwhile": state if checkpoints else 0,
         "the fragment that is merged": MERGER_PER_FRAGMENT * largest,
     }
+
+
+def has_momentum(config: RunConfig) -> bool:
+    """Return whether the outer step keeps momentum, which takes as much memory as the parameters."""
+    return config.outer.rule != "sgd"
 
 
 def redis_parts(config: RunConfig, elements: int, largest: int) -> dict[str, int]:

@@ -13,8 +13,9 @@ from typing import Final
 
 from archipelago.broker.codecs import codec
 from archipelago.broker.config import RunConfig
-from archipelago.broker.footprint import memory_text, merger_parts, redis_parts
+from archipelago.broker.footprint import has_momentum, memory_text, merger_parts, redis_parts
 from archipelago.broker.transport import MEMORY_SHARE_MAX
+from archipelago.ops.simulation.spectra_load import SHARE_MAX
 from archipelago.ops.watch.formatting import seconds_text
 
 # Seconds on the machine of docs/results/performance.md, measured by
@@ -39,8 +40,6 @@ REDIS_BASE: Final = 9_000_000
 MERGER_SHARE_MAX: Final = 0.9
 #: A run has no more fragments (`sync.fragments`).
 FRAGMENTS_MAX: Final = 4096
-#: The share of an interval in which a merger may merge.
-BUSY_SHARE_MAX: Final = 0.7
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ def cycle(
     sizes = elements, largest or math.ceil(parameters / fragments)
     up, down, full = (codec(name).encoded_size(elements) for name in (wire.up, wire.down, wire.full))
     # Without differences, each round writes the full state, and the last snapshot stays for a while.
-    written = islands * up + down if wire.sends_differences else full + 4 * elements * (1 + _has_momentum(config))
+    written = islands * up + down if wire.sends_differences else full + 4 * elements * (1 + has_momentum(config))
     merge_seconds = slowness * merging_seconds(elements, rounds, islands)
     return Cycle(
         shards=shards,
@@ -138,13 +137,9 @@ def _longest_restart_seconds(
 
     They may wait for twice as much, but only while merging that again takes no longer than a few seconds.
     """
-    state = 4 * elements * (2 + _has_momentum(config))
+    state = 4 * elements * (2 + has_momentum(config))
     cycles = math.ceil(state / written) if config.wire.sends_differences else 0
     return takeover_seconds(state, slowness) + cycles * merge_seconds
-
-
-def _has_momentum(config: RunConfig) -> bool:
-    return config.outer.rule != "sgd"
 
 
 def shards_needed(
@@ -174,6 +169,6 @@ def shards_needed(
         found = cycle(config, parameters, fragments * shards, islands, shards, slowness=slowness)
         fits = found.merger_bytes <= MERGER_SHARE_MAX * merger_bytes
         fits &= found.redis_bytes <= MEMORY_SHARE_MAX * redis_bytes
-        if fits and found.merge_seconds <= BUSY_SHARE_MAX * interval_seconds:
+        if fits and found.merge_seconds <= SHARE_MAX * interval_seconds:
             return shards
     return 0

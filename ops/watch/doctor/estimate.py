@@ -19,7 +19,7 @@ from archipelago.broker.footprint import memory_text
 from archipelago.broker.manifest import Tensor
 from archipelago.broker.redis.checkup import Bandwidth
 from archipelago.merger.spectra import cycle_operations, default_threads, measured_rate
-from archipelago.ops.simulation.cycle import BUSY_SHARE_MAX, Cycle
+from archipelago.ops.simulation.cycle import Cycle
 from archipelago.ops.simulation.links import Load, load
 from archipelago.ops.simulation.spectra_load import SHARE_MAX, SpectraLoad, spectra_load
 from archipelago.ops.watch.doctor.checks import Finding, ok, warning
@@ -178,7 +178,7 @@ def merger_finding(found: Cycle, available: int, interval_seconds: float) -> Fin
         what += f" {memory_text(available)} are available: it may be killed."
         remedy = "Run the merger on a machine with more memory, or begin a run of more shards (`init --shards {}`)."
         return warning("merger.memory", what, remedy.format(count))
-    if found.merge_seconds > BUSY_SHARE_MAX * interval_seconds:
+    if found.merge_seconds > SHARE_MAX * interval_seconds:
         what += f" The interval is {seconds_text(interval_seconds)}: islands would wait for it, and stretch it."
         return warning("merger.slow", what, f"Begin a run of more shards (`init --shards {count}`).")
     return ok("merger", what)

@@ -45,7 +45,7 @@ SECONDS_MAX = 120.0
 MARKS = {"ok": Text("ok", "green"), "warning": Text("warning", "bold yellow"), "problem": Text("PROBLEM", "bold red")}
 #: The run name of the connection if the user names no run.
 NO_RUN = "any"
-#: Rounds are judged with at least so many contributions, because a run without islands will have some.
+#: The fewest contributions to a round that are assumed, because a run without islands will have some.
 ISLANDS_MIN = 2
 
 

@@ -7,9 +7,19 @@ from dataclasses import fields, replace
 import pytest
 
 from archipelago.broker.codecs import codec
-from archipelago.broker.config import OuterConfig, RunConfig, WireConfig
+from archipelago.broker.config import OuterConfig, RunConfig, WireConfig, checked
+from archipelago.broker.errors import ConfigError
 from archipelago.broker.footprint import MERGER_BASE
-from archipelago.ops.simulation.cycle import MERGER_SHARE_MAX, REDIS_BASE, cycle, shards_needed
+from archipelago.merger import service
+from archipelago.ops.simulation.cycle import (
+    FRAGMENTS_MAX,
+    LEASE_SECONDS,
+    MERGER_SHARE_MAX,
+    REDIS_BASE,
+    cycle,
+    shards_needed,
+)
+from tests.failing import failing
 
 CONFIG = RunConfig()
 PARAMETERS = 1 << 30
@@ -24,6 +34,14 @@ def test_bytes_are_those_of_the_codecs() -> None:
     rounded = cycle(replace(CONFIG, wire=WireConfig(up="top3", down="bfloat16")), PARAMETERS, 128, 3)
     assert rounded.bytes_up == codec("top3").encoded_size(PARAMETERS)
     assert rounded.bytes_down == 2 * PARAMETERS
+
+
+def test_the_limits_are_those_of_the_product() -> None:
+    """Importing them would load JAX for a plan."""
+    assert LEASE_SECONDS == service.LEASE_SECONDS
+    assert checked({"sync": {"fragments": FRAGMENTS_MAX}}).sync.fragments == FRAGMENTS_MAX
+    with failing(ConfigError, "config.value"):
+        checked({"sync": {"fragments": FRAGMENTS_MAX + 1}})
 
 
 def test_everything_grows_with_the_parameters() -> None:
