@@ -5,9 +5,6 @@ No real run can do this. Compared with a `VirtualRun`, it shows what it costs th
 
 from __future__ import annotations
 
-import heapq
-
-from archipelago.islands.worker import Island
 from archipelago.ops.experiments.virtual_time import VirtualRun
 
 
@@ -17,22 +14,12 @@ class LockstepRun(VirtualRun):
     def play_one(self) -> None:
         """Let all islands pass their step boundary, merge what they have sent, and let them adopt it and train on."""
         self.clock.now = self._agenda[0][0]
-        able: list[Island] = []
-        while self._agenda and self._agenda[0][0] <= self.clock.now:
-            _, _, island, _ = heapq.heappop(self._agenda)
+        self._agenda.clear()  # all of it happens now
+        for island in list(self.islands.values()):
             if island.finished or island.must_leave:
                 self.remove_island(island.name, farewell=True)
-            else:
-                able.append(island)
-        self._pass_boundary(able)
+        self._act_once()
         self.turn()
-        self._pass_boundary(able)
-        for island in able:
-            island.advance()
-            self._schedule(island, self.clock.now + self._step_seconds[island.name] * island.scan_steps)
-
-    def _pass_boundary(self, islands: list[Island]) -> None:
-        for island in islands:
-            self._exchange(island)
-            island.boundary()
-            self._exchange(island)
+        self._act_once()
+        for island in self.islands.values():
+            self._train(island)

@@ -23,6 +23,7 @@ from archipelago.broker.transport import (
     ReaderTransport,
     Transport,
 )
+from archipelago.islands.checkpoint import Found
 from archipelago.islands.creation import first_snapshots
 from archipelago.islands.data.supply import Supply
 from archipelago.islands.rejoin import Rejoin
@@ -177,7 +178,7 @@ class VirtualRun:
             merger.turn(0.0)
 
     def _act_once(self) -> None:
-        """Let all islands pass a step boundary while a new island waits, in no virtual time."""
+        """Let all islands pass a step boundary, in no virtual time."""
         for island in self.islands.values():
             island.link.pump()
             island.boundary()
@@ -201,16 +202,36 @@ class VirtualRun:
         supply = work.supply(TaskRun(name, self._born, seed, link, pause=lambda seconds: link.pump()))
         island = self.new_island(name, work, supply, link, arrivals, incarnation)
         rejoin = Rejoin(transport, None, island, arrivals, seconds=0.0)
-        rejoin.ask(peers=moments == "peer")
+        return self.begin(island, rejoin, step_seconds, asks_peers=moments == "peer")
+
+    def begin(
+        self,
+        island: Island,
+        rejoin: Rejoin,
+        step_seconds: float,
+        *,
+        asks_peers: bool = False,
+        found: Found | None = None,
+    ) -> Island:
+        """Let an island that has joined begin to train.
+
+        Args:
+            island: The island.
+            rejoin: How it gets the state of its inner optimiser.
+            step_seconds: How long it takes for an inner step.
+            asks_peers: Whether it asks the others for that state. They answer at once.
+            found: The checkpoint with which it goes on.
+        """
+        rejoin.ask(peers=asks_peers)
         island.beat("joining")
-        link.pump()
-        if moments == "peer":
+        island.link.pump()
+        if asks_peers:
             self._act_once()
-        rejoin.complete(None)
+        rejoin.complete(found)
         island.beat("training")
-        link.pump()
-        self.islands[name] = island
-        self._step_seconds[name] = step_seconds
+        island.link.pump()
+        self.islands[island.name] = island
+        self._step_seconds[island.name] = step_seconds
         self._schedule(island, self.clock.now)
         return island
 
@@ -260,8 +281,12 @@ class VirtualRun:
         island.boundary()
         self._exchange(island)
         self.turn()
+        self._train(island)
+
+    def _train(self, island: Island) -> None:
+        """Let an island take its inner steps up to its next step boundary."""
         island.advance()
-        self._schedule(island, self.clock.now + self._step_seconds[name] * island.scan_steps)
+        self._schedule(island, self.clock.now + self._step_seconds[island.name] * island.scan_steps)
 
     def _exchange(self, island: Island) -> None:
         """Run all pumps. What the island sends arrives later if its link takes time."""

@@ -101,16 +101,7 @@ class CheckpointedRun(VirtualRun):
             clock=self.clock, incarnation=f"v{self._born}", on_marker=on_marker,
         )  # fmt: skip
         rejoin = Rejoin(transport, store, island, arrivals, seconds=0.0)
-        rejoin.ask(peers=False)
-        island.beat("joining")
-        link.pump()
-        rejoin.complete(found)
-        island.beat("training")
-        link.pump()
-        self.islands[name] = island
-        self._step_seconds[name] = step_seconds
-        self._schedule(island, self.clock.now)
-        return island
+        return self.begin(island, rejoin, step_seconds, found=found)
 
     def finish(self) -> None:
         """Play to the end, until everything is merged."""
