@@ -126,8 +126,9 @@ class Session:
         def environment(name: str) -> dict[str, str]:
             return {URL_VARIABLE: (joins or {}).get(name, url), **threads}
 
-        def child(name: str, *argv: str, devices: Mapping[str, str] | None = None) -> Child:
-            return Child(name, argv, {**environment(name), **(devices or {})}, folder / "logs" / f"{name}.log")
+        def child(name: str, *argv: str, devices: Mapping[str, str] | None = None, niceness: int = 0) -> Child:
+            variables, log = {**environment(name), **(devices or {})}, folder / "logs" / f"{name}.log"
+            return Child(name, argv, variables, log, niceness=niceness)
 
         shares, mesh = options.shares, ["--mesh", options.mesh] if options.mesh else []
         devices = [shares.environment(number) for number in range(options.islands)] if shares else []
@@ -143,8 +144,8 @@ class Session:
             where = ["--name", name, "--folder", str(folder / "islands" / name)]
             where += ["--evaluate-every", str(options.evaluate_every)]
             own = devices[number] if devices else None
-            self.islands.append(child(name, *ISLAND, *where, *mesh, *task, *worker.flags(number + 1), devices=own))
-            self.islands[-1].niceness = ISLAND_NICENESS
+            argv = [*ISLAND, *where, *mesh, *task, *worker.flags(number + 1)]
+            self.islands.append(child(name, *argv, devices=own, niceness=ISLAND_NICENESS))
         flags = [*mesh, *task, *worker.curve_flags()]
         self.standbys = Standbys(options.standbys, flags, environment("standby"), folder / "logs", devices)
         for island in self.islands:
