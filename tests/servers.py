@@ -1,13 +1,17 @@
-"""Redis 7 for tests, besides the Valkey that an installed package brings."""
+"""Servers for tests: Redis 7, besides the Valkey that an installed package brings, and databases of a shared one."""
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import redis
 
+from archipelago.ops.launch.embedded_redis import Server
 from archipelago.ops.launch.redis_program import Program, version_of
 
 
@@ -27,3 +31,13 @@ def redis_program(folder: Path) -> Program:
                 return Program("redis-server", link, version)
             link.unlink()
     pytest.skip("there is no redis-server or redis-check-rdb on this machine")
+
+
+@contextmanager
+def empty_database(server: Server, number: int) -> Iterator[str]:
+    """Yield the URL of a database of a shared server. It is empty at the beginning and at the end."""
+    url = server.url.removesuffix("/0") + f"/{number}"
+    with redis.Redis.from_url(url) as client:
+        client.flushdb()
+        yield url
+        client.flushdb()

@@ -33,6 +33,7 @@ from archipelago.ops.launch.init import next_steps
 from archipelago.ops.verbs import Group, Verbs
 from tests import samples
 from tests.failing import failing
+from tests.servers import empty_database
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--data.corpus", "small", "--data.shards", "4"]
@@ -41,11 +42,8 @@ SMALL = ["--data.corpus", "small", "--data.shards", "4"]
 @pytest.fixture
 def url(server: Server) -> Iterator[str]:
     """Return the URL of a database without runs."""
-    mine = server.url.removesuffix("/0") + "/7"
-    with redis.Redis.from_url(mine) as client:
-        client.flushdb()
-        yield mine
-        client.flushdb()
+    with empty_database(server, 7) as url:
+        yield url
 
 
 @pytest.fixture

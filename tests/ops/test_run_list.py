@@ -24,16 +24,14 @@ from archipelago.ops.launch.embedded_redis import Server, start_server
 from archipelago.ops.watch import run_list
 from tests import samples
 from tests.failing import failing
+from tests.servers import empty_database
 
 
 @pytest.fixture
 def url(server: Server) -> Iterator[str]:
     """Return the URL of a database without runs."""
-    mine = server.url.removesuffix("/0") + "/6"
-    with redis.Redis.from_url(mine) as client:
-        client.flushdb()
-        yield mine
-        client.flushdb()
+    with empty_database(server, 6) as url:
+        yield url
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import redis
 
 from archipelago.broker.control import EXPEL
 from archipelago.broker.invitation import Member
@@ -32,6 +31,7 @@ from archipelago.ops.launch.embedded_redis import Server
 from archipelago.ops.watch.live import Watcher as LiveWatcher
 from archipelago.ops.weights.parameters import find
 from tests import samples
+from tests.servers import empty_database
 from tests.sharded import closed, create_sharded, newest_round, train_sharded
 from tests.small import SMALL
 
@@ -197,11 +197,8 @@ def test_evaluate_export_and_generate(
 @pytest.fixture
 def server_url(server: Server) -> Iterator[str]:
     """The URL of a database of a real server without runs."""
-    mine = server.url.removesuffix("/0") + "/7"
-    with redis.Redis.from_url(mine) as client:
-        client.flushdb()
-        yield mine
-        client.flushdb()
+    with empty_database(server, 7) as url:
+        yield url
 
 
 def test_requests_reach_every_merger(capsys: pytest.CaptureFixture[str]) -> None:

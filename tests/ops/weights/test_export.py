@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-import redis
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -55,6 +54,7 @@ from archipelago.ops.weights.safetensors_files import WeightFiles
 from tests import samples
 from tests.broker.buckets.faulty_bucket import FaultyFileSystem
 from tests.failing import failing
+from tests.servers import empty_database
 
 SMALL = replace(RunConfig(), data=replace(RunConfig().data, corpus="small", sequence_length=32, shards=8))
 TINY = build("tiny")
@@ -86,11 +86,8 @@ def _keep_signals_and_loggers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def url(server: Server) -> Iterator[str]:
     """Return the URL of a database without runs."""
-    mine = server.url.removesuffix("/0") + "/9"
-    with redis.Redis.from_url(mine) as client:
-        client.flushdb()
-        yield mine
-        client.flushdb()
+    with empty_database(server, 9) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")
