@@ -99,7 +99,7 @@ def loss_of(url: str, island: str) -> float:
 
 
 def steer_steps(url: str, steps: int) -> None:
-    """Let the run have so many steps, as `archipelago steer` does."""
+    """Set the length of the run, as `archipelago steer` does."""
     transport = connect(url, "mine")
     transport.reader.steer({"inner.steps": str(steps)})
     transport.close()

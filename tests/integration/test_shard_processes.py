@@ -35,7 +35,10 @@ class Watcher:
         return [status.holder if status else "" for status in statuses]
 
     def is_served_by(self, processes: int) -> bool:
-        """Return whether so many processes serve all shards. A lease may lapse for a moment on a loaded machine."""
+        """Return whether all shards are served, by that number of processes.
+
+        A lease may lapse for a moment on a loaded machine.
+        """
         holders = self.holders()
         return all(holders) and len(set(holders)) == processes
 
