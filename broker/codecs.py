@@ -96,6 +96,17 @@ class Codec(NamedTuple):
                 values_N[start:end] = found if base_N is None else base_N[start:end] + found
         return values_N
 
+    def decode_blocks(self, parts: Parts, blocks_B: NDArray[np.intp]) -> Vector:
+        """Return the decoded elements of some blocks, by their numbers, one block after the other.
+
+        `parts` are the numpy arrays of `parts_of`. The last block may have more elements than the vector.
+        """
+        sizes = [size for size, _ in self.layout(self.block)]
+        chosen = tuple(part.reshape(-1, size)[blocks_B].ravel() for part, size in zip(parts, sizes, strict=True))
+        with np.errstate(all="ignore"):
+            values: Vector = self.restore(chosen, blocks_B.size * self.block, np)
+        return values
+
 
 def empty_vector(elements: int) -> Vector:
     """Return a float32 vector with undefined values.

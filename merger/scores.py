@@ -27,11 +27,9 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
@@ -347,9 +345,11 @@ def direction(body: Body, spans: Spans, seed: bytes) -> NDArray[np.float64]:
     """
     plan = _plan(spans)
     random = np.random.PCG64(int.from_bytes(seed, "big")).random_raw(sum(plan.windows))
-    starts = [start + int(raw) % room for (start, room), raw in zip(plan.rooms, random, strict=True)]
-    placed = jax.device_put((body.parts, np.asarray(starts, np.int32)), jax.local_devices(backend="cpu")[0])
-    sampled = np.asarray(_sample(*placed, codec=body.codec, spans=spans), np.float64)
+    begins = iter([start + int(raw) % room for (start, room), raw in zip(plan.rooms, random, strict=True)])
+    ranges: list[tuple[int, int]] = []
+    for (start, length), count in zip(spans, plan.windows, strict=True):
+        ranges += [(next(begins), WINDOW) for _ in range(count)] or [(start, length)]
+    sampled = _decoded(body, ranges).astype(np.float64)
     at = 0
     for size, share in zip(plan.sizes, plan.shares, strict=True):
         sampled[at : at + size] = share * _unit(sampled[at : at + size])
@@ -395,19 +395,17 @@ def _plan(spans: Spans) -> _Plan:
     return _Plan(windows, rooms, sizes, tuple(math.sqrt(length / max(1, elements)) for _, length in spans))
 
 
-@partial(jax.jit, static_argnames=("codec", "spans"))
-def _sample(parts: Any, starts_W: jax.Array, *, codec: str, spans: Spans) -> jax.Array:
-    elements = max((start + length for start, length in spans), default=0)
-    values_N = codec_of(codec).restore(parts, elements, jnp)
-    pieces, at = [], 0
-
-    def window(begin: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_slice(values_N, (begin,), (WINDOW,))
-
-    for (start, length), count in zip(spans, _plan(spans).windows, strict=True):
-        if count:
-            pieces.append(jax.vmap(window)(starts_W[at : at + count]).reshape(-1))
-            at += count
-        else:
-            pieces.append(values_N[start : start + length])
-    return jnp.concatenate(pieces) if pieces else jnp.zeros(0, jnp.float32)
+def _decoded(body: Body, ranges: Sequence[tuple[int, int]]) -> NDArray[np.float32]:
+    """Return the elements in some ranges, each a start and a length. Only the blocks that they lie in are decoded."""
+    chosen = codec_of(body.codec)
+    blocks: list[NDArray[np.intp]] = []
+    wanted: list[NDArray[np.intp]] = []
+    before = 0  # decoded elements of the ranges before
+    for start, length in ranges:
+        first, last = start // chosen.block, -(-(start + length) // chosen.block)
+        blocks.append(np.arange(first, last))
+        wanted.append(np.arange(length) + (before + start - first * chosen.block))
+        before += (last - first) * chosen.block
+    if not ranges:
+        return np.zeros(0, np.float32)
+    return chosen.decode_blocks(body.parts, np.concatenate(blocks))[np.concatenate(wanted)]

@@ -94,6 +94,19 @@ def test_a_vector_is_added_to_another_while_it_is_decoded() -> None:
     assert added_N.tobytes() == (base_N + codec("int4").decode(body, step_N.size)).tobytes()
 
 
+@pytest.mark.parametrize("name", CODECS)
+def test_some_blocks_are_decoded_to_the_bits_of_all(name: str) -> None:
+    chosen, size = codec(name), 5 * TOP_BLOCK // 2  # the last block of top3 is not full
+    values_N = np.random.default_rng(3).standard_normal(size, np.float32)
+    body = chosen.encode(values_N)
+    blocks_B = np.array([size // chosen.block - 1, 0, 1])
+    wanted = (blocks_B[:, None] * chosen.block + np.arange(chosen.block)).ravel()
+    decoded = chosen.decode_blocks(chosen.parts_of(body, size), blocks_B)
+    assert decoded.tobytes() == chosen.decode(body, size)[wanted].tobytes()
+    whole = chosen.decode_blocks(chosen.parts_of(body, size), np.arange(-(-size // chosen.block)))
+    assert whole[:size].tobytes() == chosen.decode(body, size).tobytes()
+
+
 def test_a_strided_array_is_encoded() -> None:
     values_N = np.arange(20, dtype=np.float32)
     for chosen in CODECS.values():

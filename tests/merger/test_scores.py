@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from archipelago.broker.codecs import Vector
+from archipelago.broker.codecs import CODECS, Vector, body_of, codec
 from archipelago.broker.wire import digest, encoded
 from archipelago.merger.scores import (
     JUDGES_LEAST,
@@ -193,6 +193,17 @@ def test_a_large_fragment_is_sampled_where_nobody_can_know() -> None:
     assert float(first[0] @ first[1]) == pytest.approx(math.sqrt(0.5), abs=0.03)
     assert float(first[0] @ first[2]) == pytest.approx(0.0, abs=0.03)
     assert not np.array_equal(first[0], direction(encoded(one_N, "int4"), spans, b"second"))
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_a_sample_has_the_elements_of_the_decoded_contribution(name: str) -> None:
+    spans = ((0, 100), (100, 2 * SAMPLE), (2 * SAMPLE + 100, 77))
+    values_N = np.random.default_rng(1).standard_normal(2 * SAMPLE + 177, np.float32)
+    body = encoded(values_N, name)
+    decoded_N = codec(name).decode(body_of(body.parts), values_N.size)
+    of_body, of_decoded = (direction(each, spans, b"seed") for each in (body, encoded(decoded_N, "float32")))
+    assert of_body.size < values_N.size
+    assert np.array_equal(of_body, of_decoded)
 
 
 def test_contributions_of_zeros_and_without_a_loss_are_judged_too() -> None:
