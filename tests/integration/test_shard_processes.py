@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from redis.crc import key_slot
 
 from archipelago.broker.errors import BrokerError
+from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.shards.transport import WholeRun, whole
 from archipelago.ops.launch.embedded_redis import Server
-from tests.clusters import Cluster
+from tests.clusters import Cluster, Watched
 from tests.conftest import Until
 from tests.integration.test_processes import SETTINGS, Processes, processes
 
@@ -98,7 +100,7 @@ def test_merger_processes_share_the_shards_and_replace_each_other(
     seen.home.close()
 
 
-def test_a_killed_primary_stops_only_the_shards_that_it_holds(
+def test_a_killed_primary_stops_only_the_shards_that_it_holds_and_a_shard_can_move(
     processes: Processes, tmp_path: Path, until: Until
 ) -> None:
     cluster = Cluster(tmp_path / "cluster", until, replicas=1)
@@ -116,6 +118,9 @@ def test_a_killed_primary_stops_only_the_shards_that_it_holds(
         cluster.promote(new)
         after = max(seen.closed(1), 1)
         until(lambda: seen.closed(1) > after + 4, "rounds of the shard whose primary was replaced")
+        _move(cluster, run, shard=1)
+        before = [seen.closed(0), max(seen.closed(1), 1)]
+        until(lambda: all(seen.closed(k) > before[k] + 4 for k in (0, 1)), "rounds of both shards after the move")
         island.terminate()
         assert island.wait() == 0, processes.said(island)
         until(lambda: seen.run.reader.backlog() == 0, "everything to be merged")
@@ -123,6 +128,41 @@ def test_a_killed_primary_stops_only_the_shards_that_it_holds(
         seen.home.close()
     finally:
         cluster.end()
+
+
+def test_both_shards_go_on_when_sentinels_replace_the_primary(
+    processes: Processes, tmp_path: Path, until: Until
+) -> None:
+    watched = Watched(tmp_path / "watched", until)
+    try:
+        url, run = watched.url, "watched"
+        processes.run("init", url, "--run", run, "--shards=2", "--inner.steps=100000", *SETTINGS)
+        seen = Watcher(url, run)
+        processes.start("merger", url, "--run", run, *MERGER)
+        island = processes.start("island", url, "--run", run, "--name", "one", "--scan-steps=1")
+        until(lambda: min(seen.closed(0), seen.closed(1)) >= 4, "rounds of both shards")
+        watched.primary.kill()
+        until(lambda: watched.replica.role() == "master", "the Sentinels to promote the replica")
+        until(lambda: min(seen.closed(0), seen.closed(1)) > 0, "an answer of the new primary")
+        before = [seen.closed(0), seen.closed(1)]
+        until(lambda: all(seen.closed(k) > before[k] + 4 for k in (0, 1)), "rounds of both shards at the new primary")
+        island.terminate()
+        assert island.wait() == 0, processes.said(island)
+        until(lambda: seen.run.reader.backlog() == 0, "everything to be merged")
+        seen.check()
+        seen.home.close()
+    finally:
+        watched.end()
+
+
+def _move(cluster: Cluster, run: str, shard: int) -> None:
+    """Move the slot of a shard to the primary that holds no shard of the run, key by key."""
+    old, other = cluster.owner(run, shard), cluster.owner(run, 1 - shard)
+    new = next(
+        node for node in cluster.nodes if node.is_running and node.role() == "master" and node not in (old, other)
+    )
+    cluster.move_slot(key_slot(Keys(run, shard).manifest.encode()), old, new)
+    assert cluster.owner(run, shard) is new
 
 
 def _apart(cluster: Cluster) -> str:
