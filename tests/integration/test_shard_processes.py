@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -52,14 +53,18 @@ class Watcher:
             return 0
         return max((head.round for head in heads if head is not None), default=0)
 
-    def check(self) -> None:
-        """Assert that everything that was published is merged or refused, each contribution once."""
+    def end(self, island: subprocess.Popen[str], processes: Processes, until: Until) -> None:
+        """Let the island leave. Assert that what was published is merged or refused, each contribution once."""
+        island.terminate()
+        assert island.wait() == 0, processes.said(island)
+        until(lambda: self.run.reader.backlog() == 0, "everything to be merged")
         books, tape = self.run.reader.books(), self.run.reader.tape(1 << 20)
         assert books.published == books.merged + books.refused
         assert books.merged == sum(len(entry.members) for entry in tape)
         for shard in self.run.shards:  # sequence numbers count by shard
             merged = [(m.island, m.incarnation, m.sequence) for e in shard.reader.tape(1 << 20) for m in e.members]
             assert len(set(merged)) == len(merged) > 0
+        self.home.close()
 
 
 def test_merger_processes_share_the_shards_and_replace_each_other(
@@ -92,12 +97,7 @@ def test_merger_processes_share_the_shards_and_replace_each_other(
     until(lambda: seen.closed(dead) > at_death[dead] + 4, "the other process to take the shard")
     until(lambda: seen.is_served_by(1), "the other process to serve both shards")
     assert island.poll() is None
-
-    island.terminate()
-    assert island.wait() == 0, processes.said(island)
-    until(lambda: seen.run.reader.backlog() == 0, "everything to be merged")
-    seen.check()
-    seen.home.close()
+    seen.end(island, processes, until)
 
 
 def test_a_killed_primary_stops_only_the_shards_that_it_holds_and_a_shard_can_move(
@@ -119,13 +119,9 @@ def test_a_killed_primary_stops_only_the_shards_that_it_holds_and_a_shard_can_mo
         after = max(seen.closed(1), 1)
         until(lambda: seen.closed(1) > after + 4, "rounds of the shard whose primary was replaced")
         _move(cluster, run, shard=1)
-        before = [seen.closed(0), max(seen.closed(1), 1)]
-        until(lambda: all(seen.closed(k) > before[k] + 4 for k in (0, 1)), "rounds of both shards after the move")
-        island.terminate()
-        assert island.wait() == 0, processes.said(island)
-        until(lambda: seen.run.reader.backlog() == 0, "everything to be merged")
-        seen.check()
-        seen.home.close()
+        moved_at = [seen.closed(0), max(seen.closed(1), 1)]
+        until(lambda: all(seen.closed(k) > moved_at[k] + 4 for k in (0, 1)), "rounds of both shards after the move")
+        seen.end(island, processes, until)
     finally:
         cluster.end()
 
@@ -146,11 +142,7 @@ def test_both_shards_go_on_when_sentinels_replace_the_primary(
         until(lambda: min(seen.closed(0), seen.closed(1)) > 0, "an answer of the new primary")
         before = [seen.closed(0), seen.closed(1)]
         until(lambda: all(seen.closed(k) > before[k] + 4 for k in (0, 1)), "rounds of both shards at the new primary")
-        island.terminate()
-        assert island.wait() == 0, processes.said(island)
-        until(lambda: seen.run.reader.backlog() == 0, "everything to be merged")
-        seen.check()
-        seen.home.close()
+        seen.end(island, processes, until)
     finally:
         watched.end()
 
