@@ -250,11 +250,18 @@ class MergerStatus:
     still_seconds: float = 0.0
     #: The same for each shard, in a run with several.
     shards: tuple[MergerStatus, ...] = ()
+    #: Whether the shard cannot be reached, so nothing else is known of it (`broker.shards.display`).
+    is_away: bool = False
 
     @property
     def unserved(self) -> tuple[int, ...]:
-        """The shards that no merger serves, in a run with several."""
-        return tuple(shard for shard, status in enumerate(self.shards) if not status.holder)
+        """The shards that can be reached and that no merger serves, in a run with several."""
+        return tuple(shard for shard, status in enumerate(self.shards) if not status.holder and not status.is_away)
+
+    @property
+    def unreachable(self) -> tuple[int, ...]:
+        """The shards that cannot be reached, in a run with several."""
+        return tuple(shard for shard, status in enumerate(self.shards) if status.is_away)
 
     @property
     def holders(self) -> dict[str, list[int]]:

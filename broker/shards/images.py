@@ -64,7 +64,7 @@ def whole_image(images: Sequence[Image]) -> Image:
         number=home.number,
         snapshots=tuple(placed[p][0] for p in range(layout.count)),
         outers=tuple(placed[p][1] for p in range(layout.count)),
-        state=combined_state([image.state for image in images], layout),
+        state=combined_state({shard: image.state for shard, image in enumerate(images)}, layout),
         books=summed_books([image.books for image in images]),
         cursors=merged_everywhere([image.cursors for image in images]),
         tape=tuple(sorted(tape, key=lambda entry: (entry.unix_seconds, entry.round))),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from archipelago.broker.errors import UnreachableError
 from archipelago.broker.manifest import Manifest
@@ -28,6 +28,8 @@ from archipelago.broker.transport import Memory, MergerStatus, ReaderClient, Sta
 #: Of more things than this, messages say only how many there are.
 NUMBERS_MAX = 12
 
+T = TypeVar("T")
+
 
 class ShardedReader:
     """See `broker.transport.ReaderClient`. Fragments and rounds are those of the run (`Layout`).
@@ -43,6 +45,15 @@ class ShardedReader:
     def __init__(self, readers: Sequence[ReaderClient], manifest: Manifest) -> None:
         self._readers, self._manifest = readers, manifest
         self._home, self._layout = readers[0], manifest.shard_layout
+
+    @property
+    def away(self) -> Mapping[int, str]:
+        """The shards that cannot be reached and are left out, each with the reason. Only `DisplayReader` has any."""
+        return {}
+
+    def _each(self, read: Callable[[ReaderClient], T]) -> dict[int, T]:
+        """Return what is read from each shard, by its number. `DisplayReader` leaves out those that are away."""
+        return {shard: read(reader) for shard, reader in enumerate(self._readers)}
 
     # -- the run, from shard 0 ----------------------------------------------------------------------------------------
 
@@ -102,28 +113,28 @@ class ShardedReader:
     def unreadable(self) -> dict[str, str]:
         return {
             f"{what} of shard {shard}": why
-            for shard, reader in enumerate(self._readers)
-            for what, why in reader.unreadable().items()
+            for shard, found in self._each(lambda reader: reader.unreadable()).items()
+            for what, why in found.items()
         }
 
     def books(self) -> Books:
-        return summed_books([reader.books() for reader in self._readers])
+        return summed_books([*self._each(lambda reader: reader.books()).values()])
 
     def backlog(self) -> int:
-        return sum(reader.backlog() for reader in self._readers)
+        return sum(self._each(lambda reader: reader.backlog()).values())
 
     def pending(self) -> Pending:
-        found = [reader.pending() for reader in self._readers]
+        found = self._each(lambda reader: reader.pending()).values()
         return Pending(sum(each.contributions for each in found), sum(each.tokens for each in found))
 
     def cursors(self) -> dict[str, tuple[int, int]]:
-        return merged_everywhere([reader.cursors() for reader in self._readers])
+        return merged_everywhere([*self._each(lambda reader: reader.cursors()).values()])
 
     def tape(self, count: int) -> list[TapeEntry]:
         found: list[tuple[float, int, TapeEntry]] = []
-        for shard, reader in enumerate(self._readers):
+        for shard, entries in self._each(lambda reader: reader.tape(count)).items():
             at = 0.0
-            for entry in reader.tape(count):
+            for entry in entries:
                 at = max(at, entry.unix_seconds)  # the clock of a merger that took over may be behind
                 found.append((at, self._layout.run_round(shard, entry.round), self._layout.in_run(shard, entry)))
         return [entry for _, _, entry in sorted(found, key=lambda each: each[:2])][-count:] if count else []
@@ -131,8 +142,8 @@ class ShardedReader:
     def refusals(self, count: int) -> list[tuple[float, Refusal]]:
         found = [
             (at, self._layout.in_run(shard, refusal))
-            for shard, reader in enumerate(self._readers)
-            for at, refusal in reader.refusals(count)
+            for shard, refusals in self._each(lambda reader: reader.refusals(count)).items()
+            for at, refusal in refusals
         ]
         return sorted(found, key=lambda each: each[0])[-count:] if count else []
 
@@ -142,11 +153,12 @@ class ShardedReader:
             reader.steer(changes)
 
     def notes(self, count: int) -> list[Note]:
-        found = [note for reader in self._readers for note in reader.notes(count)]
+        found = [note for notes in self._each(lambda reader: reader.notes(count)).values() for note in notes]
         return sorted(found, key=lambda note: note.unix_seconds)[-count:] if count else []
 
     def memory(self) -> Memory:
-        found = {reader.instance(): reader.memory() for reader in self._readers}  # shards may share a server
+        answers = self._each(lambda reader: (reader.instance(), reader.memory())).values()
+        found = dict(answers)  # shards may share a server
         limits = [memory.limit for memory in found.values()]
         return Memory(
             sum(memory.used for memory in found.values()),
@@ -155,7 +167,7 @@ class ShardedReader:
         )
 
     def merger_state(self) -> str:
-        return combined_state([reader.merger_state() for reader in self._readers], self._layout)
+        return combined_state(self._each(lambda reader: reader.merger_state()), self._layout)
 
     def is_served(self) -> bool | None:
         """Return whether a merger serves any shard. An island trains on as long as one does.
@@ -171,13 +183,15 @@ class ShardedReader:
         return True if any(found) else None if None in found else False
 
     def merger_status(self) -> MergerStatus | None:
-        return combined_status([reader.merger_status() for reader in self._readers])
+        found = self._each(lambda reader: reader.merger_status())
+        away = MergerStatus(is_away=True)
+        return combined_status([found.get(shard, away) for shard in range(len(self._readers))])
 
     def standbys(self) -> list[Standby]:
         """Return the mergers that serve no shard and wait for one."""
-        statuses = [reader.merger_status() for reader in self._readers]
-        serving = {status.holder for status in statuses if status is not None}
-        waiting = {standby.name: standby for reader in self._readers for standby in reader.standbys()}
+        found = self._each(lambda reader: (reader.merger_status(), reader.standbys())).values()
+        serving = {status.holder for status, _ in found if status is not None}
+        waiting = {standby.name: standby for _, standbys in found for standby in standbys}
         return [waiting[name] for name in sorted(waiting) if name not in serving]
 
 
@@ -208,23 +222,23 @@ def merged_everywhere(cursors: Sequence[Mapping[str, tuple[int, int]]]) -> dict[
     return out
 
 
-def combined_state(states: Sequence[str], layout: Layout) -> str:
+def combined_state(states: Mapping[int, str], layout: Layout) -> str:
     """Return the state of shard 0's merger, with the counts of all shards in place of its own.
 
     Args:
-        states: The state of each shard's merger, as JSON; empty before its first round.
+        states: The state of each shard's merger by the number of the shard, as JSON; empty before its first round.
         layout: The fragments of each shard.
     """
-    found = [_parsed(state) for state in states]
-    if not any(found):
+    found = {shard: _parsed(state) for shard, state in states.items()}
+    if not any(found.values()):
         return ""
-    covered = [layout.run_round(shard, _count(state.get("covered"))) for shard, state in enumerate(found)]
+    covered = [layout.run_round(shard, _count(state.get("covered"))) for shard, state in found.items()]
     return json.dumps(
         found[0]
         | {
-            "island_tokens": _summed(state.get("island_tokens") for state in found),
-            "refused": _summed(state.get("refused") for state in found),
-            "lowered_tokens": sum(_count(state.get("lowered_tokens")) for state in found),
+            "island_tokens": _summed(state.get("island_tokens") for state in found.values()),
+            "refused": _summed(state.get("refused") for state in found.values()),
+            "lowered_tokens": sum(_count(state.get("lowered_tokens")) for state in found.values()),
             "covered": min(covered),
         }
     )
@@ -234,13 +248,14 @@ def combined_status(statuses: Sequence[MergerStatus | None]) -> MergerStatus | N
     """Return who serves the run: all mergers with their shards. The holder is empty while a shard is not served."""
     if None in statuses:
         return None
-    found = [status for status in statuses if status is not None]
+    found = tuple(status for status in statuses if status is not None)
+    answered = [status for status in found if not status.is_away]
     combined = MergerStatus(
         "",
-        max(status.epoch for status in found),
-        min(status.lease_seconds for status in found),
-        max(status.still_seconds for status in found),
-        tuple(found),
+        max(status.epoch for status in answered),
+        min(status.lease_seconds for status in answered),
+        max(status.still_seconds for status in answered),
+        found,
     )
     return combined if combined.unserved else replace(combined, holder=holders_in_words(combined))
 
@@ -248,7 +263,7 @@ def combined_status(statuses: Sequence[MergerStatus | None]) -> MergerStatus | N
 def holders_in_words(status: MergerStatus) -> str:
     """Return the mergers that serve shards. If there are several, each has its shards in parentheses."""
     holders = status.holders
-    if len(holders) == 1 and not status.unserved:
+    if len(holders) == 1 and not status.unserved and not status.unreachable:
         return next(iter(holders))
     return ", ".join(f"{holder} ({numbered('shard', shards)})" for holder, shards in holders.items())
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, TypeVar, cast
 
 from archipelago.broker.errors import RunExistsError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Snapshot
+from archipelago.broker.shards.display import DisplayReader
 from archipelago.broker.shards.reader import ShardedReader
 from archipelago.broker.transport import IslandClient, IslandTransport, ReaderClient, ReaderTransport, Transport
 
@@ -35,29 +36,41 @@ class WholeRun:
         shards: The connection to each shard. Their fragments and rounds are those of the shard.
         reader: Reads the whole run.
         island: The island's client of shard 0, which has what belongs to the run: names, leases, newcomers.
+
+    Args:
+        home: The connection to the run.
+        manifest: The manifest of the run.
+        for_display: Whether `reader` leaves out further shards that cannot be reached (`DisplayReader`). Otherwise it
+            raises UnreachableError.
     """
 
-    def __init__(self, home: ReaderTransport, manifest: Manifest) -> None:
+    def __init__(self, home: ReaderTransport, manifest: Manifest, *, for_display: bool = False) -> None:
         self.run = home.run
         self.shards: Sequence[Transport] = [of_shard(home, manifest, k) for k in range(manifest.shards)]
-        self.reader: ReaderClient = ShardedReader([shard.reader for shard in self.shards], manifest)
+        kind = DisplayReader if for_display else ShardedReader
+        self.reader: ReaderClient = kind([shard.reader for shard in self.shards], manifest)
         self.island: IslandClient = self.shards[0].island
 
 
 Kind = TypeVar("Kind", bound=ReaderTransport)
 
 
-def whole(transport: Kind, manifest: Manifest) -> Kind | WholeRun:
-    """Return a connection to all shards of a run. That to a run with one shard is `transport` itself."""
+def whole(transport: Kind, manifest: Manifest, *, for_display: bool = False) -> Kind | WholeRun:
+    """Return a connection to all shards of a run (`WholeRun`). That to a run with one shard is `transport` itself."""
     if manifest.shards == 1 or isinstance(transport, WholeRun):
         return transport
-    return WholeRun(transport, manifest)
+    return WholeRun(transport, manifest, for_display=for_display)
 
 
-def opened(transport: Kind) -> tuple[Manifest, Kind | WholeRun]:
+def opened(transport: Kind, *, for_display: bool = False) -> tuple[Manifest, Kind | WholeRun]:
     """Return the manifest of a run that exists, and a connection to all its shards. Raises BrokerError, ConfigError."""
     manifest = transport.reader.manifest()
-    return manifest, whole(transport, manifest)
+    return manifest, whole(transport, manifest, for_display=for_display)
+
+
+def shards_away(transport: ReaderTransport) -> Mapping[int, str]:
+    """Return the shards that cannot be reached and that the reader leaves out, each with the reason."""
+    return transport.reader.away if isinstance(transport.reader, ShardedReader) else {}
 
 
 def shards_of(transport: IslandTransport) -> Sequence[IslandTransport]:

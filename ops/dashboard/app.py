@@ -107,10 +107,14 @@ class _Service:
         return JSONResponse({"serving": True, "redis": fault.what if fault else "answers"}, headers=FRESH)
 
     async def metrics(self, request: Request) -> Response:
-        """Answer with the run's metrics in Prometheus' text format, or with 503 if they are missing or out of date."""
+        """Answer with the run's metrics in Prometheus' text format, or with 503 if they are missing or out of date.
+
+        While a shard cannot be reached, they are missing: counters without it would seem to go backwards.
+        """
         fault, view = self.board.fault(self.clock()), self.board.view
-        if fault or view is None:
-            return Response(f"{fault.what if fault else 'not read yet'}\n", 503, headers=FRESH)
+        why = fault.what if fault else "not read yet" if view is None else next(iter(view.unreachable.values()), "")
+        if view is None or why:
+            return Response(f"{why}\n", 503, headers=FRESH)
         text = await run_in_threadpool(metrics.render, view, self.board.round_seconds)
         return Response(text, media_type=metrics.CONTENT_TYPE, headers=FRESH)
 

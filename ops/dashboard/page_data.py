@@ -213,6 +213,9 @@ def state_of(reading: Reading, interval: int) -> dict[str, str]:
         return _state("waiting", "idle", "No island has joined yet.")
     if not view.live:
         return _state("no islands", "warn", "No island is live. The run continues when one joins.")
+    if view.unreachable:
+        away = numbered("shard", sorted(view.unreachable)).capitalize()
+        return _state("shard away", "warn", f"{away} cannot be reached, so its figures are missing. The others go on.")
     if reading.merger_status and lacks_merger(reading.merger_status) and view.step < view.steps:
         if reading.merger_status.holders:
             missing = numbered("shard", reading.merger_status.unserved)
@@ -284,6 +287,7 @@ def _alike(event: Mapping[str, Any]) -> tuple[str, str, str]:
 def _by_shard(status: MergerStatus) -> str:
     """Return who serves each shard, as a sentence."""
     missing = [f"no merger serves {numbered('shard', status.unserved)}"] if status.unserved else []
+    missing += [f"{numbered('shard', status.unreachable)} cannot be reached"] if status.unreachable else []
     words = ", ".join([*([holders_in_words(status)] if status.holders else []), *missing])
     return f"Mergers: {words}." if len(status.holders) != 1 or missing else f"{words} serves all shards."
 

@@ -110,7 +110,7 @@ class RunList:
 
 def of_redis(transport: Transport, own: RunConfig | None) -> tuple[RunRow, RunConfig]:
     """Return a run of Redis, and its config. Raise BrokerError and WireError."""
-    manifest, run = opened(transport)
+    manifest, run = opened(transport, for_display=True)
     evaluations = run.reader.evaluations()
     view = glance(run, manifest, run.reader.tape(RECENT_ROUNDS), evaluations)
     unit = loss_unit(manifest.corpus)

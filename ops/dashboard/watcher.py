@@ -14,7 +14,7 @@ from archipelago.broker.control import Control
 from archipelago.broker.errors import ArchipelagoError, UnreachableError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Evaluation, Refusal
-from archipelago.broker.shards.transport import opened, whole
+from archipelago.broker.shards.transport import shards_away, whole
 from archipelago.broker.transport import MergerStatus, ReaderTransport
 from archipelago.ops.dashboard.history import History, QueueRow, joined_queues
 from archipelago.ops.dashboard.page_data import Rate, Reading, TokenBooks, charts_of, measured, page_of
@@ -123,12 +123,14 @@ class Watcher:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self._home, self.transport, self.manifest = transport, whole(transport, manifest), manifest
+        self._home, self.manifest = transport, manifest
+        self.transport = whole(transport, manifest, for_display=True)
         self.clock, self.wall = clock, wall
         self.board = Board()
         self._rates: dict[str, Rate] = {}
         self._queues: Trail[QueueRow] = Trail(joined_queues)
         self._history = History(manifest.shard_layout)
+        self._history_lacks: frozenset[int] = frozenset()
         self._token_books = RareReading(self._read_token_books, clock)
         self._evaluations: RareReading[list[Evaluation]] = RareReading(
             lambda: self.transport.reader.evaluations(), clock
@@ -207,9 +209,14 @@ class Watcher:
         return page_of(reading, self._history, self.manifest)
 
     def _follow(self) -> list[Any]:
-        """Add the recent tape to the history and return it. If they do not connect, read the whole tape again."""
+        """Add the recent tape to the history and return it. If they do not connect, read the whole tape again.
+
+        The history begins anew when a shard answers that could not be reached when it began.
+        """
         tape = self.transport.reader.tape(RECENT_ROUNDS)
-        if not self._history.follows(tape):
+        if self._history_lacks - shards_away(self.transport).keys():
+            tape = self._begin_again()
+        elif not self._history.follows(tape):
             tape = self.transport.reader.tape(TAPE_MOST)
             if not self._history.follows(tape):
                 tape = self._begin_again()
@@ -223,10 +230,13 @@ class Watcher:
         Returns:
             The whole tape.
         """
-        self.manifest, self.transport = opened(self._home)
+        found = self._home.reader.manifest()
+        if found != self.manifest:
+            self.manifest, self.transport = found, whole(self._home, found, for_display=True)
         tape = self.transport.reader.tape(TAPE_MOST)
         self._history = History(self.manifest.shard_layout)
         self._history.begin(self.transport.reader.books().merged_tokens, tape)
+        self._history_lacks = frozenset(shards_away(self.transport))
         for rare in (self._token_books, self._evaluations, self._refusals, self._covered):
             rare.forget()
         self._charts_due = -math.inf

@@ -91,9 +91,11 @@ def problems(
         evaluations: All evaluations, oldest first.
         unix_seconds: The reader's wall clock.
     """
+    unreachable = tuple(_unreachable_shards(view))
     if view.steps <= view.step and not view.pending:
-        return ()
+        return unreachable
     found = [
+        *unreachable,
         *_run_problems(view, health, config, tape),
         *_memory_problems(view),
         *_loss_problems(view, config, tape, evaluations, unix_seconds),
@@ -162,6 +164,20 @@ def _by_shard(view: RunView, tape: Sequence[TapeEntry]) -> Iterator[tuple[str, S
         yield "", tape
     for shard, fragments in enumerate(view.shards):
         yield f"Shard {shard}: ", [entry for entry in tape if entry.fragment in fragments]
+
+
+def _unreachable_shards(view: RunView) -> Iterator[Problem]:
+    if not view.unreachable:
+        return
+    away = sorted(view.unreachable)
+    fragments = sorted(fragment for shard in away for fragment in view.shards[shard])
+    yield Problem(
+        "shard.unreachable", "bad", "redis",
+        f"{numbered('shard', away).capitalize()} cannot be reached: {view.unreachable[away[0]]}. The figures of "
+        f"the run leave out {numbered('fragment', fragments)} of {view.fragments}. The others go on.",
+        "Start its node of the cluster again, or mend the network between it and this machine. Its figures return when "
+        "it answers, and islands then send what they owe it.",
+    )  # fmt: skip
 
 
 def _shards_without_merger(view: RunView, status: MergerStatus) -> Problem:

@@ -176,6 +176,8 @@ def _merger(health: Health, *, is_finished: bool) -> Text:
     last = f", the last round{whose} closed {ago(status.still_seconds)} ago" if status.still_seconds else ""
     names = ", ".join(plain(standby.name) for standby in health.standbys)
     waiting = f"; standing by: {names}" if names else ""
+    if status.unreachable:
+        waiting = f"; {numbered('shard', status.unreachable)} cannot be reached{waiting}"
     if status.holder:
         verb = "serve" if len(status.holders) > 1 else "serves"
         return Text(f"{plain(status.holder)} {verb} with epoch {status.epoch}{last}{waiting}")

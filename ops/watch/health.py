@@ -124,6 +124,8 @@ def trouble(view: RunView, health: Health, interval: int) -> str:
     Args:
         interval: H, the inner steps between two contributions to the same fragment.
     """
+    if view.unreachable:
+        return f"{numbered('shard', sorted(view.unreachable))} cannot be reached, so its figures are missing"
     if view.steps <= view.step:
         return ""
     if not view.live:

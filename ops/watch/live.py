@@ -67,7 +67,7 @@ class Watcher:
 
     def __init__(self, transport: ReaderTransport, wall: Callable[[], float] = time.time) -> None:
         self._wall = wall
-        self._manifest, self._transport = opened(transport)
+        self._manifest, self._transport = opened(transport, for_display=True)
         self._closes: deque[float] = deque(maxlen=CLOSES_KEPT)
         self._position = TapePosition(self._manifest.shard_layout)
         self._count = 0

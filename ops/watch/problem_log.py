@@ -51,6 +51,7 @@ _ENDS = {
     "merger.slow": "Rounds no longer wait for the merger.",
     "run.no-islands": "An island is live again.",
     "run.stalled": "Rounds close again.",
+    "shard.unreachable": "All shards can be reached again.",
 }
 
 

@@ -39,8 +39,8 @@ class RunEntry:
     Attributes:
         run: Its name.
         where: `redis` for a run at the given Redis, else its folder.
-        state: `new`, `training`, `paused`, `no islands`, `no merger`, `finished`, `ended` (its Redis, which
-            is a part of its folder, does not run) or `unreadable`.
+        state: `new`, `training`, `paused`, `no islands`, `no merger`, `shard away` (it cannot be reached), `finished`,
+            `ended` (its Redis, which is a part of its folder, does not run) or `unreadable`.
         model: The size of its model; empty if unknown.
         parameters: The number of its parameters; 0 if unknown.
         round: The last closed round, or the last one in a checkpoint.
@@ -113,7 +113,7 @@ def _at(url: str | None, run: str, where: str) -> RunEntry:
 
 def entry_of(transport: ReaderTransport, where: str) -> RunEntry:
     """Return the run of a connection. Raise BrokerError, and ConfigError for a damaged manifest."""
-    manifest, run = opened(transport)
+    manifest, run = opened(transport, for_display=True)
     reader = run.reader
     tape, presences = reader.tape(1), reader.presences()
     requests = reader.control()
@@ -127,7 +127,7 @@ def entry_of(transport: ReaderTransport, where: str) -> RunEntry:
     elif control.is_paused:
         state = "paused"
     elif live:
-        state = "training" if status.holder else "no merger"
+        state = "shard away" if status.unreachable else "training" if status.holder else "no merger"
     else:
         state = "no islands" if tape or presences else "new"
     return RunEntry(

@@ -6,12 +6,13 @@ import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from archipelago.broker.control import run_steps
 from archipelago.broker.loss_unit import LossUnit, loss_unit
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Books, Evaluation, Member, Pending, Presence, TapeEntry
+from archipelago.broker.shards.transport import shards_away
 from archipelago.broker.transport import Memory, ReaderTransport
 from archipelago.ops.watch.token_accounts import token_accounts
 
@@ -107,6 +108,7 @@ class RunView:
         passes: Mean number of times that a shard of the run's corpus was read, counting merged work only. It is NaN if
             the islands are training scripts of their users.
         shards: The fragments of each shard, in a run with several.
+        unreachable: The shards that cannot be reached, each with the reason. The figures are those of the others.
         balanced: Whether published = merged + refused + pending, in contributions and in tokens.
         memory_limit_bytes: Redis's maxmemory; 0 if it has none.
         unreadable: Records in Redis that this reader could not read and skipped, by name.
@@ -152,6 +154,7 @@ class RunView:
     frozen_parameters: int = 0
     task: str = ""
     shards: tuple[tuple[int, ...], ...] = ()
+    unreachable: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def size(self) -> str:
@@ -191,7 +194,7 @@ def _observe(transport: ReaderTransport, manifest: Manifest) -> RunView:
     view = summarise(
         manifest, reader.tape(RECENT_ROUNDS), reader.presences(), reader.books(), reader.pending(),
         reader.evaluations(), merged_by_island(state := reader.merger_state()), reader.cursors(), reader.memory(),
-        lowered_in(state),
+        lowered_in(state), shards_away(transport),
     )  # fmt: skip
     steps = run_steps(manifest.config, reader.control())
     return replace(view, steps=steps, unreadable=tuple(reader.unreadable()))
@@ -218,7 +221,7 @@ def glance(
     view = summarise(
         manifest, tape[-RECENT_ROUNDS:], transport.reader.presences(), books, Pending(waiting, left_over), evaluations,
         merged_by_island(state := transport.reader.merger_state()), transport.reader.cursors(),
-        transport.reader.memory(), lowered_in(state),
+        transport.reader.memory(), lowered_in(state), shards_away(transport),
     )  # fmt: skip
     steps = run_steps(manifest.config, transport.reader.control())
     return replace(view, steps=steps, unreadable=tuple(transport.reader.unreadable()))
@@ -252,11 +255,18 @@ def summarise(
     cursors: Mapping[str, tuple[int, int]],
     memory: Memory,
     lowered: int = 0,
+    unreachable: Mapping[int, str] | None = None,
 ) -> RunView:
-    """Combine the readings into a view. `tape` holds the recent rounds, oldest first. Pure."""
-    fragments, unit = len(manifest.fragments), loss_unit(manifest.corpus)
+    """Combine the readings into a view. Pure.
+
+    Args:
+        tape: The recent rounds, oldest first.
+        unreachable: The shards that the readings leave out, each with the reason. Means are over the other fragments.
+    """
+    away, layout, unit = unreachable or {}, manifest.shard_layout, loss_unit(manifest.corpus)
+    fragments = layout.count - sum(len(layout.fragments[shard]) for shard in away)
     parts = parts_by_island(tape)
-    last = {manifest.shard_layout.shard_of(entry.round): entry for entry in tape}.values()  # of each shard
+    last = {layout.shard_of(entry.round): entry for entry in tape}.values()  # of each shard
     islands = tuple(
         _island(each, parts.get(each.heartbeat.island, []), len(tape), merged, fragments, unit) for each in presences
     )
@@ -266,7 +276,7 @@ def summarise(
     return RunView(
         run=manifest.run,
         parameters=manifest.parameters,
-        fragments=fragments,
+        fragments=layout.count,
         rounds=max((entry.round for entry in last), default=0),
         step=max((entry.step for entry in last), default=0),
         steps=manifest.config.inner.steps,
@@ -301,7 +311,8 @@ def summarise(
         balanced=_balanced(books, pending),
         memory_bytes=memory.used,
         memory_limit_bytes=memory.limit,
-        shards=manifest.shard_layout.fragments if manifest.shards > 1 else (),
+        shards=layout.fragments if manifest.shards > 1 else (),
+        unreachable=away,
         bytes_up=books.bytes_up,
         bytes_down=books.bytes_down,
         islands=islands,

@@ -24,8 +24,8 @@ ROWS = 40
 class StatusOptions(RunAddress):
     """Show a run: its islands, rounds, accounts, merger and controls. Reads only.
 
-    The exit status is 0 if the run is fine, has ended or is paused. It is 1 if no island is live, or if nothing was
-    merged for more than a minute (for three strides, if the islands are slower than that).
+    The exit status is 0 if the run is fine, has ended or is paused. It is 1 if no island is live, if nothing was merged
+    for more than a minute (for three strides, if the islands are slower than that), or if a shard cannot be reached.
 
     With --watch it shows the run live until q is pressed, and survives restarts of Redis. If standard output is not
     a terminal, --watch prints a line for each reading until the run has ended.
@@ -55,7 +55,7 @@ def main(options: StatusOptions) -> int:
 
         live.watch(transport, options.every, as_json=options.json)
         return 0
-    manifest, run = opened(transport)
+    manifest, run = opened(transport, for_display=True)
     view, health, reader = observe(run, manifest), read_health(run), run.reader
     problem = trouble(view, health, manifest.config.sync.interval)
     found = problems(view, health, manifest.config, reader.tape(RECENT_ROUNDS), reader.evaluations(), time.time())

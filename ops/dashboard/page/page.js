@@ -361,6 +361,7 @@ function writeSettings(settings, set) {
 const RUNS_DRAWN = 6;
 const RUN_MOODS = {
   training: "good", new: "idle", paused: "idle", finished: "idle", ended: "warn", "no islands": "warn", "no merger": "warn",
+  "shard away": "warn",
 };
 const chosen = new Map();
 let runs = null;

@@ -45,16 +45,16 @@ def test_a_cursor_is_where_all_shards_have_merged(
 def test_counts_of_the_mergers_are_added_up() -> None:
     first = {"closed": 7, "island_tokens": {"a": 3}, "refused": {"late": 1}, "lowered_tokens": 2, "covered": 3}
     second = {"closed": 5, "island_tokens": {"a": 4, "b": 1}, "refused": {}, "lowered_tokens": 1, "covered": 1}
-    found = json.loads(combined_state([json.dumps(first), json.dumps(second)], LAYOUT))
+    found = json.loads(combined_state({0: json.dumps(first), 1: json.dumps(second)}, LAYOUT))
     assert found["island_tokens"] == {"a": 7, "b": 1}
     assert (found["refused"], found["lowered_tokens"]) == ({"late": 1}, 3)
     assert found["covered"] == min(LAYOUT.run_round(0, 3), LAYOUT.run_round(1, 1))
 
 
 def test_states_that_cannot_be_read_count_nothing() -> None:
-    assert combined_state(["", ""], LAYOUT) == ""
+    assert combined_state({0: "", 1: ""}, LAYOUT) == ""
     found = json.loads(
-        combined_state(["[1]", json.dumps({"island_tokens": "x", "covered": -1, "refused": None})], LAYOUT)
+        combined_state({0: "[1]", 1: json.dumps({"island_tokens": "x", "covered": -1, "refused": None})}, LAYOUT)
     )
     assert (found["island_tokens"], found["refused"], found["covered"]) == ({}, {}, 0)
 
