@@ -154,7 +154,7 @@ class RunView:
     frozen_parameters: int = 0
     task: str = ""
     shards: tuple[tuple[int, ...], ...] = ()
-    unreachable: Mapping[int, str] = field(default_factory=dict)
+    unreachable: Mapping[int, str] = field(default_factory=dict, hash=False)
 
     @property
     def size(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -145,6 +146,49 @@ def test_both_shards_go_on_when_sentinels_replace_the_primary(
         seen.end(island, processes, until)
     finally:
         watched.end()
+
+
+def test_status_goes_on_while_the_node_of_a_shard_is_away(processes: Processes, tmp_path: Path, until: Until) -> None:
+    cluster = Cluster(tmp_path / "cluster", until)
+    try:
+        for node in cluster.nodes:
+            node.client.config_set("cluster-require-full-coverage", "no")
+        url, run = cluster.url, _apart(cluster)
+        processes.run("init", url, "--run", run, "--shards=2", "--inner.steps=100000", *SETTINGS)
+        seen = Watcher(url, run)
+        processes.start("merger", url, "--run", run, *MERGER)
+        island = processes.start("island", url, "--run", run, "--name", "one", "--scan-steps=1")
+        until(lambda: min(seen.closed(0), seen.closed(1)) >= 2, "rounds of both shards")
+        watch = processes.start("status", url, "--run", run, "--watch", "--json", "--every=0.5")
+        assert watch.stdout is not None
+        readings = map(json.loads, watch.stdout)
+        assert next(readings)["unreachable"] == {}
+
+        node = cluster.owner(run, 1)
+        with node.stopped():
+            found = next(each for each in readings if each.get("unreachable"))
+            assert found["trouble"] == "shard 1 cannot be reached, so its figures are missing"
+            _check_status(processes, url, run)
+            later = next(each for each in readings if each["rounds"] > found["rounds"] + 4)
+            assert later["unreachable"], "the run goes on without the shard"
+        assert next(each for each in readings if not each["unreachable"])["balanced"]
+        node.kill()
+        _check_status(processes, url, run)
+        assert island.poll() is None
+        seen.home.close()
+    finally:
+        cluster.end()
+
+
+def _check_status(processes: Processes, url: str, run: str) -> None:
+    """Assert that `status` shows the run, and names shard 1 as one that cannot be reached."""
+    process = processes.start("status", url, "--run", run, "--json")
+    found = json.loads(process.communicate()[0])
+    assert process.returncode == 1
+    assert found["problems"][0]["code"] == "shard.unreachable"
+    assert found["problems"][0]["text"].startswith("Shard 1 cannot be reached")
+    assert found["balanced"]
+    assert (found["known"], found["rounds"] > 0) == (1, True)
 
 
 def _move(cluster: Cluster, run: str, shard: int) -> None:

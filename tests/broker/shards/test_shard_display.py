@@ -1,0 +1,139 @@
+"""A reader that shows a run while further shards cannot be reached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import cast
+
+import pytest
+
+from archipelago.broker.errors import BrokerError, UnreachableError
+from archipelago.broker.messages import Books
+from archipelago.broker.shards.display import RETRY_SECONDS, DisplayReader
+from archipelago.broker.transport import MergerStatus, ReaderClient
+from tests import samples
+
+MANIFEST = replace(samples.manifest(), shards=2)
+
+
+class Shard:
+    """The reader of a shard, which can be away, and counts the calls that reach for its server."""
+
+    def __init__(self, merged: int) -> None:
+        self.merged, self.calls = merged, 0
+        self.error: BrokerError | None = None
+
+    def _call(self) -> None:
+        self.calls += 1
+        if self.error is not None:
+            raise self.error
+
+    def books(self) -> Books:
+        self._call()
+        return Books(merged=self.merged)
+
+    def merger_status(self) -> MergerStatus:
+        self._call()
+        return MergerStatus(f"m{self.merged}", 3, 4.0, 1.0)
+
+    def is_served(self) -> bool:
+        self._call()
+        return True
+
+    def steer(self, changes: dict[str, str]) -> None:
+        self._call()
+
+    def heads(self) -> list[None]:
+        self._call()
+        return [None]
+
+
+class Reading:
+    """A reader of two shards on a clock of the test. Its attempts wait until the test runs them."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.home, self.other = Shard(1), Shard(20)
+        self.attempts: list[Callable[[], None]] = []
+        readers = [cast(ReaderClient, shard) for shard in (self.home, self.other)]
+        self.reader = DisplayReader(readers, MANIFEST, lambda: self.now, self.attempts.append)
+
+    def merged(self) -> int:
+        return self.reader.books().merged
+
+
+@pytest.fixture
+def reading() -> Reading:
+    return Reading()
+
+
+@pytest.fixture
+def away(reading: Reading) -> Reading:
+    """A reader that has found shard 1 away."""
+    reading.other.error = UnreachableError("it does not answer")
+    assert reading.merged() == 1
+    return reading
+
+
+def test_a_shard_that_is_away_is_left_out_and_named(reading: Reading) -> None:
+    assert (reading.merged(), reading.reader.away) == (21, {})
+    reading.other.error = UnreachableError("it does not answer")
+    assert (reading.merged(), reading.reader.away) == (1, {1: "it does not answer"})
+    status = reading.reader.merger_status()
+    assert status is not None
+    assert (status.holder, status.unreachable, status.unserved) == ("m1 (shard 0)", (1,), ())
+    assert (status.epoch, status.lease_seconds) == (3, 4.0)
+
+
+def test_only_one_call_waits_for_a_shard_that_is_away(away: Reading) -> None:
+    calls = away.other.calls
+    for _ in range(3):
+        away.now += RETRY_SECONDS
+        assert [away.merged() for _ in range(5)] == [1] * 5
+        assert away.other.calls == calls, "a call waited for the shard"
+        (attempt,) = away.attempts
+        away.attempts.clear()
+        attempt()
+        calls += 1
+    away.now += 0.9 * RETRY_SECONDS
+    away.merged()
+    assert away.attempts == [], "the shard was asked again too early"
+
+
+def test_a_shard_that_answers_again_is_read_again(away: Reading) -> None:
+    away.other.error = None
+    away.now += RETRY_SECONDS
+    assert away.merged() == 1
+    away.attempts[0]()
+    assert (away.merged(), away.reader.away) == (21, {})
+
+
+def test_a_shard_that_answers_with_an_error_is_not_away(away: Reading) -> None:
+    away.other.error = BrokerError("it does not permit this")
+    away.now += RETRY_SECONDS
+    away.merged()
+    away.attempts[0]()
+    with pytest.raises(BrokerError, match="does not permit"):
+        away.merged()
+
+
+def test_shard_0_writes_and_parameters_need_an_answer(away: Reading) -> None:
+    with pytest.raises(UnreachableError):
+        away.reader.steer({"merging": "paused"})
+    with pytest.raises(UnreachableError):
+        away.reader.heads()
+    away.home.error = UnreachableError("shard 0 is away")
+    with pytest.raises(UnreachableError, match="shard 0"):
+        away.merged()
+
+
+def test_attempts_run_on_a_thread_of_their_own(until: Callable[..., None]) -> None:
+    home, other = Shard(1), Shard(20)
+    other.error = UnreachableError("it does not answer")
+    now = [0.0]
+    reader = DisplayReader([cast(ReaderClient, home), cast(ReaderClient, other)], MANIFEST, lambda: now[0])
+    assert reader.books().merged == 1
+    other.error = None
+    now[0] = RETRY_SECONDS
+    until(lambda: reader.books().merged == 21, "the shard to be read again")
