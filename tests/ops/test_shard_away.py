@@ -6,7 +6,6 @@ import json
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -143,9 +142,7 @@ def test_the_live_status_goes_on(demo: VirtualRun, capsys: pytest.CaptureFixture
     assert "TROUBLE: shard 1 cannot be reached, so its figures are missing" in capsys.readouterr().out
 
 
-def test_the_page_goes_on_and_reads_the_history_of_a_shard_that_returns(
-    demo: VirtualRun, run: Cut, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_goes_on_and_reads_the_history_of_a_shard_that_returns(demo: VirtualRun, run: Cut) -> None:
     watcher = PageWatcher(run, demo.manifest)
     watcher.update()
     assert watcher.board.fault(watcher.clock()) is None
@@ -155,7 +152,6 @@ def test_the_page_goes_on_and_reads_the_history_of_a_shard_that_returns(
     assert page["serving"]["shards"] == "Mergers: m0 (shard 0), shard 1 cannot be reached."
     assert len(charts["details"]["round"]) == closed(demo)[0]
     run.cut.clear()
-    monkeypatch.setattr("archipelago.broker.shards.display.RETRY_SECONDS", 0.0)
     reader: Any = watcher.transport.reader
     reader._clock, reader._aside = lambda: float("inf"), lambda attempt: attempt()
     watcher.update()  # it asks the shard aside
@@ -189,7 +185,7 @@ def test_the_lists_of_runs_say_so(run: Cut) -> None:
     assert page_run_list.of_redis(run, None)[0].state == "shard away"
 
 
-def test_metrics_need_all_shards(demo: VirtualRun, run: Cut, tmp_path: Path) -> None:
+def test_metrics_need_all_shards(demo: VirtualRun, run: Cut) -> None:
     """Counters that leave out a shard would seem to go backwards."""
     testclient = pytest.importorskip("starlette.testclient")
     from archipelago.ops.dashboard.app import application
