@@ -173,9 +173,10 @@ class ShardedReader:
         """Return whether a merger serves any shard. An island trains on as long as one does.
 
         For islands, a further shard that cannot be reached is not served. An error would keep them from the others.
+        While shard 0 is served, the others are not asked, because one that hangs would keep the island's heartbeat.
         """
         found = [self._home.is_served()]
-        for reader in self._readers[1:]:
+        for reader in self._readers[1:] if not found[0] else ():
             try:
                 found.append(reader.is_served())
             except UnreachableError:

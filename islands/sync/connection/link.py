@@ -1,9 +1,9 @@
 """The link between an island's training loop and the broker.
 
 The training thread touches only queues in memory. Four pumps do the rest, each with its own thread and
-connection: sending, receiving, heartbeats, and optimiser state for newcomers. Each further shard of the run has a pump
-that sends and one that receives, so that a shard that is away holds up no other. In virtual time no thread is started,
-and the owner calls `pump` instead.
+connection: sending, receiving, heartbeats, and optimiser state for newcomers. Each further shard of the run has pumps
+of its own that send, receive and beat, so that a shard that is away or hangs holds up no other. In virtual time no
+thread is started, and the owner calls `pump` instead.
 """
 
 from __future__ import annotations
@@ -128,17 +128,22 @@ class Link:
         self._beat: Heartbeat | None = None
         self._beat_at = 0.0
         self._is_stalled = False
-        self._sent_beat: Heartbeat | None = None
+        #: The newest heartbeat that each shard was told, or has missed.
+        self._told: list[Heartbeat | None] = [None] * len(self.channels)
         self._sending = [Pump(_named("send", channel), partial(self._publish, channel)) for channel in self.channels]
         receiving = [
             Pump(_named("receive", channel), partial(self._receive, channel, 0.0),
                  patient_work=partial(self._receive, channel, BLOCK_SECONDS))
             for channel in self.channels
         ]  # fmt: skip
-        self._beating = Pump("heartbeat", self.pump_heartbeat, wait_seconds=HEARTBEAT_SECONDS)
+        self._beating = Pump("heartbeat", self._beat_home, wait_seconds=HEARTBEAT_SECONDS)
+        self._telling = [
+            Pump(_named("heartbeat", channel), partial(self._tell, channel), wait_seconds=HEARTBEAT_SECONDS)
+            for channel in self.channels[1:]
+        ]
         self._handing_over = Pump("handovers", self.pump_handovers)
         pumps = [pump for pair in zip(self._sending, receiving, strict=True) for pump in pair]
-        self.pumps = Pumps([*pumps, self._beating, self._handing_over], self._changed)
+        self.pumps = Pumps([*pumps, *self._telling, self._beating, self._handing_over], self._changed)
 
     # -- the training thread's side: nothing here waits for the broker ------------------------------------------------
 
@@ -191,7 +196,11 @@ class Link:
         changed = self._beat is None or self._beat.state != heartbeat.state
         self._beat, self._beat_at = heartbeat, self.clock()
         if changed:
-            self._beating.wake.set()
+            self._wake_heartbeats()
+
+    def _wake_heartbeats(self) -> None:
+        for pump in (*self._telling, self._beating):
+            pump.wake.set()
 
     def note(self, kind: str, text: str) -> None:
         """Queue a note about the island. It is sent with the next heartbeat."""
@@ -268,15 +277,29 @@ class Link:
             self._offer_help()
 
     def pump_heartbeat(self) -> None:
-        """Send the heartbeat and the notes, read the operator's request, renew leases and look for newcomers."""
+        """Send the heartbeat to all shards. Send the notes, read the operator's request, and renew leases."""
+        for channel in self.channels[1:]:
+            self._tell(channel)
+        self._beat_home()
+
+    def _tell(self, channel: Channel) -> None:
+        """Tell the merger of a further shard that this island lives. A shard that is away misses it."""
+        beat = self._beat
+        if beat is not None and not (self.is_replaced or self._is_stalled):
+            try:
+                channel.transport.island.heartbeat(beat)
+            except BrokerError as error:
+                log.debug("shard %s did not take the heartbeat: %s", channel.shard, error.what)
+        self._note_told(channel.shard, beat)
+
+    def _beat_home(self) -> None:
+        """Send shard 0 the heartbeat and the notes. Read the operator's request, renew leases, look for newcomers."""
         beat = self._beat
         if beat is None:
             return
-        if not (self.is_replaced or self._is_stalled):
-            self._tell_other_shards(beat)  # first, because they do not stop when shard 0 is away
         if not self._holds_name():
             self._send_notes()
-            self._note_sent(beat)
+            self._note_told(0, beat)
             return
         require_same_run(self.transport.reader, self.manifest)
         if self._has_stalled(beat):
@@ -290,18 +313,10 @@ class Link:
         if request in (DRAIN, EXPEL):  # this request is final: the island leaves even if it is withdrawn
             self.operator_request = request
         self._send_notes()
-        self._note_sent(beat)
+        self._note_told(0, beat)
         if beat.state in ("joining", "training"):
             self.leases.pump()
         self._offer_help()
-
-    def _tell_other_shards(self, beat: Heartbeat) -> None:
-        """Tell the mergers of all shards but the first that this island lives. A shard that is away misses it."""
-        for channel in self.channels[1:]:
-            try:
-                channel.transport.island.heartbeat(beat)
-            except BrokerError as error:
-                log.debug("shard %s did not take the heartbeat: %s", channel.shard, error.what)
 
     def _has_stalled(self, beat: Heartbeat) -> bool:
         """Return whether the loop has stopped preparing heartbeats, and say so once."""
@@ -332,9 +347,9 @@ class Link:
             self.replaced_by = newest.incarnation if self.is_replaced else ""
         return not self.is_replaced
 
-    def _note_sent(self, beat: Heartbeat) -> None:
+    def _note_told(self, shard: int, beat: Heartbeat | None) -> None:
         with self._changed:
-            self._sent_beat = beat
+            self._told[shard] = beat
             self._changed.notify_all()
 
     def pump_handovers(self) -> None:
@@ -390,14 +405,14 @@ class Link:
 
     def drain(self, seconds: float) -> bool:
         """Wait up to `seconds` until everything queued and the newest heartbeat are sent; return whether they were."""
-        self._beating.wake.set()
+        self._wake_heartbeats()
         with self._changed:
             self._changed.wait_for(lambda: self._is_drained or self.failure is not None, timeout=seconds)
             return self._is_drained
 
     @property
     def _is_drained(self) -> bool:
-        return (self.is_replaced or not self.channels.backlog) and self._sent_beat is self._beat
+        return (self.is_replaced or not self.channels.backlog) and all(beat is self._beat for beat in self._told)
 
     def stop(self, seconds: float = 2.0) -> None:
         """End the threads within `seconds`."""
