@@ -107,11 +107,7 @@ def test_a_killed_primary_stops_only_the_shards_that_it_holds_and_a_shard_can_mo
     cluster = Cluster(tmp_path / "cluster", until, replicas=1)
     try:
         url, run = cluster.url, _apart(cluster)
-        processes.run("init", url, "--run", run, "--shards=2", "--inner.steps=100000", *SETTINGS)
-        seen = Watcher(url, run)
-        processes.start("merger", url, "--run", run, *MERGER)
-        island = processes.start("island", url, "--run", run, "--name", "one", "--scan-steps=1")
-        until(lambda: min(seen.closed(0), seen.closed(1)) >= 4, "rounds of both shards")
+        seen, island = _training(processes, url, run, until)
         old, new = cluster.pair(run, shard=1)
         old.kill()
         before = seen.closed(0)
@@ -133,11 +129,7 @@ def test_both_shards_go_on_when_sentinels_replace_the_primary(
     watched = Watched(tmp_path / "watched", until)
     try:
         url, run = watched.url, "watched"
-        processes.run("init", url, "--run", run, "--shards=2", "--inner.steps=100000", *SETTINGS)
-        seen = Watcher(url, run)
-        processes.start("merger", url, "--run", run, *MERGER)
-        island = processes.start("island", url, "--run", run, "--name", "one", "--scan-steps=1")
-        until(lambda: min(seen.closed(0), seen.closed(1)) >= 4, "rounds of both shards")
+        seen, island = _training(processes, url, run, until)
         watched.primary.kill()
         until(lambda: watched.replica.role() == "master", "the Sentinels to promote the replica")
         until(lambda: min(seen.closed(0), seen.closed(1)) > 0, "an answer of the new primary")
@@ -154,11 +146,7 @@ def test_status_goes_on_while_the_node_of_a_shard_is_away(processes: Processes, 
         for node in cluster.nodes:
             node.client.config_set("cluster-require-full-coverage", "no")
         url, run = cluster.url, _apart(cluster)
-        processes.run("init", url, "--run", run, "--shards=2", "--inner.steps=100000", *SETTINGS)
-        seen = Watcher(url, run)
-        processes.start("merger", url, "--run", run, *MERGER)
-        island = processes.start("island", url, "--run", run, "--name", "one", "--scan-steps=1")
-        until(lambda: min(seen.closed(0), seen.closed(1)) >= 2, "rounds of both shards")
+        seen, island = _training(processes, url, run, until)
         watch = processes.start("status", url, "--run", run, "--watch", "--json", "--every=0.5")
         assert watch.stdout is not None
         readings = map(json.loads, watch.stdout)
@@ -188,6 +176,16 @@ def _check_status(processes: Processes, url: str, run: str) -> None:
     assert found["problems"][0]["code"] == "shard.unreachable"
     assert found["problems"][0]["text"].startswith("Shard 1 cannot be reached")
     assert (found["known"], found["rounds"] > 0) == (1, True)
+
+
+def _training(processes: Processes, url: str, run: str, until: Until) -> tuple[Watcher, subprocess.Popen[str]]:
+    """Start a merger and an island of a new run with two shards. Return what reads the run, and the island."""
+    processes.run("init", url, "--run", run, "--shards=2", "--inner.steps=100000", *SETTINGS)
+    seen = Watcher(url, run)
+    processes.start("merger", url, "--run", run, *MERGER)
+    island = processes.start("island", url, "--run", run, "--name", "one", "--scan-steps=1")
+    until(lambda: min(seen.closed(0), seen.closed(1)) >= 4, "rounds of both shards")
+    return seen, island
 
 
 def _move(cluster: Cluster, run: str, shard: int) -> None:
