@@ -204,6 +204,9 @@ def test_a_sample_has_the_elements_of_the_decoded_contribution(name: str) -> Non
     of_body, of_decoded = (direction(each, spans, b"seed") for each in (body, encoded(decoded_N, "float32")))
     assert of_body.size < values_N.size
     assert np.array_equal(of_body, of_decoded)
+    for part in (slice(100), slice(-77, None)):  # the small tensors as a whole, apart from their norms
+        sampled, found = of_body[part], decoded_N[part]
+        assert sampled * np.linalg.norm(found) == pytest.approx(found * np.linalg.norm(sampled))
 
 
 def test_contributions_of_zeros_and_without_a_loss_are_judged_too() -> None:
