@@ -327,12 +327,13 @@ class Participant(ABC):
         return uplink.busy_share(up, self._bytes[wire.down], self.speed.step_seconds * self.config.sync.interval)
 
     def beat(self, state: str) -> None:
-        """Update the next heartbeat."""
+        """Update the next heartbeat, unless it is nearly as new."""
         if state == "training" and not self._has_joined:
             self._has_joined = True
             where = f"after round {self.ledger.closed} on {self.device}"
             self.link.note("joined", f"{where}, optimiser state: {self.moments}")
-        self.link.beat(heartbeat(self, state))
+        if self.link.wants_beat(state):
+            self.link.beat(heartbeat(self, state))
 
     # -- leaving ------------------------------------------------------------------------------------------------------
 

@@ -130,6 +130,12 @@ def test_a_damaged_uid_is_no_other_run(lost: LostRun) -> None:
 # -- the accounts of tokens ------------------------------------------------------------------------------------------
 
 
+def beat(lost: LostRun, island: Island) -> None:
+    """Let an island describe itself as it is now, although it has done so a short time ago."""
+    lost.run.clock.now += 1.0
+    island.beat("training")
+
+
 def accounts(lost: LostRun) -> RunView:
     """Return the run as it is seen, whose accounts must add up."""
     view = observe(lost.transport, lost.manifest)
@@ -143,7 +149,7 @@ def test_tokens_that_were_merged_after_the_checkpoint_are_lost(lost: LostRun) ->
     lost.serve()
     steps_back = lost.island.totals.steps - lost.run.merger.state.step
     lost.run.play(lost.island, 10)
-    lost.island.beat("training")
+    beat(lost, lost.island)
     lost.island.link.pump()
     view = accounts(lost)
     assert view.tokens_trained == lost.island.totals.tokens
@@ -166,7 +172,7 @@ def test_each_return_of_an_island_loses_what_it_had_not_sent(lost: LostRun) -> N
     island = lost.island
     for number in range(7):
         island.advance()  # a step that it does not send, before it is killed
-        island.beat("training")
+        beat(lost, island)
         island.link.pump()
         discarded += accounts(lost).tokens_unsent
         island = lost.run.island(incarnation=f"y{number}", silent=True)
@@ -176,7 +182,7 @@ def test_each_return_of_an_island_loses_what_it_had_not_sent(lost: LostRun) -> N
         island.beat("joining")
         island.link.pump()
         lost.run.play(island, 5)
-    island.beat("training")
+    beat(lost, island)
     island.link.pump()
     view = accounts(lost)
     assert view.tokens_trained == island.totals.tokens

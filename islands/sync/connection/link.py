@@ -40,6 +40,8 @@ from archipelago.islands.sync.recovery import StateForPeer
 
 BLOCK_SECONDS = 1.0
 HEARTBEAT_SECONDS = 1.0
+#: What a heartbeat says may be this old when it is sent. So an island of short steps need not describe itself at each.
+FRESH_SECONDS = 0.05
 #: An island hands its optimiser state over to this many newcomers at a time. Each copy takes memory of the device.
 HANDOVERS_AT_ONCE = 2
 #: How many newcomers are remembered as answered.
@@ -102,7 +104,7 @@ class Link:
         self.operator_request = ""
         #: The length of the run in steps, which an operator can change.
         self.run_steps = manifest.config.inner.steps
-        #: A loop has stalled if it prepares no heartbeat for this long. No peer waits for it then.
+        #: A loop has stalled if it asks for no heartbeat for this long. No peer waits for it then.
         self.stall_seconds = math.inf
         #: Whether the island answers newcomers who ask for inner optimiser state.
         self.gives_state = True
@@ -127,6 +129,7 @@ class Link:
         self._answered: dict[str, None] = {}  # newcomers, in order; a flood of repeated requests gets one answer each
         self._beat: Heartbeat | None = None
         self._beat_at = 0.0
+        self._alive_at = 0.0
         self._is_stalled = False
         #: The newest heartbeat that each shard was told, or has missed.
         self._told: list[Heartbeat | None] = [None] * len(self.channels)
@@ -191,10 +194,17 @@ class Link:
             log.debug("the number of shards was not compared: %s", error)
             return count
 
+    def wants_beat(self, state: str) -> bool:
+        """Note that the loop goes on, in that state, and return whether to replace the next heartbeat."""
+        self._alive_at = self.clock()
+        is_fresh = self._alive_at - self._beat_at < FRESH_SECONDS
+        return self._beat is None or self._beat.state != state or not is_fresh
+
     def beat(self, heartbeat: Heartbeat) -> None:
         """Replace the next heartbeat. A change of state is sent at once."""
         changed = self._beat is None or self._beat.state != heartbeat.state
         self._beat, self._beat_at = heartbeat, self.clock()
+        self._alive_at = self._beat_at
         if changed:
             self._wake_heartbeats()
 
@@ -320,7 +330,7 @@ class Link:
 
     def _has_stalled(self, beat: Heartbeat) -> bool:
         """Return whether the loop has stopped preparing heartbeats, and say so once."""
-        silent = self.clock() - self._beat_at
+        silent = self.clock() - self._alive_at
         was_stalled, self._is_stalled = self._is_stalled, beat.state == "training" and silent > self.stall_seconds
         if self._is_stalled and not was_stalled:
             log.warning(

@@ -26,7 +26,7 @@ from archipelago.islands.data.sharding import shard_order
 from archipelago.islands.inner import require_sound
 from archipelago.islands.sync.connection import link as link_module
 from archipelago.islands.sync.connection import pumps
-from archipelago.islands.sync.connection.link import Link
+from archipelago.islands.sync.connection.link import FRESH_SECONDS, Link
 from archipelago.islands.sync.connection.outbox import ContributionHeader, Draft, Published
 from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.recovery import StateForPeer
@@ -778,6 +778,18 @@ def test_a_flood_of_requests_costs_two_copies_at_a_time_and_one_for_each(harness
             harness.transport.island.withdraw_request(who)
             harness.transport.island.request_state(who)
     assert sorted(asked) == [f"new-{number}/z" for number in range(6)]
+
+
+def test_a_loop_of_short_steps_describes_itself_now_and_then(harness: Harness) -> None:
+    link, now = harness.link(), [100.0]
+    link.clock = lambda: now[0]
+    assert link.wants_beat("training")
+    link.beat(samples.heartbeat(state="training"))
+    now[0] += FRESH_SECONDS / 2
+    assert not link.wants_beat("training")
+    assert link.wants_beat("leaving")
+    now[0] += FRESH_SECONDS
+    assert link.wants_beat("training")
 
 
 def test_a_request_for_state_is_read_between_two_heartbeats(harness: Harness) -> None:
