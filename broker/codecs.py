@@ -36,7 +36,7 @@ TOP_UNITS, TOP_LARGE = np.float32(4096), 2458
 #: A float32 from which on whole numbers are one apart. Its lowest four bits are those of 8.
 ROUNDER = np.float32(1.5 * 2**23 + 8)
 #: Elements that numpy encodes at a time, so that intermediate arrays fit the cache. A multiple of every block size.
-PIECE = 16 * TOP_BLOCK
+PIECE = 32 * TOP_BLOCK
 #: JAX on a CPU takes arrays without a copy that begin at a multiple of this number of bytes.
 ALIGNMENT = 64
 #: A block whose magnitudes are below TINY becomes zero, as some devices flush smaller numbers. Magnitudes are clipped
@@ -86,15 +86,38 @@ class Codec(NamedTuple):
 
     def decode(self, body: bytes | memoryview, elements: int, base_N: Vector | None = None) -> Vector:
         """Return the float32 vector in a body of exactly `encoded_size(elements)` bytes, added to `base_N` if given."""
-        parts, values_N = self.parts_of(body, elements), empty_vector(elements)
-        with np.errstate(all="ignore"):  # a hostile body may hold any scale, so callers check for NaN
-            for start in range(0, elements, PIECE):
-                end = min(start + PIECE, elements)
-                cuts = zip(self.layout(start), self.layout(end), strict=True)
-                piece = tuple(part[a:b] for part, ((a, _), (b, _)) in zip(parts, cuts, strict=True))
-                found = self.restore(piece, end - start, np)
-                values_N[start:end] = found if base_N is None else base_N[start:end] + found
+        values_N = empty_vector(elements)
+        for start in range(0, elements, PIECE):
+            self.decode_piece(body, start, base_N, values_N)
         return values_N
+
+    def decode_piece(self, body: bytes | memoryview, start: int, base_N: Vector | None, values_N: Vector) -> Vector:
+        """Decode up to PIECE elements, from `start` on, into their place in `values_N`. Return that place.
+
+        Args:
+            body: A body, or as much of it as `bytes_until` asks for.
+            start: A multiple of PIECE.
+            base_N: The values are added to it, if it is given.
+            values_N: The vector that is decoded.
+        """
+        end, parts, at = min(start + PIECE, values_N.size), [], 0
+        cuts = zip(*map(self.layout, (start, end, values_N.size)), strict=True)
+        for (first, kind), (last, _), (size, _) in cuts:
+            width = np.dtype(kind).itemsize
+            part = np.frombuffer(body, np.dtype(kind).newbyteorder("<"), last - first, at + first * width)
+            parts.append(part.astype(kind, copy=False))
+            at += size * width
+        piece = values_N[start:end]
+        with np.errstate(all="ignore"):  # a hostile body may hold any scale, so callers check for NaN
+            found = self.restore(tuple(parts), end - start, np)
+            piece[:] = found if base_N is None else base_N[start:end] + found
+        return piece
+
+    def bytes_until(self, end: int, elements: int) -> int:
+        """Return how many bytes at the beginning of a body its first `end` elements need. The parts lie in order."""
+        size, kind = self.layout(end)[-1]
+        last, _ = self.layout(elements)[-1]
+        return self.encoded_size(elements) - (last - size) * np.dtype(kind).itemsize
 
     def decode_blocks(self, parts: Parts, blocks_B: NDArray[np.intp]) -> Vector:
         """Return the decoded elements of some blocks, by their numbers, one block after the other.

@@ -2,7 +2,7 @@
 
 A payload cannot decide how much memory a reader allocates. The manifest gives the number of elements, and the codec
 gives the exact size of the body. The reader compares both with the header and the zstd frame before it decompresses
-anything. (zstandard ignores `max_output_size` when a frame declares its own size.)
+anything, and stops at that size. (zstandard itself would not, because a frame may hold more than it declares.)
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 import zstandard
 
-from archipelago.broker.codecs import Vector, codec
+from archipelago.broker.codecs import PIECE, Vector, codec, empty_vector
 from archipelago.broker.errors import WireError
 
 MAGIC = b"ARC1"
@@ -67,11 +67,47 @@ def unpack(payload: bytes, elements: int, codec_name: str = "", base_N: Vector |
     Raises:
         WireError: The payload is damaged, has other elements or another codec, or the result has NaN or infinity.
     """
-    name, body = _body_in(payload, elements, codec_name)
-    values_N = codec(name).decode(body, elements, base_N)
-    if not np.isfinite(values_N).all():
-        raise WireError("NaN or infinity among the values", code="wire.not-finite")
-    return values_N
+    return Unpacking(elements, codec_name, base_N).finish(payload)
+
+
+class Unpacking:
+    """Decodes a payload while it arrives. The arguments and errors are those of `unpack`."""
+
+    def __init__(self, elements: int, codec_name: str = "", base_N: Vector | None = None) -> None:
+        self._elements, self._codec_name, self._base_N = elements, codec_name, base_N
+        self._begin()
+
+    def _begin(self) -> None:
+        self._values_N, self._decoded, self._arrived = empty_vector(self._elements), 0, 0
+        self._body: _ArrivingBody | None = None
+
+    def arrived(self, payload: bytes | memoryview) -> None:
+        """Decode what is new in a payload, of which all bytes so far are given, and in the first call its header.
+
+        As many bytes as before, or fewer, are the beginning of another try to read it. Raises WireError.
+        """
+        if len(payload) <= self._arrived:
+            self._begin()
+        self._arrived = len(payload)
+        if self._body is None:
+            self._body = _ArrivingBody(payload, self._elements, self._codec_name)
+        body, chosen = self._body.so_far(payload), codec(self._body.codec)
+        while self._decoded < self._elements:
+            end = min(self._decoded + PIECE, self._elements)
+            if len(body) < chosen.bytes_until(end, self._elements):
+                return
+            piece = chosen.decode_piece(body, self._decoded, self._base_N, self._values_N)
+            if not np.isfinite(piece).all():
+                raise WireError("NaN or infinity among the values", code="wire.not-finite")
+            self._decoded = end
+
+    def finish(self, payload: bytes) -> Vector:
+        """Return the vector of the whole payload, of which any part may have arrived before. Raises WireError."""
+        if len(payload) != self._arrived or self._body is None:
+            self.arrived(payload)
+        assert self._body is not None  # noqa: S101
+        self._body.require_whole(payload)
+        return self._values_N
 
 
 class Body(NamedTuple):
@@ -88,30 +124,60 @@ def encoded(values_N: Vector, codec_name: str) -> Body:
 
 def unpack_encoded(payload: bytes, elements: int, codec_name: str = "") -> Body:
     """Check a payload as `unpack` does, but return it encoded. The decoded values may contain NaN."""
-    name, body = _body_in(payload, elements, codec_name)
-    return Body(name, codec(name).parts_of(body, elements))
+    arriving = _ArrivingBody(payload, elements, codec_name)
+    body = arriving.require_whole(payload)
+    return Body(arriving.codec, codec(arriving.codec).parts_of(body, elements))
 
 
-def _body_in(payload: bytes, elements: int, codec_name: str) -> tuple[str, memoryview]:
-    if len(payload) > payload_bytes_max(elements):
-        raise WireError(f"a payload of {len(payload)} bytes for {elements} elements")
-    header, body = _split(payload)
-    if header.get("elements") != elements:
-        raise WireError(f"{header.get('elements')!r:.32} elements where the manifest has {elements}")
-    chosen = codec(str(header.get("codec")))
-    if codec_name and header.get("codec") != codec_name:
-        raise WireError(
-            f"a payload of codec {header.get('codec')!r:.32} where {codec_name[:32]!r} was announced", code="wire.codec"
-        )
-    expected = chosen.encoded_size(elements)
-    if header.get("zstd"):
-        body = _decompress(body, expected)
-    if len(body) != expected:
-        raise WireError(f"a body of {len(body)} bytes where the codec needs {expected}")
-    return str(header["codec"]), body
+class _ArrivingBody:
+    """The body of a payload that arrives piece by piece.
+
+    Args:
+        head: The beginning of the payload, with the whole header.
+        elements: The expected number of elements.
+        codec_name: The expected codec; empty accepts every codec.
+
+    Attributes:
+        codec: The name of the codec.
+
+    Raises:
+        WireError: The header is damaged, or names other elements, or another codec.
+    """
+
+    def __init__(self, head: bytes | memoryview, elements: int, codec_name: str) -> None:
+        header, self._start = _header(head)
+        if header.get("elements") != elements:
+            raise WireError(f"{header.get('elements')!r:.32} elements where the manifest has {elements}")
+        self.codec, self._most = str(header.get("codec")), payload_bytes_max(elements)
+        self._size = codec(self.codec).encoded_size(elements)
+        if codec_name and header.get("codec") != codec_name:
+            raise WireError(
+                f"a payload of codec {self.codec:.32} where {codec_name[:32]!r} was announced", code="wire.codec"
+            )
+        self._elements = elements
+        self._read = self._start  # bytes of the payload that were decompressed
+        self._zstd = _Frame(self._size) if header.get("zstd") else None
+
+    def so_far(self, payload: bytes | memoryview) -> memoryview:
+        """Return as much of the body as there is in the payload so far."""
+        if len(payload) > self._most:
+            raise WireError(f"a payload of {len(payload)} bytes for {self._elements} elements")
+        if self._zstd is None:
+            return memoryview(payload)[self._start :]
+        self._zstd.feed(memoryview(payload)[self._read :])
+        self._read = len(payload)
+        return self._zstd.so_far
+
+    def require_whole(self, payload: bytes) -> memoryview:
+        """Return the body of a payload that is there in full. Raises WireError unless it has the right size."""
+        body = self.so_far(payload)
+        if len(body) != self._size:
+            raise WireError(f"a body of {len(body)} bytes where the codec needs {self._size}")
+        return body
 
 
-def _split(payload: bytes) -> tuple[dict[str, Any], memoryview]:
+def _header(payload: bytes | memoryview) -> tuple[dict[str, Any], int]:
+    """Return the header at the beginning of a payload, and where its body begins."""
     if payload[: len(MAGIC)] != MAGIC:
         raise WireError("not an archipelago payload, or one of another version")
     size = int.from_bytes(payload[len(MAGIC) : _PREFIX], "big")
@@ -130,17 +196,54 @@ def _split(payload: bytes) -> tuple[dict[str, Any], memoryview]:
         raise WireError(f"the header is not msgpack ({type(error).__name__})") from None
     if not isinstance(header, dict):
         raise WireError("the header is not a map")
-    return header, memoryview(payload)[_PREFIX + size :]
+    return header, _PREFIX + size
 
 
-def _decompress(body: memoryview, expected: int) -> memoryview:
-    try:
-        frame = zstandard.get_frame_parameters(body)
-        if frame.content_size != expected or frame.window_size > max(WINDOW_BYTES_MAX, 2 * expected):
-            raise WireError(f"a zstd frame of {frame.content_size} bytes where the codec needs {expected}")
-        whole = zstandard.ZstdDecompressor().decompress(body, max_output_size=expected, allow_extra_data=False)
-        return memoryview(whole)
-    except zstandard.ZstdError as error:
-        if "llocation error" in str(error):  # this machine lacks memory; the payload may be valid
-            raise MemoryError(f"not enough memory for a payload of {expected} bytes") from None
-        raise WireError(f"the body is not zstd ({error})") from None
+class _Frame:
+    """A zstd frame that arrives piece by piece. It must hold `size` bytes, and declare that itself."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._held = _Held(0)
+        self._writer: Any = None
+
+    @property
+    def so_far(self) -> memoryview:
+        """The bytes that were decompressed."""
+        return memoryview(self._held.whole)[: self._held.end]
+
+    def feed(self, more: memoryview) -> None:
+        """Decompress more of the frame. Raises WireError if it is damaged, or declares or holds another size."""
+        if not more:
+            return
+        try:
+            if self._writer is None:
+                frame = zstandard.get_frame_parameters(more)
+                if frame.content_size != self._size or frame.window_size > max(WINDOW_BYTES_MAX, 2 * self._size):
+                    raise WireError(f"a zstd frame of {frame.content_size} bytes where the codec needs {self._size}")
+                self._held = _Held(self._size)
+                self._writer = zstandard.ZstdDecompressor().stream_writer(self._held)  # type: ignore[arg-type]
+            self._writer.write(more)
+        except zstandard.ZstdError as error:
+            if "llocation error" in str(error):  # this machine lacks memory; the payload may be valid
+                raise MemoryError(f"not enough memory for a payload of {self._size} bytes") from None
+            raise WireError(f"the body is not zstd ({error})") from None
+
+
+class _Held:
+    """What a decompressor has written, up to `size` bytes.
+
+    It does not know the decompressor: a cycle of references would keep both for a while after their last use.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.whole, self.end = bytearray(size), 0
+
+    def write(self, data: bytes) -> int:
+        """Take at most 128 KiB. Raises WireError beyond `size`, because a frame may hold more than it declares."""
+        end = self.end + len(data)
+        if end > len(self.whole):
+            raise WireError(f"a zstd frame of more than the {len(self.whole)} bytes that it declares")
+        self.whole[self.end : end] = data
+        self.end = end
+        return len(data)

@@ -13,9 +13,18 @@ import zstandard
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from archipelago.broker.codecs import CODECS, Vector, codec
+from archipelago.broker.codecs import CODECS, PIECE, Vector, codec
 from archipelago.broker.errors import WireError
-from archipelago.broker.wire import HEADER_BYTES_MAX, MAGIC, digest, digest_of, pack, payload_bytes_max, unpack
+from archipelago.broker.wire import (
+    HEADER_BYTES_MAX,
+    MAGIC,
+    Unpacking,
+    digest,
+    digest_of,
+    pack,
+    payload_bytes_max,
+    unpack,
+)
 from tests.limits import SLACK_BYTES, memory_below
 
 ELEMENTS = 300
@@ -104,8 +113,51 @@ def test_anything_after_the_end_is_refused(level: int) -> None:
     payload = pack(VALUES_N, "float32", level)
     refused(payload + b"\0")
     refused(payload + payload)
-    refused(payload + zstd(b""))
     refused(payload + zstd(BODY))
+
+
+def test_an_empty_frame_after_the_end_adds_nothing() -> None:
+    assert unpack(pack(VALUES_N, "float32", 1) + zstd(b""), ELEMENTS).tobytes() == BODY
+
+
+LONG_N = np.random.default_rng(0).standard_normal(3 * PIECE + 77).astype(np.float32)
+
+
+def arrivals(payload: bytes, seed: int, most: int = 20) -> list[memoryview]:
+    """Return a payload as far as it has arrived at several times. The first part has its header."""
+    ends = np.random.default_rng(seed).integers(HEADER_BYTES_MAX, len(payload), most)
+    return [memoryview(payload)[:end] for end in sorted({int(end) for end in ends})]
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("name", sorted(CODECS))
+def test_a_payload_that_arrives_in_parts_gives_the_same_bits(name: str, level: int) -> None:
+    payload, base_N = pack(LONG_N, name, level), LONG_N[::-1].copy()
+    unpacking = Unpacking(LONG_N.size, name, base_N)
+    parts = arrivals(payload, seed=level)
+    for part in (*parts[:7], *parts):  # the transfer breaks off, and begins again
+        unpacking.arrived(part)
+    found = unpacking.finish(payload)
+    assert found.tobytes() == unpack(payload, LONG_N.size, name, base_N).tobytes()
+    assert found.tobytes() == (unpack(payload, LONG_N.size, name) + base_N).tobytes()
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_what_has_arrived_is_decoded_before_the_rest_comes(level: int) -> None:
+    damaged_N = LONG_N.copy()
+    damaged_N[5] = np.nan
+    payload = pack(damaged_N, "float32", level)
+    with pytest.raises(WireError, match="NaN"):
+        Unpacking(LONG_N.size).arrived(memoryview(payload)[: len(payload) // 2])
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_a_payload_that_does_not_arrive_whole_is_refused(level: int) -> None:
+    payload = pack(LONG_N, "int4", level)
+    unpacking = Unpacking(LONG_N.size)
+    unpacking.arrived(payload[:-1])
+    with pytest.raises(WireError, match="where the codec needs"):
+        unpacking.finish(payload[:-1])
 
 
 def test_another_magic_is_refused() -> None:
