@@ -11,7 +11,7 @@ from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Snapshot
 from archipelago.broker.transport import ReaderClient
-from archipelago.broker.wire import digest, digest_of, unpack
+from archipelago.broker.wire import Unpacking, digest, digest_of
 
 #: How often the newest version is read again because a newer full snapshot has replaced differences meanwhile.
 TRIES = 4
@@ -62,27 +62,34 @@ def newest(reader: ReaderClient, manifest: Manifest, p: int) -> Published:
 
 def full_snapshot(reader: ReaderClient, manifest: Manifest, p: int) -> Published:
     """Download the newest full snapshot of fragment `p`. Raises WireError for a payload that was not announced."""
-    snapshot, payload = reader.fragment(p)
+    unpacking = Unpacking(manifest.sizes[p])
+    snapshot, payload = reader.fragment(p, unpacking.arrived)
     if digest(payload) != snapshot.digest or snapshot.fragment != p:
         raise WireError(f"the snapshot of fragment {p} is not the announced one", code="wire.snapshot")
-    return Published(snapshot, unpack(payload, manifest.sizes[p]), (payload,))
+    return Published(snapshot, unpacking.finish(payload), (payload,))
 
 
 def _later(reader: ReaderClient, manifest: Manifest, full: Published, head: Snapshot) -> Published | None:
     """Return the version of the header, or None if a difference is missing or they lead to other parameters."""
     vector_N, payloads = full.params_N, list(full.payloads)
     for version in range(full.snapshot.version + 1, head.version + 1):
-        payload = reader.difference(head.fragment, version)
+        unpacking = onto(manifest, head.fragment, vector_N)
+        payload = reader.difference(head.fragment, version, unpacking.arrived)
         if payload is None:
             return None
-        vector_N = after_difference(manifest, head.fragment, payload, vector_N)
+        vector_N = unpacking.finish(payload)
         payloads.append(payload)
     return Published(head, vector_N, tuple(payloads)) if digest_of(vector_N) == head.held else None
 
 
 def after_difference(manifest: Manifest, p: int, payload: bytes, before_N: Vector) -> Vector:
     """Return the parameters after a difference. Raises WireError if it is damaged."""
+    return onto(manifest, p, before_N).finish(payload)
+
+
+def onto(manifest: Manifest, p: int, before_N: Vector) -> Unpacking:
+    """Return what adds a difference that arrives to the parameters before it."""
     start = manifest.parameter_sizes[p]
     if start < before_N.size:  # first moments are not published as differences
         before_N = np.concatenate([before_N[:start], np.zeros(before_N.size - start, np.float32)])
-    return unpack(payload, manifest.sizes[p], manifest.config.wire.down, before_N)
+    return Unpacking(manifest.sizes[p], manifest.config.wire.down, before_N)

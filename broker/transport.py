@@ -57,6 +57,12 @@ MEMORY_SHARE_MAX = 0.8
 STANDBY_SECONDS = 10.0
 #: The id before the first event of a run.
 START = "0-0"
+#: Called with a payload as far as it has arrived, which is how far it can be decoded.
+Arrived = Callable[[memoryview], None]
+
+
+def unwatched(payload: memoryview) -> None:
+    """Take no notice of what has arrived of a payload."""
 
 
 @dataclass(frozen=True)
@@ -308,7 +314,7 @@ class ReaderClient(Protocol):
         """Return events after that id, oldest first. Waits at most `block_seconds` for the first one."""
         ...
 
-    def fragment(self, fragment: int) -> tuple[Snapshot, bytes]:
+    def fragment(self, fragment: int, arrived: Arrived = unwatched) -> tuple[Snapshot, bytes]:
         """Return the newest full snapshot, never torn. Newer versions may exist: see `broker.published`."""
         ...
 
@@ -316,7 +322,7 @@ class ReaderClient(Protocol):
         """Return the header of each fragment's newest version; None for one that cannot be read."""
         ...
 
-    def difference(self, fragment: int, version: int) -> bytes | None:
+    def difference(self, fragment: int, version: int, arrived: Arrived = unwatched) -> bytes | None:
         """Return the payload that leads from the previous version to this one; None if it is gone."""
         ...
 

@@ -71,41 +71,56 @@ def unpack(payload: bytes, elements: int, codec_name: str = "", base_N: Vector |
 
 
 class Unpacking:
-    """Decodes a payload while it arrives. The arguments and errors are those of `unpack`."""
+    """Decodes a payload while it arrives. The arguments and errors are those of `unpack`.
+
+    Attributes:
+        decoded: How many elements were decoded so far.
+    """
 
     def __init__(self, elements: int, codec_name: str = "", base_N: Vector | None = None) -> None:
         self._elements, self._codec_name, self._base_N = elements, codec_name, base_N
         self._begin()
 
     def _begin(self) -> None:
-        self._values_N, self._decoded, self._arrived = empty_vector(self._elements), 0, 0
+        self.decoded, self._arrived = 0, 0
+        self._values_N = empty_vector(self._elements)
         self._body: _ArrivingBody | None = None
+        self._fault: WireError | None = None
 
     def arrived(self, payload: bytes | memoryview) -> None:
         """Decode what is new in a payload, of which all bytes so far are given, and in the first call its header.
 
-        As many bytes as before, or fewer, are the beginning of another try to read it. Raises WireError.
+        As many bytes as before, or fewer, are the beginning of another try to read it. `finish` tells of damage.
         """
         if len(payload) <= self._arrived:
             self._begin()
         self._arrived = len(payload)
+        try:
+            if self._fault is None:
+                self._decode(payload)
+        except WireError as error:
+            self._fault = error
+
+    def _decode(self, payload: bytes | memoryview) -> None:
         if self._body is None:
             self._body = _ArrivingBody(payload, self._elements, self._codec_name)
         body, chosen = self._body.so_far(payload), codec(self._body.codec)
-        while self._decoded < self._elements:
-            end = min(self._decoded + PIECE, self._elements)
+        while self.decoded < self._elements:
+            end = min(self.decoded + PIECE, self._elements)
             if len(body) < chosen.bytes_until(end, self._elements):
                 return
-            piece = chosen.decode_piece(body, self._decoded, self._base_N, self._values_N)
+            piece = chosen.decode_piece(body, self.decoded, self._base_N, self._values_N)
             if not np.isfinite(piece).all():
                 raise WireError("NaN or infinity among the values", code="wire.not-finite")
-            self._decoded = end
+            self.decoded = end
 
     def finish(self, payload: bytes) -> Vector:
         """Return the vector of the whole payload, of which any part may have arrived before. Raises WireError."""
-        if len(payload) != self._arrived or self._body is None:
+        if len(payload) != self._arrived or not payload:
             self.arrived(payload)
-        assert self._body is not None  # noqa: S101
+        if self._fault is not None:
+            raise self._fault
+        assert self._body is not None  # noqa: S101 - what arrived has a body or a fault
         self._body.require_whole(payload)
         return self._values_N
 

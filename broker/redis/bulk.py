@@ -15,11 +15,15 @@ from typing import Any
 
 import redis
 
+from archipelago.broker.transport import Arrived
+
 #: Buffers of at least this size get huge pages, as in numpy.
 HUGE_FROM_BYTES = 4 << 20
 
 
-def read_joined(client: Any, commands: Sequence[tuple[Any, ...]], sizes: Sequence[int], ahead: int) -> bytes | None:
+def read_joined(
+    client: Any, commands: Sequence[tuple[Any, ...]], sizes: Sequence[int], ahead: int, arrived: Arrived
+) -> bytes | None:
     """Return the answers to reading commands, joined; None unless they are strings of exactly these sizes.
 
     A parser would copy large answers twice.
@@ -30,6 +34,7 @@ def read_joined(client: Any, commands: Sequence[tuple[Any, ...]], sizes: Sequenc
         sizes: Bytes of each answer.
         ahead: How many further commands are sent before an answer is read. The server then need not wait for the
             next command, and its output buffer holds no more than this many answers.
+        arrived: Called after each answer with all bytes so far. Further answers come in meanwhile.
     """
     whole = io.BytesIO(bytes(sum(sizes)))  # filled in place; getvalue() then needs no copy
     _want_huge_pages(whole.getbuffer())
@@ -45,6 +50,7 @@ def read_joined(client: Any, commands: Sequence[tuple[Any, ...]], sizes: Sequenc
             if not _read_string(connection, whole.getbuffer()[start : start + size]):
                 return None
             start += size
+            arrived(whole.getbuffer()[:start])
         complete = True
     finally:
         if not complete:

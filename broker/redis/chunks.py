@@ -18,6 +18,7 @@ from archipelago.broker.errors import WireError
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.replica import Replica
 from archipelago.broker.signing import Raw
+from archipelago.broker.transport import Arrived, unwatched
 
 #: Payloads up to this size lie inline in the entry or hash.
 INLINE_BYTES = 16 << 10
@@ -121,15 +122,18 @@ class ChunkStore:
         """Return the chunks that `place` has uploaded."""
         return [self._chunk(str(where[NAME]), index) for index in range(int(where.get(CHUNKS, 0)))]
 
-    def fetch(self, raw: Raw, size: int, limit: int | None = None) -> bytes:
+    def fetch(self, raw: Raw, size: int, limit: int | None = None, arrived: Arrived = unwatched) -> bytes:
         """Return the payload that `place` stored. Raises WireError when a chunk is missing.
 
         Args:
             raw: The fields of the entry or hash that points to it.
             size: Its size in bytes.
             limit: The largest size that is accepted; the default is that of an honest contribution or snapshot.
+            arrived: Called with the payload as far as it has arrived, and at last with all of it. With another try to
+                read it, which begins anew, it has fewer bytes than before, or as many.
         """
         if PAYLOAD.encode() in raw:
+            arrived(memoryview(raw[PAYLOAD.encode()]))
             return raw[PAYLOAD.encode()]
         name, count = _pointer(raw)
         if size > self._limit(limit) or count != -(-size // CHUNK_BYTES):
@@ -138,12 +142,14 @@ class ChunkStore:
         sizes = [min(CHUNK_BYTES, size - start) for start in range(0, size, CHUNK_BYTES)]
         if self.replica is not None:
             ranges = [("GETRANGE", chunk, 0, CHUNK_BYTES - 1) for chunk in chunks]
-            if (found := self.replica.read(raw, ranges, sizes, READ_AHEAD)) is not None:
+            if (found := self.replica.read(raw, ranges, sizes, READ_AHEAD, arrived)) is not None:
                 return found
         wanted = self._bounded(chunks, sizes)
-        payload = self._connection.joined(wanted, sizes, READ_AHEAD) if len(wanted) == count else None
+        payload = self._connection.joined(wanted, sizes, READ_AHEAD, arrived) if len(wanted) == count else None
         if payload is None and len(wanted) == count:
             payload = self._again(chunks, sizes)
+            if payload is not None:
+                arrived(memoryview(payload))
         if payload is None:
             raise WireError(
                 f"a chunk of the payload is missing, or they are not {size} bytes in all", code="wire.chunk-missing"

@@ -22,7 +22,7 @@ from archipelago.broker.redis.server_kind import eviction_warning, mode_of, requ
 from archipelago.broker.redis.servers import Servers
 from archipelago.broker.signing import Payload, Raw, Signing, SigningOff
 from archipelago.broker.stamps import Stamps
-from archipelago.broker.transport import START, Memory
+from archipelago.broker.transport import START, Arrived, Memory
 
 #: Tries of a change that other clients may disturb.
 ATTEMPTS = 16
@@ -280,9 +280,11 @@ class RedisConnection:
                 raise answer
         return [None if isinstance(answer, Exception) else answer for answer in answers]
 
-    def joined(self, commands: Sequence[tuple[Any, ...]], sizes: Sequence[int], ahead: int) -> bytes | None:
+    def joined(
+        self, commands: Sequence[tuple[Any, ...]], sizes: Sequence[int], ahead: int, arrived: Arrived
+    ) -> bytes | None:
         """Return the answers to reading commands, joined; see `read_joined`."""
-        return read_joined(self.redis, commands, sizes, ahead)
+        return read_joined(self.redis, commands, sizes, ahead, arrived)
 
     def close(self) -> None:
         """Close all connections."""

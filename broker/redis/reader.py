@@ -43,7 +43,7 @@ from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import UpdatesStreams
 from archipelago.broker.signing import MERGER, PAYLOAD_DIGEST, SIGNATURE, STAMP, Raw
 from archipelago.broker.stamps import HeartbeatOrder, stamp_of
-from archipelago.broker.transport import NOTES_KEPT, Memory, MergerStatus, Standby
+from archipelago.broker.transport import NOTES_KEPT, Arrived, Memory, MergerStatus, Standby, unwatched
 
 #: How long the heartbeat of a silent island is kept.
 REMEMBER_SECONDS = 24 * 3600
@@ -100,7 +100,7 @@ class RedisReader:
     def events(self, after: str, block_seconds: float, count: int = 256) -> list[tuple[str, Event]]:
         return self.event_stream.after(after, block_seconds, count)
 
-    def fragment(self, fragment: int) -> tuple[Snapshot, bytes]:
+    def fragment(self, fragment: int, arrived: Arrived = unwatched) -> tuple[Snapshot, bytes]:
         for _ in range(8):
             raw: Raw = {}
             with self._connection.forgiving(self._keys.fragment(fragment), "a hash"):
@@ -112,7 +112,7 @@ class RedisReader:
             snapshot = from_fields(Snapshot, text_fields(raw))
             with self._connection.translated():
                 try:
-                    payload = self._chunks.fetch(raw, snapshot.bytes)
+                    payload = self._chunks.fetch(raw, snapshot.bytes, arrived=arrived)
                 except WireError:
                     continue  # a newer snapshot has replaced it, and its chunks expired during the read
             self._connection.signing.verify_payload(raw, payload)
@@ -136,13 +136,13 @@ class RedisReader:
             for p, (head, whole) in enumerate(zip(newest, full, strict=True))
         ]
 
-    def difference(self, fragment: int, version: int) -> bytes | None:
+    def difference(self, fragment: int, version: int, arrived: Arrived = unwatched) -> bytes | None:
         with self._connection.translated():
             try:
                 raw = self._redis.hgetall(self._keys.difference(fragment, version))
                 if raw:
                     self._connection.signing.verify("difference", MERGER, raw, about=f"{fragment}/{version}")
-                payload = self._chunks.fetch(raw, int(raw[b"bytes"])) if raw else None
+                payload = self._chunks.fetch(raw, int(raw[b"bytes"]), arrived=arrived) if raw else None
                 if payload is not None:
                     self._connection.signing.verify_payload(raw, payload)
             except (WireError, KeyError, ValueError):

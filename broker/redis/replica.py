@@ -19,6 +19,7 @@ from archipelago.broker.errors import BadUrlError
 from archipelago.broker.redis.bulk import read_joined
 from archipelago.broker.redis.client import RedisClient, client_at
 from archipelago.broker.signing import Raw
+from archipelago.broker.transport import Arrived
 from archipelago.broker.wire import digest
 
 #: A replica that does not answer within this time is passed by.
@@ -47,7 +48,9 @@ class Replica:
         #: Bytes that were read here and not from the primary.
         self.bytes = 0
 
-    def read(self, raw: Raw, commands: Sequence[tuple[Any, ...]], sizes: Sequence[int], ahead: int) -> bytes | None:
+    def read(
+        self, raw: Raw, commands: Sequence[tuple[Any, ...]], sizes: Sequence[int], ahead: int, arrived: Arrived
+    ) -> bytes | None:
         """Return the answers to reading commands, joined; None if the primary must be asked.
 
         Args:
@@ -55,11 +58,12 @@ class Replica:
             commands: One for each chunk.
             sizes: Bytes of each chunk.
             ahead: See `read_joined`.
+            arrived: See `read_joined`.
         """
         if self._clock() < self._asked_after:
             return None
         try:
-            payload = read_joined(self._client, commands, sizes, ahead)
+            payload = read_joined(self._client, commands, sizes, ahead, arrived)
         except (redis.RedisError, OSError) as error:
             self._asked_after = self._clock() + PAUSE_SECONDS
             self._tell("it does not answer", error)

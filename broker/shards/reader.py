@@ -23,7 +23,7 @@ from archipelago.broker.messages import (
     TapeEntry,
 )
 from archipelago.broker.shards.layout import Layout
-from archipelago.broker.transport import Memory, MergerStatus, ReaderClient, Standby
+from archipelago.broker.transport import Arrived, Memory, MergerStatus, ReaderClient, Standby, unwatched
 
 #: Of more things than this, messages say only how many there are.
 NUMBERS_MAX = 12
@@ -93,9 +93,9 @@ class ShardedReader:
     def events(self, after: str, block_seconds: float, count: int = 256) -> list[tuple[str, Event]]:
         raise NotImplementedError("islands read the announcements of each shard")
 
-    def fragment(self, fragment: int) -> tuple[Snapshot, bytes]:
+    def fragment(self, fragment: int, arrived: Arrived = unwatched) -> tuple[Snapshot, bytes]:
         shard, own = self._layout.place(fragment)
-        snapshot, payload = self._readers[shard].fragment(own)
+        snapshot, payload = self._readers[shard].fragment(own, arrived)
         return self._layout.in_run(shard, snapshot), payload
 
     def heads(self) -> list[Snapshot | None]:
@@ -106,9 +106,9 @@ class ShardedReader:
                 out[self._layout.fragments[shard][own]] = found
         return out
 
-    def difference(self, fragment: int, version: int) -> bytes | None:
+    def difference(self, fragment: int, version: int, arrived: Arrived = unwatched) -> bytes | None:
         shard, own = self._layout.place(fragment)
-        return self._readers[shard].difference(own, version)
+        return self._readers[shard].difference(own, version, arrived)
 
     def unreadable(self) -> dict[str, str]:
         return {

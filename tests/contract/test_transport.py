@@ -16,6 +16,7 @@ from archipelago.broker.corpus_shards import Place
 from archipelago.broker.errors import BrokerError, FencedError, RunExistsError, UnknownRunError
 from archipelago.broker.memory.transport import MemoryBroker, MemoryTransport
 from archipelago.broker.messages import Books, Call, Evaluation, Marker, Note, Pending, Refusal, Resume, Snapshot
+from archipelago.broker.redis.chunks import CHUNK_BYTES
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.transport import (
@@ -760,6 +761,20 @@ def test_each_version_has_its_difference_to_the_previous_one(transport: Transpor
     other = connections()
     assert [other.reader.difference(0, version) for version in (1, 2, 3)] == [b"one", LARGE, None]
     assert other.reader.difference(1, 1) is None
+
+
+def test_a_payload_can_be_watched_while_it_arrives(transport: Transport, connections: Connect) -> None:
+    epoch = transport.merger.acquire("m", 60)
+    assert epoch is not None
+    transport.merger.commit(epoch, samples.commit([], round_number=1, difference=LARGE))
+    other = connections()
+    seen: list[bytes] = []
+    assert other.reader.difference(0, 1, lambda payload: seen.append(bytes(payload))) == LARGE
+    assert all(LARGE.startswith(payload) for payload in seen)
+    assert [len(payload) for payload in seen] == sorted({len(payload) for payload in seen})
+    if isinstance(other, RedisTransport):  # others hand over whole payloads
+        assert len(seen) == -(-len(LARGE) // CHUNK_BYTES) > 1
+        assert seen[-1] == LARGE
 
 
 def small(number: int, **changes: Any) -> Commit:

@@ -16,6 +16,7 @@ from archipelago.broker.codecs import codec
 from archipelago.broker.config import RunConfig, WireConfig
 from archipelago.broker.published import newest
 from archipelago.broker.redis.transport import connect
+from archipelago.broker.transport import Arrived, unwatched
 from archipelago.broker.wire import digest_of, unpack
 from archipelago.islands.creation import describe, first_snapshots
 from archipelago.islands.data.corpus import OpenCorpus
@@ -128,7 +129,9 @@ def test_a_missing_or_damaged_difference_is_replaced_by_a_full_snapshot(config: 
     for gone in (None, b"nonsense"):
         asked: list[int] = []
 
-        def difference(fragment: int, version: int, gone: Any = gone, asked: list[int] = asked) -> Any:
+        def difference(
+            fragment: int, version: int, arrived: Arrived = unwatched, gone: Any = gone, asked: list[int] = asked
+        ) -> Any:
             asked.append(version)
             return gone
 
@@ -163,7 +166,7 @@ def test_a_hostile_difference_is_replaced_by_a_full_snapshot(
     asked: list[int] = []
     whole: list[int] = []
 
-    def difference(fragment: int, version: int) -> bytes | None:
+    def difference(fragment: int, version: int, arrived: Arrived = unwatched) -> bytes | None:
         payload = honest(fragment, version)
         assert payload is not None
         asked.append(fragment)

@@ -10,7 +10,7 @@ from archipelago.broker.codecs import Vector
 from archipelago.broker.errors import BrokerError, UnreachableError, WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Snapshot, TapeEntry
-from archipelago.broker.published import after_difference, newest
+from archipelago.broker.published import after_difference, newest, onto
 from archipelago.broker.transport import IslandTransport
 from archipelago.broker.wire import digest_of, unpack
 from archipelago.islands.sync.connection.announcements import Heads, believable_step, snapshot_fault
@@ -223,12 +223,13 @@ class Snapshots:
         return known
 
     def _after_difference(self, p: int, snapshot: Snapshot, before_N: Vector) -> tuple[Vector, bytes] | None:
-        payload = self._transport.reader.difference(p, snapshot.version)
+        unpacking = onto(self._manifest, p, before_N)
+        payload = self._transport.reader.difference(p, snapshot.version, unpacking.arrived)
         if payload is None or len(payload) != snapshot.difference_bytes:
             return None
         self.bytes_down += len(payload)
         try:
-            return after_difference(self._manifest, p, payload, before_N), payload
+            return unpacking.finish(payload), payload
         except WireError as error:
             log.warning("a difference of fragment %s is damaged (%s): fetching it in full", p, error.reason)
             return None

@@ -147,9 +147,15 @@ def test_a_wrong_payload_of_a_replica_is_never_returned(
             pair.raw_second.rpush(key, "x")
         else:
             pair.raw_second.set(key, OTHER[: size if damage == "wrong" else size - 1])
+    arrived: list[bytes] = []
     with caplog.at_level(logging.WARNING):
-        assert pair.island.reader.fragment(0)[1] == PAYLOAD
+        assert pair.island.reader.fragment(0, lambda payload: arrived.append(bytes(payload)))[1] == PAYLOAD
     assert (passed_by(caplog), pair.replica.bytes) == (1, 0)
+    sizes = [len(payload) for payload in arrived]
+    begins = [i for i in range(1, len(sizes)) if sizes[i] <= sizes[i - 1]]  # the reading from the primary
+    assert len(begins) <= 1, "what is decoded begins anew once"
+    assert arrived[-1] == PAYLOAD
+    assert all(PAYLOAD.startswith(payload) for payload in arrived[(begins or [0])[0] :])
 
 
 def test_a_replica_that_is_away_is_not_asked_for_a_while(

@@ -1421,11 +1421,11 @@ def test_a_slow_reader_reads_the_newer_snapshot(
     fetch = reader.chunks.fetch
     replaced: list[bool] = []
 
-    def fetch_late(raw: Any, size: int) -> bytes:
+    def fetch_late(raw: Any, size: int, **options: Any) -> bytes:
         if not replaced:
             replaced.append(True)
             transport.merger.commit(epoch, samples.commit([], version(2), 3))
-        return fetch(raw, size)
+        return fetch(raw, size, **options)
 
     monkeypatch.setattr(reader.chunks, "fetch", fetch_late)
     snapshot, payload = reader.reader.fragment(0)

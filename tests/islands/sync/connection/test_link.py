@@ -19,7 +19,7 @@ from archipelago.broker.errors import UnreachableError, WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Call, Contribution, Event, Marker, Refusal, Resume, Snapshot
-from archipelago.broker.transport import MEMORY_SHARE_MAX, Commit, Memory
+from archipelago.broker.transport import MEMORY_SHARE_MAX, Arrived, Commit, Memory, unwatched
 from archipelago.broker.wire import digest, pack, unpack
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.sharding import shard_order
@@ -242,10 +242,10 @@ def test_no_event_during_a_join_is_missed(harness: Harness) -> None:
     link = Link(faulty, harness.manifest, "a/x", SHARDS)
     snapshot = faulty.reader.fragment
 
-    def closes_meanwhile(fragment: int) -> tuple[Snapshot, bytes]:
+    def closes_meanwhile(fragment: int, arrived: Arrived = unwatched) -> tuple[Snapshot, bytes]:
         if fragment == 1:
             harness.close(1, 5.0)
-        return snapshot(fragment)
+        return snapshot(fragment, arrived)
 
     faulty.reader.fragment = closes_meanwhile  # type: ignore[method-assign]
     link.join()
@@ -287,8 +287,8 @@ def test_events_are_read_during_a_download(harness: Harness, monkeypatch: Any) -
     fragment = harness.faulty.reader.fragment
     meanwhile = [lambda: harness.close(3, 3.0)]
 
-    def slow(p: int) -> tuple[Snapshot, bytes]:
-        found = fragment(p)
+    def slow(p: int, arrived: Arrived) -> tuple[Snapshot, bytes]:
+        found = fragment(p, arrived)
         while meanwhile:
             meanwhile.pop()()
         return found
@@ -862,12 +862,12 @@ def test_a_snapshot_waits_for_all_earlier_events(harness: Harness) -> None:
     fetch = harness.faulty.reader.fragment
     fetched: list[int] = []
 
-    def closes_meanwhile(fragment: int) -> tuple[Snapshot, bytes]:
+    def closes_meanwhile(fragment: int, arrived: Arrived = unwatched) -> tuple[Snapshot, bytes]:
         if not fetched:
             harness.close(2, 2.0)
             harness.close(3, 3.0)
         fetched.append(fragment)
-        return fetch(fragment)
+        return fetch(fragment, arrived)
 
     harness.close(1, 1.0)
     harness.faulty.reader.fragment = closes_meanwhile  # type: ignore[method-assign]
@@ -885,10 +885,10 @@ def test_an_early_snapshot_is_replaced_by_a_newer_one(harness: Harness) -> None:
     link = harness.link()
     fetch, rounds = harness.faulty.reader.fragment, iter([3, None, None])
 
-    def closes_meanwhile(fragment: int) -> tuple[Snapshot, bytes]:
+    def closes_meanwhile(fragment: int, arrived: Arrived = unwatched) -> tuple[Snapshot, bytes]:
         if number := next(rounds):
             harness.close(number, float(number))
-        return fetch(fragment)
+        return fetch(fragment, arrived)
 
     harness.close(1, 1.0)
     harness.faulty.reader.fragment = closes_meanwhile  # type: ignore[method-assign]
