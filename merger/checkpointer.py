@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,6 +22,7 @@ from archipelago.broker.observe.progress import progress
 from archipelago.broker.transport import START, Image, MergerTransport
 from archipelago.broker.wire import digest, digest_of, pack
 from archipelago.merger import outer
+from archipelago.merger.beside import Spawn
 from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.merger.one_cut import Following, Leading
 from archipelago.merger.record import Recorder, Segment
@@ -33,7 +34,6 @@ TAPE_IN_IMAGE = 256
 RETRY_SECONDS = 10.0
 
 log = logging.getLogger(__name__)
-Spawn = Callable[[Callable[[], "Covered"]], "Future[Covered]"]
 
 
 @dataclass(frozen=True)
@@ -66,22 +66,6 @@ class Covered:
     number: int
     round: int
     actions_until: str
-
-
-def in_background() -> Spawn:
-    """Return a function that runs jobs one after the other on one thread."""
-    pool = ThreadPoolExecutor(1, "checkpoint")
-    return pool.submit
-
-
-def at_once(job: Callable[[], Covered]) -> Future[Covered]:
-    """Run the job before returning, for virtual time."""
-    future: Future[Covered] = Future()
-    try:
-        future.set_result(job())
-    except (ArchipelagoError, OSError) as error:
-        future.set_exception(error)
-    return future
 
 
 class Checkpointer:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import jax
@@ -21,6 +21,7 @@ from archipelago.broker.footprint import REDIS_LOG
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Snapshot, TapeEntry
 from archipelago.broker.transport import DIFFERENCES_KEPT, MergerTransport, Placed
+from archipelago.merger.beside import Spawn
 from archipelago.merger.committing import compaction_of
 from archipelago.merger.state import FragmentState
 
@@ -34,22 +35,6 @@ IDLE_SECONDS = 10.0
 MOST = REDIS_LOG
 
 log = logging.getLogger(__name__)
-Spawn = Callable[[Callable[[], Placed]], "Future[Placed]"]
-
-
-def in_background() -> Spawn:
-    """Return a function that runs jobs one after the other on one thread."""
-    return ThreadPoolExecutor(1, "compaction").submit
-
-
-def at_once(job: Callable[[], Placed]) -> Future[Placed]:
-    """Run the job before returning, for virtual time."""
-    future: Future[Placed] = Future()
-    try:
-        future.set_result(job())
-    except ArchipelagoError as error:
-        future.set_exception(error)
-    return future
 
 
 @dataclass

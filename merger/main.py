@@ -97,7 +97,7 @@ def main(options: MergerOptions) -> int:
     keep_freed_memory()
     os.environ["JAX_PLATFORMS"] = "cpu"  # the accelerators belong to the islands
 
-    from archipelago.merger.compaction import in_background
+    from archipelago.merger.beside import in_background
     from archipelago.merger.service import Merger
     from archipelago.merger.shards import serve_shards
     from archipelago.merger.telemetry import MergerCollector, RoundMetrics, RoundTelemetry
@@ -121,7 +121,7 @@ def main(options: MergerOptions) -> int:
             on_round=telemetries[shard].closed,
             threads=options.threads,
             restart_seconds=options.restart_seconds,
-            spawn=in_background(),
+            beside=in_background,
         )
         mergers.append(awaited(make))
     if registry is not None:

@@ -21,11 +21,12 @@ from archipelago.broker.transport import START, Delivery, MergerTransport
 from archipelago.broker.wire import encoded, payload_bytes_max
 from archipelago.merger import claims
 from archipelago.merger.admission import Inbox
+from archipelago.merger.beside import Beside, in_virtual_time
 from archipelago.merger.busy_time import BusyTime
 from archipelago.merger.checkpointer import CheckpointCut, Checkpointer
 from archipelago.merger.claims import Accounts
 from archipelago.merger.committing import RoundRecord, build_commit
-from archipelago.merger.compaction import RESTART_SECONDS, Compactor, Spawn, at_once
+from archipelago.merger.compaction import RESTART_SECONDS, Compactor
 from archipelago.merger.liveness import Liveness
 from archipelago.merger.outer import Round
 from archipelago.merger.record import Recorder
@@ -73,7 +74,7 @@ class Merger:
         on_round: Called with the tape entry and the snapshot after each commit.
         threads: The threads that change spectra; 0 for the default (`merger.spectra`).
         restart_seconds: How long a restart may take to merge rounds again (`merger.compaction`).
-        spawn: Uploads compactions beside the rounds; by default it uploads them at once, for virtual time.
+        beside: Runs what is done beside the rounds; by default there are no threads, as in virtual time.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Merger:
         on_round: OnRound = _ignore_round,
         threads: int = 0,
         restart_seconds: float = RESTART_SECONDS,
-        spawn: Spawn = at_once,
+        beside: Beside = in_virtual_time,
     ) -> None:
         self.transport = transport
         self.clock, self.wall = clock, wall
@@ -113,7 +114,7 @@ class Merger:
         self.liveness = Liveness(self.accounts)
         self._shard_sequences = claims.shard_sequences(self.manifest)
         self.inbox = Inbox(transport, self.rules, self.controls.refuses, self._believed)
-        self.compactor = Compactor(transport, self.manifest, clock, spawn, restart_seconds)
+        self.compactor = Compactor(transport, self.manifest, clock, beside("compaction"), restart_seconds)
         self.retention = Retention(
             transport, checkpointer, self.controls, clock, self._cut, self.compactor.is_compacted
         )

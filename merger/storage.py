@@ -26,11 +26,12 @@ from archipelago.broker.observe.progress import progress
 from archipelago.broker.shards.images import SHARD_EXISTS, restore, whole_image
 from archipelago.broker.shards.transport import of_shard
 from archipelago.broker.transport import Image, Transport
+from archipelago.merger.beside import Spawn, in_background
 from archipelago.merger.checkpoint import CheckpointStore, describe
 from archipelago.merger.record import Recorder
 
 if TYPE_CHECKING:
-    from archipelago.merger.checkpointer import Checkpointer, Spawn
+    from archipelago.merger.checkpointer import Checkpointer
 
 KEEP = 3
 
@@ -99,10 +100,8 @@ class MergerFolder:
             every_seconds: The seconds between two checkpoints.
             spawn: Runs the jobs; by default in the background.
         """
-        from archipelago.merger.checkpointer import (  # loads JAX, which readers of this folder do not need
-            Checkpointer,
-            in_background,
-        )
+        # This loads JAX, which readers of this folder do not need.
+        from archipelago.merger.checkpointer import Checkpointer
         from archipelago.merger.one_cut import Following, Leading
 
         recorder = self.recorder if manifest.config.record else None
@@ -112,7 +111,7 @@ class MergerFolder:
             home, *others = (of_shard(transport, whole, k).reader for k in range(whole.shards))
             leading = None if manifest.shard else Leading(home, others, self._missing)
             following = Following(home) if manifest.shard else None
-        spawn = spawn or in_background()
+        spawn = spawn or in_background("checkpoint")
         return Checkpointer(transport, self.store, recorder, every_seconds, spawn, copier, leading, following)
 
     def _missing(self, number: int) -> list[int]:

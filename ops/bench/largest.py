@@ -264,8 +264,8 @@ def _serve(pipe: Connection, url: str) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     keep_freed_memory()  # as `archipelago merger` does
 
-    from archipelago.merger.compaction import in_background
+    from archipelago.merger.beside import in_background
     from archipelago.merger.service import Merger
     from archipelago.merger.serving import serve
 
-    serve(Merger(connect(url, RUN), lease_seconds=LEASE_SECONDS, spawn=in_background()), pipe.poll)
+    serve(Merger(connect(url, RUN), lease_seconds=LEASE_SECONDS, beside=in_background), pipe.poll)

@@ -184,11 +184,11 @@ def _merge(pipe: Connection, url: str) -> None:
     os.environ |= thread_environment(2)
     keep_freed_memory()  # The real merger does this too.
 
-    from archipelago.merger.compaction import in_background
+    from archipelago.merger.beside import in_background
     from archipelago.merger.service import Merger  # loads JAX, which reads the environment
     from archipelago.merger.serving import serve
 
-    merger = Merger(connect(url, RUN), spawn=in_background())
+    merger = Merger(connect(url, RUN), beside=in_background)
     pipe.send("ready")
     serve(merger, lambda: False)
 

@@ -23,7 +23,7 @@ OF_ISLAND = {
     f"{_ISLANDS}.connection.outbox:digest": "digest",
     f"{_REDIS}.islands:RedisIsland.publish": "upload",
     f"{_REDIS}.reader:RedisReader.difference": "download the difference",
-    "archipelago.broker.published:unpack": "decode and add",
+    "archipelago.broker.wire:Unpacking.arrived": "decode and add",
     f"{_ISLANDS}.connection.snapshots:digest_of": "digest of the parameters",
     f"{_ISLANDS}.replica:Replica.adopt": "adopt",
 }

@@ -195,13 +195,13 @@ def _merge(pipe: Connection, url: str, shard: int | None, cores: set[int]) -> No
     os.environ |= thread_environment(2 if len(cores) == 1 else 1)
     keep_freed_memory()  # as `archipelago merger` does
 
-    from archipelago.merger.compaction import in_background
+    from archipelago.merger.beside import in_background
     from archipelago.merger.service import Merger  # loads JAX, which reads the environment
     from archipelago.merger.serving import serve
 
     home = connect(url, "shards")
     transport = home if shard is None else home.of_shard(shard)
-    merger = Merger(transport, lease_seconds=LEASE_SECONDS, threads=len(cores), spawn=in_background())
+    merger = Merger(transport, lease_seconds=LEASE_SECONDS, threads=len(cores), beside=in_background)
     merger.warm_up()
     pipe.send("ready")
     serve(merger, lambda: False)

@@ -91,7 +91,7 @@ def serve_run(pipe: Connection, url: str, config: RunConfig, cores: set[int]) ->
     os.environ["JAX_PLATFORMS"] = "cpu"
 
     from archipelago.islands.creation import describe, first_snapshots
-    from archipelago.merger.compaction import in_background
+    from archipelago.merger.beside import in_background
     from archipelago.merger.service import Merger
     from archipelago.merger.serving import serve
 
@@ -99,7 +99,7 @@ def serve_run(pipe: Connection, url: str, config: RunConfig, cores: set[int]) ->
     manifest = describe(RUN, config, Corpus("none", "0" * 32, TEXT_BYTES))
     transport.create(manifest, first_snapshots(manifest))
     pipe.send("created")
-    serve(Merger(transport, spawn=in_background()), pipe.poll)
+    serve(Merger(transport, beside=in_background), pipe.poll)
 
 
 def random_text(config: RunConfig) -> NDArray[np.uint8]:

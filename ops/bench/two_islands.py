@@ -35,7 +35,7 @@ from archipelago.islands.data.sharding import shard_order
 from archipelago.islands.inner import InnerState
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.worker import Island
-from archipelago.merger.compaction import in_background
+from archipelago.merger.beside import in_background
 from archipelago.merger.service import Merger
 from archipelago.merger.serving import serve
 from archipelago.ops.bench.pieces import OF_ISLAND, OF_MERGER, Pieces, Spent
@@ -298,7 +298,7 @@ def _merge(pipe: Connection, address: Address, counts_pieces: bool) -> None:
     pieces = Pieces(OF_MERGER if counts_pieces else {})
     keep_freed_memory()  # The real merger does this too.
     transport = connected(address, RUN)
-    merger = Merger(transport, threads=usable_cores(), spawn=in_background())  # the islands wait while it works
+    merger = Merger(transport, threads=usable_cores(), beside=in_background)  # the islands wait while it works
     pipe.send("ready")
 
     def stopped() -> bool:

@@ -62,7 +62,7 @@ from archipelago.islands.rejoin import Rejoin
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.worker import Island
 from archipelago.merger import outer
-from archipelago.merger.checkpointer import at_once
+from archipelago.merger.beside import at_once
 from archipelago.merger.rebuild import rebuild
 from archipelago.merger.record import read
 from archipelago.merger.replay import replay_round

@@ -22,8 +22,9 @@ from archipelago.islands.replay import ReplayedIsland, Surroundings, wanted_poin
 from archipelago.islands.sync.actions import unfolded
 from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.worker import Island
+from archipelago.merger.beside import at_once
 from archipelago.merger.checkpoint import CheckpointStore
-from archipelago.merger.checkpointer import Checkpointer, at_once
+from archipelago.merger.checkpointer import Checkpointer
 from archipelago.merger.replay import replay_round
 from archipelago.merger.round_merge import RoundMerge, new_state
 from archipelago.merger.service import Merger

@@ -15,7 +15,7 @@ from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.islands.rejoin import Rejoin
 from archipelago.islands.sync.connection.merged import KEPT_MIN
 from archipelago.islands.worker import Island
-from archipelago.merger.checkpointer import at_once
+from archipelago.merger.beside import at_once
 from archipelago.merger.service import Merger
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.launch import init

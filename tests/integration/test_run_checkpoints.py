@@ -23,7 +23,7 @@ from archipelago.islands.sync.ledger import closed_rounds
 from archipelago.islands.tasks.ours import our_work
 from archipelago.islands.tasks.shards import TaskRun
 from archipelago.islands.worker import Island
-from archipelago.merger.checkpointer import at_once
+from archipelago.merger.beside import at_once
 from archipelago.merger.service import Merger
 from archipelago.merger.storage import KEEP, MergerFolder
 from archipelago.ops.experiments.recorded_run import repeat

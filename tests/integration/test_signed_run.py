@@ -24,8 +24,9 @@ from archipelago.broker.transport import START, Transport
 from archipelago.broker.wire import digest, digest_of, pack
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.tasks.ours import our_work
+from archipelago.merger.beside import at_once
 from archipelago.merger.checkpoint import CheckpointStore
-from archipelago.merger.checkpointer import Checkpointer, at_once
+from archipelago.merger.checkpointer import Checkpointer
 from archipelago.merger.service import Merger
 from archipelago.ops.experiments.virtual_time import VirtualRun
 from archipelago.ops.launch.administration import Administrator

@@ -20,8 +20,9 @@ from archipelago.broker.messages import Contribution, Refusal
 from archipelago.broker.published import newest
 from archipelago.broker.transport import START, Image
 from archipelago.broker.wire import pack
+from archipelago.merger.beside import Spawn, at_once
 from archipelago.merger.checkpoint import CheckpointStore
-from archipelago.merger.checkpointer import Checkpointer, Covered, Spawn, at_once
+from archipelago.merger.checkpointer import Checkpointer, Covered
 from archipelago.merger.committing import compaction_of
 from archipelago.merger.record import Recorder
 from archipelago.merger.service import Merger

@@ -11,7 +11,7 @@ import pytest
 from archipelago.broker.buckets.folder import BucketError, BucketFolder
 from archipelago.broker.errors import UnknownRunError
 from archipelago.merger import record
-from archipelago.merger.checkpointer import at_once
+from archipelago.merger.beside import at_once
 from archipelago.merger.service import Merger
 from archipelago.merger.storage import MergerFolder
 from tests.broker.buckets.faulty_bucket import FaultyFileSystem

@@ -18,7 +18,8 @@ from archipelago.broker.messages import Evaluation, Marker, Resume
 from archipelago.broker.transport import START, Transport
 from archipelago.broker.wire import digest, unpack
 from archipelago.merger import record
-from archipelago.merger.checkpointer import RETRY_SECONDS, Checkpointer, at_once, in_background
+from archipelago.merger.beside import at_once, in_background
+from archipelago.merger.checkpointer import RETRY_SECONDS, Checkpointer
 from archipelago.merger.record import Recorder
 from archipelago.merger.service import Merger
 from archipelago.merger.state import RunState
@@ -538,7 +539,7 @@ def test_rounds_close_while_a_checkpoint_is_written(until: Any) -> None:
 
     store = Slow()
     run = MergerRun(quorum=2)
-    merger = serving(run, store, every=0.0, spawn=in_background())
+    merger = serving(run, store, every=0.0, spawn=in_background("checkpoint"))
     try:
         run.play(merger, 1)
         until(entered.is_set, "the checkpoint to begin")

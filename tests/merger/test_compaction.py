@@ -19,7 +19,8 @@ from archipelago.broker.published import newest
 from archipelago.broker.transport import DIFFERENCES_KEPT, Commit, Compaction, Placed
 from archipelago.broker.wire import digest_of
 from archipelago.merger import outer
-from archipelago.merger.compaction import IDLE_SECONDS, MOST, Compactor, at_once, state_bytes
+from archipelago.merger.beside import Spawn, T, at_once
+from archipelago.merger.compaction import IDLE_SECONDS, MOST, Compactor, state_bytes
 from archipelago.merger.restore import repair_from
 from archipelago.merger.service import Merger
 from tests.merger.merger_run import CONFIG, MergerRun, Shelf, logged_codes
@@ -123,7 +124,10 @@ def test_a_compaction_is_uploaded_beside_the_rounds() -> None:
 
 
 def slow(run: MergerRun, spawn: Any) -> Merger:
-    merger = Merger(run.broker.connect("sample"), run.clock, "merger", live_poll_seconds=0.0, spawn=spawn)
+    def beside(kind: str) -> Spawn:
+        return spawn if kind == "compaction" else at_once
+
+    merger = Merger(run.broker.connect("sample"), run.clock, "merger", live_poll_seconds=0.0, beside=beside)
     assert merger.acquire()
     merger.load()
     return merger
@@ -270,7 +274,7 @@ def test_one_is_due_by_bytes_and_by_the_time_of_a_restart(seconds: float, times:
     run.play(merger, 1)
     began: list[int] = []
 
-    def spawn(job: Callable[[], Placed]) -> Future[Placed]:
+    def spawn(job: Callable[[], T]) -> Future[T]:
         began.append(1)
         return Future()
 

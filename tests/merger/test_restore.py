@@ -19,8 +19,8 @@ from archipelago.broker.memory.state import MemoryRun
 from archipelago.broker.messages import Snapshot
 from archipelago.broker.wire import digest_of, unpack
 from archipelago.merger import outer
+from archipelago.merger.beside import at_once
 from archipelago.merger.checkpoint import CheckpointStore
-from archipelago.merger.checkpointer import at_once
 from archipelago.merger.restore import load
 from archipelago.merger.round_merge import RoundMerge
 from archipelago.merger.service import Merger

@@ -18,7 +18,7 @@ from archipelago.broker.messages import Marker
 from archipelago.broker.shards.images import restore
 from archipelago.broker.shards.transport import claim_checkpoint, of_shard, whole
 from archipelago.broker.transport import Image
-from archipelago.merger.checkpointer import at_once
+from archipelago.merger.beside import at_once
 from archipelago.merger.storage import MergerFolder
 from tests import samples
 from tests.failing import failing

@@ -11,7 +11,7 @@ from archipelago.broker.errors import RunExistsError, UnknownRunError
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Contribution
 from archipelago.merger import record
-from archipelago.merger.checkpointer import at_once
+from archipelago.merger.beside import at_once
 from archipelago.merger.service import Merger
 from archipelago.merger.state import RunState
 from archipelago.merger.storage import MergerFolder

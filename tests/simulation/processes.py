@@ -16,6 +16,7 @@ from archipelago.islands.rejoin import Rejoin
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.outbox import Draft
 from archipelago.islands.worker import Island
+from archipelago.merger.beside import at_once
 from archipelago.merger.checkpointer import Checkpointer
 from archipelago.merger.service import Merger
 from archipelago.merger.storage import MergerFolder
@@ -86,7 +87,7 @@ class MergerProcess(Process):
             live_poll_seconds=0.5,
             checkpointer=checkpointer,
             wall=simulation.clock,
-            spawn=self.jobs.submit,
+            beside=lambda kind: self.jobs.submit if kind == "compaction" else at_once,
         )
         self.loaded = False
 

@@ -23,7 +23,7 @@ from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.memory_use import MemoryMeter, MemoryUse
 from archipelago.islands.sync.participant import Host
 from archipelago.islands.sync.tree_replica import TreeReplica
-from archipelago.merger.checkpointer import at_once
+from archipelago.merger.beside import at_once
 from archipelago.merger.service import Merger
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.experiments.virtual_time import VirtualClock

@@ -25,7 +25,7 @@ from archipelago.islands.sync.actions import BeginPass, Length, parse, unfolded
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.worker import Island
 from archipelago.merger import record as records
-from archipelago.merger.checkpointer import at_once
+from archipelago.merger.beside import at_once
 from archipelago.merger.record import read
 from archipelago.merger.service import Merger
 from archipelago.merger.storage import MergerFolder
