@@ -9,7 +9,10 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 from archipelago.broker.control import steered
 from archipelago.broker.corpus_shards import SHARDS_MAX, advanced, parse_places
@@ -17,7 +20,9 @@ from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import MERGED_MAX, Contribution, Refusal
 from archipelago.broker.transport import Delivery, MergerTransport
+from archipelago.broker.wire import Body
 from archipelago.merger import claims
+from archipelago.merger.beside import Spawn, at_once
 from archipelago.merger.round_merge import WAITING_MAX, RoundMerge, RoundSum
 from archipelago.merger.state import FragmentState, RunState
 from archipelago.merger.steering import EXPELLED
@@ -91,6 +96,18 @@ def _fault_of_places(data: str, shards: int) -> str:
     return f"shard {beyond[0]} of {shards} does not exist" if beyond else ""
 
 
+class Opened(NamedTuple):
+    """A contribution that was downloaded: its entry, its header, and its values as their codec encoded them."""
+
+    entry: str
+    contribution: Contribution
+    body: Body
+
+
+#: The contribution, or why it is refused, once it was downloaded.
+Opening = Future[Opened | Reason]
+
+
 @dataclass
 class Room:
     """How much of the room in a fragment's next round is taken, so that its messages stay within their limits.
@@ -122,17 +139,23 @@ class Inbox:
         rules: How rounds are merged.
         is_expelled: Whether the operator has expelled an island.
         believed: Returns a contribution with the claims that the merger believes, and which ones it lowered.
+        beside: Downloads and checks the next contribution while one is added.
     """
 
     def __init__(
-        self, transport: MergerTransport, rules: RoundMerge, is_expelled: Callable[[str], bool], believed: Believed
+        self,
+        transport: MergerTransport,
+        rules: RoundMerge,
+        is_expelled: Callable[[str], bool],
+        believed: Believed,
+        beside: Spawn = at_once,
     ) -> None:
         self.transport, self.rules = transport, rules
         #: How many contributions this process has refused.
         self.refused = 0
         #: How many contributions this process has refused or lowered, by code.
         self.codes: Counter[str] = Counter()
-        self._is_expelled, self._believed = is_expelled, believed
+        self._is_expelled, self._believed, self._beside = is_expelled, believed, beside
         self._sums: dict[int, RoundSum] = {}
         self._rooms: dict[int, Room] = {}
         self._identities: set[tuple[str, str, int]] = set()
@@ -193,10 +216,10 @@ class Inbox:
         Yields:
             Each contribution that was added, with the claims that the merger believes.
         """
-        for delivery in deliveries:
+        for delivery, opened in self._ahead(deliveries, state):
             reason = self._reason(delivery, state)
             if reason is None and delivery.entry not in self._entries:
-                added = self._add(delivery, state, fragments)
+                added = self._add(opened.result() if opened else self._open(delivery), state, fragments)
                 if isinstance(added, Contribution):
                     yield added
                     continue
@@ -224,25 +247,46 @@ class Inbox:
             return Reason("full", f"too many contributions wait for the next round of fragment {c.fragment}")
         return None
 
-    def _add(self, delivery: Delivery, state: RunState, fragments: Sequence[FragmentState]) -> Contribution | Reason:
-        """Add a contribution to its sum, and return it as it was added, or why its payload is refused."""
+    def _ahead(self, deliveries: Iterable[Delivery], state: RunState) -> Iterator[tuple[Delivery, Opening | None]]:
+        """Yield the deliveries. The next one is opened meanwhile, unless its header is refused already."""
+        before: list[tuple[Delivery, Opening | None]] = []
+        for delivery in deliveries:
+            is_wanted = delivery.entry not in self._entries and self._reason(delivery, state) is None
+            before.append((delivery, self._beside(partial(self._open, delivery)) if is_wanted else None))
+            if len(before) > 1:
+                yield before.pop(0)
+        yield from before
+
+    def _open(self, delivery: Delivery) -> Opened | Reason:
+        """Download and check the payload of a delivery, and return it, or why it is refused."""
         delivery = delivery.with_payload()
         if delivery.contribution is None or delivery.fault:
             return Reason("unreadable", delivery.fault)
-        claimed = delivery.contribution
+        try:
+            return Opened(delivery.entry, delivery.contribution, self.rules.body_of(delivery))
+        except WireError as error:
+            return Reason(error.code, error.reason)
+
+    def _add(
+        self, opened: Opened | Reason, state: RunState, fragments: Sequence[FragmentState]
+    ) -> Contribution | Reason:
+        """Add a contribution to its sum, and return it as it was added, or why its payload is refused."""
+        if isinstance(opened, Reason):
+            return opened
+        entry, claimed, body = opened
         believed, lowered = self._believed(claimed)
         p = believed.fragment
         try:
-            self.rules.add(self._sum(p, fragments, state), replace(delivery, contribution=believed))
+            self._sum(p, fragments, state).add(entry, believed, body)
         except WireError as error:
             return Reason(error.code, error.reason)
         self._rooms.setdefault(p, Room()).put(believed)
         self._identities.add(believed.identity)
-        self._entries[delivery.entry] = None
+        self._entries[entry] = None
         self.cursors |= advanced(self.cursors, parse_places(believed.data))
         self.note_lowered(believed, lowered, state)
         if claimed.tokens > believed.tokens:
-            self._lowered[delivery.entry] = claimed.tokens - believed.tokens
+            self._lowered[entry] = claimed.tokens - believed.tokens
         return believed
 
     def take_lowered(self, round_sum: RoundSum) -> int:

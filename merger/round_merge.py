@@ -242,16 +242,20 @@ class RoundMerge:
 
     def add(self, round_sum: RoundSum, delivery: Delivery) -> None:
         """Add a delivery to the sum. Raises WireError, and adds nothing, when its payload is not as announced."""
-        contribution = delivery.contribution
+        body = self.body_of(delivery)
+        assert delivery.contribution is not None  # noqa: S101 - it has a body
+        round_sum.add(delivery.entry, delivery.contribution, body)
+
+    def body_of(self, delivery: Delivery) -> Body:
+        """Return what a delivery's payload holds, as it is encoded. Raises WireError if it is not as announced."""
+        contribution, payload = delivery.contribution, delivery.payload
         if contribution is None or delivery.fault:
-            raise WireError(delivery.fault or "the entry cannot be read")
-        payload = delivery.payload
+            raise WireError(delivery.fault or "the entry cannot be read", code="unreadable")
         if digest(payload) != contribution.digest:
             raise WireError("the payload's digest is not the announced one", code="wire.digest")
         if len(payload) != contribution.bytes:  # the tape adds these numbers up
             raise WireError(f"the payload has {len(payload)} bytes, not {contribution.bytes}", code="wire.size")
-        size = self.manifest.sizes[contribution.fragment]
-        round_sum.add(delivery.entry, contribution, unpack_encoded(payload, size, contribution.codec))
+        return unpack_encoded(payload, self.manifest.sizes[contribution.fragment], contribution.codec)
 
     def close(
         self,

@@ -113,7 +113,7 @@ class Merger:
         self.accounts = Accounts(self.config, fragments)
         self.liveness = Liveness(self.accounts)
         self._shard_sequences = claims.shard_sequences(self.manifest)
-        self.inbox = Inbox(transport, self.rules, self.controls.refuses, self._believed)
+        self.inbox = Inbox(transport, self.rules, self.controls.refuses, self._believed, beside("download"))
         self.compactor = Compactor(transport, self.manifest, clock, beside("compaction"), restart_seconds)
         self.retention = Retention(
             transport, checkpointer, self.controls, clock, self._cut, self.compactor.is_compacted

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from archipelago.broker.config import RunConfig, SyncConfig, WireConfig
 from archipelago.broker.corpus_shards import PLACES_MAX, parse_places
+from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Contribution, Refusal
@@ -127,6 +128,37 @@ def test_a_contribution_refused_by_its_header_is_not_downloaded() -> None:
         assert state.has_seen(contribution.identity)
     assert inbox.refused == 2
     assert inbox.entries() == []
+
+
+def test_the_next_contribution_is_downloaded_before_one_is_added() -> None:
+    transport = MemoryBroker().connect("sample")
+    transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
+    epoch = transport.merger.acquire("merger", 60.0)
+    assert epoch is not None
+    state, rules = RunState(), RoundMerge.of(MANIFEST)
+    fragments = [new_state(np.zeros(size, np.float32), rules.outer) for size in MANIFEST.sizes]
+    done: list[str] = []
+
+    def believed(contribution: Contribution) -> tuple[Contribution, list[str]]:
+        done.append(f"add {contribution.island}")
+        return contribution, []
+
+    def delivery(name: str) -> Delivery:
+        contribution, payload = samples.packed(np.ones(MANIFEST.sizes[0], np.float32), island=name)
+
+        def download() -> bytes:
+            done.append(f"download {name}")
+            if name == "c":
+                raise WireError("a chunk of it is gone", code="wire.chunk-missing")
+            return payload
+
+        return Delivery(f"{name}/1-0", contribution, download=download)
+
+    inbox = Inbox(transport, rules, {"x"}.__contains__, believed)
+    deliveries = [delivery(name) for name in "axbbcd"]
+    assert [c.island for c in inbox.receive(deliveries, state, fragments, epoch)] == ["a", "b", "d"]
+    assert done == ["download a", "add a", "download b", "download b", "add b", "download c", "download d", "add d"]
+    assert dict(inbox.codes) == {"expelled": 1, "unreadable": 1}
 
 
 def test_dropped_contributions_are_lowered_no_more() -> None:
