@@ -172,13 +172,16 @@ class Rounds:
             open_seconds=found.seconds_since_first(now),
         )
 
-    def committed(self, state: RunState, sync_seconds: float) -> None:
-        """Continue from the state in which the next round has closed, which took `sync_seconds`."""
-        self.timing = state.timing.after_sync(sync_seconds, self.config.smoothing)
+    def advance(self, state: RunState) -> None:
+        """Continue from the state in which the next round has closed. Its commit may be under way."""
         self._state = state
         self._open.pop(state.closed, None)
         for number, found in self._open.items():  # the round merged all contributions to its fragment
             found.is_merged |= bool(found.answered) and (number - state.closed) % self.fragments == 0
+
+    def committed(self, sync_seconds: float) -> None:
+        """Note that the last closed round was committed, `sync_seconds` after it was closed."""
+        self.timing = self._state.timing.after_sync(sync_seconds, self.config.smoothing)
 
     def deadline(self) -> float | None:
         """Return when the next round's grace window ends, or None when no window has begun or rounds are paused."""

@@ -9,15 +9,17 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
 from archipelago.broker.control import STEPS
 from archipelago.broker.errors import UnreachableError
 from archipelago.broker.messages import Call, Contribution, Resume, Snapshot, TapeEntry
-from archipelago.broker.transport import START, Delivery, MergerTransport
+from archipelago.broker.transport import START, Commit, Delivery, MergerTransport
 from archipelago.broker.wire import encoded, payload_bytes_max
 from archipelago.merger import claims
 from archipelago.merger.admission import Inbox
@@ -34,6 +36,7 @@ from archipelago.merger.restore import OF_FRAGMENTS, Loaded, load, repair_from
 from archipelago.merger.retention import MergedEntries, Retention
 from archipelago.merger.round_merge import RoundMerge, new_state, publish
 from archipelago.merger.rounds import Close, Rounds
+from archipelago.merger.scores import Score
 from archipelago.merger.spectra import Spectra
 from archipelago.merger.state import FragmentState, RunState, saturated
 from archipelago.merger.steering import OperatorControls
@@ -52,6 +55,22 @@ FINISHED_SECONDS = 3.0
 log = logging.getLogger(__name__)
 Clock = Callable[[], float]
 OnRound = Callable[[TapeEntry, Snapshot], None]
+
+
+class Committed(NamedTuple):
+    """A round that was committed.
+
+    Attributes:
+        commit: What was written.
+        is_full: Whether it carried the fragment's full state.
+        scores: The islands' scores before it.
+        seconds: The time since the round was closed.
+    """
+
+    commit: Commit
+    is_full: bool
+    scores: Mapping[str, Score]
+    seconds: float
 
 
 def _ignore_round(entry: TapeEntry, snapshot: Snapshot) -> None:
@@ -130,6 +149,8 @@ class Merger:
         self._has_islands = True
         self._finished_at: float | None = None
         self._is_warm = False
+        self._commits = beside("commit")
+        self._under_way: Future[Committed] | None = None
         self._waited = 0  # contributions that were there at `load`, and were not read yet
 
     # -- beginning --------------------------------------------------------------------------------------------------
@@ -146,6 +167,7 @@ class Merger:
         """Forget everything, and load the run as its last commit left it."""
         self._instance = self.transport.reader.instance()  # first: if the broker dies while we read, we read again
         self.busy.take()
+        self._under_way = None  # of an earlier epoch, so that Redis refuses it unless it is in what we load
         checkpointer = self.retention.checkpointer
         self._put_aside()
         status = self.transport.reader.merger_status()
@@ -262,6 +284,7 @@ class Merger:
         while (close := self.rounds.close(self.clock(), self.live, self.inbox.waiting_fragments())) is not None:
             self._close(close)
             closed = True
+        self._settle()
         self._finished_at = (self._finished_at or self.clock()) if self._is_finished() else None
         self.retention.checkpoint_if_due(self.state, self.epoch, is_last=self._finished_at is not None)
         return closed
@@ -402,6 +425,7 @@ class Merger:
         round_sum = self.inbox.take(p, self.fragments, after)
         merged = self.rules.close(self.fragments[p], after, round_sum, len(self.live))
         merge_seconds, spectra_seconds = self.clock() - began, self.spectra.seconds - spectra_seconds
+        self._settle()  # the round before, whose commit was under way meanwhile
         after.timing = self.rounds.timing.after_quorum(close.quorum_seconds, self.rounds.config.smoothing)
         step = self._next_step([addend.contribution for addend in round_sum.addends], after)
         self.rules.advance(after, close.round, step, merged, round_sum)
@@ -417,19 +441,38 @@ class Merger:
         record = RoundRecord(
             close, self.epoch, len(self.live), steered, self.wall(), merge_seconds, spectra_seconds, self.busy.take()
         )
-        commit = build_commit(self.manifest, record, merged, round_sum, self.state, after, trim, is_full)
-        self.transport.merger.commit(self.epoch, commit)
-        self.compactor.committed(commit.tape, commit.snapshot, is_full=is_full)
-        before = self.state
-        self.state, self.fragments[p], self.snapshots[p] = after, merged.state, commit.snapshot
-        self.rounds.committed(after, self.clock() - began)
+        before, epoch = self.state, self.epoch
+
+        def commit() -> Committed:
+            made = build_commit(self.manifest, record, merged, round_sum, before, after, trim, is_full)
+            self.transport.merger.commit(epoch, made)
+            return Committed(made, is_full, before.scores, self.clock() - began)
+
+        self._under_way = self._commits(commit)
+        self.state, self.fragments[p] = after, merged.state
+        self.rounds.advance(after)
         self._closed_at = began
-        self.controls.tell_of_scores(before.scores, after.scores)
-        if steered:
-            number = self.manifest.run_round(close.round)
-            log.info("steered from round %s on: %s", number, steered)
-            self.controls.note("steered", f"{steered} from round {number} on")
-        self.on_round(commit.tape, commit.snapshot)
+
+    def _settle(self) -> None:
+        """Wait for the commit that is under way, if there is one. Raise its error if it has failed.
+
+        Rounds that are due together overlap: while one is committed, the next one is merged. Nothing else is written
+        before a commit has settled. After one that failed, the merger loads the run again.
+        """
+        if self._under_way is None:
+            return
+        under_way, self._under_way = self._under_way, None
+        commit, is_full, scores, seconds = under_way.result()
+        tape, snapshot = commit.tape, commit.snapshot
+        self.compactor.committed(tape, snapshot, is_full=is_full)
+        self.snapshots[snapshot.fragment] = snapshot
+        self.rounds.committed(seconds)
+        self.controls.tell_of_scores(scores, self.state.scores)
+        if tape.steered:
+            number = self.manifest.run_round(tape.round)
+            log.info("steered from round %s on: %s", number, tape.steered)
+            self.controls.note("steered", f"{tape.steered} from round {number} on")
+        self.on_round(tape, snapshot)
 
     def _next_step(self, members: Sequence[Contribution], after: RunState) -> int:
         """Return the run's step after this round. A step that no member can have reached is lowered (`claims`)."""
