@@ -140,9 +140,15 @@ def _cpu() -> jax.Device:
 def begin(groups: tuple[Group, ...]) -> tuple[Accumulator, ...]:
     """Return empty accumulators, one for each group. Groups are in order and without gaps."""
     with jax.default_device(_cpu()):
-        acc = tuple(_rule(group).init(group) for group in groups)
-    placed: tuple[Accumulator, ...] = jax.device_put(acc, _cpu())  # committed to the device, like what is added
+        acc = _begin(groups)
+    # They are committed to the CPU, so that whatever is computed with them is, too.
+    placed: tuple[Accumulator, ...] = jax.device_put(acc, _cpu())
     return placed
+
+
+@partial(jax.jit, static_argnames="groups")
+def _begin(groups: tuple[Group, ...]) -> tuple[Accumulator, ...]:
+    return tuple(_rule(group).init(group) for group in groups)
 
 
 class Accumulated(NamedTuple):
@@ -185,8 +191,7 @@ def accumulate(
         limit: A larger norm is clipped to this one.
     """
     scalars = (np.float32(weight), np.float32(keep), np.float32(limit))
-    placed = jax.device_put((body.parts, *scalars), _cpu())
-    taken, norm, clip = _accumulate(acc, *placed, codec=body.codec, groups=groups)
+    taken, norm, clip = _accumulate(acc, body.parts, *scalars, codec=body.codec, groups=groups)
     return Accumulated(taken, float(norm), float(clip))
 
 
@@ -239,8 +244,7 @@ def finish(
 
     `spectra` says how matrices share the threads.
     """
-    inverse, gain_ = np.float32(1.0 / total_weight), np.float32(gain)
-    merged_N: jax.Array = _finish(acc, *jax.device_put((inverse, gain_), _cpu()), groups)
+    merged_N: jax.Array = _finish(acc, np.float32(1.0 / total_weight), np.float32(gain), groups)
     changed = [group for group in groups if group.changes_spectrum]
     if not changed:
         return merged_N

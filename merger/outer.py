@@ -149,7 +149,7 @@ def build(config: OuterConfig) -> OuterOptimizer:
             if vector.dtype != np.float32 or vector.shape != (params_N.size,):
                 raise ValueError(f"{name}: {vector.dtype} of shape {vector.shape}, not float32 ({params_N.size},)")
         # These are arrays because JAX would trace Python numbers again for each type and promote them weakly.
-        results = compiled(*_on_cpu((params_N, state, delta_N, Round(*map(np.float32, now)))))
+        results = compiled(*_on_cpu((params_N, state, delta_N)), Round(*map(np.float32, now)))
         stepped: tuple[jax.Array, State] = jax.block_until_ready(results)  # type: ignore[no-untyped-call]
         return stepped
 
