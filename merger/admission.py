@@ -30,6 +30,8 @@ from archipelago.merger.steering import EXPELLED
 #: A contribution may be ahead of the last closed round by this many times the number of fragments.
 ROUNDS_AHEAD_MAX = 2
 REASON_CHARACTERS_MAX = 500
+#: Contributions that are downloaded at once. If the Redis is far away, most of a download is the round trip.
+AHEAD = 4
 #: How many refusals of one batch are logged one by one.
 LOGGED_MAX = 20
 #: How many refusals of one island are announced in one round. All islands read all announcements, and the stream of
@@ -139,7 +141,7 @@ class Inbox:
         rules: How rounds are merged.
         is_expelled: Whether the operator has expelled an island.
         believed: Returns a contribution with the claims that the merger believes, and which ones it lowered.
-        beside: Downloads and checks the next contribution while one is added.
+        beside: Downloads and checks the next contributions while one is added.
     """
 
     def __init__(
@@ -248,12 +250,12 @@ class Inbox:
         return None
 
     def _ahead(self, deliveries: Iterable[Delivery], state: RunState) -> Iterator[tuple[Delivery, Opening | None]]:
-        """Yield the deliveries. The next one is opened meanwhile, unless its header is refused already."""
+        """Yield the deliveries. The next AHEAD are opened meanwhile, except those whose header is refused already."""
         before: list[tuple[Delivery, Opening | None]] = []
         for delivery in deliveries:
             is_wanted = delivery.entry not in self._entries and self._reason(delivery, state) is None
             before.append((delivery, self._beside(partial(self._open, delivery)) if is_wanted else None))
-            if len(before) > 1:
+            if len(before) > AHEAD:
                 yield before.pop(0)
         yield from before
 

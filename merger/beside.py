@@ -15,21 +15,23 @@ T = TypeVar("T")
 
 
 class Spawn(Protocol):
-    """Runs jobs one after the other. The result of a job, or its error, is in the future."""
+    """Runs a job beside its caller. The result of the job, or its error, is in the future."""
 
     def __call__(self, job: Callable[[], T], /) -> Future[T]: ...
 
 
-#: Returns what runs the jobs of one kind, by the name of the kind.
-Beside = Callable[[str], Spawn]
+class Beside(Protocol):
+    """Returns what runs the jobs of one kind, on that many threads of that name. Jobs begin in order."""
+
+    def __call__(self, kind: str, threads: int = 1) -> Spawn: ...
 
 
-def in_background(kind: str) -> Spawn:
-    """Return what runs jobs on one thread of that name."""
-    return ThreadPoolExecutor(1, kind).submit
+def in_background(kind: str, threads: int = 1) -> Spawn:
+    """Return what runs jobs on threads of that name."""
+    return ThreadPoolExecutor(threads, kind).submit
 
 
-def in_virtual_time(kind: str) -> Spawn:
+def in_virtual_time(kind: str, threads: int = 1) -> Spawn:
     """Return `at_once`, for jobs of any kind."""
     return at_once
 

@@ -22,7 +22,7 @@ from archipelago.broker.messages import Call, Contribution, Resume, Snapshot, Ta
 from archipelago.broker.transport import START, Commit, Delivery, MergerTransport
 from archipelago.broker.wire import encoded, payload_bytes_max
 from archipelago.merger import claims
-from archipelago.merger.admission import Inbox
+from archipelago.merger.admission import AHEAD, Inbox
 from archipelago.merger.beside import Beside, in_virtual_time
 from archipelago.merger.busy_time import BusyTime
 from archipelago.merger.checkpointer import CheckpointCut, Checkpointer
@@ -132,7 +132,7 @@ class Merger:
         self.accounts = Accounts(self.config, fragments)
         self.liveness = Liveness(self.accounts)
         self._shard_sequences = claims.shard_sequences(self.manifest)
-        self.inbox = Inbox(transport, self.rules, self.controls.refuses, self._believed, beside("download"))
+        self.inbox = Inbox(transport, self.rules, self.controls.refuses, self._believed, beside("download", AHEAD))
         self.compactor = Compactor(transport, self.manifest, clock, beside("compaction"), restart_seconds)
         self.retention = Retention(
             transport, checkpointer, self.controls, clock, self._cut, self.compactor.is_compacted

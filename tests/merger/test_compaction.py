@@ -124,7 +124,7 @@ def test_a_compaction_is_uploaded_beside_the_rounds() -> None:
 
 
 def slow(run: MergerRun, spawn: Any) -> Merger:
-    def beside(kind: str) -> Spawn:
+    def beside(kind: str, threads: int = 1) -> Spawn:
         return spawn if kind == "compaction" else at_once
 
     merger = Merger(run.broker.connect("sample"), run.clock, "merger", live_poll_seconds=0.0, beside=beside)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from archipelago.broker.errors import UnreachableError
-from archipelago.merger.beside import Spawn, at_once, in_background
+from archipelago.merger.beside import Beside, Spawn, at_once, in_background
 from archipelago.merger.service import Merger
 from tests.merger.merger_run import Faulty, MergerRun, bits, values
 
@@ -30,11 +30,11 @@ class Lazy(Future[Any]):
         return super().result(timeout)
 
 
-def lazily(kind: str) -> Spawn:
+def lazily(kind: str, threads: int = 1) -> Spawn:
     return Lazy if kind == "commit" else at_once
 
 
-def serving(run: MergerRun, transport: Faulty, beside: Callable[[str], Spawn] = lazily) -> Merger:
+def serving(run: MergerRun, transport: Faulty, beside: Beside = lazily) -> Merger:
     made = Merger(transport, run.clock, "merger", live_poll_seconds=0.0, beside=beside)
     assert made.acquire()
     made.load()

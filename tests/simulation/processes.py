@@ -87,7 +87,7 @@ class MergerProcess(Process):
             live_poll_seconds=0.5,
             checkpointer=checkpointer,
             wall=simulation.clock,
-            beside=lambda kind: self.jobs.submit if kind == "compaction" else at_once,
+            beside=lambda kind, threads=1: self.jobs.submit if kind == "compaction" else at_once,
         )
         self.loaded = False
 
