@@ -599,8 +599,8 @@ class MergerClient(Protocol):
         """Write parts of the run that this merger has rebuilt."""
         ...
 
-    def announce(self, epoch: int, event: Call | Resume | Marker) -> None:
-        """Append an event."""
+    def announce(self, epoch: int, *events: Call | Resume | Marker) -> None:
+        """Append events."""
         ...
 
     def refuse(self, epoch: int, refusals: Sequence[tuple[str, Refusal]], quiet: Container[str] = ()) -> None:

@@ -276,8 +276,8 @@ class Merger:
         self._waited -= len(found)
         if self._waited <= 0:
             self.accounts.caught_up()
-        for number in self.rounds.calls():
-            self.transport.merger.announce(self.epoch, Call(number, self.manifest.fragment_of(number)))
+        if calls := [Call(number, self.manifest.fragment_of(number)) for number in self.rounds.calls()]:
+            self.transport.merger.announce(self.epoch, *calls)
         if not self.live and self.clock() - self._heard_at < self.linger_seconds:
             return False
         closed = False

@@ -152,9 +152,10 @@ class MemoryMerger:
             run.cursors = run.cursors if repair.cursors is None else dict(repair.cursors)
             run.books |= repair.books
 
-    def announce(self, epoch: int, event: Call | Resume | Marker) -> None:
+    def announce(self, epoch: int, *events: Call | Resume | Marker) -> None:
         with self._fenced(epoch) as run:
-            run.announce(event)
+            for event in events:
+                run.announce(event)
 
     def refuse(self, epoch: int, refusals: Sequence[tuple[str, Refusal]], quiet: Container[str] = ()) -> None:
         with self._fenced(epoch) as run:

@@ -1,7 +1,8 @@
-"""Read large answers from the socket into the buffer that keeps them, past the parser of redis-py.
+"""Read from one connection what redis-py would read less well: large answers, and several answers after a WATCH.
 
-redis-py has no public way to do this, so `_read_string` uses the private attribute `_sock` of its connections.
-`tests/broker/redis/test_private_api.py` names the versions that this was tried with.
+Large answers go from the socket into the buffer that keeps them, past the parser. redis-py has no public way to do
+this, so `_read_string` uses the private attribute `_sock` of its connections. `tests/broker/redis/test_private_api.py`
+names the versions that this was tried with.
 """
 
 from __future__ import annotations
@@ -57,6 +58,23 @@ def read_joined(
             connection.disconnect()  # more answers may be on their way to it
         pool.release(connection)
     return whole.getvalue()
+
+
+def asked_together(connection: Any, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Send commands over one connection without waiting in between, and return the raw answers.
+
+    After a WATCH, redis-py itself waits for each answer before it sends the next command. An error that a server
+    answers with is returned.
+    """
+    for command in commands:
+        connection.send_command(*command)
+    answers: list[Any] = []
+    for _ in commands:
+        try:
+            answers.append(connection.read_response())
+        except redis.ResponseError as error:
+            answers.append(error)
+    return answers
 
 
 def _read_string(connection: Any, into: memoryview) -> bool:

@@ -124,33 +124,39 @@ class Compactions:
             answers = pipe.execute(raise_on_error=False)
         out = list(keys)
         for answer in answers:
-            if isinstance(answer, list) and None not in answer:
-                out += self._chunks.found_keys({CHUNKS.encode(): answer[0], NAME.encode(): answer[1]})
+            out += self._chunks_at(answer)
         return out
+
+    def _chunks_at(self, answer: Any) -> list[str]:
+        """Return the chunks to which a hash points, given the answer to a reading of its fields CHUNKS and NAME."""
+        if not isinstance(answer, list) or None in answer:
+            return []
+        return self._chunks.found_keys({CHUNKS.encode(): answer[0], NAME.encode(): answer[1]})
 
     def place_difference(self, epoch: int, commit: Commit) -> Where:
         """Upload the difference of a commit, if it has one, and return the fields that point to it."""
         name = f"d{commit.snapshot.fragment}.{commit.snapshot.version}.e{epoch}"
         return self._chunks.place(name, commit.difference) if commit.difference else {}
 
-    def differing(self, commit: Commit, where: Where) -> Callable[[Any], None]:
-        """Return a function that points to a placed difference, within a transaction, and deletes an old one."""
+    def reading_of_replaced(self, snapshot: Snapshot) -> tuple[str, ...]:
+        """Return the command that reads where the difference lies that a new version replaces."""
+        return ("HMGET", self._replaced(snapshot), CHUNKS, NAME)
+
+    def _replaced(self, snapshot: Snapshot) -> str:
+        return self._keys.difference(snapshot.fragment, snapshot.version - DIFFERENCES_KEPT)
+
+    def write_difference(self, pipe: Any, commit: Commit, where: Where, replaced: Any) -> None:
+        """Point to a placed difference, and delete the one that it replaces (the answer to `reading_of_replaced`)."""
         p, version = commit.snapshot.fragment, commit.snapshot.version
-        key, old = self._keys.difference(p, version), self._keys.difference(p, version - DIFFERENCES_KEPT)
-        old_chunks = self._chunks.found_keys(self._redis.hgetall(old))
-        size = {"bytes": str(len(commit.difference))}
+        key, size = self._keys.difference(p, version), {"bytes": str(len(commit.difference))}
         signing = self._connection.signing
         signed = signing.signed("difference", size, about=f"{p}/{version}", payload=commit.difference)
-
-        def differ(pipe: Any) -> None:
-            pipe.delete(key)  # whatever lies there
-            pipe.hset(key, mapping={**signed, **where})
-            self._chunks.settle(pipe, where)
-            for chunk in self._chunks.placed(where) if commit.compaction else ():  # `point` knows only earlier ones
-                pipe.expire(chunk, DIFFERENCE_SECONDS)
-            pipe.unlink(old, *old_chunks)
-
-        return differ
+        pipe.delete(key)  # whatever lies there
+        pipe.hset(key, mapping={**signed, **where})
+        self._chunks.settle(pipe, where)
+        for chunk in self._chunks.placed(where) if commit.compaction else ():  # `point` knows only earlier ones
+            pipe.expire(chunk, DIFFERENCE_SECONDS)
+        pipe.unlink(self._replaced(commit.snapshot), *self._chunks_at(replaced))
 
     def write_head(self, pipe: Any, epoch: int, snapshot: Snapshot) -> None:
         """Write the header of a fragment's newest version, whatever lies there."""

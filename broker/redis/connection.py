@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
@@ -35,6 +35,15 @@ UNREADABLE_MAX = 1000
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+
+
+#: The sections of INFO that tell one instance from another.
+INSTANCE = ("server", "replication")
+
+
+def instance_in(server: Mapping[str, Any], replication: Mapping[str, Any]) -> str:
+    """Return what `RedisConnection.instance` returns, given the sections INSTANCE."""
+    return f"{server.get('run_id', '')} {replication.get('master_replid', '')}".strip()
 
 
 class DisturbedError(Exception):
@@ -168,9 +177,7 @@ class RedisConnection:
         A restart changes the first. A failover changes both, except where a server that was demoted without a restart
         is promoted again: only its history then tells that it took another server's data in between.
         """
-        process = self.info("server", client).get("run_id", "")
-        history = self.info("replication", client).get("master_replid", "")
-        return f"{process} {history}".strip()
+        return instance_in(*(self.info(section, client) for section in INSTANCE))
 
     def memory(self) -> Memory:
         """Return how much memory the server uses, its limit, and the memory of its machine."""

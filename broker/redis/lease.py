@@ -19,17 +19,19 @@ primary has, in their order) is still written by one merger at a time:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import redis
 
 from archipelago.broker.errors import BrokerError, FencedError
 from archipelago.broker.failpoints import failpoint
-from archipelago.broker.redis.connection import DisturbedError, RedisConnection
+from archipelago.broker.redis.bulk import asked_together
+from archipelago.broker.redis.connection import INSTANCE, DisturbedError, RedisConnection, instance_in
 from archipelago.broker.redis.failures import is_full
-from archipelago.broker.redis.replies import epoch_in, epoch_mark
+from archipelago.broker.redis.replies import epoch_in, epoch_mark, info_in
 from archipelago.broker.redis.stored_run import StoredRun
 
 #: No merger takes a lease for longer. A lease without an end, or with a later one, was not written by a merger.
@@ -131,12 +133,27 @@ class Lease:
 
     @contextmanager
     def fenced(self, epoch: int, after_round: int | None = None, needed: Sequence[str] = ()) -> Iterator[Any]:
+        """Yield the transaction of `fenced_reading`, which reads nothing more."""
+        with self.fenced_reading((), epoch, after_round, needed) as (pipe, _):
+            yield pipe
+
+    @contextmanager
+    def fenced_reading(
+        self,
+        reads: Sequence[tuple[Any, ...]],
+        epoch: int,
+        after_round: int | None = None,
+        needed: Sequence[str] = (),
+    ) -> Iterator[tuple[Any, list[Any]]]:
         """Yield a transaction that Redis accepts only in this epoch, and only while `after_round` is the last round.
+
+        The reads are answered within the fence. Together with its own checks, they take one round trip.
 
         With a round or needed keys, the server must be the instance at which the lease was taken. Another one may have
         forgotten a part of what this merger has read and written there, though it has the epoch and the round.
 
         Args:
+            reads: Commands whose raw answers are yielded, too; None for those that name a key of another type.
             epoch: The epoch of this merger.
             after_round: The round; None checks only the epoch.
             needed: Keys that must exist.
@@ -147,34 +164,57 @@ class Lease:
         """
         try:
             with self._connection.watching(self._keys.epoch) as pipe:
-                if _read(lambda: pipe.get(self._keys.epoch)) != self.mark(epoch):
-                    raise DisturbedError
-                if after_round is not None:
-                    self._require_round(pipe, after_round)
-                if after_round is not None or needed:
-                    self._require_same_instance(pipe)
-                if needed and pipe.exists(*needed) < len(needed):
-                    raise self._forgotten("a part of what was uploaded is gone from {}")
+                answers = self._checked(pipe.connection, reads, epoch, after_round, needed)
                 pipe.multi()
-                yield pipe
+                yield pipe, answers
                 pipe.execute()
         except DisturbedError:
             raise self.overtaken(epoch) from None
 
-    def _require_round(self, pipe: Any, expected: int) -> None:
+    def _checked(
+        self,
+        connection: Any,
+        reads: Sequence[tuple[Any, ...]],
+        epoch: int,
+        after_round: int | None,
+        needed: Sequence[str],
+    ) -> list[Any]:
+        """Return the answers to the reads, unless one of the conditions of `fenced_reading` does not hold."""
+        rounds = [("HGET", key, "round") for key in self._heads_of(after_round)]
+        names_instance = bool(rounds or needed) and self._connection.has_info
+        info = [("INFO", section) for section in INSTANCE if names_instance]
+        there = [("EXISTS", *needed)] if needed else []
+        found = asked_together(connection, [("GET", self._keys.epoch), *rounds, *info, *there, *reads])
+        answers = iter([_value(answer) for answer in found])
+        if next(answers) != self.mark(epoch):
+            raise DisturbedError
+        if after_round is not None:
+            self._require_round(after_round, *islice(answers, len(rounds)))
+        if rounds or needed:
+            self._require_same_instance(islice(answers, len(info)))
+        if needed and next(answers) < len(needed):
+            raise self._forgotten("a part of what was uploaded is gone from {}")
+        return list(answers)
+
+    def _heads_of(self, number: int | None) -> Sequence[str]:
+        """Return the keys that may hold the last round of the fragment of a round. Earlier versions had no heads."""
+        if number is None:
+            return ()
+        fragment = (number - 1) % len(self._stored.sizes())
+        return self._keys.head(fragment), self._keys.fragment(fragment)
+
+    def _require_round(self, expected: int, head: bytes | None, full: bytes | None) -> None:
         """Raise BrokerError unless `expected` is the last round of its fragment."""
-        fragment = (expected - 1) % len(self._stored.sizes())
-        stored = _read(lambda: pipe.hget(self._keys.head(fragment), "round"))
-        if stored is None:  # an earlier version of this program wrote the run, or it is not there
-            stored = _read(lambda: pipe.hget(self._keys.fragment(fragment), "round"))
+        fragment, stored = (expected - 1) % len(self._stored.sizes()), full if head is None else head
         if stored != str(expected).encode():
             found = (stored or b"no").decode("utf-8", "replace")[:20]
             raise self._forgotten(
                 f"{{}} holds {found} round of fragment {fragment} although round {expected} was closed last"
             )
 
-    def _require_same_instance(self, pipe: Any) -> None:
-        if self._connection.instance(pipe) != self._instance:
+    def _require_same_instance(self, sections: Iterable[bytes]) -> None:
+        server, replication = [info_in(raw) for raw in sections] or [{}, {}]
+        if instance_in(server, replication) != self._instance:
             raise self._forgotten("{} is another instance than the one at which this merger took the lease")
 
     def _forgotten(self, what: str) -> BrokerError:
@@ -190,6 +230,15 @@ class Lease:
             f"epoch {epoch} of this merger has ended: another merger took the lease, or the epoch's key was changed",
             "This merger takes the lease again unless another one holds it.",
         )
+
+
+def _value(answer: Any) -> Any:
+    """Return a raw answer; None if the key holds another type of value. Raises what else the server refused."""
+    if isinstance(answer, redis.ResponseError):
+        if "WRONGTYPE" not in str(answer):
+            raise answer
+        return None
+    return answer
 
 
 def _read(get: Callable[[], Any]) -> Any:

@@ -128,10 +128,11 @@ class RedisMerger:
 
     # -- writes -----------------------------------------------------------------------------------------------------
 
-    def announce(self, epoch: int, event: Call | Resume | Marker) -> None:
+    def announce(self, epoch: int, *events: Call | Resume | Marker) -> None:
         with self.lease.fenced(epoch) as pipe:
             failpoint("announce.before")
-            self._announce(pipe, epoch, event)
+            for event in events:
+                self._announce(pipe, epoch, event)
         failpoint("announce.done")
 
     def refuse(self, epoch: int, refusals: Sequence[tuple[str, Refusal]], quiet: Container[str] = ()) -> None:
@@ -143,9 +144,8 @@ class RedisMerger:
             "refused_tokens": sum(refusal.tokens for refusal in refused.values()),
             "bytes_up": sum(self._chunks.size_of(found[entry].raw or {}) for entry in refused),
         }
-        books = self._books()
         failpoint("refuse.before")
-        with self.lease.fenced(epoch) as pipe:
+        with self.lease.fenced_reading([self._reading_of_books()], epoch) as (pipe, (books,)):
             for key, ids in by_stream(refused, self._keys.updates).items():
                 pipe.xack(key, GROUP, *ids)
             self._delete(pipe, refused, found)
@@ -171,18 +171,17 @@ class RedisMerger:
     def commit(self, epoch: int, commit: Commit) -> None:
         with self._connection.translated():
             found = self._updates.look([*commit.entries, *commit.trim])
-            books = self._books()
             placed = self._compactions.place(epoch, commit.compaction) if commit.compaction else None
             point = self._compactions.pointed(epoch, placed) if placed else None
             where = self._compactions.place_difference(epoch, commit)
-            differ = self._compactions.differing(commit, where) if where else None
             failpoint("commit.placed")
         needed = [*self._chunks.placed(where), *(self._compactions.chunks_of(placed) if placed else ())]
-        with self.lease.fenced(epoch, commit.after_round, needed) as pipe:
+        reads = [self._reading_of_books(), self._compactions.reading_of_replaced(commit.snapshot)]
+        with self.lease.fenced_reading(reads, epoch, commit.after_round, needed) as (pipe, (books, replaced)):
             failpoint("commit.watched")
             self._compactions.write_head(pipe, epoch, commit.snapshot)
-            if differ:
-                differ(pipe)
+            if where:
+                self._compactions.write_difference(pipe, commit, where, replaced)
             if point:
                 point(pipe)
             else:
@@ -195,7 +194,7 @@ class RedisMerger:
             self._announce(pipe, epoch, commit.snapshot)
         failpoint("commit.done")
 
-    def _merge(self, pipe: Any, commit: Commit, found: Mapping[str, FoundEntry], books: Mapping[str, int]) -> None:
+    def _merge(self, pipe: Any, commit: Commit, found: Mapping[str, FoundEntry], books: Sequence[Any] | None) -> None:
         """Acknowledge merged entries, delete entries that are no longer needed, and update the books."""
         fresh = dict.fromkeys(entry for entry in commit.entries if found[entry].raw is not None)
         for key, ids in by_stream(commit.entries, self._keys.updates).items():
@@ -206,16 +205,16 @@ class RedisMerger:
         counts = {"merged": len(commit.entries), "merged_tokens": commit.tokens, "bytes_up": size}
         self._count(pipe, books, counts)
 
-    def _books(self) -> dict[str, int]:
-        """Return the counters as they are now. Only the merger that holds the lease changes them."""
-        with self._connection.translated():
-            found = self._redis.hmget(self._keys.books, COUNTED)
-        counts, _ = counts_in({n: v.decode("utf-8", "replace") for n, v in zip(COUNTED, found, strict=True) if v})
-        return dict.fromkeys(COUNTED, 0) | counts
+    def _reading_of_books(self) -> tuple[str, ...]:
+        """Return the command that reads the counters. Only the merger that holds the lease changes them."""
+        return ("HMGET", self._keys.books, *COUNTED)
 
-    def _count(self, pipe: Any, books: Mapping[str, int], counts: Mapping[str, int]) -> None:
-        """Add to the counters. They stop at COUNT_MAX, beyond which no process could read them."""
-        pipe.hset(self._keys.books, mapping={n: min(COUNT_MAX, books[n] + count) for n, count in counts.items()})
+    def _count(self, pipe: Any, books: Sequence[Any] | None, counts: Mapping[str, int]) -> None:
+        """Add to the counters that were read. They stop at COUNT_MAX, beyond which no process could read them."""
+        named = zip(COUNTED, books or (), strict=bool(books))
+        before, _ = counts_in({name: value.decode("utf-8", "replace") for name, value in named if value})
+        after = {name: min(COUNT_MAX, before.get(name, 0) + count) for name, count in counts.items()}
+        pipe.hset(self._keys.books, mapping=after)
 
     # -- merged entries ---------------------------------------------------------------------------------------------
 

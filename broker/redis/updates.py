@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from archipelago.broker.entries import entry_name, parse_entry, sender_of
@@ -205,15 +206,16 @@ class UpdatesStreams:
                 out[entry] = NO_ENTRY
         if not wanted:
             return out
-        groups = self._each("xinfo_groups", sorted({name for name, _ in wanted.values()}))
+        names = sorted({name for name, _ in wanted.values()})
+        groups = [("xinfo_groups", self._keys.updates(name)) for name in names]  # first, as in `_waiting`
         there = [("xrange", self._keys.updates(name), id_, id_) for name, id_ in wanted.values()]
         pending = [("xpending_range", self._keys.updates(name), GROUP, id_, id_, 1) for name, id_ in wanted.values()]
         with self._connection.translated():
-            answers = self._connection.tolerant(*there, *pending)
-        for (entry, (name, id_)), found, unacknowledged in zip(
-            wanted.items(), answers[: len(wanted)], answers[len(wanted) :], strict=True
-        ):
-            given = entry_id(id_) <= last_delivered(groups.get(name))
+            answers = iter(self._connection.tolerant(*groups, *there, *pending))
+        group_of_name = dict(zip(names, answers, strict=False))
+        entries_found = list(islice(answers, len(wanted)))
+        for (entry, (name, id_)), found, unacknowledged in zip(wanted.items(), entries_found, answers, strict=True):
+            given = entry_id(id_) <= last_delivered(group_of_name[name])
             waiting = bool(unacknowledged) or (bool(found) and not given)
             out[entry] = FoundEntry(found[0][1] if found else None, waiting)
         return out

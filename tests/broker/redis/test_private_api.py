@@ -1,4 +1,4 @@
-"""The private API of redis-py that `broker/redis/bulk.py` uses."""
+"""The private API of redis-py that `broker/redis/bulk.py` uses, and what it expects of connections after a WATCH."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import socket
 from importlib.metadata import version
 from typing import Any
 
+import pytest
 import redis
 
+from archipelago.broker.redis.bulk import asked_together
 from archipelago.ops.launch.embedded_redis import Server
 
 #: The versions with which large payloads were read without the parser. Before you add a version, run `tests/broker`,
@@ -33,3 +35,19 @@ def test_a_connection_keeps_its_socket_and_its_parser_reads_nothing_ahead(server
         finally:
             connection.disconnect()
             pool.release(connection)
+
+
+def test_several_commands_are_answered_after_a_watch_and_the_transaction_goes_on(server: Server) -> None:
+    with redis.Redis.from_url(server.url, protocol=2) as client, client.pipeline() as pipe:
+        client.rpush("list", "x")
+        client.set("watched", "1")
+        pipe.watch("watched")
+        number, wrong, missing = asked_together(pipe.connection, [("GET", "watched"), ("GET", "list"), ("GET", "none")])
+        assert (number, missing) == (b"1", None)
+        assert "WRONGTYPE" in str(wrong)
+        client.set("watched", "2")
+        pipe.multi()
+        pipe.set("written", "1")
+        with pytest.raises(redis.WatchError):
+            pipe.execute()
+        assert client.exists("written") == 0

@@ -670,7 +670,8 @@ def test_what_another_instance_may_have_forgotten_is_not_built_on(
     assert full is not None
     transport.merger.commit(epoch, samples.commit([], b"", difference=b"one", log="{}", after_round=0))
     placed = transport.merger.place(epoch, full)
-    monkeypatch.setattr(transport.connection, "instance", lambda client=None: "another")
+    for module in ("connection", "lease"):
+        monkeypatch.setattr(f"archipelago.broker.redis.{module}.instance_in", lambda *sections: "another")
     writes: list[Callable[[], object]] = [
         lambda: transport.merger.commit(epoch, samples.commit([], round_number=3, after_round=1)),
         lambda: transport.merger.compact(epoch, placed, after_round=1),
