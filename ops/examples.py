@@ -112,7 +112,10 @@ _EXAMPLES: dict[str, dict[str, str]] = {
     "bench spectra": {"archipelago bench spectra --model.size tiny": "Compare movements by singular directions."},
     "bench wire": {"archipelago bench wire --quick": "Measure payloads through Redis on this machine."},
     "bench merge": {"archipelago bench merge --quick": "Measure codecs and merges on this machine."},
-    "bench sync": {"archipelago bench sync --quick": "Measure one synchronisation."},
+    "bench sync": {
+        "archipelago bench sync --quick": "Measure one synchronisation.",
+        "archipelago bench sync --rule rda --pieces --merger-rtt-ms 20": "See what a merger far from its Redis costs.",
+    },
     "bench signing": {"archipelago bench signing": "Measure what signatures cost."},
     "bench islands": {"archipelago bench islands": "Measure what a contribution costs with up to 256 islands."},
     "bench island": {"archipelago bench island --quick": "Measure what synchronising costs an island."},

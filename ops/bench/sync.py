@@ -55,13 +55,20 @@ class SyncOptions(OutputOptions):
     """Play fewer rounds."""
     rule: Rule = "isotropic"
     """The merge rule. torchft's is `average`."""
+    merger_rtt_ms: float = 0.0
+    """The round trip between the merger and Redis, in milliseconds: a merger should be close to its Redis."""
     pieces: bool = False
     """Show where the time of a sync on loopback goes, instead of a comparison."""
 
 
 def main(options: SyncOptions) -> int:
     """Measure, and write the results."""
-    size = replace(QUICK if options.quick else Size(), rule=options.rule, pieces=options.pieces)
+    size = replace(
+        QUICK if options.quick else Size(),
+        rule=options.rule,
+        pieces=options.pieces,
+        merger_rtt_ms=options.merger_rtt_ms,
+    )
     if options.pieces:
         return finish("sync-pieces", in_pieces(say, size), options)
     return finish("sync", sync(say, options.torchft_python, size), options)

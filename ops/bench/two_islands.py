@@ -24,7 +24,7 @@ from archipelago.broker.invitation import Member, key_text
 from archipelago.broker.machine import usable_cores
 from archipelago.broker.manifest import Corpus, Manifest, Tensor, balanced
 from archipelago.broker.messages import Snapshot
-from archipelago.broker.process import keep_freed_memory
+from archipelago.broker.process import keep_freed_memory, return_freed_memory
 from archipelago.broker.redis.membership import Membership
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.signing import MERGER, generate
@@ -79,6 +79,7 @@ class Size:
         mbit: Rate of the thin link each way, in Mbit/s.
         rule: The merge rule of all tensors.
         pieces: Whether the processes count the time of their pieces (`ops.bench.pieces`).
+        merger_rtt_ms: The round trip between the merger and Redis, in milliseconds; 0 for one without a delay.
     """
 
     parameters: int = PARAMETERS
@@ -88,6 +89,7 @@ class Size:
     mbit: float = THIN_MBIT
     rule: Rule = "isotropic"
     pieces: bool = False
+    merger_rtt_ms: float = 0.0
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -138,10 +140,12 @@ def two_islands(config: SyncConfig, size: Size, proxied: bool = False, *, signed
         for name in ISLANDS if signed else ():
             Membership(made.connection).put(name, Member("island", key_text(keys[name][1])))
         urls = [server.url, _through(server.url, proxy.port) if proxy else server.url]
+        for_merger = made.invitation or server.url
+        if size.merger_rtt_ms:
+            away = Proxy(LOOPBACK, server.port, delay_seconds=size.merger_rtt_ms / 2e3)
+            for_merger = _through(server.url, held.enter_context(away).port)
         addresses = [invitation(url, RUN, name, keys) or url for name, url in zip(ISLANDS, urls, strict=True)]
-        processes = [
-            Process("the merger", held.enter_context(child(_merge, made.invitation or server.url, size.pieces)))
-        ]
+        processes = [Process("the merger", held.enter_context(child(_merge, for_merger, size.pieces)))]
         processes += [
             Process(f"the island {name}", held.enter_context(child(_train, address, name, size)))
             for name, address in zip(ISLANDS, addresses, strict=True)
@@ -313,6 +317,7 @@ def _train(pipe: Connection, address: Address, name: str, size: Size) -> None:
     """An island's process: obey commands, and train between them once it was asked to."""
     _share_the_cores()
     pieces = Pieces(OF_ISLAND if size.pieces else {})
+    return_freed_memory()  # The real island does this too.
     transport = connected(address, RUN)
     manifest = transport.reader.manifest()
     link = Link(transport, manifest, f"{name}/bench", shard_order(manifest.config.data.shards, manifest.config.seed))

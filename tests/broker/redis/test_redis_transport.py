@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import pytest
 import redis
+from redis.connection import AbstractConnection
 
 from archipelago.broker.address import redacted
 from archipelago.broker.corpus_shards import Place
@@ -683,6 +684,29 @@ def test_what_another_instance_may_have_forgotten_is_not_built_on(
     transport.merger.renew(epoch, "m", 60.0)
     assert transport.merger.acquire("m", 60.0) == epoch + 1
     transport.merger.compact(epoch + 1, placed, after_round=1)
+
+
+def test_a_commit_takes_few_round_trips(transport: RedisTransport, epoch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A merger that is far from its Redis waits for each of them."""
+    entries = [transport.island.publish(samples.contribution(sequence=n), b"payload") for n in range(3)]
+    transport.merger.updates(0.0)
+    transport.reader.heads()  # reads the manifest, once
+    send, read, said = AbstractConnection.send_packed_command, AbstractConnection.read_response, [""]
+
+    def noting(what: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: Any, **options: Any) -> Any:
+            if said[-1] != what:
+                said.append(what)
+            return method(*arguments, **options)
+
+        return noted
+
+    monkeypatch.setattr(AbstractConnection, "send_packed_command", noting("asked", send))
+    monkeypatch.setattr(AbstractConnection, "read_response", noting("answered", read))
+    transport.merger.commit(epoch, samples.commit(entries, b"", difference=LARGE, log="{}", after_round=0))
+    steps = ["the entries", "the difference", "the watch", "the checks", "the transaction"]
+    assert said.count("answered") == len(steps)
+    assert transport.reader.books().merged == 3
 
 
 def test_an_upload_that_a_full_server_refuses_leaves_no_chunks(

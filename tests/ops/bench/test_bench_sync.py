@@ -9,6 +9,7 @@ import math
 import socket
 import struct
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import pytest
 
 from archipelago.broker.errors import BrokerError
 from archipelago.ops.bench import sync as bench_sync
-from archipelago.ops.bench.sync import TORCHFT_PYTHON, sync
+from archipelago.ops.bench.pieces import OF_MERGER
+from archipelago.ops.bench.sync import TORCHFT_PYTHON, in_pieces, sync
 from archipelago.ops.bench.torchft import ADDRESSES, FAMILY, ThinLink
 from archipelago.ops.bench.torchft_replicas import torchft
 from archipelago.ops.bench.two_islands import AT_ONCE, FRAGMENTS, Size, Synced, two_islands
@@ -83,6 +85,16 @@ def test_rows_without_torchft_name_the_reason() -> None:
     for row in (theirs, thin_theirs):
         assert row["committed"] == "not run" and TORCHFT_PYTHON in row["note"] and math.isnan(row["seconds"])
     assert all(row.keys() == ours.keys() for row in found["rows"])
+
+
+@pytest.mark.full
+@pytest.mark.processes
+def test_the_pieces_of_a_sync_with_a_merger_that_is_far_from_its_redis() -> None:
+    found = in_pieces(lambda _: None, replace(TINY, pieces=True, merger_rtt_ms=4.0))
+    rows = {(row["process"], row["piece"]): row for row in found["rows"]}
+    assert rows.keys() >= {("merger", piece) for piece in OF_MERGER.values()}
+    assert rows["merger", "transaction"]["ms"] >= 4 * 4.0, "a commit takes more than four round trips"
+    assert rows["island", "upload"]["calls"] == FRAGMENTS
 
 
 def test_both_sides_take_turns_and_warm_ups_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
