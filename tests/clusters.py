@@ -1,4 +1,7 @@
-"""A Redis Cluster and a primary with Sentinels for tests, of the Valkey that an installed package brings."""
+"""A Redis Cluster and a primary with Sentinels for tests.
+
+They are of the Valkey that an installed package brings, or of the machine's Redis, which has TLS.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from archipelago.broker.redis.keys import Keys
 from archipelago.ops.launch import parent_death
 from archipelago.ops.launch.redis_probe import LOOPBACK, free_port
 from archipelago.ops.launch.redis_program import find_program
+from tests.certificates import Identity
 
 Until = Callable[..., None]
 
@@ -31,24 +35,50 @@ SILENT_MS = 2000
 PATIENT_MS = 60_000
 
 
+@dataclass(frozen=True)
+class Tls:
+    """What servers need to speak TLS to clients and to each other, and nothing else.
+
+    Attributes:
+        program: A server that has TLS.
+        authority: The authority that signed the certificate of the servers.
+        server: That certificate. It must be valid for clients, too, because the nodes of a cluster are that to others.
+    """
+
+    program: Path
+    authority: Identity
+    server: Identity
+
+    def options(self, port: int) -> list[str]:
+        """Return the options of a server."""
+        files = {"ca-cert": self.authority.certificate, "cert": self.server.certificate, "key": self.server.key}
+        named = [word for name, path in files.items() for word in (f"--tls-{name}-file", str(path))]
+        ports = ["--port", "0", "--tls-port", str(port)]
+        return [*ports, "--tls-replication", "yes", "--tls-auth-clients", "no", *named]
+
+
 @dataclass
 class Node:
     """One server process. It can be killed and started again on its folder."""
 
     folder: Path
     options: Sequence[str]
+    tls: Tls | None = None
     port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True)
-        self.client: Any = redis.Redis(LOOPBACK, self.port, password=PASSWORD, protocol=2, socket_timeout=60.0)
+        options: dict[str, Any] = {"password": PASSWORD, "protocol": 2, "socket_timeout": 60.0}
+        options |= {"ssl": True, "ssl_ca_certs": str(self.tls.authority.certificate)} if self.tls else {}
+        self.client: Any = redis.Redis(LOOPBACK, self.port, **options)
         self.start()
 
     def start(self) -> None:
-        program = find_program().path
+        program = self.tls.program if self.tls else find_program().path
         assert program is not None
-        argv = [str(program), *self.options, "--port", str(self.port), "--dir", str(self.folder), "--bind", LOOPBACK]
+        ports = self.tls.options(self.port) if self.tls else ["--port", str(self.port)]
+        argv = [str(program), *self.options, *ports, "--dir", str(self.folder), "--bind", LOOPBACK]
         with (self.folder / "log").open("ab") as log:
             self.process = subprocess.Popen(parent_death.command(argv), stdout=log, stderr=log, cwd=self.folder)
 
@@ -111,10 +141,12 @@ def data_options(*more: str) -> list[str]:
 
 
 class Cluster:
-    """Three primaries, each with `replicas` replicas."""
+    """Three primaries, each with `replicas` replicas, which replace a primary that is silent for `silent_ms`."""
 
-    def __init__(self, folder: Path, until: Until, replicas: int = 0) -> None:
-        self._until, self._silent_ms = until, SILENT_MS if replicas else PATIENT_MS
+    def __init__(
+        self, folder: Path, until: Until, replicas: int = 0, tls: Tls | None = None, silent_ms: int = SILENT_MS
+    ) -> None:
+        self._until, self.tls, self._silent_ms = until, tls, silent_ms if replicas else PATIENT_MS
         count = 3 * (1 + replicas)
         self.nodes = [self._node(folder / str(index)) for index in range(count)]
         for node in self.nodes:
@@ -138,8 +170,8 @@ class Cluster:
     def _node(self, folder: Path) -> Node:
         # Without the validity factor 0, a replica that was cut off for long would never be elected.
         cluster = ["--cluster-enabled", "yes", "--cluster-node-timeout", str(self._silent_ms)]
-        cluster += ["--cluster-replica-validity-factor", "0", "--cluster-port"]
-        return Node(folder, data_options(*cluster, str(free_port())))
+        cluster += ["--cluster-replica-validity-factor", "0", "--cluster-port", str(free_port())]
+        return Node(folder, data_options(*cluster, *(["--tls-cluster", "yes"] if self.tls else [])), self.tls)
 
     def _knows_all(self, node: Node) -> bool:
         found = node.client.execute_command("CLUSTER NODES")
@@ -152,7 +184,8 @@ class Cluster:
     @property
     def url(self) -> str:
         """The address, which names all nodes."""
-        return f"redis+cluster://:{PASSWORD}@{','.join(f'{LOOPBACK}:{node.port}' for node in self.nodes)}"
+        scheme, options = ("rediss", f"?ssl_ca_certs={self.tls.authority.certificate}") if self.tls else ("redis", "")
+        return f"{scheme}+cluster://:{PASSWORD}@{','.join(f'{LOOPBACK}:{node.port}' for node in self.nodes)}{options}"
 
     def owner(self, run: str, shard: int = 0) -> Node:
         """Return the primary that owns the slot of a shard of a run."""
@@ -213,14 +246,16 @@ class Cluster:
 
 
 class Watched:
-    """One primary with a replica, and three Sentinels that watch them."""
+    """One primary with a replica, and three Sentinels that replace one that is silent for `silent_ms`."""
 
-    def __init__(self, folder: Path, until: Until) -> None:
-        self._until = until
-        self.primary = Node(folder / "primary", data_options())
+    def __init__(self, folder: Path, until: Until, tls: Tls | None = None, silent_ms: int = SILENT_MS) -> None:
+        self._until, self.tls = until, tls
+        self.primary = Node(folder / "primary", data_options(), tls)
         until(self.primary.answers, "the primary to answer")
         follows = data_options("--replicaof", f"{LOOPBACK} {self.primary.port}")
-        self.replica = Node(folder / "replica", follows)
+        self.replica = Node(folder / "replica", follows, tls)
+        until(self.replica.answers, "the replica to answer")
+        until(self.replica.is_synced, "the replica to follow")  # Sentinels ask for replicas only every ten seconds.
         self.sentinels = []
         for index in range(3):
             home = folder / f"sentinel-{index}"
@@ -228,26 +263,31 @@ class Watched:
             config.write_text(
                 f"sentinel monitor mine {LOOPBACK} {self.primary.port} 2\n"
                 f"sentinel auth-pass mine {PASSWORD}\n"
-                f"sentinel down-after-milliseconds mine {SILENT_MS}\n"
+                f"sentinel down-after-milliseconds mine {silent_ms}\n"
                 "sentinel failover-timeout mine 3000\n"
                 f"requirepass {PASSWORD}\n"
                 f"sentinel sentinel-pass {PASSWORD}\n"
             )
-            self.sentinels.append(Node(home, [str(config), "--sentinel"]))
-        for node in (self.replica, *self.sentinels):
+            self.sentinels.append(Node(home, [str(config), "--sentinel"], tls))
+        for node in self.sentinels:
             until(node.answers, f"{node.folder} to answer")
-        until(self.replica.is_synced, "the replica to follow")
         until(lambda: all(self._knows_all(node) for node in self.sentinels), "the Sentinels to meet")
 
     def _knows_all(self, sentinel: Node) -> bool:
         state = sentinel.client.sentinel_masters()["mine"]
         return bool(state["num-other-sentinels"] == 2 and state["num-slaves"] == 1)
 
+    def is_copied(self) -> bool:
+        """Return whether the replica has everything that the primary has, whichever is which."""
+        infos = [node.client.info("replication") for node in (self.primary, self.replica)]
+        return bool(infos[0]["master_repl_offset"] == infos[1]["master_repl_offset"])
+
     @property
     def url(self) -> str:
         """The address, which names all Sentinels."""
         hosts = ",".join(f"{LOOPBACK}:{node.port}" for node in self.sentinels)
-        return f"redis+sentinel://:{PASSWORD}@{hosts}/mine?sentinel_password={PASSWORD}"
+        scheme, options = ("rediss", f"&ssl_ca_certs={self.tls.authority.certificate}") if self.tls else ("redis", "")
+        return f"{scheme}+sentinel://:{PASSWORD}@{hosts}/mine?sentinel_password={PASSWORD}{options}"
 
     def end(self) -> None:
         for node in (*self.sentinels, self.primary, self.replica):

@@ -1,8 +1,9 @@
-"""A small corpus of real text, for runs of a second or two."""
+"""A small corpus of real text, for runs of a second or two, and servers with TLS."""
 
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,11 @@ import pytest
 from archipelago.broker.config import RunConfig
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.data.preparation import prepare_text
+from archipelago.ops.launch.redis_program import has_tls
+from tests.certificates import Certificates, make_certificates
+from tests.clusters import PATIENT_MS, Cluster, Tls, Watched
+from tests.conftest import Until
+from tests.servers import redis_program
 from tests.small import SMALL
 
 
@@ -41,3 +47,33 @@ def corpus(corpus_folder: Path, monkeypatch: pytest.MonkeyPatch) -> OpenCorpus:
 def config() -> RunConfig:
     """Return the config of a run of a second or two."""
     return SMALL
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture(scope="session")
+def tls(certificates: Certificates, tmp_path_factory: pytest.TempPathFactory) -> Tls:
+    """What the servers of a cluster need to speak TLS only. Their certificate is issued to 127.0.0.1."""
+    program = redis_program(tmp_path_factory.mktemp("program"))
+    if program.path is None or not has_tls(program):
+        pytest.skip("this Redis has no TLS")
+    return Tls(program.path, certificates.authority, certificates.server)
+
+
+@pytest.fixture(scope="session")
+def tls_cluster(tls: Tls, tmp_path_factory: pytest.TempPathFactory, until: Until) -> Iterator[Cluster]:
+    """A cluster of three primaries with a replica each, which speaks TLS only."""
+    made = Cluster(tmp_path_factory.mktemp("tls-cluster"), until, replicas=1, tls=tls, silent_ms=PATIENT_MS)
+    yield made
+    made.end()
+
+
+@pytest.fixture(scope="session")
+def tls_watched(tls: Tls, tmp_path_factory: pytest.TempPathFactory, until: Until) -> Iterator[Watched]:
+    """A primary with a replica and Sentinels, all of which speak TLS only."""
+    made = Watched(tmp_path_factory.mktemp("tls-watched"), until, tls=tls, silent_ms=PATIENT_MS)
+    yield made
+    made.end()

@@ -1,6 +1,7 @@
-"""Each kind of address, end to end: TLS with test certificates, and Unix sockets.
+"""Each kind of address, end to end: TLS with test certificates, also to clusters and Sentinels, and Unix sockets.
 
-The installed server has no TLS, so a proxy in Python stands before it and ends the encryption.
+The installed server has no TLS, so a proxy in Python stands before it and ends the encryption. Clusters and Sentinels
+are of the machine's Redis, which has TLS.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import contextlib
 import json
 import os
 import random
-import shutil
 import socket
 import ssl
 import subprocess
@@ -19,7 +19,6 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -33,67 +32,13 @@ from archipelago.ops.launch.embedded_redis import Server
 from archipelago.ops.launch.redis_probe import LOOPBACK
 from archipelago.ops.launch.redis_program import find_program
 from tests import samples
+from tests.certificates import Certificates, Identity
 from tests.conftest import Until
 from tests.failing import failing
 
 WIDTH = 200_000
 #: Five chunks, of which the last one is short.
 LARGE = random.Random(0).randbytes(HUGE_FROM_BYTES + 4567)
-
-
-# -- certificates ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Identity:
-    """A certificate and its key."""
-
-    certificate: Path
-    key: Path
-
-
-@dataclass(frozen=True)
-class Certificates:
-    """An authority, two identities that it signed, and a self-signed one.
-
-    The server's certificate is issued to 127.0.0.1 and to no other name.
-    """
-
-    authority: Identity
-    server: Identity
-    island: Identity
-    stranger: Identity
-
-
-def openssl(folder: Path, *arguments: str) -> None:
-    subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)  # noqa: S607
-
-
-def signed(folder: Path, name: str, by: str = "", extension: str = "basicConstraints=CA:FALSE") -> Identity:
-    """Make a certificate, signed by the authority `by` in the same folder, or self-signed."""
-    openssl(
-        folder,
-        *("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"),
-        *("-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/CN=archipelago {name}", "-addext", extension),
-        *(("-CA", f"{by}.pem", "-CAkey", f"{by}.key") if by else ()),
-    )
-    return Identity(folder / f"{name}.pem", folder / f"{name}.key")
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    """Make the certificates with the openssl program."""
-    if shutil.which("openssl") is None:
-        pytest.skip("the openssl program is not installed")
-    folder = tmp_path_factory.mktemp("certificates")
-    authority = signed(folder, "authority", extension="keyUsage=critical,keyCertSign")
-    try:
-        server = signed(folder, "server", "authority", f"subjectAltName=IP:{LOOPBACK}")
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"this openssl cannot sign a new certificate: {error.stderr.decode()[:200]}")
-    island = signed(folder, "island", "authority")
-    stranger = signed(folder, "stranger", extension=f"subjectAltName=IP:{LOOPBACK}")
-    return Certificates(authority, server, island, stranger)
 
 
 # -- the TLS proxy --------------------------------------------------------------------------------------------------
@@ -199,11 +144,18 @@ def in_the_file_system() -> Iterator[str]:
             process.wait()
 
 
-@pytest.fixture(params=["rediss", "unix"])
+#: Addresses of several servers, and the fixtures that start these.
+SEVERAL = {"rediss+cluster": "tls_cluster", "rediss+sentinel": "tls_watched"}
+
+
+@pytest.fixture(params=["rediss", "unix", *(pytest.param(kind, marks=pytest.mark.full) for kind in SEVERAL)])
 def url(request: pytest.FixtureRequest, until: Until) -> Iterator[str]:
     """Return an address of each kind."""
+    reaching: contextlib.AbstractContextManager[str]
     if request.param == "unix":
         reaching = in_the_file_system()
+    elif request.param in SEVERAL:
+        reaching = contextlib.nullcontext(request.getfixturevalue(SEVERAL[request.param]).url)
     else:
         reaching = secured(request.getfixturevalue("server"), request.getfixturevalue("certificates"))
     with reaching as found:
@@ -224,7 +176,7 @@ def answers(url: str) -> bool:
 
 def test_a_round_through_each_address(url: str) -> None:
     """Payloads are large, so that their chunks are read directly from the socket."""
-    assert url.partition(":")[0] in ("rediss", "unix")
+    assert url.partition(":")[0] in ("rediss", "unix", *SEVERAL)
     run = f"run-{uuid.uuid4().hex[:8]}"
     island, merger = connect(url, run), connect(url, run)
     try:

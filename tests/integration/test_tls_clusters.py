@@ -1,0 +1,106 @@
+"""Clusters and Sentinels that speak TLS only: redirections.
+
+A round and a whole run through each of them are in `test_addresses.py`.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+from redis.crc import key_slot
+
+from archipelago.broker.errors import UnreachableError
+from archipelago.broker.redis.keys import Keys
+from archipelago.broker.redis.transport import connect
+from archipelago.ops.watch.doctor.main import check_server
+from tests import samples
+from tests.clusters import Cluster, Tls, Watched
+from tests.conftest import Until
+
+pytestmark = [pytest.mark.full, pytest.mark.processes]
+
+#: Payloads that are stored as chunks.
+NEW = bytes(range(256)) * 400
+NEWER = NEW[::-1]
+#: The next round of fragment 0, of two fragments.
+THIRD = 3
+
+
+class Run:
+    """A run with an island, a merger and its lease."""
+
+    def __init__(self, url: str) -> None:
+        self.name = f"run-{uuid.uuid4().hex[:8]}"
+        self.island, self.merger = connect(url, self.name), connect(url, self.name)
+        manifest = samples.manifest(self.name, width=len(NEW))
+        self.island.create(manifest, samples.first_snapshots(manifest))
+        self.epoch = self.merger.merger.acquire("merger", 600.0) or 0
+
+    def merge(self, payload: bytes, number: int = 1) -> None:
+        """Contribute to a round of fragment 0, merge that, and adopt."""
+        sent = samples.contribution(payload, sequence=number)
+        self.island.island.publish(sent, payload)
+        (header,) = self.merger.merger.updates(5.0)
+        delivery = header.with_payload()
+        assert (delivery.contribution, delivery.payload) == (sent, payload)
+        self.merger.merger.commit(self.epoch, samples.commit([delivery.entry], payload, number))
+        assert self.adopted() == payload
+
+    def adopted(self) -> bytes:
+        """Return the payload of the newest version of fragment 0."""
+        return self.island.reader.fragment(0)[1]
+
+    def goes_on(self) -> bool:
+        """Return whether both reach the server that holds the run now, and the merger has its lease there."""
+        try:
+            self.island.island.heartbeat(samples.heartbeat())
+            self.epoch = self.merger.merger.acquire("merger", 600.0) or 0
+        except UnreachableError:
+            return False
+        return self.epoch > 0
+
+
+@contextmanager
+def begun(url: str) -> Iterator[Run]:
+    run = Run(url)
+    with closing(run.island), closing(run.merger):
+        yield run
+
+
+def test_a_round_follows_its_slot(tls_cluster: Cluster, until: Until) -> None:
+    with begun(tls_cluster.url) as run:
+        run.merge(NEW)
+        old = tls_cluster.owner(run.name)
+        new = next(node for node in tls_cluster.nodes if node is not old and node.role() == "master")
+        tls_cluster.move_slot(key_slot(Keys(run.name).manifest.encode()), old, new)
+        until(run.goes_on, "the connections to follow the slot")
+        run.merge(NEWER, THIRD)
+        assert run.merger.connection.instance().startswith(new.client.info("server")["run_id"])
+
+
+def test_a_round_follows_the_primary_that_sentinels_choose(tls: Tls, tmp_path: Path, until: Until) -> None:
+    watched = Watched(tmp_path / "watched", until, tls=tls)
+    try:
+        with begun(watched.url) as run:
+            run.merge(NEW)
+            until(watched.is_copied, "the replica to have the round")
+            watched.sentinels[0].client.execute_command("SENTINEL", "FAILOVER", "mine")
+            until(lambda: watched.replica.role() == "master", "the Sentinels to promote the replica")
+            watched.primary.kill()
+            until(run.goes_on, "the connections to follow the primary")
+            run.merge(NEWER, THIRD)
+    finally:
+        watched.end()
+
+
+@pytest.mark.parametrize("kind", ["tls_cluster", "tls_watched"])
+def test_doctor_looks_at_each_server(kind: str, request: pytest.FixtureRequest) -> None:
+    url = request.getfixturevalue(kind).url
+    with begun(url) as run:
+        found = check_server(url, run.name, 0.0).findings
+    assert {"topology.ok", "encryption.ok", "password.ok", "rights.ok"} <= {each.code for each in found}
+    assert not [each.what for each in found if each.level == "problem"]
