@@ -19,6 +19,10 @@ SENTINEL_PORT = 26379
 REDIS_PORT = 6379
 
 
+class AddressError(ValueError):
+    """The URL is invalid, or the client would misread it. The text quotes no part of it, so it holds no password."""
+
+
 @dataclass(frozen=True)
 class Address:
     """A URL, taken apart.
@@ -45,7 +49,7 @@ def parse_address(url: str) -> Address:
         _require_single(url)
         return Address("server", url)
     if scheme not in ("redis", "rediss") or kind not in ("cluster", "sentinel"):
-        raise ValueError("it does not begin with redis+cluster://, redis+sentinel:// or the same with rediss")
+        raise AddressError("it does not begin with redis+cluster://, redis+sentinel:// or the same with rediss")
     parts = urlsplit(url)
     user, at, hosts = parts.netloc.rpartition("@")
     found = tuple(_host(each, SENTINEL_PORT if kind == "sentinel" else REDIS_PORT) for each in hosts.split(","))
@@ -54,38 +58,40 @@ def parse_address(url: str) -> Address:
     if kind == "sentinel":
         _, service, *rest = f"{path}/".split("/", 2)
         if not service:
-            raise ValueError("it names no service: redis+sentinel://HOST:PORT,HOST:PORT/SERVICE")
+            raise AddressError("it names no service: redis+sentinel://HOST:PORT,HOST:PORT/SERVICE")
         path = f"/{rest[0].strip('/')}"
     elif path.strip("/") not in ("", "0"):
-        raise ValueError("a cluster has only the database 0")
+        raise AddressError("a cluster has only the database 0")
     options = parse_qsl(parts.query)
     query = urlencode([(name, value) for name, value in options if not name.startswith("sentinel_")])
     single = parts._replace(scheme=scheme, netloc=f"{user}{at}{first}:{found[0][1]}", path=path, query=query).geturl()
     _require_single(single)
     of_sentinels = [(name.removeprefix("sentinel_"), value) for name, value in options if name.startswith("sentinel_")]
     if any(name not in ("username", "password") for name, _ in of_sentinels) or (of_sentinels and not service):
-        raise ValueError("only sentinel_username and sentinel_password of redis+sentinel:// can begin with sentinel_")
+        raise AddressError("only sentinel_username and sentinel_password of redis+sentinel:// can begin with sentinel_")
     return Address("cluster" if kind == "cluster" else "sentinel", single, found, service, tuple(of_sentinels))
 
 
 def _host(text: str, port: int) -> tuple[str, int]:
     parts = urlsplit(f"//{text}")
     if not parts.hostname or parts.path or "@" in text:
-        raise ValueError("it names no host, or an empty one between two commas")
+        raise AddressError("it names no host, or an empty one between two commas")
     return parts.hostname, parts.port or port
 
 
 def _require_single(url: str) -> None:
     parts = urlsplit(url)
     if parts.scheme not in ("redis", "rediss", "unix"):
-        raise ValueError("it does not begin with redis://, rediss://, unix://, redis+cluster:// or redis+sentinel://")
+        raise AddressError("it does not begin with redis://, rediss://, unix://, redis+cluster:// or redis+sentinel://")
+    if parts.scheme != "rediss" and any(name.startswith("ssl_") for name, _ in parse_qsl(parts.query)):
+        raise AddressError("options that begin with ssl_ are of TLS, with which an address begins with rediss")
     if parts.scheme == "unix":
         if parts.hostname is not None or not parts.path:
-            raise ValueError("the path of a socket must be absolute")
+            raise AddressError("the path of a socket must be absolute")
     elif not parts.hostname:
-        raise ValueError("it names no host")
+        raise AddressError("it names no host")
     elif not re.fullmatch(r"/?\d*", parts.path) or parts.fragment:
-        raise ValueError("only the number of a database can follow the host")
+        raise AddressError("only the number of a database can follow the host")
 
 
 def require_address(url: str) -> None:

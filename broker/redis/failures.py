@@ -69,15 +69,15 @@ class Failures:
                 "The invitation may have been revoked, or replaced by a newer one. Ask the administrator who invited "
                 "you."
                 if self._is_invited
-                else "Check user and password in the URL: redis://USER:PASSWORD@HOST:PORT.",
+                else f"Check user and password in the URL: redis://USER:PASSWORD@HOST:PORT.{self._of_sentinels()}",
                 code="broker.access",
             ) from error
         except (redis.ConnectionError, redis.TimeoutError, OSError) as error:
             if (fault := _tls_fault(error)) is not None:
                 raise self._insecure(fault) from error
-            silent = f"{self.where} does not answer ({self._text(error)})"
-            plain = " An address without TLS begins with redis://." if self.where.startswith("rediss") else ""
-            raise UnreachableError(silent, f"Is it running, and can this machine reach it?{plain}") from error
+            text = self._text(error)
+            remedy = f"Is it running, and can this machine reach it?{self._other_scheme(text)}"
+            raise UnreachableError(f"{self.where} does not answer ({text})", remedy) from error
         except _OF_CLUSTERS as error:
             raise is_cluster(self.where, self._text(error)) from error
         except redis.ResponseError as error:
@@ -110,6 +110,18 @@ class Failures:
             "rediss://HOST:PORT?ssl_certfile=FILE&ssl_keyfile=FILE.",
             code="broker.tls",
         )
+
+    def _other_scheme(self, text: str) -> str:
+        """Return a hint for a server that was reached, and may not answer because of TLS."""
+        if self.where.startswith("rediss"):
+            return " An address without TLS begins with redis://."
+        reached = "connecting to" not in text
+        return " An address with TLS begins with rediss://." if reached and self.where.startswith("redis") else ""
+
+    def _of_sentinels(self) -> str:
+        """Return a hint for Sentinels, which may be what refuses access."""
+        own = "sentinel_username=NAME&sentinel_password=SECRET"
+        return f" Those of Sentinels are options: ?{own}." if "+sentinel:" in self.where else ""
 
     def _text(self, error: Exception) -> str:
         """Return the error on one line and without the password."""

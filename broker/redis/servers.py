@@ -180,6 +180,25 @@ class ClusterServers(Servers):
             client.close()
 
 
+class Sentinels(Sentinel):
+    """Sentinels as redis-py's pool asks them. Where none names a primary, its own class hides why."""
+
+    def discover_master(self, service_name: str) -> Place:
+        """Return the primary of a service."""
+        error: Exception = redis.ConnectionError(f"no Sentinel knows a primary named {service_name!r} that is up")
+        for index, client in enumerate(self.sentinels):
+            try:
+                known: Any = client.sentinel_masters()
+            except (redis.ConnectionError, redis.TimeoutError) as fault:
+                error = fault
+                continue
+            state = known.get(service_name)
+            if state and self.check_master_state(state, service_name):  # type: ignore[no-untyped-call]
+                self.sentinels[0], self.sentinels[index] = client, self.sentinels[0]  # it is asked first from now on
+                return state["ip"], state["port"]
+        raise error
+
+
 class SentinelServers(Servers):
     """The primary that Sentinels name, and its replicas."""
 
@@ -192,12 +211,12 @@ class SentinelServers(Servers):
         mine = {"username", "password", "db"}  # those of the data servers
         options = {name: value for name, value in self._options.items() if name not in mine} | asking
         options |= dict(address.sentinel_options)
-        self._sentinels = Sentinel([])  # type: ignore[no-untyped-call]
+        self._sentinels = Sentinels([])  # type: ignore[no-untyped-call]
         self._sentinels.sentinels = [_client_of(place, self._class, options) for place in address.hosts]
         super().__init__(_following(self._service, self._sentinels, self._class, self._options))
 
     def nodes(self) -> Iterator[RedisClient]:
-        primary = self._sentinels.discover_master(self._service)  # type: ignore[no-untyped-call]
+        primary = self._sentinels.discover_master(self._service)
         for place in (primary, *self._sentinels.discover_slaves(self._service)):  # type: ignore[no-untyped-call]
             limits = {"socket_timeout": ASKED_SECONDS, "socket_connect_timeout": ASKED_SECONDS}
             with closing(_client_of(place, self._class, self._options | limits)) as client:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from archipelago.broker.address import redacted
+from archipelago.broker.address import AddressError, redacted
 from archipelago.broker.errors import BadUrlError, BrokerError
 from archipelago.broker.invitation import Invitation
 from archipelago.broker.manifest import Manifest
@@ -51,8 +51,9 @@ def connect(url: str, run: str, invitation: Invitation | None = None) -> RedisTr
         return transport
     except (ValueError, TypeError) as error:  # the client raises these for options that it does not know
         secret = redacted(url) != url  # the client's message may quote a part of the password
+        why = "" if secret and not isinstance(error, AddressError) else f" ({error})"
         raise BadUrlError(
-            f"{redacted(url)!r} cannot be read as the address of a Redis" + ("" if secret else f" ({error})"),
+            f"{redacted(url)!r} cannot be read as the address of a Redis{why}",
             "Write redis://HOST:PORT, rediss://:PASSWORD@HOST:PORT, unix:///PATH, redis+cluster://HOST:PORT,HOST:PORT "
             "or redis+sentinel://HOST:PORT,HOST:PORT/SERVICE"
             + (", and in a password %2F for '/', %3F for '?', %23 for '#'." if secret else "."),

@@ -1,4 +1,4 @@
-"""Clusters and Sentinels that speak TLS only: redirections.
+"""Clusters and Sentinels that speak TLS only: redirections and mistakes.
 
 A round and a whole run through each of them are in `test_addresses.py`.
 """
@@ -13,13 +13,15 @@ from pathlib import Path
 import pytest
 from redis.crc import key_slot
 
-from archipelago.broker.errors import UnreachableError
+from archipelago.broker.errors import BadUrlError, BrokerError, UnreachableError
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.transport import connect
 from archipelago.ops.watch.doctor.main import check_server
 from tests import samples
-from tests.clusters import Cluster, Tls, Watched
+from tests.certificates import Certificates
+from tests.clusters import PASSWORD, Cluster, Tls, Watched
 from tests.conftest import Until
+from tests.failing import failing
 
 pytestmark = [pytest.mark.full, pytest.mark.processes]
 
@@ -104,3 +106,27 @@ def test_doctor_looks_at_each_server(kind: str, request: pytest.FixtureRequest) 
         found = check_server(url, run.name, 0.0).findings
     assert {"topology.ok", "encryption.ok", "password.ok", "rights.ok"} <= {each.code for each in found}
     assert not [each.what for each in found if each.level == "problem"]
+
+
+@pytest.mark.parametrize("kind", ["tls_cluster", "tls_watched"])
+def test_a_mistake_about_tls_is_told(kind: str, request: pytest.FixtureRequest, certificates: Certificates) -> None:
+    url = request.getfixturevalue(kind).url
+    option = f"ssl_ca_certs={certificates.authority.certificate}"
+    for wrong in ("", f"ssl_ca_certs={certificates.stranger.certificate}"):
+        with failing(BrokerError, "broker.certificate") as caught:
+            connect(url.replace(option, wrong), "any")
+        assert not isinstance(caught.value, UnreachableError), "a retry cannot help"
+    plain = url.replace("rediss", "redis")
+    with failing(UnreachableError) as caught:
+        connect(plain.replace(option, ""), "any")
+    assert "rediss://" in caught.value.remedy
+    with failing(BadUrlError) as caught:
+        connect(plain, "any")
+    assert "ssl_" in caught.value.what.replace(option, "") and PASSWORD not in str(caught.value)
+
+
+def test_sentinels_that_refuse_the_password_are_told(tls_watched: Watched) -> None:
+    url = tls_watched.url.replace(f"sentinel_password={PASSWORD}", "sentinel_password=wrong")
+    with failing(BrokerError, "broker.access") as caught:
+        connect(url, "any")
+    assert not isinstance(caught.value, UnreachableError) and "sentinel_password" in caught.value.remedy
