@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 import ssl
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import redis
@@ -21,15 +21,56 @@ RedisClient = redis.Redis
 SOCKET_SECONDS = 20.0
 #: A host that acknowledges nothing for this long is treated as gone, where the system can tell.
 SILENT_SECONDS = 8
+#: The errors of OpenSSL for a certificate that is valid, and issued for another host name or IP address.
+_MISMATCHES = (62, 64)
 #: Larger arguments are written to the socket directly, without a copy into the command.
 CUTOFF_BYTES = 6000
 
 
-class PinnedConnection(SSLConnection):
+class TlsConnection(SSLConnection):
+    """A TLS connection to a server whose certificate is issued for its host, or for one of some other names.
+
+    Some clusters tell the IP addresses of their nodes, while the certificates hold only the name by which users reach
+    the cluster. `tests/integration/test_tls_clusters.py` checks that redis-py still calls the private methods below.
+
+    Args:
+        names: These other names: the hosts of the address that led to the server.
+    """
+
+    def __init__(self, names: Sequence[str] = (), **options: Any) -> None:
+        super().__init__(**options)
+        self._names = names
+        self._expected = ""
+
+    def _connect(self) -> Any:
+        mismatches = []
+        for name in dict.fromkeys((self.host, *self._names)):
+            self._expected = name
+            try:
+                return super()._connect()  # type: ignore[no-untyped-call]
+            except ssl.SSLCertVerificationError as error:
+                if error.verify_code not in _MISMATCHES:
+                    raise
+                mismatches.append(error)
+        raise mismatches[0]
+
+    def _wrap_socket_with_ssl(self, sock: socket.socket) -> ssl.SSLSocket:
+        # redis-py expects the certificate of `host`.
+        host, self.host = self.host, self._expected
+        try:
+            return self._secured(sock)
+        finally:
+            self.host = host
+
+    def _secured(self, sock: socket.socket) -> ssl.SSLSocket:
+        secured: ssl.SSLSocket = super()._wrap_socket_with_ssl(sock)  # type: ignore[no-untyped-call]
+        return secured
+
+
+class PinnedConnection(TlsConnection):
     """A TLS connection to a server whose certificate comes from one authority, and from no authority of the system.
 
-    The library can only add an authority to those of the system. `tests/broker/redis/test_private_api.py` checks that
-    it still calls the private method below.
+    The library can only add an authority to those of the system.
 
     Args:
         authority: The certificate of the authority, as PEM.
@@ -40,7 +81,7 @@ class PinnedConnection(SSLConnection):
         # It requires a certificate, and checks the name of the host.
         self._context = ssl.create_default_context(cadata=authority)
 
-    def _wrap_socket_with_ssl(self, sock: socket.socket) -> ssl.SSLSocket:
+    def _secured(self, sock: socket.socket) -> ssl.SSLSocket:
         return self._context.wrap_socket(sock, server_hostname=self.host)
 
 
@@ -68,9 +109,9 @@ def client_at(url: str, authority: str = "") -> RedisClient:
         **({} if url.startswith("unix:") else tcp),
     )
     pool = client.connection_pool
-    if authority and url.startswith("rediss:"):
-        pool.connection_class = PinnedConnection
-        pool.connection_kwargs["authority"] = authority
+    if url.startswith("rediss:"):
+        pool.connection_class = PinnedConnection if authority else TlsConnection
+        pool.connection_kwargs |= {"authority": authority} if authority else {}
     try:
         pool.connection_class(**pool.connection_kwargs)  # this does not connect, but it checks the options
     except (redis.RedisError, ssl.SSLError) as error:

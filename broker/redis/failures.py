@@ -100,8 +100,8 @@ class Failures:
         if isinstance(fault, ssl.SSLCertVerificationError):
             return BrokerError(
                 f"the certificate of {self.where} cannot be trusted ({fault.verify_message})",
-                "Name the authority that signed it: rediss://HOST:PORT?ssl_ca_certs=FILE. "
-                "The certificate must be issued for the HOST of the URL.",
+                "Name the authority that signed it at the end of the URL: ?ssl_ca_certs=FILE. "
+                "The certificate must be issued for the host that answers, or for a HOST of the URL.",
                 code="broker.certificate",
             )
         return BrokerError(

@@ -20,12 +20,12 @@ from typing import Any
 
 import redis
 from redis.cluster import parse_cluster_slots
-from redis.connection import Connection, SSLConnection
+from redis.connection import Connection
 from redis.crc import key_slot
 from redis.sentinel import Sentinel, SentinelConnectionPool, SentinelManagedConnection
 
 from archipelago.broker.address import Address, Kind, parse_address
-from archipelago.broker.redis.client import PinnedConnection, RedisClient, client_at
+from archipelago.broker.redis.client import PinnedConnection, RedisClient, TlsConnection, client_at
 
 #: How long a node or Sentinel may take to say where a primary is.
 ASKED_SECONDS = 2.0
@@ -55,7 +55,7 @@ class FollowingConnection(SentinelManagedConnection):
             raise redis.ConnectionError(f"{type(error).__name__}: {error}") from error
 
 
-class FollowingTlsConnection(FollowingConnection, SSLConnection):
+class FollowingTlsConnection(FollowingConnection, TlsConnection):
     """The same with TLS."""
 
 
@@ -65,7 +65,7 @@ class FollowingPinnedConnection(FollowingConnection, PinnedConnection):
 
 _FOLLOWING: dict[type[Connection], type[FollowingConnection]] = {
     Connection: FollowingConnection,
-    SSLConnection: FollowingTlsConnection,
+    TlsConnection: FollowingTlsConnection,
     PinnedConnection: FollowingPinnedConnection,
 }
 
@@ -251,6 +251,8 @@ def _template(address: Address, authority: str) -> tuple[type[Connection], dict[
     with closing(client_at(address.url, authority)) as client:
         pool = client.connection_pool
         options = {name: value for name, value in pool.connection_kwargs.items() if name not in ("host", "port")}
+        if issubclass(pool.connection_class, TlsConnection):
+            options["names"] = [host for host, _ in address.hosts]
         return pool.connection_class, options
 
 

@@ -1,4 +1,4 @@
-"""Clusters and Sentinels that speak TLS only: redirections and mistakes.
+"""Clusters and Sentinels that speak TLS only: redirections, certificates of a name, and mistakes.
 
 A round and a whole run through each of them are in `test_addresses.py`.
 """
@@ -15,10 +15,11 @@ from redis.crc import key_slot
 
 from archipelago.broker.errors import BadUrlError, BrokerError, UnreachableError
 from archipelago.broker.redis.keys import Keys
+from archipelago.broker.redis.servers import servers_at
 from archipelago.broker.redis.transport import connect
 from archipelago.ops.watch.doctor.main import check_server
 from tests import samples
-from tests.certificates import Certificates
+from tests.certificates import Certificates, Identity, signed
 from tests.clusters import PASSWORD, Cluster, Tls, Watched
 from tests.conftest import Until
 from tests.failing import failing
@@ -106,6 +107,44 @@ def test_doctor_looks_at_each_server(kind: str, request: pytest.FixtureRequest) 
         found = check_server(url, run.name, 0.0).findings
     assert {"topology.ok", "encryption.ok", "password.ok", "rights.ok"} <= {each.code for each in found}
     assert not [each.what for each in found if each.level == "problem"]
+
+
+@contextmanager
+def certified(cluster: Cluster, identity: Identity) -> Iterator[None]:
+    """Let all nodes show another certificate."""
+
+    def show(shown: Identity) -> None:
+        for node in cluster.nodes:
+            node.client.config_set("tls-cert-file", str(shown.certificate), "tls-key-file", str(shown.key))
+
+    assert cluster.tls is not None
+    show(identity)
+    try:
+        yield
+    finally:
+        show(cluster.tls.server)
+
+
+def test_nodes_may_have_a_certificate_of_the_name_by_which_the_cluster_is_reached(
+    tls_cluster: Cluster, certificates: Certificates
+) -> None:
+    """The nodes tell each other's IP addresses, as those of many managed clusters do."""
+    authority = certificates.authority.certificate
+    named = signed(authority.parent, "named", "authority", "subjectAltName=DNS:localhost")
+    first = tls_cluster.nodes[0].port
+    with certified(tls_cluster, named):
+        for options, pinned in ((f"?ssl_ca_certs={authority}", ""), ("", authority.read_text())):
+            url = f"rediss+cluster://:{PASSWORD}@localhost:{first}{options}"
+            with closing(servers_at(url, pinned)) as servers:
+                for node in tls_cluster.nodes[:3]:
+                    assert servers.client(key_of(tls_cluster, node.port)).ping()
+        with failing(BrokerError, "broker.certificate"):
+            connect(tls_cluster.url, "any")
+
+
+def key_of(cluster: Cluster, port: int) -> str:
+    """Return a key whose slot a node owns."""
+    return next(key for key in map(str, range(10_000)) if cluster.holder(key).port == port)
 
 
 @pytest.mark.parametrize("kind", ["tls_cluster", "tls_watched"])

@@ -13,8 +13,8 @@ from archipelago.broker.redis.bulk import asked_together
 from archipelago.ops.launch.embedded_redis import Server
 
 #: The versions with which large payloads were read without the parser. Before you add a version, run `tests/broker`,
-#: `tests/contract` and `tests/integration/test_addresses.py` with it: they read chunked payloads over TCP, TLS and
-#: Unix sockets.
+#: `tests/contract`, `tests/integration/test_addresses.py` and `tests/integration/test_tls_clusters.py` with it: they
+#: read chunked payloads over TCP, TLS and Unix sockets, and expect the names in certificates.
 TESTED_VERSIONS = {"8.1"}
 
 
