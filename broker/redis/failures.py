@@ -73,7 +73,7 @@ class Failures:
                 code="broker.access",
             ) from error
         except (redis.ConnectionError, redis.TimeoutError, OSError) as error:
-            if (fault := _tls_fault(error)) is not None:
+            if (fault := tls_fault(error)) is not None:
                 raise self._insecure(fault) from error
             text = self._text(error)
             remedy = f"Is it running, and can this machine reach it?{self._other_scheme(text)}"
@@ -134,7 +134,7 @@ def _refusal(answer: str) -> tuple[str, str, str]:
     return next(known, ("command", "refused a command", "See its log and `INFO`."))
 
 
-def _tls_fault(error: BaseException | None) -> ssl.SSLError | None:
+def tls_fault(error: BaseException | None) -> ssl.SSLError | None:
     """Return the cause of a failed handshake that no retry can mend; None for an outage."""
     while error is not None:
         refused = isinstance(error, ssl.SSLError) and re.search("WRONG_VERSION|_ALERT_", error.reason or "")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import redis
@@ -18,6 +19,7 @@ from archipelago.broker.address import redacted, require_address
 from archipelago.broker.errors import BadUrlError
 from archipelago.broker.redis.bulk import read_joined
 from archipelago.broker.redis.client import RedisClient, client_at
+from archipelago.broker.redis.failures import tls_fault
 from archipelago.broker.signing import Raw
 from archipelago.broker.transport import Arrived
 from archipelago.broker.wire import digest
@@ -66,7 +68,7 @@ class Replica:
             payload = read_joined(self._client, commands, sizes, ahead, arrived)
         except (redis.RedisError, OSError) as error:
             self._asked_after = self._clock() + PAUSE_SECONDS
-            self._tell("it does not answer", error)
+            self._tell("it does not answer", tls_fault(error) or error)
             return None
         if payload is None:
             self._tell("it lacks a payload, or refuses this user")
@@ -104,5 +106,13 @@ def replica_at(url: str, authority: str = "") -> Replica:
             f"--read-from {redacted(url)!r} cannot be read as the address of a Redis",
             "Write redis://HOST:PORT or rediss://USER:PASSWORD@HOST:PORT of a replica of the run's Redis.",
         ) from None
-    client.connection_pool.connection_kwargs["socket_timeout"] = ANSWER_SECONDS
+    client.connection_pool.connection_kwargs |= {"socket_timeout": ANSWER_SECONDS, "redis_connect_func": _read_only}
     return Replica(client, redacted(url))
+
+
+def _read_only(connection: Any) -> None:
+    """Log in to a server, and let a replica in a cluster answer; it would name its primary (MOVED) otherwise."""
+    connection.on_connect()
+    connection.send_command("READONLY")
+    with suppress(redis.ResponseError):  # the server is no node of a cluster, or forbids the command to this user
+        connection.read_response()

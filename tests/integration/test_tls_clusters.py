@@ -1,4 +1,4 @@
-"""Clusters and Sentinels that speak TLS only: redirections, certificates of a name, and mistakes.
+"""Clusters and Sentinels that speak TLS only: redirections, replicas, certificates of a name, and mistakes.
 
 A round and a whole run through each of them are in `test_addresses.py`.
 """
@@ -17,6 +17,7 @@ from archipelago.broker.errors import BadUrlError, BrokerError, UnreachableError
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.servers import servers_at
 from archipelago.broker.redis.transport import connect
+from archipelago.ops.launch.redis_probe import LOOPBACK
 from archipelago.ops.watch.doctor.main import check_server
 from tests import samples
 from tests.certificates import Certificates, Identity, signed
@@ -74,7 +75,9 @@ def begun(url: str) -> Iterator[Run]:
         yield run
 
 
-def test_a_round_follows_its_slot(tls_cluster: Cluster, until: Until) -> None:
+def test_a_round_follows_its_slot_and_payloads_come_from_a_replica(
+    tls_cluster: Cluster, until: Until, caplog: pytest.LogCaptureFixture
+) -> None:
     with begun(tls_cluster.url) as run:
         run.merge(NEW)
         old = tls_cluster.owner(run.name)
@@ -83,6 +86,21 @@ def test_a_round_follows_its_slot(tls_cluster: Cluster, until: Until) -> None:
         until(run.goes_on, "the connections to follow the slot")
         run.merge(NEWER, THIRD)
         assert run.merger.connection.instance().startswith(new.client.info("server")["run_id"])
+
+        _, copy = tls_cluster.pair(run.name)
+        address = f"rediss://:{PASSWORD}@{LOOPBACK}:{copy.port}"
+        run.island.read_from(address)
+        assert run.adopted() == NEWER
+        assert "SSLCertVerificationError" in caplog.text
+        run.island.read_from(f"{address}?{tls_cluster.url.partition('?')[2]}")
+        replica = run.island.chunks.replica
+        assert replica is not None
+
+        def is_read() -> bool:
+            assert run.adopted() == NEWER
+            return replica.bytes == len(NEWER)
+
+        until(is_read, "the payload from the replica")
 
 
 def test_a_round_follows_the_primary_that_sentinels_choose(tls: Tls, tmp_path: Path, until: Until) -> None:
