@@ -278,10 +278,10 @@ class Outbox:
 
     def mark(self, number: int) -> None:
         """Remember the undecided contributions at the merger's checkpoint `number`, until `passed`."""
-        with self._lock:
-            self._at_marker = {number: dict(self._unresolved)}
+        with self._lock:  # several markers may come before the training loop passes the first one
+            self._at_marker.setdefault(number, dict(self._unresolved))
 
     def passed(self, number: int) -> None:
-        """Forget the contributions at a marker, which the training loop has passed."""
+        """Forget the contributions at the markers up to this one, which the training loop has passed."""
         with self._lock:
-            self._at_marker.pop(number, None)
+            self._at_marker = {marker: known for marker, known in self._at_marker.items() if marker > number}

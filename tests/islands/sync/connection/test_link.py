@@ -950,6 +950,19 @@ def test_contributions_sent_after_the_marker_are_in_flight_until_it_is_passed(ha
     assert rounds_of(link, 8) == ([], [])
 
 
+def test_several_markers_may_come_before_the_first_one_is_passed(harness: Harness) -> None:
+    link = harness.link()
+    link.send(draft(1))
+    link.pump()
+    mark(harness, 7, 0)
+    harness.close(1, 1.0, *harness.published())  # merged between the markers, so checkpoint 7 lacks it
+    mark(harness, 8, 1)
+    link.pump()
+    assert rounds_of(link, 7) == ([1], [])
+    link.channels.passed_marker(0, 7)
+    assert rounds_of(link, 8) == ([], [])
+
+
 def test_contributions_in_flight_have_their_sent_payload(harness: Harness) -> None:
     link = harness.link()
     link.send(draft(1))
