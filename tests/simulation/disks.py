@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -17,7 +17,9 @@ from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Snapshot
 from archipelago.broker.transport import Image
 from archipelago.islands.checkpoint import KEPT, IslandStore
-from archipelago.merger.record import Segment
+from archipelago.merger.checkpoint import CheckpointStore
+from archipelago.merger.record import Recorder, Segment
+from archipelago.merger.storage import MergerFolder
 
 #: Called at each point of a write. It raises Crash if the process dies there, or OSError if the disk is full.
 Fail = Callable[[str], None]
@@ -64,46 +66,34 @@ class Jobs:
         """Do nothing: there is no thread to end."""
 
 
-class MergerDisk:
-    """The finished checkpoints of a run, by number."""
+class Store(CheckpointStore):
+    """The store of one shard in one process, with a dictionary of images by number as the disk."""
 
-    def __init__(self) -> None:
-        self.images: dict[int, Image] = {}
-
-
-class Store:
-    """The `CheckpointStore` of one process on that disk."""
-
-    def __init__(self, disk: MergerDisk, fail: Fail, keep: int = 3) -> None:
-        self._disk, self._fail, self._keep = disk, fail, keep
+    def __init__(self, disk: dict[int, Image], fail: Fail) -> None:
+        super().__init__(Path("/"))
+        self._disk, self._fail = disk, fail
 
     def numbers(self) -> list[int]:
         """Return the numbers of the finished checkpoints."""
-        return sorted(self._disk.images)
-
-    def fetch(self) -> None:
-        """Do nothing: no bucket has copies."""
-
-    def next_number(self) -> int:
-        """Return a number greater than all others."""
-        return max(self._disk.images, default=0) + 1
+        return sorted(self._disk)
 
     def save(self, image: Image) -> None:
         """Write a checkpoint as a whole or not at all."""
         self._fail("checkpoint.before")
-        if image.number <= max(self._disk.images, default=0):
+        if image.number <= max(self._disk, default=0):
             raise ConfigError(f"checkpoint {image.number} is older than the newest")
         self._fail("checkpoint.written")
-        self._disk.images[image.number] = image
+        complete = self.complete()[-1:]
+        self._disk[image.number] = image
         self._fail("checkpoint.done")
-        for number in self.numbers()[: -self._keep]:
-            del self._disk.images[number]
+        for number in {*self.numbers()[: -self.keep]}.difference(complete):
+            del self._disk[number]
 
     def load(self, number: int | None = None) -> Image | None:
         """Return the newest checkpoint, or that of a number."""
         if number is None:
-            number = max(self._disk.images, default=None)
-        return None if number is None else self._disk.images[number]
+            number = max(self._disk, default=None)
+        return None if number is None else self._disk[number]
 
 
 class Record:
@@ -136,6 +126,17 @@ class Record:
     def go_back(self, last_round: int) -> None:
         """Forget the rounds after `last_round`."""
         self.segments = {span: segment for span, segment in self.segments.items() if span[1] <= last_round}
+
+
+def folder_on(
+    disks: Sequence[dict[int, Image]], records: Sequence[Record], manifest: Manifest, fail: Fail
+) -> MergerFolder:
+    """Return the folder of a run in one process, with the disk and the record of each shard."""
+    folder = MergerFolder(Path("/"))
+    parts, stores = folder.parts(manifest), [Store(disk, fail) for disk in disks]
+    for part, store, record in zip(parts, stores, records, strict=True):
+        part.store, part.recorder, store.parts = store, cast(Recorder, record), stores
+    return folder
 
 
 class _Orbax:

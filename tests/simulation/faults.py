@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from archipelago.broker.errors import BrokerError, UnreachableError
@@ -65,11 +65,6 @@ class FaultRates:
     checkpoints: bool
     damage: bool
     steered: float
-
-    def without_checkpoints(self) -> FaultRates:
-        """Return these rates for a run without checkpoints, which cannot be restored or rebuilt."""
-        loses = FAILOVER if self.loses == FAILOVER else NOTHING
-        return replace(self, checkpoints=False, damage=False, loses=loses)
 
     @classmethod
     def draw(cls, rng: random.Random) -> FaultRates:
@@ -137,7 +132,9 @@ class FaultyConnection(Intercepted):
             return read(after, 0.0, count)
         simulation.before(self, "events")
         found = simulation.execute(self, "events", read, (after, 0.0, count), {})
-        if found and simulation.happens(simulation.rates.lag):
+        # Redis withholds no marker from a merger that looks for those of another shard.
+        may_lag = self.process.who or simulation.manifest.shards == 1
+        if found and may_lag and simulation.happens(simulation.rates.lag):
             found = found[: simulation.random.randrange(len(found))]  # The process sees fewer events than snapshots.
         simulation.after("events")
         return found

@@ -12,7 +12,17 @@ import numpy as np
 from archipelago.broker.control import is_expelled
 from archipelago.broker.corpus_shards import parse_places
 from archipelago.broker.memory.state import entry_number, key_of
-from archipelago.broker.messages import Books, Contribution, Member, Presence, Refusal, Resume, Snapshot, TapeEntry
+from archipelago.broker.messages import (
+    Books,
+    Contribution,
+    Member,
+    Presence,
+    Refusal,
+    Resume,
+    Snapshot,
+    TapeEntry,
+    from_fields,
+)
 from archipelago.broker.transport import Delivery
 from archipelago.broker.wire import digest_of, unpack
 from archipelago.islands.sync.connection.outbox import ContributionHeader
@@ -272,7 +282,7 @@ class Invariants:
     def _check_kept(self, run: Any) -> None:
         if not self.simulation.rates.checkpoints or self.simulation.rates.loses == FAILOVER:
             return
-        images = self.simulation.disk.images
+        images = self.simulation.disks[self.shard]
         covered = max(s.round for s, _ in images[max(images)].snapshots) if images else 0
         while self.uncovered and self.uncovered[0][0] <= covered:
             self.uncovered.popleft()
@@ -325,10 +335,40 @@ class Invariants:
 
     def check_whole(self, island: Island, whole: Any) -> None:
         """Check that an island which was restored with the run knows no later round than the run."""
-        image = self.simulation.disk.images.get(whole.number)
-        if image is not None:
-            known = max(closed_rounds(whole.rest["ledger"]))
-            assert known <= image.round, f"{island.name} knows more than {whole.number}"
+        assert not self.knows_more(whole.number, whole.rest), f"{island.name} knows more than {whole.number}"
+
+    def knows_more(self, number: int, rest: Mapping[str, Any]) -> bool:
+        """Return whether an island's part knows a later round than the shard's. Two mergers may use one number."""
+        image, known = self.simulation.disks[self.shard].get(number), closed_rounds(rest["ledger"])[self.shard]
+        return image is not None and self.simulation.manifest.shard_layout.own_round(known) > image.round
+
+    def check_cut(self, number: int, rest: Mapping[str, Any]) -> None:
+        """Check that the shard's part of a checkpoint and that of an island belong together.
+
+        What the island had sent before its own part is in one of them, and what it sent later is in neither. Otherwise
+        a restored run would lose work or merge it twice. A merger that starts may not know what was refused, and a
+        broker may lose what was sent before.
+
+        Args:
+            number: The number of the checkpoint.
+            rest: The JSON of the island's part.
+        """
+        who = f"{rest['island']}/{rest['incarnation']}"
+        sent_before = self.simulation.cuts[number, who, rest["totals"][0]]
+        image = self.simulation.disks[self.shard][number]
+        state, waiting = RunState.from_json(image.state), {c.identity_text for c, _ in image.pending}
+        in_flight = {from_fields(Contribution, fields).identity_text for fields in rest["in_flight"]}
+        for place, (shard, identity) in enumerate(self.simulation.sent[who]):
+            if shard != self.shard:
+                continue
+            island, incarnation, sequence = identity.split("/")
+            is_held = identity in waiting or state.has_seen((island, incarnation, int(sequence)))
+            if place < sent_before:
+                assert is_held or identity in in_flight | self.refused | self.simulation.given_up, (
+                    f"checkpoint {number} lacks {identity}"
+                )
+            else:
+                assert not is_held, f"checkpoint {number} of shard {shard} has {identity}, which was sent after it"
 
     # -- at the end -------------------------------------------------------------------------------------------------
 

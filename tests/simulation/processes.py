@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -14,14 +14,12 @@ from archipelago.islands.data.sharding import shard_order
 from archipelago.islands.inner import InnerSteps
 from archipelago.islands.rejoin import Rejoin
 from archipelago.islands.sync.connection.link import Link
-from archipelago.islands.sync.connection.outbox import Draft
+from archipelago.islands.sync.connection.outbox import Draft, Published
 from archipelago.islands.worker import Island
 from archipelago.merger.beside import at_once
-from archipelago.merger.checkpointer import Checkpointer
 from archipelago.merger.service import Merger
-from archipelago.merger.storage import MergerFolder
 from tests.simulation.arithmetic import walk
-from tests.simulation.disks import IslandDisk, Jobs, Store
+from tests.simulation.disks import IslandDisk, Jobs, folder_on
 from tests.simulation.faults import EVERYTHING, Crash, FaultyConnection
 
 if TYPE_CHECKING:
@@ -65,18 +63,11 @@ class MergerProcess(Process):
         super().__init__(simulation, name)
         self.shard = shard
         self.connection = of_shard(self.home, simulation.manifest, shard)
-        folder = MergerFolder(Path("/"))
-        store = Store(simulation.disk, lambda where: simulation.may_crash(where))
-        folder.store, folder.recorder = cast(Any, store), cast(Any, simulation.record)
-        manifest = folder.find_or_bring_back(self.connection, resume=simulation.rates.loses == EVERYTHING)
+        folder = folder_on(simulation.disks, simulation.records, simulation.manifest, simulation.may_crash)
+        manifest = folder.find_or_bring_back(self.home, resume=simulation.rates.loses == EVERYTHING)
+        part = folder.of_shard(manifest, shard)
         checkpointer = (
-            Checkpointer(
-                self.connection,
-                cast(Any, store),
-                folder.recorder if manifest.config.record else None,
-                6.0,
-                self.jobs.submit,
-            )
+            part.checkpointer(self.connection, manifest.of_shard(shard), 6.0, self.jobs.submit)
             if simulation.rates.checkpoints
             else None
         )
@@ -99,7 +90,7 @@ class MergerProcess(Process):
             if not merger.epoch and not merger.acquire():
                 return
             if not self.loaded:
-                simulation.damage()
+                simulation.damage(self.shard)
                 merger.load()
                 self.loaded = True
                 if not simulation.uses_old_primary(self, self.shard):
@@ -113,7 +104,7 @@ class MergerProcess(Process):
     def _leave(self) -> None:
         if self.merger.epoch:
             if self.loaded:
-                self.merger.finish()
+                self.merger.finish(lambda seconds: self.simulation.go_on_without(self, 1))
             self.connection.merger.release(self.merger.epoch)
         raise Crash("it left")
 
@@ -146,7 +137,7 @@ class IslandProcess(Process):
             arrivals,
             simulation.clock,
             self.incarnation,
-            on_marker=self.store.on_marker,
+            on_marker=self._on_marker,
         )
         self._observe(simulation, link, batches)
         rejoin = Rejoin(self.connection, self.store, self.island, arrivals, seconds=2.0, pause=self._wait)
@@ -159,7 +150,8 @@ class IslandProcess(Process):
             simulation.trained[self.who] += max(count.tokens for count in self.island.ledger.counts)
 
     def _observe(self, simulation: Simulation, link: Link, batches: Batches) -> None:
-        take_begun, send = batches.take_begun, link.send
+        take_begun, send, resume = batches.take_begun, link.send, link.resume
+        shard_of = simulation.manifest.shard_layout.place
 
         def begun() -> list[str]:
             points = take_begun()
@@ -169,11 +161,23 @@ class IslandProcess(Process):
             return points
 
         def sent(draft: Draft) -> None:
-            if simulation.manifest.shard_layout.place(draft.header.fragment)[0] == 0:
+            shard, _ = shard_of(draft.header.fragment)
+            simulation.sent[self.who].append((shard, draft.header.identity_text))
+            if shard == 0:
                 simulation.invariants[0].sent(self.who, draft.header)
             send(draft)
 
-        batches.take_begun, link.send = begun, sent  # type: ignore[method-assign]
+        def resumed(in_flight: Sequence[Published]) -> None:
+            again = [(shard_of(p.contribution.fragment)[0], p.identity_text) for p in in_flight]
+            simulation.sent[self.who] += again
+            resume(in_flight)
+
+        batches.take_begun, link.send, link.resume = begun, sent, resumed  # type: ignore[method-assign]
+
+    def _on_marker(self, island: Island, number: int) -> None:
+        cut = (number, self.who, island.totals.steps)
+        self.simulation.cuts[cut] = len(self.simulation.sent[self.who])
+        self.store.on_marker(island, number)
 
     def _wait(self, seconds: float) -> None:
         self._pump()

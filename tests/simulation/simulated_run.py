@@ -6,7 +6,7 @@ One seed determines everything random, so a failing seed fails again in the same
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from functools import cache, partial
@@ -28,11 +28,12 @@ from archipelago.broker.memory.state import key_of
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Contribution
 from archipelago.broker.shards.transport import create, whole
+from archipelago.broker.transport import Image
 from archipelago.islands.sync.connection.merged import KEPT_SECONDS
 from archipelago.merger.service import LEASE_SECONDS
 from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests import samples
-from tests.simulation.disks import Jobs, MergerDisk, Record
+from tests.simulation.disks import Jobs, Record
 from tests.simulation.failover import OldPrimary
 from tests.simulation.faults import EVERYTHING, FENCED, NOTHING, Crash, FaultRates, FaultyConnection, deliver
 from tests.simulation.invariants import Invariants
@@ -72,7 +73,7 @@ class Simulation:
 
     Args:
         seed: Determines everything that is random.
-        shards: The number of shards, each with mergers of its own. Checkpoints are only taken of one.
+        shards: The number of shards, each with mergers of its own.
     """
 
     def __init__(self, seed: int, shards: int = 1) -> None:
@@ -80,9 +81,7 @@ class Simulation:
         self.damages = random.Random(seed + 1)  # of its own, so that storms without damage stay as they are
         self.clock = VirtualClock()
         self.broker = MemoryBroker(self.clock)
-        rates = FaultRates.draw(self.random)
-        # A checkpoint of several shards is one cut over all of them, and each simulated merger serves one shard.
-        self.rates = rates if shards == 1 else rates.without_checkpoints()
+        self.rates = FaultRates.draw(self.random)
         self.manifest = manifest_of(
             self.random.choice(["overwrite", "carry"]),
             self.random.choice(["nesterov", "sgd"]),
@@ -97,14 +96,19 @@ class Simulation:
         self.faults = False
         self.births = self.losses = self.compactions = 0
         self.late: list[tuple[FaultyConnection, str, Callable[..., Any], Any, Any]] = []
-        self.disk = MergerDisk()
-        self.record = Record(self.may_crash)
+        self.disks: Sequence[dict[int, Image]] = [{} for _ in range(shards)]  # the checkpoints of each shard
+        self.records = [Record(self.may_crash) for _ in range(shards)]
         self.island_disks: dict[str, dict[int, dict[str, Any]]] = {}
         self.saved: tuple[float, int, Any] | None = None
         self.old_primary: OldPrimary | None = None
-        self.lost_at: tuple[int, int] | None = None
-        self.damaged: dict[int, tuple[int, bytes]] = {}
+        self.lost_at: list[tuple[int, int]] = []
+        self.damaged: Sequence[dict[int, tuple[int, bytes]]] = [{} for _ in range(shards)]
         self.trained: Counter[str] = Counter()
+        #: What each incarnation of an island has sent, with its shard.
+        self.sent: dict[str, list[tuple[int, str]]] = defaultdict(list)
+        #: How much of it an incarnation had sent before its part of a checkpoint, by its step at that time.
+        self.cuts: dict[tuple[int, str, int], int] = {}
+        self.given_up: set[str] = set()  # what was sent before the broker last lost data
         self.invariants: Sequence[Invariants] = [Invariants(self, shard) for shard in range(shards)]
         self.away: int | None = None
         self.is_cut_off = False
@@ -198,7 +202,7 @@ class Simulation:
         elif name == "lease_shard" and answer is not None:
             self.invariants[0].leased(before.get(answer.shard, ""), answer.shard, args[1])
         elif name == "restore":
-            self._restored()
+            self._restored(invariants)
         return answer
 
     def go_on_without(self, process: Process, events: int) -> None:
@@ -219,13 +223,17 @@ class Simulation:
         Entry ids derive from the time, so they continue. Every connection breaks.
         """
         if self.rates.loses == EVERYTHING:
-            if self.disk.images and self.run is not None:
-                self.lost_at = (self.run.next_event, self.run.next_update)
-                del self.broker.runs[RUN]
-                self._forget()
+            if self.complete() and self.run is not None:
+                self.lost_at = [(each.run.next_event, each.run.next_update) for each in self.invariants]
+                self.broker.runs.clear()
+                for each in self.invariants:
+                    self._forget(each.shard)
+                for island in self.islands if self.manifest.shards > 1 else ():
+                    if self.damages.random() < 0.5:  # and then it goes back to its own part of the checkpoint
+                        self._end(island)
             return
         if self.saved is None and self.old_primary is None:
-            shard = self._any_shard()
+            shard = self._any_shard(self.random)
             self.saved = (self.clock.now, shard, _copied(self.invariants[shard].run))
 
     def _fail_over(self) -> None:
@@ -255,10 +263,12 @@ class Simulation:
         old = self.old_primary
         return old is not None and old.shard == shard and process in old.users
 
-    def _any_shard(self) -> int:
-        return self.random.randrange(self.manifest.shards) if self.manifest.shards > 1 else 0
+    def _any_shard(self, random: random.Random) -> int:
+        return random.randrange(self.manifest.shards) if self.manifest.shards > 1 else 0
 
-    def _forget(self, shard: int = 0) -> None:
+    def _forget(self, shard: int) -> None:
+        self.check_cuts()
+        self.given_up.update(identity for sent in self.sent.values() for _, identity in sent)
         self.losses += 1
         self.invariants[shard].forget()
         self._disconnect(self.mergers_of(shard))
@@ -268,28 +278,32 @@ class Simulation:
         for process in mergers:
             process.loaded, process.merger.epoch = False, 0
 
-    def _restored(self) -> None:
-        assert self.lost_at is not None
-        run, (events, updates) = self.run, self.lost_at
+    def _restored(self, invariants: Invariants) -> None:
+        run, (events, updates) = invariants.run, self.lost_at[invariants.shard]
         run.updates = {number + updates: kept for number, kept in run.updates.items()}
         run.next_update += updates
         run.next_event = events
         for number, entry in run.updates.items():
-            self.invariants[0].published(run.name_of(number), entry.contribution, entry.payload)
-        self.invariants[0].forget()
+            invariants.published(run.name_of(number), entry.contribution, entry.payload)
+        invariants.forget()
 
-    def damage(self, *, serving: bool = False) -> None:
+    def complete(self) -> list[int]:
+        """Return the checkpoints of which all shards have their parts, ascending."""
+        return sorted(set.intersection(*map(set, self.disks)))
+
+    def damage(self, shard: int, *, serving: bool = False) -> None:
         """Sometimes delete or damage keys that only mergers write, if a checkpoint and the tape can rebuild them.
 
         Args:
+            shard: The shard whose keys these are.
             serving: This happens at any time, and not just before a merger loads the run.
         """
-        run = self.run
-        if not (self.faults and self.rates.damage and self.disk.images and (serving or self.happens(0.5))):
+        run = self.invariants[shard].run
+        if not (self.faults and self.rates.damage and self.disks[shard] and (serving or self.happens(0.5))):
             return
         for p in list(run.outer):
             if p in run.fragments and (self.damages.random() < 0.5 if serving else self.happens(0.6)):
-                self.damaged[p] = (run.fragments[p][0].version, run.outer.pop(p))
+                self.damaged[shard][p] = (run.fragments[p][0].version, run.outer.pop(p))
         for of_run in (run.fragments, run.heads, run.logs, run.differences):
             for key in list(of_run):
                 if self.damages.random() < 0.3:
@@ -324,9 +338,9 @@ class Simulation:
         if self.happens(0.02) and self.rates.loses != NOTHING:
             self._lose()
         if self.damages.random() < 0.02:
-            self.damage(serving=True)
+            self.damage(self._any_shard(self.damages), serving=True)
         if self.happens(0.01) and len(self.mergers) < 3 * self.manifest.shards:
-            self._start_merger(self._any_shard())
+            self._start_merger(self._any_shard(self.random))
         if self.happens(0.01) and len(self.wanted) < len(NAMES):
             self.wanted.append(NAMES[len(self.wanted)])
         if self.run is not None and self.happens(self.rates.steered):
@@ -442,11 +456,22 @@ class Simulation:
             assert versions == list(range(1, len(versions) + 1)), f"fragment {p} has versions {versions}"
             assert head is None or head.version == len(versions)
 
+    def check_cuts(self) -> None:
+        """Assert that the parts of each complete checkpoint, those of islands too, are of one cut."""
+        parts = [items["rest"] for disk in self.island_disks.values() for items in disk.values()]
+        for number in self.complete():
+            for rest in (rest for rest in parts if rest["number"] == number):
+                if not any(each.knows_more(number, rest) for each in self.invariants):
+                    for each in self.invariants:
+                        each.check_cut(number, rest)
+
     def check_loaded(self, process: MergerProcess) -> None:
         """Assert that a merger has loaded what the broker had."""
-        self.invariants[process.shard].check_loaded(process.merger, self.damaged)
-        self.damaged.clear()
+        damaged = self.damaged[process.shard]
+        self.invariants[process.shard].check_loaded(process.merger, damaged)
+        damaged.clear()
 
     def check_whole(self, process: IslandProcess, whole: Any) -> None:
         """Assert that an island did not return to a later state than the run."""
-        self.invariants[0].check_whole(process.island, whole)
+        for each in self.invariants:
+            each.check_whole(process.island, whole)
