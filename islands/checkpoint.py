@@ -222,7 +222,7 @@ class IslandStore:
         return next(self._found(fits), None)
 
     def _found(self, wanted: Callable[[Found], bool]) -> Iterator[Found]:
-        if not any(self.folder.glob("[0-9]*")):
+        if self._is_empty():
             return  # without importing Orbax
         import orbax.checkpoint as ocp
 
@@ -241,6 +241,9 @@ class IslandStore:
                         yield found
                 except FILE_FAULTS as error:
                     self._skip(step, in_words(error))
+
+    def _is_empty(self) -> bool:
+        return not any(self.folder.glob("[0-9]*"))
 
     def _fetch(self, most: int) -> None:
         """Download the newest checkpoints of the bucket that are newer than those on disk. Log a failure."""

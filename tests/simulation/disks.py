@@ -173,7 +173,11 @@ class IslandDisk(IslandStore):
         super().__init__(Path("/"), manifest)
         self.jobs = Jobs()
         self._pool = self.jobs  # type: ignore[assignment]
+        self._disk = disk
         self._orbax = _Orbax(disk, fail)
+
+    def _is_empty(self) -> bool:
+        return not self._disk
 
     @contextmanager
     def _manager(self) -> Iterator[_Orbax]:
