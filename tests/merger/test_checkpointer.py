@@ -406,6 +406,17 @@ def test_a_checkpoint_in_progress_is_ignored_after_a_reload(written: str) -> Non
     assert kept_rounds(run)[:2] == [1, 2]
 
 
+def test_a_checkpoint_in_progress_fails_when_redis_has_gone_back_to_the_first_round() -> None:
+    store, later = Shelf(), Later()
+    run = MergerRun(quorum=2)
+    merger = serving(run, store, spawn=later)
+    run.play(merger, 1)
+    merger.checkpoint()
+    run.broker.runs["sample"].tape.clear()
+    later.do_all()
+    assert store.images == {}
+
+
 # -- the record ------------------------------------------------------------------------------------------------------
 
 
