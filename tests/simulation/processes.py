@@ -67,7 +67,7 @@ class MergerProcess(Process):
         manifest = folder.find_or_bring_back(self.home, resume=simulation.rates.loses == EVERYTHING)
         part = folder.of_shard(manifest, shard)
         checkpointer = (
-            part.checkpointer(self.connection, manifest.of_shard(shard), 6.0, self.jobs.submit)
+            part.checkpointer(self.connection, manifest.of_shard(shard), 6.0 / manifest.shards, self.jobs.submit)
             if simulation.rates.checkpoints
             else None
         )

@@ -74,7 +74,7 @@ def play(seed: int) -> list[str]:
 
     shards = random.Random(seed + 2).choice(SHARDS)
     simulation = Simulation(seed, shards)
-    for _ in range(EVENTS):
+    for _ in range(EVENTS * (shards + 1) // 2):  # all shards share the events
         simulation.play()
         simulation.check()
     for each in simulation.invariants:
@@ -99,10 +99,13 @@ def play(seed: int) -> list[str]:
 def require_progress(simulation: Simulation) -> None:
     """Play on until each shard that has a merger makes progress. Raises AssertionError if one does not."""
     goals = [Goal(each) for each in simulation.invariants if each.shard != simulation.away]
+    number, has_all = max(simulation.complete(), default=0), simulation.manifest.shards > 1 and simulation.away is None
     unmet: list[str] = []
     for _ in range(12 * len(simulation.invariants)):  # the mergers of all shards take turns with the islands
         simulation.settle(25)
         unmet = [text for goal in goals if (text := goal.unmet())]
+        if has_all and simulation.rates.checkpoints and number == max(simulation.complete(), default=0):
+            unmet.append(f"no checkpoint after {number} is complete")
         if not unmet:
             break
     assert not unmet, unmet
