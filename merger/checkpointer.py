@@ -104,12 +104,14 @@ class Checkpointer:
         """Return whether a checkpoint should be taken now.
 
         A checkpoint is due after `every_seconds`. An urgent one is due at once, unless a recent one has failed. None is
-        due while one is in progress.
+        due while one is in progress, or while shard 0 waits for the parts of other shards.
         """
         if self._due_at is None:
             self._due_at = now + self.every_seconds
         self._start_copier()
-        return self._job is None and now >= (self._urgent_at if urgent else self._due_at)
+        if self._job is not None or now < (self._urgent_at if urgent else self._due_at):
+            return False
+        return self.leading is None or not self.leading.is_waiting(now, self.every_seconds)
 
     @property
     def is_busy(self) -> bool:
@@ -146,8 +148,6 @@ class Checkpointer:
         """Start writing a cut to disk."""
         self._start_copier()
         self._due_at = now + self.every_seconds
-        if self.leading is not None:
-            self._urgent_at = now + RETRY_SECONDS  # so that the other shards can take their parts
         self._job = self._spawn(lambda: self._keep(cut))
 
     def finished(self, now: float, *, wait: bool = False) -> Covered | None:
@@ -190,6 +190,8 @@ class Checkpointer:
                 self.copier.close()
 
     def _failed(self, error: Exception, now: float) -> None:
+        if self.leading is not None:
+            self.leading.gave_up()
         self._due_at = self._urgent_at = now + RETRY_SECONDS
         trouble = re.sub(r"\d+", "", str(error))  # each try has another number
         again = trouble == self._trouble

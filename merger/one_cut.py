@@ -22,6 +22,11 @@ from archipelago.broker.transport import START, ReaderClient
 EVENTS_AT_ONCE = 256
 #: How long shard 0 is left alone after it could not be read. It may lie on a server of its own.
 RETRY_SECONDS = 5.0
+#: How long shard 0 waits for the parts of a checkpoint before it begins another one, in seconds between checkpoints. A
+#: checkpoint that stays incomplete doubles the wait.
+PATIENCE, PATIENCE_MAX = 2, 8
+#: How often it looks for them meanwhile. They may be in a bucket.
+LOOK_SECONDS = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -108,14 +113,43 @@ class Leading:
         self._number = 0  # the last checkpoint that this merger has begun
         self._rounds: list[int] | None = None  # of the other shards, before that
         self._has_warned = False
+        self._began_at: float | None = None  # while parts of it may be missing
+        self._patience, self._look_at = PATIENCE, float("-inf")
 
     def start(self) -> None:
         """Learn what other processes have announced, after the merger has loaded its shard. Raises BrokerError."""
+        self._began_at = None
         self.announced = max(self.announced, _newest_marker(self._home, START)[1] or 0)
 
-    def begin(self, number: int) -> None:
+    def is_waiting(self, now: float, every_seconds: float) -> bool:
+        """Return whether parts of the last checkpoint are still being written, so that no other one should begin.
+
+        A merger that still writes cannot take part in the next one. If two of them took turns at that, no checkpoint
+        would ever be complete. A shard that is away, or whose disk fails, cannot be told from a slow one. So the wait
+        ends, and grows until it is long enough for a slow one.
+        """
+        if self._began_at is None or now >= self._began_at + self._patience * every_seconds:
+            return False
+        if now >= self._look_at:
+            self._look_at = now + LOOK_SECONDS
+            try:
+                if not self._missing(self._number):
+                    self._began_at = None
+            except ArchipelagoError as error:
+                log.debug("cannot see the parts of checkpoint %s: %s", self._number, error)
+        return self._began_at is not None
+
+    def gave_up(self) -> None:
+        """Note that this merger has not written its own part, so that there is nothing to wait for."""
+        self._began_at = None
+
+    def begin(self, number: int, now: float) -> None:
         """Note that a checkpoint begins. Call this before it is announced."""
-        self._warn_of_missing()
+        if not self._number or not self._misses_parts():
+            self._patience = PATIENCE
+        elif self._began_at is not None:
+            self._patience = min(2 * self._patience, PATIENCE_MAX)
+        self._began_at, self._look_at = now, float("-inf")
         self._number = self.announced = number
         try:
             self._rounds = self._last_rounds()
@@ -145,15 +179,13 @@ class Leading:
     def _last_rounds(self) -> list[int]:
         return [max((entry.round for entry in reader.tape(1)), default=0) for reader in self._others]
 
-    def _warn_of_missing(self) -> None:
-        """Log that the last checkpoint is not complete, once until one is."""
-        if not self._number:
-            return
+    def _misses_parts(self) -> bool:
+        """Return whether the last checkpoint is not complete. Log that, once until one is."""
         try:
             missing = self._missing(self._number)
         except ArchipelagoError as error:
             log.debug("cannot see the parts of checkpoint %s: %s", self._number, error)
-            return
+            return True
         if missing and not self._has_warned:
             log.warning(
                 "checkpoint %s lacks the parts of shards %s, and cannot be restored. Does a merger serve each of "
@@ -163,3 +195,4 @@ class Leading:
                 extra={"code": "checkpoint.incomplete"},
             )
         self._has_warned = bool(missing)
+        return self._has_warned

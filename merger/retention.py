@@ -184,7 +184,7 @@ class Retention:
         assert self.checkpointer is not None  # noqa: S101
         cut = self._cut(number, self._asked)
         if self.checkpointer.leading is not None:
-            self.checkpointer.leading.begin(number)
+            self.checkpointer.leading.begin(number, self.clock())
         self.transport.merger.announce(epoch, Marker(cut.number, cut.round))
         self.checkpointer.begin(cut, self.clock())
 

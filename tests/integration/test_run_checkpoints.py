@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -24,7 +26,7 @@ from archipelago.islands.sync.ledger import closed_rounds
 from archipelago.islands.tasks.ours import our_work
 from archipelago.islands.tasks.shards import TaskRun
 from archipelago.islands.worker import Island
-from archipelago.merger.beside import at_once
+from archipelago.merger.beside import Spawn, at_once
 from archipelago.merger.service import Merger
 from archipelago.merger.storage import KEEP, MergerFolder
 from archipelago.ops.experiments.recorded_run import repeat
@@ -34,6 +36,7 @@ from tests.failing import failing
 
 EVERY = 9.0
 RUN = "cut"
+T = TypeVar("T")
 
 
 class CheckpointedRun(VirtualRun):
@@ -62,13 +65,17 @@ class CheckpointedRun(VirtualRun):
     def _merger_of(self, shard: int) -> Merger:
         transport = of_shard(self.connect_as("merger"), self.manifest, shard)
         part = self.folder.of_shard(self.manifest, shard)
-        checkpointer = part.checkpointer(transport, self.manifest.of_shard(shard), EVERY, at_once)
+        checkpointer = part.checkpointer(transport, self.manifest.of_shard(shard), EVERY, self.spawn_of(shard))
         merger = Merger(
             transport, self.clock, "virtual", live_poll_seconds=0.0, checkpointer=checkpointer, wall=self.clock
         )
         assert merger.acquire()
         merger.load()
         return merger
+
+    def spawn_of(self, shard: int) -> Spawn:
+        """Return how the merger of a shard writes its parts."""
+        return at_once
 
     def turn(self) -> None:
         for merger in self.mergers:
@@ -176,6 +183,32 @@ class CheckpointedRun(VirtualRun):
         assert self.transport.reader.pending().contributions == 0
 
 
+class SlowJob(Future[T]):
+    """A part that is written at some time of the run's clock."""
+
+    def __init__(self, write: Callable[[], T], clock: Callable[[], float], ends_at: float) -> None:
+        super().__init__()
+        self._write, self._clock, self._ends_at = write, clock, ends_at
+
+    def done(self) -> bool:
+        if not super().done() and self._clock() >= self._ends_at:
+            self.set_result(self._write())
+        return super().done()
+
+
+class SlowRun(CheckpointedRun):
+    """A run whose further shards write for longer than the time between two checkpoints, and do not end together."""
+
+    def spawn_of(self, shard: int) -> Spawn:
+        seconds = {0: [0.0], 1: [1.3], 2: [2.2, 1.3]}[shard]
+
+        def spawn(write: Callable[[], T], /) -> SlowJob[T]:
+            lasts = EVERY * (seconds.pop(0) if len(seconds) > 1 else seconds[0])
+            return SlowJob(write, self.clock, self.clock() + lasts)
+
+        return spawn
+
+
 BROKERS = [
     ("memory", 2),
     pytest.param("memory", 3, marks=pytest.mark.full),
@@ -250,6 +283,16 @@ def test_a_checkpoint_that_lacks_a_part_is_not_used(config: RunConfig, corpus: O
     assert run.begin_again() == earlier
     run.finish()
     run.check_end()
+
+
+def test_checkpoints_are_complete_although_shards_write_slowly_and_in_turns(
+    config: RunConfig, corpus: OpenCorpus, tmp_path: Path
+) -> None:
+    run, complete = SlowRun(config, corpus, tmp_path, shards=3), set[int]()
+    while run.islands and len(complete) < 3:
+        run.play_one()
+        complete.update(run.complete())
+    assert len(complete) == 3
 
 
 def test_without_the_merger_of_a_shard_the_others_go_on_and_keep_the_last_checkpoint(

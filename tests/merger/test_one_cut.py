@@ -11,7 +11,7 @@ import pytest
 from archipelago.broker.errors import UnreachableError
 from archipelago.broker.messages import Call, Event, Marker
 from archipelago.broker.transport import START, ReaderClient
-from archipelago.merger.one_cut import EVENTS_AT_ONCE, RETRY_SECONDS, Following, Leading
+from archipelago.merger.one_cut import EVENTS_AT_ONCE, LOOK_SECONDS, RETRY_SECONDS, Following, Leading
 from tests import samples
 
 
@@ -117,7 +117,7 @@ def test_a_number_that_was_announced_is_not_used_again() -> None:
     home.announced += [Marker(9, 0), *[Call(3, 0)] * EVENTS_AT_ONCE]
     leader.start()
     assert leader.announced == 9
-    leader.begin(12)
+    leader.begin(12, 0.0)
     home.announced.clear()  # a Redis that died may have lost them
     leader.start()
     assert leader.announced == 12
@@ -130,17 +130,45 @@ def test_a_checkpoint_is_lacking_until_it_has_all_parts_and_rounds() -> None:
     assert leader.lacks(1)
     other.round = 2
     assert leader.lacks(0)
-    leader.begin(5)
+    leader.begin(5, 0.0)
     assert leader.lacks(1)
     parts.add(5)
     assert not leader.lacks(1)
     other.round = 3
     assert leader.lacks(1)
     other.is_away = True
-    leader.begin(6)
+    leader.begin(6, 0.0)
     parts.add(6)
     other.is_away = False
     assert leader.lacks(1), "the other shard could not be read"
+
+
+def test_another_checkpoint_waits_for_the_parts_of_the_last_one() -> None:
+    parts = set[int]()
+    leader = leading(Shard(), parts)
+    assert not leader.is_waiting(0.0, 30.0)
+    leader.begin(1, 0.0)
+    assert leader.is_waiting(30.0, 30.0)
+    parts.add(1)
+    assert leader.is_waiting(30.0 + LOOK_SECONDS / 2, 30.0), "the parts were looked for a moment ago"
+    assert not leader.is_waiting(30.0 + LOOK_SECONDS, 30.0)
+    leader.begin(2, 100.0)
+    leader.gave_up()
+    assert not leader.is_waiting(100.0, 30.0)
+
+
+def test_the_wait_for_parts_ends_and_grows_until_they_are_there() -> None:
+    parts, waits, now = set[int](), [], 0.0
+    leader = leading(Shard(), parts)
+    for number in range(1, 9):
+        leader.begin(number, now)
+        began = now
+        while leader.is_waiting(now, 1.0):
+            now += 0.5
+        waits.append(now - began)
+        if number == 6:
+            parts.add(number)
+    assert waits == [2, 4, 8, 8, 8, 8, 2, 4]
 
 
 def test_a_missing_part_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -148,12 +176,12 @@ def test_a_missing_part_is_logged_once(caplog: pytest.LogCaptureFixture) -> None
     leader = leading(Shard(), parts)
     with caplog.at_level(logging.WARNING):
         for number in (1, 2, 3):
-            leader.begin(number)
+            leader.begin(number, 0.0)
         assert [record.message for record in caplog.records] == [caplog.messages[0]]
         assert "checkpoint 1 lacks the parts of shards 1" in caplog.messages[0]
         parts.add(3)
         for number in (4, 5):
-            leader.begin(number)
+            leader.begin(number, 0.0)
     assert len(caplog.records) == 2
 
 
