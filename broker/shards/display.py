@@ -5,16 +5,20 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
-from archipelago.broker.errors import ArchipelagoError, UnreachableError
+from archipelago.broker.errors import UnreachableError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.shards.reader import ShardedReader
 from archipelago.broker.transport import ReaderClient
 
 #: Time between two attempts to reach a shard that is away.
 RETRY_SECONDS = 5.0
+#: How long a call waits for further shards that do not answer. A server that is alive may be slow for a second or two.
+PATIENCE_SECONDS = 3.0
 
 T = TypeVar("T")
 
@@ -26,7 +30,7 @@ class _Absence:
     Attributes:
         why: The error of the call that it did not answer.
         due: When to ask it again, in seconds of the reader's clock.
-        is_asked: Whether it is being asked now.
+        is_asked: Whether it has not answered the last call yet.
         is_over: Whether it has answered since.
     """
 
@@ -42,14 +46,16 @@ class DisplayReader(ShardedReader):
     It is for showing a run. What islands, mergers and operators decide needs all shards, so writes and parameters still
     raise UnreachableError. So does every call if shard 0 cannot be reached, which has what belongs to the run.
 
-    An attempt to reach a shard may last as long as a socket waits. So only the call that finds a shard away waits. The
-    next calls leave it out at once, until it has answered an attempt on another thread.
+    A call asks all shards at the same time, each further one on a thread of its own, because a shard that hangs keeps
+    its thread for as long as a socket waits. The call that finds a shard away waits for it, but not that long. The next
+    calls leave it out at once, until it has answered.
 
     Args:
         readers: The reader of each shard.
         manifest: The manifest of the run.
         clock: Monotonic seconds.
         aside: Runs an attempt beside the calls.
+        patience_seconds: How long a call waits for further shards.
     """
 
     def __init__(
@@ -60,9 +66,10 @@ class DisplayReader(ShardedReader):
         aside: Callable[[Callable[[], None]], None] = lambda attempt: threading.Thread(
             target=attempt, daemon=True
         ).start(),
+        patience_seconds: float = PATIENCE_SECONDS,
     ) -> None:
         super().__init__(readers, manifest)
-        self._clock, self._aside = clock, aside
+        self._clock, self._aside, self._patience_seconds = clock, aside, patience_seconds
         self._absences: dict[int, _Absence] = {}
 
     @property
@@ -70,17 +77,33 @@ class DisplayReader(ShardedReader):
         return {shard: absence.why for shard, absence in self._absences.items()}
 
     def _each(self, read: Callable[[ReaderClient], T]) -> dict[int, T]:
-        found = {}
-        for shard, reader in enumerate(self._readers):
-            if self._is_away(shard):
-                continue
+        further = [shard for shard in range(1, len(self._readers)) if not self._is_away(shard)]
+        answers = {shard: self._ask(shard, read) for shard in further}
+        found = {0: read(self._home)}
+        until = self._clock() + self._patience_seconds
+        for shard, answer in answers.items():
             try:
-                found[shard] = read(reader)
+                found[shard] = answer.result(max(0.0, until - self._clock()))
             except UnreachableError as error:
-                if shard == 0:
-                    raise
                 self._absences[shard] = _Absence(error.what, self._clock() + RETRY_SECONDS)
+            except TimeoutError:
+                why = f"its server has not answered for {self._patience_seconds:g} s"
+                absence = self._absences[shard] = _Absence(why, self._clock(), is_asked=True)
+                answer.add_done_callback(partial(self._answered, absence))
         return found
+
+    def _ask(self, shard: int, read: Callable[[ReaderClient], T]) -> Future[T]:
+        """Begin to read from a shard, beside this call."""
+        answer: Future[T] = Future()
+
+        def attempt() -> None:
+            try:
+                answer.set_result(read(self._readers[shard]))
+            except Exception as error:  # noqa: BLE001 - whoever takes the answer raises it
+                answer.set_exception(error)
+
+        self._aside(attempt)
+        return answer
 
     def _is_away(self, shard: int) -> bool:
         """Return whether a shard is away. If it is time for that, begin another attempt to reach it."""
@@ -92,17 +115,14 @@ class DisplayReader(ShardedReader):
             return False
         if not absence.is_asked and self._clock() >= absence.due:
             absence.is_asked = True
-            self._aside(lambda: self._ask_again(shard, absence))
+            self._ask(shard, lambda reader: reader.is_served()).add_done_callback(partial(self._answered, absence))
         return True
 
-    def _ask_again(self, shard: int, absence: _Absence) -> None:
-        try:
-            self._readers[shard].is_served()
-        except UnreachableError as error:
+    def _answered(self, absence: _Absence, answer: Future[Any]) -> None:
+        """Note how a call to a shard that is away has ended."""
+        error = answer.exception()
+        if isinstance(error, UnreachableError):
             absence.why, absence.due = error.what, self._clock() + RETRY_SECONDS
-        except ArchipelagoError:  # it answers, and the next call raises what is wrong
+        else:  # it answers. If something is wrong, the next call raises it.
             absence.is_over = True
-        else:
-            absence.is_over = True
-        finally:
-            absence.is_asked = False
+        absence.is_asked = False

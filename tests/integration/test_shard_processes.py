@@ -12,6 +12,7 @@ from redis.crc import key_slot
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.transport import RedisTransport, connect
+from archipelago.broker.shards.display import PATIENCE_SECONDS
 from archipelago.broker.shards.transport import WholeRun, whole
 from archipelago.ops.launch.embedded_redis import Server
 from tests.clusters import Cluster, Watched
@@ -22,6 +23,8 @@ pytestmark = [pytest.mark.full, pytest.mark.processes]
 __all__ = ["processes"]  # the fixture
 
 MERGER = ["--checkpoint-every=0", "--lease-seconds=2"]
+#: Why a shard that hangs is away, unless the reading has waited for its socket.
+HANGS = f"its server has not answered for {PATIENCE_SECONDS:g} s"
 
 
 class Watcher:
@@ -156,7 +159,8 @@ def test_status_goes_on_while_the_node_of_a_shard_is_away(processes: Processes, 
         with node.stopped():
             found = next(each for each in readings if each.get("unreachable"))
             assert found["trouble"] == "shard 1 cannot be reached, so its figures are missing"
-            _check_status(processes, url, run)
+            assert found["unreachable"] == {"1": HANGS}, "the reading waited for the shard"
+            assert _check_status(processes, url, run) == HANGS
             later = next(each for each in readings if each.get("rounds", 0) > found["rounds"] + 4)
             assert later["unreachable"], "the run goes on without the shard"
         next(each for each in readings if each.get("unreachable") == {} and each["balanced"])
@@ -168,14 +172,15 @@ def test_status_goes_on_while_the_node_of_a_shard_is_away(processes: Processes, 
         cluster.end()
 
 
-def _check_status(processes: Processes, url: str, run: str) -> None:
-    """Assert that `status` shows the run, and names shard 1 as one that cannot be reached."""
+def _check_status(processes: Processes, url: str, run: str) -> str:
+    """Assert that `status` shows the run, and names shard 1 as one that cannot be reached. Return why."""
     process = processes.start("status", url, "--run", run, "--json")
     found = json.loads(process.communicate()[0])
     assert process.returncode == 1
     assert found["problems"][0]["code"] == "shard.unreachable"
     assert found["problems"][0]["text"].startswith("Shard 1 cannot be reached")
     assert (found["known"], found["rounds"] > 0) == (1, True)
+    return str(found["unreachable"]["1"])
 
 
 def _training(processes: Processes, url: str, run: str, until: Until) -> tuple[Watcher, subprocess.Popen[str]]:

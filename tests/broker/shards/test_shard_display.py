@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
@@ -50,14 +51,27 @@ class Shard:
 
 
 class Reading:
-    """A reader of two shards on a clock of the test. Its attempts wait until the test runs them."""
+    """A reader of two shards on a clock of the test. While shard 1 hangs, attempts wait until the test runs them."""
 
     def __init__(self) -> None:
-        self.now = 100.0
+        self.now, self.hangs = 100.0, False
         self.home, self.other = Shard(1), Shard(20)
         self.attempts: list[Callable[[], None]] = []
         readers = [cast(ReaderClient, shard) for shard in (self.home, self.other)]
-        self.reader = DisplayReader(readers, MANIFEST, lambda: self.now, self.attempts.append)
+        self.reader = DisplayReader(readers, MANIFEST, lambda: self.now, self._aside, 0.0)
+
+    def _aside(self, attempt: Callable[[], None]) -> None:
+        if self.hangs:
+            self.attempts.append(attempt)
+        else:
+            attempt()
+
+    def answer(self) -> None:
+        """Let shard 1 answer what it was asked."""
+        self.hangs = False
+        for attempt in self.attempts:
+            attempt()
+        self.attempts.clear()
 
     def merged(self) -> int:
         return self.reader.books().merged
@@ -73,6 +87,7 @@ def away(reading: Reading) -> Reading:
     """A reader that has found shard 1 away."""
     reading.other.error = UnreachableError("it does not answer")
     assert reading.merged() == 1
+    reading.hangs = True
     return reading
 
 
@@ -101,11 +116,44 @@ def test_only_one_call_waits_for_a_shard_that_is_away(away: Reading) -> None:
     assert away.attempts == [], "the shard was asked again too early"
 
 
+def test_no_call_waits_until_a_shard_that_hangs_answers(reading: Reading) -> None:
+    reading.hangs = True
+    assert (reading.merged(), reading.reader.away) == (1, {1: "its server has not answered for 0 s"})
+    reading.now += 10 * RETRY_SECONDS
+    assert reading.merged() == 1
+    assert len(reading.attempts) == 1, "it was asked again before it had answered"
+    reading.answer()
+    assert (reading.merged(), reading.reader.away) == (21, {})
+
+
+def test_a_shard_that_hangs_and_is_lost_is_asked_again_later(reading: Reading) -> None:
+    reading.hangs, reading.other.error = True, UnreachableError("it timed out")
+    assert reading.merged() == 1
+    reading.answer()
+    assert (reading.merged(), reading.reader.away) == (1, {1: "it timed out"})
+    reading.other.error = None
+    reading.now += RETRY_SECONDS
+    assert reading.merged() == 1, "the call that asks again does not wait"
+    assert reading.merged() == 21
+
+
+def test_all_shards_are_asked_at_the_same_time() -> None:
+    class Waiting(Shard):
+        """A shard that answers when the other one is asked, too."""
+
+        def _call(self) -> None:
+            both.wait()
+
+    both = threading.Barrier(2)
+    readers = [cast(ReaderClient, Waiting(1)), cast(ReaderClient, Waiting(20))]
+    assert DisplayReader(readers, MANIFEST, patience_seconds=60.0).books().merged == 21
+
+
 def test_a_shard_that_answers_again_is_read_again(away: Reading) -> None:
     away.other.error = None
     away.now += RETRY_SECONDS
     assert away.merged() == 1
-    away.attempts[0]()
+    away.answer()
     assert (away.merged(), away.reader.away) == (21, {})
 
 
@@ -113,7 +161,7 @@ def test_a_shard_that_answers_with_an_error_is_not_away(away: Reading) -> None:
     away.other.error = BrokerError("it does not permit this")
     away.now += RETRY_SECONDS
     away.merged()
-    away.attempts[0]()
+    away.answer()
     with pytest.raises(BrokerError, match="does not permit"):
         away.merged()
 
