@@ -153,7 +153,7 @@ class Lease:
         forgotten a part of what this merger has read and written there, though it has the epoch and the round.
 
         Args:
-            reads: Commands whose raw answers are yielded, too; None for those that name a key of another type.
+            reads: Commands whose raw answers are yielded, too.
             epoch: The epoch of this merger.
             after_round: The round; None checks only the epoch.
             needed: Keys that must exist.
@@ -184,8 +184,9 @@ class Lease:
         names_instance = bool(rounds or needed) and self._connection.has_info
         info = [("INFO", section) for section in INSTANCE if names_instance]
         there = [("EXISTS", *needed)] if needed else []
-        found = asked_together(connection, [("GET", self._keys.epoch), *rounds, *info, *there, *reads])
-        answers = iter([_value(answer) for answer in found])
+        checks = [("GET", self._keys.epoch), *rounds, *info, *there]
+        found = asked_together(connection, [*checks, *reads])
+        answers = iter([_value(answer) for answer in found[: len(checks)]])
         if next(answers) != self.mark(epoch):
             raise DisturbedError
         if after_round is not None:
@@ -194,7 +195,10 @@ class Lease:
             self._require_same_instance(islice(answers, len(info)))
         if needed and next(answers) < len(needed):
             raise self._forgotten("a part of what was uploaded is gone from {}")
-        return list(answers)
+        for answer in found[len(checks) :]:
+            if isinstance(answer, redis.ResponseError):
+                raise answer
+        return found[len(checks) :]
 
     def _heads_of(self, number: int | None) -> Sequence[str]:
         """Return the keys that may hold the last round of the fragment of a round. Earlier versions had no heads."""

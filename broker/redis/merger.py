@@ -194,7 +194,7 @@ class RedisMerger:
             self._announce(pipe, epoch, commit.snapshot)
         failpoint("commit.done")
 
-    def _merge(self, pipe: Any, commit: Commit, found: Mapping[str, FoundEntry], books: Sequence[Any] | None) -> None:
+    def _merge(self, pipe: Any, commit: Commit, found: Mapping[str, FoundEntry], books: Sequence[Any]) -> None:
         """Acknowledge merged entries, delete entries that are no longer needed, and update the books."""
         fresh = dict.fromkeys(entry for entry in commit.entries if found[entry].raw is not None)
         for key, ids in by_stream(commit.entries, self._keys.updates).items():
@@ -209,9 +209,9 @@ class RedisMerger:
         """Return the command that reads the counters. Only the merger that holds the lease changes them."""
         return ("HMGET", self._keys.books, *COUNTED)
 
-    def _count(self, pipe: Any, books: Sequence[Any] | None, counts: Mapping[str, int]) -> None:
+    def _count(self, pipe: Any, books: Sequence[Any], counts: Mapping[str, int]) -> None:
         """Add to the counters that were read. They stop at COUNT_MAX, beyond which no process could read them."""
-        named = zip(COUNTED, books or (), strict=bool(books))
+        named = zip(COUNTED, books, strict=True)
         before, _ = counts_in({name: value.decode("utf-8", "replace") for name, value in named if value})
         after = {name: min(COUNT_MAX, before.get(name, 0) + count) for name, count in counts.items()}
         pipe.hset(self._keys.books, mapping=after)

@@ -686,6 +686,17 @@ def test_what_another_instance_may_have_forgotten_is_not_built_on(
     transport.merger.compact(epoch + 1, placed, after_round=1)
 
 
+def test_a_commit_without_readable_books_writes_nothing(transport: RedisTransport, raw: Any, epoch: int) -> None:
+    """Redis undoes no transaction of which one command fails, so it must not begin."""
+    books = transport.connection.keys.books
+    raw.delete(books)
+    raw.rpush(books, "x")
+    with pytest.raises(BrokerError):
+        transport.merger.commit(epoch, samples.commit([], b"", difference=b"one", log="{}", after_round=0))
+    assert transport.reader.tape(1) == []
+    assert transport.reader.difference(0, 1) is None
+
+
 def test_a_commit_takes_few_round_trips(transport: RedisTransport, epoch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A merger that is far from its Redis waits for each of them."""
     entries = [transport.island.publish(samples.contribution(sequence=n), b"payload") for n in range(3)]
