@@ -57,6 +57,13 @@ MEMORY_SHARE_MAX = 0.8
 STANDBY_SECONDS = 10.0
 #: The id before the first event of a run.
 START = "0-0"
+
+
+def is_unknown(holder: str) -> bool:
+    """Return False: it is not known whether a merger has ended."""
+    return False
+
+
 #: Called with a payload as far as it has arrived, which is how far it can be decoded.
 Arrived = Callable[[memoryview], None]
 
@@ -506,8 +513,11 @@ class Placed(Protocol):
 class MergerClient(Protocol):
     """The client of a merger. A write with an epoch that is not the newest raises FencedError."""
 
-    def acquire(self, holder: str, seconds: float) -> int | None:
-        """Take the lease if it is free or already held by `holder`. Returns a new epoch, or None."""
+    def acquire(self, holder: str, seconds: float, is_gone: Callable[[str], bool] = is_unknown) -> int | None:
+        """Take the lease if it is free, already held by `holder`, or held by a merger of which `is_gone` is true.
+
+        Returns a new epoch, or None.
+        """
         ...
 
     def renew(self, epoch: int, holder: str, seconds: float) -> None:

@@ -29,7 +29,7 @@ from archipelago.broker.process import (
 )
 from archipelago.broker.shards.transport import of_shard, whole
 from archipelago.broker.transport import ReaderTransport
-from archipelago.merger.standby import merger_name
+from archipelago.merger.standby import has_ended_here, merger_name
 from archipelago.merger.storage import KEEP, MergerFolder
 
 LINGER_SECONDS = 0.5
@@ -121,6 +121,7 @@ def main(options: MergerOptions) -> int:
             on_round=telemetries[shard].closed,
             threads=options.threads,
             restart_seconds=options.restart_seconds,
+            is_gone=has_ended_here,
             beside=in_background,
         )
         mergers.append(awaited(make))

@@ -19,7 +19,7 @@ import numpy as np
 from archipelago.broker.control import STEPS
 from archipelago.broker.errors import UnreachableError
 from archipelago.broker.messages import Call, Contribution, Resume, Snapshot, TapeEntry
-from archipelago.broker.transport import START, Commit, Delivery, MergerTransport
+from archipelago.broker.transport import START, Commit, Delivery, MergerTransport, is_unknown
 from archipelago.broker.wire import encoded, payload_bytes_max
 from archipelago.merger import claims
 from archipelago.merger.admission import AHEAD, Inbox
@@ -93,6 +93,7 @@ class Merger:
         on_round: Called with the tape entry and the snapshot after each commit.
         threads: The threads that change spectra; 0 for the default (`merger.spectra`).
         restart_seconds: How long a restart may take to merge rounds again (`merger.compaction`).
+        is_gone: Returns whether another merger has ended, given its name, so that its lease need not expire first.
         beside: Runs what is done beside the rounds; by default there are no threads, as in virtual time.
     """
 
@@ -109,6 +110,7 @@ class Merger:
         on_round: OnRound = _ignore_round,
         threads: int = 0,
         restart_seconds: float = RESTART_SECONDS,
+        is_gone: Callable[[str], bool] = is_unknown,
         beside: Beside = in_virtual_time,
     ) -> None:
         self.transport = transport
@@ -116,7 +118,7 @@ class Merger:
         self.holder = holder or uuid.uuid4().hex[:12]
         self.live_poll_seconds = live_poll_seconds
         self.linger_seconds = linger_seconds
-        self.lease_seconds = lease_seconds
+        self.lease_seconds, self._is_gone = lease_seconds, is_gone
         self.manifest = transport.reader.manifest()
         self.config = self.manifest.config
         self.epoch = 0
@@ -157,7 +159,7 @@ class Merger:
 
     def acquire(self) -> bool:
         """Take the lease if it is free. Nothing may be written without it."""
-        epoch = self.transport.merger.acquire(self.holder, self.lease_seconds)
+        epoch = self.transport.merger.acquire(self.holder, self.lease_seconds, self._is_gone)
         if epoch is not None:
             self.epoch = epoch
             self._renewed_at = self.clock()

@@ -1,19 +1,30 @@
-"""A standby: a merger that waits for the lease. It says who serves the run, and is listed in `status`."""
+"""A standby: a merger that waits for the lease. It says who serves the run, and is listed in `status`.
+
+A merger's name says where it runs. So a merger on the same machine sees when that process has ended, and takes the
+lease at once. Mergers elsewhere wait until it expires.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import platform
 import re
 import uuid
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import psutil
 
 from archipelago.broker.errors import BrokerError, UnreachableError
 from archipelago.broker.transport import STANDBY_SECONDS, MergerStatus, MergerTransport
 
 ANNOUNCE_SECONDS = STANDBY_SECONDS / 5
 HOST_MAX = 40
+_BOOT, _NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+_NAME = re.compile(r".*-(?P<pid>[0-9]{1,10})-(?P<numbering>[0-9a-f]{8})-[0-9a-f]{6}")
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +32,33 @@ log = logging.getLogger(__name__)
 def merger_name() -> str:
     """Return a name for the lease that tells people where this process runs, and that no other process has."""
     host = re.sub(r"[^A-Za-z0-9]+", "-", platform.node().partition(".")[0]).strip("-")[:HOST_MAX]
-    return f"{host or 'merger'}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+    return "-".join([host or "merger", str(os.getpid()), *filter(None, [numbering()]), uuid.uuid4().hex[:6]])
+
+
+def has_ended_here(name: str) -> bool:
+    """Return whether the merger of that name was a process of this machine and has ended. Unknown names are False."""
+    found = _NAME.fullmatch(name)
+    if not found or found["numbering"] != numbering():
+        return False
+    try:
+        return psutil.Process(int(found["pid"])).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+    except (psutil.Error, OverflowError):
+        return False
+
+
+@cache
+def numbering() -> str:
+    """Return eight digits for what numbers the processes here: a start of the machine, and in it a container or none.
+
+    Host names would not do, because containers and copied machines share them. Empty where the system does not tell.
+    """
+    try:
+        parts = _BOOT.read_text(encoding="ascii"), str(_NAMESPACE.readlink())
+    except (OSError, ValueError):
+        return ""
+    return hashlib.sha256("".join(parts).encode()).hexdigest()[:8]
 
 
 class Standing:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ from archipelago.broker.transport import (
     Compaction,
     Delivery,
     Repair,
+    is_unknown,
 )
 
 
@@ -36,11 +37,11 @@ class MemoryMerger:
         self._holder, self._epoch = "", 0
         self._instance = ""
 
-    def acquire(self, holder: str, seconds: float) -> int | None:
+    def acquire(self, holder: str, seconds: float, is_gone: Callable[[str], bool] = is_unknown) -> int | None:
         now = self._broker.clock()
         with self._broker.opened(self._run) as run:
             owner, until = run.lease
-            if owner != holder and until > now:
+            if owner != holder and until > now and not is_gone(owner):
                 return None
             run.lease = (holder, now + seconds)
             self._holder, self._epoch = holder, max(self._epoch, run.epoch[0]) + 1

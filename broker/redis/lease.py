@@ -33,6 +33,7 @@ from archipelago.broker.redis.connection import INSTANCE, DisturbedError, RedisC
 from archipelago.broker.redis.failures import is_full
 from archipelago.broker.redis.replies import epoch_in, epoch_mark, info_in
 from archipelago.broker.redis.stored_run import StoredRun
+from archipelago.broker.transport import is_unknown
 
 #: No merger takes a lease for longer. A lease without an end, or with a later one, was not written by a merger.
 LEASE_SECONDS_MAX = 24 * 3600
@@ -58,11 +59,11 @@ class Lease:
         self._epoch = 0
         self._instance = ""
 
-    def acquire(self, holder: str, seconds: float) -> int | None:
+    def acquire(self, holder: str, seconds: float, is_gone: Callable[[str], bool] = is_unknown) -> int | None:
         self._stored.require()
         try:
             with self._connection.watching(self._keys.lease, self._keys.epoch) as pipe:
-                if self._is_held_by_another(pipe, holder):
+                if self._is_held_by_another(pipe, holder, is_gone):
                     return None
                 epoch = self._next_epoch(pipe)
                 failpoint("acquire.before")
@@ -77,9 +78,9 @@ class Lease:
         failpoint("acquire.done")
         return epoch
 
-    def _is_held_by_another(self, pipe: Any, holder: str) -> bool:
+    def _is_held_by_another(self, pipe: Any, holder: str, is_gone: Callable[[str], bool]) -> bool:
         owner = _read(lambda: pipe.get(self._keys.lease))
-        if owner is None or owner == holder.encode():
+        if owner is None or owner == holder.encode() or is_gone(owner.decode("utf-8", "replace")):
             return False
         return 0 <= int(pipe.pttl(self._keys.lease)) <= LEASE_SECONDS_MAX * 1000
 

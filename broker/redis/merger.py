@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from archipelago.broker.corpus_shards import cursor_text
@@ -36,7 +36,7 @@ from archipelago.broker.redis.standbys import Standbys
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import FoundEntry, UpdatesStreams, by_stream
 from archipelago.broker.signing import Signing
-from archipelago.broker.transport import START, Commit, Compaction, Delivery, Repair
+from archipelago.broker.transport import START, Commit, Compaction, Delivery, Repair, is_unknown
 
 #: The fields of `Books` that mergers count. The others are counted in the streams.
 COUNTED = ("merged", "merged_tokens", "refused", "refused_tokens", "bytes_up")
@@ -82,9 +82,9 @@ class RedisMerger:
     def _signing(self) -> Signing:
         return self._connection.signing
 
-    def acquire(self, holder: str, seconds: float) -> int | None:
+    def acquire(self, holder: str, seconds: float, is_gone: Callable[[str], bool] = is_unknown) -> int | None:
         self._require_key()
-        return self.lease.acquire(holder, seconds)
+        return self.lease.acquire(holder, seconds, is_gone)
 
     def _require_key(self) -> None:
         """Raise ConfigError if the members of the run sign what they send, and this process cannot sign as a merger."""

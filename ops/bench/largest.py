@@ -121,7 +121,7 @@ def predict(parameters: int, fragments: int, islands: int, slowness: float) -> P
         ISLANDS_BASE + ISLAND_FRAGMENT_BYTES * islands * math.ceil(parameters / fragments),
         slowness * (START_SECONDS + LOAD_SECONDS * full),
         again,
-        takeover_seconds(full, slowness) + again,
+        takeover_seconds(full, slowness, lease_seconds=0.0) + again,  # the next merger runs on the same machine
         expected,
     )
 
@@ -267,5 +267,13 @@ def _serve(pipe: Connection, url: str) -> None:
     from archipelago.merger.beside import in_background
     from archipelago.merger.service import Merger
     from archipelago.merger.serving import serve
+    from archipelago.merger.standby import has_ended_here, merger_name
 
-    serve(Merger(connect(url, RUN), lease_seconds=LEASE_SECONDS, beside=in_background), pipe.poll)
+    merger = Merger(
+        connect(url, RUN),
+        holder=merger_name(),
+        lease_seconds=LEASE_SECONDS,
+        is_gone=has_ended_here,
+        beside=in_background,
+    )
+    serve(merger, pipe.poll)

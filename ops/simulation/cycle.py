@@ -32,7 +32,8 @@ ROUND_SECONDS: Final = 10e-3
 #: A merger that starts: load its programs and compile; then read each byte from Redis, check and decode it.
 START_SECONDS: Final = 1.7
 LOAD_SECONDS: Final = 1.2e-9
-#: It cannot load before the lease of its predecessor has ended (`archipelago merger --lease-seconds`).
+#: It cannot load before the lease of its predecessor has ended (`archipelago merger --lease-seconds`), unless that one
+#: ran on the same machine.
 LEASE_SECONDS: Final = 5.0
 #: Bytes of a Redis that holds no run.
 REDIS_BASE: Final = 9_000_000
@@ -125,9 +126,9 @@ def merging_seconds(elements: int, rounds: int, islands: int) -> float:
     return ROUND_SECONDS * rounds + (ADD_SECONDS * islands + CLOSE_SECONDS) * elements
 
 
-def takeover_seconds(loaded_bytes: int, slowness: float) -> float:
+def takeover_seconds(loaded_bytes: int, slowness: float, lease_seconds: float = LEASE_SECONDS) -> float:
     """Return the time from a merger's end until another one, which starts then, has loaded full states of that size."""
-    return max(LEASE_SECONDS, slowness * START_SECONDS) + slowness * LOAD_SECONDS * loaded_bytes
+    return max(lease_seconds, slowness * START_SECONDS) + slowness * LOAD_SECONDS * loaded_bytes
 
 
 def _longest_restart_seconds(

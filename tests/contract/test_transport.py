@@ -117,6 +117,14 @@ def gone(entry: str) -> Delivery:
     return Delivery(entry, None, b"", "the entry is gone")
 
 
+def test_the_lease_of_a_merger_that_is_gone_is_free(transport: Transport) -> None:
+    first = transport.merger.acquire("dead", 60.0)
+    assert first is not None
+    assert transport.merger.acquire("other", 60.0, {"living"}.__contains__) is None
+    assert transport.merger.acquire("other", 60.0, {"dead"}.__contains__) == first + 1
+    assert transport.merger.acquire("third", 60.0, {"dead"}.__contains__) is None
+
+
 def test_a_run_that_was_not_created_is_unknown(connections: Connect) -> None:
     transport = connections()
     with pytest.raises(UnknownRunError):
