@@ -59,8 +59,8 @@ STANDBY_SECONDS = 10.0
 START = "0-0"
 
 
-def is_unknown(holder: str) -> bool:
-    """Return False: it is not known whether a merger has ended."""
+def never_gone(holder: str) -> bool:
+    """Return False, for who cannot tell whether another merger has ended."""
     return False
 
 
@@ -513,7 +513,7 @@ class Placed(Protocol):
 class MergerClient(Protocol):
     """The client of a merger. A write with an epoch that is not the newest raises FencedError."""
 
-    def acquire(self, holder: str, seconds: float, is_gone: Callable[[str], bool] = is_unknown) -> int | None:
+    def acquire(self, holder: str, seconds: float, is_gone: Callable[[str], bool] = never_gone) -> int | None:
         """Take the lease if it is free, already held by `holder`, or held by a merger of which `is_gone` is true.
 
         Returns a new epoch, or None.

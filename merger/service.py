@@ -19,7 +19,7 @@ import numpy as np
 from archipelago.broker.control import STEPS
 from archipelago.broker.errors import UnreachableError
 from archipelago.broker.messages import Call, Contribution, Resume, Snapshot, TapeEntry
-from archipelago.broker.transport import START, Commit, Delivery, MergerTransport, is_unknown
+from archipelago.broker.transport import START, Commit, Delivery, MergerTransport, never_gone
 from archipelago.broker.wire import encoded, payload_bytes_max
 from archipelago.merger import claims
 from archipelago.merger.admission import AHEAD, Inbox
@@ -110,7 +110,7 @@ class Merger:
         on_round: OnRound = _ignore_round,
         threads: int = 0,
         restart_seconds: float = RESTART_SECONDS,
-        is_gone: Callable[[str], bool] = is_unknown,
+        is_gone: Callable[[str], bool] = never_gone,
         beside: Beside = in_virtual_time,
     ) -> None:
         self.transport = transport

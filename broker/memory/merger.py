@@ -25,7 +25,7 @@ from archipelago.broker.transport import (
     Compaction,
     Delivery,
     Repair,
-    is_unknown,
+    never_gone,
 )
 
 
@@ -37,7 +37,7 @@ class MemoryMerger:
         self._holder, self._epoch = "", 0
         self._instance = ""
 
-    def acquire(self, holder: str, seconds: float, is_gone: Callable[[str], bool] = is_unknown) -> int | None:
+    def acquire(self, holder: str, seconds: float, is_gone: Callable[[str], bool] = never_gone) -> int | None:
         now = self._broker.clock()
         with self._broker.opened(self._run) as run:
             owner, until = run.lease

@@ -33,7 +33,7 @@ from archipelago.broker.redis.connection import INSTANCE, DisturbedError, RedisC
 from archipelago.broker.redis.failures import is_full
 from archipelago.broker.redis.replies import epoch_in, epoch_mark, info_in
 from archipelago.broker.redis.stored_run import StoredRun
-from archipelago.broker.transport import is_unknown
+from archipelago.broker.transport import never_gone
 
 #: No merger takes a lease for longer. A lease without an end, or with a later one, was not written by a merger.
 LEASE_SECONDS_MAX = 24 * 3600
@@ -59,7 +59,7 @@ class Lease:
         self._epoch = 0
         self._instance = ""
 
-    def acquire(self, holder: str, seconds: float, is_gone: Callable[[str], bool] = is_unknown) -> int | None:
+    def acquire(self, holder: str, seconds: float, is_gone: Callable[[str], bool] = never_gone) -> int | None:
         self._stored.require()
         try:
             with self._connection.watching(self._keys.lease, self._keys.epoch) as pipe:

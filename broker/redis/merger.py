@@ -36,7 +36,7 @@ from archipelago.broker.redis.standbys import Standbys
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import FoundEntry, UpdatesStreams, by_stream
 from archipelago.broker.signing import Signing
-from archipelago.broker.transport import START, Commit, Compaction, Delivery, Repair, is_unknown
+from archipelago.broker.transport import START, Commit, Compaction, Delivery, Repair, never_gone
 
 #: The fields of `Books` that mergers count. The others are counted in the streams.
 COUNTED = ("merged", "merged_tokens", "refused", "refused_tokens", "bytes_up")
@@ -82,7 +82,7 @@ class RedisMerger:
     def _signing(self) -> Signing:
         return self._connection.signing
 
-    def acquire(self, holder: str, seconds: float, is_gone: Callable[[str], bool] = is_unknown) -> int | None:
+    def acquire(self, holder: str, seconds: float, is_gone: Callable[[str], bool] = never_gone) -> int | None:
         self._require_key()
         return self.lease.acquire(holder, seconds, is_gone)
 
