@@ -20,13 +20,15 @@ NAME = "from archipelago.merger.standby import merger_name; print(merger_name(),
 pytestmark = pytest.mark.skipif(not numbering(), reason="this system does not tell what numbers its processes")
 
 
-def name_of_a_dead_one() -> str:
+@pytest.fixture(scope="module")
+def dead() -> str:
+    """The name of a merger that has ended."""
     done = subprocess.run([sys.executable, "-c", NAME], capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
 
-def test_a_process_that_has_ended_is_told_from_one_that_lives() -> None:
-    assert has_ended_here(name_of_a_dead_one())
+def test_a_process_that_has_ended_is_told_from_one_that_lives(dead: str) -> None:
+    assert has_ended_here(dead)
     assert not has_ended_here(merger_name()), "this process lives"
 
 
@@ -42,9 +44,8 @@ def test_a_killed_process_has_ended_before_its_parent_takes_note(until: Until) -
 
 @pytest.mark.parametrize("changed", ["another machine", "another container", "no system that tells"])
 def test_processes_that_are_numbered_elsewhere_are_unknown(
-    changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    changed: str, dead: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dead = name_of_a_dead_one()
     if changed == "another container":
         (tmp_path / "pid").symlink_to("pid:[1]")
         monkeypatch.setattr(standby, "_NAMESPACE", tmp_path / "pid")
@@ -66,13 +67,13 @@ def test_other_names_are_unknown(name: str) -> None:
     assert not has_ended_here(name)
 
 
-def test_the_lease_of_a_dead_merger_is_taken_at_once_and_its_epoch_has_ended() -> None:
+def test_the_lease_of_a_dead_merger_is_taken_at_once_and_its_epoch_has_ended(dead: str) -> None:
     run = MergerRun()
-    dead = run.merger(name_of_a_dead_one())
+    before = run.merger(dead)
     elsewhere = Merger(run.broker.connect("sample"), run.clock, "elsewhere")
     assert not elsewhere.acquire()
     here = Merger(run.broker.connect("sample"), run.clock, merger_name(), is_gone=has_ended_here)
     assert here.acquire()
-    assert here.epoch == dead.epoch + 1
+    assert here.epoch == before.epoch + 1
     third = Merger(run.broker.connect("sample"), run.clock, merger_name(), is_gone=has_ended_here)
     assert not third.acquire(), "the one that serves now lives"
