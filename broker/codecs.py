@@ -35,7 +35,8 @@ SPARSE = "top3"
 TOP_UNITS, TOP_LARGE = np.float32(4096), 2458
 #: A float32 from which on whole numbers are one apart. Its lowest four bits are those of 8.
 ROUNDER = np.float32(1.5 * 2**23 + 8)
-#: Elements that numpy encodes at a time, so that intermediate arrays fit the cache. A multiple of every block size.
+#: Elements that numpy encodes or decodes at a time, so that intermediate arrays fit the cache. A multiple of every
+#: block size.
 PIECE = 32 * TOP_BLOCK
 #: JAX on a CPU takes arrays without a copy that begin at a multiple of this number of bytes.
 ALIGNMENT = 64
@@ -76,12 +77,20 @@ class Codec(NamedTuple):
                     part[first : first + found.size] = found
         return body_of(tuple(parts))
 
-    def parts_of(self, body: bytes | memoryview, elements: int) -> tuple[Any, ...]:
-        """Return the arrays in a body of exactly `encoded_size(elements)` bytes, without a copy where possible."""
+    def parts_of(
+        self, body: bytes | memoryview, elements: int, start: int = 0, end: int | None = None
+    ) -> tuple[Any, ...]:
+        """Return the arrays in a body of `encoded_size(elements)` bytes, without a copy where possible.
+
+        They are those of the elements from `start` to `end`, by default of all. `start` is a multiple of `block`.
+        """
         parts, at = [], 0
-        for size, kind in self.layout(elements):
-            parts.append(np.frombuffer(body, np.dtype(kind).newbyteorder("<"), size, at).astype(kind, copy=False))
-            at += parts[-1].nbytes
+        cuts = zip(*map(self.layout, (start, elements if end is None else end, elements)), strict=True)
+        for (first, kind), (last, _), (size, _) in cuts:
+            width = np.dtype(kind).itemsize
+            part = np.frombuffer(body, np.dtype(kind).newbyteorder("<"), last - first, at + first * width)
+            parts.append(part.astype(kind, copy=False))
+            at += size * width
         return tuple(parts)
 
     def decode(self, body: bytes | memoryview, elements: int, base_N: Vector | None = None) -> Vector:
@@ -100,16 +109,10 @@ class Codec(NamedTuple):
             base_N: The values are added to it, if it is given.
             values_N: The vector that is decoded.
         """
-        end, parts, at = min(start + PIECE, values_N.size), [], 0
-        cuts = zip(*map(self.layout, (start, end, values_N.size)), strict=True)
-        for (first, kind), (last, _), (size, _) in cuts:
-            width = np.dtype(kind).itemsize
-            part = np.frombuffer(body, np.dtype(kind).newbyteorder("<"), last - first, at + first * width)
-            parts.append(part.astype(kind, copy=False))
-            at += size * width
-        piece = values_N[start:end]
+        end = min(start + PIECE, values_N.size)
+        parts, piece = self.parts_of(body, values_N.size, start, end), values_N[start:end]
         with np.errstate(all="ignore"):  # a hostile body may hold any scale, so callers check for NaN
-            found = self.restore(tuple(parts), end - start, np)
+            found = self.restore(parts, end - start, np)
             piece[:] = found if base_N is None else base_N[start:end] + found
         return piece
 

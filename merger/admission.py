@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 from archipelago.broker.control import steered
 from archipelago.broker.corpus_shards import SHARDS_MAX, advanced, parse_places
@@ -20,10 +19,9 @@ from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import MERGED_MAX, Contribution, Refusal
 from archipelago.broker.transport import Delivery, MergerTransport
-from archipelago.broker.wire import Body
 from archipelago.merger import claims
 from archipelago.merger.beside import Spawn, at_once
-from archipelago.merger.round_merge import WAITING_MAX, RoundMerge, RoundSum
+from archipelago.merger.round_merge import WAITING_MAX, Opened, RoundMerge, RoundSum
 from archipelago.merger.state import FragmentState, RunState
 from archipelago.merger.steering import EXPELLED
 
@@ -96,14 +94,6 @@ def _fault_of_places(data: str, shards: int) -> str:
         return error.reason
     beyond = [place.shard for place in places if int(place.shard.rpartition("/")[2]) >= shards]
     return f"shard {beyond[0]} of {shards} does not exist" if beyond else ""
-
-
-class Opened(NamedTuple):
-    """A contribution that was downloaded: its entry, its header, and its values as their codec encoded them."""
-
-    entry: str
-    contribution: Contribution
-    body: Body
 
 
 #: The contribution, or why it is refused, once it was downloaded.
@@ -218,10 +208,10 @@ class Inbox:
         Yields:
             Each contribution that was added, with the claims that the merger believes.
         """
-        for delivery, opened in self._ahead(deliveries, state):
+        for delivery, opening in self._ahead(deliveries, state):
             reason = self._reason(delivery, state)
-            if reason is None and delivery.entry not in self._entries:
-                added = self._add(opened.result() if opened else self._open(delivery), state, fragments)
+            if reason is None and opening is not None and delivery.entry not in self._entries:
+                added = self._add(opening.result(), state, fragments)
                 if isinstance(added, Contribution):
                     yield added
                     continue
@@ -261,11 +251,8 @@ class Inbox:
 
     def _open(self, delivery: Delivery) -> Opened | Reason:
         """Download and check the payload of a delivery, and return it, or why it is refused."""
-        delivery = delivery.with_payload()
-        if delivery.contribution is None or delivery.fault:
-            return Reason("unreadable", delivery.fault)
         try:
-            return Opened(delivery.entry, delivery.contribution, self.rules.body_of(delivery))
+            return self.rules.opened(delivery.with_payload())
         except WireError as error:
             return Reason(error.code, error.reason)
 

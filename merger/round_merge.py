@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +70,14 @@ class Addend:
     path: float
     weight: float = field(compare=False)
     body: Body = field(compare=False, repr=False)
+
+
+class Opened(NamedTuple):
+    """A contribution that was downloaded: its entry, its header, and its values as their codec encoded them."""
+
+    entry: str
+    contribution: Contribution
+    body: Body
 
 
 class RoundSum:
@@ -242,12 +250,10 @@ class RoundMerge:
 
     def add(self, round_sum: RoundSum, delivery: Delivery) -> None:
         """Add a delivery to the sum. Raises WireError, and adds nothing, when its payload is not as announced."""
-        body = self.body_of(delivery)
-        assert delivery.contribution is not None  # noqa: S101 - it has a body
-        round_sum.add(delivery.entry, delivery.contribution, body)
+        round_sum.add(*self.opened(delivery))
 
-    def body_of(self, delivery: Delivery) -> Body:
-        """Return what a delivery's payload holds, as it is encoded. Raises WireError if it is not as announced."""
+    def opened(self, delivery: Delivery) -> Opened:
+        """Return what a delivery holds. Raises WireError when its payload is not as announced."""
         contribution, payload = delivery.contribution, delivery.payload
         if contribution is None or delivery.fault:
             raise WireError(delivery.fault or "the entry cannot be read", code="unreadable")
@@ -255,7 +261,8 @@ class RoundMerge:
             raise WireError("the payload's digest is not the announced one", code="wire.digest")
         if len(payload) != contribution.bytes:  # the tape adds these numbers up
             raise WireError(f"the payload has {len(payload)} bytes, not {contribution.bytes}", code="wire.size")
-        return unpack_encoded(payload, self.manifest.sizes[contribution.fragment], contribution.codec)
+        body = unpack_encoded(payload, self.manifest.sizes[contribution.fragment], contribution.codec)
+        return Opened(delivery.entry, contribution, body)
 
     def close(
         self,

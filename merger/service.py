@@ -458,8 +458,8 @@ class Merger:
     def _settle(self) -> None:
         """Wait for the commit that is under way, if there is one. Raise its error if it has failed.
 
-        Rounds that are due together overlap: while one is committed, the next one is merged. Nothing else is written
-        before a commit has settled. After one that failed, the merger loads the run again.
+        Rounds that are due together overlap: while one is committed, the next one is merged. Until a commit
+        has settled, nothing else is written but renewals of the lease. After one that failed, the merger loads again.
         """
         if self._under_way is None:
             return

@@ -32,13 +32,11 @@ PAGE = 256
 NEWEST_BYTES_MAX = 256 << 20
 #: Damaged records are named once each, up to this number.
 UNREADABLE_MAX = 1000
+#: The sections of INFO that tell one instance from another.
+INSTANCE = ("server", "replication")
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-
-
-#: The sections of INFO that tell one instance from another.
-INSTANCE = ("server", "replication")
 
 
 def instance_in(server: Mapping[str, Any], replication: Mapping[str, Any]) -> str:

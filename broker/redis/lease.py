@@ -251,6 +251,4 @@ def _read(get: Callable[[], Any]) -> Any:
     try:
         return get()
     except redis.ResponseError as error:
-        if "WRONGTYPE" not in str(error):
-            raise
-        return None
+        return _value(error)

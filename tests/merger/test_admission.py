@@ -16,11 +16,11 @@ from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Contribution, Refusal
-from archipelago.broker.transport import Delivery
+from archipelago.broker.transport import Delivery, Transport
 from archipelago.merger import admission
 from archipelago.merger.admission import ANNOUNCED_MAX, Inbox, reason_to_refuse, version_after
 from archipelago.merger.round_merge import RoundMerge, new_state
-from archipelago.merger.state import RunState
+from archipelago.merger.state import FragmentState, RunState
 from tests import samples
 from tests.merger.merger_run import MergerRun, constant
 
@@ -110,17 +110,23 @@ def test_reading_positions_are_admitted_only_for_shards_that_exist(data: str) ->
     assert code or all(int(place.shard.rpartition("/")[2]) < SHARDS for place in parse_places(data))
 
 
+def begun() -> tuple[Transport, int, RoundMerge, list[FragmentState]]:
+    """Create the run. Return the connection and the epoch of its merger, its rules, and its fragments."""
+    transport = MemoryBroker().connect("sample")
+    transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
+    epoch = transport.merger.acquire("merger", 60.0)
+    assert epoch is not None
+    rules = RoundMerge.of(MANIFEST)
+    return transport, epoch, rules, [new_state(np.zeros(size, np.float32), rules.outer) for size in MANIFEST.sizes]
+
+
 def unread() -> bytes:
     raise AssertionError("the payload was downloaded")
 
 
 def test_a_contribution_refused_by_its_header_is_not_downloaded() -> None:
-    transport = MemoryBroker().connect("sample")
-    transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
-    epoch = transport.merger.acquire("merger", 60.0)
-    assert epoch is not None
-    state, rules = RunState(), RoundMerge.of(MANIFEST)
-    fragments = [new_state(np.zeros(size, np.float32), rules.outer) for size in MANIFEST.sizes]
+    transport, epoch, rules, fragments = begun()
+    state = RunState()
     expelled = {"b"}
     inbox = Inbox(transport, rules, expelled.__contains__, lambda contribution: (contribution, []))
     for contribution in (samples.contribution(codec="int8"), samples.contribution(island="b", sequence=1)):
@@ -133,12 +139,8 @@ def test_a_contribution_refused_by_its_header_is_not_downloaded() -> None:
 
 def test_the_next_contributions_are_downloaded_before_one_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "AHEAD", 2)
-    transport = MemoryBroker().connect("sample")
-    transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
-    epoch = transport.merger.acquire("merger", 60.0)
-    assert epoch is not None
-    state, rules = RunState(), RoundMerge.of(MANIFEST)
-    fragments = [new_state(np.zeros(size, np.float32), rules.outer) for size in MANIFEST.sizes]
+    transport, epoch, rules, fragments = begun()
+    state = RunState()
     done: list[str] = []
 
     def believed(contribution: Contribution) -> tuple[Contribution, list[str]]:
@@ -166,12 +168,8 @@ def test_the_next_contributions_are_downloaded_before_one_is_added(monkeypatch: 
 
 def test_dropped_contributions_are_lowered_no_more() -> None:
     """They are received again, and may be believed then."""
-    transport = MemoryBroker().connect("sample")
-    transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
-    epoch = transport.merger.acquire("merger", 60.0)
-    assert epoch is not None
-    state, rules = RunState(), RoundMerge.of(MANIFEST)
-    fragments = [new_state(np.zeros(size, np.float32), rules.outer) for size in MANIFEST.sizes]
+    transport, epoch, rules, fragments = begun()
+    state = RunState()
     expelled, factors = set[str](), [2]
 
     def believed(contribution: Contribution) -> tuple[Contribution, list[str]]:
