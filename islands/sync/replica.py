@@ -78,6 +78,7 @@ class Replica:
             part = self._part(p, tensors)
             for codec in self._codecs(reference_N.size):
                 self._measure(p, codec)(reference_N, part)
+            part = device_copy(part)  # adopting uses up its tensors
             if share is None:
                 self._adopt[p](reference_N, part, reference_N)
             else:
@@ -114,14 +115,17 @@ class Replica:
         return _padded_size(self.sizes[fragment], max(self.sizes))
 
     def adopt(self, fragment: int, tensors: Tensors, new_N: Vector) -> Tensors:
-        """Return the tensors after the fragment's snapshot was adopted by the run's rule."""
+        """Return the tensors after the fragment's snapshot was adopted by the run's rule.
+
+        The fragment's own tensors are used up: the next ones take their place in memory.
+        """
         placed_N = jax.device_put(new_N)
         part, moved_N = self._adopt[fragment](placed_N, self._part(fragment, tensors), self.references[fragment])
         self.references[fragment] = placed_N if moved_N is None else moved_N
         return {**tensors, **part}
 
     def adopt_with_moments(self, fragment: int, tensors: Tensors, new_N: Vector, share: jax.Array) -> Tensors:
-        """Return the tensors after a fragment with first moments was adopted.
+        """Return the tensors after a fragment with first moments was adopted. Its own tensors are used up.
 
         `share` is what is left of the first moments that were sent last.
         """
@@ -139,7 +143,7 @@ class Replica:
 # The caches below let all islands of one process, as in virtual time, share one compilation.
 @cache
 def _compiled_measure(rows: Rows, codec: str) -> Measure:
-    return in_steps(partial(outer_gradient, rows), codec, partial(moved, rows, codec))
+    return in_steps(partial(outer_gradient, rows), codec, partial(moved, rows, codec), reuses_memory=True)
 
 
 @cache
@@ -154,7 +158,9 @@ def _padded_measure(rows: Rows, codec: str, size: int, padded_size: int) -> Meas
     return measure
 
 
-def in_steps(cut: Callable[..., jax.Array], codec: str, move: Callable[..., Any]) -> Callable[..., tuple[Parts, Any]]:
+def in_steps(
+    cut: Callable[..., jax.Array], codec: str, move: Callable[..., Any], *, reuses_memory: bool = False
+) -> Callable[..., tuple[Parts, Any]]:
     """Return the function from references and tensors to the codec's parts and the next references.
 
     It runs three programs. In one program, XLA would find the scale of a block once for each of its elements, which
@@ -164,12 +170,18 @@ def in_steps(cut: Callable[..., jax.Array], codec: str, move: Callable[..., Any]
         cut: Returns the outer gradient, from references and tensors.
         codec: The name of the codec.
         move: Returns the next references, from references, tensors and the codec's parts.
+        reuses_memory: Whether the next references, which are one vector, take the place of the outer gradient in
+            memory. New memory of a CPU costs more time than the arithmetic.
     """
-    cutting, moving = jax.jit(cut), jax.jit(move)
+    # What `float32` sends is the outer gradient itself.
+    donated = (0,) if reuses_memory and codec != "float32" else ()
+    cutting = jax.jit(cut)
+    moving = jax.jit(lambda _, *arguments: move(*arguments), donate_argnums=donated, keep_unused=bool(donated))
 
     def measure(reference: Any, part: Tensors) -> tuple[Parts, Any]:
-        parts = _compiled_quantise(codec)(cutting(reference, part))
-        return parts, moving(reference, part, parts)
+        difference_N = cutting(reference, part)
+        parts = _compiled_quantise(codec)(difference_N)
+        return parts, moving(difference_N, reference, part, parts)
 
     return measure
 
@@ -201,14 +213,14 @@ def _compiled_settle(
 def _compiled_adopt(
     rows: Rows, config: AdoptConfig
 ) -> Callable[[jax.Array, Tensors, jax.Array], tuple[Tensors, jax.Array | None]]:
-    return jax.jit(partial(_adopt, rows, build(config).adopt))
+    return jax.jit(partial(_adopt, rows, build(config).adopt), donate_argnames="part")
 
 
 @cache
 def _compiled_adopt_with_moments(
     rows: Rows, config: AdoptConfig
 ) -> Callable[[jax.Array, Tensors, jax.Array, jax.Array], tuple[Tensors, jax.Array | None]]:
-    return jax.jit(partial(_adopt_with_moments, rows, build(config)))
+    return jax.jit(partial(_adopt_with_moments, rows, build(config)), donate_argnames="part")
 
 
 def outer_gradient(rows: Rows, reference_N: jax.Array, part: Tensors) -> jax.Array:

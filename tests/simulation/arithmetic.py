@@ -71,7 +71,7 @@ def install() -> None:
         devices=jax.devices,
         local_devices=jax.local_devices,
         tree=jax.tree,
-        jit=lambda f: f,
+        jit=lambda f, **_: f,
     )
     for module in (
         archipelago.islands.checkpoint,

@@ -123,6 +123,20 @@ def test_the_reference_moves_by_the_decoded_outer_gradient(
         assert np.asarray(replica.references[p]).tobytes() == (base_N - delta_N).tobytes()
 
 
+def test_the_next_reference_takes_the_memory_of_the_outer_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New memory costs a sync more time than its arithmetic."""
+    replica, params = begun(manifest(up="int4"), counting())
+    quantise, found = replica_module._compiled_quantise("int4"), []
+
+    def seen(difference_N: jax.Array) -> Any:
+        found.append(difference_N.unsafe_buffer_pointer())
+        return quantise(difference_N)
+
+    monkeypatch.setattr(replica_module, "_compiled_quantise", lambda codec: seen)
+    replica.measure(0, params)
+    assert found == [replica.references[0].unsafe_buffer_pointer()]
+
+
 @settings(max_examples=examples(100))
 @given(UP, st.lists(VECTORS, min_size=2, max_size=5))
 def test_no_progress_is_sent_twice_and_none_is_lost(up: str, stations: list[tuple[Vector, ...]]) -> None:
@@ -166,10 +180,18 @@ def test_the_reference_of_an_adopted_snapshot_takes_no_memory_of_its_own(rule: s
     replica, params = begun(manifest(rule), counting())
     new_N = empty_vector(SIZES[0])
     new_N[:] = 5.0
-    replica.adopt(0, params, new_N)
+    params = replica.adopt(0, params, new_N)
     assert replica.references[0].unsafe_buffer_pointer() == new_N.ctypes.data
     sent(replica, 0, params)
     assert new_N.tolist() == [5.0] * 4
+
+
+def test_adopted_parameters_take_the_memory_of_the_former_ones() -> None:
+    replica, params = begun(manifest("carry"), counting())
+    before = {name: x.unsafe_buffer_pointer() for name, x in params.items()}
+    replica.warm_up(params)  # does not use them up
+    params = replica.adopt(1, params, np.full(9, 100.0, np.float32))
+    assert {name: x.unsafe_buffer_pointer() for name, x in params.items()} == before
 
 
 def test_carry_sends_unsent_progress_with_the_next_contribution() -> None:
