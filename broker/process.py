@@ -178,8 +178,9 @@ def return_freed_memory() -> None:
     By itself it learns to keep blocks of up to 32 MiB, once for each thread. In an island, that was half of the memory
     that syncs took. The inner step's own buffers are larger, or small. The end of the heap is kept up to the same
     size: without learning, malloc would return it from 128 KiB on, at each sync, and the kernel clear it again.
+    Threads share one heap, so that none keeps what another one could use. Call this before the process starts threads.
     """
-    _mallopt({_M_MMAP_THRESHOLD: RETURNED_BYTES, _M_TRIM_THRESHOLD: RETURNED_BYTES})
+    _mallopt({_M_ARENA_MAX: 1, _M_MMAP_THRESHOLD: RETURNED_BYTES, _M_TRIM_THRESHOLD: RETURNED_BYTES})
 
 
 def _mallopt(parameters: Mapping[int, int]) -> None:
