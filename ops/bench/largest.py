@@ -36,15 +36,14 @@ from archipelago.ops.bench.process import (
 from archipelago.ops.launch.embedded_redis import start_server
 from archipelago.ops.settings import say
 from archipelago.ops.simulation.cycle import (
+    FIRST_MERGE_BYTES,
     LEASE_SECONDS,
-    LOAD_SECONDS,
-    START_SECONDS,
     Cycle,
+    again_seconds,
     cycle,
-    merging_seconds,
-    takeover_seconds,
+    loading_seconds,
 )
-from archipelago.ops.simulation.slowness import measured_slowness
+from archipelago.ops.simulation.machine import Machine, measured_machine, new_memory_seconds
 
 PARAMETERS, PARAMETERS_QUICK = 1e9, 2e7
 FRAGMENTS = 256
@@ -89,18 +88,19 @@ class Predicted:
     """What the measurement should find.
 
     Attributes:
-        slowness: The time that this machine takes for some work, over that of the machine that was measured.
+        machine: How fast this machine is.
         islands_bytes: Memory of the islands' process.
         load_seconds: Processor time of a merger that starts and loads the run.
-        again_seconds: Processor time of merging half of the rounds again.
-        restart_seconds: From the kill until the next merger has closed a round, on idle cores.
+        merge_seconds: Processor time of the mergers in the first cycle, after that.
+        restart_seconds: The same from the kill until the next merger has closed a round. Its process runs on the same
+            machine, so it does not wait for a lease.
         cycle: Memory, bytes and time of the rest.
     """
 
-    slowness: float
+    machine: Machine
     islands_bytes: int
     load_seconds: float
-    again_seconds: float
+    merge_seconds: float
     restart_seconds: float
     cycle: Cycle
 
@@ -110,18 +110,17 @@ class Predicted:
         return self.islands_bytes + self.cycle.merger_bytes + self.cycle.redis_first_bytes
 
 
-def predict(parameters: int, fragments: int, islands: int, slowness: float) -> Predicted:
-    """Predict a pass over that many parameters, on a machine of that slowness (`ops.simulation.cycle`)."""
+def predict(parameters: int, fragments: int, islands: int, machine: Machine) -> Predicted:
+    """Predict a pass over that many parameters (`ops.simulation.cycle`)."""
     config = config_of(fragments, islands)
-    expected = cycle(config, parameters, fragments, islands, checkpoints=False, slowness=slowness)
-    full = codec(config.wire.full).encoded_size(parameters)
-    again = slowness * merging_seconds(parameters // 2, fragments // 2, islands)
+    expected = cycle(config, parameters, fragments, islands, checkpoints=False, machine=machine)
+    load_seconds = loading_seconds(parameters, codec(config.wire.full).encoded_size(parameters) / parameters, machine)
     return Predicted(
-        slowness,
+        machine,
         ISLANDS_BASE + ISLAND_FRAGMENT_BYTES * islands * math.ceil(parameters / fragments),
-        slowness * (START_SECONDS + LOAD_SECONDS * full),
-        again,
-        takeover_seconds(full, slowness, lease_seconds=0.0) + again,  # the next merger runs on the same machine
+        load_seconds,
+        expected.merge_seconds + machine.seconds(0.0, FIRST_MERGE_BYTES * parameters),
+        load_seconds + again_seconds(parameters // 2, fragments // 2, islands, machine),
         expected,
     )
 
@@ -138,36 +137,45 @@ def require_room(predicted: Predicted, available: int) -> None:
         )
 
 
+def row(what: str, unit: str, measured: float, expected: float, seconds: float | str = "") -> dict[str, Any]:
+    """Return a line of the table: what was measured and predicted."""
+    ratio = measured / expected if expected else ""
+    return {"what": what, "wall seconds": seconds, "unit": unit, "measured": measured, "predicted": expected,
+            "ratio": ratio}  # fmt: skip
+
+
+def _of_new_memory(first_seconds: float, machine: Machine) -> dict[str, Any]:
+    """Compare the price of as much memory as the run takes with the price afterwards, which the prediction uses."""
+    return row(
+        "new memory when it is taken before the run", "s a GB", 1e9 * first_seconds, 1e9 * machine.new_byte_seconds
+    )
+
+
 def rows(passed: Passed, memory: _Memory, predicted: Predicted) -> list[dict[str, Any]]:
     """Return a table for people: each part with its time of day, and what was measured and predicted."""
     need, whole = predicted.cycle, passed.fragments / max(1, passed.measured_fragments)
     islands = passed.islands
 
-    def row(what: str, unit: str, measured: float, expected: float, seconds: float | str = "") -> dict[str, Any]:
-        ratio = measured / expected if expected else ""
-        return {"what": what, "wall seconds": seconds, "unit": unit, "measured": measured, "predicted": expected,
-                "ratio": ratio}  # fmt: skip
-
     def processor(what: str, part: str, expected: float, wall: Sequence[float]) -> dict[str, Any]:
-        return row(what, "processor s", whole * passed.processor_seconds[part], expected, sum(wall))
+        return row(what, "processor s", whole * passed.taken[part].seconds, expected, sum(wall))
 
     gb = 1e-9
     return [
         row(
             "the first merger starts and loads",
             "processor s",
-            passed.load_processor_seconds,
+            passed.load.seconds,
             predicted.load_seconds,
             passed.load_seconds,
         ),
         processor("publish, all islands", "publish", islands * need.publish_seconds, passed.publish_seconds),
-        processor("merge", "merger", need.merge_seconds, passed.merge_seconds),
+        processor("merge", "merger", predicted.merge_seconds, passed.merge_seconds),
         processor("adopt, all islands", "adopt", islands * need.adopt_seconds, passed.adopt_seconds),
         row(
             "the second merger starts, loads and merges again",
             "processor s",
-            passed.restart_processor_seconds,
-            predicted.load_seconds + predicted.again_seconds,
+            passed.restart.seconds,
+            predicted.restart_seconds,
         ),
         row("from the kill to the next closed round", "s", passed.restart_seconds, predicted.restart_seconds),
         row("bytes up, all islands", "GB", gb * passed.bytes_up, gb * islands * need.bytes_up),
@@ -224,8 +232,11 @@ def largest(
             f"--parameters cannot be {parameters}", "Give a number such as 2.5e8.", code="bench.parameters"
         )
     size = max(1, math.ceil(parameters / fragments))
-    predicted = predict(size * fragments, fragments, islands, measured_slowness())
-    require_room(predicted, available_bytes())
+    needed = predict(size * fragments, fragments, islands, Machine())
+    require_room(needed, available_bytes())
+    # The host of a virtual machine takes back memory that is free, and takes long to find it again.
+    first_seconds = new_memory_seconds(needed.together_bytes) / needed.together_bytes
+    predicted = predict(size * fragments, fragments, islands, measured_machine())
     memory = _Memory()
     with ExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
@@ -250,7 +261,7 @@ def largest(
     return {
         "parameters": size * fragments,
         "append_only_file": False,
-        "rows": rows(passed, memory, predicted),
+        "rows": [_of_new_memory(first_seconds, predicted.machine), *rows(passed, memory, predicted)],
         "predicted": asdict(predicted),
         "load": os.getloadavg()[0],
         "peak_bytes": memory.peaks,

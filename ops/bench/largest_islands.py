@@ -19,11 +19,12 @@ from archipelago.broker.config import MergeConfig, OuterConfig, RunConfig, SyncC
 from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.manifest import Corpus, Manifest, Tensor
 from archipelago.broker.messages import Member, Refusal, Resume, Snapshot
+from archipelago.broker.process import return_freed_memory
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Transport
 from archipelago.broker.wire import digest, pack
 from archipelago.ops.bench.players import BEAT_SECONDS, heartbeat_of
-from archipelago.ops.bench.process import cpu_seconds
+from archipelago.ops.bench.process import Taken, taken, taken_here
 
 if TYPE_CHECKING:
     from archipelago.islands.sync.connection.outbox import ContributionHeader
@@ -33,7 +34,7 @@ RUN = "bench-largest"
 T = TypeVar("T")
 #: The first step of Nesterov momentum has a formula of one line, and its state is as large as that of `scheduled`.
 RATE, MOMENTUM = 0.7, 0.9
-#: The parts whose processor time is measured: the islands' publishing and adopting, and two processes.
+#: The parts that are measured by themselves: the islands' publishing and adopting, and two processes.
 PARTS = ("publish", "adopt", "merger", "Redis")
 #: The time limit for one fragment, and for a merger to begin.
 PATIENCE_SECONDS = 600.0
@@ -51,14 +52,14 @@ class Passed:
         create_seconds: Time to create the run.
         created_bytes: Payloads of version 0.
         load_seconds: From the start of the first merger's process until it serves.
-        load_processor_seconds: Processor time of that process until then.
+        load: What that process took until then.
         restart_seconds: From the merger's kill until the next one has closed a round.
-        restart_processor_seconds: Processor time of the next one until then.
+        restart: What the next one took until then.
         publish_seconds: Per fragment, time of all islands to quantise, pack and upload, one after the other.
         merge_seconds: Per fragment, from the last acknowledgement until an island hears of the new version.
         adopt_seconds: Per fragment, time of all islands to fetch, check, decode and adopt.
-        processor_seconds: Processor time by part (PARTS).
-        measured_fragments: The number of fragments in `processor_seconds`.
+        taken: What each part took (PARTS).
+        measured_fragments: The number of fragments in `taken`.
     """
 
     fragments: int
@@ -68,20 +69,20 @@ class Passed:
     create_seconds: float = 0.0
     created_bytes: int = 0
     load_seconds: float = 0.0
-    load_processor_seconds: float = 0.0
+    load: Taken = field(default_factory=Taken)
     restart_seconds: float = 0.0
-    restart_processor_seconds: float = 0.0
+    restart: Taken = field(default_factory=Taken)
     publish_seconds: list[float] = field(default_factory=list)
     merge_seconds: list[float] = field(default_factory=list)
     adopt_seconds: list[float] = field(default_factory=list)
-    processor_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    taken: dict[str, Taken] = field(default_factory=lambda: dict.fromkeys(PARTS, Taken()))
     measured_fragments: int = 0
 
-    def add_processor_seconds(self, *of_parts: float) -> None:
-        """Add those of one fragment, in the order of PARTS."""
+    def add(self, *of_parts: Taken) -> None:
+        """Add what the parts took for one fragment, in the order of PARTS."""
         self.measured_fragments += 1
-        for part, seconds in zip(PARTS, of_parts, strict=True):
-            self.processor_seconds[part] += seconds
+        for part, one in zip(PARTS, of_parts, strict=True):
+            self.taken[part] += one
 
 
 def config_of(fragments: int, islands: int) -> RunConfig:
@@ -125,6 +126,7 @@ def pass_all(pipe: Connection, url: str, size: int, fragments: int, islands: int
     The parent receives "created", and answers with the merger's process id. Half-way it receives "half", kills the
     merger, and answers with the time of the kill and the next merger's id. At the end it receives the `Passed`.
     """
+    return_freed_memory()  # as `archipelago island` does
     passed, manifest = Passed(fragments, islands), manifest_of(size, fragments, islands)
     first_N = np.random.default_rng(0).standard_normal(size, np.float32) * np.float32(0.02)
     began = time.perf_counter()
@@ -134,7 +136,7 @@ def pass_all(pipe: Connection, url: str, size: int, fragments: int, islands: int
     pipe.send("created")
     merger, began = pipe.recv(), time.perf_counter()
     fleet.hear(Resume)
-    passed.load_seconds, passed.load_processor_seconds = time.perf_counter() - began, cpu_seconds(merger)
+    passed.load_seconds, passed.load = time.perf_counter() - began, taken(merger)
     for p in range(fragments):
         if p == fragments // 2:
             merger = fleet.passes_over_a_kill(p, passed, pipe)
@@ -159,15 +161,14 @@ class Fleet:
         """Pass fragment `p`, and note what each part took. `merger` and `redis` are process ids."""
         for island in self.islands:
             island.train()
-        before = cpu_seconds(merger), cpu_seconds(redis)
-        publish, publish_processor = _timed(self.islands, lambda island: island.publish(p))
+        before = taken(merger), taken(redis)
+        publish, published = _timed(self.islands, lambda island: island.publish(p))
         merge, _ = _timed([self], lambda fleet: fleet.hear(Snapshot))
-        adopt, adopt_processor = _timed(self.islands, lambda island: island.adopt(p))
+        adopt, adopted = _timed(self.islands, lambda island: island.adopt(p))
         passed.publish_seconds.append(publish)
         passed.merge_seconds.append(merge)
         passed.adopt_seconds.append(adopt)
-        spent = cpu_seconds(merger) - before[0], cpu_seconds(redis) - before[1]
-        passed.add_processor_seconds(publish_processor, adopt_processor, *spent)
+        passed.add(published, adopted, taken(merger) - before[0], taken(redis) - before[1])
         self.require_merged(p)
 
     def passes_over_a_kill(self, p: int, passed: Passed, pipe: Connection) -> int:
@@ -182,7 +183,7 @@ class Fleet:
             island.publish(p)
         self.hear(Snapshot)
         passed.restart_seconds = time.monotonic() - killed_at
-        passed.restart_processor_seconds = cpu_seconds(merger)
+        passed.restart = taken(merger)
         for island in self.islands:
             island.adopt(p)
         self.require_merged(p)
@@ -261,9 +262,9 @@ class Island:
         self._replica.warm_up(self._params)
 
     def train(self) -> None:
-        """Begin with the first numbers, and move them as if by training."""
+        """Begin with the first numbers, and move them as if by training, which is complete at the end."""
         begun = self._replica.begin([self.first_N])
-        self._params = {name: x_N - self._progress_N for name, x_N in begun.items()}
+        self._params = {name: (x_N - self._progress_N).block_until_ready() for name, x_N in begun.items()}
 
     def publish(self, p: int) -> None:
         """Publish this island's contribution to fragment `p`."""
@@ -302,12 +303,12 @@ def _version_0(manifest: Manifest, p: int, first_N: Vector) -> Arrival:
     return Arrival(Snapshot(0, p, 0, 0, manifest.config.wire.full, 1, "0" * 32, merged=""), first_N)
 
 
-def _timed(actors: Sequence[T], work: Callable[[T], None]) -> tuple[float, float]:
-    """Let each do the work in turn, and return the seconds and this process's processor seconds."""
-    began, processor_began = time.perf_counter(), time.process_time()
+def _timed(actors: Sequence[T], work: Callable[[T], None]) -> tuple[float, Taken]:
+    """Let each do the work in turn, and return the seconds and what this process took."""
+    began, before = time.perf_counter(), taken_here()
     for actor in actors:
         work(actor)
-    return time.perf_counter() - began, time.process_time() - processor_began
+    return time.perf_counter() - began, taken_here() - before
 
 
 def require_version(p: int, arrival: Arrival) -> None:

@@ -11,10 +11,11 @@ import gc
 import multiprocessing
 import os
 import re
+import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -94,14 +95,53 @@ def resident_bytes(pid: int) -> int:
     return _kibibytes(Path(f"/proc/{pid}/status"), "VmRSS") << 10
 
 
+@dataclass(frozen=True)
+class Taken:
+    """What a process took from the machine, since it began or between two moments.
+
+    Attributes:
+        own_seconds: Processor time of all threads in the program itself.
+        kernel_seconds: Their processor time in the kernel, for sockets and new memory.
+        new_bytes: Memory that the kernel gave it, also again after it was returned.
+    """
+
+    own_seconds: float = 0.0
+    kernel_seconds: float = 0.0
+    new_bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """All processor time."""
+        return self.own_seconds + self.kernel_seconds
+
+    def __add__(self, other: Taken) -> Taken:
+        return Taken(*(one + its for one, its in zip(astuple(self), astuple(other), strict=True)))
+
+    def __sub__(self, other: Taken) -> Taken:
+        return Taken(*(one - its for one, its in zip(astuple(self), astuple(other), strict=True)))
+
+
+def taken_here() -> Taken:
+    """Return what this process has taken."""
+    found = resource.getrusage(resource.RUSAGE_SELF)
+    return Taken(found.ru_utime, found.ru_stime, found.ru_minflt * resource.getpagesize())
+
+
 def cpu_seconds(pid: int) -> float:
     """Return the processor time of all threads of a process, to the clock tick (10 ms on most machines)."""
+    return taken(pid).seconds
+
+
+def taken(pid: int) -> Taken:
+    """Return what a process has taken. Its time is exact to the clock tick (10 ms on most machines)."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except (FileNotFoundError, ProcessLookupError):
         raise BrokerError(f"process {pid} has ended", "See its output above.", code="bench.process-gone") from None
-    user, system = stat.rpartition(")")[2].split()[11:13]  # The fields follow the name, which may hold any characters.
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    fields = stat.rpartition(")")[2].split()  # They follow the name, which may hold any characters.
+    faults, user, system = (int(fields[i]) for i in (7, 11, 12))
+    tick = 1 / os.sysconf("SC_CLK_TCK")
+    return Taken(user * tick, system * tick, faults * resource.getpagesize())
 
 
 def available_bytes() -> int:

@@ -1,7 +1,8 @@
 """Predict what a run takes in memory, bytes and time while each fragment is merged once, on one or more shards. Pure.
 
 Memory comes from `broker.footprint` and bytes from the codecs. Times are seconds of a processor, without spectra
-(`ops.simulation.spectra_load`) and without links (`ops.simulation.links`). `archipelago bench largest` prints the
+(`ops.simulation.spectra_load`) and without links (`ops.simulation.links`). New memory has a part of its own in them,
+because its price differs between machines more than that of arithmetic. `archipelago bench largest` prints the
 prediction beside what it measures.
 """
 
@@ -14,24 +15,32 @@ from typing import Final
 from archipelago.broker.codecs import codec
 from archipelago.broker.config import RunConfig
 from archipelago.broker.footprint import has_momentum, memory_text, merger_parts, redis_parts
+from archipelago.broker.process import RETURNED_BYTES
 from archipelago.broker.transport import MEMORY_SHARE_MAX
+from archipelago.ops.simulation.machine import Machine
 from archipelago.ops.simulation.spectra_load import SHARE_MAX
 from archipelago.ops.watch.formatting import seconds_text
 
-# Seconds on the machine of docs/results/performance.md, measured by
-# `archipelago bench largest`, with 1e9 parameters and with `--parameters 8e7 --fragments 8`, `--parameters 8e7
-# --fragments 128` and `--parameters 2e8 --fragments 64`.
+# Processor time on the machine of docs/results/performance.md apart from new memory, and new memory, measured by
+# `archipelago bench largest` with 2e7 to 1e9 parameters in 26 to 256 fragments.
 #: An island, for each element: quantise, pack and upload; fetch, check, decode and adopt.
-PUBLISH_SECONDS, ADOPT_SECONDS = 6.5e-9, 3.4e-9
+PUBLISH_SECONDS, ADOPT_SECONDS = 2.4e-9, 2.75e-9
+#: The same for each fragment of any size.
+CONTRIBUTION_SECONDS, ADOPTION_SECONDS = 0.6e-3, 0.9e-3
+#: New memory for each element of a fragment whose vector goes back to the system when it is freed (RETURNED_BYTES).
+PUBLISH_BYTES, ADOPT_BYTES = 4.1, 0.5
 #: The merger, for each element of a contribution: fetch, check, decode and add.
-ADD_SECONDS: Final = 2.8e-9
+ADD_SECONDS: Final = 1.8e-9
 #: The merger, for each element of a round: finish the sum, take the outer step, quantise and send the difference.
-CLOSE_SECONDS: Final = 4.4e-9
-#: The merger, for each round of any size.
-ROUND_SECONDS: Final = 10e-3
+CLOSE_SECONDS: Final = 3.0e-9
+#: The merger, for each round of any size, and when it merges again what its predecessor has committed.
+ROUND_SECONDS, AGAIN_SECONDS = 7.2e-3, 3.6e-3
 #: A merger that starts: load its programs and compile; then read each byte from Redis, check and decode it.
-START_SECONDS: Final = 1.7
-LOAD_SECONDS: Final = 1.2e-9
+START_SECONDS, LOAD_SECONDS = 1.0, 0.95e-9
+#: New memory of a merger that starts; and for each element that it loads, and that it merges again for the first time.
+START_BYTES, LOAD_BYTES, AGAIN_BYTES = 0.25e9, 4.5, 8.0
+#: New memory of a merger for each element that it merges for the first time. It keeps this memory.
+FIRST_MERGE_BYTES: Final = 5.0
 #: It cannot load before the lease of its predecessor has ended (`archipelago merger --lease-seconds`), unless that one
 #: ran on the same machine.
 LEASE_SECONDS: Final = 5.0
@@ -39,6 +48,8 @@ LEASE_SECONDS: Final = 5.0
 REDIS_BASE: Final = 9_000_000
 #: The share of a machine's memory that a merger may fill.
 MERGER_SHARE_MAX: Final = 0.9
+#: The machine of docs/results/performance.md.
+REFERENCE: Final = Machine()
 #: A run has no more fragments (`sync.fragments`).
 FRAGMENTS_MAX: Final = 4096
 
@@ -54,7 +65,7 @@ class Cycle:
         redis_bytes: The most memory of Redis for one shard, just before a compaction covers what has been merged.
         bytes_up, bytes_down: Bytes that one island sends and receives, before zstd.
         publish_seconds, adopt_seconds: Processor time of one island.
-        merge_seconds: Processor time of one merger, without spectra.
+        merge_seconds: Processor time of one merger, without spectra, after the first cycle.
         restart_seconds: The longest time in which a merger that starts has merged again what no compaction covers.
     """
 
@@ -87,7 +98,7 @@ def cycle(
     *,
     largest: int = 0,
     checkpoints: bool = True,
-    slowness: float = 1.0,
+    machine: Machine = REFERENCE,
 ) -> Cycle:
     """Predict a cycle.
 
@@ -99,14 +110,15 @@ def cycle(
         shards: The shards, which have equal parts of the fragments.
         largest: The elements of the largest fragment; by default, all are equal.
         checkpoints: Whether mergers write checkpoints.
-        slowness: The time that this machine takes for some work, over that of the machine that was measured.
+        machine: How fast it is.
     """
     wire, elements, rounds = config.wire, math.ceil(parameters / shards), math.ceil(fragments / shards)
     sizes = elements, largest or math.ceil(parameters / fragments)
     up, down, full = (codec(name).encoded_size(elements) for name in (wire.up, wire.down, wire.full))
     # Without differences, each round writes the full state, and the last snapshot stays for a while.
     written = islands * up + down if wire.sends_differences else full + 4 * elements * (1 + has_momentum(config))
-    merge_seconds = slowness * merging_seconds(elements, rounds, islands)
+    is_returned = 4 * sizes[1] >= RETURNED_BYTES
+    publish_bytes, adopt_bytes = (PUBLISH_BYTES, ADOPT_BYTES) if is_returned else (0.0, 0.0)
     return Cycle(
         shards=shards,
         merger_bytes=sum(merger_parts(config, *sizes, checkpoints=checkpoints).values()),
@@ -114,33 +126,49 @@ def cycle(
         redis_bytes=REDIS_BASE + sum(redis_parts(config, *sizes).values()),
         bytes_up=codec(wire.up).encoded_size(parameters),
         bytes_down=codec(wire.down).encoded_size(parameters),
-        publish_seconds=slowness * PUBLISH_SECONDS * parameters,
-        adopt_seconds=slowness * ADOPT_SECONDS * parameters,
-        merge_seconds=merge_seconds,
-        restart_seconds=_longest_restart_seconds(config, elements, written, merge_seconds, slowness),
+        publish_seconds=machine.seconds(
+            PUBLISH_SECONDS * parameters + CONTRIBUTION_SECONDS * fragments, publish_bytes * parameters
+        ),
+        adopt_seconds=machine.seconds(
+            ADOPT_SECONDS * parameters + ADOPTION_SECONDS * fragments, adopt_bytes * parameters
+        ),
+        merge_seconds=machine.seconds(merging_seconds(elements, rounds, islands)),
+        restart_seconds=_longest_restart_seconds(config, elements, rounds, islands, written, machine),
     )
 
 
-def merging_seconds(elements: int, rounds: int, islands: int) -> float:
+def merging_seconds(elements: int, rounds: int, islands: int, round_seconds: float = ROUND_SECONDS) -> float:
     """Return the processor time in which a merger closes rounds of that many elements in all."""
-    return ROUND_SECONDS * rounds + (ADD_SECONDS * islands + CLOSE_SECONDS) * elements
+    return round_seconds * rounds + (ADD_SECONDS * islands + CLOSE_SECONDS) * elements
 
 
-def takeover_seconds(loaded_bytes: int, slowness: float, lease_seconds: float = LEASE_SECONDS) -> float:
-    """Return the time from a merger's end until another one, which starts then, has loaded full states of that size."""
-    return max(lease_seconds, slowness * START_SECONDS) + slowness * LOAD_SECONDS * loaded_bytes
+def loading_seconds(elements: int, bytes_of_each: float, machine: Machine) -> float:
+    """Return the processor time in which a merger starts and loads a state of that many bytes for each element."""
+    new_bytes = START_BYTES + LOAD_BYTES * elements
+    return machine.seconds(START_SECONDS + LOAD_SECONDS * bytes_of_each * elements, new_bytes)
+
+
+def again_seconds(elements: int, rounds: int, islands: int, machine: Machine, cycles: int = 1) -> float:
+    """Return the processor time in which a merger that has started merges those rounds again, of each cycle."""
+    once = merging_seconds(elements, rounds, islands, AGAIN_SECONDS)
+    return machine.seconds(cycles * once, AGAIN_BYTES * elements)
 
 
 def _longest_restart_seconds(
-    config: RunConfig, elements: int, written: int, merge_seconds: float, slowness: float
+    config: RunConfig, elements: int, rounds: int, islands: int, written: int, machine: Machine
 ) -> float:
     """Return the restart time just before compactions. They are due when as much was written as they take themselves.
 
-    They may wait for twice as much, but only while merging that again takes no longer than a few seconds.
+    They may wait for twice as much, but only while merging that again takes no longer than a few seconds. A merger
+    cannot load before the lease of its predecessor has ended.
     """
-    state = 4 * elements * (2 + has_momentum(config))
-    cycles = math.ceil(state / written) if config.wire.sends_differences else 0
-    return takeover_seconds(state, slowness) + cycles * merge_seconds
+    state = 4 * (2 + has_momentum(config))
+    started = max(LEASE_SECONDS, machine.seconds(START_SECONDS))
+    loaded = loading_seconds(elements, state, machine) - machine.seconds(START_SECONDS)
+    if not config.wire.sends_differences:
+        return started + loaded
+    cycles = math.ceil(state * elements / written)
+    return started + loaded + again_seconds(elements, rounds, islands, machine, cycles)
 
 
 def shards_needed(
@@ -152,7 +180,7 @@ def shards_needed(
     merger_bytes: float,
     redis_bytes: float,
     interval_seconds: float,
-    slowness: float = 1.0,
+    machine: Machine = REFERENCE,
 ) -> int:
     """Return the fewest shards whose mergers and Redis fit into machines, and whose mergers keep up; 0 if none do.
 
@@ -164,10 +192,10 @@ def shards_needed(
         merger_bytes: The memory of a machine with a merger.
         redis_bytes: The memory of a machine with a Redis primary.
         interval_seconds: H times the time of an inner step.
-        slowness: As for `cycle`.
+        machine: How fast the machine with a merger is.
     """
     for shards in range(1, FRAGMENTS_MAX // fragments + 1):
-        found = cycle(config, parameters, fragments * shards, islands, shards, slowness=slowness)
+        found = cycle(config, parameters, fragments * shards, islands, shards, machine=machine)
         fits = found.merger_bytes <= MERGER_SHARE_MAX * merger_bytes
         fits &= found.redis_bytes <= MEMORY_SHARE_MAX * redis_bytes
         if fits and found.merge_seconds <= SHARE_MAX * interval_seconds:

@@ -16,7 +16,7 @@ from archipelago.broker.errors import ConfigError
 from archipelago.broker.manifest import Tensor
 from archipelago.broker.process import print_json
 from archipelago.ops.settings import say
-from archipelago.ops.simulation.cycle import Cycle, cycle, shards_needed
+from archipelago.ops.simulation.cycle import REFERENCE, Cycle, cycle, shards_needed
 from archipelago.ops.simulation.failures import YEAR_SECONDS, FailureModel, simulate
 from archipelago.ops.simulation.links import Load, data_parallel_gbits, load
 from archipelago.ops.simulation.spectra_load import THREAD_RATE, SpectraLoad, decoder, spectra_load
@@ -300,12 +300,13 @@ def _cycle(
 ) -> tuple[Cycle, bool]:
     """Return a cycle with as few shards as fit, or with one and False. Each shard has that many fragments."""
     config = checked({"wire": {"up": way.up, "down": way.down}})
+    machine = REFERENCE.slower(options.merger_slowness)
     shards = shards_needed(
         config, parameters, fragments, islands, merger_bytes=1e9 * options.merger_gb,
-        redis_bytes=1e9 * options.redis_gb, interval_seconds=interval_seconds, slowness=options.merger_slowness,
+        redis_bytes=1e9 * options.redis_gb, interval_seconds=interval_seconds, machine=machine,
     )  # fmt: skip
-    count, slowness = max(1, shards), options.merger_slowness
-    return cycle(config, parameters, fragments * count, islands, count, slowness=slowness), shards > 0
+    count = max(1, shards)
+    return cycle(config, parameters, fragments * count, islands, count, machine=machine), shards > 0
 
 
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}

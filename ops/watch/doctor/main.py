@@ -30,7 +30,7 @@ from archipelago.broker.redis.node_facts import NodeFacts
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.shards.reader import numbered
 from archipelago.ops.simulation.cycle import cycle
-from archipelago.ops.simulation.slowness import measured_slowness
+from archipelago.ops.simulation.machine import measured_machine
 from archipelago.ops.watch.doctor import checks, estimate
 from archipelago.ops.watch.doctor import site as doctor_site
 from archipelago.ops.watch.doctor.checks import Finding, ok, problem
@@ -292,7 +292,7 @@ def check_merging(config: RunConfig, server: Server, found: Estimate | None) -> 
         max(ISLANDS_MIN, live),
         manifest.shards,
         largest=max(largest.sizes, default=0),
-        slowness=measured_slowness(),
+        machine=measured_machine(),
     )
     merger = estimate.merger_finding(need, available_here(), config.sync.interval * step_seconds)
     return [merger, *filter(None, [estimate.spectra(largest.tensors, config, step_seconds)])]

@@ -14,6 +14,7 @@ from archipelago.broker.messages import Member, Snapshot
 from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.ops.bench.largest import largest, predict, require_room
 from archipelago.ops.bench.largest_islands import MOMENTUM, RATE, require_merge, require_version
+from archipelago.ops.simulation.machine import Machine
 from tests.failing import failing
 
 MEMBER = Member(
@@ -78,16 +79,16 @@ def test_another_version_or_fragment_is_noticed() -> None:
 
 
 def test_a_billion_parameters_fit_a_machine_of_24_gib() -> None:
-    require_room(predict(10**9, 128, 2, 1.0), 20 << 30)
+    require_room(predict(10**9, 128, 2, Machine()), 20 << 30)
     with failing(ConfigError, "bench.memory") as refused:
-        require_room(predict(10**9, 128, 2, 1.0), 16 << 30)
+        require_room(predict(10**9, 128, 2, Machine()), 16 << 30)
     share = float(refused.value.remedy.split()[2])
     assert 0.5 < share < 1.0
-    require_room(predict(int(0.98 * share * 10**9), 128, 2, 1.0), 16 << 30)
+    require_room(predict(int(0.98 * share * 10**9), 128, 2, Machine()), 16 << 30)
 
 
 def test_memory_grows_with_the_parameters_and_with_the_size_of_a_fragment() -> None:
-    many, few, twice = (predict(*sizes, 2, 1.0) for sizes in ((10**9, 128), (10**9, 16), (2 * 10**9, 16)))
+    many, few, twice = (predict(*sizes, 2, Machine()) for sizes in ((10**9, 128), (10**9, 16), (2 * 10**9, 16)))
     assert many.together_bytes < few.together_bytes < twice.together_bytes
     assert few.restart_seconds < twice.restart_seconds
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ from archipelago.broker.codecs import codec
 from archipelago.broker.config import OuterConfig, RunConfig, WireConfig, checked
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.footprint import MERGER_BASE
+from archipelago.broker.process import RETURNED_BYTES
 from archipelago.merger import service
 from archipelago.ops.simulation.cycle import (
     FRAGMENTS_MAX,
@@ -19,6 +21,7 @@ from archipelago.ops.simulation.cycle import (
     cycle,
     shards_needed,
 )
+from archipelago.ops.simulation.machine import Machine
 from tests.failing import failing
 
 CONFIG = RunConfig()
@@ -79,15 +82,25 @@ def test_a_merger_without_momentum_or_checkpoints_takes_less() -> None:
 
 
 def test_a_slower_machine_takes_longer_and_no_more_memory() -> None:
-    usual, slow = (cycle(CONFIG, PARAMETERS, 128, 2, slowness=slowness) for slowness in (1.0, 2.0))
+    usual, slow = (cycle(CONFIG, PARAMETERS, 128, 2, machine=Machine().slower(factor)) for factor in (1.0, 2.0))
     assert slow.merge_seconds == pytest.approx(2 * usual.merge_seconds)
     assert usual.restart_seconds < slow.restart_seconds < 2 * usual.restart_seconds, "a lease ends when it ends"
     assert slow.publish_seconds == pytest.approx(2 * usual.publish_seconds)
     assert (slow.merger_bytes, slow.redis_bytes) == (usual.merger_bytes, usual.redis_bytes)
 
 
+def test_only_vectors_that_go_back_to_the_system_take_new_memory() -> None:
+    dear = Machine(new_byte_seconds=1.0)
+    small, large = ((RETURNED_BYTES // 4 + more) * 128 for more in (-1, 0))
+    kept, returned = (cycle(CONFIG, size, 128, 2, machine=dear) for size in (small, large))
+    assert kept.publish_seconds < 1.0
+    assert returned.publish_seconds > large
+    assert kept.merge_seconds == pytest.approx(cycle(CONFIG, small, 128, 2).merge_seconds), "a merger keeps its memory"
+    assert kept.restart_seconds > 8 * small, "the next one has none"
+
+
 def test_a_model_gets_as_many_shards_as_its_machines_need() -> None:
-    roomy = {"merger_bytes": 1e15, "redis_bytes": 1e15, "interval_seconds": 1e9}
+    roomy: dict[str, Any] = {"merger_bytes": 1e15, "redis_bytes": 1e15, "interval_seconds": 1e9}
     assert shards_needed(CONFIG, PARAMETERS, 24, 2, **roomy) == 1
     for limit in ({"merger_bytes": 16e9}, {"redis_bytes": 16e9}, {"interval_seconds": 2.0}):
         found = shards_needed(CONFIG, PARAMETERS, 24, 2, **{**roomy, **limit})
