@@ -215,7 +215,11 @@ def _header(payload: bytes | memoryview) -> tuple[dict[str, Any], int]:
 
 
 class _Frame:
-    """A zstd frame that arrives piece by piece. It must hold `size` bytes, and declare that itself."""
+    """A zstd frame that arrives piece by piece. It must hold `size` bytes, and declare that itself.
+
+    Its last byte must be the last one of the payload and end the last block. So the frame has no checksum, and nothing
+    follows it.
+    """
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -228,7 +232,11 @@ class _Frame:
         return memoryview(self._held.whole)[: self._held.end]
 
     def feed(self, more: memoryview) -> None:
-        """Decompress more of the frame. Raises WireError if it is damaged, or declares or holds another size."""
+        """Decompress more of the frame.
+
+        Raises:
+            WireError: It is damaged, declares or holds another size, or is not the end of the payload.
+        """
         if not more:
             return
         try:
@@ -238,7 +246,12 @@ class _Frame:
                     raise WireError(f"a zstd frame of {frame.content_size} bytes where the codec needs {self._size}")
                 self._held = _Held(self._size)
                 self._writer = zstandard.ZstdDecompressor().stream_writer(self._held)  # type: ignore[arg-type]
-            self._writer.write(more)
+            for part in filter(len, (more[:-1], more[-1:])):
+                # With its last byte the frame is complete, and not before, unless it holds nothing. zstandard would
+                # go on with another frame.
+                if self._size and self._held.end == self._size:
+                    raise WireError("bytes after the last block of the zstd frame")
+                self._writer.write(part)
         except zstandard.ZstdError as error:
             if "llocation error" in str(error):  # this machine lacks memory; the payload may be valid
                 raise MemoryError(f"not enough memory for a payload of {self._size} bytes") from None

@@ -24,6 +24,7 @@ from archipelago.broker.wire import (
     pack,
     payload_bytes_max,
     unpack,
+    unpack_encoded,
 )
 from tests.limits import SLACK_BYTES, memory_below
 
@@ -116,8 +117,41 @@ def test_anything_after_the_end_is_refused(level: int) -> None:
     refused(payload + zstd(BODY))
 
 
-def test_an_empty_frame_after_the_end_adds_nothing() -> None:
-    assert unpack(pack(VALUES_N, "float32", 1) + zstd(b""), ELEMENTS).tobytes() == BODY
+#: Frames that hold nothing, and the beginning of one.
+NOTHING_MORE = {
+    "an empty frame": zstd(b""),
+    "two empty frames": 2 * zstd(b""),
+    "a skippable frame": b"\x50\x2a\x4d\x18\0\0\0\0",
+    "a magic number": zstd(b"")[:4],
+    "the first byte of a frame": zstd(b"")[:1],
+}
+
+
+@pytest.mark.parametrize("more", NOTHING_MORE.values(), ids=NOTHING_MORE.keys())
+def test_frames_that_hold_nothing_are_refused_after_the_end(more: bytes) -> None:
+    payload = pack(VALUES_N, "float32", 1)
+    assert "after the last block" in refused(payload + more)
+    with pytest.raises(WireError, match="after the last block"):
+        unpack_encoded(payload + more, ELEMENTS)
+    for size in range(len(payload) - 2, len(payload + more)):
+        unpacking = Unpacking(ELEMENTS)
+        unpacking.arrived((payload + more)[:size])
+        with pytest.raises(WireError, match="after the last block"):
+            unpacking.finish(payload + more)
+
+
+def test_a_frame_with_a_checksum_is_refused() -> None:
+    """The payload has a digest. A checksum that does not arrive would not be missed."""
+    assert "after the last block" in refused(made(HONEST, zstd(BODY, write_checksum=True)))
+
+
+@pytest.mark.parametrize("elements", [1, 2, ELEMENTS])
+def test_a_payload_may_arrive_byte_by_byte(elements: int) -> None:
+    payload, unpacking = pack(VALUES_N[:elements], "float32", 1), Unpacking(elements)
+    start = payload.index(zstd(b"")[:4])
+    for size in range(start + zstandard.frame_header_size(payload[start:]), len(payload)):
+        unpacking.arrived(payload[:size])
+    assert unpacking.finish(payload).tobytes() == BODY[: 4 * elements]
 
 
 LONG_N = np.random.default_rng(0).standard_normal(3 * PIECE + 77).astype(np.float32)
