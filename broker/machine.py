@@ -1,4 +1,4 @@
-"""A description of this machine in one line, for reports and the heartbeats of islands."""
+"""This machine: a description in one line, for reports and heartbeats, its cores, and which processes have ended."""
 
 from __future__ import annotations
 
@@ -60,6 +60,19 @@ def _text_of(file: Path) -> str:
         return file.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+
+
+def has_ended(pid: int) -> bool:
+    """Return whether the process of that number, which was one of this machine, has ended. If unknown, it has not.
+
+    A zombie has ended. Only its exit status is left, until its parent takes note of that.
+    """
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.Error:
+        return False
 
 
 def processor() -> str:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import platform
 from collections.abc import Sequence
 from pathlib import Path
 
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.files import write_atomically
+from archipelago.broker.machine import has_ended
 from archipelago.broker.messages import Heartbeat, Presence
 
 #: The exit status of an island whose name was taken over. Supervisors must not restart it.
@@ -48,7 +48,7 @@ def require_free(folder: Path, name: str, presences: Sequence[Presence]) -> None
     if rival is None:
         return
     for beat in (presence.heartbeat for presence in presences if presence.is_live):
-        if (beat.island, beat.incarnation) == (name, rival) and not _has_died_here(beat):
+        if (beat.island, beat.incarnation) == (name, rival) and not _has_ended_here(beat):
             raise ConfigError(
                 f"another process has taken over the name {name!r}: process {beat.pid} on {beat.host!r:.80}",
                 f"Stop that process, or give this island another --name. Delete {path} to take the name back.",
@@ -65,14 +65,6 @@ def _rival(path: Path, name: str) -> str | None:
         return None
 
 
-def _has_died_here(beat: Heartbeat) -> bool:
+def _has_ended_here(beat: Heartbeat) -> bool:
     """Return whether the process ran on this machine and has ended, although its heartbeat is recent."""
-    if beat.host != platform.node()[:200]:
-        return False
-    try:
-        os.kill(beat.pid, 0)
-    except ProcessLookupError:
-        return True
-    except (OSError, OverflowError):
-        pass
-    return False
+    return beat.host == platform.node()[:200] and has_ended(beat.pid)

@@ -16,9 +16,8 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-import psutil
-
 from archipelago.broker.errors import BrokerError, UnreachableError
+from archipelago.broker.machine import has_ended
 from archipelago.broker.transport import STANDBY_SECONDS, MergerStatus, MergerTransport
 
 ANNOUNCE_SECONDS = STANDBY_SECONDS / 5
@@ -38,14 +37,7 @@ def merger_name() -> str:
 def has_ended_here(name: str) -> bool:
     """Return whether the merger of that name was a process of this machine and has ended. Unknown names are False."""
     found = _NAME.fullmatch(name)
-    if not found or found["numbering"] != numbering():
-        return False
-    try:
-        return psutil.Process(int(found["pid"])).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-    except (psutil.Error, OverflowError):
-        return False
+    return found is not None and found["numbering"] == numbering() and has_ended(int(found["pid"]))
 
 
 @cache

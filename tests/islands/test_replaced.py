@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.messages import Presence
 from archipelago.islands.replaced import RECORD_FILE, remember, require_free
 from tests import samples
+from tests.conftest import Until
 from tests.failing import failing
 
 
@@ -44,6 +48,20 @@ def test_a_crash_on_the_same_machine_frees_the_name_at_once(tmp_path: Path) -> N
     with failing(ConfigError, "island.replaced"):
         require_free(tmp_path, "a", rival(host=platform.node(), pid=os.getpid()))
     require_free(tmp_path, "a", rival(host=platform.node(), pid=(1 << 22) + 1))
+    remember(tmp_path, "a", "new")
+    require_free(tmp_path, "a", rival(host=platform.node(), pid=1 << 60))
+
+
+def test_a_zombie_does_not_keep_the_name(tmp_path: Path, until: Until) -> None:
+    """A supervisor may take its time to take note of a process that has ended."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        beats = rival(host=platform.node(), pid=process.pid)
+        remember(tmp_path, "a", "new")
+        with failing(ConfigError, "island.replaced"):
+            require_free(tmp_path, "a", beats)
+        process.kill()
+        until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE, "the end of the process")
+        require_free(tmp_path, "a", beats)
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b'{"by": 1}', b'{"island": "a"}', b"[" * 4000])
