@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import jax
@@ -16,7 +17,7 @@ import numpy as np
 
 from archipelago.broker.config import STEPS_MAX, DataConfig, InnerConfig, RunConfig, SyncConfig
 from archipelago.broker.manifest import Corpus, Manifest, Tensor, balanced
-from archipelago.broker.messages import Refusal
+from archipelago.broker.messages import Event, Refusal
 from archipelago.broker.published import newest
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.transport import START, Transport
@@ -59,25 +60,47 @@ def steps(state: InnerState, tokens_nxBxT1: jax.Array, global_step: jax.Array) -
     return state._replace(params=_walk(state.params, global_step)), jnp.ones(1, jnp.float32)
 
 
-class RecordingTransport(Intercepted):
-    """A connection that notes which contributions were acknowledged."""
+@dataclass
+class Answers:
+    """What Redis has answered to islands.
 
-    def __init__(self, inner: Transport, acknowledged: set[Identity]) -> None:
+    Attributes:
+        acknowledged: The contributions that it has acknowledged.
+        refused: Those of which their island has heard that they were refused, so that it does not send them again.
+            Redis may forget such a refusal in a failover.
+    """
+
+    acknowledged: set[Identity] = field(default_factory=set)
+    refused: set[Identity] = field(default_factory=set)
+
+
+class RecordingTransport(Intercepted):
+    """The connection of one island. It notes what Redis answers."""
+
+    def __init__(self, inner: Transport, island: str, answers: Answers) -> None:
         super().__init__(inner)
-        self._acknowledged = acknowledged
+        self._island, self._answers = island, answers
 
     def intercept(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         answer = method(*args, **kwargs)
         if name == "publish":
-            self._acknowledged.add(args[0].identity)
+            self._answers.acknowledged.add(args[0].identity)
+        if name == "events":
+            self._answers.refused |= {found for found in refused_in(e for _, e in answer) if found[0] == self._island}
         return answer
+
+
+def refused_in(events: Iterable[Event]) -> set[Identity]:
+    """Return the contributions that were refused, other than as repeats."""
+    refusals = (event for event in events if isinstance(event, Refusal) and not event.repeat)
+    return {(e.island, e.incarnation, e.sequence) for e in refusals}
 
 
 class IslandThread:
     """One island on a thread of its own. It makes a step every `pause` seconds."""
 
-    def __init__(self, url: str, manifest: Manifest, name: str, pause: float, acknowledged: set[Identity]) -> None:
-        transport = RecordingTransport(connect(url, manifest.run), acknowledged)
+    def __init__(self, url: str, manifest: Manifest, name: str, pause: float, answers: Answers) -> None:
+        transport = RecordingTransport(connect(url, manifest.run), name, answers)
         shards = shard_order(manifest.config.data.shards, manifest.config.seed)
         self.link = Link(transport, manifest, f"{name}/x", shards)
         arrivals = self.link.join()
@@ -110,11 +133,16 @@ class IslandThread:
 
 
 class IslandThreads:
-    """Several islands, and the contributions that Redis acknowledged."""
+    """Several islands, and what Redis has answered to them."""
 
     def __init__(self, url: str, manifest: Manifest, names: Sequence[str], pause: float) -> None:
-        self.acknowledged: set[Identity] = set()
-        self.threads = [IslandThread(url, manifest, name, pause, self.acknowledged) for name in names]
+        self.answers = Answers()
+        self.threads = [IslandThread(url, manifest, name, pause, self.answers) for name in names]
+
+    @property
+    def acknowledged(self) -> set[Identity]:
+        """The contributions that Redis has acknowledged."""
+        return self.answers.acknowledged
 
     def leave(self) -> None:
         """Let all islands leave."""
@@ -140,12 +168,10 @@ def check(transport: RedisTransport, islands: IslandThreads) -> None:
     assert max(merged.values()) == 1, f"merged twice: {merged.most_common(1)}"
     assert books.merged == len(merged)
     events = [event for _, event in transport.reader.events(START, 0.0, 1 << 20)]
-    refused = [e for e in events if isinstance(e, Refusal) and not e.repeat]
-    ended = {(e.island, e.incarnation, e.sequence) for e in refused}
-    assert not ended & merged.keys(), "contributions were merged and refused"
-    lost = islands.acknowledged - merged.keys() - ended
+    assert not refused_in(events) & merged.keys(), "contributions were merged and refused"
+    lost = islands.acknowledged - merged.keys() - refused_in(events) - islands.answers.refused
     assert not lost, f"acknowledged and lost: {sorted(lost)[:5]}"
-    assert all(e.reason for e in refused)
+    assert all(e.reason for e in events if isinstance(e, Refusal))
     last = {entry.fragment: entry for entry in tape}
     for p, entry in last.items():
         found = newest(transport.reader, manifest, p)
