@@ -1,8 +1,8 @@
-"""The small corpus of the integration tests, and processes that end with their test."""
+"""The small corpus and the certificates of the integration tests, and processes that end with their test."""
 
 from __future__ import annotations
 
-from tests.integration.conftest import config, corpus, corpus_folder
+from tests.integration.conftest import certificates, config, corpus, corpus_folder, tls
 from tests.integration.test_processes import processes
 
-__all__ = ["config", "corpus", "corpus_folder", "processes"]
+__all__ = ["certificates", "config", "corpus", "corpus_folder", "processes", "tls"]
