@@ -88,9 +88,23 @@ class Run:
         self.until(lambda: closed(self.transport) >= before + rounds, f"rounds {what}")
         self.until(lambda: len(self.islands.acknowledged) > taken, f"a contribution {what}")
 
+    def _has_heard_all(self, after: int) -> bool:
+        """Return whether each island has heard of the newest rounds, and takes part in some after that one."""
+        heard = [thread.link.channels[0].inbox.heard_round for thread in self.islands.threads]
+        part = {
+            member.island
+            for entry in self.transport.reader.tape(100)
+            if entry.round > after
+            for member in entry.members
+        }
+        return min(heard) > after and len(part) == len(heard)
+
     def end(self, what: str) -> None:
         """Let all islands leave, and assert that nothing was lost and nothing merged twice."""
         self.goes_on(what, rounds=20)
+        before = closed(self.transport)
+        # An island that leaves before it has heard of a failover cannot send again what that has undone.
+        self.until(lambda: self._has_heard_all(before), f"each island to hear of rounds {what}")
         self.islands.leave()
         self.until(lambda: self.transport.reader.backlog() == 0, f"everything to be merged {what}")
         self.merger.stop()
