@@ -35,9 +35,9 @@ class Machine:
         """Return a machine that takes `factor` times as long for everything."""
         return Machine(factor * self.slowness, factor * self.new_byte_seconds)
 
-    def seconds(self, seconds: float, new_bytes: float = 0.0) -> float:
-        """Return the time for what takes the default machine `seconds`, apart from that much new memory."""
-        return self.slowness * seconds + self.new_byte_seconds * new_bytes
+    def seconds(self, work_seconds: float, new_bytes: float = 0.0) -> float:
+        """Return the time for work that takes the default machine that long, and for that much new memory."""
+        return self.slowness * work_seconds + self.new_byte_seconds * new_bytes
 
 
 def measured_machine() -> Machine:
