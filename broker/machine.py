@@ -65,8 +65,11 @@ def _text_of(file: Path) -> str:
 def has_ended(pid: int) -> bool:
     """Return whether the process of that number, which was one of this machine, has ended. If unknown, it has not.
 
-    A zombie has ended. Only its exit status is left, until its parent takes note of that.
+    A zombie has ended. Only its exit status is left, until its parent takes note of that. Numbers may come from other
+    processes. One that is not positive names no process.
     """
+    if pid <= 0:
+        return False
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

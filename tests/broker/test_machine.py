@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from archipelago.broker import machine
+from archipelago.broker.messages import COUNT_MAX
 
 
 @pytest.mark.parametrize(
@@ -36,3 +38,13 @@ def test_the_quota_of_a_container_limits_its_cores(
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
     assert machine.usable_cores(tmp_path, own) == cores
+
+
+@pytest.mark.parametrize("pid", [-(2**70), -(2**63), -1, 0, 2**31 - 1, 2**31, 2**32, COUNT_MAX, 2**63, 2**70])
+def test_any_number_may_be_asked_for_as_that_of_a_process(pid: int) -> None:
+    """Numbers of processes come over the wire."""
+    assert machine.has_ended(pid) == (pid > 0)
+
+
+def test_a_process_that_lives_has_not_ended() -> None:
+    assert not machine.has_ended(os.getpid())
