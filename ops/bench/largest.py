@@ -160,7 +160,7 @@ def rows(passed: Passed, memory: _Memory, predicted: Predicted) -> list[dict[str
         return row(what, "processor s", whole * passed.taken[part].seconds, expected, sum(wall))
 
     gb = 1e-9
-    return [
+    times = [
         row(
             "the first merger starts and loads",
             "processor s",
@@ -177,6 +177,11 @@ def rows(passed: Passed, memory: _Memory, predicted: Predicted) -> list[dict[str
             passed.restart.seconds,
             predicted.restart_seconds,
         ),
+    ]
+    measured, expected = (sum(each[column] for each in times) for column in ("measured", "predicted"))
+    return [
+        *times,
+        row("all of these together", "processor s", measured, expected),
         row("from the kill to the next closed round", "s", passed.restart_seconds, predicted.restart_seconds),
         row("bytes up, all islands", "GB", gb * passed.bytes_up, gb * islands * need.bytes_up),
         row("bytes down, all islands", "GB", gb * passed.bytes_down, gb * islands * need.bytes_down),
