@@ -19,7 +19,6 @@ import numpy as np
 from archipelago.broker.control import STEPS
 from archipelago.broker.errors import UnreachableError
 from archipelago.broker.messages import Call, Contribution, Resume, Snapshot, TapeEntry
-from archipelago.broker.shards.images import require_restored
 from archipelago.broker.transport import START, Commit, Delivery, MergerTransport, never_gone
 from archipelago.broker.wire import encoded, payload_bytes_max
 from archipelago.merger import claims
@@ -168,7 +167,6 @@ class Merger:
 
     def load(self) -> None:
         """Forget everything, and load the run as its last commit left it."""
-        require_restored(self.transport, self.manifest)
         self._instance = self.transport.reader.instance()  # first: if the broker dies while we read, we read again
         self.busy.take()
         self._under_way = None  # of an earlier epoch, so that Redis refuses it unless it is in what we load

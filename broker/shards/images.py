@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from archipelago.broker.errors import BrokerError, RunExistsError, UnreachableError
-from archipelago.broker.manifest import Manifest
+from archipelago.broker.errors import RunExistsError
 from archipelago.broker.messages import Snapshot
 from archipelago.broker.shards.reader import combined_state, merged_everywhere, summed_books
 from archipelago.broker.shards.transport import of_shard
-from archipelago.broker.transport import Image, ReaderTransport, Transport
+from archipelago.broker.transport import Image, Transport
 
 #: The code of the error that a shard of the run is left, in another state than that of the checkpoint.
 SHARD_EXISTS = "broker.shard-exists"
@@ -44,29 +43,6 @@ def restore(transport: Transport, images: Sequence[Image]) -> None:
                     f"stop its mergers, delete what is left with `archipelago rm {transport.run}`, and try again.",
                     code=SHARD_EXISTS,
                 ) from error
-
-
-def require_restored(transport: ReaderTransport, manifest: Manifest) -> None:
-    """Raise UnreachableError if this is a further shard of a run that has lost its shard 0.
-
-    Another process may be restoring the run. It could not go on after an interruption if this shard were in another
-    state by then. So no merger serves the shard meanwhile, whether it takes checkpoints or not.
-
-    Args:
-        transport: The connection to the shard.
-        manifest: The manifest of the shard.
-    """
-    if not manifest.shard:
-        return
-    try:
-        is_gone = of_shard(transport, manifest.whole or manifest, 0).reader.uid() is None
-    except BrokerError:
-        return  # a shard that is away stops no other one
-    if is_gone:
-        raise UnreachableError(
-            "the run has lost its shard 0, so this shard waits",
-            "Unless another process restores the run now, start a merger with --resume.",
-        )
 
 
 def whole_image(images: Sequence[Image]) -> Image:

@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from archipelago.broker.buckets.folder import BucketFolder
-from archipelago.broker.errors import ConfigError, RunExistsError, UnknownRunError, UnreachableError
+from archipelago.broker.errors import ConfigError, RunExistsError, UnknownRunError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Marker
 from archipelago.broker.shards.images import restore
-from archipelago.broker.shards.transport import claim_checkpoint, create, of_shard, whole
-from archipelago.broker.transport import START, Image
+from archipelago.broker.shards.transport import claim_checkpoint, of_shard, whole
+from archipelago.broker.transport import Image
 from archipelago.merger.beside import at_once
-from archipelago.merger.service import Merger
 from archipelago.merger.storage import MergerFolder
-from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests import samples
 from tests.failing import failing
-from tests.intercept import Intercepted
 
 MANIFEST = replace(samples.manifest(), shards=2)
 
@@ -133,45 +129,6 @@ def test_an_interrupted_restore_is_completed_from_the_same_checkpoint_only(tmp_p
     assert home.reader.uid() is None
     restore(home, images(4))
     assert claim_checkpoint(whole(home, MANIFEST), "a") == (4, [1, 1])
-
-
-@pytest.mark.parametrize("takes_checkpoints", [True, False])
-def test_no_merger_serves_a_restored_shard_before_shard_0_is_back(tmp_path: Path, *, takes_checkpoints: bool) -> None:
-    broker = MemoryBroker()
-    create(broker.connect("sample"), MANIFEST, samples.first_snapshots(MANIFEST))
-    shard, manifest = of_shard(broker.connect("sample"), MANIFEST, 1), MANIFEST.of_shard(1)
-    part = MergerFolder(tmp_path).of_shard(MANIFEST, 1)
-    checkpointer = part.checkpointer(shard, manifest, 1.0, at_once) if takes_checkpoints else None
-    merger = Merger(shard, VirtualClock(), checkpointer=checkpointer)
-    assert merger.acquire()
-    lost = broker.runs.pop("sample")
-    with pytest.raises(UnreachableError, match="lost its shard 0"):
-        merger.load()
-    assert not shard.reader.events(START, 0.0), "it has begun to serve"
-    broker.runs["sample"] = lost
-    merger.load()
-
-
-class HomeAway(Intercepted):
-    """A connection to a shard, from which shard 0 cannot be reached."""
-
-    def of_shard(self, shard: int) -> Intercepted:
-        return self if shard else Unreachable(self.inner)
-
-
-class Unreachable(Intercepted):
-    """A connection that always fails."""
-
-    def intercept(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        raise UnreachableError("its server is away")
-
-
-def test_a_merger_serves_its_shard_while_shard_0_is_away() -> None:
-    home = MemoryBroker().connect("sample")
-    create(home, MANIFEST, samples.first_snapshots(MANIFEST))
-    merger = Merger(HomeAway(of_shard(home, MANIFEST, 1)), VirtualClock())
-    assert merger.acquire()
-    merger.load()
 
 
 def test_people_read_the_whole_run(tmp_path: Path) -> None:
