@@ -613,10 +613,6 @@ class MergerClient(Protocol):
         """Append events."""
         ...
 
-    def last_marker(self) -> int:
-        """Return the number of the checkpoint that was announced last, even if its event is gone; 0 if none was."""
-        ...
-
     def refuse(self, epoch: int, refusals: Sequence[tuple[str, Refusal]], quiet: Container[str] = ()) -> None:
         """Delete entries of the updates streams, and announce the reasons, except those of the entries in `quiet`."""
         ...

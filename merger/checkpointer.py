@@ -92,7 +92,6 @@ class Checkpointer:
         self.transport, self.store, self.recorder, self.copier = transport, store, recorder, copier
         self.leading, self.following = leading, following
         self.every_seconds = every_seconds
-        self._announced = 0  # the last checkpoint that any merger has announced, as far as this one knows
         self._spawn = spawn
         self._job: Future[Covered] | None = None
         self._due_at: float | None = None
@@ -127,35 +126,23 @@ class Checkpointer:
         except ArchipelagoError:
             return True  # the attempt to take one reports the fault
 
-    def new_number(self, now: float, closed: int) -> int | None:
-        """Return a number for a checkpoint after round `closed`, or None if the folder cannot be read now.
-
-        No number is announced twice. A checkpoint that was announced may have failed, or its merger may have died.
-        Islands and other shards then have parts of it, which must not count as parts of a later one.
-        """
+    def next_number(self, now: float) -> int | None:
+        """Return the next checkpoint's number, or None if the folder cannot be read now."""
         try:
             newest = self.copier.newest if self.copier else -1
-            number = max(self.store.next_number(), newest + 1, self._announced + 1)
+            announced = self.leading.announced if self.leading else 0
+            return max(self.store.next_number(), newest + 1, announced + 1)
         except ArchipelagoError as error:
             self._failed(error, now)
             return None
-        # The number is at least the round. Mergers with separate folders then cannot reuse the number of an island's
-        # checkpoint for another round, even if the broker has lost the last announcement.
-        self._announced = max(number, closed)
-        return self._announced
 
     def forget(self) -> None:
-        """Ignore the checkpoint in progress. The run was loaded again, so it may hold rounds that never happened.
-
-        Raises:
-            BrokerError: It cannot be found out what other mergers have announced.
-        """
+        """Ignore the checkpoint in progress. The run was loaded again, so it may hold rounds that never happened."""
         self._job = None
-        self._announced = max(self._announced, self.transport.merger.last_marker())
         if self.following is not None:
             self.following.start()
         if self.leading is not None:
-            self.leading.gave_up()
+            self.leading.start()
 
     def begin(self, cut: CheckpointCut, now: float) -> None:
         """Start writing a cut to disk."""

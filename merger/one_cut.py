@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from archipelago.broker.errors import ArchipelagoError, BrokerError, UnreachableError
 from archipelago.broker.messages import Marker
-from archipelago.broker.transport import ReaderClient
+from archipelago.broker.transport import START, ReaderClient
 
 EVENTS_AT_ONCE = 256
 #: How long shard 0 is left alone after it could not be read. It may lie on a server of its own.
@@ -77,30 +77,49 @@ class Following:
             return None
 
     def _read(self) -> int | None:
-        number = None
-        while found := self._home.events(self._after, 0.0, EVENTS_AT_ONCE):
-            self._after = found[-1][0]
-            number = max((event.number for _, event in found if isinstance(event, Marker)), default=number)
-            if len(found) < EVENTS_AT_ONCE:
-                break
+        self._after, number = _newest_marker(self._home, self._after)
         return number
+
+
+def _newest_marker(reader: ReaderClient, after: str) -> tuple[str, int | None]:
+    """Return the last announcement after that one, and the number of the newest checkpoint among them."""
+    number = None
+    while found := reader.events(after, 0.0, EVENTS_AT_ONCE):
+        after = found[-1][0]
+        number = max((event.number for _, event in found if isinstance(event, Marker)), default=number)
+        if len(found) < EVENTS_AT_ONCE:
+            break
+    return after, number
 
 
 class Leading:
     """What the merger of shard 0 knows of the other shards and their parts.
 
+    Attributes:
+        announced: The newest checkpoint that was announced. Its number is not used again: it may have failed here, and
+            other shards have parts of it.
+
     Args:
+        home: Reads shard 0.
         others: Read the other shards.
         missing: Returns the shards without a part of the checkpoint of that number.
     """
 
-    def __init__(self, others: Sequence[ReaderClient], missing: Callable[[int], Sequence[int]]) -> None:
-        self._others, self._missing = others, missing
+    def __init__(
+        self, home: ReaderClient, others: Sequence[ReaderClient], missing: Callable[[int], Sequence[int]]
+    ) -> None:
+        self.announced = 0
+        self._home, self._others, self._missing = home, others, missing
         self._number = 0  # the last checkpoint that this merger has begun
         self._rounds: list[int] | None = None  # of the other shards, before that
         self._has_warned = False
         self._began_at: float | None = None  # while parts of it may be missing
         self._patience, self._look_at = PATIENCE, float("-inf")
+
+    def start(self) -> None:
+        """Learn what other processes have announced, after the merger has loaded its shard. Raises BrokerError."""
+        self._began_at = None
+        self.announced = max(self.announced, _newest_marker(self._home, START)[1] or 0)
 
     def is_waiting(self, now: float, every_seconds: float) -> bool:
         """Return whether parts of the last checkpoint are still being written, so that no other one should begin.
@@ -121,7 +140,7 @@ class Leading:
         return self._began_at is not None
 
     def gave_up(self) -> None:
-        """Note that this merger does not write its own part, so that there is nothing to wait for."""
+        """Note that this merger has not written its own part, so that there is nothing to wait for."""
         self._began_at = None
 
     def begin(self, number: int, now: float) -> None:
@@ -131,7 +150,7 @@ class Leading:
         elif self._began_at is not None:
             self._patience = min(2 * self._patience, PATIENCE_MAX)
         self._began_at, self._look_at = now, float("-inf")
-        self._number = number
+        self._number = self.announced = number
         try:
             self._rounds = self._last_rounds()
         except BrokerError:

@@ -157,9 +157,12 @@ class Retention:
     def take(self, state: RunState, epoch: int) -> None:
         """Cut the run, tell the islands, and start writing the checkpoint."""
         assert self.checkpointer is not None  # noqa: S101
-        number = self.checkpointer.new_number(self.clock(), state.closed)
-        if number is not None:
-            self._begin(number, epoch)
+        number = self.checkpointer.next_number(self.clock())
+        if number is None:
+            return
+        # The number is at least the round. Mergers with separate folders then cannot reuse the number of an island's
+        # checkpoint for another round.
+        self._begin(max(number, state.closed), epoch)
 
     def follow(self, state: RunState, epoch: int) -> None:
         """Cut this shard for the checkpoint that the merger of shard 0 has announced since the last call, if any.

@@ -109,7 +109,7 @@ class MergerFolder:
         leading = following = None
         if (whole := manifest.whole) is not None:
             home, *others = (of_shard(transport, whole, k).reader for k in range(whole.shards))
-            leading = None if manifest.shard else Leading(others, self._missing)
+            leading = None if manifest.shard else Leading(home, others, self._missing)
             following = Following(home) if manifest.shard else None
         spawn = spawn or in_background("checkpoint")
         return Checkpointer(transport, self.store, recorder, every_seconds, spawn, copier, leading, following)

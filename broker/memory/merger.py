@@ -157,12 +157,6 @@ class MemoryMerger:
         with self._fenced(epoch) as run:
             for event in events:
                 run.announce(event)
-                if isinstance(event, Marker):
-                    run.last_marker = event.number
-
-    def last_marker(self) -> int:
-        with self._broker.opened(self._run) as run:
-            return run.last_marker
 
     def refuse(self, epoch: int, refusals: Sequence[tuple[str, Refusal]], quiet: Container[str] = ()) -> None:
         with self._fenced(epoch) as run:

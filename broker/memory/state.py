@@ -49,7 +49,6 @@ class MemoryRun:
             entries of several streams by arrival.
         kept: The numbers of merged entries that are not yet trimmed.
         last_read: The number of the last entry of each island that a merger has read.
-        last_marker: The number of the checkpoint that was announced last.
         refused_at: The time of each refusal on the broker's clock, by the number of its event.
         outer: The `outer` of each fragment's newest compaction.
         logs: The `log` of each commit that no compaction covers, by fragment and version.
@@ -76,7 +75,6 @@ class MemoryRun:
     last_read: dict[str, int] = field(default_factory=dict)
     events: list[tuple[int, Event]] = field(default_factory=list)
     next_event: int = 1
-    last_marker: int = 0
     refused_at: dict[int, float] = field(default_factory=dict)
     control: dict[str, str] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)

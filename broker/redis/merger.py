@@ -31,7 +31,7 @@ from archipelago.broker.redis.lease import Lease
 from archipelago.broker.redis.members import KnownMembers
 from archipelago.broker.redis.reader import RedisReader
 from archipelago.broker.redis.repair import RedisRepair
-from archipelago.broker.redis.replies import GROUP, count_in, counts_in, signed_state
+from archipelago.broker.redis.replies import GROUP, counts_in, signed_state
 from archipelago.broker.redis.standbys import Standbys
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import FoundEntry, UpdatesStreams, by_stream
@@ -40,8 +40,6 @@ from archipelago.broker.transport import START, Commit, Compaction, Delivery, Re
 
 #: The fields of `Books` that mergers count. The others are counted in the streams.
 COUNTED = ("merged", "merged_tokens", "refused", "refused_tokens", "bytes_up")
-#: The field beside them with the number of the checkpoint that was announced last.
-LAST_MARKER = "marker"
 EVENTS_KEPT = 20_000
 TAPE_KEPT = 4096
 # The deletions come first. They free the memory that a full server needs for the last command.
@@ -135,15 +133,7 @@ class RedisMerger:
             failpoint("announce.before")
             for event in events:
                 self._announce(pipe, epoch, event)
-                if isinstance(event, Marker):
-                    pipe.hset(self._keys.books, LAST_MARKER, event.number)
         failpoint("announce.done")
-
-    def last_marker(self) -> int:
-        found = None
-        with self._connection.forgiving(self._keys.books, "a hash"):
-            found = self._redis.hget(self._keys.books, LAST_MARKER)
-        return count_in(found)
 
     def refuse(self, epoch: int, refusals: Sequence[tuple[str, Refusal]], quiet: Container[str] = ()) -> None:
         found = self._updates.look([entry for entry, _ in refusals])

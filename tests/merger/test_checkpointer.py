@@ -128,41 +128,6 @@ def test_a_checkpoint_is_announced_to_the_islands() -> None:
     assert kinds.index("Marker") > kinds.index("Snapshot")
 
 
-def test_a_merger_that_takes_over_announces_no_number_again() -> None:
-    """The one that died had announced a checkpoint and not written it. Islands have parts of that number."""
-    store = Shelf()
-    run = MergerRun(quorum=2)
-    first = serving(run, store, spawn=Later())
-    run.play(first, 1)
-    first.checkpoint()
-    serving(run, store).checkpoint()
-    assert [marker.number for marker in run.events(Marker)] == [1, 2]
-    assert list(store.images) == [2]
-
-
-def test_a_number_whose_checkpoint_failed_is_not_announced_again() -> None:
-    store = Shelf([ConfigError("the disk is full", "Make room.")])
-    run = MergerRun(quorum=2)
-    merger = serving(run, store)
-    run.play(merger, 1)
-    for _ in range(2):
-        merger.checkpoint()
-        merger.turn(0.0)
-    assert [marker.number for marker in run.events(Marker)] == [1, 2]
-    assert list(store.images) == [2]
-
-
-def test_a_broker_that_forgets_an_announcement_makes_no_merger_announce_its_number_again() -> None:
-    run = MergerRun(quorum=2)
-    merger = serving(run, Shelf(), spawn=Later())
-    run.play(merger, 1)
-    merger.checkpoint()
-    run.broker.runs["sample"].last_marker = 0
-    merger.load()
-    merger.checkpoint()
-    assert [marker.number for marker in run.events(Marker)] == [1, 2]
-
-
 def test_checkpoints_change_no_bit() -> None:
     often, never = MergerRun(quorum=2), MergerRun(quorum=2)
     often.play(serving(often, Shelf(), every=0.0), 1, 2, 3, 4, 5)

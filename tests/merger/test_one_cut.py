@@ -102,11 +102,25 @@ def test_a_shard_waits_for_a_shard_0_that_is_gone_and_not_for_one_that_is_away()
     following(home).start()
 
 
-def leading(other: Shard, parts: Container[int] = ()) -> Leading:
+def leading(other: Shard, parts: Container[int] = (), home: Shard | None = None) -> Leading:
     def missing(number: int) -> list[int]:
         return [] if number in parts else [1]
 
-    return Leading([cast(ReaderClient, other)], missing)
+    return Leading(cast(ReaderClient, home or Shard()), [cast(ReaderClient, other)], missing)
+
+
+def test_a_number_that_was_announced_is_not_used_again() -> None:
+    home = Shard()
+    leader = leading(Shard(), home=home)
+    leader.start()
+    assert leader.announced == 0
+    home.announced += [Marker(9, 0), *[Call(3, 0)] * EVENTS_AT_ONCE]
+    leader.start()
+    assert leader.announced == 9
+    leader.begin(12, 0.0)
+    home.announced.clear()  # a Redis that died may have lost them
+    leader.start()
+    assert leader.announced == 12
 
 
 def test_a_checkpoint_is_lacking_until_it_has_all_parts_and_rounds() -> None:

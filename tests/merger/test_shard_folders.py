@@ -101,7 +101,7 @@ def test_a_number_that_another_merger_has_announced_is_not_used_again(tmp_path: 
     home.merger.announce(epoch, Marker(9, 1))
     checkpointer = folder.of_shard(MANIFEST, 0).checkpointer(home, MANIFEST.of_shard(0), 1.0, at_once)
     checkpointer.forget()  # as a merger does that loads the run
-    assert checkpointer.new_number(0.0, closed=1) == 10
+    assert checkpointer.next_number(0.0) == 10
 
 
 def test_a_run_of_all_shards_is_restored_once(tmp_path: Path) -> None:
