@@ -21,6 +21,7 @@ from typing import Any
 
 from archipelago.broker.codecs import codec
 from archipelago.broker.errors import BrokerError, ConfigError, require_number
+from archipelago.broker.footprint import memory_text
 from archipelago.broker.process import keep_compiled, keep_freed_memory
 from archipelago.broker.redis.transport import connect
 from archipelago.ops.bench.largest_islands import RUN, Passed, config_of, pass_all
@@ -239,6 +240,7 @@ def largest(
     size = max(1, math.ceil(parameters / fragments))
     needed = predict(size * fragments, fragments, islands, Machine())
     require_room(needed, available_bytes())
+    say(f"all of the memory is taken once before: {memory_text(needed.together_bytes)}")
     # The host of a virtual machine takes back memory that is free, and takes long to find it again.
     first_seconds = new_memory_seconds(needed.together_bytes) / needed.together_bytes
     predicted = predict(size * fragments, fragments, islands, measured_machine())
