@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from tests.integration.conftest import certificates, config, corpus, corpus_folder, tls
-from tests.integration.test_processes import processes
+from tests.integration.conftest import certificates, config, corpus, corpus_folder, processes, tls
 
 __all__ = ["certificates", "config", "corpus", "corpus_folder", "processes", "tls"]

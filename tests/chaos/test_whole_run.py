@@ -20,7 +20,7 @@ from archipelago.merger.storage import MergerFolder
 from archipelago.ops.launch.embedded_redis import Server
 from tests.chaos.scripted_run import ROUNDS, ScriptedRun, outcome
 from tests.conftest import Until
-from tests.integration.test_processes import SETTINGS, Processes, balanced, rounds_of, url_of, view
+from tests.harness.processes import SETTINGS, Processes, balanced, rounds_of, url_of, view
 
 pytestmark = [pytest.mark.full, pytest.mark.processes]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from archipelago.broker.redis.transport import connect
 from tests.conftest import Until
-from tests.integration.test_processes import SETTINGS, Processes
+from tests.harness.processes import SETTINGS, Processes
 
 LEASE_SECONDS = "1"
 #: Faster islands would take the processor from the other tests, for as long as this run is attacked.

@@ -15,6 +15,7 @@ from archipelago.ops.launch.redis_program import has_tls
 from tests.certificates import Certificates, make_certificates
 from tests.clusters import PATIENT_MS, Cluster, Tls, Watched
 from tests.conftest import Until
+from tests.harness.processes import Processes
 from tests.servers import redis_program
 from tests.small import SMALL
 
@@ -77,3 +78,11 @@ def tls_watched(tls: Tls, tmp_path_factory: pytest.TempPathFactory, until: Until
     made = Watched(tmp_path_factory.mktemp("tls-watched"), until, tls=tls, silent_ms=PATIENT_MS)
     yield made
     made.end()
+
+
+@pytest.fixture
+def processes(tmp_path: Path, corpus: OpenCorpus) -> Iterator[Processes]:
+    started = Processes(tmp_path)
+    yield started
+    started.end()
+    started.show()

@@ -30,8 +30,9 @@ from archipelago.merger.round_merge import RoundMerge, new_state
 from archipelago.merger.service import Merger
 from archipelago.merger.state import RunState
 from tests import samples
-from tests.islands import tiny
-from tests.islands.tiny import TinyRun, leaf_bytes
+from tests.harness import tiny
+from tests.harness.played import Boundary
+from tests.harness.tiny import TinyRun, leaf_bytes
 from tests.merger.merger_run import Shelf
 
 CONFIG = replace(
@@ -52,8 +53,8 @@ class AveragingRun(TinyRun):
         self.take_over()
         self.versions: dict[tuple[int, int], tuple[Vector, int]] = {}
 
-    def boundary(self, island: Island) -> None:
-        super().boundary(island)
+    def pass_boundary(self, island: Boundary, seconds: float = 1.0) -> None:
+        super().pass_boundary(island, seconds)
         for p in range(len(self.manifest.sizes)):
             found = newest(self.transport.reader, self.manifest, p)
             self.versions[p, found.snapshot.version] = (found.params_N, found.snapshot.step)

@@ -17,7 +17,7 @@ import pytest
 
 from archipelago.islands.data.corpus import OpenCorpus
 from tests.conftest import Until
-from tests.integration.test_processes import SETTINGS, Processes
+from tests.harness.processes import SETTINGS, Processes
 
 pytestmark = [pytest.mark.full, pytest.mark.processes]
 

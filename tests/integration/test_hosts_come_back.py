@@ -14,7 +14,7 @@ from archipelago.merger.storage import MergerFolder
 from archipelago.ops.launch.embedded_redis import Server
 from archipelago.ops.launch.redis_probe import two_free_ports
 from tests.conftest import Until
-from tests.integration.test_processes import SETTINGS, Processes, balanced, processes, view  # noqa: F401 - a fixture
+from tests.harness.processes import SETTINGS, Processes, balanced, view
 
 pytestmark = [pytest.mark.full, pytest.mark.processes]
 
@@ -26,7 +26,7 @@ def kill(*killed: subprocess.Popen[str]) -> None:
 
 
 def test_an_island_of_two_hosts_comes_back_from_its_checkpoint(
-    processes: Processes,  # noqa: F811
+    processes: Processes,
     server: Server,
     until: Until,
 ) -> None:

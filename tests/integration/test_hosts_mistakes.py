@@ -8,14 +8,14 @@ import pytest
 
 from archipelago.ops.launch.embedded_redis import Server
 from archipelago.ops.launch.redis_probe import two_free_ports
-from tests.integration.test_processes import SETTINGS, Processes, processes  # noqa: F401 - a fixture
+from tests.harness.processes import SETTINGS, Processes
 
 pytestmark = [pytest.mark.full, pytest.mark.processes]
 
 TWO_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
 
 
-def errors(processes: Processes, process: subprocess.Popen[str]) -> str:  # noqa: F811
+def errors(processes: Processes, process: subprocess.Popen[str]) -> str:
     """Return the error of a process, after checking that it is the only one."""
     said = processes.said(process)
     assert "Traceback" not in said, said
@@ -24,7 +24,7 @@ def errors(processes: Processes, process: subprocess.Popen[str]) -> str:  # noqa
     return found[0]
 
 
-def test_each_host_says_one_sentence(processes: Processes, server: Server) -> None:  # noqa: F811
+def test_each_host_says_one_sentence(processes: Processes, server: Server) -> None:
     at = {"ARCHIPELAGO_URL": server.url, "ARCHIPELAGO_RUN": "mistakes", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     made = processes.start("init", "--run=mistakes", "--model.size=tiny", *SETTINGS, **at)
     assert made.wait() == 0, processes.said(made)

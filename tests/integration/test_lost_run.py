@@ -23,8 +23,8 @@ from archipelago.ops.launch.init import InitOptions
 from archipelago.ops.watch.run_view import RunView, observe
 from tests import samples
 from tests.failing import failing
-from tests.islands import tiny
-from tests.islands.tiny import TinyRun
+from tests.harness import tiny
+from tests.harness.tiny import TinyRun
 
 
 class LostRun:

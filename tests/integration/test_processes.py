@@ -5,111 +5,22 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
 
 import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from archipelago.broker.errors import BrokerError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.redis.transport import connect
-from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.ops.launch.embedded_redis import Server, start_server
 from archipelago.ops.launch.redis_probe import free_port
-from archipelago.ops.watch.run_view import IslandView, RunView, observe
 from tests.conftest import Until, gone
+from tests.harness.processes import SETTINGS, Processes, balanced, rounds_of, seen_island, url_of, view
 
 pytestmark = [pytest.mark.full, pytest.mark.processes]
-
-SETTINGS = [
-    "--data.corpus=small-text",
-    "--data.shards=8",
-    "--data.sequence-length=32",
-    "--data.batch-size=4",
-    "--data.held-out-sequences=32",
-    "--inner.warmup-steps=5",
-    "--sync.interval=12",
-]
-
-
-class Processes:
-    """Starts `archipelago` commands, keeps their output, and ends them all."""
-
-    def __init__(self, folder: Path, *prefix: str) -> None:
-        """Keep output in `folder`. The commands are arguments of `prefix`, if it is given."""
-        self.folder, self.prefix = folder, prefix
-        self.all: list[subprocess.Popen[str]] = []
-
-    def start(self, *args: str, **environment: str) -> subprocess.Popen[str]:
-        log = self.folder / f"process-{len(self.all)}.log"
-        with log.open("w") as said:
-            process = subprocess.Popen(
-                [*self.prefix, sys.executable, "-P", "-m", "archipelago.ops", *args],
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
-                stdout=subprocess.PIPE,
-                stderr=said,
-                text=True,
-            )
-        self.all.append(process)
-        return process
-
-    def run(self, *args: str, **environment: str) -> Mapping[str, Any]:
-        """Run a command to its end and return its JSON object."""
-        process = self.start(*args, "--json", **environment)
-        out, _ = process.communicate()
-        assert process.returncode == 0, self.said(process)
-        found: Mapping[str, Any] = json.loads(out)
-        return found
-
-    def said(self, process: subprocess.Popen[str]) -> str:
-        return (self.folder / f"process-{self.all.index(process)}.log").read_text()
-
-    def end(self) -> None:
-        for process in self.all:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-            if process.stdout:
-                process.stdout.close()
-
-    def show(self) -> None:
-        """Write the end of what each command said. pytest shows it beside a test that failed."""
-        for process in self.all:
-            words = " ".join(str(word) for word in cast("list[str]", process.args))
-            _, _, command = words.partition("archipelago.ops ")
-            sys.stdout.write(f"--- {command} (exit {process.returncode})\n{self.said(process)[-4000:]}\n")
-
-
-@pytest.fixture
-def processes(tmp_path: Path, corpus: OpenCorpus) -> Iterator[Processes]:
-    started = Processes(tmp_path)
-    yield started
-    started.end()
-    started.show()
-
-
-def view(url: str, run: str) -> RunView:
-    transport = connect(url, run)
-    try:
-        return observe(transport, transport.reader.manifest())
-    finally:
-        transport.close()
-
-
-def balanced(seen: RunView) -> bool:
-    return seen.books.published == seen.books.merged + seen.books.refused + seen.pending
-
-
-def seen_island(seen: RunView, name: str) -> IslandView:
-    """Return the island of that name."""
-    return next(island for island in seen.islands if island.name == name)
 
 
 def test_up_trains_reports_and_continues(processes: Processes, tmp_path: Path, until: Until) -> None:
@@ -150,24 +61,6 @@ def test_up_extends_a_finished_run(processes: Processes) -> None:
     refused = processes.start(*args, "--inner.steps=90")
     assert refused.wait() == 2
     assert "Traceback" not in processes.said(refused)
-
-
-def rounds_of(config: Path, run: str) -> int:
-    """Return the closed rounds of the run on the server with this config; 0 while the server is down."""
-    try:
-        return view(url_of(config), run).rounds
-    except (OSError, StopIteration, BrokerError):
-        return 0
-
-
-def url_of(config: Path) -> str:
-    """Return the URL of the server with this config."""
-    port, password = (_setting(config, key) for key in ("port", "requirepass"))
-    return f"redis://:{password}@127.0.0.1:{port}/0"
-
-
-def _setting(config: Path, key: str) -> str:
-    return next(line.split()[1] for line in config.read_text().splitlines() if line.startswith(f"{key} "))
 
 
 def test_up_starts_a_killed_redis_and_merger_again(processes: Processes, tmp_path: Path, until: Until) -> None:

@@ -17,10 +17,9 @@ from archipelago.broker.shards.transport import WholeRun, whole
 from archipelago.ops.launch.embedded_redis import Server
 from tests.clusters import Cluster, Watched
 from tests.conftest import Until
-from tests.integration.test_processes import SETTINGS, Processes, processes
+from tests.harness.processes import SETTINGS, Processes
 
 pytestmark = [pytest.mark.full, pytest.mark.processes]
-__all__ = ["processes"]  # the fixture
 
 MERGER = ["--checkpoint-every=0", "--lease-seconds=2"]
 #: Why a shard that hangs is away, unless the reading has waited for its socket.

@@ -9,7 +9,7 @@ import pytest
 from archipelago.ops.launch.embedded_redis import Server
 from archipelago.ops.launch.redis_probe import two_free_ports
 from tests.conftest import Until
-from tests.integration.test_processes import SETTINGS, Processes, processes, view  # noqa: F401 - a fixture
+from tests.harness.processes import SETTINGS, Processes, view
 
 pytestmark = [pytest.mark.full, pytest.mark.processes]
 
@@ -17,7 +17,7 @@ FLAGS = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_
 
 
 def test_two_hosts_train_sync_hand_over_and_end_together(
-    processes: Processes,  # noqa: F811
+    processes: Processes,
     server: Server,
     until: Until,
 ) -> None:

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.conftest import Until, gone
-from tests.integration.test_processes import Processes, rounds_of
+from tests.harness.processes import Processes, rounds_of
 
 pytestmark = [pytest.mark.full, pytest.mark.processes]
 

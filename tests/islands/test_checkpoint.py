@@ -24,8 +24,8 @@ from archipelago.islands.data.batches import Batches
 from archipelago.islands.sync.connection.outbox import Draft
 from archipelago.islands.worker import Island
 from tests.broker.buckets.faulty_bucket import FaultyFileSystem
-from tests.islands import tiny
-from tests.islands.tiny import TinyRun, leaf_bytes
+from tests.harness import tiny
+from tests.harness.tiny import TinyRun, leaf_bytes
 
 # After the first fault, Orbax continues to read damaged files in the background, and nothing awaits those reads.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")

@@ -19,7 +19,7 @@ from archipelago.islands.device import memory_in_words, unused_devices
 from archipelago.islands.inner import begin, compile_steps
 from archipelago.islands.mesh.shape import MeshShape
 from archipelago.islands.models.registry import build
-from tests.islands import tiny
+from tests.harness import tiny
 
 
 def devices(count: int, platform: str, version: str = "") -> list[jax.Device]:

@@ -29,8 +29,8 @@ from archipelago.islands.evaluator import (
 from archipelago.islands.models.registry import Model, Params
 from archipelago.islands.worker import Island
 from tests import samples
-from tests.islands import tiny
-from tests.islands.tiny import TEXT, TinyRun
+from tests.harness import tiny
+from tests.harness.tiny import TEXT, TinyRun
 from tests.measures import measures
 from tests.tiers import examples
 

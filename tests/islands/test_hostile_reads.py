@@ -17,7 +17,7 @@ from archipelago.islands.rejoin import Rejoin
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.worker import Island
 from tests import samples
-from tests.islands import tiny
+from tests.harness import tiny
 from tests.tiers import examples
 
 MANIFEST = tiny.manifest()

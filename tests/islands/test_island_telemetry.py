@@ -16,7 +16,7 @@ from archipelago.broker.errors import UnreachableError
 from archipelago.broker.observe.metrics import new_registry
 from archipelago.islands import inner, telemetry
 from archipelago.islands.worker import Island
-from tests.islands.tiny import TinyRun
+from tests.harness.tiny import TinyRun
 
 
 @pytest.mark.parametrize("warmup_steps", [0, 1, 7, 100, 1000])
@@ -52,7 +52,7 @@ def test_a_training_island_exports_all_metrics() -> None:
     run = TinyRun()
     island = run.island()
     run.play(island, 9)
-    run.boundary(island)
+    run.pass_boundary(island)
     found = telemetry.point(island)
     assert found is not None
     step, values = found

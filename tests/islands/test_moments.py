@@ -21,7 +21,7 @@ from archipelago.islands.moments import SyncedState
 from archipelago.islands.sync.adoption import RULES
 from archipelago.islands.sync.replica import moments_after
 from tests.failing import failing
-from tests.islands import tiny
+from tests.harness import tiny
 from tests.tiers import examples
 
 CONFIG = replace(tiny.CONFIG.inner, clip_norm=0.0)

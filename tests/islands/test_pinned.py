@@ -21,8 +21,8 @@ from archipelago.islands.data.sharding import shard_order
 from archipelago.islands.sync.actions import BeginPass, unfolded
 from archipelago.islands.tasks.ours import register_text, training_text
 from archipelago.islands.worker import Island
-from tests.islands import tiny
-from tests.islands.tiny import TinyRun
+from tests.harness import tiny
+from tests.harness.tiny import TinyRun
 from tests.small import SMALL
 
 CONFIG = replace(tiny.CONFIG, data=replace(tiny.CONFIG.data, sequence_length=32))

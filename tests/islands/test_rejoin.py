@@ -22,8 +22,8 @@ from archipelago.islands.rejoin import Rejoin
 from archipelago.islands.sync.actions import BeginPass, ForgetShards, unfolded
 from archipelago.islands.worker import Island
 from tests import samples
-from tests.islands import tiny
-from tests.islands.tiny import TinyRun, leaf_bytes
+from tests.harness import tiny
+from tests.harness.tiny import TinyRun, leaf_bytes
 
 
 def merged_params(run: TinyRun) -> list[Vector]:
@@ -95,7 +95,7 @@ def test_the_givers_actions_up_to_its_handover_are_recorded() -> None:
     run = TinyRun()
     giver = run.island("giver")
     run.play(giver, 5)
-    island, rejoin = returning(run, meanwhile=lambda: run.boundary(giver))
+    island, rejoin = returning(run, meanwhile=lambda: run.pass_boundary(giver))
     rejoin.complete(None)
     (word,) = [w for w in island.action_log.take().text.split() if w.startswith("moments")]  # type: ignore[union-attr]
     told = unfolded([actions for _, actions in run.transport.merger.actions("0-0") if actions.island == "giver"])
@@ -143,7 +143,7 @@ def test_giving_does_not_change_the_giver() -> None:
 def test_no_peer_is_asked_at_the_beginning_of_a_run() -> None:
     run = TinyRun()
     peer = run.island("giver")
-    run.boundary(peer)  # the peer trains, but no round is merged yet
+    run.pass_boundary(peer)  # the peer trains, but no round is merged yet
     island, rejoin = returning(run)
     assert run.broker.runs["tiny"].requests == {}
     rejoin.complete(None)
@@ -280,7 +280,7 @@ def test_a_fresh_island_contributes_only_its_own_progress() -> None:
     rejoin.complete(None)
     versions = [count.version for count in island.ledger.counts]
     for _ in range(2):
-        run.boundary(island)
+        run.pass_boundary(island)
     assert [p.tobytes() for p in merged_params(run)] == before  # without a step it sends nothing
     bases: list[tuple[int, int, float]] = []
     send = island.link.send
@@ -306,7 +306,7 @@ def cut_at_marker(run: TinyRun, store: IslandStore, name: str = "a", steps: int 
     island = run.island(name, on_marker=lambda of, number: store.save(cut(of, number)))
     run.play(island, steps)
     run.merger.transport.merger.announce(run.merger.epoch, Marker(3, run.merger.rounds.closed))
-    run.boundary(island)
+    run.pass_boundary(island)
     assert store.find(3) is not None
     return island
 
@@ -339,7 +339,7 @@ def test_a_restored_island_has_its_whole_state_and_its_shards(tmp_path: Path) ->
     assert island.batches.held() == held
     assert again.transport.island.leased(held, "a/z") == set(held)
     for _ in range(3):
-        again.boundary(island)
+        again.pass_boundary(island)
     assert island.batches.held() == held  # it keeps its leases
     nxt = island.link.lease()
     assert nxt is not None
@@ -355,11 +355,11 @@ def test_a_restored_island_withdraws_its_request(tmp_path: Path) -> None:
     cut_at_marker(run, store)
     again = gone_back(run)
     peer = again.island("giver")
-    again.boundary(peer)
+    again.pass_boundary(peer)
     _, rejoin = returning(again, "a", store)
     assert again.broker.runs["tiny"].requests
     rejoin.complete(store.find(3))
-    again.boundary(peer)
+    again.pass_boundary(peer)
     stored = again.broker.runs["tiny"]
     assert (stored.requests, stored.handovers) == ({}, {})
 
@@ -371,7 +371,7 @@ def test_a_shard_that_another_island_has_leased_is_given_up(tmp_path: Path) -> N
     again = gone_back(run)
     other = again.island("b", "o", shards=[shard])
     assert again.transport.island.leased([shard], "b/o")
-    again.boundary(other)
+    again.pass_boundary(other)
     island, rejoin = returning(again, "a", store)
     rejoin.complete(store.find(3))
     assert island.batches.held() == []

@@ -15,9 +15,9 @@ from archipelago.broker.transport import START
 from archipelago.islands.inner import InnerSteps
 from archipelago.islands.worker import Island, train
 from tests.failing import failing
-from tests.islands import tiny
+from tests.harness import tiny
+from tests.harness.tiny import TinyRun
 from tests.islands.test_worker import diverging
-from tests.islands.tiny import TinyRun
 
 
 def notes(run: TinyRun, who: str) -> list[tuple[str, str]]:
@@ -39,13 +39,13 @@ def test_an_island_leaves_after_the_heartbeat_that_reads_the_request(
     island = run.island()
     run.play(island, 3)
     run.transport.reader.steer({"island.b": action})
-    run.boundary(island)
+    run.pass_boundary(island)
     requests = [island.must_leave]
     run.transport.reader.steer({"island.a": action})
-    run.boundary(island)
+    run.pass_boundary(island)
     requests.append(island.must_leave)
     run.transport.reader.steer({"island.a": ""})
-    run.boundary(island)
+    run.pass_boundary(island)
     requests.append(island.must_leave)
     assert requests == [
         False,
@@ -63,7 +63,7 @@ def test_a_drained_island_writes_a_note_and_loses_nothing() -> None:
     island = run.island()
     run.play(island, 3)
     run.transport.reader.steer({"island.a": "drain"})
-    run.boundary(island)
+    run.pass_boundary(island)
     leave(run, island)
     assert [(kind, text.partition(": ")[2]) for kind, text in notes(run, "a")[1:]] == [
         ("drained", "drained by the operator")
@@ -79,7 +79,7 @@ def test_an_expelled_island_is_refused_and_writes_a_note() -> None:
     island = run.island()
     run.play(island, 3)
     run.transport.reader.steer({"island.a": "expel"})
-    run.boundary(island)
+    run.pass_boundary(island)
     leave(run, island)
     assert notes(run, "a")[-1] == ("expelled", f"after {island.totals.steps} steps: expelled by the operator")
     refusals = [event for _, event in run.transport.reader.events(START, 0.0, 999) if isinstance(event, Refusal)]
@@ -138,7 +138,7 @@ def test_a_note_that_the_broker_refuses_is_dropped(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(island.link.transport.reader, "note", refuse)
     run.play(island, 1)
-    run.boundary(island)
+    run.pass_boundary(island)
     assert not island.link.trouble
     assert island.link.drain(0.0), "the heartbeat with the note was sent"
     assert run.transport.island.leased(island.link.leases.shards, island.link.who), "the island has leased a shard"
@@ -175,7 +175,7 @@ def test_a_finished_run_that_is_extended_goes_on() -> None:
     run.play(island, 4)
     finished = [island.finished]
     run.transport.reader.steer({STEPS: "9"})
-    run.boundary(island)
+    run.pass_boundary(island)
     finished.append(island.finished)
     run.play(island, 5)
     finished.append(island.finished)
@@ -183,7 +183,7 @@ def test_a_finished_run_that_is_extended_goes_on() -> None:
     newcomer = run.island("b")
     assert (newcomer.link.run_steps, newcomer.finished) == (9, False)
     run.transport.reader.steer({STEPS: ""})
-    run.boundary(island)
+    run.pass_boundary(island)
     assert island.link.run_steps == 4
 
 
@@ -208,5 +208,5 @@ def test_an_invalid_length_changes_nothing(value: str) -> None:
     island = run.island()
     before = island.link.run_steps
     run.transport.reader.steer({STEPS: value})
-    run.boundary(island)
+    run.pass_boundary(island)
     assert island.link.run_steps == before

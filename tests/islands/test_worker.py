@@ -24,8 +24,8 @@ from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.ledger import AHEAD_STEPS_MIN
 from archipelago.islands.worker import DIVERGED_MAX, Island, train
 from tests.failing import failing
-from tests.islands import tiny
-from tests.islands.tiny import TinyRun
+from tests.harness import tiny
+from tests.harness.tiny import TinyRun
 
 
 def diverging(state: InnerState, tokens_nxBxT1: jax.Array, global_step: jax.Array) -> tuple[InnerState, jax.Array]:
@@ -180,7 +180,7 @@ def test_a_lost_shard_is_abandoned_and_the_action_recorded() -> None:
     run.play(island, 2)
     (shard,) = island.batches.held()
     run.broker.runs["tiny"].holders[shard] = "thief/t"
-    run.boundary(island)
+    run.pass_boundary(island)
     assert island.batches.held() == []
     before = len(done_by(run, island))
     island.advance()

@@ -31,7 +31,7 @@ from archipelago.islands.sync.state_tree import decode
 from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests import samples
 from tests.failing import failing
-from tests.islands import tiny
+from tests.harness import tiny
 from tests.tiers import examples
 
 

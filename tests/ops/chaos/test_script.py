@@ -21,7 +21,8 @@ from archipelago.ops.chaos.report.record import Turn
 from archipelago.ops.chaos.report.tables import headlines
 from archipelago.ops.chaos.script import own_step_seconds, parsed
 from tests.failing import failing
-from tests.integration.test_processes import Processes, processes
+from tests.harness.processes import Processes
+from tests.integration.conftest import processes
 from tests.ops.chaos.test_storm_report import storm
 
 __all__ = ["processes"]

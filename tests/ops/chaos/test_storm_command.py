@@ -25,8 +25,8 @@ from archipelago.ops.chaos.processes import Plan, read_turn_log
 from archipelago.ops.chaos.report.record import StormRecord
 from archipelago.ops.chaos.schedule import Fault, from_text
 from tests.failing import failing
-from tests.integration.conftest import corpus, corpus_folder
-from tests.integration.test_processes import SETTINGS, Processes, processes
+from tests.harness.processes import SETTINGS, Processes
+from tests.integration.conftest import corpus, corpus_folder, processes
 from tests.ops.chaos.test_storm_report import storm
 
 __all__ = ["corpus", "corpus_folder", "processes"]

@@ -36,8 +36,8 @@ from archipelago.merger.service import Merger
 from tests import samples
 from tests.conftest import Until
 from tests.failing import failing
+from tests.harness import tiny
 from tests.intercept import Intercepted
-from tests.islands import tiny
 
 #: Elements of each fragment of the sample run.
 SIZE = 32

@@ -13,17 +13,13 @@ import numpy as np
 
 from archipelago.broker.config import DataConfig, InnerConfig, OuterConfig, RunConfig, SyncConfig, WireConfig
 from archipelago.broker.manifest import Corpus, Manifest, Tensor, synced
-from archipelago.broker.memory.transport import MemoryBroker
-from archipelago.broker.transport import Transport
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.sharding import shard_order
 from archipelago.islands.inner import InnerSteps, compile_steps
 from archipelago.islands.models.registry import Model, Params
-from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.worker import Island
-from archipelago.merger.service import Merger
-from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests import samples
+from tests.harness.played import Connect, PlayedRun
 
 CONFIG = RunConfig(
     record=True,
@@ -75,19 +71,12 @@ def leaf_bytes(tree: Any) -> list[bytes]:
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
-class TinyRun:
-    """A run with its merger. The test decides when each island acts."""
+class TinyRun(PlayedRun):
+    """A run of the model. The test decides when each island acts."""
 
-    def __init__(self, of: Manifest | None = None, connect: Callable[[], Transport] | None = None) -> None:
-        self.manifest = of or manifest()
-        self.clock = VirtualClock()
-        self.broker = MemoryBroker(self.clock)
-        self.connect: Callable[[], Transport] = connect or (lambda: self.broker.connect(self.manifest.run))
-        self.transport = self.connect()
-        self.transport.create(self.manifest, samples.first_snapshots(self.manifest, 1.0))
-        self.merger = Merger(self.connect(), self.clock, holder="merger", live_poll_seconds=0.0)
-        assert self.merger.acquire()
-        self.merger.load()
+    def __init__(self, of: Manifest | None = None, connect: Connect | None = None) -> None:
+        of = of or manifest()
+        super().__init__(of, samples.first_snapshots(of, 1.0), connect)
 
     def island(
         self,
@@ -100,7 +89,7 @@ class TinyRun:
         """Return an island that has joined and leased a shard. A `silent` one has sent nothing yet."""
         if shards is None:
             shards = shard_order(self.manifest.config.data.shards, self.manifest.config.seed)
-        link = Link(self.connect(), self.manifest, f"{name}/{incarnation}", shards, self.clock)
+        link = self.link(f"{name}/{incarnation}", shards)
         arrivals = link.join()
         batches = Batches(TEXT, self.manifest.config, link.lease)
         steps = steps_by(self.manifest.config.inner)
@@ -112,16 +101,8 @@ class TinyRun:
             link.pump()
         return island
 
-    def boundary(self, island: Island) -> None:
-        """Let an island pass a step boundary, and exchange everything before and after it."""
-        self.clock.now += 1.0
-        island.link.pump()
-        island.boundary()
-        island.link.pump()
-        self.merger.turn(0.0)
-
     def play(self, island: Island, steps: int) -> None:
         """Make `steps` steps of an island, each after a boundary."""
         for _ in range(steps):
-            self.boundary(island)
+            self.pass_boundary(island)
             island.advance()

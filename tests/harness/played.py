@@ -1,0 +1,74 @@
+"""A run that a test plays in virtual time: a broker, a merger that has loaded, and the links of islands.
+
+Each kind of island adds how it joins and how it makes a step. Nothing happens unless the test asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.memory.transport import MemoryBroker
+from archipelago.broker.messages import Snapshot
+from archipelago.broker.transport import Transport
+from archipelago.islands.sync.connection.link import Link
+from archipelago.merger.checkpointer import Checkpointer
+from archipelago.merger.service import Merger
+from archipelago.ops.experiments.virtual_time import VirtualClock
+
+Connect = Callable[[], Transport]
+
+
+class Boundary(Protocol):
+    """An island of any kind that can pass a step boundary."""
+
+    @property
+    def link(self) -> Link: ...
+
+    def boundary(self) -> object: ...
+
+
+class PlayedRun:
+    """A run and its merger.
+
+    Args:
+        manifest: The run to create.
+        first: Version 0 of each fragment.
+        connect: Makes a connection to the run; by default to a broker in memory.
+        checkpointer: Takes the merger's checkpoints.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        first: Sequence[tuple[Snapshot, bytes]],
+        connect: Connect | None = None,
+        checkpointer: Checkpointer | None = None,
+    ) -> None:
+        self.manifest = manifest
+        self.clock = VirtualClock()
+        self.broker = MemoryBroker(self.clock)
+        self.connect: Connect = connect or (lambda: self.broker.connect(manifest.run))
+        self.transport = self.connect()
+        self.transport.create(manifest, first)
+        self.merger = self.new_merger(checkpointer=checkpointer)
+
+    def new_merger(self, holder: str = "merger", checkpointer: Checkpointer | None = None) -> Merger:
+        """Return another merger, which has taken the lease and loaded the run."""
+        made = Merger(self.connect(), self.clock, holder, live_poll_seconds=0.0, checkpointer=checkpointer)
+        assert made.acquire()
+        made.load()
+        return made
+
+    def link(self, who: str, shards: Sequence[str] = ()) -> Link:
+        """Return a link of an island's incarnation (`name/incarnation`), which has not joined yet."""
+        return Link(self.connect(), self.manifest, who, shards, self.clock)
+
+    def pass_boundary(self, island: Boundary, seconds: float = 1.0) -> None:
+        """Let an island pass a step boundary, exchange everything before and after it, and let the merger act."""
+        self.clock.now += seconds
+        island.link.pump()
+        island.boundary()
+        island.link.pump()
+        self.merger.turn(0.0)
