@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from functools import cache
 from typing import Any
@@ -44,7 +45,7 @@ def uint16(body: bytes) -> NDArray[np.uint16]:
 
 
 @given(BITS | TIES)
-def test_bfloat16_rounds_as_ml_dtypes_does(values_N: Vector) -> None:
+def test_bfloat16_rounds_as_ml_dtypes_does_and_float32_is_exact(values_N: Vector) -> None:
     ours = uint16(codec("bfloat16").encode(values_N))
     with np.errstate(invalid="ignore"):
         theirs = values_N.astype(ml_dtypes.bfloat16).view(np.uint16)
@@ -52,6 +53,8 @@ def test_bfloat16_rounds_as_ml_dtypes_does(values_N: Vector) -> None:
     np.testing.assert_array_equal(ours[number], theirs[number])
     decoded_N = codec("bfloat16").decode(ours.tobytes(), values_N.size)
     np.testing.assert_array_equal(np.isnan(decoded_N), np.isnan(values_N))
+    body = codec("float32").encode(values_N)
+    assert codec("float32").decode(body, values_N.size).tobytes() == values_N.tobytes() == body
 
 
 def test_bfloat16_by_hand() -> None:
@@ -61,19 +64,6 @@ def test_bfloat16_by_hand() -> None:
     assert [hex(b) for b in bits] == ["0x3f80", "0x3f82", "0x3f81", "0x7f80", "0x7fff", "0xffc0", "0x8000"]
 
 
-@given(FINITE)
-def test_bfloat16_is_off_by_at_most_half_a_unit(values_N: Vector) -> None:
-    values_N = values_N[(np.abs(values_N) >= NORMAL_MIN) | (values_N == 0)]
-    decoded_N = decoded("bfloat16", values_N)
-    assert np.all(np.abs(decoded_N.astype(np.float64) - values_N) <= np.abs(values_N.astype(np.float64)) * 2.0**-8)
-
-
-@given(BITS)
-def test_float32_is_exact(values_N: Vector) -> None:
-    body = codec("float32").encode(values_N)
-    assert codec("float32").decode(body, values_N.size).tobytes() == values_N.tobytes() == body
-
-
 @pytest.mark.parametrize("name", CODECS)
 @given(values_N=FINITE)
 def test_sizes_are_exact_and_a_second_pass_changes_nothing(name: str, values_N: Vector) -> None:
@@ -81,8 +71,7 @@ def test_sizes_are_exact_and_a_second_pass_changes_nothing(name: str, values_N: 
     body = chosen.encode(values_N)
     assert len(body) == chosen.encoded_size(values_N.size)
     decoded_N = chosen.decode(body, values_N.size)
-    assert decoded_N.dtype == np.float32
-    assert decoded_N.shape == values_N.shape
+    assert (decoded_N.dtype, decoded_N.shape) == (np.float32, values_N.shape)
     if name != "top3":  # a second pass changes the means of top3
         assert chosen.encode(decoded_N) == body
 
@@ -92,6 +81,12 @@ def test_a_vector_is_added_to_another_while_it_is_decoded() -> None:
     body = codec("int4").encode(step_N)
     added_N = codec("int4").decode(body, step_N.size, base_N)
     assert added_N.tobytes() == (base_N + codec("int4").decode(body, step_N.size)).tobytes()
+
+
+def test_a_strided_array_is_encoded() -> None:
+    values_N = np.arange(20, dtype=np.float32)
+    for name, chosen in CODECS.items():
+        assert chosen.encode(values_N[::2]) == chosen.encode(values_N[::2].copy()), name
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -105,12 +100,6 @@ def test_some_blocks_are_decoded_to_the_bits_of_all(name: str) -> None:
     assert decoded.tobytes() == chosen.decode(body, size)[wanted].tobytes()
     whole = chosen.decode_blocks(chosen.parts_of(body, size), np.arange(-(-size // chosen.block)))
     assert whole[:size].tobytes() == chosen.decode(body, size).tobytes()
-
-
-def test_a_strided_array_is_encoded() -> None:
-    values_N = np.arange(20, dtype=np.float32)
-    for chosen in CODECS.values():
-        assert chosen.encode(values_N[::2]) == chosen.encode(values_N[::2].copy())
 
 
 def _many(seed: int) -> Vector:
@@ -149,16 +138,16 @@ def sent_by_device(name: str, values_N: Vector) -> tuple[bytes, Vector]:
     return body_of(parts), np.asarray(restored_N)
 
 
-@pytest.mark.parametrize("name", ["float32", "bfloat16"])
-def test_the_device_rounds_to_the_same_bits(name: str) -> None:
+def test_the_device_rounds_to_the_same_bits() -> None:
     values_N = np.concatenate([_many(seed=7), np.array([0.0, -0.0], np.float32)])
-    body, restored_N = sent_by_device(name, values_N)
-    assert body == codec(name).encode(values_N)
-    np.testing.assert_array_equal(restored_N.view(np.uint32), decoded(name, values_N).view(np.uint32))
+    for name in ("float32", "bfloat16"):
+        body, restored_N = sent_by_device(name, values_N)
+        assert body == codec(name).encode(values_N)
+        np.testing.assert_array_equal(restored_N.view(np.uint32), decoded(name, values_N).view(np.uint32))
 
 
 @pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize("elements", [1, 63, 64, 257, 4096, 20_001])
+@pytest.mark.parametrize("elements", [1, 257, 20_001])
 @settings(max_examples=8)
 @given(seed=st.integers(0, 2**32 - 1))
 @example(seed=67108864)  # one code of int4 was another where XLA divides
@@ -211,22 +200,20 @@ def test_top3_keeps_the_largest_and_earlier_indices_win_ties(seed: int, kinds: i
     np.testing.assert_array_equal(restored_N != 0, expected.reshape(-1))
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "e3m0", "top3"])
-@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-def test_nan_and_infinity_survive_the_codec(name: str, poison: float) -> None:
+def test_nan_and_infinity_survive_the_codec() -> None:
     """A block with NaN or infinity must not decode to finite numbers."""
-    values_N = np.ones(300, np.float32)
-    values_N[7] = poison
-    with np.errstate(invalid="ignore"):
-        assert not np.isfinite(decoded(name, values_N)).all()
+    for name, poison in itertools.product(("int8", "int4", "e3m0", "top3"), (math.nan, math.inf, -math.inf)):
+        values_N = np.ones(300, np.float32)
+        values_N[7] = poison
+        with np.errstate(invalid="ignore"):
+            assert not np.isfinite(decoded(name, values_N)).all(), (name, poison)
 
 
-@pytest.mark.parametrize(
-    ("name", "bits"),
-    [("float32", 32.0), ("bfloat16", 16.0), ("int8", 8.0625), ("int4", 4.125), ("e3m0", 4.125), ("top3", 0.4453125)],
-)
-def test_bits_per_element(name: str, bits: float) -> None:
-    assert codec(name).encoded_size(1 << 20) * 8 / (1 << 20) == bits
+def test_bits_per_element() -> None:
+    bits = {name: codec(name).encoded_size(1 << 20) * 8 / (1 << 20) for name in CODECS}
+    assert bits == {
+        "float32": 32.0, "bfloat16": 16.0, "int8": 8.0625, "int4": 4.125, "e3m0": 4.125, "top3": 0.4453125,
+    }  # fmt: skip
 
 
 def test_an_unknown_codec_is_a_wire_error() -> None:

@@ -1,11 +1,8 @@
-"""Leases and cursors: text round trips, cursors that only advance, and one merge per sequence and pass."""
+"""Leases and cursors: text round trips, cursors that only advance, and the choice of a shard."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from random import Random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -41,9 +38,10 @@ CURSORS = st.tuples(PASSES, POSITIONS)
 # -- as text ----------------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(PLACES, max_size=PLACES_MAX))
-def test_places_survive_a_round_trip(places: list[Place]) -> None:
+@given(st.lists(PLACES, max_size=PLACES_MAX), CURSORS)
+def test_places_and_cursors_survive_a_round_trip(places: list[Place], cursor: tuple[int, int]) -> None:
     assert parse_places(" ".join(map(str, places))) == tuple(places)
+    assert parse_cursor(cursor_text(cursor)) == cursor
 
 
 def test_all_places_of_a_contribution_fit_into_it() -> None:
@@ -55,48 +53,28 @@ def test_all_places_of_a_contribution_fit_into_it() -> None:
 
 
 def test_places_have_the_documented_text() -> None:
-    assert [str(Place("17", 0, 96)), str(Place("17", 0, 96, ended=True)), str(Place("site/17", 2, 5))] == [
-        "17:0:96",
-        "17:0:end",
-        "site/17:2:5",
-    ]
-    assert Place("17", 3, 96).cursor == (3, 96)
-    assert Place("17", 3, 96, ended=True).cursor == (4, 0)
+    places = [Place("17", 0, 96), Place("17", 0, 96, ended=True), Place("site/17", 2, 5)]
+    assert [str(place) for place in places] == ["17:0:96", "17:0:end", "site/17:2:5"]
+    assert [place.cursor for place in places] == [(0, 96), (1, 0), (2, 5)]
     assert parse_places("") == ()
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "17",
-        "17:0",
-        "17:0:",
-        "17:0:1:2",
-        "17:0:-1",
-        "17:0:END",
-        "17:0:1e3",
-        "017:0:1",  # a second name of shard 17
-        "١٧:0:1",
-        "17:٠:1",
-        "17:0:١",
-        "12345678:0:1",
-        "17:1234567890123:1",
-        "17:0:1234567890123456",
-        "/17:0:1",
-        "site/:0:1",
-        "a/b/17:0:1",
-        ".site/17:0:1",
-        "s" * 65 + "/17:0:1",
-        "17:0:1,18:0:1",
-        "17:0:1\x00",
-        "9" * 100_000,
-        " ".join(["17:0:1"] * (PLACES_MAX + 1)),
-    ],
-)
-def test_an_invalid_place_is_refused_with_a_short_message(text: str) -> None:
-    with pytest.raises(WireError) as refused:
-        parse_places(text)
-    assert len(str(refused.value)) < 300
+#: `017` would be a second name of shard 17.
+INVALID = [
+    "17", "17:0", "17:0:", "17:0:1:2", "17:0:-1", "17:0:END", "17:0:1e3", "017:0:1", "١٧:0:1", "17:٠:1", "17:0:١",
+    "12345678:0:1", "17:1234567890123:1", "17:0:1234567890123456", "/17:0:1", "site/:0:1", "a/b/17:0:1", ".site/17:0:1",
+    "s" * 65 + "/17:0:1", "17:0:1,18:0:1", "17:0:1\x00", "9" * 100_000, " ".join(["17:0:1"] * (PLACES_MAX + 1)),
+]  # fmt: skip
+
+
+def test_an_invalid_place_or_cursor_is_refused_with_a_short_message() -> None:
+    for text in INVALID:
+        with pytest.raises(WireError) as refused:
+            pytest.fail(f"{text[:99]} was read as {parse_places(text)}")
+        assert len(str(refused.value)) < 300
+    for text in ("", "1", "1:", "1:-1", "1:2:3", "1:end", "١:0", "1" * 14 + ":0", "1:2 "):
+        with pytest.raises(WireError):
+            pytest.fail(f"{text} was read as {parse_cursor(text)}")
 
 
 @given(st.text(max_size=60) | st.from_regex(r"[0-9a/]{1,9}:\d{1,14}:(\d{1,17}|end)", fullmatch=True))
@@ -110,17 +88,6 @@ def test_any_text_is_parsed_within_bounds_or_refused(text: str) -> None:
         assert 0 <= place.pass_number < PASSES_MAX
         assert 0 <= place.position < 10**15
         assert place.shard.isascii()
-
-
-@given(CURSORS)
-def test_cursors_survive_a_round_trip(cursor: tuple[int, int]) -> None:
-    assert parse_cursor(cursor_text(cursor)) == cursor
-
-
-@pytest.mark.parametrize("text", ["", "1", "1:", "1:-1", "1:2:3", "1:end", "١:0", "1" * 14 + ":0", "1:2 "])
-def test_an_invalid_cursor_is_refused(text: str) -> None:
-    with pytest.raises(WireError):
-        parse_cursor(text)
 
 
 # -- cursors ----------------------------------------------------------------------------------------------------------
@@ -186,136 +153,19 @@ def test_a_shard_is_chosen_by_the_rules(
     assert chosen == (own or fewest)[0]
 
 
-def test_without_shards_none_is_chosen() -> None:
-    assert choose([], {}, {}, "a/1", lambda _: True) is None
-    assert choose(["0"], {}, {"0": "a/2"}, "a/1", lambda _: False) is None
+def test_the_choice_of_a_shard_by_hand() -> None:
+    def nobody(holder: str) -> bool:
+        return False
 
-
-def test_an_island_that_lost_the_answer_gets_its_shard_again() -> None:
-    assert choose(["0"], {}, {"0": "a/1"}, "a/1", lambda _: False) == "0"
-
-
-def test_a_held_shard_that_is_a_pass_behind_blocks_new_passes() -> None:
-    """No other shard may start the pass after the next while this one is behind."""
-    assert choose(["1"], {"1": (2, 0)}, {"0": "a/1"}, "a/1", lambda _: False) is None
-
-
-def test_an_island_prefers_the_shard_of_its_earlier_incarnation() -> None:
+    assert choose([], {}, {}, "a/1", nobody) is None
+    assert choose(["0"], {}, {"0": "a/2"}, "a/1", nobody) is None
+    assert choose(["0"], {}, {"0": "a/1"}, "a/1", nobody) == "0", "the island lost the answer to its lease"
+    # A held shard that is a pass behind blocks the pass after the next.
+    assert choose(["1"], {"1": (2, 0)}, {"0": "a/1"}, "a/1", nobody) is None
+    # An island prefers the shard of its earlier incarnation, and `ab` is another island.
     holders = {"1": "ab/1", "2": "a/1"}
     assert choose(["0", "1", "2"], {}, holders, "a/2", lambda _: True) == "2"
     assert choose(["0", "1", "2"], {"2": (1, 0)}, holders, "a/2", lambda _: True) == "0"
-
-
-# -- many islands that die --------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Reader:
-    """One incarnation of an island.
-
-    Attributes:
-        place: Its place in the shard that it reads.
-        unsent: The sequences that it has read since its last contribution, each as shard, pass and number.
-        held: Its place in each shard that it holds.
-    """
-
-    place: Place | None = None
-    unsent: list[tuple[str, int, int]] = field(default_factory=list)
-    held: dict[str, Place] = field(default_factory=dict)
-
-
-@dataclass
-class Simulation:
-    """Islands that read, contribute and die at random, and a merger that merges late.
-
-    Attributes:
-        lengths: The number of sequences of each shard.
-        waiting: Contributions that are not merged yet, each with its island, its places and its sequences.
-    """
-
-    random: Random
-    lengths: Mapping[str, int]
-    cursors: dict[str, tuple[int, int]] = field(default_factory=dict)
-    holders: dict[str, str] = field(default_factory=dict)
-    readers: dict[str, Reader] = field(default_factory=dict)
-    waiting: deque[tuple[str, str, list[tuple[str, int, int]]]] = field(default_factory=deque)
-    merged: Counter[tuple[str, int, int]] = field(default_factory=Counter)
-    deaths: int = 0
-
-    def lease(self, me: str) -> None:
-        wanted = sorted(self.lengths.keys() - {shard for shard, holder in self.holders.items() if holder == me})
-        order = self.random.sample(wanted, len(wanted))
-        chosen = choose(order, self.cursors, self.holders, me, self._gone)
-        if chosen is not None:
-            assert self._gone(self.holders.get(chosen, ""))
-            self.holders[chosen] = me
-            self.readers[me].place = place = Place(chosen, *self.cursors.get(chosen, (0, 0)))
-            assert place.pass_number <= self.slowest() + 1
-
-    def slowest(self) -> int:
-        """Return the pass that every shard has reached."""
-        return min(self.cursors.get(shard, (0, 0))[0] for shard in self.lengths)
-
-    def _gone(self, holder: str) -> bool:
-        return holder not in self.readers and all(who != holder for who, _, _ in self.waiting)
-
-    def read(self, me: str) -> None:
-        """Read on in the shard that the island holds; lease one first if necessary."""
-        if self.readers[me].place is None:
-            self.lease(me)
-        reader, place = self.readers[me], self.readers[me].place
-        if place is None:
-            return
-        until = min(place.position + self.random.randint(1, 4), self.lengths[place.shard])
-        reader.unsent += [(place.shard, place.pass_number, number) for number in range(place.position, until)]
-        ended = until == self.lengths[place.shard]
-        reader.held[place.shard] = now = Place(place.shard, place.pass_number, 0 if ended else until, ended)
-        reader.place = None if ended else now
-
-    def contribute(self, me: str) -> None:
-        reader = self.readers[me]
-        self.waiting.append((me, " ".join(map(str, reader.held.values())), reader.unsent))
-        reader.unsent = []
-        reader.held = {shard: place for shard, place in reader.held.items() if not place.ended}
-
-    def merge(self) -> None:
-        if not self.waiting:
-            return
-        _, text, sequences = self.waiting.popleft()
-        self.merged.update(sequences)
-        for shard, cursor in advanced(self.cursors, parse_places(text)).items():
-            if cursor[0] > self.cursors.get(shard, (0, 0))[0]:
-                self.holders.pop(shard)
-            self.cursors[shard] = cursor
-
-    def die(self, me: str) -> None:
-        """Replace an island by its next incarnation."""
-        del self.readers[me]
-        self.deaths += 1
-        self.readers[f"{me.partition('/')[0]}/{self.deaths}"] = Reader()
-
-    def step(self) -> None:
-        me = self.random.choice(sorted(self.readers))
-        deed = self.random.choices([self.read, self.contribute, self.die], [10, 5, 1])[0]
-        deed(me)
-        if self.random.random() < 0.4:
-            self.merge()
-
-
-@pytest.mark.parametrize("islands", [1, 3, 12])
-@pytest.mark.parametrize("seed", range(4))
-def test_each_completed_pass_merges_each_sequence_once_even_if_islands_die(islands: int, seed: int) -> None:
-    random = Random(seed)
-    lengths = {str(number): random.randint(1, 40) for number in range(12)}
-    simulation = Simulation(random, lengths, readers={f"i{number}/0": Reader() for number in range(islands)})
-    while simulation.slowest() < 3:
-        simulation.step()
-    assert simulation.deaths > 5
-    for shard, count in lengths.items():
-        pass_number, position = simulation.cursors[shard]
-        expected = {(shard, done, number): 1 for done in range(pass_number) for number in range(count)}
-        expected |= {(shard, pass_number, number): 1 for number in range(position)}
-        assert {key: times for key, times in simulation.merged.items() if key[0] == shard} == expected
 
 
 # -- claims -------------------------------------------------------------------------------------------------------
@@ -335,13 +185,10 @@ def test_the_last_turn_of_the_present_pass_counts() -> None:
     assert claims_that_count(claims, {"0": (1, 0), "1": (1, 0), "2": (1, 0)}) == {"2": claim("b/y", 9, 1)}
 
 
-def test_a_claim_that_nobody_could_take_over_does_not_count() -> None:
+def test_a_claim_that_nobody_could_take_over_or_that_is_one_too_many_does_not_count() -> None:
     forged = {"0": claim("mallory/m", turn=10**14), "1": claim("mallory/m", turn=10**9)}
     claims = {"a": {"0": claim("a/x")}, "mallory": forged}
     assert claims_that_count(claims, {}) == {"0": claim("a/x")}
-
-
-def test_an_island_holds_a_bounded_number_of_shards() -> None:
     claims = {"mallory": {str(n): claim("mallory/m") for n in range(1000)}, "a": {"500": claim("a/x", turn=1)}}
     found = claims_that_count(claims, {})
     assert len(found) == PLACES_MAX + 1

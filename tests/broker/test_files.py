@@ -24,21 +24,16 @@ from archipelago.broker.process import guarded
 from tests.failing import failing
 
 
-@pytest.mark.parametrize("content", [b"bytes\x00", "text with an é\n"])
-def test_the_content_replaces_the_old_one(tmp_path: Path, content: bytes | str) -> None:
+def test_the_content_replaces_the_old_one(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("a longer text that was there before")
-    write_atomically(path, content)
-    assert path.read_bytes() == (content.encode() if isinstance(content, str) else content)
-    assert [found.name for found in tmp_path.iterdir()] == ["file"]
-
-
-def test_permissions_are_the_default_or_private(tmp_path: Path) -> None:
-    usual = tmp_path / "by open"
-    usual.touch()
-    write_atomically(tmp_path / "file", "")
+    for content in ("text with an é\n", b"bytes\x00"):
+        write_atomically(path, content)
+        assert path.read_bytes() == (content.encode() if isinstance(content, str) else content)
+        assert [found.name for found in tmp_path.iterdir()] == ["file"]
+    (tmp_path / "by open").touch()
     write_atomically(tmp_path / "secret", "", mode=PRIVATE)
-    assert (tmp_path / "file").stat().st_mode == usual.stat().st_mode
+    assert path.stat().st_mode == (tmp_path / "by open").stat().st_mode
     assert (tmp_path / "secret").stat().st_mode & 0o777 == PRIVATE
 
 
@@ -95,42 +90,36 @@ def test_git_ignores_a_new_folder_but_not_one_that_was_there(tmp_path: Path) -> 
 # -- errors of disks and folders ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [
-        (errno.ENOSPC, "file.disk-full"),
-        (errno.EACCES, "file.denied"),
-        (errno.EROFS, "file.read-only"),
-        (errno.ENOTDIR, "file.no-folder"),
-        (errno.EEXIST, "file.no-folder"),
-        (errno.EISDIR, "file.no-file"),
-    ],
-)
-def test_errors_of_disks_become_one_clear_error(
-    number: int, code: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = file_error(OSError(number, os.strerror(number), str(tmp_path)))
-    assert found is not None
-    assert found.code == code
-    assert str(tmp_path) in found.what
+CODES = {
+    errno.ENOSPC: "file.disk-full",
+    errno.EACCES: "file.denied",
+    errno.EROFS: "file.read-only",
+    errno.ENOTDIR: "file.no-folder",
+    errno.EEXIST: "file.no-folder",
+    errno.EISDIR: "file.no-file",
+}
+
+
+def code_of(error: BaseException) -> str | None:
+    found = file_error(error)
+    return found.code if found else None
+
+
+def test_errors_of_disks_become_one_clear_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    errors = {number: OSError(number, os.strerror(number), str(tmp_path)) for number in CODES}
+    assert {number: code_of(error) for number, error in errors.items()} == CODES
+    assert code_of(OSError(errno.ENOSPC, "full")) == "file.disk-full", "a full disk needs no name"
 
     def main() -> int:
-        raise OSError(number, os.strerror(number), str(tmp_path))
+        raise errors[errno.EACCES]
 
     assert guarded(main) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_a_full_disk_needs_no_name() -> None:
-    found = file_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-    assert found is not None
-    assert found.code == "file.disk-full"
-
-
-def test_other_errors_of_the_system_are_not_hidden() -> None:
-    assert file_error(OSError(errno.ECONNRESET, "reset")) is None
-    assert file_error(OSError(errno.EACCES, "denied")) is None  # not about a file
-    assert file_error(ValueError("no")) is None
+    said = capsys.readouterr().err
+    assert str(tmp_path) in said
+    assert said.count("\n") == 1
+    # Other errors are not hidden, and an error without a file is not about a file.
+    for other in (OSError(errno.ECONNRESET, "reset"), OSError(errno.EACCES, "denied"), ValueError("no")):
+        assert code_of(other) is None, other
 
 
 def test_a_folder_is_tried_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,12 +140,9 @@ def test_a_folder_is_tried_before_anything_is_started(tmp_path: Path, monkeypatc
     assert str(tmp_path) in failure.value.what
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/runs", "gs://bucket", "https://host/x", "s3:/bucket"])
-def test_a_url_is_not_a_folder(url: str) -> None:
-    with failing(ConfigError, "file.url"):
-        require_local(Path(url), "--folder")
-
-
-@pytest.mark.parametrize("path", ["runs", "/runs/s3:/x", "a/s3:", "~/runs", ".", "c:"])
-def test_paths_are_local(path: str) -> None:
-    require_local(Path(path), "--folder")
+def test_a_url_is_not_a_folder() -> None:
+    for url in ("s3://bucket/runs", "gs://bucket", "https://host/x", "s3:/bucket"):
+        with failing(ConfigError, "file.url"):
+            require_local(Path(url), "--folder")
+    for path in ("runs", "/runs/s3:/x", "a/s3:", "~/runs", ".", "c:"):
+        require_local(Path(path), "--folder")

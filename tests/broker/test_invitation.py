@@ -25,64 +25,56 @@ OSLO = Invitation(
 )  # fmt: skip
 
 
-def test_a_join_file_is_private_and_is_read_back(tmp_path: Path) -> None:
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Return a join file of OSLO."""
     path = tmp_path / "demo.oslo.join"
     invitation.write(path, OSLO)
+    return path
+
+
+def test_a_join_file_is_private_and_is_read_back(path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert invitation.read(path) == OSLO
+    assert "secret" not in repr(OSLO)
+    assert KEY not in repr(OSLO)
+    for absent in (path.parent / "nowhere.join", path.parent):
+        with failing(ConfigError, "invitation.no-file"):
+            invitation.read(absent)
 
 
-def test_secrets_are_not_shown() -> None:
-    shown = repr(OSLO)
-    assert "secret" not in shown
-    assert KEY not in shown
+def test_a_join_file_that_others_can_read_is_refused(path: Path) -> None:
+    for mode in (0o640, 0o604, 0o660):
+        path.chmod(mode)
+        with failing(ConfigError, "invitation.open"):
+            pytest.fail(f"{mode:o}: {invitation.read(path)}")
 
 
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o644, 0o660])
-def test_a_join_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
-    path = tmp_path / "demo.oslo.join"
-    invitation.write(path, OSLO)
-    path.chmod(mode)
-    with failing(ConfigError, "invitation.open"):
-        invitation.read(path)
-
-
-@pytest.mark.parametrize(("mode", "can_be_read"), [(0o440, True), (0o640, True), (0o660, False), (0o444, False)])
-def test_a_mounted_secret_is_read_through_its_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, can_be_read: bool
-) -> None:
-    path = tmp_path / "demo.oslo.join"
-    invitation.write(path, OSLO)
-    path.chmod(mode)
-    monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
-    if can_be_read:
+def test_a_mounted_secret_is_read_through_its_group(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = path.stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    for mode in (0o440, 0o640):
+        path.chmod(mode)
         assert invitation.read(path) == OSLO
-        return
-    with failing(ConfigError, "invitation.open"):
-        invitation.read(path)
+    for mode in (0o660, 0o444):
+        path.chmod(mode)
+        with failing(ConfigError, "invitation.open"):
+            pytest.fail(f"{mode:o}: {invitation.read(path)}")
 
 
-def test_a_missing_join_file_is_an_error(tmp_path: Path) -> None:
-    with failing(ConfigError, "invitation.no-file"):
-        invitation.read(tmp_path / "nowhere.join")
-    with failing(ConfigError, "invitation.no-file"):
-        invitation.read(tmp_path)
+CHANGES: list[dict[str, object]] = [
+    {"archipelago": 2}, {"role": "king"}, {"role": ["island"]}, {"run": "../x"}, {"name": ""}, {"name": 1},
+    {"url": "http://hub"}, {"private_key": "x"}, {"merger_key": key_text(bytes(31))}, {"expires": "soon"},
+    {"expires": float("nan")}, {"ca_certificate": 3}, {"more": 1}, {"expires": True},
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"archipelago": 2}, {"role": "king"}, {"role": ["island"]}, {"run": "../x"}, {"name": ""}, {"name": 1},
-        {"url": "http://hub"}, {"private_key": "x"}, {"merger_key": key_text(bytes(31))}, {"expires": "soon"},
-        {"expires": float("nan")}, {"ca_certificate": 3}, {"more": 1}, {"expires": True},
-    ],
-)  # fmt: skip
-def test_damaged_join_files_are_refused(tmp_path: Path, change: dict[str, object]) -> None:
-    path = tmp_path / "demo.oslo.join"
-    invitation.write(path, OSLO)
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    with failing(ConfigError, "invitation.damaged"):
-        invitation.read(path)
+def test_damaged_join_files_are_refused(path: Path) -> None:
+    whole = json.loads(path.read_text())
+    for change in CHANGES:
+        path.write_text(json.dumps({**whole, **change}))
+        with failing(ConfigError, "invitation.damaged"):
+            pytest.fail(f"{change}: {invitation.read(path)}")
 
 
 @settings(max_examples=examples(200))

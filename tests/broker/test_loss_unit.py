@@ -10,31 +10,21 @@ from archipelago.broker.loss_unit import loss_unit, shortened
 from archipelago.broker.manifest import NO_CORPUS, Corpus
 
 
-def test_a_text_of_bytes_has_bits_per_byte() -> None:
+def test_a_text_has_bits_per_byte() -> None:
     unit = loss_unit(Corpus("text", "0" * 32, 1000))
     assert unit.name == "bits per byte"
     assert unit.from_nats(3 * math.log(2.0)) == pytest.approx(3.0)
+    assert math.isnan(unit.from_nats(math.nan))
     assert unit.from_evaluation(3.0) == 3.0
-
-
-def test_a_tokenised_text_is_divided_by_its_bytes_per_token() -> None:
     unit = loss_unit(Corpus("text", "0" * 32, 1000, "1" * 32, 250))
     assert unit.name == "bits per byte"
     assert unit.from_nats(8 * math.log(2.0)) == pytest.approx(2.0)  # Eight bits for a token of four bytes.
     assert unit.from_evaluation(2.0) == 2.0  # Evaluations are recorded per byte.
 
 
-def test_examples_have_nats_per_label() -> None:
+def test_examples_have_nats_per_label_and_a_script_has_a_loss_of_its_own() -> None:
     unit = loss_unit(Corpus("digits", "0" * 32, 650, tokens=10))
     assert (unit.name, shortened(unit.name)) == ("nats per label", "nats/label")
     assert unit.from_nats(2.5) == 2.5
     assert unit.from_evaluation(1.0) == pytest.approx(math.log(2.0))
-
-
-def test_an_unknown_loss_stays_unknown() -> None:
-    assert math.isnan(loss_unit(Corpus("text", "0" * 32, 1000)).from_nats(math.nan))
-
-
-def test_a_script_has_a_loss_of_its_own() -> None:
-    unit = loss_unit(NO_CORPUS)
-    assert unit.from_nats(2.5) == 2.5
+    assert loss_unit(NO_CORPUS).from_nats(2.5) == 2.5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,9 +15,9 @@ def test_a_claim_survives_as_text(claim: NameClaim) -> None:
     assert parse_claim(str(claim)) == claim
 
 
-@pytest.mark.parametrize("text", ["", "1", "1 ", " x", "-1 x", "1 x y", "9" * 19 + " x", "1 " + "x" * 65, "١ x"])
-def test_any_other_text_is_no_claim(text: str) -> None:
-    assert parse_claim(text) is None
+def test_any_other_text_is_no_claim() -> None:
+    for text in ("", "1", "1 ", " x", "-1 x", "1 x y", "9" * 19 + " x", "1 " + "x" * 65, "١ x"):
+        assert parse_claim(text) is None, text
 
 
 @given(st.none() | CLAIMS, st.integers(0, 10**14))

@@ -45,15 +45,12 @@ def test_a_call_is_repeated_until_the_server_answers(caplog: pytest.LogCaptureFi
     assert said == "redis://away does not answer (refused). Is it running? Trying again for 30 s."
 
 
-@pytest.mark.parametrize(("seconds", "tries"), [(0.0, 1), (3.0, 1 + 3 / PAUSE_SECONDS)])
-def test_the_last_error_is_raised_in_the_end(seconds: float, tries: int) -> None:
-    outage = Outage(ends_at=1e9)
-    with failing(UnreachableError):
-        outage.patience(seconds)(outage.answer)
-    assert (outage.asked, outage.now) == (tries, 100.0 + seconds)
-
-
-def test_each_call_gets_the_full_time() -> None:
+def test_the_last_error_is_raised_in_the_end_and_each_call_gets_the_full_time() -> None:
+    for seconds, tries in ((0.0, 1), (3.0, 1 + 3 / PAUSE_SECONDS)):
+        outage = Outage(ends_at=1e9)
+        with failing(UnreachableError):
+            outage.patience(seconds)(outage.answer)
+        assert (outage.asked, outage.now) == (tries, 100.0 + seconds)
     outage = Outage(ends_at=102.0)
     awaited = outage.patience(3.0)
     awaited(outage.answer)
@@ -68,22 +65,18 @@ def test_a_signal_ends_the_repetitions() -> None:
     assert outage.now == 101.0
 
 
-@pytest.mark.parametrize("error", [UnknownRunError("no run"), BrokerError("wrong password")])
-def test_an_error_that_waiting_cannot_fix_is_raised_at_once(error: BrokerError) -> None:
-    outage = Outage(ends_at=0.0)
-
+def test_an_error_that_waiting_cannot_fix_is_raised_at_once() -> None:
     def answer() -> None:
         raise error
 
-    with pytest.raises(type(error)):
-        outage.patience(30.0)(answer)
-    assert outage.now == 100.0
-
-
-@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
-def test_wait_seconds_must_be_finite_and_not_negative(seconds: float) -> None:
-    with failing(ConfigError, "config.wait-seconds"):
-        AwaitedRun(wait_seconds=seconds).patience(lambda: False)
+    for error in (UnknownRunError("no run"), BrokerError("wrong password")):
+        outage = Outage(ends_at=0.0)
+        with pytest.raises(type(error)):
+            outage.patience(30.0)(answer)
+        assert outage.now == 100.0
+    for seconds in (-1.0, float("nan"), float("inf")):
+        with failing(ConfigError, "config.wait-seconds"):
+            AwaitedRun(wait_seconds=seconds).patience(lambda: False)
 
 
 # -- the cache of compiled programs ------------------------------------------------------------------------------------
@@ -96,32 +89,26 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "archipelago" / "jax"
 
 
-def test_a_new_cache_folder_is_private(cache: Path) -> None:
+def test_a_cache_folder_becomes_private(cache: Path) -> None:
     keep_compiled()
     assert os.environ[CACHE_VARIABLE] == str(cache)
     assert cache.stat().st_mode & 0o777 == 0o700
-
-
-def test_a_cache_folder_that_others_can_read_becomes_private(cache: Path) -> None:
-    cache.mkdir(parents=True, mode=0o755)
+    cache.chmod(0o755)
     keep_compiled()
     assert cache.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize("mode", [0o770, 0o777, 0o702])
 def test_a_cache_folder_that_others_can_write_to_is_not_used(
-    cache: Path, mode: int, caplog: pytest.LogCaptureFixture
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Nor is one that the user chose."""
     cache.mkdir(parents=True)
-    cache.chmod(mode)
-    keep_compiled()
-    assert CACHE_VARIABLE not in os.environ
-    assert len(caplog.records) == 1
-
-
-def test_a_cache_folder_that_the_user_chose_is_checked_too(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache.mkdir(parents=True)
-    cache.chmod(0o777)
+    for mode in (0o770, 0o702):
+        caplog.clear()
+        cache.chmod(mode)
+        keep_compiled()
+        assert CACHE_VARIABLE not in os.environ
+        assert len(caplog.records) == 1
     monkeypatch.setenv(CACHE_VARIABLE, str(cache))
     keep_compiled()
     assert CACHE_VARIABLE not in os.environ
@@ -130,17 +117,17 @@ def test_a_cache_folder_that_the_user_chose_is_checked_too(cache: Path, monkeypa
     assert os.environ[CACHE_VARIABLE] == "gs://bucket/programs"
 
 
-def test_a_cache_folder_of_another_user_is_not_used(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_folder_of_another_user_or_that_others_can_replace_is_not_used(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     elsewhere = cache.parent / "elsewhere"
     elsewhere.mkdir(parents=True)
     cache.symlink_to(elsewhere)
-    monkeypatch.setattr(os, "getuid", lambda: elsewhere.stat().st_uid + 1)
-    keep_compiled()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "getuid", lambda: elsewhere.stat().st_uid + 1)
+        keep_compiled()
     assert CACHE_VARIABLE not in os.environ
-
-
-def test_a_cache_folder_that_others_can_replace_is_not_used(cache: Path) -> None:
-    cache.parent.mkdir()
+    cache.unlink()
     cache.parent.chmod(0o777)
     keep_compiled()
     assert CACHE_VARIABLE not in os.environ

@@ -52,23 +52,19 @@ def test_a_signed_message_is_accepted_and_carries_its_fields() -> None:
     assert FIELDS.items() <= {k.decode(): v.decode() for k, v in raw.items()}.items()
 
 
-@pytest.mark.parametrize(
-    ("code", "kind", "sender", "about", "run"),
-    [
-        ("signature.wrong", "heartbeat", "oslo", "", "demo"),
-        ("signature.wrong", "contribution", "rome", "", "demo"),
-        ("signature.wrong", "contribution", MERGER, "", "demo"),
-        ("signature.wrong", "contribution", "oslo", "1/2", "demo"),
-        ("signature.wrong", "contribution", "oslo", "", "other"),
-        ("signature.unknown", "contribution", "paris", "", "demo"),
-    ],
-)
-def test_a_signature_holds_for_one_kind_sender_place_and_run(
-    code: str, kind: Kind, sender: str, about: str, run: str
-) -> None:
+def test_a_signature_holds_for_one_kind_sender_place_and_run() -> None:
     raw = stored(signing().signed("contribution", FIELDS))
-    with failing(SignatureError, code):
-        signing(run=run).verify(kind, sender, raw, about=about)
+    others: list[tuple[Kind, str, str, str]] = [
+        ("heartbeat", "oslo", "", "demo"),
+        ("contribution", "rome", "", "demo"),
+        ("contribution", MERGER, "", "demo"),
+        ("contribution", "oslo", "1/2", "demo"),
+        ("contribution", "oslo", "", "other"),
+        ("contribution", "paris", "", "demo"),
+    ]
+    for kind, sender, about, run in others:
+        with failing(SignatureError, "signature.unknown" if sender == "paris" else "signature.wrong"):
+            signing(run=run).verify(kind, sender, raw, about=about)
 
 
 @settings(max_examples=examples(200))
@@ -85,22 +81,16 @@ def test_any_changed_field_is_noticed(change: str, value: bytes) -> None:
         signing().verify("contribution", "oslo", changed)
 
 
-@pytest.mark.parametrize("gone", [*FIELDS, "payload_sha256"])
-def test_a_missing_field_is_noticed(gone: str) -> None:
+def test_a_missing_field_an_unsigned_message_and_another_payload_are_refused() -> None:
     raw = stored(signing().signed("contribution", FIELDS, payload=b"gradient"))
-    del raw[gone.encode()]
-    with failing(SignatureError, "signature.wrong"):
-        signing().verify("contribution", "oslo", raw)
-
-
-def test_an_unsigned_message_and_another_payload_are_refused() -> None:
+    for gone in (*FIELDS, "payload_sha256"):
+        with failing(SignatureError, "signature.wrong"):
+            signing().verify("contribution", "oslo", {k: v for k, v in raw.items() if k != gone.encode()})
     with failing(SignatureError, "signature.missing"):
         signing().verify("contribution", "oslo", stored(FIELDS))
-    raw = stored(signing().signed("contribution", FIELDS, payload=b"gradient"))
-    with failing(SignatureError, "signature.payload"):
-        signing().verify_payload(raw, b"another")
-    with failing(SignatureError, "signature.payload"):
-        signing().verify_payload(stored(FIELDS), b"gradient")
+    for fields, payload in ((raw, b"another"), (stored(FIELDS), b"gradient")):
+        with failing(SignatureError, "signature.payload"):
+            signing().verify_payload(fields, payload)
 
 
 @settings(max_examples=examples(200))
@@ -134,14 +124,11 @@ def test_all_mergers_share_one_key_and_may_sign_for_an_island() -> None:
         signing().verify("contribution", "oslo", forged)
 
 
-def test_a_member_without_a_key_cannot_sign() -> None:
-    with failing(ConfigError, "signature.no-key"):
-        signing("viewer", None).signed("heartbeat", FIELDS)
-
-
 def test_keys_and_signatures_are_reproducible() -> None:
     assert public_key(OSLO) == OSLO_PUBLIC
     assert signing().signed("event", FIELDS) == signing().signed("event", FIELDS)
+    with failing(ConfigError, "signature.no-key"):
+        signing("viewer", None).signed("heartbeat", FIELDS)
 
 
 def test_without_signing_everything_passes() -> None:
@@ -160,12 +147,9 @@ def test_stamps_grow_although_the_clock_goes_back() -> None:
     found = [stamp_of({b"stamp": stamps.next(3).encode()}) for _ in range(3)]
     assert found == sorted(set(found))
     assert found[2] == (3, 200_000_000)
-
-
-@pytest.mark.parametrize("text", [b"", b"1", b"-1-2", b"1-2-3", b"\xff-1", b"1" * 40 + b"-1"])
-def test_a_damaged_stamp_is_an_error(text: bytes) -> None:
-    with failing(SignatureError, "signature.stamp"):
-        stamp_of({b"stamp": text})
+    for text in (b"", b"1", b"-1-2", b"1-2-3", b"\xff-1", b"1" * 40 + b"-1"):
+        with failing(SignatureError, "signature.stamp"):
+            pytest.fail(f"{text!r} was read as {stamp_of({b'stamp': text})}")
 
 
 def test_a_replayed_event_is_not_accepted_from_any_position() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import sys
 from typing import Any
@@ -86,13 +87,12 @@ def test_unpack_returns_the_values_as_the_codec_rounds_them(values: list[float],
     assert unpack(payload, values_N.size).tobytes() == rounded_N.tobytes()
 
 
-@pytest.mark.parametrize("level", [0, 1, 19])
-@pytest.mark.parametrize("elements", [1, 1000, 300_000])
-def test_noise_stays_below_the_bound(elements: int, level: int) -> None:
-    values_N = np.random.default_rng(0).normal(size=elements).astype(np.float32)
-    payload = pack(values_N, "float32", min(level, 3) if elements > 1000 else level)
-    assert len(payload) <= payload_bytes_max(elements)
-    assert unpack(payload, elements).tobytes() == values_N.tobytes()
+def test_noise_stays_below_the_bound() -> None:
+    for elements, level in ((1, 0), (1, 19), (1000, 1), (300_000, 3)):
+        values_N = np.random.default_rng(0).normal(size=elements).astype(np.float32)
+        payload = pack(values_N, "float32", level)
+        assert len(payload) <= payload_bytes_max(elements)
+        assert unpack(payload, elements).tobytes() == values_N.tobytes()
 
 
 def test_the_helper_makes_the_same_payloads_as_pack() -> None:
@@ -102,56 +102,41 @@ def test_the_helper_makes_the_same_payloads_as_pack() -> None:
     assert unpack(made({**HONEST, "zstd": False}, BODY), ELEMENTS).tobytes() == BODY
 
 
-@pytest.mark.parametrize("level", [0, 1])
-def test_every_truncation_is_refused(level: int) -> None:
-    payload = pack(VALUES_N, "bfloat16", level)
-    for size in range(len(payload)):
-        refused(payload[:size])
-
-
-@pytest.mark.parametrize("level", [0, 1])
-def test_anything_after_the_end_is_refused(level: int) -> None:
-    payload = pack(VALUES_N, "float32", level)
-    refused(payload + b"\0")
-    refused(payload + payload)
-    refused(payload + zstd(BODY))
+def test_every_truncation_and_anything_after_the_end_is_refused() -> None:
+    for level in (0, 1):
+        payload = pack(VALUES_N, "bfloat16", level)
+        for size in range(len(payload)):
+            refused(payload[:size])
+        for more in (b"\0", payload, zstd(BODY)):
+            refused(payload + more)
 
 
 #: Frames that hold nothing, and the beginning of one.
-NOTHING_MORE = {
-    "an empty frame": zstd(b""),
-    "two empty frames": 2 * zstd(b""),
-    "a skippable frame": b"\x50\x2a\x4d\x18\0\0\0\0",
-    "a magic number": zstd(b"")[:4],
-    "the first byte of a frame": zstd(b"")[:1],
-}
+NOTHING_MORE = [zstd(b""), 2 * zstd(b""), b"\x50\x2a\x4d\x18\0\0\0\0", zstd(b"")[:4], zstd(b"")[:1]]
 
 
-@pytest.mark.parametrize("more", NOTHING_MORE.values(), ids=NOTHING_MORE.keys())
-def test_frames_that_hold_nothing_are_refused_after_the_end(more: bytes) -> None:
+def test_frames_that_hold_nothing_are_refused_after_the_end() -> None:
     payload = pack(VALUES_N, "float32", 1)
-    assert "after the last block" in refused(payload + more)
-    with pytest.raises(WireError, match="after the last block"):
-        unpack_encoded(payload + more, ELEMENTS)
-    for size in range(len(payload) - 2, len(payload + more)):
-        unpacking = Unpacking(ELEMENTS)
-        unpacking.arrived((payload + more)[:size])
+    for more in NOTHING_MORE:
+        assert "after the last block" in refused(payload + more)
         with pytest.raises(WireError, match="after the last block"):
-            unpacking.finish(payload + more)
-
-
-def test_a_frame_with_a_checksum_is_refused() -> None:
-    """The payload has a digest. A checksum that does not arrive would not be missed."""
+            unpack_encoded(payload + more, ELEMENTS)
+        for size in range(len(payload) - 2, len(payload + more)):
+            unpacking = Unpacking(ELEMENTS)
+            unpacking.arrived((payload + more)[:size])
+            with pytest.raises(WireError, match="after the last block"):
+                unpacking.finish(payload + more)
+    # The payload has a digest. A checksum that does not arrive would not be missed.
     assert "after the last block" in refused(made(HONEST, zstd(BODY, write_checksum=True)))
 
 
-@pytest.mark.parametrize("elements", [1, 2, ELEMENTS])
-def test_a_payload_may_arrive_byte_by_byte(elements: int) -> None:
-    payload, unpacking = pack(VALUES_N[:elements], "float32", 1), Unpacking(elements)
-    start = payload.index(zstd(b"")[:4])
-    for size in range(start + zstandard.frame_header_size(payload[start:]), len(payload)):
-        unpacking.arrived(payload[:size])
-    assert unpacking.finish(payload).tobytes() == BODY[: 4 * elements]
+def test_a_payload_may_arrive_byte_by_byte() -> None:
+    for elements in (1, 2, ELEMENTS):
+        payload, unpacking = pack(VALUES_N[:elements], "float32", 1), Unpacking(elements)
+        start = payload.index(zstd(b"")[:4])
+        for size in range(start + zstandard.frame_header_size(payload[start:]), len(payload)):
+            unpacking.arrived(payload[:size])
+        assert unpacking.finish(payload).tobytes() == BODY[: 4 * elements]
 
 
 LONG_N = np.random.default_rng(0).standard_normal(3 * PIECE + 77).astype(np.float32)
@@ -176,35 +161,26 @@ def test_a_payload_that_arrives_in_parts_gives_the_same_bits(name: str, level: i
     assert found.tobytes() == (unpack(payload, LONG_N.size, name) + base_N).tobytes()
 
 
-@pytest.mark.parametrize("level", [0, 1])
-def test_what_has_arrived_is_decoded_before_the_rest_comes(level: int) -> None:
-    payload = pack(LONG_N, "float32", level)
-    unpacking = Unpacking(LONG_N.size)
-    unpacking.arrived(memoryview(payload)[: len(payload) // 2])
-    assert unpacking.decoded == PIECE
-    unpacking.arrived(payload)
-    assert unpacking.decoded == LONG_N.size
+def test_what_has_arrived_is_decoded_before_the_rest_comes() -> None:
+    for level in (0, 1):
+        payload = pack(LONG_N, "float32", level)
+        unpacking = Unpacking(LONG_N.size)
+        unpacking.arrived(memoryview(payload)[: len(payload) // 2])
+        assert unpacking.decoded == PIECE
+        unpacking.arrived(payload[:-1])
+        with pytest.raises(WireError, match="where the codec needs"):
+            unpacking.finish(payload[:-1])
+        unpacking.arrived(payload)
+        assert unpacking.decoded == LONG_N.size
 
 
-@pytest.mark.parametrize("level", [0, 1])
-def test_a_payload_that_does_not_arrive_whole_is_refused(level: int) -> None:
-    payload = pack(LONG_N, "int4", level)
-    unpacking = Unpacking(LONG_N.size)
-    unpacking.arrived(payload[:-1])
-    with pytest.raises(WireError, match="where the codec needs"):
-        unpacking.finish(payload[:-1])
-
-
-def test_another_magic_is_refused() -> None:
-    assert "another version" in refused(b"ARC2" + pack(VALUES_N, "float32", 1)[4:])
+def test_another_magic_or_a_header_length_that_lies_is_refused() -> None:
+    payload = pack(VALUES_N, "float32", 1)
+    assert "another version" in refused(b"ARC2" + payload[4:])
     refused(b"")
     refused(b"\x80\x04]q\0.")
-
-
-@pytest.mark.parametrize("size", [0, 1, 30, HEADER_BYTES_MAX + 1, 0xFFFF])
-def test_a_header_length_that_lies_is_refused(size: int) -> None:
-    payload = pack(VALUES_N, "float32", 1)
-    refused(payload[:4] + size.to_bytes(2, "big") + payload[6:])
+    for size in (0, 1, 30, HEADER_BYTES_MAX + 1, 0xFFFF):
+        refused(payload[:4] + size.to_bytes(2, "big") + payload[6:])
 
 
 HOSTILE_HEADERS = {
@@ -231,42 +207,34 @@ HOSTILE_HEADERS = {
 }
 
 
-@pytest.mark.parametrize("header", HOSTILE_HEADERS.values(), ids=HOSTILE_HEADERS.keys())
-def test_a_hostile_header_is_refused(header: bytes) -> None:
-    refused(made(header, zstd(BODY)))
+def test_a_hostile_header_is_refused() -> None:
+    for header in HOSTILE_HEADERS.values():
+        refused(made(header, zstd(BODY)))
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
+def test_a_header_that_does_not_fit_is_refused() -> None:
+    changes: list[tuple[dict[str, Any], str]] = [
         ({"elements": ELEMENTS - 1}, "299 elements where the manifest has 300"),
         ({"elements": 2**62}, "elements"),
         ({"elements": -1}, "elements"),
         ({"elements": "300"}, "elements"),
-        ({"elements": None}, "elements"),
         ({"codec": "float64"}, "codec 'float64' is unknown"),
         ({"codec": None}, "unknown"),
         ({"codec": "bfloat16"}, "where the codec needs 600"),
         ({"zstd": False}, "where the codec needs 1200"),
-    ],
-)
-def test_a_header_that_does_not_fit_is_refused(change: dict[str, Any], reason: str) -> None:
-    assert reason in refused(made({**HONEST, **change}, zstd(BODY)))
+    ]
+    for change, reason in changes:
+        assert reason in refused(made({**HONEST, **change}, zstd(BODY)))
 
 
-@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize("place", [0, ELEMENTS - 1])
-def test_one_number_that_is_not_finite_is_refused(value: float, name: str, place: int) -> None:
-    values_N = VALUES_N.copy()
-    values_N[place] = value
-    assert "NaN or infinity" in refused(pack(values_N, name, 1))
-
-
-def test_values_that_rounding_makes_infinite_are_refused() -> None:
-    values_N: Vector = np.full(ELEMENTS, np.finfo(np.float32).max, np.float32)
-    assert unpack(pack(values_N, "float32", 1), ELEMENTS).max() == values_N[0]
-    assert "infinity" in refused(pack(values_N, "bfloat16", 1))
+def test_one_number_that_is_not_finite_is_refused() -> None:
+    for name, value, place in itertools.product(CODECS, (np.nan, np.inf, -np.inf), (0, ELEMENTS - 1)):
+        values_N = VALUES_N.copy()
+        values_N[place] = value
+        assert "NaN or infinity" in refused(pack(values_N, name, 1)), (name, value, place)
+    largest_N: Vector = np.full(ELEMENTS, np.finfo(np.float32).max, np.float32)
+    assert unpack(pack(largest_N, "float32", 1), ELEMENTS).max() == largest_N[0]
+    assert "infinity" in refused(pack(largest_N, "bfloat16", 1)), "rounding makes these values infinite"
 
 
 def bombs() -> dict[str, bytes]:
@@ -291,9 +259,9 @@ def bombs() -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("body", bombs().values(), ids=bombs().keys())
-def test_a_bomb_is_refused_and_takes_no_memory(body: bytes) -> None:
-    refused(made(HONEST, body))
+def test_a_bomb_is_refused_and_takes_no_memory() -> None:
+    for what, body in bombs().items():
+        assert refused(made(HONEST, body)), what
 
 
 def test_the_memory_limit_detects_a_decompressed_bomb() -> None:
