@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,22 +19,20 @@ from archipelago.islands.models.interface import Model, Params
 from archipelago.islands.models.moe import Routing
 from archipelago.islands.models.registry import build
 from archipelago.islands.models.transformer import transformer
+from tests.islands.models import mini
 
-SIZE = Size(width=32, layers=2, heads=2, hidden=48)
+SIZE = Size(width=16, layers=2, heads=2, hidden=24)
 KINDS = {
     "dense": partial(transformer, SIZE),
     "experts": partial(moe.transformer, SIZE, Routing(experts=4, choices=2)),
-    "images": partial(vision.classifier, SIZE, vision.Images(side=8, patch=2, brightest=16, classes=10)),
+    "images": partial(vision.classifier, SIZE, mini.IMAGES),
 }
 TOKENS = np.random.default_rng(5).integers(0, 10, (4, 65), np.uint8)
-
-
 BOTH = Depth(scan=True, rematerialise=True)
 CASES = [
-    ("dense", Depth(scan=True)),
-    pytest.param("dense", Depth(rematerialise=True), marks=pytest.mark.full),
+    ("dense", BOTH),
     pytest.param("experts", BOTH, marks=pytest.mark.full),
-    pytest.param("images", BOTH, marks=pytest.mark.full),
+    pytest.param("images", Depth(scan=True), marks=pytest.mark.full),
 ]
 
 
@@ -41,14 +40,13 @@ CASES = [
 def test_the_passage_through_layers_changes_no_name_and_no_gradient(kind: str, depth: Depth) -> None:
     plain, other = KINDS[kind](jnp.float32), KINDS[kind](jnp.float32, depth=depth)
     assert other.tensors == plain.tensors
-    params = plain.init(0)
-    jax.tree.map(np.testing.assert_array_equal, other.init(0), params)
+    params = mini.params_of(plain)
 
     def objective(model: Model, params: Params) -> tuple[jax.Array, Params]:
         (value, _), slopes = jax.value_and_grad(model.objective, has_aux=True)(params, jnp.asarray(TOKENS, jnp.int32))
         return value, slopes
 
-    compiled = jax.jit(objective, static_argnums=0)
+    compiled = mini.jitted(objective, static_argnums=0)
     (expected, slopes), (found, others) = compiled(plain, params), compiled(other, params)
     assert float(found) == pytest.approx(float(expected), rel=1e-6)
     for name, slope in slopes.items():
@@ -58,52 +56,47 @@ def test_the_passage_through_layers_changes_no_name_and_no_gradient(kind: str, d
 def test_bfloat16_layers_are_stacked_in_bfloat16() -> None:
     """So the copy takes half of the bytes. An unrolled layer computes with the same kernels."""
     scanned = transformer(SIZE, jnp.bfloat16, depth=Depth(scan=True))
-    params = jax.eval_shape(lambda: scanned.init(0))
     with jax.numpy_dtype_promotion("standard"):
-        text = str(jax.make_jaxpr(scanned.loss)(params, TOKENS))
-    assert "bf16[2,32,48]" in text
-    assert "f32[2,32,48]" not in text.replace("bf16[2,32,48]", "")
+        text = str(jax.make_jaxpr(scanned.loss)(mini.params_of(scanned), TOKENS))
+    assert "bf16[2,16,24]" in text
+    assert "f32[2,16,24]" not in text.replace("bf16[2,16,24]", "")
 
 
 def test_the_program_of_a_layer_is_compiled_once() -> None:
     """Forward and backward passes of a scan do not grow with the layers, unlike those that are unrolled."""
 
     def matrix_products(layers: int, depth: Depth) -> int:
-        model = transformer(Size(32, layers, 2, 48), jnp.float32, depth=depth)
-        params = jax.eval_shape(lambda: model.init(0))
-        return jax.jit(jax.grad(model.loss)).lower(params, TOKENS).as_text().count("stablehlo.dot_general")
+        model = transformer(replace(SIZE, layers=layers), jnp.float32, depth=depth)
+        return jax.jit(jax.grad(model.loss)).lower(mini.params_of(model), TOKENS).as_text().count("dot_general")
 
     assert matrix_products(4, Depth()) > 1.7 * matrix_products(2, Depth())
     assert matrix_products(4, Depth(scan=True)) == matrix_products(2, Depth(scan=True))
 
 
+@pytest.mark.full
 def test_rematerialisation_takes_less_memory() -> None:
     tokens = jnp.zeros((16, 129), jnp.uint8)
 
     def temporary_bytes(depth: Depth) -> int:
         model = transformer(Size(32, 6, 2, 48), jnp.float32, depth=depth)
-        params = jax.eval_shape(lambda: model.init(0))
-        analysis = jax.jit(jax.grad(model.loss)).lower(params, tokens).compile().memory_analysis()
-        assert analysis is not None
-        return int(analysis.temp_size_in_bytes)
+        program = jax.jit(jax.grad(model.loss)).lower(mini.params_of(model), tokens).compile()
+        return int(program.memory_analysis().temp_size_in_bytes)  # type: ignore[union-attr]
 
     assert temporary_bytes(BOTH) < 0.5 * temporary_bytes(Depth())
 
 
-def test_the_settings_of_a_run_choose_the_passage() -> None:
-    model = build(ModelConfig(scan_layers=True))
-    params = jax.eval_shape(lambda: model.init(0))
-    assert "scan[" in str(jax.make_jaxpr(model.loss)(params, TOKENS))
-    assert model.tensors == build("tiny").tensors
+def test_the_settings_of_a_run_choose_the_passage_and_the_dtype() -> None:
+    params = mini.params_of(build("tiny"))
 
+    def program(**settings: Any) -> str:
+        model = build(ModelConfig(**settings))
+        assert model.tensors == build("tiny").tensors
+        with jax.numpy_dtype_promotion("standard"):  # attention and norms mix bfloat16 with float32
+            traced = jax.make_jaxpr(jax.grad(model.loss))(params, TOKENS)
+        assert {value.dtype for value in traced.out_avals} == {jnp.dtype("float32")}
+        return str(traced)
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_layers_compute_in_the_dtype_of_the_settings_and_gradients_are_float32(
-    dtype: Literal["bfloat16", "float32"],
-) -> None:
-    model = build(ModelConfig(compute_dtype=dtype))
-    params = jax.eval_shape(lambda: model.init(0))
-    with jax.numpy_dtype_promotion("standard"):  # attention and norms mix bfloat16 with float32
-        program = jax.make_jaxpr(jax.grad(model.loss))(params, TOKENS)
-    assert ("bf16[" in str(program)) == (dtype == "bfloat16")
-    assert {value.dtype for value in (*jax.tree.leaves(params), *program.out_avals)} == {jnp.dtype("float32")}
+    single, half = program(compute_dtype="float32"), program(compute_dtype="bfloat16")
+    assert ("bf16[" in single, "bf16[" in half) == (False, True)
+    assert ("scan[" in single, "scan[" in program(scan_layers=True)) == (False, True)
+    assert ("remat" in single, "remat" in program(rematerialise=True)) == (False, True)

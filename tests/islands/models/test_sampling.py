@@ -5,31 +5,33 @@ from __future__ import annotations
 from collections import Counter
 from functools import cache
 from itertools import islice
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from archipelago.islands.models import moe
-from archipelago.islands.models.dimensions import Size
-from archipelago.islands.models.interface import Decoder, Model
+from archipelago.islands.models.interface import Model, Params
 from archipelago.islands.models.moe import Routing
 from archipelago.islands.models.sampling import Sampling, choose, continuation
-from archipelago.islands.models.transformer import transformer
+from tests.islands.models import mini
 
 GREEDY = Sampling(temperature=0.0)
 LOGITS_V = jnp.log(jnp.asarray([0.1, 0.4, 0.05, 0.3, 0.15], jnp.float32))
 
 
-def decoder_of(model: Model) -> Decoder:
+@cache
+def programs(model: Model) -> tuple[Params, Any, Any]:
+    """Return parameters of a model, and its compiled logits and extension of the cache."""
     assert model.decoder is not None
-    return model.decoder
+    return mini.params_of(model), mini.compiled(model).logits, mini.jitted(model.decoder.extend)
 
 
-@pytest.fixture(scope="module")
-def tiny() -> Model:
-    return DENSE
+def generated(prompt: list[int], context: int, sampling: Sampling, seed: int, count: int) -> list[int]:
+    model = mini.dense()
+    assert model.decoder is not None
+    return list(islice(continuation(model.decoder, programs(model)[0], prompt, context, sampling, seed), count))
 
 
 @pytest.fixture(scope="module")
@@ -37,17 +39,17 @@ def text() -> list[int]:
     return np.random.default_rng(3).integers(0, 256, 40).tolist()  # type: ignore[no-any-return]
 
 
-DENSE = transformer(Size(width=32, layers=1, heads=2, hidden=48), jnp.float32)
 #: It has a slot for every token. Otherwise the tokens without a slot would depend on how many are read together.
-ROOMY = moe.transformer(Size(width=32, layers=2, heads=2, hidden=24), Routing(4, 2, capacity_factor=2.0), jnp.float32)
+ROOMY = Routing(4, 2, capacity_factor=2.0)
 
 
-@pytest.mark.parametrize("model", [DENSE, pytest.param(ROOMY, marks=pytest.mark.full)], ids=["dense", "experts"])
-def test_the_cache_gives_the_same_logits_as_a_full_pass(model: Model, text: list[int]) -> None:
-    params, decoder = model.init(0), decoder_of(model)
-    expected = np.asarray(jax.jit(model.logits)(params, jnp.asarray([text], jnp.int32)))[0]
-    extend = jax.jit(decoder.extend)
-    cache = decoder.empty(len(text))
+@pytest.mark.parametrize("kind", ["dense", pytest.param("experts", marks=pytest.mark.full)])
+def test_the_cache_gives_the_same_logits_as_a_full_pass(kind: str, text: list[int]) -> None:
+    model = mini.dense() if kind == "dense" else mini.experts(ROOMY)
+    params, logits, extend = programs(model)
+    assert model.decoder is not None
+    expected = np.asarray(logits(params, jnp.asarray([text], jnp.int32)))[0]
+    cache = model.decoder.empty(len(text))
     first = jnp.asarray([text[:9] + [7] * 7], jnp.int32)  # the 7s only pad the shape
     logits_1xV, cache = extend(params, cache, first, jnp.int32(9))
     np.testing.assert_allclose(logits_1xV[0], expected[8], atol=2e-5)
@@ -57,48 +59,30 @@ def test_the_cache_gives_the_same_logits_as_a_full_pass(model: Model, text: list
     assert int(cache.length) == len(text)
 
 
-#: Compiles once for all tests that use the same model.
-jitted = cache(jax.jit)
-
-
-def naive(model: Model, prompt: list[int], context: int, count: int) -> list[int]:
+def naive(prompt: list[int], context: int, count: int) -> list[int]:
     """Return the most probable tokens, each computed by a full pass over all visible tokens."""
-    params, logits, seen, window = model.init(0), jitted(model.logits), list(prompt), len(prompt)
+    params, logits, _ = programs(mini.dense())
+    seen, window = list(prompt), len(prompt)
     for _ in range(count):
         if window > context:
             window = context // 2
-        tokens_1xT = np.zeros((1, 64), np.int32)  # later tokens do not change earlier logits
+        tokens_1xT = np.zeros((1, 40), np.int32)  # later tokens do not change earlier logits
         tokens_1xT[0, :window] = seen[-window:]
-        seen.append(int(jnp.argmax(logits(params, tokens_1xT)[0, window - 1])))
+        seen.append(int(np.asarray(logits(params, tokens_1xT))[0, window - 1].argmax()))
         window += 1
     return seen[len(prompt) :]
 
 
-@pytest.mark.parametrize(
-    ("prompt_length", "context"),
-    [
-        (5, 16),
-        (16, 16),
-        (40, 16),
-        pytest.param(1, 64, marks=pytest.mark.full),
-        pytest.param(3, 2, marks=pytest.mark.full),
-    ],
-)
-def test_generation_continues_beyond_the_context(
-    tiny: Model, text: list[int], prompt_length: int, context: int
-) -> None:
+@pytest.mark.parametrize(("prompt_length", "context"), [(5, 16), (40, 16), pytest.param(3, 2, marks=pytest.mark.full)])
+def test_generation_continues_beyond_the_context(text: list[int], prompt_length: int, context: int) -> None:
     prompt = text[:prompt_length]
-    found = list(islice(continuation(decoder_of(tiny), tiny.init(0), prompt, context, GREEDY, 0), 30))
-    assert found == naive(tiny, prompt, context, 30)
+    assert generated(prompt, context, GREEDY, 0, 30) == naive(prompt, context, 30)
 
 
-def test_a_seed_determines_the_text(tiny: Model, text: list[int]) -> None:
-    def generate(seed: int) -> list[int]:
-        return list(islice(continuation(decoder_of(tiny), tiny.init(0), text, 64, Sampling(), seed), 20))
-
-    first = generate(1)
-    assert first == generate(1)
-    assert first != generate(2)
+def test_a_seed_determines_the_text(text: list[int]) -> None:
+    first = generated(text, 16, Sampling(), 1, 20)
+    assert first == generated(text, 16, Sampling(), 1, 20)
+    assert first != generated(text, 16, Sampling(), 2, 20)
 
 
 def frequencies(sampling: Sampling, count: int = 4000) -> dict[int, float]:

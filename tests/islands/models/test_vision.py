@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +12,14 @@ import pytest
 from archipelago.islands.evaluation import compile_evaluation
 from archipelago.islands.models import vision
 from archipelago.islands.models.interface import Model
-from archipelago.islands.models.registry import build
 from archipelago.islands.models.vision import Images
+from tests.islands.models import mini
 from tests.measures import measures
 
 
 @pytest.fixture(scope="module")
 def digits() -> Model:
-    made = build("digits", jnp.float32)
-    return made._replace(loss=jax.jit(made.loss), logits=jax.jit(made.logits))
+    return mini.images()
 
 
 def examples(count: int, seed: int = 0) -> jax.Array:
@@ -38,60 +36,49 @@ def test_patches_are_cut_row_by_row_and_scaled() -> None:
     np.testing.assert_allclose(found[0], expected)
 
 
-@pytest.mark.full
-def test_the_loss_depends_on_the_labels_alone(digits: Model) -> None:
-    params, seen = digits.init(0), examples(6)
-    logits = np.asarray(digits.logits(params, seen[:, :-1]), np.float64)
-    assert logits.shape == (6, 10)
-    by_hand = [math.log(np.exp(row).sum()) - row[int(label)] for row, label in zip(logits, seen[:, -1], strict=True)]
-    assert float(digits.loss(params, seen)) == pytest.approx(np.mean(by_hand), rel=1e-5)
-    assert digits.example_bytes == 65
-    assert abs(float(digits.loss(params, examples(256))) - math.log(10)) < 0.3
-
-
-def test_bits_and_accuracy_come_from_the_same_examples(digits: Model) -> None:
-    params, seen = digits.init(0), examples(70)
+def test_the_loss_bits_and_accuracy_depend_on_the_labels_alone(digits: Model) -> None:
+    params, seen = mini.params_of(digits), examples(70)
     first = seen[:64]  # evaluation reads whole batches of 32
-    guesses = np.asarray(digits.logits(params, first[:, :-1])).argmax(-1)
+    logits = np.asarray(mini.compiled(digits).logits(params, first[:, :-1]), np.float64)
+    labels = np.asarray(first[:, -1])
+    assert logits.shape == (64, 10)
+    assert digits.example_bytes == 65
+    by_hand = [math.log(np.exp(row).sum()) - row[int(label)] for row, label in zip(logits, labels, strict=True)]
+    assert float(mini.compiled(digits).loss(params, first)) == pytest.approx(np.mean(by_hand), rel=1e-5)
     found = measures(digits, np.asarray(seen), params)
-    assert found.accuracy == pytest.approx(np.mean(guesses == np.asarray(first[:, -1])))
-    assert found.bits == pytest.approx(float(digits.loss(params, first)) / math.log(2), rel=1e-5)
+    assert found.accuracy == pytest.approx(np.mean(logits.argmax(-1) == labels))
+    assert found.bits == pytest.approx(np.mean(by_hand) / math.log(2), rel=1e-5)
     assert compile_evaluation(digits, np.asarray(seen))(params) == pytest.approx(found.bits, rel=1e-6)
 
 
 def test_accuracy_of_text_counts_every_next_token() -> None:
-    tiny = build("tiny", jnp.float32)
-    params, seen = tiny.init(0), np.random.default_rng(0).integers(0, 256, (4, 17), np.uint8)
-    logits = jax.jit(tiny.logits)
+    text = mini.dense()
+    params, seen = mini.params_of(text), np.array(mini.tokens(4, 65))
+    logits = mini.compiled(text).logits
     guesses = np.asarray(logits(params, jnp.asarray(seen[:, :-1]))).argmax(-1)
     seen[:, 1:9] = guesses[:, :8]
     right = np.asarray(logits(params, jnp.asarray(seen[:, :-1]))).argmax(-1) == seen[:, 1:]
-    assert measures(tiny, seen, params).accuracy == pytest.approx(right.mean())
+    assert measures(text, seen, params).accuracy == pytest.approx(right.mean())
 
 
 @pytest.mark.full
-def test_every_patch_affects_the_loss_and_every_tensor_has_a_gradient(digits: Model) -> None:
-    params, seen = digits.init(0), examples(4)
-    before = digits.logits(params, seen[:, :-1])
+def test_every_patch_affects_the_loss_and_gradient_descent_fits_a_batch(digits: Model) -> None:
+    params, seen = digits.init(0), examples(32)
+    assert abs(float(mini.compiled(digits).loss(params, seen)) - math.log(10)) < 0.5
+    logits = mini.compiled(digits).logits
+    before = logits(params, seen[:, :-1])
     for pixel in range(0, 64, 9):
         changed = seen.at[:, pixel].set(16 - seen[:, pixel])
-        moved = np.abs(np.asarray(digits.logits(params, changed[:, :-1]) - before)).max(axis=1)
+        moved = np.abs(np.asarray(logits(params, changed[:, :-1]) - before)).max(axis=1)
         assert (moved[np.asarray(seen[:, pixel]) != 8] > 0).all()
-    slopes = jax.jit(jax.grad(digits.loss))(params, seen)
-    assert all(float(jnp.abs(slope).max()) > 0 for slope in slopes.values())
-    kinds = {tensor.name: tensor.kind for tensor in digits.tensors}
-    assert kinds["patches.embedding"] == kinds["positions.embedding"] == "embedding"
-    assert kinds["output.kernel"] == "rest"
-
-
-@pytest.mark.full
-def test_gradient_descent_fits_a_batch(digits: Model) -> None:
-    params, seen = digits.init(0), examples(32)
-    step = jax.jit(jax.value_and_grad(digits.loss))
+    step = mini.jitted(jax.value_and_grad(digits.loss))
     losses = []
     for _ in range(30):
         loss, slopes = step(params, seen)
         losses.append(float(loss))
+        assert all(float(jnp.abs(slope).max()) > 0 for slope in slopes.values())
         params = jax.tree.map(lambda value, slope: value - 0.3 * slope, params, slopes)
     assert losses[-1] < 0.9 * losses[0]
-    assert sum(after < before for before, after in pairwise(losses)) > 20
+    kinds = {tensor.name: tensor.kind for tensor in digits.tensors}
+    assert kinds["patches.embedding"] == kinds["positions.embedding"] == "embedding"
+    assert kinds["output.kernel"] == "rest"

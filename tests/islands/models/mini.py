@@ -1,0 +1,62 @@
+"""Small models of each kind. Their programs compile once for all tests of a process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from archipelago.islands.models import moe, vision
+from archipelago.islands.models.dimensions import Size
+from archipelago.islands.models.interface import Model, Params
+from archipelago.islands.models.moe import Routing
+from archipelago.islands.models.transformer import transformer
+from archipelago.islands.models.vision import Images
+
+SIZE = Size(width=16, layers=1, heads=2, hidden=24)
+IMAGES = Images(side=8, patch=4, brightest=16, classes=10)
+
+
+def jitted(function: Callable[..., Any], **options: Any) -> Any:
+    """Return `jax.jit` of the function without XLA's optimisations, which take half of the time of a compilation."""
+    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0}, **options)
+
+
+@cache
+def compiled(made: Model) -> Model:
+    """Return the model with a compiled loss and compiled logits. Another program cannot call these."""
+    return made._replace(loss=jitted(made.loss), logits=jitted(made.logits))
+
+
+@cache
+def dense() -> Model:
+    return transformer(SIZE, jnp.float32)
+
+
+@cache
+def experts(routing: Routing) -> Model:
+    return moe.transformer(SIZE, routing, jnp.float32)
+
+
+@cache
+def images() -> Model:
+    return vision.classifier(SIZE, IMAGES, jnp.float32)
+
+
+def params_of(model: Model, seed: int = 0) -> Params:
+    """Return random parameters of about the size of initial ones. `init` would compile a program for each shape."""
+    random = np.random.default_rng(seed)
+    params: Params = {}
+    for tensor in model.tensors:
+        values = random.normal(size=tensor.shape).astype(np.float32)
+        is_scale = tensor.name.endswith("norm.scale")
+        params[tensor.name] = jnp.asarray(1 + 0.1 * values if is_scale else values / np.sqrt(tensor.shape[0] * 1.0))
+    return params
+
+
+def tokens(batch: int, time: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).integers(0, 256, (batch, time), dtype=np.uint8))
