@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Literal, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archipelago.broker.config import DataConfig
-from archipelago.broker.messages import Heartbeat
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.data.sharding import held_out
-from archipelago.islands.evaluation import Measures, SlicedMeasures, published
+from archipelago.islands.evaluation import Measures, SlicedMeasures, Slices, published
 from archipelago.islands.evaluator import (
     DEVICE_SHARE,
     LEASE_SECONDS,
@@ -27,6 +28,7 @@ from archipelago.islands.evaluator import (
     tokens_trained,
 )
 from archipelago.islands.models.registry import Model, Params
+from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.worker import Island
 from tests import samples
 from tests.harness import tiny
@@ -56,19 +58,39 @@ def compiled(params: Params) -> SlicedMeasures:
     return SlicedMeasures(MODEL, text, params, DATA.batch_size)
 
 
-@pytest.fixture(params=["int4", "float32"])
-def run(request: pytest.FixtureRequest) -> TinyRun:
-    """Return a run whose snapshots travel as differences, or in full."""
-    config = replace(tiny.CONFIG, data=DATA, wire=replace(tiny.CONFIG.wire, down=request.param))
+def created(down: Literal["int4", "float32"] = "int4") -> TinyRun:
+    """Return a run whose snapshots travel as differences (`int4`), or in full."""
+    config = replace(tiny.CONFIG, data=DATA, wire=replace(tiny.CONFIG.wire, down=down))
     return TinyRun(tiny.manifest(config=config))
 
 
-def of(run: TinyRun, island: Island) -> Evaluator:
-    arrivals = island.link.channels[0].inbox.snapshots.all_held
+@pytest.fixture
+def run() -> TinyRun:
+    return created()
+
+
+def of(
+    run: TinyRun,
+    island: Island,
+    compiles: Callable[[Params], Slices] = compiled,
+    arrivals: Callable[[], Sequence[Arrival]] | None = None,
+) -> Evaluator:
     return Evaluator(
-        run.transport, run.manifest, island.link.who, compiled, arrivals, EVERY_SECONDS,
+        run.transport, run.manifest, island.link.who, compiles,
+        arrivals or island.link.channels[0].inbox.snapshots.all_held, EVERY_SECONDS,
         clock=run.clock, wall=lambda: 1.7e9 + run.clock.now,
     )  # fmt: skip
+
+
+class Slow:
+    """An evaluation in slices. `meanwhile` is called at each slice."""
+
+    def __init__(self, params: Params, meanwhile: Callable[[], object], slices: int = 1) -> None:
+        self.inner, self.meanwhile, self.slices = compiled(params), meanwhile, slices
+
+    def measure_slice(self, params: Params, index: int) -> Measures:
+        self.meanwhile()
+        return self.inner.measure_slice(params, 0)
 
 
 def expected(run: TinyRun) -> float:
@@ -76,12 +98,14 @@ def expected(run: TinyRun) -> float:
     return measures(MODEL, text, published(run.transport, run.manifest)[0]).bits
 
 
-def test_an_island_evaluates_what_the_merger_has_published(run: TinyRun) -> None:
+@pytest.mark.parametrize("down", ["int4", "float32"])
+def test_an_island_evaluates_what_the_merger_has_published(down: Literal["int4", "float32"]) -> None:
+    run = created(down)
     island = run.island("a")
     evaluator = of(run, island)
     first = evaluator.turn()
     assert first is not None
-    assert (first.round, first.step, first.by) == (0, 0, "a")
+    assert (first.round, first.step, first.tokens, first.by) == (0, 0, 0, "a")
     assert first.bits_per_byte == pytest.approx(expected(run), rel=1e-6)
     run.play(island, 10)
     assert evaluator.turn() is None  # not due yet
@@ -101,47 +125,30 @@ def test_a_first_slice_that_compiles_is_not_counted_as_device_time(
     run: TinyRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise, an island would pause its evaluations for fifty times as long as the compilation took."""
-    island = run.island("a")
-    evaluator, real = of(run, island), compiled
     used: list[float] = []
-    monkeypatch.setattr(evaluator._allowance, "use", used.append)
-
-    class Three:
-        slices = 3
-
-        def measure_slice(self, params: Params, index: int) -> Measures:
-            return real(params).measure_slice(params, 0)
-
-    monkeypatch.setattr(evaluator, "_compile", lambda params: Three())
+    monkeypatch.setattr(Allowance, "use", lambda _, seconds: used.append(seconds))
+    evaluator = of(run, run.island("a"), lambda params: Slow(params, lambda: None, slices=3))
     assert evaluator.turn() is not None
     assert len(used) == 2, "the second and the third slice"
 
 
-def test_an_evaluation_has_the_tokens_of_its_parameters(run: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_has_the_tokens_of_its_parameters(run: TinyRun) -> None:
     island = run.island("a")
-    evaluator = of(run, island)
-    first = evaluator.turn()
-    assert first is not None
-    assert first.tokens == 0
-    run.play(island, 10)
-    run.clock.now += EVERY_SECONDS
-    island.link.pump()
-    before, measure = tokens_trained(run.transport, 1), evaluator._measure
 
-    def slow(params: Params, **how: Any) -> Measures | None:
+    def trains_on() -> None:
         run.play(island, 10)
         run.clock.now += EVERY_SECONDS
         island.link.pump()
-        return measure(params, **how)
 
-    monkeypatch.setattr(evaluator, "_measure", slow)
-    second = evaluator.turn()
-    assert second is not None
-    assert second.tokens == before
+    trains_on()
+    before = tokens_trained(run.transport, 1)
+    found = of(run, island, lambda params: Slow(params, trains_on)).turn()
+    assert found is not None
+    assert found.tokens == before
     assert before < tokens_trained(run.transport, 1)
 
 
-def test_another_island_takes_over_when_the_evaluating_one_has_died(run: TinyRun) -> None:
+def test_another_island_takes_over_when_the_evaluating_one_has_died_or_ends(run: TinyRun) -> None:
     first, second = of(run, run.island("a")), of(run, run.island("b"))
     assert first.turn() is not None
     assert second.turn() is None
@@ -155,23 +162,15 @@ def test_another_island_takes_over_when_the_evaluating_one_has_died(run: TinyRun
     assert found.by == "b"
     run.clock.now += EVERY_SECONDS / 2
     assert first.turn() is None
-
-
-def test_an_island_that_ends_leaves_evaluations_to_the_others_at_once(run: TinyRun) -> None:
-    first, second = of(run, run.island("a")), of(run, run.island("b"))
-    assert first.turn() is not None
-    first.stop()
-    found = second.turn()
-    assert found is not None
-    assert found.by == "b"
+    third = of(run, run.island("c"))
+    second.stop()
+    assert third.turn() is not None
 
 
 def test_the_last_island_evaluates_the_final_parameters(run: TinyRun) -> None:
     island, other = run.island("a"), run.island("b")
     evaluator = of(run, island)
     run.play(island, 10)
-    beat = other.link.heartbeat
-    assert isinstance(beat, Heartbeat)
     assert evaluator.finish(lambda: False) is None  # the other one still trains
     for name in "ab":
         run.transport.island.heartbeat(samples.heartbeat(name, "done"))
@@ -205,30 +204,25 @@ def test_an_island_that_ends_before_the_others_has_evaluated_the_initial_paramet
     assert run.transport.island.lease_evaluation("b/x", 1.0)
 
 
-@pytest.mark.parametrize(("part", "evaluated"), [("_compiled", 0), ("_newest", 1)])
-def test_a_failing_evaluation_does_not_stop_the_island(
-    run: TinyRun, monkeypatch: pytest.MonkeyPatch, part: str, evaluated: int
-) -> None:
-    def fail(*_: object) -> None:
+def test_a_failing_evaluation_does_not_stop_the_island() -> None:
+    def fail(*_: object) -> NoReturn:
         raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
-    evaluator = of(run, run.island("a"))
-    monkeypatch.setattr(evaluator, part, fail)
-    evaluator.start()
-    evaluator._thread.join()
-    evaluator.stop()
-    run.transport.island.heartbeat(samples.heartbeat("a", "done"))
-    evaluator.finish(lambda: False)
-    assert len(run.transport.reader.evaluations()) == evaluated
+    for compiles, arrivals, evaluated in ((fail, None, 0), (compiled, fail, 1)):
+        run = created()
+        evaluator = of(run, run.island("a"), compiles, arrivals)
+        evaluator.start()
+        evaluator._thread.join()
+        evaluator.stop()
+        run.transport.island.heartbeat(samples.heartbeat("a", "done"))
+        evaluator.finish(lambda: False)
+        assert len(run.transport.reader.evaluations()) == evaluated
 
 
 def test_a_loss_that_is_not_finite_is_recorded_as_not_a_number(run: TinyRun) -> None:
     island = run.island("a")
-    evaluator = of(run, island)
-    held = [arrival.params_N for arrival in island.link.join()]
-    broken = {"kernel": jnp.full((2, 3), jnp.inf), "scale": jnp.asarray(held[1])}
-    evaluator._newest = lambda: (broken, 0, 0)  # type: ignore[method-assign]
-    found = evaluator.turn()
+    held = [replace(arrival, params_N=np.full_like(arrival.params_N, np.inf)) for arrival in island.link.join()]
+    found = of(run, island, arrivals=lambda: held).turn()
     assert found is not None
     assert math.isnan(found.bits_per_byte)
     (recorded,) = run.transport.reader.evaluations()

@@ -48,13 +48,13 @@ def run(url: str, folder: Path) -> dict[str, object]:
     return running.run_named(options, "oslo", lambda: False, Origin("oslo"))
 
 
-@pytest.mark.parametrize("action", ["drain", "expel"])
-def test_an_excluded_island_claims_nothing(action: str, url: str, transport: RedisTransport, tmp_path: Path) -> None:
+def test_an_excluded_island_claims_nothing(url: str, transport: RedisTransport, tmp_path: Path) -> None:
     """After the run went back to a checkpoint, an island that is admitted later can still restore its own."""
     transport.restore(samples.image(samples.manifest("demo"), []))
-    transport.reader.steer({"island.oslo": action})
-    with failing(ConfigError, "control.unwelcome"):
-        run(url, tmp_path)
+    for action in ("drain", "expel"):
+        transport.reader.steer({"island.oslo": action})
+        with failing(ConfigError, "control.unwelcome"):
+            run(url, tmp_path)
     assert transport.island.claim_checkpoint("oslo") == (3, 1)
 
 
@@ -82,6 +82,7 @@ def test_the_curves_of_a_diverged_island_are_complete(
     assert curve_points(tmp_path)
 
 
+@pytest.mark.full
 def test_a_start_loads_no_optional_library() -> None:
     """Importing one of these would delay each start by a large part of a second."""
     late = {"orbax", "tokenizers", "tensorboardX", "wandb", "matplotlib", "fakeredis"}

@@ -1,13 +1,19 @@
-"""The settings of an island whose device has less memory than those of others."""
+"""Islands whose device has less memory than those of others: their settings, and gradient accumulation."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 
-from archipelago.broker.config import OWN_MODEL, DataConfig, ModelConfig, RunConfig
+from archipelago.broker.config import OWN_MODEL, DataConfig, InnerConfig, ModelConfig, RunConfig
 from archipelago.broker.errors import ConfigError
+from archipelago.islands.accumulation import accumulated
+from archipelago.islands.inner import begin, compile_steps, gradient
+from archipelago.islands.models.registry import build
 from archipelago.islands.own_memory import settings_here
 from tests.failing import failing
 
@@ -27,17 +33,40 @@ def test_a_task_knows_its_batches_itself() -> None:
     assert settings_here(TASK, 3, None).inner.micro_batches == 3
 
 
-@pytest.mark.parametrize(
-    ("config", "micro_batches", "rematerialise", "code"),
-    [
+def test_settings_that_cannot_be_used_are_refused() -> None:
+    for config, micro_batches, rematerialise, code in (
         (CONFIG, 3, None, "config.micro-batches"),
         (TASK, 0, None, "config.micro-batches"),
         (TASK, None, True, "config.own-memory"),
         (replace(CONFIG, record=True), 2, None, "config.own-memory"),
-    ],
-)
-def test_settings_that_cannot_be_used_are_refused(
-    config: RunConfig, micro_batches: int | None, rematerialise: bool | None, code: str
-) -> None:
-    with failing(ConfigError, code):
-        settings_here(config, micro_batches, rematerialise)
+    ):
+        with failing(ConfigError, code):
+            settings_here(config, micro_batches, rematerialise)
+
+
+# -- gradient accumulation -----------------------------------------------------------------------------------------
+
+TINY = build("tiny")
+#: Two batches of twelve sequences.
+TOKENS_nxBxT1 = np.random.default_rng(3).integers(0, 256, (2, 12, 97), np.uint8)
+
+
+def test_inner_steps_in_parts_take_less_memory_and_differ_by_rounding_only() -> None:
+    state, tokens, step = begin(InnerConfig(), TINY.init(0)), jnp.asarray(TOKENS_nxBxT1), jnp.int32(0)
+    compiled = {
+        parts: compile_steps(TINY, InnerConfig(micro_batches=parts)).lower(state, tokens, step).compile()  # type: ignore[attr-defined]
+        for parts in (1, 6)
+    }
+    temporary = {parts: program.memory_analysis().temp_size_in_bytes for parts, program in compiled.items()}
+    assert temporary[6] < 0.4 * temporary[1]
+    results = [program(jax.tree.map(jnp.copy, state), tokens, step) for program in compiled.values()]
+    (one, losses), (other, others) = results
+    np.testing.assert_allclose(others, losses, rtol=1e-5)
+    whole, parts = (optax.tree_utils.tree_get(each.optimizer, "mu") for each in (one, other))
+    for name, expected in whole.items():
+        np.testing.assert_allclose(parts[name], expected, rtol=1e-3, atol=1e-6, err_msg=name)
+
+
+def test_a_batch_that_has_no_equal_parts_is_refused() -> None:
+    with failing(ConfigError, "config.micro-batches"):
+        jax.eval_shape(accumulated(gradient(TINY), 5), TINY.init(0), TOKENS_nxBxT1[0])

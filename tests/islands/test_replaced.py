@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.messages import Presence
@@ -33,14 +32,12 @@ def test_a_restart_is_refused_while_the_newer_process_lives(tmp_path: Path) -> N
     require_free(tmp_path / "a", "b", rival())  # another island in the same folder
 
 
-LATER = [Presence(samples.heartbeat(incarnation="later"), 1.0)]
-
-
-@pytest.mark.parametrize("presences", [[], rival(state="left"), LATER])
-def test_the_name_is_free_once_the_newer_process_has_gone(tmp_path: Path, presences: list[Presence]) -> None:
-    remember(tmp_path, "a", "new")
-    require_free(tmp_path, "a", presences)
-    assert not (tmp_path / RECORD_FILE).exists()
+def test_the_name_is_free_once_the_newer_process_has_gone(tmp_path: Path) -> None:
+    later = [Presence(samples.heartbeat(incarnation="later"), 1.0)]
+    for presences in ([], rival(state="left"), later):
+        remember(tmp_path, "a", "new")
+        require_free(tmp_path, "a", presences)
+        assert not (tmp_path / RECORD_FILE).exists()
 
 
 def test_a_crash_on_the_same_machine_frees_the_name_at_once(tmp_path: Path) -> None:
@@ -64,7 +61,7 @@ def test_a_zombie_does_not_keep_the_name(tmp_path: Path, until: Until) -> None:
         require_free(tmp_path, "a", beats)
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b'{"by": 1}', b'{"island": "a"}', b"[" * 4000])
-def test_a_damaged_record_stops_nobody(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / RECORD_FILE).write_bytes(content)
-    require_free(tmp_path, "a", rival())
+def test_a_damaged_record_stops_nobody(tmp_path: Path) -> None:
+    for content in (b"", b"[]", b"{", b"\xff", b'{"by": 1}', b'{"island": "a"}', b"[" * 4000):
+        (tmp_path / RECORD_FILE).write_bytes(content)
+        require_free(tmp_path, "a", rival())

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
 
 import numpy as np
 import pytest
 
 from archipelago.broker.control import STEPS
-from archipelago.broker.errors import BrokerError, ConfigError, DivergedError, UnreachableError
+from archipelago.broker.errors import BrokerError, ConfigError, UnreachableError
 from archipelago.broker.messages import Note, Refusal
 from archipelago.broker.transport import START
-from archipelago.islands.inner import InnerSteps
 from archipelago.islands.worker import Island, train
 from tests.failing import failing
 from tests.harness import tiny
 from tests.harness.tiny import TinyRun
-from tests.islands.test_worker import diverging
 
 
 def notes(run: TinyRun, who: str) -> list[tuple[str, str]]:
@@ -31,6 +28,22 @@ def leave(run: TinyRun, island: Island) -> None:
     run.merger.turn(0.0)
 
 
+def steered(run: TinyRun, island: Island, fields: dict[str, str]) -> None:
+    """Send the operator's request, and let the island read it."""
+    run.transport.reader.steer(fields)
+    run.pass_boundary(island)
+
+
+def requested(action: str) -> tuple[TinyRun, Island]:
+    """Return an island that has trained and left on the operator's request."""
+    run = TinyRun()
+    island = run.island()
+    run.play(island, 3)
+    steered(run, island, {"island.a": action})
+    leave(run, island)
+    return run, island
+
+
 @pytest.mark.parametrize("action", ["drain", "expel"])
 def test_an_island_leaves_after_the_heartbeat_that_reads_the_request(
     action: str, monkeypatch: pytest.MonkeyPatch
@@ -38,36 +51,26 @@ def test_an_island_leaves_after_the_heartbeat_that_reads_the_request(
     run = TinyRun()
     island = run.island()
     run.play(island, 3)
-    run.transport.reader.steer({"island.b": action})
-    run.pass_boundary(island)
-    requests = [island.must_leave]
-    run.transport.reader.steer({"island.a": action})
-    run.pass_boundary(island)
-    requests.append(island.must_leave)
-    run.transport.reader.steer({"island.a": ""})
-    run.pass_boundary(island)
-    requests.append(island.must_leave)
-    assert requests == [
-        False,
-        True,
-        True,
-    ]  # the first request is for another island, and the second holds after its withdrawal
+    steered(run, island, {"island.b": action})
+    assert not island.must_leave
+    steered(run, island, {"island.a": action})
+    assert island.must_leave
+    steered(run, island, {"island.a": ""})
+    assert island.must_leave, "it holds after its withdrawal"
     steps = island.totals.steps
     monkeypatch.setattr(island.link, "drain", lambda seconds: True)  # no thread would send
     assert train(island, lambda: False) == "left"
     assert island.totals.steps == steps
+    run.transport.reader.steer({"island.c": action})
+    with failing(ConfigError, "control.unwelcome"):
+        run.island("c")
+    run.transport.reader.steer({"island.c": ""})
+    run.play(run.island("c"), 2)
 
 
 def test_a_drained_island_writes_a_note_and_loses_nothing() -> None:
-    run = TinyRun()
-    island = run.island()
-    run.play(island, 3)
-    run.transport.reader.steer({"island.a": "drain"})
-    run.pass_boundary(island)
-    leave(run, island)
-    assert [(kind, text.partition(": ")[2]) for kind, text in notes(run, "a")[1:]] == [
-        ("drained", "drained by the operator")
-    ]
+    run, island = requested("drain")
+    assert [kind for kind, _ in notes(run, "a")[1:]] == ["drained"]
     assert run.transport.reader.presences()[0].heartbeat.state == "left"
     books = run.transport.reader.books()
     assert books.merged_tokens == 2 * island.totals.tokens
@@ -75,27 +78,11 @@ def test_a_drained_island_writes_a_note_and_loses_nothing() -> None:
 
 
 def test_an_expelled_island_is_refused_and_writes_a_note() -> None:
-    run = TinyRun()
-    island = run.island()
-    run.play(island, 3)
-    run.transport.reader.steer({"island.a": "expel"})
-    run.pass_boundary(island)
-    leave(run, island)
+    run, island = requested("expel")
     assert notes(run, "a")[-1] == ("expelled", f"after {island.totals.steps} steps: expelled by the operator")
     refusals = [event for _, event in run.transport.reader.events(START, 0.0, 999) if isinstance(event, Refusal)]
     assert refusals
     assert {refusal.reason for refusal in refusals} == {"expelled by the operator"}
-
-
-@pytest.mark.parametrize("action", ["drain", "expel"])
-def test_an_excluded_name_cannot_join_until_it_is_admitted(action: str) -> None:
-    run = TinyRun()
-    run.transport.reader.steer({"island.a": action})
-    with failing(ConfigError, "control.unwelcome"):
-        run.island()
-    run.island("b")
-    run.transport.reader.steer({"island.a": ""})
-    run.play(run.island(), 2)
 
 
 def test_an_island_writes_notes_when_it_joins_and_leaves() -> None:
@@ -111,59 +98,25 @@ def test_an_island_writes_notes_when_it_joins_and_leaves() -> None:
     assert run.transport.reader.notes(1)[0].unix_seconds > 0.0
 
 
-def test_a_note_is_kept_during_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = TinyRun()
-    island = run.island()
-    write = island.link.transport.reader.note
+def test_a_note_is_kept_during_an_outage_and_dropped_when_the_broker_refuses_it() -> None:
+    for error, kept in ((UnreachableError("no room for notes"), ["joined"]), (BrokerError("WRONGTYPE"), [])):
+        run = TinyRun()
+        island = run.island()
+        reader = island.link.transport.reader
+        write = reader.note
 
-    def full(note: Note) -> None:
-        raise UnreachableError("no room for notes")
+        def fails(note: Note, error: BrokerError = error) -> None:
+            raise error
 
-    monkeypatch.setattr(island.link.transport.reader, "note", full)
-    run.play(island, 2)
-    assert run.transport.reader.presences()[0].heartbeat.steps == 1, "heartbeats continue"
-    assert notes(run, "a") == []
-    monkeypatch.setattr(island.link.transport.reader, "note", write)
-    run.play(island, 1)
-    assert [kind for kind, _ in notes(run, "a")] == ["joined"]
-
-
-def test_a_note_that_the_broker_refuses_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = TinyRun()
-    island = run.island()
-    write = island.link.transport.reader.note
-
-    def refuse(note: Note) -> None:
-        raise BrokerError("WRONGTYPE")
-
-    monkeypatch.setattr(island.link.transport.reader, "note", refuse)
-    run.play(island, 1)
-    run.pass_boundary(island)
-    assert not island.link.trouble
-    assert island.link.drain(0.0), "the heartbeat with the note was sent"
-    assert run.transport.island.leased(island.link.leases.shards, island.link.who), "the island has leased a shard"
-    monkeypatch.setattr(island.link.transport.reader, "note", write)
-    leave(run, island)
-    assert [kind for kind, _ in notes(run, "a")] == ["left"]
-
-
-def test_a_diverged_island_writes_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = TinyRun()
-    island = run.island("sick")
-    monkeypatch.setattr(island.link, "drain", lambda seconds: True)  # no thread would send
-    island.steps = cast(InnerSteps, diverging)
-
-    def turn() -> bool:
-        island.link.pump()
-        run.merger.turn(0.0)
-        return False
-
-    with pytest.raises(DivergedError):
-        train(island, turn)
-    island.link.pump()
-    kind, _ = notes(run, "sick")[-1]
-    assert kind == "diverged"
-    assert run.transport.reader.presences()[0].heartbeat.state == "left"
+        reader.note = fails  # type: ignore[method-assign]
+        run.play(island, 2)
+        assert run.transport.reader.presences()[0].heartbeat.steps == 1, "heartbeats continue"
+        assert notes(run, "a") == []
+        assert bool(island.link.trouble) == bool(kept)
+        assert run.transport.island.leased(island.link.leases.shards, island.link.who), "the island has leased a shard"
+        reader.note = write  # type: ignore[method-assign]
+        run.play(island, 1)
+        assert [kind for kind, _ in notes(run, "a")] == kept
 
 
 # -- the length of the run --------------------------------------------------------------------------------------------
@@ -173,18 +126,16 @@ def test_a_finished_run_that_is_extended_goes_on() -> None:
     run = TinyRun(tiny.manifest(config=replace(tiny.CONFIG, inner=replace(tiny.CONFIG.inner, steps=4))))
     island = run.island()
     run.play(island, 4)
+    assert island.finished
+    steered(run, island, {STEPS: "9"})
     finished = [island.finished]
-    run.transport.reader.steer({STEPS: "9"})
-    run.pass_boundary(island)
-    finished.append(island.finished)
     run.play(island, 5)
-    finished.append(island.finished)
-    assert finished == [True, False, True]
+    assert [*finished, island.finished] == [False, True]
     newcomer = run.island("b")
     assert (newcomer.link.run_steps, newcomer.finished) == (9, False)
-    run.transport.reader.steer({STEPS: ""})
-    run.pass_boundary(island)
-    assert island.link.run_steps == 4
+    for value, steps in (("", 4), ("many", 4), ("0", 4), ("1e3", 4), ("9" * 60, 4)):
+        steered(run, island, {STEPS: value})
+        assert island.link.run_steps == steps, "an invalid length changes nothing"
 
 
 def test_an_extended_run_has_the_learning_rate_of_a_run_of_that_length() -> None:
@@ -200,13 +151,3 @@ def test_an_extended_run_has_the_learning_rate_of_a_run_of_that_length() -> None
         assert first.learning_rate == second.learning_rate
         for name, values in first.inner.params.items():
             assert np.asarray(values) == pytest.approx(np.asarray(second.inner.params[name]), rel=1e-5, abs=1e-7)
-
-
-@pytest.mark.parametrize("value", ["many", "0", "1e3", "9" * 60])
-def test_an_invalid_length_changes_nothing(value: str) -> None:
-    run = TinyRun()
-    island = run.island()
-    before = island.link.run_steps
-    run.transport.reader.steer({STEPS: value})
-    run.pass_boundary(island)
-    assert island.link.run_steps == before

@@ -66,12 +66,9 @@ def test_a_long_gap_leaves_the_device_idle() -> None:
     assert pacer.delay_seconds(10.41) == pytest.approx(0.04)
 
 
-def test_arithmetic_longer_than_the_minimum_is_not_delayed() -> None:
+def test_arithmetic_longer_than_the_minimum_is_not_delayed_and_none_without_a_minimum() -> None:
     ends = played(Pacer(STEP), [(0.0, 0.2)] * 5)
     assert ends[-1] == pytest.approx(4 * 0.2)
-
-
-def test_without_a_minimum_there_are_no_delays() -> None:
     pacer = Pacer()
     for now in (1.0, 1.5, 1.5, 9.0):
         pacer.dispatched(4, now)
@@ -95,16 +92,13 @@ def test_each_turn_is_a_line_and_incarnations_share_a_file(tmp_path: Path) -> No
     assert min(waited) >= 0.0
 
 
-def test_nothing_is_written_without_the_variable() -> None:
+def test_without_the_variable_there_is_no_log_and_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     assert TurnLog.named_in({}, "who") is None
     assert TurnLog.named_in({VARIABLE: ""}, "who") is None
+    with failing(ConfigError, "turn-log"):
+        TurnLog.named_in({VARIABLE: str(tmp_path / "nowhere" / "turns.jsonl")}, "x")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 def test_a_full_disk_does_not_stop_the_log() -> None:
     TurnLog(Path("/dev/full"), "who").turned(1.0, 1, 1, 0.0, 0.0)
-
-
-def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    with failing(ConfigError, "turn-log"):
-        TurnLog.named_in({VARIABLE: str(tmp_path / "nowhere" / "turns.jsonl")}, "x")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -12,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from archipelago.broker.config import DataConfig
 from archipelago.broker.control import STEPS
 from archipelago.broker.corpus_shards import parse_places
 from archipelago.broker.errors import DivergedError
@@ -53,17 +51,15 @@ def test_a_diverged_island_stops_without_changing_the_run(monkeypatch: pytest.Mo
     assert books.published == books.refused >= DIVERGED_MAX
     assert all(np.isfinite(np.asarray(fragment.params_N)).all() for fragment in run.merger.fragments)
     assert island.ledger.last_refusal
+    assert run.transport.reader.notes(100)[-1].kind == "diverged"
+    assert run.transport.reader.presences()[0].heartbeat.state == "left"
 
 
 # -- markers --------------------------------------------------------------------------------------------------------
 
 
-Seen = list[tuple[int, list[int]]]
-
-
-def noting(seen: Seen) -> Callable[[Island, int], None]:
-    """Return a callback that notes the number of each checkpoint and the versions at that time."""
-    return lambda of, number: seen.append((number, [count.version for count in of.ledger.counts]))
+def versions(island: Island) -> list[int]:
+    return [count.version for count in island.ledger.counts]
 
 
 def done_by(run: TinyRun, island: Island) -> list[Action]:
@@ -78,42 +74,28 @@ def close_rounds(run: TinyRun, other: Island, until: int) -> None:
         run.play(other, 1)
 
 
-def test_snapshots_up_to_the_marker_are_adopted_before_the_checkpoint() -> None:
+@pytest.mark.parametrize(
+    ("marker", "until", "at_marker", "after"),
+    [
+        (1, 2, [1, 0], [1, 1]),  # the snapshot of round 1 is adopted before the checkpoint, that of round 2 after it
+        (2, 3, [0, 1], [2, 1]),  # round 3 has replaced the snapshot of round 1, and only the newest one arrives
+    ],
+)
+def test_snapshots_up_to_the_marker_are_adopted_before_the_checkpoint(
+    marker: int, until: int, at_marker: list[int], after: list[int]
+) -> None:
     run = TinyRun()
-    seen: Seen = []
-    island, other = run.island("a", on_marker=noting(seen)), run.island("b")
-    close_rounds(run, other, 1)
-    run.merger.transport.merger.announce(run.merger.epoch, Marker(5, 1))
-    close_rounds(run, other, 2)
-    island.link.pump()
-    island.boundary()
-    assert seen == [(5, [1, 0])]
-    assert [count.version for count in island.ledger.counts] == [1, 1]
-    words = [word for word in island.action_log.take().text.split() if word[0] == "a"]  # type: ignore[union-attr]
-    assert words == ["a0:1", "a1:1"]
-
-
-def test_a_snapshot_after_the_marker_is_not_in_the_checkpoint() -> None:
-    """Only the newest snapshot of a fragment arrives."""
-    run = TinyRun()
-    seen: Seen = []
-    island, other = run.island("a", on_marker=noting(seen)), run.island("b")
-    close_rounds(run, other, 2)
-    run.merger.transport.merger.announce(run.merger.epoch, Marker(6, 2))
-    close_rounds(run, other, 3)  # another round of fragment 0
-    island.link.pump()
-    island.boundary()
-    assert seen == [(6, [0, 1])]
-    assert [count.version for count in island.ledger.counts] == [2, 1]
-
-
-def test_without_a_marker_no_checkpoint_is_taken() -> None:
-    run = TinyRun()
-    seen: Seen = []
-    island = run.island(on_marker=noting(seen))
-    run.play(island, 8)
-    assert island.ledger.counts[0].version > 0
+    seen: list[tuple[int, list[int]]] = []
+    island = run.island("a", on_marker=lambda of, number: seen.append((number, versions(of))))
+    other = run.island("b")
+    close_rounds(run, other, marker)
     assert seen == []
+    run.merger.transport.merger.announce(run.merger.epoch, Marker(5, marker))
+    close_rounds(run, other, until)
+    island.link.pump()
+    island.boundary()
+    assert seen == [(5, at_marker)]
+    assert versions(island) == after
 
 
 # -- adopting -------------------------------------------------------------------------------------------------------
@@ -155,25 +137,6 @@ def test_contributions_and_heartbeats_carry_the_position_in_the_text() -> None:
     assert heard == sent[-1][0] or parse_places(heard)[0].position >= parse_places(sent[-1][0])[0].position
 
 
-def test_merged_places_move_the_cursor_and_no_window_is_read_twice() -> None:
-    """This covers a whole pass and the beginning of the next."""
-    config = replace(tiny.CONFIG, data=DataConfig(sequence_length=64, batch_size=2, shards=4))
-    run = TinyRun(tiny.manifest(config=config))
-    island = run.island()
-    run.play(island, 60)
-    begun = [action.point for action in done_by(run, island) if isinstance(action, BeginPass)]
-    passes = [text.split(":") for text in begun]
-    assert len(passes) == len({(shard, number) for shard, number, _, _ in passes})
-    assert all(repeat == "0" and position == "0" for _, _, position, repeat in passes)
-    first = [shard for shard, number, _, _ in passes if number == "0"]
-    assert sorted(first[:4]) == ["0", "1", "2", "3"]
-    assert {number for _, number, _, _ in passes} >= {"0", "1"}
-    cursors = run.transport.reader.cursors()
-    assert set(cursors) == {"0", "1", "2", "3"}
-    held = island.link.channels[0].outbox.in_flight()[0]
-    assert len(held) <= 2
-
-
 def test_a_lost_shard_is_abandoned_and_the_action_recorded() -> None:
     run = TinyRun()
     island = run.island()
@@ -211,31 +174,26 @@ def test_the_actions_of_a_run_are_recorded_once() -> None:
     assert len(done) == island.action_log.done
 
 
-def test_a_run_that_is_not_recorded_sends_no_actions() -> None:
-    run = TinyRun(tiny.manifest(config=replace(tiny.CONFIG, record=False)))
-    island = run.island()
-    run.play(island, 8)
-    assert run.transport.reader.books().published > 0
-    assert run.transport.merger.actions("0-0") == []
-
-
 def test_an_island_sends_its_remaining_progress_at_the_end_of_the_run() -> None:
-    short = replace(tiny.CONFIG, inner=replace(tiny.CONFIG.inner, steps=6))
+    """A run that is not recorded sends no actions."""
+    short = replace(tiny.CONFIG, record=False, inner=replace(tiny.CONFIG.inner, steps=6))
     run = TinyRun(tiny.manifest(config=short))
     island = run.island()
     while not island.finished:
         run.play(island, 1)
     assert island.totals.steps == 6
-    sent = island.link.channels[0].outbox.sent
+    outbox = island.link.channels[0].outbox
+    sent = outbox.sent
     island.leave("done", flush_seconds=0.0)
     island.link.pump()
     run.merger.turn(0.0)
-    assert island.link.channels[0].outbox.sent > sent
+    assert outbox.sent > sent
     assert run.transport.reader.presences()[0].heartbeat.state == "done"
     books = run.transport.reader.books()
-    assert books.published == books.merged == island.link.channels[0].outbox.sent
+    assert books.published == books.merged == outbox.sent
     members = [member for entry in run.transport.reader.tape(100) for member in entry.members]
     assert sum(member.tokens for member in members) == 2 * 6 * short.tokens_per_step  # in both fragments
+    assert run.transport.merger.actions("0-0") == []
 
 
 # -- without a merger -----------------------------------------------------------------------------------------------
@@ -288,15 +246,17 @@ def test_a_merger_that_pauses_holds_the_schedule() -> None:
 
 
 def test_a_slow_device_is_measured_with_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one compiles. More would delay the join by minutes."""
+    """The first one compiles the steps of an extended run's length. More would delay the join by minutes."""
     run = TinyRun()
+    run.transport.reader.steer({STEPS: "2000"})
     island = run.island("a")
-    steps, calls = island.steps, 0
+    steps, calls = cast(Any, island.steps), 0
 
     def counted(*arguments: object) -> tuple[InnerState, jax.Array]:
         nonlocal calls
         calls += 1
-        return steps(*arguments)
+        found: tuple[InnerState, jax.Array] = steps(*arguments)
+        return found
 
     island.steps = cast(InnerSteps, counted)
     monkeypatch.setattr(device, "LONG_SECONDS", 0.0)
@@ -304,15 +264,6 @@ def test_a_slow_device_is_measured_with_two_steps(monkeypatch: pytest.MonkeyPatc
     assert device.best_scan_steps(island) == 1
     island.warm_up(has_stepped=True)
     assert calls == 2
-
-
-def test_joining_an_extended_run_compiles_the_steps_of_its_length() -> None:
-    run = TinyRun()
-    run.transport.reader.steer({STEPS: "2000"})
-    island = run.island("a")
-    program = cast(Any, island.steps)
-    device.best_scan_steps(island)
-    island.warm_up(has_stepped=True)
-    compiled = program._cache_size()
+    compiled = steps._cache_size()
     run.play(island, 2)
-    assert program._cache_size() == compiled
+    assert steps._cache_size() == compiled

@@ -55,6 +55,8 @@ def fresh(*shards: int, pass_number: int = 0) -> Callable[[], Place | None]:
 
 
 TEXT, CONFIG = positions(4000), configured(batch=1)
+#: Fifty examples of nine bytes. Each byte is the number of its example.
+EXAMPLES = np.stack([np.arange(50, dtype=np.uint8)] * 9, axis=1)
 
 
 def rows(shard: str, pass_number: int, repeats: int = 0) -> Bytes:
@@ -69,13 +71,13 @@ def rows(shard: str, pass_number: int, repeats: int = 0) -> Bytes:
 def test_the_order_names_every_shard_once(shards: int, seed: int, name: str) -> None:
     order = shard_order(shards, seed, name)
     assert sorted(order) == sorted(f"{name}/{number}" if name else str(number) for number in range(shards))
-    assert order == shard_order(shards, seed, name)
 
 
 def test_the_order_of_shards_and_windows_is_the_same_on_every_machine() -> None:
     # Recorded values. If they change, islands of two versions train on the same windows.
     assert shard_order(8, seed=1) == ["0", "6", "2", "1", "3", "7", "4", "5"]
     assert sharding.windows(200, 3, 16, 1, "1", 5).tolist() == [7, 55, 151, 103]
+    assert sharding.windows(200, 3, 16, 1, "site/1", 5).tolist() == [7, 55, 151, 103], "only the number counts"
 
 
 @given(
@@ -95,48 +97,21 @@ def test_the_windows_of_a_pass_tile_the_text(size: int, shards: int, length: int
     assert 0 <= size - (ordered[-1] + length + 1) < length  # no further window fits
 
 
-@given(seed=st.integers(0, 1000), size=st.integers(400, 4000), shards=st.integers(1, 20))
-def test_a_pass_over_all_shards_reads_each_byte_once(seed: int, size: int, shards: int) -> None:
-    read = np.zeros(size, dtype=np.int64)
-    for shard in range(shards):
-        inputs = sharding.windows(size, shards, 8, seed, str(shard), 3)[:, None] + np.arange(8)
-        np.add.at(read, inputs.ravel(), 1)
-    assert read.max() == 1
-    assert read.sum() >= size - 16  # the remainder is shorter than a window
-
-
-@given(seed=st.integers(0, (1 << 31) - 1), shard=st.integers(0, 3), first=st.integers(0, 1 << 40))
-def test_each_pass_has_another_order(seed: int, shard: int, first: int) -> None:
-    passes = [sharding.windows(10_000, 4, 16, seed, str(shard), first + more) for more in range(3)]
-    orders = [tuple(np.argsort(starts)) for starts in passes]
-    assert len(set(orders)) == 3
-
-
 def test_windows_differ_between_shards_seeds_passes_and_repeats() -> None:
-    entropies = [(0, "0", 0, 0), (1, "0", 0, 0), (0, "1", 0, 0), (0, "0", 1, 0), (0, "0", 0, 1)]
-    orders = {tuple(sharding.windows(10_000, 4, 16, *entropy).tolist()) for entropy in entropies}
-    assert len(orders) == len(entropies)
-
-
-def test_a_repeat_has_the_windows_of_its_pass() -> None:
-    first, again = (sharding.windows(10_000, 4, 16, 0, "2", 7, repeats) for repeats in (0, 1))
-    assert np.array_equal(np.sort(first), np.sort(again))
-
-
-def test_a_shard_is_a_sample_of_the_whole_text() -> None:
+    entropies = [(0, "0", 0, 0), (1, "0", 0, 0), (0, "1", 0, 0), (0, "0", 1, 0), (0, "0", 1 << 40, 0), (0, "0", 0, 1)]
+    found = [sharding.windows(10_000, 4, 16, *entropy) for entropy in entropies]
+    assert len({tuple(np.argsort(starts)) for starts in found}) == len(entropies)
+    assert np.array_equal(np.sort(found[0]), np.sort(found[-1])), "a repeat has the windows of its pass"
+    # A shard is a sample of the whole text.
     starts = sharding.windows(100_000, 10, 8, 0, "3", 0)
     quarters = np.histogram(starts, bins=4, range=(0, 100_000))[0]
     assert quarters.min() > 0.99 * len(starts) / 4
 
 
-def test_only_the_number_in_a_shards_name_counts() -> None:
-    assert np.array_equal(sharding.windows(900, 3, 8, 0, "2", 1), sharding.windows(900, 3, 8, 0, "site/2", 1))
-
-
-@pytest.mark.parametrize("shard", ["3", "-1", "", "site/3", "2/site", "02", "²"])
-def test_an_unknown_shard_is_refused(shard: str) -> None:
-    with failing(DataError, "data.no-such-shard"):
-        sharding.windows(900, 3, 8, 0, shard, 1)
+def test_an_unknown_shard_is_refused() -> None:
+    for shard in ("3", "-1", "", "site/3", "2/site", "02", "²"):
+        with failing(DataError, "data.no-such-shard"):
+            pytest.fail(f"{shard}: {sharding.windows(900, 3, 8, 0, shard, 1)}")
 
 
 @settings(deadline=None)
@@ -164,26 +139,23 @@ def test_held_out_text_is_never_trained_on(tmp_path: Path, monkeypatch: pytest.M
     assert set(sharding.held_out(opened.test, 10_000, 8).tobytes()) == set(b"x")
 
 
-def test_a_text_too_short_for_its_shards_is_refused() -> None:
+def test_a_text_too_short_for_its_shards_and_examples_of_another_size_are_refused() -> None:
     text = positions(1000)
-    with failing(DataError, "data.too-small") as caught:
-        Batches(text, configured(shards=64, length=100), fresh())
-    assert "at most 9," in caught.value.remedy
+    for supplied, config, code, said in (
+        (text, configured(shards=64, length=100), "data.too-small", "at most 9,"),
+        (text, configured(shards=1, length=1000), "data.too-small", ""),
+        (EXAMPLES, configured(length=16), "data.wrong-size", "--data.sequence-length 8"),
+        (EXAMPLES, configured(shards=51), "data.too-small", "at most 50"),
+    ):
+        with failing(DataError, code) as caught:
+            Batches(supplied, config, fresh())
+        assert said in caught.value.remedy
     Batches(text, configured(shards=9, length=100), fresh(*range(9))).next(1)
-    with failing(DataError, "data.too-small"):
-        Batches(text, configured(shards=1, length=1000), fresh())
+    with failing(DataError, "data.wrong-size"):
+        sharding.held_out(EXAMPLES, 4, 9)
 
 
 # -- reading leased shards --------------------------------------------------------------------------------------------
-
-
-def test_successive_batches_continue_the_pass() -> None:
-    supply = Batches(TEXT, configured(), fresh(0, 1))
-    together = supply.next(6)
-    assert together.shape == (6, 2, 9)
-    assert together.dtype == np.uint8
-    again = Batches(TEXT, configured(), fresh(0, 1))
-    assert np.array_equal(together, np.concatenate([again.next(n) for n in (1, 2, 3)]))
 
 
 def test_a_leased_shard_is_read_once_from_its_cursor() -> None:
@@ -192,6 +164,10 @@ def test_a_leased_shard_is_read_once_from_its_cursor() -> None:
         assert np.array_equal(supply.next(len(expected))[:, 0], expected)
     assert supply.repeats == 0
     assert supply.places() == (Place("2", 0, 0, ended=True), Place("site/0", 5, 0, ended=True))
+    together, again = (Batches(TEXT, configured(), fresh(0, 1)) for _ in range(2))
+    batches = together.next(6)
+    assert (batches.shape, batches.dtype) == ((6, 2, 9), np.uint8)
+    assert np.array_equal(batches, np.concatenate([again.next(n) for n in (1, 2, 3)]))
 
 
 def test_without_a_lease_the_last_shard_is_repeated_in_another_order() -> None:
@@ -217,11 +193,13 @@ def test_without_any_lease_an_island_begins_with_a_private_pass() -> None:
     assert PASSES_MAX < PRIVATE_PASSES
 
 
-def test_a_lease_follows_a_private_pass() -> None:
-    supply = Batches(TEXT, CONFIG, leases([None, None, Place("1", 0, 0)]), fallback=1 << 62)
-    supply.next(2 * len(rows("2", 0)) + 5)
-    assert [place.shard for place in supply.places()] == ["1"]
-    assert supply.repeats == 1
+def test_a_private_pass_ends_with_the_first_lease() -> None:
+    supply = Batches(TEXT, CONFIG, leases([None, None, Place("1", 0, 3)]))
+    for _ in range(3):
+        supply.next(2)
+    assert supply.places() == (Place("1", 0, 5),)
+    assert supply.take_begun() == [f"0:{PRIVATE_PASSES}:0:0", "1:0:3:0!"]
+    assert supply.take_begun() == []
 
 
 @settings(deadline=None)
@@ -261,14 +239,6 @@ def test_only_the_newest_places_are_reported_until_they_are_forgotten() -> None:
     assert supply.held() == [*map(str, range(10)), str(shards - 1)]
 
 
-def test_forgetting_an_ended_pass_does_not_end_the_next() -> None:
-    supply = Batches(TEXT, CONFIG, fresh(0, 1))
-    supply.next(len(rows("0", 0)) + 3)
-    supply.forget(["0", "7"])
-    assert supply.places() == (Place("1", 0, 3),)
-    assert np.array_equal(supply.next(4)[:, 0], rows("1", 0)[3:7])
-
-
 def test_a_lost_lease_is_not_read_further() -> None:
     supply = Batches(TEXT, CONFIG, fresh(0, 1))
     supply.next(3)
@@ -277,13 +247,10 @@ def test_a_lost_lease_is_not_read_further() -> None:
     assert np.array_equal(supply.next(4)[:, 0], rows("1", 0)[:4])
     assert supply.places() == (Place("1", 0, 4),)
     assert supply.repeats == 0
-
-
-def test_a_lost_lease_without_a_successor_is_repeated_and_not_reported() -> None:
-    supply = Batches(TEXT, CONFIG, fresh(0))
-    supply.next(3)
-    supply.forget({"0"})
-    assert np.array_equal(supply.next(4)[:, 0], rows("0", 0, 1)[:4])
+    supply.forget(["0", "7"])
+    assert supply.places() == (Place("1", 0, 4),), "forgetting an ended pass does not end the next"
+    supply.forget({"1"})
+    assert np.array_equal(supply.next(4)[:, 0], rows("1", 0, 1)[:4]), "without a successor it is repeated"
     assert supply.places() == ()
     assert supply.repeats == 1
 
@@ -299,16 +266,6 @@ def test_a_repeat_continues_when_its_pass_is_forgotten() -> None:
     assert supply.places() == (Place("0", 1, 2),)
 
 
-def test_a_private_pass_ends_with_the_first_lease() -> None:
-    supply = Batches(TEXT, CONFIG, leases([None, None, Place("1", 0, 3)]))
-    supply.next(2)
-    supply.next(2)
-    supply.next(2)
-    assert supply.places() == (Place("1", 0, 5),)
-    assert supply.take_begun() == [f"0:{PRIVATE_PASSES}:0:0", "1:0:3:0!"]
-    assert supply.take_begun() == []
-
-
 def test_a_shard_that_is_leased_again_has_only_its_newest_place() -> None:
     supply = Batches(TEXT, CONFIG, leases([Place("0", 0, 0), Place("1", 0, 0), Place("0", 1, 0)]))
     supply.next(len(rows("0", 0)) + len(rows("1", 0)) + 2)
@@ -320,13 +277,10 @@ def test_a_cursor_beyond_the_pass_ends_it() -> None:
     supply = Batches(TEXT, CONFIG, leases([Place("0", 0, count), Place("2", 3, 10**15 - 1), Place("1", 0, 0)]))
     assert np.array_equal(supply.next(4)[:, 0], rows("1", 0)[:4])
     assert supply.places() == (Place("0", 0, 0, ended=True), Place("2", 3, 0, ended=True), Place("1", 0, 4))
-
-
-def test_endless_cursors_beyond_their_passes_do_not_block() -> None:
-    supply = Batches(TEXT, CONFIG, leases(repeat(Place("0", 0, 10**9))))
-    assert np.array_equal(supply.next(4)[:, 0], rows("0", 0, 1)[:4])
-    assert supply.take_begun() == ["0:0:1000000000:0"] * LEASES_TRIED + ["0:0:0:1"]
-    assert supply.places() == (Place("0", 0, 0, ended=True),)
+    endless = Batches(TEXT, CONFIG, leases(repeat(Place("0", 0, 10**9))))
+    assert np.array_equal(endless.next(4)[:, 0], rows("0", 0, 1)[:4])
+    assert endless.take_begun() == ["0:0:1000000000:0"] * LEASES_TRIED + ["0:0:0:1"]
+    assert endless.places() == (Place("0", 0, 0, ended=True),)
 
 
 # -- replay and checkpoints -------------------------------------------------------------------------------------------
@@ -390,8 +344,11 @@ def test_replaying_the_passes_gives_the_same_batches(
 def test_a_queued_pass_follows_the_present_one_and_precedes_any_lease() -> None:
     supply = Batches(TEXT, CONFIG, fresh(0, 1))
     supply.next(1)
-    supply.begin("3:2:100:0")
-    supply.begin("2:0:0:1")
+    for text in ("", "1", "1:0:0", "4:0:0:0", "1:0:-1:0", "1:0:0:0 ", "1:0:end:0", "1:٣:0:0"):
+        with pytest.raises(DataError):
+            pytest.fail(f"{text} was queued: {supply.begin(text)}")
+    for text in ["1:0:1000:0"] * (3 * LEASES_TRIED) + ["3:2:100:0", "2:0:0:1"]:
+        supply.begin(text)
     expected = [rows("0", 0)[1:], rows("3", 2)[100:], rows("2", 0, 1), rows("1", 0)]
     out = supply.next(sum(map(len, expected)))[:, 0]
     assert np.array_equal(out, np.concatenate(expected))
@@ -399,60 +356,40 @@ def test_a_queued_pass_follows_the_present_one_and_precedes_any_lease() -> None:
     assert supply.repeats == 1
 
 
-def test_any_number_of_queued_passes_may_be_empty() -> None:
-    supply = Batches(TEXT, CONFIG, fresh(0))
-    for text in ["1:0:1000:0"] * (3 * LEASES_TRIED) + ["2:0:0:0"]:
-        supply.begin(text)
-    assert np.array_equal(supply.next(4)[:, 0], rows("2", 0)[:4])
+DAMAGE: list[dict[str, int | str]] = [
+    {"now": "3:0:10000:0"},
+    {"now": "3:0:-1:0"},
+    {"now": "4:0:0:0"},
+    {"now": "3:0"},
+    {"places": "3:0:x"},
+    {"queue": "3"},
+    {"repeats": -1},
+    {"repeats": "many"},
+    {"text": "another"},
+]
 
 
-@pytest.mark.parametrize("text", ["", "1", "1:0:0", "4:0:0:0", "1:0:-1:0", "1:0:0:0 ", "1:0:end:0", "1:٣:0:0"])
-def test_a_text_that_names_no_pass_is_refused(text: str) -> None:
-    supply = Batches(TEXT, CONFIG, fresh(0))
-    with pytest.raises(DataError):
-        supply.begin(text)
-    supply.next(1)
-    assert supply.held() == ["0"]
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"now": "3:0:10000:0"},
-        {"now": "3:0:-1:0"},
-        {"now": "4:0:0:0"},
-        {"now": "3:0"},
-        {"places": "3:0:x"},
-        {"queue": "3"},
-        {"repeats": -1},
-        {"repeats": "many"},
-        {"text": "another"},
-    ],
-)
-def test_a_position_outside_the_text_is_refused(damage: dict[str, int | str]) -> None:
+def test_a_position_outside_the_text_or_under_another_config_is_refused() -> None:
     supply = Batches(TEXT, configured(), fresh(3))
     supply.next(2)
     state = supply.state()
-    with failing(DataError, "data.bad-position"):
-        supply.restore(state | damage)
-    with failing(DataError, "data.bad-position"):
-        supply.restore({key: value for key, value in state.items() if key not in damage})
-    assert supply.state() == state
-
-
-@pytest.mark.parametrize("config", [configured(shards=5), configured(length=9), configured(seed=1)])
-def test_a_position_under_another_config_is_refused(config: RunConfig) -> None:
-    supply = Batches(TEXT, configured(), fresh(3))
-    with failing(DataError, "data.bad-position"):
-        Batches(TEXT, config, fresh(3)).restore(supply.state())
-    with failing(DataError, "data.bad-position"):
-        Batches(TEXT[:-1], configured(), fresh(3)).restore(supply.state())
+    for damage in DAMAGE:
+        without = {key: value for key, value in state.items() if key not in damage}
+        for damaged in (state | damage, without):
+            with failing(DataError, "data.bad-position"):
+                pytest.fail(f"{damaged} was restored: {supply.restore(damaged)}")
+        assert supply.state() == state
+    for config, text in (
+        (configured(shards=5), TEXT),
+        (configured(length=9), TEXT),
+        (configured(seed=1), TEXT),
+        (configured(), TEXT[:-1]),
+    ):
+        with failing(DataError, "data.bad-position"):
+            Batches(text, config, fresh(3)).restore(state)
 
 
 # -- corpora of examples ----------------------------------------------------------------------------------------------
-
-#: Fifty examples of nine bytes. Each byte is the number of its example.
-EXAMPLES = np.stack([np.arange(50, dtype=np.uint8)] * 9, axis=1)
 
 
 @settings(deadline=None, max_examples=examples(25))
@@ -465,33 +402,16 @@ def test_the_shards_of_a_pass_hold_each_example_once(count: int, shards: int, se
 
 def test_a_pass_over_all_shards_reads_each_example_once() -> None:
     supply = Batches(EXAMPLES, configured(), fresh(0, 1, 2, 3))
-    rows = np.concatenate([supply.next(1)[0] for _ in range(25)])
+    rows = np.concatenate([supply.next(1)[0] for _ in range(20)])
+    again = Batches(EXAMPLES, configured(), fresh(*range(len(supply.held()), 4)))
+    again.restore(supply.state())
+    rest = np.concatenate([supply.next(1)[0] for _ in range(5)])
+    assert np.array_equal(np.concatenate([again.next(1)[0] for _ in range(5)]), rest)
+    rows = np.concatenate([rows, rest])
     assert rows.shape == (50, 9)
     assert (rows == rows[:, :1]).all(), "an example was cut"
     assert sorted(rows[:, 0].tolist()) == list(range(50))
     assert [place.shard for place in supply.places()] == ["0", "1", "2", "3"]
     assert all(place.ended for place in supply.places())
-
-
-def test_a_restored_supply_of_examples_gives_the_same_batches() -> None:
-    supply = Batches(EXAMPLES, configured(), fresh(2, 1))
-    supply.next(3)
-    again = Batches(EXAMPLES, configured(), fresh(1))
-    again.restore(supply.state())
-    assert np.array_equal(again.next(6), supply.next(6))
-
-
-def test_held_out_examples_are_complete_and_spread() -> None:
     assert sharding.held_out(EXAMPLES, 5, 8)[:, 0].tolist() == [0, 10, 20, 30, 40]
     assert np.array_equal(sharding.held_out(EXAMPLES, 500, 8), EXAMPLES)
-
-
-def test_examples_of_another_size_are_refused() -> None:
-    with failing(DataError, "data.wrong-size") as caught:
-        Batches(EXAMPLES, configured(length=16), fresh())
-    assert "--data.sequence-length 8" in caught.value.remedy
-    with failing(DataError, "data.wrong-size"):
-        sharding.held_out(EXAMPLES, 4, 9)
-    with failing(DataError, "data.too-small") as caught:
-        Batches(EXAMPLES, configured(shards=51), fresh())
-    assert "at most 50" in caught.value.remedy

@@ -34,16 +34,13 @@ def forget() -> None:
     shutil.rmtree(data_folder())
 
 
-def test_another_machine_downloads_a_corpus_once(corpora: BucketFolder) -> None:
+def test_another_machine_downloads_a_corpus_once(corpora: BucketFolder, tmp_path: Path) -> None:
     assert corpora.tree().keys() == {"mine/text.bin", "mine/corpus.json"}
     opened = open_corpus("mine")
     assert bytes(opened.train) + bytes(opened.valid) + bytes(opened.test) == TEXT.encode()
     FaultyFileSystem.requests.clear()
     assert open_corpus("mine").identity == opened.identity
     assert not FaultyFileSystem.requests
-
-
-def test_tokens_travel_with_their_tokenizer(corpora: BucketFolder, tmp_path: Path) -> None:
     assert main(PrepareOptions(str(tmp_path / "mine.txt"), tokenizer="bpe:300")) == 0
     forget()
     assert open_corpus("mine-bpe300").open_tokenizer().vocabulary == 300
@@ -71,19 +68,19 @@ def test_an_upload_that_is_cut_off_is_no_corpus(corpora: BucketFolder, tmp_path:
     assert open_corpus("other").train.size
 
 
-def test_damage_in_the_bucket_is_found(corpora: BucketFolder) -> None:
-    corpora.child("mine").write("text.bin", TEXT.swapcase().encode())
-    with failing(DataError, "data.damaged"):
-        open_corpus("mine")
-    assert not (data_folder() / "mine").exists()
-
-
-def test_a_different_corpus_of_the_name_is_not_replaced(corpora: BucketFolder, tmp_path: Path) -> None:
+def test_a_different_corpus_of_the_name_is_not_replaced_and_damage_is_found(
+    corpora: BucketFolder, tmp_path: Path
+) -> None:
     (tmp_path / "mine.txt").write_text(TEXT.upper())
     with failing(DataError, "data.taken"):
         main(PrepareOptions(str(tmp_path / "mine.txt")))
     forget()
     assert bytes(open_corpus("mine").train[:4]) == b"line"
+    forget()
+    corpora.child("mine").write("text.bin", TEXT.swapcase().encode())
+    with failing(DataError, "data.damaged"):
+        open_corpus("mine")
+    assert not (data_folder() / "mine").exists()
 
 
 def test_text_is_read_from_an_address(
@@ -108,8 +105,5 @@ def test_text_is_written_to_its_folder_only(corpora: BucketFolder, tmp_path: Pat
     with failing(BucketError, "bucket.damaged"):
         main(PrepareOptions(f"{corpora.address}/texts"))
     assert not outside.exists()
-
-
-def test_an_address_is_no_name_of_a_corpus() -> None:
     with failing(ConfigError, "data.address"):
         open_corpus("s3://bucket/corpora/mine")

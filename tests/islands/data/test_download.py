@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import subprocess
 import sys
 import threading
@@ -72,23 +71,19 @@ def pip(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 def test_the_canonical_file_is_checked_and_reported(
     web: tuple[Web, Source], pip: list[list[str]], tmp_path: Path
 ) -> None:
+    """The package index is the fallback."""
     seen: list[tuple[str, int, int]] = []
     path = download(web[1], tmp_path, lambda *report: seen.append(report))
     assert path.read_bytes() == CONTENT
     assert seen[-1] == ("downloading", len(CONTENT), len(CONTENT))
     assert pip == []
-
-
-@pytest.mark.parametrize("content", [None, CONTENT + b"!", CONTENT[:-1]])
-def test_the_package_index_is_the_fallback(
-    web: tuple[Web, Source], pip: list[list[str]], tmp_path: Path, content: bytes | None
-) -> None:
-    web[0].content = content
-    assert download(web[1], tmp_path).read_bytes() == b"from the index"
-    (command,) = pip
-    assert command[:4] == [sys.executable, "-P", "-m", "pip"]
-    assert {"--require-hashes", "--no-deps", "--no-binary=:all:"} <= set(command)
-    assert (tmp_path / "requirements.txt").read_text() == f"islands==1.0 --hash=sha256:{'0' * 64}\n"
+    for content in (None, CONTENT + b"!", CONTENT[:-1]):
+        web[0].content = content
+        assert download(web[1], tmp_path).read_bytes() == b"from the index"
+        command = pip.pop()
+        assert command[:4] == [sys.executable, "-P", "-m", "pip"]
+        assert {"--require-hashes", "--no-deps", "--no-binary=:all:"} <= set(command)
+        assert (tmp_path / "requirements.txt").read_text() == f"islands==1.0 --hash=sha256:{'0' * 64}\n"
 
 
 def test_a_download_stops_at_the_expected_size(web: tuple[Web, Source], pip: list[list[str]], tmp_path: Path) -> None:
@@ -103,48 +98,38 @@ def test_a_download_stops_at_the_expected_size(web: tuple[Web, Source], pip: lis
     assert largest <= 3 << 20
 
 
-@pytest.mark.parametrize(
-    "outcome",
-    [
-        subprocess.CalledProcessError(1, "pip", stderr=b"WARNING: retrying\nERROR: no matching distribution"),
-        subprocess.CalledProcessError(1, "pip"),
-        subprocess.TimeoutExpired("pip", 60.0),
-        FileNotFoundError("python"),
-    ],
-    ids=lambda outcome: type(outcome).__name__,
-)
 def test_without_either_source_the_error_names_both_reasons(
-    web: tuple[Web, Source], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, outcome: Exception
-) -> None:
-    def run(*_: Any, **__: Any) -> None:
-        raise outcome
-
-    web[0].content = None
-    monkeypatch.setattr(subprocess, "run", run)
-    with failing(DataError, "data.unreachable") as caught:
-        download(web[1], tmp_path)
-    assert "404" in caught.value.what
-    assert ("no matching distribution" in caught.value.what) == bool(getattr(outcome, "stderr", b""))
-    assert caught.value.remedy == "Name the file."
-
-
-def test_a_release_without_the_file_is_unreachable(
     web: tuple[Web, Source], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     web[0].content = None
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: None)
-    with failing(DataError, "data.unreachable"):
-        download(web[1], tmp_path)
+    said = b"WARNING: retrying\nERROR: no matching distribution"
+    outcomes = (
+        subprocess.CalledProcessError(1, "pip", stderr=said),
+        subprocess.CalledProcessError(1, "pip"),
+        subprocess.TimeoutExpired("pip", 60.0),
+        FileNotFoundError("python"),
+        None,  # a release without the file
+    )
+    for outcome in outcomes:
+
+        def run(*_: Any, outcome: Exception | None = outcome, **__: Any) -> None:
+            if outcome is not None:
+                raise outcome
+
+        monkeypatch.setattr(subprocess, "run", run)
+        with failing(DataError, "data.unreachable") as caught:
+            download(web[1], tmp_path)
+        assert outcome is None or "404" in caught.value.what
+        assert ("no matching distribution" in caught.value.what) == bool(getattr(outcome, "stderr", b""))
+        assert outcome is None or caught.value.remedy == "Name the file."
 
 
-def test_pip_accepts_our_options(tmp_path: Path) -> None:
+@pytest.mark.full
+def test_pip_accepts_our_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ask this environment's pip for a release that no index has. It must not complain about the options."""
     package = subject.Package("islands==1.0", "islands-1.0.tar.gz", "0" * 64, ("--no-binary=:all:",))
     source = Source("islands", "", 1, "0" * 64, package, "")
-    os.environ["PIP_NO_INDEX"] = "1"
-    try:
-        with pytest.raises(subprocess.CalledProcessError) as caught:
-            subject._from_package_index(source, tmp_path, subject.silent)
-    finally:
-        del os.environ["PIP_NO_INDEX"]
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        subject._from_package_index(source, tmp_path, subject.silent)
     assert caught.value.returncode == 1, "pip ends with 2 for unknown options"

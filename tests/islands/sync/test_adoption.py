@@ -14,7 +14,7 @@ from hypothesis.extra.numpy import arrays
 
 from archipelago.broker.codecs import Vector
 from archipelago.broker.config import AdoptConfig
-from archipelago.islands.sync.adoption import AdoptRule, build, carry, overwrite
+from archipelago.islands.sync.adoption import build, carry, overwrite
 from tests.tiers import examples
 
 # Neither these numbers nor their differences are subnormal, because subnormals count as zero.
@@ -31,36 +31,24 @@ def both(pair: tuple[jax.Array, jax.Array]) -> tuple[list[float], list[float]]:
     return own_N.tolist(), reference_N.tolist()
 
 
-def test_the_config_and_the_registry_name_the_same_rules() -> None:
-    for name in get_args(get_type_hints(AdoptConfig)["rule"]):
-        assert isinstance(build(AdoptConfig(rule=name)), AdoptRule)
+def test_only_carry_keeps_progress() -> None:
+    rules = {name: build(AdoptConfig(rule=name)) for name in get_args(get_type_hints(AdoptConfig)["rule"])}
+    assert {name: rule.keeps_progress for name, rule in rules.items()} == {"overwrite": False, "carry": True}
 
 
-def test_overwrite_takes_the_snapshot_and_drops_the_rest() -> None:
+def test_overwrite_drops_the_unsent_progress_and_carry_adds_it() -> None:
     assert both(overwrite(NEW, OWN, REFERENCE)) == ([10.0, 20.0, 30.0], [10.0, 20.0, 30.0])
-
-
-def test_carry_adds_the_unsent_progress() -> None:
     # 10 + (1 − 2), 20 + (2 − 2), 30 + (3 − 2)
     assert both(carry(NEW, OWN, REFERENCE)) == ([9.0, 20.0, 31.0], [10.0, 20.0, 30.0])
-
-
-def test_only_carry_keeps_progress() -> None:
-    keeps = {name: build(AdoptConfig(rule=name)).keeps_progress for name in ("overwrite", "carry")}
-    assert keeps == {"overwrite": False, "carry": True}
-
-
-@settings(max_examples=examples(100))
-@given(VECTOR, VECTOR)
-def test_carrying_onto_the_sent_parameters_changes_no_bit(own_N: Vector, reference_N: Vector) -> None:
-    carried_N, next_N = compiled_carry(jnp.asarray(reference_N), jnp.asarray(own_N), jnp.asarray(reference_N))
-    assert np.asarray(carried_N).tobytes() == own_N.tobytes()
-    assert np.asarray(next_N).tobytes() == reference_N.tobytes()
 
 
 @settings(max_examples=examples(100))
 @given(VECTOR, VECTOR, VECTOR)
 def test_carry_keeps_unsent_progress_up_to_rounding(new_N: Vector, own_N: Vector, reference_N: Vector) -> None:
+    """Carrying onto the sent parameters changes no bit."""
+    carried_N, next_N = compiled_carry(jnp.asarray(reference_N), jnp.asarray(own_N), jnp.asarray(reference_N))
+    assert np.asarray(carried_N).tobytes() == own_N.tobytes()
+    assert np.asarray(next_N).tobytes() == reference_N.tobytes()
     carried_N, next_N = compiled_carry(jnp.asarray(new_N), jnp.asarray(own_N), jnp.asarray(reference_N))
     before = reference_N.astype(np.float64) - own_N
     after = np.asarray(next_N, np.float64) - np.asarray(carried_N)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from optax.tree_utils import tree_get, tree_get_all_with_path
+from optax.tree_utils import tree_get_all_with_path
 
 from archipelago.broker.errors import UnreachableError, WireError
 from archipelago.broker.memory.transport import MemoryBroker, MemoryTransport
@@ -32,6 +31,7 @@ from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests import samples
 from tests.failing import failing
 from tests.harness import tiny
+from tests.limits import memory_below
 from tests.tiers import examples
 
 
@@ -77,19 +77,15 @@ def test_the_state_is_decoded_bit_for_bit() -> None:
 
 
 def test_received_state_continues_training_with_the_same_bits() -> None:
+    """A copy survives steps with the original."""
     batch, step = jnp.zeros((1, 2, 5), jnp.uint8), jnp.asarray(3, jnp.int32)
     after = []
     for optimizer in (device_copy(STATE), decode(HANDOVER, PAYLOAD, LIKE, require_sound)):
+        kept, before = device_copy(optimizer), raw(optimizer)
         state, _ = tiny.STEPS(begin(tiny.CONFIG.inner, fresh())._replace(optimizer=optimizer), batch, step)
         after.append(tiny.leaf_bytes(state))
+        assert raw(kept) == before
     assert after[0] == after[1]
-
-
-def test_a_copy_survives_steps_with_the_original() -> None:
-    state = begin(tiny.CONFIG.inner, fresh())
-    kept, before = device_copy(state.optimizer), raw(state.optimizer)
-    tiny.STEPS(state, jnp.zeros((1, 2, 5), jnp.uint8), jnp.asarray(0, jnp.int32))
-    assert raw(kept) == before
 
 
 # -- invalid payloads -----------------------------------------------------------------------------------------------
@@ -98,31 +94,26 @@ WITH_NAN = jax.tree.map(lambda x: x * jnp.nan if x.dtype == jnp.float32 else x, 
 WITH_INF = jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(jnp.inf) if x.dtype == jnp.float32 else x, STATE)
 
 
-@pytest.mark.parametrize(
-    ("payload", "code"),
-    [
-        (b"", "handover.zstd"),
-        (b"no zstd at all", "handover.zstd"),
-        (PAYLOAD[:-1], "handover.zstd"),
-        (PAYLOAD + b"more", "handover.zstd"),
-        (compressed(raw(STATE)[:-4]), "handover.shape"),
-        (compressed(raw(begin(tiny.CONFIG.inner, fresh(scale=6)).optimizer)), "handover.shape"),
-        (compressed(raw(WITH_NAN)), "handover.not-finite"),
-        (compressed(raw(WITH_INF)), "handover.not-finite"),
-        (zstandard.ZstdCompressor(write_content_size=False).compress(raw(STATE)), "handover.shape"),
-    ],
-    ids=["empty", "text", "cut", "with trailing bytes", "short", "another tree", "nan", "inf",
-         "of unknown size"],
-)  # fmt: skip
-def test_malformed_state_is_refused(payload: bytes, code: str) -> None:
-    with failing(WireError, code):
-        decode(announced(payload), payload, LIKE, require_sound)
+MALFORMED = {
+    "empty": (b"", "handover.zstd"),
+    "text": (b"no zstd at all", "handover.zstd"),
+    "cut": (PAYLOAD[:-1], "handover.zstd"),
+    "with trailing bytes": (PAYLOAD + b"more", "handover.zstd"),
+    "short": (compressed(raw(STATE)[:-4]), "handover.shape"),
+    "another tree": (compressed(raw(begin(tiny.CONFIG.inner, fresh(scale=6)).optimizer)), "handover.shape"),
+    "nan": (compressed(raw(WITH_NAN)), "handover.not-finite"),
+    "inf": (compressed(raw(WITH_INF)), "handover.not-finite"),
+    "of unknown size": (zstandard.ZstdCompressor(write_content_size=False).compress(raw(STATE)), "handover.shape"),
+}
 
 
-@pytest.mark.parametrize("payload", [PAYLOAD[:-1] + b"?", PAYLOAD + b"?"], ids=["changed", "longer"])
-def test_a_payload_that_differs_from_its_announcement_is_refused(payload: bytes) -> None:
-    with failing(WireError, "handover.digest"):
-        decode(HANDOVER, payload, LIKE, require_sound)
+def test_malformed_state_is_refused() -> None:
+    for what, (payload, code) in MALFORMED.items():
+        with failing(WireError, code):
+            pytest.fail(f"{what}: {decode(announced(payload), payload, LIKE, require_sound)}")
+    for payload in (PAYLOAD[:-1] + b"?", PAYLOAD + b"?"):
+        with failing(WireError, "handover.digest"):
+            decode(HANDOVER, payload, LIKE, require_sound)
 
 
 @settings(max_examples=examples(100))
@@ -148,19 +139,11 @@ def lying(declared: int, content: bytes) -> bytes:
     return forged
 
 
-@pytest.mark.parametrize(
-    "payload",
-    [compressed(bytes(1 << 26)), lying(SIZE, bytes(1 << 26))],
-    ids=["a bomb with its true size", "a bomb with a false size"],
-)
-def test_a_decompression_bomb_takes_no_memory(payload: bytes) -> None:
-    tracemalloc.start()
-    try:
-        with pytest.raises(WireError):
+def test_a_decompression_bomb_takes_no_memory() -> None:
+    """It declares its true size, or that of the state."""
+    for payload in (compressed(bytes(1 << 26)), lying(SIZE, bytes(1 << 26))):
+        with memory_below(1 << 20), pytest.raises(WireError):
             decode(announced(payload), payload, LIKE, require_sound)
-        assert tracemalloc.get_traced_memory()[1] < 1 << 20
-    finally:
-        tracemalloc.stop()
 
 
 # -- asking ---------------------------------------------------------------------------------------------------------
@@ -212,12 +195,17 @@ def test_an_answer_is_awaited_and_removed() -> None:
     new.assert_withdrawn()
 
 
-def test_an_answer_is_used_even_if_its_giver_has_left() -> None:
-    new = Waiting()
-    new.transport.island.hand_over("new/z", HANDOVER, PAYLOAD)
-    assert new.receive(seconds=0.0).handover == HANDOVER
-    assert new.pauses == 0
-    new.assert_withdrawn()
+def test_an_answer_is_used_even_if_its_giver_has_left_and_a_forged_one_is_an_error() -> None:
+    for payload in (PAYLOAD, PAYLOAD[:-1]):
+        new = Waiting()
+        new.transport.island.hand_over("new/z", HANDOVER, payload)
+        if payload == PAYLOAD:
+            assert new.receive(seconds=0.0).handover == HANDOVER
+        else:
+            with failing(WireError, "handover.digest"):
+                new.receive()
+        assert new.pauses == 0
+        new.assert_withdrawn()
 
 
 def test_without_peers_there_is_no_wait() -> None:
@@ -227,14 +215,11 @@ def test_without_peers_there_is_no_wait() -> None:
     assert new.receive() is None
     assert new.pauses == 0
     new.assert_withdrawn()
-
-
-def test_the_wait_ends_when_the_last_peer_leaves() -> None:
     new = Waiting()
     new.transport.island.heartbeat(samples.heartbeat("a"))
     new.meanwhile = lambda number: new.transport.island.heartbeat(samples.heartbeat("a", "left"))
     assert new.receive(seconds=1e9) is None
-    assert new.pauses == 1
+    assert new.pauses == 1, "the last peer has left"
     new.assert_withdrawn()
 
 
@@ -247,73 +232,49 @@ def test_the_wait_for_a_silent_peer_is_limited() -> None:
     new.assert_withdrawn()
 
 
-def test_a_forged_answer_is_an_error_and_removed() -> None:
-    new = Waiting()
-    new.transport.island.hand_over("new/z", HANDOVER, PAYLOAD[:-1])
-    with failing(WireError, "handover.digest"):
-        new.receive()
-    new.assert_withdrawn()
-
-
-def test_after_a_useless_answer_another_peer_is_asked() -> None:
-    """Such as that of a peer in another framework. Each peer answers one incarnation once."""
-    new = Waiting()
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_after_a_useless_answer_or_silence_another_peer_is_asked(is_silent: bool) -> None:
+    """Such as the answer of a peer in another framework, or of one whose state went into a step."""
+    new, promised = Waiting(), list[str]()
     useless = encode(StateForPeer("new/z", [np.zeros(3)], 7, 40), "a/x")
-    right = encode(StateForPeer("new/z", jax.tree.leaves(STATE), 7, 40), "b/y")
+    right = encode(StateForPeer("new/z", jax.tree.leaves(STATE), 7, 40), "b/x")
 
     def answer(number: int) -> None:
         for island in "ab":
             new.transport.island.heartbeat(samples.heartbeat(island))
-        giver = "a/x" if number == 2 else "b/y"
-        if number in (2, 5) and new.transport.island.promise_answer("new/z", giver):
-            new.transport.island.hand_over("new/z", *(useless if number == 2 else right))
+            if island not in promised and new.transport.island.promise_answer("new/z", f"{island}/x"):
+                promised.append(island)
+                if island == "b" or not is_silent:
+                    new.transport.island.hand_over("new/z", *(right if island == "b" else useless))
 
     new.meanwhile = answer
     answer(0)
-    received = new.receive()
+    received = new.receive(seconds=recovery.ASK_SECONDS)
     assert received.handover.giver == "b"
     assert tiny.leaf_bytes(received.optimizer) == tiny.leaf_bytes(STATE)
+    assert promised == ["a", "b"], "each peer answers one incarnation once"
     new.assert_withdrawn()
 
 
-def test_after_a_peer_that_stays_silent_another_one_is_asked() -> None:
-    """Such as one whose state went into a step, so that it has nothing to copy."""
-    new, promised = Waiting(), list[str]()
+def test_useless_answers_end() -> None:
+    for others in (1, 2 * recovery.ANSWERS_MAX):
+        new, answers = Waiting(), 0
 
-    def answer(number: int) -> None:
-        for island in "ab":
-            new.transport.island.heartbeat(samples.heartbeat(island))
-            is_next = island not in promised and new.transport.island.promise_answer("new/z", f"{island}/x")
-            promised.extend([island] if is_next else [])
-        if promised == ["a", "b"]:
-            right = encode(StateForPeer("new/z", jax.tree.leaves(STATE), 7, 40), "b/x")
-            new.transport.island.hand_over("new/z", *right)
+        def answer(number: int, new: Waiting = new, others: int = others) -> None:
+            nonlocal answers
+            for island in range(others):
+                new.transport.island.heartbeat(samples.heartbeat(f"i{island}"))
+            if new.transport.island.promise_answer("new/z", f"i{answers}/x"):
+                useless = encode(StateForPeer("new/z", [np.zeros(3)], 7, 40), f"i{answers}/x")
+                new.transport.island.hand_over("new/z", *useless)
+                answers += 1
 
-    new.meanwhile = answer
-    answer(0)
-    assert new.receive(seconds=recovery.ASK_SECONDS).handover.giver == "b"
-    new.assert_withdrawn()
-
-
-@pytest.mark.parametrize("others", [1, 100])
-def test_useless_answers_end(others: int) -> None:
-    new, answers = Waiting(), 0
-
-    def answer(number: int) -> None:
-        nonlocal answers
-        for island in range(others):
-            new.transport.island.heartbeat(samples.heartbeat(f"i{island}"))
-        if new.transport.island.promise_answer("new/z", f"i{answers}/x"):
-            useless = encode(StateForPeer("new/z", [np.zeros(3)], 7, 40), f"i{answers}/x")
-            new.transport.island.hand_over("new/z", *useless)
-            answers += 1
-
-    new.meanwhile = answer
-    answer(0)
-    with failing(WireError, "handover.shape"):
-        new.receive(seconds=1e3)
-    assert answers == min(others, recovery.ANSWERS_MAX)
-    new.assert_withdrawn()
+        new.meanwhile = answer
+        answer(0)
+        with failing(WireError, "handover.shape"):
+            new.receive(seconds=1e3)
+        assert answers == min(others, recovery.ANSWERS_MAX)
+        new.assert_withdrawn()
 
 
 def test_an_outage_is_an_error_and_the_request_is_withdrawn() -> None:
@@ -338,45 +299,53 @@ def test_peers_are_other_training_islands() -> None:
     assert peers(new.transport.reader.presences(), "new") == []
 
 
-@pytest.mark.parametrize("name", ["nu", "count"])
-def test_negative_second_moments_and_counts_are_refused(name: str) -> None:
-    """They are finite, but the first step would produce NaN."""
-    forged = optax.tree_utils.tree_set(STATE, **{name: jax.tree.map(lambda x: -x - 1, tree_get(STATE, name))})
-    handover, payload = encode(StateForPeer("b/y", jax.tree.leaves(forged), 3, 7), "a/x")
-    with failing(WireError, "handover.unsound"):
-        decode(handover, payload, STATE, require_sound)
+def forged(state: Any, **changes: Any) -> tuple[Handover, bytes]:
+    """Return the state with some parts replaced, each by a function of that part."""
+    for name, change in changes.items():
+        part = tree_get_all_with_path(state, name)[0][1]
+        state = optax.tree_utils.tree_set(state, **{name: jax.tree.map(change, part)})
+    return encode(StateForPeer("b/y", jax.tree.leaves(state), 3, 7), "a/x")
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"mu": 1e30},  # finite, and yet the first step would throw the parameters away
-        {"mu": 0.5, "nu": 1e-6},
-        {"nu": 1e30},  # the parameters would not move for very long
-        {"count": 2**31 - 1},  # the next step would make it negative
-    ],
-    ids=str,
-)
-def test_moments_that_no_steps_can_produce_are_refused(changes: dict[str, float]) -> None:
-    forged = STATE
-    for name, value in changes.items():
-        filled = jax.tree.map(partial(jnp.full_like, fill_value=value), tree_get(STATE, name))
-        forged = optax.tree_utils.tree_set(forged, **{name: filled})
-    handover, payload = encode(StateForPeer("b/y", jax.tree.leaves(forged), 3, 7), "a/x")
+def filled(value: float) -> Any:
+    return partial(jnp.full_like, fill_value=value)
+
+
+def negative(x: jax.Array) -> jax.Array:
+    return -x - 1
+
+
+def test_moments_that_no_steps_can_produce_are_refused() -> None:
     check = partial(require_sound, bounds=moment_bounds(tiny.CONFIG.inner))
-    with failing(WireError, "handover.unsound"):
-        decode(handover, payload, STATE, check)
+    impossible: list[dict[str, Any]] = [
+        {"nu": negative},  # finite, but the first step would produce NaN
+        {"count": negative},
+        {"mu": filled(1e30)},  # finite, and yet the first step would throw the parameters away
+        {"mu": filled(0.5), "nu": filled(1e-6)},
+        {"nu": filled(1e30)},  # the parameters would not move for very long
+        {"count": filled(2**31 - 1)},  # the next step would make it negative
+    ]
+    for changes in impossible:
+        with failing(WireError, "handover.unsound"):
+            decode(*forged(STATE, **changes), STATE, check)
+    for name in ("nu", "count"):
+        with failing(WireError, "handover.unsound"):
+            decode(*forged(STATE, **{name: negative}), STATE, require_sound)
+    for name in ("nu", "count", "ns_coeffs"):
+        with failing(WireError, "handover.unsound"):
+            decode(*forged(muon_state(1), **{name: negative}), muon_state(1), require_sound)
 
 
-@pytest.mark.parametrize("steps", [1, 2, 20])
-def test_moments_of_real_steps_are_within_the_bounds(steps: int) -> None:
-    require_sound(trained(steps), STATE, moment_bounds(tiny.CONFIG.inner))
-    require_sound(muon_state(steps), muon_state(1), moment_bounds(tiny.MUON.inner))
+def test_moments_of_real_steps_are_within_the_bounds() -> None:
+    for steps in (1, 20):
+        require_sound(trained(steps), STATE, moment_bounds(tiny.CONFIG.inner))
+        require_sound(muon_state(steps), muon_state(1), moment_bounds(tiny.MUON.inner))
 
 
 # -- Muon's state ---------------------------------------------------------------------------------------------------
 
 
+@cache
 def muon_state(steps: int) -> Any:
     """Return the state after some steps: a momentum of the kernel, two moments of the scale, and two counts."""
     state = begin(tiny.MUON.inner, fresh())
@@ -397,14 +366,3 @@ def test_muons_state_is_decoded_bit_for_bit_and_is_smaller_than_adams() -> None:
         decode(handover, payload, LIKE, require_sound)
     with failing(WireError, "handover.shape"):
         decode(HANDOVER, PAYLOAD, like, require_sound)
-
-
-@pytest.mark.parametrize("name", ["nu", "count", "ns_coeffs"])
-def test_invalid_muon_state_is_refused(name: str) -> None:
-    state = muon_state(1)
-    forged = optax.tree_utils.tree_set(
-        state, **{name: jax.tree.map(lambda x: -x - 1, tree_get_all_with_path(state, name)[0][1])}
-    )
-    handover, payload = encode(StateForPeer("b/y", jax.tree.leaves(forged), 3, 7), "a/x")
-    with failing(WireError, "handover.unsound"):
-        decode(handover, payload, state, require_sound)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from archipelago.broker.config import AdoptConfig, RunConfig, SyncConfig, WireCo
 from archipelago.broker.manifest import MOMENT_PREFIX, Corpus, Manifest, Tensor, synced
 from archipelago.islands.models.registry import Params
 from archipelago.islands.sync import replica as replica_module
-from archipelago.islands.sync.arrays import flatten, unflatten
+from archipelago.islands.sync.arrays import device_copy, flatten, unflatten
 from archipelago.islands.sync.replica import Replica
 from tests.tiers import examples
 
@@ -72,22 +72,22 @@ def test_a_fragments_vector_is_the_concatenation_of_its_tensors() -> None:
     assert params["kernel"].tolist() == [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
     assert params["scale"].tolist() == [7.0, 8.0, 9.0]
     assert flatten(of.layout[1], params).tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0]
+    _, begins = begun(of, counting())
+    assert list(begins) == ["bias", "kernel", "scale"]
+    assert {name: value.tolist() for name, value in begins.items()} == {n: v.tolist() for n, v in params.items()}
 
 
-@settings(max_examples=examples(100))
-@given(VECTORS)
-def test_flatten_and_unflatten_are_inverse(vectors: tuple[Vector, ...]) -> None:
-    of = manifest()
-    params = params_of(of, vectors)
-    assert {name: value.shape for name, value in params.items()} == {t.name: t.shape for t in of.tensors}
-    for rows, vector_N in zip(of.layout, vectors, strict=True):
-        assert np.asarray(flatten(rows, params)).tobytes() == vector_N.tobytes()
-
-
-def test_begin_returns_all_parameters_by_name() -> None:
-    _, params = begun(manifest(), counting())
-    assert list(params) == ["bias", "kernel", "scale"]
-    assert params["bias"].tolist() == [1.0, 2.0, 3.0, 4.0]
+def test_a_copy_shares_memory_with_neither_the_host_nor_another_copy() -> None:
+    donated = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
+    for _ in range(32):  # whether a CPU keeps reading the host's memory depends on its alignment
+        host = np.ones(1 << 12, np.float32)
+        first = device_copy({"x": host})
+        second = device_copy(first)
+        host[:] = 5.0
+        assert first["x"][0] == 1.0
+        donated(first)
+        assert first["x"].is_deleted()
+        assert second["x"][0] == 1.0
 
 
 # -- outer gradients -----------------------------------------------------------------------------------------------
@@ -111,18 +111,6 @@ def test_the_codecs_rounding_error_goes_into_the_next_contribution() -> None:
     assert sent(replica, 0, params).tolist() == [1 / 256] * 4
 
 
-@settings(max_examples=examples(100))
-@given(UP, VECTORS, VECTORS)
-def test_the_reference_moves_by_the_decoded_outer_gradient(
-    up: str, base: tuple[Vector, ...], now: tuple[Vector, ...]
-) -> None:
-    of = manifest(up=up)
-    replica, _ = begun(of, base)
-    for p, base_N in enumerate(base):
-        delta_N = sent(replica, p, params_of(of, now))
-        assert np.asarray(replica.references[p]).tobytes() == (base_N - delta_N).tobytes()
-
-
 def test_the_next_reference_takes_the_memory_of_the_outer_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """New memory costs a sync more time than its arithmetic."""
     replica, params = begun(manifest(up="int4"), counting())
@@ -140,50 +128,41 @@ def test_the_next_reference_takes_the_memory_of_the_outer_gradient(monkeypatch: 
 @settings(max_examples=examples(100))
 @given(UP, st.lists(VECTORS, min_size=2, max_size=5))
 def test_no_progress_is_sent_twice_and_none_is_lost(up: str, stations: list[tuple[Vector, ...]]) -> None:
-    of = manifest(up=up)
+    """The reference moves by the decoded outer gradient. Carrying the sent parameters changes no bit."""
+    of = manifest("carry", up)
     replica, _ = begun(of, stations[0])
-    for p, size in enumerate(SIZES):
+    params = params_of(of, stations[-1])
+    for p, (rows, size) in enumerate(zip(of.layout, SIZES, strict=True)):
         received = np.zeros(size)
         last = before = wide(stations[0][p])
         for station in stations[1:]:
-            before = wide(replica.references[p])
-            received += wide(sent(replica, p, params_of(of, station)))
-            last = wide(station[p])
+            before_N = np.asarray(replica.references[p])
+            sent_N = sent(replica, p, params_of(of, station))
+            assert np.asarray(replica.references[p]).tobytes() == (before_N - sent_N).tobytes()
+            before, last = wide(before_N), wide(station[p])
+            received += wide(sent_N)
         # The tolerance covers one rounding by the codec, and the float32 roundings of sums and differences.
         size_of_all = sum(np.abs(wide(station[p])) for station in stations)
         allowed = codec(up).error_bound((before - last).astype(np.float32)) + 2.0**-18 * size_of_all.max()
         assert (np.abs(wide(stations[0][p]) - received - last) <= allowed).all()
+        params = replica.adopt(p, params, np.asarray(replica.references[p]))
+        assert np.asarray(flatten(rows, params)).tobytes() == stations[-1][p].tobytes()
 
 
 # -- adoption ------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=examples(100))
-@given(UP, VECTORS, VECTORS, VECTORS)
-def test_carrying_a_snapshot_of_the_sent_parameters_changes_no_bit(
-    up: str, base: tuple[Vector, ...], then: tuple[Vector, ...], now: tuple[Vector, ...]
-) -> None:
-    of = manifest("carry", up)
-    replica, _ = begun(of, base)
-    params = params_of(of, now)
-    for p in range(len(SIZES)):
-        delta_N = sent(replica, p, params_of(of, then))
-        new_N = np.asarray(base[p]) - delta_N  # SGD at rate 1 of this island alone
-        params = replica.adopt(p, params, new_N)
-    for rows, now_N in zip(of.layout, now, strict=True):
-        assert np.asarray(flatten(rows, params)).tobytes() == now_N.tobytes()
-
-
-@pytest.mark.parametrize("rule", ["carry", "overwrite"])
-def test_the_reference_of_an_adopted_snapshot_takes_no_memory_of_its_own(rule: str) -> None:
+def test_the_reference_of_an_adopted_snapshot_takes_no_memory_of_its_own() -> None:
     """On a CPU, until the island sends again, it is the array that the next differences are added to."""
-    replica, params = begun(manifest(rule), counting())
-    new_N = empty_vector(SIZES[0])
-    new_N[:] = 5.0
-    params = replica.adopt(0, params, new_N)
-    assert replica.references[0].unsafe_buffer_pointer() == new_N.ctypes.data
-    sent(replica, 0, params)
-    assert new_N.tolist() == [5.0] * 4
+    rules: tuple[Literal["carry", "overwrite"], ...] = ("carry", "overwrite")
+    for rule in rules:
+        replica, params = begun(manifest(rule), counting())
+        new_N = empty_vector(SIZES[0])
+        new_N[:] = 5.0
+        params = replica.adopt(0, params, new_N)
+        assert replica.references[0].unsafe_buffer_pointer() == new_N.ctypes.data
+        sent(replica, 0, params)
+        assert new_N.tolist() == [5.0] * 4
 
 
 def test_adopted_parameters_take_the_memory_of_the_former_ones() -> None:
@@ -195,69 +174,61 @@ def test_adopted_parameters_take_the_memory_of_the_former_ones() -> None:
     assert {name: x.is_deleted() for name, x in params.items()} == {"bias": False, "kernel": True, "scale": True}
 
 
-def test_carry_sends_unsent_progress_with_the_next_contribution() -> None:
-    of = manifest("carry")
-    replica, params = begun(of, counting())
+def test_carry_sends_unsent_progress_with_the_next_contribution_and_overwrite_has_none() -> None:
+    replica, params = begun(manifest("carry"), counting())
     params["bias"] = params["bias"] - 1.0
     assert sent(replica, 0, params).tolist() == [1.0] * 4
     params["bias"] = params["bias"] - 0.5
     params = replica.adopt(0, params, np.full(4, 100.0, np.float32))
     assert params["bias"].tolist() == [99.5] * 4
     assert sent(replica, 0, params).tolist() == [0.5] * 4
-
-
-def test_overwrite_has_no_unsent_progress_after_adoption() -> None:
-    replica, params = begun(manifest("overwrite"), tuple(np.zeros(size, np.float32) for size in SIZES))
+    replica, params = begun(manifest("overwrite"), counting())
     params["bias"] = params["bias"] + 1.0
     params = replica.adopt(0, params, np.full(4, 100.0, np.float32))
     assert params["bias"].tolist() == [100.0] * 4
-    assert params["kernel"].tolist() == [[0.0] * 3] * 2  # of the other fragment
+    assert params["kernel"].tolist() == [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]  # of the other fragment
     assert sent(replica, 0, params).tolist() == [0.0] * 4
 
 
-@pytest.mark.parametrize("rule", ["overwrite", "carry"])
-def test_references_survive_an_inner_step_that_donates_its_parameters(rule: str) -> None:
-    replica, params = begun(manifest(rule), counting())
+def test_references_survive_an_inner_step_that_donates_its_parameters() -> None:
     step = jax.jit(lambda params: {name: value - 1.0 for name, value in params.items()}, donate_argnums=0)
-    params = step(params)
-    assert [sent(replica, p, params).tolist() for p in (0, 1)] == [[1.0] * 4, [1.0] * 9]
-    for p, size in enumerate(SIZES):
-        params = replica.adopt(p, params, np.full(size, 100.0, np.float32))
-    params = step(params)
-    assert [sent(replica, p, params).tolist() for p in (0, 1)] == [[1.0] * 4, [1.0] * 9]
+    rules: tuple[Literal["carry", "overwrite"], ...] = ("carry", "overwrite")
+    for rule in rules:
+        replica, params = begun(manifest(rule), counting())
+        params = step(params)
+        assert [sent(replica, p, params).tolist() for p in (0, 1)] == [[1.0] * 4, [1.0] * 9]
+        for p, size in enumerate(SIZES):
+            params = replica.adopt(p, params, np.full(size, 100.0, np.float32))
+        params = step(params)
+        assert [sent(replica, p, params).tolist() for p in (0, 1)] == [[1.0] * 4, [1.0] * 9]
 
 
-def test_warming_up_changes_nothing() -> None:
-    replica, params = begun(manifest("carry", "bfloat16"), counting())
-    params = {name: value + 1.0 for name, value in params.items()}
-    replica.warm_up(params)
-    assert [reference_N.tolist() for reference_N in replica.references] == [v.tolist() for v in counting()]
-    assert params["bias"].tolist() == [value + 1.0 for value in counting()[0]]
-
-
-@pytest.mark.parametrize(("small", "codecs"), [(0, ["int8", "top3"]), (1 << 10, ["int8"])])
-def test_warming_up_compiles_the_thin_codec_only_for_large_fragments(
-    monkeypatch: pytest.MonkeyPatch, small: int, codecs: list[str]
+def test_warming_up_changes_nothing_and_compiles_the_thin_codec_only_for_large_fragments(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Otherwise a contribution on a thin link would wait for compilation. Small payloads never use this codec."""
-    monkeypatch.setattr(replica_module, "SMALL_BYTES", small)
-    warmed: set[tuple[int, str]] = set()
-    vectors = tuple(np.ones(size, np.float32) for size in SIZES)
-    of = manifest()
+    of = manifest("carry")
     of = replace(of, config=replace(of.config, wire=WireConfig(up="int8", thin="top3")))
-    replica, params = begun(of, vectors)
-    program = replica._measure
+    for small, codecs in ((0, ["int8", "top3"]), (1 << 10, ["int8"])):
+        monkeypatch.setattr(replica_module, "SMALL_BYTES", small)
+        warmed: set[tuple[int, str]] = set()
+        replica, params = begun(of, counting())
+        params = {name: value + 1.0 for name, value in params.items()}
 
-    def noted(fragment: int, codec: str) -> Any:
-        warmed.add((fragment, codec))
-        return program(fragment, codec)
+        def noted(
+            fragment: int, codec: str, program: Any = replica._measure, warmed: set[tuple[int, str]] = warmed
+        ) -> Any:
+            warmed.add((fragment, codec))
+            return program(fragment, codec)
 
-    monkeypatch.setattr(replica, "_measure", noted)
-    replica.warm_up(params)
-    assert warmed == {(fragment, name) for fragment in range(len(SIZES)) for name in codecs}
+        monkeypatch.setattr(replica, "_measure", noted)
+        replica.warm_up(params)
+        assert warmed == {(fragment, name) for fragment in range(len(SIZES)) for name in codecs}
+        assert [reference_N.tolist() for reference_N in replica.references] == [v.tolist() for v in counting()]
+        assert params["bias"].tolist() == [value + 1.0 for value in counting()[0]]
 
 
-@pytest.mark.parametrize("thin", ["int8", "int4", "e3m0", "top3"])
+@pytest.mark.parametrize("thin", ["int8", "top3"])
 @settings(max_examples=examples(100))
 @given(vectors=VECTORS)
 def test_a_shared_program_gives_the_bits_of_a_program_for_one_fragment(thin: Any, vectors: tuple[Vector, ...]) -> None:
@@ -304,20 +275,17 @@ def test_first_moments_are_sent_as_they_are() -> None:
     assert replica.references[0].tolist() == [2.0] * 8 + [5.0, -2.0] + [0.0] * 6
 
 
-def test_the_codec_for_thin_links_sends_no_first_moments() -> None:
+def test_the_codec_for_thin_links_sends_and_owes_no_first_moments() -> None:
     """It keeps 3 % of the elements and owes the rest, but a moment is forgotten before it could be paid."""
     replica, params = begun(averaging(up="int8"), (np.zeros(16, np.float32),))
-    params = with_moments({"bias": params["bias"] - 1.0}, 5.0, -2.0)
-    values_N = codec("top3").decode(body_of(replica.measure(0, params, "top3")), 16)
+    moved = with_moments({"bias": params["bias"] - 1.0}, 5.0, -2.0)
+    values_N = codec("top3").decode(body_of(replica.measure(0, moved, "top3")), 16)
     assert values_N.tolist() == [1.0] * 8 + [0.0] * 8
     assert replica.references[0].tolist() == [-1.0] * 8 + [5.0, -2.0] + [0.0] * 6
-
-
-def test_the_codec_for_thin_links_owes_no_first_moments() -> None:
-    """Where a block ends in their zeros, the codec gives some of these the mean of small values."""
+    # Where a block ends in their zeros, the codec gives some of these the mean of small values.
     replica, params = begun(averaging(up="int8"), (np.zeros(16, np.float32),))
-    params = with_moments({"bias": params["bias"] - jnp.array([1.0] * 7 + [0.1])}, 5.0, -2.0)
-    values_N = codec("top3").decode(body_of(replica.measure(0, params, "top3")), 16)
+    moved = with_moments({"bias": params["bias"] - jnp.array([1.0] * 7 + [0.1])}, 5.0, -2.0)
+    values_N = codec("top3").decode(body_of(replica.measure(0, moved, "top3")), 16)
     assert values_N[8:].any(), "the codec has not kept a zero"
     assert replica.references[0][8:].tolist() == [5.0, -2.0] + [0.0] * 6
 
