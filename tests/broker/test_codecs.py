@@ -71,7 +71,8 @@ def test_sizes_are_exact_and_a_second_pass_changes_nothing(name: str, values_N: 
     body = chosen.encode(values_N)
     assert len(body) == chosen.encoded_size(values_N.size)
     decoded_N = chosen.decode(body, values_N.size)
-    assert (decoded_N.dtype, decoded_N.shape) == (np.float32, values_N.shape)
+    assert decoded_N.dtype == np.float32
+    assert decoded_N.shape == values_N.shape
     if name != "top3":  # a second pass changes the means of top3
         assert chosen.encode(decoded_N) == body
 
@@ -173,16 +174,6 @@ def test_the_error_that_the_sender_keeps_shrinks(name: str, seed: int) -> None:
     values_N = np.clip(_gradients(seed, 9000), -1e12, 1e12)
     left = np.linalg.norm((values_N - decoded(name, values_N)).astype(np.float64))
     assert left <= 0.995 * np.linalg.norm(values_N.astype(np.float64)) + 1e-20
-
-
-@pytest.mark.parametrize("name", CODECS)
-@given(data=st.data())
-def test_any_body_of_the_right_size_decodes(name: str, data: st.DataObject) -> None:
-    """The values may be NaN or infinite, which `unpack` checks, but decoding never fails or changes the size."""
-    elements = data.draw(st.integers(1, 300))
-    size = codec(name).encoded_size(elements)
-    body = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1))).bytes(size)
-    assert codec(name).decode(body, elements).shape == (elements,)
 
 
 @given(seed=st.integers(0, 2**32 - 1), kinds=st.integers(1, 400))

@@ -31,26 +31,6 @@ def loads(tensors: Sequence[Tensor], fragments: Sequence[Sequence[str]]) -> list
     return [sum(size[name] for name in names) for names in fragments]
 
 
-def optimum(sizes: Sequence[int], bins: int) -> int:
-    """Return the size of the largest fragment in the best of all splits."""
-    best = sum(sizes)
-
-    def place(rest: Sequence[int], filled: tuple[int, ...]) -> None:
-        nonlocal best
-        if max(filled) >= best:
-            return
-        if not rest:
-            best = max(filled)
-            return
-        for load in set(filled):  # bins of the same load are equivalent
-            index = filled.index(load)
-            place(rest[1:], (*filled[:index], load + rest[0], *filled[index + 1 :]))
-
-    best += 1
-    place(sorted(sizes, reverse=True), (0,) * bins)
-    return best
-
-
 @given(st.data(), SIZES, st.integers(1, 20))
 def test_every_tensor_is_in_one_fragment_and_none_is_empty(data: st.DataObject, sizes: list[int], count: int) -> None:
     tensors = tensors_of(sizes)
@@ -62,13 +42,6 @@ def test_every_tensor_is_in_one_fragment_and_none_is_empty(data: st.DataObject, 
     # This bound holds for every greedy split: the last tensor goes to the lightest bin, below the mean.
     peak = max(loads(tensors, fragments))
     assert len(fragments) * peak <= sum(sizes) + (len(fragments) - 1) * max(sizes)
-
-
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(1, 4))
-def test_the_largest_fragment_is_within_grahams_bound(sizes: list[int], count: int) -> None:
-    tensors, bins = tensors_of(sizes), min(count, len(sizes))
-    peak = max(loads(tensors, balanced(tensors, count)))
-    assert 3 * bins * peak <= (4 * bins - 1) * optimum(sizes, bins)  # 4/3 − 1/(3m)
 
 
 def test_balanced_by_hand() -> None:

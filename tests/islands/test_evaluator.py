@@ -33,7 +33,7 @@ from archipelago.islands.worker import Island
 from tests import samples
 from tests.harness import tiny
 from tests.harness.tiny import TEXT, TinyRun
-from tests.measures import measures
+from tests.islands.models import mini
 from tests.tiers import examples
 
 CORPUS = OpenCorpus("text", "0" * 32, "noise", TEXT, TEXT[:100], TEXT[:0])
@@ -95,7 +95,7 @@ class Slow:
 
 def expected(run: TinyRun) -> float:
     text = held_out(CORPUS.valid, DATA.held_out_sequences, DATA.sequence_length)
-    return measures(MODEL, text, published(run.transport, run.manifest)[0]).bits
+    return mini.measures(MODEL, text, published(run.transport, run.manifest)[0]).bits
 
 
 @pytest.mark.parametrize("down", ["int4", "float32"])
@@ -183,24 +183,19 @@ def test_the_last_island_evaluates_the_final_parameters(run: TinyRun) -> None:
 
 
 def test_a_short_run_is_evaluated_at_its_beginning_and_its_end(run: TinyRun) -> None:
-    island = run.island("a")
-    evaluator = of(run, island)
-    evaluator.start()
-    evaluator.stop()
-    run.play(island, 10)
-    run.transport.island.heartbeat(samples.heartbeat("a", "done"))
-    evaluator.finish(lambda: False)
-    assert [found.round for found in run.transport.reader.evaluations()] == [0, run.merger.rounds.closed]
-
-
-def test_an_island_that_ends_before_the_others_has_evaluated_the_initial_parameters(run: TinyRun) -> None:
+    """An island that ends before the others has evaluated the initial parameters."""
     evaluator = of(run, run.island("a"))
-    run.island("b")
+    other = run.island("b")
     evaluator._stopping.set()  # the island ends before its thread has evaluated anything
     evaluator.start()
     evaluator.stop()
     assert evaluator.finish(lambda: False) is None  # the other one still trains
     assert [found.round for found in run.transport.reader.evaluations()] == [0]
+    run.play(other, 10)
+    for name in "ab":
+        run.transport.island.heartbeat(samples.heartbeat(name, "done"))
+    evaluator.finish(lambda: False)
+    assert [found.round for found in run.transport.reader.evaluations()] == [0, run.merger.rounds.closed]
     assert run.transport.island.lease_evaluation("b/x", 1.0)
 
 

@@ -13,9 +13,9 @@ from archipelago.broker.config import OWN_MODEL, DataConfig, InnerConfig, ModelC
 from archipelago.broker.errors import ConfigError
 from archipelago.islands.accumulation import accumulated
 from archipelago.islands.inner import begin, compile_steps, gradient
-from archipelago.islands.models.registry import build
 from archipelago.islands.own_memory import settings_here
 from tests.failing import failing
+from tests.islands.models import mini
 
 CONFIG = RunConfig(data=DataConfig(batch_size=8))
 TASK = replace(CONFIG, model=ModelConfig(OWN_MODEL))
@@ -46,13 +46,13 @@ def test_settings_that_cannot_be_used_are_refused() -> None:
 
 # -- gradient accumulation -----------------------------------------------------------------------------------------
 
-TINY = build("tiny")
+TINY = mini.dense()
 #: Two batches of twelve sequences.
 TOKENS_nxBxT1 = np.random.default_rng(3).integers(0, 256, (2, 12, 97), np.uint8)
 
 
 def test_inner_steps_in_parts_take_less_memory_and_differ_by_rounding_only() -> None:
-    state, tokens, step = begin(InnerConfig(), TINY.init(0)), jnp.asarray(TOKENS_nxBxT1), jnp.int32(0)
+    state, tokens, step = begin(InnerConfig(), mini.params_of(TINY)), jnp.asarray(TOKENS_nxBxT1), jnp.int32(0)
     compiled = {
         parts: compile_steps(TINY, InnerConfig(micro_batches=parts)).lower(state, tokens, step).compile()  # type: ignore[attr-defined]
         for parts in (1, 6)
@@ -69,4 +69,4 @@ def test_inner_steps_in_parts_take_less_memory_and_differ_by_rounding_only() -> 
 
 def test_a_batch_that_has_no_equal_parts_is_refused() -> None:
     with failing(ConfigError, "config.micro-batches"):
-        jax.eval_shape(accumulated(gradient(TINY), 5), TINY.init(0), TOKENS_nxBxT1[0])
+        jax.eval_shape(accumulated(gradient(TINY), 5), mini.params_of(TINY), TOKENS_nxBxT1[0])

@@ -10,13 +10,14 @@ import pytest
 from archipelago.broker.errors import DataError, MismatchError
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.transport import Transport
-from archipelago.islands.creation import describe, first_snapshots
-from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.islands.creation import describe
+from archipelago.islands.data.corpus import OpenCorpus, open_corpus
 from archipelago.islands.data.preparation import prepare_text
 from archipelago.islands.data.sharding import shard_order
 from archipelago.islands.sync.actions import BeginPass, unfolded
 from archipelago.islands.tasks.ours import register_text, training_text
 from archipelago.islands.worker import Island
+from tests import samples
 from tests.harness import tiny
 from tests.harness.tiny import TinyRun
 from tests.small import SMALL
@@ -80,11 +81,9 @@ def prepared(folder: Path, text: str, patch: pytest.MonkeyPatch, name: str = "si
 def transport(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Transport:
     """Return a run on a corpus `public`. Other machines may have another corpus of that name."""
     prepared(tmp_path / "here", "the public text\n" * 8000, monkeypatch, "public")
-    from archipelago.islands.data.corpus import open_corpus
-
     transport = MemoryBroker().connect("pinned")
     manifest = describe("pinned", SMALL, open_corpus("public").identity)
-    transport.create(manifest, first_snapshots(manifest))
+    transport.create(manifest, samples.first_snapshots(manifest))
     return transport
 
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from archipelago.broker.codecs import Vector, body_of, codec
+from archipelago.broker.codecs import Vector
 from archipelago.broker.errors import UnreachableError
 from archipelago.broker.messages import Marker
 from archipelago.broker.wire import digest
@@ -180,20 +180,19 @@ def left(run: TinyRun, folder: Path) -> tuple[IslandStore, Island]:
 def test_a_failed_handover_falls_back_to_the_own_checkpoint(tmp_path: Path, fault: str) -> None:
     run = TinyRun()
     store, before = left(run, tmp_path / "k")
-    giver = run.island("giver")
-    run.play(giver, 5)
+    run.play(run.island("giver"), 5)
     island, rejoin = returning(run, store=store)
+
+    def fails(who: str) -> None:
+        raise UnreachableError("connection refused")
+
     if fault == "forged":
         run.transport.island.hand_over("new/z", samples.handover(b"moments"), b"moments")
     else:
-
-        def fails(who: str) -> None:
-            raise UnreachableError("connection refused")
-
         rejoin.transport.island.handed_over = fails  # type: ignore[method-assign]
     rejoin.complete(None)
     assert island.moments == "own checkpoint"
-    assert leaf_bytes(island.inner.optimizer) == leaf_bytes(before.inner.optimizer)
+    assert optimizer_bytes(island) == optimizer_bytes(before)
     assert run.broker.runs["tiny"].requests == {}
 
 
@@ -237,34 +236,6 @@ def test_totals_continue_and_the_global_step_comes_from_the_run(tmp_path: Path, 
 # -- effects on the merged parameters -------------------------------------------------------------------------------
 
 
-def test_a_fresh_island_contributes_only_its_own_progress() -> None:
-    run = TinyRun()
-    other = run.island("giver")
-    run.play(other, 20)
-    depart(run, other)
-    before = bits(merged_params(run))
-    island, rejoin = returning(run)
-    rejoin.complete(None)
-    versions = [count.version for count in island.ledger.counts]
-    for _ in range(2):
-        run.pass_boundary(island)
-    assert bits(merged_params(run)) == before  # without a step it sends nothing
-    sent: list[Any] = []
-    send = island.link.send
-
-    def noted(draft: Any) -> None:
-        sent.append(draft)
-        send(draft)
-
-    island.link.send = noted  # type: ignore[method-assign]
-    run.play(island, 3)
-    first = sent[0]
-    assert first.header.base == versions[first.header.fragment] > 0
-    moved_N = codec(first.header.codec).decode(body_of(first.parts), first.elements)
-    # This is the effect of three steps, and not of its parameters.
-    assert 0 < float(np.abs(moved_N).max()) < 10 * tiny.CONFIG.inner.peak
-
-
 # -- the whole run goes back ----------------------------------------------------------------------------------------
 
 
@@ -304,12 +275,11 @@ def test_a_restored_island_has_its_whole_state_and_its_shards(tmp_path: Path) ->
     for _ in range(3):
         again.pass_boundary(island)
     assert island.batches.held() == held  # it keeps its leases
-    nxt = island.link.lease()
-    assert nxt is not None
-    assert nxt.shard not in held
-    identities = {p.contribution.identity_text for p in sent}
+    following = island.link.lease()
+    assert following is not None
+    assert following.shard not in held
     published = {entry.contribution.identity_text for entry in again.broker.runs["tiny"].updates.values()}
-    assert identities <= published
+    assert {p.contribution.identity_text for p in sent} <= published
 
 
 def test_a_restored_island_withdraws_its_request_although_it_cannot_lease_its_shards(tmp_path: Path) -> None:
@@ -338,9 +308,7 @@ def test_a_shard_that_another_island_has_leased_is_given_up(tmp_path: Path) -> N
     store = IslandStore(tmp_path / "k", run.manifest)
     (shard,) = cut_at_marker(run, store).batches.held()
     again = gone_back(run)
-    other = again.island("b", "o", shards=[shard])
-    assert again.transport.island.leased([shard], "b/o")
-    again.pass_boundary(other)
+    again.pass_boundary(again.island("b", "o", shards=[shard]))
     island, rejoin = returning(again, "a", store)
     rejoin.complete(store.find(3))
     assert island.batches.held() == []
@@ -348,8 +316,7 @@ def test_a_shard_that_another_island_has_leased_is_given_up(tmp_path: Path) -> N
     actions = island.action_log.take()
     assert actions is not None
     found = unfolded([actions])
-    begun = [action.shard for action in found if isinstance(action, BeginPass)]
-    assert begun[0] != shard
+    assert next(action.shard for action in found if isinstance(action, BeginPass)) != shard
     assert ForgetShards((shard,)) in found, "the record does not know, and reads on in that shard"
 
 

@@ -244,7 +244,11 @@ def test_a_standby_with_a_name_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_assignment_keeps_the_arguments_of_the_standby(
-    stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    prepared: PreparedIsland,
+    stored: Stored,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """The supervisor need not repeat the URL, for example."""
     became: list[main.IslandOptions] = []
@@ -257,5 +261,6 @@ def test_an_assignment_keeps_the_arguments_of_the_standby(
     main.main(options)
     assert capfd.readouterr().out == "ready\n"
     assert became == [replace(options, name="oslo", folder=tmp_path, scan_steps=2, standby=False)]
+    monkeypatch.setattr(main, "_prepared", lambda *_: prepared)
     with failing(ConfigError, "standby.nested"):
         main.main(options)

@@ -79,7 +79,9 @@ def test_the_canonical_file_is_checked_and_reported(
     assert pip == []
     for content in (None, CONTENT + b"!", CONTENT[:-1]):
         web[0].content = content
-        assert download(web[1], tmp_path).read_bytes() == b"from the index"
+        path.unlink()
+        path = download(web[1], tmp_path)
+        assert path.read_bytes() == b"from the index"
         command = pip.pop()
         assert command[:4] == [sys.executable, "-P", "-m", "pip"]
         assert {"--require-hashes", "--no-deps", "--no-binary=:all:"} <= set(command)

@@ -26,7 +26,7 @@ from archipelago.islands.data.tokenizer import byte_tokenizer
 from archipelago.islands.evaluation import assemble, compile_evaluation
 from archipelago.islands.models.registry import Model, Params, build, learning_rate
 from tests.failing import failing
-from tests.measures import measures
+from tests.islands.models import mini
 
 TEXT = "".join(f"{n} islands, {n * n % 97} ships; häfen, 港\n" for n in range(2500))
 VOCABULARY = 500
@@ -179,7 +179,7 @@ def test_the_loss_is_per_byte_under_any_tokenizer(tokens: OpenCorpus) -> None:
     text = held_out(tokens.valid, 8, 16)
     bits = math.log2(VOCABULARY) * tokens.valid.size / tokens.text_bytes[1]
     assert compile_evaluation(model, text, tokens.bytes_per_token)({}) == pytest.approx(bits)
-    assert measures(model, text, {}, tokens.bytes_per_token).bits == pytest.approx(bits)
+    assert mini.measures(model, text, {}, tokens.bytes_per_token).bits == pytest.approx(bits)
     assert compile_evaluation(model, text)({}) == pytest.approx(math.log2(VOCABULARY))
 
 
@@ -205,13 +205,8 @@ def test_bytes_and_tokens_have_different_configs_and_corpora() -> None:
 
 
 def test_a_run_can_begin_with_given_parameters(tokens: OpenCorpus) -> None:
-    manifest = describe("run", WIDE, tokens.identity)
-    params = build(WIDE.model).init(5)
-    vectors = [
-        unpack(payload, size)
-        for (_, payload), size in zip(first_snapshots(manifest, params), manifest.sizes, strict=True)
-    ]
+    manifest, params = describe("run", WIDE, tokens.identity), mini.params_of(build(WIDE.model))
+    snapshots = first_snapshots(manifest, params)
+    vectors = [unpack(payload, size) for (_, payload), size in zip(snapshots, manifest.sizes, strict=True)]
     found = assemble(manifest, vectors)
     assert all(np.array_equal(found[name], params[name]) for name in params)
-    fresh = first_snapshots(manifest)
-    assert [s.digest for s, _ in fresh] != [s.digest for s, _ in first_snapshots(manifest, params)]

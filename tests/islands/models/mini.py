@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from archipelago.islands.data.tokenizer import Tokens
+from archipelago.islands.evaluation import BATCH, Measures, SlicedMeasures, measured
 from archipelago.islands.models import moe, vision
 from archipelago.islands.models.dimensions import Size
 from archipelago.islands.models.interface import Model, Params
@@ -60,3 +62,8 @@ def params_of(model: Model, seed: int = 0) -> Params:
 
 def tokens(batch: int, time: int, seed: int = 0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).integers(0, 256, (batch, time), dtype=np.uint8))
+
+
+def measures(model: Model, held_out_NxT1: Tokens, params: Params, bytes_per_token: float = 1.0) -> Measures:
+    """Return bits and accuracy of a whole evaluation."""
+    return measured(SlicedMeasures(model, held_out_NxT1, params, BATCH, bytes_per_token), params)

@@ -22,7 +22,7 @@ from archipelago.islands.models.vision import Images
 from archipelago.islands.tasks.ours import our_work
 from archipelago.ops.experiments.baselines import one_process
 from archipelago.ops.experiments.virtual_time import VirtualRun
-from tests.measures import measures
+from tests.islands.models import mini
 
 #: The models, Muon and virtual runs are covered by quicker tests as well.
 pytestmark = pytest.mark.full
@@ -71,7 +71,7 @@ def test_two_islands_learn_nearly_as_much_as_one_process(
 
     def measured() -> Measures:
         """Evaluate the parameters that the merger has published."""
-        return measures(registry.build(size), valid, published(run.transport, run.manifest)[0])
+        return mini.measures(registry.build(size), valid, published(run.transport, run.manifest)[0])
 
     before, accuracy_before = measured()
     run.finish()

@@ -14,7 +14,6 @@ from archipelago.islands.models import vision
 from archipelago.islands.models.interface import Model
 from archipelago.islands.models.vision import Images
 from tests.islands.models import mini
-from tests.measures import measures
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +44,7 @@ def test_the_loss_bits_and_accuracy_depend_on_the_labels_alone(digits: Model) ->
     assert digits.example_bytes == 65
     by_hand = [math.log(np.exp(row).sum()) - row[int(label)] for row, label in zip(logits, labels, strict=True)]
     assert float(mini.compiled(digits).loss(params, first)) == pytest.approx(np.mean(by_hand), rel=1e-5)
-    found = measures(digits, np.asarray(seen), params)
+    found = mini.measures(digits, np.asarray(seen), params)
     assert found.accuracy == pytest.approx(np.mean(logits.argmax(-1) == labels))
     assert found.bits == pytest.approx(np.mean(by_hand) / math.log(2), rel=1e-5)
     assert compile_evaluation(digits, np.asarray(seen))(params) == pytest.approx(found.bits, rel=1e-6)
@@ -58,7 +57,7 @@ def test_accuracy_of_text_counts_every_next_token() -> None:
     guesses = np.asarray(logits(params, jnp.asarray(seen[:, :-1]))).argmax(-1)
     seen[:, 1:9] = guesses[:, :8]
     right = np.asarray(logits(params, jnp.asarray(seen[:, :-1]))).argmax(-1) == seen[:, 1:]
-    assert measures(text, seen, params).accuracy == pytest.approx(right.mean())
+    assert mini.measures(text, seen, params).accuracy == pytest.approx(right.mean())
 
 
 @pytest.mark.full
