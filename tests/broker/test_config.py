@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from archipelago.broker.config import RunConfig, checked, differences, from_json, from_toml
+from archipelago.broker.config import InnerConfig, RunConfig, checked, differences, from_json, from_toml
 from archipelago.broker.errors import ConfigError
 from archipelago.ops.settings import config_file, to_toml
 from tests.failing import failing
@@ -91,6 +91,12 @@ CONFIGS = st.builds(
 def test_the_defaults_are_valid() -> None:
     assert checked(DEFAULTS) == checked({}) == DEFAULTS
     assert len(LEAVES) > 30
+
+
+def test_the_learning_rate_warms_up_and_falls_to_its_final_share() -> None:
+    config = InnerConfig(steps=10, learning_rate=0.1, warmup_steps=4, final_share=0.1)
+    rates = {0: 0.02, 2: 0.06, 4: 0.1, 7: 0.055, 10: 0.01, 1000: 0.01}
+    assert {step: config.rate_at(step) for step in rates} == pytest.approx(rates)
 
 
 @given(CONFIGS)

@@ -99,6 +99,7 @@ DAMAGED: dict[str, list[str]] = {
         "7",
         "[]",
         json.dumps(TENSORS[:-1]),
+        json.dumps([*TENSORS, ["more", [1], "rest"]]),
         json.dumps([["embedding", [8, 5], "embedding"], *TENSORS[1:]]),
         json.dumps([["embedding", [-8, -4], "embedding"], *TENSORS[1:]]),
         json.dumps([["embedding", [0], "embedding"], *TENSORS[1:]]),
@@ -108,6 +109,7 @@ DAMAGED: dict[str, list[str]] = {
     ],
     "fragments": [
         "",
+        "[]",
         "[[], []]",
         json.dumps([*FRAGMENTS, []]),
         json.dumps(FRAGMENTS[:1]),

@@ -106,3 +106,17 @@ class TinyRun(PlayedRun):
         for _ in range(steps):
             self.pass_boundary(island)
             island.advance()
+
+    def depart(self, island: Island, state: str = "left") -> None:
+        """Let an island leave, and the merger process its contributions."""
+        island.leave(state, flush_seconds=0.0)
+        island.link.pump()
+        self.merger.turn(0.0)
+
+
+def played(steps: int, config: RunConfig = CONFIG) -> tuple[TinyRun, Island]:
+    """Return a run, and its only island after some steps."""
+    run = TinyRun(manifest(config=config))
+    island = run.island()
+    run.play(island, steps)
+    return run, island

@@ -16,6 +16,7 @@ from archipelago.broker.errors import UnreachableError
 from archipelago.broker.observe.metrics import new_registry
 from archipelago.islands import inner, telemetry
 from archipelago.islands.worker import Island
+from tests.harness import tiny
 from tests.harness.tiny import TinyRun
 
 
@@ -49,9 +50,7 @@ def test_there_is_no_curve_point_before_training() -> None:
 
 
 def test_a_training_island_exports_all_metrics() -> None:
-    run = TinyRun()
-    island = run.island()
-    run.play(island, 9)
+    run, island = tiny.played(9)
     run.pass_boundary(island)
     found = telemetry.point(island)
     assert found is not None
@@ -72,9 +71,7 @@ def test_a_training_island_exports_all_metrics() -> None:
 
 
 def test_an_outage_sets_link_up_to_zero_and_a_thin_link_does_not() -> None:
-    run = TinyRun()
-    island = run.island()
-    run.play(island, 1)
+    _, island = tiny.played(1)
     port = island.link.transport.island
     heartbeat = port.heartbeat
 

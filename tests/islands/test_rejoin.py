@@ -48,13 +48,6 @@ def bits(vectors: list[Vector]) -> list[bytes]:
     return [vector_N.tobytes() for vector_N in vectors]
 
 
-def depart(run: TinyRun, island: Island) -> None:
-    """Let an island leave, and the merger process its contributions."""
-    island.leave(flush_seconds=0.0)
-    island.link.pump()
-    run.merger.turn(0.0)
-
-
 def returning(
     run: TinyRun, name: str = "new", store: IslandStore | None = None, meanwhile: Callable[[], object] = lambda: None
 ) -> tuple[Island, Rejoin]:
@@ -172,7 +165,7 @@ def left(run: TinyRun, folder: Path) -> tuple[IslandStore, Island]:
     island = run.island("new", "w")
     run.play(island, 10)
     store.save(cut(island, LEAVING))
-    depart(run, island)
+    run.depart(island)
     return store, island
 
 
@@ -207,7 +200,7 @@ def test_totals_continue_and_the_global_step_comes_from_the_run(tmp_path: Path, 
     other = run.island("giver")
     run.play(other, 25)
     if source != "peer":
-        depart(run, other)
+        run.depart(other)
     island, rejoin = returning(
         run, store=None if source == "fresh" else store, meanwhile=lambda: run.play(other, int(source == "peer"))
     )

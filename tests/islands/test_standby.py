@@ -121,12 +121,14 @@ def test_a_log_that_cannot_be_written_is_an_error(tmp_path: Path, monkeypatch: p
 
 @pytest.fixture(scope="module", autouse=True)
 def _small() -> Iterator[None]:
-    """Train a small model on a text in memory, and leave the cache of compiled programs as it is."""
+    """Train a small model on a text in memory. This process keeps its signal handlers, its allocator and its caches."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(registry.MODELS, "mini", registry.Entry(partial(transformer, mini.SIZE)))
         for module in (main, running):
             patch.setattr(module, "keep_compiled", lambda: None)
         patch.setattr(ours, "training_text", lambda *_: CORPUS)
+        patch.setattr(main, "stop_on_signals", lambda: lambda: False)
+        patch.setattr(main, "return_freed_memory", lambda: None)
         yield
 
 
@@ -256,7 +258,6 @@ def test_an_assignment_keeps_the_arguments_of_the_standby(
     told = Assignment(("--name", "oslo", "--folder", str(tmp_path), "--scan-steps", "2"))
     assignments = iter([told, Assignment(("--standby",))])
     monkeypatch.setattr(main, "await_assignment", lambda *_: next(assignments))
-    monkeypatch.setattr(main, "stop_on_signals", lambda: lambda: False)
     monkeypatch.setattr(main, "run_island", lambda options, stopped, prepared: became.append(options))
     main.main(options)
     assert capfd.readouterr().out == "ready\n"

@@ -21,13 +21,6 @@ def notes(run: TinyRun, who: str) -> list[tuple[str, str]]:
     return [(note.kind, note.text) for note in run.transport.reader.notes(100) if note.who == who]
 
 
-def leave(run: TinyRun, island: Island) -> None:
-    """Let an island leave as `train` does, and the merger process its contributions."""
-    island.leave(flush_seconds=0.0)
-    island.link.pump()
-    run.merger.turn(0.0)
-
-
 def steered(run: TinyRun, island: Island, fields: dict[str, str]) -> None:
     """Send the operator's request, and let the island read it."""
     run.transport.reader.steer(fields)
@@ -36,11 +29,9 @@ def steered(run: TinyRun, island: Island, fields: dict[str, str]) -> None:
 
 def requested(action: str) -> tuple[TinyRun, Island]:
     """Return an island that has trained and left on the operator's request."""
-    run = TinyRun()
-    island = run.island()
-    run.play(island, 3)
+    run, island = tiny.played(3)
     steered(run, island, {"island.a": action})
-    leave(run, island)
+    run.depart(island)
     return run, island
 
 
@@ -48,9 +39,7 @@ def requested(action: str) -> tuple[TinyRun, Island]:
 def test_an_island_leaves_after_the_heartbeat_that_reads_the_request(
     action: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = TinyRun()
-    island = run.island()
-    run.play(island, 3)
+    run, island = tiny.played(3)
     requests = []
     for fields in ({"island.b": action}, {"island.a": action}, {"island.a": ""}):
         steered(run, island, fields)
@@ -85,14 +74,12 @@ def test_an_expelled_island_is_refused_and_writes_a_note() -> None:
 
 
 def test_an_island_writes_notes_when_it_joins_and_leaves() -> None:
-    run = TinyRun()
-    island = run.island()
-    run.play(island, 2)
+    run, island = tiny.played(2)
     ((kind, text),) = notes(run, "a")
     assert kind == "joined"
     assert text.startswith("after round 0 on ")
     assert text.endswith("optimiser state: fresh")
-    leave(run, island)
+    run.depart(island)
     assert notes(run, "a")[1:] == [("left", "after 2 steps: it was stopped")]
     assert run.transport.reader.notes(1)[0].unix_seconds > 0.0
 

@@ -102,9 +102,7 @@ def test_snapshots_up_to_the_marker_are_adopted_before_the_checkpoint(
 
 
 def test_adopting_a_held_version_is_no_action() -> None:
-    run = TinyRun()
-    island = run.island()
-    run.play(island, 3)
+    _, island = tiny.played(3)
     held = island.link.transport.reader.fragment(0)[0]
     before = tiny.leaf_bytes(island.inner)
     done = island.action_log.done
@@ -138,9 +136,7 @@ def test_contributions_and_heartbeats_carry_the_position_in_the_text() -> None:
 
 
 def test_a_lost_shard_is_abandoned_and_the_action_recorded() -> None:
-    run = TinyRun()
-    island = run.island()
-    run.play(island, 2)
+    run, island = tiny.played(2)
     (shard,) = island.batches.held()
     run.broker.runs["tiny"].holders[shard] = "thief/t"
     run.pass_boundary(island)
@@ -158,9 +154,7 @@ def test_a_lost_shard_is_abandoned_and_the_action_recorded() -> None:
 
 
 def test_the_actions_of_a_run_are_recorded_once() -> None:
-    run = TinyRun()
-    island = run.island()
-    run.play(island, 12)
+    run, island = tiny.played(12)
     assert island.leave(flush_seconds=0.0) is False  # no pump runs
     island.link.pump()
     done = done_by(run, island)
@@ -184,9 +178,7 @@ def test_an_island_sends_its_remaining_progress_at_the_end_of_the_run() -> None:
     assert island.totals.steps == 6
     outbox = island.link.channels[0].outbox
     sent = outbox.sent
-    island.leave("done", flush_seconds=0.0)
-    island.link.pump()
-    run.merger.turn(0.0)
+    run.depart(island, "done")
     assert outbox.sent > sent
     assert run.transport.reader.presences()[0].heartbeat.state == "done"
     books = run.transport.reader.books()
@@ -230,9 +222,7 @@ def test_an_island_without_a_merger_does_not_use_up_the_run() -> None:
 
 
 def test_a_merger_that_pauses_holds_the_schedule() -> None:
-    run = TinyRun()
-    island = run.island()
-    run.play(island, 4)
+    run, island = tiny.played(4)
     run.transport.reader.steer({"merging": "paused"})
     before = run.merger.state.step
     run.play(island, 300)
