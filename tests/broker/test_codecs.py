@@ -148,7 +148,7 @@ def test_the_device_rounds_to_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize("elements", [1, 257, 20_001])
+@pytest.mark.parametrize("elements", [1, 20_001])
 @settings(max_examples=8)
 @given(seed=st.integers(0, 2**32 - 1))
 @example(seed=67108864)  # one code of int4 was another where XLA divides

@@ -148,6 +148,7 @@ print(psutil.Process().memory_info().rss - before)
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no mallopt")
 def test_freed_blocks_go_back_to_the_system() -> None:
     done = subprocess.run([sys.executable, "-c", _FREES], capture_output=True, text=True, check=True)

@@ -55,6 +55,7 @@ def test_a_run_that_does_not_fit_is_a_warning(monkeypatch: pytest.MonkeyPatch) -
     assert len(memory_in_words(manifest, cpu)[1]) == 1
 
 
+@pytest.mark.full
 def test_the_training_alone_takes_what_the_table_says() -> None:
     """The bytes a parameter of the compiled inner step of a small model, with a batch of two tokens."""
     model = build("tiny")

@@ -226,6 +226,7 @@ def test_a_recreated_run_is_prepared_again(
     assert island.steps is not prepared.workload.steps
 
 
+@pytest.mark.full
 def test_an_island_with_less_memory_compiles_its_own_steps(
     prepared: PreparedIsland, stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
