@@ -24,8 +24,8 @@ from archipelago.merger.serving import serve
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests import samples
-from tests.merger.merger_run import CONFIG, Shelf, values
-from tests.merger.merger_run import MergerRun as InMemory
+from tests.harness.merger_run import CONFIG, Shelf, values
+from tests.harness.merger_run import MergerRun as InMemory
 
 #: Differences go down, so what islands hold cannot be derived from the merger's exact parameters.
 DIFFERENCES = replace(

@@ -26,7 +26,7 @@ from archipelago.islands.tasks.ours import our_work
 from archipelago.merger.round_merge import publish
 from archipelago.ops.experiments.virtual_time import VirtualRun
 from archipelago.ops.launch.embedded_redis import Server
-from tests.merger.merger_run import compact_now
+from tests.harness.merger_run import compact_now
 from tests.tiers import examples
 
 DIFFERENCES = ["int8", "int4", "e3m0"]

@@ -22,7 +22,7 @@ from archipelago.merger.admission import ANNOUNCED_MAX, Inbox, reason_to_refuse,
 from archipelago.merger.round_merge import RoundMerge, new_state
 from archipelago.merger.state import FragmentState, RunState
 from tests import samples
-from tests.merger.merger_run import MergerRun, constant
+from tests.harness.merger_run import MergerRun, constant
 
 CONFIG = RunConfig(sync=SyncConfig(staleness_cap=3), wire=WireConfig(up="float32", thin="top3"))
 MANIFEST = samples.manifest(config=CONFIG)  # two fragments

@@ -16,7 +16,7 @@ from archipelago.merger.service import Merger
 from archipelago.merger.storage import MergerFolder
 from tests.broker.buckets.faulty_bucket import FaultyFileSystem
 from tests.failing import failing
-from tests.merger.merger_run import CONFIG, MergerRun
+from tests.harness.merger_run import CONFIG, MergerRun
 
 
 def serving(run: MergerRun, path: Path, bucket: BucketFolder) -> Merger:

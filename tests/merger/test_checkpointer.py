@@ -25,7 +25,7 @@ from archipelago.merger.service import Merger
 from archipelago.merger.state import RunState
 from tests import samples
 from tests.intercept import Intercepted
-from tests.merger.merger_run import (
+from tests.harness.merger_run import (
     SIZE,
     Later,
     MergerRun,

@@ -23,7 +23,7 @@ from archipelago.merger.beside import Spawn, T, at_once
 from archipelago.merger.compaction import IDLE_SECONDS, MOST, Compactor, state_bytes
 from archipelago.merger.restore import repair_from
 from archipelago.merger.service import Merger
-from tests.merger.merger_run import CONFIG, MergerRun, Shelf, logged_codes
+from tests.harness.merger_run import CONFIG, MergerRun, Shelf, logged_codes
 
 SMALL = replace(CONFIG, wire=WireConfig(up="float32", thin="int4", down="int8"))
 ISOTROPIC = replace(SMALL, merge=replace(SMALL.merge, embedding="isotropic", rest="isotropic"))

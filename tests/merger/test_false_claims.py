@@ -13,7 +13,7 @@ from archipelago.merger.service import Merger
 from archipelago.merger.state import RunState
 from archipelago.ops.watch.run_view import observe
 from tests import samples
-from tests.merger.merger_run import CONFIG, SIZE, MergerRun, constant
+from tests.harness.merger_run import CONFIG, SIZE, MergerRun, constant
 from tests.samples import contribution
 
 H, STRIDE_SECONDS = 8, 4.0

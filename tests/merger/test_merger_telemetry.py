@@ -24,7 +24,7 @@ from archipelago.merger.telemetry import MergerCollector, RoundMetrics, RoundTel
 from tests import samples
 from tests.broker.observe.test_curves import events
 from tests.broker.observe.test_metrics import values as exported
-from tests.merger.merger_run import CONFIG, Faulty, MergerRun, constant, logged_codes
+from tests.harness.merger_run import CONFIG, Faulty, MergerRun, constant, logged_codes
 
 BITS = loss_unit(samples.manifest().corpus)
 

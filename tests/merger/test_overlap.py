@@ -12,7 +12,7 @@ import pytest
 from archipelago.broker.errors import UnreachableError
 from archipelago.merger.beside import Beside, Spawn, at_once, in_background
 from archipelago.merger.service import Merger
-from tests.merger.merger_run import Faulty, MergerRun, bits, values
+from tests.harness.merger_run import Faulty, MergerRun, bits, values
 
 ROUNDS = (1, 2, 3, 4)
 

@@ -22,7 +22,7 @@ from archipelago.merger.round_merge import RoundMerge, new_state
 from archipelago.merger.state import FragmentState, RunState
 from tests import samples
 from tests.failing import failing
-from tests.merger.merger_run import CONFIG, SIZE, MergerRun, Shelf, bits, state_of, values
+from tests.harness.merger_run import CONFIG, SIZE, MergerRun, Shelf, bits, state_of, values
 from tests.tiers import examples
 
 ROUNDED = replace(CONFIG, wire=WireConfig(down="bfloat16"))

@@ -29,7 +29,7 @@ from archipelago.merger.storage import MergerFolder
 from tests import samples
 from tests.failing import failing
 from tests.intercept import Intercepted
-from tests.merger.merger_run import (
+from tests.harness.merger_run import (
     CONFIG,
     SIZE,
     MergerRun,

@@ -15,7 +15,7 @@ from archipelago.merger.service import Merger
 from archipelago.merger.serving import serve
 from archipelago.merger.standby import merger_name
 from archipelago.merger.state import RunState
-from tests.merger.merger_run import CONFIG, Faulty, MergerRun, Shelf, constant
+from tests.harness.merger_run import CONFIG, Faulty, MergerRun, Shelf, constant
 
 STEPS = 16
 

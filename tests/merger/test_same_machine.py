@@ -13,7 +13,7 @@ from archipelago.merger import standby
 from archipelago.merger.service import Merger
 from archipelago.merger.standby import has_ended_here, merger_name, numbering
 from tests.conftest import Until
-from tests.merger.merger_run import MergerRun
+from tests.harness.merger_run import MergerRun
 
 NAME = "from archipelago.merger.standby import merger_name; print(merger_name(), flush=True)"
 

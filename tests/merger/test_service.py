@@ -27,7 +27,7 @@ from archipelago.merger.weights import path
 from archipelago.ops.bench.largest_islands import create, manifest_of
 from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests.conftest import Until
-from tests.merger.merger_run import CONFIG, SIZE, Faulty, MergerRun, constant, state_of, values
+from tests.harness.merger_run import CONFIG, SIZE, Faulty, MergerRun, constant, state_of, values
 from tests.tiers import examples
 
 # -- one merger ----------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from archipelago.merger.steering import EXPELLED, OperatorControls
 from archipelago.merger.weights import ENOUGH
 from tests.failing import failing
 from tests.intercept import Intercepted
-from tests.merger.merger_run import CONFIG, SIZE, MergerRun, Shelf, bits, constant, state_of
+from tests.harness.merger_run import CONFIG, SIZE, MergerRun, Shelf, bits, constant, state_of
 from tests.merger.test_replay import recorded, replayed
 from tests.tiers import examples
 

@@ -16,7 +16,7 @@ from archipelago.merger.service import Merger
 from archipelago.merger.state import RunState
 from archipelago.merger.storage import MergerFolder
 from tests.failing import failing
-from tests.merger.merger_run import CONFIG, MergerRun, bits, values
+from tests.harness.merger_run import CONFIG, MergerRun, bits, values
 
 
 def serving(run: MergerRun, path: Path) -> Merger:
