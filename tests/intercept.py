@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, cast
 
+from archipelago.broker.errors import BrokerError, UnreachableError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Snapshot
 from archipelago.broker.transport import Image, IslandClient, MergerClient, ReaderClient, Transport
@@ -48,3 +50,46 @@ class Intercepted:
 
     def close(self) -> None:
         self.intercept("close", self.inner.close)
+
+
+#: In place of the number of a call: every call of the method fails.
+EVERY = -1
+
+
+class Faulty(Intercepted):
+    """A connection some of whose calls fail. It never waits for contributions, because no other thread sends any.
+
+    Args:
+        inner: The connection.
+        faults: The calls that fail: the method, the number of the call from 0, and `before` or `after` its work.
+        error: What they raise.
+        before: Called with the method and the arguments before each call.
+
+    Attributes:
+        broken: How many calls have failed.
+    """
+
+    def __init__(
+        self,
+        inner: Transport,
+        faults: Iterable[tuple[str, int, str]] = (),
+        error: BrokerError | None = None,
+        before: Callable[..., object] = lambda name, *args: None,
+    ) -> None:
+        super().__init__(inner)
+        self.broken = 0
+        self._faults = {(name, ordinal): when for name, ordinal, when in faults}
+        self._error = error or UnreachableError("the connection broke")
+        self._before, self._calls = before, Counter[str]()
+
+    def intercept(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._before(name, *args)
+        if name == "updates":
+            args = (0.0, *args[1:])
+        when = self._faults.get((name, self._calls[name])) or self._faults.get((name, EVERY))
+        self._calls[name] += 1
+        done = None if when == "before" else method(*args, **kwargs)
+        if when is not None:
+            self.broken += 1
+            raise self._error
+        return done

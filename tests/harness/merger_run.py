@@ -1,4 +1,4 @@
-"""A run of two fragments in memory, whose islands the test simulates, and faulty connections and disks."""
+"""A played run of two fragments whose islands the test simulates, and faulty disks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ import pytest
 
 from archipelago.broker.codecs import Vector
 from archipelago.broker.config import MergeConfig, OuterConfig, RunConfig, SyncConfig, WireConfig
-from archipelago.broker.errors import BrokerError, ConfigError, UnreachableError
-from archipelago.broker.memory.transport import MemoryBroker
+from archipelago.broker.memory.state import MemoryRun
 from archipelago.broker.messages import Contribution, Refusal
 from archipelago.broker.published import newest
-from archipelago.broker.transport import START, Image
+from archipelago.broker.transport import START, Image, Transport
 from archipelago.broker.wire import pack
 from archipelago.merger.beside import Spawn, at_once
 from archipelago.merger.checkpoint import CheckpointStore
@@ -29,7 +28,8 @@ from archipelago.merger.service import Merger
 from archipelago.merger.state import RoundTiming, RunState
 from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests import samples
-from tests.intercept import Intercepted
+from tests.harness.played import CreatedRun, started
+from tests.intercept import Faulty
 
 #: Elements of each fragment.
 SIZE = 32
@@ -39,6 +39,8 @@ CONFIG = RunConfig(
     outer=OuterConfig(rule="nesterov", learning_rate=0.5, momentum=0.5),
     wire=WireConfig(up="float32", thin="int4", down="float32"),
 )
+#: The same run with spectra, which are merged by matrix products.
+ISOTROPIC = replace(CONFIG, merge=replace(CONFIG.merge, embedding="isotropic", rest="isotropic"))
 
 
 def constant(value: float, size: int = SIZE) -> Vector:
@@ -49,58 +51,41 @@ def values(seed: int) -> Vector:
     return np.random.default_rng(seed).standard_normal(SIZE, dtype=np.float32)
 
 
-class Faulty(Intercepted):
-    """A transport whose connection breaks.
-
-    Args:
-        broker: The broker.
-        run: The run.
-        faults: The calls that fail: the method, the number of the call from 0, and `before` or `after` its work.
-    """
-
-    def __init__(self, broker: MemoryBroker, run: str, faults: Iterable[tuple[str, int, str]] = ()) -> None:
-        super().__init__(broker.connect(run))
-        self.faults = {(name, ordinal): when for name, ordinal, when in faults}
-        self.calls = Counter[str]()
-        self.broken = 0
-        self.error: BrokerError = UnreachableError("the connection broke")
-
-    def intercept(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if name == "updates":
-            args = (0.0, *args[1:])  # waiting is useless, because no other thread publishes
-        when = self.faults.get((name, self.calls[name]))
-        self.calls[name] += 1
-        done = None if when == "before" else method(*args, **kwargs)
-        if when is not None:
-            self.broken += 1
-            raise self.error
-        return done
-
-
-class MergerRun:
+class MergerRun(CreatedRun):
     """A run of two fragments. The test sends what islands would send, and sets the clock."""
 
     def __init__(self, config: RunConfig = CONFIG, **sync: Any) -> None:
-        self.clock = VirtualClock()
-        self.broker = MemoryBroker(self.clock)
-        self.transport = self.broker.connect("sample")
-        config = replace(config, sync=replace(config.sync, **sync))
-        self.manifest = samples.manifest(config=config)
-        assert self.manifest.sizes == (SIZE, SIZE)
-        self.transport.create(self.manifest, samples.first_snapshots(self.manifest))
+        manifest = samples.manifest(config=replace(config, sync=replace(config.sync, **sync)))
+        assert manifest.sizes == (SIZE, SIZE)
+        super().__init__(manifest, samples.first_snapshots(manifest))
         self.sequences = Counter[str]()
         self.sent: list[tuple[Contribution, bytes]] = []
 
-    def merger(
-        self, holder: str = "merger", clock: VirtualClock | None = None, checkpointer: Checkpointer | None = None
+    @property
+    def stored(self) -> MemoryRun:
+        """What the broker holds of the run."""
+        return self.broker.runs["sample"]
+
+    def idle_merger(
+        self,
+        holder: str = "merger",
+        *,
+        transport: Transport | None = None,
+        store: CheckpointStore | None = None,
+        clock: VirtualClock | None = None,
+        **settings: Any,
     ) -> Merger:
-        """Return a merger that holds the lease and has loaded."""
-        made = Merger(
-            self.broker.connect("sample"), clock or self.clock, holder, live_poll_seconds=0.0, checkpointer=checkpointer
-        )
-        assert made.acquire()
-        made.load()
-        return made
+        """Return a merger that has neither taken the lease nor loaded. With a store, it takes checkpoints on request.
+
+        Other settings are arguments of `Merger`.
+        """
+        if store is not None:
+            settings["checkpointer"] = self.checkpointer(store)
+        return Merger(transport or self.connect(), clock or self.clock, holder, live_poll_seconds=0.0, **settings)
+
+    def merger(self, holder: str = "merger", **settings: Any) -> Merger:
+        """Return a merger that holds the lease and has loaded. For the settings, see `idle_merger`."""
+        return started(self.idle_merger(holder, **settings))
 
     def checkpointer(
         self, store: CheckpointStore, recorder: Recorder | None = None, every: float = 1e9, spawn: Spawn = at_once
@@ -108,14 +93,22 @@ class MergerRun:
         """Return a checkpointer that takes a checkpoint every `every` seconds, by default only on request."""
         return Checkpointer(self.broker.connect("sample"), store, recorder, every, spawn)
 
+    def faulty(self, *faults: tuple[str, int, str], **settings: Any) -> Faulty:
+        """Return a connection to the run some of whose calls fail."""
+        return Faulty(self.connect(), faults, **settings)
+
     def play(self, merger: Merger, *numbers: int) -> None:
         """Run these rounds of islands a and b, with values that depend on the round's number."""
         for number in numbers:
             self.live("a", "b")
-            for island in "ab":
-                values_N = values(2 * number + ord(island))
-                self.send(island, number, values_N, tokens=100 + number, data=f"{ord(island) - 97}:0:{number}")
+            self.send_both(number)
             assert merger.turn(0.0), f"round {number} did not close"
+
+    def send_both(self, number: int) -> None:
+        """Send the contributions of islands a and b to a round."""
+        for island in "ab":
+            values_N = values(2 * number + ord(island))
+            self.send(island, number, values_N, tokens=100 + number, data=f"{ord(island) - 97}:0:{number}")
 
     def live(self, *islands: str, state: str = "training") -> None:
         for island in islands:
@@ -125,6 +118,18 @@ class MergerRun:
         head = self.transport.reader.heads()[p]
         assert head is not None
         return head.version
+
+    def kept_rounds(self) -> list[int]:
+        """Return the rounds that have merged entries in the stream."""
+        return [
+            entry.round
+            for entry in self.transport.reader.tape(1000)
+            if any(not each.fault for each in self.transport.merger.read([m.entry for m in entry.members]))
+        ]
+
+    def notes(self, kind: str) -> list[str]:
+        """Return the texts of the notes of this kind, oldest first."""
+        return [note.text for note in self.transport.reader.notes(1000) if note.kind == kind]
 
     def digests(self) -> list[str]:
         return [head.digest for head in self.transport.reader.heads() if head is not None]
@@ -161,7 +166,7 @@ class MergerRun:
     def balance(self) -> None:
         """Assert that published = merged + refused + pending, in contributions and in tokens."""
         books = self.transport.reader.books()
-        pending = self.broker.runs["sample"].waiting().values()
+        pending = self.stored.waiting().values()
         assert books.published == len(self.sent) == books.merged + books.refused + len(pending)
         assert books.published_tokens == sum(c.tokens for c, _ in self.sent)
         tokens = books.merged_tokens + books.refused_tokens + sum(entry.contribution.tokens for entry in pending)
@@ -182,12 +187,24 @@ def state_of(run: MergerRun) -> RunState:
     return state
 
 
+def served_run(
+    config: RunConfig = CONFIG, store: CheckpointStore | None = None, **sync: Any
+) -> tuple[MergerRun, Merger]:
+    """Return a run, and a merger that serves it and takes checkpoints if there is a store for them."""
+    run = MergerRun(config, **sync)
+    return run, run.merger(store=store)
+
+
+def outer_states(run: MergerRun) -> list[bytes]:
+    return [run.transport.merger.outer(p) for p in range(2)]
+
+
 def bits(run: MergerRun) -> list[Any]:
     """Return everything that must be the same after any number of merger deaths, which excludes times."""
     state = state_of(run)
     state.covered, state.timing = 0, RoundTiming()
     tape = [(e.round, e.version, e.digest, e.members, e.gain) for e in run.transport.reader.tape(10_000)]
-    return [tape, run.digests(), [run.transport.merger.outer(p) for p in range(2)], state]
+    return [tape, run.digests(), outer_states(run), state]
 
 
 def logged_codes(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -216,13 +233,6 @@ class Shelf(CheckpointStore):
 
     def load(self, number: int | None = None) -> Image | None:
         return self.images[number or max(self.images)] if self.images else None
-
-
-class Unlisted(Shelf):
-    """A folder that cannot be read."""
-
-    def next_number(self) -> int:
-        raise ConfigError("the checkpoints cannot be listed", "May this user read the folder?")
 
 
 class PendingJob(Future[Covered]):

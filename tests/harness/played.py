@@ -29,7 +29,34 @@ class Boundary(Protocol):
     def boundary(self) -> object: ...
 
 
-class PlayedRun:
+def started(merger: Merger) -> Merger:
+    """Let a merger take the lease and load the run, and return it."""
+    assert merger.acquire()
+    merger.load()
+    return merger
+
+
+class CreatedRun:
+    """A run that no merger serves yet.
+
+    Args:
+        manifest: The run to create.
+        first: Version 0 of each fragment.
+        connect: Makes a connection to the run; by default to a broker in memory.
+    """
+
+    def __init__(
+        self, manifest: Manifest, first: Sequence[tuple[Snapshot, bytes]], connect: Connect | None = None
+    ) -> None:
+        self.manifest = manifest
+        self.clock = VirtualClock()
+        self.broker = MemoryBroker(self.clock)
+        self.connect: Connect = connect or (lambda: self.broker.connect(manifest.run))
+        self.transport = self.connect()
+        self.transport.create(manifest, first)
+
+
+class PlayedRun(CreatedRun):
     """A run and its merger.
 
     Args:
@@ -46,20 +73,12 @@ class PlayedRun:
         connect: Connect | None = None,
         checkpointer: Checkpointer | None = None,
     ) -> None:
-        self.manifest = manifest
-        self.clock = VirtualClock()
-        self.broker = MemoryBroker(self.clock)
-        self.connect: Connect = connect or (lambda: self.broker.connect(manifest.run))
-        self.transport = self.connect()
-        self.transport.create(manifest, first)
+        super().__init__(manifest, first, connect)
         self.merger = self.new_merger(checkpointer=checkpointer)
 
     def new_merger(self, holder: str = "merger", checkpointer: Checkpointer | None = None) -> Merger:
         """Return another merger, which has taken the lease and loaded the run."""
-        made = Merger(self.connect(), self.clock, holder, live_poll_seconds=0.0, checkpointer=checkpointer)
-        assert made.acquire()
-        made.load()
-        return made
+        return started(Merger(self.connect(), self.clock, holder, live_poll_seconds=0.0, checkpointer=checkpointer))
 
     def link(self, who: str, shards: Sequence[str] = ()) -> Link:
         """Return a link of an island's incarnation (`name/incarnation`), which has not joined yet."""

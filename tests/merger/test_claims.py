@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,23 +21,6 @@ from archipelago.broker.config import (
 from archipelago.broker.corpus_shards import advanced, parse_places
 from archipelago.broker.messages import Contribution
 from archipelago.merger import claims
-from archipelago.merger.claims import (
-    ACCOUNTS_MAX,
-    BATCH_SLACK,
-    BURST_INTERVALS,
-    FIRST_BURST_INTERVALS,
-    SPEED_MAX,
-    STEP_SECONDS_MIN,
-    STRIDES_OF_A_ROUND,
-    Account,
-    Accounts,
-    believed_data,
-    believed_step_seconds,
-    contradiction,
-    fastest_step_seconds,
-    next_step,
-    refused_tokens,
-)
 from tests import samples
 from tests.tiers import examples
 
@@ -63,19 +45,15 @@ def claim(**changes: Any) -> Contribution:
 def test_no_honest_contribution_contradicts_itself(steps: int, global_step: int, batch: float) -> None:
     """While no merger serves, an island makes steps that its global step does not count."""
     tokens = max(1, int(steps * BATCH * batch))
-    assert contradiction(claim(steps=steps, tokens=tokens, global_step=global_step), CONFIG) is None
+    assert claims.contradiction(claim(steps=steps, tokens=tokens, global_step=global_step), CONFIG) is None
 
 
-def test_impossible_claims_contradict_themselves() -> None:
-    found = contradiction(claim(tokens=1 << 53, steps=1 << 30), CONFIG)
+def test_impossible_claims_contradict_themselves_and_cannot_fill_the_books() -> None:
+    found = claims.contradiction(claim(tokens=1 << 53, steps=1 << 30), CONFIG)
     assert found is not None
     assert found[0] == "tokens"
-
-
-def test_the_books_count_a_bounded_number_of_tokens_for_a_refused_contribution() -> None:
-    assert refused_tokens(claim(tokens=100), CONFIG) == 100
-    most = refused_tokens(claim(tokens=1 << 53), CONFIG)
-    assert most * 1_000_000 < 1 << 62
+    assert claims.refused_tokens(claim(tokens=100), CONFIG) == 100
+    assert claims.refused_tokens(claim(tokens=1 << 53), CONFIG) * 1_000_000 < 1 << 62
 
 
 # -- speed -----------------------------------------------------------------------------------------------------------
@@ -88,14 +66,14 @@ def test_a_minority_moves_the_fastest_plausible_speed_only_among_honest_speeds(
     """The others of an island are the honest ones and a smaller number of hostile ones."""
     hostile = (len(honest) - 1) // 2
     reported = {f"h{i}": s for i, s in enumerate(honest)} | {f"x{i}": false for i in range(hostile)}
-    fastest = fastest_step_seconds("me", reported)
-    assert STEP_SECONDS_MIN <= fastest <= max(honest) / SPEED_MAX + STEP_SECONDS_MIN
-    assert fastest >= min(min(honest) / SPEED_MAX, 1.0) or fastest == STEP_SECONDS_MIN
+    fastest = claims.fastest_step_seconds("me", reported)
+    assert claims.STEP_SECONDS_MIN <= fastest <= max(honest) / claims.SPEED_MAX + claims.STEP_SECONDS_MIN
+    assert fastest >= min(min(honest) / claims.SPEED_MAX, 1.0) or fastest == claims.STEP_SECONDS_MIN
 
 
 def test_an_island_alone_is_bounded_only_by_the_shortest_step() -> None:
-    assert fastest_step_seconds("a", {}) == fastest_step_seconds("a", {"a": 5.0}) == STEP_SECONDS_MIN
-    assert fastest_step_seconds("a", {"b": math.nan, "c": 0.0, "d": math.inf}) == STEP_SECONDS_MIN
+    for reported in ({}, {"a": 5.0}, {"b": math.nan, "c": 0.0, "d": math.inf}):
+        assert claims.fastest_step_seconds("a", reported) == claims.STEP_SECONDS_MIN
 
 
 @given(st.dictionaries(st.sampled_from("abcdef"), st.floats(0.1, 1.6), min_size=1))
@@ -103,15 +81,15 @@ def test_honest_step_times_are_believed(reported: dict[str, float]) -> None:
     """Islands differ 16-fold, and the merger saw each at about its speed, or jumps of the global step."""
     for factor in (0.01, 0.5, 1.0, 2.0):
         seen = {island: factor * seconds for island, seconds in reported.items()}
-        assert believed_step_seconds(reported, seen) == reported
+        assert claims.believed_step_seconds(reported, seen) == reported
 
 
 def test_false_step_times_are_not_believed() -> None:
     reported = {"a": 1.0, "b": 1.1, "c": 1.2, "x": 1e-300}
-    assert believed_step_seconds(reported, {})["x"] == 1.1 / SPEED_MAX
+    assert claims.believed_step_seconds(reported, {})["x"] == 1.1 / claims.SPEED_MAX
     # The island contributes like the others, so its steps cannot be that short.
-    assert believed_step_seconds(reported, {"x": 1.0})["x"] == 1.0
-    assert believed_step_seconds(reported, {"x": 1e9})["x"] == 1.1
+    assert claims.believed_step_seconds(reported, {"x": 1.0})["x"] == 1.0
+    assert claims.believed_step_seconds(reported, {"x": 1e9})["x"] == 1.1
 
 
 # -- the schedule ----------------------------------------------------------------------------------------------------
@@ -124,7 +102,7 @@ def test_the_schedule_follows_the_fastest_island(fast: float, slower: list[float
     step = 0
     for number in range(1, rounds + 1):
         member = claim(island="fast", global_step=math.ceil(number * STRIDE), step_seconds=fast)
-        step = next_step(step, [member], reported, STRIDE * fast, STRIDE)
+        step = claims.next_step(step, [member], reported, STRIDE * fast, STRIDE)
         assert step == math.ceil(number * STRIDE)
 
 
@@ -134,15 +112,16 @@ def test_one_of_three_islands_cannot_end_the_run(claimed: int, gaps: list[float]
     step = 0
     for gap in gaps:
         members = [claim(island="x", global_step=claimed), claim(island="a", global_step=step + 1)]
-        after = next_step(step, members, reported, gap, STRIDE)
-        assert step <= after <= step + 1 + STRIDES_OF_A_ROUND * STRIDE + gap * SPEED_MAX / 0.5
+        after = claims.next_step(step, members, reported, gap, STRIDE)
+        assert step <= after <= step + 1 + claims.STRIDES_OF_A_ROUND * STRIDE + gap * claims.SPEED_MAX / 0.5
         step = after
 
 
 def test_before_others_report_a_step_time_only_rounds_advance_the_schedule() -> None:
     members = [claim(island="x", global_step=1 << 30)]
-    assert next_step(0, members, {"x": 1e-9}, 60.0, STRIDE, {"x", "a"}) == math.ceil(STRIDES_OF_A_ROUND * STRIDE)
-    assert next_step(0, members, {"x": 1e-9, "a": 1.0}, 60.0, STRIDE, {"x", "a"}) <= 60 * 4 + 2 * STRIDE + 1
+    least = math.ceil(claims.STRIDES_OF_A_ROUND * STRIDE)
+    assert claims.next_step(0, members, {"x": 1e-9}, 60.0, STRIDE, {"x", "a"}) == least
+    assert claims.next_step(0, members, {"x": 1e-9, "a": 1.0}, 60.0, STRIDE, {"x", "a"}) <= 60 * 4 + 2 * STRIDE + 1
 
 
 def test_the_schedule_catches_up_with_an_island_that_was_cut_off() -> None:
@@ -151,12 +130,10 @@ def test_the_schedule_catches_up_with_an_island_that_was_cut_off() -> None:
     step, alone, rounds = 1000, 10_000, 0
     while step < alone:
         alone, rounds = alone + int(STRIDE), rounds + 1
-        step = next_step(step, [claim(island="a", global_step=alone)], reported, STRIDE, STRIDE)
+        step = claims.next_step(step, [claim(island="a", global_step=alone)], reported, STRIDE, STRIDE)
         assert rounds < 1000
-
-
-def test_after_an_outage_the_schedule_follows_at_once() -> None:
-    assert next_step(10, [claim(island="a", global_step=7210)], {"a": 0.5, "b": 0.5}, 3600.0, STRIDE) == 7210
+    after_an_outage = claims.next_step(10, [claim(island="a", global_step=7210)], {"a": 0.5, "b": 0.5}, 3600.0, STRIDE)
+    assert after_an_outage == 7210
 
 
 # -- steps and tokens ------------------------------------------------------------------------------------------------
@@ -171,13 +148,13 @@ def histories(draw: st.DrawFn) -> list[tuple[float, int, float]]:
     return draw(st.lists(parts, min_size=count, max_size=count))
 
 
-@settings(max_examples=examples(150))
+@settings(max_examples=examples(100))
 @given(histories(), st.floats(0.01, 2.0), st.floats(1.0, 16.0), st.floats(1.0, 32.0), st.sets(st.integers(0, 20)))
 def test_honest_contributions_are_never_lowered(
     history: list[tuple[float, int, float]], seconds: float, slower: float, batch: float, restarts: set[int]
 ) -> None:
     """The island is up to 16 times as fast as the others, and mergers restart between its contributions."""
-    accounts = Accounts(CONFIG, P)
+    accounts = claims.Accounts(CONFIG, P)
     reported = {"a": seconds, "b": seconds * slower, "c": seconds * slower}
     now, wall, sent = 1000.0, 5e8, [1000.0] * P
     accounts.meet(["a"], now)
@@ -185,12 +162,12 @@ def test_honest_contributions_are_never_lowered(
         now, wall = now + gap, wall + gap
         if index in restarts and accounts.stored():
             stored = accounts.stored()
-            accounts, now, sent = Accounts(CONFIG, P), 0.0, [at - now for at in sent]  # another machine's clock
+            accounts, now, sent = claims.Accounts(CONFIG, P), 0.0, [at - now for at in sent]  # another machine's clock
             accounts.load(stored, now, wall)
         steps = max(1, int((now - sent[p]) / seconds))
         tokens = max(1, int(steps * BATCH * batch * factor))
         c = claim(fragment=p, steps=steps, tokens=tokens, global_step=steps + 10**6, step_seconds=seconds)
-        assert contradiction(c, CONFIG) is None
+        assert claims.contradiction(c, CONFIG) is None
         assert accounts.bounded(c, reported, now) == (c, [])
         accounts.accept(c, index, now, wall)
         sent[p] = now
@@ -198,7 +175,7 @@ def test_honest_contributions_are_never_lowered(
 
 @given(st.integers(1, (1 << 31) - 1), st.integers(1, 1 << 53), st.lists(st.floats(0.0, 50.0), max_size=12))
 def test_false_claims_of_work_are_lowered(steps: int, tokens: int, gaps: list[float]) -> None:
-    accounts, reported, now = Accounts(CONFIG, P), {"a": 0.5, "b": 0.5, "x": 1e-300}, 0.0
+    accounts, reported, now = claims.Accounts(CONFIG, P), {"a": 0.5, "b": 0.5, "x": 1e-300}, 0.0
     accounts.meet(["x"], now)
     first = claim(island="x", steps=1, tokens=BATCH, global_step=1)
     accounts.accept(accounts.bounded(first, reported, now)[0], 0, now, 0.0)
@@ -206,28 +183,28 @@ def test_false_claims_of_work_are_lowered(steps: int, tokens: int, gaps: list[fl
         now += gap
         c = claim(island="x", fragment=number % P, steps=steps, tokens=tokens, global_step=steps)
         found, _ = accounts.bounded(c, reported, now)
-        burst = BURST_INTERVALS if number >= P else FIRST_BURST_INTERVALS
-        assert 1 <= found.steps <= burst * H + now * SPEED_MAX / 0.5
-        assert 1 <= found.tokens <= found.steps * BATCH * BATCH_SLACK
+        burst = claims.BURST_INTERVALS if number >= P else claims.FIRST_BURST_INTERVALS
+        assert 1 <= found.steps <= burst * H + now * claims.SPEED_MAX / 0.5
+        assert 1 <= found.tokens <= found.steps * BATCH * claims.BATCH_SLACK
         accounts.accept(found, 0, now, now)
 
 
 def test_the_oldest_accounts_are_forgotten_first() -> None:
-    accounts = Accounts(CONFIG, P)
-    for number in range(ACCOUNTS_MAX + 5):
+    accounts = claims.Accounts(CONFIG, P)
+    for number in range(claims.ACCOUNTS_MAX + 5):
         accounts.accept(claim(island=f"i{number}"), 0, float(number), float(number))
-    assert len(accounts.stored()) == ACCOUNTS_MAX
+    assert len(accounts.stored()) == claims.ACCOUNTS_MAX
     assert accounts.round_of("i4") is None
     assert accounts.round_of("i5") == 0
 
 
-@pytest.mark.parametrize("unix_seconds", [-1e9, 0.0, 1e12])
-def test_a_changed_clock_makes_gaps_neither_negative_nor_endless(unix_seconds: float) -> None:
-    accounts = Accounts(CONFIG, P)
-    accounts.load({"a": Account("x", 3, 1e9, 1e9, 40, 16.0)}, 50.0, unix_seconds)
-    heard = accounts.heard_at("a")
-    assert heard is not None
-    assert 50.0 - claims.ELAPSED_MAX <= heard <= 50.0
+def test_a_changed_clock_makes_gaps_neither_negative_nor_endless() -> None:
+    for unix_seconds in (-1e9, 0.0, 1e12):
+        accounts = claims.Accounts(CONFIG, P)
+        accounts.load({"a": claims.Account("x", 3, 1e9, 1e9, 40, 16.0)}, 50.0, unix_seconds)
+        heard = accounts.heard_at("a")
+        assert heard is not None
+        assert 50.0 - claims.ELAPSED_MAX <= heard <= 50.0
 
 
 # -- data ------------------------------------------------------------------------------------------------------------
@@ -238,7 +215,7 @@ def test_places_that_no_island_can_have_reached_move_nothing() -> None:
 
     def believed(data: str, tokens: int = 4 * BATCH, sequences: int = 10_000) -> str:
         c = claim(data=data, tokens=tokens)
-        return believed_data(c, c.steps, cursors, {}, CONFIG, sequences)
+        return claims.believed_data(c, c.steps, cursors, {}, CONFIG, sequences)
 
     assert believed("0:2:18 1:0:3") == "0:2:18 1:0:3"
     assert believed("0:1:end 0:2:9") == "0:1:end 0:2:9"  # nothing new
@@ -250,11 +227,13 @@ def test_places_that_no_island_can_have_reached_move_nothing() -> None:
     assert believed("0:2:end", sequences=50) == "0:2:end"
     assert believed("site/1:0:end") == "site/1:0:end"
     many = {f"site/{number}": (0, 1) for number in range(claims.OTHER_CURSORS_MAX + CONFIG.data.shards)}
-    assert believed_data(claim(data="site/0:0:2 forged/0:0:1 0:0:1"), 4, many, {}, CONFIG, 10_000) == "site/0:0:2 0:0:1"
+    forged = claim(data="site/0:0:2 forged/0:0:1 0:0:1")
+    assert claims.believed_data(forged, 4, many, {}, CONFIG, 10_000) == "site/0:0:2 0:0:1"
     assert believed("1:0:70 0:2:70") == f"1:0:70 0:2:{10 + reach - 70}"  # the shards share the work of the contribution
     assert believed(f"1:0:{reach} 0:2:99") == f"1:0:{reach} 0:2:10"
 
 
+@settings(max_examples=examples(50))
 @given(st.lists(st.tuples(st.integers(1, 400), st.integers(0, 2)), min_size=1, max_size=30), st.integers(20, 400))
 def test_an_island_that_reads_on_moves_the_cursor_to_the_end_of_its_shard(
     parts: list[tuple[int, int]], size: int
@@ -267,18 +246,18 @@ def test_an_island_that_reads_on_moves_the_cursor_to_the_end_of_its_shard(
         place = f"0:0:{position}" if position < size else "0:0:end"
         c = claim(data=place, tokens=steps * BATCH)
         if not lost:
-            cursors |= advanced(cursors, parse_places(believed_data(c, c.steps, cursors, {}, CONFIG, size // 2)))
+            cursors |= advanced(cursors, parse_places(claims.believed_data(c, c.steps, cursors, {}, CONFIG, size // 2)))
         assert cursors.get("0", (0, 0)) <= parse_places(place)[0].cursor
     for _ in range(1000):
         if cursors.get("0", (0, 0)) == (parse_places(place)[0].cursor):
             break
-        cursors |= advanced(cursors, parse_places(believed_data(c, c.steps, cursors, {}, CONFIG, size // 2)))
+        cursors |= advanced(cursors, parse_places(claims.believed_data(c, c.steps, cursors, {}, CONFIG, size // 2)))
     assert cursors["0"] == parse_places(place)[0].cursor
 
 
 def test_an_island_that_waited_for_snapshots_may_have_read_on() -> None:
     """While no merger serves, an island trains on. Its next contribution has few steps, and says all that was read."""
-    accounts, reported = Accounts(CONFIG, P), {"a": 1.0, "b": 1.0, "c": 1.0}
+    accounts, reported = claims.Accounts(CONFIG, P), {"a": 1.0, "b": 1.0, "c": 1.0}
     accounts.meet(["a"], 0.0)
     for p in range(P):
         accounts.accept(claim(fragment=p, steps=4, global_step=4), 0, 40.0, 40.0)
@@ -295,7 +274,7 @@ def test_the_shards_of_a_corpus_have_at_least_the_stated_sequences() -> None:
 
 def test_gaps_of_an_account_are_measured_for_each_fragment() -> None:
     """After an outage, each fragment's first contribution has the steps of the whole outage."""
-    accounts, reported = Accounts(CONFIG, P), {"a": 1.0, "b": 16.0, "c": 16.0}
+    accounts, reported = claims.Accounts(CONFIG, P), {"a": 1.0, "b": 16.0, "c": 16.0}
     accounts.meet(["a"], 0.0)
     for p in range(P):
         accounts.accept(claim(fragment=p, steps=4, global_step=4), 0, float(p), float(p))
@@ -310,13 +289,13 @@ def test_an_island_that_trained_before_any_merger_is_not_lowered() -> None:
     reported, unwatched = {"a": 1e-3, "b": 1e-3, "c": 1e-3}, 600.0
     first = claim(island="a", steps=4, tokens=4 * BATCH, fragment=0)
     long = claim(island="a", steps=600_000, tokens=600_000 * BATCH, fragment=1)
-    accounts = Accounts(CONFIG, P)
+    accounts = claims.Accounts(CONFIG, P)
     accounts.load({}, 100.0, 5e8, unwatched)
     accounts.meet(["a", "b"], 100.0)
     assert accounts.bounded(first, reported, 100.0)[1] == []
     accounts.accept(first, 0, 100.0, 5e8)
     assert accounts.bounded(long, reported, 101.0) == (long, [])
-    again = Accounts(CONFIG, P)
+    again = claims.Accounts(CONFIG, P)
     again.load(accounts.stored(), 0.0, 5e8 + 1.0)
     assert again.bounded(long, reported, 0.0) == (long, []), "a merger that takes over knows it"
     assert accounts.bounded(replace(long, fragment=0), reported, 101.0)[1] == [], "it was sent long ago"
@@ -328,13 +307,13 @@ def test_an_island_that_trained_before_any_merger_is_not_lowered() -> None:
 
 def test_batches_of_a_users_own_loop_have_any_size_and_may_grow() -> None:
     own = replace(CONFIG, model=ModelConfig(size=OWN_MODEL))
-    accounts, now, tokens = Accounts(own, P), 0.0, 3_000
+    accounts, now, tokens = claims.Accounts(own, P), 0.0, 3_000
     for sequence in range(8):
         c = claim(sequence=sequence, steps=4, tokens=4 * tokens)
-        assert contradiction(c, own) is None
+        assert claims.contradiction(c, own) is None
         assert accounts.bounded(c, {}, now) == (c, [])
         accounts.accept(c, sequence, now, now)
         now, tokens = now + 1.0, int(claims.BATCH_SLACK * tokens)
     assert accounts.bounded(claim(sequence=8, steps=4, tokens=400 * tokens), {}, now)[1] == ["tokens"]
     impossible = claim(steps=1, tokens=OWN_TOKENS_PER_STEP_MAX + 1)
-    assert contradiction(impossible, own) is not None
+    assert claims.contradiction(impossible, own) is not None

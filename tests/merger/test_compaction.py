@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -11,10 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from archipelago.broker.config import WireConfig
+from archipelago.broker.config import RunConfig, WireConfig
 from archipelago.broker.errors import UnreachableError
-from archipelago.broker.memory.state import MemoryRun
-from archipelago.broker.messages import TapeEntry
 from archipelago.broker.published import newest
 from archipelago.broker.transport import DIFFERENCES_KEPT, Commit, Compaction, Placed
 from archipelago.broker.wire import digest_of
@@ -23,14 +20,10 @@ from archipelago.merger.beside import Spawn, T, at_once
 from archipelago.merger.compaction import IDLE_SECONDS, MOST, Compactor, state_bytes
 from archipelago.merger.restore import repair_from
 from archipelago.merger.service import Merger
-from tests.harness.merger_run import CONFIG, MergerRun, Shelf, logged_codes
+from tests.harness.merger_run import CONFIG, MergerRun, Shelf, logged_codes, served_run
 
 SMALL = replace(CONFIG, wire=WireConfig(up="float32", thin="int4", down="int8"))
 ISOTROPIC = replace(SMALL, merge=replace(SMALL.merge, embedding="isotropic", rest="isotropic"))
-
-
-def stored(run: MergerRun) -> MemoryRun:
-    return run.broker.runs["sample"]
 
 
 def memory(merger: Merger) -> list[Any]:
@@ -39,7 +32,7 @@ def memory(merger: Merger) -> list[Any]:
 
 
 def full_versions(run: MergerRun) -> list[int]:
-    return [snapshot.version for snapshot, _ in stored(run).fragments.values()]
+    return [snapshot.version for snapshot, _ in run.stored.fragments.values()]
 
 
 def never(job: Callable[[], Placed]) -> Future[Placed]:
@@ -48,36 +41,24 @@ def never(job: Callable[[], Placed]) -> Future[Placed]:
 
 
 @pytest.mark.parametrize("config", [SMALL, ISOTROPIC], ids=["average", "isotropic"])
-@pytest.mark.parametrize("rounds", [1, 2, 5, 12, 21])
-def test_a_restart_merges_what_no_compaction_covers_to_the_same_bits(config: Any, rounds: int) -> None:
-    run = MergerRun(config, quorum=2)
-    merger = run.merger()
-    run.play(merger, *range(1, rounds + 1))
-    again = run.merger()
-    assert memory(again) == memory(merger)
-    assert again.state.closed == rounds
+def test_a_restart_merges_what_no_compaction_covers_to_the_same_bits(config: RunConfig) -> None:
+    run, merger = served_run(config, quorum=2)
+    for number in range(1, 22):
+        run.play(merger, number)
+        if number in (1, 2, 5, 12, 21):
+            before, merger = memory(merger), run.merger()
+            assert (memory(merger), merger.state.closed) == (before, number)
     run.balance()
 
 
-def test_rounds_commit_no_full_state_and_compactions_write_fewer_bytes_than_they_do(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    run = MergerRun(SMALL, quorum=2)
-    merger = run.merger()
-    commits: list[Commit] = []
-    compactions: list[Compaction] = []
-    write, point = merger.transport.merger.commit, merger.transport.merger.compact
+def test_rounds_commit_no_full_state_and_compactions_write_fewer_bytes_than_they_do() -> None:
+    run, commits, compactions = MergerRun(SMALL, quorum=2), list[Commit](), list[Compaction]()
 
-    def commit(epoch: int, commit: Commit) -> None:
-        commits.append(commit)
-        write(epoch, commit)
+    def note(name: str, epoch: object = None, what: Any = None, *_: object) -> None:
+        if name in ("commit", "compact"):
+            (commits if name == "commit" else compactions).append(what)
 
-    def compact(epoch: int, placed: Any, after_round: int, trim: Sequence[str] = ()) -> None:
-        compactions.append(placed)
-        point(epoch, placed, after_round, trim)
-
-    monkeypatch.setattr(merger.transport.merger, "commit", commit)
-    monkeypatch.setattr(merger.transport.merger, "compact", compact)
+    merger = run.merger(transport=run.faulty(before=note))
     run.play(merger, *range(1, 61))
     assert not any(commit.payload or commit.outer for commit in commits)
     small = sum(entry.bytes_up for entry in run.transport.reader.tape(100)) + sum(len(c.difference) for c in commits)
@@ -87,18 +68,17 @@ def test_rounds_commit_no_full_state_and_compactions_write_fewer_bytes_than_they
 
 
 def test_entries_leave_the_stream_when_a_compaction_covers_them() -> None:
-    run = MergerRun(SMALL, quorum=2)
-    merger = run.merger()
+    run, merger = served_run(SMALL, quorum=2)
     most = 0
     for number in range(1, 61):
         run.play(merger, number)
         needed = {
             m.entry
             for entry in run.transport.reader.tape(100)
-            if entry.version > stored(run).fragments[entry.fragment][0].version
+            if entry.version > run.stored.fragments[entry.fragment][0].version
             for m in entry.members
         }
-        assert {stored(run).name_of(number) for number in stored(run).kept} == needed
+        assert {run.stored.name_of(number) for number in run.stored.kept} == needed
         most = max(most, len(needed))
     assert 4 < most < 40
 
@@ -124,13 +104,12 @@ def test_a_compaction_is_uploaded_beside_the_rounds() -> None:
 
 
 def slow(run: MergerRun, spawn: Any) -> Merger:
+    """Return a merger whose compactions are uploaded by `spawn`."""
+
     def beside(kind: str, threads: int = 1) -> Spawn:
         return spawn if kind == "compaction" else at_once
 
-    merger = Merger(run.broker.connect("sample"), run.clock, "merger", live_poll_seconds=0.0, beside=beside)
-    assert merger.acquire()
-    merger.load()
-    return merger
+    return run.merger(beside=beside)
 
 
 def test_a_commit_carries_the_full_state_before_a_difference_is_lost() -> None:
@@ -157,7 +136,7 @@ def test_an_upload_that_ends_after_a_newer_full_state_is_dropped() -> None:
     ((future, job),) = jobs
     future.set_result(job())
     p = future.result().snapshot.fragment
-    del stored(run).logs[p, 5]
+    del run.stored.logs[p, 5]
     merger._keep_sound()
     run.play(merger, 11)
     assert full_versions(run)[p] == 5 > future.result().snapshot.version
@@ -182,46 +161,41 @@ def test_a_failed_upload_is_tried_again(caplog: pytest.LogCaptureFixture) -> Non
     assert max(full_versions(run)) > 0
 
 
-@pytest.mark.parametrize("name", ["heads", "fragments", "logs", "differences"])
-def test_what_is_lost_while_a_merger_serves_is_covered_by_a_full_state(name: str) -> None:
-    run = MergerRun(SMALL, quorum=2)
-    merger = run.merger()
-    run.play(merger, 1, 2, 3, 4, 5)
-    getattr(stored(run), name).clear()
-    run.clock.now += 10.0
-    merger.turn(0.0)
-    assert run.transport.merger.lost(5) == []
-    assert memory(run.merger()) == memory(merger)
-    for p in range(2):
-        found = newest(run.transport.reader, run.manifest, p)
-        assert digest_of(found.params_N) == digest_of(np.asarray(merger.fragments[p].published_N))
+def test_what_is_lost_while_a_merger_serves_is_covered_by_a_full_state() -> None:
+    for name in ("heads", "fragments", "logs", "differences"):
+        run, merger = served_run(SMALL, quorum=2)
+        run.play(merger, 1, 2, 3, 4, 5)
+        getattr(run.stored, name).clear()
+        run.clock.now += 10.0
+        merger.turn(0.0)
+        assert run.transport.merger.lost(5) == [], name
+        assert memory(run.merger()) == memory(merger), name
+        for p in range(2):
+            found = newest(run.transport.reader, run.manifest, p)
+            assert digest_of(found.params_N) == digest_of(np.asarray(merger.fragments[p].published_N))
 
 
-@pytest.mark.parametrize("name", ["heads", "fragments", "outer", "logs", "tape", "state"])
-def test_what_is_lost_before_a_restart_is_rebuilt_from_a_checkpoint(name: str) -> None:
-    run = MergerRun(SMALL, quorum=2)
-    merger = run.merger(checkpointer=run.checkpointer(store := Shelf()))
-    run.play(merger, *range(1, 12))
-    merger.checkpoint()
-    run.play(merger, *range(12, 22))
-    if name == "state":
-        stored(run).state = ""
-    elif name == "tape":
-        stored(run).tape.clear()
-    else:
-        getattr(stored(run), name).clear()
-    again = run.merger(checkpointer=run.checkpointer(store))
-    assert memory(again) == memory(merger)
+def test_what_is_lost_before_a_restart_is_rebuilt_from_a_checkpoint() -> None:
+    for name in ("heads", "fragments", "outer", "logs", "tape", "state"):
+        store = Shelf()
+        run, merger = served_run(SMALL, quorum=2, store=store)
+        run.play(merger, *range(1, 12))
+        merger.checkpoint()
+        run.play(merger, *range(12, 22))
+        if name == "state":
+            run.stored.state = ""
+        else:
+            getattr(run.stored, name).clear()
+        assert memory(run.merger(store=store)) == memory(merger), name
 
 
 def test_without_a_checkpoint_lost_contributions_cost_the_momentum_only(caplog: pytest.LogCaptureFixture) -> None:
-    run = MergerRun(SMALL, quorum=2)
-    merger = run.merger()
+    run, merger = served_run(SMALL, quorum=2)
     run.play(merger, 1, 2, 3, 4)
     published = [np.asarray(f.published_N).tolist() for f in merger.fragments]
-    for number in list(stored(run).kept):
-        stored(run).kept.remove(number)
-        del stored(run).updates[number]
+    for number in list(run.stored.kept):
+        run.stored.kept.remove(number)
+        del run.stored.updates[number]
     again = run.merger()
     assert "restore.fresh" in logged_codes(caplog)
     assert [np.asarray(f.params_N).tolist() for f in again.fragments] == published
@@ -230,21 +204,19 @@ def test_without_a_checkpoint_lost_contributions_cost_the_momentum_only(caplog: 
 
 def test_a_run_that_was_written_with_full_states_in_each_round_loads() -> None:
     """Earlier versions wrote no heads, and the full state of each round."""
-    run = MergerRun(SMALL, quorum=2)
-    merger = run.merger()
+    run, merger = served_run(SMALL, quorum=2)
     run.play(merger, 1, 2, 3)
     damaged = {f"fragment:{p}" for p in range(2)}
     repair = repair_from(merger.rules, merger.state, merger.fragments, merger.snapshots, damaged)
     merger.transport.merger.write_back(merger.epoch, repair)
-    run_heads = stored(run).heads
-    run_heads.update({p: snapshot for p, (snapshot, _) in stored(run).fragments.items()})
+    run_heads = run.stored.heads
+    run_heads.update({p: snapshot for p, (snapshot, _) in run.stored.fragments.items()})
     again = run.merger()
     assert memory(again) == memory(merger)
 
 
 def test_a_run_that_stands_still_gets_full_snapshots_once() -> None:
-    run = MergerRun(SMALL, quorum=2)
-    merger = run.merger()
+    run, merger = served_run(SMALL, quorum=2)
     run.play(merger, 1, 2)
     for _ in range(3):
         merger.turn(0.0)
@@ -259,33 +231,22 @@ def test_a_run_that_stands_still_gets_full_snapshots_once() -> None:
 # -- when one is due -------------------------------------------------------------------------------------------------
 
 
-def tape(run: MergerRun, merger: Merger, seconds: float, size: int) -> TapeEntry:
-    entry = run.transport.reader.tape(1)[0]
-    return replace(entry, merge_seconds=seconds, bytes_up=size)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "times", "is_due"), [(0.0, 0.99, False), (0.0, 1.0, False), (9.0, 0.99, False), (9.0, 1.0, True),
-                                     (0.0, MOST, True)]
-)  # fmt: skip
-def test_one_is_due_by_bytes_and_by_the_time_of_a_restart(seconds: float, times: float, is_due: bool) -> None:
-    run = MergerRun(SMALL, quorum=2)
-    merger = run.merger()
+def test_one_is_due_by_bytes_and_by_the_time_of_a_restart() -> None:
+    run, merger = served_run(SMALL, quorum=2)
     run.play(merger, 1)
-    began: list[int] = []
+    size, began = state_bytes(merger.fragments[0]), list[int]()
 
     def spawn(job: Callable[[], T]) -> Future[T]:
         began.append(1)
         return Future()
 
-    compactor = Compactor(merger.transport, run.manifest, run.clock, spawn, restart_seconds=5.0)
-    size = state_bytes(merger.fragments[0])
-    entry = tape(run, merger, seconds, int(times * size + 0.5))
-    compactor.committed(entry, replace(merger.snapshots[0], difference_bytes=0), is_full=False)
-    compactor.begin(1, merger.fragments, merger.snapshots)
-    assert bool(began) == is_due
-
-
-@pytest.fixture(autouse=True)
-def _logs(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING)
+    for seconds, times, is_due in (
+        (0.0, 0.99, False), (0.0, 1.0, False), (9.0, 0.99, False), (9.0, 1.0, True), (0.0, MOST, True),
+    ):  # fmt: skip
+        began.clear()
+        compactor = Compactor(merger.transport, run.manifest, run.clock, spawn, restart_seconds=5.0)
+        (entry,) = run.transport.reader.tape(1)
+        entry = replace(entry, merge_seconds=seconds, bytes_up=int(times * size + 0.5))
+        compactor.committed(entry, replace(merger.snapshots[0], difference_bytes=0), is_full=False)
+        compactor.begin(1, merger.fragments, merger.snapshots)
+        assert bool(began) == is_due, (seconds, times)

@@ -17,19 +17,18 @@ from archipelago.merger.spectra import Spectra, cycle_operations, measured_rate
 from archipelago.merger.spectrum import operations
 
 ISOTROPIC = MergeConfig(embedding="isotropic", rest="isotropic", embedding_exponent=0.5, rest_exponent=0.0)
-STACK = (Group(0, 7 * 40 * 30, "isotropic", (7, 40, 30)), Group(8400, 50 * 30, "isotropic", (50, 30), 0.5))
+STACK = (Group(0, 7 * 20 * 15, "isotropic", (7, 20, 15)), Group(2100, 50 * 30, "isotropic", (50, 30), 0.5))
 
 
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_the_number_of_threads_changes_no_bit(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spectra, "_LARGE", 5e4)  # Threads then share rows of these products, too.
+def test_the_number_of_threads_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spectra, "_LARGE", 2e4)  # Threads then share rows of these products, too.
     delta_N = np.random.default_rng(0).standard_normal(STACK[-1].end, np.float32)
 
     def merged(threads: int) -> bytes:
         acc = merge_rules.accumulate(merge_rules.begin(STACK), encoded(delta_N, "float32"), STACK).acc
         return np.asarray(merge_rules.finish(acc, STACK, spectra=Spectra(threads=threads))).tobytes()
 
-    assert merged(count) == merged(3)
+    assert merged(1) == merged(2) == merged(5)
 
 
 def test_matrices_are_changed_at_the_same_time_on_several_threads() -> None:
@@ -106,5 +105,6 @@ def test_a_cycle_costs_what_its_matrices_cost() -> None:
     assert cycle_operations(TENSORS, whole) == small + operations((2000, 1100), 0.0)
 
 
+@pytest.mark.full
 def test_the_rate_of_this_machine_is_that_of_a_processor() -> None:
     assert 1e7 < measured_rate(1) < 1e13

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -129,16 +129,17 @@ def home() -> RedisTransport:
     return transport
 
 
-@pytest.fixture
-def first(home: RedisTransport) -> Iterator[Process]:
-    process = Process(home, "first")
-    yield process
-    process.stop()
+def stands_by(home: RedisTransport, shard: int, name: str) -> bool:
+    return name in [standby.name for standby in home.of_shard(shard).reader.standbys()]
 
 
-def test_a_process_alone_serves_all_shards_and_shares_them_with_a_second_one(
-    home: RedisTransport, first: Process, until: Until
-) -> None:
+def delete(home: RedisTransport, shard: int) -> None:
+    client = home.connection.redis
+    client.delete(*client.keys(home.of_shard(shard).connection.keys.manifest.rpartition(":")[0] + ":*"))
+
+
+def test_processes_share_the_shards_of_a_run_until_it_is_deleted(home: RedisTransport, until: Until) -> None:
+    first = Process(home, "first")
     until(lambda: first.served == [0, 1], "the process to serve all shards")
     second = Process(home, "second")
     try:
@@ -150,31 +151,11 @@ def test_a_process_alone_serves_all_shards_and_shares_them_with_a_second_one(
     finally:
         second.stop()
     until(lambda: first.served == [0, 1], "the first process to take all shards again")
-
-
-def stands_by(home: RedisTransport, shard: int, name: str) -> bool:
-    return name in [standby.name for standby in home.of_shard(shard).reader.standbys()]
-
-
-def delete(home: RedisTransport, shard: int) -> None:
-    client = home.connection.redis
-    client.delete(*client.keys(home.of_shard(shard).connection.keys.manifest.rpartition(":")[0] + ":*"))
-
-
-def test_a_shard_that_is_lost_stops_only_itself(home: RedisTransport, first: Process, until: Until) -> None:
-    until(lambda: first.served == [0, 1], "the process to serve all shards")
     delete(home, 1)
     until(lambda: not [t for t in threading.enumerate() if t.name == "shard 1"], "its thread to end")
-    assert first.mergers[0].epoch
+    assert first.mergers[0].epoch, "a shard that is lost stops only itself"
     assert not first.has_ended
-    first.stop()
-    assert isinstance(first.error, UnknownRunError)
-
-
-def test_a_run_that_is_deleted_ends_the_process(home: RedisTransport, first: Process, until: Until) -> None:
-    until(lambda: first.served == [0, 1], "the process to serve all shards")
     delete(home, 0)
-    delete(home, 1)
     until(lambda: first.has_ended, "the process to end")
     assert isinstance(first.error, UnknownRunError)
 

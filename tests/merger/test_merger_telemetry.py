@@ -1,4 +1,4 @@
-"""A merger's metrics and curves."""
+"""A merger's metrics and curves, and the time that it works."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from archipelago.broker.observe.curves import CurveWriter
 from archipelago.broker.observe.metrics import new_registry
 from archipelago.broker.redis.transport import connect
 from archipelago.merger import main, merge_rules
+from archipelago.merger.busy_time import BusyTime
 from archipelago.merger.service import Merger
 from archipelago.merger.telemetry import MergerCollector, RoundMetrics, RoundTelemetry, values
+from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests import samples
 from tests.broker.observe.test_curves import events
 from tests.broker.observe.test_metrics import values as exported
-from tests.harness.merger_run import CONFIG, Faulty, MergerRun, constant, logged_codes
+from tests.harness.merger_run import ISOTROPIC, MergerRun, constant, logged_codes
+from tests.harness.played import started
 
 BITS = loss_unit(samples.manifest().corpus)
 
@@ -69,8 +72,11 @@ def test_rounds_are_counted() -> None:
         "staleness_versions_count": 4, "staleness_versions_sum": 104,
     }  # fmt: skip
     assert [value for (_, bucket), value in exported(registry).items() if bucket] == [2, 2, 2, 2, 2, 3, 3, 3, 3, 4]
-    rounds.closed(replace(entry, members=(), loss=float("nan")), snapshot)
+    empty = replace(entry, members=(), loss=float("nan"))
+    rounds.closed(empty, snapshot)
     assert "loss" not in scraped(registry)
+    assert values(replace(entry, members=(member(1), member(4))), BITS)["staleness"] == 2.5
+    assert (math.isnan(values(empty, BITS)["staleness"]), values(empty, BITS)["contributions"]) == (True, 0)
 
 
 def listening(merger: Merger, drawn: KeptCurves, registry: CollectorRegistry) -> None:
@@ -80,21 +86,14 @@ def listening(merger: Merger, drawn: KeptCurves, registry: CollectorRegistry) ->
     registry.register(MergerCollector([(merger, rounds)]))
 
 
-def test_a_standby_exports_only_what_it_knows() -> None:
-    registry = new_registry()
-    run = MergerRun(quorum=2)
-    listening(Merger(run.transport, run.clock), KeptCurves(), registry)
-    found = scraped(registry)
-    assert (found["serving"], found["epoch"], found["rounds_total"]) == (0, 0, 0)
-    assert not {"round", "live_islands", "open_seconds", "round_age_seconds"} & set(found)
-
-
 def test_rounds_are_counted_and_have_curve_points() -> None:
     run = MergerRun(quorum=2)
-    merger = run.merger()
-    drawn, registry = KeptCurves(), new_registry()
+    merger, drawn, registry = run.idle_merger(), KeptCurves(), new_registry()
     listening(merger, drawn, registry)
-    run.play(merger, 1, 2, 3)
+    found = scraped(registry)
+    assert (found["serving"], found["epoch"], found["rounds_total"]) == (0, 0, 0)
+    assert not {"round", "live_islands", "open_seconds", "round_age_seconds"} & set(found), "a standby knows no more"
+    run.play(started(merger), 1, 2, 3)
     shown = scraped(registry)
     books = run.transport.reader.books()
     assert (shown["serving"], shown["epoch"], shown["round"], shown["rounds_total"]) == (1, merger.epoch, 3, 3)
@@ -112,6 +111,9 @@ def test_rounds_are_counted_and_have_curve_points() -> None:
         assert point["open_seconds"] == entry.open_seconds
     run.clock.now += 4.0
     assert scraped(registry)["round_age_seconds"] == 4.0
+    run.send("a", 4, constant(float("nan")))
+    merger.turn(0.0)
+    assert scraped(registry)["refused_contributions_total"] == run.transport.reader.books().refused == 1
 
 
 @pytest.mark.parametrize("is_slow", [True, False])
@@ -119,7 +121,7 @@ def test_a_merger_that_cannot_keep_up_says_so_once(
     is_slow: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Spectra take as long as an interval of the islands, which stretch theirs, or a quarter of it."""
-    run = MergerRun(replace(CONFIG, merge=replace(CONFIG.merge, embedding="isotropic", rest="isotropic")))
+    run = MergerRun(ISOTROPIC)
     changed = 0
 
     def with_power(matrix_RC: Vector, *_: object) -> Vector:
@@ -133,7 +135,7 @@ def test_a_merger_that_cannot_keep_up_says_so_once(
     merger.wall = lambda: 1e9 + run.clock.now
     listening(merger, KeptCurves(), registry)
     interval = run.manifest.config.sync.interval
-    for number in range(1, 41):
+    for number in range(1, 21):
         run.live("a", "b")
         for island in "ab":
             run.send(island, number, constant(1.0), steps=2 * interval if is_slow else interval)
@@ -149,30 +151,15 @@ def test_a_merger_that_cannot_keep_up_says_so_once(
     assert shown["stretch_ratio"] > 0.0
 
 
-def test_refusals_are_counted() -> None:
-    run = MergerRun(quorum=2)
-    merger = run.merger()
-    registry = new_registry()
-    listening(merger, KeptCurves(), registry)
-    run.live("a", "b")
-    run.send("a", 1, constant(float("nan")))
-    merger.turn(0.0)
-    assert scraped(registry)["refused_contributions_total"] == run.transport.reader.books().refused == 1
-    assert scraped(registry)["merged_contributions_total"] == 0
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_round_whose_commit_failed_is_not_counted(when: str) -> None:
+def test_a_round_whose_commit_failed_is_not_counted() -> None:
     """The merger cannot know whether the commit arrived, so it loads the run from Redis again."""
-    run = MergerRun(quorum=2)
-    merger = Merger(Faulty(run.broker, "sample", [("commit", 0, when)]), run.clock, live_poll_seconds=0.0)
-    assert merger.acquire()
-    merger.load()
-    registry = new_registry()
-    listening(merger, KeptCurves(), registry)
-    with pytest.raises(UnreachableError):
-        run.play(merger, 1)
-    assert scraped(registry)["rounds_total"] == 0
+    for when in ("before", "after"):
+        run, registry = MergerRun(quorum=2), new_registry()
+        merger = run.merger(transport=run.faulty(("commit", 0, when)))
+        listening(merger, KeptCurves(), registry)
+        with pytest.raises(UnreachableError):
+            run.play(merger, 1)
+        assert scraped(registry)["rounds_total"] == 0
 
 
 def test_the_curves_of_a_deleted_run_are_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,10 +183,31 @@ def test_the_curves_of_a_deleted_run_are_complete(tmp_path: Path, monkeypatch: p
     assert [event.step for event in events(file) if event.summary.value] == [samples.commit([]).tape.round]
 
 
-def test_the_staleness_of_an_empty_round_is_nan() -> None:
-    entry = samples.commit([]).tape
-    two = (replace(entry.members[0], staleness=1), replace(entry.members[0], staleness=4))
-    assert values(replace(entry, members=two), BITS)["staleness"] == 2.5
-    empty = values(replace(entry, members=()), BITS)
-    assert empty["staleness"] != empty["staleness"]
-    assert empty["contributions"] == 0
+# -- the time that a merger works --------------------------------------------------------------------------------------
+
+
+def test_waiting_and_the_time_between_turns_do_not_count() -> None:
+    clock = VirtualClock()
+    busy = BusyTime(clock)
+    assert busy.take() == 0.0
+    for _ in range(2):
+        with busy.working():
+            clock.now += 1.0
+            assert busy.take() == 1.0, "a take in the middle divides the time"
+            with busy.waiting():
+                clock.now += 100.0
+            clock.now += 2.0
+        clock.now += 100.0
+        assert [busy.take() for _ in range(2)] == [2.0, 0.0]
+
+
+def test_an_error_ends_the_work_and_a_clock_that_was_set_back_is_ignored() -> None:
+    clock = VirtualClock()
+    busy = BusyTime(clock)
+    with pytest.raises(ValueError, match="lost"), busy.working(), busy.waiting():
+        raise ValueError("lost")
+    clock.now += 5.0
+    assert busy.take() == 0.0
+    with busy.working():
+        clock.now -= 3.0
+    assert busy.take() == 0.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, get_args, get_type_hints
 
 import jax
@@ -13,7 +12,6 @@ import pytest
 from flax import serialization
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
 from archipelago.broker.config import OuterConfig
@@ -25,9 +23,6 @@ from tests.tiers import examples
 
 Vector = NDArray[np.float32]
 RULES = ["scheduled", "nesterov", "sgd"]
-# Neither these numbers nor their sums are subnormal, because subnormals count as zero.
-ELEMENTS = st.just(0.0) | st.builds(math.copysign, st.floats(2.0**-90, 2.0**60, width=32), st.sampled_from([1.0, -1.0]))
-VECTOR = arrays(np.float32, 6, elements=ELEMENTS)
 SGD_OF_RATE_ONE = build(OuterConfig(rule="sgd", learning_rate=1.0))
 
 
@@ -48,35 +43,16 @@ def deltas(count: int, size: int = 8) -> list[Vector]:
     return [random.standard_normal(size, dtype=np.float32) for _ in range(count)]
 
 
-def test_the_config_and_the_registry_name_the_same_rules() -> None:
-    assert set(get_args(get_type_hints(OuterConfig)["rule"])) == set(OUTER) == set(RULES)
-
-
 # -- steps ---------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)  # the first example includes the compilation
-@given(VECTOR, VECTOR)
-def test_sgd_of_rate_one_is_the_exact_difference(params_N: Vector, delta_N: Vector) -> None:
-    state = SGD_OF_RATE_ONE.init(params_N)
-    stepped_N, _ = SGD_OF_RATE_ONE.step(params_N, state, delta_N, Round())
-    assert bits(stepped_N) == bits(params_N - delta_N)
-
-
 def test_sgd_by_hand() -> None:
+    assert set(get_args(get_type_hints(OuterConfig)["rule"])) == set(OUTER) == set(RULES)
     sgd = of("sgd", 0.5)
     params_N, _ = sgd.step(vector(3, -1), sgd.init(vector(3, -1)), vector(2, 4), Round(0.5))
     assert params_N.tolist() == [2.0, -3.0]  # 3 − ½·2 and −1 − ½·4
-
-
-def test_nesterov_by_hand() -> None:
-    rule = of("nesterov", 0.5, 0.5)
-    params_N, state = rule.step(vector(2), rule.init(vector(2)), vector(1), Round())
-    # b = 1; θ = 2 − ½(1 + ½·1) = 1.25
-    assert params_N.tolist() == [1.25]
-    params_N, state = rule.step(params_N, state, vector(1), Round())
-    # b = ½·1 + 1 = 1.5; θ = 1.25 − ½(1 + ½·1.5) = 0.375
-    assert params_N.tolist() == [0.375]
+    stepped_N = SGD_OF_RATE_ONE.step(params_N, SGD_OF_RATE_ONE.init(params_N), vector(0.1, 0.3), Round())[0]
+    assert bits(stepped_N) == bits(np.asarray(params_N) - vector(0.1, 0.3)), "a rate of one gives the exact difference"
 
 
 def momenta(rule: OuterOptimizer, now: list[Round]) -> list[float]:
@@ -97,13 +73,13 @@ def test_a_scheduled_momentum_grows_with_the_rounds_up_to_its_limit() -> None:
     np.testing.assert_allclose(found[30:], [0.8] * 30, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("islands", "interval", "mu"),
-    [(4, 2, 0.2), (4, 6, 3 / 7), (4, 24, 0.75), (4, 200, 0.9), (1, 24, 3 / 7), (2, 24, 0.6), (8, 24, 6 / 7)],
-)
-def test_a_scheduled_momentum_is_limited_by_the_steps_of_a_round(islands: float, interval: float, mu: float) -> None:
-    found = momenta(of("scheduled", 1.0, 0.9), [Round(islands=islands, interval=interval)] * 90)
-    assert found[-1] == pytest.approx(mu)
+def test_a_scheduled_momentum_is_limited_by_the_steps_of_a_round() -> None:
+    rule = of("scheduled", 1.0, 0.9)
+    for islands, interval, mu in (
+        (4, 2, 0.2), (4, 6, 3 / 7), (4, 24, 0.75), (4, 200, 0.9), (1, 24, 3 / 7), (2, 24, 0.6), (8, 24, 6 / 7),
+    ):  # fmt: skip
+        found = momenta(rule, [Round(islands=float(islands), interval=float(interval))] * 90)
+        assert found[-1] == pytest.approx(mu), (islands, interval)
 
 
 def test_a_scheduled_momentum_falls_to_zero_at_the_end() -> None:
@@ -136,17 +112,13 @@ def test_partial_rounds_together_move_as_far_as_one_full_round() -> None:
     np.testing.assert_allclose(together, [5 - 0.7 * 2], rtol=1e-6)
 
 
-@pytest.mark.parametrize(("rate", "mu"), [(0.7, 0.9), (1.0, 0.0), (0.4, 0.5)])
-def test_nesterov_follows_the_closed_recursion(rate: float, mu: float) -> None:
-    rule = of("nesterov", rate, mu)
-    theta, b = np.ones(8), np.zeros(8)
-    params_N: Any = np.ones(8, np.float32)
-    state = rule.init(params_N)
-    for delta_N in deltas(6):
-        b = mu * b + delta_N
-        theta = theta - rate * (delta_N + mu * b)
-        params_N, state = rule.step(params_N, state, delta_N, Round(0.5))
-        np.testing.assert_allclose(params_N, theta, rtol=1e-5, atol=1e-5)
+def test_nesterov_follows_the_closed_recursion() -> None:
+    for rate, mu in ((0.7, 0.9), (1.0, 0.0), (0.4, 0.5)):
+        theta, b, found = np.ones(8), np.zeros(8), run(of("nesterov", rate, mu), deltas(6))
+        for delta_N, params_N in zip(deltas(6), found, strict=True):
+            b = mu * b + delta_N
+            theta = theta - rate * (delta_N + mu * b)
+            np.testing.assert_allclose(params_N, theta, rtol=1e-5, atol=1e-5)
 
 
 def run(rule: OuterOptimizer, rounds: list[Vector]) -> list[Any]:
@@ -160,24 +132,23 @@ def run(rule: OuterOptimizer, rounds: list[Vector]) -> list[Any]:
 
 
 @pytest.mark.parametrize("rule_name", RULES)
-def test_a_step_is_deterministic_and_changes_no_input(rule_name: str) -> None:
+def test_a_step_is_deterministic_and_float32_on_the_cpu_and_changes_no_input(rule_name: str) -> None:
     rule, (params_N, first_N, second_N) = of(rule_name), deltas(3)
-    _, state = rule.step(params_N, rule.init(params_N), first_N, Round())
-    one = rule.step(params_N, state, second_N, Round(0.5))
-    two = rule.step(params_N, state, second_N, Round(0.5))
+    with jax.default_device(jax.devices()[-1]):
+        _, state = rule.step(params_N, rule.init(params_N), first_N, Round())
+        one = rule.step(params_N, state, second_N, Round(0.5))
+        two = rule.step(params_N, state, second_N, Round(0.5))
+    leaves = jax.tree.leaves((state, one))
     assert [bits(leaf) for leaf in jax.tree.leaves(one)] == [bits(leaf) for leaf in jax.tree.leaves(two)]
     assert bits(params_N) == bits(deltas(3)[0])
-
-
-@pytest.mark.parametrize("rule_name", RULES)
-def test_everything_is_float32_on_the_cpu(rule_name: str) -> None:
-    rule, params_N = of(rule_name), np.ones(8, np.float32)
-    with jax.default_device(jax.devices()[-1]):
-        state = rule.init(params_N)
-        leaves = jax.tree.leaves((state, rule.step(params_N, state, params_N, Round())))
     assert {leaf.dtype for leaf in leaves if leaf.shape} == {np.dtype(np.float32)}
     assert {leaf.dtype for leaf in leaves if not leaf.shape} <= {np.dtype(np.int32)}, "the only scalar is a count"
     assert {device for leaf in leaves for device in leaf.devices()} == {jax.local_devices(backend="cpu")[0]}
+    for wrong in (np.ones(1, np.float32), np.ones((8, 1), np.float32), np.ones(8, np.float64)):
+        with pytest.raises(ValueError):
+            rule.step(params_N, state, wrong, Round())
+    with pytest.raises(ValueError):
+        rule.step(params_N.astype(np.float64), state, params_N, Round())
 
 
 def test_other_participation_does_not_trace_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,17 +168,6 @@ def test_other_participation_does_not_trace_again(monkeypatch: pytest.MonkeyPatc
         params_N, _ = rule.step(params_N, rule.init(params_N), np.ones(8, np.float32), Round(participation))
     assert traces == ["step"]
     assert np.asarray(params_N).tolist() == [6.0] * 8
-
-
-@pytest.mark.parametrize("rule_name", RULES)
-def test_vectors_of_another_shape_or_dtype_are_an_error(rule_name: str) -> None:
-    rule, params_N = of(rule_name), np.ones(8, np.float32)
-    state = rule.init(params_N)
-    for wrong in (np.ones(1, np.float32), np.ones((8, 1), np.float32), np.ones(8, np.float64)):
-        with pytest.raises(ValueError):
-            rule.step(params_N, state, wrong, Round())
-    with pytest.raises(ValueError):
-        rule.step(params_N.astype(np.float64), state, params_N, Round())
 
 
 # -- bytes ---------------------------------------------------------------------------------------------------------
@@ -243,21 +203,8 @@ def test_every_bit_pattern_survives() -> None:
     assert [bits(leaf) for leaf in jax.tree.leaves(loaded)] == [bits(patterns)]
 
 
-def test_states_of_other_dtypes_survive() -> None:
-    adam = outer.from_optax(optax.adam(0.1))
-    params_N = np.ones(8, np.float32)
-    state = jax.tree.map(lambda leaf: leaf + 1, adam.init(params_N))
-    _, loaded = load(adam.init(params_N), dump(params_N, state), 8)
-    before, after = jax.tree.leaves(state), jax.tree.leaves(loaded)
-    assert [leaf.dtype for leaf in after] == [leaf.dtype for leaf in before]
-    assert [leaf.tolist() for leaf in after] == [leaf.tolist() for leaf in before]
-    assert before[0].tolist() == 1  # the step count, an integer
-
-
-@pytest.mark.parametrize("rule_name", RULES)
-def test_every_damaged_byte_and_every_truncation_is_detected(rule_name: str) -> None:
-    rule = of(rule_name)
-    params_N, state = trained(rule)
+def test_every_damaged_byte_and_every_truncation_is_detected() -> None:
+    params_N, state = trained(of("scheduled"))
     data = dump(params_N, state)
     for i in range(len(data)):
         damaged = bytearray(data)
@@ -269,7 +216,7 @@ def test_every_damaged_byte_and_every_truncation_is_detected(rule_name: str) -> 
         load(state, data + b"\0", 8)
 
 
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes_are_refused(data: bytes) -> None:
     state = SGD_OF_RATE_ONE.init(np.ones(8, np.float32))
@@ -293,35 +240,35 @@ def array_of(shape: Any, dtype: Any, body: bytes) -> bytes:
     return data
 
 
-@pytest.mark.parametrize(
-    "hostile",
-    [
-        b"",
-        b"\x91" * 5000,  # deeply nested lists
-        [EIGHT, EIGHT],
-        {"params": EIGHT},
-        {"params": EIGHT, TRACE: EIGHT, "more": EIGHT},
-        {"params": EIGHT, TRACE: np.ones(7, np.float32)},
-        {"params": np.ones(7, np.float32), TRACE: EIGHT},
-        {"params": EIGHT.reshape(2, 4), TRACE: EIGHT},
-        {"params": EIGHT.astype(np.float64), TRACE: EIGHT},
-        {"params": EIGHT, TRACE: EIGHT.view(np.int32)},
-        {"params": 1.0, TRACE: EIGHT},
-        {"params": [[1.0], [2.0, 3.0]], TRACE: EIGHT},
-        {"params": EIGHT, TRACE: {"__msgpack_chunked_array__": True, "shape": {"0": 8}, "chunks": {"0": 5}}},
-        {"params": EIGHT, TRACE: {"__msgpack_chunked_array__": True, "shape": 8, "chunks": {}}},
-        array_of([1 << 62], "float32", b""),
-        array_of([8], "object", b"\0" * 64),
-        array_of([8], ",", b"\0" * 32),
-        array_of([8], 5, b"\0" * 32),
-        array_of("x", "float32", b"\0" * 32),
-    ],
-)
-def test_forged_bytes_with_a_valid_digest_are_refused(hostile: Any) -> None:
+FORGED: list[Any] = [
+    b"",
+    b"\x91" * 5000,  # deeply nested lists
+    [EIGHT, EIGHT],
+    {"params": EIGHT},
+    {"params": EIGHT, TRACE: EIGHT, "more": EIGHT},
+    {"params": EIGHT, TRACE: np.ones(7, np.float32)},
+    {"params": np.ones(7, np.float32), TRACE: EIGHT},
+    {"params": EIGHT.reshape(2, 4), TRACE: EIGHT},
+    {"params": EIGHT.astype(np.float64), TRACE: EIGHT},
+    {"params": EIGHT, TRACE: EIGHT.view(np.int32)},
+    {"params": 1.0, TRACE: EIGHT},
+    {"params": [[1.0], [2.0, 3.0]], TRACE: EIGHT},
+    {"params": EIGHT, TRACE: {"__msgpack_chunked_array__": True, "shape": {"0": 8}, "chunks": {"0": 5}}},
+    {"params": EIGHT, TRACE: {"__msgpack_chunked_array__": True, "shape": 8, "chunks": {}}},
+    array_of([1 << 62], "float32", b""),
+    array_of([8], "object", b"\0" * 64),
+    array_of([8], ",", b"\0" * 32),
+    array_of([8], 5, b"\0" * 32),
+    array_of("x", "float32", b"\0" * 32),
+]
+
+
+def test_forged_bytes_with_a_valid_digest_are_refused() -> None:
     state = of("nesterov").init(EIGHT)
     load(state, with_digest({"params": EIGHT, TRACE: EIGHT}), 8)  # the digest and the names are right
-    with pytest.raises(WireError):
-        load(state, with_digest(hostile), 8)
+    for hostile in FORGED:
+        with pytest.raises(WireError):
+            load(state, with_digest(hostile), 8)
 
 
 def test_the_state_of_another_rule_or_size_is_refused() -> None:

@@ -7,12 +7,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-import pytest
-
 from archipelago.broker.errors import UnreachableError
-from archipelago.merger.beside import Beside, Spawn, at_once, in_background
-from archipelago.merger.service import Merger
-from tests.harness.merger_run import Faulty, MergerRun, bits, values
+from archipelago.merger.beside import Spawn, at_once, in_background
+from tests.harness.merger_run import MergerRun, bits
+from tests.harness.played import started
+from tests.intercept import Faulty
 
 ROUNDS = (1, 2, 3, 4)
 
@@ -34,88 +33,65 @@ def lazily(kind: str, threads: int = 1) -> Spawn:
     return Lazy if kind == "commit" else at_once
 
 
-def serving(run: MergerRun, transport: Faulty, beside: Beside = lazily) -> Merger:
-    made = Merger(transport, run.clock, "merger", live_poll_seconds=0.0, beside=beside)
-    assert made.acquire()
-    made.load()
-    return made
-
-
-def before_each_commit(transport: Faulty, note: Callable[[], None]) -> None:
-    client: Any = transport.merger
-    commit = client.commit
-
-    def noted(*arguments: Any) -> None:
-        note()
-        commit(*arguments)
-
-    client.commit = noted
-
-
 def send_two(run: MergerRun, first: int) -> None:
-    """Send the contributions of two islands to this round and the next one."""
+    """Send the contributions of two islands to this round and the next one, as `MergerRun.play` does."""
     run.live("a", "b")
     for number in (first, first + 1):
-        for island in "ab":
-            run.send(island, number, values(2 * number + ord(island)), tokens=100 + number)
+        run.send_both(number)
 
 
 def played(fault: tuple[str, int, str] | None = None) -> tuple[MergerRun, Faulty]:
     """Play four rounds, two in each turn. One write may fail, and the merger then loads the run again."""
     run = MergerRun(quorum=2)
-    faulty = Faulty(run.broker, "sample", [fault] if fault else [])
-    merger = serving(run, faulty)
+    faulty = run.faulty(*([fault] if fault else []))
+    merger = run.merger(transport=faulty, beside=lazily)
     for first in (1, 3):
         send_two(run, first)
         try:
             assert merger.turn(0.0)
         except UnreachableError:
-            assert merger.acquire()
-            merger.load()
+            started(merger)
         while merger.state.closed <= first:
             assert merger.turn(0.0)
     return run, faulty
 
 
 def test_a_round_is_merged_before_the_commit_of_the_one_before_has_ended() -> None:
-    run = MergerRun(quorum=2)
-    transport = Faulty(run.broker, "sample")
-    merger = serving(run, transport)
-    waiting: list[set[int]] = []
-    before_each_commit(transport, lambda: waiting.append(merger.inbox.waiting_fragments()))
+    run, waiting = MergerRun(quorum=2), list[set[int]]()
+
+    def note(name: str, *_: object) -> None:
+        if name == "commit":
+            waiting.append(merger.inbox.waiting_fragments())
+
+    merger = run.merger(transport=run.faulty(before=note), beside=lazily)
     send_two(run, 1)
     assert merger.turn(0.0)
     assert waiting == [set(), set()], "the second round was not taken up before the first commit"
     assert [entry.round for entry in run.transport.reader.tape(10)] == [1, 2]
 
 
-def test_overlapping_rounds_have_the_bits_of_rounds_one_by_one() -> None:
+def test_overlapping_rounds_have_the_bits_of_rounds_one_by_one_also_when_a_commit_fails() -> None:
+    """A round is merged again if the commit before it fails. `after` stands for a write whose answer is lost."""
     alone = MergerRun(quorum=2)
-    merger = alone.merger()
-    for number in ROUNDS:
-        alone.live("a", "b")
-        for island in "ab":
-            alone.send(island, number, values(2 * number + ord(island)), tokens=100 + number)
-        assert merger.turn(0.0)
-    assert bits(played()[0]) == bits(alone)
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("commit", range(len(ROUNDS)))
-def test_a_commit_that_fails_takes_the_round_after_it_along(commit: int, when: str) -> None:
-    """`after` stands for a write that arrived although its answer did not."""
-    run, faulty = played(("commit", commit, when))
-    assert faulty.broken == 1
-    run.balance()
-    assert bits(run) == bits(played()[0])
+    alone.play(alone.merger(), *ROUNDS)
+    expected = bits(alone)
+    assert bits(played()[0]) == expected
+    for commit in range(len(ROUNDS)):
+        for when in ("before", "after"):
+            run, faulty = played(("commit", commit, when))
+            assert faulty.broken == 1
+            run.balance()
+            assert bits(run) == expected, (commit, when)
 
 
 def test_a_commit_runs_on_a_thread_of_its_own() -> None:
-    run = MergerRun(quorum=2)
-    transport = Faulty(run.broker, "sample")
-    merger = serving(run, transport, in_background)
-    threads: list[str] = []
-    before_each_commit(transport, lambda: threads.append(threading.current_thread().name))
+    run, threads = MergerRun(quorum=2), list[str]()
+
+    def note(name: str, *_: object) -> None:
+        if name == "commit":
+            threads.append(threading.current_thread().name)
+
+    merger = run.merger(transport=run.faulty(before=note), beside=in_background)
     send_two(run, 1)
     assert merger.turn(0.0)
     assert [name.partition("_")[0] for name in threads] == ["commit", "commit"]

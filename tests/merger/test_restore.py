@@ -6,12 +6,10 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from archipelago.broker.config import RunConfig, WireConfig
 from archipelago.broker.errors import ConfigError
@@ -19,35 +17,27 @@ from archipelago.broker.memory.state import MemoryRun
 from archipelago.broker.messages import Snapshot
 from archipelago.broker.wire import digest_of, unpack
 from archipelago.merger import outer
-from archipelago.merger.beside import at_once
 from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.merger.restore import load
 from archipelago.merger.round_merge import RoundMerge
 from archipelago.merger.service import Merger
 from archipelago.merger.state import RunState
-from archipelago.merger.storage import MergerFolder
-from tests import samples
 from tests.failing import failing
-from tests.intercept import Intercepted
 from tests.harness.merger_run import (
     CONFIG,
+    ISOTROPIC,
     SIZE,
     MergerRun,
     Shelf,
     bits,
     constant,
     logged_codes,
+    served_run,
     state_of,
     values,
 )
-from tests.tiers import examples
 
 ROUNDED = replace(CONFIG, wire=WireConfig(down="bfloat16"))
-ISOTROPIC = replace(CONFIG, merge=replace(CONFIG.merge, embedding="isotropic", rest="isotropic"))
-
-
-def stored_run(run: MergerRun) -> MemoryRun:
-    return run.broker.runs["sample"]
 
 
 def flip(data: bytes) -> bytes:
@@ -81,8 +71,7 @@ DAMAGE: dict[str, Callable[[MemoryRun], object]] = {
 
 def begun(config: RunConfig, store: CheckpointStore) -> tuple[MergerRun, Merger]:
     """Run seven rounds, and take a checkpoint of the first three."""
-    run = MergerRun(config, quorum=2)
-    merger = run.merger(checkpointer=run.checkpointer(store))
+    run, merger = served_run(config, quorum=2, store=store)
     run.play(merger, 1, 2, 3)
     merger.checkpoint()
     run.play(merger, 4, 5, 6, 7)
@@ -90,6 +79,7 @@ def begun(config: RunConfig, store: CheckpointStore) -> tuple[MergerRun, Merger]
     return run, merger
 
 
+@cache
 def undisturbed(config: RunConfig) -> list[Any]:
     run, merger = begun(config, Shelf())
     run.play(merger, 8, 9, 10)
@@ -101,53 +91,38 @@ def test_the_lease_can_be_renewed_between_the_downloads_of_two_fragments() -> No
     run, _ = begun(CONFIG, Shelf())
     calls: list[str] = []
 
-    class Watched(Intercepted):
-        def intercept(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            calls.extend(["download"] * (name == "fragment"))
-            return super().intercept(name, method, *args, **kwargs)
+    def note(name: str, *_: object) -> None:
+        calls.extend(["download"] * (name == "fragment"))
 
-    manifest = run.transport.reader.manifest()
-    load(Watched(run.transport), RoundMerge.of(manifest), None, lambda: calls.append("between"))
-    assert calls.count("download") == len(manifest.fragments) > 1
-    assert "download download" not in " ".join(calls)
+    load(run.faulty(before=note), RoundMerge.of(run.manifest), None, lambda: calls.append("between"))
+    assert calls == ["download", "between"] * 2
 
 
-@pytest.mark.parametrize("config", [CONFIG, ROUNDED, ISOTROPIC], ids=["exact", "rounded", "isotropic"])
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_lost_state_is_rebuilt_to_the_same_bits(
-    damage: str, config: RunConfig, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = Shelf()
-    run, _ = begun(config, store)
-    DAMAGE[damage](stored_run(run))
-    merger = run.merger(checkpointer=run.checkpointer(store))
-    assert "restore.rebuilt" in logged_codes(caplog)
-    run.play(merger, 8, 9, 10)
-    assert bits(run) == undisturbed(config)
-    run.balance()
+def test_lost_state_is_rebuilt_to_the_same_bits(caplog: pytest.LogCaptureFixture) -> None:
+    all_lost = "everything missing"
+    for damage, config in [*((damage, CONFIG) for damage in DAMAGE), (all_lost, ROUNDED), (all_lost, ISOTROPIC)]:
+        store = Shelf()
+        run, _ = begun(config, store)
+        DAMAGE[damage](run.stored)
+        caplog.clear()
+        merger = run.merger(store=store)
+        assert "restore.rebuilt" in logged_codes(caplog), damage
+        run.play(merger, 8, 9, 10)
+        assert bits(run) == undisturbed(config), damage
+        run.balance()
 
 
 @pytest.mark.parametrize("damage", ["state missing", "everything missing"])
 def test_entries_that_a_complete_checkpoint_covers_leave_the_stream(damage: str) -> None:
-    store = Shelf()
-    run = MergerRun(CONFIG, quorum=2)
-    first = run.merger(checkpointer=run.checkpointer(store))
+    store, run = Shelf(), MergerRun(CONFIG, quorum=2)
+    first = run.merger(store=store)
     run.play(first, 1, 2, 3)
     first.checkpoint()  # the merger dies before the turn in which it would trim
-    DAMAGE[damage](stored_run(run))
-    second = run.merger(checkpointer=run.checkpointer(store))
+    DAMAGE[damage](run.stored)
+    second = run.merger(store=store)
     assert run.transport.reader.books().kept == 0
     run.play(second, 4)
     run.balance()
-
-
-def test_lost_state_is_rebuilt_from_a_folder(tmp_path: Path) -> None:
-    run, _ = begun(CONFIG, MergerFolder(tmp_path).store)
-    DAMAGE["everything missing"](stored_run(run))
-    folder = MergerFolder(tmp_path)
-    merger = run.merger(checkpointer=folder.checkpointer(run.broker.connect("sample"), run.manifest, 1e9, at_once))
-    run.play(merger, 8, 9, 10)
-    assert bits(run) == undisturbed(CONFIG)
 
 
 def test_nothing_is_rebuilt_when_nothing_is_lost(caplog: pytest.LogCaptureFixture) -> None:
@@ -157,47 +132,10 @@ def test_nothing_is_rebuilt_when_nothing_is_lost(caplog: pytest.LogCaptureFixtur
 
     store = Untouched()
     run, _ = begun(CONFIG, store)
-    merger = run.merger(checkpointer=run.checkpointer(store))
+    merger = run.merger(store=store)
     assert not caplog.records
     run.play(merger, 8, 9, 10)
     assert bits(run) == undisturbed(CONFIG)
-
-
-SCRIPT = st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 2), st.integers(0, 2)), min_size=1, max_size=14)
-
-
-@settings(max_examples=examples(40))
-@given(SCRIPT, st.integers(0, 14), st.integers(0, 14), st.sampled_from(["none", "outer", "state", "both"]))
-def test_a_loss_at_any_time_after_a_checkpoint_changes_no_bit(
-    script: list[tuple[str, int, int]], checkpoint: int, loss: int, what: str
-) -> None:
-    assert played(script, checkpoint, loss, what) == played(script, checkpoint, loss, "")
-
-
-def played(script: list[tuple[str, int, int]], checkpoint: int, loss: int, what: str) -> list[Any]:
-    """Lose `what` once there is a checkpoint, and let another merger take over. Lose nothing if it is empty."""
-    store = Shelf()
-    run = MergerRun(quorum=2)
-    run.live("a", "b", "c")
-    merger = run.merger(checkpointer=run.checkpointer(store))
-    for index, (island, ahead, behind) in enumerate(script):
-        if index >= checkpoint and merger.state.closed and not store.images:
-            merger.checkpoint()
-        if index == max(loss, checkpoint) and store.images and what:
-            stored_run(run).outer |= {p: b"" for p in stored_run(run).outer if what in ("outer", "both")}
-            stored_run(run).state = "" if what in ("state", "both") else stored_run(run).state
-            merger = run.merger(checkpointer=run.checkpointer(store))
-        number = merger.rounds.closed + ahead
-        base = max(0, run.version((number - 1) % 2) - behind)
-        run.send(island, number, values(index), tokens=100 + index, base=base)
-        merger.turn(0.0)
-    run.live("a", "b", "c", state="left")
-    merger.turn(0.0)
-    run.balance()
-    out = bits(run)
-    # Compare the merger's memory, because Redis has a fragment's outer state again only after its next round.
-    out[2] = [outer.dump(fragment.params_N, fragment.outer) for fragment in merger.fragments]
-    return out
 
 
 # -- state that Redis still has is newer than the checkpoint's -------------------------------------------------------
@@ -209,8 +147,8 @@ def test_refusals_are_remembered_if_the_state_is_not_lost() -> None:
     run.send("a", 8, constant(float("nan")))
     refused = run.sent[-1][0]
     run.play(merger, 8)
-    stored_run(run).outer.clear()
-    again = run.merger(checkpointer=run.checkpointer(store))
+    run.stored.outer.clear()
+    again = run.merger(store=store)
     assert again.state.has_seen(refused.identity)
     assert again.state.timing == RunState.from_json(run.transport.reader.merger_state()).timing
 
@@ -219,12 +157,12 @@ def test_kept_entries_stay_in_the_stream_after_a_restore() -> None:
     """A second loss needs these entries, and the checkpoint after that trims them."""
     store = Shelf()
     run, _ = begun(CONFIG, store)
-    DAMAGE["everything missing"](stored_run(run))
-    merger = run.merger(checkpointer=run.checkpointer(store))
+    DAMAGE["everything missing"](run.stored)
+    merger = run.merger(store=store)
     assert run.transport.reader.books().kept == 8
     assert [kept.round for kept in merger.retention.kept] == [4, 5, 6, 7]
-    DAMAGE["everything missing"](stored_run(run))
-    merger = run.merger(checkpointer=run.checkpointer(store))
+    DAMAGE["everything missing"](run.stored)
+    merger = run.merger(store=store)
     run.play(merger, 8, 9, 10)
     assert bits(run) == undisturbed(CONFIG)
     merger.finish()
@@ -235,8 +173,8 @@ def test_a_restart_has_the_published_parameters_bit_for_bit() -> None:
     """Snapshots are rounded, and the next round may be empty, or a checkpoint may come before it."""
     run = MergerRun(ROUNDED, quorum=2)
     store = Shelf()
-    run.play(run.merger(checkpointer=run.checkpointer(store)), 1, 2, 3)
-    merger = run.merger(checkpointer=run.checkpointer(store))
+    run.play(run.merger(store=store), 1, 2, 3)
+    merger = run.merger(store=store)
     merger.finish()
     assert list(store.images) == [3]
     run.live("a", "b", state="left")
@@ -252,70 +190,56 @@ def test_a_restart_has_the_published_parameters_bit_for_bit() -> None:
 # -- losses that cannot be restored ----------------------------------------------------------------------------------
 
 
-def loaded(run: MergerRun, store: CheckpointStore | None) -> Merger:
-    return run.merger(checkpointer=run.checkpointer(store) if store else None)
+STORES = (None, Shelf())  # no folder, and one without a checkpoint
 
 
-@pytest.mark.parametrize("store", [None, Shelf()], ids=["no folder", "no checkpoint"])
-def test_without_a_checkpoint_the_run_continues_with_fresh_momentum(
-    store: Shelf | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    run, _ = begun(CONFIG, Shelf())
-    whole = stored_run(run).outer[0]
-    published = run.parameters(1)
-    del stored_run(run).outer[1]
-    merger = loaded(run, store)
-    assert logged_codes(caplog) == ["restore.lost", "restore.fresh"]
-    kept, fresh = merger.fragments
-    assert outer.dump(kept.params_N, kept.outer) == whole
-    assert fresh.params_N.tolist() == published
-    assert all(not leaf.any() for leaf in outer._named_state(fresh.outer).values())
-    assert [f.norms for f in merger.fragments] == [state_of(run).norms[p] for p in range(2)]
-    run.play(merger, 8, 9, 10)
-    run.balance()
+def test_without_a_checkpoint_the_run_continues_with_fresh_momentum(caplog: pytest.LogCaptureFixture) -> None:
+    for store in STORES:
+        run, _ = begun(CONFIG, Shelf())
+        whole, published = run.stored.outer[0], run.parameters(1)
+        del run.stored.outer[1]
+        caplog.clear()
+        merger = run.merger(store=store)
+        assert logged_codes(caplog) == ["restore.lost", "restore.fresh"]
+        kept, fresh = merger.fragments
+        assert outer.dump(kept.params_N, kept.outer) == whole
+        assert fresh.params_N.tolist() == published
+        assert all(not leaf.any() for leaf in outer._named_state(fresh.outer).values())
+        assert [f.norms for f in merger.fragments] == [state_of(run).norms[p] for p in range(2)]
+        run.play(merger, 8, 9, 10)
+        run.balance()
 
 
-@pytest.mark.parametrize("store", [None, Shelf()], ids=["no folder", "no checkpoint"])
-def test_without_a_checkpoint_a_lost_state_is_an_error(store: Shelf | None) -> None:
-    run, _ = begun(CONFIG, Shelf())
-    stored_run(run).state = ""
-    before = run.digests()
-    with failing(ConfigError, "config.lost-state"):
-        loaded(run, store)
-    assert run.digests() == before
+def test_without_a_checkpoint_a_state_that_is_lost_or_of_another_version_is_an_error() -> None:
+    for store in STORES:
+        run, _ = begun(CONFIG, Shelf())
+        before, older = run.digests(), json.loads(run.stored.state)
+        run.stored.state = ""
+        with failing(ConfigError, "config.lost-state"):
+            run.merger(store=store)
+        for added in ("cursors", "step_seconds", "island_tokens", "covered"):
+            del older[added]
+        run.stored.state = json.dumps(older)
+        with failing(ConfigError, "config.merger-state"):
+            run.merger(store=store)
+        assert run.digests() == before
 
 
-@pytest.mark.parametrize("store", [None, Shelf()], ids=["no folder", "no checkpoint"])
-def test_a_state_of_another_version_is_an_error(store: Shelf | None) -> None:
-    run, _ = begun(CONFIG, Shelf())
-    older = json.loads(stored_run(run).state)
-    for added in ("cursors", "step_seconds", "island_tokens", "covered"):
-        del older[added]
-    stored_run(run).state = json.dumps(older)
-    with failing(ConfigError, "config.merger-state"):
-        loaded(run, store)
-
-
-def test_missing_entries_are_logged_as_a_difference(caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_entries_and_a_gap_in_the_tape_are_logged_as_differences(caplog: pytest.LogCaptureFixture) -> None:
     store = Shelf()
     run, merger = begun(CONFIG, store)
-    (entry,) = [entry for entry in run.transport.reader.tape(100) if entry.round == 5]
-    merger.transport.merger.trim(merger.epoch, [entry.members[1].entry])
-    stored_run(run).outer.clear()
-    run.merger(checkpointer=run.checkpointer(store))
-    assert logged_codes(caplog)[-2:] == ["replay.contribution", "restore.fresh"]
-    stored_run(run).state = ""
-    with failing(ConfigError, "config.lost-state"):
-        run.merger(checkpointer=run.checkpointer(store))
-
-
-def test_a_gap_in_the_tape_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    store = Shelf()
-    run, _ = begun(CONFIG, store)
-    stored_run(run).outer.clear()
-    del stored_run(run).tape[4]
-    run.merger(checkpointer=run.checkpointer(store))
+    run.stored.outer.clear()
+    fifth = run.stored.tape.pop(4)
+    run.merger(store=store)
     assert "replay.round" in logged_codes(caplog)
+    run.stored.tape.insert(4, fifth)
+    merger.transport.merger.trim(merger.epoch + 1, [fifth.members[1].entry])
+    run.stored.outer.clear()
+    run.merger(store=store)
+    assert logged_codes(caplog)[-2:] == ["replay.contribution", "restore.fresh"]
+    run.stored.state = ""
+    with failing(ConfigError, "config.lost-state"):
+        run.merger(store=store)
 
 
 def test_a_tape_that_ends_early_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -326,43 +250,28 @@ def test_a_tape_that_ends_early_is_logged(caplog: pytest.LogCaptureFixture) -> N
     run.send("a", 9, values(1), farewell=True)
     merger.turn(0.0)
     assert [len(entry.members) for entry in run.transport.reader.tape(2)] == [0, 1]
-    stored_run(run).tape[-2:] = stored_run(run).tape[-1:]  # a gap, first
-    stored_run(run).outer.clear()
-    run.merger(checkpointer=run.checkpointer(store))
-    assert "replay.round" in logged_codes(caplog)
-    del stored_run(run).tape[-1:]
-    stored_run(run).outer.clear()
-    caplog.clear()
-    run.merger(checkpointer=run.checkpointer(store))
-    assert "replay.published" in logged_codes(caplog)
-
-
-def test_rebuilt_parameters_that_were_not_published_are_rejected(caplog: pytest.LogCaptureFixture) -> None:
-    store = Shelf()
-    run, _ = begun(CONFIG, store)
-    _, *others = store.images[3].snapshots
-    other = samples.first_snapshots(run.manifest, 0.125)[0]
-    store.images[3] = replace(store.images[3], snapshots=[other, *others], outers=[b"", b""])
-    stored_run(run).outer.clear()
-    run.merger(checkpointer=run.checkpointer(store))
-    assert any(code.startswith("replay.") for code in logged_codes(caplog))
+    run.stored.tape[-2:] = run.stored.tape[-1:]  # a gap, first
+    for code in ("replay.round", "replay.published"):
+        run.stored.outer.clear()
+        caplog.clear()
+        run.merger(store=store)
+        assert code in logged_codes(caplog)
+        del run.stored.tape[-1:]
 
 
 def test_a_checkpoint_of_rounds_that_redis_has_lost_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
     """Redis was restarted and has lost its last second. The checkpoint holds rounds that Redis does not have."""
     store = Shelf()
-    run = MergerRun(quorum=2)
-    merger = run.merger(checkpointer=run.checkpointer(store))
+    run, merger = served_run(quorum=2, store=store)
     run.play(merger, 1, 2)
-    stored = stored_run(run)
+    stored = run.stored
     earlier = (dict(stored.fragments), dict(stored.outer), stored.state, list(stored.tape))
     run.play(merger, 3)
     merger.checkpoint()
     stored.fragments, stored.outer, stored.state, stored.tape = earlier
     stored.outer.clear()
-    merger = run.merger(checkpointer=run.checkpointer(store))
+    assert run.merger(store=store).state.closed == 2
     assert any(code.startswith("replay.") for code in logged_codes(caplog))
-    assert merger.state.closed == 2
 
 
 @pytest.mark.parametrize("lost", ["outer", "state"])
@@ -371,12 +280,12 @@ def test_a_checkpoint_of_another_run_is_not_used(lost: str, caplog: pytest.LogCa
     run, _ = begun(CONFIG, store)
     other = replace(run.manifest, config=replace(CONFIG, seed=7))
     strange.images[3] = replace(store.images[3], manifest=other)
-    setattr(stored_run(run), lost, {} if lost == "outer" else "")
+    setattr(run.stored, lost, {} if lost == "outer" else "")
     if lost == "outer":
-        assert run.merger(checkpointer=run.checkpointer(strange)).state.closed == 7
+        assert run.merger(store=strange).state.closed == 7
     else:
         with failing(ConfigError, "config.lost-state"):
-            run.merger(checkpointer=run.checkpointer(strange))
+            run.merger(store=strange)
     assert "wire.other-run" in logged_codes(caplog)
 
 
@@ -386,32 +295,16 @@ def test_unreadable_checkpoints_do_not_end_a_run_that_can_continue(caplog: pytes
             raise ConfigError("no checkpoint in here can be read", "Put back a copy.")
 
     run, _ = begun(CONFIG, Shelf())
-    stored_run(run).outer.clear()
-    run.play(run.merger(checkpointer=run.checkpointer(Broken())), 8)
+    run.stored.outer.clear()
+    run.play(run.merger(store=Broken()), 8)
     assert "config" in logged_codes(caplog)
-    stored_run(run).state = ""
+    run.stored.state = ""
     with failing(ConfigError, "config.lost-state"):
-        run.merger(checkpointer=run.checkpointer(Broken()))
-
-
-def test_the_lease_is_renewed_while_the_run_is_loaded() -> None:
-    run, _ = begun(CONFIG, Shelf())
-    asked = 0
-
-    def between() -> None:
-        nonlocal asked
-        asked += 1
-
-    from archipelago.merger.restore import load
-    from archipelago.merger.round_merge import RoundMerge
-
-    load(run.transport, RoundMerge.of(run.manifest), None, between)
-    assert asked == 2  # once for each fragment
+        run.merger(store=Broken())
 
 
 def test_a_run_without_rounds_is_loaded_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    run = MergerRun()
-    merger = run.merger(checkpointer=run.checkpointer(Shelf()))
+    run, merger = served_run(store=Shelf())
     assert (merger.state, run.events(Snapshot)) == (RunState(), [])
     assert not caplog.records

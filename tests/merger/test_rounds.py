@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from statistics import median_low
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archipelago.broker.config import SyncConfig
 from archipelago.broker.messages import Contribution
+from archipelago.merger.claims import ACCOUNTS_MAX
 from archipelago.merger.rounds import Close, Rounds, grace_seconds, slack, stride_seconds
 from archipelago.merger.state import RoundTiming, RunState
+from archipelago.merger.step_times import StepTimes, is_step_seconds
 from tests import samples
+from tests.tiers import examples
 
 FRAGMENTS = 4
 
@@ -74,9 +78,7 @@ def test_only_open_rounds_are_called() -> None:
 def test_a_departing_island_does_not_call_a_round() -> None:
     some = rounds()
     some.answer(answered("a", farewell=True), 0.0)
-    assert some.calls() == []
-    assert some.close(0.0, LIVE, waiting(1)) is None
-    assert some.deadline() is None
+    assert (some.calls(), some.close(0.0, LIVE, waiting(1)), some.deadline()) == ([], None, None)
     some.answer(answered("b"), 5.0)
     assert some.calls() == [1]
 
@@ -85,8 +87,7 @@ def test_the_window_is_at_most_the_number_of_fragments() -> None:
     some = rounds(window=64, fragments=3)
     for number in (1, 2, 3, 4):
         some.answer(samples.contribution(round=number, fragment=(number - 1) % 3), 0.0)
-    assert some.window == 3
-    assert some.calls() == [1, 2, 3]
+    assert (some.window, some.calls()) == (3, [1, 2, 3])
 
 
 # -- closing by answers --------------------------------------------------------------------------------------------
@@ -102,41 +103,21 @@ def test_a_round_closes_once_all_live_islands_have_answered() -> None:
     assert close == Close(1, quorum_seconds=2.5, grace_seconds=2.0, open_seconds=2.5)
 
 
-def test_answers_of_dead_islands_do_not_delay_a_round() -> None:
-    some = rounds()
-    for island in ("gone", "a", "b"):
-        some.answer(answered(island), 0.0)
-    assert some.close(0.0, LIVE, waiting(1)) is not None
-
-
-def test_a_farewell_answers_for_its_island() -> None:
-    some = rounds(quorum=2)
-    some.answer(answered("a", farewell=True), 0.0)
-    some.answer(answered("b"), 0.0)
-    assert some.close(0.0, LIVE, waiting(1)) is not None
-
-
-def test_several_contributions_of_one_island_are_one_answer() -> None:
-    some = rounds(quorum=2)
-    for _ in range(3):
-        some.answer(answered("a"), 0.0)
-    assert some.close(1e6, LIVE, waiting(1)) is None
+def test_farewells_and_dead_islands_answer_and_repeats_do_not() -> None:
+    for islands, quorum, closes in ((("gone", "a", "b"), 1, True), (("a", "b"), 2, True), (("a", "a", "a"), 2, False)):
+        some = rounds(quorum=quorum)
+        for island in islands:
+            some.answer(answered(island, farewell=quorum == 2 and closes and island == "a"), 0.0)
+        assert (some.close(1e6 * (not closes), LIVE, waiting(1)) is not None) == closes, islands
 
 
 def test_a_quorum_is_at_most_the_number_of_live_islands() -> None:
-    some = rounds(quorum=5)
+    some = rounds(quorum=5, grace=0.0)
     some.answer(answered("a"), 0.0)
     assert some.close(0.0, LIVE, waiting(1)) is None
     assert some.close(1e6, LIVE, waiting(1)) is None  # two islands are live, one has answered
-    assert some.close(1e6, frozenset("a"), waiting(1)) is not None  # the other island died
-
-
-def test_an_answer_of_a_dead_island_counts_towards_the_quorum() -> None:
-    some = rounds(quorum=2, grace=0.0)
-    some.answer(answered("gone"), 0.0)
-    assert some.close(1.0, frozenset("ab"), waiting(1)) is None
-    close = some.close(2.0, frozenset("a"), waiting(1))
-    assert close == Close(1, quorum_seconds=2.0, grace_seconds=0.0, open_seconds=2.0)
+    close = some.close(1e6, frozenset("a"), waiting(1))  # the other island died
+    assert close == Close(1, quorum_seconds=1e6, grace_seconds=0.0, open_seconds=1e6)
 
 
 # -- closing by the clock ------------------------------------------------------------------------------------------
@@ -180,20 +161,10 @@ def test_grace_is_fixed_at_the_quorum() -> None:
     assert some.deadline() == 2.0
 
 
-def test_without_grace_a_round_closes_at_its_quorum() -> None:
-    some = rounds(grace=0.0)
-    some.answer(answered("a"), 3.0)
-    assert some.close(3.0, LIVE, waiting(1)) == Close(1, 0.0, 0.0, 0.0)
-
-
-def test_without_slack_there_is_no_grace() -> None:
-    some = rounds(timing=RoundTiming(quorum_seconds=4.0, sync_seconds=0.5))
-    some.answer(answered("a"), 0.0)
-    assert some.close(0.0, LIVE, waiting(1)) is not None
-
-
-def test_a_round_below_its_quorum_never_closes_by_time() -> None:
-    """Time alone never closes a round with fewer answers than the quorum K."""
+def test_without_grace_or_slack_a_round_closes_at_its_quorum_and_never_before() -> None:
+    for some in (rounds(grace=0.0), rounds(timing=RoundTiming(quorum_seconds=4.0, sync_seconds=0.5))):
+        some.answer(answered("a"), 3.0)
+        assert some.close(3.0, LIVE, waiting(1)) == Close(1, 0.0, 0.0, 0.0)
     some = rounds(quorum=2)
     some.answer(answered("a"), 0.0)
     assert some.close(1e9, frozenset("abc"), waiting(1)) is None
@@ -205,11 +176,11 @@ def test_a_round_below_its_quorum_never_closes_by_time() -> None:
 
 def test_rounds_close_in_order() -> None:
     some = rounds()
-    some.answer(answered("a", 2), 0.0)
-    some.answer(answered("b", 2), 0.0)
+    for island in LIVE:
+        some.answer(answered(island, 2), 0.0)
     assert some.close(1e6, LIVE, waiting(2)) is None  # complete, but round 1 is not closed
-    some.answer(answered("a", 1), 1e6)
-    some.answer(answered("b", 1), 1e6)
+    for island in LIVE:
+        some.answer(answered(island, 1), 1e6)
     for number in (1, 2):
         close = some.close(1e6, LIVE, waiting(number, 2))
         assert close is not None
@@ -231,21 +202,16 @@ def test_a_later_round_has_its_own_quorum_and_grace() -> None:
     assert some.close(12.0, LIVE, waiting(2)) == Close(2, 0.0, 2.0, 12.0)
 
 
-def test_a_late_contribution_waits_and_is_no_answer() -> None:
+def test_late_contributions_and_those_of_other_fragments_are_no_answers() -> None:
     some = rounds(closed=4)
     some.answer(answered("a", 1), 0.0)  # round 1 and round 5 sync the same fragment
     assert some.calls() == []
+    for live in (frozenset[str](), LIVE):
+        assert some.close(1e6, live, set()) is None
     assert some.close(1e6, frozenset("a"), waiting(5)) is None
     some.answer(answered("a", 5), 1e6)
+    assert some.close(1e6, frozenset("a"), waiting(6)) is None
     assert some.close(1e6, frozenset("a"), waiting(5)) is not None
-
-
-def test_no_round_closes_without_waiting_contributions() -> None:
-    some = rounds()
-    assert some.close(1e6, frozenset(), set()) is None
-    assert some.close(1e6, LIVE, set()) is None
-    some.answer(answered("a"), 0.0)
-    assert some.close(1e6, frozenset("a"), waiting(2)) is None  # the waiting contribution is of another fragment
 
 
 # -- the end -------------------------------------------------------------------------------------------------------
@@ -278,15 +244,11 @@ def test_a_round_whose_answers_were_merged_earlier_closes_empty() -> None:
     assert some.close(0.0, LIVE, set()) is None
 
 
-def test_without_live_islands_all_rounds_are_drained() -> None:
+@given(st.integers(0, 20), st.sets(st.integers(0, FRAGMENTS - 1)), st.integers(1, 9), st.integers(1, 9))
+def test_draining_takes_at_most_one_round_per_fragment(closed: int, left: set[int], window: int, quorum: int) -> None:
     some = rounds()
     some.answer(answered("a", 3, farewell=True), 0.0)
     assert drain(some, waiting(3)) == [1, 2, 3]  # 1 and 2 are empty
-    assert some.closed == 3
-
-
-@given(st.integers(0, 20), st.sets(st.integers(0, FRAGMENTS - 1)), st.integers(1, 9), st.integers(1, 9))
-def test_draining_takes_at_most_one_round_per_fragment(closed: int, left: set[int], window: int, quorum: int) -> None:
     numbers = drain(rounds(closed=closed, window=window, quorum=quorum), set(left))
     assert numbers == list(range(closed + 1, closed + 1 + len(numbers)))
     assert {(number - 1) % FRAGMENTS for number in numbers} >= left
@@ -347,10 +309,7 @@ def test_the_first_sample_sets_the_average_and_the_next_ones_move_it() -> None:
     timing = timing.after_sync(1.0, 0.5).after_sync(3.0, 0.5)
     assert timing == RoundTiming(quorum_seconds=10.0, sync_seconds=2.0)  # 0.5·1 + 0.5·3
     assert timing.after_quorum(4.0, 0.0).quorum_seconds == 4.0  # without smoothing it is the last sample
-
-
-def test_a_clock_that_is_set_back_gives_a_sample_of_zero() -> None:
-    assert RoundTiming().after_sync(-5.0, 0.8).sync_seconds == 0.0
+    assert RoundTiming().after_sync(-5.0, 0.8).sync_seconds == 0.0, "a clock that was set back gives zero"
     assert RoundTiming(10.0, None).after_quorum(-5.0, 0.5).quorum_seconds == 5.0
 
 
@@ -369,10 +328,8 @@ def test_stride_by_hand() -> None:
     # H = 24 over P = 6: strides of 4 inner steps.
     assert stride_seconds(step_seconds, {"fast", "slow"}, 24, 6) == 2.0
     assert stride_seconds(step_seconds, ["slow"], 24, 6) == 8.0
-    assert stride_seconds(step_seconds, [], 24, 6) == pytest.approx(0.4)  # no live island is known: use all
-    assert stride_seconds(step_seconds, ["new", "odd", "stuck"], 24, 6) == pytest.approx(
-        0.4
-    )  # no island has reported a time
+    for none_of in ([], ["new", "odd", "stuck"]):  # no live island is known or has reported a time: use all
+        assert stride_seconds(step_seconds, none_of, 24, 6) == pytest.approx(0.4)
     assert stride_seconds({"new": 0.0, "wrong": -1.0}, ["new"], 24, 6) == 0.0
     assert stride_seconds({}, ["fast"], 24, 6) == 0.0
     assert stride_seconds({"fast": 1.0}, ["fast"], 2, 6) == pytest.approx(1 / 3)  # a stride may be less than a step
@@ -389,14 +346,6 @@ def test_grace_is_never_negative_and_shrinks_with_late_rounds(
     assert grace_seconds(gamma, slack(window, stride, RoundTiming(quorum, sync + more))) <= grace
 
 
-def test_grace_grows_with_the_window_and_shrinks_with_the_quorum() -> None:
-    def grace(window: int, quorum: float) -> float:
-        return grace_seconds(0.5, slack(window, 10.0, RoundTiming(quorum, 0.0)))
-
-    assert grace(2, 6.0) == 7.0 < grace(3, 6.0) == 12.0
-    assert grace(2, 6.0) > grace(2, 8.0) == 6.0
-
-
 @given(st.lists(SECONDS, min_size=1, max_size=20), st.floats(0.0, 0.99))
 def test_an_average_stays_between_its_samples(samples: list[float], smoothing: float) -> None:
     timing = RoundTiming()
@@ -404,3 +353,56 @@ def test_an_average_stays_between_its_samples(samples: list[float], smoothing: f
         timing = timing.after_quorum(sample, smoothing)
     assert timing.quorum_seconds is not None
     assert min(samples) * (1 - 1e-9) <= timing.quorum_seconds <= max(samples) * (1 + 1e-9)
+
+
+# -- step times of islands, kept in order as contributions arrive ------------------------------------------------------
+
+NAMES = "abcde"
+SECONDS = st.sampled_from([0.0, 0.5, 0.5, 1.0, 2.0, 1e-300, math.inf])
+REPORTS = st.dictionaries(st.sampled_from(NAMES), SECONDS)
+
+
+def require_equal(times: StepTimes, reported: dict[str, float]) -> None:
+    assert dict(times.items()) == reported
+    for island in (*NAMES, "stranger"):
+        others = [s for name, s in reported.items() if name != island and is_step_seconds(s)]
+        assert times.count_of_others(island) == len(others)
+        assert times.median_of_others(island) == (median_low(others) if others else None)
+
+
+@settings(max_examples=examples(200))
+@given(REPORTS, st.lists(st.tuples(st.sampled_from(NAMES), SECONDS | st.none())))
+def test_the_median_of_the_others_is_that_of_a_sorted_list(
+    reported: dict[str, float], changes: list[tuple[str, float | None]]
+) -> None:
+    times = StepTimes(reported)
+    require_equal(times, reported)
+    for island, seconds in changes:
+        if seconds is None:
+            times.drop(island)
+            reported.pop(island, None)
+        else:
+            times.put(island, seconds)
+            reported[island] = seconds
+        require_equal(times, reported)
+
+
+@settings(max_examples=examples(100))
+@given(st.frozensets(st.sampled_from(NAMES)), st.lists(st.tuples(st.sampled_from(NAMES), SECONDS), max_size=12))
+def test_reports_of_live_islands_are_kept_as_they_arrive(
+    live: frozenset[str], reports: list[tuple[str, float]]
+) -> None:
+    some, known = rounds(), dict[str, float]()
+    for island, seconds in reports:
+        some.answer(answered(island, step_seconds=seconds), 0.0)
+        known[island] = seconds
+        require_equal(some.reported(live), {name: s for name, s in known.items() if name in live} or known)
+
+
+def test_islands_that_were_forgotten_count_no_more() -> None:
+    some, live = rounds(), frozenset(f"i{n}" for n in range(ACCOUNTS_MAX + 1))
+    for n in range(ACCOUNTS_MAX + 1):
+        some.answer(answered(f"i{n}"), 0.0)
+        some.reported(live)
+    assert "i0" not in dict(some.reported(live).items())
+    assert some.reported(live).count_of_others("stranger") == ACCOUNTS_MAX

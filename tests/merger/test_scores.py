@@ -10,7 +10,6 @@ from random import Random
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from archipelago.broker.codecs import CODECS, Vector, body_of, codec
 from archipelago.broker.wire import digest, encoded
@@ -69,46 +68,39 @@ def after(rounds: int, forged: Mapping[str, Forge], known: Mapping[str, Score] |
 
 
 def test_the_upper_median_by_hand() -> None:
-    assert [upper_median(values) for values in ([3.0], [1.0, 2.0], [1.0, 5.0, 2.0], [4.0, 1.0, 2.0, 3.0])] == [
-        3,
-        2,
-        2,
-        3,
-    ]
+    for values, median in (([3.0], 3), ([1.0, 2.0], 2), ([1.0, 5.0, 2.0], 2), ([4.0, 1.0, 2.0, 3.0], 3)):
+        assert upper_median(values) == median
 
 
-@pytest.mark.parametrize("agreement", [0.05, 0.3, 0.9])
-def test_honest_islands_keep_their_weight_exactly(agreement: float) -> None:
-    scores: Mapping[str, Score] = {}
-    for number in range(30):
-        judged = judge(scores, contributions(number, {}, agreement=agreement), SPANS, 8)
-        assert judged.factors == (1.0,) * 8, number
-        assert judged.limits == (math.inf,) * 8
-        scores = judged.scores
-    assert all(score.value == pytest.approx(1.0, abs=0.2) for score in scores.values())
+def test_honest_islands_keep_their_weight_exactly() -> None:
+    for agreement in (0.05, 0.3, 0.9):
+        scores: Mapping[str, Score] = {}
+        for number in range(20):
+            judged = judge(scores, contributions(number, {}, agreement=agreement), SPANS, 8)
+            assert judged.factors == (1.0,) * 8, (agreement, number)
+            assert judged.limits == (math.inf,) * 8
+            scores = judged.scores
+        assert all(score.value == pytest.approx(1.0, abs=0.2) for score in scores.values())
 
 
-@pytest.mark.parametrize("forge", [FLIP, NOISE, SAME_NOISE])
-@pytest.mark.parametrize("hostile", ["a", "ab"])
-def test_hostile_islands_lose_their_weight_in_the_first_round(forge: Forge, hostile: str) -> None:
-    expected_factors = tuple(0.0 if name in hostile else 1.0 for name in HONEST)
-    assert after(1, dict.fromkeys(hostile, forge)).factors == expected_factors
-    judged = after(10, dict.fromkeys(hostile, forge))
-    assert judged.factors == expected_factors
-    assert [judged.scores[name].lowered for name in HONEST] == [10 if name in hostile else 0 for name in HONEST]
+def test_hostile_islands_lose_their_weight_in_the_first_round() -> None:
+    for forge in (FLIP, NOISE, SAME_NOISE):
+        for hostile in ("a", "ab"):
+            wanted = tuple(0.0 if name in hostile else 1.0 for name in HONEST)
+            assert after(1, dict.fromkeys(hostile, forge)).factors == wanted
+            judged = after(6, dict.fromkeys(hostile, forge))
+            assert judged.factors == wanted
+            assert [judged.scores[name].lowered for name in HONEST] == [6 if name in hostile else 0 for name in HONEST]
 
 
 def test_an_island_that_behaves_gets_its_weight_back() -> None:
-    bad = after(20, {"a": FLIP}).scores
+    bad = after(10, {"a": FLIP}).scores
     assert bad["a"].factor == 0.0
     good = after(20, {}, bad)
     assert good.factors == (1.0,) * 8
     assert good.scores["a"].lowered == 0
-
-
-def test_one_contribution_that_points_away_is_left_out_of_its_round() -> None:
-    judged = judge(after(20, {}).scores, contributions(99, {"a": FLIP}), SPANS, 8)
-    assert judged.factors == (0.0, *(1.0,) * 7)
+    judged = judge(good.scores, contributions(99, {"a": FLIP}), SPANS, 8)
+    assert judged.factors == (0.0, *(1.0,) * 7), "one contribution that points away is left out of its round"
     assert judged.scores["a"].factor == 1.0, "its past still counts"
 
 
@@ -120,8 +112,7 @@ def test_three_islands_can_judge_and_two_cannot() -> None:
 
 
 def test_a_lowered_island_stays_so_in_a_round_without_judges() -> None:
-    scores = after(5, {"a": FLIP}).scores
-    alone = contributions(9, {}, ("a",))
+    scores, alone = after(5, {"a": FLIP}).scores, contributions(9, {}, ("a",))
     assert judge(scores, alone, SPANS, 8).factors == (0.0,)
     assert judge(scores, alone, SPANS, 2).factors == (1.0,), "with two live islands nobody knows who is right"
 
@@ -195,18 +186,18 @@ def test_a_large_fragment_is_sampled_where_nobody_can_know() -> None:
     assert not np.array_equal(first[0], direction(encoded(one_N, "int4"), spans, b"second"))
 
 
-@pytest.mark.parametrize("name", CODECS)
-def test_a_sample_has_the_elements_of_the_decoded_contribution(name: str) -> None:
+def test_a_sample_has_the_elements_of_the_decoded_contribution() -> None:
     spans = ((0, 100), (100, 2 * SAMPLE), (2 * SAMPLE + 100, 77))
     values_N = np.random.default_rng(1).standard_normal(2 * SAMPLE + 177, np.float32)
-    body = encoded(values_N, name)
-    decoded_N = codec(name).decode(body_of(body.parts), values_N.size)
-    of_body, of_decoded = (direction(each, spans, b"seed") for each in (body, encoded(decoded_N, "float32")))
-    assert of_body.size < values_N.size
-    assert np.array_equal(of_body, of_decoded)
-    for part in (slice(100), slice(-77, None)):  # the small tensors as a whole, apart from their norms
-        sampled, found = of_body[part], decoded_N[part]
-        assert sampled * np.linalg.norm(found) == pytest.approx(found * np.linalg.norm(sampled))
+    for name in CODECS:
+        body = encoded(values_N, name)
+        decoded_N = codec(name).decode(body_of(body.parts), values_N.size)
+        of_body, of_decoded = (direction(each, spans, b"seed") for each in (body, encoded(decoded_N, "float32")))
+        assert of_body.size < values_N.size
+        assert np.array_equal(of_body, of_decoded)
+        for part in (slice(100), slice(-77, None)):  # the small tensors as a whole, apart from their norms
+            sampled, found = of_body[part], decoded_N[part]
+            assert sampled * np.linalg.norm(found) == pytest.approx(found * np.linalg.norm(sampled))
 
 
 def test_contributions_of_zeros_and_without_a_loss_are_judged_too() -> None:
@@ -232,22 +223,6 @@ def test_scores_survive_json_and_are_bounded() -> None:
 # -- many islands ----------------------------------------------------------------------------------------------------
 
 
-def test_work_on_a_round_grows_with_its_islands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each contribution is compared with those of as many judges, however many islands there are."""
-    compared = []
-    multiply = np.einsum
-
-    def counted(rule: str, judging: NDArray[np.float64], row: NDArray[np.float64]) -> NDArray[np.float64]:
-        compared.append(len(judging))
-        return np.asarray(multiply(rule, judging, row))
-
-    monkeypatch.setattr(np, "einsum", counted)
-    for islands in (16, 64, 256):
-        judge({}, contributions(1, {}, tuple(f"i{n:03}" for n in range(islands))), SPANS, islands)
-        assert sum(compared) == islands * min(islands, JUDGES_MOST)
-        compared.clear()
-
-
 def test_judges_are_drawn_anew_and_by_nothing_that_an_island_can_choose() -> None:
     names = [f"i{n:03}" for n in range(256)]
     seats = [drawn(names, bytes([n])) for n in range(64)]
@@ -262,6 +237,6 @@ def test_a_fifth_of_many_islands_is_found_by_the_judges() -> None:
     names = tuple(f"i{n:02}" for n in range(80))
     forged = dict.fromkeys(names[::5], FLIP)
     known: Mapping[str, Score] = {}
-    for number in range(6):
+    for number in range(4):
         known = judge(known, contributions(number, forged, names), SPANS, len(names)).scores
     assert {name for name in names if known[name].factor < 1.0} == set(forged)

@@ -7,6 +7,7 @@ import operator
 import os
 import subprocess
 import sys
+from itertools import product as product_of
 from pathlib import Path
 
 import numpy as np
@@ -63,7 +64,7 @@ def largest_error(found: Wide, expected: Wide) -> float:
     return float(np.linalg.norm(scale * found - expected, 2))
 
 
-@settings(max_examples=examples(200))
+@settings(max_examples=examples(100))
 @given(SIDES, SIDES, SEEDS, POWERS)
 def test_singular_values_are_those_of_a_float64_svd(rows: int, columns: int, seed: int, exponent: float) -> None:
     matrix_RC = made(rows, columns, seed, smallest=2 * FLOOR)
@@ -72,7 +73,7 @@ def test_singular_values_are_those_of_a_float64_svd(rows: int, columns: int, see
     assert largest_error(with_power(matrix_RC, exponent), expected) <= 2.5 * ERROR_MAX  # Two roots for a quarter.
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(50))
 @given(SIDES, SIDES, SEEDS, POWERS)
 def test_smaller_singular_values_stay_smaller(rows: int, columns: int, seed: int, exponent: float) -> None:
     matrix_RC = made(rows, columns, seed, smallest=1e-7)
@@ -81,20 +82,7 @@ def test_smaller_singular_values_stay_smaller(rows: int, columns: int, seed: int
     assert (found[1:] <= found[:-1] + 3 * ERROR_MAX * found.max()).all()
 
 
-@settings(max_examples=examples(100))
-@given(SIDES, SIDES, SEEDS, POWERS)
-def test_rotations_of_rows_and_columns_rotate_the_result(rows: int, columns: int, seed: int, exponent: float) -> None:
-    matrix_RC = made(rows, columns, seed, smallest=0.1)  # which are not damped
-    random = np.random.default_rng(seed + 1)
-    left, right = rotation(rows, random), rotation(columns, random)
-    turned = (left @ matrix_RC.astype(np.float64) @ right).astype(np.float32)
-    expected = left @ with_power(matrix_RC, exponent) @ right
-    expected /= np.linalg.norm(expected, 2)
-    # Either result may be 2.5 of these away from the exact one.
-    assert largest_error(with_power(turned, exponent), expected) <= 5 * ERROR_MAX
-
-
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(50))
 @given(SIDES, SIDES, SEEDS, POWERS, st.integers(-100, 90))
 def test_a_power_of_two_changes_no_bit(rows: int, columns: int, seed: int, exponent: float, power: int) -> None:
     matrix_RC = made(rows, columns, seed, smallest=FLOOR)
@@ -104,16 +92,16 @@ def test_a_power_of_two_changes_no_bit(rows: int, columns: int, seed: int, expon
         assert with_power(scaled, exponent).tobytes() == with_power(matrix_RC, exponent).tobytes()
 
 
-@pytest.mark.parametrize("exponent", EXPONENTS)
-@pytest.mark.parametrize("shape", [(5, 3), (3, 5), (1, 4), (4, 1), (1, 1), (40, 40)])
-def test_degenerate_matrices(shape: tuple[int, int], exponent: float) -> None:
+def test_degenerate_matrices() -> None:
     """A matrix of zeros stays one, and one of rank one keeps its direction."""
-    assert not with_power(np.zeros(shape, np.float32), exponent).any()
-    random = np.random.default_rng(0)
-    one = np.outer(random.standard_normal(shape[0]), random.standard_normal(shape[1])).astype(np.float32)
-    one /= np.linalg.norm(one)
-    for size in (1e-30, 1.0, 1e30):
-        assert largest_error(with_power(one * np.float32(size), exponent), one.astype(np.float64)) < 2e-3
+    for shape, exponent in product_of(((5, 3), (3, 5), (1, 4), (4, 1), (1, 1), (40, 40)), EXPONENTS):
+        assert not with_power(np.zeros(shape, np.float32), exponent).any()
+        random = np.random.default_rng(0)
+        one = np.outer(random.standard_normal(shape[0]), random.standard_normal(shape[1])).astype(np.float32)
+        one /= np.linalg.norm(one)
+        for size in (1e-30, 1.0, 1e30):
+            error = largest_error(with_power(one * np.float32(size), exponent), one.astype(np.float64))
+            assert error < 2e-3, (shape, exponent, size)
 
 
 def test_the_polynomials_take_all_singular_values_from_the_floor_on_to_one() -> None:
@@ -131,11 +119,7 @@ def test_the_polynomials_take_all_singular_values_from_the_floor_on_to_one() -> 
     assert np.abs(values - 1).max() <= ERROR_MAX
 
 
-@pytest.mark.parametrize("shape", [(5, 3), (3, 5), (4, 4), (2, 9)])
-@pytest.mark.parametrize("exponent", EXPONENTS)
-def test_operations_are_those_of_the_products(
-    shape: tuple[int, int], exponent: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_operations_are_those_of_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every product of two matrices of integers is counted, and the half of those of a matrix with its transpose."""
     counted = 0.0
 
@@ -154,14 +138,16 @@ def test_operations_are_those_of_the_products(
         return found.view(Counted), unit
 
     monkeypatch.setattr(spectrum, "_integers", counting)
-    with_power(made(*shape, 0), exponent, operator.matmul)
-    assert counted == spectrum.operations(shape, exponent)
+    for shape, exponent in product_of(((5, 3), (3, 5), (4, 4), (2, 9)), EXPONENTS):
+        counted = 0.0
+        with_power(made(*shape, 0), exponent, operator.matmul)
+        assert counted == spectrum.operations(shape, exponent), (shape, exponent)
 
 
 # -- exact products ------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(50))
 @given(st.integers(1, 6), st.integers(1, 300), st.integers(1, 6), SEEDS)
 def test_a_product_is_the_exact_one_of_its_rounded_factors(rows: int, terms: int, columns: int, seed: int) -> None:
     random = np.random.default_rng(seed)
@@ -175,7 +161,7 @@ def test_a_product_is_the_exact_one_of_its_rounded_factors(rows: int, terms: int
     assert np.abs(left - a * a_unit).max() <= 2.0**-19 * np.abs(left).max()
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(50))
 @given(st.integers(1, 6), st.integers(1, 300), st.integers(1, 6), SEEDS)
 def test_a_fine_product_is_right_to_forty_bits(rows: int, terms: int, columns: int, seed: int) -> None:
     random = np.random.default_rng(seed)
@@ -209,10 +195,8 @@ print(digest_of(np.asarray(merge_rules.finish(acc, groups, total_weight=2.0))))
 def test_other_processors_come_to_the_same_bits() -> None:
     """The libraries of linear algebra choose their programs by the processor; here they are told which one it is."""
     processors: list[dict[str, str]] = [
-        {},
-        {"OPENBLAS_CORETYPE": "Nehalem", "XLA_FLAGS": "--xla_cpu_max_isa=SSE4_2"},
-        {"OPENBLAS_CORETYPE": "Haswell", "OPENBLAS_NUM_THREADS": "1"},
         {"OMP_NUM_THREADS": "5"},
+        {"OPENBLAS_CORETYPE": "Nehalem", "XLA_FLAGS": "--xla_cpu_max_isa=SSE4_2", "OPENBLAS_NUM_THREADS": "1"},
     ]
     running = [
         subprocess.Popen(

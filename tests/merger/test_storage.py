@@ -1,4 +1,4 @@
-"""The restore of a run from a merger's folder into an empty Redis, bit for bit."""
+"""A merger's folder: the restore of a run from it into an empty Redis, bit for bit."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from pathlib import Path
 
 import pytest
 
+from archipelago.broker.buckets.folder import BucketError, BucketFolder
 from archipelago.broker.errors import RunExistsError, UnknownRunError
 from archipelago.broker.memory.transport import MemoryBroker
-from archipelago.broker.messages import Contribution
 from archipelago.merger import record
 from archipelago.merger.beside import at_once
 from archipelago.merger.service import Merger
 from archipelago.merger.state import RunState
 from archipelago.merger.storage import MergerFolder
+from tests.broker.buckets.faulty_bucket import FaultyFileSystem, no_fault
 from tests.failing import failing
 from tests.harness.merger_run import CONFIG, MergerRun, bits, values
 
 
-def serving(run: MergerRun, path: Path) -> Merger:
-    folder = MergerFolder(path)
+def serving(run: MergerRun, path: Path, bucket: BucketFolder | None = None) -> Merger:
+    folder = MergerFolder(path, bucket=bucket)
     return run.merger(checkpointer=folder.checkpointer(run.broker.connect("sample"), run.manifest, 1e9, at_once))
 
 
@@ -30,30 +31,10 @@ def begun(path: Path, *, record: bool = False) -> MergerRun:
     merger = serving(run, path)
     run.play(merger, 1, 2, 3)
     run.live("a", "b")
-    send_waiting(run)
+    run.send("b", 4, values(4))
     merger.turn(0.0)
     merger.checkpoint()
     return run
-
-
-def send_waiting(run: MergerRun) -> Contribution:
-    return run.send("b", 4, values(4))
-
-
-def further(path: Path, *, record: bool = False) -> tuple[MergerRun, Merger]:
-    """Do the same, and then close a round that is in no checkpoint. Also return the merger."""
-    run = begun(path, record=record)
-    merger = serving(run, path)
-    run.live("a", "b")
-    run.send("a", 4, values(99))
-    merger.turn(0.0)
-    assert merger.state.closed == 4
-    return run, merger
-
-
-def emptied(run: MergerRun) -> None:
-    """Replace the Redis by an empty one."""
-    run.broker.runs.clear()
 
 
 def go_on(run: MergerRun, merger: Merger) -> None:
@@ -68,15 +49,18 @@ def go_on(run: MergerRun, merger: Merger) -> None:
 def test_a_restored_run_continues_with_the_same_bits(tmp_path: Path) -> None:
     undisturbed = begun(tmp_path / "undisturbed")
     go_on(undisturbed, serving(undisturbed, tmp_path / "undisturbed"))
-
     run = begun(tmp_path / "folder")
-    (pending,) = [c for c, _ in run.sent if c.round == 4]
-    serving(run, tmp_path / "folder")
-    emptied(run)
+    (waiting,) = [c for c, _ in run.sent if c.round == 4]
+    run.broker.runs.clear()
     image = MergerFolder(tmp_path / "folder").bring_back(run.transport)
     assert image is not None
-    assert [c for c, _ in image.pending] == [pending]
+    assert [c for c, _ in image.pending] == [waiting]
+    books, pending = run.transport.reader.books(), run.transport.reader.pending()
+    assert (books.published, books.merged, books.refused, books.kept) == (7, 6, 0, 0)
+    assert (pending.contributions, pending.tokens) == (1, 100)
+    assert books.published_tokens == books.merged_tokens + books.refused_tokens + pending.tokens
     go_on(run, serving(run, tmp_path / "folder"))
+    run.balance()
     found, expected = bits(run), bits(undisturbed)
     assert found[1:] == expected[1:]
     # Only the stream IDs of entries are new. All decisions are the same.
@@ -85,31 +69,16 @@ def test_a_restored_run_continues_with_the_same_bits(tmp_path: Path) -> None:
         for tape in (found[0], expected[0])
     ]
     assert without_entries[0] == without_entries[1]
+    assert not (tmp_path / "folder" / "record").exists(), "this run has no record"
 
 
-def test_the_books_balance_after_a_restore(tmp_path: Path) -> None:
-    run = begun(tmp_path)
-    emptied(run)
-    MergerFolder(tmp_path).bring_back(run.transport)
-    books, pending = run.transport.reader.books(), run.transport.reader.pending()
-    assert (books.published, books.merged, books.refused, books.kept) == (7, 6, 0, 0)
-    assert (pending.contributions, pending.tokens) == (1, 100)
-    assert books.published_tokens == books.merged_tokens + books.refused_tokens + pending.tokens
-    go_on(run, serving(run, tmp_path))
-    run.balance()
-
-
-def test_rounds_after_the_checkpoint_are_run_again(tmp_path: Path) -> None:
-    """Rounds after the checkpoint are lost with the Redis, and the run continues from the checkpoint."""
-    run, _ = further(tmp_path)
-    emptied(run)
-    MergerFolder(tmp_path).bring_back(run.transport)
-    assert RunState.from_json(run.transport.reader.merger_state()).closed == 3
-    assert [run.version(p) for p in range(2)] == [2, 1]
-
-
-def test_an_existing_run_is_not_changed(tmp_path: Path) -> None:
-    run, merger = further(tmp_path, record=True)
+def test_rounds_after_the_checkpoint_are_run_again_and_leave_the_record(tmp_path: Path) -> None:
+    """They are lost with the Redis. Nothing changes while it has the run."""
+    run = begun(tmp_path, record=True)
+    merger = serving(run, tmp_path)
+    run.live("a", "b")
+    run.send("a", 4, values(99))
+    assert merger.turn(0.0)
     merger.finish()
     before, rounds = bits(run), sorted(record.read(tmp_path / "record").rounds)
     (tmp_path / "checkpoints" / "4").rename(tmp_path / "aside")  # the newest checkpoint is of an earlier round
@@ -118,55 +87,10 @@ def test_an_existing_run_is_not_changed(tmp_path: Path) -> None:
     assert bits(run) == before
     assert sorted(record.read(tmp_path / "record").rounds) == rounds == [1, 2, 3, 4]
 
-
-def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
-    begun(tmp_path)
-    empty = MemoryBroker().connect("other")
-    with failing(UnknownRunError, "broker.other-run"):
-        MergerFolder(tmp_path).bring_back(empty)
-    assert empty.reader.runs() == []
-
-
-def test_without_a_checkpoint_no_run_is_created(tmp_path: Path) -> None:
-    empty = MemoryBroker().connect("sample")
-    assert MergerFolder(tmp_path).bring_back(empty) is None
-    assert empty.reader.runs() == []
-
-
-@pytest.mark.parametrize("resume", [False, True])
-def test_a_run_without_checkpoints_is_unknown(tmp_path: Path, resume: bool) -> None:
-    empty = MemoryBroker().connect("sample")
-    with failing(UnknownRunError, "broker.unknown-run"):
-        MergerFolder(tmp_path).find_or_bring_back(empty, resume=resume)
-
-
-def test_a_run_is_restored_only_with_resume(tmp_path: Path) -> None:
-    run = begun(tmp_path)
-    emptied(run)
-    folder = MergerFolder(tmp_path)
-    with failing(UnknownRunError, "broker.resumable"):
-        folder.find_or_bring_back(run.transport, resume=False)
-    assert run.transport.reader.runs() == []
-    assert folder.find_or_bring_back(run.transport, resume=True) == run.manifest
-    assert folder.find_or_bring_back(run.transport, resume=False) == run.manifest  # the run exists now
-
-
-def test_a_second_process_finds_the_run_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = begun(tmp_path)
-    emptied(run)
-    folder, other = MergerFolder(tmp_path), MergerFolder(tmp_path)
-    load = folder.store.load
-    monkeypatch.setattr(folder.store, "load", lambda: (other.bring_back(run.transport), load())[1])
-    assert folder.find_or_bring_back(run.transport, resume=True) == run.manifest
-
-
-def test_the_record_is_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
-    run, merger = further(tmp_path, record=True)
-    merger.finish()
-    assert sorted(record.read(tmp_path / "record").rounds) == [1, 2, 3, 4]
-    (tmp_path / "checkpoints" / "4").rename(tmp_path / "aside")
-    emptied(run)
+    run.broker.runs.clear()
     MergerFolder(tmp_path).bring_back(run.transport)
+    assert RunState.from_json(run.transport.reader.merger_state()).closed == 3
+    assert [run.version(p) for p in range(2)] == [2, 1]
     assert sorted(record.read(tmp_path / "record").rounds) == [1, 2, 3]
     merger = serving(run, tmp_path)
     go_on(run, merger)
@@ -176,7 +100,153 @@ def test_the_record_is_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
     assert [found[n][0] for n in (4, 5, 6)] == run.transport.reader.tape(3)
 
 
-def test_a_record_is_written_only_if_the_config_asks_for_it(tmp_path: Path) -> None:
-    for name, wanted in (("with", True), ("without", False)):
-        begun(tmp_path / name, record=wanted)
-        assert (tmp_path / name / "record").exists() == wanted
+def test_without_a_checkpoint_of_its_own_no_run_is_created(tmp_path: Path) -> None:
+    empty = MemoryBroker().connect("sample")
+    assert MergerFolder(tmp_path).bring_back(empty) is None
+    for resume in (False, True):
+        with failing(UnknownRunError, "broker.unknown-run"):
+            MergerFolder(tmp_path).find_or_bring_back(empty, resume=resume)
+    assert empty.reader.runs() == []
+    begun(tmp_path)
+    other = MemoryBroker().connect("other")
+    with failing(UnknownRunError, "broker.other-run"):
+        MergerFolder(tmp_path).bring_back(other)
+    assert other.reader.runs() == []
+
+
+def test_a_run_is_restored_only_with_resume_and_by_one_process_of_two(tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    run.broker.runs.clear()
+    folder = MergerFolder(tmp_path)
+    with failing(UnknownRunError, "broker.resumable"):
+        folder.find_or_bring_back(run.transport, resume=False)
+    assert run.transport.reader.runs() == []
+
+    def restore_before(name: str, *_: object) -> None:
+        if name == "restore":
+            MergerFolder(tmp_path).bring_back(run.transport)
+
+    assert folder.find_or_bring_back(run.faulty(before=restore_before), resume=True) == run.manifest
+    assert folder.find_or_bring_back(run.transport, resume=False) == run.manifest  # the run exists now
+
+
+# -- copies in a bucket: another machine continues the run from there, to the same bits --------------------------------
+
+
+def turn_of_copier(merger: Merger) -> float:
+    checkpointer = merger.retention.checkpointer
+    assert checkpointer is not None
+    assert checkpointer.copier is not None
+    return checkpointer.copier.turn()
+
+
+def away(request: str, path: str) -> None:
+    raise ConnectionError("503")
+
+
+def test_another_machine_continues_from_the_bucket(bucket: BucketFolder, tmp_path: Path) -> None:
+    run = MergerRun(replace(CONFIG, record=True), quorum=2)
+    merger = serving(run, tmp_path / "one", bucket)
+    run.play(merger, 1, 2, 3)
+    merger.checkpoint()
+    assert turn_of_copier(merger) == 0
+    kept = MergerFolder(tmp_path / "one").store.load()
+    run.broker.runs.clear()  # both the Redis and the first machine are lost
+    other = MergerFolder(tmp_path / "two", bucket=bucket)
+    with failing(UnknownRunError, "broker.resumable"):
+        other.find_or_bring_back(run.transport, resume=False)
+    assert other.find_or_bring_back(run.transport, resume=True) == run.manifest
+    assert other.store.load() == kept
+    assert sorted(record.read(tmp_path / "two" / "record").rounds) == [1, 2, 3]
+    merger = serving(run, tmp_path / "two", bucket)
+    run.play(merger, 4, 5)
+    merger.finish()
+    assert turn_of_copier(merger) == 0
+    assert sorted(record.read(tmp_path / "two" / "record").rounds) == [1, 2, 3, 4, 5]
+    third = MergerFolder(tmp_path / "three", bucket=bucket)
+    third.fetch()
+    assert third.store.load() == other.store.load() != kept
+
+
+def test_rounds_that_the_run_has_lost_leave_the_record(bucket: BucketFolder, tmp_path: Path) -> None:
+    run = MergerRun(replace(CONFIG, record=True), quorum=2)
+    merger = serving(run, tmp_path / "one", bucket)
+    run.play(merger, 1, 2)
+    merger.checkpoint()
+    turn_of_copier(merger)
+    run.play(merger, 3, 4)
+    merger.finish()
+    newest = MergerFolder(tmp_path / "one").store.numbers()[-1]
+
+    def reset(request: str, path: str) -> None:
+        if request == "put" and f"checkpoints/{newest}" in path:
+            raise ConnectionError("reset")
+
+    FaultyFileSystem.fault = staticmethod(reset)
+    assert turn_of_copier(merger) > 0  # the record arrived, and the checkpoint did not
+    FaultyFileSystem.fault = staticmethod(no_fault)
+    run.broker.runs.clear()
+    assert MergerFolder(tmp_path / "two", bucket=bucket).bring_back(run.transport) is not None
+    assert sorted(record.read(tmp_path / "two" / "record").rounds) == [1, 2]
+    assert len([name for name in bucket.tree() if "rounds-" in name]) == 1
+
+
+def test_a_failing_bucket_stops_only_restores(bucket: BucketFolder, tmp_path: Path) -> None:
+    run = MergerRun(CONFIG, quorum=2)
+    FaultyFileSystem.fault = staticmethod(away)
+    merger = serving(run, tmp_path, bucket)
+    for t in (1, 3, 5):
+        run.play(merger, t, t + 1)
+        merger.checkpoint()
+        assert turn_of_copier(merger) > 0
+    merger.turn(0.0)
+    assert merger.state.covered == 6
+    assert len(run.notes("bucket")) == 1  # it is named once
+    FaultyFileSystem.fault = staticmethod(no_fault)
+    assert turn_of_copier(merger) == 0
+    merger.turn(0.0)
+    assert len(run.notes("bucket")) == 2
+    run.broker.runs.clear()
+    FaultyFileSystem.fault = staticmethod(away)
+    with failing(BucketError):  # the bucket may hold a newer checkpoint than this disk
+        MergerFolder(tmp_path, bucket=bucket).find_or_bring_back(run.transport, resume=True)
+    assert run.transport.reader.runs() == []
+    FaultyFileSystem.fault = staticmethod(no_fault)
+    other = MergerFolder(tmp_path / "other", bucket=bucket)
+    other.fetch()
+    assert other.store.load() == MergerFolder(tmp_path).store.load()
+
+
+def test_a_standby_with_the_same_folder_copies_nothing(bucket: BucketFolder, tmp_path: Path) -> None:
+    run = MergerRun(CONFIG, quorum=2)
+    merger = serving(run, tmp_path, bucket)
+    run.play(merger, 1, 2)
+    merger.checkpoint()
+    for serves in (False, True):
+        transport = run.broker.connect("sample")
+        standby = MergerFolder(tmp_path, bucket=bucket).checkpointer(transport, run.manifest, 1e9, at_once)
+        standby.start()
+        if serves:
+            standby.is_due(0.0)
+        standby.close()
+        assert bool(bucket.child("checkpoints").files()) == serves
+
+
+def test_a_second_machine_numbers_above_the_bucket(bucket: BucketFolder, tmp_path: Path) -> None:
+    """A new run of the same name begins with round 1, while the bucket holds later checkpoints of the old run."""
+    run = MergerRun(CONFIG, quorum=2)
+    merger = serving(run, tmp_path / "one", bucket)
+    run.play(merger, 1, 2, 3, 4)
+    merger.checkpoint()
+    turn_of_copier(merger)
+    run = MergerRun(CONFIG, quorum=2)
+    merger = serving(run, tmp_path / "two", bucket)
+    turn_of_copier(merger)  # as at the start of the process
+    run.play(merger, 1)
+    merger.checkpoint()
+    turn_of_copier(merger)
+    other = MergerFolder(tmp_path / "other", bucket=bucket)
+    other.fetch()
+    image = other.store.load()
+    assert image is not None
+    assert image.round == 1

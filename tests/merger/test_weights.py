@@ -7,10 +7,8 @@ import math
 import statistics
 from dataclasses import replace
 from random import Random
-from statistics import median
 from typing import get_args, get_type_hints
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,26 +37,16 @@ CONFIG = MergeConfig(staleness="polynomial", normalise=True)
 PARTS = st.lists(
     st.tuples(st.integers(1, 1 << 53), st.integers(1, 1 << 20), st.integers(0, 1000)), min_size=1, max_size=20
 )
-WEIGHTS = st.lists(st.floats(0.0, 1e308), min_size=1, max_size=20)
 
 
-def test_raw_weight_is_tokens_times_batch_size() -> None:
+def test_raw_weights_and_staleness_factors_by_hand() -> None:
     assert raw_weight(tokens=600, steps=3) == 600 * 200  # 600 / 3 = 200 tokens a step
     assert raw_weight(tokens=10, steps=4) == 25.0  # 10 · 2.5
-
-
-@pytest.mark.parametrize(
-    ("name", "staleness", "expected"),
-    [
-        ("none", 0, 1.0),
-        ("none", 99, 1.0),
-        ("polynomial", 0, 1.0),
-        ("polynomial", 3, 0.5),  # 4^−½
-        ("polynomial", 8, 1 / 3),  # 9^−½
-    ],
-)
-def test_staleness_factors_by_hand(name: str, staleness: int, expected: float) -> None:
-    assert STALENESS[name](staleness) == pytest.approx(expected, rel=1e-15)
+    factors = {"none": {0: 1.0, 99: 1.0}, "polynomial": {0: 1.0, 3: 0.5, 8: 1 / 3}}  # (1 + staleness)^−½
+    for name, by_hand in factors.items():
+        for staleness, expected in by_hand.items():
+            assert STALENESS[name](staleness) == pytest.approx(expected, rel=1e-15), (name, staleness)
+    assert set(get_args(get_type_hints(MergeConfig)["staleness"])) == set(STALENESS) == set(factors)
 
 
 @given(staleness=st.integers(0, 10**6))
@@ -67,39 +55,25 @@ def test_staleness_factors_never_grow_with_staleness(staleness: int) -> None:
         assert 0.0 < s(staleness + 1) <= s(staleness) <= 1.0
 
 
-def test_the_config_and_the_registry_name_the_same_functions() -> None:
-    assert set(get_args(get_type_hints(MergeConfig)["staleness"])) == set(STALENESS)
-
-
 def test_shares_by_hand() -> None:
     assert shares([1.0, 3.0]) == [0.25, 0.75]
     assert shares([0.0, 0.0, 0.0, 0.0]) == [0.25] * 4
     assert shares([1e308, 1e308]) == [0.5, 0.5]  # their sum overflows float64
     assert shares([5e-324, 5e-324, 0.0]) == [0.5, 0.5, 0.0]
     assert shares([]) == []
+    for wrong in (-1.0, math.nan, math.inf):
+        with pytest.raises(ValueError):
+            shares([1.0, wrong])
 
 
-@given(st.floats(0.0, 1e308))
-def test_a_single_contribution_has_a_share_of_exactly_one(weight: float) -> None:
-    assert shares([weight]) == [1.0]
-
-
-@given(WEIGHTS)
-def test_shares_are_positive_and_sum_to_one(weights: list[float]) -> None:
+@given(st.lists(st.floats(0.0, 1e308), min_size=1, max_size=20), st.floats(1e-100, 1.0))
+def test_shares_sum_to_one_at_any_scale(weights: list[float], scale: float) -> None:
     found = shares(weights)
     assert abs(math.fsum(found) - 1.0) <= 1e-12
     assert all(0.0 <= share <= 1.0 for share in found)
-
-
-@given(st.lists(st.floats(1e-100, 1e100), min_size=1, max_size=20), st.floats(1e-100, 1e100))
-def test_scaling_all_weights_changes_no_share(weights: list[float], scale: float) -> None:
-    assert shares([weight * scale for weight in weights]) == pytest.approx(shares(weights), rel=1e-12)
-
-
-@pytest.mark.parametrize("wrong", [-1.0, math.nan, math.inf])
-def test_invalid_weights_are_an_error(wrong: float) -> None:
-    with pytest.raises(ValueError):
-        shares([1.0, wrong])
+    assert shares(weights[:1]) == [1.0]
+    if min(weights) > 1e-100:
+        assert shares([weight * scale for weight in weights]) == pytest.approx(found, rel=1e-12)
 
 
 def test_the_share_cap_by_hand() -> None:
@@ -115,7 +89,7 @@ def test_the_share_cap_by_hand() -> None:
     assert capped([7.0, 1.0, 1.0], ["a", "b", "c"], 7.0) == [1.0, 1.0, 1.0], "a larger cap allows more"
 
 
-@settings(max_examples=examples(300))
+@settings(max_examples=examples(200))
 @given(
     st.lists(st.tuples(st.sampled_from("abcdefg"), st.floats(1e-9, 1e30)), min_size=1, max_size=14),
     st.sampled_from([1.0, 1.5, 2.0, 16.0]),
@@ -134,8 +108,7 @@ def test_no_island_weighs_more_than_the_cap(parts: list[tuple[str, float]], cap:
             assert own / total == pytest.approx(bound, rel=1e-6), "nobody is lowered further than needed"
     order = list(range(len(parts)))
     random.shuffle(order)
-    permuted = capped([weights[i] for i in order], [names[i] for i in order], cap)
-    assert permuted == [factors[i] for i in order]
+    assert capped([weights[i] for i in order], [names[i] for i in order], cap) == [factors[i] for i in order]
 
 
 def test_weigh_by_hand() -> None:
@@ -145,69 +118,18 @@ def test_weigh_by_hand() -> None:
     # The mean of s by raw weight is (100·1 + 100·½) / 200 = 0.75, against a running mean of 0.8.
     assert weighed.gain == pytest.approx(0.75 / 0.8, rel=1e-15)
     assert weighed.running.value == pytest.approx(0.95 * 0.8 + 0.05 * 0.75, rel=1e-14)
-
-
-def test_the_mean_of_s_is_weighted_by_the_work_before_staleness() -> None:
     # Raw weights 300 and 100, s = 1 and ½: (300 + 50) / 400 = 0.875; unweighted it would be 0.75.
     assert weigh([(300, 300, 0), (100, 100, 3)], CONFIG, RunningMean()).gain == pytest.approx(0.875, rel=1e-15)
+    with pytest.raises(ValueError):
+        weigh([], CONFIG, RunningMean())
 
 
-def test_without_normalisation_stale_rounds_shrink() -> None:
+def test_gains_are_relative_to_the_running_mean_and_clamped() -> None:
     off = replace(CONFIG, normalise=False)
-    running = RunningMean(0.5)
-    assert weigh([(10, 1, 3)], off, running).gain == 0.5
-    assert weigh([(10, 1, 3)], CONFIG, running).gain == 1.0
-
-
-@given(st.lists(st.tuples(st.integers(1, 1 << 53), st.integers(1, 1 << 20), st.just(0)), min_size=1, max_size=20))
-def test_fresh_rounds_have_a_gain_of_exactly_one(parts: list[Part]) -> None:
-    weighed = weigh(parts, CONFIG, RunningMean())
-    assert weighed.gain == 1.0
-    assert weighed.running == RunningMean(1.0)
-
-
-@given(PARTS, st.randoms(use_true_random=False))
-def test_the_order_of_parts_changes_no_bit(parts: list[Part], random: Random) -> None:
-    order = list(range(len(parts)))
-    random.shuffle(order)
-    straight = weigh(parts, CONFIG, RunningMean(0.7))
-    permuted = weigh([parts[i] for i in order], CONFIG, RunningMean(0.7))
-    assert permuted.shares == tuple(straight.shares[i] for i in order)
-    assert (permuted.gain, permuted.running) == (straight.gain, straight.running)
-
-
-@given(PARTS, st.integers(0, 1000))
-def test_a_staler_part_never_gets_a_larger_share(parts: list[Part], more: int) -> None:
-    tokens, steps, staleness = parts[0]
-    before = weigh(parts, CONFIG, RunningMean()).shares
-    after = weigh([(tokens, steps, staleness + more), *parts[1:]], CONFIG, RunningMean()).shares
-    assert after[0] <= before[0] * (1 + 1e-12)
-    assert abs(math.fsum(after) - 1.0) <= 1e-12
-
-
-@given(PARTS, st.floats(1e-3, 1.0))
-def test_gain_is_bounded(parts: list[Part], running: float) -> None:
-    assert 0.0 < weigh(parts, CONFIG, RunningMean(running)).gain <= GAIN_MAX
-
-
-def test_gain_is_clamped() -> None:
+    assert weigh([(10, 1, 3)], off, RunningMean(0.5)).gain == 0.5
+    assert weigh([(10, 1, 3)], CONFIG, RunningMean(0.5)).gain == 1.0
     assert gain(1.0, RunningMean(0.1)) == GAIN_MAX == 2.0
     assert gain(0.3, RunningMean(0.2)) == pytest.approx(1.5)
-
-
-def test_constant_staleness_does_not_slow_a_long_run() -> None:
-    random, running, gains = np.random.default_rng(0), RunningMean(), []
-    for _ in range(2000):
-        parts = [(100, 10, int(staleness)) for staleness in random.integers(0, 6, size=4)]
-        weighed = weigh(parts, CONFIG, running)
-        running = weighed.running
-        gains.append(weighed.gain)
-    assert statistics.fmean(gains[200:]) == pytest.approx(1.0, abs=0.01)
-    assert running.value < 0.8  # while the mean of s itself is far from one
-    assert statistics.stdev(gains[200:]) > 0.02  # and rounds still differ by their staleness
-
-
-def test_the_running_mean_approaches_a_constant_by_its_decay() -> None:
     running = RunningMean()
     for _ in range(20):
         running = running.after(0.5)
@@ -215,19 +137,30 @@ def test_the_running_mean_approaches_a_constant_by_its_decay() -> None:
     assert RunningMean(0.3).after(0.3).value == 0.3
 
 
-def test_a_round_without_contributions_is_an_error() -> None:
-    with pytest.raises(ValueError):
-        weigh([], CONFIG, RunningMean())
+@given(PARTS, st.integers(0, 1000), st.floats(1e-3, 1.0), st.randoms(use_true_random=False))
+def test_weighing_is_bounded_and_ignores_the_order(
+    parts: list[Part], more: int, running: float, random: Random
+) -> None:
+    order = list(range(len(parts)))
+    random.shuffle(order)
+    straight = weigh(parts, CONFIG, RunningMean(running))
+    permuted = weigh([parts[i] for i in order], CONFIG, RunningMean(running))
+    assert permuted.shares == tuple(straight.shares[i] for i in order)
+    assert (permuted.gain, permuted.running) == (straight.gain, straight.running)
+    assert 0.0 < straight.gain <= GAIN_MAX
+    tokens, steps, staleness = parts[0]
+    after = weigh([(tokens, steps, staleness + more), *parts[1:]], CONFIG, RunningMean()).shares
+    assert after[0] <= straight.shares[0] * (1 + 1e-12), "a staler part never gets a larger share"
+    assert abs(math.fsum(after) - 1.0) <= 1e-12
+    fresh = weigh([(tokens, steps, 0) for tokens, steps, _ in parts], CONFIG, RunningMean())
+    assert (fresh.gain, fresh.running) == (1.0, RunningMean(1.0))
 
 
 # -- clipping to a multiple of the running median norm ----------------------------------------------------------------
 
 
-def test_the_limit_by_hand() -> None:
+def test_the_limit_is_a_multiple_of_the_median_of_enough_norms() -> None:
     assert limit(NormWindow((8.0, 1.0, 7.0, 2.0, 6.0, 3.0, 5.0, 4.0)), 2.0) == 9.0  # the median is 4.5
-
-
-def test_nothing_is_clipped_without_enough_norms_or_a_multiple() -> None:
     window = NormWindow((1.0,) * ENOUGH)
     assert limit(window, 3.0) == 3.0
     assert limit(NormWindow((1.0,) * (ENOUGH - 1)), 3.0) == math.inf
@@ -240,33 +173,17 @@ def test_the_window_keeps_the_newest_norms_in_order() -> None:
     for norm in range(WINDOW + 6):
         window = window.with_norm(float(norm))
     assert window.norms == tuple(float(norm) for norm in range(6, WINDOW + 6))
-    assert WINDOW == 64
-
-
-def test_the_window_survives_json_bit_for_bit() -> None:
-    window = NormWindow((0.1, 1 / 3, 1e-300, 7.0))
     assert NormWindow(tuple(json.loads(json.dumps(list(window.norms))))) == window
-
-
-@pytest.mark.parametrize("norm", [math.nan, math.inf, -1.0])
-def test_impossible_norms_are_an_error(norm: float) -> None:
-    with pytest.raises(ValueError):
-        NormWindow().with_norm(norm)
-
-
-def _attacked(remember_clipped: bool, rounds: int) -> float:
-    window = NormWindow((1.0,) * WINDOW)
-    for _ in range(rounds):
-        clipped = min(1e6, limit(window, 3.0))
-        window = window.with_norm(clipped if remember_clipped else 1e6)
-    return median(window.norms)
+    for wrong in (math.nan, math.inf, -1.0):
+        with pytest.raises(ValueError):
+            NormWindow().with_norm(wrong)
 
 
 def test_an_attack_moves_the_median_slowly() -> None:
-    assert _attacked(remember_clipped=True, rounds=40) == pytest.approx(
-        3.0
-    )  # at most by the clipping multiple in half a window
-    assert _attacked(remember_clipped=False, rounds=40) == 1e6  # this would happen with raw norms
+    window = NormWindow((1.0,) * WINDOW)
+    for _ in range(40):
+        window = window.with_norm(min(1e6, limit(window, 3.0)))  # clipped norms are remembered
+    assert statistics.median(window.norms) == pytest.approx(3.0), "at most by the multiple in half a window"
 
 
 # -- paths -------------------------------------------------------------------------------------------------------------
@@ -300,7 +217,3 @@ def test_short_first_rounds_of_a_warm_up_do_not_clip_later_ones() -> None:
         assert norm <= limit(window, 1.5) * path(CLIPPED, steps, global_step)
         for _ in range(8):
             window = window.with_norm(norm / path(CLIPPED, steps, global_step))
-
-
-def test_the_limit_in_the_warm_up_is_proportional_to_the_path() -> None:
-    assert path(CLIPPED, 4, 4) < 0.1 * path(CLIPPED, 24, 124)

@@ -1,0 +1,209 @@
+"""Contributions that are refused, repeated or mixed in any way: the books balance, and each is merged at most once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from archipelago.broker.messages import Call, Contribution, Refusal, Snapshot
+from archipelago.broker.wire import pack
+from archipelago.merger.state import Sequences
+from tests.harness.merger_run import CONFIG, SIZE, MergerRun, constant, served_run, values
+
+#: Bad contributions, and the codes under which their refusals are logged.
+CODES = {
+    "nan": "wire.norm", "inf": "wire.norm", "huge": "wire.norm", "size": "wire", "codec": "codec",
+    "digest": "wire.digest", "ahead": "ahead", "future": "base", "fragment": "fragment", "bytes": "wire",
+    "empty": "wire", "tokens": "tokens", "shard": "data", "place": "data", "said": "wire.size",
+}  # fmt: skip
+BAD = list(CODES)
+
+
+def refusal_codes(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the codes of the refusals that were logged, oldest first."""
+    codes = [str(getattr(record, "code", "")) for record in caplog.records]
+    return [code.removeprefix("refused.") for code in codes if code.startswith("refused.")]
+
+
+def send_bad(run: MergerRun, kind: str, island: str, number: int) -> Contribution:
+    """Send a contribution that must be refused."""
+    good = constant(1.0)
+    with np.errstate(over="ignore"):
+        odd = {"nan": np.nan, "inf": -np.inf, "huge": 3e38}.get(kind, 1.0)
+    match kind:
+        case "nan" | "inf" | "huge":
+            spoilt = good.copy()
+            spoilt[5] = odd
+            return run.send(island, number, spoilt)
+        case "size":
+            return run.send(island, number, constant(1.0, SIZE + 1))
+        case "codec":
+            payload = pack(good, "float32", 0).replace(b"float32", b"float64")
+            return run.send(island, number, good, payload=payload, codec="float64")
+        case "digest":
+            return run.send(island, number, good, digest="0" * 32)
+        case "ahead":
+            return run.send(island, number + 2000, good)
+        case "future":
+            return run.send(island, number, good, base=1000)
+        case "fragment":
+            return run.send(island, number, good, fragment=7)
+        case "bytes":
+            return run.send(island, number, good, payload=b"ARC0" + bytes(50))
+        case "empty":
+            return run.send(island, number, good, payload=b"")
+        case "shard":
+            return run.send(island, number, good, data="0:0:1 64:0:1")
+        case "place":
+            return run.send(island, number, good, data="0:0:1 \u0663:0:1")
+        case "said":
+            return run.send(island, number, good, bytes=1 << 62)
+        case _:
+            return run.send(island, number, good, tokens=1 << 20)
+
+
+def test_a_refusal_has_a_reason_and_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    run, merger = served_run()
+    run.live("a")
+    before = run.digests()
+    for count, kind in enumerate(BAD, 1):
+        sent = send_bad(run, kind, "a", 1)
+        assert not merger.turn(0.0), kind
+        refusals = run.events(Refusal)
+        assert len(refusals) == count, kind
+        refusal = refusals[-1]
+        assert (refusal.island, refusal.incarnation, refusal.sequence) == sent.identity, kind
+        assert (refusal.round, refusal.fragment, refusal.tokens) == (sent.round, sent.fragment, sent.tokens), kind
+        assert refusal.reason, kind
+    assert refusal_codes(caplog) == list(CODES.values())
+    assert merger.state.seen["a/x"] == Sequences(len(BAD)), "refusals do not make the state grow"
+    assert (run.digests(), run.transport.reader.tape(1), run.events(Call)) == (before, [], [])
+    run.balance()
+    run.send("a", 1, constant(1.0))
+    assert merger.turn(0.0)
+    assert run.parameters(0) == [-0.75] * SIZE
+
+
+def test_a_repeat_is_merged_once() -> None:
+    run, merger = served_run()
+    run.live("a", "b")
+    run.send("a", 1, constant(1.0))
+    run.publish(*run.sent[0])  # while the first one waits
+    merger.turn(0.0)
+    assert run.transport.reader.books().refused == 1
+    run.send("b", 1, constant(1.0))
+    assert merger.turn(0.0)
+    run.publish(*run.sent[0])  # after it was merged
+    merger.turn(0.0)
+    run.publish(*run.sent[0])
+    run.merger().turn(0.0)  # after a restart
+    assert run.merged() == [("a", "x", 0), ("b", "x", 0)]
+    assert [r.repeat for r in run.events(Refusal)] == [True] * 3
+    run.balance()
+
+
+def test_a_repeat_that_was_read_before_a_restart_is_merged_once() -> None:
+    run = MergerRun()
+    run.live("a", "b")
+    run.merger().turn(0.0)
+    run.send("a", 1, constant(1.0))
+    run.publish(*run.sent[0])
+    run.transport.merger.updates(0.0)  # a merger reads both and dies
+    merger = run.merger()
+    assert (run.transport.reader.backlog(), run.transport.reader.books().refused) == (1, 1)
+    run.send("b", 1, constant(1.0))
+    assert merger.turn(0.0)
+    assert sorted(run.merged()) == [("a", "x", 0), ("b", "x", 0)]
+    run.balance()
+
+
+def test_a_refused_contribution_is_refused_again() -> None:
+    """A repeat of a refused contribution must not be merged in a later state, nor after a restart."""
+    run, merger = served_run()
+    run.live("a")
+    run.send("a", 6, constant(1.0))  # the limit is 4 rounds ahead
+    merger.turn(0.0)
+    for number in (1, 2, 3):
+        run.send("a", number, constant(1.0))
+        merger.turn(0.0)
+    run.publish(*run.sent[0])
+    merger.turn(0.0)
+    run.publish(*run.sent[0])
+    run.merger().turn(0.0)
+    assert run.transport.reader.books().refused == 3
+    assert ("a", "x", 0) not in run.merged()
+    run.balance()
+
+
+# -- any mix -------------------------------------------------------------------------------------------------------
+
+ISLANDS = st.sampled_from("abc")
+ACTIONS = st.one_of(
+    st.tuples(st.just("good"), ISLANDS, st.integers(-2, 2), st.integers(0, 3)),
+    st.tuples(st.just("bad"), ISLANDS, st.integers(0, 2), st.sampled_from(BAD)),
+    st.tuples(st.just("repeat"), ISLANDS, st.integers(0, 50), st.none()),
+    st.tuples(st.sampled_from(["turn", "restart", "wait"]), ISLANDS, st.just(0), st.none()),
+    st.tuples(st.sampled_from(["training", "left"]), ISLANDS, st.just(0), st.none()),
+)
+
+
+@given(st.lists(ACTIONS, max_size=40), st.integers(1, 3))
+def test_the_books_balance_after_any_actions(actions: list[tuple[str, str, int, Any]], quorum: int) -> None:
+    run, merger = served_run(quorum=quorum)
+    # The bases of contributions that may be merged, by identity, until a merger has read them.
+    expected: dict[tuple[str, str, int], int] = {}
+    merged, refused = set[tuple[str, str, int]](), 0
+
+    def turn() -> None:
+        nonlocal refused
+        for identity, base in expected.items():
+            p = next(c.fragment for c, _ in run.sent if c.identity == identity)
+            if run.version(p) - base > CONFIG.sync.staleness_cap:
+                refused += 1
+            else:
+                merged.add(identity)
+        expected.clear()
+        merger.turn(0.0)
+        run.balance()
+
+    for action, island, number, detail in actions:
+        match action:
+            case "good":
+                number = max(1, merger.rounds.closed + number)
+                version = run.version((number - 1) % 2)
+                sent = run.send(island, number, values(len(run.sent)), base=max(0, version - detail))
+                expected[sent.identity] = sent.base
+            case "bad":
+                send_bad(run, detail, island, merger.rounds.closed + 1 + number)
+                refused += 1
+            case "repeat" if run.sent:
+                run.publish(*run.sent[number % len(run.sent)])
+                refused += 1
+            case "turn":
+                turn()
+            case "restart":
+                merger = run.merger()
+            case "wait":
+                run.clock.now += 1.0
+            case "training" | "left":
+                run.live(island, state=action)
+            case _:
+                pass
+    turn()
+    run.live("a", "b", "c", state="left")
+    turn()
+    books = run.transport.reader.books()
+    assert run.transport.reader.backlog() == 0
+    assert set(run.merged()) == merged
+    assert (books.merged, books.refused) == (len(merged), refused)
+    for p in range(2):
+        versions = [s.version for s in run.events(Snapshot) if s.fragment == p]
+        assert versions == list(range(1, len(versions) + 1))
+    assert [entry.round for entry in run.transport.reader.tape(10_000)] == list(range(1, merger.rounds.closed + 1))
+    if "restart" not in {action for action, *_ in actions}:
+        assert max(Counter(call.round for call in run.events(Call)).values(), default=0) <= 1

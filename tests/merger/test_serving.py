@@ -1,0 +1,251 @@
+"""The loop of a merger process: outages, standbys, a lost lease, and the end of a finished run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError
+from archipelago.broker.messages import Snapshot
+from archipelago.merger.service import LEASE_SECONDS, Merger
+from archipelago.merger.serving import serve
+from archipelago.merger.state import RunState
+from tests.harness.merger_run import CONFIG, MergerRun, Shelf, constant, served_run, values
+from tests.intercept import EVERY, Faulty
+
+# -- outages -------------------------------------------------------------------------------------------------------
+
+#: The calls of a merger that a broken connection may interrupt.
+METHODS = ["commit", "refuse", "announce", "updates", "unacknowledged", "acquire", "presences", "merger_state"]
+
+
+@dataclass
+class Served:
+    """A serving merger. The test acts as the islands between two turns."""
+
+    run: MergerRun
+    transport: Faulty
+    rounds: int = 4
+    turns: int = 0
+
+    def __call__(self) -> bool:
+        """Send the next contributions when none is pending. Return True when all rounds have closed."""
+        self.turns += 1
+        assert self.turns < 500, "the merger makes no progress"
+        self.run.live("a", "b")
+        closed = RunState.from_json(self.run.transport.reader.merger_state()).closed
+        if self.run.transport.reader.backlog() == 0:
+            if closed == self.rounds:
+                return True
+            self.run.send("a", closed + 1, constant(float("nan")))
+            self.run.send("a", closed + 1, values(closed))
+            self.run.send("b", closed + 1, values(100 + closed))
+            self.run.publish(*self.run.sent[-1])
+        return False
+
+    def pause(self, seconds: float) -> None:
+        self.run.clock.now += seconds
+
+
+def served(*faults: tuple[str, int, str], error: BrokerError | None = None) -> Served:
+    """Serve four rounds of two islands, each with a bad contribution and a repeat, over a faulty connection."""
+    run = MergerRun(quorum=2)
+    course = Served(run, run.faulty(*faults, error=error))
+    serve(run.idle_merger(transport=course.transport), course, course.pause)
+    run.balance()
+    return course
+
+
+def outcome(course: Served) -> list[Any]:
+    """Return everything that an outage must not change. Refusals are only remembered from the next commit on."""
+    entries = course.run.transport.reader.tape(100)
+    seen = RunState.from_json(course.run.transport.reader.merger_state())
+    assert all(seen.has_seen(identity) for identity in course.run.merged())
+    return [
+        [(e.round, e.digest, e.members) for e in entries],
+        course.run.digests(),
+        course.run.transport.reader.books().merged,
+    ]
+
+
+@cache
+def undisturbed() -> list[Any]:
+    return outcome(served())
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_broken_calls_lose_and_repeat_nothing(when: str) -> None:
+    for method in METHODS:
+        course = served((method, 0, when), (method, 2, when))
+        assert course.transport.broken >= 1, method
+        assert outcome(course) == undisturbed(), method
+    assert outcome(served(("renew", 0, when), *((method, 2, when) for method in METHODS))) == undisturbed()
+
+
+def test_the_merger_waits_while_the_broker_refuses_writes() -> None:
+    """A full Redis, for example, is reachable, and its refusals are temporary."""
+    course = served(*(("commit", n, "before") for n in range(3)), error=BrokerError("out of memory"))
+    assert course.transport.broken == 3
+    assert outcome(course) == undisturbed()
+
+
+def test_the_merger_ends_when_the_run_is_deleted() -> None:
+    run, merger = served_run()
+    run.broker.runs.clear()
+    with pytest.raises(UnknownRunError):
+        serve(merger, lambda: False, lambda seconds: pytest.fail("it waits"))
+
+
+def test_a_fenced_merger_leaves() -> None:
+    run = MergerRun()
+    old = run.idle_merger("old", transport=run.faulty())
+    asked = 0
+
+    def stopped() -> bool:
+        nonlocal asked
+        asked += 1
+        assert asked < 10, "it should have left"
+        if asked == 3:
+            run.clock.now += LEASE_SECONDS
+            run.merger("new")
+        return False
+
+    serve(old, stopped, lambda seconds: None)
+    assert asked == 3
+    assert not run.idle_merger("third").acquire()  # it did not release the lease of another merger
+
+
+def test_a_standby_is_listed_until_it_takes_over_when_the_lease_runs_out(caplog: pytest.LogCaptureFixture) -> None:
+    run = MergerRun()
+    run.live("a")
+    run.merger("first")
+    run.send("a", 1, constant(1.0))
+    pauses, listed = list[float](), list[list[str]]()
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        listed.append([each.name for each in run.transport.reader.standbys()])
+        assert run.events(Snapshot) == []
+        run.clock.now += seconds
+        run.live("a")
+
+    with caplog.at_level(logging.INFO, "archipelago.merger.standby"):
+        standby = run.idle_merger("second", transport=run.faulty())
+        serve(standby, lambda: bool(run.events(Snapshot)), pause)
+    assert sum(pauses) == pytest.approx(LEASE_SECONDS)
+    assert run.merged() == [("a", "x", 0)]
+    assert listed == [["second"]] * len(pauses)
+    assert run.transport.reader.standbys() == []
+    said = [record for record in caplog.records if record.name == "archipelago.merger.standby"]
+    assert len(said) == 2, "one line when it begins to wait, and one when it takes over"
+    assert run.notes("left") == ["it was stopped after round 1"]
+    third = run.idle_merger("third", transport=run.faulty())
+    assert third.acquire(), "the lease was released"
+    turns = iter([False, False, True])
+    serve(run.idle_merger("fourth", transport=run.faulty()), lambda: next(turns), lambda seconds: None)
+    assert run.transport.reader.standbys() == [], "a standby that is stopped leaves the list"
+
+
+def test_the_merger_can_be_stopped_during_an_outage() -> None:
+    run = MergerRun()
+    merger = run.idle_merger(transport=run.faulty(("release", EVERY, "before")))
+    turns = iter([False, False, True])
+    serve(merger, lambda: next(turns), lambda seconds: None)
+    assert merger.epoch == 1
+
+
+# -- the end of a run ------------------------------------------------------------------------------------------------
+
+STEPS = 16
+
+
+def finished_run() -> MergerRun:
+    """Return a run whose island has made all its steps, and still lives. No merger serves it."""
+    run = MergerRun(replace(CONFIG, inner=replace(CONFIG.inner, steps=STEPS)))
+    run.live("a")
+    merger = run.merger("first")
+    for number in (1, 2):
+        run.clock.now += 30.0
+        run.live("a")
+        run.send("a", number, constant(1.0), global_step=STEPS)
+        merger.turn(0.0)
+    assert RunState.from_json(run.transport.reader.merger_state()).step >= STEPS
+    merger.transport.merger.release(merger.epoch)
+    return run
+
+
+def idle(run: MergerRun, name: str = "m", store: Shelf | None = None) -> Merger:
+    return run.idle_merger(name, transport=run.faulty(), store=store)
+
+
+class Turns:
+    """Lets half a second pass before each turn.
+
+    Args:
+        run: The run.
+        act: Called with the time before each turn.
+        most: The merger is stopped after that many turns. By default it fails if the merger serves for ever.
+    """
+
+    def __init__(self, run: MergerRun, act: Callable[[float], object] = lambda now: None, most: int | None = None):
+        self.run, self.act, self.turns, self.most = run, act, 0, most
+
+    def __call__(self) -> bool:
+        self.turns += 1
+        assert self.turns < 200, "the merger serves for ever"
+        self.run.clock.now += 0.5
+        self.act(self.run.clock.now)
+        return self.turns == self.most
+
+
+def test_each_merger_of_a_finished_run_ends_and_frees_the_lease() -> None:
+    run = finished_run()
+    run.live("a", state="left")
+    for name in ("second", "third"):
+        assert serve(idle(run, name), Turns(run))
+        assert run.transport.reader.notes(1)[0].kind == "left"
+    assert idle(run, "fourth").acquire()
+
+
+def test_a_finished_run_is_served_while_an_island_is_live_or_its_work_waits() -> None:
+    run = finished_run()
+    left_at = run.clock.now + 20.0
+
+    def act(now: float) -> None:
+        if now < left_at:
+            run.live("a")
+        elif len(run.sent) == 2:
+            run.send("a", 3, constant(1.0), farewell=True, global_step=STEPS)
+            run.live("a", state="left")
+
+    assert serve(idle(run), Turns(run, act))
+    assert run.clock.now >= left_at
+    assert len(run.merged()) == 3
+    run.balance()
+
+
+def test_a_run_that_is_not_finished_waits_for_islands() -> None:
+    run = MergerRun()
+    assert not serve(idle(run), Turns(run, most=100))
+
+
+def test_the_merger_of_a_finished_run_waits_until_its_last_checkpoint_is_written() -> None:
+    run = finished_run()
+    run.live("a", state="left")
+    disk = Shelf([ConfigError("the disk is full", "Free space there.")] * 3)
+    assert serve(idle(run, store=disk), Turns(run))
+    assert disk.faults == []
+    assert [image.round for image in disk.images.values()] == [2]
+
+
+def test_an_extended_run_is_served_again() -> None:
+    run = finished_run()
+    run.live("a", state="left")
+    assert serve(idle(run), Turns(run))
+    run.transport.reader.steer({"inner.steps": str(2 * STEPS)})
+    assert not serve(idle(run, "later"), Turns(run, most=50))
