@@ -11,6 +11,8 @@ from archipelago.broker.wire import pack
 from archipelago.merger.claims import BURST_INTERVALS, FIRST_BURST_INTERVALS, SPEED_MAX
 from archipelago.merger.service import Merger
 from archipelago.merger.state import RunState
+from archipelago.ops.watch.run_view import observe
+from tests import samples
 from tests.harness.merger_run import CONFIG, SIZE, MergerRun, constant, served_run
 from tests.samples import contribution
 
@@ -59,7 +61,12 @@ def test_false_claims_of_work_have_no_more_weight_than_a_burst_and_do_not_end_th
     per_round = (BURST_INTERVALS * H + SPEED_MAX * 2 * STRIDE_SECONDS) * 1024 * 4
     assert state.island_tokens["x"] <= first + 12 * per_round
     assert state.island_tokens["a"] == 12 * 4096
-    assert state.island_tokens["x"] + state.lowered_tokens == 11 * 1_000_000_000 + 4096, "it knows what it lowers"
+    claimed = 11 * 1_000_000_000 + 4096
+    assert state.island_tokens["x"] + state.lowered_tokens == claimed, "it knows what it lowers"
+    assert observe(run.transport, run.manifest).tokens_lowered == 0, "its heartbeats do not say so"
+    run.transport.island.heartbeat(samples.heartbeat("x", tokens=claimed // 2))
+    view = observe(run.transport, run.manifest)
+    assert (view.tokens_lowered, view.tokens_lost) == (state.lowered_tokens // 2, 0)
     assert state.refused["claims.steps"] == 11
     members = run.transport.reader.tape(1)[0].members
     assert max(member.weight for member in members if member.island == "x") <= 0.5 + 1e-9

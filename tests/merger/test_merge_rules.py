@@ -143,12 +143,8 @@ def test_rda_by_hand() -> None:
     # Mean of the units: (3/7, 4/7), of norm 5/7, so the direction is (0.6, 0.8).
     result = merged([vector(7, 0, 0, 0, 0, 0), vector(0, 14, 0, 0, 0, 0)], [3 / 7, 4 / 7], RDA)
     np.testing.assert_allclose(result, [6.6, 8.8, 0, 0, 0, 0], rtol=3e-7)
-
-
-def test_each_tensor_has_its_own_rule_and_norm() -> None:
-    # The first: mean norm (1 + 3)/2 = 2 along (1, 1)/√2. The second: average (1, 1).
-    deltas = [vector(1, 0, 0, 2, 0, 0), vector(0, 3, 0, 0, 2, 0)]
-    result = merged(deltas, [0.5, 0.5], TWO)
+    # Each tensor has its own rule and norm. The first: mean norm (1 + 3)/2 = 2 along (1, 1)/√2. The average: (1, 1).
+    result = merged([vector(1, 0, 0, 2, 0, 0), vector(0, 3, 0, 0, 2, 0)], [0.5, 0.5], TWO)
     np.testing.assert_allclose(result, [math.sqrt(2), math.sqrt(2), 0, 1, 1, 0], rtol=3e-7)
 
 
@@ -158,6 +154,7 @@ def test_rda_keeps_the_length_of_orthogonal_contributions_where_average_shrinks_
     assert norm(merged(deltas, shares, RDA)) == pytest.approx(5, rel=1e-6)
 
 
+@settings(max_examples=examples(50))
 @given(st.lists(DELTA, min_size=5, max_size=5), WEIGHTS)
 def test_the_norm_of_rda_is_the_mean_of_norms(deltas: list[Vector], weights: list[float]) -> None:
     shares = [w / sum(weights) for w in weights]
@@ -167,6 +164,7 @@ def test_the_norm_of_rda_is_the_mean_of_norms(deltas: list[Vector], weights: lis
     assert norm(merged(deltas, shares, RDA)) == pytest.approx(sum(map(float.__mul__, shares, norms)), rel=2e-6)
 
 
+@settings(max_examples=examples(50))
 @given(st.lists(SMALL, min_size=5, max_size=5), WEIGHTS, st.integers(-40, 25))
 def test_scaling_all_contributions_by_a_power_of_two_scales_the_result_exactly(
     deltas: list[Vector], weights: list[float], exponent: int
@@ -175,22 +173,16 @@ def test_scaling_all_contributions_by_a_power_of_two_scales_the_result_exactly(
     assert bits(merged([d * scale for d in deltas], shares, TWO)) == bits(merged(deltas, shares, TWO) * scale)
 
 
-def test_zero_vectors_merge_to_finite_values() -> None:
+def test_rda_of_zeros_of_opposite_directions_and_of_extreme_values() -> None:
     zero, one = np.zeros(6, np.float32), vector(3, 0, 0, 0, 4, 0)
     assert merged([zero, zero], [0.5, 0.5], RDA).tolist() == [0.0] * 6
     np.testing.assert_allclose(merged([zero, one], [0.5, 0.5], RDA), one / 2, rtol=3e-7)  # norm (0 + 5)/2
     assert merged([one, zero], [0.0, 1.0], RDA).tolist() == [0.0] * 6
-
-
-def test_directions_that_cancel_merge_to_zero() -> None:
     turns = [2 * math.pi * third / 3 for third in range(3)]
     deltas = [vector(math.cos(turn), math.sin(turn), 0, 0, 0, 0) for turn in turns]
-    assert merged(deltas, [1 / 3] * 3, RDA).tolist() == [0.0] * 6
+    assert merged(deltas, [1 / 3] * 3, RDA).tolist() == [0.0] * 6, "directions cancel"
     assert norm(merged(deltas, [0.34, 0.33, 0.33], RDA)) == pytest.approx(1.0)  # the remainder is a direction
     assert merged([vector(5, 1, 0, 0, 0, 0), vector(-5, -1, 0, 0, 0, 0)], [0.5, 0.5], RDA).tolist() == [0.0] * 6
-
-
-def test_norms_of_extreme_values_neither_overflow_nor_vanish() -> None:
     for size in (9e8, 1e-27):
         deltas = [vector(size, 0, 0, 0, 0, 0), vector(0, size, 0, 0, 0, 0)]
         root = size / math.sqrt(2)
@@ -198,9 +190,9 @@ def test_norms_of_extreme_values_neither_overflow_nor_vanish() -> None:
 
 
 def test_the_norm_of_many_elements_is_accurate() -> None:
-    delta_N = np.full(1 << 22, 0.7, np.float32)
-    delta_N[0] = 1.0  # chosen so that the scaled squares are not round numbers; adding them one by one would be 3 % off
-    result = merged([delta_N], [1.0], (Group(0, 1 << 22, "rda"),))
+    delta_N = np.full(1 << 20, 0.7, np.float32)
+    delta_N[0] = 1.0  # chosen so that the scaled squares are not round numbers; adding them one by one is far off
+    result = merged([delta_N], [1.0], (Group(0, 1 << 20, "rda"),))
     np.testing.assert_allclose(result, delta_N, rtol=1e-6)
 
 
@@ -228,6 +220,7 @@ def test_the_order_of_contributions_changes_only_rounding(of: tuple[Group, ...],
     assert bits(merged(deltas, shares, of)) == bits(straight)
 
 
+@settings(max_examples=examples(50))
 @given(DELTA, st.floats(0.01, 0.99))
 def test_equal_contributions_merge_to_their_value(delta_N: Vector, share: float) -> None:
     assert bits(merged([delta_N], [1.0], AVERAGE)) == bits(delta_N), "one average keeps its bits"

@@ -122,16 +122,13 @@ def test_a_folder_of_another_runs_record_is_refused(tmp_path: Path) -> None:
     assert sorted(read(tmp_path).rounds) == [1]
 
 
-def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with failing(ConfigError, "record.write"):
-        begun(tmp_path / "file" / "record")
-
-
 # -- damage ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_missing_record_is_an_error(tmp_path: Path) -> None:
+def test_a_missing_record_and_a_folder_that_cannot_be_written_are_errors(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with failing(ConfigError, "record.write"):
+        begun(tmp_path / "file" / "record")
     with failing(ConfigError, "record.missing"):
         read(tmp_path)
     recorded(tmp_path / "r", [1])

@@ -2,69 +2,54 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from archipelago.broker.codecs import Vector
 from archipelago.broker.messages import Call, Contribution, Refusal, Snapshot
 from archipelago.broker.wire import pack
 from archipelago.merger.state import Sequences
-from tests.harness.merger_run import CONFIG, SIZE, MergerRun, constant, served_run, values
-
-#: Bad contributions, and the codes under which their refusals are logged.
-CODES = {
-    "nan": "wire.norm", "inf": "wire.norm", "huge": "wire.norm", "size": "wire", "codec": "codec",
-    "digest": "wire.digest", "ahead": "ahead", "future": "base", "fragment": "fragment", "bytes": "wire",
-    "empty": "wire", "tokens": "tokens", "shard": "data", "place": "data", "said": "wire.size",
-}  # fmt: skip
-BAD = list(CODES)
+from tests.harness.merger_run import CONFIG, SIZE, MergerRun, constant, logged_codes, served_run, values
+from tests.tiers import examples
 
 
-def refusal_codes(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Return the codes of the refusals that were logged, oldest first."""
-    codes = [str(getattr(record, "code", "")) for record in caplog.records]
-    return [code.removeprefix("refused.") for code in codes if code.startswith("refused.")]
+def with_one(value: float) -> Vector:
+    """Return ordinary values, except one."""
+    values_N = constant(1.0)
+    values_N[5] = value
+    return values_N
+
+
+GOOD = constant(1.0)
+#: Bad contributions: the code under which the refusal is logged, the values, and what their headers say.
+BAD: dict[str, tuple[str, Vector, dict[str, Any]]] = {
+    "nan": ("wire.norm", with_one(math.nan), {}),
+    "inf": ("wire.norm", with_one(-math.inf), {}),
+    "huge": ("wire.norm", with_one(3e38), {}),
+    "size": ("wire", constant(1.0, SIZE + 1), {}),
+    "codec": ("codec", GOOD, {"payload": pack(GOOD, "float32", 0).replace(b"float32", b"float64"), "codec": "float64"}),
+    "digest": ("wire.digest", GOOD, {"digest": "0" * 32}),
+    "ahead": ("ahead", GOOD, {}),
+    "future": ("base", GOOD, {"base": 1000}),
+    "fragment": ("fragment", GOOD, {"fragment": 7}),
+    "bytes": ("wire", GOOD, {"payload": b"ARC0" + bytes(50)}),
+    "empty": ("wire", GOOD, {"payload": b""}),
+    "tokens": ("tokens", GOOD, {"tokens": 1 << 20}),
+    "shard": ("data", GOOD, {"data": "0:0:1 64:0:1"}),
+    "place": ("data", GOOD, {"data": "0:0:1 \u0663:0:1"}),
+    "said": ("wire.size", GOOD, {"bytes": 1 << 62}),
+}
 
 
 def send_bad(run: MergerRun, kind: str, island: str, number: int) -> Contribution:
     """Send a contribution that must be refused."""
-    good = constant(1.0)
-    with np.errstate(over="ignore"):
-        odd = {"nan": np.nan, "inf": -np.inf, "huge": 3e38}.get(kind, 1.0)
-    match kind:
-        case "nan" | "inf" | "huge":
-            spoilt = good.copy()
-            spoilt[5] = odd
-            return run.send(island, number, spoilt)
-        case "size":
-            return run.send(island, number, constant(1.0, SIZE + 1))
-        case "codec":
-            payload = pack(good, "float32", 0).replace(b"float32", b"float64")
-            return run.send(island, number, good, payload=payload, codec="float64")
-        case "digest":
-            return run.send(island, number, good, digest="0" * 32)
-        case "ahead":
-            return run.send(island, number + 2000, good)
-        case "future":
-            return run.send(island, number, good, base=1000)
-        case "fragment":
-            return run.send(island, number, good, fragment=7)
-        case "bytes":
-            return run.send(island, number, good, payload=b"ARC0" + bytes(50))
-        case "empty":
-            return run.send(island, number, good, payload=b"")
-        case "shard":
-            return run.send(island, number, good, data="0:0:1 64:0:1")
-        case "place":
-            return run.send(island, number, good, data="0:0:1 \u0663:0:1")
-        case "said":
-            return run.send(island, number, good, bytes=1 << 62)
-        case _:
-            return run.send(island, number, good, tokens=1 << 20)
+    _, values_N, changes = BAD[kind]
+    return run.send(island, number + 2000 * (kind == "ahead"), values_N, **changes)
 
 
 def test_a_refusal_has_a_reason_and_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -80,7 +65,8 @@ def test_a_refusal_has_a_reason_and_changes_nothing(caplog: pytest.LogCaptureFix
         assert (refusal.island, refusal.incarnation, refusal.sequence) == sent.identity, kind
         assert (refusal.round, refusal.fragment, refusal.tokens) == (sent.round, sent.fragment, sent.tokens), kind
         assert refusal.reason, kind
-    assert refusal_codes(caplog) == list(CODES.values())
+    codes = [code.removeprefix("refused.") for code in logged_codes(caplog)]
+    assert codes == [code for code, *_ in BAD.values()]
     assert merger.state.seen["a/x"] == Sequences(len(BAD)), "refusals do not make the state grow"
     assert (run.digests(), run.transport.reader.tape(1), run.events(Call)) == (before, [], [])
     run.balance()
@@ -145,13 +131,14 @@ def test_a_refused_contribution_is_refused_again() -> None:
 ISLANDS = st.sampled_from("abc")
 ACTIONS = st.one_of(
     st.tuples(st.just("good"), ISLANDS, st.integers(-2, 2), st.integers(0, 3)),
-    st.tuples(st.just("bad"), ISLANDS, st.integers(0, 2), st.sampled_from(BAD)),
+    st.tuples(st.just("bad"), ISLANDS, st.integers(0, 2), st.sampled_from([*BAD])),
     st.tuples(st.just("repeat"), ISLANDS, st.integers(0, 50), st.none()),
     st.tuples(st.sampled_from(["turn", "restart", "wait"]), ISLANDS, st.just(0), st.none()),
     st.tuples(st.sampled_from(["training", "left"]), ISLANDS, st.just(0), st.none()),
 )
 
 
+@settings(max_examples=examples(60))
 @given(st.lists(ACTIONS, max_size=40), st.integers(1, 3))
 def test_the_books_balance_after_any_actions(actions: list[tuple[str, str, int, Any]], quorum: int) -> None:
     run, merger = served_run(quorum=quorum)

@@ -112,17 +112,17 @@ def test_lost_state_is_rebuilt_to_the_same_bits(caplog: pytest.LogCaptureFixture
         run.balance()
 
 
-@pytest.mark.parametrize("damage", ["state missing", "everything missing"])
-def test_entries_that_a_complete_checkpoint_covers_leave_the_stream(damage: str) -> None:
-    store, run = Shelf(), MergerRun(CONFIG, quorum=2)
-    first = run.merger(store=store)
-    run.play(first, 1, 2, 3)
-    first.checkpoint()  # the merger dies before the turn in which it would trim
-    DAMAGE[damage](run.stored)
-    second = run.merger(store=store)
-    assert run.transport.reader.books().kept == 0
-    run.play(second, 4)
-    run.balance()
+def test_entries_that_a_complete_checkpoint_covers_leave_the_stream() -> None:
+    for damage in ("state missing", "everything missing"):
+        store = Shelf()
+        run, first = served_run(store=store, quorum=2)
+        run.play(first, 1, 2, 3)
+        first.checkpoint()  # the merger dies before the turn in which it would trim
+        DAMAGE[damage](run.stored)
+        second = run.merger(store=store)
+        assert run.transport.reader.books().kept == 0
+        run.play(second, 4)
+        run.balance()
 
 
 def test_nothing_is_rebuilt_when_nothing_is_lost(caplog: pytest.LogCaptureFixture) -> None:
@@ -274,33 +274,28 @@ def test_a_checkpoint_of_rounds_that_redis_has_lost_is_not_used(caplog: pytest.L
     assert any(code.startswith("replay.") for code in logged_codes(caplog))
 
 
-@pytest.mark.parametrize("lost", ["outer", "state"])
-def test_a_checkpoint_of_another_run_is_not_used(lost: str, caplog: pytest.LogCaptureFixture) -> None:
-    store, strange = Shelf(), Shelf()
-    run, _ = begun(CONFIG, store)
+class Broken(Shelf):
+    """A folder whose checkpoints cannot be read."""
+
+    def load(self, number: int | None = None) -> None:
+        raise ConfigError("no checkpoint in here can be read", "Put back a copy.")
+
+
+def test_checkpoints_that_cannot_be_read_or_are_of_another_run_are_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    """The run continues unless its state is lost."""
+    strange = Shelf()
+    run, _ = begun(CONFIG, strange)
     other = replace(run.manifest, config=replace(CONFIG, seed=7))
-    strange.images[3] = replace(store.images[3], manifest=other)
-    setattr(run.stored, lost, {} if lost == "outer" else "")
-    if lost == "outer":
-        assert run.merger(store=strange).state.closed == 7
-    else:
+    strange.images[3] = replace(strange.images[3], manifest=other)
+    for store, code in ((strange, "wire.other-run"), (Broken(), "config")):
+        run, _ = begun(CONFIG, Shelf())
+        run.stored.outer.clear()
+        caplog.clear()
+        run.play(run.merger(store=store), 8)
+        assert code in logged_codes(caplog)
+        run.stored.state = ""
         with failing(ConfigError, "config.lost-state"):
-            run.merger(store=strange)
-    assert "wire.other-run" in logged_codes(caplog)
-
-
-def test_unreadable_checkpoints_do_not_end_a_run_that_can_continue(caplog: pytest.LogCaptureFixture) -> None:
-    class Broken(Shelf):
-        def load(self, number: int | None = None) -> None:
-            raise ConfigError("no checkpoint in here can be read", "Put back a copy.")
-
-    run, _ = begun(CONFIG, Shelf())
-    run.stored.outer.clear()
-    run.play(run.merger(store=Broken()), 8)
-    assert "config" in logged_codes(caplog)
-    run.stored.state = ""
-    with failing(ConfigError, "config.lost-state"):
-        run.merger(store=Broken())
+            run.merger(store=store)
 
 
 def test_a_run_without_rounds_is_loaded_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -134,6 +134,12 @@ def test_grace_by_hand() -> None:
     assert some.deadline() == 12.5
     assert some.close(math.nextafter(12.5, 0.0), live, waiting(1)) is None
     assert some.close(12.5, live, waiting(1)) == Close(1, quorum_seconds=1.0, grace_seconds=1.5, open_seconds=2.5)
+    some = rounds()
+    some.answer(answered("a", step_seconds=1.0), 0.0)
+    assert some.close(0.0, live, waiting(1)) is None
+    some.answer(answered("b", step_seconds=0.001), 1.0)  # would leave almost no slack
+    assert some.close(1.0, live, waiting(1)) is None
+    assert some.deadline() == 2.0, "grace is fixed at the quorum"
 
 
 def test_the_averages_move_with_every_round() -> None:
@@ -149,16 +155,6 @@ def test_the_averages_move_with_every_round() -> None:
     some.answer(answered("fast", 2), 30.0)
     assert some.close(30.0, live, waiting(2)) is None
     assert some.deadline() == pytest.approx(31.35)  # ½ · (4 − 1.3)
-
-
-def test_grace_is_fixed_at_the_quorum() -> None:
-    some = rounds()
-    live = frozenset({"a", "b", "c"})
-    some.answer(answered("a", step_seconds=1.0), 0.0)
-    assert some.close(0.0, live, waiting(1)) is None
-    some.answer(answered("b", step_seconds=0.001), 1.0)  # would leave almost no slack
-    assert some.close(1.0, live, waiting(1)) is None
-    assert some.deadline() == 2.0
 
 
 def test_without_grace_or_slack_a_round_closes_at_its_quorum_and_never_before() -> None:
