@@ -51,25 +51,14 @@ def test_a_restart_merges_what_no_compaction_covers_to_the_same_bits(config: Run
     run.balance()
 
 
-def test_rounds_commit_no_full_state_and_compactions_write_fewer_bytes_than_they_do() -> None:
+def test_compactions_write_fewer_bytes_than_rounds_whose_entries_they_free() -> None:
     run, commits, compactions = MergerRun(SMALL, quorum=2), list[Commit](), list[Compaction]()
 
     def note(name: str, epoch: object = None, what: Any = None, *_: object) -> None:
         if name in ("commit", "compact"):
             (commits if name == "commit" else compactions).append(what)
 
-    merger = run.merger(transport=run.faulty(before=note))
-    run.play(merger, *range(1, 61))
-    assert not any(commit.payload or commit.outer for commit in commits)
-    small = sum(entry.bytes_up for entry in run.transport.reader.tape(100)) + sum(len(c.difference) for c in commits)
-    assert len(compactions) > 2
-    assert sum(len(c.payload) + len(c.outer) for c in compactions) < 1.5 * small  # of 32 elements, headers are a third
-    assert sum(state_bytes(merger.fragments[c.snapshot.fragment]) for c in compactions) <= small
-
-
-def test_entries_leave_the_stream_when_a_compaction_covers_them() -> None:
-    run, merger = served_run(SMALL, quorum=2)
-    most = 0
+    merger, most = run.merger(transport=run.faulty(before=note)), 0
     for number in range(1, 61):
         run.play(merger, number)
         needed = {
@@ -81,6 +70,11 @@ def test_entries_leave_the_stream_when_a_compaction_covers_them() -> None:
         assert {run.stored.name_of(number) for number in run.stored.kept} == needed
         most = max(most, len(needed))
     assert 4 < most < 40
+    assert not any(commit.payload or commit.outer for commit in commits)
+    small = sum(entry.bytes_up for entry in run.transport.reader.tape(100)) + sum(len(c.difference) for c in commits)
+    assert len(compactions) > 2
+    assert sum(len(c.payload) + len(c.outer) for c in compactions) < 1.5 * small  # of 32 elements, headers are a third
+    assert sum(state_bytes(merger.fragments[c.snapshot.fragment]) for c in compactions) <= small
 
 
 def test_a_compaction_is_uploaded_beside_the_rounds() -> None:
