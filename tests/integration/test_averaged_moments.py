@@ -31,9 +31,9 @@ from archipelago.merger.service import Merger
 from archipelago.merger.state import RunState
 from tests import samples
 from tests.harness import tiny
+from tests.harness.merger_run import Shelf
 from tests.harness.played import Boundary
 from tests.harness.tiny import TinyRun, leaf_bytes
-from tests.harness.merger_run import Shelf
 
 CONFIG = replace(
     tiny.CONFIG, sync=replace(tiny.CONFIG.sync, quorum=2), wire=WireConfig(up="int4", thin="", down="int4")
