@@ -1,4 +1,4 @@
-"""A corpus for runs of a second or two, and a fixture that restores the state that commands change."""
+"""A corpus and a task for runs of a second or two, and a fixture that restores the state that commands change."""
 
 from __future__ import annotations
 
@@ -6,10 +6,17 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from archipelago.broker.config import InnerConfig, MergeConfig, RunConfig, SyncConfig
 from archipelago.islands.data.corpus import OpenCorpus, open_corpus
 from archipelago.islands.data.preparation import prepare_text
+from archipelago.islands.tasks.file import TaskFile
+from archipelago.islands.tasks.shards import TaskRun
+from archipelago.islands.tasks.task import Task
+from archipelago.islands.tasks.workload import Workload, task_config
 
 
 @pytest.fixture
@@ -20,6 +27,31 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OpenCorpus:
     source.write_text("".join(f"{n} islands and {n * n % 997} ships\n" for n in range(6000)), encoding="utf-8")
     prepare_text(source, "small-text")
     return open_corpus("small-text")
+
+
+def _init(seed: int) -> dict[str, jax.Array]:
+    return {name: jnp.full((2, 3), 1.0 + seed) for name in "abcdef"}
+
+
+def _loss(params: dict[str, jax.Array], batch_BxN: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.stack([jnp.mean((each - jnp.mean(batch_BxN)) ** 2) for each in params.values()]))
+
+
+def _batches(run: TaskRun) -> Iterator[jax.Array]:
+    for shard in run.shards(8):
+        yield from [jnp.full((2, 5), float(shard.number))] * (4 - shard.position)
+
+
+@pytest.fixture(scope="session")
+def small_task() -> Workload:
+    """A task of six small tensors, each a fragment of its own. It is compiled once, and quickly."""
+    file = TaskFile(Task(_init, _loss, _batches, evaluate=lambda params: 2.5), Path("/nowhere/mine.py"), "task")
+    config = RunConfig(
+        inner=InnerConfig(steps=480, warmup_steps=4),
+        sync=SyncConfig(interval=12, fragments=6),
+        merge=MergeConfig(embedding="average", rest="average"),
+    )
+    return Workload.of(file, task_config(config, file))
 
 
 @pytest.fixture

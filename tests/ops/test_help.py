@@ -22,6 +22,7 @@ from archipelago.ops.commands import VERBS, run
 from archipelago.ops.examples import EXAMPLES
 from archipelago.ops.verbs import Group, Verb, Verbs
 from archipelago.ops.watch.formatting import LEGEND
+from archipelago.ops.watch.status import StatusOptions
 
 OPERATING = Path(__file__).parents[2] / "docs" / "guide" / "operating.md"
 
@@ -46,32 +47,25 @@ def help_of(words: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-def test_each_verb_has_examples() -> None:
+def test_the_parser_of_each_verb_reads_its_examples() -> None:
     assert set(EXAMPLES) == set(ALL)
     assert all(EXAMPLES.values())
+    for words, command in ((words, each.command) for words, found in EXAMPLES.items() for each in found):
+        program, *args = shlex.split(command)
+        assert (program, args[: len(words.split())]) == ("archipelago", words.split())
+        options = getattr(importlib.import_module(ALL[words].module), ALL[words].options)
+        verbs.parse(options, f"archipelago {words}", args[len(words.split()) :])
 
 
-@pytest.mark.parametrize(
-    ("words", "command"), [(words, each.command) for words, found in EXAMPLES.items() for each in found]
-)
-def test_the_parser_of_the_verb_reads_each_example(words: str, command: str) -> None:
-    program, *args = shlex.split(command)
-    assert program == "archipelago"
-    assert args[: len(words.split())] == words.split()
-    options = getattr(importlib.import_module(ALL[words].module), ALL[words].options)
-    verbs.parse(options, f"archipelago {words}", args[len(words.split()) :])
-
-
-@pytest.mark.parametrize("words", ALL)
-def test_help_is_readable_and_ends_with_the_examples(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    text = help_of(words, capsys)
-    assert text.startswith(f"usage: archipelago {words} ")
-    assert "--json" in text
-    assert "{None}" not in text
-    assert not re.search(r"default:[\s│]*None", text)
-    assert text.rstrip().endswith(EXAMPLES[words][-1].what)
-    frames = [line for line in text.splitlines() if line.startswith(("│", "╭", "╰"))]
-    assert len({len(line) for line in frames}) <= 1, "the frame is whole"
+def test_help_is_readable_and_ends_with_the_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ALL:
+        text = help_of(words, capsys)
+        assert text.startswith(f"usage: archipelago {words} ")
+        assert "--json" in text, words
+        assert "{None}" not in text and not re.search(r"default:[\s│]*None", text), words
+        assert text.rstrip().endswith(EXAMPLES[words][-1].what)
+        frames = [line for line in text.splitlines() if line.startswith(("│", "╭", "╰"))]
+        assert len({len(line) for line in frames}) <= 1, f"the frame of {words} is whole"
 
 
 def descriptions(options: type[Any]) -> Iterator[tuple[str, str]]:
@@ -84,12 +78,10 @@ def descriptions(options: type[Any]) -> Iterator[tuple[str, str]]:
                 yield field.target.id, ast.literal_eval(below.value)
 
 
-@pytest.mark.parametrize("words", ALL)
-def test_options_are_described_in_whole_sentences(words: str) -> None:
-    verb = ALL[words]
-    for name, text in descriptions(getattr(importlib.import_module(verb.module), verb.options)):
-        assert re.match(r"[A-Z0-9`$]", text), f"--{name}: {text}"
-        assert text.rstrip().endswith("."), f"--{name}: {text}"
+def test_options_are_described_in_whole_sentences() -> None:
+    for words, verb in ALL.items():
+        for name, text in descriptions(getattr(importlib.import_module(verb.module), verb.options)):
+            assert re.match(r"[A-Z0-9`$]", text) and text.rstrip().endswith("."), f"{words} --{name}: {text}"
 
 
 def flags_of(words: str) -> set[str]:
@@ -117,14 +109,9 @@ def test_messages_name_flags_that_exist() -> None:
     assert seen > 20
 
 
-def test_a_url_is_shown_as_such(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_url_is_shown_as_such_and_a_name_can_be_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert help_of("status", capsys).splitlines()[0].endswith("[URL]")
     assert "--every FLOAT" in help_of("status", capsys)
-
-
-def test_an_option_that_is_not_set_is_none_and_a_name_can_be_none() -> None:
-    from archipelago.ops.watch.status import StatusOptions
-
     assert verbs.parse(StatusOptions, "x", []).run is None
     assert verbs.parse(StatusOptions, "x", ["--run", "None"]).run == "None"
 

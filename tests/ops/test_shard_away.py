@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +12,7 @@ import pytest
 from archipelago.broker.errors import UnreachableError
 from archipelago.broker.shards.transport import shards_away, whole
 from archipelago.broker.transport import Transport
-from archipelago.islands.data.corpus import open_corpus
-from archipelago.islands.data.preparation import prepare_text
-from archipelago.islands.tasks.ours import our_work
+from archipelago.islands.tasks.workload import Workload
 from archipelago.ops.commands import run as command
 from archipelago.ops.dashboard import run_list as page_run_list
 from archipelago.ops.dashboard.watcher import Watcher as PageWatcher
@@ -25,11 +22,9 @@ from archipelago.ops.watch.live import Watcher as LiveWatcher
 from archipelago.ops.watch.live import print_text
 from archipelago.ops.watch.run_view import observe
 from archipelago.ops.watch.status import StatusOptions
+from tests.failing import failing
 from tests.intercept import Intercepted
 from tests.sharded import closed, train_sharded
-from tests.small import SMALL
-
-CONFIG = replace(SMALL, data=replace(SMALL.data, corpus="small-text"), inner=replace(SMALL.inner, steps=480))
 
 
 class Cut(Intercepted):
@@ -49,15 +44,9 @@ class Cut(Intercepted):
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> VirtualRun:
+def demo(small_task: Workload) -> VirtualRun:
     """A run with two shards, each served by a merger of its own name."""
-    folder = tmp_path_factory.mktemp("text")
-    source = folder / "text.txt"
-    source.write_text("".join(f"{n} islands and {n * n % 997} ships\n" for n in range(6000)), encoding="utf-8")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ARCHIPELAGO_DATA", str(folder / "data"))
-        prepare_text(source, "small-text")
-        made = train_sharded(our_work(CONFIG, open_corpus("small-text")), f"fakeredis://{uuid.uuid4().hex}")
+    made = train_sharded(small_task, f"fakeredis://{uuid.uuid4().hex}")
     for shard, merger in enumerate(made.mergers):
         merger.transport.merger.release(merger.epoch)
         assert merger.transport.merger.acquire(f"m{shard}", 1e6)
@@ -112,20 +101,19 @@ def test_the_accounts_of_tokens_are_those_of_the_other_fragments(demo: VirtualRu
     assert view.tokens_lost < view.tokens_trained // 4
 
 
-def test_without_shard_0_nothing_is_shown(demo: VirtualRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = Cut(demo.connect_as("admin"), cut={0})
-    monkeypatch.setattr(StatusOptions, "connect", lambda self: gone)
-    with pytest.raises(UnreachableError):
-        command(["status", "redis://nowhere"])
-
-
-def test_what_decides_needs_all_shards(demo: VirtualRun, run: Cut) -> None:
+def test_what_decides_needs_all_shards_and_what_is_shown_needs_shard_0(
+    demo: VirtualRun, run: Cut, monkeypatch: pytest.MonkeyPatch
+) -> None:
     strict = whole(run, demo.manifest).reader
     for read in (strict.cursors, strict.books, strict.merger_state, strict.heads, lambda: strict.tape(5)):
-        with pytest.raises(UnreachableError):
+        with failing(UnreachableError):
             read()
-    with pytest.raises(UnreachableError):
+    with failing(UnreachableError):
         whole(run, demo.manifest, for_display=True).reader.steer({"merging": "paused"})
+    gone = Cut(demo.connect_as("admin"), cut={0})
+    monkeypatch.setattr(StatusOptions, "connect", lambda self: gone)
+    with failing(UnreachableError):
+        command(["status", "redis://nowhere"])
 
 
 def test_the_live_status_goes_on(demo: VirtualRun, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,13 +162,10 @@ def test_an_outage_keeps_the_history_of_the_page(demo: VirtualRun) -> None:
     assert len(before.details()["round"]) == sum(closed(demo))
 
 
-def test_a_report_says_what_it_lacks(demo: VirtualRun, run: Cut) -> None:
+def test_a_report_and_the_lists_of_runs_say_what_they_lack(demo: VirtualRun, run: Cut) -> None:
     found = report.of_watch(PageWatcher(run, demo.manifest))
     assert found.data["page"]["problems"][0]["code"] == "shard.unreachable"
     assert "Shard 1 cannot be reached" in report.html(found, "")
-
-
-def test_the_lists_of_runs_say_so(run: Cut) -> None:
     assert run_list.entry_of(run, "redis").state == "shard away"
     assert page_run_list.of_redis(run, None)[0].state == "shard away"
 
@@ -190,13 +175,10 @@ def test_metrics_need_all_shards(demo: VirtualRun, run: Cut) -> None:
     testclient = pytest.importorskip("starlette.testclient")
     from archipelago.ops.dashboard.app import application
 
-    watcher = PageWatcher(run, demo.manifest)
-    watcher.update()
-    client = testclient.TestClient(application(watcher, "token"), base_url="http://localhost")
-    answer = client.get("/metrics")
-    assert (answer.status_code, answer.text) == (503, "the node does not answer\n")
-    run.cut.clear()
-    watcher = PageWatcher(run, demo.manifest)
-    watcher.update()
-    client = testclient.TestClient(application(watcher, "token"), base_url="http://localhost")
-    assert client.get("/metrics").status_code == 200
+    for status in (503, 200):
+        watcher = PageWatcher(run, demo.manifest)
+        watcher.update()
+        client = testclient.TestClient(application(watcher, "token"), base_url="http://localhost")
+        answer = client.get("/metrics")
+        assert (answer.status_code, answer.text == "the node does not answer\n") == (status, status == 503)
+        run.cut.clear()

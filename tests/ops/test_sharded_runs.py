@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 
 from archipelago.broker.control import EXPEL
+from archipelago.broker.errors import BrokerError
 from archipelago.broker.invitation import Member
 from archipelago.broker.redis.transport import RedisTransport, connect
-from archipelago.islands.data.corpus import OpenCorpus, open_corpus
-from archipelago.islands.data.preparation import prepare_text
+from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.evaluation import published
 from archipelago.islands.tasks.ours import our_work
+from archipelago.islands.tasks.workload import Workload
 from archipelago.merger.scores import Score
 from archipelago.ops.commands import run as command
 from archipelago.ops.dashboard.run_list import RunList
@@ -31,29 +32,12 @@ from archipelago.ops.launch.embedded_redis import Server
 from archipelago.ops.watch.live import Watcher as LiveWatcher
 from archipelago.ops.weights.parameters import find
 from tests import samples
+from tests.failing import failing
 from tests.servers import empty_database
 from tests.sharded import closed, create_sharded, newest_round, train_sharded
 from tests.small import SMALL
 
-CONFIG = replace(SMALL, data=replace(SMALL.data, corpus="small-text"), inner=replace(SMALL.inner, steps=480))
 GOOD, BAD = Score(10.0, 10.0, 0.01), Score(-5.0, 10.0, 0.01)
-
-
-@pytest.fixture(scope="module")
-def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("text")
-
-
-@pytest.fixture(scope="module")
-def prepared(data_folder: Path) -> OpenCorpus:
-    """The corpus of the run."""
-    folder = data_folder
-    source = folder / "text.txt"
-    source.write_text("".join(f"{n} islands and {n * n % 997} ships\n" for n in range(6000)), encoding="utf-8")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ARCHIPELAGO_DATA", str(folder / "data"))
-        prepare_text(source, "small-text")
-        return open_corpus("small-text")
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +46,9 @@ def url() -> str:
 
 
 @pytest.fixture(scope="module")
-def demo(url: str, prepared: OpenCorpus) -> VirtualRun:
+def demo(url: str, small_task: Workload) -> VirtualRun:
     """A run with two shards. A merger serves shard 0 for longer than the tests take, and none serves shard 1."""
-    made = train_sharded(our_work(CONFIG, prepared), url)
+    made = train_sharded(small_task, url)
     for merger in made.mergers:
         merger.transport.merger.release(merger.epoch)
     assert made.mergers[0].transport.merger.acquire("one", 3600.0)
@@ -90,7 +74,9 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 # -- reading --------------------------------------------------------------------------------------------------------
 
 
-def test_status_shows_all_shards(url: str, demo: VirtualRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_shows_all_shards_and_which_fragments_stand_still(
+    url: str, demo: VirtualRun, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = printed(capsys, "status", url)
     books = demo.transport.reader.books()
     assert found["rounds"] == newest_round(demo)
@@ -99,16 +85,11 @@ def test_status_shows_all_shards(url: str, demo: VirtualRun, capsys: pytest.Capt
     assert books.merged > demo.mergers[0].transport.reader.books().merged
     assert found["balanced"]
     assert [shard["holder"] for shard in found["merger"]["shards"]] == ["one", ""]
-
-
-def test_status_says_which_fragments_stand_still(
-    url: str, demo: VirtualRun, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (found,) = [each for each in printed(capsys, "status", url)["problems"] if each["code"] == "shard.no-merger"]
+    (problem,) = [each for each in found["problems"] if each["code"] == "shard.no-merger"]
     names = [str(fragment) for fragment in demo.manifest.shard_layout.fragments[1]]
-    assert found["text"].startswith("No merger serves shard 1. ")
-    assert f"fragments {', '.join(names[:-1])} and {names[-1]} of 6" in found["text"]
-    assert "archipelago merger URL --run demo" in found["remedy"]
+    assert problem["text"].startswith("No merger serves shard 1. ")
+    assert f"fragments {', '.join(names[:-1])} and {names[-1]} of 6" in problem["text"]
+    assert "archipelago merger URL --run demo" in problem["remedy"]
     command(["status", url])
     shown = " ".join(capsys.readouterr().out.split())
     assert "no merger serves shard 1; the others have one (shard 0)" in shown
@@ -137,8 +118,8 @@ def test_the_page_shows_all_shards(demo: VirtualRun, home: RedisTransport) -> No
     assert {problem["code"] for problem in page["problems"]} >= {"shard.no-merger"}
 
 
-def test_the_page_follows_all_shards(prepared: OpenCorpus) -> None:
-    made = train_sharded(our_work(CONFIG, prepared), rounds=2)
+def test_the_page_follows_all_shards(small_task: Workload) -> None:
+    made = train_sharded(small_task, rounds=2)
     watcher = PageWatcher(made.transport, made.manifest, made.clock, made.clock)
     watcher.update()
     first = watcher._history
@@ -176,18 +157,15 @@ def test_parameters_come_from_all_shards(url: str, demo: VirtualRun) -> None:
     assert all(np.array_equal(found.params[name], wanted[name]) for name in wanted)
 
 
-def test_evaluate_export_and_generate(
-    url: str,
-    demo: VirtualRun,
-    data_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setenv("ARCHIPELAGO_DATA", str(data_folder / "data"))
-    assert printed(capsys, "evaluate", url)["round"] == newest_round(demo)
-    assert demo.transport.reader.evaluations()[-1].round == newest_round(demo)
-    assert printed(capsys, "export", url, "--out", str(tmp_path / "out"))["round"] == newest_round(demo)
+@pytest.mark.full
+def test_evaluate_export_and_generate(corpus: OpenCorpus, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = replace(SMALL, data=replace(SMALL.data, corpus="small-text"), inner=replace(SMALL.inner, steps=480))
+    url = f"fakeredis://{uuid.uuid4().hex}"
+    trained = train_sharded(our_work(config, corpus), url, rounds=1)
+    number = newest_round(trained)
+    assert printed(capsys, "evaluate", url)["round"] == number
+    assert trained.transport.reader.evaluations()[-1].round == number
+    assert printed(capsys, "export", url, "--out", str(tmp_path / "out"))["round"] == number
     assert printed(capsys, "generate", url, "--tokens", "3")["tokens"] == 3
 
 
@@ -216,11 +194,12 @@ def test_requests_reach_every_merger(capsys: pytest.CaptureFixture[str]) -> None
     transport.close()
 
 
-def test_an_expulsion_by_one_merger_holds_in_all_shards(prepared: OpenCorpus) -> None:
-    run = train_sharded(our_work(CONFIG, prepared), rounds=1)
+def test_an_expulsion_by_one_merger_holds_in_all_shards(small_task: Workload) -> None:
+    run = train_sharded(small_task, rounds=1)
     before = {"island-1": GOOD}
-    run.mergers[1].controls.config = replace(CONFIG, merge=replace(CONFIG.merge, expel_after=1))
-    run.mergers[1].controls.tell_of_scores(before, {"island-1": replace(BAD, lowered=1)})
+    controls, config = run.mergers[1].controls, small_task.config
+    controls.config = replace(config, merge=replace(config.merge, expel_after=1))
+    controls.tell_of_scores(before, {"island-1": replace(BAD, lowered=1)})
     assert [merger.transport.reader.control() for merger in run.mergers] == [{"island.island-1": EXPEL}] * 2
     run.turn()
     assert all(merger.controls.refuses("island-1") for merger in run.mergers)
@@ -228,17 +207,13 @@ def test_an_expulsion_by_one_merger_holds_in_all_shards(prepared: OpenCorpus) ->
     assert "island-0" in run.islands, "the run has ended"
 
 
-def test_requests_are_noted_once(prepared: OpenCorpus) -> None:
-    run = train_sharded(our_work(CONFIG, prepared), rounds=1)
+def test_requests_are_noted_once_and_notes_name_the_rounds_of_the_run(small_task: Workload) -> None:
+    run = train_sharded(small_task, rounds=3)
+    behind = run.manifest.shard_layout.run_round(1, closed(run)[1])
+    assert behind != closed(run)[1]
     run.transport.reader.steer({"merging": "paused"})
     run.turn()
     assert [note.kind for note in run.transport.reader.notes(50)].count("paused") == 1
-
-
-def test_notes_name_the_rounds_of_the_run(prepared: OpenCorpus) -> None:
-    run = train_sharded(our_work(CONFIG, prepared), rounds=3)
-    behind = run.manifest.shard_layout.run_round(1, closed(run)[1])
-    assert behind != closed(run)[1]
     run.new_merger(1)
     assert run.transport.reader.notes(1)[0].text == f"epoch 2 begins after round {behind} of shard 1"
 
@@ -261,20 +236,16 @@ def test_rm_deletes_all_shards_of_one_run(server_url: str) -> None:
     other.close()
 
 
-def test_rm_deletes_what_an_interrupted_creation_has_left(server_url: str) -> None:
+def test_rm_refuses_while_a_merger_serves_a_shard_and_ends_an_interrupted_creation(server_url: str) -> None:
     transport = connect(server_url, "demo")
+    create_sharded(transport).shards[1].merger.acquire("two", 600.0)
+    with failing(BrokerError, "run.alive"):
+        command(["rm", "demo", server_url, "--yes"])
+    transport.connection.redis.flushdb()
     manifest = replace(samples.manifest("demo"), shards=2)
     transport.of_shard(1).create(manifest.of_shard(1), samples.first_snapshots(manifest.of_shard(1)))
     assert command(["rm", "demo", server_url, "--yes"]) == 0
     assert transport.connection.redis.keys() == []
-    transport.close()
-
-
-def test_rm_refuses_while_a_merger_serves_a_shard(server_url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    transport = connect(server_url, "demo")
-    create_sharded(transport).shards[1].merger.acquire("two", 600.0)
-    with pytest.raises(Exception, match="the merger two"):
-        command(["rm", "demo", server_url, "--yes"])
     transport.close()
 
 

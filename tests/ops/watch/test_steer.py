@@ -18,14 +18,12 @@ from archipelago.broker.messages import Refusal
 from archipelago.broker.process import guarded
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.transport import START
-from archipelago.islands.data.corpus import OpenCorpus
-from archipelago.islands.tasks.ours import our_work
+from archipelago.islands.tasks.workload import Workload
 from archipelago.merger.state import RunState
 from archipelago.ops.commands import run
 from archipelago.ops.experiments.virtual_time import VirtualRun
 from archipelago.ops.watch.steer import changes_of
 from tests import samples
-from tests.small import SMALL
 
 Call = Callable[..., tuple[int, str, str]]
 CONFIG = RunConfig()
@@ -87,24 +85,20 @@ def test_without_changes_it_shows_the_present_changes(call: Call, url: str, tran
     assert transport.reader.control() == wishes
 
 
-def test_a_name_without_a_value_removes_a_change(call: Call, url: str, transport: RedisTransport) -> None:
+def test_a_name_without_a_value_removes_a_change(
+    call: Call, url: str, transport: RedisTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
     transport.reader.steer({OUTER_RATE: "0.5", "merging": "paused", "rubbish": "1"})
     assert call(url, "outer.learning-rate=", "merging=", "rubbish=")[0] == 0
     assert transport.reader.control() == {}
-
-
-def test_the_address_may_be_in_the_environment(
-    call: Call, url: str, transport: RedisTransport, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setenv("ARCHIPELAGO_URL", url)
     assert call("merging=paused")[0] == 0
     assert call("checkpoint", "sync.quorum=2")[0] == 0
     assert transport.reader.control().keys() == {"merging", "checkpoint", QUORUM}
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
+def test_each_mistake_is_an_error_and_changes_nothing(call: Call, url: str, transport: RedisTransport) -> None:
+    for changes, named in (
         (["merging"], "merging"),
         (["=3"], "=3"),
         (["inner.learning_rate=1"], "inner.learning_rate"),
@@ -113,21 +107,12 @@ def test_the_address_may_be_in_the_environment(
         (["merging=paused", "sync.quorum=0"], "sync.quorum"),
         (["sync.quorum=2", "sync.quorum=3"], "sync.quorum"),
         (["rubbish="], "rubbish"),
-    ],
-)
-def test_each_mistake_is_an_error_and_changes_nothing(
-    call: Call, url: str, transport: RedisTransport, changes: list[str], named: str
-) -> None:
-    status, out, err = call(url, *changes)
-    assert (status, out) == (2, "")
-    assert named in err
-    assert err.count("\n") == 1
-    assert transport.reader.control() == {}
-
-
-def test_a_missing_run_cannot_be_steered(call: Call, url: str, transport: RedisTransport) -> None:
-    assert call(url, "--run", "other", "merging=paused")[0] == 2
-    assert not transport.connection.redis.exists("other:control")
+        (["--run", "other", "merging=paused"], "other"),
+    ):
+        status, out, err = call(url, *changes)
+        assert (status, out, err.count("\n"), named in err) == (2, "", 1, True), changes
+        assert transport.reader.control() == {}
+    assert not transport.connection.redis.exists("{other:s0}:control")
 
 
 def test_an_unknown_island_is_a_warning(call: Call, url: str, transport: RedisTransport) -> None:
@@ -151,16 +136,23 @@ def test_every_request_for_a_checkpoint_is_a_new_one() -> None:
 
 
 @pytest.fixture
-def config(corpus: OpenCorpus) -> RunConfig:
-    return replace(SMALL, data=replace(SMALL.data, corpus="small-text"), inner=replace(SMALL.inner, steps=36))
+def work(small_task: Workload) -> Workload:
+    """A workload of 36 steps."""
+    return lasting(small_task, 36)
+
+
+def lasting(work: Workload, steps: int) -> Workload:
+    """Return the workload with that many steps. They need no other program."""
+    config = replace(work.config, inner=replace(work.config.inner, steps=steps))
+    return replace(work, named=work.named.under(config), config=config)
 
 
 def closed(run: VirtualRun, number: int) -> Callable[[], bool]:
     return lambda: run.merger.rounds.closed >= number
 
 
-def steered_run(config: RunConfig, corpus: OpenCorpus, *, takeover: bool) -> VirtualRun:
-    run = VirtualRun(our_work(config, corpus), [1.0, 1.1])
+def steered_run(work: Workload, *, takeover: bool) -> VirtualRun:
+    run = VirtualRun(work, [1.0, 1.1])
     run.advance_until(closed(run, 5))
     run.transport.reader.steer({OUTER_RATE: "0.25", QUORUM: "2", GRACE: "0.5"})
     run.advance_until(closed(run, 8))
@@ -177,22 +169,21 @@ def of_the_run(run: VirtualRun) -> list[Any]:
     return [tape, run.transport.reader.heads()]
 
 
-@pytest.mark.full
-def test_a_takeover_of_a_steered_run_gives_the_same_bits(config: RunConfig, corpus: OpenCorpus) -> None:
-    one, other = (steered_run(config, corpus, takeover=takeover) for takeover in (False, True))
+def test_a_takeover_of_a_steered_run_gives_the_same_bits(work: Workload) -> None:
+    one, other = (steered_run(work, takeover=takeover) for takeover in (False, True))
     assert of_the_run(one) == of_the_run(other)
     steered = {entry.round: entry.steered for entry in one.transport.reader.tape(10_000) if entry.steered}
     assert list(steered.values()) == [
         "outer.learning_rate=0.25 sync.quorum=2 sync.grace=0.5",
         "outer.learning_rate=0.7",
     ]
-    unsteered = VirtualRun(our_work(config, corpus), [1.0, 1.1])
+    unsteered = VirtualRun(work, [1.0, 1.1])
     unsteered.finish()
     assert of_the_run(unsteered)[1] != of_the_run(one)[1]
 
 
-def test_islands_train_during_a_pause_and_are_merged_after_it(config: RunConfig, corpus: OpenCorpus) -> None:
-    run = VirtualRun(our_work(config, corpus), [1.0, 1.1])
+def test_islands_train_during_a_pause_and_are_merged_after_it(work: Workload) -> None:
+    run = VirtualRun(work, [1.0, 1.1])
     run.advance_until(closed(run, 4))
     run.transport.reader.steer({"merging": "paused"})
     run.play_one()
@@ -201,7 +192,7 @@ def test_islands_train_during_a_pause_and_are_merged_after_it(config: RunConfig,
         run.play_one()
     assert run.merger.rounds.closed == rounds
     assert sum(island.totals.steps for island in run.islands.values()) >= steps + 25
-    assert run.transport.reader.backlog() <= 2 * config.sync.window, "the window bounds what waits"
+    assert run.transport.reader.backlog() <= 2 * work.config.sync.window, "the window bounds what waits"
     run.transport.reader.steer({"merging": ""})
     run.finish()
     books = run.transport.reader.books()
@@ -209,10 +200,9 @@ def test_islands_train_during_a_pause_and_are_merged_after_it(config: RunConfig,
     assert (books.published, books.refused, run.transport.reader.backlog()) == (books.merged, 0, 0)
 
 
-@pytest.mark.parametrize("wish", ["drain", pytest.param("expel", marks=pytest.mark.full)])
-def test_an_island_is_removed_and_the_others_continue(config: RunConfig, corpus: OpenCorpus, wish: str) -> None:
-    config = replace(config, inner=replace(config.inner, steps=72))
-    run = VirtualRun(our_work(config, corpus), [1.0, 1.0, 1.1])
+@pytest.mark.parametrize("wish", ["drain", "expel"])
+def test_an_island_is_removed_and_the_others_continue(work: Workload, wish: str) -> None:
+    run = VirtualRun(lasting(work, 72), [1.0, 1.0, 1.1])
     run.advance_until(closed(run, 4))
     run.transport.reader.steer({"island.island-2": wish})
     run.advance_until(lambda: "island-2" not in run.islands)
@@ -234,8 +224,8 @@ def test_an_island_is_removed_and_the_others_continue(config: RunConfig, corpus:
     assert books.published == books.merged + books.refused
 
 
-def test_the_notes_of_a_run(config: RunConfig, corpus: OpenCorpus) -> None:
-    run = VirtualRun(our_work(config, corpus), [1.0, 1.0])
+def test_the_notes_of_a_run(work: Workload) -> None:
+    run = VirtualRun(work, [1.0, 1.0])
     run.advance_until(closed(run, 2))
     run.transport.reader.steer({"island.island-1": "drain", OUTER_RATE: "0.5"})
     run.finish()
