@@ -24,19 +24,14 @@ FOUR = Accelerators("cuda", ("0", "1", "2", "3"), "H100")
 TPU = Accelerators("tpu", ("0", "1", "2", "3"), "TPU v4")
 
 
-def test_a_machine_without_accelerators_is_as_before() -> None:
+def test_each_island_gets_equally_many() -> None:
     assert accelerators({"JAX_PLATFORMS": "cpu"}) is None
     assert shared_out(None, 64, 3, mesh=MeshShape(data=8)) is None
     assert islands_by_default(None, 3) == 3
-
-
-def test_each_island_gets_equally_many() -> None:
     shares = shared_out(FOUR, 2)
     assert shares is not None
-    assert [shares.environment(n) for n in range(2)] == [
-        {"CUDA_VISIBLE_DEVICES": "0,1"},
-        {"CUDA_VISIBLE_DEVICES": "2,3"},
-    ]
+    visible = [shares.environment(n) for n in range(2)]
+    assert visible == [{"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "2,3"}]
     assert len(shares.describe(["a", "b"])) == 2
     odd = shared_out(FOUR, 3)
     assert odd is not None
@@ -54,7 +49,7 @@ def test_islands_share_accelerators_only_if_they_may() -> None:
     assert islands_by_default(FOUR, 3) == 3
 
 
-def test_chips_of_a_tpu_belong_to_one_process() -> None:
+def test_chips_of_a_tpu_belong_to_one_process_and_a_mesh_must_fit_into_a_share() -> None:
     shares = shared_out(TPU, 2)
     assert shares is not None
     assert shares.environment(1) == {
@@ -64,32 +59,27 @@ def test_chips_of_a_tpu_belong_to_one_process() -> None:
         shared_out(TPU, 5, may_share=True)
     with failing(code="up.tpu"):
         shared_out(TPU, 2, standbys=1)
-
-
-def test_a_mesh_must_fit_into_a_share() -> None:
     assert shared_out(FOUR, 2, mesh=MeshShape(fsdp=2)) is not None
     with failing(code="mesh.devices"):
         shared_out(FOUR, 2, mesh=MeshShape(fsdp=4))
 
 
-@pytest.mark.parametrize(
-    ("answer", "environ", "names"),
-    [
+def test_another_process_asks_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "find_spec", lambda name: object())
+    answers: tuple[tuple[str, dict[str, str], tuple[str, ...] | None], ...] = (
         ('["cuda", 2, "H100"]', {}, ("0", "1")),
         ('["cuda", 2, "H100"]', {"CUDA_VISIBLE_DEVICES": "GPU-5, GPU-7"}, ("GPU-5", "GPU-7")),
         ('["cpu", 1, "cpu"]', {}, None),
         ("the driver is broken", {}, None),
-    ],
-)
-def test_another_process_asks_jax(
-    monkeypatch: pytest.MonkeyPatch, answer: str, environ: dict[str, str], names: tuple[str, ...] | None
-) -> None:
-    monkeypatch.setattr(devices, "find_spec", lambda name: object())
-    monkeypatch.setattr(subprocess, "run", lambda *given, **more: SimpleNamespace(stdout=f"a warning\n{answer}\n"))
-    found = accelerators(environ)
-    assert (found.names if found else None) == names
+    )
+    for answer, environ, names in answers:
+        done = SimpleNamespace(stdout=f"a warning\n{answer}\n")
+        monkeypatch.setattr(subprocess, "run", lambda *given, done=done, **more: done)
+        found = accelerators(environ)
+        assert (found.names if found else None) == names, answer
 
 
+@pytest.mark.full
 def test_the_question_is_answered_in_a_real_process() -> None:
     """JAX finds a processor here, and the question must not fail before it says so."""
     asked = subprocess.run(
@@ -99,11 +89,16 @@ def test_the_question_is_answered_in_a_real_process() -> None:
     assert asked.stdout.startswith('["cpu", ')
 
 
-def test_islands_and_standbys_get_their_devices_and_their_mesh() -> None:
+def session_of(options: UpOptions) -> Session:
+    """Return a session of `up` on a machine with four accelerators. It has started nothing."""
     manifest = samples.manifest()
     transport: Any = MemoryBroker().connect(manifest.run)
-    options = UpOptions(islands=2, standbys=3, mesh="fsdp=2").session(has_losses=True, shares=shared_out(FOUR, 2))
-    session = Session(options, manifest, transport, "redis://h", Path("runs/demo"), lambda: False, None)
+    prepared = options.session(has_losses=True, shares=shared_out(FOUR, 2))
+    return Session(prepared, manifest, transport, "redis://h", Path("runs/demo"), lambda: False, None)
+
+
+def test_islands_and_standbys_get_their_devices_and_their_mesh() -> None:
+    session = session_of(UpOptions(islands=2, standbys=3, mesh="fsdp=2"))
     shown = [child.environment.get("CUDA_VISIBLE_DEVICES") for child in (*session.islands, *session.standbys.all)]
     assert shown == ["0,1", "2,3", "0,1", "2,3", "0,1"]
     for child in (*session.islands, *session.standbys.all):
@@ -112,10 +107,7 @@ def test_islands_and_standbys_get_their_devices_and_their_mesh() -> None:
 
 
 def test_a_standby_replaces_only_an_island_with_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    manifest = samples.manifest()
-    transport: Any = MemoryBroker().connect(manifest.run)
-    options = UpOptions(islands=2, standbys=1).session(has_losses=True, shares=shared_out(FOUR, 2))
-    session = Session(options, manifest, transport, "redis://h", Path("runs/demo"), lambda: False, None)
+    session = session_of(UpOptions(islands=2, standbys=1))
     (standby,) = session.standbys.all
     monkeypatch.setattr(standby, "is_ready", lambda: True)
     monkeypatch.setattr(standby, "become", lambda assignment: object())
@@ -123,19 +115,14 @@ def test_a_standby_replaces_only_an_island_with_its_devices(monkeypatch: pytest.
     assert session.standbys.stand_in(session.islands[0])
 
 
-@pytest.mark.parametrize(
-    ("options", "code"),
-    [
+def test_mistakes_are_reported_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(up, "accelerators", lambda: FOUR)
+    for options, code in (
         (UpOptions(mesh="rows=2"), "mesh.axis"),
         (UpOptions(mesh="data=x"), "mesh.size"),
         (UpOptions(mesh="data"), "mesh.text"),
         (UpOptions(mesh="fsdp=8", islands=2), "mesh.devices"),
-    ],
-)
-def test_mistakes_are_reported_before_anything_starts(
-    options: UpOptions, code: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(up, "accelerators", lambda: FOUR)
-    with failing(code=code):
-        main(options)
+    ):
+        with failing(code=code):
+            main(options)
     assert not Path("runs").exists()

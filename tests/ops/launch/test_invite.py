@@ -20,14 +20,18 @@ from archipelago.broker.invitation import Invitation, Members
 from archipelago.broker.messages import Note
 from archipelago.broker.process import connect_to, invitation_at
 from archipelago.broker.redis.transport import RedisTransport, connect
+from archipelago.islands import main as islands
+from archipelago.merger import main as mergers
 from archipelago.ops.launch import invite, revoke
-from archipelago.ops.launch.administration import ADMIN_FILE, public_text
+from archipelago.ops.launch.administration import ADMIN_FILE, Administrator, Guest, public_text
 from archipelago.ops.launch.embedded_redis import Server
 from archipelago.ops.launch.invite import InviteOptions, expiry
 from archipelago.ops.launch.revoke import RevokeOptions
 from tests import samples
 from tests.failing import failing
+from tests.sharded import create_sharded
 
+SOME_KEY = public_text(invitations.key_text(bytes(range(32))))
 #: Invites someone, and returns the invitation.
 Invite = Callable[..., Invitation]
 
@@ -76,24 +80,24 @@ def test_an_invitation_is_a_private_file_that_connects(run: RedisTransport, join
     assert member.key == public_text(oslo.private_key)
     assert run.membership.all().merger_key == oslo.merger_key != ""
     transport.close()
+    with redis.Redis.from_url(oslo.url) as client:
+        assert client.ping(), "the library logs in by user and password"
+    far = join("bergen", address="rediss://hub.example:6380")
+    assert far.url.startswith(f"rediss://{run.run}~bergen:") and far.url.endswith("@hub.example:6380")
+    with failing(ConfigError):
+        join("cork", address="http://hub")
 
 
 def test_the_mergers_share_a_key_that_only_they_and_the_administrator_have(run: RedisTransport, join: Invite) -> None:
-    kept = invitations.read(Path("runs") / run.run / ADMIN_FILE) if join("m1", role="merger") else None
-    assert kept is not None
-    first, second = (invitations.read(join_file(run, "m1")), join("m2", role="merger"))
+    assert [join(role, role=role).merger_key for role in ("viewer", "operator")] == ["", ""]
+    assert not run.membership.all().is_signed, "only islands and mergers turn signatures on"
+    first, second, island = join("m1", role="merger"), join("m2", role="merger"), join("oslo")
+    assert run.membership.all().is_signed
+    kept = invitations.read(Path("runs") / run.run / ADMIN_FILE)
     assert first.private_key == second.private_key == kept.private_key
     assert public_text(kept.private_key) == run.membership.all().merger_key
-    assert join("oslo").private_key not in ("", kept.private_key)
-    assert [join(role, role=role).private_key for role in ("viewer", "operator")] == ["", ""]
-
-
-def test_only_islands_and_mergers_turn_signatures_on(run: RedisTransport, join: Invite) -> None:
-    assert join("eve", role="viewer").merger_key == ""
-    join("olga", role="operator")
-    assert not run.membership.all().is_signed
-    join("oslo")
-    assert run.membership.all().is_signed
+    assert island.private_key not in ("", kept.private_key)
+    assert [join(name, role=name, replace=True).private_key for name in ("viewer", "operator")] == ["", ""]
 
 
 def test_the_key_of_another_administrator_is_not_replaced(run: RedisTransport, join: Invite, tmp_path: Path) -> None:
@@ -101,30 +105,10 @@ def test_the_key_of_another_administrator_is_not_replaced(run: RedisTransport, j
     join("bergen", folder=tmp_path / "second")  # an island needs only the public key
     with failing(ConfigError, "invitation.no-merger-key"):
         join("merger", role="merger", folder=tmp_path / "second")
-    other = replace(invitations.read(tmp_path / "first" / run.run / ADMIN_FILE), private_key=public_text(SOME_KEY))
+    other = replace(invitations.read(tmp_path / "first" / run.run / ADMIN_FILE), private_key=SOME_KEY)
     invitations.write(tmp_path / "second" / run.run / ADMIN_FILE, other)
     with failing(ConfigError, "invitation.other-merger-key"):
         join("merger", role="merger", folder=tmp_path / "second")
-
-
-SOME_KEY = invitations.key_text(bytes(range(32)))
-
-
-def test_a_viewer_only_reads_and_an_operator_steers(run: RedisTransport, join: Invite) -> None:
-    join("eve", role="viewer")
-    join("olga", role="operator")
-    viewer, operator = (connect_to(str(join_file(run, name)), None) for name in ("eve", "olga"))
-    assert viewer.reader.merger_status().holder == ""
-    assert (viewer.reader.books(), viewer.reader.presences(), viewer.reader.tape(1)) == (run.reader.books(), [], [])
-    with failing(BrokerError, "broker.permission"):
-        viewer.reader.steer({"merging": "paused"})
-    operator.reader.steer({"merging": "paused"})
-    operator.reader.note(Note(1.0, "olga", "steered", "paused"))
-    assert viewer.reader.control() == {"merging": "paused"}
-    with failing(BrokerError, "broker.permission"):
-        operator.merger.acquire("olga", 1.0)
-    for transport in (viewer, operator):
-        transport.close()
 
 
 def test_an_invitation_is_not_repeated_but_replaced(run: RedisTransport, join: Invite) -> None:
@@ -173,16 +157,13 @@ def test_members_whose_time_has_ended_are_removed(run: RedisTransport, join: Inv
         invitation_at("ended.join")
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("30m", 1800), ("12h", 43200), ("7d", 604800), ("2w", 1209600)])
-def test_expiries_are_durations(text: str, seconds: int) -> None:
-    assert expiry(text, 100.0) == 100.0 + seconds
+def test_expiries_are_durations() -> None:
+    for text, seconds in (("30m", 1800), ("12h", 43200), ("7d", 604800), ("2w", 1209600)):
+        assert expiry(text, 100.0) == 100.0 + seconds
     assert expiry(None, 100.0) is None
-
-
-@pytest.mark.parametrize("text", ["", "7", "0d", "-1d", "7 d", "tomorrow", "9999999d", "1.5h"])
-def test_other_expiries_are_refused(text: str) -> None:
-    with failing(ConfigError, "invitation.expires"):
-        expiry(text, 100.0)
+    for text in ("", "7", "0d", "-1d", "7 d", "tomorrow", "9999999d", "1.5h"):
+        with failing(ConfigError, "invitation.expires"):
+            expiry(text, 100.0)
 
 
 def test_where_users_are_managed_elsewhere_the_rules_are_printed(
@@ -232,18 +213,7 @@ def test_members_are_listed_and_results_are_json(
     assert "olga" not in run.membership.all().by_name
 
 
-def test_the_address_of_members_may_differ_from_the_administrators(run: RedisTransport, join: Invite) -> None:
-    oslo = join("oslo", address="rediss://hub.example:6380")
-    assert oslo.url.startswith(f"rediss://{run.run}~oslo:")
-    assert oslo.url.endswith("@hub.example:6380")
-    with failing(ConfigError):
-        join("bergen", address="http://hub")
-
-
 def test_a_join_file_is_for_one_role_run_and_island(run: RedisTransport, join: Invite) -> None:
-    from archipelago.islands import main as islands
-    from archipelago.merger import main as mergers
-
     join("oslo")
     file = str(join_file(run, "oslo"))
     with failing(ConfigError, "invitation.other-name"):
@@ -263,7 +233,37 @@ def test_without_an_address_the_kept_file_is_used(run: RedisTransport, join: Inv
     assert {"oslo", "bergen", "eve"} == set(run.membership.all().by_name)
 
 
-def test_the_library_still_logs_in_by_user_and_password(run: RedisTransport, join: Invite) -> None:
-    oslo = join("oslo")
-    with redis.Redis.from_url(oslo.url) as client:
-        assert client.ping()
+def test_members_have_their_rights_in_all_shards(server: Server, tmp_path: Path) -> None:
+    run = f"demo-{uuid.uuid4().hex[:8]}"
+    transport = connect(server.url, run)
+    whole = create_sharded(transport)
+    administrator = Administrator(transport, server.url, tmp_path)
+    invited = {role: administrator.invite(Guest(role, role)) for role in ("island", "merger", "operator", "viewer")}
+    joined = {role: connect(each.url, run, each) for role, each in invited.items()}
+    manifest = transport.reader.manifest()
+    for number in range(2):
+        island, merger, operator, viewer = (each.of_shard(number) if number else each for each in joined.values())
+        epoch = merger.merger.acquire("m", 60.0)
+        assert epoch is not None
+        island.island.heartbeat(samples.heartbeat("island"))
+        island.island.publish(samples.contribution(b"x", island="island"), b"x")
+        (delivery,) = merger.merger.updates(0.0)
+        assert delivery.contribution is not None, delivery.fault
+        operator.reader.steer({"merging": "paused"})
+        operator.reader.note(Note(1.0, "operator", "steered", "paused"))
+        assert viewer.reader.control() == {"merging": "paused"}
+        assert (viewer.reader.merger_status().holder, viewer.reader.tape(1)) == ("m", [])
+        assert viewer.reader.books().published == 1
+        with failing(BrokerError, "broker.permission"):
+            viewer.reader.steer({"merging": "paused"})
+        with failing(ConfigError, "signature.no-key"):
+            operator.merger.acquire("operator", 1.0)
+        snapshot, _ = viewer.reader.fragment(0)  # signed, as the rest of the run
+        assert snapshot.version == 0
+    assert joined["viewer"].reader.manifest() == manifest
+    administrator.revoke("island")
+    assert [shard.reader.control()["island.island"] for shard in whole.shards] == [EXPEL] * 2
+    administrator.invite(Guest("island", "island"))
+    assert not any("island.island" in shard.reader.control() for shard in whole.shards)
+    for each in (*joined.values(), transport):
+        each.close()

@@ -1,4 +1,4 @@
-"""A run that exists is continued with its own settings, or extended; other settings are refused by name."""
+"""A run is continued with its own settings or extended, and others are refused by name; slow merging is told."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import pytest
 from archipelago.broker.config import InnerConfig, MergeConfig, ModelConfig, RunConfig, WireConfig, flags
 from archipelago.broker.control import STEPS
 from archipelago.broker.errors import MismatchError
-from archipelago.broker.manifest import Corpus
+from archipelago.broker.manifest import Corpus, Tensor
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Transport
 from archipelago.islands.data.preparation import prepare_text
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.launch import up
-from archipelago.ops.launch.init import InitOptions, create
+from archipelago.ops.launch.init import InitOptions, create, tell_of_spectra
 from archipelago.ops.launch.own_settings import own_flags
 from archipelago.ops.launch.up import UpOptions
 from archipelago.ops.verbs import parse
@@ -59,6 +59,12 @@ def continued(transport: Transport, config: RunConfig, folder: Path) -> None:
 
 
 def test_other_settings_are_named_with_the_command_that_goes_on(transport: Transport, tmp_path: Path) -> None:
+    with failing(MismatchError, "config.other-settings"):
+        create(transport, replace(CONFIG, seed=7))
+    with failing(MismatchError, "config.other-settings") as failure:
+        continued(transport, replace(CONFIG, model=ModelConfig("small")), tmp_path)
+    assert isinstance(failure.value, MismatchError)
+    assert failure.value.subject == "model.size", "its learning rate follows from the model"
     other = replace(CONFIG, seed=7, inner=replace(CONFIG.inner, weight_decay=0.2))
     with failing(MismatchError, "config.other-settings") as failure:
         continued(transport, other, tmp_path)
@@ -72,62 +78,51 @@ def test_other_settings_are_named_with_the_command_that_goes_on(transport: Trans
     continued(transport, again.settings, tmp_path)
 
 
-def test_a_learning_rate_that_follows_from_the_model_is_not_named(transport: Transport, tmp_path: Path) -> None:
-    with failing(MismatchError, "config.other-settings") as failure:
-        continued(transport, replace(CONFIG, model=ModelConfig("small")), tmp_path)
-    assert isinstance(failure.value, MismatchError)
-    assert failure.value.subject == "model.size"
-
-
-def test_a_larger_number_of_steps_extends_the_run(transport: Transport, tmp_path: Path) -> None:
-    longer = replace(CONFIG, inner=replace(CONFIG.inner, steps=CONFIG.inner.steps + 100))
-    continued(transport, longer, tmp_path)
-    assert transport.reader.control() == {STEPS: str(CONFIG.inner.steps + 100)}
-    for config in (longer, CONFIG):  # the same again, and the run's own settings
-        continued(transport, config, tmp_path)
-        assert transport.reader.control() == {STEPS: str(CONFIG.inner.steps + 100)}
-    with failing(MismatchError, "config.other-settings"):
-        continued(transport, replace(CONFIG, inner=replace(CONFIG.inner, steps=CONFIG.inner.steps + 50)), tmp_path)
-
-
-def test_a_forgotten_flag_does_not_extend_the_run(
+def test_a_larger_number_of_steps_extends_the_run(
     transport: Transport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    default = RunConfig().inner.steps
-    assert default > CONFIG.inner.steps
-    config = replace(CONFIG, inner=replace(CONFIG.inner, steps=default))
-    continued(transport, config, tmp_path)
-    assert transport.reader.control() == {}
+    def lasting(steps: int, seed: int = 0) -> RunConfig:
+        return replace(CONFIG, seed=seed, inner=replace(CONFIG.inner, steps=steps))
+
+    own, default = CONFIG.inner.steps, RunConfig().inner.steps
+    assert default > own + 100
+    with failing(MismatchError, "config.other-settings"):
+        continued(transport, lasting(9999, seed=1), tmp_path)
+    continued(transport, lasting(default), tmp_path)
+    assert transport.reader.control() == {}, "the flag was forgotten"
+    for steps in (own + 100, own + 100, own):  # longer, the same again, and the run's own settings
+        continued(transport, lasting(steps), tmp_path)
+        assert transport.reader.control() == {STEPS: str(own + 100)}
+    with failing(MismatchError, "config.other-settings"):
+        continued(transport, lasting(own + 50), tmp_path)
     monkeypatch.setattr(sys, "argv", ["archipelago", "up", f"--inner.steps={default}"])
-    continued(transport, config, tmp_path)
+    continued(transport, lasting(default), tmp_path)
     assert transport.reader.control() == {STEPS: str(default)}
 
 
-def test_nothing_is_extended_when_another_setting_differs(transport: Transport, tmp_path: Path) -> None:
-    with failing(MismatchError, "config.other-settings"):
-        continued(transport, replace(CONFIG, seed=1, inner=replace(CONFIG.inner, steps=9999)), tmp_path)
-    assert transport.reader.control() == {}
-
-
-def test_init_names_other_settings_too(transport: Transport) -> None:
-    with failing(MismatchError, "config.other-settings"):
-        create(transport, replace(CONFIG, seed=7))
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
+def test_flags_give_the_config() -> None:
+    for config in (
         RunConfig(),
         RunConfig(seed=3, record=True, model=ModelConfig("small"), inner=InnerConfig("muon", 9, 1e-5)),
         RunConfig(merge=MergeConfig(normalise=False, scores=False), wire=WireConfig(thin="")),
-    ],
-)
-def test_flags_give_the_config(config: RunConfig) -> None:
-    assert parse(InitOptions, "archipelago init", flags(config)).settings == config
-
-
-def test_the_flags_keep_a_vocabulary_that_the_user_chose() -> None:
-    config = RunConfig(model=ModelConfig(vocabulary=300))
-    found = replace(samples.manifest(config=config), corpus=Corpus("text", "0" * 32, 1000, "1" * 32, 250))
+    ):
+        assert parse(InitOptions, "archipelago init", flags(config)).settings == config
+    chosen = RunConfig(model=ModelConfig(vocabulary=300))
+    found = replace(samples.manifest(config=chosen), corpus=Corpus("text", "0" * 32, 1000, "1" * 32, 250))
     again = parse(InitOptions, "archipelago init", shlex.split(own_flags(found)))
     assert again.settings.model.vocabulary == 300
+
+
+def test_spectra_that_take_long_are_told_when_a_run_is_created(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    wide = (Tensor("kernel", (20, 1024, 4096)),)
+    manifest = samples.manifest("sample")
+    isotropic = replace(manifest.config, merge=MergeConfig(rest="isotropic"))
+    by_rda = replace(manifest.config, merge=MergeConfig(embedding="average", rest="rda"))
+    tell_of_spectra(replace(manifest, tensors=wide, config=by_rda))
+    tell_of_spectra(replace(manifest, config=isotropic))
+    assert not capsys.readouterr().err, "it is quick"
+    tell_of_spectra(replace(manifest, tensors=wide, config=isotropic))
+    assert "spectra" in capsys.readouterr().err

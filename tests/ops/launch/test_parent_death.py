@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -15,17 +16,8 @@ from tests.conftest import Until, gone
 
 pytestmark = pytest.mark.processes
 
-WATCH = pytest.mark.parametrize(
-    "watch",
-    [
-        pytest.param(True, id="watch"),
-        pytest.param(
-            False,
-            id="death-signal",
-            marks=pytest.mark.skipif(not parent_death.HAS_DEATH_SIGNAL, reason="only Linux has a parent-death signal"),
-        ),
-    ],
-)
+#: Both ways: by a supervisor process, and by the death signal, which only Linux has.
+WAYS = (True, False) if parent_death.HAS_DEATH_SIGNAL else (True,)
 
 LAUNCHER = """
 import subprocess, sys
@@ -40,52 +32,51 @@ def run(argv: list[str], *, cwd: Path | None = None) -> subprocess.CompletedProc
     return subprocess.run(argv, capture_output=True, text=True, cwd=cwd)
 
 
-@WATCH
-def test_a_child_dies_with_a_killed_launcher(watch: bool, until: Until) -> None:
-    argv = [sys.executable, "-P", "-c", LAUNCHER, str(watch)]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as launcher:
-        assert launcher.stdout is not None
-        pid = int(launcher.stdout.readline())
-        assert not gone(pid)
-        launcher.kill()
-        until(lambda: gone(pid), "the child of the killed launcher is gone")
+def test_a_child_dies_with_a_killed_launcher(until: Until) -> None:
+    for watch in WAYS:
+        argv = [sys.executable, "-P", "-c", LAUNCHER, str(watch)]
+        with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as launcher:
+            assert launcher.stdout is not None
+            pid = int(launcher.stdout.readline())
+            assert not gone(pid)
+            launcher.kill()
+            until(lambda pid=pid: gone(pid), f"the child of the killed launcher is gone (watch: {watch})")
 
 
-@WATCH
-def test_a_child_is_not_started_if_its_launcher_is_already_gone(watch: bool) -> None:
-    argv = [
-        option if not option.startswith("--parent=") else f"--parent={os.getppid()}"
-        for option in parent_death.command(["echo", "started"], watch=watch)
-    ]
-    done = run(argv)
-    assert (done.returncode, done.stdout) == (1, "")
+def test_a_child_is_not_started_if_its_launcher_is_already_gone() -> None:
+    for watch in WAYS:
+        argv = parent_death.command(["echo", "started"], watch=watch)
+        done = run([f"--parent={os.getppid()}" if word.startswith("--parent=") else word for word in argv])
+        assert (done.returncode, done.stdout) == (1, ""), watch
 
 
-@WATCH
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_child_receives_signals_and_returns_its_status(watch: bool, number: signal.Signals) -> None:
+def test_a_child_receives_signals_and_returns_its_status() -> None:
     # A handler would be called only after the sleep if the signal came just before it.
     code = (
         "import signal, sys\n"
-        f"signal.pthread_sigmask(signal.SIG_BLOCK, [{int(number)}])\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [{0}])\n"
         "print('up', flush=True)\n"
-        f"signal.sigwait([{int(number)}])\n"
+        "signal.sigwait([{0}])\n"
         "sys.exit(9)"
     )
-    argv = parent_death.command([sys.executable, "-c", code], watch=watch)
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "up\n"
-        child.send_signal(number)
-        assert child.wait() == 9
+    for watch, number in itertools.product(WAYS, (signal.SIGTERM, signal.SIGINT)):
+        argv = parent_death.command([sys.executable, "-c", code.format(int(number))], watch=watch)
+        with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as child:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "up\n"
+            child.send_signal(number)
+            assert child.wait() == 9, (watch, number)
 
 
-@WATCH
-def test_a_child_passes_on_arguments_output_and_status(watch: bool, tmp_path: Path) -> None:
+def test_a_child_passes_on_arguments_output_status_and_niceness(tmp_path: Path) -> None:
     (tmp_path / "subprocess.py").write_text("raise RuntimeError('imported from the working directory')")
-    argv = parent_death.command(["sh", "-c", 'echo "$1" "$2"; exit 7', "sh", "two words", "--watch"], watch=watch)
-    done = run(argv, cwd=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (7, "two words --watch\n", "")
+    echo = ["sh", "-c", 'echo "$1" "$2"; nice; exit 7', "sh", "two words", "--watch"]
+    niceness = min(19, os.getpriority(os.PRIO_PROCESS, 0) + 3)
+    for watch in WAYS:
+        done = run(parent_death.command(echo, watch=watch, niceness=3), cwd=tmp_path)
+        assert (done.returncode, done.stdout, done.stderr) == (7, f"two words --watch\n{niceness}\n", ""), watch
+        missing = run(parent_death.command(["/no/such/program"], watch=watch))
+        assert (missing.returncode, "/no/such/program" in missing.stderr) == (127, True), watch
 
 
 def test_the_supervisor_reports_a_signal_as_a_shell_does() -> None:
@@ -99,31 +90,13 @@ def test_the_death_signal_leaves_no_process_between() -> None:
         assert int(child.stdout.read()) == child.pid
 
 
-@WATCH
-def test_a_child_gives_way_to_others(watch: bool) -> None:
-    code = "import os; print(os.getpriority(os.PRIO_PROCESS, 0))"
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    done = run(parent_death.command([sys.executable, "-c", code], watch=watch, niceness=3))
-    assert (done.returncode, done.stdout) == (0, f"{min(19, own + 3)}\n")
-
-
-@WATCH
-def test_a_missing_program_is_named(watch: bool) -> None:
-    done = run(parent_death.command(["/no/such/program"], watch=watch))
-    assert done.returncode == 127
-    assert "/no/such/program" in done.stderr
-
-
-def test_the_module_runs_by_name() -> None:
-    done = run([sys.executable, "-P", "-m", "archipelago.ops.launch.parent_death", "echo", "hello"])
+def test_the_module_runs_by_name_and_prints_its_usage() -> None:
+    by_name = [sys.executable, "-P", "-m", "archipelago.ops.launch.parent_death"]
+    done = run([*by_name, "echo", "hello"])
     assert (done.returncode, done.stdout) == (0, "hello\n")
-
-
-@pytest.mark.parametrize("arguments", [[], ["--watch"], ["--unknown", "echo"]])
-def test_wrong_arguments_print_the_usage(arguments: list[str]) -> None:
-    done = run([sys.executable, "-P", "-m", "archipelago.ops.launch.parent_death", *arguments])
-    assert done.returncode == 1
-    assert done.stderr.startswith("usage: ")
+    for arguments in ([], ["--watch"], ["--unknown", "echo"]):
+        done = run([*by_name, *arguments])
+        assert (done.returncode, done.stderr.startswith("usage: ")) == (1, True), arguments
 
 
 def test_the_module_imports_nothing_slow() -> None:

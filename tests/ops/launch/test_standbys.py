@@ -59,7 +59,10 @@ def died(child: Child) -> int:
     return child.process.pid
 
 
-def test_a_standby_replaces_a_child_that_dies(pool: Standbys, island: Child, until: Until, tmp_path: Path) -> None:
+def test_a_standby_replaces_a_child_that_dies_and_another_is_loaded(
+    pool: Standbys, island: Child, until: Until, tmp_path: Path
+) -> None:
+    pool.all[0].argv = ["-c", "print('hello' * 9000, flush=True)\n" + WAITS]  # other output is ignored
     island.start()
     pool.start()
     until(pool.are_ready, "a standby")
@@ -71,44 +74,38 @@ def test_a_standby_replaces_a_child_that_dies(pool: Standbys, island: Child, unt
     said = f"{waiting} is --name oslo {{'SAID': 'hello'}}"
     until(lambda: said in (tmp_path / "oslo.log").read_text(), "its assignment")
     assert island.tend(time.monotonic()) == ""
-
-
-def test_after_a_replacement_another_standby_is_loaded(pool: Standbys, island: Child, until: Until) -> None:
-    island.start()
-    pool.start()
-    until(pool.are_ready, "a standby")
-    died(island)
-    island.tend(time.monotonic())
     assert not pool.are_ready()
     assert pool.tend(1e18) == []
     until(pool.are_ready, "another")
     assert pid(pool.all[0]) != pid(island)
     pool.tend(time.monotonic())
     assert pool.all[0].restarts == 0, "a standby that was used has not failed"
+    own, waiting = pid(island), pid(pool.all[0])
+    pool.end()
+    until(lambda: gone(waiting), "its end with the run")
+    assert not gone(own)
 
 
 def test_without_a_ready_standby_a_child_is_restarted(pool: Standbys, island: Child, until: Until) -> None:
+    pool.start()
+    until(pool.are_ready, "a standby")
+    died(pool.all[0])
     island.start()
-    until(lambda: "began" in island.log.read_text(), "its first process")
+    until(lambda: "began" in island.log.read_text(), "a start without the standby, which has died")
     died(island)
     assert island.tend(time.monotonic())
     assert not island.stood_in
     island.tend(time.monotonic())
     until(lambda: island.log.read_text().count("began") == 2, "its second process")
-
-
-def test_a_standby_that_has_died_is_not_used(pool: Standbys, island: Child, until: Until) -> None:
-    pool.start()
-    until(pool.are_ready, "a standby")
-    died(pool.all[0])
-    island.start()
-    until(lambda: "began" in island.log.read_text(), "a start without it")
     assert len(pool.tend(time.monotonic())) == 1
     pool.tend(time.monotonic())
-    until(pool.are_ready, "another")
+    until(pool.are_ready, "another standby")
 
 
-def test_a_standby_that_cannot_be_loaded_is_an_error(pool: Standbys, until: Until) -> None:
+def test_standbys_that_cannot_be_loaded_or_are_too_many_are_an_error(pool: Standbys, until: Until) -> None:
+    for count in (-1, 65):
+        with failing(ConfigError, "config.standbys"):
+            require_standbys(count)
     pool.all[0].argv = ["-c", "import sys; sys.stderr.write('error: no such run\\n'); sys.exit(2)"]
     pool.start()
     assert not pool.are_ready()
@@ -121,12 +118,6 @@ def test_a_standby_that_cannot_be_loaded_is_an_error(pool: Standbys, until: Unti
     assert pool.all[0].failed == "error: no such run"
     with failing(ArchipelagoError, "up.standby-failed"):
         pool.are_ready()
-
-
-def test_other_output_of_a_standby_is_ignored(pool: Standbys, until: Until) -> None:
-    pool.all[0].argv = ["-c", "print('hello' * 9000, flush=True)\n" + WAITS]
-    pool.start()
-    until(pool.are_ready, "a standby")
 
 
 def test_a_child_that_dies_at_every_start_gets_a_standby_only_after_a_pause(
@@ -153,21 +144,3 @@ def test_a_child_that_dies_at_every_start_gets_a_standby_only_after_a_pause(
     second = pid(island)
     assert island.tend(time.monotonic() + LONG_SECONDS)
     assert pid(island) != second
-
-
-def test_standbys_end_with_the_run(pool: Standbys, island: Child, until: Until) -> None:
-    pool.start()
-    until(pool.are_ready, "a standby")
-    island.start()
-    pool.tend(1e18)
-    until(pool.are_ready, "another")
-    own, waiting = pid(island), pid(pool.all[0])
-    pool.end()
-    until(lambda: gone(waiting), "its end")
-    assert not gone(own)
-
-
-@pytest.mark.parametrize("count", [-1, 65])
-def test_a_number_of_standbys_out_of_range_is_an_error(count: int) -> None:
-    with failing(ConfigError, "config.standbys"):
-        require_standbys(count)

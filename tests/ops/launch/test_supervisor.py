@@ -24,7 +24,8 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     made: list[Child] = []
 
     def child(code: str) -> Child:
-        made.append(Child(f"child-{len(made)}", ["-c", code], {"SAID": "hello"}, tmp_path / "logs" / "child.log"))
+        name = f"child-{len(made)}"
+        made.append(Child(name, ["-c", code], {"SAID": "hello"}, tmp_path / "logs" / f"{name}.log"))
         return made[-1]
 
     yield child
@@ -43,54 +44,44 @@ def tended(child: Child, until: Until, done: Callable[[], bool], what: str) -> l
     return [event for event in events if event]
 
 
-def test_a_child_that_ends_with_status_0_is_done(make: Make, until: Until) -> None:
-    child = make("import os; print(os.environ['SAID'])")
-    child.start()
-    assert len(tended(child, until, lambda: child.done, "its end")) == 1
-    assert child.last_words() == "hello"
-    assert child.restarts == 0
-
-
-def test_a_child_that_dies_is_restarted(make: Make, until: Until, tmp_path: Path) -> None:
+def test_a_child_that_dies_is_restarted_and_is_done_with_status_0(make: Make, until: Until, tmp_path: Path) -> None:
+    """It imports nothing from the working directory, which may have folders named like our packages."""
+    (tmp_path / "archipelago").mkdir()
+    (tmp_path / "archipelago" / "__init__.py").write_text("raise RuntimeError('imported from the working directory')")
     mark = tmp_path / "mark"
     child = make(
-        f"import os, pathlib; m = pathlib.Path({str(mark)!r}); m.exists() or (m.touch(), os.kill(os.getpid(), 9))"
+        f"import archipelago, os, pathlib; m = pathlib.Path({str(mark)!r}); "
+        "m.exists() or (m.touch(), os.kill(os.getpid(), 9)); print(archipelago.__name__, os.environ['SAID'])"
     )
     child.start()
     assert len(tended(child, until, lambda: child.done, "its second process to end")) == 2
-    assert child.restarts == 1
+    assert (child.restarts, child.last_words()) == (1, "archipelago hello")
 
 
-def test_a_mistake_of_the_user_is_fatal_at_once(make: Make, until: Until) -> None:
+def test_a_mistake_of_the_user_is_fatal_at_once_but_gets_one_more_start_after_a_long_life(
+    make: Make, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
     child = make("import sys; sys.stderr.write('error: no such run\\n'); sys.exit(2)")
     child.start()
     tended(child, until, lambda: bool(child.failed), "its failure")
     assert (child.failed, child.is_fatal, child.restarts, child.done) == ("error: no such run", True, 0, False)
-
-
-def test_a_mistake_after_a_long_life_gets_one_more_start(
-    make: Make, until: Until, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(supervisor, "LONG_SECONDS", 0.0)
-    child = make("import sys; sys.exit(2)")
-    child.start()
-    tended(child, until, lambda: child.restarts == 1, "its restart")
+    old = make("import sys; sys.exit(2)")
+    old.start()
+    tended(old, until, lambda: old.restarts == 1, "its restart")
     monkeypatch.setattr(supervisor, "LONG_SECONDS", 60.0)
-    tended(child, until, lambda: child.is_fatal, "its failure")
+    tended(old, until, lambda: old.is_fatal, "its failure")
 
 
-@pytest.mark.parametrize("code", ["raise RuntimeError('broken')", "import os; os.abort()"])
-def test_a_child_that_fails_at_each_start_is_fatal(make: Make, until: Until, code: str) -> None:
-    child = make(f"print('one', flush=True); print('two', flush=True)\n{code}")
+@pytest.mark.parametrize(
+    ("code", "said"), [("raise RuntimeError('broken')", "RuntimeError: broken"), ("import os; os.abort()", "two")]
+)
+def test_a_child_that_fails_at_each_start_is_fatal(make: Make, until: Until, code: str, said: str) -> None:
+    child, failures = make(f"print('one', flush=True); print('two', flush=True)\n{code}"), supervisor.FAILURES_MAX
     child.start()
     tended(child, until, lambda: bool(child.failed), "its failure")
-    assert (child.is_fatal, child.failures, child.restarts) == (
-        True,
-        supervisor.FAILURES_MAX,
-        supervisor.FAILURES_MAX - 1,
-    )
-    assert child.failed == ("RuntimeError: broken" if "raise" in code else "two")
-    assert len(child.last_lines()) == supervisor.LAST_LINES
+    assert (child.is_fatal, child.failures, child.restarts) == (True, failures, failures - 1)
+    assert (child.failed, len(child.last_lines())) == (said, supervisor.LAST_LINES)
 
 
 @pytest.mark.parametrize("code", ["import os; os.kill(os.getpid(), 9)", f"import sys; sys.exit({OUTAGE})"])
@@ -117,7 +108,7 @@ def test_all_children_end_even_those_that_ignore_sigterm(make: Make, until: Unti
     children = [make(deaf), make(polite), make(polite)]
     for child in children:
         child.start()
-    until(lambda: children[0].log.read_text().count("up") == 3, "all to run")
+    until(lambda: all("up" in child.log.read_text() for child in children), "all to run")
     stop_all(children[:2], 0.5)
     stop_all(children[2:], 60.0)
     statuses = [child.process.poll() for child in children if child.process]
@@ -125,21 +116,21 @@ def test_all_children_end_even_those_that_ignore_sigterm(make: Make, until: Unti
     assert statuses[1] in (-9, -15), "in half a second, a busy machine may not let it end"
 
 
-@pytest.mark.parametrize("is_deaf", [True, False], ids=["killed", "ended"])
-def test_what_a_child_has_started_ends_with_it(make: Make, until: Until, is_deaf: bool) -> None:
+def test_what_a_child_has_started_ends_with_it(make: Make, until: Until) -> None:
     """Such as the processes of a data loader, which nothing else would end."""
-    ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN); " if is_deaf else ""
-    child = make(
-        "import signal, subprocess, sys, time; "
-        f"{ignore}loader = subprocess.Popen([sys.executable, '-c', 'import signal, time; "
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN); print(0, flush=True); time.sleep(600)']); "
-        "print(loader.pid, flush=True); time.sleep(600)"
-    )
-    child.start()
-    until(lambda: len(child.last_lines()) == 2, "both to run")
-    loader = max(int(line) for line in child.last_lines())
-    child.stop(0.5 if is_deaf else 60.0)
-    until(lambda: gone(loader), "the loader's end")
+    for is_deaf in (True, False):
+        ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN); " if is_deaf else ""
+        child = make(
+            "import signal, subprocess, sys, time; "
+            f"{ignore}loader = subprocess.Popen([sys.executable, '-c', 'import signal, time; "
+            "signal.signal(signal.SIGTERM, signal.SIG_IGN); print(0, flush=True); time.sleep(600)']); "
+            "print(loader.pid, flush=True); time.sleep(600)"
+        )
+        child.start()
+        until(lambda child=child: len(child.last_lines()) == 2, "both to run")
+        loader = max(int(line) for line in child.last_lines())
+        child.stop(0.5 if is_deaf else 60.0)
+        until(lambda loader=loader: gone(loader), "the loader's end")
 
 
 def test_what_a_killed_child_has_started_is_killed(make: Make, until: Until, tmp_path: Path) -> None:
@@ -153,19 +144,6 @@ def test_what_a_killed_child_has_started_is_killed(make: Make, until: Until, tmp
     tended(child, until, lambda: child.done, "its second process to end")
     loader = int(child.last_lines()[-1])
     until(lambda: gone(loader), "the loader's end")
-
-
-def test_a_child_imports_nothing_from_the_working_directory(
-    make: Make, until: Until, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A user's project may contain folders named like our packages or like JAX."""
-    (tmp_path / "archipelago").mkdir()
-    (tmp_path / "archipelago" / "__init__.py").write_text("raise RuntimeError('imported from the working directory')")
-    monkeypatch.chdir(tmp_path)
-    child = make("import archipelago; print(archipelago.__name__)")
-    child.start()
-    tended(child, until, lambda: child.done, "its end")
-    assert child.last_words() == "archipelago"
 
 
 def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,10 @@
-"""`up` ends with an error when a process cannot continue, and when nothing has measured the held-out loss."""
+"""What `up` passes on to its workers, which options it refuses, and when it ends with an error."""
 
 from __future__ import annotations
 
+import json
 import math
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -11,7 +13,8 @@ import pytest
 
 from archipelago.broker.buckets.copier import FINISH_SECONDS
 from archipelago.broker.buckets.folder import BUCKET_VARIABLE
-from archipelago.broker.errors import ArchipelagoError
+from archipelago.broker.errors import ArchipelagoError, ConfigError
+from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Books, Pending, Presence
 from archipelago.broker.observe.options import WorkerOptions
 from archipelago.broker.transport import Memory
@@ -24,6 +27,7 @@ from archipelago.ops.launch.session import (
     leave_seconds,
 )
 from archipelago.ops.launch.supervisor import LAST_LINES, Child
+from archipelago.ops.launch.up import UpOptions
 from archipelago.ops.watch import run_summary
 from archipelago.ops.watch.run_view import summarise
 from tests import samples
@@ -40,21 +44,14 @@ def session(folder: Path, *failed: str, is_fatal: bool = False) -> Session:
     return cast(Session, SimpleNamespace(merger=children[0], islands=children[1:]))
 
 
-@pytest.mark.parametrize(
-    ("failed", "is_fatal"),
-    [(["merger"], False), (["island-1"], True), (["island-0", "island-1"], False)],
-    ids=["the merger", "a mistake of one island", "all islands"],
-)
-def test_a_process_that_cannot_continue_ends_up(failed: list[str], is_fatal: bool, tmp_path: Path) -> None:
-    with failing(ArchipelagoError, "up.worker-failed") as failure:
-        Session._require_workers(session(tmp_path, *failed, is_fatal=is_fatal))
-    assert "the port is taken" in failure.value.what
-    assert failure.value.remedy.count("\n") == LAST_LINES
-
-
-def test_an_island_that_left_its_name_to_another_process_ends_nothing(tmp_path: Path) -> None:
+def test_a_process_that_cannot_continue_ends_up(tmp_path: Path) -> None:
+    for failed, is_fatal in ((["merger"], False), (["island-1"], True), (["island-0", "island-1"], False)):
+        with failing(ArchipelagoError, "up.worker-failed") as failure:
+            Session._require_workers(session(tmp_path, *failed, is_fatal=is_fatal))
+        assert "the port is taken" in failure.value.what
+        assert failure.value.remedy.count("\n") == LAST_LINES
     Session._require_workers(session(tmp_path))
-    Session._require_workers(session(tmp_path, "island-0"))
+    Session._require_workers(session(tmp_path, "island-0"))  # It has left its name to another process.
 
 
 def test_workers_have_the_time_to_copy_their_last_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,25 +73,69 @@ def test_up_does_not_ask_for_islands_that_it_starts_itself(tmp_path: Path) -> No
     assert [(problem.code, problem.who) for problem in Session._problems(mine, view)] == [("island.silent", "oslo")]
 
 
-@pytest.mark.parametrize(
-    ("found", "has_trained", "kept"),
-    [
-        ({"run": "a", "islands": 3, "seconds": 9.0}, False, True),
-        ({"run": "a", "islands": 3, "seconds": 9.0}, True, False),
+def test_a_call_that_trained_nothing_keeps_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report, earlier = ({"run": "a", "islands": 3, "seconds": seconds} for seconds in (0.0, 9.0))
+    written: list[object] = []
+    monkeypatch.setattr(run_summary, "write", lambda folder, report: written.append(report))
+    for found, has_trained, is_kept in (
+        (earlier, False, True),
+        (earlier, True, False),
         ({"run": "a", "seconds": 9.0}, False, False),  # of another version
         (None, False, False),
-    ],
-)
-def test_a_call_that_trained_nothing_keeps_the_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: dict[str, object] | None, has_trained: bool, kept: bool
-) -> None:
-    report, written = {"run": "a", "islands": 3, "seconds": 0.0}, []
-    monkeypatch.setattr(run_summary, "read", lambda folder: found)
-    monkeypatch.setattr(run_summary, "write", lambda folder, report: written.append(report))
-    assert up._kept_report(tmp_path, report, has_trained=has_trained) == (found if kept else report)
-    assert written == ([] if kept else [report])
+    ):
+        written.clear()
+        (tmp_path / run_summary.TEXT).write_text(json.dumps(found))
+        assert up._kept_report(tmp_path, report, has_trained=has_trained) == (earlier if is_kept else report)
+        assert written == ([] if is_kept else [report])
 
 
-@pytest.mark.parametrize(("first", "last", "has"), [(7.5, 2.0, True), (7.5, math.nan, False), (math.nan, 2.0, False)])
-def test_a_report_without_a_loss_is_a_failure(first: float, last: float, has: bool) -> None:
-    assert up._has_losses({"held_out_first": first, "held_out_last": last}) is has
+def test_a_report_without_a_loss_is_a_failure() -> None:
+    for first, last, has in ((7.5, 2.0, True), (7.5, math.nan, False), (math.nan, 2.0, False)):
+        assert up._has_losses({"held_out_first": first, "held_out_last": last}) is has
+
+
+# -- options of the workers --------------------------------------------------------------------------------------------
+
+
+def argv(options: UpOptions) -> dict[str, list[str]]:
+    """Return the arguments of each worker."""
+    manifest = samples.manifest()
+    transport = MemoryBroker().connect(manifest.run)
+    prepared = options.session(has_losses=True)
+    made = Session(prepared, manifest, transport, "redis://h", Path("runs/demo"), lambda: False, None)
+    return {child.name: list(child.argv) for child in (made.merger, *made.islands)}
+
+
+def test_workers_get_no_flags_by_default_and_the_merger_its_threads() -> None:
+    for given in argv(UpOptions()).values():
+        assert not {"--metrics-port", "--no-tensorboard", "--wandb", "--log-json", "--threads"} & set(given)
+    found = argv(UpOptions(merger_threads=3))
+    assert found["merger"][found["merger"].index("--threads") + 1] == "3"
+    assert not any("--threads" in given for name, given in found.items() if name != "merger")
+
+
+def test_each_worker_gets_the_same_flags_and_a_separate_port() -> None:
+    found = argv(UpOptions(islands=2, metrics_port=9310, wandb=True, log_json=True, tensorboard=False))
+    for given in found.values():
+        assert {"--no-tensorboard", "--wandb", "--log-json"} <= set(given)
+    ports = {name: given[given.index("--metrics-port") + 1] for name, given in found.items()}
+    assert ports == {"merger": "9310", "island-0": "9311", "island-1": "9312"}
+
+
+def test_wrong_options_are_reported_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    for options, code in (
+        (UpOptions(merger_threads=-1), "config.threads"),
+        (UpOptions(islands=3, metrics_port=65534), "config.metrics-port"),
+        (UpOptions(wandb=True), "config.extra"),  # the package is missing
+    ):
+        with failing(ConfigError, code):
+            up.main(options)
+    assert not Path("runs").exists()
+
+
+def test_the_last_message_of_a_worker_is_read_from_either_form_of_log(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    for line in ("error: no such run", '{"level": "error", "message": "no such run"}'):
+        log.write_text(f"before\n{line}\n")
+        assert Child("merger", [], {}, log).last_words().removeprefix("error: ") == "no such run"
