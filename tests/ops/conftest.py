@@ -5,10 +5,12 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+import redis
 
 from archipelago.broker.config import InnerConfig, MergeConfig, RunConfig, SyncConfig
 from archipelago.islands.data.corpus import OpenCorpus, open_corpus
@@ -17,6 +19,8 @@ from archipelago.islands.tasks.file import TaskFile
 from archipelago.islands.tasks.shards import TaskRun
 from archipelago.islands.tasks.task import Task
 from archipelago.islands.tasks.workload import Workload, task_config
+from archipelago.ops.launch.embedded_redis import Server
+from tests.servers import empty_database
 
 
 @pytest.fixture
@@ -61,3 +65,17 @@ def handlers() -> Iterator[None]:
     yield
     for number, handler in kept.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def url(server: Server) -> Iterator[str]:
+    """Return the URL of a database without runs, on a real server."""
+    with empty_database(server, 7) as url:
+        yield url
+
+
+@pytest.fixture
+def raw(url: str) -> Iterator[Any]:
+    """Return a plain Redis client of that database."""
+    with redis.Redis.from_url(url) as client:
+        yield client

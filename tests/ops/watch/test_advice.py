@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from archipelago.broker.config import RunConfig
 from archipelago.broker.control import Control
 from archipelago.broker.messages import Books, Evaluation, Pending, Presence, Refusal, TapeEntry
@@ -71,9 +69,8 @@ def test_a_healthy_run_has_no_problem() -> None:
 
 
 def test_a_merger_that_cannot_keep_up_is_a_problem() -> None:
-    interval = MANIFEST.config.sync.interval
-    member = replace(ROUND.members[0], island="a", steps=2 * interval)
-    usual = [replace(entry, members=(member,)) for entry in tape_of([2.0] * 20, 10.0)]
+    member = replace(ROUND.members[0], island="a", steps=2 * MANIFEST.config.sync.interval)
+    usual = [replace(entry, members=(member,)) for entry in tape_of([2.0] * 40, 10.0)]
     slow = [replace(entry, busy_seconds=9.9, spectra_seconds=9.0) for entry in usual]
     assert look(view(tape=slow), tape=slow) == ["merger.slow"]
     assert look(view(tape=slow), status(holder=""), tape=slow) == ["merger.missing"], "another problem says more"
@@ -82,39 +79,47 @@ def test_a_merger_that_cannot_keep_up_is_a_problem() -> None:
     assert "merger.slow" not in look(view(beat("a", 90.0), beat("b", 90.0), tape=slow), tape=slow), "no island is live"
     waits = [replace(entry, busy_seconds=1.0) for entry in slow]
     assert look(view(tape=waits), tape=waits) == [], "the islands are slow"
+    turns = [replace(entry, epoch=n % 2, fragment=n % 2) for n, entry in enumerate(usual)]
+    served = shards(MergerStatus("m", 1), MergerStatus("n", 1))
+    half = [replace(entry, busy_seconds=10.0) for entry in turns]
+    assert look(SHARDED, served, tape=half) == [], "two mergers that are busy half of the time are not one always busy"
+    one = [replace(entry, busy_seconds=19.9 if entry.fragment else 1.0) for entry in turns]
+    assert look(SHARDED, served, tape=one) == ["merger.slow"]
 
 
 REFUSED = Refusal("a", "x", 0, 7, 0, 100, "staleness 40 is over the cap of 16")
 
 
-@pytest.mark.parametrize(
-    ("seen", "health", "expected"),
-    [
-        (view(beat("a", 90.0), beat("b", 80.0)), SERVED, ["run.no-islands", "island.silent", "island.silent"]),
-        (view(beat("b", 40.0)), SERVED, ["island.silent"]),
-        (view(beat("b", 7200.0)), SERVED, []),  # It is gone for good.
-        (view(beat("b", 40.0, state="left")), SERVED, []),
-        (view(beat("b", link="thin link at 3.2 Mbit/s up: fewer bits")), SERVED, ["island.thin-link"]),
-        (view(beat("b", link="the Redis does not answer")), SERVED, ["island.link"]),
-        (view(beat("b", link="no merger serves the run")), status(holder=""), ["merger.missing"]),
-        (view(beat("b", step_seconds=0.31)), SERVED, ["island.slow"]),
-        (view(beat("b", step_seconds=0.29)), SERVED, []),
-        (view(beat("b", host_memory_bytes=96, host_memory_limit_bytes=100)), SERVED, ["island.memory"]),
-        (view(beat("b", host_memory_bytes=94, host_memory_limit_bytes=100)), SERVED, []),
-        (view(memory_bytes=79, memory_limit_bytes=100), SERVED, ["redis.memory"]),
-        (view(unreadable=("x",)), SERVED, ["redis.unreadable"]),
-        (view(), status(holder=""), ["merger.missing"]),
-        (view(), status(still_seconds=61.0), ["run.stalled"]),
-        (view(), replace(status(still_seconds=61.0), control=Control.of({"merging": "paused"})), ["run.paused"]),
-        (view(), replace(SERVED, control=Control.of({"sync.quorum": "many"})), ["steer.ignored"]),
-        (view(), replace(SERVED, refusals=((NOW - 200.0, REFUSED),)), ["island.refused"]),
-        (view(), replace(SERVED, refusals=((NOW - 400.0, REFUSED),)), []),
-        (view(), Health(MergerStatus()), []),  # This broker does not know its merger.
-        (view(beat("a", 90.0), step=2000), status(holder=""), []),  # The run is finished.
-    ],
-)
-def test_each_problem_is_found(seen: RunView, health: Health, expected: list[str]) -> None:
-    assert look(seen, health) == expected
+LOWERED = replace(tape_of([2.0])[0], members=(replace(ROUND.members[0], island="a", factor=0.2, score=0.1),))
+CASES: list[tuple[RunView, Health, list[str]]] = [
+    (view(beat("a", 90.0), beat("b", 80.0)), SERVED, ["run.no-islands", "island.silent", "island.silent"]),
+    (view(beat("b", 40.0)), SERVED, ["island.silent"]),
+    (view(beat("b", 7200.0)), SERVED, []),  # It is gone for good.
+    (view(beat("b", 40.0, state="left")), SERVED, []),
+    (view(beat("b", link="thin link at 3.2 Mbit/s up: fewer bits")), SERVED, ["island.thin-link"]),
+    (view(beat("b", link="the Redis does not answer")), SERVED, ["island.link"]),
+    (view(beat("b", link="no merger serves the run")), status(holder=""), ["merger.missing"]),
+    (view(beat("b", step_seconds=0.31)), SERVED, ["island.slow"]),
+    (view(beat("b", step_seconds=0.29)), SERVED, []),
+    (view(beat("b", host_memory_bytes=96, host_memory_limit_bytes=100)), SERVED, ["island.memory"]),
+    (view(beat("b", host_memory_bytes=94, host_memory_limit_bytes=100)), SERVED, []),
+    (view(tape=[LOWERED]), SERVED, ["island.lowered"]),
+    (view(memory_bytes=79, memory_limit_bytes=100), SERVED, ["redis.memory"]),
+    (view(unreadable=("x",)), SERVED, ["redis.unreadable"]),
+    (view(), status(holder=""), ["merger.missing"]),
+    (view(), status(still_seconds=61.0), ["run.stalled"]),
+    (view(), replace(status(still_seconds=61.0), control=Control.of({"merging": "paused"})), ["run.paused"]),
+    (view(), replace(SERVED, control=Control.of({"sync.quorum": "many"})), ["steer.ignored"]),
+    (view(), replace(SERVED, refusals=((NOW - 200.0, REFUSED),)), ["island.refused"]),
+    (view(), replace(SERVED, refusals=((NOW - 400.0, REFUSED),)), []),
+    (view(), Health(MergerStatus()), []),  # This broker does not know its merger.
+    (view(beat("a", 90.0), step=2000), status(holder=""), []),  # The run is finished.
+]
+
+
+def test_each_problem_is_found() -> None:
+    for seen, health, expected in CASES:
+        assert look(seen, health) == expected, (seen, health)
 
 
 SHARDED = replace(view(), shards=((0,), (1,)))
@@ -124,42 +129,18 @@ def shards(*each: MergerStatus) -> Health:
     return replace(SERVED, merger_status=combined_status(each) or MergerStatus())
 
 
-def test_a_shard_without_a_merger_names_its_fragments() -> None:
+def test_a_shard_without_a_merger_or_at_a_standstill_is_named() -> None:
     found = problems(SHARDED, shards(MergerStatus("m", 1, 5.0), MergerStatus("", 1, 0.0, 7.0)), MANIFEST.config)
     assert [(each.code, each.seconds) for each in found] == [("shard.no-merger", 7.0)]
     assert "Standing still: fragment 1 of 2." in found[0].text
     assert look(SHARDED, shards(MergerStatus("", 1), MergerStatus("", 1))) == ["merger.missing"]
     assert look(SHARDED, shards(MergerStatus("m", 1), MergerStatus("n", 1))) == []
-
-
-def test_a_shard_that_stands_still_is_named() -> None:
     one = shards(MergerStatus("m", 1, 5.0, 1.0), MergerStatus("n", 1, 5.0, 90.0))
-    (found,) = problems(SHARDED, one, MANIFEST.config)
-    assert (found.code, found.text) == ("run.stalled", "Nothing was merged in shard 1 for 90 s.")
+    (still,) = problems(SHARDED, one, MANIFEST.config)
+    assert (still.code, still.text) == ("run.stalled", "Nothing was merged in shard 1 for 90 s.")
     assert trouble(SHARDED, one, MANIFEST.config.sync.interval) == "nothing was merged in shard 1 for 90 s"
     both = shards(MergerStatus("m", 1, 5.0, 80.0), MergerStatus("n", 1, 5.0, 90.0))
     assert trouble(SHARDED, both, MANIFEST.config.sync.interval) == "nothing was merged for 90 s"
-
-
-def test_a_merger_that_cannot_keep_up_with_its_shard_is_a_problem() -> None:
-    """Two mergers that are busy half of the time are not one that is always busy."""
-    interval = MANIFEST.config.sync.interval
-    member = replace(ROUND.members[0], island="a", steps=2 * interval)
-    usual = [
-        replace(entry, members=(member,), epoch=n % 2, fragment=n % 2)
-        for n, entry in enumerate(tape_of([2.0] * 40, 10.0))
-    ]
-    idle = [replace(entry, busy_seconds=10.0) for entry in usual]
-    served = shards(MergerStatus("m", 1), MergerStatus("n", 1))
-    assert look(SHARDED, served, tape=idle) == []
-    slow = [replace(entry, busy_seconds=19.9 if entry.fragment else 1.0) for entry in usual]
-    assert look(SHARDED, served, tape=slow) == ["merger.slow"]
-
-
-def test_a_lowered_weight_is_a_problem() -> None:
-    tape = tape_of([2.0])
-    lowered = [replace(tape[0], members=(replace(tape[0].members[0], factor=0.2, score=0.1),))]
-    assert look(view(tape=lowered)) == ["island.lowered"]
 
 
 def test_each_problem_is_in_the_guide() -> None:
@@ -185,25 +166,19 @@ def test_a_late_checkpoint() -> None:
     assert look(view(tape=tape), replace(SERVED, covered=2), tape=night) == []
 
 
-@pytest.mark.parametrize(
-    ("losses", "rises"),
-    [
+def test_a_loss_that_rises_or_does_not_fall_is_a_problem() -> None:
+    for losses, rises in (
         ([2.0 + 0.02 * n for n in range(48)], True),
         ([3.0 - 0.02 * n for n in range(48)], False),
         ([2.0 + 0.3 * math.sin(7.0 * n) for n in range(48)], False),
         ([math.nan] * 40 + [1.0, 9.0], False),
         ([1.0] * 10 + [9.0] * 10, False),  # There are too few rounds.
-    ],
-)
-def test_a_rising_loss(losses: list[float], rises: bool) -> None:
-    assert (rising(losses) is not None) is rises
-    assert look(view(), tape=tape_of(losses)) == (["loss.rises"] if rises else [])
-
-
-@pytest.mark.parametrize(("last", "step", "flat"), [(7.99, 1000, True), (7.5, 1000, False), (7.99, 150, False)])
-def test_a_run_that_does_not_learn(last: float, step: int, flat: bool) -> None:
-    evaluations = [Evaluation(n, n, n, NOW - 60, bits) for n, bits in enumerate([8.0, 7.9, last])]
-    assert look(view(step=step), evaluations=evaluations) == (["loss.flat"] if flat else [])
+    ):
+        assert (rising(losses) is not None) is rises, losses
+        assert look(view(), tape=tape_of(losses)) == (["loss.rises"] if rises else [])
+    for last, step, flat in ((7.99, 1000, True), (7.5, 1000, False), (7.99, 150, False)):
+        evaluations = [Evaluation(n, n, n, NOW - 60, bits) for n, bits in enumerate([8.0, 7.9, last])]
+        assert look(view(step=step), evaluations=evaluations) == (["loss.flat"] if flat else []), (last, step)
 
 
 def test_an_old_evaluation() -> None:
@@ -241,8 +216,15 @@ def test_each_event_has_a_remedy() -> None:
     )  # fmt: skip
     for kind in kinds:
         assert remedy_of(Event(NOW, "a", kind, "something"))
-    assert remedy_of(Event(NOW, "merger", "served", "epoch 1 begins after round 0")) == NOTHING
-    assert remedy_of(Event(NOW, "merger", "served", "epoch 2 begins after round 9")) != NOTHING
+    for who, kind, text, needs_nothing in (
+        ("merger", "served", "epoch 1 begins after round 0", True),
+        ("merger", "served", "epoch 2 begins after round 9", False),
+        ("a", "left", "after 9 steps: the run is at its end", True),
+        ("merger", "left", "the run is finished", True),
+        ("a", "left", "after 9 steps: it was stopped", False),
+        ("merger", "left", "it was stopped after round 3", False),
+    ):
+        assert (remedy_of(Event(NOW, who, kind, text)) == NOTHING) is needs_nothing, text
     late, expelled = (remedy_of(Event(NOW, "a", "refused", text)) for text in (REFUSED.reason, "it is expelled"))
     assert late != expelled
     assert remedy_of(Event(NOW, "a", "silent", "", "its own")) == "its own"
@@ -254,10 +236,3 @@ def test_an_island_that_was_killed_comes_back() -> None:
     assert [event.kind for event in found] == ["joined", "joined", "came back", "left", "came back"]
     assert "killed" in found[2].text
     assert "killed" not in found[4].text
-
-
-def test_nothing_is_advised_when_a_run_has_ended() -> None:
-    for who, text in (("a", "after 9 steps: the run is at its end"), ("merger", "the run is finished")):
-        assert remedy_of(Event(0.0, who, "left", text)) == NOTHING
-    for who, text in (("a", "after 9 steps: it was stopped"), ("merger", "it was stopped after round 3")):
-        assert remedy_of(Event(0.0, who, "left", text)) != NOTHING

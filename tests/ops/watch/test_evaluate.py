@@ -47,6 +47,8 @@ def test_evaluate_measures_and_records_once(
     assert run(["evaluate", url, "--run", "mine"]) == 0
     assert capsys.readouterr().out == f"{recorded.bits_per_byte:.4f} bits per byte on held-out text at round 0\n"
     assert transport.reader.evaluations() == [recorded]
+    assert run(["generate", url, "--run", "mine", "--tokens", "3", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["tokens"] == 3
 
     shutil.rmtree(tmp_path / "data" / "text")
     prepare("Another text under the same name.\n")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import pty
 import re
@@ -10,10 +12,10 @@ import select
 import subprocess
 import sys
 import termios
+import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,7 +38,6 @@ from tests import samples
 from tests.failing import failing
 from tests.intercept import Intercepted
 
-ROOT = Path(__file__).parents[3]
 NOW = 1.8e9
 MANIFEST = samples.manifest()
 ROUND = samples.commit([]).tape
@@ -72,48 +73,37 @@ def drawn(screen: Screen, width: int, height: int) -> list[str]:
 # -- the screen -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [(60, 20), (60, 40), (80, 24), (100, 30), (120, 40), (200, 60)])
-@pytest.mark.parametrize("islands", [0, 1, 3, 200])
-@pytest.mark.parametrize("events", [0, 30])
-def test_it_fits_any_terminal(size: tuple[int, int], islands: int, events: int) -> None:
-    width, height = size
-    lines = drawn(Screen(reading(islands, events), 0.0, "", NOW), width, height)
-    assert max(map(len, lines)) <= width
-    assert len(lines) <= height
-    text = "\n".join(lines)
-    assert "50.0% of 2,000 steps" in text
-    assert "island-0" in text or not islands
-    assert "more, of which" in text or islands < 200
+def test_it_fits_any_terminal() -> None:
+    sizes = ((60, 20), (60, 40), (80, 24), (100, 30), (120, 40), (200, 60))
+    for (width, height), islands, events in itertools.product(sizes, (0, 1, 3, 200), (0, 30)):
+        lines = drawn(Screen(reading(islands, events), 0.0, "", NOW), width, height)
+        where = f"{width} x {height}, {islands} islands, {events} events"
+        assert max(map(len, lines)) <= width, where
+        assert len(lines) <= height, where
+        text = "\n".join(lines)
+        assert "50.0% of 2,000 steps" in text, where
+        assert "island-0" in text or not islands, where
+        assert "more, of which" in text or islands < 200, where
 
 
-def test_a_wide_terminal_shows_shares_as_bars_and_a_narrow_one_fewer_columns() -> None:
-    wide, narrow = ("\n".join(drawn(Screen(reading(), 0.0, "", NOW), width, 40)) for width in (120, 60))
-    assert "█ 100%" in wide
-    assert "queue" in wide
-    assert "█ 100%" not in narrow
-    assert "queue" not in narrow
-    assert "100%" in narrow
-
-
-def test_live_islands_are_shown_first() -> None:
+def test_live_islands_trouble_and_events_are_shown() -> None:
     mixed = replace(reading(), view=view(50, live=2))
     mixed = replace(mixed, view=replace(mixed.view, islands=tuple(reversed(mixed.view.islands))))
     text = "\n".join(drawn(Screen(mixed, 0.0, "", NOW), 80, 24))
-    assert "island-0 " in text
-    assert "island-1 " in text
+    assert "island-0 " in text and "island-1 " in text, "live islands come first"
     assert "of which 0 live" in text
+    text = "\n".join(drawn(Screen(reading(events=2, problem="no island is live"), 0.0, "", NOW), 80, 40))
+    assert re.search("trouble +no island is live", text)
+    assert re.search(r"59 s ago refused +island-1 too old .*…$", text, re.MULTILINE)
 
 
-def test_the_worst_problem_says_what_to_do() -> None:
+def test_the_worst_problem_and_an_outage_are_shown_above_the_last_reading() -> None:
     told = replace(reading(), advice="bergen: It sends no heartbeats. Start it again with `--name bergen`.")
     for width, height in ((60, 20), (60, 40), (120, 40)):
         lines = drawn(Screen(told, 0.0, "", NOW), width, height)
         assert any(line.startswith("bergen: It sends no heartbeats.") for line in lines) is (height > 20)
-        assert max(map(len, lines)) <= width
-        assert len(lines) <= height
-
-
-def test_an_outage_is_shown_above_the_last_reading() -> None:
+        assert (max(map(len, lines)) <= width, len(lines) <= height) == (True, True)
+        assert any("█ 100%" in line for line in lines) is (width == 120), "only a wide terminal has room for bars"
     for last in (None, reading()):
         text = "\n".join(drawn(Screen(last, NOW - 30, "the Redis does not answer (refused)", NOW), 80, 30))
         assert re.search(r"no answer since \d\d:\d\d:\d\d: the Redis does not answer", text)
@@ -121,30 +111,26 @@ def test_an_outage_is_shown_above_the_last_reading() -> None:
     assert "reading …" in drawn(Screen(None, 0.0, "", NOW), 80, 30)[1]
 
 
-def test_trouble_and_events_are_shown() -> None:
-    text = "\n".join(drawn(Screen(reading(events=2, problem="no island is live"), 0.0, "", NOW), 80, 40))
-    assert re.search("trouble +no island is live", text)
-    assert re.search(r"59 s ago refused +island-1 too old .*…$", text, re.MULTILINE)
+def test_islands_and_events_share_the_screen() -> None:
+    for lines, islands, events, expected in (
+        (20, 3, 4, (3, 4)), (20, 3, 30, (3, 8)), (8, 3, 30, (3, 4)), (20, 100, 4, (15, 4)), (4, 100, 4, (3, 0)),
+        (1, 3, 3, (0, 0)), (-5, 3, 3, (0, 0)), (20, 0, 4, (0, 4)), (2, 5, 5, (1, 0)),
+    ):  # fmt: skip
+        found = rooms(lines, islands, events)
+        assert found == expected, (lines, islands, events)
+        assert sum(found) + 1 <= max(1, lines)
 
 
-@pytest.mark.parametrize(
-    ("lines", "islands", "events", "expected"),
-    [(20, 3, 4, (3, 4)), (20, 3, 30, (3, 8)), (8, 3, 30, (3, 4)), (20, 100, 4, (15, 4)), (4, 100, 4, (3, 0)),
-     (1, 3, 3, (0, 0)), (-5, 3, 3, (0, 0)), (20, 0, 4, (0, 4)), (2, 5, 5, (1, 0))],
-)  # fmt: skip
-def test_islands_and_events_share_the_screen(lines: int, islands: int, events: int, expected: tuple[int, int]) -> None:
-    found = rooms(lines, islands, events)
-    assert found == expected
-    assert sum(found) + 1 <= max(1, lines)
-
-
-@pytest.mark.parametrize(
-    ("values", "low", "ticks"),
-    [([], None, ""), ([1.0], None, "▁"), ([0.0, 7.0], None, "▁█"), ([5.0, 5.0], None, "▁▁"), ([5.0, 5.0], 0.0, "██"),
-     ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0], None, "▁▂▃▄▅▆▇█")],
-)  # fmt: skip
-def test_sparklines_scale_to_their_values(values: list[float], low: float | None, ticks: str) -> None:
-    assert sparkline(values, low) == ticks
+def test_sparklines_bars_and_spans_of_time() -> None:
+    for values, low, ticks in (
+        ([], None, ""), ([1.0], None, "▁"), ([0.0, 7.0], None, "▁█"), ([5.0, 5.0], None, "▁▁"), ([5.0, 5.0], 0.0, "██"),
+        ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0], None, "▁▂▃▄▅▆▇█"),
+    ):  # fmt: skip
+        assert sparkline(values, low) == ticks
+    for share, text in ((0.0, "    "), (1.0, "████"), (9.0, "████"), (0.5, "██  "), (0.3, "█▎  ")):
+        assert formatting.bar(share, 4) == text
+    spans = {0.4: "0 s", 119: "119 s", 121: "2 min", 7200: "2 h", 259200: "3 d", -3: "0 s"}
+    assert {seconds: formatting.ago(seconds) for seconds in spans} == spans
 
 
 def test_rounds_a_minute_in_whole_spans() -> None:
@@ -156,18 +142,6 @@ def test_rounds_a_minute_in_whole_spans() -> None:
     assert rates_a_minute([138.0], 139.0, 2) == []
 
 
-@pytest.mark.parametrize(("share", "text"), [(0.0, "    "), (1.0, "████"), (9.0, "████"), (0.5, "██  "), (0.3, "█▎  ")])
-def test_bars_are_drawn_to_an_eighth_of_a_cell(share: float, text: str) -> None:
-    assert formatting.bar(share, 4) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0 s"), (119, "119 s"), (121, "2 min"), (7200, "2 h"), (259200, "3 d"), (-3, "0 s")]
-)
-def test_spans_of_time_have_one_unit(seconds: float, text: str) -> None:
-    assert formatting.ago(seconds) == text
-
-
 # -- troubles --------------------------------------------------------------------------------------------------------
 
 
@@ -175,9 +149,8 @@ def still(seconds: float, **control: str) -> Health:
     return Health(MergerStatus(still_seconds=seconds), Control.of(control))
 
 
-@pytest.mark.parametrize(
-    ("found", "now", "said"),
-    [
+def test_a_run_in_trouble_has_a_reason() -> None:
+    for found, now, said in (
         (view(), still(59.0), ""),
         (view(), still(61.0), "nothing was merged for 61 s"),
         (view(), still(61.0, merging="paused"), ""),
@@ -185,14 +158,9 @@ def still(seconds: float, **control: str) -> Health:
         (view(live=0), still(0.0), "no island is live"),
         (view(0), still(0.0), "no island is live"),
         (view(live=0, step=2000), still(0.0), ""),
-    ],
-)
-def test_a_run_in_trouble_has_a_reason(found: RunView, now: Health, said: str) -> None:
-    assert trouble(found, now, interval=24) == said
-
-
-def test_slow_islands_have_three_strides_before_a_stall() -> None:
-    """With 0.1 s per step, two fragments and H = 2,400, a stride is 120 s."""
+    ):
+        assert trouble(found, now, interval=24) == said, now
+    # With 0.1 s per step, two fragments and H = 2,400, a stride is 120 s. Slow islands have three of them.
     assert trouble(view(), still(350.0), interval=2400) == ""
     assert trouble(view(), still(361.0), interval=2400) == "nothing was merged for 361 s"
 
@@ -230,11 +198,17 @@ def test_control_characters_never_reach_the_terminal() -> None:
     assert not set(text) & set(map(chr, CONTROLS)) - {"\n"}
 
 
-def test_the_health_of_a_run(server: Server) -> None:
-    run = "situation"
-    transport = connect(server.url, run)
+def test_the_health_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    url, run = f"fakeredis://{uuid.uuid4().hex}", "situation"
+    transport = connect(url, run)
     manifest = samples.manifest(run)
     transport.create(manifest, samples.first_snapshots(manifest))
+    options = status.StatusOptions(url, run, json=True)
+    assert status.main(options) == 1
+    assert json.loads(capsys.readouterr().out)["trouble"] == "no island is live"
+    transport.island.heartbeat(samples.heartbeat("oslo"))
+    assert status.main(options) == 0
+    assert json.loads(capsys.readouterr().out)["trouble"] == ""
     entry = transport.island.publish(samples.contribution(), b"payload")
     epoch = transport.merger.acquire("merger-1", 60.0)
     assert epoch is not None
@@ -254,19 +228,6 @@ def test_the_health_of_a_run(server: Server) -> None:
     assert "steered merging is paused" in text
     assert "trouble no island is live" in text
     assert re.search(r"a: refused \d+ s ago, round 1: too old", text)
-
-
-def test_the_exit_status_of_status(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    transport = connect(server.url, "for-scripts")
-    manifest = samples.manifest("for-scripts")
-    transport.create(manifest, samples.first_snapshots(manifest))
-    options = status.StatusOptions(server.url, "for-scripts", json=True)
-    assert status.main(options) == 1
-    assert json.loads(capsys.readouterr().out)["trouble"] == "no island is live"
-    transport.island.heartbeat(samples.heartbeat("oslo"))
-    assert status.main(options) == 0
-    assert json.loads(capsys.readouterr().out)["trouble"] == ""
-    transport.close()
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -323,7 +284,7 @@ def test_a_watcher_survives_an_outage(flaky: Flaky) -> None:
     assert watch.latest.held_out == (2.5,)  # After an outage everything is read again.
 
 
-def test_one_line_for_each_reading_in_a_pipe(flaky: Flaky, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_line_or_object_for_each_reading_in_a_pipe(flaky: Flaky, capsys: pytest.CaptureFixture[str]) -> None:
     watch = live.Watcher(flaky)
     seen: list[str] = []
 
@@ -336,11 +297,6 @@ def test_one_line_for_each_reading_in_a_pipe(flaky: Flaky, capsys: pytest.Captur
     assert seen[0].startswith("round 0  step 0/2000")
     assert "does not answer" in seen[1]
     assert seen[2].startswith("round 0")
-
-
-def test_one_object_for_each_reading(flaky: Flaky, capsys: pytest.CaptureFixture[str]) -> None:
-    watch = live.Watcher(flaky)
-    assert watch.read()
     live.print_object(watch.latest, "")
     live.print_object(None, "Redis does not answer")
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
@@ -348,15 +304,16 @@ def test_one_object_for_each_reading(flaky: Flaky, capsys: pytest.CaptureFixture
     assert second == {"error": "Redis does not answer"}
 
 
-@pytest.mark.parametrize("every", [0.0, -1.0, float("nan"), 1e9])
-def test_an_interval_out_of_range_is_an_error(every: float) -> None:
-    with failing(ConfigError, "config.every"):
-        status.main(status.StatusOptions("redis://localhost", watch=True, every=every))
+def test_an_interval_out_of_range_is_an_error() -> None:
+    for every in (0.0, -1.0, math.nan, 1e9):
+        with failing(ConfigError, "config.every"):
+            status.main(status.StatusOptions("redis://localhost", watch=True, every=every))
 
 
 # -- a real terminal --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_q_ends_it_and_leaves_the_terminal_as_it_was(server: Server) -> None:
     run = "terminal"
@@ -370,7 +327,7 @@ def test_q_ends_it_and_leaves_the_terminal_as_it_was(server: Server) -> None:
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30"}
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "archipelago.ops", "status", "--watch", "--every=0.2", server.url, "--run", run],
-        cwd=ROOT, env=environment, stdin=child_end, stdout=child_end, stderr=subprocess.PIPE,
+        env=environment, stdin=child_end, stdout=child_end, stderr=subprocess.PIPE,
     )  # fmt: skip
     output = b""
     try:

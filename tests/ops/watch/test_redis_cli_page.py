@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import shutil
-import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ from archipelago.broker.redis.keys import REGISTRY
 from archipelago.broker.redis.transport import connect
 from archipelago.ops.launch.embedded_redis import Server
 from tests import samples
+from tests.servers import empty_database
 
 PAGE = (Path(__file__).parents[3] / "docs" / "guide" / "redis-cli.md").read_text(encoding="utf-8")
 RUN = "demo"
@@ -59,12 +57,9 @@ def fields(command: str, shown: str) -> set[str]:
 @pytest.fixture(scope="module")
 def url(server: Server) -> Iterator[str]:
     """Return the URL of a database with one run that has every kind of record."""
-    mine = server.url.removesuffix("/0") + "/9"
-    with redis.Redis.from_url(mine) as client:
-        client.flushdb()
+    with empty_database(server, 9) as mine:
         fill(mine)
         yield mine
-        client.flushdb()
 
 
 def fill(url: str) -> None:
@@ -104,66 +99,30 @@ def words_of(command: str) -> list[str]:
     return [word for word in words if word != "--no-raw"]
 
 
-def test_the_page_answers_ten_questions_and_more() -> None:
+def test_each_command_is_answered_with_what_the_page_shows(url: str) -> None:
     assert len(re.findall(r"^## .*\?$", PAGE, re.MULTILINE)) >= 10
-    assert len(READING) > 20
-    assert len(REMOVING) == 2
-
-
-@pytest.mark.parametrize("command", READING)
-def test_each_command_is_answered_with_what_the_page_shows(command: str, url: str) -> None:
-    with redis.Redis.from_url(url) as client:
-        answer = client.execute_command(*words_of(command))
-    texts = flat(answer)
-    assert answer is not None
-    assert "None" not in texts or "XINFO" in command  # A nil answer shows that a key or a field has another name.
-    assert texts
-    shown, there = fields(command, ALL[command]), set(texts)
-    if "json.tool" in command:
-        there = set(re.findall(r'"(\w+)":', texts[0]))
-    assert shown <= there
-    if words_of(command)[0] == "HMGET":
-        assert len(texts) == len(ALL[command].splitlines())
-
-
-def test_names_are_found_on_the_page() -> None:
-    """The test above would pass if it found no names on the page, so check that it finds them."""
-    names = {command: fields(command, shown) for command, shown in ALL.items()}
-    seen = set().union(*names.values())
-    assert {"reason", "members", "loss", "bits_per_byte", "lag", "used_memory_human", "epoch", "text"} <= seen
-    assert {"outer.learning_rate", "interval"} <= seen
-
-
-@pytest.fixture
-def shell(url: str, tmp_path: Path) -> dict[str, str]:
-    """Return an environment in which `redis-cli` connects to that server."""
-    found = shutil.which("redis-cli")
-    if found is None:
-        pytest.skip("redis-cli is not installed")
-    named = url.replace("://:", "://default:", 1)
-    shim = tmp_path / "bin" / "redis-cli"
-    shim.parent.mkdir()
-    shim.write_text(f'#!/bin/sh\nexec {found} --no-auth-warning $SHOWN -u "{named}" "$@"\n', encoding="utf-8")
-    shim.chmod(0o755)
-    return {**os.environ, "PATH": f"{shim.parent}:{os.environ['PATH']}"}
-
-
-@pytest.mark.parametrize("command", READING)
-def test_each_line_of_the_page_works_in_a_shell(command: str, shell: dict[str, str]) -> None:
-    # redis-cli formats its output for a terminal, but not for a pipe.
-    environment = {**shell, "SHOWN": "" if " | " in command else "--no-raw"}
-    bash = shutil.which("bash")
-    assert bash is not None
-    done = subprocess.run([bash, "-c", command], env=environment, capture_output=True, text=True, check=True)
-    assert (done.stderr, bool(done.stdout)) == ("", True)
-    assert not re.search(r"\bERR\b|WRONGTYPE|\(nil\)", done.stdout.replace('"lag"\n   12) (nil)', ""))
-    assert fields(command, ALL[command]) <= fields(command, done.stdout)
+    assert (len(READING) > 20, len(REMOVING)) == (True, 2)
+    names = set[str]()
+    for command in READING:
+        with redis.Redis.from_url(url) as client:
+            answer = client.execute_command(*words_of(command))
+        texts = flat(answer)
+        assert answer is not None and texts, command
+        # A nil answer shows that a key or a field has another name.
+        assert "None" not in texts or "XINFO" in command, command
+        shown, there = fields(command, ALL[command]), set(texts)
+        if "json.tool" in command:
+            there = set(re.findall(r'"(\w+)":', texts[0]))
+        assert shown <= there, command
+        names |= shown
+        if words_of(command)[0] == "HMGET":
+            assert len(texts) == len(ALL[command].splitlines()), command
+    assert {"reason", "members", "loss", "bits_per_byte", "lag", "used_memory_human", "epoch", "text"} <= names
+    assert {"outer.learning_rate", "interval"} <= names
 
 
 def test_the_remove_command_deletes_all_keys_of_the_run(server: Server) -> None:
-    mine = server.url.removesuffix("/0") + "/10"
-    with redis.Redis.from_url(mine) as client:
-        client.flushdb()
+    with empty_database(server, 10) as mine, redis.Redis.from_url(mine) as client:
         fill(mine)
         client.set("demolition:manifest", "another's")
         for command in REMOVING:
@@ -176,4 +135,3 @@ def test_the_remove_command_deletes_all_keys_of_the_run(server: Server) -> None:
                 assert client.execute_command(*words) == 1
         assert client.smembers(REGISTRY) == set()
         assert client.keys() == [b"demolition:manifest"]
-        client.flushdb()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 import tomllib
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -14,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import pytest
 
 from archipelago.broker.buckets.bundles import Bundles
@@ -38,10 +37,12 @@ from archipelago.ops.watch.provenance import Provenance, commands
 from archipelago.ops.watch.provenance_page import cards
 from archipelago.ops.watch.report import SCRIPTS, STYLES, Figures, ReportOptions, everything, html, of_image, of_watch
 from archipelago.ops.watch.run_view import observe
+from archipelago.ops.watch.syncs import SYNCS_ENOUGH, in_words, steps_for_enough, syncs_of
 from archipelago.ops.weights.parameters import find
 from tests import samples
 from tests.broker.buckets.faulty_bucket import FaultyFileSystem
 from tests.failing import failing
+from tests.servers import empty_database
 
 MANIFEST = samples.manifest()
 NOTHING = Provenance({}, {}, [], "")
@@ -66,16 +67,39 @@ def inlined(text: str) -> Any:
     return json.loads(found[1])
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def transport(server: Server) -> Iterator[RedisTransport]:
     """Return a run that is the only one in its database."""
-    url = server.url.removesuffix("/0") + "/5"
-    transport = connect(url, "sample")
-    transport.connection.redis.flushdb()
+    with empty_database(server, 5) as url:
+        transport = connect(url, "sample")
+        fill(transport)
+        yield transport
+        transport.close()
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder as `up` leaves it, without a Redis: with report.json, loss.png and a checkpoint."""
+    folder = tmp_path_factory.mktemp("ended") / "runs" / "sample"
+    transport = MemoryBroker().connect("sample")
     fill(transport)
-    yield transport
-    transport.connection.redis.flushdb()
-    transport.close()
+    view = observe(transport, MANIFEST)
+    summary = run_summary.summary(
+        replace(view, tokens_lost=7),
+        transport.reader.evaluations(),
+        [(100, 6.0), (200, 5.0)],
+        loss_unit(MANIFEST.corpus),
+        tokens_per_second=1.0,
+        seconds=1.0,
+        server="none",
+        interval=MANIFEST.config.sync.interval,
+    )
+    run_summary.write(folder, summary)
+    pending = samples.packed(np.zeros(MANIFEST.sizes[0], np.float32))
+    image = samples.image(MANIFEST, [pending], outer=b"", tape=transport.reader.tape(99),
+                          evaluations=transport.reader.evaluations())  # fmt: skip
+    CheckpointStore(folder / "merger" / "checkpoints").save(image)
+    return folder
 
 
 def test_a_report_from_redis(
@@ -94,20 +118,21 @@ def test_a_report_from_redis(
     assert printed["page"]["run"]["rounds"] == found["page"]["run"]["rounds"] == 2
     assert found["charts"]["held_out"]["loss"] == [8, 4]
     assert [island["name"] for island in found["page"]["islands"]] == ["oslo"]
+    expected = asdict(observe(transport, MANIFEST))
+    for name in ("rounds", "step", "known", "live", "participating", "tokens_merged", "tokens_trained", "pending"):
+        assert found["page"]["run"][name] == expected[name], name
+    assert guarded(lambda: run(["report", url, "--out", "/proc/report.html"])) == 2
+    assert "/proc/report.html" in capsys.readouterr().err
 
 
-def test_the_file_loads_nothing() -> None:
-    broker = MemoryBroker()
-    transport = broker.connect("sample")
+def test_the_file_loads_nothing_and_data_cannot_end_its_element() -> None:
+    transport = MemoryBroker().connect("sample")
     fill(transport)
     text = html(of_watch(Watcher(transport, MANIFEST)), "var Plotly = '</script><!--';")
     assert not re.search(r'(src|href)="(?!data:,)', text)
     assert "default-src 'none'" in text
     assert text.count("</script>") == text.count("<script") == 2 + len(SCRIPTS)
     assert all((PAGE / name).read_text(encoding="utf-8") in text for name in STYLES)
-
-
-def test_data_cannot_end_its_element() -> None:
     data = {"page": {"run": "</script><script>alert(1)</script>"}, "charts": None, "fault": None}
     assert inlined(html(Figures(data, NOTHING), "")) == data
 
@@ -120,38 +145,16 @@ def test_a_page_without_the_expected_elements_is_an_error(monkeypatch: pytest.Mo
         html(Figures({}, NOTHING), "")
 
 
-def left_behind(folder: Path, baseline: run_summary.Curve = ()) -> None:
-    """Make a folder with report.json, loss.png and a checkpoint, as `up` leaves it, without a Redis."""
-    transport = MemoryBroker().connect("sample")
-    fill(transport)
-    view = observe(transport, MANIFEST)
-    summary = run_summary.summary(
-        replace(view, tokens_lost=7),
-        transport.reader.evaluations(),
-        baseline,
-        loss_unit(MANIFEST.corpus),
-        tokens_per_second=1.0,
-        seconds=1.0,
-        server="none",
-        interval=MANIFEST.config.sync.interval,
-    )
-    run_summary.write(folder, summary)
-    image = samples.image(MANIFEST, [samples.packed(samples_values())], outer=b"", tape=transport.reader.tape(99),
-                          evaluations=transport.reader.evaluations())  # fmt: skip
-    CheckpointStore(folder / "merger" / "checkpoints").save(image)
-
-
-def samples_values() -> Any:
-    import numpy as np
-
-    return np.zeros(MANIFEST.sizes[0], np.float32)
-
-
-def test_a_report_from_a_folder_without_redis(tmp_path: Path) -> None:
-    left_behind(tmp_path / "runs" / "sample")
-    found = everything(ReportOptions("sample", folder=tmp_path / "runs"))
-    again = everything(ReportOptions(str(tmp_path / "runs" / "sample")))
-    assert found.data["charts"] == again.data["charts"]
+def test_a_report_from_a_folder_without_redis(
+    ended: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ended.parents[1])
+    assert guarded(lambda: run(["report", "sample", "--json"])) == 0
+    assert json.loads(capsys.readouterr().out)["file"] == "runs/sample/report.html"
+    assert Path("runs/sample/report.html").exists()
+    assert "*" in (ended / ".gitignore").read_text(encoding="utf-8").splitlines(), "git sees no file of a run"
+    found = everything(ReportOptions("sample"))
+    assert found.data["charts"] == everything(ReportOptions(str(ended))).data["charts"]
     assert found.data["charts"]["lines"]["round"] == [1, 2]
     assert found.data["charts"]["held_out"]["loss"] == [8.0, 4.0]
     page = found.data["page"]
@@ -162,135 +165,93 @@ def test_a_report_from_a_folder_without_redis(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_report_from_a_bucket(bucket: BucketFolder, tmp_path: Path) -> None:
-    folder, remote = tmp_path / "runs" / "sample", bucket.child("sample")
-    left_behind(folder)
-    assert not copy_run_files(folder, remote)
-    store = CheckpointStore(folder / "merger" / "checkpoints")
+def test_a_report_from_a_bucket(bucket: BucketFolder, ended: Path) -> None:
+    remote = bucket.child("sample")
+    assert not copy_run_files(ended, remote)
+    store = CheckpointStore(ended / "merger" / "checkpoints")
     number = store.numbers()[-1]
     Bundles(remote.child("merger", "checkpoints")).put(number, store.path_of(number), {})
-    here = everything(ReportOptions(str(folder)))
+    here = everything(ReportOptions(str(ended)))
     there = everything(ReportOptions(remote.address))
     assert there.data["charts"] == here.data["charts"]
     assert [island["name"] for island in there.data["page"]["islands"]] == ["oslo"]  # from report.json
     with failing(ConfigError, "report.no-data"):
         everything(ReportOptions(bucket.child("other").address))
 
-
-@pytest.mark.parametrize("verb", ["report", "generate"])
-def test_the_password_of_a_bucket_is_not_shown(verb: str) -> None:
-    address = "memory://user:secret@host/runs/none"
-    with failing(ConfigError, "report.no-data" if verb == "report" else "checkpoint.missing") as caught:
-        everything(ReportOptions(address)) if verb == "report" else find(address, None)
-    assert "secret" not in str(caught.value)
-
-
-def test_files_of_a_run_that_cannot_be_copied_are_told(bucket: BucketFolder, tmp_path: Path) -> None:
-    (tmp_path / "report.json").write_text("{}")
-
     def away(request: str, path: str) -> None:
         raise ConnectionError("refused")
 
     FaultyFileSystem.fault = staticmethod(away)
-    assert copy_run_files(tmp_path, bucket)
+    assert copy_run_files(ended, remote), "what could not be copied is told"
 
 
-def test_a_report_from_a_checkpoint() -> None:
-    found = of_image(samples.image(MANIFEST, []), {}, b"", 1.7e9)
-    assert found.data["page"]["islands"] == []
-    assert found.data["charts"]["lines"]["round"] == [1]
+def test_the_password_of_a_bucket_is_not_shown() -> None:
+    address = "memory://user:secret@host/runs/none"
+    with failing(ConfigError, "report.no-data") as report:
+        everything(ReportOptions(address))
+    with failing(ConfigError, "checkpoint.missing") as generate:
+        find(address, None)
+    assert "secret" not in f"{report.value} {generate.value}"
 
 
-def test_an_island_of_another_version_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_from_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
     def make() -> int:
         of_image(samples.image(MANIFEST, []), {"each_island": [{"name": "oslo"}]}, b"", 1.7e9)
         return 0
 
-    assert guarded(make) == 2
+    found = of_image(samples.image(MANIFEST, []), {}, b"", 1.7e9)
+    assert found.data["page"]["islands"] == []
+    assert found.data["charts"]["lines"]["round"] == [1]
+    assert guarded(make) == 2, "report.json has an island of another version"
     assert "report.json" in capsys.readouterr().err
 
 
-def test_a_report_from_the_servers_data(tmp_path: Path) -> None:
-    folder = tmp_path / "runs" / "sample"
-    with start_server(folder / "redis") as own:
+def test_a_report_from_a_server_that_runs_and_from_its_data(tmp_path: Path) -> None:
+    options = ReportOptions("sample", folder=tmp_path / "runs")
+    with start_server(tmp_path / "runs" / "sample" / "redis") as own:
         transport = connect(own.url, "sample")
         fill(transport)
+        found = everything(options)
+        assert found.data["page"]["run"]["rounds"] == 2
+        assert transport.reader.control() == {}  # The server still runs.
         transport.close()
-    found = everything(ReportOptions("sample", folder=tmp_path / "runs"))
+    found = everything(options)
     assert found.data["page"]["run"]["rounds"] == 2
     assert [island["name"] for island in found.data["page"]["islands"]] == ["oslo"]
 
 
-def test_a_running_server_is_found_by_its_folder_name(tmp_path: Path) -> None:
-    with start_server(tmp_path / "runs" / "sample" / "redis") as own:
-        transport = connect(own.url, "sample")
-        fill(transport)
-        found = everything(ReportOptions("sample", folder=tmp_path / "runs"))
-        assert found.data["page"]["run"]["rounds"] == 2
-        assert transport.reader.control() == {}  # The server still runs.
-        transport.close()
+def test_an_error_names_the_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def require_error(named: str, *args: str) -> None:
+        capsys.readouterr()
+        assert guarded(lambda: run(["report", *args])) == 2, args
+        found = capsys.readouterr().err
+        assert (named in found, found.count("\n")) == (True, 1), args
 
-
-def test_a_server_that_cannot_be_found_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with start_server(tmp_path / "runs" / "sample" / "redis", find_program("fakeredis")):
-        assert guarded(lambda: run(["report", "sample", "--folder", str(tmp_path / "runs")])) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("args", "named"),
-    [
-        (["nothing"], "runs/nothing"),
-        (["a b"], "a b"),
-        (["./empty"], "empty"),
-        (["./empty", "--run", "other"], "other"),
-        ([], "Redis"),
-        (["redis://127.0.0.1:1"], "127.0.0.1:1"),
-    ],
-)
-def test_an_error_names_the_mistake(args: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("empty").mkdir()
-    assert guarded(lambda: run(["report", *args])) == 2
-    found = capsys.readouterr().err
-    assert named in found
-    assert found.count("\n") == 1
-
-
-def test_a_file_that_cannot_be_written_is_an_error(
-    server: Server, transport: RedisTransport, capsys: pytest.CaptureFixture[str]
-) -> None:
-    url = server.url.removesuffix("/0") + "/5"
-    assert guarded(lambda: run(["report", url, "--out", "/proc/report.html"])) == 2
-    assert "/proc/report.html" in capsys.readouterr().err
-
-
-def test_a_run_named_like_a_path_writes_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    require_error("runs/nothing", "nothing")
+    require_error("a b", "a b")
+    require_error("empty", "./empty")
+    require_error("empty", "./empty", "--run", "other")
+    require_error("Redis")
+    require_error("127.0.0.1:1", "redis://127.0.0.1:1")
+    with start_server(tmp_path / "runs" / "sample" / "redis", find_program("fakeredis")):
+        require_error("", "sample", "--folder", str(tmp_path / "runs"))
     found = of_image(samples.image(replace(MANIFEST, run="../x"), []), {}, b"", 1.7e9)
     assert found.data["page"]["run"]["run"] == "../x"
     monkeypatch.setattr(run_report, "everything", lambda options: found)
-    assert guarded(lambda: run(["report", "sample"])) == 2
-    assert "../x" in capsys.readouterr().err
+    require_error("../x", "sample")
 
 
-@pytest.mark.parametrize("text", ["[1]", "null", "{"])
-def test_an_unreadable_report_is_ignored(tmp_path: Path, text: str) -> None:
-    (tmp_path / run_summary.TEXT).write_text(text)
-    assert run_summary.read(tmp_path) is None
+def test_an_unreadable_report_is_ignored(tmp_path: Path) -> None:
+    for text in ("[1]", "null", "{"):
+        (tmp_path / run_summary.TEXT).write_text(text)
+        assert run_summary.read(tmp_path) is None, text
 
 
-def test_the_view_in_a_report_equals_that_of_status(transport: RedisTransport) -> None:
-    found = of_watch(Watcher(transport, MANIFEST)).data["page"]["run"]
-    expected = asdict(observe(transport, MANIFEST))
-    for name in ("rounds", "step", "known", "live", "participating", "tokens_merged", "tokens_trained", "pending"):
-        assert found[name] == expected[name]
-
-
-def test_the_report_says_where_its_figures_come_from(tmp_path: Path) -> None:
-    left_behind(tmp_path / "runs" / "sample", baseline=[(100, 6.0), (200, 5.0)])
-    found = everything(ReportOptions("sample", folder=tmp_path / "runs"))
+def test_the_report_says_where_its_figures_come_from(ended: Path) -> None:
+    found = everything(ReportOptions("sample", folder=ended.parent))
     about = found.about
     assert about.sections["Versions"] == MANIFEST.versions
     assert MANIFEST.corpus.digest in about.sections["Run"]["corpus"]
@@ -302,22 +263,18 @@ def test_the_report_says_where_its_figures_come_from(tmp_path: Path) -> None:
     assert about.picture.startswith(b"\x89PNG")
     assert "data:image/png;base64," in text
     assert all(escape(value) in text for section in about.sections.values() for value in section.values())
+    hostile = cards(Provenance({"Machines": {"<b>": "<script>"}}, {"<i>": "<u>"}, [], "<pre>"))
+    assert not re.search("<(b|script|i|u|pre)>(?!#)", hostile.replace('<pre class="script">', ""))
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {},
-        {"seed": 3},
-        {"record": True, "sync": {"interval": 12}, "wire": {"thin": ""}, "inner": {"learning_rate": 0.5}},
-    ],
-)
-def test_the_commands_repeat_the_settings(changed: dict[str, Any]) -> None:
-    manifest = replace(MANIFEST, config=checked(changed))
-    script = commands(manifest, islands=2, hosts=1, steered=[])
-    toml = re.search(r"<<'END'\n(.*)\nEND\n", script, re.DOTALL)
-    assert checked(tomllib.loads(toml[1] if toml else "")) == manifest.config
-    assert ("--config" in script) == bool(toml) == bool(changed)
+def test_the_commands_repeat_the_settings() -> None:
+    several = {"record": True, "sync": {"interval": 12}, "wire": {"thin": ""}, "inner": {"learning_rate": 0.5}}
+    for changed in ({}, {"seed": 3}, several):
+        manifest = replace(MANIFEST, config=checked(changed))
+        script = commands(manifest, islands=2, hosts=1, steered=[])
+        toml = re.search(r"<<'END'\n(.*)\nEND\n", script, re.DOTALL)
+        assert checked(tomllib.loads(toml[1] if toml else "")) == manifest.config
+        assert ("--config" in script) == bool(toml) == bool(changed)
 
 
 def test_the_commands_name_several_machines_weights_and_steering() -> None:
@@ -332,19 +289,18 @@ def test_the_commands_name_several_machines_weights_and_steering() -> None:
     assert here.index("archipelago up") < here.index("export ARCHIPELAGO_URL=") < here.index("archipelago steer")
 
 
-def test_text_of_the_run_is_escaped(tmp_path: Path) -> None:
-    about = Provenance({"Machines": {"<b>": "<script>"}}, {"<i>": "<u>"}, [], "<pre>")
-    text = cards(about)
-    assert not re.search("<(b|script|i|u|pre)>(?!#)", text.replace('<pre class="script">', ""))
+# -- how often a run has synchronised its fragments -------------------------------------------------------------------
 
 
-@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
-def test_git_sees_no_file_of_a_run_and_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    git = shutil.which("git") or ""
-    subprocess.run([git, "init", "--quiet", str(tmp_path)], check=True)
-    left_behind(tmp_path / "runs" / "sample")
-    assert guarded(lambda: run(["report", "sample", "--json"])) == 0
-    assert json.loads(capsys.readouterr().out)["file"] == "runs/sample/report.html"
-    assert Path("runs/sample/report.html").exists()
-    status = [git, "-C", str(tmp_path), "status", "--porcelain", "--untracked-files=all"]
-    assert subprocess.run(status, check=True, capture_output=True, text=True).stdout == ""
+def test_enough_syncs_take_intervals_of_the_run() -> None:
+    assert (syncs_of(48, 6), syncs_of(0, 6)) == (8.0, 0.0), "a round synchronises one fragment"
+    assert steps_for_enough(48, 6, 192, 24) == 24 * SYNCS_ENOUGH
+    assert steps_for_enough(0, 6, 0, 24) == 24 * SYNCS_ENOUGH
+    assert steps_for_enough(48, 6, 400, 24) == 50 * SYNCS_ENOUGH  # a slow link has stretched the interval
+
+
+def test_a_short_run_of_several_islands_has_more_to_explain() -> None:
+    short, alone = in_words(48, 6, 192, 24, 3), in_words(9, 6, 40, 24, 1)
+    long = in_words(6 * SYNCS_ENOUGH, 6, 3840, 24, 3)
+    assert f"{24 * SYNCS_ENOUGH:,}" in short
+    assert len(short) > len(long) > len(alone)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from io import StringIO
 from typing import Any
@@ -13,14 +13,21 @@ from rich.console import Console
 
 from archipelago.broker.config import OWN_MODEL, ModelConfig
 from archipelago.broker.manifest import NO_CORPUS
-from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import LIVE_SECONDS, Books, Evaluation, Member, Pending, Presence, TapeEntry
-from archipelago.broker.transport import Memory, MergerStatus
+from archipelago.broker.transport import Memory, MergerStatus, Transport
 from archipelago.ops.dashboard.page_data import settings
 from archipelago.ops.watch.advice import problems
 from archipelago.ops.watch.formatting import evaluated, line, number, render, run_lines, size
 from archipelago.ops.watch.health import Health
-from archipelago.ops.watch.run_view import BALANCE_TRIES, RunView, merged_by_island, observe, summarise
+from archipelago.ops.watch.run_view import (
+    BALANCE_TRIES,
+    RECENT_ROUNDS,
+    RunView,
+    glance,
+    merged_by_island,
+    observe,
+    summarise,
+)
 from tests import samples
 from tests.intercept import Intercepted
 
@@ -100,73 +107,102 @@ def test_the_islands_match_a_calculation_by_hand() -> None:
             assert shown[key] == value
 
 
-#: A run without rounds.
-VIEW_BEFORE = summarise(MANIFEST, [], [], Books(), Pending(0, 0), [], {}, {}, MEMORY)
+def seen(
+    tape: Sequence[TapeEntry] = (),
+    presences: Sequence[Presence] = (),
+    books: Books | None = None,
+    evaluations: Sequence[Evaluation] = (),
+    merged: Mapping[str, int] | None = None,
+) -> RunView:
+    """Return the view of a run with these rounds and islands, and without anything else unless it is given."""
+    return summarise(MANIFEST, tape, presences, books or Books(), Pending(0, 0), evaluations, merged or {}, {}, MEMORY)
 
 
-def test_a_run_without_rounds() -> None:
-    view = VIEW_BEFORE
+def test_what_is_not_known_yet() -> None:
+    view = seen()
     assert (view.rounds, view.step, view.known, view.live, view.participating) == (0, 0, 0, 0, 0)
     assert (view.contributions_per_round, view.grace_seconds, view.open_seconds) == (0.0, 0.0, 0.0)
-    assert math.isnan(view.loss)
-    assert math.isnan(view.held_out_first)
-    assert math.isnan(view.held_out_last)
+    assert all(math.isnan(value) for value in (view.loss, view.held_out_first, view.held_out_last))
     assert view.islands == ()
+    assert "ago" not in evaluated(view, 1090.0)
+    text = words(shown(view, 80))
+    assert "0 known, 0 live, 0 participating" in text
+    assert "training loss –, in bits per byte" in text
+    (island,) = seen(presences=PRESENCES[:1]).islands
+    assert (island.live, island.participation, math.isnan(island.merged_staleness)) == (True, 0.0, True)
+    assert math.isnan(seen([entry(n, [member("a")], loss=math.nan) for n in (1, 2)]).loss), "it was not measured"
+    once = seen(evaluations=EVALUATIONS[1:2])
+    assert (once.held_out_first, once.held_out_last) == (5.0, 5.0)
 
 
 def test_the_age_of_the_newest_evaluation_is_known() -> None:
     known = [Evaluation(2, 0, 0, 1000.0, 5.0), Evaluation(3, 0, 0, 1060.0, 4.0, "b")]
-    tape = [entry(number, [member("a")]) for number in range(1, 8)]
-    view = summarise(MANIFEST, tape, [], Books(), Pending(0, 0), known, {}, {}, MEMORY)
+    view = seen([entry(number, [member("a")]) for number in range(1, 8)], evaluations=known)
     assert (view.evaluated_round, view.evaluated_unix_seconds, view.evaluated_by) == (3, 1060.0, "b")
     said = evaluated(view, 1090.0)
     assert "30 s ago by b" in said
     assert "round 3 (4 rounds ago)" in said
-    assert "ago" not in evaluated(VIEW_BEFORE, 1090.0)
 
 
-@pytest.mark.parametrize("task", ["", "digits"])
-def test_a_run_of_scripts_shows_no_evaluation_and_a_run_of_a_task_does(task: str) -> None:
+def test_a_run_of_scripts_shows_no_evaluation_and_a_run_of_a_task_does() -> None:
     config = replace(MANIFEST.config, model=ModelConfig(size=OWN_MODEL))
-    manifest = replace(MANIFEST, config=config, task=task, corpus=NO_CORPUS)
-    view = summarise(manifest, TAPE, PRESENCES, BOOKS, Pending(3, 299), [], MERGED, {}, MEMORY)
-    console = Console(width=200, record=True, file=StringIO())
-    console.print(run_lines(view))
-    said = console.export_text()
-    assert ("held-out" in said, "evaluated" in said) == (bool(task), bool(task))
-    assert ("task digits" in said) is bool(task)
-    assert "training loss" in said
-    assert settings(manifest)["model"] == ("that of the task 'digits'" if task else "that of its users' scripts")
+    for task, model in (("", "that of its users' scripts"), ("digits", "that of the task 'digits'")):
+        manifest = replace(MANIFEST, config=config, task=task, corpus=NO_CORPUS)
+        view = summarise(manifest, TAPE, PRESENCES, BOOKS, Pending(3, 299), [], MERGED, {}, MEMORY)
+        console = Console(width=200, record=True, file=StringIO())
+        console.print(run_lines(view))
+        said = console.export_text()
+        assert ("held-out" in said, "evaluated" in said, "task digits" in said) == (bool(task),) * 3
+        assert "training loss" in said
+        assert settings(manifest)["model"] == model
 
 
-def test_an_island_before_the_first_round() -> None:
-    (island,) = summarise(MANIFEST, [], PRESENCES[:1], Books(), Pending(0, 0), [], {}, {}, MEMORY).islands
-    assert (island.live, island.participation) == (True, 0.0)
-    assert math.isnan(island.merged_staleness)
+class Torn(Intercepted):
+    """A connection whose accounts are inconsistent at the first `torn` readings, and whose stream is not read."""
+
+    def __init__(self, torn: int = 0, *, reads_stream: bool = True) -> None:
+        super().__init__(samples.merged_one_of_three(EVALUATIONS[0]))
+        self.torn, self.readings, self.reads_stream = torn, 0, reads_stream
+
+    def intercept(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        assert name != "pending" or self.reads_stream, "it read through the stream"
+        found = method(*args, **kwargs)
+        if name != "books":
+            return found
+        self.readings += 1
+        return replace(found, merged=found.merged + 1) if self.readings <= self.torn else found
 
 
-def test_a_loss_that_was_not_measured() -> None:
-    tape = [entry(1, [member("a")], loss=math.nan), entry(2, [member("a")], loss=math.nan)]
-    assert math.isnan(summarise(MANIFEST, tape, [], Books(), Pending(0, 0), [], {}, {}, MEMORY).loss)
+def glanced(transport: Transport) -> RunView:
+    """Return the view as the page reads it every second."""
+    reader = transport.reader
+    return glance(transport, MANIFEST, reader.tape(RECENT_ROUNDS), reader.evaluations())
 
 
-def test_one_evaluation_is_first_and_last() -> None:
-    view = summarise(MANIFEST, [], [], Books(), Pending(0, 0), EVALUATIONS[1:2], {}, {}, MEMORY)
-    assert (view.held_out_first, view.held_out_last) == (5.0, 5.0)
-
-
-def test_observing_reads_what_is_there() -> None:
-    transport = samples.merged_one_of_three(EVALUATIONS[0])
-    view = observe(transport, transport.reader.manifest())
+def test_observing_reads_what_is_there_and_a_glance_agrees_without_reading_the_stream() -> None:
+    view = observe(Torn(), MANIFEST)
     assert (view.rounds, view.known, view.live, view.participating, view.pending) == (1, 1, 1, 1, 2)
     assert (view.books.published, view.books.merged, view.held_out_last) == (3, 1, 8.0)
+    quick = Torn(reads_stream=False)
+    assert glanced(quick) == view
+    (newest,) = quick.reader.tape(1)
+    old = [replace(newest, round=0, members=()) for _ in range(RECENT_ROUNDS)]
+    (island,) = glance(quick, MANIFEST, [*old, newest], []).islands
+    assert island.participation == pytest.approx(1 / RECENT_ROUNDS), "only the recent rounds count"
+
+
+def test_an_inconsistent_reading_is_read_again() -> None:
+    """A reading that is inconsistent each time is shown unchanged."""
+    for torn in (1, BALANCE_TRIES - 1, BALANCE_TRIES):
+        transport = Torn(torn)
+        assert observe(transport, MANIFEST).balanced is (torn < BALANCE_TRIES)
+        assert transport.readings == min(torn + 1, BALANCE_TRIES)
+        assert glanced(Torn(torn)).balanced is (torn < BALANCE_TRIES)
 
 
 def test_the_data_and_moments_of_an_island() -> None:
     beat = samples.heartbeat("a", data="3:0:end 5:1:96", moments="peer b")
-    (island,) = summarise(
-        MANIFEST, [], [Presence(beat, 0.5)], Books(), Pending(0, 0), [], MERGED, {}, MEMORY
-    ).islands  # fmt: skip
+    (island,) = seen(presences=[Presence(beat, 0.5)], merged=MERGED).islands
     assert (island.data, island.moments, island.tokens_merged) == ("3:0:end 5:1:96", "peer b", 900)
 
 
@@ -174,67 +210,29 @@ def test_an_island_merged_beyond_its_last_heartbeat_lost_nothing() -> None:
     """The island may have died between two heartbeats."""
     gone = Presence(samples.heartbeat("d", tokens=70), 2 * LIVE_SECONDS)
     books = Books(published=1, published_tokens=200, merged=1, merged_tokens=200)
-    view = summarise(MANIFEST, [], [gone], books, Pending(0, 0), [], {"d": 200}, {}, MEMORY)
+    view = seen(presences=[gone], books=books, merged={"d": 200})
     assert (view.tokens_trained, view.tokens_merged, view.tokens_lost) == (100, 100, 0)
 
 
-@pytest.mark.parametrize(
-    ("books", "pending", "balanced"),
-    [
+def test_the_books_balance_in_contributions_and_in_tokens() -> None:
+    for books, pending, balanced in (
         (BOOKS, Pending(3, 299), True),
         (BOOKS, Pending(2, 299), False),
         (BOOKS, Pending(3, 298), False),
         (replace(BOOKS, refused=2), Pending(3, 299), False),
         (replace(BOOKS, merged_tokens=600), Pending(3, 299), False),
-        (
-            replace(BOOKS, kept=6),
-            Pending(3, 299),
-            True,
-        ),  # Kept contributions are not counted again.
+        (replace(BOOKS, kept=6), Pending(3, 299), True),  # Kept contributions are not counted again.
         (Books(), Pending(0, 0), True),
-    ],
-)
-def test_the_books_balance_in_contributions_and_in_tokens(books: Books, pending: Pending, balanced: bool) -> None:
-    view = summarise(MANIFEST, TAPE, PRESENCES, books, pending, [], MERGED, CURSORS, MEMORY)
-    assert view.balanced is balanced
-    text = words(shown(view, 120))
-    assert ("≠" in text) is not balanced
+    ):
+        view = summarise(MANIFEST, TAPE, PRESENCES, books, pending, [], MERGED, CURSORS, MEMORY)
+        assert view.balanced is balanced, (books, pending)
+        assert ("≠" in words(shown(view, 120))) is not balanced
 
 
-@pytest.mark.parametrize("torn", [1, BALANCE_TRIES - 1, BALANCE_TRIES])
-def test_an_inconsistent_reading_is_read_again(torn: int) -> None:
-    """A reading that is inconsistent each time is shown unchanged."""
-
-    class Torn(Intercepted):
-        readings = 0
-
-        def intercept(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            found = method(*args, **kwargs)
-            if name != "books":
-                return found
-            self.readings += 1
-            return replace(found, merged=found.merged + 1) if self.readings <= torn else found
-
-    transport = Torn(MemoryBroker().connect("sample"))
-    transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
-    assert observe(transport, MANIFEST).balanced is (torn < BALANCE_TRIES)
-    assert transport.readings == min(torn + 1, BALANCE_TRIES)
-
-
-@pytest.mark.parametrize(
-    ("state", "merged"),
-    [
-        ('{"island_tokens": {"a": 7, "b": 0}}', {"a": 7, "b": 0}),
-        ("", {}),
-        ("{}", {}),
-        ("[]", {}),
-        ("no JSON", {}),
-        ('{"island_tokens": 3}', {}),
-        ('{"island_tokens": {"a": "many"}}', {}),
-    ],
-)
-def test_merged_tokens_of_each_island_from_any_state(state: str, merged: dict[str, int]) -> None:
-    assert merged_by_island(state) == merged
+def test_merged_tokens_of_each_island_from_any_state() -> None:
+    assert merged_by_island('{"island_tokens": {"a": 7, "b": 0}}') == {"a": 7, "b": 0}
+    for state in ("", "{}", "[]", "no JSON", '{"island_tokens": 3}', '{"island_tokens": {"a": "many"}}'):
+        assert merged_by_island(state) == {}, state
 
 
 def shown(view: RunView, width: int) -> str:
@@ -250,31 +248,30 @@ def words(text: str) -> str:
     return " ".join(text.split())
 
 
-@pytest.mark.parametrize("width", [80, 120])
-def test_a_terminal_shows_the_facts(width: int) -> None:
-    text = words(shown(VIEW, width))
-    for fact in (
-        "sample 64 parameters in 2 fragments, round 4, step 40 of 2,000",
-        "held-out loss 4.250 (first 8.000), training loss 7.213, in bits per byte",
-        "5 known, 3 live, 1 participating; 1.50 contributions per round, open 500 ms (grace 200 ms)",
-        "published 10 = merged 6 + refused 1 + pending 3",
-        "in tokens 1,000 = 601 + 100 + 299 (2 fragments each)",
-        "trained 2,077 = merged 300 + refused 50 + pending 149 + unsent 60 + lost 1,518; 0.05 passes over the text",
-        "up 5.0 kB, down 6.0 MB, Redis holds 7.0 kB",
-        "c: last refused: too old",
-    ):
-        assert fact in text
-    wide = width >= 88
-    for name, row, score in (
-        ("island", "state steps tokens/s loss lag part{} queue up down seen", " score"),
-        ("a", "training 10 100 2.885 0.00 75%{} 0 10 B 10 B 0 s", " 1.00"),
-        ("b", "silent 10 – 2.885 0.00 25%{} 0 10 B 10 B 10 s", " 1.00"),
-        ("c", "joining 10 100 – 0.00 0%{} 0 10 B 10 B 3 s", " –"),
-        ("d", "left 10 – 2.885 0.00 0%{} 0 10 B 10 B 1 s", " –"),
-        ("e", "leaving 10 100 2.885 0.00 0%{} 0 10 B 10 B 10 s", " –"),
-    ):
-        assert f"{name} {row.format(score if wide else '')}" in text
-    assert "does not answer" not in text  # The last link state of a silent island is not shown.
+def test_a_terminal_shows_the_facts() -> None:
+    for width in (80, 120):
+        text = words(shown(VIEW, width))
+        for fact in (
+            "sample 64 parameters in 2 fragments, round 4, step 40 of 2,000",
+            "held-out loss 4.250 (first 8.000), training loss 7.213, in bits per byte",
+            "5 known, 3 live, 1 participating; 1.50 contributions per round, open 500 ms (grace 200 ms)",
+            "published 10 = merged 6 + refused 1 + pending 3",
+            "in tokens 1,000 = 601 + 100 + 299 (2 fragments each)",
+            "trained 2,077 = merged 300 + refused 50 + pending 149 + unsent 60 + lost 1,518; 0.05 passes over the text",
+            "up 5.0 kB, down 6.0 MB, Redis holds 7.0 kB",
+            "c: last refused: too old",
+        ):
+            assert fact in text
+        for name, row, score in (
+            ("island", "state steps tokens/s loss lag part{} queue up down seen", " score"),
+            ("a", "training 10 100 2.885 0.00 75%{} 0 10 B 10 B 0 s", " 1.00"),
+            ("b", "silent 10 – 2.885 0.00 25%{} 0 10 B 10 B 10 s", " 1.00"),
+            ("c", "joining 10 100 – 0.00 0%{} 0 10 B 10 B 3 s", " –"),
+            ("d", "left 10 – 2.885 0.00 0%{} 0 10 B 10 B 1 s", " –"),
+            ("e", "leaving 10 100 2.885 0.00 0%{} 0 10 B 10 B 10 s", " –"),
+        ):
+            assert f"{name} {row.format(score if width >= 88 else '')}" in text
+        assert "does not answer" not in text  # The last link state of a silent island is not shown.
 
 
 def test_a_lowered_weight_is_shown_with_its_score() -> None:
@@ -300,12 +297,6 @@ def test_numbers_are_not_cut_in_80_columns() -> None:
     assert "held-out loss – (first –)" in text
 
 
-def test_an_empty_run_is_shown() -> None:
-    text = words(shown(summarise(MANIFEST, [], [], Books(), Pending(0, 0), [], {}, {}, MEMORY), 80))
-    assert "0 known, 0 live, 0 participating" in text
-    assert "training loss –, in bits per byte" in text
-
-
 def test_the_run_in_one_line() -> None:
     assert line(VIEW) == (
         "round 4  step 40/2000  held-out 4.250, training 7.213 bits/byte  live 3/5, 1 participating, "
@@ -313,18 +304,17 @@ def test_the_run_in_one_line() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (123_456, "123 kB"), (5e9, "5.0 GB"), (7e15, "7000.0 TB")],
-)
-def test_formatted_sizes(count: float, text: str) -> None:
-    assert size(count) == text
-
-
-def test_formatted_numbers() -> None:
-    assert number(1234.5678) == "1,234.568"
-    assert number(0.5, 1) == "0.5"
-    assert number(math.nan) == "–"
+def test_formatted_sizes_and_numbers() -> None:
+    for count, text in (
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.0 kB"),
+        (123_456, "123 kB"),
+        (5e9, "5.0 GB"),
+        (7e15, "7000.0 TB"),
+    ):
+        assert size(count) == text
+    assert (number(1234.5678), number(0.5, 1), number(math.nan)) == ("1,234.568", "0.5", "–")
 
 
 class CountedMember(Member):
