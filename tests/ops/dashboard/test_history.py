@@ -64,36 +64,27 @@ def test_lines_match_a_calculation_by_hand() -> None:
     assert lines["live"] == [1, 3, 2]
     assert lines["known"] == [1, 3, 2]  # Three islands were live in round 2, and the tape names two of them.
     assert lines["participating"] == [1, 2, 2]
+    assert history(TAPE[1:], merged_tokens=2000).lines()["tokens"] == [950, 1000], "it begins in the middle"
+    assert history(merged_tokens=0).lines()["tokens"][0] == 50, "the accounts are behind the tape"
 
 
-def test_an_island_that_left_stays_known() -> None:
+def test_an_island_that_left_stays_known_and_participates_for_some_rounds() -> None:
     lines = history([entry(1, [member("a"), member("b")], live=2), entry(2, [member("a")], live=1)]).lines()
-    assert (lines["known"], lines["live"]) == ([2, 2], [2, 1])
-
-
-def test_participating_islands_never_exceed_live_ones() -> None:
-    tape = [entry(1, [member("a"), member("b")], live=2), entry(2, [member("a")], live=1)]
-    assert history(tape).lines()["participating"] == [2, 1]
-
-
-def test_a_tape_that_begins_in_the_middle_keeps_the_count_of_tokens() -> None:
-    assert history(TAPE[1:], merged_tokens=2000).lines()["tokens"] == [950, 1000]
-
-
-def test_accounts_behind_the_tape_give_no_negative_tokens() -> None:
-    assert history(merged_tokens=0).lines()["tokens"][0] == 50
-
-
-def test_participation_expires() -> None:
+    assert (lines["known"], lines["live"], lines["participating"]) == ([2, 2], [2, 1], [2, 1])
     seen = history([entry(1, [member("b")], live=9)])
     seen.extend([entry(n, [member("a")], live=9) for n in range(2, RECENT_ROUNDS + 2)])
     counts = seen.lines()["participating"]
     assert (counts[RECENT_ROUNDS - 1], counts[RECENT_ROUNDS]) == (2, 1)
 
 
-def test_the_parts_in_the_newest_rounds() -> None:
+def test_the_parts_in_the_newest_rounds_and_their_staleness() -> None:
     seen = history()
     assert (seen.parts("a"), seen.parts("b"), seen.parts("unknown")) == ([0, 1, -1], [-1, 0, 1], [-1, -1, -1])
+    assert history([entry(1, [member("a"), member("b", 3)]), entry(2, [member("a")])]).staleness() == [2, 0, 0, 1]
+    assert History(Layout.whole(2)).staleness() == []
+    assert seen.extend(TAPE) == 0, "a round is added once"
+    assert seen.extend([*TAPE[1:], entry(4, [])]) == 1
+    assert seen.lines()["round"] == [1, 2, 3, 4]
 
 
 def test_the_times_of_a_round() -> None:
@@ -144,48 +135,29 @@ def test_tokens_at_a_round() -> None:
     assert History(Layout.whole(2)).tokens_at([5]) == [0]
 
 
-def test_the_speed_of_a_run() -> None:
+def test_the_speed_of_a_run_leaves_out_a_night_without_rounds() -> None:
     assert math.isnan(history().steps_per_second())  # This tape has no times.
     timed = [entry(n, [member("a")], step=10 * n, unix_seconds=1e9 + 4.0 * n) for n in range(1, 9)]
     assert history(timed).steps_per_second() == pytest.approx(2.5)
     assert math.isnan(history(timed[:1]).steps_per_second())
-
-
-def test_a_night_without_rounds_does_not_count_for_the_speed() -> None:
     times = [10.0 * n + (36_000.0 if n > 4 else 0.0) for n in range(8)]
     tape = [entry(n + 1, [member("a")], step=8 * n, unix_seconds=1e9 + at) for n, at in enumerate(times)]
     assert history(tape).steps_per_second() == pytest.approx(0.8)
     assert math.isnan(history(tape[:6]).steps_per_second())  # One round is no speed.
 
 
-def test_staleness_is_counted() -> None:
-    assert history([entry(1, [member("a"), member("b", 3)]), entry(2, [member("a")])]).staleness() == [2, 0, 0, 1]
-    assert History(Layout.whole(2)).staleness() == []
-
-
-def test_a_round_is_added_once() -> None:
-    seen = history()
-    assert seen.extend(TAPE) == 0
-    assert seen.extend([*TAPE[1:], entry(4, [])]) == 1
-    assert seen.lines()["round"] == [1, 2, 3, 4]
-
-
-@pytest.mark.parametrize(
-    ("tape", "follows"),
-    [
+def test_a_tape_connects_only_without_a_gap() -> None:
+    for tape, follows in (
         (TAPE, True),
         ([TAPE[2], entry(4, [])], True),
         ([entry(5, []), entry(6, [])], False),  # Some entries are missing in between.
         (TAPE[:2], False),  # The run returned to a checkpoint.
-        (
-            [*TAPE[:2], replace(TAPE[2], digest="f" * 32)],
-            False,
-        ),  # It then continued from there differently.
+        ([*TAPE[:2], replace(TAPE[2], digest="f" * 32)], False),  # It then continued from there differently.
         ([], False),  # Its Redis lost all data.
-    ],
-)
-def test_a_tape_connects_only_without_a_gap(tape: list[TapeEntry], follows: bool) -> None:
-    assert history().follows(tape) is follows
+    ):
+        assert history().follows(tape) is follows, tape
+    assert History(Layout.whole(2)).follows([])
+    assert not History(Layout.whole(2)).follows(TAPE)
 
 
 LAYOUT = Layout(((0, 3), (1, 2)))
@@ -216,11 +188,6 @@ def test_a_shard_without_new_rounds_breaks_no_history() -> None:
     assert not out.follows(of_shards(2, 4)), "shard 0 went back"
     forked = [*of_shards(2), replace(of_shards(5)[0], digest="f" * 32)]
     assert not out.follows(forked)
-
-
-def test_an_empty_tape_connects_to_an_empty_history() -> None:
-    assert History(Layout.whole(2)).follows([])
-    assert not History(Layout.whole(2)).follows(TAPE)
 
 
 def test_neighbours_are_joined() -> None:
@@ -272,12 +239,12 @@ def test_smoothing_is_bias_corrected_and_skips_nan() -> None:
 
 
 def test_a_long_run_stays_small() -> None:
-    seen = history([], 0)
-    for start in range(0, 20_000, 1000):
+    rounds, seen = ROWS_KEPT + 1000, history([], 0)
+    for start in range(0, rounds, 1000):
         seen.extend([entry(n, [member("a"), member("b", n % 3)], live=2) for n in range(start + 1, start + 1001)])
     lines = seen.lines()
+    rounds = start + 1000
     assert all(POINTS_DRAWN // 2 <= len(values) <= POINTS_DRAWN for values in lines.values())
-    assert lines["round"][-1] == 20_000
-    assert lines["tokens"][-1] == 20_000 * 200 / 2
+    assert lines["round"][-1] == rounds
+    assert lines["tokens"][-1] == rounds * 200 / 2
     assert len(seen.details()["round"]) == DETAIL_ROUNDS
-    assert ROWS_KEPT < 20_000

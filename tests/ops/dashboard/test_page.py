@@ -8,7 +8,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -180,7 +180,7 @@ def click(driver: WebDriver, place: str) -> None:
     driver.execute_script("document.querySelector(arguments[0]).click()", place)
 
 
-def test_the_page_shows_the_run(driver: WebDriver, address: str, opened: Opened, until: Until) -> None:
+def test_the_page_shows_the_run_from_one_server(driver: WebDriver, address: str, opened: Opened, until: Until) -> None:
     complaints(driver)  # Drop the messages of earlier tests.
     opened(address)
     assert [text(driver, f"#{name}") for name in ("run", "size", "live", "part")] == ["sample", "16", "15", "15"]
@@ -193,39 +193,39 @@ def test_the_page_shows_the_run(driver: WebDriver, address: str, opened: Opened,
     assert line(driver, "chart-staleness")[1] == [50, 50]
     assert driver.execute_script("return document.querySelectorAll('.lane').length") == 16
     lane = f"[title='{NAMES[3]}']"
-    assert driver.execute_script("return document.querySelector(arguments[0]).closest('.lane').innerText", lane).count(
-        TROUBLE
-    )
+    shown = driver.execute_script("return document.querySelector(arguments[0]).closest('.lane').innerText", lane)
+    assert TROUBLE in shown
     events = text(driver, "#events")
-    assert all(
-        kind in events for kind in ("joined", "diverged", "served", "steered", "expelled", "the digest is wrong")
-    )
+    for kind in ("joined", "diverged", "served", "steered", "expelled", "the digest is wrong"):
+        assert kind in events
     assert text(driver, "#balance") == "balanced"
     until(lambda: text(driver, "#link span") == "live", "the page hears of the run")
-    assert complaints(driver) == []
-
-
-def test_everything_loads_from_one_server(driver: WebDriver, address: str, opened: Opened) -> None:
-    opened(address)
     loaded = driver.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")
     assert len(loaded) >= 4
     assert {re.match(r"https?://[^/]+", name)[0] for name in loaded} == {address}  # type: ignore[index]
+    assert re.search(r" at (\d+/\d+ )?\d\d:\d\d\.$", driver.execute_script("return ending(60)"))
+    assert re.search(r" at \d+/\d+ \d\d:\d\d\.$", driver.execute_script("return ending(200000)"))
+    assert complaints(driver) == []
 
 
-def test_a_new_round_appears_without_reloading(
+def test_news_appear_without_reloading_and_never_as_markup(
     driver: WebDriver, address: str, opened: Opened, until: Until, transport: MemoryTransport
 ) -> None:
     opened(address)
     driver.execute_script("window.same = true")
     close_round(transport, 41)
-    transport.island.heartbeat(samples.heartbeat("newcomer"))
+    evil = "<img src=x onerror='window.evil = 1'></script><script>window.evil = 1</script>"
+    transport.reader.note(Note(1.8e9, evil, "joined", evil))
+    transport.island.heartbeat(samples.heartbeat("mallory", link=evil, last_refusal=evil, device=evil, host=evil))
     until(lambda: text(driver, "#step-sub").startswith("round 41"), "the round is shown")
     until(lambda: line(driver, "chart-islands")[0][-1] == 41, "the round is drawn")
-    until(lambda: "newcomer" in text(driver, "#lanes"), "the island has its lane")
+    until(lambda: "mallory" in text(driver, "#lanes"), "the island has its lane")
+    until(lambda: evil in text(driver, "#events") and evil in text(driver, "#lanes"), "the texts are shown unchanged")
+    assert driver.execute_script("return window.evil === undefined && !document.querySelector('main img')")
     assert driver.execute_script("return window.same")  # The page was not reloaded.
 
 
-def test_the_axis_can_be_tokens_or_rounds(driver: WebDriver, address: str, opened: Opened) -> None:
+def test_the_axes_show_tokens_rounds_or_times_and_early_losses(driver: WebDriver, address: str, opened: Opened) -> None:
     opened(address)
     tokens = line(driver, "chart-learn", TRAINING)[0]
     assert tokens == line(driver, "chart-learn", HELD_OUT)[0] == [n * 16 * 100 / 2 for n in range(1, 41)]
@@ -235,17 +235,13 @@ def test_the_axis_can_be_tokens_or_rounds(driver: WebDriver, address: str, opene
     assert {value[:10] for value in map(str, line(driver, "chart-learn", HELD_OUT)[0])} == {"2023-11-14"}
     click(driver, "[data-axis=tokens]")
     assert line(driver, "chart-learn", TRAINING)[0] == tokens
-
-
-def test_the_axis_shows_early_losses_and_no_tick_twice(driver: WebDriver, address: str, opened: Opened) -> None:
-    opened(address)
     script = (
         "const {yaxis} = document.getElementById(arguments[0])._fullLayout; return [yaxis.range, [...yaxis.ticktext]]"
     )
     values = [value for n in (TRAINING, HELD_OUT) for value in line(driver, "chart-learn", n)[1]]
     (low, high), ticks = driver.execute_script(script, "chart-learn")
     assert 10**low <= min(values) < max(values) <= 10**high
-    assert len(set(ticks)) == len(ticks) >= 3
+    assert len(set(ticks)) == len(ticks) >= 3, "no tick is shown twice"
     click(driver, "[data-part=newest]")
     assert 10 ** driver.execute_script(script, "chart-learn")[0][1] < max(values)
 
@@ -265,14 +261,26 @@ def test_problems_have_a_remedy_and_a_banner(
     assert "Over: Its link fails" in text(driver, "#events")
 
 
-def test_no_title_is_cut(driver: WebDriver, address: str, opened: Opened) -> None:
-    for pixels in (390, 768, 1400):
+WIDER = """return [...document.querySelectorAll('main *, header *')].filter(place => place.checkVisibility()
+    && !place.closest('svg, .js-plotly-plot') && place.getBoundingClientRect().right > innerWidth + 0.5)
+    .map(place => place.className + ' ' + place.textContent.slice(0, 40))"""
+CUT = """return [...document.querySelectorAll('main h2, .titles span, .tile .big, .num small')]
+    .filter(place => place.checkVisibility() && place.scrollWidth > place.clientWidth + 1 && place.clientWidth)
+    .map(place => place.textContent)"""
+
+
+def test_everything_fits_on_each_screen_and_is_readable_in_both_themes(
+    driver: WebDriver, address: str, opened: Opened
+) -> None:
+    for pixels, theme in ((390, "light"), (390, "dark"), (768, "light"), (1400, "light"), (1400, "dark")):
         width(driver, pixels)
-        opened(address)
-        script = """return [...document.querySelectorAll('main h2, .titles span, .tile .big, .num small')]
-            .filter(place => place.checkVisibility() && place.scrollWidth > place.clientWidth + 1 && place.clientWidth)
-            .map(place => place.textContent)"""
-        assert driver.execute_script(script) == []
+        opened(f"{address}/?theme={theme}#token={TOKEN}")
+        assert driver.execute_script("return [innerWidth, document.documentElement.scrollWidth]") == [pixels, pixels]
+        assert driver.execute_script(WIDER) == []
+        assert driver.execute_script(CUT) == []
+        ratios = driver.execute_script(RATIOS)
+        assert len(ratios) > 150
+        assert [found for found in ratios if found[0] < 4.5] == []
 
 
 def test_the_page_survives_a_restart_of_its_server(
@@ -289,15 +297,17 @@ def test_the_page_survives_a_restart_of_its_server(
         until(lambda: not is_shown(driver, "#banner"), "all is well again")
 
 
-def test_the_page_survives_a_restart_of_redis(driver: WebDriver, tmp_path: Path, until: Until) -> None:
+def test_the_page_of_an_empty_run_survives_a_restart_of_redis(driver: WebDriver, tmp_path: Path, until: Until) -> None:
     server = start_server(tmp_path / "redis")
     transport = connect(server.url, "sample")
-    with suppress(ConfigError), ExitStack() as stack:
+    with ExitStack() as stack:
         stack.callback(transport.close)
         transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
         address = stack.enter_context(serving(Watcher(transport, transport.reader.manifest()), TOKEN, "127.0.0.1", 0))
         driver.get(address)
-        until(lambda: text(driver, "#run") == "sample", "the page is there")
+        until(lambda: text(driver, "#banner") == "No island has joined yet.", "the page reports it")
+        until(lambda: "No round has closed yet." in text(driver, "#chart-learn"), "empty charts say why")
+        assert is_shown(driver, "#no-events") and is_shown(driver, "#no-lanes")
         server.stop()
         until(lambda: text(driver, "#banner").startswith("Redis does not answer since "), "the page reports it")
         assert text(driver, "#run") == "sample"  # The page still shows the last reading.
@@ -305,44 +315,6 @@ def test_the_page_survives_a_restart_of_redis(driver: WebDriver, tmp_path: Path,
         transport.island.heartbeat(samples.heartbeat("survivor"))
         until(lambda: "survivor" in text(driver, "#lanes"), "the page goes on")
         until(lambda: "Redis" not in text(driver, "#banner"), "the page is content")
-
-
-def test_the_page_of_an_empty_run(driver: WebDriver, until: Until) -> None:
-    transport = MemoryBroker().connect("sample")
-    transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
-    with serving(Watcher(transport, transport.reader.manifest()), TOKEN, "127.0.0.1", 0) as address:
-        driver.get(address)
-        until(lambda: text(driver, "#banner") == "No island has joined yet.", "the page reports it")
-        until(lambda: "No round has closed yet." in text(driver, "#chart-learn"), "empty charts say why")
-        assert is_shown(driver, "#no-events")
-        assert is_shown(driver, "#no-lanes")
-
-
-@pytest.mark.parametrize("pixels", [390, 768, 1400])
-def test_nothing_is_wider_than_the_screen(driver: WebDriver, address: str, opened: Opened, pixels: int) -> None:
-    width(driver, pixels)
-    opened(f"{address}/#token={TOKEN}")
-    assert driver.execute_script("return [innerWidth, document.documentElement.scrollWidth]") == [pixels, pixels]
-    script = """return [...document.querySelectorAll('main *, header *')].filter(place => place.checkVisibility()
-        && !place.closest('svg, .js-plotly-plot') && place.getBoundingClientRect().right > innerWidth + 0.5)
-        .map(place => place.className + ' ' + place.textContent.slice(0, 40))"""
-    assert driver.execute_script(script) == []
-
-
-@pytest.mark.parametrize("pixels", [390, 1400])
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_every_text_is_readable(driver: WebDriver, address: str, opened: Opened, theme: str, pixels: int) -> None:
-    width(driver, pixels)
-    opened(f"{address}/?theme={theme}#token={TOKEN}")
-    ratios = driver.execute_script(RATIOS)
-    assert len(ratios) > 150
-    assert [found for found in ratios if found[0] < 4.5] == []
-
-
-def test_the_end_of_a_run_has_hours_and_minutes(driver: WebDriver, address: str, opened: Opened) -> None:
-    opened(address)
-    assert re.search(r" at (\d+/\d+ )?\d\d:\d\d\.$", driver.execute_script("return ending(60)"))
-    assert re.search(r" at \d+/\d+ \d\d:\d\d\.$", driver.execute_script("return ending(200000)"))
 
 
 def test_the_choice_of_theme_is_kept(driver: WebDriver, address: str, opened: Opened, until: Until) -> None:
@@ -431,17 +403,6 @@ def test_settings_and_islands_are_steered(
     until(lambda: transport.reader.control() == {}, "the island is readmitted")
 
 
-def test_text_from_islands_is_never_markup(
-    driver: WebDriver, address: str, opened: Opened, until: Until, transport: MemoryTransport
-) -> None:
-    opened(address)
-    evil = "<img src=x onerror='window.evil = 1'></script><script>window.evil = 1</script>"
-    transport.reader.note(Note(1.8e9, evil, "joined", evil))
-    transport.island.heartbeat(samples.heartbeat("mallory", link=evil, last_refusal=evil, device=evil, host=evil))
-    until(lambda: evil in text(driver, "#events") and evil in text(driver, "#lanes"), "the texts are shown unchanged")
-    assert driver.execute_script("return window.evil === undefined && !document.querySelector('main img')")
-
-
 def test_a_report_is_one_file_that_needs_no_network(
     driver: WebDriver, opened: Opened, until: Until, transport: MemoryTransport, tmp_path: Path
 ) -> None:
@@ -476,9 +437,6 @@ def test_the_pictures(address: str, tmp_path: Path, driver: WebDriver, monkeypat
     light, dark, phone = (matplotlib.image.imread(path) for path in paths)
     assert (light.shape[1], dark.shape[1], phone.shape[1]) == (2880, 2880, 780)
     assert light[-1, 5, :3].mean() > 0.8 > 0.2 > dark[-1, 5, :3].mean()
-
-
-def test_pictures_without_a_browser_are_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with failing(ConfigError, "config.no-browser"):
         take("", TOKEN, tmp_path, lambda: False)

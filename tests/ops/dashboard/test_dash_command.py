@@ -1,0 +1,109 @@
+"""The command `dash`: its options, its process, and the packages that it needs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from archipelago.broker.errors import ArchipelagoError, ConfigError, UnreachableError
+from archipelago.broker.redis.transport import connect
+from archipelago.ops.commands import run
+from archipelago.ops.dashboard import main
+from archipelago.ops.dashboard.app import application
+from archipelago.ops.dashboard.main import TOKEN_VARIABLE
+from tests import samples
+from tests.failing import failing
+from tests.ops.dashboard.test_dashboard import MANIFEST, TOKEN, next_event, stream
+
+
+@pytest.fixture
+def url(url: str) -> str:
+    """Return the URL of a database with one run, `sample`."""
+    transport = connect(url, "sample")
+    transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
+    transport.close()
+    return url
+
+
+def test_a_wrong_option_is_an_error(url: str, handlers: None) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for args, code in (
+            (["--run", "nothing"], "broker.unknown-run"),
+            (["--run", "sample", "--port", str(port)], "config.dash-address"),
+            (["--run", "sample", "--port", "70000"], "config.port"),
+            (["--run", "sample", "--token", ""], "config.token"),
+            (["--run", "sample", "--token", "a b"], "config.token"),
+            (["--run", "sample", "--token", "schlüssel"], "config.token"),
+            (["--run", "sample", "--host", "no.such.host.invalid"], "config.dash-host"),
+            (["--run", "sample", "--host", "a" * 70], "config.dash-host"),
+        ):
+            with failing(ArchipelagoError, code):
+                run(["dash", url, *args, "--no-open"])
+    with failing(UnreachableError):
+        run(["dash", f"redis://127.0.0.1:{port}", "--run", "sample", "--no-open"])
+
+
+def test_an_empty_variable_counts_as_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "")
+    assert len(main._token(None)) > 20
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    assert main._token(None) == TOKEN
+
+
+@pytest.mark.full
+def test_a_signal_ends_it_while_a_page_is_connected(url: str) -> None:
+    words = ["dash", url, "--run", "sample", "--port", "0", "--no-open", "--json"]
+    with subprocess.Popen(
+        [sys.executable, "-P", "-m", "archipelago.ops", *words],
+        env={**os.environ, TOKEN_VARIABLE: TOKEN},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        told = json.loads(process.stdout.readline())
+        greeting = process.stderr.readline()
+        found = re.search(r"(http://127\.0\.0\.1:\d+)/#token=open-sesame", greeting)
+        assert found, greeting
+        assert told == {"run": "sample", "address": found[1], "token": TOKEN}
+        with stream(found[1]) as answer:
+            assert next_event(answer, "page")["run"]["run"] == "sample"
+            process.send_signal(signal.SIGTERM)
+            assert process.wait() == 0
+        assert process.stderr.read().count("\n") == 1  # It prints the token, and nothing about its end.
+
+
+@pytest.mark.full
+def test_it_loads_no_jax_and_no_plotly() -> None:
+    code = "import sys, archipelago.ops.dashboard.main, archipelago.ops.dashboard.app, uvicorn; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    loaded = {name.removeprefix("archipelago.").partition(".")[0] for name in done.stdout.split()}
+    assert {"starlette", "uvicorn", "redis"} <= loaded
+    assert not loaded & {"jax", "jaxlib", "flax", "optax", "orbax", "islands", "plotly", "matplotlib"}
+
+
+def test_the_dashboard_needs_its_extra_but_other_verbs_do_not(
+    url: str, monkeypatch: pytest.MonkeyPatch, handlers: None
+) -> None:
+    for package in ("starlette", "uvicorn", "plotly"):
+        with monkeypatch.context() as patch:
+            for name in [name for name in sys.modules if name.partition(".")[0] == package or "dashboard" in name]:
+                patch.delitem(sys.modules, name)
+            patch.setitem(sys.modules, package, None)
+            with failing(ConfigError, "config.extra"):
+                run(["dash", url, "--run", "sample", "--no-open"])
+    for package in ("starlette", "uvicorn", "plotly", "matplotlib", "tensorboardX"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with failing(ConfigError, "config.extra"):
+        application(None, TOKEN)  # type: ignore[arg-type]
+    assert run(["--help"]) == 0
+    assert run(["status", url, "--run", "sample"]) == 1
