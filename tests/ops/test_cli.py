@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import redis
 
 from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.errors import ArchipelagoError, BadUrlError, UnknownRunError, UnreachableError
@@ -28,27 +27,10 @@ from archipelago.islands.data.corpus import open_corpus
 from archipelago.islands.data.preparation import prepare_text
 from archipelago.ops import cli
 from archipelago.ops.commands import VERBS, run
-from archipelago.ops.launch.embedded_redis import Server
-from archipelago.ops.launch.init import next_steps
 from archipelago.ops.verbs import Group, Verbs
 from tests import samples
-from tests.servers import empty_database
 
 SMALL = ["--data.corpus", "small", "--data.shards", "4"]
-
-
-@pytest.fixture
-def url(server: Server) -> Iterator[str]:
-    """Return the URL of a database without runs."""
-    with empty_database(server, 7) as url:
-        yield url
-
-
-@pytest.fixture
-def raw(url: str) -> Iterator[Any]:
-    """Return a plain Redis client of that database."""
-    with redis.Redis.from_url(url) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")
@@ -334,12 +316,6 @@ def test_init_in_words_goes_to_standard_error(call: Call, url: str) -> None:
     assert url not in created.err  # its password
     assert "archipelago island --run alpha" in created.err
     assert found.err.splitlines()[0] != created.err.splitlines()[0]
-
-
-def test_init_does_not_repeat_a_password() -> None:
-    shown = "\n".join(next_steps("rediss://ada:secret@hub.example:6379?ssl_ca_certs=ca.crt", "alpha"))
-    assert "secret" not in shown
-    assert "hub.example:6379" in shown
 
 
 def test_flags_win_over_the_file_and_the_file_over_the_defaults(call: Call, url: str, raw: Any, tmp_path: Path) -> None:

@@ -43,14 +43,14 @@ from tests.islands.own_loop.own_runs import trained as every_leaf_trained
 
 
 class Served:
-    """A recorded run with one island, on a server in memory. Its merger's folder is in `runs`."""
+    """A recorded run with one island, on a server in memory. Its merger's folder is in `runs` of a folder."""
 
-    def __init__(self, trained: Any = None) -> None:
-        self.url = f"fakeredis://{uuid.uuid4().hex}"
+    def __init__(self, folder: Path, trained: Any = None) -> None:
+        self.url, self.folder = f"fakeredis://{uuid.uuid4().hex}", folder
         self.run = OwnRun(
             config=replace(CONFIG, record=True),
             connect=lambda: connect(self.url, "own"),
-            folder=MergerFolder(Path("runs/own/merger")),
+            folder=MergerFolder(folder / "runs/own/merger"),
             trained=trained,
         )
         self.island = self.run.island("oslo")
@@ -58,10 +58,16 @@ class Served:
         self.run.merger.finish()
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    return Served(tmp_path_factory.mktemp("own"))
+
+
 @pytest.fixture
-def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Served:
-    monkeypatch.chdir(tmp_path)
-    return Served()
+def served(made: Served, monkeypatch: pytest.MonkeyPatch) -> Served:
+    """The run, in whose folder the test runs."""
+    monkeypatch.chdir(made.folder)
+    return made
 
 
 def printed(capsys: pytest.CaptureFixture[str]) -> Any:
@@ -95,12 +101,9 @@ def test_status_doctor_and_steer_work(served: Served, capsys: pytest.CaptureFixt
     assert served.island.link.run_steps == 2000
 
 
-def test_a_run_with_frozen_tensors_says_what_it_trains(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_with_frozen_tensors_says_what_it_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its merger needs nothing but the trained tensors, so replay is exact, and an export holds only these."""
-    monkeypatch.chdir(tmp_path)
-    served = Served(trained="kernel")
+    served = Served(tmp_path, trained="kernel")
     manifest = served.run.manifest
     assert (manifest.parameters, manifest.frozen_parameters) == (32, 40)
     assert replay(ReplayOptions("own", json=True)) == 0
@@ -122,11 +125,21 @@ def test_a_run_with_frozen_tensors_says_what_it_trains(
         pass
 
 
-def test_the_dashboard_shows_no_settings_of_ours(served: Served) -> None:
-    shown = page_data.settings(served.run.manifest)
+def test_a_run_of_scripts_has_no_settings_of_ours_and_no_model(served: Served) -> None:
+    manifest = served.run.manifest
+    shown = page_data.settings(manifest)
     assert shown["inner.steps"] == "1000"
     assert not {"data.corpus", "inner.learning_rate", "model.size"} & set(shown)
-    assert "archipelago.create" in commands(served.run.manifest, 1, 1, [])
+    assert "archipelago.create" in commands(manifest, 1, 1, [])
+    assert footprint(manifest).island == 16 * manifest.parameters, "what the link holds"
+    parts = redis_parts(manifest.config, manifest.elements, max(manifest.sizes))
+    assert footprint(manifest).redis == sum(parts.values())
+    with failing(ConfigError, "model.own"):
+        evaluate(EvaluateOptions(url=served.url, run="own"))
+    with failing(ConfigError, "model.own"):
+        generate(GenerateOptions(served.url, run="own"))
+    with failing(ConfigError, "model.own"):
+        init(InitOptions(url=served.url, run="own"))
 
 
 def test_export_writes_the_leaves_under_their_names(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,23 +153,6 @@ def test_export_writes_the_leaves_under_their_names(served: Served, capsys: pyte
     assert "out/model.safetensors" in told
     assert "archipelago up" not in told, "only its script can go on with these parameters"
     assert not {"corpus", "vocabulary"} & set(json.loads(Path("out/config.json").read_text())["archipelago"])
-
-
-def test_verbs_that_need_the_model_say_so(served: Served) -> None:
-    with failing(ConfigError, "model.own"):
-        evaluate(EvaluateOptions(url=served.url, run="own"))
-    with failing(ConfigError, "model.own"):
-        generate(GenerateOptions(served.url, run="own"))
-    with failing(ConfigError, "model.own"):
-        init(InitOptions(url=served.url, run="own"))
-
-
-def test_a_script_needs_what_the_link_holds_and_redis_has_a_sum(served: Served) -> None:
-    manifest = served.run.manifest
-    assert footprint(manifest).island == 16 * manifest.parameters
-    assert footprint(manifest).redis == sum(
-        redis_parts(manifest.config, manifest.elements, max(manifest.sizes)).values()
-    )
 
 
 def test_a_run_that_its_redis_has_lost_goes_on_from_a_checkpoint(served: Served) -> None:

@@ -7,37 +7,23 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
 
 import archipelago
 from archipelago.broker import invitation as invitations
 from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError
-from archipelago.broker.invitation import Invitation
+from archipelago.broker.invitation import Invitation, Member
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.ops.commands import run
-from archipelago.ops.launch.embedded_redis import Server, start_server
+from archipelago.ops.launch.embedded_redis import start_server
 from archipelago.ops.watch import run_list
 from tests import samples
 from tests.failing import failing
-from tests.servers import empty_database
-
-
-@pytest.fixture
-def url(server: Server) -> Iterator[str]:
-    """Return the URL of a database without runs."""
-    with empty_database(server, 6) as url:
-        yield url
-
-
-@pytest.fixture
-def raw(url: str) -> Iterator[Any]:
-    with redis.Redis.from_url(url) as client:
-        yield client
+from tests.sharded import create_sharded
 
 
 def create(url: str, name: str, *islands: str, state: str = "left") -> RedisTransport:
@@ -143,18 +129,24 @@ def test_a_run_whose_own_redis_runs_is_read_from_it(capsys: pytest.CaptureFixtur
 # -- rm -------------------------------------------------------------------------------------------------------------
 
 
-def test_rm_deletes_exactly_one_run(url: str, raw: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("old", "old2", "ol", "old.old", "OLD"):
+def test_rm_deletes_exactly_one_run_in_all_shards(url: str, raw: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("old2", "ol", "old.old", "OLD"):
         create(url, name, "a", "b").close()
+    raw.set("older:island:a", "of another program")
+    others = {key: raw.dump(key) for key in raw.scan_iter() if key != b"archipelago:runs"}
+    transport = connect(url, "old")
+    for shard in create_sharded(transport).shards:
+        shard.island.publish(samples.contribution(), b"payload")
+    transport.membership.set_user("old~oslo", "secret", ["reset", "on"])
+    transport.membership.put("oslo", Member(role="viewer", user="old~oslo"))
+    transport.close()
     raw.set("{old:s0}:damaged:tape", "x")
     raw.set("{old:s0}:m:f0.0:0", "x")
-    raw.set("older:island:a", "of another program")
-    others = {key: raw.dump(key) for key in raw.scan_iter() if not key.startswith((b"{old:s0}:", b"old:"))}
-    others.pop(b"archipelago:runs")
     assert run(["rm", "old", url, "--yes", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["keys"] >= 8
     assert {key: raw.dump(key) for key in raw.scan_iter() if key != b"archipelago:runs"} == others
     assert raw.smembers("archipelago:runs") == {b"old2", b"ol", b"old.old", b"OLD"}
+    assert "old~oslo" not in raw.acl_users()
     with failing(UnknownRunError):
         run(["rm", "old", url, "--yes"])
     raw.delete("{ol:s0}:manifest")  # as an interrupted deletion
@@ -215,3 +207,16 @@ def test_rm_without_a_url_deletes_a_folder_that_no_process_writes_into() -> None
     assert (folder.exists(), other.exists()) == (False, True)
     assert run(["rm", "old2", "--yes", "--force"]) == 0
     assert (other.exists(), foreign.exists()) == (False, True)
+
+
+def test_rm_refuses_while_a_merger_serves_a_shard_and_ends_an_interrupted_creation(url: str) -> None:
+    transport = connect(url, "demo")
+    create_sharded(transport).shards[1].merger.acquire("two", 600.0)
+    with failing(BrokerError, "run.alive"):
+        run(["rm", "demo", url, "--yes"])
+    transport.connection.redis.flushdb()
+    manifest = replace(samples.manifest("demo"), shards=2)
+    transport.of_shard(1).create(manifest.of_shard(1), samples.first_snapshots(manifest.of_shard(1)))
+    assert run(["rm", "demo", url, "--yes"]) == 0
+    assert transport.connection.redis.keys() == []
+    transport.close()

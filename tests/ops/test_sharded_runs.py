@@ -1,11 +1,11 @@
-"""The verbs and pages that read or steer a run, over a run of several shards. Shard 0 alone would not do."""
+"""The verbs and pages that read or steer a run of several shards, also while a shard cannot be reached."""
 
 from __future__ import annotations
 
 import json
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,27 +13,32 @@ from typing import Any
 
 import numpy as np
 import pytest
+from starlette.testclient import TestClient
 
 from archipelago.broker.control import EXPEL
-from archipelago.broker.errors import BrokerError
-from archipelago.broker.invitation import Member
+from archipelago.broker.errors import UnreachableError
 from archipelago.broker.redis.transport import RedisTransport, connect
+from archipelago.broker.shards.transport import shards_away, whole
+from archipelago.broker.transport import Transport
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.evaluation import published
 from archipelago.islands.tasks.ours import our_work
 from archipelago.islands.tasks.workload import Workload
 from archipelago.merger.scores import Score
 from archipelago.ops.commands import run as command
+from archipelago.ops.dashboard import run_list as page_run_list
+from archipelago.ops.dashboard.app import application
 from archipelago.ops.dashboard.run_list import RunList
 from archipelago.ops.dashboard.watcher import Watcher as PageWatcher
 from archipelago.ops.experiments.virtual_time import VirtualRun
-from archipelago.ops.launch.administration import Administrator, Guest
-from archipelago.ops.launch.embedded_redis import Server
+from archipelago.ops.watch import report, run_list
 from archipelago.ops.watch.live import Watcher as LiveWatcher
+from archipelago.ops.watch.live import print_text
+from archipelago.ops.watch.run_view import observe
+from archipelago.ops.watch.status import StatusOptions
 from archipelago.ops.weights.parameters import find
-from tests import samples
 from tests.failing import failing
-from tests.servers import empty_database
+from tests.intercept import Intercepted
 from tests.sharded import closed, create_sharded, newest_round, train_sharded
 from tests.small import SMALL
 
@@ -172,13 +177,6 @@ def test_evaluate_export_and_generate(corpus: OpenCorpus, tmp_path: Path, capsys
 # -- steering -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def server_url(server: Server) -> Iterator[str]:
-    """The URL of a database of a real server without runs."""
-    with empty_database(server, 7) as url:
-        yield url
-
-
 def test_requests_reach_every_merger(capsys: pytest.CaptureFixture[str]) -> None:
     address = f"fakeredis://{uuid.uuid4().hex}"
     transport = connect(address, "demo")
@@ -218,64 +216,148 @@ def test_requests_are_noted_once_and_notes_name_the_rounds_of_the_run(small_task
     assert run.transport.reader.notes(1)[0].text == f"epoch 2 begins after round {behind} of shard 1"
 
 
-def test_rm_deletes_all_shards_of_one_run(server_url: str) -> None:
-    transport, other = connect(server_url, "demo"), connect(server_url, "demo2")
-    whole = create_sharded(transport)
-    create_sharded(other)
-    for shard in whole.shards:
-        shard.island.publish(samples.contribution(), b"payload")
-    transport.membership.set_user("demo~oslo", "secret", ["reset", "on"])
-    transport.membership.put("oslo", Member(role="viewer", user="demo~oslo"))
-    raw = transport.connection.redis
-    kept = {key: raw.dump(key) for key in raw.scan_iter("{demo2:*")}
-    assert command(["rm", "demo", server_url, "--yes"]) == 0
-    assert {key: raw.dump(key) for key in raw.scan_iter() if key != b"archipelago:runs"} == kept
-    assert "demo~oslo" not in raw.acl_users()
-    assert transport.reader.runs() == ["demo2"]
-    transport.close()
-    other.close()
+# -- a shard that cannot be reached ---------------------------------------------------------------------------------
 
 
-def test_rm_refuses_while_a_merger_serves_a_shard_and_ends_an_interrupted_creation(server_url: str) -> None:
-    transport = connect(server_url, "demo")
-    create_sharded(transport).shards[1].merger.acquire("two", 600.0)
-    with failing(BrokerError, "run.alive"):
-        command(["rm", "demo", server_url, "--yes"])
-    transport.connection.redis.flushdb()
-    manifest = replace(samples.manifest("demo"), shards=2)
-    transport.of_shard(1).create(manifest.of_shard(1), samples.first_snapshots(manifest.of_shard(1)))
-    assert command(["rm", "demo", server_url, "--yes"]) == 0
-    assert transport.connection.redis.keys() == []
-    transport.close()
+class Cut(Intercepted):
+    """A connection to a run, whose connections to `cut` shards fail."""
+
+    def __init__(self, inner: Transport, shard: int = 0, cut: set[int] | None = None) -> None:
+        super().__init__(inner)
+        self.shard, self.cut = shard, set() if cut is None else cut
+
+    def of_shard(self, shard: int) -> Cut:
+        return Cut(self.inner.of_shard(shard), shard, self.cut)  # type: ignore[attr-defined]
+
+    def intercept(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.shard in self.cut:
+            raise UnreachableError("the node does not answer")
+        return super().intercept(name, method, *args, **kwargs)
 
 
-# -- members --------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def run(demo: VirtualRun) -> Cut:
+    """A connection to the run, which cannot reach shard 1."""
+    return Cut(demo.connect_as("admin"), cut={1})
 
 
-def test_members_have_their_rights_in_all_shards(server: Server, tmp_path: Path) -> None:
-    run = f"demo-{uuid.uuid4().hex[:8]}"
-    transport = connect(server.url, run)
-    whole = create_sharded(transport)
-    administrator = Administrator(transport, server.url, tmp_path)
-    invited = {role: administrator.invite(Guest(role, role)) for role in ("island", "merger", "operator", "viewer")}
-    joined = {role: connect(each.url, run, each) for role, each in invited.items()}
-    manifest = transport.reader.manifest()
-    for number in range(2):
-        island, merger, operator, viewer = (each.of_shard(number) if number else each for each in joined.values())
-        epoch = merger.merger.acquire("m", 5.0)
-        assert epoch is not None
-        island.island.heartbeat(samples.heartbeat("island"))
-        island.island.publish(samples.contribution(b"x", island="island"), b"x")
-        (delivery,) = merger.merger.updates(0.0)
-        assert delivery.contribution is not None, delivery.fault
-        operator.reader.steer({"merging": "paused"})
-        assert viewer.reader.control() == {"merging": "paused"}
-        snapshot, _ = viewer.reader.fragment(0)  # signed, as the rest of the run
-        assert snapshot.version == 0
-    assert joined["viewer"].reader.manifest() == manifest
-    administrator.revoke("island")
-    assert [shard.reader.control()["island.island"] for shard in whole.shards] == [EXPEL] * 2
-    administrator.invite(Guest("island", "island"))
-    assert not any("island.island" in shard.reader.control() for shard in whole.shards)
-    for each in (*joined.values(), transport):
-        each.close()
+def shown_by_status(run: Cut, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    """Return what `status` prints. Its exit status is 1."""
+    monkeypatch.setattr(StatusOptions, "connect", lambda self: run)
+    capsys.readouterr()
+    assert command(["status", "redis://nowhere", *flags]) == 1
+    return capsys.readouterr().out
+
+
+def test_status_shows_the_shards_that_answer(
+    demo: VirtualRun, run: Cut, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = json.loads(shown_by_status(run, monkeypatch, capsys, "--json"))
+    problem = found["problems"][0]
+    assert (problem["code"], problem["mood"]) == ("shard.unreachable", "bad")
+    assert problem["text"].startswith("Shard 1 cannot be reached: the node does not answer. ")
+    fragments = demo.manifest.shard_layout.fragments[1]
+    names = [str(fragment) for fragment in fragments]
+    assert f"leave out fragments {', '.join(names[:-1])} and {names[-1]} of 6" in problem["text"]
+    assert found["unreachable"] == {"1": "the node does not answer"}
+    assert "shard.no-merger" not in {each["code"] for each in found["problems"]}
+    assert [shard["is_away"] for shard in found["merger"]["shards"]] == [False, True]
+    own = demo.mergers[0].transport.reader.books()
+    assert (found["books"]["published"], found["books"]["merged"]) == (own.published, own.merged)
+    assert found["balanced"]
+    assert (found["known"], found["fragments"]) == (2, 6)
+    text = " ".join(shown_by_status(run, monkeypatch, capsys).split())
+    assert "trouble shard 1 cannot be reached, so its figures are missing" in text
+    assert "one (shard 0) serves with epoch" in text
+    assert "; shard 1 cannot be reached" in text
+
+
+def test_the_accounts_of_tokens_are_those_of_the_other_fragments(demo: VirtualRun, run: Cut) -> None:
+    """What was merged into the shard that is away does not count as lost."""
+    whole_view = observe(demo.transport, demo.manifest)
+    view = observe(whole(run, demo.manifest, for_display=True), demo.manifest)
+    assert view.unreachable
+    assert view.tokens_trained == whole_view.tokens_trained
+    own = demo.mergers[0].transport.reader.books()
+    assert view.tokens_merged == own.merged_tokens // len(demo.manifest.shard_layout.fragments[0])
+    assert view.tokens_lost < view.tokens_trained // 4
+
+
+def test_what_decides_needs_all_shards_and_what_is_shown_needs_shard_0(
+    demo: VirtualRun, run: Cut, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strict = whole(run, demo.manifest).reader
+    for read in (strict.cursors, strict.books, strict.merger_state, strict.heads, lambda: strict.tape(5)):
+        with failing(UnreachableError):
+            read()
+    with failing(UnreachableError):
+        whole(run, demo.manifest, for_display=True).reader.steer({"merging": "paused"})
+    gone = Cut(demo.connect_as("admin"), cut={0})
+    monkeypatch.setattr(StatusOptions, "connect", lambda self: gone)
+    with failing(UnreachableError):
+        command(["status", "redis://nowhere"])
+
+
+def test_the_live_status_goes_on(demo: VirtualRun, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Cut(demo.connect_as("admin"))
+    watcher = LiveWatcher(run)
+    assert watcher.read(), watcher.error
+    run.cut.add(1)
+    assert watcher.read(), watcher.error
+    assert watcher.latest is not None
+    assert watcher.latest.advice.startswith("redis: Shard 1 cannot be reached")
+    assert "unreachable" in [event.kind for event in watcher.latest.events]
+    assert len(watcher.latest.closes) == sum(closed(demo)), "the rounds that were read are forgotten"
+    print_text(watcher.latest, "")
+    assert "TROUBLE: shard 1 cannot be reached, so its figures are missing" in capsys.readouterr().out
+
+
+def test_the_page_goes_on_and_reads_the_history_of_a_shard_that_returns(demo: VirtualRun, run: Cut) -> None:
+    watcher = PageWatcher(run, demo.manifest)
+    watcher.update()
+    assert watcher.board.fault(watcher.clock()) is None
+    page, charts = json.loads(watcher.board.page), json.loads(watcher.board.charts)
+    assert page["problems"][0]["code"] == "shard.unreachable"
+    assert (page["state"]["word"], page["state"]["mood"]) == ("shard away", "warn")
+    assert page["serving"]["shards"] == "Mergers: one (shard 0), shard 1 cannot be reached."
+    assert len(charts["details"]["round"]) == closed(demo)[0]
+    run.cut.clear()
+    reader: Any = watcher.transport.reader
+    reader._clock, reader._aside = lambda: float("inf"), lambda attempt: attempt()
+    watcher.update()  # it asks the shard aside
+    watcher._charts_due = 0.0
+    watcher.update()
+    page, charts = json.loads(watcher.board.page), json.loads(watcher.board.charts)
+    assert "shard.unreachable" not in {each["code"] for each in page["problems"]}
+    assert len(charts["details"]["round"]) == sum(closed(demo))
+
+
+def test_an_outage_keeps_the_history_of_the_page(demo: VirtualRun) -> None:
+    run = Cut(demo.connect_as("admin"))
+    watcher = PageWatcher(run, demo.manifest)
+    watcher.update()
+    before, transport = watcher._history, watcher.transport
+    run.cut.add(1)
+    watcher.update()
+    assert (watcher._history, watcher.transport) == (before, transport)
+    assert shards_away(watcher.transport)
+    assert len(before.details()["round"]) == sum(closed(demo))
+
+
+def test_a_report_and_the_lists_of_runs_say_what_they_lack(demo: VirtualRun, run: Cut) -> None:
+    found = report.of_watch(PageWatcher(run, demo.manifest))
+    assert found.data["page"]["problems"][0]["code"] == "shard.unreachable"
+    assert "Shard 1 cannot be reached" in report.html(found, "")
+    assert run_list.entry_of(run, "redis").state == "shard away"
+    assert page_run_list.of_redis(run, None)[0].state == "shard away"
+
+
+def test_metrics_need_all_shards(demo: VirtualRun, run: Cut) -> None:
+    """Counters that leave out a shard would seem to go backwards."""
+    for status in (503, 200):
+        watcher = PageWatcher(run, demo.manifest)
+        watcher.update()
+        client = TestClient(application(watcher, "token"), base_url="http://localhost")
+        answer = client.get("/metrics")
+        assert (answer.status_code, answer.text == "the node does not answer\n") == (status, status == 503)
+        run.cut.clear()
