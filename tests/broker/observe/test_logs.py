@@ -1,4 +1,4 @@
-"""Logging: a line for people or one JSON object per record, also for uncaught errors."""
+"""What processes say: a line or an object per record, uncaught errors, progress, and never a control character."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ import pytest
 
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.observe import logs
+from archipelago.broker.observe import progress as progress_module
+from archipelago.broker.observe.printable import printable, printable_lines
+from archipelago.broker.observe.progress import Activity, progress
 from archipelago.broker.process import guarded
+from archipelago.ops.settings import say
+from tests.conftest import Until
 
 ROOT = Path(__file__).parents[3]
 Fields = dict[str, Any]
@@ -46,35 +51,26 @@ def test_a_record_is_one_object_with_its_fields(capsys: pytest.CaptureFixture[st
     before = datetime.now(UTC)
     origin = logs.log_to_stderr("oslo", as_json=True, island="oslo")
     log = logging.getLogger("archipelago.test")
-    log.info("joined %s", "a\nrun")
+    log.info("joined %s", "a\nrun", extra={"round": 0})
     origin.run = "demo"
     log.warning("refused → “%s”", "why", extra={"round": 7})
     log.debug("not said")
-    first, second = objects(capsys.readouterr().err)
+    for error in (ValueError("two\nlines"), ConfigError("the port is taken", code="config.taken")):
+        try:
+            raise error
+        except (ValueError, ConfigError):
+            log.exception("it failed")
+    first, second, failed, coded = objects(capsys.readouterr().err)
     assert before.replace(microsecond=0) <= datetime.fromisoformat(first.pop("time")) <= datetime.now(UTC)
-    assert first == {"level": "info", "who": "oslo", "island": "oslo", "message": "joined a\nrun"}
+    assert first == {"level": "info", "who": "oslo", "island": "oslo", "round": 0, "message": "joined a\nrun"}
     del second["time"]
     assert second == {
         "level": "warning", "who": "oslo", "run": "demo", "island": "oslo", "round": 7, "message": "refused → “why”",
     }  # fmt: skip
-
-
-def test_round_zero_is_stated(capsys: pytest.CaptureFixture[str]) -> None:
-    logs.log_to_stderr("merger", as_json=True)
-    logging.getLogger("archipelago.test").info("serving", extra={"round": 0})
-    assert objects(capsys.readouterr().err)[0]["round"] == 0
-
-
-def test_an_exception_is_inside_its_object(capsys: pytest.CaptureFixture[str]) -> None:
-    logs.log_to_stderr("merger", as_json=True, run="demo")
-    try:
-        raise ValueError("two\nlines")
-    except ValueError:
-        logging.getLogger("archipelago.test").exception("it failed")
-    (said,) = objects(capsys.readouterr().err)
-    assert (said["level"], said["message"], said["run"]) == ("error", "it failed", "demo")
-    assert said["exception"].startswith("Traceback (most recent call last):")
-    assert said["exception"].endswith("ValueError: two\nlines")
+    assert (failed["level"], failed["message"], failed["run"]) == ("error", "it failed", "demo")
+    assert failed["exception"].startswith("Traceback (most recent call last):")
+    assert failed["exception"].endswith("ValueError: two\nlines")
+    assert coded["code"] == "config.taken"
 
 
 def test_without_json_a_record_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,36 +81,37 @@ def test_without_json_a_record_is_a_line(capsys: pytest.CaptureFixture[str]) -> 
     assert rest == "merger serving from round 7\n"
 
 
-@pytest.mark.parametrize("as_json", [False, True])
-def test_a_final_error_has_the_requested_form(capsys: pytest.CaptureFixture[str], as_json: bool) -> None:
-    def main() -> int:
+def test_a_final_error_has_the_requested_form(capsys: pytest.CaptureFixture[str]) -> None:
+    def main(as_json: bool) -> int:
         logs.log_to_stderr("merger", as_json=as_json, run="demo")
         raise ConfigError("the port is taken", "Choose another.", code="config.taken")
 
-    assert guarded(main) == 2
+    assert guarded(lambda: main(False)) == 2
     said = capsys.readouterr().err
-    if as_json:
-        (said_object,) = objects(said)
-        assert (said_object["level"], said_object["code"]) == ("error", "config.taken")
-        assert said_object["message"] == "the port is taken. Choose another."
-    else:
-        assert said == "error: the port is taken. Choose another.\n"
-    assert logs.message_of(said.strip()).removeprefix("error: ") == "the port is taken. Choose another."
+    assert said == "error: the port is taken. Choose another.\n"
+    assert guarded(lambda: main(True)) == 2
+    (found,) = objects(as_object := capsys.readouterr().err)
+    assert (found["level"], found["code"]) == ("error", "config.taken")
+    assert found["message"] == logs.message_of(as_object.strip()) == "the port is taken. Choose another."
+    for line, message in (("error: no", "error: no"), ('{"message": "no"}', "no"), ("[1]", "[1]"), ("{}", "{}"),
+                          ("", "")):  # fmt: skip
+        assert logs.message_of(line) == message
 
 
-@pytest.mark.parametrize(("line", "message"), [("error: no", "error: no"), ('{"message": "no"}', "no"), ("[1]", "[1]"),
-                                               ("{}", "{}"), ("", "")])  # fmt: skip
-def test_the_message_of_a_log_line_is_found(line: str, message: str) -> None:
-    assert logs.message_of(line) == message
-
-
-SET_UP = "import threading; from archipelago.broker.observe import logs; logs.log_to_stderr('oslo', as_json={})"
-ENDS = {
-    "main": "raise RuntimeError('the end')",
-    "thread": "t = threading.Thread(target=lambda: 1 / 0, name='link-send'); t.start(); t.join()",
-    "warning": "import warnings; warnings.warn('old')",
-    "unraisable": "C = type('C', (), {'__del__': lambda self: 1 / 0}); C()",
-}
+SET_UP = (
+    "import threading, warnings; from archipelago.broker.observe import logs; logs.log_to_stderr('oslo', as_json={})"
+)
+ENDS = "; ".join(
+    [
+        "t = threading.Thread(target=lambda: 1 / 0, name='link-send')",
+        "t.start()",
+        "t.join()",
+        "C = type('C', (), {'__del__': lambda self: 1 / 0})",
+        "C()",
+        "warnings.warn('old')",
+        "raise RuntimeError('the end')",
+    ]
+)
 
 
 def ended(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -122,31 +119,17 @@ def ended(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("end", ENDS)
-def test_an_uncaught_error_is_one_object(end: str) -> None:
-    found = ended(f"{SET_UP.format(True)}; {ENDS[end]}")
-    (record,) = objects(found.stderr)
-    assert record["who"] == "oslo"
-    assert (found.returncode == 1) == (end == "main")
-    if end == "warning":
-        assert "UserWarning: old" in record["message"]
-    else:
-        assert record["exception"].splitlines()[-1] in ("RuntimeError: the end", "ZeroDivisionError: division by zero")
-
-
-def test_without_json_a_traceback_is_printed() -> None:
+def test_an_uncaught_error_is_one_object_or_a_traceback() -> None:
+    found = ended(f"{SET_UP.format(True)}; {ENDS}")
+    *raised, warned, end = objects(found.stderr)
+    assert found.returncode == 1
+    assert {record["who"] for record in (*raised, warned, end)} == {"oslo"}
+    last_lines = [record["exception"].splitlines()[-1] for record in (*raised, end)]
+    assert last_lines == [*["ZeroDivisionError: division by zero"] * 2, "RuntimeError: the end"]
+    assert "UserWarning: old" in warned["message"]
     found = ended(f"{SET_UP.format(False)}; raise RuntimeError('the end')")
     assert found.stderr.startswith("Traceback (most recent call last):")
     assert found.stderr.endswith("RuntimeError: the end\n")
-
-
-def test_an_archipelago_error_is_logged_with_its_code(capsys: pytest.CaptureFixture[str]) -> None:
-    logs.log_to_stderr("oslo", as_json=True)
-    try:
-        raise ConfigError("the port is taken", code="config.taken")
-    except ConfigError:
-        logging.getLogger("archipelago.test").exception("it failed")
-    assert objects(capsys.readouterr().err)[0]["code"] == "config.taken"
 
 
 # -- late answers to a failed write ----------------------------------------------------------------------------------
@@ -165,15 +148,11 @@ def closed_loop_error(straight: bool) -> RuntimeError:
     raise AssertionError("the loop was closed")
 
 
-def test_late_answers_are_recognised_by_their_traceback() -> None:
+def test_late_answers_and_errors_that_orbax_also_raises_are_not_logged(capsys: pytest.CaptureFixture[str]) -> None:
     assert logs.is_late_answer(closed_loop_error(straight=True))
     assert not logs.is_late_answer(closed_loop_error(straight=False))  # Our own code called the loop.
-    assert not logs.is_late_answer(RuntimeError("Event loop is closed"))
-    assert not logs.is_late_answer(OSError(28, "No space left on device"))
-    assert not logs.is_late_answer(None)
-
-
-def test_errors_that_orbax_also_raises_are_not_logged(capsys: pytest.CaptureFixture[str]) -> None:
+    for error in (RuntimeError("Event loop is closed"), OSError(28, "No space left on device"), None):
+        assert not logs.is_late_answer(error)
     logs.log_to_stderr("oslo")
     absl = logging.getLogger("absl")
     absl.error("[thread=x] _SignalingThread.run() raised an exception: no space")
@@ -212,3 +191,59 @@ def test_a_full_disk_is_one_error_for_each_checkpoint_and_no_traceback(tmp_path:
     found = ended(FULL, str(tmp_path / "kept"))
     assert found.stderr == ""
     assert len(found.stdout.splitlines()) == 2
+
+
+# -- text that came over the wire ------------------------------------------------------------------------------------
+
+HOSTILE = "\x1b[2J\x1b]0;owned\x07[bold red]x[/]\r\u202e\x9b31m\u2028evil"
+
+
+def harmless(shown: str) -> bool:
+    return not any(character in shown for character in "\x1b\x07\r\u202e\x9b\u2028")
+
+
+def test_control_characters_are_replaced_and_other_text_stays_as_it_is() -> None:
+    for text in ("plain text", "Insel Öland, 日本, ✓", "a [bold]b[/]"):
+        assert printable(text) == printable_lines(text) == text
+    assert harmless(printable(HOSTILE)) and harmless(printable_lines(HOSTILE))
+    assert printable("a\nb") == "a\ufffdb"
+    assert printable_lines("a\nb\tc") == "a\nb\tc"
+
+
+def test_a_message_in_a_log_is_one_line_and_controls_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.log_to_stderr("island")
+    logging.getLogger("archipelago.test").warning("refused: %s", f"{HOSTILE}\n12:00:00 merger all is well")
+    logs.say_error(HOSTILE)
+    say(HOSTILE)
+    shown = capsys.readouterr().err
+    assert harmless(shown)
+    assert len(shown.splitlines()) == 3
+
+
+# -- long work ---------------------------------------------------------------------------------------------------------
+
+
+def test_only_long_work_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, until: Until) -> None:
+    said: list[str] = []
+    with progress("loading", say=said.append):
+        pass
+    assert said == []
+    monkeypatch.setattr(progress_module, "SILENT_SECONDS", 0.01)
+    monkeypatch.setattr(progress_module, "EVERY_SECONDS", 0.01)
+    with progress("replaying", 4, said.append) as activity:
+        until(lambda: any("0 of 4" in line for line in said), "a first line")
+        activity.done = 2
+        until(lambda: any("2 of 4" in line and "left" in line for line in said), "a line with the rest")
+    assert said[-1].startswith("replaying: ended")
+    said.clear()
+    with pytest.raises(KeyError), progress("loading", say=said.append):
+        until(lambda: said, "a line")
+        raise KeyError
+    assert len(said) >= 2, "work that fails says so"
+
+
+def test_the_time_left_is_estimated_from_what_is_done() -> None:
+    for done, left in ((25, "about 30 s left"), (1, "about 16 min left")):
+        assert left in Activity("x", 100, done).line(10.0)
+    for done in (0, 100):
+        assert "left" not in Activity("x", 100, done).line(10.0)
