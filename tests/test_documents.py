@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import re
 import shlex
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -23,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 #: These pages describe the past.
 HISTORY = {"CHANGELOG.md", "log.md"}
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+PRESENT = [page for page in PAGES if page.name not in HISTORY]
 _CODE_BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(?:\]\(|\b(?:src|srcset)=\")([^)\s\"]+)[)\"]")
 _HEADING = re.compile(r"^#+ +(.*)$", re.MULTILINE)
@@ -31,8 +30,6 @@ _CODE = re.compile(r"^```\w*\n(.*?)^```|`([^`\n]+)`", re.DOTALL | re.MULTILINE)
 _VERB = re.compile(r"(?:^|\$ |&& |bin/)archipelago +([a-z][\w-]*)(?: +([a-z][\w-]*))?", re.MULTILINE)
 _COMMAND = re.compile(r"^\$ (?:\S+=\S+ )?archipelago +(.*)$", re.MULTILINE)
 _PATH = re.compile(r"^(?:broker|islands|merger|ops|tests|docs)/[\w./-]*$")
-
-pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 def text_of(page: Path) -> str:
@@ -57,16 +54,12 @@ def code_of(page: Path) -> list[str]:
     return [block or span for block, span in _CODE.findall(text_of(page))]
 
 
-@pages
-def test_links_and_anchors_exist(page: Path) -> None:
-    for link in links_of(page):
-        if "://" in link:
-            continue
+def test_links_and_anchors_exist() -> None:
+    for page, link in [(each, link) for each in PAGES for link in links_of(each) if "://" not in link]:
         path, _, anchor = link.partition("#")
         target = page.parent / path if path else page
         assert target.exists(), f"{page.name} links to {link}"
-        if anchor:
-            assert anchor in anchors_of(target), f"{page.name} links to {link}"
+        assert not anchor or anchor in anchors_of(target), f"{page.name} links to {link}"
 
 
 def verbs_of(page: Path) -> set[tuple[str, str]]:
@@ -74,15 +67,12 @@ def verbs_of(page: Path) -> set[tuple[str, str]]:
     return {found for code in code_of(page) for found in _VERB.findall(code)}
 
 
-@pages
-def test_verbs_exist(page: Path) -> None:
-    """The log and the changelog are not checked, because they name commands that have since changed."""
-    if page.name in HISTORY:
-        return
-    for verb, word in verbs_of(page):
-        assert verb in VERBS, f"{page.name} names `archipelago {verb}`"
-        if word and isinstance(group := VERBS[verb], Group):
-            assert word in importlib.import_module(group.module).VERBS, f"{page.name} names `{verb} {word}`"
+def test_verbs_exist() -> None:
+    for page in PRESENT:
+        for verb, word in verbs_of(page):
+            assert verb in VERBS, f"{page.name} names `archipelago {verb}`"
+            if word and isinstance(group := VERBS[verb], Group):
+                assert word in importlib.import_module(group.module).VERBS, f"{page.name} names `{verb} {word}`"
 
 
 def command_lines_of(page: Path) -> list[list[str]]:
@@ -98,14 +88,6 @@ def commands_in(text: str) -> list[str]:
     return [words for words in quoted if not re.fullmatch(r"(?:bench|simulate|chaos) [a-z]+", words)]
 
 
-def messages_of(path: Path) -> list[str]:
-    """Return the texts in a source file. Those with values in them are left out."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    formatted = {part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
-    texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and node not in formatted]
-    return [node.value for node in texts if isinstance(node.value, str)]
-
-
 def require_parsable(args: list[str], where: str) -> None:
     """Fail unless the verb's own parser reads these arguments."""
     verb, program, rest = VERBS[args[0]], f"archipelago {args[0]}", args[1:]
@@ -119,50 +101,28 @@ def require_parsable(args: list[str], where: str) -> None:
 
 
 @pytest.mark.full
-@pages
-def test_command_lines_can_be_parsed(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if page.name in HISTORY:
-        return
+def test_command_lines_can_be_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those in messages are checked with the help of the verbs."""
     monkeypatch.chdir(ROOT)  # some name files of this repository
-    for args in command_lines_of(page):
-        require_parsable(args, page.name)
+    for page in PRESENT:
+        for args in command_lines_of(page):
+            require_parsable(args, page.name)
 
 
-@pytest.mark.full
-def test_command_lines_in_messages_can_be_parsed() -> None:
-    sources = [path for folder in ("broker", "islands", "merger", "ops") for path in (ROOT / folder).rglob("*.py")]
-    found = {(line, path) for path in sources for text in messages_of(path) for line in commands_in(text)}
-    assert len(found) > 20
-    for line, path in sorted(found):
-        if "…" not in line and not line.startswith("prepare --tokenizer"):  # that names the option only
-            require_parsable(shlex.split(line.replace("%s", "NAME")), str(path.relative_to(ROOT)))
-
-
-@pages
-def test_paths_in_this_repository_exist(page: Path) -> None:
-    if page.name in HISTORY:
-        return
-    named = {code for code in code_of(page) if _PATH.fullmatch(code)}
-    missing = {path for path in named if not (ROOT / path).exists()}
-    assert not missing, f"{page.name} names {missing}"
-
-
-@pytest.mark.parametrize(
-    "names",
-    [VERBS, CODECS, MODELS, MERGE_RULES, OUTER, [key for name, key in vars(Keys("RUN")).items() if name != "tag"]],
-    ids=["verbs", "codecs", "models", "merge rules", "outer rules", "keys"],
-)
-def test_the_reference_lists_all_names(names: Iterable[str]) -> None:
-    listed = {word for code in code_of(ROOT / "docs" / "reference.md") for word in (code, *code.split())}
-    assert not set(names) - listed
-
-
-def test_documents_that_the_code_names_exist() -> None:
+def test_paths_that_pages_and_the_code_name_exist() -> None:
+    named = {(page.name, code) for page in PRESENT for code in code_of(page) if _PATH.fullmatch(code)}
     for folder in ("broker", "islands", "merger", "ops", "tests"):
         for path in (ROOT / folder).rglob("*.py"):
-            named = re.findall(r"\bdocs/[\w/.-]+\.md", path.read_text(encoding="utf-8"))
-            missing = {name for name in named if not (ROOT / name).exists()}
-            assert not missing, f"{path.relative_to(ROOT)} names {missing}"
+            found = re.findall(r"\bdocs/[\w/.-]+\.md", path.read_text(encoding="utf-8"))
+            named |= {(str(path.relative_to(ROOT)), name) for name in found}
+    assert {(where, name) for where, name in named if not (ROOT / name).exists()} == set()
+
+
+def test_the_reference_lists_all_names() -> None:
+    listed = {word for code in code_of(ROOT / "docs" / "reference.md") for word in (code, *code.split())}
+    keys = [key for name, key in vars(Keys("RUN")).items() if name != "tag"]
+    for names in (VERBS, CODECS, MODELS, MERGE_RULES, OUTER, keys):
+        assert not set(names) - listed
 
 
 def test_the_patterns_still_match() -> None:
