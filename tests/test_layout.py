@@ -9,7 +9,12 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
+
+import pytest
+
+import archipelago
 
 ROOT = Path(__file__).parents[1]
 #: ops → islands | merger → broker, one way. `archipelago.pytorch` is a file of `ops/api`.
@@ -145,9 +150,20 @@ def test_commands_that_read_a_run_do_not_load_jax() -> None:
     assert ours(loaded) == {"broker", "ops"}
 
 
-def test_the_command_line_begins_without_numpy() -> None:
-    """It sets the number of numpy's threads, which numpy reads when it is loaded."""
+def test_the_package_and_the_command_line_begin_without_numpy() -> None:
+    """The command line sets the number of numpy's threads, which numpy reads when it is loaded."""
+    assert not tops(loaded_by("archipelago")) & {"numpy", "jax", "redis", "pydantic", "tyro"}
     assert not tops(loaded_by("archipelago.ops.cli")) & {"numpy"}
+
+
+def test_every_public_name_can_be_used() -> None:
+    assert dir(archipelago) == sorted(archipelago.__all__)
+    for name in archipelago.__all__:
+        assert getattr(archipelago, name)
+    assert archipelago.__version__ == version("archipelago-train")
+    assert issubclass(archipelago.ConfigError, archipelago.ArchipelagoError)
+    with pytest.raises(AttributeError):
+        archipelago.no_such_name  # noqa: B018
 
 
 def test_a_pytorch_island_needs_no_jax() -> None:

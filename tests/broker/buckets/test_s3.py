@@ -6,7 +6,6 @@ The server runs on this machine (moto), behind a layer that injects faults. It n
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -46,7 +45,7 @@ class Faults:
         status: The status with which requests are refused; 0 for none.
         methods: The methods that are refused; empty for all.
         after: The number of requests of these methods that still succeed.
-        seconds: How long each request takes.
+
         cut: Store only the first half of each body, and report success.
         requests: All requests that came, as (method, path).
     """
@@ -54,13 +53,13 @@ class Faults:
     status: int = 0
     methods: tuple[str, ...] = ()
     after: int = 0
-    seconds: float = 0.0
+
     cut: bool = False
     requests: list[tuple[str, str]] = field(default_factory=list)
 
     def end(self) -> None:
         """End all faults."""
-        self.status, self.methods, self.after, self.seconds, self.cut = 0, (), 0, 0.0, False
+        self.status, self.methods, self.after, self.cut = 0, (), 0, False
 
     def refuses(self, method: str) -> bool:
         """Return whether a request is refused now."""
@@ -83,7 +82,7 @@ class FaultyServer:
         """Answer one request."""
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
         self.faults.requests.append((method, path))
-        time.sleep(self.faults.seconds)
+
         if self.faults.refuses(method):
             code = _CODES[self.faults.status]
             body = f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode()
@@ -212,13 +211,3 @@ def test_a_body_that_was_cut_off_is_noticed(faults: Faults, address: str, tmp_pa
     with failing(BucketError, "bucket.incomplete"):
         bundles.put(1, written(tmp_path, 1), ABOUT)
     assert bundles.numbers() == []
-
-
-def test_a_slow_server_delays_nothing(faults: Faults, address: str, tmp_path: Path) -> None:
-    faults.seconds = 0.2
-    copier = Copier(Bundles(BucketFolder(address)), tmp_path / "uploads", ABOUT, keep=3)
-    copier.start()
-    for number in range(1, 5):
-        copier.offer(number, written(tmp_path, number))
-    assert copier.close()
-    assert copier.bundles.numbers()[-1] == 4
