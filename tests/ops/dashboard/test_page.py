@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -78,16 +78,6 @@ def driver() -> Iterator[WebDriver]:
         yield found
 
 
-@pytest.fixture(autouse=True)
-def _wide_window(driver: WebDriver) -> None:
-    width(driver, 1400)
-
-
-def width(driver: WebDriver, pixels: int) -> None:
-    metrics = {"width": pixels, "height": 900, "deviceScaleFactor": 1, "mobile": pixels < 600}
-    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-
-
 def member(island: str, staleness: int = 0) -> Member:
     return Member(island, "x", 0, 0, staleness, 0.5, 1.0, 100, 4, 2.0)
 
@@ -131,134 +121,141 @@ def address(transport: MemoryTransport) -> Iterator[str]:
         yield found
 
 
-Opened = Callable[..., None]
+class Page:
+    """A page in the browser."""
+
+    def __init__(self, driver: WebDriver, until: Until) -> None:
+        self.driver, self.until = driver, until
+
+    def width(self, pixels: int) -> None:
+        metrics = {"width": pixels, "height": 900, "deviceScaleFactor": 1, "mobile": pixels < 600}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+
+    def open(self, where: str) -> None:
+        """Open an address, and wait for its charts."""
+        self.driver.get("about:blank")
+        self.driver.get(where)
+        drawn = "return document.querySelectorAll('.chart[data-drawn] .main-svg').length >= 5"
+        self.until(lambda: self.run(drawn), "the charts are drawn")
+
+    def run(self, script: str, *args: object) -> Any:
+        return self.driver.execute_script(script, *args)
+
+    def text(self, place: str) -> str:
+        return str(self.run("return document.querySelector(arguments[0])?.textContent ?? ''", place))
+
+    def is_shown(self, place: str) -> bool:
+        return bool(self.run("return document.querySelector(arguments[0]).checkVisibility()", place))
+
+    def line(self, chart: str, trace: int = 0) -> Any:
+        """Return the coordinates of a line of a chart."""
+        script = (
+            "const d = document.getElementById(arguments[0]).data[arguments[1]];"
+            " return [Array.from(d.x, x => x instanceof Date ? x.toISOString() : x), Array.from(d.y)]"
+        )
+        return self.run(script, chart, trace)
+
+    def complaints(self) -> list[str]:
+        """Return the new errors of its scripts."""
+        entries = self.driver.get_log("browser")  # type: ignore[no-untyped-call]
+        return [entry["message"] for entry in entries if entry["level"] == "SEVERE"]
+
+    def type_into(self, place: str, words: str) -> None:
+        field = self.driver.find_element("css selector", place)
+        field.clear()
+        field.send_keys(words)
+
+    def click(self, place: str) -> None:
+        self.run("document.querySelector(arguments[0]).click()", place)
 
 
 @pytest.fixture
-def opened(driver: WebDriver, until: Until) -> Opened:
-    """Return a function that opens an address and waits for its charts. Errors of the page's scripts fail the test."""
-
-    def go(where: str) -> None:
-        driver.get("about:blank")
-        driver.get(where)
-        until(lambda: drawn(driver), "the charts are drawn")
-
-    return go
+def page(driver: WebDriver, until: Until) -> Page:
+    """A wide page, which has complained of nothing yet."""
+    made = Page(driver, until)
+    made.width(1400)
+    made.complaints()
+    return made
 
 
-def drawn(driver: WebDriver) -> bool:
-    return bool(driver.execute_script("return document.querySelectorAll('.chart[data-drawn] .main-svg').length >= 5"))
-
-
-def text(driver: WebDriver, place: str) -> str:
-    return str(driver.execute_script("return document.querySelector(arguments[0])?.textContent ?? ''", place))
-
-
-def is_shown(driver: WebDriver, place: str) -> bool:
-    return bool(driver.execute_script("return document.querySelector(arguments[0]).checkVisibility()", place))
-
-
-def line(driver: WebDriver, chart: str, trace: int = 0) -> Any:
-    script = (
-        "const d = document.getElementById(arguments[0]).data[arguments[1]];"
-        " return [Array.from(d.x, x => x instanceof Date ? x.toISOString() : x), Array.from(d.y)]"
-    )
-    return driver.execute_script(script, chart, trace)
-
-
-def complaints(driver: WebDriver) -> list[str]:
-    return [entry["message"] for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]  # type: ignore[no-untyped-call]
-
-
-def type_into(driver: WebDriver, place: str, words: str) -> None:
-    field = driver.find_element("css selector", place)
-    field.clear()
-    field.send_keys(words)
-
-
-def click(driver: WebDriver, place: str) -> None:
-    driver.execute_script("document.querySelector(arguments[0]).click()", place)
-
-
-def test_the_page_shows_the_run_from_one_server(driver: WebDriver, address: str, opened: Opened, until: Until) -> None:
-    complaints(driver)  # Drop the messages of earlier tests.
-    opened(address)
-    assert [text(driver, f"#{name}") for name in ("run", "size", "live", "part")] == ["sample", "16", "15", "15"]
-    assert text(driver, "#bits") == "2.1250"
-    held_out, training = line(driver, "chart-learn", HELD_OUT), line(driver, "chart-learn", TRAINING)
+def test_the_page_shows_the_run_from_one_server(page: Page, address: str, until: Until) -> None:
+    page.open(address)
+    assert [page.text(f"#{name}") for name in ("run", "size", "live", "part")] == ["sample", "16", "15", "15"]
+    assert page.text("#bits") == "2.1250"
+    held_out, training = page.line("chart-learn", HELD_OUT), page.line("chart-learn", TRAINING)
     assert held_out[1][-1] == 2.125
     assert held_out[0][-1] == training[0][-1] == 40 * 16 * 100 / 2
     assert training[1][-1] == pytest.approx(2.5 / math.log(2), abs=1e-3)  # 2.5 nats per byte, in the same unit
-    assert [line(driver, "chart-islands", n)[1][-1] for n in range(3)] == [16, 15, 15]  # as in the tiles
-    assert line(driver, "chart-staleness")[1] == [50, 50]
-    assert driver.execute_script("return document.querySelectorAll('.lane').length") == 16
+    assert [page.line("chart-islands", n)[1][-1] for n in range(3)] == [16, 15, 15]  # as in the tiles
+    assert page.line("chart-staleness")[1] == [50, 50]
+    assert page.run("return document.querySelectorAll('.lane').length") == 16
     lane = f"[title='{NAMES[3]}']"
-    shown = driver.execute_script("return document.querySelector(arguments[0]).closest('.lane').innerText", lane)
+    shown = page.run("return document.querySelector(arguments[0]).closest('.lane').innerText", lane)
     assert TROUBLE in shown
-    events = text(driver, "#events")
+    events = page.text("#events")
     for kind in ("joined", "diverged", "served", "steered", "expelled", "the digest is wrong"):
         assert kind in events
-    assert text(driver, "#balance") == "balanced"
-    until(lambda: text(driver, "#link span") == "live", "the page hears of the run")
-    loaded = driver.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")
+    assert page.text("#balance") == "balanced"
+    until(lambda: page.text("#link span") == "live", "the page hears of the run")
+    loaded = page.run("return performance.getEntriesByType('resource').map(entry => entry.name)")
     assert len(loaded) >= 4
     assert {re.match(r"https?://[^/]+", name)[0] for name in loaded} == {address}  # type: ignore[index]
-    assert re.search(r" at (\d+/\d+ )?\d\d:\d\d\.$", driver.execute_script("return ending(60)"))
-    assert re.search(r" at \d+/\d+ \d\d:\d\d\.$", driver.execute_script("return ending(200000)"))
-    assert complaints(driver) == []
+    assert re.search(r" at (\d+/\d+ )?\d\d:\d\d\.$", page.run("return ending(60)"))
+    assert re.search(r" at \d+/\d+ \d\d:\d\d\.$", page.run("return ending(200000)"))
+    assert page.complaints() == []
 
 
 def test_news_appear_without_reloading_and_never_as_markup(
-    driver: WebDriver, address: str, opened: Opened, until: Until, transport: MemoryTransport
+    page: Page, address: str, until: Until, transport: MemoryTransport
 ) -> None:
-    opened(address)
-    driver.execute_script("window.same = true")
+    page.open(address)
+    page.run("window.same = true")
     close_round(transport, 41)
     evil = "<img src=x onerror='window.evil = 1'></script><script>window.evil = 1</script>"
     transport.reader.note(Note(1.8e9, evil, "joined", evil))
     transport.island.heartbeat(samples.heartbeat("mallory", link=evil, last_refusal=evil, device=evil, host=evil))
-    until(lambda: text(driver, "#step-sub").startswith("round 41"), "the round is shown")
-    until(lambda: line(driver, "chart-islands")[0][-1] == 41, "the round is drawn")
-    until(lambda: "mallory" in text(driver, "#lanes"), "the island has its lane")
-    until(lambda: evil in text(driver, "#events") and evil in text(driver, "#lanes"), "the texts are shown unchanged")
-    assert driver.execute_script("return window.evil === undefined && !document.querySelector('main img')")
-    assert driver.execute_script("return window.same")  # The page was not reloaded.
+    until(lambda: page.text("#step-sub").startswith("round 41"), "the round is shown")
+    until(lambda: page.line("chart-islands")[0][-1] == 41, "the round is drawn")
+    until(lambda: "mallory" in page.text("#lanes"), "the island has its lane")
+    until(lambda: evil in page.text("#events") and evil in page.text("#lanes"), "the texts are shown unchanged")
+    assert page.run("return window.evil === undefined && !document.querySelector('main img')")
+    assert page.run("return window.same")  # The page was not reloaded.
 
 
-def test_the_axes_show_tokens_rounds_or_times_and_early_losses(driver: WebDriver, address: str, opened: Opened) -> None:
-    opened(address)
-    tokens = line(driver, "chart-learn", TRAINING)[0]
-    assert tokens == line(driver, "chart-learn", HELD_OUT)[0] == [n * 16 * 100 / 2 for n in range(1, 41)]
-    click(driver, "[data-axis=round]")
-    assert line(driver, "chart-learn", TRAINING)[0] == line(driver, "chart-learn", HELD_OUT)[0] == list(range(1, 41))
-    click(driver, "[data-axis=unix_seconds]")
-    assert {value[:10] for value in map(str, line(driver, "chart-learn", HELD_OUT)[0])} == {"2023-11-14"}
-    click(driver, "[data-axis=tokens]")
-    assert line(driver, "chart-learn", TRAINING)[0] == tokens
+def test_the_axes_show_tokens_rounds_or_times_and_early_losses(page: Page, address: str) -> None:
+    page.open(address)
+    tokens = page.line("chart-learn", TRAINING)[0]
+    assert tokens == page.line("chart-learn", HELD_OUT)[0] == [n * 16 * 100 / 2 for n in range(1, 41)]
+    page.click("[data-axis=round]")
+    assert page.line("chart-learn", TRAINING)[0] == page.line("chart-learn", HELD_OUT)[0] == list(range(1, 41))
+    page.click("[data-axis=unix_seconds]")
+    assert {value[:10] for value in map(str, page.line("chart-learn", HELD_OUT)[0])} == {"2023-11-14"}
+    page.click("[data-axis=tokens]")
+    assert page.line("chart-learn", TRAINING)[0] == tokens
     script = (
         "const {yaxis} = document.getElementById(arguments[0])._fullLayout; return [yaxis.range, [...yaxis.ticktext]]"
     )
-    values = [value for n in (TRAINING, HELD_OUT) for value in line(driver, "chart-learn", n)[1]]
-    (low, high), ticks = driver.execute_script(script, "chart-learn")
+    values = [value for n in (TRAINING, HELD_OUT) for value in page.line("chart-learn", n)[1]]
+    (low, high), ticks = page.run(script, "chart-learn")
     assert 10**low <= min(values) < max(values) <= 10**high
     assert len(set(ticks)) == len(ticks) >= 3, "no tick is shown twice"
-    click(driver, "[data-part=newest]")
-    assert 10 ** driver.execute_script(script, "chart-learn")[0][1] < max(values)
+    page.click("[data-part=newest]")
+    assert 10 ** page.run(script, "chart-learn")[0][1] < max(values)
 
 
 def test_problems_have_a_remedy_and_a_banner(
-    driver: WebDriver, address: str, opened: Opened, until: Until, transport: MemoryTransport
+    page: Page, address: str, until: Until, transport: MemoryTransport
 ) -> None:
-    opened(address)
-    assert TROUBLE.removeprefix("thin link ") in text(driver, "#problem-list")
-    assert not is_shown(driver, "#banner")  # Nobody has to do anything about a thin link.
+    page.open(address)
+    assert TROUBLE.removeprefix("thin link ") in page.text("#problem-list")
+    assert not page.is_shown("#banner")  # Nobody has to do anything about a thin link.
     transport.island.heartbeat(samples.heartbeat(NAMES[5], link="the Redis does not answer"))
-    until(lambda: is_shown(driver, "#banner"), "the banner is there")
-    assert text(driver, "#banner").startswith(f"{NAMES[5]}: Its link fails")
-    until(lambda: "the Redis does not answer" in text(driver, "#events"), "the event is there")
+    until(lambda: page.is_shown("#banner"), "the banner is there")
+    assert page.text("#banner").startswith(f"{NAMES[5]}: Its link fails")
+    until(lambda: "the Redis does not answer" in page.text("#events"), "the event is there")
     transport.island.heartbeat(samples.heartbeat(NAMES[5]))
-    until(lambda: not is_shown(driver, "#banner"), "the problem is over")
-    assert "Over: Its link fails" in text(driver, "#events")
+    until(lambda: not page.is_shown("#banner"), "the problem is over")
+    assert "Over: Its link fails" in page.text("#events")
 
 
 WIDER = """return [...document.querySelectorAll('main *, header *')].filter(place => place.checkVisibility()
@@ -269,142 +266,134 @@ CUT = """return [...document.querySelectorAll('main h2, .titles span, .tile .big
     .map(place => place.textContent)"""
 
 
-def test_everything_fits_on_each_screen_and_is_readable_in_both_themes(
-    driver: WebDriver, address: str, opened: Opened
-) -> None:
+def test_everything_fits_on_each_screen_and_is_readable_in_both_themes(page: Page, address: str) -> None:
     for pixels, theme in ((390, "light"), (390, "dark"), (768, "light"), (1400, "light"), (1400, "dark")):
-        width(driver, pixels)
-        opened(f"{address}/?theme={theme}#token={TOKEN}")
-        assert driver.execute_script("return [innerWidth, document.documentElement.scrollWidth]") == [pixels, pixels]
-        assert driver.execute_script(WIDER) == []
-        assert driver.execute_script(CUT) == []
-        ratios = driver.execute_script(RATIOS)
+        page.width(pixels)
+        page.open(f"{address}/?theme={theme}#token={TOKEN}")
+        assert page.run("return [innerWidth, document.documentElement.scrollWidth]") == [pixels, pixels]
+        assert page.run(WIDER) == []
+        assert page.run(CUT) == []
+        ratios = page.run(RATIOS)
         assert len(ratios) > 150
         assert [found for found in ratios if found[0] < 4.5] == []
 
 
-def test_the_page_survives_a_restart_of_its_server(
-    driver: WebDriver, transport: MemoryTransport, opened: Opened, until: Until
-) -> None:
+def test_the_page_survives_a_restart_of_its_server(page: Page, transport: MemoryTransport, until: Until) -> None:
     with serving(Watcher(transport, transport.reader.manifest()), TOKEN, "127.0.0.1", 0) as first:
-        opened(first)
+        page.open(first)
         port = int(first.rpartition(":")[2])
-    until(lambda: "does not answer" in text(driver, "#banner"), "the page says that it hears nothing")
+    until(lambda: "does not answer" in page.text("#banner"), "the page says that it hears nothing")
     close_round(transport, 41)
     transport.reader.record_evaluation(Evaluation(41, 4, 41_000, time.time(), 2.1))  # An old one would be a problem.
     with serving(Watcher(transport, transport.reader.manifest()), TOKEN, "127.0.0.1", port):
-        until(lambda: text(driver, "#step-sub").startswith("round 41"), "the page goes on")
-        until(lambda: not is_shown(driver, "#banner"), "all is well again")
+        until(lambda: page.text("#step-sub").startswith("round 41"), "the page goes on")
+        until(lambda: not page.is_shown("#banner"), "all is well again")
 
 
-def test_the_page_of_an_empty_run_survives_a_restart_of_redis(driver: WebDriver, tmp_path: Path, until: Until) -> None:
+def test_the_page_of_an_empty_run_survives_a_restart_of_redis(page: Page, tmp_path: Path, until: Until) -> None:
     server = start_server(tmp_path / "redis")
     transport = connect(server.url, "sample")
     with ExitStack() as stack:
         stack.callback(transport.close)
         transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
         address = stack.enter_context(serving(Watcher(transport, transport.reader.manifest()), TOKEN, "127.0.0.1", 0))
-        driver.get(address)
-        until(lambda: text(driver, "#banner") == "No island has joined yet.", "the page reports it")
-        until(lambda: "No round has closed yet." in text(driver, "#chart-learn"), "empty charts say why")
-        assert is_shown(driver, "#no-events") and is_shown(driver, "#no-lanes")
+        page.driver.get(address)
+        until(lambda: page.text("#banner") == "No island has joined yet.", "the page reports it")
+        until(lambda: "No round has closed yet." in page.text("#chart-learn"), "empty charts say why")
+        assert page.is_shown("#no-events") and page.is_shown("#no-lanes")
         server.stop()
-        until(lambda: text(driver, "#banner").startswith("Redis does not answer since "), "the page reports it")
-        assert text(driver, "#run") == "sample"  # The page still shows the last reading.
+        until(lambda: page.text("#banner").startswith("Redis does not answer since "), "the page reports it")
+        assert page.text("#run") == "sample"  # The page still shows the last reading.
         stack.enter_context(start_server(tmp_path / "redis"))
         transport.island.heartbeat(samples.heartbeat("survivor"))
-        until(lambda: "survivor" in text(driver, "#lanes"), "the page goes on")
-        until(lambda: "Redis" not in text(driver, "#banner"), "the page is content")
+        until(lambda: "survivor" in page.text("#lanes"), "the page goes on")
+        until(lambda: "Redis" not in page.text("#banner"), "the page is content")
 
 
-def test_the_choice_of_theme_is_kept(driver: WebDriver, address: str, opened: Opened, until: Until) -> None:
+def test_the_choice_of_theme_is_kept(page: Page, address: str, until: Until) -> None:
     def ground() -> Any:
-        return driver.execute_script(
+        return page.run(
             "return [getComputedStyle(document.body).backgroundColor,"
             " document.querySelector('#chart-learn .xtick text')?.style.fill]"
         )
 
     def preferred(wanted: str) -> Any:
         features = [{"name": "prefers-color-scheme", "value": wanted}]
-        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-        opened(address)
+        page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+        page.open(address)
         return ground()
 
     light, dark = preferred("light"), preferred("dark")
     assert light[0] != dark[0]
     assert light[1] != dark[1], "the charts follow"
-    click(driver, "#theme")
+    page.click("#theme")
     until(lambda: ground() == light, "the switch wins over the system")
-    opened(address)
+    page.open(address)
     until(lambda: ground() == light, "and is remembered")
-    driver.execute_script("localStorage.clear()")
-    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    page.run("localStorage.clear()")
+    page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
-def test_an_action_needs_the_token(
-    driver: WebDriver, address: str, opened: Opened, until: Until, transport: MemoryTransport
-) -> None:
-    opened(address)
-    assert not is_shown(driver, "#merging")
-    assert not is_shown(driver, ".actions")
-    type_into(driver, "#token", "wrong")
-    click(driver, "#unlock button")
-    until(lambda: text(driver, "#answer") != "", "the page reports it")
-    assert not is_shown(driver, "#merging")
-    driver.execute_script("document.querySelector('#answer').textContent = ''; steer({merging: 'paused'})")
-    until(lambda: text(driver, "#answer") != "", "the server refuses it")
+def test_an_action_needs_the_token(page: Page, address: str, until: Until, transport: MemoryTransport) -> None:
+    page.open(address)
+    assert not page.is_shown("#merging")
+    assert not page.is_shown(".actions")
+    page.type_into("#token", "wrong")
+    page.click("#unlock button")
+    until(lambda: page.text("#answer") != "", "the page reports it")
+    assert not page.is_shown("#merging")
+    page.run("document.querySelector('#answer').textContent = ''; steer({merging: 'paused'})")
+    until(lambda: page.text("#answer") != "", "the server refuses it")
     assert transport.reader.control() == {}
-    type_into(driver, "#token", TOKEN)
-    click(driver, "#unlock button")
-    until(lambda: is_shown(driver, "#merging"), "the knobs are there")
-    click(driver, "#merging")
+    page.type_into("#token", TOKEN)
+    page.click("#unlock button")
+    until(lambda: page.is_shown("#merging"), "the knobs are there")
+    page.click("#merging")
     until(lambda: transport.reader.control() == {"merging": "paused"}, "merging is paused")
-    until(lambda: "paused" in text(driver, "#answer"), "the answer confirms it")
-    until(lambda: text(driver, "#state") == "paused", "the page shows it")
-    until(lambda: text(driver, "#merging") == "Resume merging", "the button turns")
-    click(driver, "#merging")
+    until(lambda: "paused" in page.text("#answer"), "the answer confirms it")
+    until(lambda: page.text("#state") == "paused", "the page shows it")
+    until(lambda: page.text("#merging") == "Resume merging", "the button turns")
+    page.click("#merging")
     until(lambda: transport.reader.control() == {}, "merging goes on")
-    opened(address)
-    until(lambda: is_shown(driver, "#merging"), "this window remembers the token")
-    click(driver, "#forget")
-    assert not is_shown(driver, "#merging")
+    page.open(address)
+    until(lambda: page.is_shown("#merging"), "this window remembers the token")
+    page.click("#forget")
+    assert not page.is_shown("#merging")
 
 
-def test_settings_and_islands_are_steered(
-    driver: WebDriver, address: str, opened: Opened, until: Until, transport: MemoryTransport
-) -> None:
-    opened(f"{address}/#token={TOKEN}")
-    assert TOKEN not in driver.current_url
-    until(lambda: is_shown(driver, "#merging"), "the address holds the token")
-    until(lambda: driver.execute_script("return document.querySelector('#k-rate').value") == "0.7", "the run's own")
-    type_into(driver, "#k-rate", "fast")
-    click(driver, "[data-name='outer.learning_rate'] button")
-    until(lambda: "fast" in text(driver, "#answer"), "a wrong value is explained")
-    until(lambda: "fast" in text(driver, "#why-k-rate"), "beside its field")
-    assert driver.execute_script("return document.querySelector('#k-rate').getAttribute('aria-invalid')") == "true"
+def test_settings_and_islands_are_steered(page: Page, address: str, until: Until, transport: MemoryTransport) -> None:
+    page.open(f"{address}/#token={TOKEN}")
+    assert TOKEN not in page.driver.current_url
+    until(lambda: page.is_shown("#merging"), "the address holds the token")
+    until(lambda: page.run("return document.querySelector('#k-rate').value") == "0.7", "the run's own")
+    page.type_into("#k-rate", "fast")
+    page.click("[data-name='outer.learning_rate'] button")
+    until(lambda: "fast" in page.text("#answer"), "a wrong value is explained")
+    until(lambda: "fast" in page.text("#why-k-rate"), "beside its field")
+    assert page.run("return document.querySelector('#k-rate').getAttribute('aria-invalid')") == "true"
     assert transport.reader.control() == {}
-    type_into(driver, "#k-rate", "0.5")
-    click(driver, "[data-name='outer.learning_rate'] button")
+    page.type_into("#k-rate", "0.5")
+    page.click("[data-name='outer.learning_rate'] button")
     until(lambda: transport.reader.control() == {"outer.learning_rate": "0.5"}, "the rate is set")
-    until(lambda: not is_shown(driver, "#why-k-rate"), "the field is good again")
-    until(lambda: "0.5 (steered" in text(driver, "#settings-rows"), "the settings show it")
+    until(lambda: not page.is_shown("#why-k-rate"), "the field is good again")
+    until(lambda: "0.5 (steered" in page.text("#settings-rows"), "the settings show it")
     own = "[data-name='outer.learning_rate'] [data-own]"
-    until(lambda: not driver.execute_script("return document.querySelector(arguments[0]).disabled", own), "it is shown")
-    click(driver, own)
+    until(lambda: not page.run("return document.querySelector(arguments[0]).disabled", own), "it is shown")
+    page.click(own)
     until(lambda: transport.reader.control() == {}, "and taken back")
     deeds = f"document.querySelector(\"[title='{NAMES[0]}']\").closest('.lane').querySelectorAll('.actions button')"
-    driver.execute_script(f"{deeds}[1].click()")
+    page.run(f"{deeds}[1].click()")
     assert transport.reader.control() == {}  # The button asks for confirmation first.
     # On a slow machine the time to confirm may be over by now. The button then asks again.
-    driver.execute_script(f"const it = {deeds}[1]; if (it.textContent !== 'confirm?') it.click(); it.click()")
+    page.run(f"const it = {deeds}[1]; if (it.textContent !== 'confirm?') it.click(); it.click()")
     until(lambda: transport.reader.control() == {f"island.{NAMES[0]}": "expel"}, "the island is expelled")
-    until(lambda: driver.execute_script(f"return {deeds}[2].checkVisibility()"), "the island can be readmitted")
-    driver.execute_script(f"{deeds}[2].click(); {deeds}[2].click()")
+    until(lambda: page.run(f"return {deeds}[2].checkVisibility()"), "the island can be readmitted")
+    page.run(f"{deeds}[2].click(); {deeds}[2].click()")
     until(lambda: transport.reader.control() == {}, "the island is readmitted")
 
 
 def test_a_report_is_one_file_that_needs_no_network(
-    driver: WebDriver, opened: Opened, until: Until, transport: MemoryTransport, tmp_path: Path
+    page: Page, until: Until, transport: MemoryTransport, tmp_path: Path
 ) -> None:
     from archipelago.ops.dashboard.assets import chart_library
 
@@ -412,26 +401,25 @@ def test_a_report_is_one_file_that_needs_no_network(
     found = of_watch(Watcher(transport, transport.reader.manifest()))
     path = tmp_path / "report.html"
     path.write_text(html(found, chart_library().read_text(encoding="utf-8")), encoding="utf-8")
-    complaints(driver)
-    opened(path.as_uri())
-    assert text(driver, "#bits") == "2.1250"
-    assert line(driver, "chart-islands")[0] == [*range(1, 41), 40]  # The last point is the present.
-    assert "</script>" in text(driver, "#events")
-    assert not is_shown(driver, "#steer")
-    assert driver.execute_script("return window.evil === undefined")
-    assert driver.execute_script("return performance.getEntriesByType('resource').length") == 0
+    page.open(path.as_uri())
+    assert page.text("#bits") == "2.1250"
+    assert page.line("chart-islands")[0] == [*range(1, 41), 40]  # The last point is the present.
+    assert "</script>" in page.text("#events")
+    assert not page.is_shown("#steer")
+    assert page.run("return window.evil === undefined")
+    assert page.run("return performance.getEntriesByType('resource').length") == 0
     ticks = "return document.querySelector('#chart-learn .xtick text').style.fill"
-    before = driver.execute_script(ticks)
-    click(driver, "#theme")
-    until(lambda: driver.execute_script(ticks) != before, "the charts follow the theme")
-    assert complaints(driver) == []
+    before = page.run(ticks)
+    page.click("#theme")
+    until(lambda: page.run(ticks) != before, "the charts follow the theme")
+    assert page.complaints() == []
 
 
-def test_the_pictures(address: str, tmp_path: Path, driver: WebDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pictures(address: str, tmp_path: Path, page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
     import matplotlib.image
 
     monkeypatch.setattr(screenshot, "WAIT_SECONDS", PATIENCE_SECONDS)
-    assert driver  # The fixture skips the test if there is no browser.
+    assert page  # The fixture skips the test if there is no browser.
     paths = take(address, TOKEN, tmp_path / "new" / "pictures", lambda: False)
     assert [path.name for path in paths] == [f"{name}.png" for name in PICTURES]
     light, dark, phone = (matplotlib.image.imread(path) for path in paths)

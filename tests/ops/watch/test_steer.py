@@ -169,6 +169,7 @@ def of_the_run(run: VirtualRun) -> list[Any]:
     return [tape, run.transport.reader.heads()]
 
 
+@pytest.mark.full
 def test_a_takeover_of_a_steered_run_gives_the_same_bits(work: Workload) -> None:
     one, other = (steered_run(work, takeover=takeover) for takeover in (False, True))
     assert of_the_run(one) == of_the_run(other)
@@ -200,7 +201,7 @@ def test_islands_train_during_a_pause_and_are_merged_after_it(work: Workload) ->
     assert (books.published, books.refused, run.transport.reader.backlog()) == (books.merged, 0, 0)
 
 
-@pytest.mark.parametrize("wish", ["drain", "expel"])
+@pytest.mark.parametrize("wish", ["drain", pytest.param("expel", marks=pytest.mark.full)])
 def test_an_island_is_removed_and_the_others_continue(work: Workload, wish: str) -> None:
     run = VirtualRun(lasting(work, 72), [1.0, 1.0, 1.1])
     run.advance_until(closed(run, 4))
