@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 
 from archipelago.broker.control import EXPEL
 from archipelago.broker.errors import UnreachableError
-from archipelago.broker.redis.transport import RedisTransport, connect
+from archipelago.broker.redis.transport import connect
 from archipelago.broker.shards.transport import shards_away, whole
 from archipelago.broker.transport import Transport
 from archipelago.islands.data.corpus import OpenCorpus
@@ -60,14 +60,6 @@ def demo(url: str, small_task: Workload) -> VirtualRun:
     return made
 
 
-@pytest.fixture
-def home(url: str, demo: VirtualRun) -> Iterator[RedisTransport]:
-    """A connection to the run as a verb makes it: to shard 0."""
-    made = connect(url, "demo")
-    yield made
-    made.close()
-
-
 def printed(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     """Return the JSON object that a verb prints, whatever its exit status."""
     capsys.readouterr()
@@ -100,17 +92,9 @@ def test_status_shows_all_shards_and_which_fragments_stand_still(
     assert "no merger serves shard 1; the others have one (shard 0)" in shown
 
 
-def test_status_live_counts_the_rounds_of_all_shards(demo: VirtualRun, home: RedisTransport) -> None:
-    watcher = LiveWatcher(home)
-    for _ in range(2):  # the same rounds are not counted again
-        assert watcher.read(), watcher.error
-        assert watcher.latest is not None
-        assert len(watcher.latest.closes) == sum(closed(demo))
-        assert watcher.latest.view.rounds == newest_round(demo)
-
-
-def test_the_page_shows_all_shards(demo: VirtualRun, home: RedisTransport) -> None:
-    watcher = PageWatcher(home, home.reader.manifest())
+def test_the_page_shows_all_shards_and_keeps_their_history_in_an_outage(demo: VirtualRun) -> None:
+    run = Cut(demo.connect_as("admin"))
+    watcher = PageWatcher(run, demo.manifest)
     watcher.update()
     watcher.update()
     assert watcher.board.fault(watcher.clock()) is None
@@ -121,6 +105,12 @@ def test_the_page_shows_all_shards(demo: VirtualRun, home: RedisTransport) -> No
     assert charts["lines"]["round"] == sorted(charts["lines"]["round"])
     assert charts["marks"]["text"] == [], "two mergers are no takeover"
     assert {problem["code"] for problem in page["problems"]} >= {"shard.no-merger"}
+    before, transport = watcher._history, watcher.transport
+    run.cut.add(1)
+    watcher.update()
+    assert (watcher._history, watcher.transport) == (before, transport)
+    assert shards_away(watcher.transport)
+    assert len(before.details()["round"]) == sum(closed(demo))
 
 
 def test_the_page_follows_all_shards(small_task: Workload) -> None:
@@ -298,10 +288,16 @@ def test_what_decides_needs_all_shards_and_what_is_shown_needs_shard_0(
         command(["status", "redis://nowhere"])
 
 
-def test_the_live_status_goes_on(demo: VirtualRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_live_status_counts_the_rounds_of_all_shards_and_goes_on(
+    demo: VirtualRun, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = Cut(demo.connect_as("admin"))
     watcher = LiveWatcher(run)
-    assert watcher.read(), watcher.error
+    for _ in range(2):  # the same rounds are not counted again
+        assert watcher.read(), watcher.error
+        assert watcher.latest is not None
+        assert len(watcher.latest.closes) == sum(closed(demo))
+        assert watcher.latest.view.rounds == newest_round(demo)
     run.cut.add(1)
     assert watcher.read(), watcher.error
     assert watcher.latest is not None
@@ -330,18 +326,6 @@ def test_the_page_goes_on_and_reads_the_history_of_a_shard_that_returns(demo: Vi
     page, charts = json.loads(watcher.board.page), json.loads(watcher.board.charts)
     assert "shard.unreachable" not in {each["code"] for each in page["problems"]}
     assert len(charts["details"]["round"]) == sum(closed(demo))
-
-
-def test_an_outage_keeps_the_history_of_the_page(demo: VirtualRun) -> None:
-    run = Cut(demo.connect_as("admin"))
-    watcher = PageWatcher(run, demo.manifest)
-    watcher.update()
-    before, transport = watcher._history, watcher.transport
-    run.cut.add(1)
-    watcher.update()
-    assert (watcher._history, watcher.transport) == (before, transport)
-    assert shards_away(watcher.transport)
-    assert len(before.details()["round"]) == sum(closed(demo))
 
 
 def test_a_report_and_the_lists_of_runs_say_what_they_lack(demo: VirtualRun, run: Cut) -> None:

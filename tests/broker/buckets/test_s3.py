@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -31,8 +30,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
-
-
 BUCKET = "runs"
 Respond = Callable[..., Any]
 
@@ -45,7 +42,6 @@ class Faults:
         status: The status with which requests are refused; 0 for none.
         methods: The methods that are refused; empty for all.
         after: The number of requests of these methods that still succeed.
-
         cut: Store only the first half of each body, and report success.
         requests: All requests that came, as (method, path).
     """
@@ -53,7 +49,6 @@ class Faults:
     status: int = 0
     methods: tuple[str, ...] = ()
     after: int = 0
-
     cut: bool = False
     requests: list[tuple[str, str]] = field(default_factory=list)
 
@@ -98,43 +93,32 @@ class FaultyServer:
         return self.application(environ, respond)
 
 
-@contextmanager
-def s3_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
-    """Run the server with one bucket, and point s3fs to it."""
+@pytest.fixture(scope="module")
+def running() -> Iterator[Faults]:
+    """A server with one bucket, to which s3fs points, for all tests, because the client takes seconds to load."""
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
 
     faults = Faults()
-    server = make_server(
-        "127.0.0.1", 0, FaultyServer(DomainDispatcherApplication(create_backend_app), faults), threaded=True
-    )
+    application = FaultyServer(DomainDispatcherApplication(create_backend_app), faults)
+    server = make_server("127.0.0.1", 0, application, threaded=True)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    url = f"http://127.0.0.1:{server.port}"
-    for name, value in {
-        "AWS_ENDPOINT_URL": url,
-        "AWS_ACCESS_KEY_ID": "user",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_MAX_ATTEMPTS": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    s3fs.S3FileSystem.clear_instance_cache()
-    try:
-        s3fs.S3FileSystem().mkdir(BUCKET)
-        yield faults
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.port}")
+        environment.setenv("AWS_ACCESS_KEY_ID", "user")
+        environment.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        environment.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        environment.setenv("AWS_MAX_ATTEMPTS", "1")
         s3fs.S3FileSystem.clear_instance_cache()
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[Faults]:
-    """A server for all tests, because the client takes seconds to load."""
-    with pytest.MonkeyPatch.context() as environment, s3_server(environment) as faults:
-        yield faults
+        try:
+            s3fs.S3FileSystem().mkdir(BUCKET)
+            yield faults
+        finally:
+            server.shutdown()
+            thread.join()
+            server.server_close()
+            s3fs.S3FileSystem.clear_instance_cache()
 
 
 @pytest.fixture
