@@ -23,6 +23,7 @@ from archipelago.broker.buckets.folder import BucketFolder
 from archipelago.ops.launch.embedded_redis import Server, start_server
 from tests import tiers
 from tests.clusters import Cluster
+from tests.servers import hide_other_servers
 
 settings.register_profile("archipelago", deadline=None, print_blob=True, max_examples=tiers.examples(100))
 settings.load_profile("archipelago")
@@ -37,12 +38,16 @@ _home_made_here: list[str] = []
 def _make_home() -> None:
     """Create a new home folder, and set the environment variables that point to it.
 
+    Its programs come first on PATH, so that all tests use the server of the installed package (`tests.servers`).
     Workers of pytest-xdist, and a pytest that a test starts, inherit these variables and use the same folder.
     """
     if HOME_VARIABLE in os.environ:
         return
     home = tempfile.mkdtemp(prefix="archipelago-tests-")
     _home_made_here.append(home)
+    programs = Path(home) / "bin"
+    programs.mkdir()
+    hide_other_servers(programs)
     os.environ.update({HOME_VARIABLE: home, "HOME": home, "JAX_COMPILATION_CACHE_DIR": f"{home}/jax"})
     for name in [name for name in os.environ if name.startswith("XDG_")]:
         del os.environ[name]

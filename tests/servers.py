@@ -1,4 +1,8 @@
-"""Servers for tests: Redis 7, besides the Valkey that an installed package brings, and databases of a shared one."""
+"""Servers for tests: those of this machine, besides the Valkey that an installed package brings, and databases.
+
+The suite brings its own server: on its PATH, `redis-server` and `valkey-server` are programs that the search passes over.
+Tests of other servers look for them here, on the PATH that the session began with.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +16,45 @@ import pytest
 import redis
 
 from archipelago.ops.launch.embedded_redis import Server
-from archipelago.ops.launch.redis_program import Program, version_of
+from archipelago.ops.launch.redis_program import Kind, Program, version_of
+
+#: The PATH that the session began with.
+PATH_VARIABLE = "ARCHIPELAGO_TEST_PATH"
+#: The program `redis-check-rdb` of Debian's package redis-tools is the server, too, when it is called by that name.
+PROGRAMS: dict[Kind, tuple[str, ...]] = {
+    "redis-server": ("redis-server", "redis-check-rdb"),
+    "valkey-server": ("valkey-server",),
+}
 
 
-def redis_program(folder: Path) -> Program:
-    """Return the Redis server of this machine, which has TLS; skip the test if there is none.
-
-    The program `redis-check-rdb` of Debian's package redis-tools is the server, too, when it is called by that name.
+def hide_other_servers(folder: Path) -> None:
+    """Put programs of no version first on PATH, so that this process, and those that it starts, find no other server.
 
     Args:
-        folder: An empty folder, for a link of that name.
+        folder: An empty folder, for these programs.
     """
-    for name in ("redis-server", "redis-check-rdb"):
-        if found := shutil.which(name):
-            link = folder / "redis-server"
+    for name in PROGRAMS:
+        (folder / name).write_text("#!/bin/sh\n")
+        (folder / name).chmod(0o755)
+    os.environ[PATH_VARIABLE] = os.environ.get("PATH", os.defpath)
+    os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ[PATH_VARIABLE]}"
+
+
+def redis_program(folder: Path, kind: Kind = "redis-server") -> Program:
+    """Return a server of this machine, of which that of Redis has TLS; skip the test if there is none.
+
+    Args:
+        folder: A folder for a link to the program, which has the name of its kind.
+        kind: The kind of the server.
+    """
+    for name in PROGRAMS[kind]:
+        if found := shutil.which(name, path=os.environ[PATH_VARIABLE]):
+            link = folder / kind
             link.symlink_to(os.path.realpath(found))
             if version := version_of(link):
-                return Program("redis-server", link, version)
+                return Program(kind, link, version)
             link.unlink()
-    pytest.skip("there is no redis-server or redis-check-rdb on this machine")
+    pytest.skip(f"there is no {' or '.join(PROGRAMS[kind])} on this machine")
 
 
 @contextmanager

@@ -1,0 +1,354 @@
+"""Chunks: how long each is kept, what damage does to a payload, and that no snapshot is read torn."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import redis
+
+from archipelago.broker.errors import BrokerError, RunExistsError, UnreachableError, WireError
+from archipelago.broker.messages import to_fields
+from archipelago.broker.redis import chunks, islands
+from archipelago.broker.redis.chunks import CHUNK_BYTES
+from archipelago.broker.redis.keys import Keys
+from archipelago.broker.redis.transport import RedisTransport
+from archipelago.broker.wire import digest
+from tests import samples
+from tests.broker.redis.stored_keys import (
+    LARGE,
+    REFUSAL,
+    WIDTH,
+    Connect,
+    chunk_keys,
+    keys,
+    lasting_chunks,
+    wanted_chunks,
+    with_payloads,
+)
+from tests.failing import failing
+
+#: A payload of twenty chunks of 1 KiB.
+MANY = bytes(range(256)) * 80
+Damage = Callable[[Any, str], object]
+
+
+# -- damage --------------------------------------------------------------------------------------------------------
+
+
+def of_another_type(raw: Any, key: str) -> None:
+    raw.delete(key)
+    raw.rpush(key, "x")
+
+
+DAMAGES: dict[str, Damage] = {
+    "deleted": lambda raw, key: raw.delete(key),
+    "empty": lambda raw, key: raw.set(key, b""),
+    "cut": lambda raw, key: raw.set(key, LARGE[:100]),
+    "longer": lambda raw, key: raw.append(key, b"more"),
+    "of another type": of_another_type,
+}
+
+
+def damaged(transport: RedisTransport, raw: Any, payload: bytes, index: int, damage: Damage) -> str:
+    """Publish a payload, damage one of its chunks, and return the fault of the delivery, which has the right header."""
+    before, sent = chunk_keys(raw, transport.run), samples.contribution(payload)
+    transport.island.publish(sent, payload)
+    damage(raw, next(key for key in chunk_keys(raw, transport.run) - before if key.endswith(f":{index}")))
+    (delivery,) = with_payloads(transport.merger.updates(0.0))
+    assert delivery.contribution == sent
+    assert delivery.payload == (b"" if delivery.fault else payload)
+    return delivery.fault
+
+
+def test_a_damaged_chunk_is_a_fault_of_the_delivery(transport: RedisTransport, raw: Any) -> None:
+    for name, damage in DAMAGES.items():
+        is_readable = name == "longer"  # Bytes beyond the end of a chunk are never read.
+        assert bool(damaged(transport, raw, LARGE, 1, damage)) is not is_readable, name
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_one_damaged_chunk_of_many_is_a_fault_of_the_delivery(transport: RedisTransport, raw: Any) -> None:
+    for name, damage in DAMAGES.items():
+        for index in (0, 7, 19):
+            assert f"not {len(MANY)} bytes" in damaged(transport, raw, MANY, index, damage), (name, index)
+    transport.island.publish(samples.contribution(MANY, sequence=1), MANY)
+    (after,) = with_payloads(transport.merger.updates(0.0))
+    assert (after.payload, after.fault) == (MANY, "")
+
+
+@pytest.mark.parametrize("is_small", [True, False])
+def test_no_chunk_is_read_beyond_its_size(
+    transport: RedisTransport, raw: Any, is_small: bool, request: pytest.FixtureRequest
+) -> None:
+    if is_small:
+        request.getfixturevalue("small_chunks")
+    payload, end, sent_max = (MANY, 1 << 20, 64 << 10) if is_small else (LARGE, 8 << 20, 4 * CHUNK_BYTES)
+    transport.island.publish(samples.contribution(payload), payload)
+    for key in chunk_keys(raw, transport.run):
+        if ":c:" in key:
+            raw.setrange(key, end, b"x")
+    before = raw.info("stats")["total_net_output_bytes"]
+    (delivery,) = with_payloads(transport.merger.updates(0.0))
+    assert f"not {len(payload)} bytes" in delivery.fault
+    assert raw.info("stats")["total_net_output_bytes"] - before < sent_max
+
+
+def test_a_large_payload_is_downloaded_only_on_request(transport: RedisTransport, epoch: int) -> None:
+    """A merger that refuses a contribution by its header never downloads the payload."""
+    transport.island.publish(samples.contribution(LARGE), LARGE)
+    (delivery,) = transport.merger.updates(0.0)
+    assert (delivery.contribution, delivery.payload, delivery.fault) == (samples.contribution(LARGE), b"", "")
+    assert delivery.with_payload().payload == LARGE
+    transport.merger.refuse(epoch, [(delivery.entry, REFUSAL)])
+    assert delivery.with_payload().fault
+
+
+def test_a_pointer_at_the_chunks_of_others_leads_nowhere(transport: RedisTransport, raw: Any, epoch: int) -> None:
+    """A refusal deletes the chunks of its entry. It must not delete the newest snapshot of the run."""
+    transport.merger.commit(epoch, samples.commit([], LARGE))
+    transport.island.publish(samples.contribution(LARGE, island="b"), LARGE)
+    before = chunk_keys(raw, transport.run)
+    fields = {**to_fields(samples.contribution(LARGE)), "chunks": "3"}
+    for pointer in {key.split(":", 2)[2].rpartition(":")[0] for key in before}:
+        name = pointer.removeprefix("b:")
+        for forged in (name, f"../m:{name}", pointer):
+            raw.xadd(Keys(transport.run).updates("a"), {**fields, "chunks_name": forged})
+    transport.island.heartbeat(samples.heartbeat("a"))
+    found = [delivery for delivery in with_payloads(transport.merger.updates(0.0)) if delivery.sender == "a"]
+    assert len(found) >= 3
+    assert all(delivery.fault for delivery in found)
+    transport.merger.refuse(epoch, [(delivery.entry, REFUSAL) for delivery in found])
+    assert chunk_keys(raw, transport.run) == before
+    assert transport.reader.fragment(0)[1] == LARGE
+
+
+def test_a_handover_expires(transport: RedisTransport, raw: Any) -> None:
+    before = keys(raw, transport.run)
+    transport.island.request_state("a/x")
+    transport.island.hand_over("a/x", samples.handover(LARGE), LARGE)
+    made = {key for key in keys(raw, transport.run) - before if key != Keys(transport.run).requests}
+    assert len(made) == 1 + 3
+    assert all(0 < raw.ttl(key) <= islands.HANDOVER_SECONDS for key in made)
+    assert raw.ttl(Keys(transport.run).requests) > 3600
+    transport.island.withdraw_request("a/x")
+    assert keys(raw, transport.run) == before
+    assert Keys("run").handover("a.b/c") != Keys("run").handover("a/b.c"), "dots in names make keys collide"
+
+
+def test_a_damaged_answer_is_an_error_and_can_be_withdrawn(transport: RedisTransport, raw: Any) -> None:
+    key = Keys(transport.run).handover("a/x")
+    damages: list[tuple[Callable[[str], object], str]] = [
+        (raw.delete, "wire.chunk-missing"),
+        (lambda _: raw.hset(key, "bytes", 1 << 50), "wire.chunk-count"),
+        (lambda _: raw.hset(key, mapping={"bytes": 10**6 * CHUNK_BYTES, "chunks": 10**6}), "wire.chunk-count"),
+        (lambda _: raw.hset(key, "payload", b"short"), "wire.size"),
+        (lambda _: raw.hset(key, "giver", "../.."), "wire.message"),
+        (lambda _: raw.hdel(key, "chunks"), "wire.no-payload"),
+    ]
+    for damage, code in damages:
+        transport.island.request_state("a/x")
+        before = chunk_keys(raw, transport.run)
+        transport.island.hand_over("a/x", samples.handover(LARGE), LARGE)
+        damage(min(chunk_keys(raw, transport.run) - before))
+        with failing(WireError, code):
+            transport.island.handed_over("a/x")
+        transport.island.withdraw_request("a/x")
+        assert transport.island.handed_over("a/x") is None
+
+
+def test_an_answer_may_hold_two_moments_a_parameter(transport: RedisTransport) -> None:
+    """Such an answer is larger than any contribution or snapshot."""
+    payload = bytes(12 * transport.reader.manifest().parameters)
+    assert len(payload) > transport.chunks.payload_max()
+    transport.island.request_state("a/x")
+    transport.island.hand_over("a/x", samples.handover(payload), payload)
+    assert transport.island.handed_over("a/x") == (samples.handover(payload), payload)
+    assert transport.island._handover_max() == len(payload) + (1 << 20)
+
+
+# -- how long chunks are kept -------------------------------------------------------------------------------------
+
+
+def test_the_chunks_of_a_contribution_are_deleted_with_it(transport: RedisTransport, raw: Any, epoch: int) -> None:
+    before = chunk_keys(raw, transport.run)
+    for sequence in range(4):
+        transport.island.publish(samples.contribution(LARGE, sequence=sequence), LARGE)
+    uploaded = chunk_keys(raw, transport.run) - before
+    assert len(uploaded) == 12
+    assert uploaded <= lasting_chunks(raw, transport.run)  # They must outlast any absence of the merger.
+    refused, first, second, third = (delivery.entry for delivery in transport.merger.updates(0.0))
+    transport.merger.refuse(epoch, [(refused, REFUSAL)])
+    assert len(uploaded & chunk_keys(raw, transport.run)) == 9
+    transport.merger.commit(epoch, samples.commit([first, second]))
+    assert len(uploaded & chunk_keys(raw, transport.run)) == 9
+    transport.merger.commit(epoch, samples.commit([third], round_number=3, trim=[first, third]))
+    assert len(uploaded & chunk_keys(raw, transport.run)) == 3
+    transport.merger.trim(epoch, [second])
+    assert not uploaded & chunk_keys(raw, transport.run)
+
+
+class NoTransactions:
+    """A client whose connection breaks just before each transaction."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def pipeline(self, transaction: bool) -> Any:
+        if transaction:
+            raise redis.ConnectionError("the cable was pulled")
+        return self._client.pipeline(transaction=False)
+
+
+def test_an_upload_without_its_pointer_expires(transport: RedisTransport, raw: Any, epoch: int) -> None:
+    before, first = chunk_keys(raw, transport.run), transport.reader.fragment(0)
+    transport = RedisTransport(cast(Any, NoTransactions(transport.connection.redis)), transport.run)
+    with failing(UnreachableError):
+        transport.island.publish(samples.contribution(LARGE), LARGE)
+    with failing(UnreachableError):
+        transport.merger.commit(epoch, samples.commit([], LARGE, outer=LARGE))
+    torn = chunk_keys(raw, transport.run) - before
+    assert len(torn) == 9
+    assert all(0 < raw.ttl(key) <= chunks.ORPHAN_SECONDS for key in torn)
+    assert lasting_chunks(raw, transport.run) == before
+    assert transport.reader.backlog() == 0
+    assert transport.reader.fragment(0) == first
+
+
+def test_a_repeated_commit_keeps_its_chunks(transport: RedisTransport, raw: Any, epoch: int) -> None:
+    for _ in range(2):
+        transport.merger.commit(epoch, samples.commit([], LARGE, outer=LARGE))
+    assert lasting_chunks(raw, transport.run) == wanted_chunks(raw, transport.run)
+    assert transport.reader.fragment(0)[1] == transport.merger.outer(0) == LARGE
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_at_most_two_versions_of_a_snapshot_are_kept(transport: RedisTransport, raw: Any, epoch: int) -> None:
+    """Memory stays bounded even if versions follow each other fast."""
+    counts = []
+    for number in range(1, 8):
+        transport.merger.commit(epoch, samples.commit([], bytes([number]) * 3000, number))
+        counts.append(len([key for key in chunk_keys(raw, transport.run) if ":m:f0." in key]))
+    assert counts == [3, *[6] * 6]
+    assert len([key for key in chunk_keys(raw, transport.run) if ":m:o0." in key]) <= 3
+
+
+def test_an_upload_that_a_full_server_refuses_leaves_no_chunks(
+    transport: RedisTransport, raw: Any, epoch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "SENT_AHEAD", 1)
+    used = raw.info("memory")["used_memory"]
+    full = samples.commit([], bytes(16 << 20)).compaction
+    assert full is not None
+    raw.config_set("maxmemory", used + (8 << 20))
+    try:
+        with pytest.raises(BrokerError):
+            transport.merger.place(epoch, full)
+        assert raw.keys(f"*{transport.run}*:m:f0.1.*") == []
+    finally:
+        raw.config_set("maxmemory", 0)
+
+
+def test_a_restore_leaves_no_unused_chunk(connections: Connect, raw: Any) -> None:
+    made = connections()
+    manifest = samples.manifest(made.run, width=WIDTH)
+    pending = [(samples.contribution(LARGE), LARGE)]
+    broken = RedisTransport(cast(Any, NoTransactions(made.connection.redis)), made.run)
+    with failing(UnreachableError):
+        broken.restore(samples.image(manifest, pending, outer=LARGE))
+    assert keys(raw, made.run) == set()  # It checks that the run is absent before it uploads anything.
+    made.restore(samples.image(manifest, pending, outer=LARGE))
+    published = {key for key in chunk_keys(raw, made.run) if ":c:a:x." in key}
+    assert len(published) == 3
+    assert lasting_chunks(raw, made.run) == chunk_keys(raw, made.run) == wanted_chunks(raw, made.run) | published
+    epoch = made.merger.acquire("merger", 60.0)
+    assert epoch is not None
+    (delivery,) = with_payloads(made.merger.updates(0.0))
+    made.merger.commit(epoch, samples.commit([delivery.entry], round_number=3, trim=[delivery.entry]))
+    assert lasting_chunks(raw, made.run) == wanted_chunks(raw, made.run)
+    assert not [key for key in chunk_keys(raw, made.run) if ":c:a:x." in key]
+
+
+# -- races --------------------------------------------------------------------------------------------------------
+
+
+def before_first(subject: Any, name: str, act: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `act` happen just before the first call of that method."""
+    method, waiting = getattr(subject, name), [act]
+
+    def late(*arguments: Any, **options: Any) -> Any:
+        if waiting:
+            waiting.pop()()
+        return method(*arguments, **options)
+
+    monkeypatch.setattr(subject, name, late)
+
+
+@pytest.mark.parametrize("by", ["create", "restore"])
+def test_only_one_of_two_concurrent_creations_succeeds(
+    connections: Connect, raw: Any, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    """The loser has already uploaded its chunks. The winner's chunks must be complete, and must not expire."""
+    winner, loser = connections(), connections()
+    manifest = samples.manifest(winner.run, width=WIDTH)
+    first = samples.first_snapshots(manifest, value=1.0)
+    subject, name = (loser.chunks, "place") if by == "create" else (loser.creation, "prepared")
+    before_first(subject, name, lambda: winner.create(manifest, first), monkeypatch)
+    with pytest.raises(RunExistsError):
+        if by == "create":
+            loser.create(manifest, samples.first_snapshots(manifest, value=2.0))
+        else:
+            loser.restore(samples.image(manifest, [(samples.contribution(LARGE), LARGE)], outer=LARGE))
+    assert [winner.reader.fragment(p) for p in (0, 1)] == first
+    assert (winner.reader.backlog(), winner.reader.merger_state(), winner.island.claim_checkpoint("a")) == (0, "", None)
+    assert lasting_chunks(raw, winner.run) == wanted_chunks(raw, winner.run)
+
+
+def version(number: int) -> bytes:
+    """Return a payload of several chunks. Its content and its size differ from those of nearby versions."""
+    return bytes([number % 251]) * (3000 + 700 * (number % 5))
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_snapshot_is_never_read_torn(transport: RedisTransport, connections: Connect, epoch: int) -> None:
+    reader, versions = connections(), 100
+    failed: list[BaseException] = []
+
+    def write() -> None:
+        try:
+            for number in range(1, versions + 1):
+                commit = samples.commit([], version(number), 2 * number - 1, outer=version(number))
+                transport.merger.commit(epoch, commit)
+        except BaseException as error:  # noqa: BLE001 - shown by the assertion below
+            failed.append(error)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    seen = [0]
+    while seen[-1] < versions and not failed:
+        snapshot, payload = reader.reader.fragment(0)
+        assert (len(payload), digest(payload)) == (snapshot.bytes, snapshot.digest)
+        assert snapshot.version >= seen[-1]
+        seen.append(snapshot.version)
+    thread.join()
+    assert failed == []
+    assert len(set(seen)) > 5
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_slow_reader_reads_the_newer_snapshot(
+    transport: RedisTransport, connections: Connect, epoch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The snapshot is replaced between the read of its pointer and the read of its chunks, which have expired."""
+    monkeypatch.setattr(chunks, "PREVIOUS_SECONDS", 0)
+    reader = connections()
+    transport.merger.commit(epoch, samples.commit([], version(1), 1))
+    replace = samples.commit([], version(2), 3)
+    before_first(reader.chunks, "fetch", lambda: transport.merger.commit(epoch, replace), monkeypatch)
+    snapshot, payload = reader.reader.fragment(0)
+    assert (snapshot.version, payload) == (2, version(2))

@@ -1,0 +1,301 @@
+"""Data that other clients forged, damaged or deleted: streams, their groups, and records that cannot be read."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from archipelago.broker.entries import parse_entry
+from archipelago.broker.errors import BrokerError
+from archipelago.broker.messages import Call, Contribution, Evaluation, Note, Pending, to_fields
+from archipelago.broker.redis import connection
+from archipelago.broker.redis.chunks import CHUNK_BYTES
+from archipelago.broker.redis.keys import REGISTRY, Keys
+from archipelago.broker.redis.transport import RedisTransport
+from archipelago.broker.transport import START
+from tests import samples
+from tests.broker.redis.stored_keys import LARGE, REFUSAL, Connect, with_payloads
+from tests.conftest import PATIENCE_SECONDS, Until
+from tests.failing import failing
+
+# -- forged entries ------------------------------------------------------------------------------------------------
+
+FIELDS = {**to_fields(samples.contribution(LARGE)), "chunks": "3", "chunks_name": "somebody"}
+FORGERIES: dict[str, dict[Any, Any]] = {
+    "no known field": {"hello": "world"},
+    "not text": {b"\xff": b"\xfe", **FIELDS, "island": b"\xff\xfe"},
+    "an infinite loss": {**FIELDS, "loss": "inf"},
+    "no payload": {k: v for k, v in FIELDS.items() if not k.startswith("chunks")},
+    "no name": {k: v for k, v in FIELDS.items() if k != "chunks_name"},
+    "no number of chunks": {**FIELDS, "chunks": "many"},
+    "chunks that do not exist": FIELDS,
+    "no chunks": {**FIELDS, "chunks": "0"},
+    "a negative number of chunks": {**FIELDS, "chunks": "-3"},
+    "a billion chunks": {**FIELDS, "chunks": str(10**9)},
+    "a million chunks": {**FIELDS, "chunks": str(1 << 20)},
+    "a petabyte": {**FIELDS, "chunks": "1000000", "bytes": str(10**6 * CHUNK_BYTES)},
+    "a name that is not text": {**FIELDS, "chunks_name": b"\xff"},
+}
+
+
+def test_a_forged_entry_is_delivered_with_its_fault_and_can_be_refused(
+    transport: RedisTransport, raw: Any, epoch: int
+) -> None:
+    for sequence, (name, fields) in enumerate(FORGERIES.items()):
+        raw.xadd(Keys(transport.run).updates("a"), fields)
+        transport.island.publish(samples.contribution(sequence=sequence), b"payload")
+        forged, honest = with_payloads(transport.merger.updates(0.0))
+        assert forged.fault, name
+        assert forged.payload == b"", name
+        assert (honest.fault, honest.payload) == ("", b"payload"), name
+        before = raw.info("stats")["total_net_input_bytes"]
+        transport.merger.refuse(epoch, [(forged.entry, REFUSAL)])
+        sent = raw.info("stats")["total_net_input_bytes"] - before
+        assert sent < 10_000, f"{name}: the client sent the names of all chunks"
+        transport.merger.commit(epoch, samples.commit([honest.entry]))
+        assert (transport.reader.backlog(), transport.merger.unacknowledged()) == (0, []), name
+
+
+def test_the_fields_of_a_contribution_are_text(transport: RedisTransport, raw: Any) -> None:
+    for payload in (b"\xff" * 100, LARGE):
+        transport.island.publish(samples.contribution(payload, island="a.b-c_9"), payload)
+    inline, pointer = (fields for _, fields in raw.xrange(Keys(transport.run).updates("a.b-c_9")))
+    assert inline.pop(b"payload") == b"\xff" * 100
+    assert pointer[b"chunks"] == b"3"
+    assert list(pointer)[: len(inline)] == list(inline)  # The readable fields come first.
+    for fields in (inline, pointer):
+        text = {name.decode("ascii"): value.decode("ascii") for name, value in fields.items()}
+        assert text["island"] == "a.b-c_9"
+        assert len(str(text)) < 600
+
+
+def test_a_deleted_pending_entry_can_be_refused(transport: RedisTransport, raw: Any, epoch: int) -> None:
+    transport.island.publish(samples.contribution(), b"payload")
+    (delivery,) = with_payloads(transport.merger.updates(0.0))
+    raw.xdel(Keys(transport.run).updates("a"), parse_entry(delivery.entry)[1])
+    (again,) = transport.merger.unacknowledged()
+    assert (again.entry, again.contribution, again.payload) == (delivery.entry, None, b"")
+    assert "deleted" in again.fault
+    transport.merger.refuse(epoch, [(again.entry, REFUSAL)])
+    assert transport.merger.unacknowledged() == []
+
+
+# -- lost groups and streams ---------------------------------------------------------------------------------------
+
+
+def destroy_group(transport: RedisTransport, raw: Any) -> None:
+    raw.xgroup_destroy(Keys(transport.run).updates("a"), "merger")
+
+
+def test_a_destroyed_group_is_created_again_without_loss(transport: RedisTransport, raw: Any, until: Until) -> None:
+    sent = [samples.contribution(sequence=n) for n in range(4)]
+    for contribution in sent[:2]:
+        transport.island.publish(contribution, b"payload")
+    transport.merger.updates(0.0, count=1)
+    destroy_group(transport, raw)
+    for contribution in sent[2:]:
+        transport.island.publish(contribution, b"payload")
+    found: list[Contribution | None] = []
+
+    def have_all() -> bool:
+        found.extend(delivery.contribution for delivery in transport.merger.updates(0.0))
+        return len(found) >= 4
+
+    until(have_all, "all four contributions")
+    assert found == sent
+    assert len(transport.merger.unacknowledged()) == 4
+
+
+@pytest.mark.parametrize("lost", ["group", "stream"])
+def test_a_waiting_reader_survives_the_loss_of_its_group(
+    transport: RedisTransport, connections: Connect, raw: Any, until: Until, lost: str
+) -> None:
+    found: list[Any] = []
+
+    def read() -> None:
+        try:
+            found.extend(delivery.contribution for delivery in transport.merger.updates(PATIENCE_SECONDS))
+        except BaseException as error:  # noqa: BLE001 - shown by the assertion below
+            found.append(error)
+
+    stream = Keys(transport.run).updates("a")
+    entry = transport.island.publish(samples.contribution(), b"payload")
+    transport.merger.updates(0.0)
+    raw.xdel(stream, parse_entry(entry)[1])  # an empty stream, on which the reader can wait
+    reader = threading.Thread(target=read)
+    reader.start()
+    until(lambda: raw.info("clients")["blocked_clients"] == 1, "the reader to wait")
+    if lost == "group":
+        destroy_group(transport, raw)
+    else:
+        raw.delete(stream)
+    connections().island.publish(samples.contribution(), b"payload")
+    reader.join()
+    assert found == [samples.contribution()]
+
+
+def test_a_deleted_stream_starts_empty(transport: RedisTransport, raw: Any, epoch: int) -> None:
+    entry = transport.island.publish(samples.contribution(), b"payload")
+    transport.merger.updates(0.0)
+    transport.merger.commit(epoch, samples.commit([entry]))
+    raw.delete(Keys(transport.run).updates("a"))
+    assert (transport.reader.backlog(), transport.reader.pending()) == (0, Pending(0, 0))
+    assert transport.merger.updates(0.0) == []
+    assert transport.merger.unacknowledged() == []
+    transport.island.publish(samples.contribution(sequence=1), b"payload")
+    assert transport.reader.backlog() == 1  # The kept entry is gone, and no longer counts.
+    assert len(transport.merger.updates(0.0)) == 1
+
+
+def test_a_new_group_receives_the_kept_entries_again(transport: RedisTransport, raw: Any, epoch: int) -> None:
+    merged, waiting = (transport.island.publish(samples.contribution(sequence=n), b"payload") for n in range(2))
+    transport.merger.updates(0.0)
+    transport.merger.commit(epoch, samples.commit([merged]))
+    destroy_group(transport, raw)
+    assert transport.reader.pending() == Pending(2, 200)  # The next reader receives both entries.
+    assert transport.merger.updates(0.0) == []
+    assert [delivery.entry for delivery in transport.merger.updates(0.0)] == [merged, waiting]
+    assert (transport.reader.backlog(), transport.reader.books().kept) == (2, 0)
+    transport.merger.refuse(epoch, [(merged, REFUSAL)])
+    transport.merger.commit(epoch, samples.commit([waiting]))
+    found = (transport.reader.backlog(), transport.reader.pending(), transport.reader.books().kept)
+    assert found == (0, Pending(0, 0), 1)
+
+
+def test_entries_are_merged_and_refused_without_a_group(transport: RedisTransport, raw: Any, epoch: int) -> None:
+    """No compaction covers the merged one. The new group delivers it once more, and it is acknowledged again."""
+    entry, refused = (transport.island.publish(samples.contribution(sequence=n), b"payload") for n in range(2))
+    transport.merger.updates(0.0)
+    destroy_group(transport, raw)
+    transport.merger.commit(epoch, samples.commit([entry], b"", difference=b"one", log="{}"))
+    transport.merger.refuse(epoch, [(refused, REFUSAL)])
+    assert transport.merger.updates(0.0) == []
+    assert [delivery.entry for delivery in transport.merger.updates(0.0)] == [entry]
+    transport.merger.acknowledge(epoch, [entry])
+    assert (transport.reader.backlog(), transport.reader.books().kept, transport.reader.books().refused) == (0, 1, 1)
+
+
+def test_nothing_points_to_an_upload_whose_chunks_are_gone(transport: RedisTransport, raw: Any, epoch: int) -> None:
+    """A failover may have forgotten them after they were uploaded."""
+    transport.merger.commit(epoch, samples.commit([], b"", difference=b"one", log="{}"))
+    full = samples.commit([], LARGE).compaction
+    assert full is not None
+    placed = transport.merger.place(epoch, full)
+    raw.delete(*raw.keys(f"*{transport.run}*:m:f0.1.*"))
+    with failing(BrokerError, code="broker.other-round"):
+        transport.merger.compact(epoch, placed, after_round=1)
+    assert transport.reader.fragment(0)[0].version == 0
+    assert transport.merger.log(0, 1) == "{}"
+
+
+def test_a_commit_without_readable_books_writes_nothing(transport: RedisTransport, raw: Any, epoch: int) -> None:
+    """Redis undoes no transaction of which one command fails, so it must not begin."""
+    books = transport.connection.keys.books
+    raw.delete(books)
+    raw.rpush(books, "x")
+    with pytest.raises(BrokerError):
+        transport.merger.commit(epoch, samples.commit([], b"", difference=b"one", log="{}", after_round=0))
+    assert transport.reader.tape(1) == []
+    assert transport.reader.difference(0, 1) is None
+
+
+# -- records that cannot be read ----------------------------------------------------------------------------------
+
+
+def test_unreadable_entries_and_actions_are_skipped(
+    transport: RedisTransport, raw: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    raw.xadd(Keys(transport.run).updates("a"), {**FIELDS, "loss": "inf"})
+    transport.island.publish(samples.contribution(), b"payload")
+    assert transport.reader.pending() == Pending(2, 100), "the unreadable one is pending without tokens"
+    transport.island.record_actions(samples.actions(0))
+    ((first, _),) = transport.merger.actions(START)
+    nonsense = [raw.xadd(Keys(transport.run).actions("a"), {"island": "../..", "index": "1"}) for _ in range(3)]
+    transport.island.record_actions(samples.actions(1))
+    with caplog.at_level(logging.WARNING):
+        found = transport.merger.actions(first, count=2)  # There are more unreadable entries than one call reads.
+    assert [actions for _, actions in found] == [samples.actions(1)]
+    assert f"actions a/{nonsense[-1].decode()} cannot be read" in caplog.text
+
+
+def test_unreadable_events_are_skipped(transport: RedisTransport, raw: Any, epoch: int) -> None:
+    stream = Keys(transport.run).snapshots
+    transport.merger.announce(epoch, Call(1, 0))
+    with raw.pipeline(transaction=False) as pipe:
+        for n in range(300):  # One call does not read so many entries.
+            pipe.xadd(stream, {"kind": "tidings" if n % 2 else "snapshot", "round": "x"})
+        pipe.execute()
+    ((first, event),) = transport.reader.events(START, 0.0)
+    assert event == Call(1, 0)
+    assert transport.reader.events(first, 0.0) == []
+    assert transport.reader.events(first, 0.02) == []
+    transport.merger.announce(epoch, Call(2, 1))
+    assert [event for _, event in transport.reader.events(first, 5.0)] == [Call(2, 1)]
+
+
+def test_a_flooded_stream_is_read_in_part(transport: RedisTransport, raw: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An island may append anything to the evaluations. Their readers must not run out of memory."""
+    for number in range(7):
+        fields = to_fields(Evaluation(number, 0, 0, 0.0, 1.0)) | {"filler": "x" * 600}
+        raw.xadd(Keys(transport.run).evaluations, fields)
+    monkeypatch.setattr(connection, "PAGE", 2)
+    assert [each.round for each in transport.reader.evaluations()] == list(range(7))
+    monkeypatch.setattr(connection, "NEWEST_BYTES_MAX", 2000)
+    assert [each.round for each in transport.reader.evaluations()] == [3, 4, 5, 6]
+
+
+def test_unreadable_names_and_heartbeats_do_not_hide_the_others(
+    transport: RedisTransport, raw: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Other clients of the server may add anything to the sets of names."""
+    keys = Keys(transport.run)
+    for island in ("a", "b", "c"):
+        transport.island.heartbeat(samples.heartbeat(island))
+    raw.sadd(keys.islands, b"\xff\xfe", "a b", "x" * 65)
+    raw.sadd(REGISTRY, b"\xff\xfe")
+    raw.hset(keys.island("b"), "loss", "inf")
+    try:
+        with caplog.at_level(logging.WARNING):
+            for _ in range(3):
+                assert [p.heartbeat.island for p in transport.reader.presences()] == ["a", "c"]
+        assert len([r for r in caplog.records if "the heartbeat of b cannot be read" in r.getMessage()]) == 1
+        assert transport.run in transport.reader.runs()
+    finally:
+        raw.srem(REGISTRY, b"\xff\xfe")
+    raw.hset(keys.island("b"), "loss", "1.5")
+    assert len(transport.reader.presences()) == 3
+
+
+def test_a_key_of_another_type_is_ignored_when_read_and_refuses_writes(transport: RedisTransport, raw: Any) -> None:
+    keys = Keys(transport.run)
+    raw.set(keys.control, "no hash")
+    raw.set(keys.notes, "no stream")
+    assert (transport.reader.control(), transport.reader.notes(9)) == ({}, [])
+    assert transport.island.heartbeat(samples.heartbeat()) == {}
+    assert transport.reader.presences()[0].heartbeat == samples.heartbeat()
+    assert transport.island.lease_shard(["0"], "a/x") is not None
+    raw.set(keys.island("a"), "no hash")
+    writes: list[Callable[[], object]] = [
+        lambda: transport.reader.steer({"merging": "paused"}),
+        lambda: transport.reader.note(Note(1.7e9, "a", "joined", "at round 3")),
+        lambda: transport.island.heartbeat(samples.heartbeat()),
+    ]
+    for write in writes:
+        with failing(BrokerError, "broker.refused-wrong-type"):
+            write()
+
+
+def test_unreadable_controls_and_notes_do_not_hide_the_others(transport: RedisTransport, raw: Any) -> None:
+    keys = Keys(transport.run)
+    raw.hset(keys.control, mapping={b"\xff": b"\xfe", "merging": "paused", "island.a": b"\xff"})
+    assert transport.reader.control() == {"\ufffd": "\ufffd", "merging": "paused", "island.a": "\ufffd"}
+    assert transport.island.heartbeat(samples.heartbeat()) == {"island.a": "\ufffd"}
+    note = Note(1.7e9, "a", "joined", "at round 3")
+    transport.reader.note(note)
+    raw.xadd(keys.notes, {"who": "a", "kind": "left"})
+    transport.reader.note(note)
+    assert transport.reader.notes(9) == [note, note]

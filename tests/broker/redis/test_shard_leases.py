@@ -1,0 +1,175 @@
+"""Leases on data and requests for state in Redis: their keys, races between islands, and the commands that they take."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from archipelago.broker.corpus_shards import Place
+from archipelago.broker.redis import connection, data_hash, leases
+from archipelago.broker.redis.keys import Keys
+from archipelago.broker.redis.transport import RedisTransport
+from tests import samples
+from tests.broker.redis.stored_keys import Connect
+
+
+def test_cursors_and_leases_are_text(transport: RedisTransport, raw: Any, epoch: int) -> None:
+    transport.island.lease_shard(["17"], "a/x")
+    transport.merger.commit(epoch, samples.commit([], cursors={"17": (0, 96), "site/3": (2, 0)}))
+    transport.island.register_corpus("site", "1" * 32)
+    assert raw.hgetall(Keys(transport.run).data) == {b"17": b"0:96", b"site/3": b"2:0"}
+    assert raw.hgetall(Keys(transport.run).leases("a")) == {b"17": b"x:0:0"}
+    assert raw.hgetall(Keys(transport.run).corpora) == {b"site": b"1" * 32}
+
+
+def test_an_unreadable_cursor_restarts_at_zero(
+    transport: RedisTransport, raw: Any, epoch: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    raw.hset(Keys(transport.run).data, mapping={"0": b"\xff", "1": "0:8"})
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert transport.reader.cursors() == {"1": (0, 8)}
+    assert len(caplog.records) == 1
+    assert "the cursor of shard 0 cannot be read" in caplog.text
+    assert transport.island.lease_shard(["0", "1"], "a/x") == Place("0", 0, 0)
+    transport.merger.commit(epoch, samples.commit([], cursors={"0": (0, 4)}))
+    assert transport.reader.cursors() == {"0": (0, 4), "1": (0, 8)}
+
+
+def disturb_leases(transport: RedisTransport, disturb: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Call `disturb` with 1, 2, 3, … between each read of the shard fields and the write of the lease."""
+    read, times = data_hash.parse_cursors, iter(range(1, 1000))
+
+    def read_and_disturb(connection: Any, fields: Any) -> Any:
+        found = read(connection, fields)
+        if connection is transport.connection:
+            disturb(next(times))
+        return found
+
+    monkeypatch.setattr(leases, "parse_cursors", read_and_disturb)
+
+
+@pytest.mark.parametrize("cursor", [(0, 64), (1, 0)], ids=["it moves", "its pass ends"])
+@pytest.mark.parametrize("when", [1, 2], ids=["during the choice", "during the lease"])
+def test_a_lease_starts_at_the_cursor_of_a_concurrent_commit(
+    transport: RedisTransport,
+    connections: Connect,
+    epoch: int,
+    monkeypatch: pytest.MonkeyPatch,
+    cursor: tuple[int, int],
+    when: int,
+) -> None:
+    """Otherwise the island would read the sequences again that were just merged."""
+    island = connections()
+
+    def commit_once(n: int) -> None:
+        if n == when:
+            transport.merger.commit(epoch, samples.commit([], cursors={"0": cursor}))
+
+    disturb_leases(island, commit_once, monkeypatch)
+    assert island.island.lease_shard(["0"], "a/x") == Place("0", *cursor)
+    assert island.island.leased(["0"], "a/x") == {"0"}
+
+
+def test_only_a_lease_of_the_same_shard_disturbs_a_lease(
+    transport: RedisTransport, connections: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    island, seen = connections(), []
+
+    def lease_another(n: int) -> None:
+        seen.append(n)
+        transport.island.heartbeat(samples.heartbeat(f"b{n}", incarnation="y"))
+        transport.island.lease_shard(["0" if n == 2 else str(n)], f"b{n}/y")
+
+    disturb_leases(island, lease_another, monkeypatch)
+    assert island.island.lease_shard(["0", "20"], "a/x") == Place("20", 0, 0)
+    assert transport.island.leased(["0"], "b2/y") == {"0"}
+    assert len(seen) == 2 + 3, "a lease of another shard disturbed this one"
+
+
+def test_a_lease_is_given_up_after_repeated_conflicts(
+    transport: RedisTransport, raw: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def disturb(n: int) -> None:
+        seen.append(n)
+        raw.set(Keys(transport.run).taken("0"), f"b/{n}")
+
+    disturb_leases(transport, disturb, monkeypatch)
+    assert transport.island.lease_shard(["0"], "a/x") is None
+    assert len(seen) == 2 * connection.ATTEMPTS, "each attempt reads cursors for the choice and for the lease"
+    assert transport.island.leased(["0"], "a/x") == frozenset()
+
+
+def commands(raw: Any, work: Callable[[], object]) -> int:
+    """Return how many commands the server executes during the work."""
+    before = raw.info("stats")["total_commands_processed"]
+    work()
+    return int(raw.info("stats")["total_commands_processed"] - before)
+
+
+def test_leases_of_many_islands_take_commands_in_proportion(transport: RedisTransport, raw: Any) -> None:
+    """An island that holds its shard reads no claims of others. A lease reads all claims twice."""
+    counts = {}
+    for count in (16, 64):
+        for n in range(count):
+            transport.island.lease_shard([str(n)], f"i{n}/x")
+        who = f"i{count - 1}/x"
+        counts[count] = (
+            commands(raw, partial(transport.island.leased, [str(count - 1)], who)),
+            commands(raw, partial(transport.island.lease_shard, [str(count + 100)], who)),
+        )
+    assert counts[64][0] == counts[16][0]
+    assert counts[64][1] - counts[16][1] == 2 * (64 - 16)
+
+
+@pytest.mark.parametrize("damage", ["lost", "of another type", "of another island"])
+def test_the_mark_of_a_shard_is_only_a_hint(transport: RedisTransport, raw: Any, damage: str) -> None:
+    transport.island.lease_shard(["0"], "a/x")
+    mark = Keys(transport.run).taken("0")
+    assert raw.ttl(mark) > 0
+    raw.delete(mark)
+    if damage == "of another type":
+        raw.rpush(mark, "x")
+    elif damage == "of another island":
+        raw.set(mark, "b/y")
+    assert transport.island.leased(["0"], "a/x") == {"0"}
+    assert raw.get(mark) == b"a/x", "it is set again, so that the next look is short"
+    transport.island.heartbeat(samples.heartbeat("a", incarnation="x"))
+    assert transport.island.lease_shard(["0"], "b/y") is None
+
+
+def test_liveness_is_not_checked_while_shards_are_free(
+    transport: RedisTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[str] = []
+
+    def look(name: str) -> frozenset[str]:
+        looked.append(name)
+        return frozenset()
+
+    for name in ("_live", "_busy"):
+        monkeypatch.setattr(transport.island, name, partial(look, name))
+    shards = ["0", "1", "2"]
+    for n in range(3):
+        assert transport.island.lease_shard(shards[n:], f"a/{n}") == Place(str(n), 0, 0)
+    assert looked == []
+    assert transport.island.lease_shard(shards, "b/y") == Place("0", 0, 0)
+    assert looked == ["_live", "_busy"]  # One query covers all three holders.
+
+
+def test_requests_among_thousands_of_others_are_found(transport: RedisTransport, connections: Connect) -> None:
+    other = connections()
+    for number in range(400):
+        other.island.request_state(f"nobody-{number}/x")
+    for island in ("a", "b"):  # last, because they expire, and the requests may take long
+        transport.island.heartbeat(samples.heartbeat(island, "joining"))
+    other.island.request_state("b/x")
+    assert transport.island.open_requests() == ["b/x"]
+    assert transport.island.promise_answer("b/x", "a/x")
+    assert transport.island.open_requests() == []
