@@ -229,12 +229,12 @@ class Cluster:
                 raise
         self._until(lambda: replica.role() == "master", "the replica to take over")
 
-    def move_slot(self, slot: int, old: Node, new: Node, *, keys_at_once: int = 1) -> None:
+    def move_slot(self, slot: int, old: Node, new: Node) -> None:
         """Move a slot key by key, as `redis-cli --cluster reshard` does it."""
         old_id, new_id = self.ids[old.port], self.ids[new.port]
         new.client.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", old_id)
         old.client.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", new_id)
-        while keys := old.client.execute_command("CLUSTER", "GETKEYSINSLOT", slot, keys_at_once):
+        while keys := old.client.execute_command("CLUSTER", "GETKEYSINSLOT", slot, 1):
             old.client.execute_command("MIGRATE", LOOPBACK, new.port, "", 0, 5000, "AUTH", PASSWORD, "KEYS", *keys)
         for node in (new, old, *self.nodes):
             if node.is_running and node.role() == "master":

@@ -1,6 +1,6 @@
 """Servers for tests: those of this machine, besides the Valkey that an installed package brings, and databases.
 
-The suite brings its own server: on its PATH, `redis-server` and `valkey-server` are programs that the search passes over.
+The suite brings its own server: on its PATH, `redis-server` and `valkey-server` are programs that no search accepts.
 Tests of other servers look for them here, on the PATH that the session began with.
 """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from archipelago.broker.address import with_user
@@ -15,27 +15,17 @@ from archipelago.broker.redis import roles
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.transport import Image
 
-#: How each call of an island says which island makes it. The other calls are the same for all islands.
-_CALLERS: dict[str, Callable[..., str]] = {
-    "publish": lambda contribution, *_: contribution.island,
-    "holds": lambda entry: entry,
-    "record_actions": lambda actions: actions.island,
-    "heartbeat": lambda heartbeat: heartbeat.island,
-    "lease_shard": lambda shards, me: me,
-    "leased": lambda shards, me: me,
-    "lease_evaluation": lambda me, seconds: me,
-    "claim_checkpoint": lambda island: island,
-    "claim_name": lambda island, incarnation: island,
-    "confirm_name": lambda island, claim: island,
-    "request_state": lambda who: who,
-    "promise_answer": lambda who, giver: giver,
-    "hand_over": lambda who, handover, payload: handover.giver,
-    "handed_over": lambda who: who,
-    "withdraw_request": lambda who: who,
-}
+#: The calls whose second argument names the island that makes them. In the other calls it is the first one.
+_SECOND = ("lease_shard", "leased", "promise_answer", "hand_over")
 #: The writes of operators.
 _STEERING = ("steer", "note", "record_evaluation")
-_ANYONE = "anyone"
+
+
+def _caller(call: str, *arguments: Any) -> str:
+    """Return the name of the island that makes a call. Calls that name none are the same for all islands."""
+    says = arguments[call in _SECOND] if arguments else "anyone"
+    text = getattr(says, "island", None) or getattr(says, "giver", None) or says
+    return str(text).partition("/")[0]
 
 
 class Members:
@@ -101,10 +91,9 @@ class _Islands:
         self._members = members
 
     def __getattr__(self, call: str) -> Any:
-        def made(*arguments: Any, **options: Any) -> Any:
-            caller = _CALLERS[call](*arguments) if call in _CALLERS else _ANYONE
-            island = self._members.as_("island", caller.partition("/")[0])
-            return getattr(island.island, call)(*arguments, **options)
+        def made(*arguments: Any) -> Any:
+            island = self._members.as_("island", _caller(call, *arguments))
+            return getattr(island.island, call)(*arguments)
 
         return made
 

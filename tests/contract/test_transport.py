@@ -182,7 +182,7 @@ def test_events_can_be_read_from_any_id(transport: Transport, epoch: int) -> Non
     assert transport.reader.last_event() == START
     transport.merger.announce(epoch, Call(1, 0))
     after_first = transport.reader.last_event()
-    later = [Resume(1, epoch), Marker(1, 0)]
+    later: list[Resume | Marker] = [Resume(1, epoch), Marker(1, 0)]
     transport.merger.announce(epoch, *later)
     assert [event for _, event in transport.reader.events(START, 0.0)] == [Call(1, 0), *later]
     assert [event for _, event in transport.reader.events(after_first, 0.0)] == later

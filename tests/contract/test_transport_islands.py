@@ -1,4 +1,4 @@
-"""What every transport promises to islands: actions, leases on data and on evaluating, names, and each other's state."""
+"""What every transport promises to islands: actions, leases, names, and answers to each other."""
 
 from __future__ import annotations
 

@@ -1,25 +1,26 @@
-"""Each kind of address, end to end: TLS with test certificates, also to clusters and Sentinels, and Unix sockets.
+"""Addresses with TLS, by test certificates, and Unix sockets.
 
 The installed server has no TLS, so a proxy in Python stands before it and ends the encryption. Clusters and Sentinels
-are of the machine's Redis, which has TLS.
+with TLS are in `test_tls_clusters.py`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import json
-import os
 import random
+import select
 import socket
+import socketserver
 import ssl
 import subprocess
 import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,6 @@ from archipelago.broker.errors import BadUrlError, BrokerError, UnreachableError
 from archipelago.broker.redis import client
 from archipelago.broker.redis.bulk import HUGE_FROM_BYTES
 from archipelago.broker.redis.transport import connect
-from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.ops.launch.embedded_redis import Server
 from archipelago.ops.launch.redis_probe import LOOPBACK
 from archipelago.ops.launch.redis_program import find_program
@@ -44,66 +44,63 @@ LARGE = random.Random(0).randbytes(HUGE_FROM_BYTES + 4567)
 # -- the TLS proxy --------------------------------------------------------------------------------------------------
 
 
-class TlsProxy:
-    """Ends the TLS of each connection and forwards it to a server. Answers go out in pieces of odd sizes."""
+class TlsProxy(socketserver.ThreadingTCPServer):
+    """Ends the TLS of each connection and forwards it to a server. Answers go out in pieces of odd sizes.
+
+    Attributes:
+        target: The port of the server.
+        context: The TLS context of the proxy.
+        bytes_left: Bytes of answers that still go through before the connection is cut.
+    """
+
+    daemon_threads = True
 
     def __init__(self, target: int, context: ssl.SSLContext) -> None:
-        self._target, self._context = target, context
-        self._random = random.Random(1)
-        self._tasks: set[asyncio.Task[None]] = set()
-        #: Bytes of answers that still go through before the connection is cut.
-        self.bytes_left = sys.maxsize
+        super().__init__((LOOPBACK, 0), _Forwarding)
+        self.target, self.context, self.bytes_left = target, context, sys.maxsize
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[int]:
         """Serve on a free port."""
-        loop, listening = asyncio.new_event_loop(), socket.create_server((LOOPBACK, 0))
-        loop.set_exception_handler(lambda *_: None)  # Some tests make handshakes fail.
-        serving = loop.run_until_complete(asyncio.start_server(self._serve, sock=listening, ssl=self._context))
-        thread = threading.Thread(target=loop.run_forever)
+        thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
-            yield listening.getsockname()[1]
+            yield self.server_address[1]
         finally:
-            asyncio.run_coroutine_threadsafe(self._end(serving), loop).result()
-            loop.call_soon_threadsafe(loop.stop)
+            self.shutdown()
             thread.join()
-            loop.close()
+            self.server_close()
 
-    async def _end(self, serving: asyncio.Server) -> None:
-        serving.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        back, forth = await asyncio.open_connection(LOOPBACK, self._target)
-        try:
-            ways = [asyncio.ensure_future(self._up(reader, forth)), asyncio.ensure_future(self._down(back, writer))]
-            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-            for way in ways:
-                way.cancel()
-            await asyncio.gather(*ways, return_exceptions=True)
-        finally:
-            for end in (writer, forth):
-                end.transport.abort()
-            self._tasks.discard(task)
+class _Forwarding(socketserver.BaseRequestHandler):
+    server: TlsProxy
 
-    async def _up(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(1 << 16):
-            writer.write(data)
-            await writer.drain()
+    def handle(self) -> None:
+        context: Any = self.server.context
+        with context.wrap_socket(self.request, server_side=True, do_handshake_on_connect=False) as secure:
+            with contextlib.suppress(OSError):  # Some tests make handshakes fail.
+                secure.do_handshake()
+                with socket.create_connection((LOOPBACK, self.server.target)) as back:
+                    self._forward(secure, back)
+            with contextlib.suppress(OSError):
+                secure.shutdown(socket.SHUT_WR)
+                while secure.recv(1 << 16):  # Closing with unread bytes would lose the alert of a refusal.
+                    pass
 
-    async def _down(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(self._random.choice((1, 2, 100, 16_000, 100_000))):
-            self.bytes_left -= len(data)
-            if self.bytes_left < 0:
-                return
-            writer.write(data)
-            await writer.drain()
+    def _forward(self, secure: ssl.SSLSocket, back: socket.socket) -> None:
+        sizes = random.Random(1)
+        while True:
+            ready, _, _ = select.select([secure, back], [], [])
+            if secure in ready:
+                if not (request := secure.recv(1 << 16)):
+                    return
+                back.sendall(request + secure.recv(secure.pending()) if secure.pending() else request)
+            if back in ready:
+                answer = back.recv(sizes.choice((1, 2, 100, 16_000, 100_000)))
+                self.server.bytes_left -= len(answer)
+                if not answer or self.server.bytes_left < 0:
+                    return
+                secure.sendall(answer)
 
 
 def context_of(identity: Identity, asks_for: Identity | None = None) -> ssl.SSLContext:
@@ -116,16 +113,26 @@ def context_of(identity: Identity, asks_for: Identity | None = None) -> ssl.SSLC
     return context
 
 
-def secure_url(server: Server, port: int, host: str = LOOPBACK, **options: object) -> str:
-    """Return the server's address through a proxy."""
-    password = server.url.removeprefix("redis://").partition("@")[0]
-    return f"rediss://{password}@{host}:{port}/0?" + "&".join(f"{key}={value}" for key, value in options.items())
+class Secured:
+    """A proxy before the server that shows the server's certificate, and its addresses."""
+
+    def __init__(self, server: Server, certificates: Certificates) -> None:
+        self.proxy = TlsProxy(server.port, context_of(certificates.server))
+        self._server, self.authority = server, certificates.authority.certificate
+        self.port = 0
+
+    def url(self, host: str = LOOPBACK, port: int = 0, **options: object) -> str:
+        """Return the server's address through this proxy, or through the one at another port."""
+        password = self._server.url.removeprefix("redis://").partition("@")[0]
+        words = "&".join(f"{key}={value}" for key, value in options.items())
+        return f"rediss://{password}@{host}:{port or self.port}/0?{words}"
 
 
-@contextlib.contextmanager
-def secured(server: Server, certificates: Certificates) -> Iterator[str]:
-    with TlsProxy(server.port, context_of(certificates.server)).serving() as port:
-        yield secure_url(server, port, ssl_ca_certs=certificates.authority.certificate, ssl_cert_reqs="required")
+@pytest.fixture(scope="module")
+def secured(server: Server, certificates: Certificates) -> Iterator[Secured]:
+    made = Secured(server, certificates)
+    with made.proxy.serving() as made.port:
+        yield made
 
 
 @contextlib.contextmanager
@@ -144,25 +151,6 @@ def in_the_file_system() -> Iterator[str]:
             process.wait()
 
 
-#: Addresses of several servers, and the fixtures that start these.
-SEVERAL = {"rediss+cluster": "tls_cluster", "rediss+sentinel": "tls_watched"}
-
-
-@pytest.fixture(params=["rediss", "unix", *(pytest.param(kind, marks=pytest.mark.full) for kind in SEVERAL)])
-def url(request: pytest.FixtureRequest, until: Until) -> Iterator[str]:
-    """Return an address of each kind."""
-    reaching: contextlib.AbstractContextManager[str]
-    if request.param == "unix":
-        reaching = in_the_file_system()
-    elif request.param in SEVERAL:
-        reaching = contextlib.nullcontext(request.getfixturevalue(SEVERAL[request.param]).url)
-    else:
-        reaching = secured(request.getfixturevalue("server"), request.getfixturevalue("certificates"))
-    with reaching as found:
-        until(lambda: answers(found), "the server to answer")
-        yield found
-
-
 def answers(url: str) -> bool:
     try:
         connect(url, "anyone").close()
@@ -174,12 +162,16 @@ def answers(url: str) -> bool:
 # -- end to end -----------------------------------------------------------------------------------------------------
 
 
-def test_a_round_through_each_address(url: str) -> None:
+@pytest.mark.parametrize("kind", ["rediss", "unix"])
+def test_a_round_through_each_address(kind: str, secured: Secured, until: Until) -> None:
     """Payloads are large, so that their chunks are read directly from the socket."""
-    assert url.partition(":")[0] in ("rediss", "unix", *SEVERAL)
-    run = f"run-{uuid.uuid4().hex[:8]}"
-    island, merger = connect(url, run), connect(url, run)
-    try:
+    with contextlib.ExitStack() as stack:
+        url = secured.url(ssl_ca_certs=secured.authority, ssl_cert_reqs="required")
+        if kind == "unix":
+            url = stack.enter_context(in_the_file_system())
+            until(lambda: answers(url), "the server to answer")
+        run = f"run-{uuid.uuid4().hex[:8]}"
+        island, merger = (stack.enter_context(closing(connect(url, run))) for _ in range(2))
         manifest = samples.manifest(run, width=WIDTH)
         island.create(manifest, samples.first_snapshots(manifest))
         island.island.heartbeat(samples.heartbeat())
@@ -194,150 +186,70 @@ def test_a_round_through_each_address(url: str) -> None:
         snapshot, payload = island.reader.fragment(0)
         assert (snapshot.version, payload) == (1, LARGE[::-1])
         assert island.reader.books().merged == 1
-        island.island.request_state("a/x")
-        assert merger.island.promise_answer("a/x", "b/y")
-        merger.island.hand_over("a/x", samples.handover(LARGE), LARGE)
-        assert island.island.handed_over("a/x") == (samples.handover(LARGE), LARGE)
-    finally:
-        island.close()
-        merger.close()
 
 
-def test_a_truncated_answer_is_an_outage(server: Server, certificates: Certificates) -> None:
+def test_a_truncated_answer_is_an_outage(secured: Secured) -> None:
     """The connection breaks in the middle of a chunk. The next request gets a whole answer."""
-    proxy = TlsProxy(server.port, context_of(certificates.server))
     run = f"run-{uuid.uuid4().hex[:8]}"
-    with proxy.serving() as port:
-        transport = connect(secure_url(server, port, ssl_ca_certs=certificates.authority.certificate), run)
+    with closing(connect(secured.url(ssl_ca_certs=secured.authority), run)) as transport:
         manifest = samples.manifest(run, width=WIDTH)
         transport.create(manifest, samples.first_snapshots(manifest))
         transport.island.publish(samples.contribution(LARGE), LARGE)
         (header,) = transport.merger.updates(0.0)
-        proxy.bytes_left = len(LARGE) // 2
+        secured.proxy.bytes_left = len(LARGE) // 2
         with pytest.raises(UnreachableError):
             header.with_payload()
-        proxy.bytes_left = sys.maxsize
+        secured.proxy.bytes_left = sys.maxsize
         assert header.with_payload().payload == LARGE
-        transport.close()
-
-
-@pytest.fixture
-def archipelago(corpus: OpenCorpus, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Return a function that starts a command in a process. Its standard error goes to `VERB.log`."""
-    started: list[subprocess.Popen[str]] = []
-
-    def start(verb: str, *arguments: str) -> subprocess.Popen[str]:
-        with (tmp_path / f"{verb}.log").open("w") as log:
-            command = [sys.executable, "-P", "-m", "archipelago.ops", verb, *arguments]
-            started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=os.environ))
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
-
-
-@pytest.mark.full
-@pytest.mark.processes
-def test_a_run_through_each_address(
-    url: str, archipelago: Callable[..., subprocess.Popen[str]], tmp_path: Path, until: Until
-) -> None:
-    run = f"run-{uuid.uuid4().hex[:8]}"
-    small = ["--data.sequence-length=32", "--data.batch-size=4", "--data.shards=8", "--data.held-out-sequences=32"]
-    settings = [*small, "--data.corpus=small-text", "--inner.steps=100000", "--sync.interval=12"]
-    made = archipelago("init", url, "--run", run, *settings)
-    assert made.wait() == 0, (tmp_path / "init.log").read_text()
-    archipelago("merger", url, "--run", run)
-    island = archipelago("island", url, "--run", run)
-    look = connect(url, run)
-    until(lambda: look.reader.books().merged >= 4, "some rounds")
-    look.close()
-    status = archipelago("status", url, "--run", run, "--json")
-    assert json.loads(status.communicate()[0])["live"] == 1
-    island.terminate()
-    assert island.wait() == 0, (tmp_path / "island.log").read_text()
-    for log in tmp_path.glob("*.log"):
-        assert "Traceback" not in log.read_text()
 
 
 # -- refusals -------------------------------------------------------------------------------------------------------
 
 
-def test_a_server_with_an_untrusted_certificate_is_refused(server: Server, certificates: Certificates) -> None:
-    with TlsProxy(server.port, context_of(certificates.stranger)).serving() as port:
-        with failing(BrokerError, "broker.certificate") as caught:
-            connect(secure_url(server, port, ssl_ca_certs=certificates.authority.certificate), "run")
-        assert not isinstance(caught.value, UnreachableError), "a retry cannot help"
-        connect(secure_url(server, port, ssl_ca_certs=certificates.stranger.certificate), "run").close()
-        connect(secure_url(server, port, ssl_cert_reqs="none"), "run").close()
+def test_a_certificate_must_be_of_the_host_and_of_a_trusted_authority(
+    secured: Secured, certificates: Certificates, tmp_path: Path
+) -> None:
+    authority, other = secured.authority, certificates.stranger.certificate
+    with TlsProxy(secured.proxy.target, context_of(certificates.stranger)).serving() as stranger:
+        for wrong in (
+            secured.url(port=stranger, ssl_ca_certs=authority),
+            secured.url(),  # A private authority must be named.
+            secured.url(host="localhost", ssl_ca_certs=authority),
+        ):
+            with failing(BrokerError, "broker.certificate") as caught:
+                connect(wrong, "run")
+            assert not isinstance(caught.value, UnreachableError), "a retry cannot help"
+        for good in (
+            secured.url(port=stranger, ssl_ca_certs=other),
+            secured.url(port=stranger, ssl_cert_reqs="none"),
+            secured.url(host="localhost", ssl_ca_certs=authority, ssl_check_hostname=False),
+        ):
+            connect(good, "run").close()
 
 
-def test_a_private_authority_must_be_named(server: Server, certificates: Certificates) -> None:
-    with (
-        TlsProxy(server.port, context_of(certificates.server)).serving() as port,
-        failing(BrokerError, "broker.certificate"),
-    ):
-        connect(secure_url(server, port), "run")
+@pytest.mark.processes
+def test_a_command_reports_an_untrusted_certificate_as_a_user_error(secured: Secured) -> None:
+    command = [sys.executable, "-P", "-m", "archipelago.ops", "status", secured.url(), "--run", "run"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
 
 
-def test_a_certificate_of_another_host_is_refused(server: Server, certificates: Certificates) -> None:
-    authority = certificates.authority.certificate
-    with TlsProxy(server.port, context_of(certificates.server)).serving() as port:
-        with failing(BrokerError, "broker.certificate"):
-            connect(secure_url(server, port, host="localhost", ssl_ca_certs=authority), "run")
-        url = secure_url(server, port, host="localhost", ssl_ca_certs=authority, ssl_check_hostname=False)
-        connect(url, "run").close()
-
-
-def test_a_server_may_ask_for_a_client_certificate(server: Server, certificates: Certificates) -> None:
-    authority = certificates.authority.certificate
+def test_a_server_may_ask_for_a_client_certificate(secured: Secured, certificates: Certificates) -> None:
     context = context_of(certificates.server, asks_for=certificates.authority)
-    with TlsProxy(server.port, context).serving() as port:
-        connect(secure_url(server, port, ssl_ca_certs=authority) + shown(certificates.island), "run").close()
-    for wrong in ("", shown(certificates.stranger)):
-        with one_handshake(context) as port, failing(BrokerError, "broker.tls") as caught:
-            connect(secure_url(server, port, ssl_ca_certs=authority) + wrong, "run")
-        assert not isinstance(caught.value, UnreachableError)
+    island, stranger = certificates.island, certificates.stranger
+    with TlsProxy(secured.proxy.target, context).serving() as port:
+        url = secured.url(port=port, ssl_ca_certs=secured.authority)
+        connect(f"{url}&ssl_certfile={island.certificate}&ssl_keyfile={island.key}", "run").close()
+        for wrong in ("", f"&ssl_certfile={stranger.certificate}&ssl_keyfile={stranger.key}"):
+            with failing(BrokerError, "broker.tls") as caught:
+                connect(url + wrong, "run")
+            assert not isinstance(caught.value, UnreachableError)
 
 
-def shown(identity: Identity) -> str:
-    return f"&ssl_certfile={identity.certificate}&ssl_keyfile={identity.key}"
-
-
-@contextlib.contextmanager
-def one_handshake(context: ssl.SSLContext) -> Iterator[int]:
-    """Accept one connection and send the TLS alert if it is refused, which asyncio does not."""
-    with socket.create_server((LOOPBACK, 0)) as listening:
-
-        def take() -> None:
-            bare, _ = listening.accept()
-            with context.wrap_socket(bare, server_side=True, do_handshake_on_connect=False) as secure:
-                with contextlib.suppress(ssl.SSLError):
-                    secure.do_handshake()
-                with contextlib.suppress(OSError):
-                    secure.shutdown(socket.SHUT_WR)
-                    while secure.recv(1 << 16):  # Closing with unread bytes would lose the alert.
-                        pass
-
-        thread = threading.Thread(target=take)
-        thread.start()
-        try:
-            yield listening.getsockname()[1]
-        finally:
-            thread.join()
-
-
-def test_a_server_without_tls(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits for the end of a line that never comes."""
-    monkeypatch.setattr(client, "SOCKET_SECONDS", 0.5)
-    with failing(UnreachableError):
-        connect(secure_url(server, server.port), "run")
-
-
-def test_a_server_of_another_protocol() -> None:
+def test_a_server_of_another_protocol(server: Server, secured: Secured, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BrokerError):
+        connect(f"redis://{LOOPBACK}:{secured.port}", "run")
     with socket.create_server((LOOPBACK, 0)) as listening:
 
         def greet() -> None:
@@ -352,41 +264,24 @@ def test_a_server_of_another_protocol() -> None:
             connect(f"rediss://{LOOPBACK}:{listening.getsockname()[1]}", "run")
         thread.join()
     assert not isinstance(caught.value, UnreachableError)
+    monkeypatch.setattr(client, "SOCKET_SECONDS", 0.2)
+    with failing(UnreachableError):  # A server without TLS waits for the end of a line that never comes.
+        connect(secured.url(port=server.port), "run")
 
 
-def test_a_server_with_tls_only(server: Server, certificates: Certificates) -> None:
-    with TlsProxy(server.port, context_of(certificates.server)).serving() as port, pytest.raises(BrokerError):
-        connect(f"redis://{LOOPBACK}:{port}", "run")
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
+def test_bad_options_of_an_address_are_refused(server: Server, tmp_path: Path) -> None:
+    empty = tmp_path / "empty.pem"
+    empty.touch()
+    for options in (
         "ssl_ca_certs=/none/ca.pem",
-        "ssl_ca_certs={folder}",
-        "ssl_ca_certs={empty}",
+        f"ssl_ca_certs={tmp_path}",
+        f"ssl_ca_certs={empty}",
         "ssl_certfile=/none/island.pem",
         "ssl_keyfile=/none/island.key",
-        "ssl_certfile={empty}",
+        f"ssl_certfile={empty}",
         "ssl_cert_reqs=maybe",
         "ssl_min_version=3",
         "ssl_nonsense=1",
-    ],
-)
-def test_bad_options_of_an_address_are_refused(server: Server, tmp_path: Path, options: str) -> None:
-    empty = tmp_path / "empty.pem"
-    empty.touch()
-    with pytest.raises(BadUrlError):
-        connect(f"rediss://{LOOPBACK}:{server.port}?" + options.format(folder=tmp_path, empty=empty), "run")
-
-
-@pytest.mark.processes
-def test_commands_report_an_untrusted_certificate_as_a_user_error(
-    server: Server, certificates: Certificates, archipelago: Callable[..., subprocess.Popen[str]], tmp_path: Path
-) -> None:
-    with TlsProxy(server.port, context_of(certificates.stranger)).serving() as port:
-        url = secure_url(server, port, ssl_ca_certs=certificates.authority.certificate)
-        for verb in ("status", "island", "merger"):
-            assert archipelago(verb, url, "--run", "run").wait() == 2
-            said = (tmp_path / f"{verb}.log").read_text()
-            assert "Traceback" not in said
+    ):
+        with pytest.raises(BadUrlError):
+            connect(f"rediss://{LOOPBACK}:{server.port}?{options}", "run")

@@ -1,14 +1,10 @@
-"""Clusters and Sentinels that speak TLS only: redirections, replicas, certificates of a name, and mistakes.
-
-A round and a whole run through each of them are in `test_addresses.py`.
-"""
+"""Clusters and Sentinels that speak TLS only: rounds, redirections, replicas, certificates of a name, and mistakes."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path
 
 import pytest
 from redis.crc import key_slot
@@ -21,7 +17,7 @@ from archipelago.ops.launch.redis_probe import LOOPBACK
 from archipelago.ops.watch.doctor.main import check_server
 from tests import samples
 from tests.certificates import Certificates, Identity, signed
-from tests.clusters import PASSWORD, Cluster, Tls, Watched
+from tests.clusters import PASSWORD, Cluster, Watched
 from tests.conftest import Until
 from tests.failing import failing
 
@@ -103,30 +99,6 @@ def test_a_round_follows_its_slot_and_payloads_come_from_a_replica(
         until(is_read, "the payload from the replica")
 
 
-def test_a_round_follows_the_primary_that_sentinels_choose(tls: Tls, tmp_path: Path, until: Until) -> None:
-    watched = Watched(tmp_path / "watched", until, tls=tls)
-    try:
-        with begun(watched.url) as run:
-            run.merge(NEW)
-            until(watched.is_copied, "the replica to have the round")
-            watched.sentinels[0].client.execute_command("SENTINEL", "FAILOVER", "mine")
-            until(lambda: watched.replica.role() == "master", "the Sentinels to promote the replica")
-            watched.primary.kill()
-            until(run.goes_on, "the connections to follow the primary")
-            run.merge(NEWER, THIRD)
-    finally:
-        watched.end()
-
-
-@pytest.mark.parametrize("kind", ["tls_cluster", "tls_watched"])
-def test_doctor_looks_at_each_server(kind: str, request: pytest.FixtureRequest) -> None:
-    url = request.getfixturevalue(kind).url
-    with begun(url) as run:
-        found = check_server(url, run.name, 0.0).findings
-    assert {"topology.ok", "encryption.ok", "password.ok", "rights.ok"} <= {each.code for each in found}
-    assert not [each.what for each in found if each.level == "problem"]
-
-
 @contextmanager
 def certified(cluster: Cluster, identity: Identity) -> Iterator[None]:
     """Let all nodes show another certificate."""
@@ -165,9 +137,12 @@ def key_of(cluster: Cluster, port: int) -> str:
     return next(key for key in map(str, range(10_000)) if cluster.holder(key).port == port)
 
 
-@pytest.mark.parametrize("kind", ["tls_cluster", "tls_watched"])
-def test_a_mistake_about_tls_is_told(kind: str, request: pytest.FixtureRequest, certificates: Certificates) -> None:
-    url = request.getfixturevalue(kind).url
+def check_mistakes(url: str, certificates: Certificates) -> None:
+    """Check that doctor finds no problem at an address, and that mistakes about its TLS are told."""
+    with begun(url) as run:
+        found = check_server(url, run.name, 0.0).findings
+    assert {"topology.ok", "encryption.ok", "password.ok", "rights.ok"} <= {each.code for each in found}
+    assert not [each.what for each in found if each.level == "problem"]
     option = f"ssl_ca_certs={certificates.authority.certificate}"
     for wrong in ("", f"ssl_ca_certs={certificates.stranger.certificate}"):
         with failing(BrokerError, "broker.certificate") as caught:
@@ -182,8 +157,23 @@ def test_a_mistake_about_tls_is_told(kind: str, request: pytest.FixtureRequest, 
     assert "ssl_" in caught.value.what.replace(option, "") and PASSWORD not in str(caught.value)
 
 
-def test_sentinels_that_refuse_the_password_are_told(tls_watched: Watched) -> None:
-    url = tls_watched.url.replace(f"sentinel_password={PASSWORD}", "sentinel_password=wrong")
+def test_mistakes_about_a_cluster_are_told(tls_cluster: Cluster, certificates: Certificates) -> None:
+    check_mistakes(tls_cluster.url, certificates)
+
+
+def test_a_round_follows_the_primary_that_sentinels_choose(
+    tls_watched: Watched, certificates: Certificates, until: Until
+) -> None:
+    check_mistakes(tls_watched.url, certificates)
+    wrong = tls_watched.url.replace(f"sentinel_password={PASSWORD}", "sentinel_password=wrong")
     with failing(BrokerError, "broker.access") as caught:
-        connect(url, "any")
+        connect(wrong, "any")
     assert not isinstance(caught.value, UnreachableError) and "sentinel_password" in caught.value.remedy
+    with begun(tls_watched.url) as run:
+        run.merge(NEW)
+        until(tls_watched.is_copied, "the replica to have the round")
+        tls_watched.sentinels[0].client.execute_command("SENTINEL", "FAILOVER", "mine")
+        until(lambda: tls_watched.replica.role() == "master", "the Sentinels to promote the replica")
+        tls_watched.primary.kill()
+        until(run.goes_on, "the connections to follow the primary")
+        run.merge(NEWER, THIRD)

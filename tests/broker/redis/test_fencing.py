@@ -1,34 +1,20 @@
-"""The fenced write: lost epochs, broken connections, other instances, full servers, round trips and one hash tag."""
+"""The fenced write: lost epochs, broken connections, other instances, full servers, and round trips."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from redis.connection import AbstractConnection
 
 from archipelago.broker.errors import BrokerError, FencedError, UnreachableError
 from archipelago.broker.messages import Call, Pending
-from archipelago.broker.redis import chunks
-from archipelago.broker.redis.keys import REGISTRY, Keys
+from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.transport import RedisTransport
 from archipelago.broker.transport import START
 from tests import samples
-from tests.broker.redis.stored_keys import (
-    LARGE,
-    REFUSAL,
-    WIDTH,
-    Connect,
-    chunk_keys,
-    is_chunk,
-    keys,
-    lasting_chunks,
-    wanted_chunks,
-    with_payloads,
-)
+from tests.broker.redis.stored_keys import LARGE, Connect, chunk_keys, with_payloads
 from tests.failing import failing
 
 
@@ -193,96 +179,3 @@ def test_an_older_merger_neither_trims_nor_renews_at_a_full_server(
     with failing(FencedError):
         transport.merger._trim_when_full(epoch, [entry], transport.updates.look([entry]), {})
     assert transport.reader.books().kept == 1
-
-
-# -- keys ---------------------------------------------------------------------------------------------------------
-
-
-def test_only_the_expected_keys_remain(transport: RedisTransport, raw: Any, epoch: int) -> None:
-    run = transport.run
-    assert lasting_chunks(raw, run) == chunk_keys(raw, run) == wanted_chunks(raw, run)
-    transport.island.heartbeat(samples.heartbeat())
-    entries: list[str] = []
-    for number in range(1, 7):
-        for sequence in (2 * number, 2 * number + 1):
-            transport.island.publish(samples.contribution(LARGE, sequence=sequence, round=number), LARGE)
-        merged, refused = transport.merger.updates(0.0)
-        transport.merger.announce(epoch, Call(number, transport.reader.manifest().fragment_of(number)))
-        commit = samples.commit([merged.entry], LARGE[::-1], number, outer=LARGE * 2)
-        p = (number - 1) % 2
-        commit = replace(commit, snapshot=replace(commit.snapshot, fragment=p), tape=replace(commit.tape, fragment=p))
-        transport.merger.commit(epoch, replace(commit, cursors={"0": (0, number)}))
-        transport.merger.refuse(epoch, [(refused.entry, REFUSAL)])
-        transport.island.record_actions(samples.actions(number))
-        entries.append(merged.entry)
-    transport.island.claim_checkpoint("a")
-    transport.merger.trim(epoch, entries, transport.merger.actions(START)[-2][0])
-    wanted = wanted_chunks(raw, run)
-    assert len(wanted) == 2 * (3 + 5)
-    assert lasting_chunks(raw, run) == wanted
-    names = {key.removeprefix(f"{{{run}:s0}}:") for key in keys(raw, run) if not is_chunk(key)}
-    assert names == {
-        "manifest", "islands", "island:a", "updates:a", "snapshots", "tape", "lease", "epoch", "state", "books",
-        "head:0", "head:1", "fragment:0", "fragment:1", "outer:0", "outer:1", "data", "actions:a",
-    }  # fmt: skip
-    replaced = chunk_keys(raw, run) - wanted
-    assert replaced  # A reader may still be reading them.
-    assert all(0 < raw.ttl(key) <= chunks.PREVIOUS_SECONDS for key in replaced)
-    assert raw.sismember(REGISTRY, run)
-
-
-class Spying:
-    """A client that records which keys each of its transactions names."""
-
-    def __init__(self, inner: Any) -> None:
-        self._client = inner
-        self.transactions: list[set[str]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)
-
-    def pipeline(self, transaction: bool) -> Any:
-        made = self._client.pipeline(transaction=transaction)
-        if transaction:
-            self.transactions.append(set())
-            for name in ("watch", "delete", "hset", "unlink", "xadd", "set", "expire", "persist", "hincrby", "hdel",
-                         "hsetnx", "xack", "xdel", "xtrim", "xgroup_create", "sadd", "get", "hget", "hgetall",
-                         "exists", "hexists"):  # fmt: skip
-                setattr(made, name, partial(self._named, getattr(made, name), self.transactions[-1]))
-        return made
-
-    @staticmethod
-    def _named(call: Callable[..., Any], keys: set[str], *args: Any, **kwargs: Any) -> Any:
-        many = call.__name__ in ("watch", "delete", "unlink")
-        keys |= set(args if many else args[:1])
-        return call(*args, **kwargs)
-
-
-def test_the_keys_of_each_transaction_share_one_hash_tag(connections: Connect) -> None:
-    """A Redis cluster refuses transactions over several hash tags."""
-    base = connections()
-    spying = Spying(base.connection.redis)
-    transport = RedisTransport(cast(Any, spying), base.run)
-    manifest = samples.manifest(transport.run, width=WIDTH)
-    transport.restore(samples.image(manifest, [(samples.contribution(LARGE), LARGE)], outer=LARGE))
-    island, merger = transport.island, transport.merger
-    epoch = merger.acquire("merger", 60.0)
-    assert epoch is not None
-    merger.renew(epoch, "merger", 60.0)
-    island.lease_shard(["0"], "a/x")
-    entries = [island.publish(samples.contribution(LARGE, sequence=n), LARGE, samples.actions(n)) for n in (1, 2)]
-    merger.updates(0.0)
-    merger.refuse(epoch, [(entries[1], REFUSAL)])
-    commit = samples.commit([entries[0]], LARGE, 3, cursors={"0": (1, 0)})
-    merger.commit(epoch, replace(commit, outer=LARGE, difference=LARGE))
-    merger.announce(epoch, Call(1, 0))
-    merger.trim(epoch, [entries[0]], merger.actions(START)[0][0])
-    transport.reader.steer({"merging": "paused", "checkpoint": ""})
-    island.request_state("b/y")
-    island.promise_answer("b/y", "a/x")
-    island.hand_over("b/y", samples.handover(LARGE), LARGE)
-    island.withdraw_request("b/y")
-    merger.release(epoch)
-    named = [keys for keys in spying.transactions if keys]
-    assert len(named) >= 12
-    assert {key.partition("}")[0] for keys in named for key in keys} == {f"{{{base.run}:s0"}

@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-import logging
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import pytest
 import redis
 
 from archipelago.broker.errors import BadUrlError
-from archipelago.broker.redis import chunks, replica
-from archipelago.broker.redis.bulk import read_joined
-from archipelago.broker.redis.replica import Replica, replica_at
+from archipelago.broker.redis import replica
+from archipelago.broker.redis.client import client_at
+from archipelago.broker.redis.replica import Replica
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.ops.launch.embedded_redis import Server, start_server
 from tests import samples
+from tests.conftest import Until
 from tests.failing import failing
 
-Until = Callable[..., None]
+pytestmark = pytest.mark.usefixtures("small_chunks")
+
 PAYLOAD = bytes(range(256)) * 20
 #: As many bytes as PAYLOAD.
 OTHER = PAYLOAD[::-1]
-
-
-@pytest.fixture(autouse=True)
-def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1024)
-    monkeypatch.setattr(chunks, "INLINE_BYTES", 512)
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +45,7 @@ class Pair:
         manifest = samples.manifest(self.run, width=64)
         self.merger.create(manifest, samples.first_snapshots(manifest))
         self.raw: Any = redis.Redis.from_url(primary.url)
+        self.raw.config_set("repl-diskless-sync-delay", 0)
         self.raw_second: Any = redis.Redis.from_url(second.url)
         self.follow()
         # The first replica begins a new history of the server, so the lease is taken afterwards.
@@ -122,10 +118,9 @@ def test_a_replica_that_lags_is_passed_by_with_one_line(pair: Pair, caplog: pyte
     pair.caught_up()
     pair.part()
     pair.commit()
-    with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            assert pair.island.reader.fragment(0)[1] == PAYLOAD
-            assert pair.island.reader.difference(0, 1) == PAYLOAD
+    for _ in range(3):
+        assert pair.island.reader.fragment(0)[1] == PAYLOAD
+        assert pair.island.reader.difference(0, 1) == PAYLOAD
     assert (passed_by(caplog), pair.replica.bytes) == (1, 0)
     pair.follow()
     pair.caught_up()
@@ -133,50 +128,55 @@ def test_a_replica_that_lags_is_passed_by_with_one_line(pair: Pair, caplog: pyte
     assert pair.replica.bytes == len(PAYLOAD), "a replica that has caught up is read again"
 
 
-@pytest.mark.parametrize("damage", ["wrong", "cut", "of another type"])
-def test_a_wrong_payload_of_a_replica_is_never_returned(
-    pair: Pair, caplog: pytest.LogCaptureFixture, damage: str
-) -> None:
+def test_a_wrong_payload_of_a_replica_is_never_returned(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     pair.commit()
     pair.caught_up()
     pair.part()
-    for key in pair.raw_second.scan_iter(match=f"*{pair.run}*:m:f0.1.*"):
-        size = pair.raw_second.strlen(key)
-        pair.raw_second.delete(key)
-        if damage == "of another type":
-            pair.raw_second.rpush(key, "x")
-        else:
-            pair.raw_second.set(key, OTHER[: size if damage == "wrong" else size - 1])
-    arrived: list[bytes] = []
-    with caplog.at_level(logging.WARNING):
-        assert pair.island.reader.fragment(0, lambda payload: arrived.append(bytes(payload)))[1] == PAYLOAD
-    assert (passed_by(caplog), pair.replica.bytes) == (1, 0)
-    sizes = [len(payload) for payload in arrived]
-    begins = [i for i in range(1, len(sizes)) if sizes[i] <= sizes[i - 1]]  # the reading from the primary
-    assert len(begins) <= 1, "what is decoded begins anew once"
-    assert arrived[-1] == PAYLOAD
-    assert all(PAYLOAD.startswith(payload) for payload in arrived[(begins or [0])[0] :])
+    chunks = list(pair.raw_second.scan_iter(match=f"*{pair.run}*:m:f0.1.*"))
+    sizes = {key: pair.raw_second.strlen(key) for key in chunks}
+    for damage in ("wrong", "cut", "of another type"):
+        for key in chunks:
+            pair.raw_second.delete(key)
+            if damage == "of another type":
+                pair.raw_second.rpush(key, "x")
+            else:
+                pair.raw_second.set(key, OTHER[: sizes[key] if damage == "wrong" else sizes[key] - 1])
+        arrived: list[bytes] = []
+        assert pair.island.reader.fragment(0, lambda payload: arrived.append(bytes(payload)))[1] == PAYLOAD  # noqa: B023
+        lengths = [len(payload) for payload in arrived]
+        begins = [i for i in range(1, len(lengths)) if lengths[i] <= lengths[i - 1]]  # the reading from the primary
+        assert len(begins) <= 1, f"{damage}: what is decoded begins anew once"
+        assert arrived[-1] == PAYLOAD
+        assert all(PAYLOAD.startswith(payload) for payload in arrived[(begins or [0])[0] :])
+    assert (passed_by(caplog), pair.replica.bytes) == (2, 0), "another digest, and a payload that is not there"
+
+
+class Counting:
+    """A client that counts how often a connection is taken."""
+
+    def __init__(self, client: Any) -> None:
+        self._client, self.asked = client, 0
+        self.close = client.close
+
+    @property
+    def connection_pool(self) -> Any:
+        self.asked += 1
+        return self._client.connection_pool
 
 
 def test_a_replica_that_is_away_is_not_asked_for_a_while(
-    pair: Pair, caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     pair.commit()
     now = [0.0]
     with start_server(tmp_path / "away") as other:
-        away = replica_at(other.url)
-    away._clock = lambda: now[0]
-    pair.island.chunks.replica = away
-    asked: list[float] = []
-
-    def counted(*arguments: Any) -> bytes | None:
-        asked.append(now[0])
-        return read_joined(*arguments)
-
-    monkeypatch.setattr("archipelago.broker.redis.replica.read_joined", counted)
-    with caplog.at_level(logging.WARNING):
-        for now[0] in (0.0, 1.0, replica.PAUSE_SECONDS + 1.0):
-            assert pair.island.reader.fragment(0)[1] == PAYLOAD
+        client = Counting(client_at(other.url))
+    pair.island.chunks.replica = Replica(cast(Any, client), "away", lambda: now[0])
+    asked = []
+    for now[0] in (0.0, 1.0, replica.PAUSE_SECONDS + 1.0):
+        before = client.asked
+        assert pair.island.reader.fragment(0)[1] == PAYLOAD
+        asked += [now[0]] * (client.asked > before)
     assert asked == [0.0, replica.PAUSE_SECONDS + 1.0]
     assert passed_by(caplog) == 1
 

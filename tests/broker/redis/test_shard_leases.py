@@ -1,4 +1,4 @@
-"""Leases on data and requests for state in Redis: their keys, races between islands, and the commands that they take."""
+"""Leases on data and requests for state in Redis: their keys, races between islands, and their commands."""
 
 from __future__ import annotations
 

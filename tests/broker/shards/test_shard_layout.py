@@ -68,10 +68,6 @@ def test_announcements_get_the_numbers_of_the_run() -> None:
     assert layout.event_in_run(0, Marker(1, 0)) == Marker(1, 0)
     first = layout.in_run(1, snapshot(0, 1, 0))
     assert (first.round, first.fragment) == (0, 2)
-
-
-def test_a_refusal_of_a_fragment_that_does_not_exist_is_no_error() -> None:
-    layout = Layout(((0, 3), (1, 2)))
-    found = layout.event_in_run(1, Refusal("a", "x", 0, 2, 77, 5, "no such fragment"))
-    assert isinstance(found, Refusal)
-    assert (found.round, found.fragment) == (3, 2)
+    refused = layout.event_in_run(1, Refusal("a", "x", 0, 2, 77, 5, "a fragment that does not exist"))
+    assert isinstance(refused, Refusal)
+    assert (refused.round, refused.fragment) == (3, 2)

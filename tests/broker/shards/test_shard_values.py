@@ -25,21 +25,16 @@ from tests import samples
 LAYOUT = Layout(((0, 3), (1, 2)))
 
 
-@pytest.mark.parametrize(
-    ("home", "other", "merged"),
-    [
+def test_a_cursor_is_where_all_shards_have_merged() -> None:
+    for home, other, merged in (
         ((0, 40), (0, 30), (0, 30)),
         ((0, 40), (0, 50), (0, 40)),
         ((1, 8), (1, 9), (1, 8)),
         ((1, 8), (0, 50), (1, 0)),  # the other shard of the run has not come to this pass
         ((1, 8), (2, 3), (1, 8)),
         ((0, 40), None, (0, 0)),
-    ],
-)
-def test_a_cursor_is_where_all_shards_have_merged(
-    home: tuple[int, int], other: tuple[int, int] | None, merged: tuple[int, int]
-) -> None:
-    assert merged_everywhere([{"0": home}, {"0": other} if other else {}]) == {"0": merged}
+    ):
+        assert merged_everywhere([{"0": home}, {"0": other} if other else {}]) == {"0": merged}, (home, other)
 
 
 def test_counts_of_the_mergers_are_added_up() -> None:
@@ -49,14 +44,10 @@ def test_counts_of_the_mergers_are_added_up() -> None:
     assert found["island_tokens"] == {"a": 7, "b": 1}
     assert (found["refused"], found["lowered_tokens"]) == ({"late": 1}, 3)
     assert found["covered"] == min(LAYOUT.run_round(0, 3), LAYOUT.run_round(1, 1))
-
-
-def test_states_that_cannot_be_read_count_nothing() -> None:
     assert combined_state({0: "", 1: ""}, LAYOUT) == ""
-    found = json.loads(
-        combined_state({0: "[1]", 1: json.dumps({"island_tokens": "x", "covered": -1, "refused": None})}, LAYOUT)
-    )
-    assert (found["island_tokens"], found["refused"], found["covered"]) == ({}, {}, 0)
+    nonsense = json.dumps({"island_tokens": "x", "covered": -1, "refused": None})
+    found = json.loads(combined_state({0: "[1]", 1: nonsense}, LAYOUT))
+    assert (found["island_tokens"], found["refused"], found["covered"]) == ({}, {}, 0), "unreadable ones count nothing"
 
 
 class Tape:
@@ -78,23 +69,15 @@ def test_the_rounds_of_a_shard_stay_in_order_when_a_merger_with_a_slower_clock_t
     assert [entry.round for entry in ShardedReader(readers, manifest).tape(2)] == [4, 9]
 
 
-def test_one_merger_of_all_shards_is_named_once() -> None:
-    found = combined_status([MergerStatus("m", 3, 4.0, 1.0), MergerStatus("m", 2, 2.0, 9.0)])
-    assert found is not None
-    assert (found.holder, found.epoch, found.lease_seconds, found.still_seconds) == ("m", 3, 2.0, 9.0)
-
-
 def test_mergers_are_named_with_their_shards() -> None:
-    found = combined_status([MergerStatus("m"), MergerStatus("n"), MergerStatus("m")])
-    assert found is not None
-    assert found.holder == "m (shards 0 and 2), n (shard 1)"
-
-
-def test_a_shard_without_a_merger_leaves_the_run_without_one() -> None:
-    found = combined_status([MergerStatus("m"), MergerStatus("")])
-    assert found is not None
-    assert (found.holder, found.unserved, found.holders) == ("", (1,), {"m": [0]})
-    assert holders_in_words(found) == "m (shard 0)"
+    one = combined_status([MergerStatus("m", 3, 4.0, 1.0), MergerStatus("m", 2, 2.0, 9.0)])
+    two = combined_status([MergerStatus("m"), MergerStatus("n"), MergerStatus("m")])
+    none = combined_status([MergerStatus("m"), MergerStatus("")])
+    assert one is not None and two is not None and none is not None
+    assert (one.holder, one.epoch, one.lease_seconds, one.still_seconds) == ("m", 3, 2.0, 9.0)
+    assert two.holder == "m (shards 0 and 2), n (shard 1)"
+    assert (none.holder, none.unserved, none.holders) == ("", (1,), {"m": [0]}), "a shard is without a merger"
+    assert holders_in_words(none) == "m (shard 0)"
     assert combined_status([MergerStatus("m"), None]) is None
 
 
@@ -110,10 +93,10 @@ class _Served:
         return self._served
 
 
-@pytest.mark.parametrize("home", [True, False])
-def test_a_further_shard_that_is_away_is_not_served(home: bool) -> None:
+def test_a_further_shard_that_is_away_is_not_served() -> None:
     manifest = replace(samples.manifest(), shards=2)
-    readers = [cast(ReaderClient, _Served(served)) for served in (home, None)]
-    assert ShardedReader(readers, manifest).is_served() is home
-    with pytest.raises(UnreachableError):
-        ShardedReader(readers[::-1], manifest).is_served()
+    for home in (True, False):
+        readers = [cast(ReaderClient, _Served(served)) for served in (home, None)]
+        assert ShardedReader(readers, manifest).is_served() is home
+        with pytest.raises(UnreachableError):
+            ShardedReader(readers[::-1], manifest).is_served()

@@ -50,6 +50,7 @@ def run() -> WholeRun:
 @pytest.fixture
 def link(run: WholeRun, monkeypatch: pytest.MonkeyPatch) -> Iterator[Link]:
     monkeypatch.setattr(link_module, "HEARTBEAT_SECONDS", 0.01)
+    monkeypatch.setattr(link_module, "BLOCK_SECONDS", 0.01)
     manifest = run.reader.manifest()
     made = Link(run, manifest, "a/x", shard_order(manifest.config.data.shards, manifest.config.seed))
     made.join()

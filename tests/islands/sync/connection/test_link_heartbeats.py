@@ -1,0 +1,252 @@
+"""What a link does with each heartbeat: leases shards ahead, answers newcomers, and notices that its name is taken."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from archipelago.broker.corpus_shards import Place
+from archipelago.broker.errors import UnreachableError
+from archipelago.islands.inner import require_sound
+from archipelago.islands.sync.connection.link import FRESH_SECONDS
+from archipelago.islands.sync.connection.serving import REMIND_SECONDS
+from archipelago.islands.sync.recovery import StateForPeer
+from archipelago.islands.sync.state_tree import decode
+from tests import samples
+from tests.harness import tiny
+from tests.islands.sync.connection.link_run import Harness, heartbeat, raising, send, shards_of
+
+SHARDS = shards_of(samples.manifest())
+
+# -- shards --------------------------------------------------------------------------------------------------------
+
+
+def test_one_shard_is_leased_ahead_for_each_island(harness: Harness) -> None:
+    one, other = harness.link("a/x"), harness.link("b/y")
+    assert one.lease() is None
+    found: list[Place] = []
+    for _ in range(3):
+        for link in (one, other):
+            heartbeat(link)
+            place = link.lease()
+            assert place is not None
+            assert link.lease() is None  # the next heartbeat leases another one
+            found.append(place)
+    assert [place.cursor for place in found] == [(0, 0)] * 6
+    assert [place.shard for place in found[:2]] == SHARDS[:2]
+    assert len({place.shard for place in found}) == 6
+
+
+def test_only_an_island_that_joins_or_trains_leases_shards(harness: Harness) -> None:
+    link = harness.link()
+    for state, leases in (("leaving", False), ("joining", True), ("training", True), ("leaving", False)):
+        heartbeat(link, state)
+        assert (link.lease() is not None) is leases, state
+
+
+def test_a_held_shard_is_not_leased_again(harness: Harness) -> None:
+    link = harness.link(shards=["3", "1"])
+    for expected in (Place("3", 0, 0), Place("1", 0, 0), None, None):
+        heartbeat(link)
+        assert link.lease() == expected
+    link.leases.hold(["3"])  # shard 1 is leased under our name, but we missed the answer
+    heartbeat(link)
+    assert link.lease() == Place("1", 0, 0)
+
+
+def test_a_lost_lease_is_reported_once(harness: Harness) -> None:
+    link = harness.link()
+    heartbeat(link)
+    place = link.lease()
+    assert place is not None
+    heartbeat(link)
+    harness.stored.holders[place.shard] = "b/y"
+    heartbeat(link)
+    assert link.take().lost_shards == {place.shard}
+    heartbeat(link)  # the loss is detected again before the island stops holding the shard
+    link.leases.hold([])
+    heartbeat(link)
+    assert link.take().lost_shards == frozenset()
+
+
+def test_an_unused_lease_that_is_lost_is_replaced_without_a_report(harness: Harness) -> None:
+    link = harness.link()
+    heartbeat(link)
+    harness.stored.holders[SHARDS[0]] = "b/y"
+    harness.transport.island.heartbeat(samples.heartbeat("b", incarnation="y"))
+    heartbeat(link)
+    assert link.lease() == Place(SHARDS[1], 0, 0)
+    assert link.take().lost_shards == frozenset()
+
+
+def test_a_completely_merged_pass_ends_its_lease(harness: Harness) -> None:
+    link = harness.link(shards=["3"])
+    heartbeat(link)
+    assert link.lease() == Place("3", 0, 0)
+    harness.transport.merger.commit(harness.epoch, samples.commit([], cursors={"3": (1, 0)}))
+    heartbeat(link)
+    assert link.take().lost_shards == {"3"}
+    assert link.lease() is None
+    link.leases.hold([])
+    heartbeat(link)
+    assert link.lease() == Place("3", 1, 0)
+
+
+def test_a_restored_shard_is_not_also_the_next_one(harness: Harness) -> None:
+    """A restored island leases the shards that it was reading; its link may already have leased one as the next."""
+    link = harness.link()
+    harness.faulty.after["lease_shard"] = lambda: link.leases.hold([SHARDS[0]])  # during the lease
+    heartbeat(link)
+    assert link.lease() is None
+    link.leases.hold([])
+    heartbeat(link)
+    link.leases.hold([SHARDS[0]])  # after it
+    assert link.lease() is None
+    heartbeat(link)
+    assert link.lease() == Place(SHARDS[1], 0, 0)
+
+
+def test_an_island_that_finds_no_shard_asks_less_and_less_often(harness: Harness) -> None:
+    link = harness.link(shards=["3"])
+    heartbeat(link)
+    harness.stored.holders["3"] = "b/y"
+    harness.transport.island.heartbeat(samples.heartbeat("b", incarnation="y"))
+    asked: list[int] = []
+    for look in range(1, 38):
+        if look == 28:
+            harness.stored.holders.clear()
+        before = harness.faulty.calls["lease_shard"]
+        heartbeat(link)
+        asked += [look] * (harness.faulty.calls["lease_shard"] - before)
+    assert asked == [1, 3, 6, 11, 20, 29], "a shard was found, so that the next one is asked for at once"
+    assert link.lease() == Place("3", 0, 0)
+
+
+# -- newcomers ------------------------------------------------------------------------------------------------------
+
+MOMENTS = {"mu": jnp.asarray([1.5, -2.25], jnp.float32), "count": jnp.asarray(3, jnp.int32)}
+
+
+def ask(harness: Harness, who: str = "new/z") -> None:
+    island, _, incarnation = who.partition("/")
+    harness.transport.island.heartbeat(samples.heartbeat(island, "joining", incarnation=incarnation))
+    harness.transport.island.request_state(who)
+
+
+def test_one_peer_promises_an_answer_and_is_asked_once(harness: Harness) -> None:
+    links = [harness.link("a/x"), harness.link("b/y")]
+    for link in links:
+        heartbeat(link)
+    ask(harness)
+    links[0].pump_receive()  # A request is read between two heartbeats, too.
+    for link in (*links, *links):
+        heartbeat(link)
+    assert [link.take().asked_by for link in links] == [["new/z"], []]
+    assert links[0].take().asked_by == []
+
+
+def test_a_flood_of_requests_costs_two_copies_at_a_time_and_one_for_each(harness: Harness) -> None:
+    link = harness.link("giver/x")
+    link.beat(samples.heartbeat("giver"))
+    for number in range(6):
+        ask(harness, f"new-{number}/z")
+    asked: list[str] = []
+    for _ in range(10):
+        link.pump()
+        found = link.take().asked_by
+        assert len(found) <= 2
+        asked += found
+        for who in found:  # its request is withdrawn and made again
+            harness.transport.island.withdraw_request(who)
+            harness.transport.island.request_state(who)
+    assert sorted(asked) == [f"new-{number}/z" for number in range(6)]
+
+
+def test_a_loop_of_short_steps_describes_itself_now_and_then(harness: Harness) -> None:
+    link, now = harness.link(), [100.0]
+    link.clock = lambda: now[0]
+    assert link.wants_beat("training")
+    link.beat(samples.heartbeat(state="training"))
+    now[0] += FRESH_SECONDS / 2
+    assert not link.wants_beat("training")
+    assert link.wants_beat("leaving")
+    now[0] += FRESH_SECONDS
+    assert link.wants_beat("training")
+
+
+def test_only_another_training_island_answers_a_request(harness: Harness) -> None:
+    link = harness.link("a/x")
+    ask(harness, "a/x")
+    heartbeat(link)
+    ask(harness)
+    heartbeat(link, "joining")
+    assert link.take().asked_by == []
+    assert harness.transport.island.open_requests() == ["a/x", "new/z"]
+
+
+def test_optimiser_state_is_handed_over_once_with_the_actions_before_it(harness: Harness) -> None:
+    link = harness.link("a/x")
+    ask(harness)
+    actions = samples.actions()
+    link.hand_over(StateForPeer("new/z", jax.tree.leaves(MOMENTS), 7, 40, actions))
+    harness.faulty.before["record_actions"] = raising(UnreachableError("connection refused"))
+    link.pump()
+    assert (link.trouble, harness.transport.island.handed_over("new/z")) == ("connection refused", None)
+    for _ in range(2):
+        link.pump()
+        assert link.trouble == ""
+        found = harness.transport.island.handed_over("new/z")
+        assert found is not None
+        handover, payload = found
+        assert (handover.giver, handover.incarnation, handover.index, handover.global_step) == ("a", "x", 7, 40)
+        assert tiny.leaf_bytes(decode(handover, payload, MOMENTS, require_sound)) == tiny.leaf_bytes(MOMENTS)
+        assert [told for _, told in harness.transport.merger.actions("0-0")] == [actions]
+
+
+# -- the name, and the merger --------------------------------------------------------------------------------------
+
+
+def test_the_older_of_two_links_finds_that_its_name_was_taken_over(harness: Harness) -> None:
+    older = harness.link("a/old")
+    heartbeat(older)
+    newer = harness.link("a/new")
+    heartbeat(newer)
+    older.pump_heartbeat()
+    send(older, 1)
+    assert (older.is_replaced, older.replaced_by, newer.is_replaced) == (True, "new", False)
+    (presence,) = harness.transport.reader.presences()
+    assert presence.heartbeat.incarnation == "new"
+    assert harness.published() == [], "it sends nothing more"
+    newer.pump()
+    assert not newer.is_replaced
+
+
+def test_a_link_writes_a_lost_claim_again(harness: Harness) -> None:
+    link = harness.link()
+    link.beat(samples.heartbeat())
+    harness.stored.names.clear()
+    link.pump()
+    assert not link.is_replaced
+    assert harness.stored.names["a"].incarnation == "x"
+
+
+def test_a_missing_merger_is_said_now_and_then_until_the_run_is_over(
+    harness: Harness, caplog: pytest.LogCaptureFixture
+) -> None:
+    link = harness.link()
+    assert link.is_served
+    harness.transport.merger.release(harness.epoch)
+
+    def said() -> int:
+        return sum("merger" in record.getMessage() for record in caplog.records)
+
+    for count in (1, 2):
+        harness.ahead += 2 * REMIND_SECONDS
+        for _ in range(2):
+            heartbeat(link)
+            assert (link.is_served, said()) == (False, count)
+    link.channels[0].inbox.snapshots.step = link.run_steps
+    harness.ahead += 2 * REMIND_SECONDS
+    heartbeat(link)
+    assert said() == 2

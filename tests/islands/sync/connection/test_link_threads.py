@@ -1,0 +1,243 @@
+"""A link with threads: no hanging call or outage holds the training thread up, and pumps retry what can be retried."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from archipelago.broker.errors import BrokerError, UnreachableError
+from archipelago.islands.data.batches import Batches
+from archipelago.islands.sync.connection.link import Link
+from archipelago.islands.sync.connection.pumps import REFUSALS_MAX, REFUSED, Pump, Pumps
+from archipelago.islands.sync.recovery import StateForPeer
+from archipelago.islands.worker import Island, train
+from archipelago.merger.service import Merger
+from tests import samples
+from tests.conftest import Until
+from tests.harness import tiny
+from tests.islands.sync.connection.link_run import Harness, draft, received, unresolved
+
+
+def at_once(work: Callable[[], Any], seconds: float = 300.0) -> Any:
+    """Return the result of `work`, and fail if it hangs. Only a hang takes this long."""
+    out: list[Any] = []
+
+    def keep() -> None:
+        try:
+            out.append(work())
+        except BaseException as error:  # noqa: BLE001 - raised again by the test's own thread
+            out.append(error)
+
+    thread = threading.Thread(target=keep, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert out, f"the call still hangs after {seconds:.0f} s"
+    if isinstance(out[0], BaseException):
+        raise out[0]
+    return out[0]
+
+
+def hang(harness: Harness, link: Link, until: Until) -> None:
+    """Start the pumps, and wait until each of them hangs."""
+    harness.faulty.unblocked.clear()
+    link.send(draft(1))
+    link.beat(samples.heartbeat())
+    link.start()
+    until(lambda: harness.faulty.hanging >= 3, "all pumps to hang")
+
+
+def test_the_training_thread_never_waits_for_hanging_calls(harness: Harness, until: Until) -> None:
+    link = harness.link()
+    hang(harness, link, until)
+
+    def use() -> list[Any]:
+        out: list[Any] = [link.lease(), link.lease()]
+        for number in range(2, 50):
+            link.send(draft(number))
+            link.beat(samples.heartbeat(steps=number))
+            out.append(received(link))
+        return [*out, unresolved(link), link.channels.backlog]
+
+    found = at_once(use)
+    assert found[:2] == [None, None]
+    assert found[2:-2] == [([], [])] * 48
+    assert found[-2:] == [set(range(1, 50)), 49]
+    assert link.drain(0.01) is False
+    harness.faulty.unblocked.set()
+    assert link.drain(300.0) is True
+    assert harness.rounds() == list(range(1, 50))
+    assert [presence.heartbeat.steps for presence in harness.transport.reader.presences()] == [49]
+    link.beat(samples.heartbeat(state="left"))
+    assert link.drain(300.0) is True
+    assert harness.transport.reader.presences()[0].heartbeat.state == "left"
+
+
+def test_threads_hand_state_over_and_resend_without_a_new_contribution(harness: Harness, until: Until) -> None:
+    """An island whose window is full of contributions in flight sends nothing else."""
+    before = harness.link("a/w")
+    before.send(draft(1))
+    before.pump()
+    in_flight, _ = before.channels.in_flight()
+    harness.forget(harness.deliveries()[0].entry)
+    link = harness.link("a/x")
+    link.start()
+    link.beat(samples.heartbeat())
+    assert link.drain(30.0)  # the threads run, and the sending thread is idle
+    link.resume(in_flight)
+    until(lambda: harness.rounds() == [1], "the contributions in flight to be sent again")
+    harness.transport.island.request_state("new/z")
+    link.hand_over(StateForPeer("new/z", jax.tree.leaves({"mu": jnp.ones(2)}), 7, 40))
+    until(lambda: harness.transport.island.handed_over("new/z"), "the state to arrive")
+    link.stop(30.0)
+    assert not any(thread.is_alive() for thread in link.pumps.threads)
+
+
+def test_an_unexpected_error_is_kept_as_the_failure_and_ends_a_drain(harness: Harness, until: Until) -> None:
+    link = harness.link()
+    hang(harness, link, until)
+    drained: list[bool] = []
+    thread = threading.Thread(target=lambda: drained.append(link.drain(3600.0)), daemon=True)
+    thread.start()
+    harness.faulty.outage = ZeroDivisionError("a bug")
+    harness.faulty.unblocked.set()
+    until(lambda: drained, "the drain to give up")
+    assert drained == [False]
+    assert isinstance(link.failure, ZeroDivisionError)
+    assert at_once(lambda: link.drain(3600.0)) is False
+
+
+def test_stopping_ends_in_time_although_every_pump_hangs(harness: Harness, until: Until) -> None:
+    link = harness.link()
+    hang(harness, link, until)
+    began = time.monotonic()
+    at_once(lambda: link.stop(0.1))
+    hanging = [thread for thread in link.pumps.threads if thread.is_alive()]
+    assert len(hanging) >= 3  # the hanging threads remain as daemons
+    assert time.monotonic() - began >= 0.1 * len(hanging) / len(link.pumps.threads)
+    assert all(thread.daemon for thread in link.pumps.threads)
+
+
+# -- what pumps retry ----------------------------------------------------------------------------------------------
+
+REFUSAL = BrokerError("it refuses access", code=REFUSED)
+
+
+def pumps_of(errors: Iterator[Exception | None]) -> Pumps:
+    """Return pumps with one pump, whose calls raise these errors."""
+
+    def work() -> None:
+        error = next(errors)
+        if error is not None:
+            raise error
+
+    return Pumps([Pump("events", work)], threading.Condition())
+
+
+def test_an_island_leaves_when_its_credentials_are_refused_again_and_again() -> None:
+    pumps = pumps_of(iter([REFUSAL] * REFUSALS_MAX))
+    for _ in range(REFUSALS_MAX):
+        assert pumps.failure is None
+        pumps.run_once()
+    assert pumps.failure is REFUSAL
+
+
+def test_a_refusal_that_ends_and_an_outage_are_retried() -> None:
+    most: list[Exception | None] = [REFUSAL] * (REFUSALS_MAX - 1)
+    outage = UnreachableError("it is away")
+    pumps = pumps_of(iter([*most, None, *most, outage, *most, *[outage] * 50]))
+    for _ in range(3 * len(most) + 52):
+        pumps.run_once()
+    assert pumps.failure is None
+    assert pumps.trouble == outage.what
+
+
+# -- an island on such a link --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiny_harness(harness: Harness) -> Iterator[Harness]:
+    """Return a harness of a run with a tiny model, whose steps take no time."""
+    manifest = tiny.manifest()
+    made = Harness(manifest, samples.first_snapshots(manifest, 1.0))
+    made.transport.merger.release(made.epoch)
+    yield made
+    made.end()
+
+
+def island_on(tiny_harness: Harness) -> Island:
+    link = tiny_harness.link()
+    arrivals = link.join()
+    batches = Batches(tiny.TEXT, tiny.CONFIG, link.lease)
+    island = Island("a", tiny_harness.manifest, tiny.STEPS, batches, link, arrivals, incarnation="x")
+    island.warm_up()
+    return island
+
+
+def steps_of(island: Island, count: int) -> None:
+    for _ in range(count):
+        island.boundary()
+        island.advance()
+
+
+def test_an_island_never_blocks(tiny_harness: Harness, until: Until) -> None:
+    island = island_on(tiny_harness)
+    tiny_harness.faulty.unblocked.clear()
+    island.link.start()
+    at_once(lambda: steps_of(island, 100))
+    tiny_harness.faulty.outage = UnreachableError("connection refused")
+    tiny_harness.faulty.unblocked.set()
+    until(lambda: island.link.trouble, "the trouble to be noted")
+    at_once(lambda: steps_of(island, 100))
+    assert island.totals.steps == 200
+    assert island.ledger.global_step == 4  # the schedule waits for a merger, after two strides of two steps
+    assert island.link.channels.backlog == tiny.CONFIG.sync.window  # it owes nothing more until a round closes
+    assert tiny_harness.transport.reader.books().published == 0
+    # The island has missed everything but still trains. It catches up when the link works again.
+    tiny_harness.faulty.outage = None
+    merger = Merger(tiny_harness.broker.connect("tiny"), live_poll_seconds=0.0)
+    assert merger.acquire()
+    merger.load()
+
+    def adopted() -> bool:
+        merger.turn(0.0)
+        steps_of(island, 1)
+        return all(count.version >= 3 for count in island.ledger.counts)
+
+    until(adopted, "three versions of every fragment")
+    assert at_once(lambda: island.leave())
+    merger.turn(0.0)
+    books = tiny_harness.transport.reader.books()
+    assert books.published == books.merged == island.link.channels[0].outbox.sent >= 6
+    assert (books.refused, tiny_harness.transport.reader.backlog()) == (0, 0)
+    members = [member for entry in tiny_harness.transport.reader.tape(1000) for member in entry.members]
+    tokens = sum(m.tokens for m in members if m.sequence < 2)
+    assert tokens == (2 + 4) * tiny.CONFIG.tokens_per_step  # the strides of 2 steps before the outage
+
+
+def test_an_island_whose_name_was_taken_over_leaves(tiny_harness: Harness) -> None:
+    island = island_on(tiny_harness)
+    steps_of(island, 3)
+    tiny_harness.link("a/new")
+    island.link.pump()
+    assert island.must_leave
+    island.link.start()
+    assert train(island, lambda: False) == "replaced"
+    island.link.stop()
+    assert tiny_harness.transport.reader.notes(1)[0].kind == "replaced"
+    assert "a" not in {p.heartbeat.island for p in tiny_harness.transport.reader.presences() if not p.is_live}
+
+
+def test_an_island_ends_when_its_link_fails(tiny_harness: Harness, until: Until) -> None:
+    island = island_on(tiny_harness)
+    tiny_harness.faulty.outage = ZeroDivisionError("a bug")
+    island.link.start()
+    until(lambda: island.link.failure is not None, "the failure to surface")
+    with pytest.raises(ZeroDivisionError):
+        train(island, lambda: False)
+    assert island.totals.steps == 0

@@ -1,0 +1,303 @@
+"""Contributions until the merger has decided: what is sent again, what a checkpoint needs, and what is kept merged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import pytest
+
+from archipelago.broker.errors import UnreachableError
+from archipelago.broker.messages import Marker, Resume
+from archipelago.islands.sync.connection.inbox import INSTANCE_SECONDS
+from archipelago.islands.sync.connection.link import Link
+from archipelago.islands.sync.connection.merged import KEPT_BYTES_MAX, KEPT_MIN, KEPT_SECONDS, Merged
+from archipelago.islands.sync.connection.outbox import Published
+from tests.islands.sync.connection.link_run import Harness, draft, raising, received, send, unresolved
+
+
+def test_a_contribution_is_unresolved_until_it_is_merged_or_refused(harness: Harness) -> None:
+    link = harness.link()
+    for number in (1, 2, 3):
+        link.send(draft(number))
+        assert unresolved(link) == set(range(1, number + 1))  # including queued ones
+    link.pump()
+    first, second, third = harness.published()
+    harness.close(1, 1.0, first)
+    harness.refuse(third)
+    link.pump()
+    assert unresolved(link) == {2}
+    harness.close(2, 1.0)  # the contribution was not merged, so it waits for a later round
+    link.pump()
+    assert unresolved(link) == {2}
+    harness.transport.island.publish(second, b"again")
+    harness.refuse(second, repeat=True)  # the first one still waits
+    link.pump()
+    assert unresolved(link) == {2}
+    harness.close(4, 1.0, second)
+    link.pump()
+    assert unresolved(link) == set()
+
+
+def test_lost_contributions_are_sent_again_once_when_a_merger_resumes(harness: Harness) -> None:
+    link = harness.link()
+    send(link, 1, 2, 3)
+    first, lost, _ = harness.deliveries()
+    harness.close(1, 1.0, first.contribution)
+    harness.forget(lost.entry)
+    link.pump()
+    assert harness.rounds() == [3]
+    harness.resume(1)
+    link.pump()
+    assert harness.rounds() == [3, 2]
+    assert harness.deliveries()[1].contribution == lost.contribution
+    assert harness.deliveries()[1].payload == lost.payload
+    harness.resume(1)
+    link.pump()
+    assert len(harness.deliveries()) == 2
+
+
+@pytest.mark.parametrize("is_other", [False, True], ids=["lost", "another one closed"])
+def test_contributions_of_a_round_that_the_broker_has_lost_are_sent_again(harness: Harness, is_other: bool) -> None:
+    """A failover forgot the newest two commits, and one of the contributions that they had merged.
+
+    Or two primaries were in use for a while, and the one that stayed has closed other rounds of the same numbers.
+    """
+    link = harness.link()
+    send(link, 1, 2, 3)
+    for number, delivery in enumerate(deliveries := harness.deliveries(), 1):
+        harness.close(number, float(number), delivery.contribution)
+    link.pump()
+    assert unresolved(link) == set()
+    harness.forget(deliveries[1].entry)
+    harness.lose_rounds(1)
+    if is_other:
+        harness.close(2, 3.0)
+        harness.close(3, 3.0)
+    harness.resume(3 if is_other else 1)
+    link.pump()
+    assert harness.published() == [deliveries[1].contribution]  # it still holds the third, whose merge it has lost
+    assert unresolved(link) == {2, 3}
+    harness.resume(3 if is_other else 1)
+    link.pump()
+    assert len(harness.published()) == 1
+
+
+@pytest.mark.parametrize("is_another", [True, False])
+def test_an_island_notices_another_primary_by_itself(harness: Harness, is_another: bool) -> None:
+    """It has read announcements of the old one that are newer than the return to a round that the new one announced."""
+    harness.broker.instance = "old"
+    link = harness.link()
+    send(link, 1)
+    (sent,) = harness.deliveries()
+    harness.forget(sent.entry)
+    harness.broker.instance = "new" if is_another else "old"
+    harness.ahead += INSTANCE_SECONDS + 1.0
+    link.pump()
+    assert harness.published() == ([sent.contribution] if is_another else [])
+    assert received(link)[0] == ([Resume(0, 0)] if is_another else [])
+
+
+def test_resending_continues_after_an_outage(harness: Harness) -> None:
+    link = harness.link()
+    send(link, 1, 2)
+    for delivery in harness.deliveries():
+        harness.forget(delivery.entry)
+    resume = harness.resume(0)
+    harness.faulty.outage, harness.faulty.failing = UnreachableError("connection refused"), frozenset({"holds"})
+    link.pump()
+    assert harness.published() == []
+    harness.faulty.outage = None
+    link.pump()
+    assert received(link) == ([resume], [])
+    assert harness.rounds() == [1, 2]
+
+
+def test_contributions_decided_before_a_resume_are_not_sent_again(harness: Harness) -> None:
+    """The merger has merged the contribution and trimmed its entry before the island reads any event."""
+    link = harness.link()
+    send(link, 1)
+    (delivery,) = harness.deliveries()
+    harness.resume(0)
+    harness.close(1, 1.0, delivery.contribution)
+    harness.forget(delivery.entry)
+    link.pump()
+    assert harness.published() == []
+
+
+def test_a_decision_before_the_acknowledgement_is_not_missed(harness: Harness) -> None:
+    link = harness.link()
+
+    def merge_at_once() -> None:
+        harness.close(1, 1.0, *harness.published())
+        link.pump_receive()
+
+    harness.faulty.after["publish"] = merge_at_once
+    link.send(draft(1))
+    link.channels[0].outbox.pump()
+    assert unresolved(link) == set()
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_decided_contribution_is_not_sent_again_after_an_error(harness: Harness, refused: bool) -> None:
+    link = harness.link()
+    harness.faulty.after["publish"] = raising(UnreachableError("the connection broke"))
+    send(link, 1, 2)
+    assert link.channels.backlog == 2
+    assert unresolved(link) == {1, 2}
+    (sent,) = harness.published()
+    if refused:
+        harness.refuse(sent)
+    else:
+        harness.close(1, 1.0, sent)
+    link.pump_receive()
+    link.pump()
+    assert (link.channels.backlog, link.channels[0].outbox.sent) == (0, 2)
+    assert harness.rounds() == [2]
+    assert unresolved(link) == {2}
+
+
+def test_only_an_undecided_contribution_is_sent_again_after_an_error(harness: Harness) -> None:
+    link = harness.link()
+    harness.faulty.after["publish"] = raising(UnreachableError("the connection broke"))
+    send(link, 1)
+    harness.resume(0)
+    link.pump_receive()  # it is still queued, so it is not sent again
+    assert len(harness.published()) == 1
+    link.pump()
+    first, second = harness.published()
+    assert first == second  # the merger merges one of the two
+    assert link.channels.backlog == 0
+
+
+# -- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def rounds_of(link: Link, marker: int = 0) -> tuple[list[int], list[int]]:
+    sent, queued = link.channels[0].outbox.in_flight(marker)
+    return [p.contribution.round for p in sent], [d.header.round for d in queued]
+
+
+def test_contributions_undecided_at_the_marker_are_in_flight(harness: Harness) -> None:
+    link = harness.link()
+    send(link, 1, 2)
+    first, second = harness.published()
+    harness.close(1, 1.0, first)
+    harness.announce(Marker(7, 1))
+    harness.close(2, 2.0, second)  # merged after the marker, so a run that goes back needs it again
+    link.pump()
+    link.send(draft(3))
+    assert unresolved(link) == {3}
+    assert rounds_of(link, 7) == ([2], [3])
+    assert rounds_of(link, 7) == ([], [3])  # a second call finds nothing
+    link.pump()
+    assert rounds_of(link) == ([3], [])
+
+
+def test_contributions_sent_after_the_marker_are_in_flight_until_it_is_passed(harness: Harness) -> None:
+    link = harness.link()
+    harness.announce(Marker(7, 0))
+    link.pump()
+    send(link, 1)  # the training loop has not come to the marker
+    harness.close(1, 1.0, *harness.published())
+    link.pump()
+    assert unresolved(link) == set()
+    assert rounds_of(link, 7) == ([1], [])
+    harness.announce(Marker(8, 1))
+    send(link, 2)
+    link.channels.passed_marker(0, 8)
+    harness.close(2, 2.0, harness.published()[-1])
+    link.pump()
+    assert rounds_of(link, 8) == ([], [])
+
+
+def test_several_markers_may_come_before_the_first_one_is_passed(harness: Harness) -> None:
+    link = harness.link()
+    send(link, 1)
+    harness.announce(Marker(7, 0))
+    harness.close(1, 1.0, *harness.published())  # merged between the markers, so checkpoint 7 lacks it
+    harness.announce(Marker(8, 1))
+    link.pump()
+    assert rounds_of(link, 7) == ([1], [])
+    link.channels.passed_marker(0, 7)
+    assert rounds_of(link, 8) == ([], [])
+
+
+def left_behind(harness: Harness, *numbers: int) -> list[Published]:
+    """Return contributions of an earlier incarnation to those rounds, which the broker has lost."""
+    before = harness.link("a/w")
+    send(before, *numbers)
+    in_flight, _ = before.channels.in_flight()
+    for delivery in harness.deliveries():
+        harness.forget(delivery.entry)
+    return in_flight
+
+
+def test_contributions_of_an_earlier_incarnation_are_published_again(harness: Harness) -> None:
+    in_flight = left_behind(harness, 1, 2)
+    link = harness.link("a/x")
+    link.resume([replace(p, entry="") for p in in_flight])
+    assert unresolved(link) == {1, 2}
+    harness.faulty.outage = UnreachableError("connection refused")
+    link.pump()
+    harness.faulty.outage = None
+    link.pump()
+    link.pump()
+    assert [d.contribution for d in harness.deliveries()] == [p.contribution for p in in_flight]
+    assert [d.payload for d in harness.deliveries()] == [p.payload for p in in_flight]
+    harness.close(1, 1.0, in_flight[0].contribution)
+    harness.resume(1)  # the broker has both
+    link.pump()
+    assert harness.rounds() == [2]
+    assert unresolved(link) == {2}
+
+
+# -- merged contributions ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class One:
+    number: int
+    payload: bytes = b"12"
+
+    @property
+    def identity_text(self) -> str:
+        return str(self.number)
+
+
+def numbers_of(kept: Iterable[One]) -> list[int]:
+    return [one.number for one in kept]
+
+
+def test_all_rounds_of_the_last_seconds_are_kept() -> None:
+    """A failover may forget many rounds of a fast run."""
+    kept: Merged[One] = Merged()
+    assert Merged[One]().first_round is None
+    for number in range(1000):
+        kept.add(number, One(number), 0.01 * number)
+    assert kept.first_round == 0
+    on_tape = {number: {str(number)} for number in range(500)}
+    assert numbers_of(kept.undone(499, on_tape)) == list(range(500, 1000))
+    assert kept.undone(499, on_tape) == []
+    kept.add(500, One(500), KEPT_SECONDS + 4.005)
+    assert numbers_of(kept.undone(-1, {})) == list(range(401, 501))
+
+
+def test_slow_rounds_and_large_payloads_are_kept_by_number() -> None:
+    kept: Merged[One] = Merged()
+    for number in range(20):
+        kept.add(number, One(number), KEPT_SECONDS * 2 * number)
+    assert numbers_of(kept.undone(-1, {})) == list(range(20 - KEPT_MIN, 20))
+    large = bytes(KEPT_BYTES_MAX // 8)
+    for number in range(20):
+        kept.add(number, One(number, large), 0.0)
+    assert numbers_of(kept.undone(-1, {})) == list(range(12, 20)), "more bytes are not kept"
+
+
+def test_what_another_round_of_the_same_number_has_not_merged_is_undone() -> None:
+    kept: Merged[One] = Merged()
+    for number in (6, 7, 8, 9, 10):
+        kept.add(number, One(number), 0.0)
+    # Round 7 is not on the tape any more, round 8 has merged another one, and 9 was merged earlier than before.
+    assert kept.undone(9, {6: {"6"}, 8: {"9"}, 9: {"x"}}) == [One(8), One(10)]
+    assert [kept.first_round, len(kept)] == [6, 3]
