@@ -17,7 +17,7 @@ from redis.crc import key_slot
 
 from archipelago.broker.invitation import ROLES, Member
 from archipelago.broker.manifest import Manifest, Tensor
-from archipelago.broker.messages import Evaluation, Note
+from archipelago.broker.messages import Call, Evaluation, Note, Refusal
 from archipelago.broker.redis import roles
 from archipelago.broker.redis.deletion import Deletion, shards_with_keys
 from archipelago.broker.redis.islands import EVALUATION_LEASE_MAX
@@ -96,14 +96,20 @@ def play(transport: RedisTransport, manifest: Manifest) -> None:
     island.claim_name("a", "x")
     entry = island.publish(samples.contribution(LARGE, sequence=1), LARGE, samples.actions(1))
     island.publish(samples.contribution(LARGE, sequence=2), LARGE)
-    assert len(merger.updates(0.0)) == 3
+    refused = island.publish(samples.contribution(LARGE, sequence=3), LARGE)
+    assert len(merger.updates(0.0)) == 4
     commit = samples.commit([entry], LARGE[::-1], 2, outer=LARGE * 2, difference=LARGE)
     merger.commit(epoch, replace(commit, cursors={"0": (0, 5)}))
     merger.commit(epoch, samples.commit([], b"", 4, difference=LARGE, log="{}"))
+    merger.refuse(epoch, [(refused, Refusal("a", "x", 3, 1, 0, 100, "no"))])
+    merger.announce(epoch, Call(5, 0))
+    merger.trim(epoch, [entry])
+    merger.renew(epoch, "m", 100.0)
     assert island.lease_shard(["0"], "a/x") and island.lease_evaluation("a/x", EVALUATION_LEASE_MAX)
     island.register_corpus("text", "0" * 32)
     island.request_state("c/z")
     assert island.promise_answer("c/z", "b/y")
+    island.withdraw_request("nobody/x")
     island.hand_over("c/z", samples.handover(LARGE), LARGE)
     reader.note(Note(1.0, "a", "left", "it was stopped"))
     reader.record_evaluation(Evaluation(1, 4, 100, 1.7e9, 5.0))

@@ -15,7 +15,7 @@ import numpy as np
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Call, Contribution, Event, Marker, Refusal, Resume, Snapshot
-from archipelago.broker.transport import Commit, Memory
+from archipelago.broker.transport import Commit, Memory, Transport
 from archipelago.broker.wire import pack
 from archipelago.islands.data.sharding import shard_order
 from archipelago.islands.sync.connection.link import Link
@@ -49,8 +49,8 @@ class FaultyTransport(Intercepted):
         damaged_fragments: How many of the next downloads are damaged.
     """
 
-    def __init__(self, broker: MemoryBroker, run: str) -> None:
-        super().__init__(broker.connect(run))
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner)
         self.unblocked = threading.Event()
         self.unblocked.set()
         self.outage: Exception | None = None
@@ -120,7 +120,7 @@ class Harness:
 
     def new_link(self, who: str = "a/x", shards: Sequence[str] | None = None) -> Link:
         """Return the link of an island that has not joined yet."""
-        faulty = FaultyTransport(self.broker, self.manifest.run)
+        faulty = FaultyTransport(self.broker.connect(self.manifest.run))
         wanted = shards_of(self.manifest) if shards is None else shards
         link = Link(faulty, self.manifest, who, wanted, lambda: time.monotonic() + self.ahead)
         self.transports.append(faulty)

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import pytest
 
 from archipelago.broker.errors import BrokerError, UnreachableError
+from archipelago.broker.memory.transport import MemoryBroker
+from archipelago.broker.shards.reader import ShardedReader
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.pumps import REFUSALS_MAX, REFUSED, Pump, Pumps
@@ -19,9 +21,10 @@ from archipelago.islands.sync.recovery import StateForPeer
 from archipelago.islands.worker import Island, train
 from archipelago.merger.service import Merger
 from tests import samples
-from tests.conftest import Until
+from tests.conftest import PATIENCE_SECONDS, Until
 from tests.harness import tiny
-from tests.islands.sync.connection.link_run import Harness, draft, received, unresolved
+from tests.islands.sync.connection.link_run import FaultyTransport, Harness, draft, received, shards_of, unresolved
+from tests.sharded import create_sharded
 
 
 def at_once(work: Callable[[], Any], seconds: float = 300.0) -> Any:
@@ -121,6 +124,67 @@ def test_stopping_ends_in_time_although_every_pump_hangs(harness: Harness, until
     assert len(hanging) >= 3  # the hanging threads remain as daemons
     assert time.monotonic() - began >= 0.1 * len(hanging) / len(link.pumps.threads)
     assert all(thread.daemon for thread in link.pumps.threads)
+
+
+# -- a run of two shards, of which the second one can hang ---------------------------------------------------------
+
+
+class Sharded:
+    """An island that has joined a run of two shards."""
+
+    def __init__(self) -> None:
+        run = create_sharded(MemoryBroker().connect("demo"))
+        self.home, self.further = run.shards[0], FaultyTransport(run.shards[1])
+        run.shards = [self.home, self.further]
+        manifest = run.reader.manifest()
+        run.reader = ShardedReader([shard.reader for shard in run.shards], manifest)
+        self.link = Link(run, manifest, "a/x", shards_of(manifest))
+        self.link.join()
+        self.link.start()
+
+    def beat(self, steps: int, state: str = "training") -> None:
+        self.link.beat(samples.heartbeat(island="a", steps=steps, state=state))
+
+    def told(self) -> list[int]:
+        """Return the steps of the island by the newest heartbeats that the shards have."""
+        found = [shard.reader.presences() for shard in (self.home, self.further.inner)]
+        return [presences[0].heartbeat.steps if presences else 0 for presences in found]
+
+
+@pytest.fixture
+def sharded(harness: Harness) -> Iterator[Sharded]:
+    made = Sharded()
+    yield made
+    made.further.unblocked.set()
+    made.link.stop(PATIENCE_SECONDS)
+
+
+def test_a_shard_that_hangs_keeps_no_heartbeat_from_the_others(sharded: Sharded, until: Until) -> None:
+    sharded.home.merger.acquire("merger", 100.0)
+    sharded.beat(1)
+    until(lambda: sharded.told() == [1, 1], "a heartbeat in both shards")
+    sharded.further.unblocked.clear()
+    sharded.beat(2)
+    until(lambda: sharded.told()[0] == 2, "a heartbeat in shard 0")
+    until(lambda: sharded.further.hanging >= 2, "a heartbeat and a look at events that hang")
+    sharded.beat(3)
+    until(lambda: sharded.told()[0] == 3, "another heartbeat in shard 0")
+    assert sharded.link.is_served
+    assert sharded.told()[1] < 3
+    sharded.further.unblocked.set()
+    until(lambda: sharded.told() == [3, 3], "a heartbeat in the shard that answers again")
+
+
+def test_an_island_leaves_when_all_shards_know_it(sharded: Sharded, until: Until) -> None:
+    sharded.beat(1)
+    assert sharded.link.drain(PATIENCE_SECONDS)
+    sharded.further.unblocked.clear()
+    sharded.beat(2, state="left")
+    until(lambda: sharded.told()[0] == 2, "the farewell in shard 0")
+    assert not sharded.link.drain(0.05)
+    sharded.further.unblocked.set()
+    assert sharded.link.drain(PATIENCE_SECONDS)
+    assert sharded.told() == [2, 2]
 
 
 # -- what pumps retry ----------------------------------------------------------------------------------------------
