@@ -16,6 +16,7 @@ from archipelago.broker.redis import connection
 from archipelago.broker.redis.chunks import CHUNK_BYTES
 from archipelago.broker.redis.keys import REGISTRY, Keys
 from archipelago.broker.redis.transport import RedisTransport
+from archipelago.broker.redis.updates import FLOOD_ENTRIES
 from archipelago.broker.transport import START
 from tests import samples
 from tests.broker.redis.stored_keys import LARGE, REFUSAL, Connect, with_payloads
@@ -246,6 +247,21 @@ def test_a_flooded_stream_is_read_in_part(transport: RedisTransport, raw: Any, m
     assert [each.round for each in transport.reader.evaluations()] == list(range(7))
     monkeypatch.setattr(connection, "NEWEST_BYTES_MAX", 2000)
     assert [each.round for each in transport.reader.evaluations()] == [3, 4, 5, 6]
+
+
+def test_a_flooded_stream_is_counted_and_not_read(transport: RedisTransport, raw: Any) -> None:
+    transport.island.publish(samples.contribution(), b"payload")
+    transport.island.heartbeat(samples.heartbeat("mallory", state="left"))
+    with raw.pipeline(transaction=False) as pipe:
+        for _ in range(FLOOD_ENTRIES + 1):
+            pipe.xadd(Keys(transport.run).updates("mallory"), {"x": "1"})
+        pipe.execute()
+    transport.merger.updates(0.0, count=1)  # the group exists now, so the server knows how much waits
+    before = raw.info("stats")["total_net_output_bytes"]
+    books = transport.reader.books()
+    assert (books.published, books.published_tokens, books.kept) == (FLOOD_ENTRIES + 2, 100, 0)
+    assert raw.info("stats")["total_net_output_bytes"] - before < 10 * FLOOD_ENTRIES, "the entries were read"
+    assert transport.reader.backlog() == FLOOD_ENTRIES + 2
 
 
 def test_unreadable_names_and_heartbeats_do_not_hide_the_others(

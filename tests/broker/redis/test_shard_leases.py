@@ -124,7 +124,7 @@ def test_leases_of_many_islands_take_commands_in_proportion(transport: RedisTran
             commands(raw, partial(transport.island.leased, [str(count - 1)], who)),
             commands(raw, partial(transport.island.lease_shard, [str(count + 100)], who)),
         )
-    assert counts[64][0] == counts[16][0]
+    assert counts[64][0] == counts[16][0]  # While shards are free, nobody asks which islands live.
     assert counts[64][1] - counts[16][1] == 2 * (64 - 16)
 
 
@@ -142,25 +142,6 @@ def test_the_mark_of_a_shard_is_only_a_hint(transport: RedisTransport, raw: Any,
     assert raw.get(mark) == b"a/x", "it is set again, so that the next look is short"
     transport.island.heartbeat(samples.heartbeat("a", incarnation="x"))
     assert transport.island.lease_shard(["0"], "b/y") is None
-
-
-def test_liveness_is_not_checked_while_shards_are_free(
-    transport: RedisTransport, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looked: list[str] = []
-
-    def look(name: str) -> frozenset[str]:
-        looked.append(name)
-        return frozenset()
-
-    for name in ("_live", "_busy"):
-        monkeypatch.setattr(transport.island, name, partial(look, name))
-    shards = ["0", "1", "2"]
-    for n in range(3):
-        assert transport.island.lease_shard(shards[n:], f"a/{n}") == Place(str(n), 0, 0)
-    assert looked == []
-    assert transport.island.lease_shard(shards, "b/y") == Place("0", 0, 0)
-    assert looked == ["_live", "_busy"]  # One query covers all three holders.
 
 
 def test_requests_among_thousands_of_others_are_found(transport: RedisTransport, connections: Connect) -> None:
