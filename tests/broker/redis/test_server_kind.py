@@ -2,61 +2,42 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
 
 import pytest
-import redis
 
 from archipelago.broker.errors import BrokerError, ServerTooOldError
 from archipelago.broker.redis.client import client_at
 from archipelago.broker.redis.server_kind import eviction_warning, mode_of, require_kind, require_lasting
 from archipelago.broker.redis.transport import RedisTransport, connect
-from archipelago.ops.launch.redis_probe import free_port
-from archipelago.ops.launch.redis_program import find_program
+from archipelago.ops.launch.redis_probe import LOOPBACK, free_port
 from archipelago.ops.watch.doctor.main import check_server
 from tests import samples
+from tests.clusters import PASSWORD, Node, data_options
 from tests.conftest import Until
 from tests.failing import failing
 
-Start = Callable[..., int]
+Start = Callable[..., Node]
 
 
 @pytest.fixture
 def start(tmp_path: Path, until: Until) -> Iterator[Start]:
-    """Start a server with these words of its configuration, and return its port."""
-    program = find_program().path
-    assert program is not None
-
+    """A function that starts a server with these options."""
     with ExitStack() as stack:
 
-        def begin(*lines: str, flags: tuple[str, ...] = ()) -> int:
-            port = free_port()
-            config = tmp_path / f"{port}.conf"
-            config.write_text("\n".join([f"port {port}", f"dir {tmp_path}", "bind 127.0.0.1", *lines]))
-            process = stack.enter_context(
-                subprocess.Popen([program, config, *flags], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            )
-            stack.callback(process.kill)
-            until(lambda: _answers(port) or process.poll() is not None, "the server answers")
-            assert process.poll() is None, "the server refuses its configuration"
-            return port
+        def begin(*options: str) -> Node:
+            node = Node(tmp_path / f"server-{free_port()}", options)
+            stack.callback(node.end)
+            until(node.answers, "the server to answer")
+            return node
 
         yield begin
 
 
-def _answers(port: int) -> bool:
-    try:
-        with redis.Redis(port=port) as client:
-            client.ping()
-    except redis.ConnectionError:
-        return False
-    except redis.RedisError:
-        pass  # it asks for a password
-    return True
+def url_of(node: Node, kind: str = "", user: str = f":{PASSWORD}") -> str:
+    return f"redis{kind}://{user}@{LOOPBACK}:{node.port}"
 
 
 def create(url: str) -> None:
@@ -66,53 +47,48 @@ def create(url: str) -> None:
         transport.create(manifest, samples.first_snapshots(manifest))
 
 
-def keys_at(port: int) -> Any:
-    with redis.Redis(port=port) as client:
-        return client.keys()
-
-
 def test_a_node_of_a_cluster_is_refused(start: Start) -> None:
-    port = start('save ""', "cluster-enabled yes", f"cluster-port {free_port()}")
+    node = start(*data_options("--cluster-enabled", "yes", "--cluster-port", str(free_port())))
     with failing(BrokerError, "broker.cluster"):
-        create(f"redis://127.0.0.1:{port}")
-    assert keys_at(port) == []
-    assert [f.code for f in check_server(f"redis://127.0.0.1:{port}", None, 0.0).findings] == ["role.cluster"]
+        create(url_of(node))
+    assert node.client.keys() == []
+    assert [f.code for f in check_server(url_of(node), None, 0.0).findings] == ["role.cluster"]
     # A proxy may hide INFO. Then the answers to other commands tell.
-    blind = RedisTransport(client_at(f"redis://127.0.0.1:{port}"), "mine")
+    blind = RedisTransport(client_at(url_of(node)), "mine")
     with closing(blind), failing(BrokerError, "broker.cluster"):
         blind.reader.manifest()
 
 
-def test_sentinels_and_replicas_are_refused_with_the_name_of_the_primary(start: Start) -> None:
-    primary = start('save ""')
-    replica = start('save ""', f"replicaof 127.0.0.1 {primary}")
+def test_sentinels_and_replicas_are_refused_with_the_name_of_the_primary(start: Start, tmp_path: Path) -> None:
+    primary = start(*data_options())
+    replica = start(*data_options("--replicaof", f"{LOOPBACK} {primary.port}"))
     with failing(BrokerError, "broker.refused-replica") as raised:
-        create(f"redis://127.0.0.1:{replica}")
-    assert f"redis://127.0.0.1:{primary}" in raised.value.remedy
-    sentinel = start(f"sentinel monitor mine 127.0.0.1 {primary} 1", flags=("--sentinel",))
+        create(url_of(replica))
+    assert f"redis://{LOOPBACK}:{primary.port}" in raised.value.remedy
+    config = tmp_path / "sentinel.conf"
+    config.write_text(f"sentinel monitor mine {LOOPBACK} {primary.port} 1\nrequirepass {PASSWORD}\n")
     with failing(BrokerError, "broker.sentinel") as raised:
-        create(f"redis://127.0.0.1:{sentinel}")
+        create(url_of(start(str(config), "--sentinel")))
     assert "(mine)" in raised.value.remedy
     for kind, path in (("cluster", ""), ("sentinel", "/mine")):  # An address names the kind of its servers.
         with failing(BrokerError, f"broker.refused-no-{kind}"):
-            create(f"redis+{kind}://127.0.0.1:{primary}{path}")
-    assert keys_at(primary) == []
+            create(url_of(primary, f"+{kind}") + path)
+    assert primary.client.keys() == []
 
 
 def test_a_server_that_deletes_keys_at_its_limit_takes_no_run(start: Start) -> None:
-    acl = ("user default on nopass ~* &* +@all", "user mine on >right ~* &* +@all -info")
-    port = start('save ""', "maxmemory 100mb", "maxmemory-policy allkeys-lru", *acl)
+    node = start(*data_options("--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru"))
+    node.client.execute_command("ACL", "SETUSER", "mine", "on", ">right", "~*", "&*", "+@all", "-info")
     for url, code in (
-        (f"redis://127.0.0.1:{port}", "broker.evicts"),
-        (f"redis://mine:right@127.0.0.1:{port}", "broker.no-info"),  # It is not told that its password is wrong.
-        (f"redis://mine:wrong@127.0.0.1:{port}", "broker.access"),
+        (url_of(node), "broker.evicts"),
+        (url_of(node, user="mine:right"), "broker.no-info"),  # It is not told that its password is wrong.
+        (url_of(node, user="mine:wrong"), "broker.access"),
     ):
         with failing(BrokerError, code):
             create(url)
-    assert keys_at(port) == []
-    with redis.Redis(port=port) as client:
-        client.config_set("maxmemory-policy", "noeviction")
-    create(f"redis://127.0.0.1:{port}")
+    assert node.client.keys() == []
+    node.client.config_set("maxmemory-policy", "noeviction")
+    create(url_of(node))
 
 
 def test_redis_and_valkey_name_the_mode_differently() -> None:
