@@ -1,11 +1,10 @@
-"""Every key of a run, in a real cluster: who writes it, in which slot it lies, and how it is deleted.
+"""Every key of a run, in a real cluster: in which slot it lies, and how it is deleted.
 
 The cluster refuses every command and transaction whose keys lie in two slots.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import re
 import uuid
 from collections.abc import Iterator
@@ -15,10 +14,9 @@ from typing import Any, Final
 import pytest
 from redis.crc import key_slot
 
-from archipelago.broker.invitation import ROLES, Member
+from archipelago.broker.invitation import Member
 from archipelago.broker.manifest import Manifest, Tensor
 from archipelago.broker.messages import Call, Evaluation, Note, Refusal
-from archipelago.broker.redis import roles
 from archipelago.broker.redis.deletion import Deletion, shards_with_keys
 from archipelago.broker.redis.islands import EVALUATION_LEASE_MAX
 from archipelago.broker.redis.keys import REGISTRY, Keys
@@ -29,45 +27,45 @@ from tests.clusters import Cluster
 
 #: A payload of several chunks.
 LARGE: Final = bytes(range(256)) * 10_000
-#: What a key's name is after the tag: the roles that write it, and how it is deleted before its run is.
+#: What a key's name is after the tag, and how it is deleted before its run is. Who writes it is in `test_roles.py`.
 KEYS: Final = {
-    "manifest": ("merger", "with the run"),
-    "members": ("administrator", "with the run"),
-    "updates:a": ("island merger", "with the run; its entries once a checkpoint covers them"),
-    "actions:a": ("island merger", "with the run; its entries once a record has them"),
-    "leases:a": ("island merger", "with the run; claims of earlier passes by their island"),
-    "c:a:x[.][0-9]+[.].*": ("island merger", "with their entry"),
-    "c:b:h[.].*": ("island merger", "expires"),
-    "island:[abc]": ("island merger", "expires"),
-    "name:a": ("island merger", "expires"),
-    "taken:0": ("island merger", "expires"),
-    "islands": ("island merger", "with the run"),
-    "corpora": ("island merger", "with the run"),
-    "asks": ("island merger", "expires"),
-    "handover:c:z": ("island merger", "expires"),
-    "restored": ("island merger", "with the run"),
-    "notes": ("island merger operator", "with the run; old entries by newer ones"),
-    "evaluations": ("island merger operator", "with the run; old entries by newer ones"),
-    "evaluator": ("island merger", "expires"),
-    "control": ("merger operator", "with the run"),
-    "snapshots": ("merger", "with the run; old entries by newer ones"),
-    "tape": ("merger", "with the run; old entries by newer ones"),
-    "head:[01]": ("merger", "with the run"),
-    "log:0:2": ("merger", "with the run; once a compaction covers it"),
-    "fragment:[01]": ("merger", "with the run"),
-    "outer:[01]": ("merger", "with the run"),
-    "difference:0:1": ("merger", "expires"),
-    "difference:0:2": ("merger", "with the run; expires once a compaction covers it"),
-    "m:[fo][01][.].*": ("merger", "with their pointer"),
-    "m:d0[.]1[.].*": ("merger", "expires"),
-    "m:d0[.]2[.].*": ("merger", "with the run; expires once a compaction covers it"),
-    "data": ("merger", "with the run"),
-    "state": ("merger", "with the run"),
-    "books": ("merger", "with the run"),
-    "epoch": ("merger", "with the run"),
-    "lease": ("merger", "expires"),
-    "standbys": ("merger", "expires"),
-    "damaged:.*": ("merger", "expires"),
+    "manifest": "with the run",
+    "members": "with the run",
+    "updates:a": "with the run; its entries once a checkpoint covers them",
+    "actions:a": "with the run; its entries once a record has them",
+    "leases:a": "with the run; claims of earlier passes by their island",
+    "c:a:x[.][0-9]+[.].*": "with their entry",
+    "c:b:h[.].*": "expires",
+    "island:[abc]": "expires",
+    "name:a": "expires",
+    "taken:0": "expires",
+    "islands": "with the run",
+    "corpora": "with the run",
+    "asks": "expires",
+    "handover:c:z": "expires",
+    "restored": "with the run",
+    "notes": "with the run; old entries by newer ones",
+    "evaluations": "with the run; old entries by newer ones",
+    "evaluator": "expires",
+    "control": "with the run",
+    "snapshots": "with the run; old entries by newer ones",
+    "tape": "with the run; old entries by newer ones",
+    "head:[01]": "with the run",
+    "log:0:2": "with the run; once a compaction covers it",
+    "fragment:[01]": "with the run",
+    "outer:[01]": "with the run",
+    "difference:0:1": "expires",
+    "difference:0:2": "with the run; expires once a compaction covers it",
+    "m:[fo][01][.].*": "with their pointer",
+    "m:d0[.]1[.].*": "expires",
+    "m:d0[.]2[.].*": "with the run; expires once a compaction covers it",
+    "data": "with the run",
+    "state": "with the run",
+    "books": "with the run",
+    "epoch": "with the run",
+    "lease": "expires",
+    "standbys": "expires",
+    "damaged:.*": "expires",
 }
 
 
@@ -122,7 +120,7 @@ def play(transport: RedisTransport, manifest: Manifest) -> None:
     merger.write_back(epoch, Repair(cursors={"0": (0, 5)}))
 
 
-def test_every_key_has_an_owner_a_slot_and_a_way_to_be_deleted(cluster: Cluster, transport: RedisTransport) -> None:
+def test_every_key_has_a_slot_and_a_way_to_be_deleted(cluster: Cluster, transport: RedisTransport) -> None:
     run, shards = transport.run, 2
     connections = [transport, *(transport.of_shard(shard) for shard in range(1, shards))]
     found: dict[str, Any] = {}
@@ -147,22 +145,9 @@ def check_keys(found: dict[str, Any], keys: Keys, expected: set[str]) -> None:
     missing = set(expected)
     for key, client in found.items():
         fitting = [pattern for pattern in expected if re.fullmatch(pattern, keys.short(key))]
-        assert len(fitting) == 1, f"{key} has no owner, or two: {fitting}"
+        assert len(fitting) == 1, f"{key} has no way to be deleted, or two: {fitting}"
         missing -= set(fitting)
-        writers, deleted = KEYS[fitting[0]]
-        assert writers_of(key, keys) == set(writers.split()), key
+        deleted = KEYS[fitting[0]]
         expires = client.ttl(key) > 0
         assert expires == (deleted == "expires") or (expires and " their " in f" {deleted} "), key
     assert not missing, f"the run has no such keys: {missing}"
-
-
-def writers_of(key: str, keys: Keys) -> set[str]:
-    """Return the roles that may write a key of the islands a, b and c, by their rules for two shards."""
-    out: set[str] = set()
-    for role in ROLES:
-        for name in "abc":
-            every = Keys.patterns(keys.run, 2)
-            patterns = [p for each in every for grant in roles.grants(role, each, name)[1:] for p in grant.keys]
-            if any(fnmatch.fnmatchcase(key, pattern.replace("[^", "[!")) for pattern in patterns):
-                out.add(role)
-    return out or {"administrator"}

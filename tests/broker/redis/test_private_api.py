@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import socket
 from importlib.metadata import version
-from typing import Any
 
 import pytest
 import redis
@@ -20,21 +18,6 @@ TESTED_VERSIONS = {"8.1"}
 
 def test_the_installed_version_is_a_tested_one() -> None:
     assert ".".join(version("redis").split(".")[:2]) in TESTED_VERSIONS
-
-
-def test_a_connection_keeps_its_socket_and_its_parser_reads_nothing_ahead(server: Server) -> None:
-    with redis.Redis.from_url(server.url, protocol=2) as client:
-        pool = client.connection_pool
-        connection: Any = pool.get_connection()
-        try:
-            assert isinstance(connection._sock, socket.socket)
-            connection.send_command("PING")
-            assert connection.read_response() == b"PONG"
-            connection.send_command("ECHO", "payload")
-            assert connection._sock.recv(13, socket.MSG_WAITALL) == b"$7\r\npayload\r\n"
-        finally:
-            connection.disconnect()
-            pool.release(connection)
 
 
 def test_several_commands_are_answered_after_a_watch_and_the_transaction_goes_on(server: Server) -> None:
