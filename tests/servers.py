@@ -40,6 +40,12 @@ def hide_other_servers(folder: Path) -> None:
     os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ[PATH_VARIABLE]}"
 
 
+def found_programs(kind: Kind) -> list[str]:
+    """Return the paths of programs of this machine that may be a server of that kind."""
+    found = (shutil.which(name, path=os.environ.get(PATH_VARIABLE)) for name in PROGRAMS[kind])
+    return [path for path in found if path]
+
+
 def redis_program(folder: Path, kind: Kind = "redis-server") -> Program:
     """Return a server of this machine, of which that of Redis has TLS; skip the test if there is none.
 
@@ -47,13 +53,12 @@ def redis_program(folder: Path, kind: Kind = "redis-server") -> Program:
         folder: A folder for a link to the program, which has the name of its kind.
         kind: The kind of the server.
     """
-    for name in PROGRAMS[kind]:
-        if found := shutil.which(name, path=os.environ[PATH_VARIABLE]):
-            link = folder / kind
-            link.symlink_to(os.path.realpath(found))
-            if version := version_of(link):
-                return Program(kind, link, version)
-            link.unlink()
+    for path in found_programs(kind):
+        link = folder / kind
+        link.symlink_to(os.path.realpath(path))
+        if version := version_of(link):
+            return Program(kind, link, version)
+        link.unlink()
     pytest.skip(f"there is no {' or '.join(PROGRAMS[kind])} on this machine")
 
 

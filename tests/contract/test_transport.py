@@ -45,19 +45,14 @@ def test_a_run_that_was_not_created_is_unknown(connections: Connect) -> None:
 
 
 @everywhere
-def test_creating_a_run_writes_the_manifest_and_the_fragments(transport: Transport, connections: Connect) -> None:
-    other = connections()
-    assert other.reader.manifest() == samples.manifest(transport.run, width=WIDTH)
-    for expected in samples.first_snapshots(other.reader.manifest()):
+def test_creating_a_run_writes_it_once(transport: Transport, connections: Connect) -> None:
+    manifest, other = samples.manifest(transport.run, width=WIDTH), connections()
+    with pytest.raises(RunExistsError):
+        other.create(manifest, samples.first_snapshots(manifest, value=1.0))
+    assert other.reader.manifest() == manifest
+    for expected in samples.first_snapshots(manifest):
         assert other.reader.fragment(expected[0].fragment) == expected
     assert transport.run in other.reader.runs()
-
-
-def test_a_run_cannot_be_created_twice(transport: Transport, connections: Connect) -> None:
-    manifest = samples.manifest(transport.run, width=WIDTH)
-    with pytest.raises(RunExistsError):
-        connections().create(manifest, samples.first_snapshots(manifest, value=1.0))
-    assert transport.reader.fragment(0) == samples.first_snapshots(manifest)[0]
 
 
 @everywhere
@@ -76,6 +71,9 @@ def test_a_new_run_is_empty(transport: Transport, connections: Connect) -> None:
     assert transport.island.handed_over("a/x") is None
     assert transport.island.claim_checkpoint("a") is None
     assert transport.merger.read([]) == []
+    memory = transport.reader.memory()
+    assert isinstance(memory, Memory)
+    assert min(memory.used, memory.limit) >= 0
     assert transport.reader.instance() == connections().reader.instance()
 
 
@@ -263,16 +261,10 @@ def test_evaluations_and_notes_are_kept_in_order(transport: Transport, connectio
     assert other.reader.notes(1 << 20) == notes[-NOTES_KEPT:], "only the newest ones are kept"
 
 
-def test_memory_is_reported_in_bytes(transport: Transport) -> None:
-    publish(transport, 3)
-    found = transport.reader.memory()
-    assert isinstance(found, Memory)
-    assert min(found.used, found.limit) >= 0
-    assert transport.reader.memory().limit == found.limit
-
-
 @everywhere
-def test_operator_controls_are_changed_together(transport: Transport, connections: Connect) -> None:
+def test_operator_controls_are_changed_together_and_heard_with_heartbeats(
+    transport: Transport, connections: Connect
+) -> None:
     other = connections()
     assert other.reader.control() == {}
     transport.reader.steer({"outer.learning_rate": "0.5", "merging": "paused", "sync.quorum": ""})
@@ -280,13 +272,9 @@ def test_operator_controls_are_changed_together(transport: Transport, connection
     transport.reader.steer({"outer.learning_rate": "0.25", "merging": "", "island.a": "drain"})
     assert other.reader.control() == {"outer.learning_rate": "0.25", "island.a": "drain"}
     transport.reader.steer({"outer.learning_rate": "", "island.a": ""})
-    assert other.reader.control() == {}
+    assert other.reader.control() == transport.island.heartbeat(samples.heartbeat("a")) == {}
     transport.reader.steer({})
-
-
-def test_a_heartbeat_returns_the_operators_control_of_that_island(transport: Transport, connections: Connect) -> None:
-    assert transport.island.heartbeat(samples.heartbeat("a")) == {}
-    connections().reader.steer({"island.a": "drain", "island.b": "expel", "merging": "paused", "inner.steps": "9"})
+    transport.reader.steer({"island.a": "drain", "island.b": "expel", "merging": "paused", "inner.steps": "9"})
     for island, request in (("a", {"island.a": "drain"}), ("b", {"island.b": "expel"}), ("c", {})):
         assert transport.island.heartbeat(samples.heartbeat(island)) == {**request, "inner.steps": "9"}, island
 

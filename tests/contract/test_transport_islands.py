@@ -80,23 +80,20 @@ def test_concurrent_leases_do_not_overlap(transport: Transport, connections: Con
 
 
 @everywhere
-def test_a_merged_contribution_moves_the_cursor(transport: Transport, connections: Connect, epoch: int) -> None:
-    live(transport, "a")
+def test_a_merged_contribution_moves_the_cursor_and_may_end_the_lease(
+    transport: Transport, connections: Connect, epoch: int
+) -> None:
+    live(transport, "a", "b")
     transport.island.lease_shard(["3", "4"], "a/x")
     transport.merger.commit(epoch, samples.commit([], cursors={"3": (0, 96), "4": (0, 8)}))
     assert connections().reader.cursors() == {"3": (0, 96), "4": (0, 8)}
     assert transport.island.leased(["3", "4"], "a/x") == {"3"}
     assert connections().island.lease_shard(["3", "4"], "b/y") == Place("4", 0, 8)
-
-
-def test_a_lease_ends_with_its_pass_over_the_shard(transport: Transport, connections: Connect, epoch: int) -> None:
-    live(transport, "a", "b")
-    transport.island.lease_shard(["0"], "a/x")
-    transport.merger.commit(epoch, samples.commit([], cursors={"0": (1, 0)}))
-    assert transport.island.leased(["0"], "a/x") == frozenset()
-    assert connections().island.lease_shard(["0"], "b/x") == Place("0", 1, 0)
-    transport.merger.commit(epoch, samples.commit([], round_number=3, cursors={"0": (1, 5)}))
-    assert transport.island.leased(["0"], "b/x") == {"0"}
+    transport.merger.commit(epoch, samples.commit([], round_number=3, cursors={"3": (1, 0)}))
+    assert transport.island.leased(["3"], "a/x") == frozenset(), "its pass over the shard has ended"
+    assert connections().island.lease_shard(["3"], "b/y") == Place("3", 1, 0)
+    transport.merger.commit(epoch, samples.commit([], round_number=5, cursors={"3": (1, 5)}))
+    assert transport.island.leased(["3"], "b/y") == {"3"}
 
 
 def test_a_shard_is_released_when_its_holder_has_left_and_is_merged(

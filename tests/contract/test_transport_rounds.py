@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from archipelago.broker.errors import BrokerError
@@ -226,28 +224,21 @@ def test_a_payload_can_be_watched_while_it_arrives(transport: Transport, connect
         assert seen[-1] == LARGE
 
 
-def test_a_small_commit_leaves_the_full_state_as_it_is(transport: Transport, connections: Connect, epoch: int) -> None:
-    first = transport.reader.fragment(0)
-    commit = small(1, difference=b"one", after_round=0)
-    transport.merger.commit(epoch, commit)
-    other = connections()
-    assert other.reader.heads()[0] == commit.snapshot
-    assert other.reader.fragment(0) == first
-    assert (other.merger.outer(0), other.merger.log(0, 1), other.merger.log(0, 2)) == (b"", "log 1", "")
-    assert other.merger.lost(1) == []
-
-
 @everywhere
 def test_a_compaction_covers_the_versions_up_to_its_own(transport: Transport, connections: Connect, epoch: int) -> None:
     (entry,) = publish(transport, 1)
     transport.merger.updates(0.0)
-    transport.merger.commit(epoch, replace(small(1, difference=b"one"), entries=[entry]))
+    first, other = transport.reader.fragment(0), connections()
+    commit = small(1, difference=b"one", after_round=0, entries=[entry])
+    transport.merger.commit(epoch, commit)
+    assert (other.reader.heads()[0], other.reader.fragment(0)) == (commit.snapshot, first), "it has no full state"
+    assert (other.merger.outer(0), other.merger.log(0, 1), other.merger.log(0, 2)) == (b"", "log 1", "")
+    assert other.merger.lost(1) == []
     transport.merger.commit(epoch, small(3, difference=LARGE))
     transport.merger.commit(epoch, small(5, difference=b"three"))
     full = samples.commit([], LARGE, 3).compaction
     assert full is not None
     placed = transport.merger.place(epoch, full)
-    other = connections()
     assert other.reader.fragment(0)[0].version == 0
     with pytest.raises(BrokerError):
         transport.merger.compact(epoch, placed, after_round=3)
