@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from archipelago.broker.errors import BrokerError
@@ -229,7 +231,7 @@ def test_a_compaction_covers_the_versions_up_to_its_own(transport: Transport, co
     (entry,) = publish(transport, 1)
     transport.merger.updates(0.0)
     first, other = transport.reader.fragment(0), connections()
-    commit = small(1, difference=b"one", after_round=0, entries=[entry])
+    commit = replace(small(1, difference=b"one", after_round=0), entries=[entry])
     transport.merger.commit(epoch, commit)
     assert (other.reader.heads()[0], other.reader.fragment(0)) == (commit.snapshot, first), "it has no full state"
     assert (other.merger.outer(0), other.merger.log(0, 1), other.merger.log(0, 2)) == (b"", "log 1", "")

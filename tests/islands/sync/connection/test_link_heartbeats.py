@@ -134,11 +134,15 @@ def ask(harness: Harness, who: str = "new/z") -> None:
     harness.transport.island.request_state(who)
 
 
-def test_one_peer_promises_an_answer_and_is_asked_once(harness: Harness) -> None:
+def test_one_other_peer_that_trains_promises_an_answer_and_is_asked_once(harness: Harness) -> None:
     links = [harness.link("a/x"), harness.link("b/y")]
-    for link in links:
-        heartbeat(link)
+    ask(harness, "a/x")
+    heartbeat(links[0])  # It does not answer itself.
     ask(harness)
+    heartbeat(links[1], "joining")
+    assert [link.take().asked_by for link in links] == [[], []]
+    assert harness.transport.island.open_requests() == ["a/x", "new/z"]
+    harness.transport.island.withdraw_request("a/x")
     links[0].pump_receive()  # A request is read between two heartbeats, too.
     for link in (*links, *links):
         heartbeat(link)
@@ -173,16 +177,6 @@ def test_a_loop_of_short_steps_describes_itself_now_and_then(harness: Harness) -
     assert link.wants_beat("leaving")
     now[0] += FRESH_SECONDS
     assert link.wants_beat("training")
-
-
-def test_only_another_training_island_answers_a_request(harness: Harness) -> None:
-    link = harness.link("a/x")
-    ask(harness, "a/x")
-    heartbeat(link)
-    ask(harness)
-    heartbeat(link, "joining")
-    assert link.take().asked_by == []
-    assert harness.transport.island.open_requests() == ["a/x", "new/z"]
 
 
 def test_optimiser_state_is_handed_over_once_with_the_actions_before_it(harness: Harness) -> None:
