@@ -70,7 +70,8 @@ def test_sentinels_and_replicas_are_refused_with_the_name_of_the_primary(start: 
     with failing(BrokerError, "broker.sentinel") as raised:
         create(url_of(start(str(config), "--sentinel")))
     assert "(mine)" in raised.value.remedy
-    for kind, path in (("cluster", ""), ("sentinel", "/mine")):  # An address names the kind of its servers.
+    # An address names the kind of its servers.
+    for kind, path in (("cluster", ""), ("sentinel", f"/mine?sentinel_password={PASSWORD}")):
         with failing(BrokerError, f"broker.refused-no-{kind}"):
             create(url_of(primary, f"+{kind}") + path)
     assert primary.client.keys() == []
