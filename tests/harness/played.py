@@ -29,6 +29,12 @@ class Boundary(Protocol):
     def boundary(self) -> object: ...
 
 
+class Trains(Boundary, Protocol):
+    """An island that makes its own steps."""
+
+    def advance(self) -> object: ...
+
+
 def started(merger: Merger) -> Merger:
     """Let a merger take the lease and load the run, and return it."""
     assert merger.acquire()
@@ -84,10 +90,20 @@ class PlayedRun(CreatedRun):
         """Return a link of an island's incarnation (`name/incarnation`), which has not joined yet."""
         return Link(self.connect(), self.manifest, who, shards, self.clock)
 
+    def turn(self, link: Link, act: Callable[[], object], seconds: float = 1.0) -> None:
+        """Let an island act, exchange everything before and after it, and let the merger act."""
+        self.clock.now += seconds
+        link.pump()
+        act()
+        link.pump()
+        self.merger.turn(0.0)
+
     def pass_boundary(self, island: Boundary, seconds: float = 1.0) -> None:
         """Let an island pass a step boundary, exchange everything before and after it, and let the merger act."""
-        self.clock.now += seconds
-        island.link.pump()
-        island.boundary()
-        island.link.pump()
-        self.merger.turn(0.0)
+        self.turn(island.link, island.boundary, seconds)
+
+    def play(self, island: Trains, steps: int) -> None:
+        """Make `steps` steps of an island, each after a boundary."""
+        for _ in range(steps):
+            self.pass_boundary(island)
+            island.advance()

@@ -101,12 +101,6 @@ class TinyRun(PlayedRun):
             link.pump()
         return island
 
-    def play(self, island: Island, steps: int) -> None:
-        """Make `steps` steps of an island, each after a boundary."""
-        for _ in range(steps):
-            self.pass_boundary(island)
-            island.advance()
-
     def depart(self, island: Island, state: str = "left") -> None:
         """Let an island leave, and the merger process its contributions."""
         island.leave(state, flush_seconds=0.0)

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from archipelago.broker.codecs import Vector
 from archipelago.broker.config import (
     AdoptConfig,
     DataConfig,
@@ -22,7 +20,6 @@ from archipelago.broker.config import (
     WireConfig,
 )
 from archipelago.broker.manifest import Corpus, Manifest, Tensor, synced
-from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Snapshot
 from archipelago.broker.wire import digest, pack
 from archipelago.islands.computation import Computation
@@ -33,11 +30,9 @@ from archipelago.islands.mesh.placement import Placement, placement_of
 from archipelago.islands.mesh.shape import MeshShape
 from archipelago.islands.models.interface import Model, Params
 from archipelago.islands.models.layers import mean_cross_entropy
-from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.snapshots import Download
 from archipelago.islands.worker import Island
-from archipelago.merger.service import Merger
-from archipelago.ops.experiments.virtual_time import VirtualClock
+from tests.harness.played import PlayedRun
 
 CONFIG = RunConfig(
     record=True,
@@ -90,38 +85,23 @@ def manifest(config: RunConfig = CONFIG) -> Manifest:
 
 
 def first_snapshots(of: Manifest) -> list[tuple[Snapshot, bytes]]:
-    """Return version 0 of each fragment."""
+    """Return version 0 of each fragment. First moments are zeros."""
+    rng = np.random.default_rng(1)
+    made = {t.name: rng.standard_normal(t.shape) / 5 * (t.kind != "moment") for t in of.tensors}
+    made["norm.scale"] = np.ones(24)
     out = []
-    for p, vector_N in enumerate(first_vectors(of)):
-        payload = pack(vector_N, "float32", 1)
+    for p, rows in enumerate(of.layout):
+        payload = pack(np.concatenate([made[t.name].ravel() for t, _ in rows]).astype(np.float32), "float32", 1)
         out.append((Snapshot(0, p, 0, 0, "float32", len(payload), digest(payload), ""), payload))
     return out
 
 
-def first_vectors(of: Manifest) -> list[Vector]:
-    """Return the first parameters of each fragment. First moments are zeros."""
-    rng = np.random.default_rng(1)
-    made = {t.name: rng.standard_normal(t.shape) / 5 * (t.kind != "moment") for t in of.tensors}
-    made["norm.scale"] = np.ones(24)
-    return [np.concatenate([made[t.name].ravel() for t, _ in rows]).astype(np.float32) for rows in of.layout]
-
-
-class MeshRun:
-    """A run with its merger."""
+class MeshRun(PlayedRun):
+    """A run of the model, whose islands are on meshes."""
 
     def __init__(self, of: Manifest | None = None) -> None:
-        self.manifest = of or manifest()
-        self.clock = VirtualClock()
-        self.broker = MemoryBroker(self.clock)
-        transport = self.connect()
-        transport.create(self.manifest, first_snapshots(self.manifest))
-        self.merger = Merger(self.connect(), self.clock, holder="merger", live_poll_seconds=0.0)
-        assert self.merger.acquire()
-        self.merger.load()
-
-    def connect(self) -> Any:
-        """Return another connection."""
-        return self.broker.connect(self.manifest.run)
+        of = of or manifest()
+        super().__init__(of, first_snapshots(of))
 
     def island(
         self,
@@ -135,9 +115,7 @@ class MeshRun:
         """Return an island on a mesh that has joined and leased a shard. `relay` gets what came over the wire."""
         config = self.manifest.config
         own = replace(config, data=replace(config.data, batch_size=batch_size))
-        link = Link(
-            self.connect(), self.manifest, f"{name}/x", shard_order(config.data.shards, config.seed), self.clock
-        )
+        link = self.link(f"{name}/x", shard_order(config.data.shards, config.seed))
         link.channels[0].inbox.snapshots.relay = relay
         arrivals, (placement, steps) = link.join(), on_mesh(shape, config)
         island = Island(
@@ -148,13 +126,3 @@ class MeshRun:
         island.beat("joining")
         link.pump()
         return island
-
-    def play(self, island: Island, steps: int) -> None:
-        """Make some steps, and exchange everything between them."""
-        for _ in range(steps):
-            self.clock.now += 1.0
-            island.link.pump()
-            island.boundary()
-            island.link.pump()
-            self.merger.turn(0.0)
-            island.advance()

@@ -1,144 +1,176 @@
-"""A run of users' own loops in virtual time. The test makes the steps."""
+"""Runs and scripts of users' own loops in JAX."""
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
+from numpy.typing import NDArray
 
+import archipelago
 from archipelago.broker.config import RunConfig
-from archipelago.broker.manifest import NO_CORPUS, Manifest, balanced
-from archipelago.broker.memory.transport import MemoryBroker
-from archipelago.broker.transport import Transport
-from archipelago.islands.own_loop.loop import OwnLoop
-from archipelago.islands.own_loop.new_run import first_snapshots
+from archipelago.islands.own_loop.joining import JoinedRun
 from archipelago.islands.own_loop.parameters import TreeParameters
 from archipelago.islands.own_loop.tensors import kinds_by
-from archipelago.islands.own_loop.tree import TreeLayout, host_vector
-from archipelago.islands.sync.connection.link import Link
-from archipelago.islands.sync.memory_use import MemoryMeter, MemoryUse
-from archipelago.islands.sync.participant import Host
+from archipelago.islands.own_loop.tree import TreeLayout
 from archipelago.islands.sync.tree_replica import TreeReplica
-from archipelago.merger.beside import at_once
-from archipelago.merger.service import Merger
 from archipelago.merger.storage import MergerFolder
-from archipelago.ops.experiments.virtual_time import VirtualClock
-from tests.islands.own_loop.any_framework import CONFIG, merged_by
+from tests.harness.played import Connect
+from tests.islands.own_loop.any_framework import CONFIG, STEP, Framework, LoopIsland, LoopRun, Script, Values
 
 
-def tree(dtype: Any = jnp.float32) -> dict[str, Any]:
+def tree(dtype: Any = jnp.float32, more: float = 0.0) -> dict[str, Any]:
     """Return parameters in containers of two kinds, with a leaf that is not merged."""
-    layers = [{"kernel": jnp.full((4, 4), 1.0 + number, dtype), "bias": jnp.zeros(4, dtype)} for number in range(2)]
-    return {"embedding": jnp.ones((8, 4), dtype), "layers": layers, "count": jnp.int32(7)}
+    layers = [
+        {"kernel": jnp.full((4, 4), 1.0 + number + more, dtype), "bias": jnp.full(4, more, dtype)}
+        for number in range(2)
+    ]
+    return {"embedding": jnp.full((8, 4), 1.0 + more, dtype), "layers": layers, "count": jnp.int32(7)}
 
 
-def trained(params: Any, by: float = 0.125) -> Any:
+def trained(params: Any, by: float = STEP) -> Any:
     """Return the parameters after a step that moves each floating-point leaf by the same number."""
     return jax.tree.map(lambda x: (x - by).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x + 1, params)
 
 
 def only_kernels_trained(params: Any) -> Any:
     """Return the parameters after a step that moves the kernels only."""
-    layers = [{**layer, "kernel": layer["kernel"] - 0.125} for layer in params["layers"]]
+    layers = [{**layer, "kernel": layer["kernel"] - STEP} for layer in params["layers"]]
     return {**params, "layers": layers}
 
 
-class OwnIsland:
-    """One island: its loop and its parameters."""
+def with_bias(params: Any, layer: int, bias: Any) -> Any:
+    """Return the parameters with another bias in one layer."""
+    layers = [{**each, "bias": bias} if n == layer else each for n, each in enumerate(params["layers"])]
+    return {**params, "layers": layers}
+
+
+def values_of(parameters: TreeParameters) -> Values:
+    return {name: np.asarray(leaf, np.float32) for name, leaf in parameters.named().items()}
+
+
+class OwnIsland(LoopIsland):
+    """One island, which holds its parameters in a tree."""
+
+    parameters: TreeParameters
 
     def __init__(self, run: OwnRun, name: str, template: Any, chosen: Any) -> None:
         layout = TreeLayout.of(template, chosen)
-        self.run = run
-        self.parameters = TreeParameters(layout)
-        self.link = Link(run.connect(), run.manifest, f"{name}/x", (), run.clock)
-        arrivals = self.link.join()
-        self.replica = TreeReplica(run.manifest, layout.templates)
-        self.parameters.start(self.replica.begin([arrival.params_N for arrival in arrivals]))
-        host = Host("test", MemoryMeter(run.clock, MemoryUse))
-        self.loop = OwnLoop(
-            name, run.manifest, self.link, self.replica, self.parameters, arrivals, host, None, run.clock, "x"
-        )
-        self.loop.begin()
-        self.link.pump()
+        parameters, replica = TreeParameters(layout), TreeReplica(run.manifest, layout.templates)
+        super().__init__(run, name, parameters, replica, lambda vectors: parameters.start(replica.begin(list(vectors))))
 
     @property
     def params(self) -> Any:
         """The newest parameters."""
         return self.parameters.tree
 
+    def step(self, by: float = STEP) -> None:
+        self.parameters.offer(trained(self.params, by))
+
+    def spoil(self, value: float) -> str:
+        bias = self.params["layers"][1]["bias"].at[2].set(value)
+        self.parameters.offer(with_bias(self.params, 1, bias))
+        return "layers.1.bias"
+
+    def values(self) -> Values:
+        return values_of(self.parameters)
+
+    def dtypes(self) -> set[str]:
+        return {str(leaf.dtype) for leaf in self.parameters.named().values()}
+
     def sync(self, params: Any, steps: int = 1, tokens: int = 10, loss: Any = 2.5) -> Any:
-        """Sync, and exchange everything before and after it."""
-        self.run.clock.now += steps
-        self.link.pump()
+        """Sync these parameters, and return those to train on with."""
         self.parameters.offer(params)
-        self.loop.turn(steps, tokens, loss)
-        self.link.pump()
-        self.run.merger.turn(0.0)
+        self.turn(steps, tokens, loss)
         return self.params
 
     def play(self, turns: int, step: Callable[[Any], Any] = trained) -> None:
-        """Make some steps."""
+        """Make some steps, and sync after each."""
         for _ in range(turns):
             self.sync(step(self.params))
 
 
-class OwnRun:
-    """A run with its merger."""
+class OwnRun(LoopRun):
+    """A run of islands that train trees.
+
+    Args:
+        params: Its first parameters.
+        config: Its settings.
+        connect: Makes a connection to the run; by default to a broker in memory.
+        folder: Where its merger keeps checkpoints and, in a recorded run, the record.
+        trained: Which leaves are trained; all by default.
+    """
 
     def __init__(
         self,
         params: Any = None,
         config: RunConfig = CONFIG,
-        connect: Callable[[], Transport] | None = None,
+        connect: Connect | None = None,
         folder: MergerFolder | None = None,
         trained: Any = None,
     ) -> None:
-        """Create the run.
-
-        Args:
-            params: Its first parameters.
-            config: Its settings.
-            connect: Connects to the server; a broker in memory by default.
-            folder: Where its merger keeps checkpoints and, in a recorded run, the record.
-            trained: Which leaves are trained; all by default.
-        """
         params = tree() if params is None else params
         layout = TreeLayout.of(params, trained)
-        tensors = layout.tensors(kinds_by("embed"))
-        fragments = balanced(tensors, config.sync.fragments)
-        frozen = tuple(values.named() for values in layout.frozen_values())
-        self.manifest = Manifest("own", config, tensors, fragments, NO_CORPUS, {}, uuid.UUID(int=1).hex, frozen)
-        self.clock = VirtualClock()
-        broker = MemoryBroker(self.clock)
-        self.connect: Callable[[], Transport] = connect or (lambda: broker.connect("own"))
-        self.transport = self.connect()
-        leaves = layout.leaves_of(params)
-        first = first_snapshots(self.manifest, lambda name: host_vector([leaves[name]]))
-        self.transport.create(self.manifest, first)
-        checkpointer = None
-        if folder is not None:
-            folder.recorder.begin(self.manifest, first)
-            checkpointer = folder.checkpointer(self.transport, self.manifest, 1e9, at_once)
-        self.merger = Merger(
-            self.connect(), self.clock, holder="merger", live_poll_seconds=0.0, checkpointer=checkpointer
-        )
-        assert self.merger.acquire()
-        self.merger.load()
+        first = {name: np.asarray(leaf, np.float32) for name, leaf in layout.leaves_of(params).items()}
+        frozen = [values.named() for values in layout.frozen_values()]
+        super().__init__(layout.tensors(kinds_by("embed")), first, config, frozen, connect, folder)
         self._template, self._trained = params, trained
 
-    def island(self, name: str = "a", template: Any = None) -> OwnIsland:
-        """Return an island that has joined, with its own tree."""
-        return OwnIsland(self, name, self._template if template is None else template, self._trained)
-
-    def merged(self) -> dict[str, Any]:
-        """Return the run's newest parameters by name, as float32."""
-        return merged_by(self.merger)
+    def island(self, name: str = "a", model: Any = None) -> OwnIsland:
+        return OwnIsland(self, name, self._template if model is None else model, self._trained)
 
 
-def of(config: RunConfig, **sections: Any) -> RunConfig:
-    """Return the config with other sections."""
-    return replace(config, **sections)
+class TreeScript(Script):
+    """A script in JAX. Its optimiser is Adam, if it has one."""
+
+    session: JoinedRun
+
+    def __init__(
+        self, url: str, run: str = "own", model: Any = None, *, optimizes: bool = False, **options: Any
+    ) -> None:
+        params = tree() if model is None else model
+        self._adam, self._state, self._newest = optax.adam(0.1), None, params
+        if optimizes:
+            self._gradients = {key: value for key, value in params.items() if key != "count"}
+            self._state = self._adam.init(self._gradients)
+            options["state"] = lambda: self._state
+        super().__init__(archipelago.join(url, run, params, **options))
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._newest = self.session.params
+        if self._state is not None:
+            self._state = self.session.state
+        return self
+
+    def step(self, by: float = STEP) -> None:
+        if self._state is not None:
+            with jax.numpy_dtype_promotion("standard"):
+                _, self._state = self._adam.update(self._gradients, self._state)
+        self._newest = trained(self._newest, by)
+
+    def sync(self, **about: Any) -> None:
+        self._newest = self.session.sync(self._newest, **about)
+
+    def values(self) -> Values:
+        return values_of(self.session._parameters)
+
+    def state(self) -> list[NDArray[Any]]:
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(self._state)]
+
+
+def _with_shape() -> tuple[Any, str]:
+    return with_bias(tree(), 1, jnp.ones(5)), "layers.1.bias"
+
+
+def _with_value(value: float) -> tuple[Any, str]:
+    return with_bias(tree(), 1, jnp.full(4, value)), "layers.1.bias"
+
+
+JAX = Framework(
+    "jax", tree, OwnRun, archipelago.create, TreeScript, _with_shape, _with_value, jnp.asarray,
+)  # fmt: skip

@@ -1,4 +1,4 @@
-"""A user's own loop in virtual time: what it sends, what it adopts, and what it refuses."""
+"""Users' own loops in virtual time: what they send, what they adopt, and what they refuse."""
 
 from __future__ import annotations
 
@@ -18,130 +18,138 @@ from archipelago.broker.messages import LIVE_SECONDS
 from archipelago.islands.own_loop import loop as own_loop
 from archipelago.islands.sync.homes import at_home
 from tests.failing import failing
-from tests.islands.own_loop.any_framework import CONFIG
-from tests.islands.own_loop.own_runs import OwnIsland, OwnRun, of, trained, tree
+from tests.islands.own_loop.any_framework import CONFIG, STEP, Framework, LoopIsland
+from tests.islands.own_loop.own_runs import OwnIsland, OwnRun, trained, tree
 
 
-def as_float32(params: Any) -> list[Any]:
-    return [np.asarray(x, np.float32) for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating)]
-
-
-def test_one_island_moves_the_run_by_its_own_steps() -> None:
-    run = OwnRun()
-    island = run.island()
-    island.play(16)
-    assert run.merger.state.closed >= 6
-    assert run.transport.reader.books().merged == run.merger.state.closed
-    first = island.parameters.layout.leaves_of(tree())
+def test_one_island_moves_the_run_by_its_own_steps(framework: Framework) -> None:
+    run = framework.run()
+    run.island().train(16)
+    assert run.transport.reader.books().merged == run.merger.state.closed >= 6
     for name, merged in run.merged().items():
-        moved = (np.asarray(first[name]) - np.asarray(merged)) / 0.125
+        moved = (run.first[name] - merged) / STEP
         assert np.ptp(moved) == 0.0, name
         assert moved.flat[0] in range(10, 17), "every step counts once"
 
 
-def test_a_call_without_an_event_returns_the_same_object() -> None:
+def test_two_islands_follow_the_run(framework: Framework) -> None:
+    run = framework.run(config=replace(CONFIG, adopt=AdoptConfig(rule="overwrite")))
+    one, other = run.island("a"), run.island("b")
+    for _ in range(12):
+        one.train()
+        other.train(by=2 * STEP)
+    assert min(count.version for count in one.loop.ledger.counts) >= 4
+    require_close_versions(one, other)
+    assert run.transport.reader.books().refused == 0
+
+
+def require_close_versions(one: LoopIsland, other: LoopIsland) -> None:
+    """Fail unless both islands have the same versions. Only the newest round may be on its way to one of them."""
+    for mine, theirs in zip(one.loop.ledger.counts, other.loop.ledger.counts, strict=True):
+        assert abs(mine.version - theirs.version) <= 1
+
+
+@pytest.mark.parametrize(("dtype", "rule"), [("bfloat16", "carry"), ("float16", "overwrite")])
+def test_rounding_to_a_narrow_dtype_is_no_progress(framework: Framework, dtype: str, rule: Any) -> None:
+    """An island that never steps must not pull the run to the numbers that its dtype has."""
+    run = framework.run(framework.model(more=0.001), replace(CONFIG, adopt=AdoptConfig(rule=rule)))
+    island = run.island(model=framework.model(dtype))
+    island.train(16, by=0.0)
+    assert run.merger.state.closed >= 4
+    for name, value in run.merged().items():
+        np.testing.assert_allclose(value, run.first[name], rtol=0, atol=1e-7)
+    assert island.dtypes() == {dtype}
+
+
+def test_islands_of_different_dtypes_share_a_run(framework: Framework) -> None:
+    run = framework.run(config=replace(CONFIG, sync=replace(CONFIG.sync, quorum=2)))
+    wide, narrow = run.island("a"), run.island("b", framework.model("bfloat16"))
+    for _ in range(12):
+        wide.train()
+        narrow.train()
+    assert run.transport.reader.books().refused == 0
+    assert run.merger.state.closed >= 4
+    for name, value in wide.values().items():
+        np.testing.assert_allclose(narrow.values()[name], value, atol=0.3)
+
+
+@pytest.mark.parametrize(("codec", "value"), [("bfloat16", math.nan), ("int4", math.inf)])
+def test_nothing_that_is_not_finite_is_sent(framework: Framework, codec: Any, value: float) -> None:
+    run = framework.run(config=replace(CONFIG, wire=WireConfig(up=codec, thin="", down="float32")))
+    island, spoilt = run.island(), ""
+    with failing(DivergedError, "loop.not-finite") as caught:
+        for _ in range(12):
+            island.step()
+            spoilt = island.spoil(value)
+            island.turn()
+    assert repr(spoilt) in caught.value.what
+    assert all(np.isfinite(merged).all() for merged in run.merged().values())
+    assert run.transport.reader.books().refused == 0
+
+
+def test_a_loop_that_stops_is_not_waited_for_and_comes_back(framework: Framework) -> None:
+    run = framework.run()
+    island, other = run.island("a"), run.island("b")
+    for each in (island, other):
+        each.train(4)
+    for _ in range(int(own_loop.STALL_SECONDS + LIVE_SECONDS + 5)):
+        island.link.pump()  # its threads live, and its loop does not sync
+        other.train()
+    assert run.merger.live == {"b"}
+    before = run.transport.reader.books().merged
+    for _ in range(6):
+        island.train()
+        other.train()
+    assert run.merger.live == {"a", "b"}
+    require_close_versions(island, other)
+    assert run.transport.reader.books().merged > before
+    assert island.loop.speed.step_seconds < own_loop.STALL_SECONDS
+
+
+# -- loops in JAX ---------------------------------------------------------------------------------------------------
+
+
+def test_a_call_without_an_event_returns_the_same_object_and_leaves_that_are_not_merged_stay() -> None:
     run = OwnRun()
     island = run.island()
     params = trained(island.params)
     assert island.sync(params) is params
-
-
-def test_leaves_that_are_not_merged_stay_the_islands_own() -> None:
-    run = OwnRun()
-    island = run.island()
-    island.play(9)
+    island.play(8)
     assert run.merger.state.closed
     assert int(island.params["count"]) == 7 + 9
     assert "count" not in run.merged()
 
 
-def test_two_islands_follow_the_run() -> None:
-    run = OwnRun(config=of(CONFIG, adopt=AdoptConfig(rule="overwrite")))
-    one, other = run.island("a"), run.island("b")
-    for _ in range(12):
-        one.sync(trained(one.params))
-        other.sync(trained(other.params, 0.25))
-    for mine, theirs in zip(one.loop.ledger.counts, other.loop.ledger.counts, strict=True):
-        assert mine.version >= 4
-        assert abs(mine.version - theirs.version) <= 1, "only the newest round is on its way"
-    assert run.transport.reader.books().refused == 0
-
-
-@pytest.mark.parametrize(
-    ("dtype", "rule"),
-    [(jnp.bfloat16, "carry"), pytest.param(jnp.float16, "overwrite", marks=pytest.mark.full)],
-)
-def test_rounding_to_a_narrow_dtype_is_no_progress(dtype: Any, rule: Any) -> None:
-    """An island that never steps must not pull the run to the numbers that its dtype has."""
-    exact = jax.tree.map(lambda x: x + 0.001 if x.dtype == jnp.float32 else x, tree())
-    run = OwnRun(exact, of(CONFIG, adopt=AdoptConfig(rule=rule)))
-    island = run.island(template=tree(dtype))
-    assert all(x.dtype in (dtype, jnp.int32) for x in jax.tree.leaves(island.params))
-    before = {name: np.asarray(value).copy() for name, value in run.merged().items()}
-    island.play(16, lambda params: params)
-    assert run.merger.state.closed >= 4
-    for name, value in run.merged().items():
-        np.testing.assert_allclose(np.asarray(value), before[name], rtol=0, atol=1e-7)
-    assert all(x.dtype in (dtype, jnp.int32) for x in jax.tree.leaves(island.params))
-
-
-def test_islands_of_different_dtypes_share_a_run() -> None:
-    run = OwnRun(config=of(CONFIG, sync=replace(CONFIG.sync, quorum=2)))
-    wide, narrow = run.island("a"), run.island("b", tree(jnp.bfloat16))
-    for _ in range(12):
-        wide.sync(trained(wide.params))
-        narrow.sync(trained(narrow.params))
-    assert run.transport.reader.books().refused == 0
-    assert run.merger.state.closed >= 4
-    for one, other in zip(as_float32(wide.params), as_float32(narrow.params), strict=True):
-        np.testing.assert_allclose(one, other, atol=0.3)
-
-
-@pytest.mark.parametrize("steps", [1, 3])
-def test_a_call_may_stand_for_several_steps(steps: int) -> None:
+def test_a_call_may_stand_for_several_steps_and_batches_may_grow() -> None:
     run = OwnRun()
     island = run.island()
-    for _ in range(12):
-        island.sync(trained(island.params, 0.125 * steps), steps, tokens=5 * steps)
-    assert island.loop.totals.steps == 12 * steps
-    assert island.loop.totals.tokens == 60 * steps
-    assert run.merger.state.step <= island.loop.ledger.global_step
-    assert run.transport.reader.books().refused == 0
-
-
-def test_batches_that_grow_are_not_refused() -> None:
-    run = OwnRun()
-    island = run.island()
-    tokens = 8
     for number in range(24):
-        tokens = tokens * 2 if number % 4 == 0 else tokens
-        island.sync(trained(island.params), tokens=tokens)
+        island.sync(trained(island.params, 3 * STEP), 3, tokens=5 << number // 4)
+    assert island.loop.totals.steps == 24 * 3
+    assert island.loop.totals.tokens == 4 * 5 * ((1 << 6) - 1)
+    assert run.merger.state.step <= island.loop.ledger.global_step
     assert run.transport.reader.books().refused == 0
 
 
 # -- what a loop returns is checked ---------------------------------------------------------------------------------
 
 
-def spoilt(params: Any, change: Any) -> Any:
-    return {**params, "layers": [change(params["layers"][0]), params["layers"][1]]}
-
-
-@pytest.mark.parametrize(
-    ("change", "code", "named"),
-    [
-        (lambda layer: {"kernel": layer["kernel"]}, "loop.other-tree", "layers.0.bias"),
-        (lambda layer: {**layer, "extra": jnp.ones(2)}, "loop.other-tree", "layers.0.extra"),
-        (lambda layer: {**layer, "bias": jnp.zeros(5)}, "loop.shape", "layers.0.bias"),
-        (lambda layer: {**layer, "bias": layer["bias"].astype(jnp.bfloat16)}, "loop.dtype", "layers.0.bias"),
-        (lambda layer: {**layer, "bias": 0.0}, "loop.shape", "layers.0.bias"),
-    ],
-)
-def test_another_tree_shape_or_dtype_is_an_error_that_names_the_leaf(change: Any, code: str, named: str) -> None:
-    island = OwnRun().island()
-    with failing(ConfigError, code) as caught:
-        for _ in range(8):
-            island.sync(spoilt(island.params, change))
-    assert named in caught.value.what
+def test_another_tree_shape_or_dtype_is_an_error_that_names_the_leaf() -> None:
+    run = OwnRun()
+    (kernel, bias) = (tree()["layers"][0][name] for name in ("kernel", "bias"))
+    wrongs: list[tuple[dict[str, Any], str, str]] = [
+        ({"kernel": kernel}, "loop.other-tree", "layers.0.bias"),
+        ({"kernel": kernel, "bias": bias, "extra": bias}, "loop.other-tree", "layers.0.extra"),
+        ({"kernel": kernel, "bias": jnp.zeros(5)}, "loop.shape", "layers.0.bias"),
+        ({"kernel": kernel, "bias": bias.astype(jnp.bfloat16)}, "loop.dtype", "layers.0.bias"),
+        ({"kernel": kernel, "bias": 0.0}, "loop.shape", "layers.0.bias"),
+    ]
+    for number, (layer, code, named) in enumerate(wrongs):
+        island = run.island(str(number))
+        with failing(ConfigError, code) as caught:
+            for _ in range(8):
+                island.sync({**island.params, "layers": [layer, island.params["layers"][1]]})
+        assert named in caught.value.what
 
 
 def test_numpy_leaves_may_be_changed_in_place_after_a_sync() -> None:
@@ -186,29 +194,6 @@ def test_parameters_in_other_containers_of_the_same_leaves_are_taken() -> None:
     assert run.merger.state.closed
 
 
-@pytest.mark.parametrize(
-    ("codec", "value"),
-    [
-        ("float32", math.inf),
-        ("bfloat16", math.nan),
-        ("int4", math.nan),
-        pytest.param("int8", math.inf, marks=pytest.mark.full),  # scales of blocks, as those of int4
-        pytest.param("e3m0", math.inf, marks=pytest.mark.full),
-    ],
-)
-def test_nothing_that_is_not_finite_is_sent(codec: Any, value: float) -> None:
-    run = OwnRun(config=of(CONFIG, wire=WireConfig(up=codec, thin="", down="float32")))
-    island = run.island()
-    with failing(DivergedError, "loop.not-finite") as caught:
-        for _ in range(12):
-            params = trained(island.params)
-            params["layers"][1]["bias"] = params["layers"][1]["bias"].at[2].set(value)
-            island.sync(params)
-    assert "'layers.1.bias'" in caught.value.what
-    assert all(math.isfinite(float(x)) for fragment in run.merger.fragments for x in fragment.published_N)
-    assert run.transport.reader.books().refused == 0
-
-
 def test_a_loss_that_is_not_finite_ends_the_island() -> None:
     island = OwnRun().island()
     with failing(DivergedError):
@@ -246,31 +231,10 @@ def test_a_loss_that_the_device_still_computes_is_not_waited_for() -> None:
 # -- a loop that stops ----------------------------------------------------------------------------------------------
 
 
-def test_a_loop_that_stops_is_not_waited_for_and_comes_back() -> None:
-    run = OwnRun()
-    island, other = run.island("a"), run.island("b")
-    island.play(4)
-    other.play(4)
-    for _ in range(int(own_loop.STALL_SECONDS + LIVE_SECONDS + 5)):
-        island.link.pump()  # its threads live, and its loop does not sync
-        other.sync(trained(other.params))
-    assert "a" not in run.merger.live
-    assert "b" in run.merger.live
-    before = run.transport.reader.books().merged
-    for _ in range(6):
-        island.sync(trained(island.params))
-        other.sync(trained(other.params))
-    assert "a" in run.merger.live
-    for mine, theirs in zip(island.loop.ledger.counts, other.loop.ledger.counts, strict=True):
-        assert abs(mine.version - theirs.version) <= 1
-    assert run.transport.reader.books().merged > before
-    assert island.loop.speed.step_seconds < own_loop.STALL_SECONDS
-
-
 @pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.full), 600])
 def test_calls_of_two_minutes_are_waited_for(steps: int) -> None:
     """Two minutes a step, or a call for each 600 steps, are no pause."""
-    run = OwnRun(config=of(CONFIG, sync=replace(CONFIG.sync, interval=4 * steps, quorum=2)))
+    run = OwnRun(config=replace(CONFIG, sync=replace(CONFIG.sync, interval=4 * steps, quorum=2)))
     slow, fast = run.island("slow"), run.island("fast")
 
     def sync(island: OwnIsland) -> None:

@@ -1,4 +1,4 @@
-"""`create` and `join`, as a script calls them, on a server in memory."""
+"""`create` and `join` of both frameworks, as a script calls them, on a server in memory."""
 
 from __future__ import annotations
 
@@ -9,16 +9,12 @@ import os
 import signal
 import threading
 import time
-import uuid
 import weakref
-from dataclasses import dataclass
-from inspect import signature
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import archipelago
@@ -28,49 +24,167 @@ from archipelago.broker.errors import ConfigError, DivergedError, MismatchError,
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Memory
 from archipelago.islands.own_loop.reported import CALL_STEPS_MAX
-from archipelago.islands.own_loop.tensors import EMBEDDINGS, kinds_by
-from archipelago.islands.own_loop.tree import TreeLayout
-from archipelago.islands.sync.connection import link
 from tests import samples
 from tests.conftest import Until
 from tests.failing import failing
-from tests.islands.own_loop.any_framework import served
+from tests.islands.own_loop.any_framework import Framework, served
+from tests.islands.own_loop.conftest import SYNC
 from tests.islands.own_loop.own_runs import trained, tree
-
-SYNC = SyncConfig(interval=4, fragments=2)
-
-
-@pytest.fixture(autouse=True)
-def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the thread that waits for events end sooner when an island leaves."""
-    monkeypatch.setattr(link, "BLOCK_SECONDS", 0.05)
-
-
-@pytest.fixture
-def url() -> str:
-    return f"fakeredis://{uuid.uuid4().hex}"
 
 
 @pytest.fixture
 def made(url: str) -> str:
+    """The URL of a run of JAX scripts."""
     assert create(url, "own", tree(), sync=SYNC, steps=1000)
     return url
 
 
-def notes(url: str) -> list[str]:
-    transport = connect(url, "own")
-    try:
-        return [f"{note.kind}: {note.text}" for note in transport.reader.notes(100)]
-    finally:
-        transport.close()
+def books_of(url: str) -> Any:
+    return connect(url, "own").reader.books()
 
 
-# -- create ---------------------------------------------------------------------------------------------------------
+def left_because(url: str) -> list[str]:
+    """Return why islands have left."""
+    return [note.text for note in connect(url, "own").reader.notes(100) if note.kind == "left"]
 
 
-def test_create_publishes_the_tree(made: str) -> None:
-    reader = connect(made, "own").reader
-    manifest = reader.manifest()
+# -- in each framework ----------------------------------------------------------------------------------------------
+
+
+def test_islands_take_the_first_parameters_and_no_other_call_changes_them(framework: Framework, url: str) -> None:
+    assert framework.create(url, "own", framework.model(), sync=SYNC, steps=1000)
+    assert not framework.create(url, "own", framework.model(more=1.0), sync=SYNC, steps=1000)
+    for changed in ({"steps": 999}, {"kinds": lambda name: "embedding"}):
+        with failing(MismatchError, "config.other-settings"):
+            framework.create(url, "own", framework.model(), **{"sync": SYNC, "steps": 1000, **changed})
+    with framework.join(url, model=framework.model(more=5.0)) as script:
+        found, first = script.values(), framework.run().first
+        assert found.keys() == first.keys()
+        for name, value in first.items():
+            np.testing.assert_array_equal(found[name], value)
+        assert all(value.dtype == np.float32 for value in found.values())
+    other, named = framework.with_shape()
+    for refused in (
+        lambda: framework.create(url, "own", other, sync=SYNC, steps=1000),
+        framework.join(url, model=other).__enter__,
+    ):
+        with failing(MismatchError, "loop.other-tensors") as caught:
+            refused()
+        assert named in caught.value.what
+
+
+def test_nothing_is_sent_to_a_redis_that_cannot_hold_the_model(
+    framework: Framework, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = type(connect(url, "own").reader)
+    for memory in (Memory(used=1 << 20, limit=(1 << 20) + 99), Memory(used=1 << 20, limit=0, machine=(1 << 20) + 99)):
+        monkeypatch.setattr(kind, "memory", lambda self, memory=memory: memory)
+        with failing(ConfigError, "loop.too-large"):
+            framework.create(url, "own", framework.model(), steps=10)
+    with failing(UnknownRunError, "broker.unknown-run"):
+        connect(url, "own").reader.manifest()
+    monkeypatch.setattr(kind, "memory", lambda self: Memory(used=1 << 20, limit=2 << 20))
+    assert framework.create(url, "own", framework.model(), steps=10)
+
+
+def test_a_first_parameter_that_is_not_finite_is_named(framework: Framework, url: str) -> None:
+    model, named = framework.with_value(math.nan)
+    with failing(DivergedError, "loop.not-finite") as caught:
+        framework.create(url, "own", model, steps=10)
+    assert repr(named) in caught.value.what
+
+
+def test_sync_belongs_to_the_thread_and_the_time_of_the_membership(framework: Framework, url: str) -> None:
+    assert framework.create(url, "own", framework.model(), sync=SYNC, steps=1000)
+    caught: list[str] = []
+
+    def elsewhere() -> None:
+        for call in (script.sync, script.session.leave):
+            try:
+                call()
+            except ConfigError as error:
+                caught.append(error.code)
+
+    with framework.join(url) as script:
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        script.train()
+        script.session.leave()
+        script.session.leave()
+        assert script.session.finished
+        with failing(ConfigError, "loop.left"):
+            script.sync()
+    assert caught == ["loop.other-thread"] * 2
+    assert books_of(url).published == 2, "nothing was lost"
+    with failing(ConfigError, "loop.left"):
+        framework.join(url).sync()
+    with failing(ConfigError, "loop.left"), script:
+        pass
+
+
+#: Tokens and steps of a call that are impossible.
+NO_COUNTS: list[tuple[Any, Any]] = [
+    (-1, 1), (1, 0), (1 << 40, 1), (3, 1.5), ("x", 1), ("12", 1), (math.nan, 1), (math.inf, 1), (np.ones(2), 1),
+    (object(), 1), (1, "2"), (1, None), (1, math.nan), (1, CALL_STEPS_MAX + 1),
+]  # fmt: skip
+NO_LOSSES: list[Any] = ["0.5", object(), [0.5], np.array(["a"]), np.ones(0), 1j, np.array([None])]
+
+
+def test_what_is_no_number_is_one_error_and_nothing_is_lost(framework: Framework, url: str) -> None:
+    array = framework.array
+    assert framework.create(url, "own", framework.model(), sync=SYNC, steps=1000)
+    with served(url) as merger:
+        with framework.join(url) as script:
+            script.step()
+            for tokens, steps in [*NO_COUNTS, (array([1, 2, 3]), 1), (array(math.nan), 1)]:
+                with failing(ConfigError, "loop.tokens"):
+                    script.sync(tokens=tokens, steps=steps)
+            for loss in [*NO_LOSSES, array(1j), array([])]:
+                with failing(ConfigError, "loop.loss"):
+                    script.sync(loss=loss)
+            before = script.loop.totals.tokens
+            for tokens in (np.int64(3), 3.0, array(3.0), np.full((), 3, np.float32)):
+                for loss in (np.float32(2.0), array([1.0, 1.0]), 1, np.ones(3), array(1)):
+                    script.sync(tokens=tokens, loss=loss)
+            assert script.loop.totals.tokens == before + 4 * 5 * 3
+        books = merger.transport.reader.books()
+    assert books.refused == 0
+    assert books.published >= 2
+
+
+def test_a_newcomer_takes_the_state_of_a_peer(framework: Framework, url: str, until: Until) -> None:
+    assert framework.create(url, "own", framework.model(), sync=SYNC, steps=100_000)
+    stopped, given = threading.Event(), list[list[np.ndarray[Any, Any]]]()
+
+    def train() -> None:
+        with framework.join(url, optimizes=True, island="giver") as giver:
+            while not stopped.wait(0.005):
+                giver.step(0.001)
+                given.append(giver.state())
+                giver.sync()
+
+    thread = threading.Thread(target=train)
+    with served(url) as merger:
+        thread.start()
+        try:
+            until(lambda: merger.state.closed > 2, "the first rounds")
+            with framework.join(url, optimizes=True, island="new") as newcomer:
+                assert newcomer.session.moments == "peer giver"
+                taken = newcomer.state()
+            assert any(all(map(np.array_equal, taken, each)) for each in given)
+            with framework.join(url, island="without") as other:
+                assert other.session.moments == "fresh"
+        finally:
+            stopped.set()
+            thread.join()
+
+
+# -- names and errors -----------------------------------------------------------------------------------------------
+
+
+def test_create_publishes_the_tree_with_its_names(made: str) -> None:
+    manifest = connect(made, "own").reader.manifest()
     assert {t.name: (t.shape, t.kind) for t in manifest.tensors} == {
         "embedding": ((8, 4), "embedding"),
         "layers.0.bias": ((4,), "rest"),
@@ -80,90 +194,11 @@ def test_create_publishes_the_tree(made: str) -> None:
     }
     assert manifest.config.inner.steps == 1000
     assert manifest.config.has_own_loops
-    with join(made, "own", jax.tree.map(jnp.zeros_like, tree()), island="a") as run:
-        for got, given in zip(jax.tree.leaves(run.params), jax.tree.leaves(tree()), strict=True):
-            if jnp.issubdtype(given.dtype, jnp.floating):
-                np.testing.assert_array_equal(np.asarray(got), np.asarray(given))
 
 
-def test_create_again_changes_nothing_and_other_settings_are_refused(made: str) -> None:
-    assert not create(made, "own", jax.tree.map(lambda x: x * 0, tree()), sync=SYNC, steps=1000)
-    with failing(MismatchError, "config.other-settings"):
-        create(made, "own", tree(), sync=SYNC, steps=999)
-    with failing(MismatchError, "config.other-settings"):
-        create(made, "own", tree(), sync=SYNC, steps=1000, kinds="nothing")
-    with failing(MismatchError, "loop.other-tensors"):
-        create(made, "own", {"w": jnp.ones(3)}, sync=SYNC, steps=1000)
-
-
-@pytest.mark.parametrize(
-    ("params", "code"),
-    [
-        ({"n": jnp.arange(4)}, "loop.nothing"),
-        ({}, "loop.nothing"),
-        (jnp.ones(4), "loop.unnamed"),
-        ({"a": {"b": jnp.ones(2)}, "a.b": jnp.ones(2)}, "loop.unnamed"),
-        ({"w": np.ones(4)}, "loop.dtype"),
-        ({"": jnp.ones(2)}, "loop.unnamed"),
-    ],
-)
-def test_a_tree_that_cannot_be_merged_is_refused(params: Any, code: str, url: str) -> None:
-    with failing(ConfigError, code):
-        create(url, "own", params, steps=10)
-    with failing(ConfigError, code):
-        join(url, "own", params)
-
-
-def test_a_container_without_names_is_refused(url: str) -> None:
-    @jax.tree_util.register_pytree_node_class
-    class Nameless:
-        def __init__(self, value: Any) -> None:
-            self.value = value
-
-        def tree_flatten(self) -> Any:
-            return (self.value,), None
-
-        @classmethod
-        def tree_unflatten(cls, _: Any, children: Any) -> Any:
-            return cls(*children)
-
-    with failing(ConfigError, "loop.unnamed"):
-        create(url, "own", {"part": Nameless(jnp.ones(2))}, steps=10)
-
-
-def test_dataclasses_and_variables_have_readable_names() -> None:
-    from flax import nnx
-
-    @jax.tree_util.register_dataclass
-    @dataclass
-    class Layer:
-        weight: Any
-        bias: Any
-
-    class Model(nnx.Module):
-        def __init__(self) -> None:
-            self.layers = nnx.List([nnx.Linear(2, 3, rngs=nnx.Rngs(0))])
-            self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
-
-    layout = TreeLayout.of({"first": Layer(jnp.ones(2), jnp.ones(1)), "second": [jnp.ones(3)]})
-    assert set(layout.templates) == {"first.weight", "first.bias", "second.0"}
-    layout = TreeLayout.of(nnx.state(Model()))
-    assert set(layout.templates) == {"layers.0.kernel", "layers.0.bias"}
-    assert layout.own
-
-
-def test_nothing_is_sent_to_a_redis_that_cannot_hold_the_model(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = type(connect(url, "own").reader)
-    monkeypatch.setattr(kind, "memory", lambda self: Memory(used=1 << 20, limit=2 << 20))
-    with failing(ConfigError, "loop.too-large") as caught:
-        create(url, "own", {"w": jnp.zeros((512, 512))}, steps=10)
-    assert "262,144" in caught.value.what
-    with failing(UnknownRunError, "broker.unknown-run"):
-        connect(url, "own").reader.manifest()
-    monkeypatch.setattr(kind, "memory", lambda self: Memory(used=1 << 20, limit=0, machine=2 << 20))
-    with failing(ConfigError, "loop.too-large"):
-        create(url, "own", {"w": jnp.zeros((512, 512))}, steps=10)
-    assert create(url, "own", {"w": jnp.zeros(8)}, steps=10)
+def test_parameters_may_be_described_instead_of_given(made: str) -> None:
+    with join(made, "own", jax.eval_shape(tree)) as run:
+        np.testing.assert_array_equal(np.asarray(run.params["embedding"]), np.asarray(tree()["embedding"]))
 
 
 def test_leaves_without_values_are_named(url: str, made: str) -> None:
@@ -177,55 +212,14 @@ def test_leaves_without_values_are_named(url: str, made: str) -> None:
         with failing(ConfigError, "loop.meta"):
             jax.jit(lambda params: run.sync(params, steps=4))(run.params)
         run.leave()
-        assert run.finished
 
 
-def test_parameters_that_are_not_finite_are_refused(url: str) -> None:
-    with failing(DivergedError, "loop.not-finite") as caught:
-        create(url, "own", {"good": jnp.ones(2), "bad": jnp.full(2, jnp.nan)}, steps=10)
-    assert "'bad'" in caught.value.what
-
-
-def test_kinds_are_a_pattern_or_a_function() -> None:
-    assert kinds_by("EMBED|wte")("model.wte.weight") == "embedding"
-    assert kinds_by("embed")("layers.0.kernel") == "rest"
-    assert kinds_by(lambda name: "embedding" if name == "x" else "rest")("x") == "embedding"
-    with failing(ConfigError, "loop.kinds"):
-        kinds_by("(")
-    with failing(ConfigError, "loop.kinds"):
-        kinds_by(lambda name: "bias")("x")  # type: ignore[arg-type, return-value]
-
-
-def test_embeddings_are_found_by_the_names_of_all_frameworks() -> None:
-    assert signature(create).parameters["kinds"].default == EMBEDDINGS
-    kind_of = kinds_by(EMBEDDINGS)
-    for name in ("params.Embed_0.embedding", "model.embed_tokens.weight", "transformer.wte.weight"):
-        assert kind_of(name) == "embedding"
-    assert kind_of("layers.0.kernel") == "rest"
-
-
-# -- join -----------------------------------------------------------------------------------------------------------
-
-
-def test_another_tree_than_the_runs_is_refused_with_the_difference(made: str) -> None:
-    other = tree()
-    other["layers"][0]["kernel"] = jnp.ones((4, 5))
-    del other["layers"][1]["bias"]
-    with failing(MismatchError, "loop.other-tensors") as caught, join(made, "own", other):
+def test_a_run_of_other_tensors_or_without_a_server_refuses_a_script(url: str) -> None:
+    with failing(UnknownRunError, "broker.unknown-run"), join(url, "own", tree(), wait_seconds=0.0):
         pass
-    assert "layers.0.kernel" in caught.value.what
-    assert "layers.1.bias" in caught.value.what
-
-
-def test_a_run_of_ours_refuses_another_tree(url: str) -> None:
     of_ours = samples.manifest("own")
     connect(url, "own").create(of_ours, samples.first_snapshots(of_ours))
     with failing(MismatchError, "loop.other-tensors"), join(url, "own", tree()):
-        pass
-
-
-def test_a_run_that_does_not_exist_is_named(url: str) -> None:
-    with failing(UnknownRunError, "broker.unknown-run"), join(url, "nowhere", tree(), wait_seconds=0.0):
         pass
 
 
@@ -250,34 +244,6 @@ def test_two_runs_do_not_train_one_tree(made: str) -> None:
         one.sync(trained(params))
 
 
-def test_sync_belongs_to_the_thread_and_the_time_of_the_membership(made: str) -> None:
-    caught: list[str] = []
-
-    def elsewhere() -> None:
-        for call in (lambda: run.sync(run.params), run.leave):
-            try:
-                call()
-            except ConfigError as error:
-                caught.append(error.code)
-
-    with join(made, "own", tree()) as run:
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join()
-        run.sync(trained(run.params))
-        run.leave()
-        run.leave()
-        assert run.finished
-        with failing(ConfigError, "loop.left"):
-            run.sync(run.params)
-    assert caught == ["loop.other-thread"] * 2
-    assert connect(made, "own").reader.books().published == 2, "nothing was lost"
-    with failing(ConfigError, "loop.left"):
-        join(made, "own", tree()).sync(tree())
-    with failing(ConfigError, "loop.left"), run:
-        pass
-
-
 def test_only_the_newest_parameters_are_kept(made: str) -> None:
     params = tree()
     older = weakref.ref(params["embedding"])
@@ -295,38 +261,6 @@ def test_only_the_newest_parameters_are_kept(made: str) -> None:
             gc.unfreeze()
 
 
-def test_parameters_may_be_described_instead_of_given(made: str) -> None:
-    with join(made, "own", jax.eval_shape(tree)) as run:
-        np.testing.assert_array_equal(np.asarray(run.params["embedding"]), np.asarray(tree()["embedding"]))
-
-
-NO_COUNTS: list[tuple[Any, Any]] = [
-    (-1, 1), (1, 0), (1 << 40, 1), (3, 1.5), ("x", 1), ("12", 1), (math.nan, 1), (math.inf, 1), (np.ones(2), 1),
-    (jnp.arange(3), 1), (object(), 1), (1, "2"), (1, None), (1, math.nan), (1, CALL_STEPS_MAX + 1),
-    (jnp.float32(jnp.nan), 1),
-]  # fmt: skip
-COUNTS: list[Any] = [np.int64(3), 3.0, jnp.float32(3), np.ones((), np.float32), True]
-NO_LOSSES: list[Any] = ["0.5", object(), [0.5], np.array(["a"]), np.ones(0), 1j, jnp.complex64(1j), np.array([None])]
-
-
-def test_what_is_no_number_is_one_error_and_nothing_is_lost(made: str) -> None:
-    with served(made) as merger:
-        with join(made, "own", tree(), island="a") as run:
-            params = trained(run.params)
-            for tokens, steps in NO_COUNTS:
-                with failing(ConfigError, "loop.tokens"):
-                    run.sync(params, tokens=tokens, steps=steps)
-            for loss in NO_LOSSES:
-                with failing(ConfigError, "loop.loss"):
-                    run.sync(params, loss=loss)
-            for tokens in COUNTS:
-                for loss in (np.float32(2.0), jnp.ones(2, jnp.bfloat16), 1, np.ones(3)):
-                    params = run.sync(params, tokens=tokens, loss=loss)
-        books = merger.transport.reader.books()
-    assert books.refused == 0
-    assert books.published >= 2
-
-
 def test_own_leaves_are_named_once(made: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), join(made, "own", tree()) as run:
         for _ in range(3):
@@ -334,27 +268,33 @@ def test_own_leaves_are_named_once(made: str, caplog: pytest.LogCaptureFixture) 
     assert len([record for record in caplog.records if "count" in record.getMessage()]) == 1
 
 
+def test_a_state_that_is_a_value_is_kept_without_a_peer(made: str) -> None:
+    with join(made, "own", tree(), state={"mu": jnp.ones(3)}) as run:
+        assert run.moments == "fresh"
+        assert run.state["mu"].shape == (3,)
+    with join(made, "own", tree()) as run:
+        assert run.state is None
+
+
+# -- how a session ends ---------------------------------------------------------------------------------------------
+
+
 def test_a_clean_end_sends_all_progress(made: str, until: Until) -> None:
     with served(made) as merger:
         with join(made, "own", tree(), island="a") as run:
             run.sync(trained(run.params), tokens=64, loss=1.5)
         until(lambda: merger.state.closed >= 2, "both fragments to be merged")
-        books = merger.transport.reader.books()
-        assert books.merged == 2
-        assert books.merged_tokens == 128
-    assert any(note.startswith("left") for note in notes(made))
+    assert books_of(made).merged == 2
+    assert books_of(made).merged_tokens == 128
+    assert left_because(made)
 
 
 def test_an_exception_is_said_and_sends_nothing(made: str) -> None:
-    def train() -> None:
-        with join(made, "own", tree(), island="a") as run:
-            run.sync(trained(run.params))
-            raise ValueError("my bug")
-
-    with pytest.raises(ValueError, match="my bug"):
-        train()
-    assert connect(made, "own").reader.books().published == 0
-    assert any("my bug" in note for note in notes(made))
+    with pytest.raises(ValueError, match="my bug"), join(made, "own", tree(), island="a") as run:
+        run.sync(trained(run.params))
+        raise ValueError("my bug")
+    assert books_of(made).published == 0
+    assert "my bug" in left_because(made)[0]
     with join(made, "own", tree(), island="a"):
         pass
 
@@ -365,39 +305,25 @@ def test_an_interrupted_sync_sends_nothing(made: str, monkeypatch: pytest.Monkey
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    def train() -> None:
-        with join(made, "own", tree(), island="a") as run:
-            monkeypatch.setattr(run._loop, "boundary", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                run.sync(trained(run.params))
-            with failing(ConfigError, "loop.left"):
-                run.sync(trained(run.params))
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train()
-    assert connect(made, "own").reader.books().published == 0
+    with pytest.raises(KeyboardInterrupt), join(made, "own", tree(), island="a") as run:
+        monkeypatch.setattr(run._loop, "boundary", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run.sync(trained(run.params))
+        with failing(ConfigError, "loop.left"):
+            run.sync(trained(run.params))
+        raise KeyboardInterrupt
+    assert books_of(made).published == 0
 
 
 def test_progress_that_was_donated_is_not_sent(made: str) -> None:
     with join(made, "own", tree(), island="a") as run:
         params = run.sync(trained(run.params))
         jax.tree.map(lambda x: x.delete(), params)
-    assert connect(made, "own").reader.books().published == 0
-
-
-def train_on_after_sigterm(url: str) -> None:
-    """Never look at `finished`."""
-    with join(url, "own", tree(), island="a") as run:
-        os.kill(os.getpid(), signal.SIGTERM)
-        for _ in range(1000):
-            run.sync(trained(run.params))
+    assert books_of(made).published == 0
 
 
 def test_sigterm_ends_the_loop_and_sends_its_progress(made: str) -> None:
-    assert threading.current_thread() is threading.main_thread()
-    before = signal.getsignal(signal.SIGTERM)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         with join(made, "own", tree(), island="a") as run:
             for kill in (False, True):
@@ -406,12 +332,14 @@ def test_sigterm_ends_the_loop_and_sends_its_progress(made: str) -> None:
                 run.sync(trained(run.params))
                 assert run.finished is kill
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        with pytest.raises(SystemExit) as ended:
-            train_on_after_sigterm(made)
+        with pytest.raises(SystemExit) as ended, join(made, "own", tree(), island="a") as run:
+            os.kill(os.getpid(), signal.SIGTERM)
+            for _ in range(1000):  # it never looks at `finished`
+                run.sync(trained(run.params))
         assert ended.value.code == 128 + signal.SIGTERM
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert connect(made, "own").reader.books().published >= 4
+    assert books_of(made).published >= 4
 
 
 def test_a_handler_of_the_users_stays(made: str) -> None:
@@ -436,28 +364,6 @@ def test_the_operator_drains_it(made: str, until: Until) -> None:
         pass
 
 
-@pytest.mark.parametrize("rule", ["overwrite", pytest.param("carry", marks=pytest.mark.full)])
-def test_what_a_loop_does_before_a_merger_serves_counts_in_full(url: str, rule: Any) -> None:
-    sync = SyncConfig(interval=3, fragments=3, window=1, quorum=1, grace=0.0)
-    merge = MergeConfig(rest="average", embedding="average")
-    assert create(url, "own", tree(), sync=sync, merge=merge, adopt=AdoptConfig(rule=rule), steps=100_000)
-    with join(url, "own", tree(), island="a") as run:
-        params = run.params
-        for _ in range(300):
-            time.sleep(0.002)
-            params = run.sync(trained(params, 1e-4), steps=10)
-        with served(url) as merger:
-            while merger.state.closed < 5:
-                params = run.sync(trained(params, 1e-4))
-                time.sleep(0.001)
-            state = merger.state
-    assert state.lowered_tokens == 0
-    assert not any(code.startswith("claims.steps") for code in state.refused)
-
-
-# -- the optimiser's state ------------------------------------------------------------------------------------------
-
-
 def test_a_run_that_is_over_is_said_to_be(url: str, until: Until, caplog: pytest.LogCaptureFixture) -> None:
     create(url, "own", tree(), sync=SYNC, steps=8)
     with served(url) as merger:
@@ -471,48 +377,23 @@ def test_a_run_that_is_over_is_said_to_be(url: str, until: Until, caplog: pytest
     assert "loop.finished" in {getattr(record, "code", "") for record in caplog.records}
 
 
-def test_a_newcomer_takes_the_state_of_a_peer(made: str, until: Until) -> None:
-    optimizer = optax.adam(0.1)
-    merged = {key: value for key, value in tree().items() if key != "count"}
-    stopped = threading.Event()
-    given: list[Any] = []
-
-    def train() -> None:
-        state = optimizer.init(merged)
-        joined = join(made, "own", tree(), state=lambda: state, island="giver")
-        with jax.numpy_dtype_promotion("standard"), joined as run:
-            while not stopped.wait(0.005):
-                _, state = optimizer.update(merged, state)
-                given.append(state)
-                run.sync(trained(run.params, 0.001))
-
-    thread = threading.Thread(target=train)
-    with served(made) as merger:
-        thread.start()
-        try:
-            until(lambda: merger.state.closed > 2, "the first rounds")
-            fresh = optimizer.init(merged)
-            with join(made, "own", tree(), state=fresh, island="new") as run:
-                assert run.moments == "peer giver"
-                assert str(jax.tree.structure(run.state)) == str(jax.tree.structure(fresh))
-                taken = [np.asarray(leaf) for leaf in jax.tree.leaves(run.state)]
-            assert any(
-                all(np.array_equal(a, np.asarray(b)) for a, b in zip(taken, jax.tree.leaves(each), strict=True))
-                for each in given
-            )
-        finally:
-            stopped.set()
-            thread.join()
+@pytest.mark.parametrize("rule", ["overwrite", pytest.param("carry", marks=pytest.mark.full)])
+def test_what_a_loop_does_before_a_merger_serves_counts_in_full(url: str, rule: Any) -> None:
+    sync = SyncConfig(interval=4, fragments=2, window=1, quorum=1, grace=0.0)
+    merge = MergeConfig(rest="average", embedding="average")
+    assert create(url, "own", tree(), sync=sync, merge=merge, adopt=AdoptConfig(rule=rule), steps=100_000)
+    with join(url, "own", tree(), island="a") as run:
+        for _ in range(100):
+            time.sleep(0.002)
+            run.sync(trained(run.params, 1e-4), steps=10)
+        with served(url) as merger:
+            while merger.state.closed < 5:
+                run.sync(trained(run.params, 1e-4))
+                time.sleep(0.001)
+            state = merger.state
+    assert state.lowered_tokens == 0
+    assert not any(code.startswith("claims.steps") for code in state.refused)
 
 
-def test_without_a_peer_the_own_state_is_kept(made: str) -> None:
-    with join(made, "own", tree(), state={"mu": jnp.ones(3)}) as run:
-        assert run.moments == "fresh"
-        assert run.state["mu"].shape == (3,)
-    with join(made, "own", tree()) as run:
-        assert run.state is None
-
-
-def test_the_api_names_them() -> None:
-    assert archipelago.create is create
+def test_the_package_names_both() -> None:
     assert {"create", "join", "SyncConfig"} <= set(dir(archipelago))

@@ -1,27 +1,17 @@
-"""A run of PyTorch loops in virtual time. The test makes the steps."""
+"""Runs and scripts of users' own loops in PyTorch."""
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+import archipelago
 from archipelago.broker.config import RunConfig
-from archipelago.broker.manifest import NO_CORPUS, Manifest, balanced
-from archipelago.broker.memory.transport import MemoryBroker
-from archipelago.islands.own_loop.loop import OwnLoop
-from archipelago.islands.own_loop.new_run import first_snapshots
 from archipelago.islands.own_loop.tensors import kinds_by
-from archipelago.islands.sync.connection.link import Link
-from archipelago.islands.sync.memory_use import MemoryMeter, MemoryUse
-from archipelago.islands.sync.participant import Host
-from archipelago.merger.service import Merger
-from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests import pytorch
-from tests.islands.own_loop.any_framework import CONFIG, merged_by
+from tests.islands.own_loop.any_framework import CONFIG, STEP, Framework, LoopIsland, LoopRun, Script, Values
 
 torch = pytorch.required()
 
@@ -29,7 +19,7 @@ from archipelago.islands.pytorch.module import ModuleParameters  # noqa: E402 - 
 from archipelago.islands.pytorch.replica import TorchReplica  # noqa: E402
 
 
-def module(dtype: Any = None) -> Any:
+def module(dtype: str = "float32", more: float = 0.0) -> Any:
     """Return a module whose input and output layers share their weight, with buffers that are not merged."""
     model = torch.nn.Sequential(
         torch.nn.Embedding(8, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 8)
@@ -37,74 +27,87 @@ def module(dtype: Any = None) -> Any:
     model[3].weight = model[0].weight
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
-            parameter.fill_(1.0 + number)
-    return model if dtype is None else model.to(dtype)
+            parameter.fill_(1.0 + number + more)
+    return model.to(getattr(torch, dtype))
 
 
-def trained(model: Any, by: float = 0.125) -> None:
+def trained(model: Any, by: float = STEP) -> None:
     """Make a step that moves each parameter by the same number."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter -= by
 
 
-class TorchIsland:
-    """One island: its module and its loop."""
+class TorchIsland(LoopIsland):
+    """One island, which trains a module in place."""
+
+    parameters: ModuleParameters
 
     def __init__(self, run: TorchRun, name: str, model: Any, buffers: Sequence[str]) -> None:
-        self.run, self.model = run, model
-        self.parameters = ModuleParameters(model, buffers)
-        self.link = Link(run.broker.connect(run.manifest.run), run.manifest, f"{name}/x", (), run.clock)
-        arrivals = self.link.join()
-        self.replica = TorchReplica(run.manifest, self.parameters.device)
-        self.replica.begin(self.parameters.named(), [arrival.params_N for arrival in arrivals])
-        host = Host("test", MemoryMeter(run.clock, MemoryUse))
-        self.loop = OwnLoop(
-            name, run.manifest, self.link, self.replica, self.parameters, arrivals, host, lambda: None, run.clock, "x"
+        self.model, parameters = model, ModuleParameters(model, buffers)
+        replica = TorchReplica(run.manifest, parameters.device)
+        super().__init__(
+            run, name, parameters, replica, lambda vectors: replica.begin(parameters.named(), vectors), lambda: None
         )
-        self.loop.begin()
-        self.link.pump()
 
-    def sync(self, steps: int = 1, tokens: int = 10, loss: Any = 2.5) -> None:
-        """Sync, and exchange everything before and after it."""
-        self.run.clock.now += steps
-        self.link.pump()
-        self.loop.turn(steps, tokens, loss)
-        self.link.pump()
-        self.run.merger.turn(0.0)
+    def step(self, by: float = STEP) -> None:
+        trained(self.model, by)
 
-    def play(self, turns: int, step: Callable[[Any], None] = trained) -> None:
-        """Make some steps."""
-        for _ in range(turns):
-            step(self.model)
-            self.sync()
+    def spoil(self, value: float) -> str:
+        with torch.no_grad():
+            self.model[2].bias[2] = value
+        return "2.bias"
+
+    def values(self) -> Values:
+        return values_of(self.parameters)
+
+    def dtypes(self) -> set[str]:
+        return {str(tensor.dtype).removeprefix("torch.") for tensor in self.parameters.named().values()}
 
 
-class TorchRun:
-    """A run with its merger."""
+class TorchRun(LoopRun):
+    """A run of islands that train modules."""
 
     def __init__(self, model: Any = None, config: RunConfig = CONFIG, buffers: Sequence[str] = ()) -> None:
         self._buffers = buffers
         parameters = ModuleParameters(module() if model is None else model, buffers)
-        tensors = parameters.manifest_tensors(kinds_by("^0"))
-        fragments = balanced(tensors, config.sync.fragments)
-        self.manifest = Manifest("own", config, tensors, fragments, NO_CORPUS, {}, uuid.UUID(int=1).hex)
-        self.clock = VirtualClock()
-        self.broker = MemoryBroker(self.clock)
-        self.transport = self.broker.connect("own")
-        self.first = {name: as_float32(tensor) for name, tensor in parameters.tensors.items()}
-        self.transport.create(self.manifest, first_snapshots(self.manifest, lambda name: self.first[name].reshape(-1)))
-        self.merger = Merger(self.broker.connect("own"), self.clock, holder="merger", live_poll_seconds=0.0)
-        assert self.merger.acquire()
-        self.merger.load()
+        super().__init__(parameters.manifest_tensors(kinds_by("^0")), values_of(parameters), config)
 
     def island(self, name: str = "a", model: Any = None) -> TorchIsland:
-        """Return an island that has joined, with a module of its own."""
         return TorchIsland(self, name, module() if model is None else model, self._buffers)
 
-    def merged(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Return the run's newest parameters by name, as float32."""
-        return merged_by(self.merger)
+
+class ModuleScript(Script):
+    """A script in PyTorch. Its optimiser is AdamW, if it has one."""
+
+    def __init__(
+        self, url: str, run: str = "own", model: Any = None, *, optimizes: bool = False, **options: Any
+    ) -> None:
+        self.model = module() if model is None else model
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1) if optimizes else None
+        super().__init__(archipelago.pytorch.join(url, run, self.model, self._optimizer, **options))
+
+    def step(self, by: float = STEP) -> None:
+        if self._optimizer is not None:
+            for parameter in self.model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            self._optimizer.step()
+        trained(self.model, by)
+
+    def sync(self, **about: Any) -> None:
+        self.session.sync(**about)
+
+    def values(self) -> Values:
+        return {name: as_float32(tensor) for name, tensor in self.model.named_parameters()}
+
+    def state(self) -> list[np.ndarray[Any, Any]]:
+        assert self._optimizer is not None
+        states = [self._optimizer.state[parameter] for parameter in self.model.parameters()]
+        return [state[key].clone().numpy() for state in states for key in sorted(state)]
+
+
+def values_of(parameters: ModuleParameters) -> Values:
+    return {name: as_float32(tensor) for name, tensor in parameters.named().items()}
 
 
 def as_float32(tensor: Any) -> np.ndarray[Any, Any]:
@@ -113,6 +116,17 @@ def as_float32(tensor: Any) -> np.ndarray[Any, Any]:
     return copy
 
 
-def of(config: RunConfig, **sections: Any) -> RunConfig:
-    """Return the config with other sections."""
-    return replace(config, **sections)
+def _with_shape() -> tuple[Any, str]:
+    return torch.nn.Sequential(*module()[:3], torch.nn.Linear(4, 9)), "3.bias"
+
+
+def _with_value(value: float) -> tuple[Any, str]:
+    model = module()
+    with torch.no_grad():
+        model[2].bias[1] = value
+    return model, "2.bias"
+
+
+PYTORCH = Framework(
+    "pytorch", module, TorchRun, archipelago.pytorch.create, ModuleScript, _with_shape, _with_value, torch.tensor
+)

@@ -13,17 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from archipelago.broker.config import AdoptConfig, InnerConfig, OuterConfig, RunConfig, SyncConfig, WireConfig
-from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.islands.creation import first_snapshots
 from archipelago.islands.rejoin import Rejoin
-from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.tasks.file import TaskFile
 from archipelago.islands.tasks.shards import TaskRun
 from archipelago.islands.tasks.task import Task
 from archipelago.islands.tasks.workload import Workload, task_config
 from archipelago.islands.worker import Island
-from archipelago.merger.service import Merger
-from archipelago.ops.experiments.virtual_time import VirtualClock
+from tests.harness.played import PlayedRun
 
 CONFIG = RunConfig(
     inner=InnerConfig(steps=1000),
@@ -69,43 +66,25 @@ def file_of(task: Task = TASK) -> TaskFile:
     return TaskFile(task, Path("/nowhere/mine.py"), "task")
 
 
-class TaskedRun:
-    """A run of a task with its merger."""
+class TaskedRun(PlayedRun):
+    """A run of a task."""
 
     def __init__(self, task: Task = TASK, config: RunConfig = CONFIG) -> None:
         self.file = file_of(task)
         work = Workload.of(self.file, task_config(config, self.file))
-        self.manifest = replace(work.describe("mine"), uid="0" * 32)
-        self.clock = VirtualClock()
-        self._broker = MemoryBroker(self.clock)
-        self.transport = self._broker.connect("mine")
-        self.transport.create(self.manifest, first_snapshots(self.manifest, work.model.init()))
-        self.merger = Merger(self._broker.connect("mine"), self.clock, holder="merger", live_poll_seconds=0.0)
-        assert self.merger.acquire()
-        self.merger.load()
+        manifest = replace(work.describe("mine"), uid="0" * 32)
+        super().__init__(manifest, first_snapshots(manifest, work.model.init()))
 
     def island(self, name: str = "a", file: TaskFile | None = None) -> Island:
         """Return an island that has joined, and taken the optimiser's state of a peer if there is one."""
         work = Workload.of(file or self.file, self.manifest.config)
         work.require_same(self.manifest)
-        transport = self._broker.connect("mine")
-        link = Link(transport, self.manifest, f"{name}/x", (), self.clock)
+        link = self.link(f"{name}/x")
         arrivals = link.join()
         supply = work.supply(TaskRun(name, secrets.randbits(32), self.manifest.config.seed, link))
         island = work.island(name, self.manifest, supply, link, arrivals, clock=self.clock, incarnation="x")
-        Rejoin(transport, None, island, arrivals, seconds=0.0).complete(None)
+        Rejoin(self.connect(), None, island, arrivals, seconds=0.0).complete(None)
         island.beat("joining")
         link.offer([str(number) for number in range(SHARDS)])
         link.pump()
         return island
-
-    def play(self, steps: int, *islands: Island) -> None:
-        """Make some steps of each island, each after a boundary."""
-        for _ in range(steps):
-            self.clock.now += 1.0
-            for island in islands:
-                island.link.pump()
-                island.boundary()
-                island.link.pump()
-                self.merger.turn(0.0)
-                island.advance()

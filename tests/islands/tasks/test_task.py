@@ -36,9 +36,10 @@ def test_islands_train_a_task_and_its_cursors_follow_what_was_merged() -> None:
     assert run.manifest.task == "mine"
     one, two = run.island("a"), run.island("b")
     first = published(run.transport, run.manifest)[0]
-    run.play(1, one, two)
-    assert run.transport.reader.cursors() == {}
-    run.play(39, one, two)
+    for turn in range(40):
+        run.play(one, 1)
+        run.play(two, 1)
+        assert turn or run.transport.reader.cursors() == {}
     assert run.merger.rounds.closed > 10
     last = published(run.transport, run.manifest)[0]
     assert np.abs(last["layers.0.kernel"]).sum() < np.abs(first["layers.0.kernel"]).sum()
@@ -53,10 +54,10 @@ def test_islands_train_a_task_and_its_cursors_follow_what_was_merged() -> None:
 
 def test_an_island_goes_on_with_a_shard_where_what_was_merged_ends() -> None:
     run = TaskedRun()
-    run.play(7, run.island("a"))
+    run.play(run.island("a"), 7)
     before = run.transport.reader.cursors()
     run.clock.now += 1e4  # the island is gone
-    run.play(1, again := run.island("a"))
+    run.play(again := run.island("a"), 1)
     (place,) = again.batches.places()
     assert place.position == before[place.shard][1] + 1
     assert place.pass_number == before[place.shard][0]
@@ -114,7 +115,7 @@ def test_a_schedule_of_the_users_optimiser_follows_the_clock_of_the_run() -> Non
 def test_an_optimiser_of_optax_trains_and_is_handed_to_a_newcomer() -> None:
     run = TaskedRun(replace(TASK, optimizer=optax.inject_hyperparams(optax.adam)(lambda count: 0.01)))
     one = run.island("a")
-    run.play(12, one)
+    run.play(one, 12)
     assert run.merger.rounds.closed > 2
     assert all(np.isfinite(leaf).all() for leaf in one.optimizer_leaves())
     assert any(np.any(leaf != 0) for leaf in one.optimizer_leaves())
@@ -125,7 +126,7 @@ def test_other_iterables_are_told_to_repeat_data(caplog: pytest.LogCaptureFixtur
     run = TaskedRun(replace(TASK, batches=lambda run: itertools.repeat({"x": np.ones((2, 3), np.float32)})))
     island = run.island()
     with caplog.at_level(logging.WARNING):
-        run.play(3, island)
+        run.play(island, 3)
     assert len([record for record in caplog.records if "repeat data" in record.message]) == 1
     assert island.batches.places() == ()
 
@@ -241,7 +242,7 @@ def some(*shapes: tuple[int, ...]) -> Any:
 def test_batches_that_end_or_change_end_the_island(supply: Any) -> None:
     run = TaskedRun(replace(TASK, batches=supply))
     with failing(ConfigError, "task.batches"):
-        run.play(3, run.island())
+        run.play(run.island(), 3)
 
 
 def test_a_loader_may_fill_the_same_array_again() -> None:
@@ -283,11 +284,11 @@ def test_a_worker_with_another_tree_or_task_is_refused() -> None:
 
 def test_an_island_whose_data_has_another_number_of_shards_is_refused() -> None:
     run = TaskedRun()
-    run.play(2, run.island("a"))
+    run.play(run.island("a"), 2)
     edited = file_of(replace(TASK, batches=lambda run: batches(SimpleNamespace(shards=lambda _: run.shards(16)))))  # type: ignore[arg-type]
     with failing(MismatchError, "task.other-shards"):
-        run.play(1, run.island("b", edited))
-    run.play(1, run.island("c"))
+        run.play(run.island("b", edited), 1)
+    run.play(run.island("c"), 1)
 
 
 def test_a_run_says_which_task_it_trains(tmp_path: Path) -> None:
