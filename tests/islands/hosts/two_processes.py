@@ -38,8 +38,7 @@ AVERAGED = replace(CONFIG, sync=replace(CONFIG.sync, moments="average"))
 #: The mesh and the run of each part, by name.
 PARTS: dict[str, tuple[MeshShape, RunConfig]] = {
     "square": (MeshShape(data=2, fsdp=2), CONFIG),
-    "fsdp": (MeshShape(fsdp=4), CONFIG),
-    "averaged": (MeshShape(data=2, fsdp=2), AVERAGED),
+    "averaged": (MeshShape(fsdp=4), AVERAGED),
 }
 KEY = b"test"
 STEPS = 10

@@ -1,4 +1,4 @@
-"""Islands on four devices, which XLA makes of one processor: the tests in `four_devices.py`, in another process."""
+"""Islands on four devices, which XLA makes of one processor: the tests in `four_devices*.py`, in one other process."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.parametrize("tier", ["not full", pytest.param("full", marks=pytest.mark.full)])
 def test_the_tests_for_four_devices_pass(tier: str) -> None:
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
-    tests = Path(__file__).with_name("four_devices.py")
+    tests = sorted(map(str, Path(__file__).parent.glob("four_devices*.py")))
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", tier, str(tests)],
+        [sys.executable, "-m", "pytest", "-q", "-x", "--durations=10", "-p", "no:cacheprovider", "-m", tier, *tests],
         env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
         cwd=ROOT,
         capture_output=True,

@@ -122,7 +122,7 @@ def test_a_choice_that_cannot_be_used_is_refused() -> None:
         (["packed"], "loop.trained"),
     ):
         with failing(ConfigError, code):
-            archipelago.pytorch.join("fakeredis://never", "own", packed, trained=trained)  # type: ignore[arg-type]
+            archipelago.pytorch.join("fakeredis://never", "own", packed, trained=trained)
     sparse = module()
     sparse.sparse = torch.nn.Parameter(torch.eye(3).to_sparse(), requires_grad=False)
     with failing(ConfigError, "loop.dtype"):

@@ -80,6 +80,8 @@ class TorchRun(LoopRun):
 class ModuleScript(Script):
     """A script in PyTorch. Its optimiser is AdamW, if it has one."""
 
+    session: Any
+
     def __init__(
         self, url: str, run: str = "own", model: Any = None, *, optimizes: bool = False, **options: Any
     ) -> None:

@@ -1,15 +1,16 @@
-"""Train one tree on one device and on a mesh of four, and compare: `python -m tests.islands.own_loop.sharded KIND`."""
+"""A user's loop whose tree has any shardings. `test_four_devices.py` runs this file in a process with four devices."""
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from tests.islands.own_loop.any_framework import Values
 from tests.islands.own_loop.own_runs import OwnRun, trained
 
 SPECS: dict[str, tuple[Any, ...]] = {
@@ -39,10 +40,10 @@ def mixed(dtype: Any) -> dict[str, Any]:
     return {**spread, "odd": jax.device_put(plain(dtype)["odd"], jax.devices()[1])}
 
 
-def merged_after(params: Any) -> dict[str, np.ndarray[Any, Any]]:
+def merged_after(params: Any) -> Values:
     """Train an island with the shardings of this tree. Check that they come back, and return what the run holds."""
     run = OwnRun(plain(jnp.float32))
-    island = run.island(template=params)
+    island = run.island(model=params)
     for _ in range(12):
         island.sync({name: trained(x) for name, x in island.params.items()})
     assert run.merger.state.closed >= 4
@@ -51,19 +52,16 @@ def merged_after(params: Any) -> dict[str, np.ndarray[Any, Any]]:
         assert getattr(leaf.sharding, "mesh", None) == getattr(params[name].sharding, "mesh", None), name
         assert leaf.dtype == params[name].dtype
     assert run.transport.reader.books().refused == 0
-    return {name: np.asarray(value) for name, value in run.merged().items()}
+    return run.merged()
 
 
-def main(kind: str, dtype: str) -> None:
-    """Compare a mesh of that kind with one device."""
-    assert jax.device_count() == 4
-    kinds = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-    spread = mixed(jnp.dtype(dtype)) if kind == "mixed" else on_mesh(kinds[kind], jnp.dtype(dtype))
-    alone, together = merged_after(plain(jnp.dtype(dtype))), merged_after(spread)
+@pytest.mark.full
+def test_any_sharding_comes_back_and_gives_the_bits_of_one_device() -> None:
+    alone = merged_after(plain(jnp.float32))
+    for spread in (on_mesh(AxisType.Auto, jnp.float32), mixed(jnp.float32)):
+        together = merged_after(spread)
+        for name, value in alone.items():
+            np.testing.assert_array_equal(together[name], value, err_msg=name)
+    alone, together = merged_after(plain(jnp.bfloat16)), merged_after(on_mesh(AxisType.Explicit, jnp.bfloat16))
     for name, value in alone.items():
         np.testing.assert_array_equal(together[name], value, err_msg=name)
-    sys.stdout.write("equal\n")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
