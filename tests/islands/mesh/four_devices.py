@@ -128,18 +128,25 @@ def test_no_device_gathers_a_tensor(capfd: pytest.CaptureFixture[str]) -> None:
 # -- whole islands -----------------------------------------------------------------------------------------------------
 
 
-def test_a_run_on_any_mesh_ends_with_the_same_parameters() -> None:
-    ends = []
-    for shape in (ONE, SQUARE, FOUR):
-        run = MeshRun()
-        island = run.island(shape)
-        run.play(island, 9)
-        assert run.merger.state.closed >= 2
-        ends.append({name: np.asarray(x) for name, x in island.params.items()})
-    for end in ends[1:]:
-        for name, value in ends[0].items():
-            np.testing.assert_allclose(end[name], value, atol=2e-4, err_msg=name)
-    assert float(np.abs(ends[0]["norm.scale"] - 1.0).max()) > 1e-2
+#: A mesh in the quick tier, and another one in the full tier: each compiles programs of its own.
+MESHES = [SQUARE, pytest.param(COLUMNS, marks=pytest.mark.full)]
+
+
+@pytest.mark.parametrize("shape", MESHES)
+def test_a_run_on_a_mesh_ends_with_the_same_parameters(shape: MeshShape) -> None:
+    (alone, _), (found, run) = (trained_on(each, 9) for each in (ONE, shape))
+    assert run.merger.state.closed >= 2
+    for name, value in alone.params.items():
+        np.testing.assert_allclose(np.asarray(found.params[name]), np.asarray(value), atol=2e-4, err_msg=name)
+    assert float(np.abs(np.asarray(alone.params["norm.scale"]) - 1.0).max()) > 1e-2
+
+
+def trained_on(shape: MeshShape, steps: int, config: RunConfig = CONFIG) -> tuple[Island, MeshRun]:
+    """Return an island on a mesh after some steps, and its run."""
+    run = MeshRun(manifest(config))
+    island = run.island(shape)
+    run.play(island, steps)
+    return island, run
 
 
 def moment(island: Island, which: str, name: str) -> jax.Array:
@@ -152,9 +159,7 @@ def places(island: Island) -> set[str]:
 
 
 def test_parameters_and_moments_stay_split_after_steps_and_adoptions() -> None:
-    run = MeshRun()
-    island = run.island(SQUARE)
-    run.play(island, 10)
+    island, _ = trained_on(SQUARE, 10)
     assert places(island) == {"embedding", "hidden.gate.kernel", "hidden.down.kernel"}
     for name, x in island.params.items():
         assert moment(island, "mu", name).sharding == moment(island, "nu", name).sharding == x.sharding, name
@@ -163,7 +168,7 @@ def test_parameters_and_moments_stay_split_after_steps_and_adoptions() -> None:
 
 def test_one_device_joins_four_with_its_own_batch_and_takes_their_optimiser_state() -> None:
     run = MeshRun()
-    four = run.island(COLUMNS, "four")
+    four = run.island(SQUARE, "four")
     run.play(four, 9)
     one = run.island(ONE, "one", batch_size=2)
     about, payload = recovery.encode(StateForPeer("one/x", four.optimizer_leaves(), 0, 9), "four/x")
@@ -185,11 +190,9 @@ def test_one_device_joins_four_with_its_own_batch_and_takes_their_optimiser_stat
     run.play(square, 2)
 
 
-@pytest.mark.parametrize(("before", "after"), [(COLUMNS, ONE), (ONE, SQUARE)])
+@pytest.mark.parametrize(("before", "after"), [(SQUARE, ONE), pytest.param(ONE, COLUMNS, marks=pytest.mark.full)])
 def test_a_checkpoint_is_restored_on_another_mesh(tmp_path: Path, before: MeshShape, after: MeshShape) -> None:
-    run = MeshRun()
-    island = run.island(before)
-    run.play(island, 10)
+    island, run = trained_on(before, 10)
     IslandStore(tmp_path, run.manifest).save(cut(island, 7))
     other = MeshRun().island(after)
     store = IslandStore(tmp_path, run.manifest)
@@ -207,15 +210,10 @@ def test_a_checkpoint_is_restored_on_another_mesh(tmp_path: Path, before: MeshSh
 @pytest.mark.full
 def test_averaged_moments_stay_split() -> None:
     config = replace(CONFIG, sync=replace(CONFIG.sync, moments="average"))
-    ends = []
-    for shape in (ONE, SQUARE):
-        run = MeshRun(manifest(config))
-        island = run.island(shape)
-        run.play(island, 13)
-        ends.append(island)
-    for name, x in ends[0].params.items():
-        np.testing.assert_allclose(np.asarray(ends[1].params[name]), np.asarray(x), atol=2e-4, err_msg=name)
-    assert moment(ends[1], "mu", "embedding").sharding == ends[1].params["embedding"].sharding
+    (alone, _), (split, _) = (trained_on(shape, 13, config) for shape in (ONE, SQUARE))
+    for name, x in alone.params.items():
+        np.testing.assert_allclose(np.asarray(split.params[name]), np.asarray(x), atol=2e-4, err_msg=name)
+    assert moment(split, "mu", "embedding").sharding == split.params["embedding"].sharding
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.manifest import Tensor
 from archipelago.islands.main import IslandOptions
@@ -14,42 +12,35 @@ from archipelago.islands.models.registry import build
 from tests.failing import failing
 
 
-@pytest.mark.parametrize(
-    ("text", "shape"),
-    [
+def test_a_mesh_is_read_and_written() -> None:
+    for text, shape in (
         ("data=2,fsdp=2,tensor=1", MeshShape(2, 2, 1)),
         (" tensor = 4 ", MeshShape(tensor=4)),
         ("data=1", MeshShape()),
-    ],
-)
-def test_a_mesh_is_read_and_written(text: str, shape: MeshShape) -> None:
-    assert parsed(text) == shape
-    assert parsed(str(shape)) == shape
+    ):
+        assert parsed(text) == shape
+        assert parsed(str(shape)) == shape
 
 
-@pytest.mark.parametrize(
-    ("text", "code"),
-    [
-        ("", "mesh.text"), ("4", "mesh.text"), ("data=2,,fsdp=2", "mesh.text"), ("data=2=2", "mesh.text"),
-        ("rows=2", "mesh.axis"), ("data=2,data=2", "mesh.axis"),
-        ("data=", "mesh.size"), ("data=0", "mesh.size"), ("data=-1", "mesh.size"), ("data=two", "mesh.size"),
-        ("data=2.5", "mesh.size"), ("data=9999", "mesh.size"), ("data=٢", "mesh.size"),
-    ],
-)  # fmt: skip
-def test_other_texts_are_refused_before_anything_loads(text: str, code: str) -> None:
-    with failing(ConfigError, code):
-        parsed(text)
-    with failing(ConfigError, code):
-        island(IslandOptions(url="redis://127.0.0.1:1", mesh=text, name="one", wait_seconds=0.0))
+def test_other_texts_are_refused_before_anything_loads() -> None:
+    wrongs = {
+        "mesh.text": ["", "4", "data=2,,fsdp=2", "data=2=2"],
+        "mesh.axis": ["rows=2", "data=2,data=2"],
+        "mesh.size": ["data=", "data=0", "data=-1", "data=two", "data=2.5", "data=9999", "data=٢"],
+    }
+    for code, texts in wrongs.items():
+        for text in texts:
+            with failing(ConfigError, code):
+                parsed(text)
+            with failing(ConfigError, code):
+                island(IslandOptions(url="redis://127.0.0.1:1", mesh=text, name="one", wait_seconds=0.0))
 
 
-@pytest.mark.parametrize(
-    ("devices", "batch", "data"), [(1, 8, 1), (4, 8, 4), (8, 12, 6), (3, 8, 2), (5, 7, 1), (6, 0, 6)]
-)
-def test_by_default_data_takes_the_devices_that_divide_the_batch(devices: int, batch: int, data: int) -> None:
-    assert by_default(devices, batch) == MeshShape(data=data)
-    assert by_default(devices, batch, 100, 99) == MeshShape(fsdp=data), "one device cannot hold everything"
-    assert by_default(devices, batch, 100, 100) == by_default(devices, batch, 100, 0) == MeshShape(data=data)
+def test_by_default_data_takes_the_devices_that_divide_the_batch() -> None:
+    for devices, batch, data in ((1, 8, 1), (4, 8, 4), (8, 12, 6), (3, 8, 2), (5, 7, 1), (6, 0, 6)):
+        assert by_default(devices, batch) == MeshShape(data=data)
+        assert by_default(devices, batch, 100, 99) == MeshShape(fsdp=data), "one device cannot hold everything"
+        assert by_default(devices, batch, 100, 100) == by_default(devices, batch, 100, 0) == MeshShape(data=data)
 
 
 def test_a_mesh_must_divide_the_batch_and_be_present() -> None:

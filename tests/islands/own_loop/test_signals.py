@@ -14,7 +14,8 @@ begun, begin = os.pipe()
 child = os.fork()
 if not child:
     os.write(begin, b"1")  # Python forgets signals that arrive before a forked process runs its first instruction
-    time.sleep(600)
+    while True:
+        time.sleep(0.01)  # a signal that arrives just before a sleep is handled after it
 os.read(begun, 1)
 os.kill(child, signal.SIGTERM)
 _, status = os.waitpid(child, 0)

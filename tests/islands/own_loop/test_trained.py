@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import Any
 
 import jax
@@ -15,17 +14,10 @@ from archipelago.broker.errors import ConfigError, MismatchError
 from archipelago.broker.redis.transport import connect
 from archipelago.islands.own_loop.frozen import FrozenLeaves
 from archipelago.islands.own_loop.tree import TreeLayout
-from archipelago.islands.sync.connection import link
 from tests.failing import failing
 from tests.islands.own_loop.own_runs import OwnRun, only_kernels_trained
 
 SYNC = SyncConfig(interval=4, fragments=2, quorum=1, grace=0.0)
-
-
-@pytest.fixture(autouse=True)
-def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the thread that waits for events end sooner when an island leaves."""
-    monkeypatch.setattr(link, "BLOCK_SECONDS", 0.05)
 
 
 def tree(base: float = 1.0) -> dict[str, Any]:
@@ -42,43 +34,34 @@ MASK = jax.tree.map(lambda _: False, tree()) | {"lora": {"a": True, "b": True}}
 
 
 @pytest.fixture
-def made() -> str:
-    url = f"fakeredis://{uuid.uuid4().hex}"
+def made(url: str) -> str:
     assert create(url, "own", tree(), sync=SYNC, steps=1000, trained="lora")
     return url
 
 
-@pytest.mark.parametrize("trained", ["^LORA", lambda name: name.startswith("lora"), MASK], ids=["re", "call", "tree"])
-def test_only_the_chosen_leaves_are_tensors_of_the_run(trained: Any) -> None:
-    layout = TreeLayout.of(tree(), trained)
-    assert set(layout.templates) == {"lora.a", "lora.b"}
-    assert [values.name for values in layout.frozen_values()] == ["base.kernel", "base.packed"]
-    assert set(layout.own) - set(layout.frozen) == {"key", "count"}
+def test_only_the_chosen_leaves_are_tensors_of_the_run() -> None:
+    for chosen in ("^LORA", lambda name: name.startswith("lora"), MASK):
+        layout = TreeLayout.of(tree(), chosen)
+        assert set(layout.templates) == {"lora.a", "lora.b"}
+        assert [values.name for values in layout.frozen_values()] == ["base.kernel", "base.packed"]
+        assert set(layout.own) - set(layout.frozen) == {"key", "count"}
 
 
-@pytest.mark.parametrize(
-    ("trained", "code"),
-    [
-        ("nowhere", "loop.nothing"),
-        (lambda name: False, "loop.nothing"),
-        (jax.tree.map(lambda _: False, tree()), "loop.nothing"),
-        ("(", "loop.trained"),
-        (True, "loop.trained"),
-        ({}, "loop.trained"),
-        ({"lora": {"a": True}}, "loop.trained"),
-        ({**MASK, "head": True}, "loop.trained"),
-        ({**MASK, "count": 0.5}, "loop.trained"),
-        ({"count": np.ones(2, bool)}, "loop.trained"),
-        ("packed|lora", "loop.dtype"),
-        ("count|lora", "loop.dtype"),
-        ("key|lora", "loop.dtype"),
-    ],
-)
-def test_a_choice_that_cannot_be_used_is_refused(trained: Any, code: str) -> None:
-    with failing(ConfigError, code):
-        create("fakeredis://never", "own", tree(), steps=10, trained=trained)
-    with failing(ConfigError, code):
-        join("fakeredis://never", "own", tree(), trained=trained)
+def test_a_choice_that_cannot_be_used_is_refused() -> None:
+    wrongs: dict[str, list[Any]] = {
+        "loop.nothing": ["nowhere", lambda name: False, jax.tree.map(lambda _: False, tree())],
+        "loop.trained": [
+            "(", True, {}, {"lora": {"a": True}}, {**MASK, "head": True}, {**MASK, "count": 0.5},
+            {"count": np.ones(2, bool)},
+        ],
+        "loop.dtype": ["packed|lora", "count|lora", "key|lora"],
+    }  # fmt: skip
+    for code, choices in wrongs.items():
+        for choice in choices:
+            with failing(ConfigError, code):
+                create("fakeredis://never", "own", tree(), steps=10, trained=choice)
+            with failing(ConfigError, code):
+                join("fakeredis://never", "own", tree(), trained=choice)
 
 
 def test_the_manifest_has_the_digests_of_the_frozen_leaves(made: str) -> None:
@@ -106,23 +89,19 @@ def test_an_island_sends_nothing_but_what_is_trained() -> None:
     assert island.params["embedding"] is began["embedding"]
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (lambda t: t["base"].update(kernel=t["base"]["kernel"].at[3, 3].add(0.5)), "base.kernel"),
-        (lambda t: t["base"].update(kernel=t["base"]["kernel"].astype(jnp.float32)), "base.kernel"),
-        (lambda t: t["base"].update(packed=jnp.ones((5,), jnp.int8)), "base.packed"),
-        (lambda t: t["base"].pop("packed"), "base.packed"),
-        (lambda t: t["base"].update(bias=jnp.ones(4)), "base.bias"),
-    ],
-    ids=["values", "dtype", "shape", "missing", "more"],
-)
-def test_other_frozen_leaves_are_refused_and_the_first_is_named(made: str, change: Any, named: str) -> None:
-    other = tree()
-    change(other)
-    with failing(MismatchError, "loop.other-frozen") as caught, join(made, "own", other):
-        pass
-    assert named in caught.value.what
+def test_other_frozen_leaves_are_refused_and_the_first_is_named(made: str) -> None:
+    kernel, packed = (tree()["base"][name] for name in ("kernel", "packed"))
+    others: list[tuple[dict[str, Any], str]] = [
+        ({"kernel": kernel.at[3, 3].add(0.5), "packed": packed}, "base.kernel"),
+        ({"kernel": kernel.astype(jnp.float32), "packed": packed}, "base.kernel"),
+        ({"kernel": kernel, "packed": jnp.ones((5,), jnp.int8)}, "base.packed"),
+        ({"kernel": kernel}, "base.packed"),
+        ({"kernel": kernel, "packed": packed, "bias": jnp.ones(4)}, "base.bias"),
+    ]
+    for base, named in others:
+        with failing(MismatchError, "loop.other-frozen") as caught, join(made, "own", {**tree(), "base": base}):
+            pass
+        assert named in caught.value.what
 
 
 def test_another_choice_than_the_runs_is_refused(made: str) -> None:
@@ -180,20 +159,13 @@ def test_new_arrays_of_the_same_bits_are_no_change() -> None:
         leaves = FrozenLeaves(made)
         copies = {name: np.array(leaf) for name, leaf in made.items()}
         leaves.offer(copies)
-        _wait(leaves)
-        leaves.require_same()
+        leaves.require_same(waits=True)
         copies[changed] = copies[changed].copy()
         copies[changed][3] = 3
         leaves.offer(dict(copies))
-        _wait(leaves)
         with failing(ConfigError, "loop.frozen-changed") as caught:
-            leaves.require_same()
+            leaves.require_same(waits=True)
         assert changed in caught.value.what
-
-
-def _wait(leaves: FrozenLeaves) -> None:
-    for _, sums in leaves._pending:
-        sums.block_until_ready()
 
 
 def test_a_step_may_return_frozen_leaves_of_another_kind_or_place() -> None:
@@ -205,10 +177,8 @@ def test_a_step_may_return_frozen_leaves_of_another_kind_or_place() -> None:
     leaves.offer(named)
     assert not leaves._pending
     for changed in (placed, {**placed, "b": placed["b"] + 1}):
-        leaves.require_same()
+        leaves.require_same(waits=True)
         leaves.offer(changed)
-        for _, sums in leaves._pending:
-            sums.block_until_ready()
     with failing(ConfigError, "loop.frozen-changed") as caught:
-        leaves.require_same()
+        leaves.require_same(waits=True)
     assert "'b'" in caught.value.what
