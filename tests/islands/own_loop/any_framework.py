@@ -229,9 +229,9 @@ class Framework:
 
 
 @contextmanager
-def served(url: str) -> Iterator[Merger]:
-    """Serve the run `own` in another thread."""
-    merger, stop = Merger(connect(url, "own"), holder="merger"), threading.Event()
+def served(url: str, run: str = "own") -> Iterator[Merger]:
+    """Serve a run in another thread."""
+    merger, stop = Merger(connect(url, run), holder="merger"), threading.Event()
     assert merger.acquire()
     merger.load()
 

@@ -1,13 +1,9 @@
-"""An island of two processes: DistributedDataParallel on the CPU, over gloo."""
+"""What the leader and its followers do when the others of their team end. `test_torch_processes.py` has real ones."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 import uuid
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +11,9 @@ import pytest
 import archipelago
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.redis.transport import connect
-from archipelago.ops.launch.embedded_redis import Server, start_server
 from tests import pytorch
 from tests.conftest import Until
 from tests.failing import failing
-from tests.islands.own_loop.any_framework import served
 
 torch = pytorch.required()
 
@@ -27,42 +21,7 @@ from archipelago.islands.pytorch.joining import Joining  # noqa: E402 - it impor
 from archipelago.islands.pytorch.parallel import Follower, Leader, Said  # noqa: E402 - it imports torch
 from tests.islands.pytorch.torch_runs import module  # noqa: E402
 
-pytestmark = [pytest.mark.full, pytest.mark.processes]
-
-SCRIPT = Path(__file__).with_name("parallel_script.py")
-
-
-def test_two_processes_are_one_island_with_the_same_bits(tmp_path: Path, until: Until) -> None:
-    with start_server(tmp_path / "redis") as server:
-        require_same_bits(server, tmp_path, until)
-
-
-def require_same_bits(server: Server, folder: Path, until: Until) -> None:
-    meeting = folder / uuid.uuid4().hex
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(rank), str(meeting), server.url],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        until(lambda: connect(server.url, "own").reader.uid() or processes[0].poll(), "the run to be created")
-        with served(server.url) as merger:
-            said = [process.communicate()[0].split() for process in processes]
-            books, beats = merger.transport.reader.books(), merger.transport.reader.presences()
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in processes] == [0, 0]
-    assert said[0] == said[1], "clock, parameters and moments"
-    assert int(said[0][0]) >= 120
-    assert books.merged >= 4
-    assert books.refused == 0
-    assert {beat.heartbeat.island for beat in beats} <= {"both"}
+pytestmark = pytest.mark.full
 
 
 class Alone:

@@ -1,10 +1,12 @@
-"""Two processes of FSDP2 on the CPU. The arguments are a scenario, a folder, and the URL of a Redis.
+"""Two processes of PyTorch on the CPU, with FSDP2 or DistributedDataParallel: one scenario after another.
 
-The second process is forked after PyTorch was imported. Each writes what it found to a file of JSON in the folder.
+The arguments are a folder and the URL of a Redis. Each scenario has a run of its name. The second process is forked
+after PyTorch was imported. Each writes what it found to a file of JSON in the folder.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -74,7 +76,7 @@ def mesh_of(model: Any) -> Any:
 # -- the same bits as one device ---------------------------------------------------------------------------------------
 
 
-def bits(folder: Path, url: str) -> dict[str, Any]:
+def bits(url: str) -> dict[str, Any]:
     """Send and adopt with two processes and with one, and return the names of the comparisons that differ."""
     found = [compared(*each) for each in COMPARED]
     return {
@@ -158,18 +160,18 @@ class Watched(Courier):
 # -- one run -----------------------------------------------------------------------------------------------------------
 
 
-def island(folder: Path, url: str) -> dict[str, Any]:
+def island(url: str) -> dict[str, Any]:
     """Create a run, train, give the optimiser's state to an island of one process, and take it from that again."""
     model = split(tuned())
-    is_new = archipelago.pytorch.create(url, "own", model, steps=100_000, sync=SYNC)
-    again = archipelago.pytorch.create(url, "own", model, steps=100_000, sync=SYNC)
+    is_new = archipelago.pytorch.create(url, "island", model, steps=100_000, sync=SYNC)
+    again = archipelago.pytorch.create(url, "island", model, steps=100_000, sync=SYNC)
     alone = Alone(url)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with archipelago.pytorch.join(url, "own", model, optimizer, island="both") as run:
+    with archipelago.pytorch.join(url, "island", model, optimizer, island="both") as run:
         train(model, optimizer, run, lambda: run._loop.ledger.closed > 6 and alone.has_begun())
     model, said = split(tuned()), run.finished
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with archipelago.pytorch.join(url, "own", model, optimizer, island="again") as run:
+    with archipelago.pytorch.join(url, "island", model, optimizer, island="again") as run:
         taken = [float(state["step"]) for state in optimizer.state.values()]
         second = optimizer.state[model[0].weight]["exp_avg_sq"]
         has_moments = len(taken) == 5 and bool((second.to_local() > 0).any()) and second.shape == (71, 64)
@@ -216,7 +218,7 @@ class Alone:
     def _train(self) -> None:
         model = tuned()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        with archipelago.pytorch.join(self._url, "own", model, optimizer, island="alone") as run:
+        with archipelago.pytorch.join(self._url, "island", model, optimizer, island="alone") as run:
             self.moments = run.moments
             while not self._stop.wait(0.005):
                 loss = model(torch.randn(4, 64)).square().mean()
@@ -231,12 +233,12 @@ class Alone:
             self._thread.join()
 
 
-def lost(folder: Path, url: str) -> dict[str, Any]:
+def lost(url: str) -> dict[str, Any]:
     """Kill the second process, and return how the first one ends."""
     model = split(network())
-    archipelago.pytorch.create(url, "own", model, steps=100_000, sync=SYNC)
+    archipelago.pytorch.create(url, "lost", model, steps=100_000, sync=SYNC)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    ended, run = "", archipelago.pytorch.join(url, "own", model, optimizer, island="both")
+    ended, run = "", archipelago.pytorch.join(url, "lost", model, optimizer, island="both")
     try:
         with run:
             train(model, optimizer, run, lambda: bool(dist.get_rank()) or run.step > 20)
@@ -248,12 +250,12 @@ def lost(folder: Path, url: str) -> dict[str, Any]:
     return {"ended": ended, "finished": run.finished}
 
 
-def stopped(folder: Path, url: str, *, heeds: bool = True) -> dict[str, Any]:
+def stopped(url: str, run_name: str = "stopped", *, heeds: bool = True) -> dict[str, Any]:
     """Get SIGTERM in the second process, and a step later in the first, as `torchrun` sends it to both."""
     model = split(network())
-    archipelago.pytorch.create(url, "own", model, steps=100_000, sync=SYNC)
+    archipelago.pytorch.create(url, run_name, model, steps=100_000, sync=SYNC)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    steps, status, run = 0, 0, archipelago.pytorch.join(url, "own", model, optimizer, island="both")
+    steps, status, run = 0, 0, archipelago.pytorch.join(url, run_name, model, optimizer, island="both")
     try:
         with run:
             while not (heeds and run.finished):
@@ -270,12 +272,12 @@ def stopped(folder: Path, url: str, *, heeds: bool = True) -> dict[str, Any]:
     return {"steps": steps, "status": status, "unsent": unsent, "finished": run.finished}
 
 
-def deaf(folder: Path, url: str) -> dict[str, Any]:
+def deaf(url: str) -> dict[str, Any]:
     """Do the same with a loop that does not look at `finished`."""
-    return stopped(folder, url, heeds=False)
+    return stopped(url, "deaf", heeds=False)
 
 
-def refused(folder: Path, url: str) -> dict[str, Any]:
+def refused(url: str) -> dict[str, Any]:
     """Return the codes of the errors of wrong use."""
     model, memory = split(network()), "fakeredis://x"
     found = {"calls": code(lambda: several_calls(model, memory))}
@@ -311,21 +313,49 @@ def code(call: Callable[[], object]) -> str:
     return ""
 
 
-def main(scenario: str, folder: Path, url: str) -> None:
-    """Run a scenario in two processes."""
+def replicated(url: str) -> dict[str, Any]:
+    """Train one island in DistributedDataParallel, and return digests of its parameters and first moments."""
+    torch.manual_seed(dist.get_rank())  # the processes begin with different parameters, and read different data
+    layers = torch.nn.Linear(8, 8, dtype=torch.bfloat16), torch.nn.Linear(8, 1, dtype=torch.bfloat16)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if dist.get_rank() == 0:
+        archipelago.pytorch.create(url, "replicated", model, steps=120, sync=SYNC)
+    dist.barrier()
+    torch.manual_seed(dist.get_rank())
+    with archipelago.pytorch.join(url, "replicated", model, optimizer, island="both") as run:
+        while not run.finished:
+            inputs = torch.randn(4, 8, dtype=torch.bfloat16)
+            loss = (model(inputs) - inputs.sum(dim=1, keepdim=True)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            run.sync(tokens=8, loss=loss)
+        clock = run.step
+    found = {"values": list(model.parameters()), "moments": [each["exp_avg"] for each in optimizer.state.values()]}
+    flat = {name: torch.cat([each.detach().float().reshape(-1) for each in found[name]]) for name in found}
+    digests = {name: hashlib.sha256(values.numpy().tobytes()).hexdigest() for name, values in flat.items()}
+    return {"step": clock, **digests}
+
+
+#: The last scenario ends a process.
+SCENARIOS = [bits, refused, replicated, island, stopped, deaf, lost]
+
+
+def main(folder: Path, url: str) -> None:
+    """Play all scenarios in two processes."""
     rank = 0 if (child := os.fork()) else 1
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    found = {"bits": bits, "island": island, "lost": lost, "refused": refused, "stopped": stopped, "deaf": deaf}[
-        scenario
-    ](folder, url)
-    (folder / f"{rank}.json").write_text(json.dumps(found))
-    if scenario != "lost":
-        dist.destroy_process_group()
+    for scenario in SCENARIOS:
+        found = scenario(url)
+        written = folder / f"{scenario.__name__}-{rank}.part"
+        written.write_text(json.dumps(found))
+        written.rename(written.with_suffix(".json"))
     if child:
         sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,142 @@
+"""Islands of two processes on the CPU, over gloo: FSDP2, which never has the whole model, and data-parallel."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from archipelago.broker.messages import Books, Presence
+from archipelago.broker.redis.transport import connect
+from archipelago.ops.launch.embedded_redis import start_server
+from tests import pytorch
+from tests.conftest import Until
+from tests.islands.own_loop.any_framework import served
+
+pytorch.required()
+
+pytestmark = [pytest.mark.full, pytest.mark.processes]
+
+SCRIPT = Path(__file__).with_name("two_torch_processes.py")
+#: One of the codecs fills its blocks of this size with zeros.
+BLOCK = 4096
+
+
+#: The scenarios of the script in order, and whether each has a run of its name.
+SCENARIOS = {
+    "bits": False, "refused": False, "replicated": True, "island": True, "stopped": True, "deaf": True, "lost": True
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Played:
+    """What each process found in a scenario, and the last books and heartbeats of its run."""
+
+    found: list[dict[str, Any]]
+    books: Books = field(default_factory=Books)
+    beats: Sequence[Presence] = ()
+
+    @property
+    def islands(self) -> set[str]:
+        return {beat.heartbeat.island for beat in self.beats}
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory, until: Until) -> dict[str, Played]:
+    """Run all scenarios in two processes, and merge their runs."""
+    folder = tmp_path_factory.mktemp("processes")
+    with start_server(folder / "redis") as server:
+        command = [sys.executable, str(SCRIPT), str(folder), server.url]
+        process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+        def found(scenario: str) -> list[dict[str, Any]]:
+            files = [folder / f"{scenario}-{rank}.json" for rank in range(1 if scenario == "lost" else 2)]
+            until(lambda: all(map(Path.exists, files)) or process.poll() is not None, f"the scenario {scenario}")
+            return [json.loads(file.read_text()) for file in files]
+
+        def merged(scenario: str) -> Played:
+            reader = connect(server.url, scenario).reader
+            until(lambda: reader.uid() or process.poll() is not None, f"the run {scenario}")
+            with served(server.url, scenario) as merger:
+                reader = merger.transport.reader
+                return Played(found(scenario), reader.books(), reader.presences())
+
+        try:
+            out = {name: merged(name) if has_run else Played(found(name)) for name, has_run in SCENARIOS.items()}
+            assert process.wait() == 0
+        finally:
+            process.kill()
+            process.wait()
+    return out
+
+
+def test_two_processes_send_and_adopt_the_bits_of_one_device(played: dict[str, Played]) -> None:
+    leader, other = played["bits"].found
+    assert leader["different"] == other["different"] == []
+    fragment, model = leader["bounds"]
+    assert leader["largest"] <= -(-fragment // BLOCK) * BLOCK < model, "one fragment at a time"
+    assert other["largest"] == 0, "only the leader has whole tensors"
+
+
+def test_wrong_use_is_refused_in_every_process(played: dict[str, Played]) -> None:
+    leader, other = played["refused"].found
+    of_all = {
+        "calls": "loop.not-together",
+        "twice": "loop.sharded",
+        "meshes": "loop.sharded",
+        "first fsdp": "loop.sharded",
+    }
+    assert leader == {**of_all, "nan": "loop.not-finite", "no run": "broker.unknown-run"}
+    assert other == {**of_all, "nan": "loop.leader-left", "no run": "loop.leader-left"}
+
+
+def test_data_parallel_processes_have_the_same_bits(played: dict[str, Played]) -> None:
+    run = played["replicated"]
+    leader, other = run.found
+    assert leader == other, "clock, parameters and moments"
+    assert leader["step"] >= 120
+    assert run.books.merged >= 4
+    assert run.books.refused == 0
+    assert run.islands <= {"both"}
+
+
+def test_an_island_of_two_processes_creates_trains_gives_and_takes(played: dict[str, Played]) -> None:
+    run = played["island"]
+    leader, other = run.found
+    assert leader["new"] == other["new"] == [True, False]
+    assert leader["weights"] == other["weights"]
+    assert leader["step"] == other["step"] > 0
+    assert leader["alone"] == "peer both", "one process takes the state of two"
+    assert leader["moments"] == "peer alone", "two processes take the state of one"
+    assert leader["has_moments"]
+    assert other["has_moments"]
+    assert leader["steps"] == other["steps"]
+    assert min(leader["steps"]) > 0
+    assert run.books.merged > 12
+    assert run.books.refused == 0
+    assert run.islands <= {"both", "again", "alone"}
+
+
+def test_sigterm_ends_all_processes_at_one_step_with_their_progress_sent(played: dict[str, Played]) -> None:
+    for scenario, status in (("stopped", 0), ("deaf", 143)):
+        run = played[scenario]
+        (leader, other), (beat,) = run.found, run.beats
+        assert leader == other | {"unsent": 0}
+        assert (leader["steps"], leader["status"]) == (31, status)
+        assert leader["finished"]
+        assert beat.heartbeat.state == "left"
+        assert run.books.published > 0
+        assert beat.heartbeat.tokens_unsent == 0
+
+
+def test_a_lost_process_ends_the_island(played: dict[str, Played]) -> None:
+    run = played["lost"]
+    assert run.found == [{"ended": "RuntimeError", "finished": True}]
+    assert all(beat.heartbeat.state == "left" for beat in run.beats)

@@ -1,0 +1,60 @@
+"""Fixtures of tests of weights: two corpora, commands, and an export."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from archipelago.broker.process import guarded
+from archipelago.islands.data.preparation import prepare_text
+from archipelago.ops.commands import run
+from archipelago.ops.weights.export import write
+from tests.ops.weights.small_runs import LINES, VOCABULARY, Call, found_of
+
+
+@pytest.fixture(scope="package")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of two corpora: `small`, in bytes, and `tokens`."""
+    made, source = tmp_path_factory.mktemp("corpora"), tmp_path_factory.mktemp("source") / "text"
+    source.write_text("".join(LINES), encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ARCHIPELAGO_DATA", str(made))
+        prepare_text(source, "small")
+        prepare_text(source, "tokens", VOCABULARY)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _keep_signals_and_loggers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("ARCHIPELAGO_DATA", str(folder))
+    signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = list(logging.getLogger().handlers)
+    yield
+    for number, handler in signals.items():
+        signal.signal(number, handler)
+    logging.getLogger().handlers[:] = handlers
+
+
+@pytest.fixture(scope="package")
+def exported(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An export of a small run. Tests that change it copy it first."""
+    out = tmp_path_factory.mktemp("exported") / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ARCHIPELAGO_DATA", str(folder))
+        write(found_of(), out, "safetensors", "float32")
+    return out
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """Run a command. Return its exit status, standard output and standard error."""
+
+    def made(*args: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        return (guarded(lambda: run(args)), *capsys.readouterr())
+
+    return made

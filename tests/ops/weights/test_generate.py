@@ -1,0 +1,100 @@
+"""Text that `generate` makes from weights and from runs, and its mistakes."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from archipelago.broker.config import ModelConfig
+from archipelago.broker.errors import ArchipelagoError, ConfigError
+from archipelago.broker.manifest import Corpus
+from archipelago.islands.creation import describe
+from archipelago.islands.models.registry import build
+from archipelago.ops.commands import run
+from archipelago.ops.weights.generate import show, tokens_per_second
+from archipelago.ops.weights.parameters import RunParameters
+from tests.failing import failing
+from tests.ops.weights.small_runs import SMALL, Call, checkpointed, of_tokens
+
+
+@pytest.mark.full
+def test_a_seed_determines_the_generated_text(exported: Path, call: Call, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["generate", str(exported), "--prompt", "17 isl", "--tokens", "40", "--seed", "5"]
+    status, text, _ = call(*flags)
+    assert status == 0
+    found = json.loads(call(*flags, "--json")[1])
+    assert (found["tokens"], found["seed"], found["prompt"]) == (40, 5, "17 isl")
+    assert len(found["text"]) <= 40
+    show(found["text"] + "\n")
+    assert capsys.readouterr().out == text
+    assert call(*flags[:-1], "6")[1] != text
+
+
+def test_control_characters_are_replaced(capsys: pytest.CaptureFixture[str]) -> None:
+    show("a\x1b[2J\tb\r\nc\x9b\x7fä")
+    assert capsys.readouterr().out == "a\ufffd[2J\tb\ufffd\nc\ufffd\ufffdä"
+
+
+def test_a_checkpoint_of_a_tokenised_corpus_generates_text(call: Call) -> None:
+    checkpointed(of_tokens())
+    status, out, _ = call("generate", "--run", "mine", "--tokens", "12", "--temperature", "0", "--prompt", "", "--json")
+    assert status == 0
+    assert json.loads(out)["tokens"] == 12
+    assert json.loads(out)["text"]
+
+
+def test_a_model_of_images_generates_no_text(call: Call) -> None:
+    config = replace(SMALL, model=ModelConfig("digits"))
+    zeros = {tensor.name: jnp.zeros(tensor.shape) for tensor in build(config.model).tensors}
+    checkpointed(RunParameters(describe("mine", config, Corpus("digits", "0" * 32, 65)), zeros, 7, 40, "a test"))
+    assert call("export", "--run", "mine", "--out", "out")[0] == 0
+    assert not Path("out/tokenizer.json").exists()
+    for source in (["--run", "mine"], ["out"]):
+        with failing(ConfigError, "model.no-text"):
+            run(["generate", *source])
+
+
+def test_an_option_out_of_range_is_refused(exported: Path) -> None:
+    for flag, value in (
+        ("--temperature", "-1"),
+        ("--temperature", "nan"),
+        ("--top-p", "0"),
+        ("--top-k", "-3"),
+        ("--tokens", "0"),
+        ("--seed", "-1"),
+    ):
+        with failing(ConfigError, "generate.bad-flag") as caught:
+            run(["generate", str(exported), flag, value])
+        assert flag in caught.value.what
+
+
+def test_a_config_that_is_not_ours_is_refused(tmp_path: Path, exported: Path) -> None:
+    shutil.copytree(exported, tmp_path / "out")
+    config = json.loads((exported / "config.json").read_text())
+    changes: list[dict[str, Any]] = [
+        {"model_type": "bert"},
+        {"vocab_size": "many"},
+        {"vocab_size": -1},
+        {"vocab_size": math.inf},
+        {"hidden_size": math.inf},
+        {"max_position_embeddings": math.inf},
+        {"num_hidden_layers": 10**9},
+        {"model_type": "archipelago", "archipelago": {}},
+    ]
+    for changed in changes:
+        (tmp_path / "out" / "config.json").write_text(json.dumps({**config, **changed}))
+        with pytest.raises(ArchipelagoError) as caught:
+            run(["generate", "out"])
+        assert caught.value.code in {"export.damaged", "export.foreign", "llama.damaged", "weights.unfit"}, changed
+
+
+def test_the_rate_leaves_out_compilation() -> None:
+    assert tokens_per_second([0.0, 5.0, 5.5, 6.0]) == 2.0
+    assert tokens_per_second([0.0, 5.0]) == tokens_per_second([]) == 0.0
