@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -60,8 +61,8 @@ def test_what_is_no_plain_number_stays_the_islands_own() -> None:
         np.ones(2, object),
     ]
     for own in kinds:
-        state = {"own": own, "mu": jnp.zeros(3)}
-        found = LoopState(lambda state=state: state).decode(*handed_over({"own": own, "mu": jnp.ones(3)}))
+        mine = LoopState(partial(dict, own=own, mu=jnp.zeros(3)))
+        found = mine.decode(*handed_over({"own": own, "mu": jnp.ones(3)}))
         assert found["own"] is own
         np.testing.assert_array_equal(found["mu"], np.ones(3))
 

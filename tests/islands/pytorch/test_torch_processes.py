@@ -65,8 +65,7 @@ def played(tmp_path_factory: pytest.TempPathFactory, until: Until) -> dict[str, 
             reader = connect(server.url, scenario).reader
             until(lambda: reader.uid() or process.poll() is not None, f"the run {scenario}")
             with served(server.url, scenario) as merger:
-                reader = merger.transport.reader
-                return Played(found(scenario), reader.books(), reader.presences())
+                return Played(found(scenario), merger.transport.reader.books(), merger.transport.reader.presences())
 
         try:
             out = {name: merged(name) if has_run else Played(found(name)) for name, has_run in SCENARIOS.items()}

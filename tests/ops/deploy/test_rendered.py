@@ -19,12 +19,21 @@ pytestmark = pytest.mark.full
 
 #: A folder with definitions of custom resources (JobSet, ScaledJob), which no package has.
 DEFINITIONS = "ARCHIPELAGO_CRDS"
-OVERLAYS = {
+#: The components of each overlay. The example has a folder of its own.
+OVERLAYS: dict[str, list[str]] = {
     "example": [],
-    "scavengers": ["../redis", "../dash", "../scavengers"],
-    "autoscaled": ["../dash", "../autoscaled", "../cuda"],
-    "joins": ["../redis", "../joins"],
+    "with-scavengers": ["../redis", "../dash", "../scavengers"],
+    "with-autoscaled": ["../dash", "../autoscaled", "../cuda"],
+    "with-joins": ["../redis", "../joins"],
 }
+
+
+@pytest.fixture(scope="module")
+def kubernetes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the files for Kubernetes, without a secret."""
+    copy = tmp_path_factory.mktemp("deploy") / "kubernetes"
+    shutil.copytree(DEPLOY / "kubernetes", copy, ignore=shutil.ignore_patterns("secret.env"))
+    return copy
 
 
 def rendered(folder: Path) -> subprocess.CompletedProcess[str]:
@@ -34,27 +43,24 @@ def rendered(folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([kubectl, "kustomize", str(folder)], capture_output=True, text=True)
 
 
-@pytest.fixture
-def kubernetes(tmp_path: Path) -> Path:
-    """A copy of the files for Kubernetes, without a secret."""
-    copy = tmp_path / "kubernetes"
-    shutil.copytree(DEPLOY / "kubernetes", copy, ignore=shutil.ignore_patterns("secret.env"))
-    return copy
-
-
-def overlay(kubernetes: Path, name: str) -> list[dict[str, Any]]:
-    """Return the objects that an overlay of these components makes."""
-    folder = kubernetes / name
-    if name == "example":
-        (folder / "secret.env").write_text("url=redis://:x@archipelago-redis:6379\npassword=x\n")
-    else:
-        folder = kubernetes / f"with-{name}"
-        folder.mkdir()
-        lines = {"resources": ["../base"], "components": OVERLAYS[name]}
-        (folder / "kustomization.yaml").write_text(yaml.safe_dump(lines))
-    done = rendered(folder)
-    assert done.returncode == 0, done.stderr
-    return [each for each in yaml.safe_load_all(done.stdout) if each]
+@pytest.fixture(scope="module")
+def overlays(kubernetes: Path) -> dict[str, list[dict[str, Any]]]:
+    """The objects that each overlay makes, by its name."""
+    done = rendered(kubernetes / "example")
+    assert done.returncode != 0 and done.stdout == "", "nothing is rendered without a secret"
+    assert "secret.env" in done.stderr and "no such file" in done.stderr
+    (kubernetes / "example" / "secret.env").write_text("url=redis://:x@archipelago-redis:6379\npassword=x\n")
+    out = {}
+    for name, components in OVERLAYS.items():
+        folder = kubernetes / name
+        if components:
+            folder.mkdir()
+            lines = {"resources": ["../base"], "components": components}
+            (folder / "kustomization.yaml").write_text(yaml.safe_dump(lines))
+        done = rendered(folder)
+        assert done.returncode == 0, done.stderr
+        out[name] = [each for each in yaml.safe_load_all(done.stdout) if each]
+    return out
 
 
 def jobs_of(manifest: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -68,22 +74,23 @@ def jobs_of(manifest: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": f"job-{number}"}, "spec": spec}
 
 
-@pytest.mark.parametrize("name", OVERLAYS)
-def test_every_overlay_fits_the_schemas_of_kubernetes(kubernetes: Path, name: str) -> None:
+def is_custom(manifest: dict[str, Any]) -> bool:
+    return manifest["kind"] in ("JobSet", "ScaledJob")
+
+
+def test_every_overlay_fits_the_schemas_of_kubernetes(overlays: dict[str, list[dict[str, Any]]]) -> None:
     schemas = pytest.importorskip("kubernetes_validate")
-    found = overlay(kubernetes, name)
-    for manifest in found:
-        is_custom = manifest["kind"] in ("JobSet", "ScaledJob")
-        for each in jobs_of(manifest) if is_custom else [manifest]:
-            schemas.validate(each, schemas.latest_version(), strict=True)
-    names = {
-        each["metadata"]["name"] for each in found if each["kind"] in ("Secret", "ConfigMap", "PersistentVolumeClaim")
-    }
-    needed = {"archipelago"} | ({"archipelago-joins"} if name == "joins" else set())
-    secrets = {each["name"] for manifest in found for each in parts(manifest, "secretKeyRef")}
-    secrets |= {each["secretName"] for manifest in found for each in parts(manifest, "secret")}
-    assert secrets == needed, "a secret that the guide does not name"
-    assert {each["name"] for manifest in found for each in parts(manifest, "configMap")} <= names
+    for name, found in overlays.items():
+        for manifest in found:
+            for each in jobs_of(manifest) if is_custom(manifest) else [manifest]:
+                schemas.validate(each, schemas.latest_version(), strict=True)
+        kinds = ("Secret", "ConfigMap", "PersistentVolumeClaim")
+        names = {each["metadata"]["name"] for each in found if each["kind"] in kinds}
+        needed = {"archipelago"} | ({"archipelago-joins"} if name == "with-joins" else set())
+        secrets = {each["name"] for manifest in found for each in parts(manifest, "secretKeyRef")}
+        secrets |= {each["secretName"] for manifest in found for each in parts(manifest, "secret")}
+        assert secrets == needed, "a secret that the guide does not name"
+        assert {each["name"] for manifest in found for each in parts(manifest, "configMap")} <= names
 
 
 @pytest.fixture(scope="module")
@@ -100,13 +107,15 @@ def definitions() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", OVERLAYS)
-def test_custom_resources_fit_their_definitions(definitions: dict[str, Any], kubernetes: Path, name: str) -> None:
+def test_custom_resources_fit_their_definitions(
+    definitions: dict[str, Any], overlays: dict[str, list[dict[str, Any]]]
+) -> None:
     jsonschema = pytest.importorskip("jsonschema")
-    custom = [each for each in overlay(kubernetes, name) if each["kind"] in ("JobSet", "ScaledJob")]
-    assert [each["kind"] for each in custom].count("ScaledJob") == (name == "autoscaled")
-    for manifest in custom:
-        jsonschema.Draft202012Validator(definitions[manifest["kind"]]).validate(manifest)
+    for name, found in overlays.items():
+        custom = [each for each in found if is_custom(each)]
+        assert [each["kind"] for each in custom].count("ScaledJob") == (name == "with-autoscaled")
+        for manifest in custom:
+            jsonschema.Draft202012Validator(definitions[manifest["kind"]]).validate(manifest)
 
 
 def without_unknown(schema: Any) -> Any:
@@ -123,18 +132,14 @@ def without_unknown(schema: Any) -> Any:
     return out
 
 
-def test_the_number_of_islands_and_the_image_are_those_of_the_overlay(kubernetes: Path) -> None:
-    found = {each["kind"]: each for each in overlay(kubernetes, "example")}
+def test_the_number_of_islands_and_the_image_are_those_of_the_overlay(
+    overlays: dict[str, list[dict[str, Any]]],
+) -> None:
+    found = {each["kind"]: each for each in overlays["example"]}
     jobs = {each["name"]: each for each in found["JobSet"]["spec"]["replicatedJobs"]}
     assert {name: each.get("replicas", 1) for name, each in jobs.items()} == {"init": 1, "mergers": 2, "islands": 4}
     images = {each["image"] for each in parts(found["JobSet"], "containers") for each in each}
     assert images == {"registry.example.org/archipelago:latest"}
-
-
-def test_without_a_secret_nothing_is_rendered(kubernetes: Path) -> None:
-    done = rendered(kubernetes / "example")
-    assert done.returncode != 0 and done.stdout == ""
-    assert "secret.env" in done.stderr and "no such file" in done.stderr
 
 
 def composed(tmp_path: Path, *files: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -152,26 +157,23 @@ def composed(tmp_path: Path, *files: str, **environment: str) -> subprocess.Comp
     )
 
 
-@pytest.mark.parametrize("files", [["compose.yaml"], ["compose.yaml", "compose.cuda.yaml"]], ids=len)
-def test_compose_files_fit_the_specification(tmp_path: Path, files: list[str]) -> None:
+def test_compose_files_fit_the_specification(tmp_path: Path) -> None:
     specification = pytest.importorskip("compose_spec")
-    done = composed(tmp_path, *files, ARCHIPELAGO_PASSWORD="secret-1")
-    assert done.returncode == 0, done.stderr
-    specification.PyCompose.from_yaml(done.stdout).validate()
-    services = yaml.safe_load(done.stdout)["services"]
-    urls = {each["environment"]["ARCHIPELAGO_URL"] for name, each in services.items() if name != "redis"}
-    assert urls == {"redis://:secret-1@redis:6379"}
+    for files in (["compose.yaml"], ["compose.yaml", "compose.cuda.yaml"]):
+        done = composed(tmp_path, *files, ARCHIPELAGO_PASSWORD="secret-1")
+        assert done.returncode == 0, done.stderr
+        specification.PyCompose.from_yaml(done.stdout).validate()
+        services = yaml.safe_load(done.stdout)["services"]
+        urls = {each["environment"]["ARCHIPELAGO_URL"] for name, each in services.items() if name != "redis"}
+        assert urls == {"redis://:secret-1@redis:6379"}
 
 
-def test_compose_creates_the_run_with_the_settings_of_the_user(tmp_path: Path) -> None:
+def test_compose_takes_the_settings_of_the_user_and_needs_a_password(tmp_path: Path) -> None:
     done = composed(tmp_path, "compose.yaml", ARCHIPELAGO_PASSWORD="secret-1", ARCHIPELAGO_CONFIG="./mine.toml")
     service = yaml.safe_load(done.stdout)["services"]["init"]
     assert service["command"][-2:] == ["--config", "/config/run.toml"]
     assert "./mine.toml:/config/run.toml:ro" in service["volumes"]
     assert (DEPLOY / "kubernetes/base/run.toml").is_file()  # the default
-
-
-def test_compose_without_a_password_says_what_is_missing(tmp_path: Path) -> None:
     done = composed(tmp_path, "compose.yaml")
     assert done.returncode != 0
     assert "ARCHIPELAGO_PASSWORD" in done.stderr
@@ -189,9 +191,9 @@ def test_systemd_reads_the_units(tmp_path: Path) -> None:
         assert (done.returncode, done.stderr) == (0, ""), done.stderr
 
 
-@pytest.mark.parametrize("script", ["slurm/worker.sbatch", "slurm/check_requeue.sh", "check_image.sh"])
-def test_bash_reads_the_scripts(script: str) -> None:
-    assert subprocess.run(["/bin/bash", "-n", str(DEPLOY / script)]).returncode == 0
+def test_bash_reads_the_scripts() -> None:
+    for script in ("slurm/worker.sbatch", "slurm/check_requeue.sh", "check_image.sh"):
+        assert subprocess.run(["/bin/bash", "-n", str(DEPLOY / script)]).returncode == 0
 
 
 def test_sbatch_without_a_url_says_what_is_missing() -> None:
