@@ -29,10 +29,8 @@ SCRIPT = Path(__file__).with_name("two_torch_processes.py")
 BLOCK = 4096
 
 
-#: The scenarios of the script in order, and whether each has a run of its name.
-SCENARIOS = {
-    "bits": False, "refused": False, "replicated": True, "island": True, "stopped": True, "deaf": True, "lost": True
-}  # fmt: skip
+#: The scenarios of the script in order, and how many contributions of its run are merged at least; None without a run.
+SCENARIOS = {"bits": None, "refused": None, "replicated": 4, "island": 13, "stopped": 0, "deaf": 0, "lost": 0}
 
 
 @dataclass(frozen=True)
@@ -61,14 +59,18 @@ def played(tmp_path_factory: pytest.TempPathFactory, until: Until) -> dict[str, 
             until(lambda: all(map(Path.exists, files)) or process.poll() is not None, f"the scenario {scenario}")
             return [json.loads(file.read_text()) for file in files]
 
-        def merged(scenario: str) -> Played:
+        def merged(scenario: str, least: int) -> Played:
             reader = connect(server.url, scenario).reader
             until(lambda: reader.uid() or process.poll() is not None, f"the run {scenario}")
-            with served(server.url, scenario) as merger:
-                return Played(found(scenario), merger.transport.reader.books(), merger.transport.reader.presences())
+            with served(server.url, scenario):
+                said = found(scenario)
+                until(lambda: reader.books().merged >= least, f"the contributions of {scenario}")
+            return Played(said, reader.books(), reader.presences())
 
         try:
-            out = {name: merged(name) if has_run else Played(found(name)) for name, has_run in SCENARIOS.items()}
+            out = {
+                name: Played(found(name)) if least is None else merged(name, least) for name, least in SCENARIOS.items()
+            }
             assert process.wait() == 0
         finally:
             process.kill()
@@ -101,7 +103,6 @@ def test_data_parallel_processes_have_the_same_bits(played: dict[str, Played]) -
     leader, other = run.found
     assert leader == other, "clock, parameters and moments"
     assert leader["step"] >= 120
-    assert run.books.merged >= 4
     assert run.books.refused == 0
     assert run.islands <= {"both"}
 
@@ -118,7 +119,6 @@ def test_an_island_of_two_processes_creates_trains_gives_and_takes(played: dict[
     assert other["has_moments"]
     assert leader["steps"] == other["steps"]
     assert min(leader["steps"]) > 0
-    assert run.books.merged > 12
     assert run.books.refused == 0
     assert run.islands <= {"both", "again", "alone"}
 
