@@ -265,10 +265,6 @@ class ScriptedRun:
         """Return all events of that type."""
         return [event for _, event in self.transport.reader.events(START, 0.0, 10_000) if isinstance(event, kind)]
 
-    def served(self) -> int:
-        """Return how many mergers have begun to serve."""
-        return sum(note.kind == "served" for note in self.transport.reader.notes(1000))
-
     def refused(self) -> list[str]:
         """Return the identities of refused contributions, without retries of accepted ones."""
         return [refusal.identity_text for refusal in self.events(Refusal) if not refusal.repeat]
