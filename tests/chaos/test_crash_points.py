@@ -23,13 +23,13 @@ pytestmark = pytest.mark.processes
 
 #: The failpoints of the quick tier.
 QUICK = ("commit.watched",)
-#: Those at which real processes die. The simulation has them all (`tests.simulation.test_failpoints`).
+#: Those at which real processes die. The simulation has them all (`tests.simulation.storm`).
 REAL = (
     "publish.placed", "publish.done", "acquire.done", "refuse.done", "compact.placed-outer", *QUICK, "commit.done",
-    "trim.before", "restore.placed", "checkpoint.done",
+    "announce.done", "restore.placed", "checkpoint.done",
 )  # fmt: skip
 #: At which visit a merger dies: once there is state to lose, and in a round whose payloads are chunks.
-TIMES = {"acquire": 1, "checkpoint": 2, "trim": 2, "refuse": 3, "commit": 3, "compact": 1}
+TIMES = {"acquire": 1, "announce": 3, "checkpoint": 2, "refuse": 3, "commit": 3, "compact": 1}
 #: The round in which the process of an island dies.
 CRASH_ROUND = 3
 NO_CHECKPOINTS = ("--checkpoint-every", "10000")
@@ -61,7 +61,7 @@ class Victim:
 def merger_dies(scripted: ScriptedRun, name: str) -> None:
     """Kill a merger at its n-th visit of a failpoint, and let another one continue."""
     family = name.partition(".")[0]
-    covers = family in ("checkpoint", "trim")
+    covers = family == "checkpoint"
     options = (*(CHECKPOINTS if covers else NO_CHECKPOINTS), *(COMPACTIONS if family == "compact" else ()))
     victim = Victim(scripted, f"{name}:{TIMES[family]}", *options)
     for number in range(1, ROUNDS + 1):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from archipelago.broker.errors import BrokerError, UnreachableError
-from archipelago.broker.memory.transport import MemoryTransport
+from archipelago.broker.shards.transport import Shardable
 from tests.intercept import Intercepted
 
 if TYPE_CHECKING:
@@ -23,8 +23,11 @@ FENCED = frozenset(
 WRITES = (
     REPEATED | FENCED | {"lease_shard", "request_state", "promise_answer", "withdraw_request", "acquire", "updates"}
 )
-
-
+#: Calls that change nothing. A merger's reading of contributions is not among them.
+READS = frozenset(
+    ["events", "heads", "fragment", "difference", "manifest", "tape", "cursors", "control", "outer", "log", "presences",
+     "merger_state", "instance", "holds", "leased", "last_event"]
+)  # fmt: skip
 NOTHING, FAILOVER, EVERYTHING = "nothing", "failover", "everything"
 
 
@@ -67,6 +70,14 @@ class FaultRates:
     steered: float
 
     @classmethod
+    def none(cls) -> FaultRates:
+        """Return the rates of a run with checkpoints and without faults, which can be restored."""
+        return cls(
+            lost=0.0, crash=0.0, repeat=0.0, garble=0.0, late=0.0, lag=0.0, stall=0.0, cut=0.0, pause=0.0,
+            loses=EVERYTHING, checkpoints=True, damage=False, steered=0.0,
+        )  # fmt: skip
+
+    @classmethod
     def draw(cls, rng: random.Random) -> FaultRates:
         """Draw the rate of each fault."""
         checkpoints = rng.random() < 0.85
@@ -96,14 +107,14 @@ class FaultyConnection(Intercepted):
         shard: The number of the shard.
     """
 
-    def __init__(self, simulation: Simulation, process: Process, inner: MemoryTransport, shard: int = 0) -> None:
+    def __init__(self, simulation: Simulation, process: Process, inner: Shardable, shard: int = 0) -> None:
         super().__init__(inner)
         self._world, self._home = simulation, inner
         self.process, self.shard = process, shard
 
     def of_shard(self, shard: int) -> FaultyConnection:
         """Return a connection to one shard of the run."""
-        return FaultyConnection(self._world, self.process, self._home.of_shard(shard), shard)
+        return FaultyConnection(self._world, self.process, cast(Shardable, self._home.of_shard(shard)), shard)
 
     def intercept(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._world.is_cut_off and self.shard == self._world.away:
@@ -145,5 +156,5 @@ def deliver(simulation: Simulation) -> None:
     connection, name, method, args, kwargs = simulation.late.pop(simulation.random.randrange(len(simulation.late)))
     try:
         simulation.execute(connection, name, method, args, kwargs)
-    except BrokerError:
+    except (BrokerError, Crash):  # only a part of it arrives
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,6 @@ import numpy as np
 
 from archipelago.broker.control import is_expelled
 from archipelago.broker.corpus_shards import parse_places
-from archipelago.broker.memory.state import entry_number, key_of
 from archipelago.broker.messages import (
     Books,
     Contribution,
@@ -22,8 +21,9 @@ from archipelago.broker.messages import (
     Snapshot,
     TapeEntry,
     from_fields,
+    to_fields,
 )
-from archipelago.broker.transport import Delivery
+from archipelago.broker.transport import Delivery, Image
 from archipelago.broker.wire import digest_of, unpack
 from archipelago.islands.sync.connection.outbox import ContributionHeader
 from archipelago.islands.sync.ledger import closed_rounds
@@ -33,7 +33,7 @@ from archipelago.merger.claims import BURST_INTERVALS
 from archipelago.merger.replay import replay_round
 from archipelago.merger.round_merge import RoundMerge, new_state
 from archipelago.merger.service import Merger
-from archipelago.merger.state import RunState
+from archipelago.merger.state import FragmentState, RunState
 from tests.simulation.faults import FAILOVER
 from tests.simulation.processes import RUN
 
@@ -98,7 +98,7 @@ class Invariants:
     @property
     def run(self) -> Any:
         """What the broker holds of the shard; None after it has lost the run."""
-        return self.simulation.broker.runs.get(key_of(RUN, self.shard))
+        return self.simulation.broker.shown(RUN, self.shard)
 
     def forget(self) -> None:
         """The broker has lost data of this shard. From now on, the invariants apply to what it holds now."""
@@ -112,7 +112,7 @@ class Invariants:
         accounts = run.accounts() if run else Books()
         self.accepted, self.accepted_tokens = accounts.published, accounts.published_tokens
         self.tokens: Counter[tuple[str, int]] = Counter()
-        self.uncovered: deque[tuple[int, list[int]]] = deque()
+        self.uncovered: deque[tuple[int, list[str]]] = deque()
         self.cursors: dict[str, tuple[int, int]] = dict(run.cursors) if run else {}
         self.versions = [0] * len(self.manifest.fragments)
         self.round = 0
@@ -180,11 +180,8 @@ class Invariants:
         if run is None:
             return
         waiting = [entry.contribution for entry in run.waiting().values()]
-        books = run.books
-        assert self.accepted == books["merged"] + books["refused"] + len(waiting), (books, len(waiting))
-        pending = sum(contribution.tokens for contribution in waiting)
         self._read_tape(run)
-        self._check_tokens(books, pending)
+        self._check_books(run.books, waiting)
         self._check_kept(run)
         self._check_log(run)
         self._check_resumes(run)
@@ -200,8 +197,10 @@ class Invariants:
         is_even = max(passes.values()) - min(passes.values()) <= 2 + self.has_taken
         assert self.simulation.losses or is_even, f"passes {passes}"
 
-    def _check_tokens(self, books: Mapping[str, int], pending: int) -> None:
-        """Check that every accepted token is counted once."""
+    def _check_books(self, books: Mapping[str, int], waiting: Sequence[Contribution]) -> None:
+        """Check that every accepted contribution and token is counted once."""
+        assert self.accepted == books["merged"] + books["refused"] + len(waiting), (books, len(waiting))
+        pending = sum(contribution.tokens for contribution in waiting)
         assert self.accepted_tokens == books["merged_tokens"] + books["refused_tokens"] + pending, books
 
     def _read_tape(self, run: Any, again: bool = False) -> None:
@@ -213,7 +212,7 @@ class Invariants:
             self.tape_epoch = 0 if again else entry.epoch
             for member in entry.members:
                 self._merge(entry, member, again)
-            self.uncovered.append((entry.round, [entry_number(m.entry.rpartition("/")[2]) for m in entry.members]))
+            self.uncovered.append((entry.round, [member.entry for member in entry.members]))
             self._check_snapshot(run, entry)
 
     def _known(self, run: Any) -> int:
@@ -287,7 +286,7 @@ class Invariants:
         while self.uncovered and self.uncovered[0][0] <= covered:
             self.uncovered.popleft()
         for number, entries in self.uncovered:
-            gone = [entry for entry in entries if entry not in run.updates]
+            gone = [entry for entry in entries if run.found(entry) is None]
             assert not gone, f"round {number} is in no checkpoint, and its entries {gone} were deleted"
 
     def _not_compacted(self, run: Any) -> list[TapeEntry]:
@@ -396,12 +395,41 @@ class Invariants:
         rules, state = RoundMerge.of(self.manifest), RunState()
         first = zip(self.first, self.manifest.sizes, strict=True)
         fragments = [new_state(unpack(payload, size), rules.outer) for payload, size in first]
+        images = {image.round: image for image in self.simulation.disks[self.shard].values()}
         for entry in self.run.tape:
             deliveries = [Delivery(m.entry, *self.entries[m.entry]) for m in entry.members]
             p = entry.fragment
             fragments[p] = replay_round(rules, state, fragments[p], entry, deliveries)
+            if image := images.get(entry.round):
+                self._check_image(image, state, fragments)
 
-    def not_deleted(self) -> list[int]:
+    def _check_image(self, image: Image, state: RunState, fragments: Sequence[FragmentState]) -> None:
+        """Check that a checkpoint holds what the tape gives up to its round."""
+        if image.tape[-1].digest != self.run.tape[image.round - 1].digest:
+            return  # a failover has lost these rounds
+        assert image.cursors == state.cursors
+        for fragment, (snapshot, payload), outer_state in zip(fragments, image.snapshots, image.outers, strict=True):
+            published_N = unpack(payload, self.manifest.sizes[snapshot.fragment])
+            assert digest_of(published_N) == digest_of(np.asarray(fragment.published_N))
+            assert outer_state == (outer.dump(fragment.params_N, fragment.outer) if snapshot.version else b"")
+
+    def check_record(self) -> None:
+        """Check that the record is the tape up to its last round, with all contributions."""
+        if self.simulation.losses or not self.manifest.config.record:
+            return
+        segments = self.simulation.records[self.shard].segments.values()
+        found = dict(sorted((entry.round, (entry, given)) for each in segments for entry, given in each.rounds))
+        tape = self.run.tape[: len(found)]
+        assert list(found) == [entry.round for entry in tape], "the record has gaps"
+        for expected, (entry, deliveries) in zip(tape, found.values(), strict=True):
+            assert to_fields(entry) == to_fields(expected)  # a loss that is NaN does not equal itself
+            for member, delivery in zip(entry.members, deliveries, strict=True):
+                contribution, payload = self.entries[member.entry]
+                assert delivery.contribution is not None
+                assert delivery.contribution.identity == contribution.identity
+                assert delivery.payload == payload
+
+    def not_deleted(self) -> list[str]:
         """Return the merged entries that the serving merger keeps without need."""
         serving = [process.merger for process in self.simulation.mergers_of(self.shard) if process.loaded]
         covered = max((merger.state.covered for merger in serving), default=0)
@@ -409,7 +437,7 @@ class Invariants:
         needed = {m.entry for entry in tape if entry.round > covered for m in entry.members}
         run = self.run
         needed |= {m.entry for entry in self._not_compacted(run) for m in entry.members}
-        return [number for number in run.kept if run.name_of(number) not in needed]
+        return sorted({run.name_of(number) for number in run.kept} - needed)
 
     def unresolved(self) -> set[str]:
         """Return what islands have sent to the shard and not yet seen resolved."""

@@ -37,6 +37,7 @@ class Process:
         is_stalled: Whether it stands still in the middle of a call.
         cut_until: Until when each shard is out of its reach.
         asleep_until: Until when it does nothing.
+        must_leave: Whether it leaves in order as soon as it acts.
         jobs: Its background thread.
         home: Its faulty connection to the run, which is that to shard 0.
     """
@@ -48,6 +49,7 @@ class Process:
         self.is_stalled = False
         self.cut_until: dict[int, float] = {}
         self.asleep_until = float("-inf")
+        self.must_leave = False
         self.jobs = Jobs()
         self.home = FaultyConnection(simulation, self, simulation.broker.connect(RUN))
 
@@ -85,7 +87,7 @@ class MergerProcess(Process):
     def act(self) -> None:
         merger, simulation = self.merger, self.simulation
         try:
-            if simulation.faults and simulation.happens(0.005):
+            if self.must_leave or (simulation.faults and simulation.happens(0.005)):
                 self._leave()
             if not merger.epoch and not merger.acquire():
                 return
@@ -191,7 +193,7 @@ class IslandProcess(Process):
     def act(self) -> None:
         simulation, island = self.simulation, self.island
         self._pump()
-        if island.must_leave or (simulation.faults and simulation.happens(0.01)):
+        if self.must_leave or island.must_leave or (simulation.faults and simulation.happens(0.01)):
             island.leave(flush_seconds=0.0)
             self._pump()
             self.store.finish(island)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache, partial
 from typing import Any, cast
@@ -25,17 +25,27 @@ from archipelago.broker.control import SETTINGS
 from archipelago.broker.errors import BrokerError, ConfigError, UnreachableError, WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.memory.state import key_of
-from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Contribution, Marker
-from archipelago.broker.shards.transport import create, whole
+from archipelago.broker.shards.transport import create, of_shard, whole
 from archipelago.broker.transport import Image
 from archipelago.islands.sync.connection.merged import KEPT_SECONDS
 from archipelago.merger.service import LEASE_SECONDS
 from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests import samples
+from tests.simulation.brokers import SimulatedMemory, SimulatedRedis
 from tests.simulation.disks import Jobs, Record
 from tests.simulation.failover import OldPrimary
-from tests.simulation.faults import EVERYTHING, FENCED, NOTHING, Crash, FaultRates, FaultyConnection, deliver
+from tests.simulation.faults import (
+    EVERYTHING,
+    FAILOVER,
+    FENCED,
+    NOTHING,
+    READS,
+    Crash,
+    FaultRates,
+    FaultyConnection,
+    deliver,
+)
 from tests.simulation.invariants import Invariants
 from tests.simulation.processes import RUN, TEXT, IslandProcess, MergerProcess, Process
 
@@ -74,14 +84,22 @@ class Simulation:
     Args:
         seed: Determines everything that is random.
         shards: The number of shards, each with mergers of its own.
+        on_redis: Whether the broker is a fake Redis.
+        rates: The rate of each fault; drawn by default.
+
+    Attributes:
+        trap: The failpoint at which the next process dies, or "". See `broker.failpoints`.
     """
 
-    def __init__(self, seed: int, shards: int = 1) -> None:
+    def __init__(self, seed: int, shards: int = 1, *, on_redis: bool = False, rates: FaultRates | None = None) -> None:
         self.random = random.Random(seed)
         self.damages = random.Random(seed + 1)  # of its own, so that storms without damage stay as they are
         self.clock = VirtualClock()
-        self.broker = MemoryBroker(self.clock)
-        self.rates = FaultRates.draw(self.random)
+        self.broker: Any = SimulatedRedis(self.clock, self._reach) if on_redis else SimulatedMemory(self.clock)
+        self.on_redis, self.trap = on_redis, ""
+        self.rates = rates or FaultRates.draw(self.random)
+        if on_redis and self.rates.loses == FAILOVER:
+            self.rates = replace(self.rates, loses=NOTHING)
         self.manifest = manifest_of(
             self.random.choice(["overwrite", "carry"]),
             self.random.choice(["nesterov", "sgd"]),
@@ -101,7 +119,6 @@ class Simulation:
         self.island_disks: dict[str, dict[int, dict[str, Any]]] = {}
         self.saved: tuple[float, int, Any] | None = None
         self.old_primary: OldPrimary | None = None
-        self.lost_at: list[tuple[int, int]] = []
         self.damaged: Sequence[dict[int, tuple[int, bytes]]] = [{} for _ in range(shards)]
         self.trained: Counter[str] = Counter()
         #: What each incarnation of an island has sent, with its shard.
@@ -127,7 +144,7 @@ class Simulation:
     @property
     def run(self) -> Any:
         """What the broker holds of shard 0, which is all of a run with one; None after it has lost the run."""
-        return self.broker.runs.get(RUN)
+        return self.broker.shown(RUN, 0)
 
     @property
     def mergers(self) -> list[MergerProcess]:
@@ -151,10 +168,19 @@ class Simulation:
 
     def may_crash(self, where: str) -> None:
         """Sometimes let the process die here, and sometimes let its disk be full."""
+        self._reach(where)
         if self.faults and self.happens(8 * self.rates.crash):
             raise Crash(where)
         if self.faults and self.happens(self.rates.lost):
             raise OSError(f"no room for {where}")
+
+    def _reach(self, failpoint: str) -> None:
+        """Let the process die here, if this failpoint is the trap, and sometimes in a storm."""
+        if failpoint == self.trap:
+            self.trap = ""
+            raise Crash(failpoint)
+        if self.faults and self.happens(self.rates.crash / 4):
+            raise Crash(failpoint)
 
     def before(self, connection: FaultyConnection, name: str) -> None:
         """Inject faults before a call takes effect."""
@@ -194,7 +220,24 @@ class Simulation:
         before = dict(self.run.holders) if name == "lease_shard" and self.run else {}
         if self.faults and name == "publish" and self.happens(self.rates.garble):
             args = (args[0], args[1][:-1] + bytes([args[1][-1] ^ 1]), *args[2:])
-        answer = method(*args, **kwargs)
+        try:
+            answer = method(*args, **kwargs)
+        except Crash as crash:  # at a failpoint
+            if str(crash) == "publish.done":
+                self._observe(connection, name, args, self.broker.newest_entry(RUN, connection.shard, args[0].island))
+            elif str(crash).endswith(".done"):
+                self._observe(connection, name, args, None)
+            raise
+        finally:
+            if name not in READS:
+                self.broker.touched(connection.shard)
+        self._observe(connection, name, args, answer, before)
+        return answer
+
+    def _observe(
+        self, connection: FaultyConnection, name: str, args: Any, answer: Any, holders: Mapping[str, str] | None = None
+    ) -> None:
+        """Let the invariants see what a call has done. `holders` are those of the shards of the text before it."""
         invariants = self.invariants[connection.shard]
         if name == "publish":
             invariants.published(answer, cast(Contribution, args[0]), args[1])
@@ -205,10 +248,9 @@ class Simulation:
             if name == "announce" and isinstance(args[1], Marker) and connection.shard == 0:
                 self._announced(args[1].number)
         elif name == "lease_shard" and answer is not None:
-            self.invariants[0].leased(before.get(answer.shard, ""), answer.shard, args[1])
+            self.invariants[0].leased((holders or {}).get(answer.shard, ""), answer.shard, args[1])
         elif name == "restore":
             self._restored(invariants)
-        return answer
 
     def _announced(self, number: int) -> None:
         """Note a checkpoint. A merger that replaces another one reuses no number that it could know of.
@@ -238,17 +280,27 @@ class Simulation:
         """
         if self.rates.loses == EVERYTHING:
             if self.complete() and self.run is not None:
-                self.lost_at = [(each.run.next_event, each.run.next_update) for each in self.invariants]
-                self.broker.runs.clear()
-                for each in self.invariants:
-                    self._forget(each.shard)
-                for island in self.islands if self.manifest.shards > 1 else ():
-                    if self.damages.random() < 0.5:  # and then it goes back to its own part of the checkpoint
-                        self._end(island)
+                self.lose_everything()
             return
         if self.saved is None and self.old_primary is None:
             shard = self._any_shard(self.random)
             self.saved = (self.clock.now, shard, _copied(self.invariants[shard].run))
+
+    def lose_everything(self) -> None:
+        """Let the broker lose the run. A merger restores it from a checkpoint."""
+        self.broker.lose_everything()
+        for each in self.invariants:
+            self._forget(each.shard)
+        for island in self.islands if self.manifest.shards > 1 else ():
+            if self.damages.random() < 0.5:  # and then it goes back to its own part of the checkpoint
+                self._end(island)
+
+    def send_again(self) -> None:
+        """Let a contribution that was merged or refused arrive once more."""
+        contribution, payload = next(iter(self.invariants[0].entries.values()))
+        entry = self.broker.connect(RUN).island.publish(contribution, payload)
+        self.invariants[0].published(entry, contribution, payload)
+        self.broker.touched()
 
     def _fail_over(self) -> None:
         """Promote the replica. Some processes may use the old primary for a while."""
@@ -293,12 +345,12 @@ class Simulation:
             process.loaded, process.merger.epoch = False, 0
 
     def _restored(self, invariants: Invariants) -> None:
-        run, (events, updates) = invariants.run, self.lost_at[invariants.shard]
-        run.updates = {number + updates: kept for number, kept in run.updates.items()}
-        run.next_update += updates
-        run.next_event = events
+        self.broker.restored(RUN, invariants.shard)
+        payloads = {sent.identity_text: payload for sent, payload in invariants.entries.values()}
+        run = invariants.run
         for number, entry in run.updates.items():
-            invariants.published(run.name_of(number), entry.contribution, entry.payload)
+            payload = payloads[entry.contribution.identity_text]
+            invariants.published(run.name_of(number), entry.contribution, payload)
         invariants.forget()
 
     def complete(self) -> list[int]:
@@ -315,15 +367,17 @@ class Simulation:
         run = self.invariants[shard].run
         if not (self.faults and self.rates.damage and self.disks[shard] and (serving or self.happens(0.5))):
             return
-        for p in list(run.outer):
-            if p in run.fragments and (self.damages.random() < 0.5 if serving else self.happens(0.6)):
-                self.damaged[shard][p] = (run.fragments[p][0].version, run.outer.pop(p))
-        for of_run in (run.fragments, run.heads, run.logs, run.differences):
-            for key in list(of_run):
-                if self.damages.random() < 0.3:
-                    del of_run[key]
+        of_fragments = dict(run.fragments)
+        for p, outer in dict(run.outer).items():
+            if p in of_fragments and (self.damages.random() < 0.5 if serving else self.happens(0.6)):
+                self.damaged[shard][p] = (of_fragments[p][0].version, outer)
+                self.broker.damage(RUN, shard, "outer", p, self.damages)
+        found = [(kind, at) for kind in ("fragments", "heads", "logs", "differences") for at in getattr(run, kind)]
+        for kind, at in found:
+            if self.damages.random() < 0.3:
+                self.broker.damage(RUN, shard, kind, at, self.damages)
         if self.damages.random() < 0.3:
-            run.state = self.damages.choice(["", run.state[:-5], run.state.replace("0", "1"), "\ufffd"])
+            self.broker.damage(RUN, shard, "state", None, self.damages)
 
     # -- events -----------------------------------------------------------------------------------------------------
 
@@ -376,6 +430,7 @@ class Simulation:
             ]
         )
         whole(self.broker.connect(RUN), self.manifest).reader.steer({name: self.random.choice(values)})
+        self.broker.touched()
 
     def _keep_staffed(self) -> None:
         if self._nested:
@@ -433,6 +488,10 @@ class Simulation:
         """
         self.away = shard
         self.is_cut_off = shard > 0 and {island.name for island in self.islands} == set(self.wanted)
+        self.kill_mergers(shard)
+
+    def kill_mergers(self, shard: int = 0) -> None:
+        """Let all mergers of a shard die."""
         for process in self.mergers_of(shard):
             self._end(process)
 
@@ -440,8 +499,11 @@ class Simulation:
         """Play events without faults. The holder of the lease keeps it, and every contribution is merged or refused."""
         self.faults = False
         self._find_new_primary()
-        for run in self.broker.runs.values():
-            run.control = {name: value for name, value in run.control.items() if name in SETTINGS}
+        for each in self.invariants:
+            control = each.run.control if each.run else {}
+            if changes := {name: "" for name in control if name not in SETTINGS}:
+                of_shard(self.broker.connect(RUN), self.manifest, each.shard).reader.steer(changes)
+        self.broker.touched()
         self.clock.now += LEASE_SECONDS + 1
         for process in self.processes:
             process.cut_until.clear()

@@ -16,15 +16,21 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from archipelago.broker.failpoints import FAILPOINTS
+
 if TYPE_CHECKING:
     from tests.simulation.invariants import Invariants
     from tests.simulation.simulated_run import Simulation
 
 EVENTS = 150
+#: Within this number of events, a process comes to each failpoint.
+FAILPOINT_EVENTS = 400
 #: One of these is the number of shards.
 SHARDS = (1, 1, 1, 2, 3, 4)
+#: One seed in this many plays on a fake Redis. The others play on a broker in memory, which is faster.
+REDIS_EVERY = 20
 #: Number of seeds that a process plays at once.
-BLOCK = 25
+BLOCK = 10
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,7 @@ def play(seed: int) -> list[str]:
     from tests.simulation.simulated_run import Simulation
 
     shards = random.Random(seed + 2).choice(SHARDS)
-    simulation = Simulation(seed, shards)
+    simulation = Simulation(seed, shards, on_redis=seed % REDIS_EVERY == REDIS_EVERY - 1)
     for _ in range(EVENTS * (shards + 1) // 2):  # all shards share the events
         simulation.play()
         simulation.check()
@@ -86,14 +92,65 @@ def play(seed: int) -> list[str]:
         require_progress(simulation)
         simulation.away = None
     require_progress(simulation)
+    check_end(simulation)
+    digests = [entry.digest for each in simulation.invariants for entry in each.run.tape]
+    return [f"{simulation.clock.now} {simulation.random.random()}", *digests]
+
+
+def check_end(simulation: Simulation) -> None:
+    """Assert what must hold once the faults have ended."""
+    simulation.broker.reread()
     for each in simulation.invariants:
         each.check_nothing_lost()
         each.check_promises()
         each.check_replay()
+        each.check_record()
     simulation.check_sums()
     simulation.check_cuts()
-    digests = [entry.digest for each in simulation.invariants for entry in each.run.tape]
-    return [f"{simulation.clock.now} {simulation.random.random()}", *digests]
+
+
+def die_at_each_failpoint(seed: int) -> list[str]:
+    """Let a process die at each failpoint, one after the other, in one run on a fake Redis.
+
+    Returns:
+        The failpoints that no process has reached.
+    """
+    from tests.simulation.faults import FaultRates
+    from tests.simulation.simulated_run import Simulation
+
+    simulation = Simulation(seed, on_redis=True, rates=FaultRates.none())
+    simulation.settle(60)
+    missed = []
+    for name in random.Random(seed).sample(list(FAILPOINTS), len(FAILPOINTS)):
+        simulation.trap = name
+        for event in range(FAILPOINT_EVENTS):
+            if event % 20 == 0:
+                _provoke(simulation, name.partition(".")[0])
+            simulation.play()
+            simulation.check()
+            if not simulation.trap:
+                break
+        else:
+            missed.append(name)
+        simulation.trap = ""
+    require_progress(simulation)
+    check_end(simulation)
+    return missed
+
+
+def _provoke(simulation: Simulation, family: str) -> None:
+    """Let a process come to a failpoint that it would not come to by itself."""
+    match family:
+        case "acquire" | "release":
+            for merger in simulation.mergers:
+                merger.must_leave = True
+        case "actions":
+            for island in simulation.islands:
+                island.must_leave = True
+        case "refuse":
+            simulation.send_again()
+        case "restore" if simulation.run is not None and simulation.complete():
+            simulation.lose_everything()
 
 
 def require_progress(simulation: Simulation) -> None:
@@ -116,11 +173,12 @@ def begin() -> None:
     import gc
     import logging
 
-    from tests.simulation import arithmetic
+    from tests.simulation import arithmetic, brokers
 
     logging.disable(logging.CRITICAL)
     gc.set_threshold(50_000)
     arithmetic.install()
+    brokers.install()
 
 
 def play_block(first: int, count: int) -> Failure | None:

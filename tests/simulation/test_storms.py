@@ -15,9 +15,11 @@ from tests.simulation import storm
 
 FIRST = int(os.environ.get("ARCHIPELAGO_FIRST_SEED", "0"))
 #: The quick tier plays this number of seeds, and the full tier FULL_SEEDS more.
-QUICK_SEEDS = int(os.environ.get("ARCHIPELAGO_SEEDS", "30"))
-SEEDS_OF_A_TEST = 200
-FULL_SEEDS = 0 if "ARCHIPELAGO_SEEDS" in os.environ else 970
+QUICK_SEEDS = int(os.environ.get("ARCHIPELAGO_SEEDS", "20"))
+SEEDS_OF_A_TEST = 100
+FULL_SEEDS = 0 if "ARCHIPELAGO_SEEDS" in os.environ else 280
+#: Seeds of runs that record actions and write compactions, so that their processes come to each failpoint.
+FAILPOINT_SEEDS = (1, pytest.param(8, marks=pytest.mark.full), pytest.param(16, marks=pytest.mark.full))
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +44,11 @@ def test_storms(workers: ProcessPoolExecutor) -> None:
 @pytest.mark.parametrize("first", range(FIRST + QUICK_SEEDS, FIRST + QUICK_SEEDS + FULL_SEEDS, SEEDS_OF_A_TEST))
 def test_more_storms(workers: ProcessPoolExecutor, first: int) -> None:
     play(workers, first, min(SEEDS_OF_A_TEST, FIRST + QUICK_SEEDS + FULL_SEEDS - first))
+
+
+@pytest.mark.parametrize("seed", FAILPOINT_SEEDS)
+def test_processes_die_at_each_failpoint(workers: ProcessPoolExecutor, seed: int) -> None:
+    assert workers.submit(storm.die_at_each_failpoint, seed).result() == [], "no process has come to these failpoints"
 
 
 def test_a_seed_plays_the_same_storm_again(workers: ProcessPoolExecutor) -> None:
