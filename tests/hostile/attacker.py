@@ -10,13 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
-import redis
 
+from archipelago.broker.address import with_user
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Heartbeat, to_fields
+from archipelago.broker.redis import roles
 from archipelago.broker.redis.chunks import CHUNK_BYTES, CHUNKS, INLINE_BYTES, NAME, PAYLOAD
 from archipelago.broker.redis.keys import Keys
-from archipelago.broker.redis.transport import connect
 from archipelago.broker.wire import digest, pack
 from tests import samples
 
@@ -29,17 +29,19 @@ class Attacker:
     """One hostile client.
 
     Args:
-        url: The address of the server, with whatever password the attacker has.
-        run: The name of the run.
+        client: A client of the server, with whatever password the attacker has.
+        manifest: The run's manifest.
         name: The island that it claims to be.
-        manifest: The run's manifest; read from the server by default.
+        victim: An honest island.
+        scale: The share of a full flood that it sends.
     """
 
-    def __init__(self, url: str, run: str, name: str = "mallory", manifest: Manifest | None = None) -> None:
-        self.url, self.redis = url, redis.Redis.from_url(url)
-        self.run, self.name = run, name
-        self.keys = Keys(run)
-        self.manifest = manifest or _manifest(url, run)
+    def __init__(
+        self, client: Any, manifest: Manifest, name: str = "mallory", victim: str = "ada", scale: float = 1.0
+    ) -> None:
+        self.redis, self.manifest = client, manifest
+        self.name, self.victim, self.scale = name, victim, scale
+        self.keys = Keys(manifest.run)
         self.incarnation = secrets.token_hex(4)
         self.sequence = 0
 
@@ -62,6 +64,14 @@ class Attacker:
     def key(self, suffix: str) -> str:
         """Return a key of the run's hash tag."""
         return f"{self.keys.tag}:{suffix}"
+
+    def count(self, full: int) -> int:
+        """Return the size of a flood."""
+        return max(1, int(full * self.scale))
+
+    def incarnation_of(self, island: str) -> str:
+        """Return the incarnation of an island."""
+        return (self.redis.hget(self.keys.island(island), "incarnation") or b"x").decode()
 
     def stream(self, island: str = "") -> str:
         """Return the key of an island's updates stream, by default the attacker's own."""
@@ -169,14 +179,14 @@ class Attacker:
         return {**fields, **self.place(payload, f"{self.name}.{secrets.token_hex(4)}")}
 
 
-def _manifest(url: str, run: str) -> Manifest:
-    transport = connect(url, run)
-    try:
-        return transport.reader.manifest()
-    finally:
-        transport.close()
-
-
 def header(fields: Mapping[str, str], payload: bytes) -> dict[str, str]:
     """Return fields that announce `payload` truly."""
     return {**fields, "bytes": str(len(payload)), "digest": digest(payload)}
+
+
+def as_island(url: str, run: str, name: str, administrator: Any) -> str:
+    """Return the URL with new credentials that have the rights of an island of the run."""
+    user, password = roles.user_of(run, name), secrets.token_hex(16)
+    version = tuple(map(int, administrator.info("server")["redis_version"].split(".")))
+    administrator.execute_command("ACL", "SETUSER", user, *roles.rules("island", run, name, version), f">{password}")
+    return with_user(url, user, password)

@@ -1,91 +1,118 @@
-"""The attacks that once harmed a run, each as a function of an attacker and its victims.
+"""What a hostile client does: the attacks that once harmed a run, false claims, and damage to what an island may write.
 
-Each does its harm with raw commands, and then asserts that the run goes on. The numbers are those of the table in
-docs/guide/security.md. `scale` is 1 for a full flood.
+Each attack is a function of the attacker and of dice. It does its harm with raw commands. The harness then asserts that
+the run goes on. The numbers are those of the table in docs/guide/security.md.
 """
 
 from __future__ import annotations
 
+import random
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from archipelago.broker.messages import Call, Marker, Resume, Snapshot, TapeEntry, to_fields
-from archipelago.broker.redis.chunks import CHUNKS, NAME
-from tests.conftest import Until
-from tests.hostile.attacker import Attacker
-from tests.hostile.victims import Standing, Victims, assert_unharmed, standing
+import redis
 
-#: The largest share of a round that one island may have, as a multiple of the others' mean.
-SHARE_CAP = 2.0
+from archipelago.broker.messages import Call, Marker, Resume, Snapshot, to_fields
+from archipelago.broker.redis.chunks import CHUNKS, NAME, PAYLOAD
+from tests.hostile.attacker import Attacker, header
+
 LONG_NAME = 64
 TTL_OF_AGES_MS = 10**12
 WRONG_DIGEST = "0" * 32
+Dice = random.Random
+Attack = Callable[[Attacker, Dice], None]
+
+# -- messages with false claims ----------------------------------------------------------------------------------------
+
+#: Numbers at which a bound might break, and texts that are no numbers.
+INTEGERS = (
+    -5, 0, 1, 2, 7, 50, 255, 1 << 15, (1 << 31) - 1, 1 << 31, 1 << 53, (1 << 53) + 1, 1 << 62, (1 << 62) + 1, 1 << 64,
+    "", "one", "1e3", "٣",
+)  # fmt: skip
+FRACTIONS = (
+    0.0, -0.0, 1e-320, 1e-300, 1e-9, 0.1, 1.0, 5.5, 1e6, 1e9, 1e12, 1e308, "inf", "-inf", "nan", "", "fast",
+)  # fmt: skip
+NAMES = ("mallory", "trent", "a" * 64, "?", "", "ada", "bea", "merger", "a/b", "..", "x" * 65, "\N{SNOWMAN}")
+TEXTS = ("", "x" * 600, "\x1b[2J", "\N{SNOWMAN}", "a\nb", "nan")
+SHARDS = (0, 1, 2, 9, "site/0", "-1", "9999999", "x")
+PASSES = (0, 0, 1, 2, 10**8, 10**12)
+POSITIONS = (0, 1, 5, 10**6, 10**15, "end")
+CLAIMS: Mapping[str, tuple[Any, ...]] = {
+    "island": NAMES,
+    "incarnation": ("x", "y", "", "a" * 64, "\N{SNOWMAN}"),
+    **dict.fromkeys(("sequence", "round", "fragment", "base", "tokens", "steps", "global_step", "bytes"), INTEGERS),
+    **dict.fromkeys(("loss", "step_seconds"), FRACTIONS),
+    "farewell": (0, 1, "true", "2", ""),
+    "codec": ("float32", "int4", "int8", "", "gzip", "x" * 65),
+    "digest": (WRONG_DIGEST, "", "g" * 32),
+}
+BEATS: Mapping[str, tuple[Any, ...]] = {
+    "state": ("joining", "training", "leaving", "left", "", "dead"),
+    **dict.fromkeys(("pid", "steps", "global_step", "tokens", "backlog", "bytes_up"), INTEGERS),
+    **dict.fromkeys(
+        ("tokens_per_second", "step_seconds", "loss", "staleness", "uplink_bytes_per_second"), FRACTIONS
+    ),
+    **dict.fromkeys(("host", "link", "moments"), TEXTS),
+}  # fmt: skip
+BODIES: Mapping[str, Callable[[Attacker, int], bytes]] = {
+    "zeros": lambda attacker, p: attacker.payload(p),
+    "noise": lambda attacker, p: attacker.payload(p, noise=1e-3),
+    "large": lambda attacker, p: attacker.payload(p, scale=1e30),
+    "nan": lambda attacker, p: attacker.payload(p, scale=float("nan")),
+    "garbage": lambda attacker, p: secrets.token_bytes(100),
+    "truncated": lambda attacker, p: attacker.payload(p)[:-3],
+    "empty": lambda attacker, p: b"",
+}
 
 
-@dataclass
-class Scene:
-    """An attacker, its victims, and what the run had reached before the attack."""
-
-    attacker: Attacker
-    victims: Victims
-    until: Until
-    scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        self.before: Standing = standing(self.victims)
-
-    def goes_on(self) -> Standing:
-        """Assert that the run goes on."""
-        return assert_unharmed(self.victims, self.before, self.until)
-
-    def restarts(self, meanwhile: Callable[[], object] = lambda: None) -> Standing:
-        """Assert that the run goes on, and with another merger too. `meanwhile` happens while there is none."""
-        self.goes_on()
-        self.before = standing(self.victims)
-        self.victims.stop_merger()
-        meanwhile()
-        self.victims.begin_merger()
-        return self.goes_on()
-
-    def tape(self) -> list[TapeEntry]:
-        """Return the rounds that have closed since the attack."""
-        tape = self.victims.transport.reader.tape(1 << 12)
-        return [entry for entry in tape if entry.round > self.before.closed]
-
-    def count(self, full: int) -> int:
-        """Return the size of a flood."""
-        return max(1, int(full * self.scale))
+def _false(dice: Dice, table: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    names = dice.sample(sorted(table), dice.randint(0, 5))
+    claims: dict[str, Any] = {name: str(dice.choice(table[name])) for name in names}
+    if dice.random() < 0.3:
+        places = [(dice.choice(SHARDS), dice.choice(PASSES), dice.choice(POSITIONS)) for _ in range(dice.randint(0, 9))]
+        claims["data"] = " ".join(":".join(map(str, place)) for place in places)
+    return claims
 
 
-Attack = Callable[[Scene], None]
+def contribution(attacker: Attacker, dice: Dice) -> None:
+    """Send a contribution with any claims and any body, a few times."""
+    body, claims = BODIES[dice.choice(sorted(BODIES))], _false(dice, CLAIMS)
+    for _ in range(dice.choice([1, 1, 3, 40])):
+        fields, _ = attacker.contribution()
+        payload = body(attacker, attacker.manifest.fragment_of(int(fields["round"])))
+        attacker.push({**header(fields, payload), **claims}, payload)
 
 
-def a_far_step(scene: Scene) -> None:
+def heartbeat(attacker: Attacker, dice: Dice) -> None:
+    """Send a heartbeat with any claims."""
+    attacker.join()
+    attacker.beat(**_false(dice, BEATS))
+
+
+# -- what once harmed a run --------------------------------------------------------------------------------------------
+
+
+def a_far_step(attacker: Attacker, dice: Dice) -> None:
     """1. A contribution claims the step after the run's end."""
-    scene.attacker.join()
-    scene.attacker.send(global_step=1_000_000)
-    scene.goes_on()
+    attacker.join()
+    attacker.send(global_step=1_000_000)
 
 
-def the_farthest_step(scene: Scene) -> None:
+def the_farthest_step(attacker: Attacker, dice: Dice) -> None:
     """1. A contribution claims a step that does not fit into 32 bits."""
-    scene.attacker.join()
-    scene.attacker.send(global_step=1 << 62)
-    scene.goes_on()
+    attacker.join()
+    attacker.send(global_step=1 << 62)
 
 
-def refused_tokens(scene: Scene) -> None:
+def refused_tokens(attacker: Attacker, dice: Dice) -> None:
     """2. Refused entries of 2^53 tokens add up to more than a counter may hold."""
     claims: dict[str, Any] = {"tokens": 1 << 53, "steps": 1 << 40, "digest": WRONG_DIGEST}
-    scene.attacker.push_all(scene.attacker.contributions(520, **claims))
-    scene.restarts()
+    attacker.push_all(attacker.contributions(520, **claims))
 
 
-def a_pointer_to_the_snapshot(scene: Scene) -> None:
+def a_pointer_to_the_snapshot(attacker: Attacker, dice: Dice) -> None:
     """3. An entry points at the chunks of the run's own snapshot."""
-    attacker = scene.attacker
     for fragment in range(len(attacker.manifest.fragments)):
         stored = attacker.redis.hgetall(attacker.keys.fragment(fragment))
         if NAME.encode() in stored:
@@ -93,128 +120,117 @@ def a_pointer_to_the_snapshot(scene: Scene) -> None:
             attacker.push({**attacker.contribution()[0], **pointer})
             attacker.push({**attacker.contribution(digest=WRONG_DIGEST)[0], **pointer})
             attacker.push({"island": attacker.name, **pointer})
-    scene.goes_on()
-    for fragment in range(len(attacker.manifest.fragments)):
-        scene.victims.transport.reader.fragment(fragment)
-    scene.restarts()
 
 
-def many_names(scene: Scene) -> None:
+def pointers(attacker: Attacker, dice: Dice) -> None:
+    """3. Entries point at any chunks, in any spelling."""
+    for key in attacker.redis.scan_iter(f"{attacker.keys.tag}:*:0", count=1000):
+        name = key.decode().removeprefix(f"{attacker.keys.tag}:").removesuffix(":0")
+        for pointed in (name, name.partition(":")[2], f"../{name}"):
+            attacker.push({**attacker.contribution(bytes=20_000)[0], CHUNKS: "1", NAME: pointed})
+
+
+def many_names(attacker: Attacker, dice: Dice) -> None:
     """4. Contributions of many islands with long names in one round."""
-    attacker = scene.attacker
     payload = {p: attacker.payload(p) for p in range(len(attacker.manifest.fragments))}
-    for _ in range(scene.count(500)):
+    for _ in range(attacker.count(500)):
         name = secrets.token_hex(LONG_NAME // 2)
         number = attacker.closed + 1
         attacker.redis.sadd(attacker.keys.islands, name)
         attacker.send(
             island=name, incarnation=name, stream=name, payload=payload[attacker.manifest.fragment_of(number)]
         )
-    scene.restarts()
 
 
-def another_name_in_my_stream(scene: Scene) -> None:
-    """5. Refused entries use an honest island's name and next sequence numbers."""
-    attacker, victim = scene.attacker, scene.victims.islands[0]
-    incarnation = _incarnation(scene, victim)
-    for attacker.sequence in range(0, 2000, 10):
-        fields, _ = attacker.contribution(island=victim, incarnation=incarnation, digest=WRONG_DIGEST)
-        attacker.push(fields, b"bytes")
-    scene.goes_on()
-
-
-def a_heavy_claim(scene: Scene) -> None:
-    """6. A contribution claims so many tokens that it would be the whole round."""
-    attacker = scene.attacker
-    attacker.join()
-    each = attacker.manifest.config.tokens_per_step
-    for tokens, steps in ((1 << 53, 1 << 40), (64 * each, 1), (64 * each * 1000, 1000), (each * 10**6, 10**6)):
-        attacker.beat()
-        attacker.send(tokens=tokens, steps=steps, global_step=steps)
-        scene.goes_on()
-    for entry in scene.tape():
-        of_attacker = sum(m.weight for m in entry.members if m.island == attacker.name)
-        others = {m.island for m in entry.members} - {attacker.name}
-        if others:
-            assert of_attacker <= SHARE_CAP / (SHARE_CAP + len(others)) + 1e-6, entry
-
-
-def a_far_place(scene: Scene) -> None:
-    """7. A contribution claims to have read a shard a hundred million times."""
-    scene.attacker.join()
-    for shard in range(4):
-        scene.attacker.send(data=f"{shard}:99999999:end")
-    scene.goes_on()
-
-
-def a_tiny_step_time(scene: Scene) -> None:
-    """8. A heartbeat and a contribution in an honest island's name claim steps of no time."""
-    victim = scene.victims.islands[0]
-    for _ in range(5):
-        scene.attacker.beat(victim, step_seconds=1e-300)
-        scene.attacker.send(island=victim, step_seconds=1e-300)
-        scene.attacker.send(step_seconds=1e-300)
-    scene.goes_on()
-
-
-def names_without_islands(scene: Scene) -> None:
+def names_without_islands(attacker: Attacker, dice: Dice) -> None:
     """4. Thousands of names in the set of islands, none of which sends anything."""
-    attacker = scene.attacker
-    for start in range(0, scene.count(20_000), 1000):
-        attacker.redis.sadd(attacker.keys.islands, *(f"{n:05}-nobody" for n in range(start, start + 1000)))
-    scene.restarts()
+    attacker.redis.sadd(attacker.keys.islands, *(f"{number:05}-nobody" for number in range(attacker.count(20_000))))
 
 
-def eternal_heartbeats(scene: Scene) -> None:
+def strange_names(attacker: Attacker, dice: Dice) -> None:
+    """4. Names that no island may have."""
+    attacker.redis.sadd(attacker.keys.islands, *NAMES, b"\xff", "x" * 1000)
+
+
+def another_name_in_my_stream(attacker: Attacker, dice: Dice) -> None:
+    """5. Refused entries use an honest island's name and next sequence numbers."""
+    incarnation = attacker.incarnation_of(attacker.victim)
+    for attacker.sequence in range(0, 2000, 10):
+        fields, _ = attacker.contribution(island=attacker.victim, incarnation=incarnation, digest=WRONG_DIGEST)
+        attacker.push(fields, b"bytes")
+
+
+def a_heavy_claim(attacker: Attacker, dice: Dice) -> None:
+    """6. A contribution claims so many tokens that it would be the whole round."""
+    each = attacker.manifest.config.tokens_per_step
+    attacker.join()
+    claims = ((1 << 53, 1 << 40), (64 * each, 1), (64 * each * 1000, 1000), (each * 10**6, 10**6))
+    tokens, steps = dice.choice(claims)
+    attacker.send(tokens=tokens, steps=steps, global_step=steps)
+
+
+def a_far_place(attacker: Attacker, dice: Dice) -> None:
+    """7. A contribution claims to have read a shard a hundred million times."""
+    attacker.join()
+    for shard in range(4):
+        attacker.send(data=f"{shard}:99999999:end")
+
+
+def a_tiny_step_time(attacker: Attacker, dice: Dice) -> None:
+    """8. A heartbeat and a contribution in an honest island's name claim steps of no time."""
+    for _ in range(5):
+        attacker.beat(attacker.victim, step_seconds=1e-300)
+        attacker.send(island=attacker.victim, step_seconds=1e-300)
+        attacker.send(step_seconds=1e-300)
+
+
+def eternal_heartbeats(attacker: Attacker, dice: Dice) -> None:
     """8. A thousand islands write one heartbeat that never expires."""
-    attacker = scene.attacker
-    for number in range(scene.count(1000)):
+    for number in range(attacker.count(1000)):
         attacker.redis.sadd(attacker.keys.islands, f"ghost-{number}")
         attacker.beat(f"ghost-{number}", TTL_OF_AGES_MS)
-    scene.goes_on()
 
 
-def a_flood(scene: Scene) -> None:
+def a_flood(attacker: Attacker, dice: Dice) -> None:
     """9. A hundred thousand tiny entries in a few seconds."""
-    scene.attacker.push_all(({"x": "1"}, None) for _ in range(scene.count(100_000)))
-    scene.goes_on()
+    attacker.push_all(({"x": "1"}, None) for _ in range(attacker.count(100_000)))
 
 
-def a_valid_flood(scene: Scene) -> None:
+def a_valid_flood(attacker: Attacker, dice: Dice) -> None:
     """9. The same with entries whose headers can be read."""
-    scene.attacker.push_all(scene.attacker.contributions(scene.count(20_000), digest=WRONG_DIGEST))
-    scene.goes_on()
+    attacker.push_all(attacker.contributions(attacker.count(20_000), digest=WRONG_DIGEST))
 
 
-def damaged_keys(scene: Scene) -> None:
-    """10. Keys that are lost or hold something else, while a merger serves and before the next one starts."""
-    redis, keys = scene.attacker.redis, scene.attacker.keys
-    victim = scene.victims.islands[0]
-    redis.delete(keys.island(victim))
-    redis.set(keys.island(victim), "a string")
-    redis.xadd(keys.tape, {"garbage": "1"})
-    redis.xadd(keys.evaluations, {"garbage": "1"})
-    scene.restarts()
-    scene.restarts(lambda: redis.delete(keys.books))
-    scene.restarts(lambda: redis.hset(keys.books, mapping={"merged": "many", "kept": "-4"}))
+def damaged_keys(attacker: Attacker, dice: Dice) -> None:
+    """10. Keys that are lost or hold something else."""
+    client, keys = attacker.redis, attacker.keys
+    client.delete(keys.island(attacker.victim))
+    client.set(keys.island(attacker.victim), "a string")
+    client.xadd(keys.tape, {"garbage": "1"})
+    client.xadd(keys.evaluations, {"garbage": "1"})
+    client.hset(keys.books, mapping={"merged": "many", "kept": "-4"})
 
 
-def damaged_state(scene: Scene) -> None:
+def lost_books(attacker: Attacker, dice: Dice) -> None:
+    """10. The books are deleted."""
+    attacker.redis.delete(attacker.keys.books)
+
+
+def damaged_state(attacker: Attacker, dice: Dice) -> None:
     """10. The merger's own state is not text."""
-    scene.restarts(lambda: scene.attacker.redis.set(scene.attacker.keys.state, b"\xff\xfe"))
+    attacker.redis.set(attacker.keys.state, b"\xff\xfe")
 
 
-def a_lost_epoch(scene: Scene) -> None:
-    """11. The key of the epoch is deleted. The only merger must go on."""
-    scene.attacker.redis.delete(scene.attacker.keys.epoch)
-    scene.goes_on()
-    scene.attacker.redis.set(scene.attacker.keys.epoch, b"\xff garbage")
-    scene.goes_on()
+def a_lost_epoch(attacker: Attacker, dice: Dice) -> None:
+    """11. The key of the epoch is deleted or overwritten. The only merger must go on."""
+    if dice.random() < 0.5:
+        attacker.redis.delete(attacker.keys.epoch)
+    else:
+        attacker.redis.set(attacker.keys.epoch, b"\xff garbage")
 
 
-def forged_events(scene: Scene) -> None:
+def forged_events(attacker: Attacker, dice: Dice) -> None:
     """13. Events that no merger has written."""
-    attacker = scene.attacker
     for event in (
         Snapshot(1 << 62, 4000, 1 << 62, 1 << 62, "float32", 10, WRONG_DIGEST, ""),
         Snapshot(1 << 62, 0, 1 << 62, 1 << 62, "float32", 10, WRONG_DIGEST, ""),
@@ -226,48 +242,105 @@ def forged_events(scene: Scene) -> None:
         fields: dict[Any, Any] = {"kind": kind, **to_fields(event)}
         attacker.redis.xadd(attacker.keys.snapshots, fields)
     attacker.redis.xadd(attacker.keys.snapshots, {"kind": "call", "round": b"\xff"})
-    scene.goes_on()
 
 
-def uncounted_entries(scene: Scene) -> None:
+def uncounted_entries(attacker: Attacker, dice: Dice) -> None:
     """14. Bare XADD, which counts nothing as published."""
-    scene.attacker.join()
+    attacker.join()
     for _ in range(7):
-        scene.attacker.send(tokens=1_000)
-    scene.restarts()
+        attacker.send(tokens=1_000)
 
 
-def _incarnation(scene: Scene, island: str) -> str:
-    reader = scene.victims.transport.reader
-
-    def found() -> str:
-        beats = [presence.heartbeat for presence in reader.presences()]
-        return next((beat.incarnation for beat in beats if beat.island == island), "")
-
-    scene.until(found, f"a heartbeat of {island}")
-    return found()
+# -- damage to what an island may write --------------------------------------------------------------------------------
 
 
-ATTACKS: dict[str, Attack] = {
-    f"{(attack.__doc__ or '').partition('.')[0]}-{attack.__name__}": attack
-    for attack in (
-        a_far_step,
-        the_farthest_step,
-        refused_tokens,
-        a_pointer_to_the_snapshot,
-        many_names,
-        names_without_islands,
-        another_name_in_my_stream,
-        a_heavy_claim,
-        a_far_place,
-        a_tiny_step_time,
-        eternal_heartbeats,
-        a_flood,
-        a_valid_flood,
-        damaged_keys,
-        damaged_state,
-        a_lost_epoch,
-        forged_events,
-        uncounted_entries,
-    )
-}
+def raw_entries(attacker: Attacker, dice: Dice) -> None:
+    every: list[dict[Any, Any]] = [
+        {"x": "1"}, {b"\xff": b"\xfe"}, {"island": attacker.name}, {PAYLOAD: b"x" * 100_000},
+    ]  # fmt: skip
+    for fields in every:
+        attacker.push(fields)
+
+
+def not_a_stream(attacker: Attacker, dice: Dice) -> None:
+    attacker.redis.set(attacker.stream("trudy"), "a string")
+    attacker.redis.sadd(attacker.keys.islands, "trudy")
+
+
+def not_a_heartbeat(attacker: Attacker, dice: Dice) -> None:
+    attacker.join()
+    attacker.redis.set(attacker.keys.island(attacker.name), b"\xff")
+
+
+def heartbeat_in_pieces(attacker: Attacker, dice: Dice) -> None:
+    attacker.redis.delete(attacker.keys.island(attacker.name))
+    attacker.redis.hset(attacker.keys.island(attacker.name), mapping={b"\xff": b"\xff", "x" * 1000: "y" * 100_000})
+
+
+def actions(attacker: Attacker, dice: Dice) -> None:
+    key = attacker.key(f"actions:{attacker.name}")
+    forged: dict[Any, Any] = {"island": "ada", "incarnation": "x", "index": "0", "text": "step " * 1000}
+    attacker.redis.xadd(key, {"x": "1"})
+    attacker.redis.xadd(key, forged)
+
+
+def leases(attacker: Attacker, dice: Dice) -> None:
+    shards = (*range(20), 10**9, "../x", "")
+    claims = {str(shard): dice.choice([f"{attacker.name}/x", "x:0:0", "x:0:9", "x:999999:0"]) for shard in shards}
+    attacker.redis.hset(attacker.key(f"leases:{attacker.name}"), mapping=claims)
+
+
+def requests(attacker: Attacker, dice: Dice) -> None:
+    attacker.redis.hset(attacker.keys.requests, mapping={f"{attacker.name}/{n}": "" for n in range(50)})
+    attacker.redis.hset(attacker.keys.requests, mapping={"": "", "a/b/c": "", "\N{SNOWMAN}": "ada", "ada": "\xff"})
+
+
+def handovers(attacker: Attacker, dice: Dice) -> None:
+    """Answer the requests of others with nonsense."""
+    for island in ("ada", "bea", "newcomer"):
+        attacker.redis.hset(attacker.keys.handover(f"{island}/x"), mapping={"giver": "", CHUNKS: "1048576", NAME: "x"})
+
+
+def notes(attacker: Attacker, dice: Dice) -> None:
+    for text in ("", "x" * 10_000, "\x1b[2J\x1b[31m", "<script>alert(1)</script>"):
+        fields: dict[Any, Any] = {"unix_seconds": "1e12", "who": attacker.name, "kind": "joined", "text": text}
+        attacker.redis.xadd(attacker.key(f"notes:{attacker.name}"), fields)
+
+
+def restored(attacker: Attacker, dice: Dice) -> None:
+    """Claim that the run was restored from a checkpoint, and take the claims of others."""
+    for field in ("number", "round", "by.ada", "by.newcomer"):
+        attacker.redis.hsetnx(attacker.keys.restored, field, "-9e99")
+
+
+def the_last_entry(attacker: Attacker, dice: Dice) -> None:
+    """Let nothing follow the last entry of a stream."""
+    attacker.redis.xadd(attacker.stream("trent"), {"x": "1"}, id=f"{2**64 - 1}-{2**64 - 1}")
+    attacker.redis.sadd(attacker.keys.islands, "trent")
+
+
+def own_stream(attacker: Attacker, dice: Dice) -> None:
+    """Trim the own stream, with what was merged and what waits. A merger that starts lacks what was merged."""
+    attacker.send()
+    attacker.redis.xadd(attacker.stream(), {"x": "1"}, maxlen=0, approximate=False)
+
+
+#: What an island may do, as far as its role goes. The server denies the rest to an island with its own credentials.
+OWN: tuple[Attack, ...] = (
+    contribution, heartbeat, raw_entries, not_a_stream, not_a_heartbeat, heartbeat_in_pieces, actions, leases, requests,
+    handovers, notes, restored, strange_names, pointers, the_last_entry,
+)  # fmt: skip
+#: Every attack that leaves the log of merged contributions.
+ATTACKS: tuple[Attack, ...] = (
+    *OWN, a_far_step, the_farthest_step, refused_tokens, a_pointer_to_the_snapshot, many_names, names_without_islands,
+    another_name_in_my_stream, a_heavy_claim, a_far_place, a_tiny_step_time, eternal_heartbeats, a_flood, a_valid_flood,
+    damaged_keys, lost_books, damaged_state, a_lost_epoch, forged_events, uncounted_entries,
+)  # fmt: skip
+
+
+def make(attack: Attack, attacker: Attacker, dice: Dice) -> None:
+    """Make an attack. A command that the server refuses changes nothing."""
+    try:
+        attack(attacker, dice)
+    except redis.ResponseError:
+        return

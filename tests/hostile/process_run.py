@@ -1,22 +1,34 @@
-"""A run of real processes under attack: a merger and islands that train on real text."""
+"""A run of real processes under attack: a merger and islands that train on real text, and what they must keep doing."""
 
 from __future__ import annotations
 
+import json
 import subprocess
+import time
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from archipelago.broker.redis.transport import connect
+from archipelago.ops.watch.health import as_json, read_health, trouble
+from archipelago.ops.watch.run_view import RunView, observe
 from tests.conftest import Until
 from tests.harness.processes import SETTINGS, Processes
 
 LEASE_SECONDS = "1"
 #: Faster islands would take the processor from the other tests, for as long as this run is attacked.
 STEP_SECONDS = "0.02"
+#: A run that is unharmed closes this many rounds after an attack.
+ROUNDS = 8
+#: How long a run may take for these rounds, in seconds. A refused flood may slow it, but must not stop it.
+PATIENCE_SECONDS = 240.0
+#: A false claim may make the schedule this much faster than the islands, because honest islands differ in speed, too.
+SPEED_MAX = 8
 
 
 class ProcessRun:
-    """A merger and islands as processes. See `victims.Victims`.
+    """A merger and islands as processes.
 
     Args:
         url: The address of the server, for the merger and the test.
@@ -106,3 +118,75 @@ class ProcessRun:
         """End all processes."""
         self.transport.close()
         self.processes.end()
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a run has reached at one moment.
+
+    Attributes:
+        closed: The last closed round.
+        step: The run's global step.
+        fastest: The inner steps of the fastest honest island.
+        passes: The furthest pass over any shard.
+        merged: Merged tokens of each island.
+    """
+
+    closed: int
+    step: int
+    fastest: int
+    passes: int
+    merged: Counter[str]
+
+
+def standing(victims: ProcessRun) -> Standing:
+    """Return what the run has reached. What follows from the islands' steps is read after them."""
+    fastest, reader = victims.steps(), victims.transport.reader
+    tape = reader.tape(1 << 20)  # read once, so that rounds and tokens are those of one moment
+    merged = Counter[str]()
+    for entry in tape:
+        for member in entry.members:
+            merged[member.island] += member.tokens
+    passes = max((cursor[0] for cursor in reader.cursors().values()), default=0)
+    last = tape[-1] if tape else None
+    return Standing(last.round if last else 0, last.step if last else 0, fastest, passes, merged)
+
+
+def status(victims: ProcessRun) -> RunView:
+    """Return what `archipelago status --json` reads. Assert that it can be written as JSON."""
+    manifest = victims.transport.reader.manifest()
+    view, health = observe(victims.transport, manifest), read_health(victims.transport)
+    assert json.dumps(as_json(view, health, trouble(view, health, manifest.config.sync.interval)))
+    return view
+
+
+def assert_unharmed(victims: ProcessRun, before: Standing, until: Until) -> Standing:
+    """Assert that the run goes on as if nothing had happened. Return what it has reached."""
+    victims.assert_running()
+    deadline = time.monotonic() + PATIENCE_SECONDS
+
+    def goes_on() -> bool:
+        victims.assert_running()
+        assert time.monotonic() < deadline, f"no {ROUNDS} rounds with all islands since {before}: {standing(victims)}"
+        tape = victims.transport.reader.tape(1 << 12)
+        since = [entry for entry in tape if entry.round > before.closed]
+        present = Counter(member.island for entry in since for member in entry.members)
+        # Steps never go back. If they seem to, the heartbeat of the fastest island cannot be read at this moment.
+        readable = victims.steps() >= before.fastest
+        return readable and len(since) >= ROUNDS and all(present[island] >= 2 for island in victims.islands)
+
+    until(goes_on, "rounds with all honest islands")
+    after = standing(victims)
+    after = replace(after, fastest=victims.steps())  # later than what follows from them, however slow the machine is
+    manifest = victims.transport.reader.manifest()
+    interval = manifest.config.sync.interval
+    made = after.step - before.step
+    possible = SPEED_MAX * (after.fastest - before.fastest + 4 * interval)
+    assert made <= possible, f"the run went {made} steps ahead while its islands made {possible}"
+    assert after.passes <= before.passes + 2 + (after.fastest - before.fastest), "a cursor jumped"
+    for island in victims.islands:
+        assert after.merged[island] > before.merged[island]
+    view = status(victims)
+    until(lambda: status(victims).balanced, "balanced books")
+    assert view.live <= len(victims.islands) + 1
+    return after

@@ -1,38 +1,38 @@
-"""Hostile moves in a simulated run: real mergers and islands in virtual time, and an attacker between them.
+"""Attacks on a simulated run: real mergers and islands in virtual time at a fake Redis, and an attacker between them.
 
 Arithmetic is that of `tests.simulation.arithmetic`, so this runs in processes of its own (`tests.simulation.storm`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+import random
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from archipelago.broker.codecs import Vector
 from archipelago.broker.corpus_shards import parse_places
-from archipelago.broker.errors import BrokerError, WireError
-from archipelago.broker.messages import Contribution, Member, Refusal, TapeEntry, from_fields, to_fields
-from archipelago.broker.wire import pack
-from tests import samples
-from tests.hostile.attacker import header
-from tests.hostile.moves import Move
+from archipelago.broker.messages import Contribution, Member, Refusal, TapeEntry
+from archipelago.broker.wire import digest
+from archipelago.merger.service import LEASE_SECONDS
+from tests.hostile.attacker import Attacker
+from tests.hostile.attacks import ATTACKS, Attack, make
+from tests.simulation.faults import FaultRates
 from tests.simulation.invariants import Invariants
-from tests.simulation.processes import RUN
 from tests.simulation.simulated_run import Simulation
 from tests.simulation.storm import require_progress
 
 NAME = "mallory"
-#: Events between two hostile moves.
-PAUSE = 4
-#: Events before the first move, in which the islands join.
-FIRST = 40
-#: Events after the last move, before the run must be as it would be without it.
-REST = 60
+#: Events after each attack, in which the merger dies once.
+PAUSE = 8
+#: After this number of attacks, the run must make progress with all islands.
+TOGETHER = 7
+#: Events between two looks at whether the first attack may begin.
+FIRST = 20
+#: The share of a full flood that the attacker sends.
+SCALE = 0.001
 #: The run may go ahead at most this many times as fast as its islands, because honest speeds differ that much.
 SPEED_MAX = 40
+#: The largest share of a round that one island may have, as a multiple of the others' mean.
+SHARE_CAP = 2.0
 
 
 class HostileInvariants(Invariants):
@@ -43,139 +43,97 @@ class HostileInvariants(Invariants):
         #: The shards that the attacker says it has read. The islands do not read again what it took from them.
         self.claimed: set[str] = set()
 
+    def wrote(self, epoch: int) -> None:
+        """Without the key of the epoch, which the attacker deletes, a number may be given again."""
+        self.epoch = max(epoch, self.epoch)
+
+    def _check_resumes(self, run: Any) -> None:
+        """The attacker forges these events."""
+
+    def _check_books(self, books: Mapping[str, int], waiting: Sequence[Contribution]) -> None:
+        """The attacker deletes the books, and fewer tokens are counted than it claims."""
+
     def _check_passes(self, passes: Mapping[str, int]) -> None:
         """A claim moves a cursor by what the attacker can have read, so only the other shards must stay even."""
         super()._check_passes({shard: n for shard, n in passes.items() if shard not in self.claimed} or {"": 0})
 
-    def _check_tokens(self, books: Mapping[str, int], pending: int) -> None:
-        """The books count fewer tokens of a refused contribution than it claims."""
+    def _read_tape(self, run: Any, again: bool = False) -> None:
+        for entry in run.tape[self._known(run) :]:
+            for member in entry.members:
+                if not self._is_honest(member) and (found := run.updates.get(member.entry)) is not None:
+                    self.entries[member.entry] = (found.contribution, run.payload(member.entry))
+            self._check_shares(entry)
+        super()._read_tape(run, again)
 
-    def sent_by_attacker(self, entry: str, contribution: Contribution, payload: bytes) -> None:
-        """The attacker has sent a contribution."""
-        self.entries[entry] = (contribution, payload)
-        self.accepted += 1
+    def _is_honest(self, member: Member) -> bool:
+        return member.island in self.simulation.wanted
+
+    def _check_shares(self, entry: TapeEntry) -> None:
+        """Check that no hostile island weighs more than a set share of a round."""
+        honest = {member.island for member in entry.members if self._is_honest(member)}
+        for member in entry.members:
+            if honest and not self._is_honest(member):
+                others = len({each.island for each in entry.members}) - 1
+                assert member.weight <= SHARE_CAP / (SHARE_CAP + others) + 1e-6, entry
 
     def _merge(self, entry: TapeEntry, member: Member, again: bool) -> None:
-        if member.island != NAME:
+        if self._is_honest(member):
             super()._merge(entry, member, again)
             return
         assert member.identity_text not in self.merged, f"{member.identity_text} is merged twice"
         self.merged.add(member.identity_text)
+        contribution, payload = self.entries[member.entry]
+        assert contribution.digest == digest(payload), f"merged a payload with another digest: {contribution}"
         for place in parse_places(member.data):
             self.claimed.add(place.shard)
             self.cursors[place.shard] = max(place.cursor, self.cursors.get(place.shard, (0, 0)))
 
     def _check_refusals(self) -> None:
         for _, event in self.simulation.run.events:
-            if isinstance(event, Refusal) and not event.repeat:
-                assert event.island not in self.simulation.wanted, f"{event} was honest"
+            if isinstance(event, Refusal) and not event.repeat and event.island in self.simulation.wanted:
+                assert event.identity_text not in self.acknowledged, f"{event} was honest"
 
 
 class AttackedSimulation(Simulation):
-    """A run without other faults, and with an attacker."""
+    """A run at a fake Redis without other faults, and with an attacker."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__(seed)
-        self.hostile = HostileInvariants(self)
-        self.invariants = [self.hostile]
+        super().__init__(seed, on_redis=True, rates=FaultRates.none())
+        self.invariants = [HostileInvariants(self)]
         self.faults = False
-        self.sequence = 0
+        self.dice = random.Random(seed)
+        self.attacker = Attacker(self.broker.client, self.manifest, NAME, victim=self.wanted[0], scale=SCALE)
 
-    # -- moves --------------------------------------------------------------------------------------------------------
-
-    def make(self, move: Move) -> None:
-        """Make one move. What the broker's own code refuses to take is not sent."""
-        if self.run is None:
-            return
-        try:
-            getattr(self, f"_hostile_{move.kind}")(move)
-        except (BrokerError, WireError):
-            return
-
-    def _hostile_contribution(self, move: Move) -> None:
-        for _ in range(move.count):
-            contribution, payload = self._crafted(move)
-            entry = self.run.add(contribution, payload, NAME)
-            self.hostile.sent_by_attacker(entry, contribution, payload)
-
-    def _crafted(self, move: Move) -> tuple[Contribution, bytes]:
-        closed = self.run.tape[-1].round if self.run.tape else 0
-        number = closed + 1
-        p = self.manifest.fragment_of(number)
-        payload = _body(move.body, self.manifest.sizes[p], self.manifest.config.wire.up)
-        self.sequence += 1
-        honest = samples.contribution(
-            payload, island=NAME, incarnation="z", sequence=self.sequence, round=number, fragment=p,
-            base=self.run.fragments[p][0].version, tokens=4, steps=1, global_step=1, codec=self.manifest.config.wire.up,
-        )  # fmt: skip
-        fields = {**header(to_fields(honest), payload), **{name: str(value) for name, value in move.claims}}
-        return from_fields(Contribution, fields), payload
-
-    def _hostile_heartbeat(self, move: Move) -> None:
-        fields = to_fields(samples.heartbeat(NAME, incarnation="z"))
-        fields |= {name: str(value) for name, value in move.claims}
-        beat = from_fields(type(samples.heartbeat()), fields)
-        self.broker.connect(RUN).island.heartbeat(replace(beat, island=NAME))
-
-    def _hostile_leases(self, move: Move) -> None:
-        island = self.broker.connect(RUN).island
-        island.heartbeat(samples.heartbeat(NAME, incarnation="z"))
-        shards = [str(shard) for shard in range(self.manifest.config.data.shards)]
-        while island.lease_shard(shards, f"{NAME}/z") is not None:
-            shards = shards[1:]
-
-    def _hostile_requests(self, move: Move) -> None:
-        island = self.broker.connect(RUN).island
-        for number in range(20):
-            island.request_state(f"{NAME}/{number}")
-        for who in list(self.run.requests):
-            island.promise_answer(who, NAME)
-
-    def _hostile_handovers(self, move: Move) -> None:
-        island = self.broker.connect(RUN).island
-        for who in list(self.run.requests):
-            island.hand_over(who, samples.handover(b"nonsense"), b"nonsense")
-
-    def _hostile_restored(self, move: Move) -> None:
-        island = self.broker.connect(RUN).island
-        for name in self.wanted:
-            island.claim_checkpoint(name)
-
-    # -- the oracle ---------------------------------------------------------------------------------------------------
-
-    def check_unharmed(self) -> None:
-        """Assert that the schedule is that of the islands, and that no ghost takes part."""
+    def attack(self, attack: Attack) -> None:
+        """Make one attack, and let the run go on. The merger dies meanwhile, so that another one loads the run."""
+        make(attack, self.attacker, self.dice)
+        self.broker.touched()
+        death = self.dice.randrange(PAUSE)
+        for event in range(PAUSE):
+            if event == death:
+                self.kill_mergers()
+                self.clock.now += LEASE_SECONDS + 1
+            self.play()
+            self.check()
         fastest = max(process.island.totals.steps for process in self.islands)
-        step = self.run.tape[-1].step
-        assert step <= SPEED_MAX * fastest, f"the run is at step {step}, and its fastest island made {fastest}"
-        assert self.run.tape[-1].live <= len(self.wanted) + 1
+        last = self.run.tape[-1]
+        assert last.step <= SPEED_MAX * fastest, f"the run is at step {last.step}, its fastest island at {fastest}"
+        assert last.live <= len(self.wanted) + 1
 
 
-#: The moves that a client of a broker in memory can make.
-KINDS = ("contribution", "heartbeat", "leases", "requests", "handovers", "restored")
-
-
-def _body(name: str, size: int, codec: str) -> bytes:
-    values_N: Vector = np.zeros(size, np.float32)
-    if name == "noise":
-        values_N = np.random.default_rng(0).normal(0, 1, size).astype(np.float32)
-    if name in ("large", "nan"):
-        values_N = np.full(size, np.float32(1e30) if name == "large" else np.float32(np.nan))
-    with np.errstate(all="ignore"):
-        payload = pack(values_N, codec, 0)
-    return {"garbage": b"garbage", "truncated": payload[:-1], "empty": b""}.get(name, payload)
-
-
-def play(seed: int, moves: list[Move]) -> dict[str, Any]:
-    """Play a run with these moves. Assert that it is unharmed. Return what it reached."""
+def play(seed: int) -> None:
+    """Play a run with all attacks, in any order. Assert that it is unharmed."""
     simulation = AttackedSimulation(seed)
-    for event in range(FIRST + PAUSE * len(moves)):
-        simulation.play()
-        simulation.check()
-        if event >= FIRST and (event - FIRST) % PAUSE == 0:
-            simulation.make(moves[(event - FIRST) // PAUSE])
-    simulation.settle(REST)
+    while not simulation.complete():  # a merger whose state is damaged needs a checkpoint
+        simulation.settle(FIRST)
+    for number, attack in enumerate(simulation.dice.sample(ATTACKS, len(ATTACKS)), 1):
+        try:
+            simulation.attack(attack)
+            if number % TOGETHER == 0:
+                require_progress(simulation)
+        except Exception as error:
+            raise AssertionError(f"after {attack.__name__}") from error
     require_progress(simulation)
-    simulation.check_unharmed()
-    simulation.hostile.check_replay()
-    return {"round": simulation.run.tape[-1].round, "step": simulation.run.tape[-1].step}
+    for each in simulation.invariants:
+        each.check_nothing_lost()
+        each.check_replay()

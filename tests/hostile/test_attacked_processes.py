@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -11,18 +12,19 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
+import redis
 
 from archipelago.broker.messages import TapeEntry
 from archipelago.ops.launch.embedded_redis import Server
 from tests.conftest import Until
-from tests.hostile.attacker import Attacker
-from tests.hostile.attacks import ATTACKS, Attack, Scene
-from tests.hostile.moves import MOVES, Move, make
-from tests.hostile.process_run import ProcessRun
-from tests.hostile.victims import assert_unharmed, standing
+from tests.hostile.attacker import Attacker, as_island
+from tests.hostile.attacks import ATTACKS, OWN, make, own_stream
+from tests.hostile.process_run import ProcessRun, assert_unharmed, standing
 
 #: By this step, a run without attacks has a training loss below 2.6 nats a byte; it begins above 5.
 LEARNT_STEPS, LEARNT_LOSS = 400, 2.9
+#: Attacks that are made together, before the run must go on.
+TOGETHER = 9
 
 pytestmark = [pytest.mark.full, pytest.mark.processes]
 
@@ -40,16 +42,37 @@ def process_run(
     started.end()
 
 
-@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
-def test_an_attack_stops_no_process(process_run: ProcessRun, attack: Attack, until: Until) -> None:
-    name = f"mallory-{attack.__name__}"[:40]
-    attacker = Attacker(process_run.url, process_run.run, name)
-    try:
-        attack(Scene(attacker, process_run, until))
-    finally:
-        attacker.close()
+def attacker_of(run: ProcessRun, client: redis.Redis, name: str) -> Attacker:
+    return Attacker(client, run.transport.reader.manifest(), name, victim=run.islands[0])
+
+
+def test_no_attack_stops_a_process(process_run: ProcessRun, until: Until) -> None:
+    """Some attacks at a time, under new names. The run goes on, and with another merger too."""
+    dice = random.Random(1)
+    attacks = [*dice.sample(ATTACKS, len(ATTACKS)), own_stream]
+    with redis.Redis.from_url(process_run.url) as client:
+        for number in range(0, len(attacks), TOGETHER):
+            before = standing(process_run)
+            for attack in attacks[number : number + TOGETHER]:
+                make(attack, attacker_of(process_run, client, f"mallory-{number}"), dice)
+            before = assert_unharmed(process_run, before, until)
+            process_run.stop_merger()
+            process_run.begin_merger()
+            assert_unharmed(process_run, before, until)
     assert process_run.status() == 0
-    process_run.assert_running()
+
+
+def test_what_the_server_permits_to_an_island_harms_nobody(process_run: ProcessRun, until: Until) -> None:
+    before, dice = standing(process_run), random.Random(2)
+    with redis.Redis.from_url(process_run.url) as administrator:
+        url = as_island(process_run.url, process_run.run, "trent", administrator)
+    with redis.Redis.from_url(url) as client:
+        attacker = attacker_of(process_run, client, "trent")
+        attacker.send()  # these are permitted
+        attacker.beat()
+        for attack in OWN:
+            make(attack, attacker, dice)
+    assert_unharmed(process_run, before, until)
 
 
 def test_an_island_with_another_text_of_the_same_size_does_not_start(
@@ -89,9 +112,9 @@ def test_the_newer_of_two_islands_with_one_name_stays(process_run: ProcessRun, u
 
 def test_a_newcomer_joins_after_all_attacks(process_run: ProcessRun, until: Until) -> None:
     """It meets what the attacks have left: requests, answers, names, notes, and claims of checkpoints."""
-    attacker = Attacker(process_run.url, process_run.run, "last")
-    make(attacker, [Move(kind) for kind in MOVES])
-    attacker.close()
+    with redis.Redis.from_url(process_run.url) as client:
+        for attack in OWN:
+            make(attack, attacker_of(process_run, client, "last"), random.Random(3))
     process_run.members.append(process_run.start_island("newcomer"))
     process_run.islands = (*process_run.islands, "newcomer")
     process_run.await_training(until)

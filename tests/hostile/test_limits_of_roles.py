@@ -1,8 +1,7 @@
-"""The attacks by an island with credentials of its own: the server denies most of them, and the rest harm nobody."""
+"""What the server denies to an island with credentials of its own."""
 
 from __future__ import annotations
 
-import secrets
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -10,45 +9,44 @@ from typing import Any
 import pytest
 import redis
 
-from archipelago.broker.redis import roles
+from archipelago.broker.manifest import Manifest
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.transport import connect
 from archipelago.ops.launch.embedded_redis import Server
-from tests.conftest import Until
-from tests.hostile.attacker import Attacker
-from tests.hostile.moves import MOVES, Move
-from tests.hostile.victims import ThreadedRun, assert_unharmed, standing
+from tests import samples
+from tests.hostile.attacker import Attacker, as_island
 
 NAME = "mallory"
 
 
 @pytest.fixture(scope="module")
-def threaded_run(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ThreadedRun]:
-    """Return a run that all attacks of this module attack, one after the other."""
-    folder = tmp_path_factory.mktemp("merger")
-    started = ThreadedRun(server.url, f"roles-{uuid.uuid4().hex[:8]}", folder)
-    yield started
-    started.end()
+def administrator(server: Server) -> Iterator[Any]:
+    """Return a client that may do everything."""
+    with redis.Redis.from_url(server.url) as client:
+        yield client
 
 
 @pytest.fixture(scope="module")
-def attacker(threaded_run: ThreadedRun) -> Iterator[Attacker]:
-    """Return an attacker that has the rights of an island, and nothing else."""
-    found = member(threaded_run, NAME)
-    yield found
-    found.close()
+def manifest(server: Server) -> Manifest:
+    """Return the manifest of a run at the server."""
+    run = f"roles-{uuid.uuid4().hex[:8]}"
+    transport = connect(server.url, run)
+    made = samples.manifest(run)
+    transport.create(made, samples.first_snapshots(made))
+    transport.close()
+    return made
 
 
-def member(run: ThreadedRun, name: str) -> Attacker:
-    """Return a client with the rights of an island of the run."""
-    user, password = roles.user_of(run.run, name), secrets.token_hex(16)
-    with redis.Redis.from_url(run.url) as administrator:
-        version = tuple(map(int, administrator.info("server")["redis_version"].split(".")))
-        administrator.execute_command(
-            "ACL", "SETUSER", user, *roles.rules("island", run.run, name, version), f">{password}"
-        )
-    address = run.url.partition("@")[2]
-    return Attacker(f"redis://{user}:{password}@{address}", run.run, name, run.manifest)
+@pytest.fixture(scope="module")
+def url(server: Server, manifest: Manifest, administrator: Any) -> str:
+    """Return the URL of an attacker that has the rights of an island, and nothing else."""
+    return as_island(server.url, manifest.run, NAME, administrator)
+
+
+@pytest.fixture(scope="module")
+def attacker(url: str, manifest: Manifest) -> Iterator[Attacker]:
+    with redis.Redis.from_url(url) as client:
+        yield Attacker(client, manifest, NAME)
 
 
 def forbidden(keys: Keys) -> list[tuple[Any, ...]]:
@@ -102,34 +100,28 @@ def test_the_server_denies_what_an_island_does_not_need(attacker: Attacker) -> N
     assert not permitted
 
 
+def test_an_island_may_send_contributions_and_heartbeats(attacker: Attacker, administrator: Any) -> None:
+    attacker.send()
+    attacker.join()
+    assert administrator.xlen(attacker.stream()) == 1
+    assert administrator.exists(attacker.keys.island(NAME))
+
+
 def test_a_newcomer_deletes_the_answer_that_it_took_and_nothing_else(
-    threaded_run: ThreadedRun, attacker: Attacker
+    attacker: Attacker, administrator: Any, url: str
 ) -> None:
     """A forged answer may point to any chunks of the island that it names. The server refuses nothing meanwhile."""
-    newcomer, keys = connect(attacker.url, threaded_run.run), attacker.keys
+    newcomer, keys = connect(url, attacker.manifest.run), attacker.keys
     answer, contribution = (keys.chunk(name, 0, "ada") for name in ("h.y.1", "u.y.1"))
-    with redis.Redis.from_url(threaded_run.url) as administrator:
-        for name, is_deleted in (("h.y.1", True), ("u.y.1", False)):
-            administrator.mset({answer: "x", contribution: "x"})
-            pointer: dict[Any, Any] = {"giver": "ada", "chunks_name": name, "chunks": 1}
-            attacker.redis.hset(keys.handover(f"{NAME}/x"), mapping=pointer)
-            refused = len(administrator.acl_log())
-            newcomer.island.withdraw_request(f"{NAME}/x")
-            assert len(administrator.acl_log()) == refused
-            assert not administrator.exists(keys.handover(f"{NAME}/x"))
-            assert administrator.exists(contribution)
-            assert bool(administrator.exists(answer)) is not is_deleted
-        administrator.delete(answer, contribution)
+    for name, is_deleted in (("h.y.1", True), ("u.y.1", False)):
+        administrator.mset({answer: "x", contribution: "x"})
+        pointer: dict[Any, Any] = {"giver": "ada", "chunks_name": name, "chunks": 1}
+        attacker.redis.hset(keys.handover(f"{NAME}/x"), mapping=pointer)
+        refused = len(administrator.acl_log())
+        newcomer.island.withdraw_request(f"{NAME}/x")
+        assert len(administrator.acl_log()) == refused
+        assert not administrator.exists(keys.handover(f"{NAME}/x"))
+        assert administrator.exists(contribution)
+        assert bool(administrator.exists(answer)) is not is_deleted
+    administrator.delete(answer, contribution)
     newcomer.close()
-
-
-@pytest.mark.parametrize("kind", MOVES)
-def test_what_the_server_permits_harms_nobody(
-    threaded_run: ThreadedRun, attacker: Attacker, kind: str, until: Until
-) -> None:
-    before = standing(threaded_run)
-    try:
-        MOVES[kind](attacker, Move(kind))
-    except redis.ResponseError:
-        assert kind not in ("contribution", "heartbeat"), "an island may send these"
-    assert_unharmed(threaded_run, before, until)
