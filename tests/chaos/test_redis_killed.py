@@ -119,7 +119,7 @@ def closed(transport: RedisTransport) -> int:
     return tape[-1].round if tape else 0
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(25, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kills", [2, pytest.param(8, marks=pytest.mark.full)])
 def test_no_acknowledged_contribution_is_lost(
     killed: KilledServer, tmp_path: Path, until: Until, seed: int, kills: int, small_chunks: None
 ) -> None:

@@ -26,7 +26,7 @@ from tests.conftest import Until
 
 pytestmark = [pytest.mark.full, pytest.mark.processes]
 
-TAKEOVERS = 20
+TAKEOVERS = 8
 STANDBYS = 2
 RUN = "two-mergers"
 

@@ -45,10 +45,6 @@ class Attacker:
         self.incarnation = secrets.token_hex(4)
         self.sequence = 0
 
-    def close(self) -> None:
-        """Close the connection."""
-        self.redis.close()
-
     # -- what it can read ---------------------------------------------------------------------------------------------
 
     @property

@@ -6,7 +6,6 @@ import json
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -35,32 +34,23 @@ class ProcessRun:
         run: The name of the run, which is created.
         folder: Where the processes keep their files and logs.
         corpora: The folder with the corpus `small-text`.
-        islands: The names of the islands.
-        settings: Settings of the run besides those of every small run.
     """
 
-    def __init__(
-        self,
-        url: str,
-        run: str,
-        folder: Path,
-        corpora: Path,
-        islands: tuple[str, ...] = ("ada", "bea"),
-        settings: Sequence[str] = ("--inner.steps=1000000",),
-    ) -> None:
-        self.url, self.run, self.islands, self.folder = url, run, islands, folder
+    def __init__(self, url: str, run: str, folder: Path, corpora: Path) -> None:
+        self.url, self.run, self.folder = url, run, folder
+        self.islands: tuple[str, ...] = ("ada", "bea")
         self.environment = {"ARCHIPELAGO_DATA": str(corpora), "OMP_NUM_THREADS": "1"}
         self.processes = Processes(folder)
-        self.processes.run("init", url, "--run", run, *SETTINGS, *settings, **self.environment)
+        self.processes.run("init", url, "--run", run, *SETTINGS, "--inner.steps=1000000", **self.environment)
         self.transport = connect(url, run)
-        self.members = [self.start_island(name) for name in islands]
+        self.members = [self.start_island(name) for name in self.islands]
         self.mergers = [self.start_merger()]
 
-    def start_island(self, name: str, url: str = "") -> subprocess.Popen[str]:
+    def start_island(self, name: str) -> subprocess.Popen[str]:
         """Start an island in a folder of its own."""
         folder = str(self.folder / "islands" / f"{name}-{len(self.processes.all)}")
         return self.processes.start(
-            "island", url or self.url, "--run", self.run, "--name", name, "--folder", folder,
+            "island", self.url, "--run", self.run, "--name", name, "--folder", folder,
             "--step-seconds-min", STEP_SECONDS, **self.environment,
         )  # fmt: skip
 

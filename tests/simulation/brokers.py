@@ -9,10 +9,10 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import fakeredis._helpers
 import fakeredis._socket._base
@@ -81,23 +81,24 @@ class SimulatedMemory(MemoryBroker):
             del getattr(held, kind)[at]
 
 
-class Process(NamedTuple):
-    """What the process of a simulation shows to the code under test: the time, and where it dies."""
+@dataclass
+class Present:
+    """What the code under test asks the simulation that is played: the time, and whether a process dies here."""
 
-    clock: Callable[[], float]
-    reach: Callable[[str], None]
+    clock: Callable[[], float] = lambda: 0.0
+    reach: Callable[[str], None] = lambda failpoint: None
 
 
-_now = Process(lambda: 0.0, lambda name: None)
+PRESENT = Present()
 
 
 def install() -> None:
     """Let fake servers in this process keep virtual time, and let failpoints ask the simulation. For good."""
     for module in (fakeredis._helpers, fakeredis._socket._base, fakeredis.model._stream):
-        module.time = SimpleNamespace(time=lambda: SERVER_SECONDS + _now.clock())  # type: ignore[attr-defined]
+        module.time = SimpleNamespace(time=lambda: SERVER_SECONDS + PRESENT.clock())  # type: ignore[attr-defined]
     redis = archipelago.broker.redis
     for module in (redis.compactions, redis.creation, redis.islands, redis.lease, redis.merger):
-        module.failpoint = lambda name: _now.reach(name)  # type: ignore[attr-defined]
+        module.failpoint = lambda name: PRESENT.reach(name)  # type: ignore[attr-defined]
     redis.chunks.INLINE_BYTES, redis.chunks.CHUNK_BYTES = 64, 100  # so that small payloads lie in several chunks
 
 
@@ -110,8 +111,7 @@ class SimulatedRedis:
     """
 
     def __init__(self, clock: VirtualClock, reach: Callable[[str], None]) -> None:
-        global _now
-        _now = Process(clock, reach)
+        PRESENT.clock, PRESENT.reach = clock, reach
         self.clock = clock
         self.client: Any = fake_client(f"simulated-{next(_NAMES)}")
         self._shown: dict[tuple[str, int], RedisRun] = {}
@@ -344,6 +344,3 @@ def _parsed(raw: Any) -> TapeEntry | None:
 def _number(id_: str) -> int:
     milliseconds, number = entry_id(id_)
     return (milliseconds << 20) + number
-
-
-Broker = SimulatedMemory | SimulatedRedis

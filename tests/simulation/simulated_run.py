@@ -112,7 +112,7 @@ class Simulation:
         self.first = samples.first_snapshots(self.manifest, value=1.0)
         create(self.broker.connect(RUN), self.manifest, self.first)
         self.faults = False
-        self.births = self.losses = self.compactions = 0
+        self.births = self.losses = 0
         self.late: list[tuple[FaultyConnection, str, Callable[..., Any], Any, Any]] = []
         self.disks: Sequence[dict[int, Image]] = [{} for _ in range(shards)]  # the checkpoints of each shard
         self.records = [Record(self.may_crash) for _ in range(shards)]
@@ -243,8 +243,6 @@ class Simulation:
             invariants.published(answer, cast(Contribution, args[0]), args[1])
         elif name in FENCED:
             invariants.wrote(args[0])
-            if name == "compact":
-                self.compactions += 1
             if name == "announce" and isinstance(args[1], Marker) and connection.shard == 0:
                 self._announced(args[1].number)
         elif name == "lease_shard" and answer is not None:
