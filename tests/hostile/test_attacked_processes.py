@@ -65,9 +65,9 @@ def test_no_attack_stops_a_process(process_run: ProcessRun, until: Until) -> Non
 def test_what_the_server_permits_to_an_island_harms_nobody(process_run: ProcessRun, until: Until) -> None:
     before, dice = standing(process_run), random.Random(2)
     with redis.Redis.from_url(process_run.url) as administrator:
-        url = as_island(process_run.url, process_run.run, "trent", administrator)
+        url = as_island(process_run.url, process_run.run, "sybil", administrator)
     with redis.Redis.from_url(url) as client:
-        attacker = attacker_of(process_run, client, "trent")
+        attacker = attacker_of(process_run, client, "sybil")
         attacker.send()  # these are permitted
         attacker.beat()
         for attack in OWN:
