@@ -179,7 +179,7 @@ class Simulation:
         if failpoint == self.trap:
             self.trap = ""
             raise Crash(failpoint)
-        if self.faults and self.happens(self.rates.crash / 4):
+        if self.on_redis and self.faults and self.happens(self.rates.crash / 4):  # calls in memory have no middle
             raise Crash(failpoint)
 
     def before(self, connection: FaultyConnection, name: str) -> None:
