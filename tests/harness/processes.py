@@ -13,6 +13,7 @@ from typing import Any, cast
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.redis.transport import connect
 from archipelago.ops.watch.run_view import IslandView, RunView, observe
+from tests.conftest import PATIENCE_SECONDS
 
 #: The settings of a small run of the corpus `small-text`.
 SETTINGS = [
@@ -27,19 +28,30 @@ SETTINGS = [
 
 
 class Processes:
-    """Starts `archipelago` commands, keeps their output, and ends them all."""
+    """Starts commands, keeps their output, and ends them all.
 
-    def __init__(self, folder: Path, *prefix: str) -> None:
-        """Keep output in `folder`. The commands are arguments of `prefix`, if it is given."""
-        self.folder, self.prefix = folder, prefix
+    Args:
+        folder: The working directory of the commands. What they write to stderr is kept there.
+        prefix: A program whose arguments the commands are, such as one that enters a container.
+        environment: Environment variables of all commands.
+    """
+
+    def __init__(self, folder: Path, *prefix: str, **environment: str) -> None:
+        self.folder, self.prefix, self.environment = folder, prefix, environment
         self.all: list[subprocess.Popen[str]] = []
 
     def start(self, *args: str, **environment: str) -> subprocess.Popen[str]:
+        """Start `archipelago` with these arguments."""
+        return self.python("-P", "-m", "archipelago.ops", *args, **environment)
+
+    def python(self, *args: str, **environment: str) -> subprocess.Popen[str]:
+        """Start Python with these arguments."""
         log = self.folder / f"process-{len(self.all)}.log"
         with log.open("w") as said:
             process = subprocess.Popen(
-                [*self.prefix, sys.executable, "-P", "-m", "archipelago.ops", *args],
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+                [*self.prefix, sys.executable, *args],
+                cwd=self.folder,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **self.environment, **environment},
                 stdout=subprocess.PIPE,
                 stderr=said,
                 text=True,
@@ -49,11 +61,16 @@ class Processes:
 
     def run(self, *args: str, **environment: str) -> Mapping[str, Any]:
         """Run a command to its end and return its JSON object."""
-        process = self.start(*args, "--json", **environment)
-        out, _ = process.communicate()
-        assert process.returncode == 0, self.said(process)
-        found: Mapping[str, Any] = json.loads(out)
+        found: Mapping[str, Any] = json.loads(self.ended(self.start(*args, "--json", **environment)))
         return found
+
+    def ended(self, process: subprocess.Popen[str], status: int = 0) -> str:
+        """Wait until a command has ended with this status and without a traceback. Return what it has printed."""
+        printed, _ = process.communicate(timeout=PATIENCE_SECONDS)
+        said = self.said(process)
+        assert process.returncode == status, said
+        assert "Traceback" not in said, said
+        return printed
 
     def said(self, process: subprocess.Popen[str]) -> str:
         return (self.folder / f"process-{self.all.index(process)}.log").read_text()
@@ -70,7 +87,7 @@ class Processes:
         """Write the end of what each command said. pytest shows it beside a test that failed."""
         for process in self.all:
             words = " ".join(str(word) for word in cast("list[str]", process.args))
-            _, _, command = words.partition("archipelago.ops ")
+            command = words.rpartition("archipelago.ops ")[2]
             sys.stdout.write(f"--- {command} (exit {process.returncode})\n{self.said(process)[-4000:]}\n")
 
 

@@ -2,116 +2,105 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from archipelago.broker.codecs import CODECS
-from archipelago.broker.config import AdoptConfig, MergeConfig, OuterConfig, RunConfig, WireConfig
+from archipelago.broker.config import RunConfig, WireConfig
 from archipelago.broker.redis.transport import connect
 from archipelago.islands.data.batches import Batches
-from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.data.sharding import lease_all
-from archipelago.islands.inner import begin
-from archipelago.islands.models.registry import Params, build
-from archipelago.islands.tasks.ours import our_work
+from archipelago.islands.models.registry import Params
 from archipelago.ops.experiments.virtual_time import VirtualRun
-from tests.small import compiled
-from tests.tiers import examples
+from tests.integration.virtual import CONFIG, PLAIN, TEXT, bits, closed, work
 
-PLAIN = {
-    "merge": MergeConfig(embedding="average", rest="average", clip=0.0),
-    "outer": OuterConfig(rule="sgd", learning_rate=1.0),
-    "adopt": AdoptConfig(rule="carry"),
-}
-
-
+STEPS = CONFIG.inner.steps
 #: The codecs of the quick tier: an exact one and a lossy one.
-QUICK = ("float32", "int4")
+QUICK = {"float32", "int4"}
 
 
-def plain_training(config: RunConfig, corpus: OpenCorpus, steps: int) -> Params:
+def with_codec(up: str) -> RunConfig:
+    return replace(PLAIN, wire=WireConfig(up=up, down="float32"))  # type: ignore[arg-type]
+
+
+@cache
+def plain_training() -> Params:
     """Train with the inner steps alone, without an island or a merger."""
-    compiled_steps = compiled(config)
-    state = begin(config.inner, build("tiny").init(config.seed))
-    batches = Batches(corpus.train, config, lease_all(config.data.shards, config.seed))
-    for step in range(steps):
-        state, _ = compiled_steps(state, jnp.asarray(batches.next(1)), jnp.asarray(step, jnp.int32))
+    made = work(PLAIN)
+    state = made.begin(made.model.init())
+    batches = Batches(TEXT, PLAIN, lease_all(PLAIN.data.shards, PLAIN.seed))
+    for step in range(STEPS):
+        state, _ = made.steps(state, jnp.asarray(batches.next(1)), jnp.asarray(step, jnp.int32))
     return state.params
 
 
-def assert_same_bits(one: Params, other: Params) -> None:
-    assert one.keys() == other.keys()
-    for name in one:
-        np.testing.assert_array_equal(np.asarray(one[name]), np.asarray(other[name]), err_msg=name)
+def require_plain_training(run: VirtualRun, what: str) -> None:
+    """Train the only island to the end. Fail unless it has synced and has the bits of plain training."""
+    island = run.islands["island-0"]
+    run.advance_until(lambda: island.totals.steps >= STEPS)
+    assert sum(closed(run)) >= STEPS // 2 - 2 * len(run.mergers), f"{what}: the island did not sync"
+    for name, expected in plain_training().items():
+        np.testing.assert_array_equal(np.asarray(island.inner.params[name]), np.asarray(expected), f"{what}: {name}")
 
 
 @pytest.mark.parametrize(
-    "codec", [codec if codec in QUICK else pytest.param(codec, marks=pytest.mark.full) for codec in sorted(CODECS)]
+    "codecs", [QUICK, pytest.param(CODECS.keys() - QUICK, marks=pytest.mark.full)], ids=["quick", "others"]
 )
-def test_one_island_equals_plain_training(config: RunConfig, corpus: OpenCorpus, codec: str) -> None:
-    """This holds for lossy codecs, too: the island keeps the rounding error and sends it later."""
-    wire = WireConfig(up=codec, down="float32")  # type: ignore[arg-type]
-    config = replace(config, wire=wire, **PLAIN)  # type: ignore[arg-type]
-    run = VirtualRun(our_work(config, corpus), [1.0])
-    island = run.islands["island-0"]
-    run.advance_until(lambda: island.totals.steps >= config.inner.steps)
-    assert run.merger.rounds.closed >= config.inner.steps // 2 - 2, "the island did not sync"
-    assert_same_bits(island.inner.params, plain_training(config, corpus, config.inner.steps))
+def test_one_island_equals_plain_training_with_every_codec(codecs: Set[str]) -> None:
+    """A lossy codec changes nothing, because the island keeps the rounding error and sends it later."""
+    for codec in sorted(codecs):
+        require_plain_training(VirtualRun(work(with_codec(codec)), [1.0]), codec)
 
 
-@settings(max_examples=examples(5), suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(delays=st.lists(st.integers(0, 3), min_size=4, max_size=8))
-def test_late_snapshots_do_not_change_the_result(config: RunConfig, corpus: OpenCorpus, delays: list[int]) -> None:
-    config = replace(config, wire=WireConfig(up="float32", down="float32"), **PLAIN)  # type: ignore[arg-type]
-    run = VirtualRun(our_work(config, corpus), [1.0])
-    island = run.islands["island-0"]
-    receive, turn = island.link.pump_receive, iter(delays * 100)
-
-    def sometimes(block_seconds: float = 0.0) -> None:
-        if next(turn) == 0:
-            receive(block_seconds)
-
-    island.link.pump_receive = sometimes  # type: ignore[method-assign]
-    steps = 24
-    run.advance_until(lambda: island.totals.steps >= steps)
-    assert_same_bits(island.inner.params, plain_training(config, corpus, steps))
+def test_one_island_equals_plain_training_when_snapshots_are_late() -> None:
+    for seconds in (0.5, 1.0, 2.5):
+        require_plain_training(VirtualRun(work(with_codec("int4")), [1.0], late_seconds=seconds), f"{seconds} s")
 
 
-def test_the_merger_holds_the_same_parameters(config: RunConfig, corpus: OpenCorpus) -> None:
+def test_one_island_over_shards_equals_plain_training() -> None:
+    for shards, connection in ((2, None), (4, None), (2, partial(connect, "fakeredis://plain", "plain"))):
+        run = VirtualRun(work(with_codec("int4")), [1.0], connect=connection, run="plain", shards=shards)
+        require_plain_training(run, f"{shards} shards")
+
+
+def test_the_merger_holds_the_same_parameters() -> None:
     """This holds after the last contributions, up to the rounding of one subtraction."""
-    config = replace(config, wire=WireConfig(up="float32", down="float32"), **PLAIN)  # type: ignore[arg-type]
-    run = VirtualRun(our_work(config, corpus), [1.0])
+    run = VirtualRun(work(with_codec("float32")), [1.0])
     run.finish()
-    expected = plain_training(config, corpus, config.inner.steps)
     for rows, fragment in zip(run.manifest.layout, run.merger.fragments, strict=True):
         for tensor, offset in rows:
             found = np.asarray(fragment.params_N[offset : offset + tensor.size]).reshape(tensor.shape)
-            np.testing.assert_allclose(found, np.asarray(expected[tensor.name]), rtol=0, atol=1e-6)
+            np.testing.assert_allclose(found, np.asarray(plain_training()[tensor.name]), rtol=0, atol=1e-6)
 
 
-def test_the_same_run_gives_the_same_bits(config: RunConfig, corpus: OpenCorpus) -> None:
-    digests = []
-    for attempt in range(2):
-        name = f"again-{attempt}"
-        run = VirtualRun(our_work(config, corpus), [1.0, 1.1, 2.5], run=name)
-        run.finish()
-        digests.append([entry.digest for entry in run.transport.reader.tape(1000)])
-    assert digests[0] == digests[1]
-    assert len(digests[0]) > 6
+def played(
+    replaced_after: Sequence[int] = (), shards: int = 1, connection: Callable[[], Any] | None = None
+) -> list[tuple[Any, ...]]:
+    """Play a run and return its bits. Another merger of the last shard takes over after each of these rounds."""
+    config = replace(CONFIG, wire=WireConfig(up="int4", down="int4"))
+    run = VirtualRun(work(config), [1.0, 1.1, 2.5], connect=connection, run="same", shards=shards)
+    epochs = {run.mergers[-1].epoch}
+    waiting = list(replaced_after)
+    while run.islands:
+        run.play_one()
+        if waiting and closed(run)[-1] >= waiting[0]:
+            epochs.add(run.new_merger(shards - 1).epoch)
+            waiting.pop(0)
+    run.turn()
+    assert len(epochs) == 1 + len(replaced_after)
+    return bits(run)
 
 
-def test_fakeredis_changes_no_bit(config: RunConfig, corpus: OpenCorpus) -> None:
-    """Redis carries the same bits that the broker in memory passes by reference."""
-    tapes = []
-    for connection in (None, partial(connect, "fakeredis://bits", "bits")):
-        run = VirtualRun(our_work(config, corpus), [1.0, 1.3], connect=connection, run="bits")
-        run.finish()
-        entries = run.transport.reader.tape(1000)
-        tapes.append([(e.round, e.digest, [replace(m, entry="") for m in e.members]) for e in entries])
-    assert tapes[0] == tapes[1]
+def test_a_run_has_the_same_bits_again_in_redis_and_with_other_mergers() -> None:
+    first = played()
+    assert len(first) > 12
+    assert played() == first
+    assert played(replaced_after=(3, 7, 8)) == first
+    assert played(connection=partial(connect, "fakeredis://same", "same")) == first
+    assert played(shards=2, replaced_after=(5,)) == played(shards=2)

@@ -1,85 +1,49 @@
-"""Whole runs on fakeredis in virtual time: participation, waiting, and islands that join and leave."""
+"""Whole runs in virtual time: participation, waiting, islands that join and leave, and shards without a merger."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
+import numpy as np
 import pytest
 
-from archipelago.broker.config import AdoptConfig, OuterConfig, RunConfig
+from archipelago.broker.config import AdoptConfig, OuterConfig, SyncConfig
 from archipelago.broker.messages import Snapshot, TapeEntry
-from archipelago.broker.redis.transport import connect
+from archipelago.broker.shards.transport import WholeRun
 from archipelago.islands.data.corpus import OpenCorpus
-from archipelago.islands.data.sharding import held_out
-from archipelago.islands.evaluation import compile_evaluation, published
-from archipelago.islands.models.registry import build
+from archipelago.islands.evaluation import published
 from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.tasks.ours import our_work
 from archipelago.islands.worker import Island
 from archipelago.merger.outer import OUTER
+from archipelago.ops.experiments.baselines import data_parallel
+from archipelago.ops.experiments.parity import islands
 from archipelago.ops.experiments.virtual_time import VirtualRun
-
-Start = Callable[..., VirtualRun]
-
-
-@pytest.fixture
-def start(request: pytest.FixtureRequest, corpus: OpenCorpus) -> Start:
-    """Return a function that starts a run on its own fakeredis, from a config and the islands' step durations."""
-    names = (f"{request.node.name.translate({91: 45, 93: None})[:50]}-{n}" for n in itertools.count())
-
-    def start(config: RunConfig, speeds: list[float]) -> VirtualRun:
-        name = next(names)
-        connection = partial(connect, f"fakeredis://{name}", name)
-        return VirtualRun(our_work(config, corpus), speeds, connect=connection, run=name)
-
-    return start
+from tests.integration.virtual import CONFIG, closed, require_balanced, work
+from tests.small import SMALL
 
 
 def members(entry: TapeEntry) -> set[str]:
     return {member.island for member in entry.members}
 
 
-def books_balance(run: VirtualRun) -> None:
-    books, pending = run.transport.reader.books(), run.transport.reader.backlog()
-    assert books.published == books.merged + books.refused + pending
-    if not pending:
-        assert books.published_tokens == books.merged_tokens + books.refused_tokens
-
-
-@pytest.mark.full
-def test_a_run_learns(start: Start, config: RunConfig, corpus: OpenCorpus) -> None:
-    config = replace(config, inner=replace(config.inner, steps=120, warmup_steps=10))
-    run = start(config, [1.0, 1.0, 1.3])
-    measure = compile_evaluation(build("tiny"), held_out(corpus.valid, 32, 32))
-    before = measure(published(run.transport, run.manifest)[0])
-    run.finish()
-    after = measure(published(run.transport, run.manifest)[0])
-    assert before == pytest.approx(8.0, abs=0.6), "a fresh model should be as good as chance"
-    assert after < 0.75 * before
-    books_balance(run)
-    assert run.transport.reader.backlog() == 0
-
-
-def test_all_islands_answer_the_calls_of_the_fastest(start: Start, config: RunConfig) -> None:
+def test_all_islands_answer_the_calls_of_the_fastest() -> None:
     """With step durations from 1 to 1.5, all three are in nearly every round, and nothing is stale."""
-    run = start(config, [1.0, 1.2, 1.5])
+    run = VirtualRun(work(), [1.0, 1.2, 1.5])
     run.finish()
-    tape = run.transport.reader.tape(1000)[6:-6]
-    assert statistics.fmean(len(members(entry)) for entry in tape) > 2.7
-    assert max(member.staleness for entry in tape for member in entry.members) <= 1
-    assert [entry.round for entry in run.transport.reader.tape(1000)] == list(range(1, run.merger.rounds.closed + 1))
+    tape = run.transport.reader.tape(1000)
+    assert [entry.round for entry in tape] == list(range(1, run.merger.rounds.closed + 1))
+    assert statistics.fmean(len(members(entry)) for entry in tape[6:-6]) > 2.7
+    assert max(member.staleness for entry in tape[6:-6] for member in entry.members) <= 1
 
 
-def test_a_slow_island_neither_delays_others_nor_is_excluded(start: Start, config: RunConfig) -> None:
-    run = start(config, [1.0, 1.0, 6.0])
+def test_a_slow_island_neither_delays_others_nor_is_excluded() -> None:
+    run = VirtualRun(work(), [1.0, 1.0, 6.0])
     fastest = run.islands["island-0"]
     run.advance_until(lambda: fastest.finished)
-    assert run.clock.now == config.inner.steps - 1, "the fast islands waited"
+    assert run.clock.now == CONFIG.inner.steps - 1, "the fast islands waited"
     tape = run.transport.reader.tape(1000)  # After this, the fast islands leave with partial contributions.
     mine = [m for entry in tape for m in entry.members if m.island == "island-2"]
     assert len(mine) >= 4, "the slow island's work was lost"
@@ -89,29 +53,22 @@ def test_a_slow_island_neither_delays_others_nor_is_excluded(start: Start, confi
     assert max(m.staleness for m in others) <= 1
 
 
-def test_no_progress_is_sent_twice(start: Start, config: RunConfig) -> None:
+def test_two_islands_fill_rounds_whose_quorum_is_larger_and_send_no_progress_twice() -> None:
     """The merged tokens of a fragment never exceed the trained tokens."""
-    run = start(config, [1.0, 1.7])
-    islands = dict(run.islands)
+    run = VirtualRun(work(replace(CONFIG, sync=replace(CONFIG.sync, quorum=8))), [1.0, 1.4])
+    trained = list(run.islands.values())
     run.finish()
+    tape, tokens = run.transport.reader.tape(1000), sum(island.totals.tokens for island in trained)
+    assert len(tape) >= 12
+    assert all(len(members(entry)) == 2 for entry in tape[:-8])
     for p in range(len(run.manifest.fragments)):
-        merged = sum(m.tokens for e in run.transport.reader.tape(1000) if e.fragment == p for m in e.members)
-        trained = sum(island.totals.tokens for island in islands.values())
-        assert merged <= trained
-        assert merged > 0.7 * trained
+        assert 0.7 * tokens < sum(m.tokens for e in tape if e.fragment == p for m in e.members) <= tokens, p
 
 
-def test_a_quorum_larger_than_the_live_islands_is_reduced(start: Start, config: RunConfig) -> None:
-    run = start(replace(config, sync=replace(config.sync, quorum=8)), [1.0, 1.4])
-    run.finish()
-    assert run.merger.rounds.closed >= 12
-    assert all(len(members(entry)) == 2 for entry in run.transport.reader.tape(1000)[:-8])
-
-
-def test_snapshots_may_arrive_late(config: RunConfig, corpus: OpenCorpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snapshots_may_arrive_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are adopted within two steps, and no token is lost."""
-    run = VirtualRun(our_work(config, corpus), [1.0, 1.1], late_seconds=3.0)
-    islands, said, heard = list(run.islands.values()), dict[tuple[int, int], float](), list[float]()
+    run = VirtualRun(work(), [1.0, 1.1], late_seconds=3.0)
+    trained, said, heard = list(run.islands.values()), dict[tuple[int, int], float](), list[float]()
 
     def say(_: TapeEntry, snapshot: Snapshot) -> None:
         said[snapshot.fragment, snapshot.version] = run.clock.now
@@ -127,79 +84,109 @@ def test_snapshots_may_arrive_late(config: RunConfig, corpus: OpenCorpus, monkey
     assert len(heard) >= run.merger.rounds.closed
     assert min(heard) >= 3.0
     assert max(heard) <= 3.0 + 1.1 + 1.1, "an island should receive it after one step and adopt it after another"
-    assert run.transport.reader.backlog() == 0
-    trained = sum(island.totals.tokens for island in islands)
-    assert run.transport.reader.books().merged_tokens == trained * len(run.manifest.fragments)
+    require_balanced(run, pending=0)
+    tokens = sum(island.totals.tokens for island in trained)
+    assert run.transport.reader.books().merged_tokens == tokens * len(run.manifest.fragments)
 
 
-def test_an_island_joins_a_running_run(start: Start, config: RunConfig) -> None:
-    run = start(config, [1.0, 1.0])
+def test_an_island_joins_a_running_run_and_another_one_sends_its_progress_and_leaves() -> None:
+    run = VirtualRun(work(), [1.0, 1.0])
     run.advance_until(lambda: run.merger.rounds.closed >= 8)
     newcomer = run.add_island("newcomer", 1.0)
     assert newcomer.ledger.global_step > 0, "its learning rate would start over"
-    before = run.merger.rounds.closed
-    run.advance_until(lambda: run.merger.rounds.closed >= before + 8)
-    recent = run.transport.reader.tape(6)
-    assert all("newcomer" in members(entry) for entry in recent)
-    books_balance(run)
-
-
-def test_a_leaving_island_sends_its_progress(start: Start, config: RunConfig) -> None:
-    run = start(config, [1.0, 1.0, 1.0])
-    run.advance_until(lambda: run.merger.rounds.closed >= 8)
-    run.remove_island("island-2", farewell=True)
     run.advance_until(lambda: run.merger.rounds.closed >= 16)
-    farewells = [m for entry in run.transport.reader.tape(1000) for m in entry.members if m.island == "island-2"]
+    assert all("newcomer" in members(entry) for entry in run.transport.reader.tape(6))
+    require_balanced(run)
+    run.remove_island("island-1", farewell=True)
+    run.finish()
+    tape = run.transport.reader.tape(1000)
+    farewells = [m for entry in tape for m in entry.members if m.island == "island-1"]
     assert len({m.sequence for m in farewells}) == len(farewells)
-    assert members(run.transport.reader.tape(1)[0]) == {"island-0", "island-1"}
-    run.finish()
-    books_balance(run)
-    assert run.transport.reader.backlog() == 0
+    assert members(tape[-1]) == {"island-0", "newcomer"}
+    require_balanced(run, pending=0)
 
 
-def test_a_new_merger_continues_to_the_same_bits(start: Start, config: RunConfig) -> None:
-    digests = []
-    for replaced_after in ((), (3, 7, 8)):
-        run = start(config, [1.0, 1.2])
-        epochs = {run.merger.epoch}
-        while run.islands:
-            run.play_one()
-            if run.merger.rounds.closed in replaced_after:
-                epochs.add(run.new_merger().epoch)
-        run.merger.turn(0.0)
-        digests.append([entry.digest for entry in run.transport.reader.tape(1000)])
-        assert len(epochs) > len(replaced_after)
-    assert digests[0] == digests[1]
+def test_every_outer_and_adopt_rule_learns() -> None:
+    for rule, adopt in (("nesterov", "overwrite"), *((rule, "carry") for rule in OUTER)):
+        outer = OuterConfig(rule=rule, learning_rate=0.7, momentum=0.5)  # type: ignore[arg-type]
+        run = VirtualRun(work(replace(CONFIG, outer=outer, adopt=AdoptConfig(adopt))), [1.0, 1.5])  # type: ignore[arg-type]
+        run.finish()
+        losses = [entry.loss for entry in run.transport.reader.tape(1000)]
+        assert statistics.fmean(losses[-6:]) < losses[0], (rule, adopt)
+        require_balanced(run)
 
 
-@pytest.mark.parametrize(
-    ("rule", "adopt"),
-    [
-        ("nesterov", "overwrite"),
-        ("sgd", "carry"),
-        *(pytest.param(rule, "carry", marks=pytest.mark.full) for rule in OUTER if rule != "sgd"),
-    ],
-)
-def test_every_outer_and_adopt_rule_runs(start: Start, config: RunConfig, rule: str, adopt: str) -> None:
-    config = replace(
-        config,
-        outer=OuterConfig(rule=rule, learning_rate=0.7, momentum=0.5),  # type: ignore[arg-type]
-        adopt=AdoptConfig(rule=adopt),  # type: ignore[arg-type]
-    )
-    run = start(config, [1.0, 1.5])
-    run.finish()
-    losses = [entry.loss for entry in run.transport.reader.tape(1000)]
-    assert statistics.fmean(losses[-6:]) < losses[0]
-    books_balance(run)
-
-
-@pytest.mark.parametrize("interval", [pytest.param(2, marks=pytest.mark.full), 60])
-def test_neither_short_nor_long_intervals_diverge(start: Start, config: RunConfig, interval: int) -> None:
+def test_neither_short_nor_long_intervals_diverge() -> None:
     """The run has the default rules, and one island is five times slower than the others."""
-    config = replace(config, sync=replace(config.sync, interval=interval), inner=replace(config.inner, steps=90))
-    run = start(config, [1.0, 1.0, 1.0, 5.0])
+    inner = replace(CONFIG.inner, steps=90)
+    for interval in (2, 60):
+        run = VirtualRun(
+            work(replace(CONFIG, sync=replace(CONFIG.sync, interval=interval), inner=inner)), [1.0, 1.0, 1.0, 5.0]
+        )
+        run.finish()
+        losses = [entry.loss for entry in run.transport.reader.tape(100_000) if not math.isnan(entry.loss)]
+        assert statistics.fmean(losses[-12:-6]) < 0.85 * statistics.fmean(losses[:6]), interval
+        assert max(losses[len(losses) // 2 :]) < losses[0], interval
+        require_balanced(run)
+
+
+@pytest.mark.full
+def test_three_islands_keep_up_with_data_parallel_although_one_is_slow(corpus: OpenCorpus) -> None:
+    """The run trains a language model with the default rules and codecs, in twenty syncs of each fragment."""
+    config = replace(
+        SMALL,
+        data=replace(SMALL.data, corpus="small-text", held_out_sequences=128),
+        inner=replace(SMALL.inner, steps=240, warmup_steps=24),
+    )
+    ours, run = islands(our_work(config, corpus), 3, 3.0)
+    parallel = replace(config, inner=replace(config.inner, steps=round(240 * (2 + 1 / 3.0) / 3)))
+    theirs = data_parallel(our_work(parallel, corpus), 3, lambda point: None)
+    require_balanced(run, pending=0)
+    assert ours[-1].bits_per_byte < 1.1 * theirs[-1].bits_per_byte, (ours, theirs)
+
+
+# -- several shards ---------------------------------------------------------------------------------------------------
+
+
+def test_a_run_over_shards_ends_as_any_other() -> None:
+    run = VirtualRun(work(), [1.0, 1.1, 1.7], shards=3)
+    assert isinstance(run.transport, WholeRun)
+    run.advance_until(lambda: min(closed(run)) >= 4)
+    late, reader = run.add_island("late", 1.0, moments="peer"), run.transport.reader
+    assert [count.version for count in late.ledger.counts] == [head.version for head in reader.heads() if head]
     run.finish()
-    losses = [entry.loss for entry in run.transport.reader.tape(100_000) if not math.isnan(entry.loss)]
-    assert statistics.fmean(losses[-12:-6]) < 0.85 * statistics.fmean(losses[:6])
-    assert max(losses[len(losses) // 2 :]) < losses[0]
-    books_balance(run)
+    require_balanced(run, pending=0)
+    heads, tape = [head for head in reader.heads() if head is not None], reader.tape(1 << 20)
+    assert [head.version >= 3 for head in heads] == [True] * 6
+    assert len({entry.round for entry in tape}) == len(tape) == sum(closed(run))
+    assert all(entry.fragment == run.manifest.fragment_of(entry.round) for entry in tape)
+    assert all(merger.state.step >= CONFIG.inner.steps for merger in run.mergers)
+    params, newest = published(run.transport, run.manifest)[:2]
+    assert sum(np.asarray(each).size for each in params.values()) == run.manifest.parameters
+    assert newest == max(head.round for head in heads)
+
+
+def test_a_shard_without_a_merger_stops_only_its_fragments() -> None:
+    config = replace(CONFIG, inner=replace(CONFIG.inner, steps=240))
+    run = VirtualRun(work(config), [1.0, 1.1], shards=2)
+    run.advance_until(lambda: min(closed(run)) >= 6)
+    alive, dead = run.mergers
+    run.mergers = [alive]
+    before, stopped_at, steps = alive.rounds.closed, dead.rounds.closed, run.islands["island-0"].totals.steps
+    run.advance_until(lambda: alive.rounds.closed >= before + 12)
+    taken = run.islands["island-0"].totals.steps - steps
+    stride = config.sync.interval / len(run.manifest.shard_layout.fragments[0])
+    assert 12 * stride * 0.8 <= taken <= 12 * stride * 1.5, "the strides of the shard were spent on the other one"
+    run.mergers = [alive, dead]
+    run.new_merger(1)
+    run.advance_until(lambda: run.mergers[1].rounds.closed >= stopped_at + 6)
+    run.finish()
+    require_balanced(run)
+
+
+def test_several_shards_of_one_fragment_each_have_a_window_of_one() -> None:
+    config = replace(CONFIG, sync=SyncConfig(interval=12, fragments=3, window=2))
+    run = VirtualRun(work(config), [1.0, 1.0], shards=3)
+    run.finish()
+    require_balanced(run)
+    assert min(closed(run)) >= config.inner.steps // config.sync.interval - 1

@@ -1,0 +1,90 @@
+"""A task of a few hundred parameters on a small text, for whole runs in virtual time that take a fraction of a second."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from archipelago.broker.config import AdoptConfig, MergeConfig, OuterConfig, RunConfig
+from archipelago.broker.manifest import Corpus
+from archipelago.islands.data.batches import Batches
+from archipelago.islands.data.sharding import shard_order
+from archipelago.islands.models.interface import Params
+from archipelago.islands.tasks.file import NamedTask
+from archipelago.islands.tasks.shards import TaskRun
+from archipelago.islands.tasks.task import Task
+from archipelago.islands.tasks.workload import Workload
+from archipelago.ops.experiments.virtual_time import VirtualRun
+from tests.small import SMALL
+
+CONFIG = replace(SMALL, inner=replace(SMALL.inner, learning_rate=0.03))
+#: The settings of a run that a test does not play to its end.
+ENDLESS = replace(CONFIG, inner=replace(CONFIG.inner, steps=10_000))
+#: The rules with which a run of one island equals training without islands.
+PLAIN = replace(
+    CONFIG,
+    merge=MergeConfig(embedding="average", rest="average", clip=0.0),
+    outer=OuterConfig(rule="sgd", learning_rate=1.0),
+    adopt=AdoptConfig(rule="carry"),
+)
+TEXT = np.random.default_rng(0).integers(0, 256, 1 << 15, np.uint8)
+#: Six fragments of equal shapes share what is compiled for them.
+NAMES = ("embedding", *(f"layers.{number}" for number in range(5)))
+
+
+def _init(seed: int) -> Params:
+    chance = np.random.default_rng(seed)
+    return {name: jnp.asarray(chance.normal(size=(16, 8)), jnp.float32) for name in NAMES}
+
+
+def _loss(params: Params, tokens_BxT1: jax.Array) -> jax.Array:
+    """Return a quadratic loss whose minimum depends on the text."""
+    middle = jnp.mean(tokens_BxT1.astype(jnp.float32)) / 256.0
+    return jnp.mean(jnp.stack([jnp.mean((each - middle) ** 2) for each in params.values()]))
+
+
+@dataclass(frozen=True)
+class TextTask(NamedTask):
+    """A task that reads leased shards of a text."""
+
+    corpus: Corpus
+
+    @property
+    def data(self) -> Corpus:
+        return self.corpus
+
+
+def work(config: RunConfig = CONFIG, text: NDArray[np.uint8] = TEXT) -> Workload:
+    """Return the task with these settings, on this text."""
+
+    def batches(run: TaskRun) -> Batches:
+        run.offer(shard_order(config.data.shards, config.seed))
+        return Batches(text, config, run.lease, fallback=run.seed)
+
+    task = Task(_init, _loss, batches, tokens=config.tokens_per_step)
+    return Workload.of(TextTask(task, Corpus("text", "0" * 32, text.size)), config)
+
+
+def closed(run: VirtualRun) -> list[int]:
+    """Return the closed rounds of each shard."""
+    return [merger.rounds.closed for merger in run.mergers]
+
+
+def require_balanced(run: VirtualRun, pending: int | None = None) -> None:
+    """Fail unless every published contribution is merged, refused or pending, and `pending` of them are pending."""
+    books, waiting = run.transport.reader.books(), run.transport.reader.pending().contributions
+    assert books.published == books.merged + books.refused + waiting
+    assert pending is None or waiting == pending
+    if not waiting:
+        assert books.published_tokens == books.merged_tokens + books.refused_tokens
+
+
+def bits(run: VirtualRun) -> list[tuple[Any, ...]]:
+    """Return the rounds of a run, as far as they are the same in every run with the same bits."""
+    tape = sorted(run.transport.reader.tape(1 << 20), key=lambda entry: entry.round)
+    return [(e.round, e.digest, repr([replace(member, entry="") for member in e.members])) for e in tape]
