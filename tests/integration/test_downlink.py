@@ -2,53 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archipelago.broker.codecs import codec
-from archipelago.broker.config import RunConfig, WireConfig
+from archipelago.broker.config import WireConfig
+from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.published import newest
 from archipelago.broker.redis.transport import connect
-from archipelago.broker.transport import Arrived, unwatched
+from archipelago.broker.transport import Transport
 from archipelago.broker.wire import digest_of, unpack
-from archipelago.islands.creation import describe, first_snapshots
-from archipelago.islands.data.corpus import OpenCorpus
-from archipelago.islands.models.registry import build
+from archipelago.islands.creation import first_snapshots
 from archipelago.islands.sync.arrays import flatten
-from archipelago.islands.tasks.ours import our_work
 from archipelago.merger.round_merge import publish
-from archipelago.ops.experiments.virtual_time import VirtualRun
+from archipelago.ops.experiments.virtual_time import VirtualClock, VirtualRun
 from archipelago.ops.launch.embedded_redis import Server
 from tests.harness.merger_run import compact_now
+from tests.integration.virtual import ENDLESS, closed, work
+from tests.intercept import Intercepted
 from tests.tiers import examples
 
 DIFFERENCES = ["int8", "int4", "e3m0"]
+CONFIG = replace(ENDLESS, wire=WireConfig(up="int4", down="int4", zstd_level=0))
 
 
-@pytest.mark.parametrize("down", DIFFERENCES)
-def test_in_a_thousand_rounds_the_shadow_never_drifts(down: Any) -> None:
+def test_in_hundreds_of_rounds_the_shadow_never_drifts() -> None:
     """The rounding error stays below a step of the codec, and the sum of the differences has the same bits."""
-    random = np.random.default_rng(0)
-    wire = WireConfig(down=down)
-    exact_N = random.standard_normal(1000).astype(np.float32)
-    shadow_N = island_N = exact_N
-    for number in range(1000):
-        exact_N = exact_N + np.float32(0.01) * random.standard_normal(1000).astype(np.float32)
-        owed_N = exact_N - shadow_N
-        held_N, body = publish(wire, jnp.asarray(shadow_N), jnp.asarray(exact_N))
-        shadow_N = np.asarray(held_N)
-        island_N = island_N + codec(down).decode(body, 1000)
-        assert island_N.tobytes() == shadow_N.tobytes(), f"round {number}"
-        bound_N = codec(down).error_bound(owed_N) + np.float32(2.0**-22) * np.abs(exact_N)
-        assert (np.abs(exact_N - shadow_N) <= bound_N).all(), f"round {number}"
-    assert np.abs(exact_N - shadow_N).max() < 0.02
+    for down in DIFFERENCES:
+        random = np.random.default_rng(0)
+        exact_N = random.standard_normal(1000).astype(np.float32)
+        shadow_N = island_N = exact_N
+        for number in range(300):
+            exact_N = exact_N + np.float32(0.01) * random.standard_normal(1000).astype(np.float32)
+            owed_N = exact_N - shadow_N
+            wire = WireConfig(down=down)  # type: ignore[arg-type]
+            held_N, body = publish(wire, jnp.asarray(shadow_N), jnp.asarray(exact_N))
+            shadow_N = np.asarray(held_N)
+            island_N = island_N + codec(down).decode(body, 1000)
+            assert island_N.tobytes() == shadow_N.tobytes(), f"{down}: round {number}"
+            bound_N = codec(down).error_bound(owed_N) + np.float32(2.0**-22) * np.abs(exact_N)
+            assert (np.abs(exact_N - shadow_N) <= bound_N).all(), f"{down}: round {number}"
+        assert np.abs(exact_N - shadow_N).max() < 0.02, down
 
 
 @settings(max_examples=examples(20))
@@ -56,137 +57,126 @@ def test_in_a_thousand_rounds_the_shadow_never_drifts(down: Any) -> None:
 def test_the_shadow_reaches_constant_parameters(seed: int, down: Any) -> None:
     """The rounding error is carried over, so the shadow comes as close as float32 allows."""
     random = np.random.default_rng(seed)
-    exact_N, shadow_N = (random.standard_normal(300).astype(np.float32) for _ in range(2))
+    exact_N, shadow_N = (random.standard_normal(1000).astype(np.float32) for _ in range(2))
     for _ in range(40):
         held_N, _ = publish(WireConfig(down=down), jnp.asarray(shadow_N), jnp.asarray(exact_N))
         shadow_N = np.asarray(held_N)
     np.testing.assert_allclose(shadow_N, exact_N, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("down", DIFFERENCES)
-def test_a_run_begins_from_its_exact_parameters(config: RunConfig, corpus: OpenCorpus, down: Any) -> None:
+def test_a_run_begins_from_its_exact_parameters() -> None:
     """The codec of differences must not round the first parameters, which may be fine-tuned ones."""
-    manifest = describe("exact", replace(config, wire=WireConfig(down=down)), corpus.identity)
-    exact = build(config.model.size).init(config.seed)
-    for rows, (_, payload), size in zip(manifest.layout, first_snapshots(manifest), manifest.sizes, strict=True):
-        np.testing.assert_array_equal(unpack(payload, size), np.asarray(flatten(rows, exact)))
+    for down in DIFFERENCES:
+        made = work(replace(ENDLESS, wire=WireConfig(down=down)))  # type: ignore[arg-type]
+        manifest, exact = made.describe("exact"), made.model.init()
+        for rows, (_, payload), size in zip(
+            manifest.layout, first_snapshots(manifest, exact), manifest.sizes, strict=True
+        ):
+            np.testing.assert_array_equal(unpack(payload, size), np.asarray(flatten(rows, exact)), err_msg=down)
 
 
-@pytest.mark.parametrize("down", ["int4", *(pytest.param(d, marks=pytest.mark.full) for d in ("int8", "e3m0"))])
-def test_islands_hold_the_bits_that_the_merger_published(
-    config: RunConfig, corpus: OpenCorpus, server: Server, down: Any
-) -> None:
-    """This includes an island that joins late and one that misses rounds. Far fewer bytes go down than in full."""
-    config = replace(config, wire=WireConfig(up="int4", down=down), inner=replace(config.inner, steps=10_000))
-    name = f"down-{down}"
-    connection = partial(connect, server.url, name)
-    run = VirtualRun(our_work(config, corpus), [1.0, 1.2], connect=connection, run=name)
-    run.advance_until(lambda: run.merger.rounds.closed >= 12)
-    late = run.add_island("late", 1.0)
-    deaf = run.islands["island-1"].link
-    hears, deaf.pump_receive = deaf.pump_receive, lambda block_seconds=0.0: None  # type: ignore[method-assign]
-    run.advance_until(lambda: run.merger.rounds.closed >= 24)
-    deaf.pump_receive = hears  # type: ignore[method-assign]
-    taken = run.transport.reader.books().bytes_down
-    run.advance_until(lambda: run.merger.rounds.closed >= 36)
-    full = sum(len(run.transport.reader.fragment(p)[1]) for p in range(6))
-    assert run.transport.reader.books().bytes_down - taken < 0.5 * full * 2 * 3, "the islands took full snapshots"
-    assert late.totals.steps
+class ChangedDifferences(Intercepted):
+    """A connection that changes each difference that it reads from some time on.
+
+    Attributes:
+        change: Returns what arrives of a difference. None while all arrive as they were sent.
+        asked: The fragments whose differences were asked for since then.
+        wholes: The fragments whose full snapshots were read since then.
+    """
+
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner)
+        self.change: Callable[[bytes], bytes | None] | None = None
+        self.asked: list[int] = []
+        self.wholes: list[int] = []
+
+    def begin(self, change: Callable[[bytes], bytes | None]) -> None:
+        self.change, self.asked, self.wholes = change, [], []
+
+    def intercept(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        answer = method(*args, **kwargs)
+        if name == "fragment":
+            self.wholes.append(args[0])
+        if name != "difference" or self.change is None or answer is None:
+            return answer
+        self.asked.append(args[0])
+        return self.change(answer)
+
+
+class DownlinkRun(VirtualRun):
+    """A run of one island whose connection may change differences."""
+
+    def __init__(self) -> None:
+        clock = VirtualClock()
+        broker = MemoryBroker(clock)
+        self.changed = ChangedDifferences(broker.connect("down"))
+        super().__init__(work(CONFIG), [1.0], lambda: broker.connect("down"), clock, "down")
+
+    def connect_as(self, who: str) -> Transport:
+        return self.changed if who == "island-0" else super().connect_as(who)
+
+    def require_newer(self) -> None:
+        """Write the full states of all fragments, until the island has the bits of versions that are newer than now."""
+        wanted = [snapshot.version + 1 for snapshot in self.merger.snapshots]
+        held = self.islands["island-0"].link.channels[0].inbox.snapshots.held
+
+        def have_arrived() -> bool:
+            for p in range(len(wanted)):
+                compact_now(self.merger, p)
+            return all(p in held and held[p].snapshot.version >= version for p, version in enumerate(wanted))
+
+        self.advance_until(have_arrived)
+        require_published(self)
+
+
+def require_published(run: VirtualRun) -> None:
+    """Fail unless islands hold the bits that the merger has published."""
     for island in run.islands.values():
         for p, arrival in island.link.channels[0].inbox.snapshots.held.items():
             snapshot, params_N, _ = newest(run.transport.reader, run.manifest, p)
             if arrival.snapshot.version == snapshot.version:
                 assert arrival.params_N.tobytes() == params_N.tobytes()
             assert digest_of(arrival.params_N) == (arrival.snapshot.held or digest_of(arrival.params_N))
+
+
+def test_islands_hold_the_bits_that_the_merger_published(server: Server) -> None:
+    """This includes an island that joins late and one whose events come late. Fewer bytes go down than in full."""
+    run = VirtualRun(work(CONFIG), [1.0, 1.2], partial(connect, server.url, "down"), run="down", late_seconds=2.5)
+    run.advance_until(lambda: closed(run)[0] >= 24)
+    late = run.add_island("late", 1.0)
+    taken = run.transport.reader.books().bytes_down
+    run.advance_until(lambda: closed(run)[0] >= 48)
+    full = sum(len(run.transport.reader.fragment(p)[1]) for p in range(6))
+    assert run.transport.reader.books().bytes_down - taken < 0.5 * full * 3 * 4, "the islands took full snapshots"
+    assert late.totals.steps
+    require_published(run)
     for p, fragment in enumerate(run.merger.fragments):
         head = run.transport.reader.heads()[p]
         assert head is not None
         assert digest_of(np.asarray(fragment.published_N)) == head.held
-        bound_N = np.abs(np.asarray(fragment.params_N) - np.asarray(fragment.published_N))
-        assert bound_N.max() < 0.05
+        assert np.abs(np.asarray(fragment.params_N) - np.asarray(fragment.published_N)).max() < 0.05
 
 
-@pytest.mark.full
-def test_a_restarted_merger_continues_to_the_same_bits(config: RunConfig, corpus: OpenCorpus) -> None:
-    config = replace(config, wire=WireConfig(up="int4", down="int4"))
-    digests = []
-    for restarts in (False, True):
-        run = VirtualRun(our_work(config, corpus), [1.0, 1.2])
-        run.advance_until(lambda run=run: run.merger.rounds.closed >= 8)  # type: ignore[misc]
-        if restarts:
-            run.new_merger()
-        run.finish()
-        digests.append([entry.digest for entry in run.transport.reader.tape(1000)])
-    assert digests[0][:12] == digests[1][:12]
+def test_a_missing_or_hostile_difference_is_replaced_by_a_full_snapshot() -> None:
+    """The island trains on. Hostile differences have the announced size, so that only their bytes are wrong."""
+    run = DownlinkRun()
+    run.advance_until(lambda: closed(run)[0] >= 8)
+    body = codec("int4").encoded_size(run.manifest.sizes[0])
 
+    def filled(byte: bytes) -> Callable[[bytes], bytes]:
+        return lambda payload: payload[:-body] + byte * body
 
-def test_a_missing_or_damaged_difference_is_replaced_by_a_full_snapshot(config: RunConfig, corpus: OpenCorpus) -> None:
-    """The island trains on, and takes the next full snapshot."""
-    config = replace(config, wire=WireConfig(down="int4"), inner=replace(config.inner, steps=10_000))
-    run = VirtualRun(our_work(config, corpus), [1.0])
-    run.advance_until(lambda: run.merger.rounds.closed >= 8)
-    link = run.islands["island-0"].link
-    for gone in (None, b"nonsense"):
-        asked: list[int] = []
-
-        def difference(
-            fragment: int, version: int, arrived: Arrived = unwatched, gone: Any = gone, asked: list[int] = asked
-        ) -> Any:
-            asked.append(version)
-            return gone
-
-        link.transport.reader.difference = difference  # type: ignore[method-assign]
-        run.advance_until(lambda asked=asked: len(asked) > 4)  # type: ignore[misc]
-        all_arrive(run)
-
-
-def all_arrive(run: VirtualRun) -> None:
-    """Write the full states of all fragments, until the first island has taken newer versions than those of now."""
-    wanted = [snapshot.version + 1 for snapshot in run.merger.snapshots]
-    held = run.islands["island-0"].link.channels[0].inbox.snapshots.held
-
-    def have_arrived() -> bool:
-        for p in range(len(wanted)):
-            compact_now(run.merger, p)
-        return all(p in held and held[p].snapshot.version >= version for p, version in enumerate(wanted))
-
-    run.advance_until(have_arrived)
-
-
-@pytest.mark.parametrize("hostile", ["no header", "another codec", "other values", "no number"])
-def test_a_hostile_difference_is_replaced_by_a_full_snapshot(
-    config: RunConfig, corpus: OpenCorpus, hostile: str
-) -> None:
-    """It has the announced size, so that only its bytes are wrong."""
-    config = replace(config, wire=WireConfig(down="int4", zstd_level=0), inner=replace(config.inner, steps=10_000))
-    run = VirtualRun(our_work(config, corpus), [1.0])
-    run.advance_until(lambda: run.merger.rounds.closed >= 8)
-    link = run.islands["island-0"].link
-    honest, wholes = link.transport.reader.difference, link.channels[0].inbox.snapshots.fetch
-    asked: list[int] = []
-    whole: list[int] = []
-
-    def difference(fragment: int, version: int, arrived: Arrived = unwatched) -> bytes | None:
-        payload = honest(fragment, version)
-        assert payload is not None
-        asked.append(fragment)
-        start = len(payload) - codec("int4").encoded_size(run.manifest.sizes[fragment])
-        body = bytes(start) if hostile == "no header" else payload[:start]
-        body = body.replace(b"int4", b"e3m0") if hostile == "another codec" else body
-        fill = {"other values": b"\x3c", "no number": b"\xff"}.get(hostile)
-        rest = payload[start:] if fill is None else fill * (len(payload) - start)
-        return body + rest
-
-    def fetched(p: int) -> Any:
-        whole.append(p)
-        return wholes(p)
-
-    link.transport.reader.difference = difference  # type: ignore[method-assign]
-    link.channels[0].inbox.snapshots.fetch = fetched  # type: ignore[method-assign]
-    run.advance_until(lambda: len(asked) > 2)
-    all_arrive(run)
-    assert set(whole) >= set(asked)
-    for p, arrival in link.channels[0].inbox.snapshots.held.items():
-        snapshot, params_N, _ = newest(run.transport.reader, run.manifest, p)
-        if arrival.snapshot.version == snapshot.version:
-            assert arrival.params_N.tobytes() == params_N.tobytes()
+    changes: dict[str, Callable[[bytes], bytes | None]] = {
+        "missing": lambda payload: None,
+        "nonsense": lambda payload: b"nonsense",
+        "no header": lambda payload: bytes(len(payload) - body) + payload[-body:],
+        "another codec": lambda payload: payload[:-body].replace(b"int4", b"e3m0") + payload[-body:],
+        "other values": filled(b"\x3c"),
+        "no number": filled(b"\xff"),
+    }
+    changed = run.changed
+    for what, change in changes.items():
+        changed.begin(change)
+        run.advance_until(lambda: len(changed.asked) > 4)
+        run.require_newer()
+        assert set(changed.wholes) >= set(changed.asked), what

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,33 +26,52 @@ from tests.harness import tiny
 from tests.harness.tiny import TinyRun
 
 
-class LostRun:
+class LostRun(TinyRun):
     """A run with one island and a checkpoint, whose Redis then loses everything."""
 
     def __init__(self, folder: Path) -> None:
-        url = f"fakeredis://{uuid.uuid4().hex}"
-        self.url = url
-        self.manifest = replace(tiny.manifest(), uid="1" * 32)
-        self.connect: Callable[[], RedisTransport] = lambda: connect(url, "tiny")
-        self.run = TinyRun(self.manifest, self.connect)
+        self.url = f"fakeredis://{uuid.uuid4().hex}"
         self.folder = MergerFolder(folder)
-        self.transport = self.connect()
-        self.island: Island = self.run.island()
-        self.run.merger.transport.merger.release(self.run.merger.epoch)
+        super().__init__(replace(tiny.manifest(), uid="1" * 32), self.open)
+        self.merger.transport.merger.release(self.merger.epoch)
         self.serve()
-        self.run.play(self.island, 12)
-        self.run.merger.checkpoint()
-        self.run.play(self.island, 18)  # more rounds than the contributions that an island keeps after they were merged
-        self.closed = self.run.merger.state.closed
-        self.transport.connection.redis.flushall()
-        self.island.link.pump()  # it lives, and says so
+        self.trained = self.island()
+        self.play(self.trained, 12)
+        self.merger.checkpoint()
+        self.play(self.trained, 18)  # more rounds than the contributions that an island keeps after they were merged
+        self.closed = self.merger.state.closed
+        self.redis.connection.redis.flushall()
+        self.trained.link.pump()  # it lives, and says so
+
+    def open(self) -> RedisTransport:
+        self.redis = connect(self.url, "tiny")
+        return self.redis
 
     def serve(self) -> None:
         """Let a new merger serve the run."""
-        checkpointer = self.folder.checkpointer(self.transport, self.manifest, 1e9, at_once)
-        self.run.merger = Merger(self.connect(), self.run.clock, live_poll_seconds=0.0, checkpointer=checkpointer)
-        assert self.run.merger.acquire()
-        self.run.merger.load()
+        checkpointer = self.folder.checkpointer(self.connect(), self.manifest, 1e9, at_once)
+        self.merger = self.new_merger(checkpointer=checkpointer)
+
+    def resume(self) -> None:
+        """Continue the run from its checkpoint with a new merger."""
+        assert init.main(self.options(resume=str(self.folder.path))) == 0
+        self.serve()
+
+    def options(self, resume: str | None = None) -> InitOptions:
+        return InitOptions(url=self.url, run="tiny", resume=resume)
+
+    def describe(self, island: Island) -> None:
+        """Let an island describe itself as it is now, although it has done so a short time ago."""
+        self.clock.now += 1.0
+        island.beat("training")
+        island.link.pump()
+
+    def accounts(self) -> RunView:
+        """Return the run as it is seen, whose accounts of tokens must add up."""
+        view = observe(self.redis, self.manifest)
+        parts = view.tokens_merged + view.tokens_refused + view.tokens_pending + view.tokens_unsent + view.tokens_lost
+        assert view.tokens_trained == parts
+        return view
 
 
 @pytest.fixture
@@ -61,130 +79,94 @@ def lost(tmp_path: Path) -> LostRun:
     return LostRun(tmp_path / "merger")
 
 
-def test_the_merger_names_its_checkpoint(lost: LostRun, tmp_path: Path) -> None:
+def test_the_run_goes_on_from_the_checkpoint_with_its_islands(lost: LostRun, tmp_path: Path) -> None:
     with pytest.raises(UnknownRunError) as raised:
-        lost.run.merger.acquire()
+        lost.merger.acquire()
     found = lost.folder.lost(raised.value, "tiny")
     assert found.code == "broker.resumable"
     assert str(tmp_path / "merger") in found.remedy
     assert MergerFolder(tmp_path / "other").lost(raised.value, "tiny").code == "broker.lost"
 
-
-def test_the_run_goes_on_from_the_checkpoint_with_its_islands(lost: LostRun) -> None:
-    options = InitOptions(url=lost.url, run="tiny", resume=str(lost.folder.path))
-    assert init.main(options) == 0
-    lost.serve()
-    assert 0 < lost.run.merger.state.closed < lost.closed
-    lost.run.play(lost.island, 40)
-    assert lost.run.merger.state.closed > lost.closed
-    assert lost.transport.reader.uid() == lost.manifest.uid
+    lost.resume()
+    assert 0 < lost.merger.state.closed < lost.closed
+    lost.play(lost.trained, 40)
+    assert lost.merger.state.closed > lost.closed
+    assert lost.redis.reader.uid() == lost.manifest.uid
     with failing(RunExistsError):
-        init.main(options)
+        init.main(lost.options(resume=str(lost.folder.path)))
+    lost.redis.connection.redis.hset("{tiny:s0}:manifest", "uid", "nonsense")
+    lost.trained.link.pump()
+    assert lost.trained.link.failure is None, "a damaged uid is no other run"
 
 
-def test_a_new_run_does_not_replace_living_islands(lost: LostRun) -> None:
-    with failing(ConfigError, "init.islands-live"):
-        init.main(InitOptions(url=lost.url, run="tiny"))
-    assert lost.transport.reader.runs() == []
-    lost.island.beat("left")
-    lost.island.link.pump()
-    init.require_no_islands(lost.transport)
-
-
-def test_a_run_of_which_only_the_name_is_left_is_a_lost_one(lost: LostRun) -> None:
-    lost.transport.connection.redis.sadd(REGISTRY, "tiny")
-    with failing(ConfigError, "init.islands-live"):
-        init.main(InitOptions(url=lost.url, run="tiny"))
-
-
-def test_an_empty_folder_cannot_continue_a_run(lost: LostRun, tmp_path: Path) -> None:
+def test_a_new_run_does_not_replace_living_islands(lost: LostRun, tmp_path: Path) -> None:
     with failing(ConfigError, "init.no-checkpoint"):
-        init.main(InitOptions(url=lost.url, run="tiny", resume=str(tmp_path / "empty")))
+        init.main(lost.options(resume=str(tmp_path / "empty")))
+    with failing(ConfigError, "init.islands-live"):
+        init.main(lost.options())
+    assert lost.redis.reader.runs() == []
+    lost.redis.connection.redis.sadd(REGISTRY, "tiny")
+    with failing(ConfigError, "init.islands-live"):  # nothing but the name is left
+        init.main(lost.options())
+    lost.trained.beat("left")
+    lost.trained.link.pump()
+    init.require_no_islands(lost.redis)
 
 
 @pytest.mark.parametrize("notices", ["pump_heartbeat", "pump_receive"])
 def test_an_island_leaves_a_run_that_took_the_name(lost: LostRun, notices: str) -> None:
     other = replace(lost.manifest, uid="2" * 32)
-    lost.transport.create(other, samples.first_snapshots(other, 2.0))
+    lost.redis.create(other, samples.first_snapshots(other, 2.0))
     if notices == "pump_receive":
-        merger = Merger(lost.connect(), lost.run.clock)
+        merger = Merger(lost.connect(), lost.clock)
         assert merger.acquire()
         merger.load()
-    before = tiny.leaf_bytes(lost.island.inner)
+    before = tiny.leaf_bytes(lost.trained.inner)
     with failing(ConfigError, "island.other-run"):
-        getattr(lost.island.link, notices)()
-    lost.island.link.pump()
+        getattr(lost.trained.link, notices)()
+    lost.trained.link.pump()
     with failing(ConfigError, "island.other-run"):
-        lost.island.boundary()
-    assert tiny.leaf_bytes(lost.island.inner) == before
-    assert lost.transport.reader.books().published == 0
-
-
-def test_a_damaged_uid_is_no_other_run(lost: LostRun) -> None:
-    init.main(InitOptions(url=lost.url, run="tiny", resume=str(lost.folder.path)))
-    lost.transport.connection.redis.hset("{tiny:s0}:manifest", "uid", "nonsense")
-    lost.island.link.pump()
-    assert lost.island.link.failure is None
-
-
-# -- the accounts of tokens ------------------------------------------------------------------------------------------
-
-
-def beat(lost: LostRun, island: Island) -> None:
-    """Let an island describe itself as it is now, although it has done so a short time ago."""
-    lost.run.clock.now += 1.0
-    island.beat("training")
-
-
-def accounts(lost: LostRun) -> RunView:
-    """Return the run as it is seen, whose accounts must add up."""
-    view = observe(lost.transport, lost.manifest)
-    parts = view.tokens_merged + view.tokens_refused + view.tokens_pending + view.tokens_unsent + view.tokens_lost
-    assert view.tokens_trained == parts
-    return view
+        lost.trained.boundary()
+    assert tiny.leaf_bytes(lost.trained.inner) == before
+    assert lost.redis.reader.books().published == 0
 
 
 def test_tokens_that_were_merged_after_the_checkpoint_are_lost(lost: LostRun) -> None:
-    init.main(InitOptions(url=lost.url, run="tiny", resume=str(lost.folder.path)))
-    lost.serve()
-    steps_back = lost.island.totals.steps - lost.run.merger.state.step
-    lost.run.play(lost.island, 10)
-    beat(lost, lost.island)
-    lost.island.link.pump()
-    view = accounts(lost)
-    assert view.tokens_trained == lost.island.totals.tokens
+    lost.resume()
+    steps_back = lost.trained.totals.steps - lost.merger.state.step
+    lost.play(lost.trained, 10)
+    lost.describe(lost.trained)
+    view = lost.accounts()
+    assert view.tokens_trained == lost.trained.totals.tokens
     sent_again = KEPT_MIN * tiny.CONFIG.sync.interval / len(lost.manifest.fragments)
     assert view.tokens_lost > 0
     lost_steps = view.tokens_lost / tiny.CONFIG.tokens_per_step
     assert lost_steps <= steps_back - sent_again + 4, "the newest contributions are sent again"
-    lost.island.leave("left", flush_seconds=0.0)
-    lost.island.link.pump()
-    lost.run.merger.turn(0.0)
-    left = accounts(lost)
+    lost.trained.leave("left", flush_seconds=0.0)
+    lost.trained.link.pump()
+    lost.merger.turn(0.0)
+    left = lost.accounts()
     assert (left.tokens_unsent, left.tokens_pending, left.tokens_lost) == (0, 0, view.tokens_lost)
 
 
 def test_each_return_of_an_island_loses_what_it_had_not_sent(lost: LostRun) -> None:
-    init.main(InitOptions(url=lost.url, run="tiny", resume=str(lost.folder.path)))
-    lost.serve()
-    lost.run.play(lost.island, 10)
-    before, discarded = accounts(lost).tokens_lost, 0
-    island = lost.island
+    lost.resume()
+    lost.play(lost.trained, 10)
+    before, discarded = lost.accounts().tokens_lost, 0
+    island = lost.trained
     for number in range(7):
         island.advance()  # a step that it does not send, before it is killed
-        beat(lost, island)
-        island.link.pump()
-        discarded += accounts(lost).tokens_unsent
-        island = lost.run.island(incarnation=f"y{number}", silent=True)
+        lost.describe(island)
+        discarded += lost.accounts().tokens_unsent
+        island = lost.island(incarnation=f"y{number}", silent=True)
         rejoin = Rejoin(lost.connect(), None, island, [])
         rejoin.ask(peers=False)
         rejoin.complete(None)
         island.beat("joining")
         island.link.pump()
-        lost.run.play(island, 5)
-    beat(lost, island)
-    island.link.pump()
-    view = accounts(lost)
+        lost.play(island, 5)
+    lost.describe(island)
+    view = lost.accounts()
     assert view.tokens_trained == island.totals.tokens
     assert view.tokens_lost - before == pytest.approx(discarded, abs=8)
     assert discarded > 0
