@@ -1,114 +1,159 @@
-"""Workers that start during an outage of Redis: no call ends them, whichever meets the outage first."""
+"""Workers that start before their Redis or their merger: they wait, and no call ends them, whichever fails first.
+
+The workers run in the test's process and train a small task.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import archipelago.islands.main
-import archipelago.islands.running
-import archipelago.merger.main
+from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import UnreachableError
-from archipelago.broker.process import AwaitedRun
+from archipelago.broker.process import AwaitedRun, Patience
 from archipelago.broker.redis.transport import RedisTransport, connect
-from archipelago.islands.creation import describe, first_snapshots
+from archipelago.islands.creation import first_snapshots
+from archipelago.islands.options import IslandOptions
+from archipelago.islands.running import run_island
+from archipelago.islands.tasks.file import load_task
+from archipelago.islands.tasks.workload import Workload, task_config
+from archipelago.merger.main import MergerOptions, main
+from archipelago.merger.service import Merger
 from archipelago.merger.serving import serve
 from tests.failing import failing
 from tests.intercept import Intercepted
-from tests.islands.test_main import CORPUS
 from tests.small import SMALL
+
+TASK = """
+import numpy as np
+from archipelago import Task
+
+def init(seed):
+    return {name: np.ones((8, 4), np.float32) for name in ("one", "two")}
+
+def loss(params, batch):
+    return sum(((value - batch.mean()) ** 2).mean() for value in params.values())
+
+def batches(run):
+    while True:
+        yield np.zeros((4, 8), np.float32)
+
+task = Task(init, loss, batches)
+"""
+CONFIG = RunConfig(inner=SMALL.inner, sync=replace(SMALL.sync, fragments=2))
 
 
 class Stuttering(Intercepted):
-    """A connection on which the first and the third call of each method fail."""
+    """A connection on which the first call of each method fails, and every call of the methods in `down`."""
 
     def __init__(self, transport: RedisTransport) -> None:
         super().__init__(transport)
         self.connection = transport.connection
         self.calls: Counter[str] = Counter()
+        self.down: set[str] = set()
 
     def intercept(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.calls[name] += 1
-        if self.calls[name] in (1, 3):
+        if self.calls[name] == 1 or name in self.down:
             raise UnreachableError("the connection was reset")
         return method(*args, **kwargs)
 
 
 @pytest.fixture
-def transport(monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisTransport]:
-    monkeypatch.setattr("archipelago.broker.process.PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr("archipelago.islands.tasks.ours.training_text", lambda *_: CORPUS)
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # The merger sets it as well.
-    for module in (archipelago.islands.running, archipelago.merger.main):
-        monkeypatch.setattr(module, "keep_compiled", lambda: None)
-    monkeypatch.setattr(archipelago.merger.main, "keep_freed_memory", lambda: None)
-    monkeypatch.setattr("archipelago.merger.serving.serve", partial(serve, pause=lambda _: None))
-    made = connect(f"fakeredis://{uuid.uuid4().hex}", "demo")
-    manifest = describe("demo", SMALL, CORPUS.identity)
-    made.create(manifest, first_snapshots(manifest))
+def task(tmp_path: Path) -> str:
+    path = tmp_path / "mine.py"
+    path.write_text(TASK)
+    return str(path)
+
+
+@pytest.fixture
+def transport(task: str) -> Iterator[RedisTransport]:
+    made, file = connect(f"fakeredis://{uuid.uuid4().hex}", "demo"), load_task(task)
+    work = Workload.of(file, task_config(CONFIG, file))
+    manifest = work.describe("demo")
+    made.create(manifest, first_snapshots(manifest, work.model.init()))
     yield made
     made.close()
 
 
 @pytest.fixture
 def stuttering(transport: RedisTransport, monkeypatch: pytest.MonkeyPatch) -> Stuttering:
+    """Let the options of every worker give a connection that stutters. A worker tries again at once."""
     made = Stuttering(transport)
     monkeypatch.setattr(AwaitedRun, "connect", lambda _: made)
+    monkeypatch.setattr(
+        AwaitedRun, "patience", lambda options, stopped: Patience(options.wait_seconds, stopped, pause=lambda _: None)
+    )
     return made
 
 
-def until(module: Any, monkeypatch: pytest.MonkeyPatch, holds: Callable[[], object]) -> None:
-    """Stop the worker, as a signal does, once `holds`."""
-    monkeypatch.setattr(module, "stop_on_signals", lambda: lambda: bool(holds()))
+@pytest.fixture
+def served(transport: RedisTransport, stuttering: Stuttering) -> Iterator[Callable[[], None]]:
+    """A function that sends this process a signal once a merger has served. Its handlers are restored.
+
+    The books cannot be read from then on.
+    """
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def stop_after_serving() -> None:
+        ended = threading.Event()
+
+        def watch() -> None:
+            while not ended.wait(0.01):
+                if stuttering.calls["updates"] > 2:
+                    stuttering.down.add("books")
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    return
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        ends.append((ended, watcher))
+
+    ends: list[tuple[threading.Event, threading.Thread]] = []
+    yield stop_after_serving
+    for ended, watcher in ends:
+        ended.set()
+        watcher.join()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
-def test_a_merger_waits(
-    transport: RedisTransport, stuttering: Stuttering, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_merger_waits_and_may_end_in_an_outage(
+    transport: RedisTransport,
+    stuttering: Stuttering,
+    served: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    until(archipelago.merger.main, monkeypatch, lambda: stuttering.calls["updates"] > 1)
-    assert (
-        archipelago.merger.main.main(
-            archipelago.merger.main.MergerOptions(run="demo", folder=tmp_path, wait_seconds=20.0)
-        )
-        == 0
-    )
-    assert stuttering.calls["manifest"] > 3
+    monkeypatch.setattr("archipelago.merger.shards.serve", partial(serve, pause=lambda _: None))
+    served()
+    assert main(MergerOptions(run="demo", folder=tmp_path, wait_seconds=20.0, json=True)) == 0
+    assert stuttering.calls["manifest"] > 2
     assert "served" in {note.kind for note in transport.reader.notes(100)}
-
-
-def test_a_merger_that_ends_in_an_outage(
-    stuttering: Stuttering, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def served_and_then_an_outage() -> bool:
-        if stuttering.calls["updates"] > 1:
-            stuttering.calls["books"] = 2
-        return stuttering.calls["updates"] > 1
-
-    until(archipelago.merger.main, monkeypatch, served_and_then_an_outage)
-    assert (
-        archipelago.merger.main.main(
-            archipelago.merger.main.MergerOptions(run="demo", folder=tmp_path, wait_seconds=20.0, json=True)
-        )
-        == 0
-    )
     assert json.loads(capsys.readouterr().out) == {"run": "demo", "round": 0, "merged": None, "finished": False}
 
 
-def test_an_island_waits(
-    transport: RedisTransport, stuttering: Stuttering, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    until(archipelago.islands.main, monkeypatch, lambda: transport.reader.backlog())
-    options = archipelago.islands.main.IslandOptions(
-        run="demo", folder=tmp_path, name="oslo", scan_steps=1, wait_seconds=20.0
-    )
-    assert archipelago.islands.main.main(options) == 0
+def island(task: str, folder: Path, wait_seconds: float) -> IslandOptions:
+    return IslandOptions(
+        run="demo", task=task, folder=folder, name="oslo", scan_steps=1, wait_seconds=wait_seconds, json=True,
+        log_json=True,
+    )  # fmt: skip
+
+
+def test_an_island_waits(transport: RedisTransport, stuttering: Stuttering, task: str, tmp_path: Path) -> None:
+    assert run_island(island(task, tmp_path, 20.0), lambda: bool(transport.reader.backlog())) == 0
     assert stuttering.calls["publish"] > 1
     assert transport.reader.backlog()
 
@@ -127,11 +172,44 @@ AT_THE_START = (
 )
 
 
-@pytest.mark.parametrize("call", AT_THE_START)
-def test_a_worker_without_patience_ends_at_once(call: str, stuttering: Stuttering, tmp_path: Path) -> None:
-    stuttering.calls.update(dict.fromkeys(set(AT_THE_START) - {call}, 3))
-    with failing(UnreachableError):
-        archipelago.islands.main.main(
-            archipelago.islands.main.IslandOptions(run="demo", folder=tmp_path, name="oslo", wait_seconds=0.0)
-        )
-    assert stuttering.calls[call] == 1, stuttering.calls
+def test_a_worker_without_patience_ends_at_the_first_call_that_fails(
+    stuttering: Stuttering, task: str, tmp_path: Path
+) -> None:
+    for call in AT_THE_START:
+        stuttering.calls = Counter(dict.fromkeys(set(AT_THE_START) - {call}, 1))
+        with failing(UnreachableError):
+            run_island(island(task, tmp_path, 0.0), lambda: False)
+        assert stuttering.calls[call] == 1, stuttering.calls
+
+
+def test_an_island_says_that_there_is_no_merger_and_the_run_waits_for_one(
+    transport: RedisTransport,
+    task: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(AwaitedRun, "connect", lambda _: transport)
+    ended = threading.Event()
+    mergers: list[threading.Thread] = []
+    steps_alone: list[int] = []
+
+    def look() -> bool:
+        """Start a merger once the island has made more steps than the run has."""
+        beats = [presence.heartbeat for presence in transport.reader.presences()]
+        if not mergers and beats and beats[0].steps > 2 * CONFIG.inner.steps:
+            steps_alone.append(beats[0].global_step)
+            mergers.append(threading.Thread(target=partial(serve, Merger(transport), ended.is_set)))
+            mergers[0].start()
+        return False
+
+    assert run_island(island(task, tmp_path, 20.0), look) == 0
+    ended.set()
+    mergers[0].join()
+    printed = capsys.readouterr()
+    logged = [json.loads(line) for line in printed.err.splitlines()]
+    assert "island.no-merger" in [line.get("code") for line in logged]
+    assert 0 < steps_alone[0] < CONFIG.inner.steps // 2
+    found = json.loads(printed.out)
+    assert (found["state"], found["refused"]) == ("done", 0)
+    assert transport.reader.tape(1)[0].step >= CONFIG.inner.steps - CONFIG.sync.interval
