@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 import shlex
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +21,11 @@ from archipelago.islands.data.preparation import prepare_text
 from archipelago.ops.commands import run
 from archipelago.ops.launch.embedded_redis import Server
 from tests import samples
+from tests.harness.processes import Processes
 
-ROOT = Path(__file__).parents[2]
-#: In command lines: RUNS is the URL of a Redis with one run, alpha. NONE has no run. AWAY does not answer. TAKEN is a
-#: port in use. NEW stands for flags with which `init` creates a run.
 NEW = "--data.corpus small --data.shards 4"
+#: Command lines and the codes of their errors. RUNS is the URL of a Redis with one run, alpha. NONE has no run. AWAY
+#: does not answer. TAKEN is a port in use. NEW stands for flags with which `init` creates a run.
 MISTAKES = [
     # the address of the Redis
     ("status", "config.no-url"),
@@ -37,7 +34,6 @@ MISTAKES = [
     ("status redis://localhost:port", "broker.bad-url"),
     ("status AWAY", "broker.unreachable"),
     ("status WRONG_PASSWORD", "broker.access"),
-    pytest.param("status NOT_TLS", "broker.unreachable", marks=pytest.mark.full),  # The connection times out.
     ("status RUNS99", "broker.refused-command"),
     ("status missing.join", "invitation.no-file"),
     ("status open.join", "invitation.open"),
@@ -251,52 +247,45 @@ def traces(place: Place) -> tuple[list[Path], list[Any]]:
     return sorted(place.folder.rglob("*")), keys
 
 
-@pytest.mark.parametrize(("line", "code"), MISTAKES)
-def test_a_mistake_ends_with_one_error(place: Place, capsys: pytest.CaptureFixture[str], line: str, code: str) -> None:
-    before = traces(place)
-    with pytest.raises(ArchipelagoError) as caught:
-        run(place.args(line))
-    error = caught.value
-    assert error.code == code
-    assert error.remedy
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    for text in (str(error), printed.err):
-        assert "hidden" not in text
-        assert "Traceback" not in text
-    assert "\n" not in str(error)
-    assert traces(place) == before
-
-
-@pytest.mark.parametrize("line", UNPARSABLE)
-def test_a_command_that_cannot_be_parsed_says_where_help_is(
-    place: Place, capsys: pytest.CaptureFixture[str], line: str
+def test_a_mistake_ends_with_one_error_and_leaves_nothing_behind(
+    place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = traces(place)
-    try:
-        status: object = run(place.args(line))
-    except SystemExit as left:
-        status = left.code
-    assert status == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert "--help" in printed.err
-    assert "Traceback" not in printed.err
+    for line, code in MISTAKES:
+        with pytest.raises(ArchipelagoError) as caught:
+            run(place.args(line))
+        error, printed = caught.value, capsys.readouterr()
+        assert error.code == code, line
+        assert error.remedy, line
+        assert printed.out == "", line
+        for text in (str(error), printed.err):
+            assert "hidden" not in text, line
+            assert "Traceback" not in text, line
+        assert "\n" not in str(error), line
+        assert traces(place) == before, line
+
+
+def test_a_command_that_cannot_be_parsed_says_where_help_is(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    before = traces(place)
+    for line in UNPARSABLE:
+        try:
+            status: object = run(place.args(line))
+        except SystemExit as left:
+            status = left.code
+        printed = capsys.readouterr()
+        assert (status, printed.out) == (2, ""), line
+        assert "--help" in printed.err, line
+        assert "Traceback" not in printed.err, line
     assert traces(place) == before
 
 
 @pytest.mark.full
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "line",
-    ["trian", "status", "status AWAY", "init NONE --config unknown.toml", "up NEW --metrics-port TAKEN", "doctor AWAY"],
-)
-def test_a_real_process_ends_without_a_traceback(place: Place, line: str) -> None:
-    command = [sys.executable, "-P", "-m", "archipelago.ops", *place.args(line)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
-    assert done.returncode == (1 if line.startswith("doctor") else 2)
-    assert "Traceback" not in done.stdout + done.stderr
-    assert "hidden" not in done.stdout + done.stderr
-    if line not in ("trian", "doctor AWAY"):
-        assert done.stderr.startswith("error: ")
-        assert done.stderr.count("\n") == 1
+def test_a_real_process_ends_without_a_traceback(place: Place, tmp_path: Path) -> None:
+    processes = Processes(tmp_path)
+    for line in ("trian", "status AWAY", "up NEW --metrics-port TAKEN"):
+        process = processes.start(*place.args(line))
+        said = processes.ended(process, status=2) + processes.said(process)
+        assert "hidden" not in said, line
+        assert line == "trian" or (said.startswith("error: ") and said.count("\n") == 1), line
+    processes.end()

@@ -1,4 +1,4 @@
-"""A task of a few hundred parameters on a small text, for whole runs in virtual time that take a fraction of a second."""
+"""A small task on a small text, for whole runs in virtual time that take a fraction of a second."""
 
 from __future__ import annotations
 
