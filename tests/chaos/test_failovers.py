@@ -23,7 +23,7 @@ from archipelago.broker.redis.transport import RedisTransport, connect
 from tests import samples
 from tests.chaos.island_threads import IslandThreads, check, create
 from tests.chaos.test_redis_killed import WIDTH, MergerThread, closed, void
-from tests.clusters import Cluster, Tls, Watched
+from tests.clusters import Cluster, Watched
 from tests.conftest import Until
 
 pytestmark = [pytest.mark.full, pytest.mark.processes]
@@ -33,14 +33,6 @@ pytestmark = [pytest.mark.full, pytest.mark.processes]
 def copied(tmp_path_factory: pytest.TempPathFactory, until: Until) -> Iterator[Cluster]:
     """A cluster of three primaries with a replica each."""
     made = Cluster(tmp_path_factory.mktemp("copied"), until, replicas=1)
-    yield made
-    made.end()
-
-
-@pytest.fixture(scope="module")
-def copied_with_tls(tls: Tls, tmp_path_factory: pytest.TempPathFactory, until: Until) -> Iterator[Cluster]:
-    """A cluster of three primaries with a replica each, which speaks TLS only."""
-    made = Cluster(tmp_path_factory.mktemp("copied-with-tls"), until, replicas=1, tls=tls)
     yield made
     made.end()
 
@@ -112,28 +104,20 @@ class Run:
         self.transport.close()
 
 
-#: `ssl.SSLSocket._create` forgets to close its socket if the server is killed between the connection and the handshake.
-UNCLOSED = pytest.mark.filterwarnings("ignore:unclosed <ssl.SSLSocket:ResourceWarning")
+#: Of these kills some come in the middle of a commit, some lose writes, and after some the others elect the replica.
+KILLS = 8
 
 
-@pytest.mark.parametrize(("kind", "kills"), [("copied", 25), pytest.param("copied_with_tls", 6, marks=UNCLOSED)])
 def test_no_contribution_is_lost_when_replicas_take_over_without_the_newest_writes(
-    kind: str,
-    kills: int,
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    until: Until,
-    monkeypatch: pytest.MonkeyPatch,
-    small_chunks: None,
+    copied: Cluster, tmp_path: Path, until: Until, monkeypatch: pytest.MonkeyPatch, small_chunks: None
 ) -> None:
-    cluster: Cluster = request.getfixturevalue(kind)
     seed = random.SystemRandom().randrange(1 << 32)
     chance, moments = random.Random(seed), Moments(monkeypatch)
-    run = Run(cluster.url, "killed", tmp_path, until)
-    for kill in range(kills):
+    run = Run(copied.url, "killed", tmp_path, until)
+    for kill in range(KILLS):
         what = f"before kill {kill} (seed {seed})"
         run.goes_on(what)
-        old, new = cluster.pair("killed")
+        old, new = copied.pair("killed")
         with ExitStack() as stack:
             if kill % 3:
                 stack.enter_context(new.cut_off())
@@ -146,19 +130,19 @@ def test_no_contribution_is_lost_when_replicas_take_over_without_the_newest_writ
                 until(lambda moment=moment: time.monotonic() >= moment, "the moment of the kill")
                 old.kill()
             if kill % 5:
-                cluster.promote(new)
+                copied.promote(new)
             else:
                 until(lambda new=new: new.role() == "master", f"the others to elect {what}")
         old.start()
         until(old.is_synced, f"the killed one to follow {what}")
     run.end(f"after the last kill (seed {seed})")
-    assert len(run.islands.acknowledged) > 4 * kills
+    assert len(run.islands.acknowledged) > 4 * KILLS
 
 
 def test_a_run_goes_on_while_its_slot_moves(copied: Cluster, tmp_path: Path, until: Until, small_chunks: None) -> None:
     run = Run(copied.url, "moved", tmp_path, until)
     slot = key_slot(Keys("moved").manifest.encode())
-    for move in range(6):
+    for move in range(2):
         run.goes_on(f"before move {move}")
         old = copied.owner("moved")
         new = next(node for node in copied.nodes if node is not old and node.role() == "master")

@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
+
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.redis.transport import connect
 from archipelago.ops.watch.run_view import IslandView, RunView, observe
-from tests.conftest import PATIENCE_SECONDS
+from tests.conftest import PATIENCE_SECONDS, gone
 
 #: The settings of a small run of the corpus `small-text`.
 SETTINGS = [
@@ -91,6 +93,12 @@ class Processes:
             sys.stdout.write(f"--- {command} (exit {process.returncode})\n{self.said(process)[-4000:]}\n")
 
 
+def children(parent: subprocess.Popen[str], word: str = "") -> list[psutil.Process]:
+    """Return the processes that a command has started, directly or not, with that word in their command lines."""
+    found = psutil.Process(parent.pid).children(recursive=True)
+    return [child for child in found if not gone(child.pid) and word in " ".join(child.cmdline())]
+
+
 def view(url: str, run: str) -> RunView:
     transport = connect(url, run)
     try:
@@ -99,28 +107,42 @@ def view(url: str, run: str) -> RunView:
         transport.close()
 
 
-def balanced(seen: RunView) -> bool:
-    return seen.books.published == seen.books.merged + seen.books.refused + seen.pending
-
-
 def seen_island(seen: RunView, name: str) -> IslandView:
     """Return the island of that name."""
     return next(island for island in seen.islands if island.name == name)
 
 
-def rounds_of(config: Path, run: str) -> int:
-    """Return the closed rounds of the run on the server with this config; 0 while the server is down."""
-    try:
-        return view(url_of(config), run).rounds
-    except (OSError, StopIteration, BrokerError):
-        return 0
+class UpRun:
+    """What a test reads of a run under `up`, from its folder and from the Redis that `up` has started."""
 
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.run = folder, folder.name
 
-def url_of(config: Path) -> str:
-    """Return the URL of the server with this config."""
-    port, password = (_setting(config, key) for key in ("port", "requirepass"))
-    return f"redis://:{password}@127.0.0.1:{port}/0"
+    @property
+    def url(self) -> str:
+        """The URL of its Redis."""
+        lines = (self.folder / "redis" / "server.conf").read_text().splitlines()
+        settings = dict(line.split(maxsplit=1) for line in lines if line and not line.startswith("#"))
+        return f"redis://:{settings['requirepass']}@127.0.0.1:{settings['port']}/0"
 
+    @property
+    def view(self) -> RunView:
+        return view(self.url, self.run)
 
-def _setting(config: Path, key: str) -> str:
-    return next(line.split()[1] for line in config.read_text().splitlines() if line.startswith(f"{key} "))
+    @property
+    def rounds(self) -> int:
+        """The closed rounds; 0 while Redis is down."""
+        try:
+            return self.view.rounds
+        except (OSError, ValueError, KeyError, BrokerError):
+            return 0
+
+    @property
+    def report(self) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = json.loads((self.folder / "report.json").read_text())
+        return found
+
+    def log(self, name: str) -> str:
+        """Return what a worker has logged so far."""
+        path = self.folder / "logs" / f"{name}.log"
+        return path.read_text() if path.exists() else ""

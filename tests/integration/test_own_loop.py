@@ -1,13 +1,10 @@
-"""The scripts of the guide, as they stand: two islands and a merger in real processes, one of them killed."""
+"""The scripts of the guide, as they stand, in real processes. One of them is killed and rejoins."""
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -15,256 +12,190 @@ import pytest
 from archipelago.broker.errors import ArchipelagoError
 from archipelago.broker.messages import Heartbeat
 from archipelago.broker.redis.transport import connect
-from archipelago.ops.launch.embedded_redis import start_server
+from archipelago.ops.launch.embedded_redis import Server
 from archipelago.ops.weights.parameters import from_redis
 from tests import pytorch
 from tests.conftest import Until
+from tests.harness.processes import SETTINGS, Processes
+from tests.servers import empty_database
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
 GUIDE = ROOT / "docs" / "guide" / "your-training.md"
 
 
-def test_the_guide_shows_the_scripts_as_they_are() -> None:
-    shown = dict(re.findall(r"<!-- (docs/examples/\S+) -->\n```python\n(.*?)```", GUIDE.read_text(), re.DOTALL))
+def test_the_guide_shows_the_scripts_as_they_are_and_names_all_examples() -> None:
+    guide = GUIDE.read_text()
+    shown = dict(re.findall(r"<!-- (docs/examples/\S+) -->\n```python\n(.*?)```", guide, re.DOTALL))
     assert {"docs/examples/train_jax.py", "docs/examples/train_torch.py"} <= set(shown)
     for name, text in shown.items():
         assert (ROOT / name).read_text() == text
         assert len(text.splitlines()) < (60 if "lora" in name else 40)
-
-
-def test_the_guide_names_all_examples_and_they_are_short() -> None:
     for path in EXAMPLES.glob("*.py"):
-        assert f"docs/examples/{path.name}" in GUIDE.read_text()
+        assert f"docs/examples/{path.name}" in guide
         assert len(path.read_text().splitlines()) < 60
 
 
-class Scripts:
-    """Starts processes on one Redis, and ends them all."""
+class Scripts(Processes):
+    """Scripts on one Redis, whose run is called `mine` unless the test says otherwise."""
 
     def __init__(self, url: str, folder: Path) -> None:
-        self.folder = folder
-        self.environment = {**os.environ, "ARCHIPELAGO_URL": url, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
-        self.all: list[subprocess.Popen[str]] = []
-        #: Those that end their children when they are terminated.
-        self.with_children: list[subprocess.Popen[str]] = []
+        super().__init__(folder, ARCHIPELAGO_URL=url, JAX_PLATFORMS="cpu", OMP_NUM_THREADS="1")
+        self.url = url
 
-    def start(self, *command: str) -> subprocess.Popen[str]:
-        said = self.folder / f"process-{len(self.all)}.log"
-        with said.open("w") as out:
-            process = subprocess.Popen(
-                [sys.executable, *command],
-                env=self.environment,
-                cwd=self.folder,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        self.all.append(process)
-        return process
-
-    def said(self, process: subprocess.Popen[str]) -> str:
-        return (self.folder / f"process-{self.all.index(process)}.log").read_text()
-
-
-@pytest.fixture
-def scripts(tmp_path: Path) -> Iterator[Scripts]:
-    with start_server(tmp_path / "redis") as server:
-        started = Scripts(server.url, tmp_path)
-        yield started
-        for process in started.all:
-            if process.poll() is None:
-                process.terminate() if process in started.with_children else process.kill()
-            process.wait()
-
-
-def beat(url: str, island: str) -> Heartbeat | None:
-    """Return the island's newest heartbeat."""
-    try:
-        transport = connect(url, "mine")
+    def beat(self, island: str, run: str = "mine") -> Heartbeat | None:
+        """Return the island's newest heartbeat."""
         try:
-            beats = [presence.heartbeat for presence in transport.reader.presences()]
-        finally:
-            transport.close()
-    except ArchipelagoError:
-        return None
-    return next((each for each in beats if each.island == island), None)
+            transport = connect(self.url, run)
+            try:
+                beats = [presence.heartbeat for presence in transport.reader.presences()]
+            finally:
+                transport.close()
+        except ArchipelagoError:
+            return None
+        return next((each for each in beats if each.island == island), None)
 
+    def has_sent(self, island: str, run: str = "mine", incarnation: str = "") -> bool:
+        """Return whether an island has sent several contributions, under another incarnation than that one."""
+        found = self.beat(island, run)
+        return found is not None and found.sent > 4 and found.incarnation != incarnation
 
-def loss_of(url: str, island: str) -> float:
-    """Return the mean loss of the steps of the island's last contribution."""
-    last = beat(url, island)
-    assert last is not None
-    return last.loss
-
-
-def steer_steps(url: str, steps: int) -> None:
-    """Set the length of the run, as `archipelago steer` does."""
-    transport = connect(url, "mine")
-    transport.reader.steer({"inner.steps": str(steps)})
-    transport.close()
-
-
-def last_step(url: str) -> int:
-    """Return the run's step after its last round."""
-    transport = connect(url, "mine")
-    try:
-        return transport.reader.tape(1)[-1].step
-    finally:
+    def steer(self, steps: int, run: str = "mine") -> None:
+        """Set the length of the run."""
+        transport = connect(self.url, run)
+        transport.reader.steer({"inner.steps": str(steps)})
         transport.close()
 
 
-def end_of(said: str) -> int:
-    """Return the step at which a script says that it ended. Without time to adopt the last rounds, it knows less."""
-    found = re.search(r"ends at step (\d+)", said)
-    assert found, said
-    return int(found[1])
-
-
-#: The script, its steps, the loss that it must reach (untrained models have 1.4 and 5.5), and the names of its tensors.
-SCRIPTS = [
-    ("train_jax.py", 20_000, 0.5, {"layers.0.kernel", "layers.0.bias", "layers.2.kernel", "layers.2.bias"}),
-    ("train_torch.py", 6_000, 3.5, {"0.weight", "2.weight", "2.bias", "4.weight", "4.bias"}),
-]
-#: More examples with the packages that they need, and the names of their tensors.
-MORE = [
-    (
-        "train_equinox.py",
-        ["equinox", "sklearn"],
-        {f"layers.{n}.{leaf}" for n in range(3) for leaf in ("weight", "bias")},
-    ),
-    (
-        "train_grain.py",
-        ["grain", "sklearn"],
-        {f"params.layers_{n}.{leaf}" for n in (0, 2) for leaf in ("kernel", "bias")},
-    ),
-]
+@pytest.fixture
+def scripts(server: Server, tmp_path: Path) -> Iterator[Scripts]:
+    with empty_database(server, 12) as url:
+        started = Scripts(url, tmp_path)
+        yield started
+        started.end()
+        started.show()
 
 
 @pytest.mark.full
 @pytest.mark.processes
-def test_a_killed_process_of_fsdp_ends_its_island_and_the_island_rejoins(scripts: Scripts, until: Until) -> None:
-    pytorch.required()
-    url = scripts.environment["ARCHIPELAGO_URL"]
-    script = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLES / "train_fsdp.py"))
-    oslo = scripts.start(*script, "oslo")
-    scripts.with_children.append(oslo)
-    until(lambda: beat(url, "oslo") or oslo.poll(), "the island to join")
-    scripts.start("-m", "archipelago.ops", "merger", "--run", "mine")
-    until(lambda: (found := beat(url, "oslo")) is not None and found.sent > 4, "its contributions")
-    first = beat(url, "oslo")
-    children = Path(f"/proc/{oslo.pid}/task/{oslo.pid}/children").read_text().split()
-    os.kill(int(children[-1]), signal.SIGKILL)
-    oslo.wait()
-    assert oslo.returncode != 0
-    oslo = scripts.start(*script, "oslo")
-    scripts.with_children.append(oslo)
-    until(lambda: oslo.poll() is not None, "the run to end")
-    assert oslo.returncode == 0, scripts.said(oslo)
-    assert 1_000 <= end_of(scripts.said(oslo)) <= 1_200
-    last = beat(url, "oslo")
-    assert first is not None
-    assert last is not None
-    assert last.loss < 4.5
-    assert last.incarnation != first.incarnation
-    assert set(from_redis(url, "mine").params) == {"0.weight", "2.weight", "2.bias", "4.weight", "4.bias"}
-
-
-#: The script, its steps, the loss that it must reach (untrained models have 5.5 and 1.8), and its trained and frozen
-#: parameters.
-LORA = [("lora_torch.py", 600, 3.0, 9_728, 115_008), ("lora_jax.py", 6_000, 0.5, 1_104, 5_376)]
-
-
-@pytest.mark.full
-@pytest.mark.processes
-@pytest.mark.parametrize(("name", "steps", "loss", "trained", "frozen"), LORA)
-def test_three_islands_train_and_send_only_adapters(
-    name: str, steps: int, loss: float, trained: int, frozen: int, scripts: Scripts, until: Until
-) -> None:
-    for package in ("torch", "transformers", "peft") if name == "lora_torch.py" else ():
-        pytorch.required(package)
-    url = scripts.environment["ARCHIPELAGO_URL"]
-    islands = {island: scripts.start(str(EXAMPLES / name), island) for island in ("oslo", "lima", "kyoto")}
-    until(lambda: all(beat(url, island) for island in islands), "all islands to join")
-    scripts.start("-m", "archipelago.ops", "merger", "--run", "mine")
-    for island, process in islands.items():
-        until(lambda process=process: process.poll() is not None, "the run to end")
-        assert process.returncode == 0, scripts.said(process)
-        assert 0 < end_of(scripts.said(process)) <= steps
-        assert loss_of(url, island) < loss
-    assert last_step(url) >= 0.9 * steps
-    transport = connect(url, "mine")
-    manifest, books = transport.reader.manifest(), transport.reader.books()
-    transport.close()
-    assert (manifest.parameters, manifest.frozen_parameters) == (trained, frozen)
-    assert all("lora" in tensor.name for tensor in manifest.tensors)
-    assert books.bytes_up < books.published * trained, "int4 and scales of about half of the adapters"
-
-
-@pytest.mark.full
-@pytest.mark.processes
-@pytest.mark.parametrize(("name", "steps", "loss", "tensors"), SCRIPTS)
-def test_a_killed_script_rejoins_and_the_run_ends(
-    name: str, steps: int, loss: float, tensors: set[str], scripts: Scripts, until: Until
-) -> None:
-    if name == "train_torch.py":
-        pytorch.required()
-    script = str(EXAMPLES / name)
-    url = scripts.environment["ARCHIPELAGO_URL"]
-    oslo, lima = (scripts.start(script, island) for island in ("oslo", "lima"))
-    until(lambda: all(beat(url, island) for island in ("oslo", "lima")), "both islands to join")
-    steer_steps(url, 1_000 * steps)  # else one of them could end the run while the other one starts again
-    scripts.start("-m", "archipelago.ops", "merger", "--run", "mine")
-
-    def sent(island: str, incarnation: str = "") -> bool:
-        found = beat(url, island)
-        return found is not None and found.sent > 4 and found.incarnation != incarnation
-
-    until(lambda: sent("oslo") and sent("lima"), "contributions of both islands")
-    killed = beat(url, "lima")
+def test_a_killed_script_rejoins_and_the_run_ends(scripts: Scripts, until: Until) -> None:
+    script, steps = str(EXAMPLES / "train_jax.py"), 3_000
+    oslo, lima = (scripts.python(script, island) for island in ("oslo", "lima"))
+    until(lambda: all(scripts.beat(island) for island in ("oslo", "lima")), "both islands to join")
+    scripts.steer(1_000_000)  # else one of them could end the run while the other one starts again
+    scripts.start("merger", "--run", "mine")
+    until(lambda: scripts.has_sent("oslo") and scripts.has_sent("lima"), "contributions of both islands")
+    killed = scripts.beat("lima")
     assert killed is not None
-    lima.send_signal(signal.SIGKILL)
+    lima.kill()
     lima.wait()
-    lima = scripts.start(script, "lima")
-    until(lambda: sent("lima", killed.incarnation), "contributions of the island that was started again")
-    again = beat(url, "lima")
+    lima = scripts.python(script, "lima")
+    until(lambda: scripts.has_sent("lima", incarnation=killed.incarnation), "contributions of the killed island")
+    again = scripts.beat("lima")
     assert again is not None
     assert again.moments == "peer oslo"
     assert again.steps > killed.steps // 2, "its totals go on"
     steps = max(steps, again.global_step + steps // 10)
-    steer_steps(url, steps)
-    for island, process in {"oslo": oslo, "lima": lima}.items():
-        until(lambda process=process: process.poll() is not None, "the run to end")
-        assert process.returncode == 0, scripts.said(process)
-        assert 0 < end_of(scripts.said(process)) <= steps
-        assert loss_of(url, island) < loss
-    assert last_step(url) >= 0.9 * steps
-    late = scripts.start(script, "late")
-    until(lambda: late.poll() is not None, "a script to leave a run that has ended")
-    assert late.returncode == 0, scripts.said(late)
-    transport = connect(url, "mine")
-    books = transport.reader.books()
+    scripts.steer(steps)
+    for process in (oslo, lima):
+        assert "ends at step" in scripts.ended(process)
+    for island in ("oslo", "lima"):
+        last = scripts.beat(island)
+        assert last is not None
+        assert last.loss < 1.0, "an untrained network has 1.4"
+    transport = connect(scripts.url, "mine")
+    assert 0.9 * steps <= transport.reader.tape(1)[-1].step <= 1.1 * steps
     transport.close()
-    assert books.merged > 100
-    found = from_redis(url, "mine")
-    assert set(found.params) == tensors
+    scripts.ended(scripts.python(script, "late"))  # it leaves a run that has ended
+
+
+@dataclass(frozen=True)
+class Example:
+    """A script that trains to the end of its run.
+
+    Attributes:
+        name: Its file.
+        packages: What it needs.
+        loss: It must reach a smaller one.
+        tensors: Some of the tensors of its run.
+        parameters: How many parameters are trained and frozen, if some are frozen.
+        launcher: The arguments of Python before the script.
+    """
+
+    name: str
+    packages: tuple[str, ...]
+    loss: float
+    tensors: frozenset[str]
+    parameters: tuple[int, int] | None = None
+    launcher: tuple[str, ...] = field(default=())
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+TORCH = frozenset({"0.weight", "2.weight", "2.bias", "4.weight", "4.bias"})
+EXAMPLES_THAT_TRAIN = [
+    Example("train_torch.py", ("torch",), 3.5, TORCH),
+    Example("train_fsdp.py", ("torch",), 4.5, TORCH, launcher=TORCHRUN),
+    Example("train_equinox.py", ("equinox", "sklearn"), 0.5, frozenset({"layers.0.weight", "layers.2.bias"})),
+    Example("train_grain.py", ("grain", "sklearn"), 0.5, frozenset({"params.layers_0.kernel"})),
+    Example("lora_torch.py", ("torch", "transformers", "peft"), 3.0, frozenset(), (9_728, 115_008)),
+    Example("lora_jax.py", (), 0.5, frozenset({"lora.0.a", "lora.2.b"}), (1_104, 5_376)),
+]
 
 
 @pytest.mark.full
 @pytest.mark.processes
-@pytest.mark.parametrize(("name", "packages", "tensors"), MORE)
-def test_an_example_trains_to_the_end_of_its_run(
-    name: str, packages: list[str], tensors: set[str], scripts: Scripts, until: Until
-) -> None:
-    for package in packages:
+@pytest.mark.parametrize("example", EXAMPLES_THAT_TRAIN, ids=lambda example: example.name)
+def test_an_example_trains_to_the_end_of_its_run(example: Example, scripts: Scripts, until: Until) -> None:
+    """One that fine-tunes sends adapters only."""
+    for package in example.packages:
         pytorch.required(package)
-    url = scripts.environment["ARCHIPELAGO_URL"]
-    islands = {island: scripts.start(str(EXAMPLES / name), island) for island in ("oslo", "lima")}
-    until(lambda: all(beat(url, island) for island in islands), "both islands to join")
-    scripts.start("-m", "archipelago.ops", "merger", "--run", "mine")
-    for island, process in islands.items():
-        until(lambda process=process: process.poll() is not None, "the run to end")
-        assert process.returncode == 0, scripts.said(process)
-        assert "ends at step" in scripts.said(process)
-        assert loss_of(url, island) < 0.5, "an untrained network has 2.3"
-    assert set(from_redis(url, "mine").params) == tensors
+    island = scripts.python(*example.launcher, str(EXAMPLES / example.name), "oslo")
+    until(lambda: scripts.beat("oslo") or island.poll() is not None, "the island to join")
+    scripts.start("merger", "--run", "mine")
+    assert "ends at step" in scripts.ended(island)
+    last = scripts.beat("oslo")
+    assert last is not None
+    assert last.loss < example.loss
+    transport = connect(scripts.url, "mine")
+    manifest, books = transport.reader.manifest(), transport.reader.books()
+    transport.close()
+    assert {tensor.name for tensor in manifest.tensors} >= example.tensors
+    assert books.merged > 10
+    if example.parameters is not None:
+        assert (manifest.parameters, manifest.frozen_parameters) == example.parameters
+        assert all("lora" in tensor.name for tensor in manifest.tensors)
+        assert books.bytes_up < books.published * manifest.parameters, "int4 and scales of about half of the adapters"
+
+
+@pytest.mark.full
+@pytest.mark.processes
+def test_a_llama_in_pytorch_and_our_island_in_jax_train_one_run(
+    scripts: Scripts, corpus_folder: Path, until: Until
+) -> None:
+    """A Llama of transformers trains `tiny` beside our island."""
+    pytorch.required("transformers")
+    scripts.environment["ARCHIPELAGO_DATA"] = str(corpus_folder)
+    scripts.ended(scripts.start("init", "--run", "demo", "--inner.steps=1000000", *SETTINGS))
+    scripts.start("merger", "--run", "demo")
+    in_torch = scripts.python(str(EXAMPLES / "train_llama.py"), "torch")
+    until(lambda: in_torch.poll() is not None or scripts.has_sent("torch", "demo"), "contributions from PyTorch")
+    assert in_torch.poll() is None, scripts.said(in_torch)
+    # The newcomer's only peer has the state of an optimiser of PyTorch, with which it can do nothing.
+    in_jax = scripts.start("island", "--run", "demo", "--name", "jax")
+    until(lambda: in_jax.poll() is not None or scripts.has_sent("jax", "demo"), "contributions from JAX")
+    assert in_jax.poll() is None, scripts.said(in_jax)
+    joined = scripts.beat("jax", "demo")
+    assert joined is not None
+    assert joined.moments == "fresh"
+    scripts.steer(joined.global_step + 100, "demo")
+    assert "ends at step" in scripts.ended(in_torch)
+    scripts.ended(in_jax)
+    last = scripts.beat("torch", "demo")
+    assert last is not None
+    assert last.loss < 3.6, "a byte of text has 5.5 nats before training"
+    transport = connect(scripts.url, "demo")
+    books, tape = transport.reader.books(), transport.reader.tape(1 << 20)
+    transport.close()
+    assert {member.island for entry in tape for member in entry.members} == {"torch", "jax"}
+    assert books.refused == 0
+    assert "layers.0.attention.query.kernel" in from_redis(scripts.url, "demo").params

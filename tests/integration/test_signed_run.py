@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import numpy as np
 import pytest
 
 from archipelago.broker import invitation
-from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import ConfigError, FencedError, WireError
 from archipelago.broker.invitation import Invitation, Member, key_text
 from archipelago.broker.messages import Call, Contribution, Resume, Snapshot, to_fields
@@ -22,19 +22,16 @@ from archipelago.broker.signing import MERGER, SignatureError, SigningOn, genera
 from archipelago.broker.stamps import EPOCHS_SKIPPED
 from archipelago.broker.transport import START, Transport
 from archipelago.broker.wire import digest, digest_of, pack
-from archipelago.islands.data.corpus import OpenCorpus
-from archipelago.islands.tasks.ours import our_work
-from archipelago.merger.beside import at_once
-from archipelago.merger.checkpoint import CheckpointStore
-from archipelago.merger.checkpointer import Checkpointer
 from archipelago.merger.service import Merger
 from archipelago.ops.experiments.virtual_time import VirtualRun
 from archipelago.ops.launch.administration import Administrator
 from tests.failing import failing
+from tests.integration.virtual import bits, work
 from tests.harness.merger_run import compact_now
 from tests.samples import contribution, first_snapshots, handover, heartbeat, image, manifest
 
 ISLANDS = ("island-0", "island-1", "island-2")
+SPEEDS = [1.0, 1.2, 1.5]
 NAMES = (f"signed-{n}" for n in itertools.count())
 
 
@@ -81,57 +78,53 @@ class Keys:
 class SignedRun(VirtualRun):
     """A run in virtual time whose members all have keys."""
 
-    def __init__(self, config: RunConfig, corpus: OpenCorpus, speeds: list[float], run: str = "") -> None:
-        self.keys = Keys(run or next(NAMES))
-        super().__init__(our_work(config, corpus), speeds, run=self.keys.run)
+    def __init__(self) -> None:
+        self.keys = Keys(next(NAMES))
+        super().__init__(work(), SPEEDS, run=self.keys.run)
+        #: A client with access to Redis, without a key.
+        self.raw: Any = self.keys.plain().connection.redis
+        self.redis_keys = self.keys.plain().connection.keys
 
     def connect_as(self, who: str) -> Transport:
         return self.keys.connect(who)
 
-
-Start = Callable[..., SignedRun]
-SPEEDS = [1.0, 1.2, 1.5]
-
-
-@pytest.fixture
-def start(config: RunConfig, corpus: OpenCorpus) -> Start:
-    def start(**more: Any) -> SignedRun:
-        return SignedRun(config, corpus, SPEEDS, **more)
-
-    return start
-
-
-def tape(run: VirtualRun) -> list[tuple[int, str, tuple[str, ...]]]:
-    """The rounds of a run, as far as they are the same in every run with the same bits."""
-    entries = run.transport.reader.tape(1000)
-    return [(e.round, e.digest, tuple(member.identity_text for member in e.members)) for e in entries]
-
-
-HONEST: list[tuple[int, str, tuple[str, ...]]] = []
+    def close_until(self, rounds: int) -> None:
+        self.advance_until(lambda: self.merger.state.closed >= rounds)
 
 
 @pytest.fixture
-def honest(start: Start) -> list[tuple[int, str, tuple[str, ...]]]:
-    """The rounds of the run that nobody disturbs, which is played once."""
-    if not HONEST:
-        run = start()
-        run.finish()
-        HONEST.extend(tape(run))
-    return HONEST
+def run() -> SignedRun:
+    return SignedRun()
 
 
-def test_signing_changes_no_bit(honest: list[Any], config: RunConfig, corpus: OpenCorpus) -> None:
-    name = next(NAMES)
-    plain = VirtualRun(our_work(config, corpus), SPEEDS, connect=lambda: connect(f"fakeredis://{name}", name), run=name)
+@cache
+def honest() -> list[tuple[Any, ...]]:
+    """Return the rounds of the run that nobody disturbs."""
+    undisturbed = SignedRun()
+    undisturbed.finish()
+    return bits(undisturbed)
+
+
+def plain_run(name: str) -> VirtualRun:
+    """Return a run without keys."""
+    return VirtualRun(work(), SPEEDS, connect=lambda: connect(f"fakeredis://{name}", name), run=name)
+
+
+def test_signing_and_a_takeover_change_no_bit(run: SignedRun) -> None:
+    plain = plain_run(next(NAMES))
     plain.finish()
-    assert tape(plain) == honest
-    assert len(honest) > 6
+    assert bits(plain) == honest()
+    assert len(honest()) > 6
+    run.close_until(5)
+    run.new_merger()
+    run.finish()
+    assert bits(run) == honest()
 
 
 # -- attacks -------------------------------------------------------------------------------------------------------
 
 
-def forge_contributions(run: SignedRun, raw: Any) -> None:
+def forge_contributions(run: SignedRun) -> None:
     """Contributions in the name of an island, unsigned, signed with a stranger's key, and a replayed one."""
     sequences = itertools.count(900)
     forged = [
@@ -145,109 +138,93 @@ def forge_contributions(run: SignedRun, raw: Any) -> None:
             contribution(payload, island="island-0", sequence=next(sequences), codec=run.manifest.config.wire.up),
             payload,
         )
-    names = [key for key in raw.scan_iter(f"{{{run.keys.run}:s0}}:updates*") if raw.type(key) == b"stream"]
+    names = [key for key in run.raw.scan_iter(f"{{{run.keys.run}:s0}}:updates*") if run.raw.type(key) == b"stream"]
     for name in names:
-        for _, fields in raw.xrange(name, count=2):
-            raw.xadd(name, fields)
+        for _, fields in run.raw.xrange(name, count=2):
+            run.raw.xadd(name, fields)
 
 
-def forge_heartbeats(run: SignedRun, raw: Any) -> None:
+def forge_heartbeats(run: SignedRun) -> None:
     """Heartbeats in the name of an island and of one that does not exist, and a replayed one that never ends."""
-    plain, key = run.keys.plain(), run.transport.connection.keys  # type: ignore[attr-defined]
-    raw.sadd(key.islands, "ghost")
-    raw.hset(key.island("ghost"), mapping=to_fields(heartbeat("ghost", step_seconds=1e-300)))
-    raw.hset(key.island("island-1"), mapping=to_fields(heartbeat("island-1", state="left")))
+    plain, key = run.keys.plain(), run.redis_keys
+    run.raw.sadd(key.islands, "ghost")
+    run.raw.hset(key.island("ghost"), mapping=to_fields(heartbeat("ghost", step_seconds=1e-300)))
+    run.raw.hset(key.island("island-1"), mapping=to_fields(heartbeat("island-1", state="left")))
     with failing(ConfigError, "signature.no-key"):
         plain.island.heartbeat(heartbeat("island-1", state="left"))
     stranger = run.keys.connect("island-2", private=generate()[0])
     stranger.island.heartbeat(heartbeat("island-2", step_seconds=1e-300))
-    raw.persist(key.island("island-0"))
-    raw.pexpire(key.island("island-0"), 10**12)
+    run.raw.persist(key.island("island-0"))
+    run.raw.pexpire(key.island("island-0"), 10**12)
 
 
-def forge_events(run: SignedRun, raw: Any) -> None:
+def forge_events(run: SignedRun) -> None:
     """Events of a merger without the key, and all events so far once more."""
-    key = run.transport.connection.keys.snapshots  # type: ignore[attr-defined]
-    old = raw.xrange(key)
+    key = run.redis_keys.snapshots
+    old = run.raw.xrange(key)
     payload = pack(np.zeros(run.manifest.sizes[0], np.float32), "float32", 1)
     snapshot = Snapshot(1 << 40, 0, 1 << 40, 1 << 40, "float32", len(payload), digest(payload), "")
     for kind, event in [("snapshot", snapshot), ("resume", Resume(0, 1 << 40)), ("call", Call(1 << 40, 0))]:
-        raw.xadd(key, {"kind": kind, **to_fields(event)})
+        run.raw.xadd(key, {"kind": kind, **to_fields(event)})
         stranger = SigningOn(run.keys.run, MERGER, generate()[0], run.keys.public[MERGER], lambda _: None)
-        raw.xadd(key, stranger.signed("event", {"kind": kind, **to_fields(event)}, stamp=f"{1 << 40}-1"))
+        run.raw.xadd(key, stranger.signed("event", {"kind": kind, **to_fields(event)}, stamp=f"{1 << 40}-1"))
     for _, fields in old:
-        raw.xadd(key, fields)
+        run.raw.xadd(key, fields)
 
 
-def forge_tape(run: SignedRun, raw: Any) -> None:
+def forge_tape(run: SignedRun) -> None:
     """A round that no merger has closed, at the end of the tape."""
-    key = run.transport.connection.keys.tape  # type: ignore[attr-defined]
-    (_, fields), *_ = raw.xrevrange(key, count=1)
-    raw.xadd(key, {**fields, b"round": b"999"})
-
-
-def forge_all(run: SignedRun, raw: Any) -> None:
-    """All of these."""
-    for attack in ATTACKS:
-        attack(run, raw)
+    key = run.redis_keys.tape
+    (_, fields), *_ = run.raw.xrevrange(key, count=1)
+    run.raw.xadd(key, {**fields, b"round": b"999"})
 
 
 ATTACKS = [forge_contributions, forge_heartbeats, forge_events, forge_tape]
 
 
-@pytest.mark.parametrize("attack", [forge_all, *(pytest.param(a, marks=pytest.mark.full) for a in ATTACKS)])
-def test_a_client_without_a_key_changes_nothing(
-    attack: Callable[[SignedRun, Any], None], start: Start, honest: list[Any]
-) -> None:
-    run = start()
-    raw: Any = run.keys.plain().connection.redis
+def test_a_client_without_a_key_changes_nothing(run: SignedRun) -> None:
+    """It attacks in all ways, twice."""
     for goal in (4, 9):
-        run.advance_until(lambda goal=goal: run.merger.state.closed >= goal)  # type: ignore[misc]
-        attack(run, raw)
+        run.close_until(goal)
+        for attack in ATTACKS:
+            attack(run)
     run.finish()
-    assert tape(run) == honest
+    assert bits(run) == honest()
     reader = run.transport.reader
     books = reader.books()
     assert books.published == books.merged + books.refused
     assert {presence.heartbeat.island for presence in reader.presences()} == set(ISLANDS)
 
 
-@pytest.mark.full
-def test_a_forged_snapshot_is_not_adopted_and_the_next_round_replaces_it(start: Start, honest: list[Any]) -> None:
-    run = start()
-    run.advance_until(lambda: run.merger.state.closed >= 4)
+def test_a_forged_snapshot_is_not_adopted_and_the_next_round_replaces_it(run: SignedRun) -> None:
+    run.close_until(4)
     for island in run.islands.values():
-        run._exchange(island)
-    raw: Any = run.keys.plain().connection.redis
+        island.link.pump()
     payload = pack(np.full(run.manifest.sizes[0], 9.0, np.float32), "float32", 1)
-    key = run.transport.connection.keys.fragment(0)  # type: ignore[attr-defined]
     fields = to_fields(Snapshot(1 << 40, 0, 1 << 40, 0, "float32", len(payload), digest(payload), ""))
-    raw.hset(key, mapping={**fields, "payload": payload})
+    run.raw.hset(run.redis_keys.fragment(0), mapping={**fields, "payload": payload})
     with failing(SignatureError, "signature.wrong"):
         run.keys.viewer().reader.fragment(0)
-    closed = run.merger.state.closed
-    run.advance_until(lambda: run.merger.state.closed >= closed + len(run.manifest.fragments))
+    run.close_until(run.merger.state.closed + len(run.manifest.fragments))
     run.keys.viewer().reader.fragment(0)
     run.finish()
-    assert [entry[0] for entry in tape(run)] == [entry[0] for entry in honest]
+    assert [entry[0] for entry in bits(run)] == [entry[0] for entry in honest()]
 
 
-def test_a_snapshot_with_another_payload_and_an_older_snapshot_are_refused(start: Start) -> None:
-    run = start()
+def test_a_snapshot_with_another_payload_and_an_older_snapshot_are_refused(run: SignedRun) -> None:
     island = run.keys.connect("island-0")
     island.reader.last_event()
-    raw: Any = run.keys.plain().connection.redis
-    keys = run.transport.connection.keys  # type: ignore[attr-defined]
-    old, old_head = raw.hgetall(keys.fragment(0)), raw.hgetall(keys.head(0))
-    run.advance_until(lambda: run.merger.state.closed >= 1)
+    keys = run.redis_keys
+    old, old_head = run.raw.hgetall(keys.fragment(0)), run.raw.hgetall(keys.head(0))
+    run.close_until(1)
     compact_now(run.merger, 0)
-    new, new_head = raw.hgetall(keys.fragment(0)), raw.hgetall(keys.head(0))
+    new, new_head = run.raw.hgetall(keys.fragment(0)), run.raw.hgetall(keys.head(0))
     island.reader.fragment(0)
     assert island.reader.heads()[0] is not None
 
     def put(key: str, fields: dict[bytes, bytes]) -> None:
-        raw.delete(key)
-        raw.hset(key, mapping=fields)
+        run.raw.delete(key)
+        run.raw.hset(key, mapping=fields)
 
     put(keys.fragment(0), old)
     put(keys.head(0), old_head)
@@ -263,47 +240,29 @@ def test_a_snapshot_with_another_payload_and_an_older_snapshot_are_refused(start
         run.keys.viewer().reader.fragment(0)
 
 
-def test_a_changed_manifest_is_refused(start: Start) -> None:
-    run = start()
-    raw: Any = run.keys.plain().connection.redis
-    raw.hset(run.transport.connection.keys.manifest, "versions", "{}")  # type: ignore[attr-defined]
+# -- mergers -------------------------------------------------------------------------------------------------------
+
+
+def test_neither_a_stranger_serves_a_signed_run_nor_is_a_changed_manifest_used(run: SignedRun) -> None:
+    run.merger.transport.merger.release(run.merger.epoch)
+    for stranger in (run.keys.plain(), run.keys.viewer()):
+        with failing(ConfigError, "signature.no-key"):
+            stranger.merger.acquire("stranger", 5.0)
+    run.raw.hset(run.redis_keys.manifest, "versions", "{}")
     run.keys.plain().reader.manifest()
     with failing(ConfigError, "signature.manifest"):
         run.keys.connect("island-0").reader.manifest()
 
 
-# -- mergers -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.full
-def test_a_merger_that_takes_over_continues_to_the_same_bits(start: Start, honest: list[Any]) -> None:
-    run = start()
-    run.advance_until(lambda: run.merger.state.closed >= 5)
-    run.new_merger()
-    run.finish()
-    assert tape(run) == honest
-
-
-def test_a_merger_or_an_island_without_a_key_does_not_serve_a_signed_run(start: Start) -> None:
-    run = start()
-    run.merger.transport.merger.release(run.merger.epoch)
-    with failing(ConfigError, "signature.no-key"):
-        run.keys.plain().merger.acquire("stranger", 5.0)
-    with failing(ConfigError, "signature.no-key"):
-        run.keys.viewer().merger.acquire("viewer", 5.0)
-
-
-@pytest.mark.full
-def test_a_revoked_island_is_refused(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_revoked_island_is_refused(run: SignedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("archipelago.broker.redis.members.FRESH_SECONDS", 0.0)
-    run = start()
-    run.advance_until(lambda: run.merger.state.closed >= 4)
+    run.close_until(4)
     run.keys.plain().membership.remove("island-2")
     closed = run.merger.state.closed
     run.finish()
-    late = [members for number, _, members in tape(run) if number > closed + 2]
+    late = [entry for entry in run.transport.reader.tape(1000) if entry.round > closed + 2]
     assert late
-    assert not [member for members in late for member in members if member.startswith("island-2/")]
+    assert "island-2" not in {member.island for entry in late for member in entry.members}
 
 
 # -- what Redis held before, and what it gets back -----------------------------------------------------------------
@@ -328,12 +287,10 @@ def test_the_first_invitation_signs_the_run_and_stops_the_merger_without_a_key(t
     assert plain_url
 
 
-def test_the_rounds_of_a_run_that_is_signed_later_are_not_lost(
-    honest: list[Any], config: RunConfig, corpus: OpenCorpus, tmp_path: Path
-) -> None:
+def test_the_rounds_of_a_run_that_is_signed_later_are_not_lost(tmp_path: Path) -> None:
     """Redis holds some of them as logs and differences, which no full snapshot covers."""
     name = next(NAMES)
-    plain = VirtualRun(our_work(config, corpus), SPEEDS, connect=lambda: connect(f"fakeredis://{name}", name), run=name)
+    plain = plain_run(name)
     plain.advance_until(lambda: plain.merger.state.closed >= 6)
     assert max(plain.transport.reader.fragment(p)[0].round for p in range(2)) < plain.merger.state.closed
     administrator = Administrator(plain.transport, f"redis://{name}", tmp_path)  # type: ignore[arg-type]
@@ -412,22 +369,3 @@ def test_chunks_that_were_replaced_after_signing_are_noticed(pair: tuple[Keys, R
     raw.set(chunk, b"x" + payload[1:])
     (delivery,) = merger.merger.updates(0.0)
     assert "signature.payload" in delivery.with_payload().fault
-
-
-@pytest.mark.full
-def test_checkpoints_of_a_signed_run_restore_it(start: Start, tmp_path: Path) -> None:
-    run = start()
-    store = CheckpointStore(tmp_path)
-    run.merger.retention.checkpointer = Checkpointer(run.merger.transport, store, None, 3600.0, at_once)
-    run.advance_until(lambda: run.merger.state.closed >= 6)
-    run.merger.checkpoint()
-    run.merger.turn(0.0)
-    found = store.load()
-    assert found is not None
-    keys = run.keys
-    keys.url = f"fakeredis://{next(NAMES)}"
-    keys.register()
-    keys.connect("merger").restore(found)
-    merger = run.new_merger()
-    assert merger.state.closed == found.round
-    assert not merger.transport.reader.unreadable()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import jax
@@ -37,9 +39,15 @@ TEXT = np.random.default_rng(0).integers(0, 256, 1 << 15, np.uint8)
 NAMES = ("embedding", *(f"layers.{number}" for number in range(5)))
 
 
-def _init(seed: int) -> Params:
-    chance = np.random.default_rng(seed)
-    return {name: jnp.asarray(chance.normal(size=(16, 8)), jnp.float32) for name in NAMES}
+@cache
+def _init_of(rows: int) -> Callable[[int], Params]:
+    """Return the function that draws the first parameters. One size has one function, so that it compiles once."""
+
+    def init(seed: int) -> Params:
+        chance = np.random.default_rng(seed)
+        return {name: jnp.asarray(chance.normal(size=(rows, 8)), jnp.float32) for name in NAMES}
+
+    return init
 
 
 def _loss(params: Params, tokens_BxT1: jax.Array) -> jax.Array:
@@ -59,14 +67,14 @@ class TextTask(NamedTask):
         return self.corpus
 
 
-def work(config: RunConfig = CONFIG, text: NDArray[np.uint8] = TEXT) -> Workload:
-    """Return the task with these settings, on this text."""
+def work(config: RunConfig = CONFIG, text: NDArray[np.uint8] = TEXT, rows: int = 16) -> Workload:
+    """Return the task with these settings, on this text. Its tensors have `rows` rows of eight."""
 
     def batches(run: TaskRun) -> Batches:
         run.offer(shard_order(config.data.shards, config.seed))
         return Batches(text, config, run.lease, fallback=run.seed)
 
-    task = Task(_init, _loss, batches, tokens=config.tokens_per_step)
+    task = Task(_init_of(rows), _loss, batches, tokens=config.tokens_per_step)
     return Workload.of(TextTask(task, Corpus("text", "0" * 32, text.size)), config)
 
 

@@ -1,0 +1,76 @@
+"""One island of two processes with two devices each, beside an island of one device, in real processes."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from archipelago.ops.launch.embedded_redis import Server
+from archipelago.ops.launch.redis_probe import two_free_ports
+from tests.conftest import Until
+from tests.harness.processes import SETTINGS, Processes, view
+
+pytestmark = [pytest.mark.full, pytest.mark.processes]
+
+RUN = "hosts"
+FLAGS = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+
+
+def test_two_hosts_train_lose_each_other_and_come_back_together(
+    processes: Processes, server: Server, until: Until
+) -> None:
+    """Their state comes from their checkpoint, or from a peer. A host that is stopped is as lost as a killed one."""
+    url = server.url
+    processes.environment |= {"ARCHIPELAGO_URL": url, "ARCHIPELAGO_RUN": RUN, "JAX_PLATFORMS": "cpu"}
+    processes.ended(processes.start("init", f"--run={RUN}", "--inner.steps=100000", *SETTINGS))
+    processes.start("merger", "--checkpoint-every=2")
+    place = ["--name=two", f"--coordinator=127.0.0.1:{two_free_ports()}", "--hosts=2", "--wait-seconds=300"]
+
+    def start(rank: int) -> subprocess.Popen[str]:
+        return processes.start("island", *place, "--evaluate-every=0", f"--host-rank={rank}", **FLAGS)
+
+    def started() -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
+        both = start(0), start(1)
+        until(lambda: joined(both[0]) or any(host.poll() is not None for host in both), "the island of two hosts")
+        assert [host.poll() for host in both] == [None, None], processes.said(both[0])
+        return both
+
+    def joined(island: subprocess.Popen[str]) -> bool:
+        return f"joined {RUN}" in processes.said(island)
+
+    def rounds() -> int:
+        return view(url, RUN).rounds
+
+    leader, other = started()
+    assert "4 cpu (data=4)" in processes.said(leader)
+    folder = Path(f"runs/{RUN}/islands/two")
+    until(lambda: rounds() >= 2 and any(path.name.isdecimal() for path in folder.glob("*")), "a checkpoint")
+    processes.ended(start(1), status=2)  # its rank is taken
+    other.kill()
+    processes.ended(leader, status=75)
+    assert "host 1 of this island is lost" in processes.said(leader)
+
+    before = rounds()
+    leader, other = started()
+    assert "optimiser state: own checkpoint" in processes.said(leader)
+    one = processes.start("island", "--name=one", "--evaluate-every=0")
+    until(lambda: joined(one), "an island of one device")
+    assert "optimiser state: peer two" in processes.said(one)
+    until(lambda: rounds() >= before + 4, "rounds of both")
+    leader.send_signal(signal.SIGSTOP)
+    processes.ended(other, status=75)
+    assert processes.said(other).count("the leader of this island is lost") == 1
+    leader.send_signal(signal.SIGCONT)
+    processes.ended(leader, status=75)
+    assert processes.said(leader).count("host 1 of this island is lost") == 1
+
+    leader, other = started()
+    assert "optimiser state: peer one" in processes.said(leader)
+    for process in (other, one):
+        process.terminate()
+    for process in (leader, other, one):
+        processes.ended(process)
+    until(lambda: view(url, RUN).balanced, "balanced books")

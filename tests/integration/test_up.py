@@ -1,0 +1,174 @@
+"""`archipelago up` in real processes: what it trains, survives, reports and continues."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from archipelago.broker.errors import ConfigError
+from archipelago.broker.redis.transport import connect
+from archipelago.islands.checkpoint import IslandStore
+from archipelago.merger.storage import MergerFolder
+from tests.conftest import Until, gone
+from tests.harness.processes import SETTINGS, Processes, UpRun, children
+
+pytestmark = [pytest.mark.full, pytest.mark.processes]
+
+TASK = Path(__file__).parents[2] / "docs" / "examples" / "task_bytes.py"
+#: The test ends these runs by `steer`.
+ENDLESS = "--inner.steps=1000000"
+
+
+def training(run: UpRun) -> dict[str, int]:
+    """Return the training islands and their processes."""
+    transport = connect(run.url, run.run)
+    try:
+        return {p.heartbeat.island: p.heartbeat.pid for p in transport.reader.presences() if p.is_training}
+    finally:
+        transport.close()
+
+
+def end_soon(processes: Processes, run: UpRun, launcher: subprocess.Popen[str]) -> None:
+    """Let a run end after a few more steps. Assert what its report says."""
+    steps = run.view.step + 100
+    processes.ended(processes.start("steer", run.url, "--run", run.run, f"inner.steps={steps}"))
+    processes.ended(launcher)
+    found = run.report
+    assert found["finished"]
+    assert found["steps"] >= steps
+    assert found["pending"] == 0
+    assert found["contributions"] == found["merged"] + found["refused"]
+    assert found["held_out_last"] < 0.7 * found["held_out_first"]
+
+
+def test_a_run_survives_kills_of_its_processes_and_an_interrupt(
+    processes: Processes, tmp_path: Path, until: Until
+) -> None:
+    """A standby takes the name and the log of the island that is killed, and is no island before that."""
+    run, args = UpRun(tmp_path / "runs/job"), ["up", "--run=job", "--no-one-process", ENDLESS, *SETTINGS]
+    launcher = processes.start(*args, "--islands=2", "--standbys=1", "--evaluate-every=2")
+    until(lambda: run.rounds >= 2, "some rounds")
+    until(lambda: "ready" in run.log("standby-0"), "the standby")
+    until(lambda: sorted(training(run)) == ["island-0", "island-1"], "both islands to train")
+    (standby,) = children(launcher, "--standby")
+    (killed,) = (each for each in children(launcher) if each.pid == training(run)["island-1"])
+    killed.kill()
+    until(lambda: training(run).get("island-1") == standby.pid, "the standby to train as the island")
+    for word in ("archipelago.merger", "server.conf"):
+        before = run.rounds
+        children(launcher, word)[0].kill()
+        until(lambda before=before: run.rounds > before + 4, f"rounds after {word} died")
+
+    started = children(launcher)
+    launcher.send_signal(signal.SIGINT)
+    processes.ended(launcher, status=130)
+    assert all(gone(each.pid) for each in started)
+    interrupted = run.report
+    assert (interrupted["finished"], interrupted["pending"]) == (False, 0)
+
+    launcher = processes.start(*args, "--islands=1")
+    until(lambda: run.rounds > interrupted["rounds"] + 4, "the run to go on")
+    end_soon(processes, run, launcher)
+    for key in ("tokens_per_second", "bytes_up", "bytes_down", "islands"):
+        assert run.report[key] > 0, key
+    assert run.report["tokens_merged"] > interrupted["tokens_merged"]
+    assert (run.folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "optimiser state: own checkpoint" in run.log("island-0") or "optimiser state: peer" in run.log("island-0")
+
+
+class Phoenix(UpRun):
+    """A run of two shards with checkpoints."""
+
+    def __init__(self, processes: Processes, folder: Path, until: Until) -> None:
+        super().__init__(folder)
+        self.processes, self.until = processes, until
+        self.checkpoints = MergerFolder(folder / "merger")
+
+    def up(self, *options: str) -> subprocess.Popen[str]:
+        return self.processes.start(
+            "up", f"--run={self.run}", "--shards=2", "--islands=2", "--checkpoint-every=4", "--evaluate-every=2",
+            "--no-one-process", ENDLESS, *SETTINGS, *options,
+        )  # fmt: skip
+
+    def kill(self, launcher: subprocess.Popen[str]) -> None:
+        """Kill the launcher. Everything that it started must end."""
+        assert launcher.poll() is None, f"it ended before it was killed: {self.processes.said(launcher)}"
+        started = children(launcher)
+        assert len(started) >= 4
+        launcher.kill()
+        launcher.wait()
+        for each in started:
+            if each.status() == "stopped":
+                each.kill()
+        self.until(lambda: all(gone(each.pid) for each in started), "everything to die")
+
+    def kill_with_whole_checkpoint(self, launcher: subprocess.Popen[str]) -> int:
+        """Kill everything once all islands have their part of a checkpoint. Return the last round in it."""
+        self.until(self.covered, "a checkpoint of both shards")
+        for merger in children(launcher, "archipelago.merger"):
+            merger.suspend()  # so that none begins another checkpoint
+        image = self.checkpoints.load()
+        assert image is not None
+        stores = [IslandStore(self.folder / "islands" / f"island-{n}", image.manifest) for n in range(2)]
+        self.until(lambda: all(store.find(image.number) for store in stores), "the parts of the islands")
+        self.kill(launcher)
+        return self.covered()
+
+    def covered(self) -> int:
+        """Return the last round in the newest checkpoint of both shards; 0 without one."""
+        try:
+            image = self.checkpoints.load()
+        except ConfigError:  # no checkpoint has the parts of all shards yet
+            return 0
+        return 0 if image is None else max(snapshot.round for snapshot, _ in image.snapshots)
+
+
+def test_a_run_survives_the_loss_of_redis_and_then_of_its_checkpoints(
+    processes: Processes, tmp_path: Path, until: Until
+) -> None:
+    run = Phoenix(processes, tmp_path / "runs/phoenix", until)
+    covered = run.kill_with_whole_checkpoint(run.up())
+    shutil.rmtree(run.folder / "redis")
+    processes.ended(run.up(), status=2)
+
+    second = run.up("--resume")
+    until(lambda: run.rounds > covered + 4, "rounds after the checkpoint")
+    own = {"island-0": "own checkpoint", "island-1": "own checkpoint"}
+    until(lambda: {island.name: island.moments for island in run.view.islands} == own, "the islands' own moments")
+    run.kill(second)
+    shutil.rmtree(run.folder / "merger")
+    shutil.rmtree(run.folder / "islands")
+
+    third = run.up()
+    until(lambda: run.rounds > covered + 4, "the run to be back")
+    until(run.covered, "a checkpoint in the new folder")
+    end_soon(processes, run, third)
+    assert "Traceback" not in "".join(path.read_text() for path in (run.folder / "logs").iterdir())
+
+
+def test_up_trains_the_task_of_the_guide(processes: Processes, tmp_path: Path, until: Until) -> None:
+    """The first time, it is stopped before an island has joined, and ends everything."""
+    run, steps = UpRun(tmp_path / "runs/bytes"), "--inner.steps=4000"
+    args = ["up", "--task", str(TASK), "--run=bytes", "--islands=2", steps, "--evaluate-every=2", "--no-tensorboard"]
+    stopped = processes.start(*args)
+    until((run.folder / "logs" / "island-1.log").exists, "the islands to be started")
+    started = children(stopped)
+    stopped.send_signal(signal.SIGTERM)
+    processes.ended(stopped, status=130)
+    assert "joined" not in run.log("island-1")
+    assert len(started) >= 3
+    assert all(gone(each.pid) for each in started), "the Redis, the merger and the islands have ended"
+    processes.ended(processes.start("up", "--run=bytes", steps), status=2)  # without its task, it cannot go on
+
+    found = processes.run(*args)
+    assert found == run.report
+    assert found["finished"]
+    assert found["held_out_first"] > 5.4, "the untrained model knows 256 bytes"
+    assert found["held_out_last"] < 3.0
+    assert found["held_out_one_process"] < 3.0, "one process trained on as many tokens"
+    assert found["pending"] == 0
+    assert "repeat data" not in run.log("island-0")
