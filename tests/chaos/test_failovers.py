@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 from redis.crc import key_slot
 
-from archipelago.broker.errors import BrokerError, FencedError, UnreachableError
-from archipelago.broker.messages import Call
+from archipelago.broker.errors import FencedError, UnreachableError
 from archipelago.broker.redis import chunks, merger
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.transport import RedisTransport, connect
@@ -212,28 +211,5 @@ def test_two_mergers_with_one_epoch_never_both_write(copied: Cluster, until: Unt
         first.merger.renew(1, "first", 100.0)
     second.merger.commit(1, samples.commit([]))
     assert [entry.epoch for entry in second.reader.tape(10)] == [1]
-    for transport in (first, second):
-        transport.close()
-
-
-def test_a_merger_whose_takeover_was_forgotten_writes_no_more(copied: Cluster, until: Until) -> None:
-    """The history in which the second one took over has ended. The first one holds the lease in the other one."""
-    first, second = begun(copied, "takeover")
-    assert first.merger.acquire("first", 1e-3) == 1
-    assert copied.owner("takeover").client.wait(1, 50_000), "its replica knows the first merger"
-
-    def take_over() -> None:
-        until(lambda: second.merger.acquire("second", 100.0) == 2, "the lease")
-        second.merger.commit(2, samples.commit([]))
-
-    fail_over(copied, "takeover", take_over, until)
-    with pytest.raises(FencedError):
-        after_outage(until, lambda: second.merger.announce(2, Call(1, 0)))
-    after_outage(until, lambda: first.merger.renew(1, "first", 100.0))
-    assert second.merger.acquire("second", 100.0) is None
-    first.merger.commit(1, samples.commit([]))
-    assert [entry.epoch for entry in first.reader.tape(10)] == [1]
-    with pytest.raises(BrokerError):
-        second.merger.commit(2, samples.commit([], round_number=2))
     for transport in (first, second):
         transport.close()

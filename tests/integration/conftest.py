@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from archipelago.broker.config import RunConfig
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.data.preparation import prepare_text
 from archipelago.ops.launch.redis_program import has_tls
@@ -17,7 +16,6 @@ from tests.clusters import PATIENT_MS, Cluster, Tls, Watched
 from tests.conftest import Until
 from tests.harness.processes import Processes
 from tests.servers import redis_program
-from tests.small import SMALL
 
 
 @pytest.fixture(scope="session")
@@ -42,12 +40,6 @@ def corpus(corpus_folder: Path, monkeypatch: pytest.MonkeyPatch) -> OpenCorpus:
 
     monkeypatch.setenv("ARCHIPELAGO_DATA", str(corpus_folder))
     return open_corpus("small-text")
-
-
-@pytest.fixture
-def config() -> RunConfig:
-    """Return the config of a run of a second or two."""
-    return SMALL
 
 
 @pytest.fixture(scope="session")

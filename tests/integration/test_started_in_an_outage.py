@@ -55,17 +55,24 @@ CONFIG = RunConfig(inner=SMALL.inner, sync=replace(SMALL.sync, fragments=2))
 
 
 class Stuttering(Intercepted):
-    """A connection on which the first call of each method fails, and every call of the methods in `down`."""
+    """A connection on which the first call of each method fails.
+
+    Attributes:
+        is_to_stop: Whether to send this process a signal once a merger serves. The books cannot be read from then on.
+    """
 
     def __init__(self, transport: RedisTransport) -> None:
         super().__init__(transport)
         self.connection = transport.connection
         self.calls: Counter[str] = Counter()
-        self.down: set[str] = set()
+        self.is_to_stop = False
 
     def intercept(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.calls[name] += 1
-        if self.calls[name] == 1 or name in self.down:
+        is_over = self.is_to_stop and self.calls["updates"] > 2
+        if is_over and name == "updates":
+            os.kill(os.getpid(), signal.SIGTERM)
+        if self.calls[name] == 1 or (is_over and name == "books"):
             raise UnreachableError("the connection was reset")
         return method(*args, **kwargs)
 
@@ -99,46 +106,24 @@ def stuttering(transport: RedisTransport, monkeypatch: pytest.MonkeyPatch) -> St
 
 
 @pytest.fixture
-def served(transport: RedisTransport, stuttering: Stuttering) -> Iterator[Callable[[], None]]:
-    """A function that sends this process a signal once a merger has served. Its handlers are restored.
-
-    The books cannot be read from then on.
-    """
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def stop_after_serving() -> None:
-        ended = threading.Event()
-
-        def watch() -> None:
-            while not ended.wait(0.01):
-                if stuttering.calls["updates"] > 2:
-                    stuttering.down.add("books")
-                    os.kill(os.getpid(), signal.SIGTERM)
-                    return
-
-        watcher = threading.Thread(target=watch)
-        watcher.start()
-        ends.append((ended, watcher))
-
-    ends: list[tuple[threading.Event, threading.Thread]] = []
-    yield stop_after_serving
-    for ended, watcher in ends:
-        ended.set()
-        watcher.join()
-    for number, handler in handlers.items():
+def handlers() -> Iterator[None]:
+    """Restore the handlers of signals, which a merger sets."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in kept.items():
         signal.signal(number, handler)
 
 
+@pytest.mark.usefixtures("handlers")
 def test_a_merger_waits_and_may_end_in_an_outage(
     transport: RedisTransport,
     stuttering: Stuttering,
-    served: Callable[[], None],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("archipelago.merger.shards.serve", partial(serve, pause=lambda _: None))
-    served()
+    stuttering.is_to_stop = True
     assert main(MergerOptions(run="demo", folder=tmp_path, wait_seconds=20.0, json=True)) == 0
     assert stuttering.calls["manifest"] > 2
     assert "served" in {note.kind for note in transport.reader.notes(100)}

@@ -19,7 +19,7 @@ from tests.harness.processes import SETTINGS, Processes, UpRun, children
 pytestmark = [pytest.mark.full, pytest.mark.processes]
 
 TASK = Path(__file__).parents[2] / "docs" / "examples" / "task_bytes.py"
-#: The test ends these runs by `steer`.
+#: The tests end these runs by `steer`. Later calls of `up` leave the setting out, because it would extend them again.
 ENDLESS = "--inner.steps=1000000"
 
 
@@ -32,14 +32,15 @@ def training(run: UpRun) -> dict[str, int]:
         transport.close()
 
 
-def end_soon(processes: Processes, run: UpRun, launcher: subprocess.Popen[str]) -> None:
-    """Let a run end after a few more steps. Assert what its report says."""
-    steps = run.view.step + 100
-    processes.ended(processes.start("steer", run.url, "--run", run.run, f"inner.steps={steps}"))
-    processes.ended(launcher)
+def shorten(processes: Processes, run: UpRun) -> None:
+    """Let a run end soon after the next call of `up`."""
+    processes.ended(processes.start("steer", run.url, "--run", run.run, f"inner.steps={run.view.step + 1500}"))
+
+
+def require_finished(run: UpRun) -> None:
+    """Fail unless the report says that the run has ended and learnt."""
     found = run.report
     assert found["finished"]
-    assert found["steps"] >= steps
     assert found["pending"] == 0
     assert found["contributions"] == found["merged"] + found["refused"]
     assert found["held_out_last"] < 0.7 * found["held_out_first"]
@@ -49,8 +50,8 @@ def test_a_run_survives_kills_of_its_processes_and_an_interrupt(
     processes: Processes, tmp_path: Path, until: Until
 ) -> None:
     """A standby takes the name and the log of the island that is killed, and is no island before that."""
-    run, args = UpRun(tmp_path / "runs/job"), ["up", "--run=job", "--no-one-process", ENDLESS, *SETTINGS]
-    launcher = processes.start(*args, "--islands=2", "--standbys=1", "--evaluate-every=2")
+    run, args = UpRun(tmp_path / "runs/job"), ["up", "--run=job", "--no-one-process", *SETTINGS]
+    launcher = processes.start(*args, ENDLESS, "--islands=2", "--standbys=1", "--evaluate-every=2")
     until(lambda: run.rounds >= 2, "some rounds")
     until(lambda: "ready" in run.log("standby-0"), "the standby")
     until(lambda: sorted(training(run)) == ["island-0", "island-1"], "both islands to train")
@@ -63,6 +64,7 @@ def test_a_run_survives_kills_of_its_processes_and_an_interrupt(
         children(launcher, word)[0].kill()
         until(lambda before=before: run.rounds > before + 4, f"rounds after {word} died")
 
+    shorten(processes, run)
     started = children(launcher)
     launcher.send_signal(signal.SIGINT)
     processes.ended(launcher, status=130)
@@ -70,9 +72,9 @@ def test_a_run_survives_kills_of_its_processes_and_an_interrupt(
     interrupted = run.report
     assert (interrupted["finished"], interrupted["pending"]) == (False, 0)
 
-    launcher = processes.start(*args, "--islands=1")
-    until(lambda: run.rounds > interrupted["rounds"] + 4, "the run to go on")
-    end_soon(processes, run, launcher)
+    processes.ended(processes.start(*args, "--islands=1"))
+    require_finished(run)
+    assert run.report["rounds"] > interrupted["rounds"] > 0
     for key in ("tokens_per_second", "bytes_up", "bytes_down", "islands"):
         assert run.report[key] > 0, key
     assert run.report["tokens_merged"] > interrupted["tokens_merged"]
@@ -91,7 +93,7 @@ class Phoenix(UpRun):
     def up(self, *options: str) -> subprocess.Popen[str]:
         return self.processes.start(
             "up", f"--run={self.run}", "--shards=2", "--islands=2", "--checkpoint-every=4", "--evaluate-every=2",
-            "--no-one-process", ENDLESS, *SETTINGS, *options,
+            "--no-one-process", *SETTINGS, *options,
         )  # fmt: skip
 
     def kill(self, launcher: subprocess.Popen[str]) -> None:
@@ -131,7 +133,7 @@ def test_a_run_survives_the_loss_of_redis_and_then_of_its_checkpoints(
     processes: Processes, tmp_path: Path, until: Until
 ) -> None:
     run = Phoenix(processes, tmp_path / "runs/phoenix", until)
-    covered = run.kill_with_whole_checkpoint(run.up())
+    covered = run.kill_with_whole_checkpoint(run.up(ENDLESS))
     shutil.rmtree(run.folder / "redis")
     processes.ended(run.up(), status=2)
 
@@ -139,14 +141,14 @@ def test_a_run_survives_the_loss_of_redis_and_then_of_its_checkpoints(
     until(lambda: run.rounds > covered + 4, "rounds after the checkpoint")
     own = {"island-0": "own checkpoint", "island-1": "own checkpoint"}
     until(lambda: {island.name: island.moments for island in run.view.islands} == own, "the islands' own moments")
+    shorten(processes, run)
     run.kill(second)
     shutil.rmtree(run.folder / "merger")
     shutil.rmtree(run.folder / "islands")
 
-    third = run.up()
-    until(lambda: run.rounds > covered + 4, "the run to be back")
-    until(run.covered, "a checkpoint in the new folder")
-    end_soon(processes, run, third)
+    processes.ended(run.up())
+    require_finished(run)
+    assert run.covered() == run.report["rounds"] > covered + 4, "the last checkpoint in the new folder"
     assert "Traceback" not in "".join(path.read_text() for path in (run.folder / "logs").iterdir())
 
 
