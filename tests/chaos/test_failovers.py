@@ -1,4 +1,4 @@
-"""A primary is killed, and its replica takes over without the newest writes; the slot of a run moves; Sentinels decide.
+"""A primary is killed, and its replica takes over without the newest writes; or Sentinels decide.
 
 What islands sent is merged once, and two mergers never both write one history.
 """
@@ -13,11 +13,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from redis.crc import key_slot
 
 from archipelago.broker.errors import FencedError, UnreachableError
 from archipelago.broker.redis import chunks, merger
-from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.transport import RedisTransport, connect
 from tests import samples
 from tests.chaos.island_threads import IslandThreads, check, create
@@ -136,19 +134,6 @@ def test_no_contribution_is_lost_when_replicas_take_over_without_the_newest_writ
         until(old.is_synced, f"the killed one to follow {what}")
     run.end(f"after the last kill (seed {seed})")
     assert len(run.islands.acknowledged) > 4 * KILLS
-
-
-def test_a_run_goes_on_while_its_slot_moves(copied: Cluster, tmp_path: Path, until: Until, small_chunks: None) -> None:
-    run = Run(copied.url, "moved", tmp_path, until)
-    slot = key_slot(Keys("moved").manifest.encode())
-    for move in range(2):
-        run.goes_on(f"before move {move}")
-        old = copied.owner("moved")
-        new = next(node for node in copied.nodes if node is not old and node.role() == "master")
-        copied.move_slot(slot, old, new)
-        assert copied.owner("moved") is new
-    run.end("after the moves")
-    assert run.merger.begun == 1, run.merger.errors  # an outage, after which the same merger goes on
 
 
 def test_a_run_goes_on_when_sentinels_replace_its_primary(tmp_path: Path, until: Until, small_chunks: None) -> None:
