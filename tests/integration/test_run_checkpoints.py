@@ -32,18 +32,18 @@ from archipelago.ops.experiments.virtual_time import VirtualClock, VirtualRun
 from tests.integration.virtual import CONFIG, work
 from tests.small import SMALL
 
-EVERY = 9.0
+EVERY = 12.0
 RUN = "cut"
 
 
 class CheckpointedRun(VirtualRun):
-    """A run of two shards and three islands with checkpoints in a folder."""
+    """A run of two shards and two islands with checkpoints in a folder."""
 
     def __init__(self, of: Workload, path: Path) -> None:
         self.path, self.folder, self.of = path, MergerFolder(path / "merger"), of
         clock = VirtualClock()
         self.broker = MemoryBroker(clock)
-        super().__init__(of, [1.0, 1.1, 1.7], lambda: self.broker.connect(RUN), clock, RUN, shards=2)
+        super().__init__(of, [1.0, 1.7], lambda: self.broker.connect(RUN), clock, RUN, shards=2)
 
     def _merger_of(self, shard: int) -> Merger:
         transport = of_shard(self.connect_as("merger"), self.manifest, shard)
