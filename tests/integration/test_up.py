@@ -11,6 +11,7 @@ import pytest
 
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.redis.transport import connect
+from archipelago.broker.shards.transport import whole
 from archipelago.islands.checkpoint import IslandStore
 from archipelago.merger.storage import MergerFolder
 from tests.conftest import Until, gone
@@ -19,8 +20,9 @@ from tests.harness.processes import SETTINGS, Processes, UpRun, children
 pytestmark = [pytest.mark.full, pytest.mark.processes]
 
 TASK = Path(__file__).parents[2] / "docs" / "examples" / "task_bytes.py"
-#: The tests end these runs by `steer`. Later calls of `up` leave the setting out, because it would extend them again.
-ENDLESS = "--inner.steps=1000000"
+#: The tests set another length once a run has begun. A call of `up` without this setting keeps it.
+STEPS = 400
+FIRST = f"--inner.steps={STEPS}"
 
 
 def training(run: UpRun) -> dict[str, int]:
@@ -32,9 +34,17 @@ def training(run: UpRun) -> dict[str, int]:
         transport.close()
 
 
-def shorten(processes: Processes, run: UpRun) -> None:
-    """Let a run end soon after the next call of `up`."""
-    processes.ended(processes.start("steer", run.url, "--run", run.run, f"inner.steps={run.view.step + 1500}"))
+def set_steps(run: UpRun, steps: int) -> None:
+    """Set the length of a run, as `archipelago steer` does."""
+    transport = connect(run.url, run.run)
+    whole(transport, transport.reader.manifest()).reader.steer({"inner.steps": str(steps)})
+    transport.close()
+
+
+def begin(run: UpRun, until: Until) -> None:
+    """Wait until a run has begun, and let it go on for longer than the test."""
+    until(lambda: run.rounds >= 1, "the first round")
+    set_steps(run, 1_000_000)
 
 
 def require_finished(run: UpRun) -> None:
@@ -51,8 +61,8 @@ def test_a_run_survives_kills_of_its_processes_and_an_interrupt(
 ) -> None:
     """A standby takes the name and the log of the island that is killed, and is no island before that."""
     run, args = UpRun(tmp_path / "runs/job"), ["up", "--run=job", "--no-one-process", *SETTINGS]
-    launcher = processes.start(*args, ENDLESS, "--islands=2", "--standbys=1", "--evaluate-every=2")
-    until(lambda: run.rounds >= 2, "some rounds")
+    launcher = processes.start(*args, FIRST, "--islands=2", "--standbys=1", "--evaluate-every=2")
+    begin(run, until)
     until(lambda: "ready" in run.log("standby-0"), "the standby")
     until(lambda: sorted(training(run)) == ["island-0", "island-1"], "both islands to train")
     (standby,) = children(launcher, "--standby")
@@ -64,7 +74,7 @@ def test_a_run_survives_kills_of_its_processes_and_an_interrupt(
         children(launcher, word)[0].kill()
         until(lambda before=before: run.rounds > before + 4, f"rounds after {word} died")
 
-    shorten(processes, run)
+    set_steps(run, run.view.step + STEPS)
     started = children(launcher)
     launcher.send_signal(signal.SIGINT)
     processes.ended(launcher, status=130)
@@ -110,6 +120,7 @@ class Phoenix(UpRun):
 
     def kill_with_whole_checkpoint(self, launcher: subprocess.Popen[str]) -> int:
         """Kill everything once all islands have their part of a checkpoint. Return the last round in it."""
+        begin(self, self.until)
         self.until(self.covered, "a checkpoint of both shards")
         for merger in children(launcher, "archipelago.merger"):
             merger.suspend()  # so that none begins another checkpoint
@@ -133,7 +144,7 @@ def test_a_run_survives_the_loss_of_redis_and_then_of_its_checkpoints(
     processes: Processes, tmp_path: Path, until: Until
 ) -> None:
     run = Phoenix(processes, tmp_path / "runs/phoenix", until)
-    covered = run.kill_with_whole_checkpoint(run.up(ENDLESS))
+    covered = run.kill_with_whole_checkpoint(run.up(FIRST))
     shutil.rmtree(run.folder / "redis")
     processes.ended(run.up(), status=2)
 
@@ -141,7 +152,7 @@ def test_a_run_survives_the_loss_of_redis_and_then_of_its_checkpoints(
     until(lambda: run.rounds > covered + 4, "rounds after the checkpoint")
     own = {"island-0": "own checkpoint", "island-1": "own checkpoint"}
     until(lambda: {island.name: island.moments for island in run.view.islands} == own, "the islands' own moments")
-    shorten(processes, run)
+    set_steps(run, run.view.step + STEPS)
     run.kill(second)
     shutil.rmtree(run.folder / "merger")
     shutil.rmtree(run.folder / "islands")
