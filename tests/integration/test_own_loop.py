@@ -79,7 +79,7 @@ def scripts(server: Server, tmp_path: Path) -> Iterator[Scripts]:
 @pytest.mark.full
 @pytest.mark.processes
 def test_a_killed_script_rejoins_and_the_run_ends(scripts: Scripts, until: Until) -> None:
-    script, steps = str(EXAMPLES / "train_jax.py"), 3_000
+    script, steps = str(EXAMPLES / "train_jax.py"), 20_000
     oslo, lima = (scripts.python(script, island) for island in ("oslo", "lima"))
     until(lambda: all(scripts.beat(island) for island in ("oslo", "lima")), "both islands to join")
     scripts.steer(1_000_000)  # else one of them could end the run while the other one starts again
@@ -102,9 +102,9 @@ def test_a_killed_script_rejoins_and_the_run_ends(scripts: Scripts, until: Until
     for island in ("oslo", "lima"):
         last = scripts.beat(island)
         assert last is not None
-        assert last.loss < 1.0, "an untrained network has 1.4"
+        assert last.loss < 0.5, "an untrained network has 1.4"
     transport = connect(scripts.url, "mine")
-    assert 0.9 * steps <= transport.reader.tape(1)[-1].step <= 1.1 * steps
+    assert transport.reader.tape(1)[-1].step >= 0.9 * steps
     transport.close()
     scripts.ended(scripts.python(script, "late"))  # it leaves a run that has ended
 
