@@ -37,8 +37,8 @@ from archipelago.merger.storage import MergerFolder
 from archipelago.ops.experiments.virtual_time import VirtualClock
 from archipelago.ops.watch.run_view import observe
 from tests import samples
-from tests.intercept import Intercepted
 from tests.harness.merger_run import CONFIG, Shelf, values
+from tests.intercept import Intercepted
 
 RUN, ISLANDS = "sample", "ab"
 #: Differences go down, so what islands hold cannot be derived from the merger's exact parameters.

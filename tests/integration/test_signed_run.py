@@ -26,8 +26,8 @@ from archipelago.merger.service import Merger
 from archipelago.ops.experiments.virtual_time import VirtualRun
 from archipelago.ops.launch.administration import Administrator
 from tests.failing import failing
-from tests.integration.virtual import bits, work
 from tests.harness.merger_run import compact_now
+from tests.integration.virtual import bits, work
 from tests.samples import contribution, first_snapshots, handover, heartbeat, image, manifest
 
 ISLANDS = ("island-0", "island-1", "island-2")

@@ -104,13 +104,6 @@ def test_an_island_trains_on_whatever_it_reads(attacks: list[Any]) -> None:
     assert not island.finished
 
 
-def test_a_damaged_record_of_a_restoration_is_ignored() -> None:
-    for fields in ({"number": "nan"}, {"number": "-1"}, {"number": "1", "round": "x"}, {"number": b"\xff"}):
-        transport = begin()
-        transport.connection.redis.hset(transport.connection.keys.restored, mapping=fields)
-        assert transport.island.claim_checkpoint("a") is None, fields
-
-
 @settings(max_examples=examples(50))
 @given(st.lists(ATTACKS, min_size=1, max_size=4))
 def test_a_starting_island_ends_at_most_with_a_sentence(attacks: list[Any]) -> None:
