@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 from archipelago.broker.messages import Books, Member, Pending, TapeEntry
 from archipelago.broker.process import finite
 from archipelago.broker.shards.layout import Layout
-from archipelago.ops.chaos.report.figures import as_control, as_data, figures
+from archipelago.ops.chaos.lockstep.coordinator import METHODS
+from archipelago.ops.chaos.lockstep.results import MethodResult
+from archipelago.ops.chaos.report.figures import as_control, as_data, as_method_result, figures
 from archipelago.ops.chaos.report.goodput import merged_steps, participation, rejoins, shares, stalls
 from archipelago.ops.chaos.report.invariants import checks
 from archipelago.ops.chaos.report.page import page, write
 from archipelago.ops.chaos.report.record import ProcessEvent, Sample, StormRecord, Turn
-from archipelago.ops.chaos.report.tables import headlines
+from archipelago.ops.chaos.report.tables import COLUMNS, comparison, headlines, methods
 from archipelago.ops.chaos.report.timelines import Span, timelines, uptime
 from archipelago.ops.chaos.schedule import Fault
 
@@ -200,26 +202,58 @@ def test_a_contribution_that_is_merged_twice_is_found() -> None:
     assert {"merged-once", "steps"} <= set(broken(replace(one, tape=(*one.tape, again), books=books)))
 
 
-def test_books_that_do_not_balance_are_found() -> None:
+def test_each_violation_breaks_its_own_invariant() -> None:
     one = storm()
-    assert broken(replace(one, books=replace(one.books, published=9))) == ["books"]
-    assert broken(replace(one, books=replace(one.books, published_tokens=1))) == ["tokens"]
-    assert broken(replace(one, pending=Pending(1, 5))) == ["books", "tokens", "drained"]
-    assert broken(replace(one, books=replace(one.books, merged=7, refused=1))) == ["tape"]
+    first, *others, last = one.tape
+    for keys, changes in (
+        (["books"], {"books": replace(one.books, published=9)}),
+        (["tokens"], {"books": replace(one.books, published_tokens=1)}),
+        (["books", "tokens", "drained"], {"pending": Pending(1, 5)}),
+        (["tape"], {"books": replace(one.books, merged=7, refused=1)}),
+        (["steps"], {"turns": {**one.turns, "b": one.turns["b"][:-1]}}),
+        (["epochs"], {"tape": (replace(first, epoch=2), *others, last)}),
+        (["rounds"], {"tape": (first, *others, replace(last, round=9))}),
+        (["refused"], {"refused": frozenset({(0, "a", "a1", 0)})}),
+        (["progress"], {"closed_at": {}}),
+    ):
+        assert broken(replace(one, **changes)) == keys, changes  # type: ignore[arg-type]
 
 
-def test_more_merged_steps_than_were_made_are_found() -> None:
+# -- baselines --------------------------------------------------------------------------------------------------------
+
+
+def baseline_results(one: StormRecord) -> list[MethodResult]:
+    """Return results of all methods, whose goodputs are 20, 30 and 40 %."""
+    ours = as_method_result(one, figures(one))
+    return [replace(ours, method=method, goodput=0.1 * n) for n, method in enumerate(METHODS, 2)]
+
+
+def test_our_run_has_the_same_figures_as_baselines() -> None:
     one = storm()
-    fewer = {**one.turns, "b": one.turns["b"][:-1]}
-    assert broken(replace(one, turns=fewer)) == ["steps"]
+    found = as_method_result(one, figures(one))
+    assert (found.steps_useful, found.steps_made, found.tokens) == (170, 180, 1900)
+    assert found.goodput == pytest.approx(0.85)
+    assert found.return_seconds_median == pytest.approx(2.05)
+    assert found.pause_seconds_worst == pytest.approx(0.1)
+    assert found.curve[-1][1] == 170
+    assert found.curve[-2][1] == 140, "50 of the 190 steps were merged before the window"
 
 
-def test_a_gap_an_older_epoch_and_a_refused_member_are_found() -> None:
+def test_report_and_page_have_a_row_for_each_method(tmp_path: Path) -> None:
     one = storm()
-    assert broken(replace(one, tape=(replace(one.tape[0], epoch=2), *one.tape[1:]))) == ["epochs"]
-    assert broken(replace(one, tape=(*one.tape[:3], replace(one.tape[3], round=9)))) == ["rounds"]
-    assert broken(replace(one, refused=frozenset({(0, "a", "a1", 0)}))) == ["refused"]
-    assert broken(replace(one, closed_at={})) == ["progress"]
+    found = figures(one, None, baseline_results(one))
+    assert [result.method for result in methods(one, found)] == ["islands", *reversed(METHODS)]
+    rows = comparison(one, found)
+    assert all(len(row) == len(COLUMNS) for row in rows)
+    assert [row[1] for row in rows] == ["85.0%", "40.0%", "30.0%", "20.0%"]
+    write(tmp_path, one, found, "archipelago chaos --baselines")
+    data = json.loads((tmp_path / "report.json").read_text())
+    assert [entry["method"] for entry in data["baselines"]] == list(METHODS)
+    assert (tmp_path / "baselines.png").read_bytes().startswith(b"\x89PNG")
+    text = (tmp_path / "storm.html").read_text()
+    assert text.count("data:image/png") == 2
+    for row in rows:
+        assert all(cell in text for cell in row), row
 
 
 # -- picture and page -------------------------------------------------------------------------------------------------
@@ -241,6 +275,9 @@ def test_the_page_contains_its_pictures_and_loads_nothing(tmp_path: Path) -> Non
     for name, value in headlines(found):
         assert name.replace("'", "&#x27;") in text
         assert value.replace("'", "&#x27;") in text
+    assert not (tmp_path / "baselines.png").exists()
+    assert found.estimates is not None
+    assert f"<td class=n>{found.estimates.diloco:.1%}</td>" in text, "estimates stand for baselines that did not run"
 
 
 def test_the_page_marks_broken_invariants_and_measured_step_durations() -> None:

@@ -1,7 +1,8 @@
-"""The prediction of what a cycle takes: its parts, what divides it, and the shards that a model needs."""
+"""The prediction of what a cycle takes on a machine: its parts, what divides it, and the shards that a model needs."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import fields, replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from archipelago.ops.simulation.cycle import (
     cycle,
     shards_needed,
 )
-from archipelago.ops.simulation.machine import Machine
+from archipelago.ops.simulation.machine import Machine, measured_machine, new_memory_seconds
 from tests.failing import failing
 
 CONFIG = RunConfig()
@@ -47,14 +48,11 @@ def test_the_limits_are_those_of_the_product() -> None:
         checked({"sync": {"fragments": FRAGMENTS_MAX + 1}})
 
 
-def test_everything_grows_with_the_parameters() -> None:
+def test_a_cycle_grows_with_the_parameters_and_with_the_islands() -> None:
     small, large = (cycle(CONFIG, size, 128, 2) for size in (PARAMETERS, 2 * PARAMETERS))
     for each in fields(small):
         if each.name != "shards":
             assert getattr(large, each.name) > getattr(small, each.name), each.name
-
-
-def test_more_islands_take_more_of_the_merger_and_of_redis() -> None:
     few, many = (cycle(CONFIG, PARAMETERS, 128, islands) for islands in (2, 8))
     assert many.merge_seconds > few.merge_seconds
     assert many.redis_first_bytes > few.redis_first_bytes
@@ -110,3 +108,24 @@ def test_a_model_gets_as_many_shards_as_its_machines_need() -> None:
     fitting, tight = (cycle(CONFIG, PARAMETERS, 24 * s, 2, s).merger_bytes for s in (small, small - 1))
     assert fitting <= MERGER_SHARE_MAX * 16e9 < tight
     assert shards_needed(CONFIG, PARAMETERS, 24, 2, **{**roomy, "merger_bytes": 1e8}) == 0, "not even the process"
+
+
+# -- the machine ------------------------------------------------------------------------------------------------------
+
+
+def test_work_and_new_memory_have_prices_of_their_own() -> None:
+    machine = Machine(slowness=2.0, new_byte_seconds=1e-9)
+    assert machine.seconds(3.0) == 6.0
+    assert machine.seconds(3.0, new_bytes=5e9) == pytest.approx(11.0)
+    assert machine.slower(2.0) == Machine(4.0, 2e-9)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts page faults alike")
+def test_this_machine_is_measured_with_memory_that_is_new() -> None:
+    import resource
+
+    found, size = measured_machine(), 16 << 20
+    assert min(found.slowness, found.new_byte_seconds) > 0.0
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    new_memory_seconds(size)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before >= size // (2 << 20), "pages have 2 MiB at most"

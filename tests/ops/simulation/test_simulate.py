@@ -1,8 +1,9 @@
-"""`archipelago simulate`: tables and their picture, one simulation, measured failures, and tapes."""
+"""`archipelago simulate`: the published tables and their picture, one simulation, measured failures, and tapes."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +11,10 @@ import pytest
 
 from archipelago.broker.errors import ConfigError, DataError
 from archipelago.ops.commands import run
+from archipelago.ops.simulation.failures import YEAR_SECONDS
+from archipelago.ops.simulation.published import ROWS
 from archipelago.ops.simulation.tape import read
 from tests.failing import failing
-
-
-def test_tables_are_set_beside_the_published_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["simulate", "tables", "--days", "0.5", "--output", str(tmp_path / "out")]) == 0
-    out, _ = capsys.readouterr()
-    assert "M = 16" in out
-    assert "not covered" in out
-    assert (tmp_path / "out" / "simulation.png").read_bytes().startswith(b"\x89PNG")
-    tables = (tmp_path / "out" / "simulation_tables.md").read_text(encoding="utf-8")
-    assert "| M = 16 | 99 / " in tables
-    assert tables.count("*") == 1 + 4, "what no formula covers"
 
 
 def answer(capsys: pytest.CaptureFixture[str], *args: object) -> dict[str, Any]:
@@ -32,13 +24,37 @@ def answer(capsys: pytest.CaptureFixture[str], *args: object) -> dict[str, Any]:
     return found
 
 
-def test_json_has_all_cells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer(capsys, "tables", "--days", 1, "--output", tmp_path)
-    assert len(found["table_1"]) == 30
-    assert len(found["table_13"]) == 60
+def test_tables_are_set_beside_the_published_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["simulate", "tables", "--days", "0.1", "--output", str(tmp_path / "out")]) == 0
+    out, _ = capsys.readouterr()
+    assert "M = 16" in out
+    assert (tmp_path / "out" / "simulation.png").read_bytes().startswith(b"\x89PNG")
+    tables = (tmp_path / "out" / "simulation_tables.md").read_text(encoding="utf-8")
+    assert "| M = 16 | 99 / " in tables
+    assert tables.count("*") == 1 + 4, "what no formula covers"
+
+
+@pytest.mark.full
+def test_the_defaults_reproduce_the_published_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The differences are within two points rms, and goodput follows the published fit.
+
+    The fit is MTBF_m / (MTBF_m + 18.25 s) · (1 − 0.0325 · N / 1.2M), from 1.2M chips on, with MTBF_m = a year · M / N.
+    """
+    found = answer(capsys, "tables", "--days", 2, "--seed", 7, "--output", tmp_path)
+    assert (len(found["table_1"]), len(found["table_13"])) == (30, 60)
     for table in ("goodput", "uptime"):
         cells = [row[f"{table}_simulated"] - row[f"{table}_published"] for row in found["table_1"]]
-        assert (sum(d * d for d in cells) / 30) ** 0.5 == pytest.approx(found[f"{table}_rms_points"])
+        rms = math.sqrt(sum(d * d for d in cells) / 30)
+        assert rms == pytest.approx(found[f"{table}_rms_points"])
+        assert rms < 2.0, f"{table}, seed 7"
+    elastic, differences = {row.label: row for row in ROWS if row.elastic}, []
+    for cell in found["table_1"]:
+        if cell["row"] in elastic and cell["chips"] >= 1.2e6:
+            between = YEAR_SECONDS * elastic[cell["row"]].islands / cell["chips"]
+            fit = 100 * between / (between + 18.25) * (1 - 0.0325 * cell["chips"] / 1.2e6)
+            differences.append(cell["goodput_simulated"] - fit)
+    assert len(differences) == 10
+    assert math.sqrt(sum(d * d for d in differences) / 10) < 2.5, "seed 7"
 
 
 def test_a_run_and_its_tape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,15 +84,15 @@ def test_measured_failures_are_played(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_wrong_options_are_errors(tmp_path: Path) -> None:
-    with failing(ConfigError, "config.slices"):
-        run(["simulate", "run", "--islands", "8", "--slices", "4"])
-    with failing(ConfigError, "config.days"):
-        run(["simulate", "run", "--days", "-1"])
+    one_slice = tmp_path / "outages.csv"
+    one_slice.write_text("slice,failed_seconds,returned_seconds\na,1,2\n", encoding="utf-8")
+    for flags, code in (
+        (("--islands", "8", "--slices", "4"), "config.slices"),
+        (("--days", "-1"), "config.days"),
+        (("--trace", str(one_slice)), "config.slices"),
+        (("--seed", "-1"), "config.seed"),
+    ):
+        with failing(ConfigError, code):
+            run(["simulate", "run", *flags])
     with failing(DataError, "tape.unreadable"):
         run(["simulate", "run", "--trace", str(tmp_path / "nowhere.csv")])
-    path = tmp_path / "outages.csv"
-    path.write_text("slice,failed_seconds,returned_seconds\na,1,2\n", encoding="utf-8")
-    with failing(ConfigError, "config.slices"):
-        run(["simulate", "run", "--trace", str(path)])
-    with failing(ConfigError, "config.seed"):
-        run(["simulate", "run", "--seed", "-1"])

@@ -1,4 +1,4 @@
-"""Failure tapes: files are written, read and refused, and real islands follow them."""
+"""Failure tapes: files are written, read and refused, and islands follow them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from archipelago.broker.config import RunConfig
+from archipelago.broker.config import MergeConfig, RunConfig
 from archipelago.broker.errors import DataError
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.inner import InnerState
-from archipelago.islands.tasks import workload
 from archipelago.islands.tasks.ours import our_work
-from archipelago.ops.experiments import tape_run
-from archipelago.ops.experiments.baselines import Point
+from archipelago.islands.tasks.workload import Workload
 from archipelago.ops.experiments.tape_run import Course, TapeRun, calm, quality, rehearsed
 from archipelago.ops.simulation.failures import FailureModel, simulate
 from archipelago.ops.simulation.tape import FailureTape, Leg, outages, read, taped, write
 from tests.failing import failing
 from tests.small import SMALL
 
+AVERAGE = MergeConfig(embedding="average", rest="average")
 HEAD = '{"tape": 1, "islands": 1, "step_seconds": 1.0, "seconds": 9.0}\n'
 
 
@@ -53,9 +52,10 @@ def test_goodput_of_a_tape_up_to_a_moment() -> None:
     assert tape.goodput() == tape.goodput(200.0) == pytest.approx(0.8), "the tape ends at 100 s"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_a_file_that_is_not_a_tape_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tape.jsonl"
+    first = '{"at": 0, "island": 0, "live": 1}\n'
+    for text in (
         "",
         "not JSON",
         "[]\n",
@@ -68,17 +68,15 @@ def test_goodput_of_a_tape_up_to_a_moment() -> None:
         HEAD + '{"at": 0, "island": -1, "live": 1}\n',
         HEAD + '{"at": 0, "island": 0, "live": 1.5}\n',
         HEAD + '{"at": 0, "island": 0, "live": NaN}\n',
-        HEAD + '{"at": 0, "island": 0, "live": 1}\n{"at": 10, "island": 0, "live": 0}\n',
-        HEAD
-        + '{"at": 0, "island": 0, "live": 1}\n{"at": 5, "island": 0, "live": 0}\n{"at": 4, "island": 0, "live": 1}',
+        HEAD + first + '{"at": 10, "island": 0, "live": 0}\n',
+        HEAD + first + '{"at": 5, "island": 0, "live": 0}\n{"at": 4, "island": 0, "live": 1}',
         HEAD + '{"at": 0, "island": 0}\n',
-    ],
-)
-def test_a_file_that_is_not_a_tape_is_refused(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "tape.jsonl"
-    path.write_text(text, encoding="utf-8")
-    with failing(DataError, "tape.invalid"):
-        read(path)
+    ):
+        path.write_text(text, encoding="utf-8")
+        with failing(DataError, "tape.invalid"):
+            read(path)
+    with failing(DataError, "tape.unreadable"):
+        read(tmp_path / "nowhere")
 
 
 def test_measured_outages_are_merged_where_they_overlap(tmp_path: Path) -> None:
@@ -87,22 +85,15 @@ def test_measured_outages_are_merged_where_they_overlap(tmp_path: Path) -> None:
         "slice,failed_seconds,returned_seconds\noslo,50,60\nparis,1,2\noslo,10,20\noslo,15,30\n", encoding="utf-8"
     )
     assert outages(path) == [[(10.0, 30.0), (50.0, 60.0)], [(1.0, 2.0)]]
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "a,b\n1,2\n", "slice,failed_seconds,returned_seconds\n", "slice,failed_seconds,returned_seconds\na,2,1\n"],
-)
-def test_a_file_that_is_not_failure_data_is_refused(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "outages.csv"
-    path.write_text(text, encoding="utf-8")
-    with failing(DataError, "tape.outages"):
-        outages(path)
-
-
-def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
-    with failing(DataError, "tape.unreadable"):
-        read(tmp_path / "nowhere")
+    for text in (
+        "",
+        "a,b\n1,2\n",
+        "slice,failed_seconds,returned_seconds\n",
+        "slice,failed_seconds,returned_seconds\na,2,1\n",
+    ):
+        path.write_text(text, encoding="utf-8")
+        with failing(DataError, "tape.outages"):
+            outages(path)
 
 
 # -- an island's course -----------------------------------------------------------------------------------------------
@@ -136,12 +127,24 @@ def test_the_longest_stall_is_found() -> None:
         Course([Leg(0, 0)], 1.0, 10.0)
 
 
-# -- real islands -----------------------------------------------------------------------------------------------------
+# -- islands that follow a tape ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def config() -> RunConfig:
-    return replace(SMALL, data=replace(SMALL.data, corpus="small-text"))
+    """Return the config of a run of one fragment, which is averaged, so that little is compiled."""
+    small = replace(SMALL, data=replace(SMALL.data, corpus="small-text"))
+    return replace(small, sync=replace(SMALL.sync, interval=2, fragments=1), merge=AVERAGE)
+
+
+def idle(state: InnerState, tokens_nxBxT1: jax.Array, step: jax.Array) -> tuple[InnerState, jax.Array]:
+    """Make inner steps that train nothing: the tape decides about times, whatever the islands learn."""
+    return state, jnp.zeros(len(tokens_nxBxT1))
+
+
+@pytest.fixture
+def work(config: RunConfig, corpus: OpenCorpus) -> Workload:
+    return replace(our_work(config, corpus), steps=idle)
 
 
 def tape_of(*islands: list[tuple[float, float]]) -> FailureTape:
@@ -149,8 +152,8 @@ def tape_of(*islands: list[tuple[float, float]]) -> FailureTape:
     return FailureTape(tuple(tuple(Leg(*leg) for leg in legs) for legs in islands), 1.0, 1000.0)
 
 
-def followed(config: RunConfig, corpus: OpenCorpus, tape: FailureTape) -> TapeRun:
-    run = TapeRun(our_work(config, corpus), tape)
+def followed(work: Workload, tape: FailureTape) -> TapeRun:
+    run = TapeRun(work, tape)
     run.finish()
     books = run.transport.reader.books()
     assert books.published == books.merged + books.refused + run.transport.reader.backlog()
@@ -158,17 +161,16 @@ def followed(config: RunConfig, corpus: OpenCorpus, tape: FailureTape) -> TapeRu
     return run
 
 
-def test_a_tape_without_failures_gives_the_usual_run(config: RunConfig, corpus: OpenCorpus) -> None:
-    run = followed(config, corpus, calm(2, 6.0))
-    assert run.tokens == 2 * config.inner.steps * config.tokens_per_step
+def test_a_tape_without_failures_gives_the_usual_run(work: Workload) -> None:
+    run = followed(work, calm(2, 6.0))
+    assert run.tokens == 2 * work.config.inner.steps * work.config.tokens_per_step
     assert run.deaths == 0
 
 
-def test_islands_of_a_tape_can_be_slow(config: RunConfig, corpus: OpenCorpus) -> None:
+def test_islands_of_a_tape_can_be_slow(work: Workload) -> None:
     """A slow island makes a third of the steps, and while it stands for 9 seconds it misses three of them."""
-    work, whole = our_work(config, corpus), config.inner.steps
+    whole, steps = work.config.inner.steps, {}
     stands: list[tuple[float, float]] = [(0, 1), (10.5, 0), (19.5, 1)]
-    steps = {}
     for name, legs in (("calm", [(0.0, 1.0)]), ("failing", stands)):
         run = TapeRun(work, tape_of([(0, 1)], [(0, 1)], legs), slow=3.0, slowed=1)
         islands = dict(run.islands)
@@ -179,69 +181,61 @@ def test_islands_of_a_tape_can_be_slow(config: RunConfig, corpus: OpenCorpus) ->
     assert steps["failing"] == [whole, whole, pytest.approx(steps["calm"][2] - 3, abs=1)]
 
 
-def test_a_short_stall_keeps_the_island(config: RunConfig, corpus: OpenCorpus) -> None:
-    run = TapeRun(our_work(config, corpus), tape_of([(0, 1)], [(0, 1), (10.5, 0), (18.5, 1)]))
+def test_a_short_stall_keeps_the_island(work: Workload) -> None:
+    run = TapeRun(work, tape_of([(0, 1)], [(0, 1), (10.5, 0), (18.5, 1)]))
     stalled = run.islands["island-1"]
     run.finish()
     assert run.deaths == 0
-    assert stalled.totals.steps in range(config.inner.steps - 9, config.inner.steps - 6), "eight steps fewer"
+    whole = work.config.inner.steps
+    assert stalled.totals.steps in range(whole - 9, whole - 6), "eight steps fewer"
 
 
-def test_a_long_stall_is_a_death_and_a_rejoin(config: RunConfig, corpus: OpenCorpus) -> None:
-    run = followed(config, corpus, tape_of([(0, 1)], [(0, 1), (10.5, 0), (30.5, 1)]))
+def test_a_long_stall_is_a_death_and_a_rejoin(work: Workload) -> None:
+    run = followed(work, tape_of([(0, 1)], [(0, 1), (10.5, 0), (30.5, 1)]))
     assert run.deaths == 1
     members = [{(m.island, m.incarnation) for m in entry.members} for entry in run.transport.reader.tape(1000)]
     lives = [incarnation for name, incarnation in sorted(set().union(*members)) if name == "island-1"]
     assert len(lives) == 2, "it rejoined as another incarnation"
-    full = 2 * config.inner.steps * config.tokens_per_step
-    assert run.tokens == pytest.approx(full - 20 * config.tokens_per_step, abs=2.5 * config.tokens_per_step)
+    full, each = 2 * work.config.inner.steps * work.config.tokens_per_step, work.config.tokens_per_step
+    assert run.tokens == pytest.approx(full - 20 * each, abs=2.5 * each)
 
 
-def test_the_run_ends_without_an_island_that_never_returns(config: RunConfig, corpus: OpenCorpus) -> None:
-    run = followed(config, corpus, tape_of([(0, 1)], [(0, 1), (5.5, 0)]))
-    assert run.deaths == 1
-    assert not run.islands
-
-
-def test_all_islands_may_be_away(config: RunConfig, corpus: OpenCorpus) -> None:
-    """Islands that return continue from the merged parameters."""
+def test_one_or_all_islands_may_be_away(work: Workload) -> None:
+    one = followed(work, tape_of([(0, 1)], [(0, 1), (5.5, 0)]))
+    assert one.deaths == 1
+    assert not one.islands, "the run ends without an island that never returns"
     legs: list[tuple[float, float]] = [(0, 1), (20.5, 0), (60.5, 1)]
-    run = followed(config, corpus, tape_of(legs, legs))
-    assert run.deaths == 2
-    assert run.clock.now > 60.5
-    assert run.merger.state.step >= config.inner.steps - 1
+    both = followed(work, tape_of(legs, legs))
+    assert both.deaths == 2
+    assert both.clock.now > 60.5
+    assert both.merger.state.step >= work.config.inner.steps - 1, "they continue from the merged parameters"
 
 
-@pytest.mark.full
-def test_the_batch_shrinks_with_the_slices(config: RunConfig, corpus: OpenCorpus) -> None:
-    run = followed(config, corpus, tape_of([(0, 1)], [(0, 0.625)]))
-    each = config.inner.steps * config.tokens_per_step
-    assert run.tokens == pytest.approx((1 + 0.625) * each, rel=0.02)
-    entries = run.transport.reader.tape(1000)
-    per_step = {
-        name: sum(m.tokens for e in entries for m in e.members if m.island == name)
-        / sum(m.steps for e in entries for m in e.members if m.island == name)
-        for name in ("island-0", "island-1")
-    }
-    assert per_step["island-0"] == config.tokens_per_step
-    assert per_step["island-1"] == pytest.approx(0.625 * config.tokens_per_step, rel=0.05)
+def test_the_batch_shrinks_with_the_slices(work: Workload) -> None:
+    run = followed(work, tape_of([(0, 1)], [(0, 0.625)]))
+    per_step = work.config.tokens_per_step
+    assert run.tokens == pytest.approx((1 + 0.625) * work.config.inner.steps * per_step, rel=0.02)
+    members = [member for entry in run.transport.reader.tape(1000) for member in entry.members]
+    for island, share in (("island-0", 1.0), ("island-1", 0.625)):
+        mine = [member for member in members if member.island == island]
+        found = sum(member.tokens for member in mine) / sum(member.steps for member in mine)
+        assert found == pytest.approx(share * per_step, rel=0.05 * (share < 1.0)), island
 
 
-def test_a_rehearsal_predicts_the_last_step(config: RunConfig, corpus: OpenCorpus) -> None:
+def test_a_rehearsal_predicts_the_last_step(work: Workload) -> None:
     """160 steps of work: 60 until step 40, 20 until step 60, and two a step from there on."""
     tape = tape_of([(0, 0.5), (40, 1)], [(0, 1), (40, 0), (60, 1)])
-    assert rehearsed(our_work(config, corpus), tape, 160 * config.tokens_per_step) == pytest.approx(100, abs=3)
+    assert rehearsed(work, tape, 160 * work.config.tokens_per_step) == pytest.approx(100, abs=3)
     both_stand = tape_of(*[[(0.0, 1.0), (10.0, 0.0), (20.0, 1.0)]] * 2)
-    steps = rehearsed(our_work(config, corpus), both_stand, 60 * config.tokens_per_step)
+    steps = rehearsed(work, both_stand, 60 * work.config.tokens_per_step)
     assert steps == pytest.approx(30, abs=2), "the global step stalls with all of them"
 
 
 @pytest.mark.full
 def test_quality_is_compared_at_equal_tokens(config: RunConfig, corpus: OpenCorpus) -> None:
-    legs: list[tuple[float, float]] = [(0, 1), (8, 0), (13, 0.75), (18, 1)]
-    tape = FailureTape((tuple(Leg(*leg) for leg in legs), tuple(Leg(*leg) for leg in legs)), 1.0, 25.0)
+    legs = tuple(Leg(*leg) for leg in ((0, 1), (8, 0), (13, 0.75), (18, 1)))
     heard: list[str] = []
-    rows = quality(config, {"calm": calm(2, 1.0), "rough": tape}, heard.append)
+    rows = quality(config, {"calm": calm(2, 1.0), "rough": FailureTape((legs, legs), 1.0, 25.0)}, heard.append)
     assert [row["tape"] for row in rows] == ["calm", "rough"]
     assert rows[1]["goodput"] == pytest.approx((8 + 0.75 * 5 + 7) / 25), "the run is longer than the tape"
     assert rows[1]["tokens"] == pytest.approx(rows[0]["tokens"], rel=0.02)
@@ -252,21 +246,3 @@ def test_quality_is_compared_at_equal_tokens(config: RunConfig, corpus: OpenCorp
     assert 0.5 < rows[1]["to_first"] < 1.5
     assert rows[1]["bits_per_byte"] < 7.0, "it learned"
     assert len(heard) == 2
-
-
-def test_rows_of_quality_without_training(
-    config: RunConfig, corpus: OpenCorpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Steps that train nothing take the time that the tape gives, and each row has its ratio to the first one."""
-
-    def idle(state: InnerState, tokens_nxBxT1: jax.Array, step: jax.Array) -> tuple[InnerState, jax.Array]:
-        return state, jnp.zeros(len(tokens_nxBxT1))
-
-    losses = iter([8.0, 2.0, 8.0, 2.2])
-    monkeypatch.setattr(workload, "compiled_steps", lambda model, inner: idle)
-    monkeypatch.setattr(tape_run, "scoring", lambda *_: lambda tokens, params: Point(tokens, next(losses)))
-    tapes = {"calm": calm(2, 1.0), "rough": tape_of([(0, 1), (8, 0), (13, 1)], [(0, 1)])}
-    first, second = quality(config, tapes, lambda _: None)
-    assert (first["to_first"], second["to_first"]) == (1.0, pytest.approx(1.1))
-    assert second["goodput"] < first["goodput"] == 1.0
-    assert second["tokens"] == pytest.approx(first["tokens"], rel=0.05)
