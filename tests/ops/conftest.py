@@ -23,13 +23,18 @@ from archipelago.ops.launch.embedded_redis import Server
 from tests.servers import empty_database
 
 
-@pytest.fixture
-def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OpenCorpus:
-    """Prepare `small-text`, a corpus that models learn quickly, also for processes that the test starts."""
-    monkeypatch.setenv("ARCHIPELAGO_DATA", str(tmp_path / "data"))
-    source = tmp_path / "text.txt"
+def prepare_small_text(folder: Path) -> None:
+    """Prepare `small-text`, a corpus that models learn quickly, from a file in the folder."""
+    source = folder / "text.txt"
     source.write_text("".join(f"{n} islands and {n * n % 997} ships\n" for n in range(6000)), encoding="utf-8")
     prepare_text(source, "small-text")
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OpenCorpus:
+    """Prepare `small-text`, also for processes that the test starts."""
+    monkeypatch.setenv("ARCHIPELAGO_DATA", str(tmp_path / "data"))
+    prepare_small_text(tmp_path)
     return open_corpus("small-text")
 
 

@@ -1,18 +1,16 @@
-"""`bench largest`: a small model passes over a merger's kill, wrong values are noticed, a large one is refused."""
+"""`bench largest`: wrong values and versions are noticed, and a model that is too large is refused."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 import numpy as np
-import pytest
 
 from archipelago.broker.codecs import Vector, codec
 from archipelago.broker.errors import ConfigError, WireError
 from archipelago.broker.messages import Member, Snapshot
 from archipelago.islands.sync.connection.snapshots import Arrival
-from archipelago.ops.bench.largest import largest, predict, require_room
+from archipelago.ops.bench.largest import predict, require_room
 from archipelago.ops.bench.largest_islands import MOMENTUM, RATE, require_merge, require_version
 from archipelago.ops.simulation.machine import Machine
 from tests.failing import failing
@@ -21,26 +19,6 @@ MEMBER = Member(
     island="a", incarnation="bench", sequence=0, base=0, staleness=0, weight=1.0, clip=1.0, tokens=1, steps=1,
     loss=1.0, entry="1-1",
 )  # fmt: skip
-
-
-@pytest.mark.processes
-@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
-def test_every_fragment_passes_once_although_the_merger_is_killed() -> None:
-    """The measurement itself checks the values, the versions and the books."""
-    fragments, size = 3, 4999
-    found = largest(size * fragments - 2, lambda _: None, fragments)
-    assert (found["parameters"], found["fragments"], found["islands"]) == (size * fragments, fragments, 2)
-    for part in ("publish_seconds", "merge_seconds", "adopt_seconds"):
-        assert len(found[part]) == found["measured_fragments"] == fragments - 1
-        assert min(found[part]) > 0
-    assert found["restart_seconds"] > 0
-    most = 2 * codec("int4").encoded_size(size) * fragments
-    for way in ("bytes_up", "bytes_down"):
-        assert 0.5 * most < found[way] < 1.1 * most + 200 * fragments
-    assert set(found["peak_bytes"]) == {"islands", "Redis", "first merger", "second merger"}
-    assert min(found["peak_bytes"].values()) > 1 << 20
-    assert max(found["peak_bytes"].values()) < found["together_bytes"] < sum(found["peak_bytes"].values())
-    assert all(row["predicted"] > 0 for row in found["rows"])
 
 
 def merged(first_N: Vector, sent: dict[str, Vector], shares: dict[str, float]) -> Vector:
@@ -91,9 +69,3 @@ def test_memory_grows_with_the_parameters_and_with_the_size_of_a_fragment() -> N
     many, few, twice = (predict(*sizes, 2, Machine()) for sizes in ((10**9, 128), (10**9, 16), (2 * 10**9, 16)))
     assert many.together_bytes < few.together_bytes < twice.together_bytes
     assert few.restart_seconds < twice.restart_seconds
-
-
-@pytest.mark.parametrize("parameters", [0.0, -1.0, float("nan"), float("inf")])
-def test_an_impossible_number_of_parameters_is_refused(parameters: float) -> None:
-    with failing(ConfigError, "bench.parameters"):
-        largest(parameters, lambda _: None)

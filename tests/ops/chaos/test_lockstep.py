@@ -7,6 +7,7 @@ import math
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,14 @@ from archipelago.islands.models.registry import Params, build
 from archipelago.islands.tasks.ours import our_work
 from archipelago.ops.chaos.lockstep.coordinator import METHODS, Coordinator, Ledger, Method, Order, Step
 from archipelago.ops.chaos.lockstep.data_parallel import DataParallel
-from archipelago.ops.chaos.lockstep.driver import CoordinatorServer, run_baseline, worker_faults
+from archipelago.ops.chaos.lockstep.driver import CoordinatorServer, WorkerGroup, run_baseline, worker_faults
 from archipelago.ops.chaos.lockstep.files import Slots, first_in, params_in, save_first
 from archipelago.ops.chaos.lockstep.group import GroupSettings, coordinator_of
 from archipelago.ops.chaos.lockstep.results import longest_pause, sampled, summarise
 from archipelago.ops.chaos.lockstep.trainees import TRAINEES, Trainee
 from archipelago.ops.chaos.lockstep.worker import Follower, WorkerOptions
 from archipelago.ops.chaos.lockstep.worker import main as worker_main
-from archipelago.ops.chaos.processes import Plan
+from archipelago.ops.chaos.processes import Plan, await_ready
 from archipelago.ops.chaos.schedule import Fault
 from archipelago.ops.experiments import baselines
 from archipelago.ops.experiments.baselines import Point
@@ -103,9 +104,9 @@ def test_workers_that_are_killed_train_as_one_process_does(
     method: Method, config: RunConfig, corpus: OpenCorpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a kill, the position in the text and the moments roll back with the parameters."""
-    train, total = baselines.data_parallel, config.inner.steps
-    if method == "synchronous DiLoCo":
-        train, total = baselines.diloco, config.inner.steps // INTERVAL
+    is_diloco = method == "synchronous DiLoCo"
+    train: Callable[..., list[Point]] = baselines.diloco if is_diloco else baselines.data_parallel
+    total = config.inner.steps // INTERVAL if is_diloco else config.inner.steps
     wanted = in_one_process(monkeypatch, train, our_work(config, corpus))
     group = Group(method, config, corpus, tmp_path / "group")
     workers = group.workers
@@ -131,26 +132,31 @@ def test_workers_that_are_killed_train_as_one_process_does(
 # -- real processes ---------------------------------------------------------------------------------------------------
 
 
+def plan_of(folder: Path, config: RunConfig, seconds: float, *faults: Fault) -> Plan:
+    return Plan("storm", folder, config, dict.fromkeys(ISLANDS, 0.05), seconds, faults, checkpoint_seconds=0.1)
+
+
 @pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.usefixtures("corpus")
-def test_a_baseline_of_real_processes_survives_faults(config: RunConfig, tmp_path: Path) -> None:
-    """The test asserts no speed, which depends on the load of the machine."""
-    faults = (
-        Fault(0.2, "throttle", "island-0", 5.0), Fault(0.3, "kill", "merger", 0.2), Fault(0.4, "kill", "island-1", 0.2),
-        Fault(0.5, "stop", "island-0", 0.5), Fault(1.2, "partition", "island-0", 0.2),
-    )  # fmt: skip
-    plan = Plan("storm", tmp_path / "storm", config, dict.fromkeys(ISLANDS, 0.05), 3.0, faults, checkpoint_seconds=0.1)
-    found = run_baseline(plan, "data-parallel", lambda: False)
-    assert found.seconds >= 3.0
-    assert 0 < found.steps_useful <= found.steps_made
-    assert found.goodput == pytest.approx(found.steps_useful * 0.05 / (2 * found.seconds))
-    assert found.tokens >= found.steps_useful * config.tokens_per_step
-    assert math.isfinite(found.bits_per_byte)
-    assert found.pause_seconds_worst >= 0.4, "the others did not wait for the stopped worker"
-    assert found.curve[-1][1] == found.steps_useful
-    files = plan.folder / "files"
-    first, last = first_in(files), params_in(files, "final")
+def test_a_worker_that_is_killed_trains_again(config: RunConfig, tmp_path: Path, until: Until) -> None:
+    plan = plan_of(tmp_path / "storm", config, 1.0)
+    with ExitStack() as stack:
+        group = WorkerGroup(plan, "synchronous DiLoCo", config, stack)
+        for worker in group.workers:
+            group.start(worker)
+        await_ready(group, group.workers, group.is_training)
+        group.inject(group.targets["island-1"], Fault(0.0, "kill", "island-1", 0.2))
+        ledger, made, merged = group.coordinator.ledger, len(group.coordinator.ledger.made), group.coordinator.n
+
+        def recovered() -> bool:
+            group.poll()
+            back = "island-1" in {step.worker for step in ledger.made[made:]}
+            return back and group.coordinator.n > merged and group.events[-1].what == "start"
+
+        until(recovered, "a step of the worker, and an exchange")
+        final = group.finish()
+    first, last = first_in(plan.folder / "files"), params_in(plan.folder / "files", final)
     assert all(bool(jnp.all(jnp.isfinite(last[name])) and jnp.any(last[name] != first[name])) for name in first)
     exchange = json.loads((plan.folder / "settings.json").read_text())["exchange"]
     assert not Path(exchange).exists(), "the memory was not freed"
@@ -158,13 +164,31 @@ def test_a_baseline_of_real_processes_survives_faults(config: RunConfig, tmp_pat
 
 @pytest.mark.full
 @pytest.mark.processes
+@pytest.mark.usefixtures("corpus")
+def test_a_baseline_has_a_result(config: RunConfig, tmp_path: Path) -> None:
+    """The test asserts no speed, which depends on the load of the machine."""
+    faults = (
+        Fault(0.2, "throttle", "island-0", 5.0), Fault(0.3, "kill", "merger", 0.2),
+        Fault(0.5, "stop", "island-0", 0.5), Fault(1.2, "partition", "island-1", 0.2),
+    )  # fmt: skip
+    found = run_baseline(plan_of(tmp_path / "storm", config, 3.0, *faults), "data-parallel", lambda: False)
+    assert found.seconds >= 3.0
+    assert 0 < found.steps_useful <= found.steps_made
+    assert found.goodput == pytest.approx(found.steps_useful * 0.05 / (2 * found.seconds))
+    assert found.tokens >= found.steps_useful * config.tokens_per_step
+    assert math.isfinite(found.bits_per_byte)
+    assert found.pause_seconds_worst >= 0.4, "the others did not wait for the stopped worker"
+    assert found.curve[-1][1] == found.steps_useful
+
+
+@pytest.mark.full
+@pytest.mark.processes
 def test_a_worker_that_cannot_start_ends_the_baseline(
     config: RunConfig, corpus: OpenCorpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = Plan("storm", tmp_path / "storm", config, dict.fromkeys(ISLANDS, 0.02), 5.0)
     monkeypatch.setattr(GroupSettings, "to_text", lambda self: "{}")
     with failing(ArchipelagoError, "chaos.not-ready"):
-        run_baseline(plan, "data-parallel", lambda: False)
+        run_baseline(plan_of(tmp_path / "storm", config, 5.0), "data-parallel", lambda: False)
 
 
 # -- settings and faults ----------------------------------------------------------------------------------------------

@@ -160,7 +160,10 @@ def test_each_direction_has_its_own_rate_which_can_change(echo: Echo, until: Unt
         assert seconds_for(client, 1 << 18) >= least, "it was faster than the rate up"
         proxy.set_rates(math.inf, 4.0)
         assert seconds_for(client, 1 << 18) >= least, "it was faster than the rate down"
+        proxy.set_rates(0.001, 0.001)  # A piece takes a minute.
+        client.sendall(bytes(4 * PIECE_BYTES))
         proxy.set_rates(40.0, math.inf)
+        assert len(client.recv(4 * PIECE_BYTES, socket.MSG_WAITALL)) == 4 * PIECE_BYTES, "waiting bytes, too"
         # On a loaded machine, any one transfer may be slow.
         until(lambda: seconds_for(client, 1 << 18) < least / 2, "a transfer that is faster than the lower rate allows")
 
@@ -184,15 +187,6 @@ def test_connections_share_the_rate(echo: Echo, until: Until) -> None:
 
         # A loaded machine may hold one of them up. If each waited for the other to end, one would always take half.
         until(both_take_as_long, "two transfers of which none waits for the other to end")
-
-
-def test_a_higher_rate_applies_to_waiting_bytes(echo: Echo) -> None:
-    with linked(echo, 0.001) as (proxy, client):  # A piece takes a minute.
-        client.sendall(bytes(4 * PIECE_BYTES))
-        proxy.set_rates(100.0, 100.0)
-        left = 4 * PIECE_BYTES
-        while left:
-            left -= len(client.recv(left))
 
 
 def test_the_delay_is_added_each_way_and_may_change(echo: Echo) -> None:
@@ -272,23 +266,6 @@ def test_without_a_target_connections_are_reset() -> None:
         one.recv(1)
 
 
-def test_stop_ends_all_connections(echo: Echo, until: Until) -> None:
-    threads = threading.active_count()
-    proxy = Proxy("127.0.0.1", echo.port, 0.001).start()
-    with closing(connected(proxy)) as client:
-        client.sendall(bytes(4 * PIECE_BYTES))
-        until(lambda: proxy.connections == 1, "the connection")
-        proxy.stop()
-        proxy.stop()
-        with pytest.raises(ConnectionResetError):
-            while client.recv(1 << 16):
-                pass
-    with pytest.raises(ConnectionRefusedError):
-        connected(proxy)
-    until(lambda: echo.ends, "the server to see the reset")
-    until(lambda: threading.active_count() <= threads, "its thread to end")
-
-
 # -- half-open connections -----------------------------------------------------------------------------------------
 
 
@@ -309,14 +286,24 @@ def test_a_half_open_connection_stays_silent_and_new_ones_work(echo: Echo, until
         until(lambda: echo.ends == ["end"], "the server to see the other connection end")
 
 
-def test_stop_ends_half_open_connections(echo: Echo, until: Until) -> None:
-    with linked(echo) as (proxy, client):
-        assert asked(client, b"before") == b"before"
-        proxy.half_open()
+def test_stop_ends_all_connections(echo: Echo, until: Until) -> None:
+    threads = threading.active_count()
+    with linked(echo, 0.001) as (proxy, silent):  # A piece takes a minute.
+        silent.sendall(b"a")
+        until(lambda: proxy.connections == 1, "the connection")
         proxy.half_open()
         until(lambda: proxy.connections == 0, "the proxy to forget it")
-        proxy.stop()
-        client.settimeout(PATIENCE)
-        with pytest.raises(ConnectionResetError):
-            client.recv(1)
-        until(lambda: echo.ends == ["reset"], "the server to see the reset")
+        with closing(connected(proxy)) as client:
+            client.sendall(bytes(4 * PIECE_BYTES))
+            until(lambda: proxy.connections == 1, "the other connection")
+            proxy.stop()
+            proxy.stop()
+            for each in (client, silent):
+                each.settimeout(PATIENCE)
+                with pytest.raises(ConnectionResetError):
+                    while each.recv(1 << 16):
+                        pass
+        with pytest.raises(ConnectionRefusedError):
+            connected(proxy)
+    until(lambda: echo.ends == ["reset", "reset"], "the server to see both resets")
+    until(lambda: threading.active_count() <= threads, "its threads to end")

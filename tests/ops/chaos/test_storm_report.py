@@ -216,7 +216,7 @@ def test_each_violation_breaks_its_own_invariant() -> None:
         (["refused"], {"refused": frozenset({(0, "a", "a1", 0)})}),
         (["progress"], {"closed_at": {}}),
     ):
-        assert broken(replace(one, **changes)) == keys, changes  # type: ignore[arg-type]
+        assert broken(replace(one, **changes)) == keys, changes
 
 
 # -- baselines --------------------------------------------------------------------------------------------------------

@@ -43,6 +43,9 @@ def test_every_second_island_of_the_mixed_run_is_in_pytorch() -> None:
 @pytest.mark.full
 def test_short_runs_end_alike(corpus: OpenCorpus, tmp_path: Path) -> None:
     pytorch.required("transformers")
+    with failing(ConfigError, "bench.not-in-both"):
+        no_llama = dataclasses.replace(SMALL.model, size="tiny-moe")
+        mixed.compared(RunConfig(model=no_llama), corpus, 2, (0,), tmp_path)
     found = mixed.compared(SMALL, corpus, 2, (3,), tmp_path)
     json.dumps(found)
     one, other, both = found["rows"]
@@ -89,11 +92,3 @@ def test_batches_depend_on_the_seed_and_the_island_alone(corpus: OpenCorpus) -> 
 
     assert drawn(0, 1) == drawn(0, 1)
     assert len({drawn(seed, number) for seed in (0, 1) for number in (1, 2)}) == 4
-
-
-@pytest.mark.full
-def test_a_model_without_a_llama_is_refused(corpus: OpenCorpus, tmp_path: Path) -> None:
-    pytorch.required("transformers")
-    config = RunConfig(model=dataclasses.replace(SMALL.model, size="tiny-moe"))
-    with failing(ConfigError, "bench.not-in-both"):
-        mixed.compared(config, corpus, 2, (0,), tmp_path)

@@ -1,4 +1,4 @@
-"""`bench parity`: the baselines, and the comparison with them."""
+"""`bench parity`: islands are compared with their baselines, and with other numbers and intervals of islands."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from archipelago.broker.config import RunConfig
+from archipelago.broker.errors import ConfigError
+from archipelago.broker.loss_unit import loss_unit
 from archipelago.islands.data.corpus import OpenCorpus
-from archipelago.islands.data.sharding import lease_share
-from archipelago.islands.inner import InnerState
 from archipelago.islands.tasks.ours import our_work
 from archipelago.islands.tasks.workload import Workload
-from archipelago.ops.experiments import baselines, parity
+from archipelago.ops.experiments import baselines, parity, sync_cost
 from archipelago.ops.experiments.baselines import Point
 from archipelago.ops.experiments.parity import Arm
+from tests.failing import failing
+from tests.ops.experiments.trials import task_work
 from tests.small import SMALL
 
 
@@ -30,56 +29,6 @@ def config() -> RunConfig:
     return replace(
         SMALL, data=replace(SMALL.data, corpus="small-text"), inner=replace(SMALL.inner, steps=24, warmup_steps=4)
     )
-
-
-def quiet(_: Point) -> None:
-    pass
-
-
-@pytest.mark.full
-def test_diloco_with_one_replica_and_plain_averaging_is_one_process(config: RunConfig, corpus: OpenCorpus) -> None:
-    """With rate 1 and no momentum, the parameters become the replica's own for every H."""
-    # With this interval, both ways run the same compiled program.
-    config = replace(config, sync=replace(config.sync, interval=baselines.CHUNK_STEPS))
-    alone = baselines.one_process(our_work(config, corpus), 24 * config.tokens_per_step, quiet)
-    found = baselines.diloco(our_work(config, corpus), 1, quiet, rate=1.0, momentum=0.0)
-    assert found[-1].tokens == alone[-1].tokens
-    assert found[-1].bits_per_byte == pytest.approx(alone[-1].bits_per_byte, rel=1e-3)
-    assert found[-1].bits_per_byte < 0.8 * found[0].bits_per_byte
-    assert found[-1].test_bits_per_byte == pytest.approx(alone[-1].test_bits_per_byte, rel=1e-3)
-    assert found[-1].test_bits_per_byte != found[-1].bits_per_byte, "it is another text"
-
-
-def test_replicas_read_separate_shards(config: RunConfig) -> None:
-    leases = [lease_share(config.data.shards, config.seed, worker, 3) for worker in range(3)]
-    shards = config.data.shards
-    passes = [[lease() for _ in range(len(range(worker, shards, 3)))] for worker, lease in enumerate(leases)]
-    names = [place.shard for places in passes for place in places]
-    assert sorted(map(int, names)) == list(range(shards))
-    assert leases[0]().pass_number == 1, "then all over again"
-
-
-def test_diloco_takes_one_nesterov_step_on_the_mean_of_the_replicas(
-    config: RunConfig, corpus: OpenCorpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Compare with the recursion by hand, for inner steps that add known numbers."""
-    moved = iter([1.0, 3.0, 2.0, 2.0])
-
-    def inner(state: InnerState, batch: jax.Array, step: jax.Array) -> tuple[InnerState, jax.Array]:
-        by = next(moved)
-        return state._replace(params=jax.tree.map(lambda x: x - by, state.params)), jnp.zeros(12)
-
-    seen: list[float] = []
-
-    def scored(tokens: int, params: dict[str, jax.Array]) -> Point:
-        seen.append(float(params["embedding"][0, 0]))
-        return Point(tokens, 0.0)
-
-    monkeypatch.setattr(baselines, "scoring", lambda work: scored)
-    outer = optax.sgd(0.5, momentum=0.5, nesterov=True)
-    list(baselines._diloco(replace(our_work(config, corpus), steps=inner), 2, outer, quiet))
-    # First round: Δ = 2, b = 2, so −½(2 + 1) = −1.5. Second round: Δ = 2, b = 3, so −½(2 + 1.5) = −1.75.
-    np.testing.assert_allclose(np.diff(seen), [-1.5, -1.75], rtol=1e-4)
 
 
 @pytest.mark.full
@@ -148,3 +97,43 @@ def test_the_comparison_has_a_row_a_curve_and_a_picture(
     assert ours["to_parallel"] == pytest.approx(1.1)
     assert [point[0] for point in found["curves"]["2 islands"]] == [0, 50, 100]
     assert (tmp_path / "out" / "parity.png").read_bytes().startswith(b"\x89PNG")
+
+
+# -- numbers of islands, and intervals --------------------------------------------------------------------------------
+
+
+def test_islands_of_a_task_are_compared_at_equal_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(baselines, "EVALUATIONS", 3)
+    said: list[str] = []
+    found = sync_cost.sync_cost(task_work(), (1, 2), (4, 12), 1.0, tmp_path, said.append)
+    assert [(row["islands"], row["interval"]) for row in found["rows"]] == [(1, 4), (1, 12), (2, 4), (2, 12)]
+    for row in found["rows"]:
+        assert row["tokens"] == pytest.approx(row["islands"] * 48 * 10, rel=0.1)
+        assert 0.5 < row["loss"] < 1.0, "the untrained kernel is 1"
+        assert 0.5 < row["data_parallel"] < 1.0
+        assert row["to_parallel"] == pytest.approx(row["loss"] / row["data_parallel"])
+    often, rarely = (row["rounds"] for row in found["rows"][2:])
+    assert often > 2 * rarely > 2
+    assert found["unit"] == "loss units"
+    assert len(found["curves"]["2 islands, H = 4"]) == len(found["curves"]["data-parallel, 2× batch"]) == 4
+    assert Path(found["picture"]).read_bytes().startswith(b"\x89PNG")
+    assert len(said) == 6
+
+
+def test_a_negative_loss_has_no_ratios(tmp_path: Path) -> None:
+    def arm(loss: float, interval: int) -> Arm:
+        return Arm(f"H = {interval}", 2, ([Point(0, 0.0), Point(100, loss / 2), Point(200, loss)],), interval=interval)
+
+    arms, unit = [arm(-2.0, 0), arm(-1.0, 4)], loss_unit(task_work().named.data)
+    row = sync_cost._row(arms[1], arms, unit)
+    assert row["to_parallel"] != row["to_parallel"], "it is not a number"
+    assert row["loss"] > row["data_parallel"]
+    sync_cost.draw(tmp_path / "parity.png", "a user's loss", arms, unit)
+    assert (tmp_path / "parity.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_cannot_be_compared_is_refused(config: RunConfig, tmp_path: Path) -> None:
+    with failing(ConfigError, "task.evaluate"):
+        sync_cost.sync_cost(task_work(evaluate=None), (2,), (), 1.0, tmp_path, lambda _: None)
+    with failing(ConfigError, "parity.tune"):
+        parity.main(parity.ParityOptions(intervals=(12, 24), tune=True, settings=config))

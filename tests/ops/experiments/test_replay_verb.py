@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 
 from archipelago.broker.control import STEPS as STEPS_FIELD
-from archipelago.broker.memory.transport import MemoryBroker
-from archipelago.broker.transport import Transport
 from archipelago.islands import inner
 from archipelago.islands.creation import describe, first_snapshots
 from archipelago.islands.data.batches import Batches
@@ -22,21 +20,17 @@ from archipelago.islands.data.preparation import prepare_text
 from archipelago.islands.data.sharding import shard_order
 from archipelago.islands.replay import ActionError, corpus_of
 from archipelago.islands.sync.actions import BeginPass, Length, parse, unfolded
-from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.worker import Island
 from archipelago.merger import record as records
 from archipelago.merger.beside import at_once
-from archipelago.merger.record import read
-from archipelago.merger.service import Merger
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.experiments import recorded_run, replay
-from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests.failing import failing
+from tests.harness.played import PlayedRun
 from tests.small import SMALL, compiled
 
 RECORD = Path("runs") / "taped" / "merger" / "record"
 CONFIG = replace(SMALL, record=True, sync=replace(SMALL.sync, interval=6, fragments=2, grace=0.0))
-STEPS = 14
 
 
 def prepared(name: str, text: str) -> OpenCorpus:
@@ -45,56 +39,45 @@ def prepared(name: str, text: str) -> OpenCorpus:
     return prepare_text(source, name)
 
 
-class Recorded:
+class Recorded(PlayedRun):
     """A recorded run in virtual time, in the folder `runs`. Its islands step in turn."""
 
     def __init__(self) -> None:
-        self.clock = VirtualClock()
-        self.broker = MemoryBroker(self.clock)
-        self.manifest = describe("taped", CONFIG, open_corpus("public").identity)
-        transport = self.connect()
-        first = first_snapshots(self.manifest)
-        transport.create(self.manifest, first)
-        folder = MergerFolder(RECORD.parent)
-        folder.recorder.begin(self.manifest, first)
-        checkpointer = folder.checkpointer(transport, self.manifest, 1e9, at_once)
-        self.merger = Merger(self.connect(), self.clock, "merger", live_poll_seconds=0.0, checkpointer=checkpointer)
-        assert self.merger.acquire()
-        self.merger.load()
+        manifest = describe("taped", CONFIG, open_corpus("public").identity)
+        first = first_snapshots(manifest)
+        super().__init__(manifest, first)
+        MergerFolder(RECORD.parent).recorder.begin(manifest, first)
+        self.replace_merger()
         self.islands: list[Island] = []
 
-    def connect(self) -> Transport:
-        return self.broker.connect("taped")
+    def replace_merger(self) -> None:
+        """Let another merger go on, which records."""
+        checkpointer = MergerFolder(RECORD.parent).checkpointer(self.transport, self.manifest, 1e9, at_once)
+        self.merger = self.new_merger(checkpointer=checkpointer)
 
-    def join(self, name: str, corpus: str = "") -> Island:
+    def join(self, name: str, corpus: str = "") -> None:
         """Add an island, pinned to `corpus` if that is given."""
-        link = Link(
-            self.connect(), self.manifest, f"{name}/x", shard_order(CONFIG.data.shards, CONFIG.seed, corpus), self.clock
-        )
+        link = self.link(f"{name}/x", shard_order(CONFIG.data.shards, CONFIG.seed, corpus))
         arrivals = link.join()
         batches = Batches(open_corpus(corpus or "public").train, CONFIG, link.lease)
         island = Island(name, self.manifest, compiled(CONFIG), batches, link, arrivals, self.clock, incarnation="x")
         island.beat("joining")
         link.pump()
         self.islands.append(island)
-        return island
 
     def play(self, steps: int) -> None:
         for _ in range(steps):
             for island in self.islands:
-                self.clock.now += 1.0
-                island.link.pump()
-                island.boundary()
-                island.link.pump()
-                self.merger.turn(0.0)
+                self.pass_boundary(island)
                 island.advance()
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `data`, this machine's corpora, and `runs`, a record in which two islands' contributions were
-    merged with each other's: one island trained on the run's corpus, and one on its own. The run was
-    extended meanwhile.
+    """A folder with `data`, this machine's corpora, and `runs`, the record of a run of two islands.
+
+    One island trained on the run's corpus, and one on its own. Meanwhile the outer rate was steered twice, another
+    merger took over, and the run was extended.
     """
     folder = tmp_path_factory.mktemp("recorded")
     with pytest.MonkeyPatch.context() as patch:
@@ -105,25 +88,24 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run = Recorded()
         run.join("open")
         run.join("pinned", "site")
-        run.play(STEPS // 2)
-        run.connect().reader.steer({STEPS_FIELD: str(2 * CONFIG.inner.steps)})
-        run.play(STEPS - STEPS // 2)
+        run.play(4)
+        run.transport.reader.steer({"outer.learning_rate": "0.25", "sync.quorum": "2"})
+        run.play(4)
+        run.replace_merger()
+        run.play(4)
+        run.transport.reader.steer({"outer.learning_rate": "", STEPS_FIELD: str(2 * CONFIG.inner.steps)})
+        run.play(6)
         run.merger.finish()
     return folder
-
-
-def _stay_in_a_copy_of(folder: Path, present: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copy the folder to `present`, and use the steps that are already compiled."""
-    shutil.copytree(folder, present, dirs_exist_ok=True)
-    monkeypatch.setenv("ARCHIPELAGO_DATA", str(present / "data"))
-    monkeypatch.setattr(inner, "compile_steps", lambda model, config: compiled(CONFIG))
-    monkeypatch.setattr(replay, "keep_compiled", lambda: None)
 
 
 @pytest.fixture
 def data(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of `recorded` as the working directory. The fixture is the folder with its corpora."""
-    _stay_in_a_copy_of(recorded, tmp_path, monkeypatch)
+    shutil.copytree(recorded, tmp_path, dirs_exist_ok=True)
+    monkeypatch.setenv("ARCHIPELAGO_DATA", str(tmp_path / "data"))
+    monkeypatch.setattr(inner, "compile_steps", lambda model, config: compiled(CONFIG))
+    monkeypatch.setattr(replay, "keep_compiled", lambda: None)
     return tmp_path / "data"
 
 
@@ -135,14 +117,23 @@ def replayed(capsys: pytest.CaptureFixture[str]) -> tuple[int, Mapping[str, Any]
 
 
 @pytest.mark.usefixtures("data")
-def test_an_island_is_trained_again_on_its_own_text(capsys: pytest.CaptureFixture[str]) -> None:
-    rounds = records.read(RECORD).rounds
-    who = [member.island for entry, _ in rounds.values() for member in entry.members]
+def test_each_island_is_trained_again_on_its_own_text_to_the_same_bits(capsys: pytest.CaptureFixture[str]) -> None:
+    record = records.read(RECORD)
+    tape = sorted((entry for entry, _ in record.rounds.values()), key=lambda entry: entry.round)
+    who = [member.island for entry in tape for member in entry.members]
     assert min(who.count("open"), who.count("pinned")) >= 2, "both islands must contribute"
+    longer = f"{STEPS_FIELD}={2 * CONFIG.inner.steps}"
+    changes = [set(entry.steered.split()) for entry in tape if entry.steered]
+    assert changes == [{"outer.learning_rate=0.25", "sync.quorum=2"}, {"outer.learning_rate=0.7", longer}]
+    assert len({entry.epoch for entry in tape}) == 3
+    for name in ("open", "pinned"):
+        done = unfolded([actions for actions in record.actions if actions.island == name])
+        assert [action for action in done if isinstance(action, Length)] == [Length(2 * CONFIG.inner.steps)]
     status, found = replayed(capsys)
     assert (status, found["first_difference"], found["same"]) == (0, "", True)
     assert found["islands_from_payloads"] == {}
     assert found["trained_again"] == found["contributions"] == len(who)
+    assert found["rounds"] == len(tape)
     assert [f["digest"] for f in found["fragments"]] == [f["recorded"] for f in found["fragments"]]
 
 
@@ -165,64 +156,18 @@ def test_another_corpus_of_that_name_is_a_difference(data: Path, capsys: pytest.
 
 
 @pytest.mark.usefixtures("data")
-@pytest.mark.parametrize("name", ["..", "../elsewhere", "x" * 78, "-"])
-def test_an_impossible_corpus_name_counts_as_a_missing_corpus(name: str) -> None:
+def test_an_impossible_corpus_name_counts_as_a_missing_corpus() -> None:
     """Another program may have written the actions."""
     record = records.read(RECORD)
-    record.actions = [
-        replace(actions, text=actions.text.replace(" dsite/", f" d{name}/")) for actions in record.actions
-    ]
-    found = recorded_run.repeat([record], islands=True)
-    assert (found["same"], found["first_difference"]) == (True, "")
-    assert found["islands_from_payloads"].keys() == {"pinned/x"}
+    written = record.actions
+    for name in ("..", "../elsewhere", "x" * 78, "-"):
+        record.actions = [replace(actions, text=actions.text.replace(" dsite/", f" d{name}/")) for actions in written]
+        found = recorded_run.repeat([record], islands=True)
+        assert (found["same"], found["first_difference"]) == (True, ""), name
+        assert found["islands_from_payloads"].keys() == {"pinned/x"}, name
 
 
-# -- a run that was steered -------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def steered(recorded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run like `recorded` whose outer rate was steered twice, with another merger in between."""
-    folder = tmp_path_factory.mktemp("steered")
-    shutil.copytree(recorded / "data", folder / "data")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setenv("ARCHIPELAGO_DATA", str(folder / "data"))
-        run = Recorded()
-        run.join("open")
-        run.play(4)
-        run.connect().reader.steer({"outer.learning_rate": "0.25", "sync.quorum": "2"})
-        run.play(4)
-        checkpointer = MergerFolder(RECORD.parent).checkpointer(run.connect(), run.manifest, 1e9, at_once)
-        run.merger = Merger(run.connect(), run.clock, "merger", live_poll_seconds=0.0, checkpointer=checkpointer)
-        assert run.merger.acquire()
-        run.merger.load()
-        run.play(4)
-        run.connect().reader.steer({"outer.learning_rate": ""})
-        run.play(6)
-        run.merger.finish()
-    return folder
-
-
-@pytest.fixture
-def _steered_data(steered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy of `steered` as the working directory."""
-    _stay_in_a_copy_of(steered, tmp_path, monkeypatch)
-
-
-@pytest.mark.usefixtures("_steered_data")
-def test_a_steered_run_replays_to_the_same_bits(capsys: pytest.CaptureFixture[str]) -> None:
-    tape = [entry for entry, _ in records.read(RECORD).rounds.values()]
-    changes = [entry.steered for entry in sorted(tape, key=lambda entry: entry.round) if entry.steered]
-    assert changes == ["outer.learning_rate=0.25 sync.quorum=2", "outer.learning_rate=0.7"]
-    assert len({entry.epoch for entry in tape}) == 2
-    status, found = replayed(capsys)
-    assert (status, found["first_difference"], found["same"]) == (0, "", True)
-    assert found["trained_again"] == found["contributions"] > 0
-    assert found["rounds"] == len(tape)
-
-
-@pytest.mark.usefixtures("_steered_data")
+@pytest.mark.usefixtures("data")
 def test_a_record_without_its_steering_differs() -> None:
     record = records.read(RECORD)
     record.rounds = {number: (replace(entry, steered=""), ds) for number, (entry, ds) in record.rounds.items()}
@@ -231,7 +176,7 @@ def test_a_record_without_its_steering_differs() -> None:
     assert found["first_difference"]
 
 
-@pytest.mark.usefixtures("_steered_data")
+@pytest.mark.usefixtures("data")
 def test_other_rules_are_steered_except_for_the_settings_that_they_name(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -247,32 +192,17 @@ def test_other_rules_are_steered_except_for_the_settings_that_they_name(
 # -- the corpus of an island -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("mine", "corpus"),
-    [
+def test_the_shards_name_the_corpus() -> None:
+    others = {"a/before": ["join:0,0", "dsite/0:0:0:0", "n9"], "a/round": ["whole:a/x@1"]}
+    for mine, corpus in (
         (["join:0,0", "d3:0:0:0", "n1"], ""),
         (["join:0,0", "dsite/3:0:0:0", "n1", "dsite/1:2:0:0"], "site"),
         (["join:0,0", "d3:2199023255552:0:0", "n1", "dsite/3:0:0:0!"], "site"),  # It waited for its first lease.
         (["whole:a/before@9", "n1"], "site"),
         (["whole:a/round@9", "n1"], ""),
         (["whole:a/unknown@9", "n1"], ""),
-    ],
-)
-def test_the_shards_name_the_corpus(mine: list[str], corpus: str) -> None:
-    others = {"a/before": ["join:0,0", "dsite/0:0:0:0", "n9"], "a/round": ["whole:a/x@1"]}
-    assert corpus_of("a/x", {who: list(map(parse, words)) for who, words in {**others, "a/x": mine}.items()}) == corpus
-
-
-def test_actions_that_name_two_corpora_are_refused() -> None:
-    with failing(ActionError):
+    ):
+        actions = {who: list(map(parse, words)) for who, words in {**others, "a/x": mine}.items()}
+        assert corpus_of("a/x", actions) == corpus, mine
+    with failing(ActionError):  # They name two corpora.
         corpus_of("a/x", {"a/x": [BeginPass("one/1:0:0:0"), BeginPass("two/1:0:0:0")]})
-
-
-def test_the_record_holds_the_extension_of_the_run(recorded: Path) -> None:
-    """So the tests above replay an extended run, with its islands' learning rates, to the same bits."""
-    found = read(recorded / RECORD)
-    changes = [entry.steered for entry, _ in found.rounds.values() if entry.steered]
-    assert changes == [f"{STEPS_FIELD}={2 * CONFIG.inner.steps}"]
-    for who in ("open", "pinned"):
-        done = unfolded([actions for actions in found.actions if actions.island == who])
-        assert [action for action in done if isinstance(action, Length)] == [Length(2 * CONFIG.inner.steps)]

@@ -61,20 +61,17 @@ def test_the_test_text_has_its_own_column(folder: Path, capsys: pytest.CaptureFi
     assert "1.2000" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "x",
-    [
+def test_an_unfinished_study_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for x in (
         "",
         'x = "islands"\nlines = ["outer.learning_rate"]\n',
         'x = "outer.learning_rate"\n',  # Data-parallel does not have this setting.
-    ],
-)
-def test_an_unfinished_study_is_shown(folder: Path, x: str, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "rates.toml").write_text(x + STUDY.replace("islands = 2\n", "islands = [2, 4]\n"), encoding="utf-8")
-    study = studies.load(folder, "rates")
-    assert show(study, {}, folder)["rows"] == []
-    known = {t.key: record_of(t, None if t.islands == 4 and t.kind == "islands" else 2.0) for t in study.trials}
-    found = show(study, known, folder)
-    assert [row["diverged"] for row in found["rows"]].count(1) == 2
-    assert "1 diverged" in capsys.readouterr().out
-    assert Path(found["picture"]).stat().st_size > 1000
+    ):
+        (folder / "rates.toml").write_text(x + STUDY.replace("islands = 2\n", "islands = [2, 4]\n"), encoding="utf-8")
+        study = studies.load(folder, "rates")
+        assert show(study, {}, folder)["rows"] == []
+        known = {t.key: record_of(t, None if t.islands == 4 and t.kind == "islands" else 2.0) for t in study.trials}
+        found = show(study, known, folder)
+        assert [row["diverged"] for row in found["rows"]].count(1) == 2, x
+        assert "1 diverged" in capsys.readouterr().out
+        assert Path(found["picture"]).stat().st_size > 1000

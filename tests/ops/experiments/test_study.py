@@ -1,15 +1,29 @@
-"""Studies: the trials that a file names, and the files that are refused."""
+"""`archipelago bench study`: the trials that a file names, which of them run, and where their results go."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from archipelago.broker.errors import ConfigError
+from archipelago.broker.errors import ArchipelagoError, ConfigError
+from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.ops.commands import run as archipelago
 from archipelago.ops.experiments import study as studies
+from archipelago.ops.experiments import study_run
+from archipelago.ops.experiments import trial as trials
+from archipelago.ops.experiments.study import Study
 from archipelago.ops.experiments.study_run import SHIPPED
+from archipelago.ops.experiments.trial import Trial, key_of
 from tests.failing import failing
+from tests.ops.experiments.trials import STUDY, record_of, trial_of
 
 
 def test_a_grid_is_the_product_of_its_lists_with_the_first_seed_first(folder: Path) -> None:
@@ -28,9 +42,8 @@ def test_a_grid_is_the_product_of_its_lists_with_the_first_seed_first(folder: Pa
     assert studies.names(folder) == ["rates"], "a base is not a study"
 
 
-@pytest.mark.parametrize(
-    ("text", "code"),
-    [
+def test_a_wrong_study_is_refused_before_anything_runs(folder: Path) -> None:
+    for text, code in (
         ("grids = 1", "study.unknown-key"),
         ('[[grid]]\nkind = "serial"', "study.kind"),
         ("[[grid]]\nislands = 0", "study.islands"),
@@ -41,19 +54,12 @@ def test_a_grid_is_the_product_of_its_lists_with_the_first_seed_first(folder: Pa
         ("[[grid]]\nseeds = 3", "study.grid"),
         ('base = "nowhere.toml"', "study.unreadable"),
         ("[[grid", "study.not-toml"),
-    ],
-)
-def test_a_wrong_study_is_refused_before_anything_runs(folder: Path, text: str, code: str) -> None:
-    (folder / "wrong.toml").write_text(text, encoding="utf-8")
-    with failing(ConfigError, code):
-        studies.load(folder, "wrong")
-
-
-@pytest.mark.parametrize("setting", ['"outer.rate" = 1.0', '"outer.learning_rate" = -1.0'])
-def test_a_wrong_setting_is_refused_before_anything_runs(folder: Path, setting: str) -> None:
-    (folder / "wrong.toml").write_text(f"[[grid]]\n{setting}", encoding="utf-8")
-    with pytest.raises(ConfigError):
-        studies.load(folder, "wrong")
+        ('[[grid]]\n"outer.rate" = 1.0', "config.unknown-key"),
+        ('[[grid]]\n"outer.learning_rate" = -1.0', "config.value"),
+    ):
+        (folder / "wrong.toml").write_text(text, encoding="utf-8")
+        with failing(ConfigError, code):
+            studies.load(folder, "wrong")
 
 
 def test_the_shipped_studies_can_be_loaded() -> None:
@@ -70,3 +76,126 @@ def test_only_settings_that_differ_within_a_kind_are_shown() -> None:
         {"kind": "islands", "inner.steps": 5, "outer.rule": "nesterov"},
     ]
     assert studies.varying(said) == ["outer.rule"]
+
+
+# -- running ----------------------------------------------------------------------------------------------------------
+
+INTERRUPTIBLE = (
+    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "from archipelago.ops.cli import main; sys.exit(main())"
+)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
+    """Record the trials instead of running them."""
+    seen: list[Trial] = []
+
+    def results(trials: list[Trial], jobs: int) -> Any:
+        for one in trials:
+            seen.append(one)
+            yield one, record_of(one)
+
+    monkeypatch.setattr(study_run, "_results", results)
+    return seen
+
+
+def run_rest(study: Study, folder: Path, most: int = 0) -> int:
+    """Run the trials that have no result yet, and return their number."""
+    return study_run.run(study, folder, 1, studies.recorded(folder), most=most)
+
+
+def test_a_recorded_trial_is_not_measured_again(folder: Path, measured: list[Trial]) -> None:
+    study = studies.load(folder, "rates")
+    assert [run_rest(study, folder, most=2), run_rest(study, folder), run_rest(study, folder)] == [2, 4, 0]
+    assert measured == list(study.trials)
+    path = folder / "rates.jsonl"
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert [key_of(line) for line in lines] == [t.key for t in study.trials]
+    assert {line["command"] for line in lines} == {"archipelago bench study rates"}
+    (folder / "more.toml").write_text(STUDY.replace("sgd", "nesterov"), encoding="utf-8")
+    assert run_rest(studies.load(folder, "more"), folder) == 4, "the baselines are those of the other study"
+    path.write_bytes(path.read_bytes()[:-40])
+    measured.clear()
+    run_rest(study, folder)
+    assert measured == list(study.trials[5:]), "the line that was cut off is measured again"
+    assert set(studies.recorded(folder)) >= {t.key for t in study.trials}
+
+
+@pytest.mark.full
+def test_trials_run_in_processes_and_learn(folder: Path, corpus: OpenCorpus) -> None:
+    """Run `archipelago bench study` twice, with real trials of every kind.
+
+    Two islands, one of them three times slower, make 24 + 8 steps, and baselines get as many tokens. Only DiLoCo makes
+    all of its 48 steps, because it waits for the slow replica.
+    """
+    study = 'base = "base.toml"\n[[grid]]\nkind = ["parallel", "diloco", "one", "islands"]\nislands = 2\nslow = 3.0\n'
+    (folder / "kinds.toml").write_text(study + '"outer.rule" = "nesterov"\n', encoding="utf-8")
+    assert archipelago(["bench", "study", "kinds", "--folder", str(folder)]) == 0
+    before = (folder / "kinds.jsonl").read_bytes()
+    records = [json.loads(line) for line in before.splitlines()]
+    assert {r["kind"] for r in records} == set(trials.KINDS)
+    for r in records:
+        steps = 48 if r["kind"] == "diloco" else 32
+        assert not r["diverged"]
+        assert r["bits_per_byte"] < 0.8 * r["curve"][0][1], f"{r['kind']} learnt nothing"
+        assert r["tokens"] == pytest.approx(steps * 4 * 32, rel=0.1 if r["kind"] == "islands" else 0.0), r["kind"]
+        assert r["version"].count("+") == 1
+    ours = next(r for r in records if r["kind"] == "islands")
+    assert ours["rounds"] >= 12
+    assert (folder / "kinds.png").stat().st_size > 1000
+    assert archipelago(["bench", "study", "kinds", "--folder", str(folder)]) == 0
+    assert (folder / "kinds.jsonl").read_bytes() == before
+
+
+@pytest.mark.full
+def test_an_interrupt_keeps_finished_trials(folder: Path, corpus: OpenCorpus, until: Any) -> None:
+    study = 'base = "base.toml"\nseeds = [0, 1, 2, 3, 4, 5, 6, 7]\n[[grid]]\nkind = "one"\n"inner.steps" = 400\n'
+    (folder / "long.toml").write_text(study, encoding="utf-8")
+    command = [sys.executable, "-c", INTERRUPTIBLE, "bench", "study", "long", "--folder", str(folder)]
+    path = folder / "long.jsonl"
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=dict(os.environ)) as process:
+        until(lambda: path.exists() and path.read_bytes().endswith(b"\n"), "a first result", seconds=300.0)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=300)
+    assert process.returncode == 130, said
+    assert "Traceback" not in said
+    assert 1 <= len(studies.recorded(folder)) < 8
+
+
+def _dies(trial: Trial) -> dict[str, Any]:
+    os._exit(9)
+
+
+@pytest.mark.full
+def test_a_killed_measuring_process_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(study_run, "measure", _dies)
+    with failing(ArchipelagoError, "study.process-killed"):
+        run_rest(studies.load(folder, "rates"), folder)
+    assert studies.recorded(folder) == {}
+
+
+def test_a_result_is_shown_with_the_settings_that_vary() -> None:
+    at_once, parallel = trial_of(outer__rule="sgd"), trial_of("parallel", islands=3)
+    late = dataclasses.replace(at_once, late=6.0)
+    names = studies.varying([t.named_values for t in (parallel, at_once, late)])
+    assert names == ["late"]
+    assert study_run.in_words(late, record_of(late, 2.5), names) == "2.5000  islands M=2 seed=0 late=6.0"
+    assert study_run.in_words(at_once, record_of(at_once, None), names) == "diverged  islands M=2 seed=0 late=0.0"
+
+
+def test_without_a_name_all_studies_are_listed(
+    folder: Path, measured: list[Trial], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_rest(studies.load(folder, "rates"), folder, most=2)
+    capsys.readouterr()
+    assert archipelago(["bench", "study", "--folder", str(folder), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said == {"studies": [{"study": "rates", "trials": 6, "done": 2, "about": "which rate"}]}
+
+
+def test_results_of_shipped_studies_go_to_the_working_directory(measured: list[Trial]) -> None:
+    assert archipelago(["bench", "study", "smoke", "--most", "1"]) == 0
+    assert [path.name for path in Path("studies").glob("*.jsonl")] == ["smoke.jsonl"]
+    assert archipelago(["bench", "study", "smoke", "--most", "1"]) == 0
+    assert len(set(measured)) == 2, "the first result is not measured again"

@@ -1,10 +1,13 @@
-"""A small study, and trials and records to test with."""
+"""A small study, trials and records, and a task to test with."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from archipelago.islands.tasks.workload import Workload, task_config
 from archipelago.ops.experiments.trial import Trial
+from tests.islands.tasks.task_runs import CONFIG, TASK, file_of
 
 BASE = """
 [data]
@@ -56,3 +59,14 @@ def record_of(trial: Trial, loss: float | None = 2.0, tokens: int = 1000) -> dic
 
 def trial_of(kind: str = "islands", islands: int = 2, seed: int = 0, slow: float = 1.0, **settings: Any) -> Trial:
     return Trial.of(kind, islands, slow, seed, {name.replace("__", "."): value for name, value in settings.items()})
+
+
+def kernel(params: dict[str, Any]) -> float:
+    """Return how large the kernel is. It is 1 before any training, and best at 0."""
+    return float(abs(params["layers"][0]["kernel"]).mean())
+
+
+def task_work(**changes: Any) -> Workload:
+    """Return the task of 48 steps with these changes, which compiles in no time."""
+    file = file_of(replace(TASK, **{"evaluate": kernel} | changes))
+    return Workload.of(file, task_config(replace(CONFIG, inner=replace(CONFIG.inner, steps=48)), file))

@@ -1,0 +1,165 @@
+"""Every verb of `archipelago bench` measures everything with its smallest flags, on real processes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from archipelago.broker.errors import BrokerError
+from archipelago.ops.bench import start
+from archipelago.ops.bench.main import VERBS
+from archipelago.ops.bench.pieces import OF_MERGER
+from archipelago.ops.bench.signing import signing
+from archipelago.ops.bench.sync import TORCHFT_PYTHON, in_pieces, sync
+from archipelago.ops.bench.two_islands import FRAGMENTS, Size
+from archipelago.ops.commands import run
+from tests import pytorch
+from tests.failing import failing
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.processes,
+    pytest.mark.skipif(sys.platform != "linux", reason="memory and processor time are read from /proc"),
+]
+
+#: The smallest flags of each verb, and some figures that it measures beside its table.
+SMALLEST = {
+    "accelerator": (("--quick", "--sizes", "tiny"), ("quantise_seconds", "copy_seconds")),
+    "hosts": (
+        ("--quick", "--sync.interval", "12", "--sync.fragments", "3"),
+        ("two_steps_a_second_on", "one_steps_a_second_off", "tell_seconds", "step_bytes", "sync_bytes"),
+    ),
+    "islands": (("--islands", "4", "--contributions", "24", "--parameters", "64"), ("parameters",)),
+    "join": (("--parameters", "40960", "--calls", "20"), ("calls",)),
+    "largest": (("--parameters", "15000", "--fragments", "3"), ("restart_seconds", "bytes_up", "bytes_down")),
+    "lora": (("--islands", "2", "--steps", "26", "--first-steps", "1", "--width", "16"), ("before",)),
+    "merge": (("--quick",), ()),
+    "shards": (("--side", "8", "--cycles", "1", "--rules", "rda"), ("side",)),
+    "start": (("--quick",), ("cpu_seconds", "floor_cpu_seconds", "programs_cpu_seconds", "state_cpu_seconds")),
+    "wire": (("--quick",), ("payload_bytes",)),
+}
+#: Verbs that `tests/ops/experiments` runs; those whose smallest size is too large run below; `island` is a part of
+#: `accelerator`.
+ELSEWHERE = {"parity", "time", "study", "mixed", "spectra", "sync", "signing", "island"}
+
+
+def measured(verb: str, folder: Path, *flags: str) -> dict[str, Any]:
+    """Run a verb, and return its JSON."""
+    assert run(["bench", verb, *flags, "--output", str(folder)]) == 0
+    found: dict[str, Any] = json.loads((folder / f"{verb}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def test_all_verbs_are_measured() -> None:
+    assert SMALLEST.keys() | ELSEWHERE == VERBS.keys()
+
+
+@pytest.mark.parametrize("verb", SMALLEST)
+def test_a_verb_measures_everything(verb: str, tmp_path: Path) -> None:
+    """The measurements check themselves, such as that all contributions are merged and no value is wrong."""
+    flags, figures = SMALLEST[verb]
+    if verb == "lora":
+        for package in ("torch", "transformers", "peft"):
+            pytorch.required(package)
+    found = measured(verb, tmp_path, *flags)
+    assert len({tuple(row) for row in found["rows"]}) == 1, "the rows are printed as one table"
+    assert all(found[name] > 0 for name in figures), {name: found[name] for name in figures}
+    if verb in CHECKS:
+        CHECKS[verb](found)
+
+
+def _of_accelerator(found: Mapping[str, Any]) -> None:
+    island = found["models"]["tiny"]
+    assert island["synced_parameters_a_turn"] > 0
+    assert island["step_ratio_from"] <= island["step_ratio"] <= island["step_ratio_to"]
+    assert island["peak_bytes_alone"] > 4 * 3 * island["parameters"]
+    assert island["held_bytes"] == 4 * island["parameters"]
+    assert list(Path(island["profile"]).rglob("*.xplane.pb")), "the profile"
+
+
+def _of_hosts(found: Mapping[str, Any]) -> None:
+    assert found["turn_steps"] % 12 == 0
+    assert found["tell_seconds"] <= found["tell_seconds_longest"]
+    assert found["tell_seconds"] < found["untold_step_seconds"]
+
+
+def _of_largest(found: Mapping[str, Any]) -> None:
+    assert (found["parameters"], found["fragments"], found["islands"]) == (15_000, 3, 2)
+    peaks = found["peak_bytes"]
+    assert set(peaks) == {"islands", "Redis", "first merger", "second merger"}
+    assert min(peaks.values()) > 1 << 20
+    assert max(peaks.values()) < found["together_bytes"] < sum(peaks.values())
+
+
+def _of_lora(found: Mapping[str, Any]) -> None:
+    rows = {row["what"]: row for row in found["rows"]}
+    lora, whole = rows["LoRA, 2 islands, isotropic"], rows["whole model, 2 islands, isotropic"]
+    assert 0 < lora["trained"] < whole["trained"] == found["parameters"]
+    assert 0 < lora["bytes_a_sync"] < whole["bytes_a_sync"]
+    assert all(row["held_out"] < found["before"] for row in found["rows"])
+
+
+def _of_start(found: Mapping[str, Any]) -> None:
+    assert found["cpu_seconds"] < found["cold_cpu_seconds"] / 2, "programs are kept"
+    assert found["cpu_seconds"] > found["floor_cpu_seconds"]
+    assert 0 < found["standby_cpu_seconds"] < found["cpu_seconds"], "a standby has loaded everything before"
+
+
+CHECKS = {
+    "accelerator": _of_accelerator, "hosts": _of_hosts, "largest": _of_largest, "lora": _of_lora, "start": _of_start,
+}  # fmt: skip
+
+
+# -- two islands, with a model that is smaller than that of the verbs -------------------------------------------------
+
+TINY = Size(parameters=12_000, rounds=2, thin_syncs=2, step_seconds=0.002, mbit=50.0)
+
+
+def quiet(line: str) -> None:
+    pass
+
+
+def test_a_sync_without_torchft_names_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TORCHFT_PYTHON, raising=False)
+    found = sync(quiet, "", TINY)
+    ours, theirs, thin, thin_theirs = found["rows"]
+    assert found["parameters"] == 12_000
+    assert (ours["what"], ours["link"], ours["committed"]) == ("archipelago", "loopback", "2 of 2")
+    assert 0 < ours["from"] <= ours["seconds"] <= ours["to"]
+    assert (thin["link"], thin["committed"][-5:]) == ("50 Mbit/s", " of 2")
+    assert thin["seconds"] > 0 and thin["steps_to_unthrottled"] > 0
+    for row in (theirs, thin_theirs):
+        assert row["committed"] == "not run" and TORCHFT_PYTHON in row["note"] and math.isnan(row["seconds"])
+    assert all(row.keys() == ours.keys() for row in found["rows"])
+
+
+def test_the_pieces_of_a_sync_with_a_merger_that_is_far_from_its_redis() -> None:
+    found = in_pieces(quiet, replace(TINY, pieces=True, merger_rtt_ms=4.0))
+    rows = {(row["process"], row["piece"]): row for row in found["rows"]}
+    assert rows.keys() >= {("merger", piece) for piece in OF_MERGER.values()}
+    assert rows["merger", "transaction"]["ms"] >= 4 * 4.0, "a commit takes more than four round trips"
+    assert rows["island", "upload"]["calls"] == FRAGMENTS
+
+
+def test_signatures_take_time_of_the_merger_and_of_islands() -> None:
+    unsigned, signed = signing(quiet, TINY)["rows"]
+    assert (unsigned["merger_ms"], unsigned["island_ms"]) == (0.0, 0.0)
+    assert min(signed["merger_ms"], signed["island_ms"]) > 0.0
+    assert signed["committed"] == "2 of 2"
+    assert signed["ratio_from"] <= signed["to_unsigned"] <= signed["ratio_to"]
+
+
+def test_the_error_of_an_island_that_ends_early_quotes_its_log(tmp_path: Path) -> None:
+    environment = {**os.environ, "ARCHIPELAGO_TURN_LOG": str(tmp_path / "turns"), "ARCHIPELAGO_URL": "http://nowhere"}
+    for begin in (start.started, start.taken_over):
+        with failing(BrokerError, "bench.process-failed") as caught:
+            begin(tmp_path, environment)
+        assert "nowhere" in caught.value.remedy
