@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from archipelago.broker.errors import BrokerError
-from archipelago.ops.bench import start
+from archipelago.ops.bench import merge, start
 from archipelago.ops.bench.main import VERBS
 from archipelago.ops.bench.pieces import OF_MERGER
 from archipelago.ops.bench.signing import signing
@@ -41,14 +41,13 @@ SMALLEST = {
     "join": (("--parameters", "40960", "--calls", "20"), ("calls",)),
     "largest": (("--parameters", "15000", "--fragments", "3"), ("restart_seconds", "bytes_up", "bytes_down")),
     "lora": (("--islands", "2", "--steps", "26", "--first-steps", "1", "--width", "16"), ("before",)),
-    "merge": (("--quick",), ()),
     "shards": (("--side", "8", "--cycles", "1", "--rules", "rda"), ("side",)),
     "start": (("--quick",), ("cpu_seconds", "floor_cpu_seconds", "programs_cpu_seconds", "state_cpu_seconds")),
     "wire": (("--quick",), ("payload_bytes",)),
 }
-#: Verbs that `tests/ops/experiments` runs; those whose smallest size is too large run below; `island` is a part of
-#: `accelerator`.
-ELSEWHERE = {"parity", "time", "study", "mixed", "spectra", "sync", "signing", "island"}
+#: Verbs that `tests/ops/experiments` runs, verbs whose smallest size is too large, which are measured below, and
+#: `island`, which is a part of `accelerator`.
+ELSEWHERE = {"parity", "time", "study", "mixed", "spectra", "sync", "signing", "merge", "island"}
 
 
 def measured(verb: str, folder: Path, *flags: str) -> dict[str, Any]:
@@ -118,7 +117,15 @@ CHECKS = {
 }  # fmt: skip
 
 
-# -- two islands, with a model that is smaller than that of the verbs -------------------------------------------------
+# -- smaller than the verbs allow -------------------------------------------------------------------------------------
+
+
+def test_codecs_merging_and_spectra_are_measured() -> None:
+    rows = merge.codecs(10_000, 1) + merge.merging(10_000, 1) + merge.spectra(1 << 14)
+    assert len({tuple(row) for row in rows}) == 1, "the rows are printed as one table"
+    assert all(row["milliseconds"] > 0 and row["ratio"] > 0 for row in rows)
+    assert {row["against"] for row in rows} >= {"merging 4 int4 of it, RDA"}
+
 
 TINY = Size(parameters=12_000, rounds=2, thin_syncs=2, step_seconds=0.002, mbit=50.0)
 

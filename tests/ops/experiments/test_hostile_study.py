@@ -82,6 +82,4 @@ def test_a_flipped_island_costs_nothing_in_a_whole_run(corpus: OpenCorpus) -> No
     }  # fmt: skip
     attacked = measure(Trial.of("islands", 4, 1.0, 0, settings, hostile=1, attack="flip"))
     absent = measure(Trial.of("islands", 3, 1.0, 0, settings))
-    trusting = measure(Trial.of("islands", 4, 1.0, 0, {**settings, "merge.scores": False}, hostile=1, attack="flip"))
     assert attacked["bits_per_byte"] < 1.02 * absent["bits_per_byte"]
-    assert attacked["bits_per_byte"] < trusting["bits_per_byte"]
