@@ -163,7 +163,9 @@ def test_each_direction_has_its_own_rate_which_can_change(echo: Echo, until: Unt
         proxy.set_rates(0.001, 0.001)  # A piece takes a minute.
         client.sendall(bytes(4 * PIECE_BYTES))
         proxy.set_rates(40.0, math.inf)
-        assert len(client.recv(4 * PIECE_BYTES, socket.MSG_WAITALL)) == 4 * PIECE_BYTES, "waiting bytes, too"
+        left = 4 * PIECE_BYTES  # The higher rate holds for waiting bytes, too.
+        while left:
+            left -= len(client.recv(left))
         # On a loaded machine, any one transfer may be slow.
         until(lambda: seconds_for(client, 1 << 18) < least / 2, "a transfer that is faster than the lower rate allows")
 

@@ -125,7 +125,7 @@ def test_each_island_is_trained_again_on_its_own_text_to_the_same_bits(capsys: p
     longer = f"{STEPS_FIELD}={2 * CONFIG.inner.steps}"
     changes = [set(entry.steered.split()) for entry in tape if entry.steered]
     assert changes == [{"outer.learning_rate=0.25", "sync.quorum=2"}, {"outer.learning_rate=0.7", longer}]
-    assert len({entry.epoch for entry in tape}) == 3
+    assert len({entry.epoch for entry in tape}) == 2, "another merger took over"
     for name in ("open", "pinned"):
         done = unfolded([actions for actions in record.actions if actions.island == name])
         assert [action for action in done if isinstance(action, Length)] == [Length(2 * CONFIG.inner.steps)]
