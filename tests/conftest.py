@@ -126,19 +126,23 @@ def bucket() -> Iterator[BucketFolder]:
     faulty_bucket.reset()
 
 
-#: Above this much memory a worker drops its compiled programs. JAX reloads most of them from the session's cache.
-MEMORY_BYTES_MAX = 640 << 20
+#: A worker drops its compiled programs each time that it has grown by this much. JAX reloads most of them from the
+#: session's cache.
+GROWTH_BYTES_MAX = 640 << 20
+#: The memory of this worker after it dropped its compiled programs the last time.
+_kept_bytes = [0]
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _bounded_memory() -> Iterator[None]:
     """Limit the memory of a worker. The compiled programs of all modules would accumulate otherwise."""
     yield
-    if psutil.Process().memory_info().rss > MEMORY_BYTES_MAX:
+    if psutil.Process().memory_info().rss > _kept_bytes[0] + GROWTH_BYTES_MAX:
         import jax
 
         jax.clear_caches()  # type: ignore[no-untyped-call]
         gc.collect()
+        _kept_bytes[0] = psutil.Process().memory_info().rss
 
 
 @pytest.fixture(autouse=True)

@@ -19,14 +19,12 @@ from tests import samples
 from tests.chaos.scripted_run import ISLANDS, ROUNDS, Outcome, ScriptedRun, answer, manifest, outcome
 from tests.conftest import Until
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.full, pytest.mark.processes]
 
-#: The failpoints of the quick tier.
-QUICK = ("commit.watched",)
-#: Those at which real processes die. The simulation has them all (`tests.simulation.storm`).
+#: The failpoints at which real processes die. The simulation has them all (`tests.simulation.storm`).
 REAL = (
-    "publish.placed", "publish.done", "acquire.done", "refuse.done", "compact.placed-outer", *QUICK, "commit.done",
-    "announce.done", "restore.placed", "checkpoint.done",
+    "publish.placed", "publish.done", "acquire.done", "refuse.done", "compact.placed-outer", "commit.watched",
+    "commit.done", "announce.done", "restore.placed", "checkpoint.done",
 )  # fmt: skip
 #: At which visit a merger dies: once there is state to lose, and in a round whose payloads are chunks.
 TIMES = {"acquire": 1, "announce": 3, "checkpoint": 2, "refuse": 3, "commit": 3, "compact": 1}
@@ -232,9 +230,7 @@ def expected(runs: CrashRuns) -> Outcome:
     return runs.undisturbed()
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in REAL]
-)
+@pytest.mark.parametrize("name", REAL)
 def test_a_run_that_is_killed_there_gives_the_same_bits(name: str, runs: CrashRuns, expected: Outcome) -> None:
     found = runs.disturbed(name)
     books = with_a_retry(expected.books) if name == "publish.done" else expected.books

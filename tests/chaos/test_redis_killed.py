@@ -25,10 +25,11 @@ from archipelago.ops.launch.embedded_redis import Server, start_server
 from tests.chaos.island_threads import IslandThreads, check, create
 from tests.conftest import Until
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.full, pytest.mark.processes]
 
 #: Payloads of one fragment have up to 190 kB, which is three chunks here.
 WIDTH = 12_000
+KILLS = 8
 
 
 @pytest.fixture
@@ -119,16 +120,15 @@ def closed(transport: RedisTransport) -> int:
     return tape[-1].round if tape else 0
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(8, marks=pytest.mark.full)])
 def test_no_acknowledged_contribution_is_lost(
-    killed: KilledServer, tmp_path: Path, until: Until, seed: int, kills: int, small_chunks: None
+    killed: KilledServer, tmp_path: Path, until: Until, seed: int, small_chunks: None
 ) -> None:
     moments = random.Random(seed)
     manifest = create(killed.server.url, "killed", WIDTH)
     transport = connect(killed.server.url, "killed")
     merger = MergerThread(killed.server.url, "killed", tmp_path / "merger")
     islands = IslandThreads(killed.server.url, manifest, ["a", "b", "c"], pause=0.01)
-    for kill in range(kills):
+    for kill in range(KILLS):
         before, taken = max(0, closed(transport)), len(islands.acknowledged)
         until(lambda before=before: closed(transport) > before, f"a round after kill {kill} (seed {seed})")
         until(lambda taken=taken: len(islands.acknowledged) > taken, f"a contribution after kill {kill} (seed {seed})")
@@ -141,7 +141,7 @@ def test_no_acknowledged_contribution_is_lost(
     until(lambda: transport.reader.backlog() == 0, f"everything to be merged (seed {seed})")
     merger.stop()
     assert islands.steps > 100
-    assert len(islands.acknowledged) > 4 * kills
+    assert len(islands.acknowledged) > 4 * KILLS
     check(transport, islands)
     assert MergerFolder(tmp_path / "merger").store.load() is not None
     transport.close()

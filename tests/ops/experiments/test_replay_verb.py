@@ -29,6 +29,8 @@ from tests.failing import failing
 from tests.harness.played import PlayedRun
 from tests.small import SMALL, compiled
 
+pytestmark = pytest.mark.full
+
 RECORD = Path("runs") / "taped" / "merger" / "record"
 CONFIG = replace(SMALL, record=True, sync=replace(SMALL.sync, interval=6, fragments=2, grace=0.0))
 
