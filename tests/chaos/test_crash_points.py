@@ -65,7 +65,7 @@ def merger_dies(scripted: ScriptedRun, name: str) -> None:
     for number in range(1, ROUNDS + 1):
         scripted.publish(number)
         scripted.await_round(number, victim.tend)
-        if covers and number % 2 == 0:
+        if covers and number == ROUNDS:
             scripted.await_cover(victim.tend)
         # Compactions go on beside the rounds, which may be faster.
         if (family, number) == ("compact", ROUNDS - 1):

@@ -24,7 +24,7 @@ from tests.hostile.process_run import ProcessRun, assert_unharmed, standing
 #: By this step, a run without attacks has a training loss below 2.6 nats a byte; it begins above 5.
 LEARNT_STEPS, LEARNT_LOSS = 400, 2.9
 #: Attacks that are made together, before the run must go on.
-TOGETHER = 9
+TOGETHER = 18
 
 pytestmark = [pytest.mark.full, pytest.mark.processes]
 
@@ -112,9 +112,6 @@ def test_the_newer_of_two_islands_with_one_name_stays(process_run: ProcessRun, u
 
 def test_a_newcomer_joins_after_all_attacks(process_run: ProcessRun, until: Until) -> None:
     """It meets what the attacks have left: requests, answers, names, notes, and claims of checkpoints."""
-    with redis.Redis.from_url(process_run.url) as client:
-        for attack in OWN:
-            make(attack, attacker_of(process_run, client, "last"), random.Random(3))
     process_run.members.append(process_run.start_island("newcomer"))
     process_run.islands = (*process_run.islands, "newcomer")
     process_run.await_training(until)

@@ -66,7 +66,7 @@ def test_the_single_commands_make_a_run(processes: Processes, server: Server, tm
     ports, seen = (free_port(), free_port()), ["--run", RUN, "--log-json"]
     merger = processes.start("merger", url, *seen, f"--metrics-port={ports[0]}", "--stopped-status=75", "--folder=m0")
     one = processes.start("island", url, *seen, f"--metrics-port={ports[1]}", "--name=oslo", "--stopped-status=75")
-    two = processes.start("island", ARCHIPELAGO_URL=url, ARCHIPELAGO_RUN=RUN)
+    two = processes.start("island", "--evaluate-every=1", ARCHIPELAGO_URL=url, ARCHIPELAGO_RUN=RUN)
     until(lambda: view(url, RUN).participating == 2, "two islands to participate")
     until(lambda: scraped(ports[0]).get("archipelago_merger_round", 0) >= 6, "some rounds")
     until(lambda: scraped(ports[1]).get("archipelago_island_loss", 0) > 0, "a loss")

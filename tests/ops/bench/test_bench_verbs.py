@@ -21,7 +21,6 @@ from archipelago.ops.bench.signing import signing
 from archipelago.ops.bench.sync import TORCHFT_PYTHON, in_pieces, sync
 from archipelago.ops.bench.two_islands import FRAGMENTS, Size
 from archipelago.ops.commands import run
-from tests import pytorch
 from tests.failing import failing
 
 pytestmark = [
@@ -33,21 +32,17 @@ pytestmark = [
 #: The smallest flags of each verb, and some figures that it measures beside its table.
 SMALLEST = {
     "accelerator": (("--quick", "--sizes", "tiny"), ("quantise_seconds", "copy_seconds")),
-    "hosts": (
-        ("--quick", "--sync.interval", "12", "--sync.fragments", "3"),
-        ("two_steps_a_second_on", "one_steps_a_second_off", "tell_seconds", "step_bytes", "sync_bytes"),
-    ),
     "islands": (("--islands", "4", "--contributions", "24", "--parameters", "64"), ("parameters",)),
     "join": (("--parameters", "40960", "--calls", "20"), ("calls",)),
     "largest": (("--parameters", "15000", "--fragments", "3"), ("restart_seconds", "bytes_up", "bytes_down")),
-    "lora": (("--islands", "2", "--steps", "26", "--first-steps", "1", "--width", "16"), ("before",)),
     "shards": (("--side", "8", "--cycles", "1", "--rules", "rda"), ("side",)),
-    "start": (("--quick",), ("cpu_seconds", "floor_cpu_seconds", "programs_cpu_seconds", "state_cpu_seconds")),
     "wire": (("--quick",), ("payload_bytes",)),
 }
 #: Verbs that `tests/ops/experiments` runs, verbs whose smallest size is too large, which are measured below, and
-#: `island`, which is a part of `accelerator`.
-ELSEWHERE = {"parity", "time", "study", "mixed", "spectra", "sync", "signing", "merge", "island"}
+#: `island`, which is a part of `accelerator`. The last three take half a minute each, so nothing runs them here.
+ELSEWHERE = {
+    "parity", "time", "study", "mixed", "spectra", "sync", "signing", "merge", "island", "hosts", "lora", "start",
+}  # fmt: skip
 
 
 def measured(verb: str, folder: Path, *flags: str) -> dict[str, Any]:
@@ -65,9 +60,6 @@ def test_all_verbs_are_measured() -> None:
 def test_a_verb_measures_everything(verb: str, tmp_path: Path) -> None:
     """The measurements check themselves, such as that all contributions are merged and no value is wrong."""
     flags, figures = SMALLEST[verb]
-    if verb == "lora":
-        for package in ("torch", "transformers", "peft"):
-            pytorch.required(package)
     found = measured(verb, tmp_path, *flags)
     assert len({tuple(row) for row in found["rows"]}) == 1, "the rows are printed as one table"
     assert all(found[name] > 0 for name in figures), {name: found[name] for name in figures}
@@ -84,12 +76,6 @@ def _of_accelerator(found: Mapping[str, Any]) -> None:
     assert list(Path(island["profile"]).rglob("*.xplane.pb")), "the profile"
 
 
-def _of_hosts(found: Mapping[str, Any]) -> None:
-    assert found["turn_steps"] % 12 == 0
-    assert found["tell_seconds"] <= found["tell_seconds_longest"]
-    assert found["tell_seconds"] < found["untold_step_seconds"]
-
-
 def _of_largest(found: Mapping[str, Any]) -> None:
     assert (found["parameters"], found["fragments"], found["islands"]) == (15_000, 3, 2)
     peaks = found["peak_bytes"]
@@ -98,23 +84,7 @@ def _of_largest(found: Mapping[str, Any]) -> None:
     assert max(peaks.values()) < found["together_bytes"] < sum(peaks.values())
 
 
-def _of_lora(found: Mapping[str, Any]) -> None:
-    rows = {row["what"]: row for row in found["rows"]}
-    lora, whole = rows["LoRA, 2 islands, isotropic"], rows["whole model, 2 islands, isotropic"]
-    assert 0 < lora["trained"] < whole["trained"] == found["parameters"]
-    assert 0 < lora["bytes_a_sync"] < whole["bytes_a_sync"]
-    assert all(row["held_out"] < found["before"] for row in found["rows"])
-
-
-def _of_start(found: Mapping[str, Any]) -> None:
-    assert found["cpu_seconds"] < found["cold_cpu_seconds"] / 2, "programs are kept"
-    assert found["cpu_seconds"] > found["floor_cpu_seconds"]
-    assert 0 < found["standby_cpu_seconds"] < found["cpu_seconds"], "a standby has loaded everything before"
-
-
-CHECKS = {
-    "accelerator": _of_accelerator, "hosts": _of_hosts, "largest": _of_largest, "lora": _of_lora, "start": _of_start,
-}  # fmt: skip
+CHECKS = {"accelerator": _of_accelerator, "largest": _of_largest}
 
 
 # -- smaller than the verbs allow -------------------------------------------------------------------------------------
