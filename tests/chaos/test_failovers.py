@@ -102,7 +102,7 @@ class Run:
 
 
 #: Of these kills some come in the middle of a commit, some lose writes, and after some the others elect the replica.
-KILLS = 8
+KILLS = 5
 
 
 def test_no_contribution_is_lost_when_replicas_take_over_without_the_newest_writes(

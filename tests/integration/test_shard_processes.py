@@ -15,7 +15,7 @@ from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.shards.display import PATIENCE_SECONDS
 from archipelago.broker.shards.transport import WholeRun, whole
 from archipelago.ops.launch.embedded_redis import Server
-from tests.clusters import Cluster
+from tests.clusters import PATIENT_MS, Cluster
 from tests.conftest import Until
 from tests.harness.processes import SETTINGS, Processes
 
@@ -107,7 +107,7 @@ def test_a_killed_primary_stops_only_the_shards_that_it_holds_and_a_shard_can_mo
     processes: Processes, tmp_path: Path, until: Until
 ) -> None:
     """`status` names a shard whose node hangs, and does not wait for it."""
-    cluster = Cluster(tmp_path / "cluster", until, replicas=1)
+    cluster = Cluster(tmp_path / "cluster", until, replicas=1, silent_ms=PATIENT_MS)  # the test elects by itself
     try:
         for node in cluster.nodes:
             node.client.config_set("cluster-require-full-coverage", "no")

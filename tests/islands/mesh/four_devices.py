@@ -16,7 +16,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from archipelago.broker.codecs import CODECS, Vector, body_of
+from archipelago.broker.codecs import Vector, body_of
 from archipelago.broker.config import AdoptConfig, InnerConfig, RunConfig, WireConfig
 from archipelago.broker.errors import WireError
 from archipelago.broker.footprint import state_on_device
@@ -88,7 +88,7 @@ def vector(of: dict[str, Any]) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "codec", [pytest.param(name, marks=[] if name == "int4" else pytest.mark.full) for name in CODECS]
+    "codec", [pytest.param(name, marks=[] if name == "int4" else pytest.mark.full) for name in ("int4", "top3")]
 )
 def test_shards_give_the_bytes_of_one_device(codec: str) -> None:
     of, places, rng = tree_run(codec), templates(), np.random.default_rng(0)
@@ -283,7 +283,7 @@ def test_the_sequences_of_a_process_are_those_of_its_devices() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("size", "shape"), [("tiny", COLUMNS), ("tiny-moe", COLUMNS), ("digits", FOUR)])
+@pytest.mark.parametrize(("size", "shape"), [("tiny-moe", COLUMNS), ("digits", FOUR)])
 def test_our_models_train_on_a_mesh(size: str, shape: MeshShape) -> None:
     model, inner = build(size), InnerConfig(steps=100, learning_rate=1e-3, warmup_steps=0)
     of = Manifest("m", RunConfig(), model.tensors, (tuple(t.name for t in model.tensors),), Corpus("t", "", 0), {})

@@ -1,4 +1,4 @@
-"""Mixtures of experts, Muon and images train through the same islands, broker and merger as dense text."""
+"""Mixtures of experts and images train, with Muon, through the same islands, broker and merger as dense text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.data.preparation import prepare_examples, prepare_text
 from archipelago.islands.data.sharding import held_out
 from archipelago.islands.evaluation import Measures, published
-from archipelago.islands.models import moe, registry, transformer, vision
+from archipelago.islands.models import moe, registry, vision
 from archipelago.islands.models.dimensions import Size
 from archipelago.islands.models.moe import Routing
 from archipelago.islands.models.registry import Entry
@@ -29,7 +29,6 @@ pytestmark = pytest.mark.full
 
 SMALL = Size(width=16, layers=1, heads=2, hidden=32)
 MODELS = {
-    "mini": Entry(partial(transformer.transformer, SMALL)),
     "mini-moe": Entry(partial(moe.transformer, SMALL, Routing(experts=4, choices=2))),
     "mini-images": Entry(
         partial(vision.classifier, SMALL, Images(side=8, patch=4, brightest=16, classes=4)), reads_text=False
@@ -50,19 +49,19 @@ def images() -> OpenCorpus:
     return prepare_examples(np.concatenate([pixels, labels_N[:, None]], axis=1).astype(np.uint8), "images", "chance")
 
 
-@pytest.mark.parametrize("kind", ["experts", "muon", "images"])
+@pytest.mark.parametrize("kind", ["experts", "images"])
 def test_two_islands_learn_nearly_as_much_as_one_process(
     kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("ARCHIPELAGO_DATA", str(tmp_path))
     for name, entry in MODELS.items():
         monkeypatch.setitem(registry.MODELS, name, entry)
-    size, length = {"experts": ("mini-moe", 32), "muon": ("mini", 32), "images": ("mini-images", 64)}[kind]
+    size, length = {"experts": ("mini-moe", 32), "images": ("mini-images", 64)}[kind]
     config = RunConfig(
         record=True,
         model=ModelConfig(size=size),
         data=DataConfig(sequence_length=length, batch_size=4, shards=8, held_out_sequences=96),
-        inner=InnerConfig(steps=96, warmup_steps=8, optimizer="muon" if kind == "muon" else "adamw"),
+        inner=InnerConfig(steps=96, warmup_steps=8, optimizer="muon"),
         sync=SyncConfig(interval=8, fragments=4),
     )
     corpus = images() if kind == "images" else text()
