@@ -18,6 +18,7 @@ from archipelago.broker.transport import Delivery, Transport
 from archipelago.merger import admission
 from archipelago.merger.admission import ANNOUNCED_MAX, Inbox, reason_to_refuse, version_after
 from archipelago.merger.round_merge import RoundMerge, new_state
+from archipelago.merger.service import READ_COUNT_MAX
 from archipelago.merger.state import FragmentState, RunState
 from tests import samples
 from tests.harness.merger_run import constant, served_run
@@ -98,10 +99,6 @@ def begun() -> tuple[Transport, int, RoundMerge, list[FragmentState]]:
     return transport, epoch, rules, [new_state(np.zeros(size, np.float32), rules.outer) for size in MANIFEST.sizes]
 
 
-def unread() -> bytes:
-    raise AssertionError("the payload was downloaded")
-
-
 def test_the_next_contributions_are_downloaded_before_one_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "AHEAD", 2)
     transport, epoch, rules, fragments = begun()
@@ -158,7 +155,7 @@ def test_dropped_contributions_are_lowered_no_more() -> None:
     assert inbox.take_lowered(round_sum) == 0
 
 
-def test_a_flood_of_refusals_hides_no_announcements() -> None:
+def test_a_flood_of_refusals_hides_no_announcements_and_delays_no_round() -> None:
     """Islands read all announcements, and the oldest are deleted when there are too many."""
     run, merger = served_run()
     for _ in range(ANNOUNCED_MAX + 100):
@@ -167,3 +164,9 @@ def test_a_flood_of_refusals_hides_no_announcements() -> None:
         merger.turn(0.0)
     assert len(run.events(Refusal)) == ANNOUNCED_MAX
     assert run.transport.reader.books().refused == ANNOUNCED_MAX + 100
+    for _ in range(2 * READ_COUNT_MAX):
+        run.send("mallory", 2, constant(1.0), digest="0" * 32)
+    run.live("a")
+    run.send("a", 1, constant(1.0))
+    assert merger.turn(0.0)
+    assert run.transport.reader.backlog() > 0, "the round has waited until the flood was over"

@@ -89,6 +89,17 @@ def test_every_rule_finds_the_optimum_at_every_staleness(rule: str, seed: int) -
     assert (found < 3.0 * first).all(), "the distance grew too much on the way"
 
 
+def test_stale_runs_diverge_with_momentum_and_converge_without() -> None:
+    """This is a negative control: at the same rate and staleness, SGD converges and Nesterov does not."""
+    start_N, optimum_N, pull_N = quadratic(1)
+    rates_S = np.full(STALENESS_MAX + 1, 0.15, np.float32)
+    first = float(np.linalg.norm(start_N - optimum_N))
+    plain, heavy = (np.asarray(distances(r, 0.5)(start_N, optimum_N, pull_N, rates_S)) for r in ("sgd", "nesterov"))
+    assert (plain[:, -1] < 1e-3 * first).all()
+    assert heavy[0, -1] < 1e-3 * first, "momentum converges without staleness"
+    assert not (heavy[STALENESS_MAX, -1] < first), "momentum diverges at staleness 8"
+
+
 def trajectory(rule: str) -> list[list[float]]:
     """Return exact and published parameters of 24 rounds at staleness 2 with two of four islands in each."""
     start_N, optimum_N, pull_N = quadratic(1)

@@ -120,6 +120,7 @@ def test_a_round_advances_the_state() -> None:
     assert state.island_tokens == {"a": 700, "b": 350, "c": 30}
     assert state.has_seen(("b", "x", 4))
     assert state.has_seen(("c", "x", 0))
+    assert not any(state.has_seen(other) for other in (("b", "y", 4), ("c", "x", 4), ("d", "x", 0)))
     assert state.covered == 5  # only checkpoints change this
     state.after_round(9, 44, [])
     assert (state.closed, state.step, state.tokens) == (9, 44, 1080), "an empty round only has a number"
