@@ -125,6 +125,15 @@ def test_an_extreme_scale_gives_an_error_or_a_finite_vector() -> None:
             judged(made(name, bits.to_bytes(2, "little") * (size // 2) + bytes([fill]) * rest))
 
 
+def test_a_flipped_bit_gives_an_error_or_a_finite_vector() -> None:
+    for level in (0, 1):
+        payload = pack(VALUES_N, "int4", level)
+        for place in (*range(64), *range(64, len(payload), 40)):
+            damaged = bytearray(payload)
+            damaged[place] ^= 1 << place % 8
+            judged(bytes(damaged))
+
+
 def test_every_index_of_top3_lies_within_its_block() -> None:
     """An index has twelve bits and a block 4,096 elements. Repeated indices and those past the end do no damage."""
     (first, _), (places, _), (codes, _) = codec("top3").layout(ELEMENTS)

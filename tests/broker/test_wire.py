@@ -240,6 +240,7 @@ def bombs() -> dict[str, bytes]:
         "the right size declared, one byte more held": declared(len(BODY), BODY + b"\0"),
         "the right size declared, one byte less held": declared(len(BODY), BODY[:-1]),
         "the right size declared, nothing held": declared(len(BODY), b""),
+        "a window of 16 MiB": windowed(24, BODY, len(BODY)),
         "a window of 1 GiB": windowed(30, BODY, len(BODY)),
         "a window of 2 TiB": windowed(41, BODY, len(BODY)),
         "a skippable frame": b"\x50\x2a\x4d\x18\x04\0\0\0abcd",

@@ -135,6 +135,7 @@ def test_a_handover_expires(transport: RedisTransport, raw: Any) -> None:
     assert raw.ttl(Keys(transport.run).requests) > 3600
     transport.island.withdraw_request("a/x")
     assert keys(raw, transport.run) == before
+    assert Keys("run").handover("a.b/c") != Keys("run").handover("a/b.c"), "dots in names let keys collide"
     assert Keys("run").handover("a.b/c") != Keys("run").handover("a/b.c"), "dots in names make keys collide"
 
 
