@@ -52,7 +52,7 @@ class Intercepted:
         self.intercept("close", self.inner.close)
 
 
-#: In place of the number of a call: every call of the method fails.
+#: Stands for the number of a call: every call of the method fails.
 EVERY = -1
 
 
@@ -62,7 +62,7 @@ class Faulty(Intercepted):
     Args:
         inner: The connection.
         faults: The calls that fail: the method, the number of the call from 0, and `before` or `after` its work.
-        error: What they raise.
+        error: The error that these calls raise.
         before: Called with the method and the arguments before each call.
 
     Attributes:

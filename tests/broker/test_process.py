@@ -101,7 +101,7 @@ def test_a_cache_folder_becomes_private(cache: Path) -> None:
 def test_a_cache_folder_that_others_can_write_to_is_not_used(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nor is one that the user chose."""
+    """A folder that the user chose is checked, too."""
     cache.mkdir(parents=True)
     for mode in (0o770, 0o702):
         caplog.clear()

@@ -321,7 +321,7 @@ def test_a_missing_folder_and_one_that_is_a_file_hold_no_checkpoint(tmp_path: Pa
 
 @pytest.mark.full
 def test_concurrent_readers_see_only_complete_checkpoints(tmp_path: Path) -> None:
-    """They load while checkpoints are saved and deleted."""
+    """Readers load while checkpoints are saved and deleted."""
     store = saved(tmp_path, image(1, 1, 1), keep=2)
     done, found = threading.Event(), list[Image | None]()
 

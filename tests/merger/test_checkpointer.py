@@ -47,7 +47,7 @@ def serving(
 
 
 def test_a_checkpoint_holds_the_run_at_its_cut() -> None:
-    """It is written later, when another round has closed, and announced before that."""
+    """The checkpoint is announced first. It is written when another round has closed."""
     store, later, run, other = Shelf(), Later(), MergerRun(quorum=2), MergerRun(quorum=2)
     merger = serving(run, store, spawn=later)
     evaluation = Evaluation(1, 4, 100, 1.7e9, 5.0)

@@ -146,7 +146,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(sound: Path, tmp_path: Path) -> Path:
-    """A copy of `sound`. Examples of one test write over the same file of it."""
+    """A copy of `sound`. Each example repairs the file that it has damaged."""
     shutil.copytree(sound, tmp_path / "copy")
     return tmp_path / "copy"
 

@@ -223,7 +223,7 @@ def everything(run: MergerRun) -> list[Any]:
 
 
 def test_the_older_merger_is_fenced_and_writes_nothing() -> None:
-    """Its machine stood still before a commit, or before it renews its lease."""
+    """The machine of the older merger stood still before a commit, or before a renewal of the lease."""
     for is_commit in (True, False):
         run, sleeper = MergerRun(), VirtualClock()
         run.live("a", "b")

@@ -55,7 +55,7 @@ def heal() -> None:
 
 
 def heads_of(bucket: BucketFolder) -> set[str]:
-    """Return the bundles and their manifests in the bucket, as their names begin."""
+    """Return how the names of the bundles and manifests in the bucket begin."""
     return {path.partition("/")[0].partition("-")[0] for path in bucket.tree()}
 
 

@@ -77,7 +77,6 @@ class FaultyServer:
         """Answer one request."""
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
         self.faults.requests.append((method, path))
-
         if self.faults.refuses(method):
             code = _CODES[self.faults.status]
             body = f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode()

@@ -82,7 +82,7 @@ def test_a_server_that_deletes_keys_at_its_limit_takes_no_run(start: Start) -> N
     node.client.execute_command("ACL", "SETUSER", "mine", "on", ">right", "~*", "&*", "+@all", "-info")
     for url, code in (
         (url_of(node), "broker.evicts"),
-        (url_of(node, user="mine:right"), "broker.no-info"),  # It is not told that its password is wrong.
+        (url_of(node, user="mine:right"), "broker.no-info"),  # The password is right.
         (url_of(node, user="mine:wrong"), "broker.access"),
     ):
         with failing(BrokerError, code):

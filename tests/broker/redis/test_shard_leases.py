@@ -114,7 +114,10 @@ def commands(raw: Any, work: Callable[[], object]) -> int:
 
 
 def test_leases_of_many_islands_take_commands_in_proportion(transport: RedisTransport, raw: Any) -> None:
-    """An island that holds its shard reads no claims of others. A lease reads all claims twice."""
+    """An island that holds its shard reads no claims of others.
+
+    A lease reads all claims twice. While shards are free, it does not ask which islands live.
+    """
     counts = {}
     for count in (16, 64):
         for n in range(count):
@@ -124,7 +127,7 @@ def test_leases_of_many_islands_take_commands_in_proportion(transport: RedisTran
             commands(raw, partial(transport.island.leased, [str(count - 1)], who)),
             commands(raw, partial(transport.island.lease_shard, [str(count + 100)], who)),
         )
-    assert counts[64][0] == counts[16][0]  # While shards are free, nobody asks which islands live.
+    assert counts[64][0] == counts[16][0]
     assert counts[64][1] - counts[16][1] == 2 * (64 - 16)
 
 
