@@ -98,6 +98,7 @@ def test_the_helper_makes_the_same_payloads_as_pack() -> None:
     for body in (zstd(BODY), declared(len(BODY), BODY), windowed(20, BODY, len(BODY))):
         assert unpack(made(HONEST, body), ELEMENTS).tobytes() == BODY
     assert unpack(made({**HONEST, "zstd": False}, BODY), ELEMENTS).tobytes() == BODY
+    assert unpack(made(HONEST, windowed(23, BODY, len(BODY))), ELEMENTS).tobytes() == BODY, "the largest window"
 
 
 def test_every_truncation_and_anything_after_the_end_is_refused() -> None:

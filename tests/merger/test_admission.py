@@ -17,7 +17,7 @@ from archipelago.broker.messages import Contribution, Refusal
 from archipelago.broker.transport import Delivery, Transport
 from archipelago.merger import admission
 from archipelago.merger.admission import ANNOUNCED_MAX, Inbox, reason_to_refuse, version_after
-from archipelago.merger.round_merge import RoundMerge, new_state
+from archipelago.merger.round_merge import WAITING_MAX, RoundMerge, new_state
 from archipelago.merger.service import READ_COUNT_MAX
 from archipelago.merger.state import FragmentState, RunState
 from tests import samples
@@ -170,3 +170,12 @@ def test_a_flood_of_refusals_hides_no_announcements_and_delays_no_round() -> Non
     run.send("a", 1, constant(1.0))
     assert merger.turn(0.0)
     assert run.transport.reader.backlog() > 0, "the round has waited until the flood was over"
+
+
+def test_one_island_cannot_fill_the_room_of_a_round() -> None:
+    run, merger = served_run(quorum=2)
+    run.live("a", "b")
+    for _ in range(WAITING_MAX + 1):
+        run.send("a", 1, constant(1.0))
+    merger.turn(0.0)
+    assert (len(merger.inbox), merger.inbox.codes["full"]) == (WAITING_MAX, 1)

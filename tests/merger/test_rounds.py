@@ -55,7 +55,7 @@ LIVE = frozenset({"a", "b"})
 
 def test_the_first_contribution_calls_its_round_once() -> None:
     some = rounds()
-    assert some.calls() == []
+    assert (some.calls(), some.deadline()) == ([], None)
     some.answer(answered("a"), 0.0)
     assert some.calls() == [1]
     some.answer(answered("b"), 1.0)
@@ -143,6 +143,9 @@ def test_grace_by_hand() -> None:
     assert some.deadline() is None
     assert some.close(11.0, live, waiting(1)) is None
     assert some.deadline() == 12.5
+    some.is_paused = True
+    assert some.deadline() is None
+    some.is_paused = False
     assert some.close(math.nextafter(12.5, 0.0), live, waiting(1)) is None
     assert some.close(12.5, live, waiting(1)) == Close(1, quorum_seconds=1.0, grace_seconds=1.5, open_seconds=2.5)
     some = rounds()
@@ -404,6 +407,8 @@ def test_reports_of_live_islands_are_kept_as_they_arrive(
         some.answer(answered(island, step_seconds=seconds), 0.0)
         known[island] = seconds
         require_equal(some.reported(live), {name: s for name, s in known.items() if name in live} or known)
+    for others in (frozenset(NAMES), frozenset(NAMES) - live):
+        require_equal(some.reported(others), {name: s for name, s in known.items() if name in others} or known)
 
 
 def test_islands_that_were_forgotten_count_no_more() -> None:
