@@ -1,7 +1,8 @@
-"""The command `dash`: its options, its process, and the packages that it needs."""
+"""The server of the dashboard and the command `dash`: live events, options, the process, and needed packages."""
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import re
@@ -9,18 +10,24 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from typing import Any
 
 import pytest
 
 from archipelago.broker.errors import ArchipelagoError, ConfigError, UnreachableError
+from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.redis.transport import connect
 from archipelago.ops.commands import run
 from archipelago.ops.dashboard import main
 from archipelago.ops.dashboard.app import application
-from archipelago.ops.dashboard.main import TOKEN_VARIABLE
+from archipelago.ops.dashboard.main import TOKEN_VARIABLE, serving
+from archipelago.ops.dashboard.watcher import Watcher
 from tests import samples
 from tests.failing import failing
-from tests.ops.dashboard.test_dashboard import MANIFEST, TOKEN, next_event, stream
+from tests.ops.dashboard.test_dashboard import MANIFEST, TOKEN, a_run, close_round
 
 
 @pytest.fixture
@@ -30,6 +37,42 @@ def url(url: str) -> str:
     transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
     transport.close()
     return url
+
+
+@contextmanager
+def stream(address: str) -> Iterator[http.client.HTTPResponse]:
+    host, port = address.removeprefix("http://").split(":")
+    with closing(http.client.HTTPConnection(host, int(port), timeout=30)) as connection:
+        connection.request("GET", "/api/events")
+        with connection.getresponse() as answer:
+            yield answer
+
+
+def next_event(answer: http.client.HTTPResponse, wanted: str) -> Any:
+    """Return the data of the next event of that name."""
+    while line := answer.readline().decode():
+        if line == f"event: {wanted}\n":
+            return json.loads(answer.readline().decode().removeprefix("data: "))
+    pytest.fail("the stream ended")
+
+
+def test_events_come_live_and_the_stream_ends_with_the_server() -> None:
+    transport = a_run(MemoryBroker())
+    watch = Watcher(transport, transport.reader.manifest())
+    with ExitStack() as server, ExitStack() as page:
+        address = server.enter_context(serving(watch, TOKEN, "127.0.0.1", 0))
+        answer = page.enter_context(stream(address))
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert next_event(answer, "page")["run"]["rounds"] == 1
+        assert next_event(answer, "charts")["lines"]["round"] == [1]
+        close_round(transport, 2)
+        while next_event(answer, "page")["run"]["rounds"] != 2:
+            pass
+        while next_event(answer, "charts")["lines"]["round"] != [1, 2]:
+            pass
+        server.close()  # The page is connected meanwhile.
+        assert not answer.read().endswith(b"data: ")
+    assert not [thread for thread in threading.enumerate() if thread.name == "pages"]
 
 
 def test_a_wrong_option_is_an_error(url: str, handlers: None) -> None:

@@ -7,9 +7,8 @@ import http.client
 import json
 import math
 import re
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -368,41 +367,3 @@ def test_costly_readings_are_rare(clock: VirtualClock) -> None:
     seldom.forget()
     assert seldom.newest() == clock.now
     assert len(made) == 3
-
-
-# -- as a process -----------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def stream(address: str) -> Iterator[http.client.HTTPResponse]:
-    host, port = address.removeprefix("http://").split(":")
-    with closing(http.client.HTTPConnection(host, int(port), timeout=30)) as connection:
-        connection.request("GET", "/api/events")
-        with connection.getresponse() as answer:
-            yield answer
-
-
-def next_event(answer: http.client.HTTPResponse, wanted: str) -> Any:
-    """Return the data of the next event of that name."""
-    while line := answer.readline().decode():
-        if line == f"event: {wanted}\n":
-            return json.loads(answer.readline().decode().removeprefix("data: "))
-    pytest.fail("the stream ended")
-
-
-def test_events_come_live_and_the_stream_ends_with_the_server(transport: Away) -> None:
-    watch = Watcher(transport, transport.reader.manifest())
-    with ExitStack() as server, ExitStack() as page:
-        address = server.enter_context(serving(watch, TOKEN, "127.0.0.1", 0))
-        answer = page.enter_context(stream(address))
-        assert answer.headers["content-type"].startswith("text/event-stream")
-        assert next_event(answer, "page")["run"]["rounds"] == 1
-        assert next_event(answer, "charts")["lines"]["round"] == [1]
-        close_round(transport, 2)
-        while next_event(answer, "page")["run"]["rounds"] != 2:
-            pass
-        while next_event(answer, "charts")["lines"]["round"] != [1, 2]:
-            pass
-        server.close()  # The page is connected meanwhile.
-        assert not answer.read().endswith(b"data: ")
-    assert not [thread for thread in threading.enumerate() if thread.name == "pages"]

@@ -201,10 +201,6 @@ def test_neighbours_are_joined() -> None:
     assert joined_evaluations([first, second]) == second
 
 
-def last_of(rows: Sequence[int]) -> int:
-    return rows[-1]
-
-
 @given(st.lists(st.integers(), max_size=400), st.integers(1, 50))
 def test_thinning_keeps_order_and_the_newest(rows: list[int], most: int) -> None:
     spans: list[int] = []
@@ -239,11 +235,10 @@ def test_smoothing_is_bias_corrected_and_skips_nan() -> None:
 
 
 def test_a_long_run_stays_small() -> None:
-    rounds, seen = ROWS_KEPT + 1000, history([], 0)
+    rounds, seen = (ROWS_KEPT // 1000 + 2) * 1000, history([], 0)
     for start in range(0, rounds, 1000):
         seen.extend([entry(n, [member("a"), member("b", n % 3)], live=2) for n in range(start + 1, start + 1001)])
     lines = seen.lines()
-    rounds = start + 1000
     assert all(POINTS_DRAWN // 2 <= len(values) <= POINTS_DRAWN for values in lines.values())
     assert lines["round"][-1] == rounds
     assert lines["tokens"][-1] == rounds * 200 / 2

@@ -3,43 +3,34 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, suppress
-from dataclasses import replace
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.memory.transport import MemoryBroker, MemoryTransport
-from archipelago.broker.messages import Evaluation, Member, Note, Refusal
+from archipelago.broker.messages import Evaluation, Note
 from archipelago.broker.redis.transport import connect
 from archipelago.ops.dashboard import screenshot
 from archipelago.ops.dashboard.main import serving
-from archipelago.ops.dashboard.screenshot import PICTURES, browser, take
+from archipelago.ops.dashboard.screenshot import PICTURES, take
 from archipelago.ops.dashboard.watcher import Watcher
 from archipelago.ops.launch.embedded_redis import start_server
 from archipelago.ops.watch.report import html, of_watch
 from tests import samples
 from tests.conftest import PATIENCE_SECONDS, Until
 from tests.failing import failing
+from tests.ops.dashboard.conftest import MANIFEST, NAMES, TOKEN, TROUBLE, Page, close_round
 
 pytestmark = pytest.mark.full  # These tests drive a browser.
 
-if TYPE_CHECKING:
-    from selenium.webdriver.chrome.webdriver import WebDriver
-
-TOKEN = "open-sesame"  # noqa: S105 - only for tests
-MANIFEST = samples.manifest()
-NAMES = [*(f"island-{n}" for n in range(15)), "A" * 64]
 #: The lines of the chart "Does it learn?".
 TRAINING, HELD_OUT = 1, 2
-TROUBLE = "thin link at 3.2 Mbit/s up, 12.0 Mbit/s down: fewer bits, interval 2.0x"
 
 #: A script that returns the contrast of each text with its background, as defined by WCAG 2.2.
 RATIOS = """
@@ -61,121 +52,6 @@ for (const place of document.querySelectorAll('header *, main *')) {
 }
 return out;
 """
-
-
-@pytest.fixture(scope="module")
-def driver() -> Iterator[WebDriver]:
-    """Return one browser for all tests.
-
-    Without a browser, the tests are skipped. If `CI` is set and ARCHIPELAGO_NO_BROWSER is not, they fail.
-    """
-    with ExitStack() as stack:
-        try:
-            found = stack.enter_context(browser())
-        except ConfigError as error:
-            required = os.environ.get("CI") and not os.environ.get("ARCHIPELAGO_NO_BROWSER")
-            (pytest.fail if required else pytest.skip)(str(error))
-        yield found
-
-
-def member(island: str, staleness: int = 0) -> Member:
-    return Member(island, "x", 0, 0, staleness, 0.5, 1.0, 100, 4, 2.0)
-
-
-def close_round(transport: MemoryTransport, number: int) -> None:
-    epoch = transport.merger.acquire("merger", 10.0)
-    assert epoch is not None
-    commit = samples.commit([], round_number=number)
-    members = tuple(member(name, staleness=n % 2) for n, name in enumerate(NAMES))
-    tape = replace(commit.tape, members=members, digest=f"{number:032x}", live=16, merge_seconds=0.02)
-    transport.merger.commit(epoch, replace(commit, tape=tape, tokens=0))  # Nothing was published for these rounds.
-
-
-@pytest.fixture
-def transport() -> MemoryTransport:
-    """Return a run of 16 islands and 40 rounds, with events of each kind. One has a long name, one a bad link."""
-    # The clock stands still, so that no island times out, however slow the browser is.
-    transport = MemoryBroker(clock=lambda: 1000.0).connect("sample")
-    transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
-    for name in NAMES:
-        transport.island.heartbeat(samples.heartbeat(name, host=f"{name}.cluster.internal"))
-    transport.island.heartbeat(samples.heartbeat(NAMES[3], link=TROUBLE, refused=2, last_refusal="23 versions behind"))
-    transport.island.heartbeat(samples.heartbeat(NAMES[4], "left"))
-    epoch = transport.merger.acquire("merger", 10.0)
-    assert epoch is not None
-    entry = transport.island.publish(samples.contribution(), b"payload")
-    transport.merger.updates(0.0)
-    transport.merger.refuse(epoch, [(entry, Refusal("a", "x", 0, 1, 0, 100, "the digest is wrong"))])
-    for kind in ("joined", "left", "diverged", "served", "steered", "paused", "resumed", "expelled", "checkpoint"):
-        transport.reader.note(Note(1.7e9, NAMES[-1], kind, "what happened, in words that go on for a while " * 3))
-    for number in range(1, 41):
-        close_round(transport, number)
-        transport.reader.record_evaluation(Evaluation(number, 4, 1000 * number, 1.7e9, 2.0 + 5.0 / number))
-    return transport
-
-
-@pytest.fixture
-def address(transport: MemoryTransport) -> Iterator[str]:
-    """Serve the page of that run, and yield its address."""
-    with serving(Watcher(transport, transport.reader.manifest()), TOKEN, "127.0.0.1", 0) as found:
-        yield found
-
-
-class Page:
-    """A page in the browser."""
-
-    def __init__(self, driver: WebDriver, until: Until) -> None:
-        self.driver, self.until = driver, until
-
-    def width(self, pixels: int) -> None:
-        metrics = {"width": pixels, "height": 900, "deviceScaleFactor": 1, "mobile": pixels < 600}
-        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-
-    def open(self, where: str) -> None:
-        """Open an address, and wait for its charts."""
-        self.driver.get("about:blank")
-        self.driver.get(where)
-        drawn = "return document.querySelectorAll('.chart[data-drawn] .main-svg').length >= 5"
-        self.until(lambda: self.run(drawn), "the charts are drawn")
-
-    def run(self, script: str, *args: object) -> Any:
-        return self.driver.execute_script(script, *args)
-
-    def text(self, place: str) -> str:
-        return str(self.run("return document.querySelector(arguments[0])?.textContent ?? ''", place))
-
-    def is_shown(self, place: str) -> bool:
-        return bool(self.run("return document.querySelector(arguments[0]).checkVisibility()", place))
-
-    def line(self, chart: str, trace: int = 0) -> Any:
-        """Return the coordinates of a line of a chart."""
-        script = (
-            "const d = document.getElementById(arguments[0]).data[arguments[1]];"
-            " return [Array.from(d.x, x => x instanceof Date ? x.toISOString() : x), Array.from(d.y)]"
-        )
-        return self.run(script, chart, trace)
-
-    def complaints(self) -> list[str]:
-        """Return the new errors of its scripts."""
-        entries = self.driver.get_log("browser")  # type: ignore[no-untyped-call]
-        return [entry["message"] for entry in entries if entry["level"] == "SEVERE"]
-
-    def type_into(self, place: str, words: str) -> None:
-        field = self.driver.find_element("css selector", place)
-        field.clear()
-        field.send_keys(words)
-
-    def click(self, place: str) -> None:
-        self.run("document.querySelector(arguments[0]).click()", place)
-
-
-@pytest.fixture
-def page(driver: WebDriver, until: Until) -> Page:
-    """A wide page, which has complained of nothing yet."""
-    made = Page(driver, until)
-    made.width(1400)
-    made.complaints()
-    return made
 
 
 def test_the_page_shows_the_run_from_one_server(page: Page, address: str, until: Until) -> None:
@@ -291,9 +167,9 @@ def test_the_page_survives_a_restart_of_its_server(page: Page, transport: Memory
 
 
 def test_the_page_survives_a_restart_of_redis(page: Page, tmp_path: Path, until: Until) -> None:
-    server = start_server(tmp_path / "redis")
-    transport = connect(server.url, "sample")
-    with suppress(ConfigError), ExitStack() as stack:
+    with ExitStack() as stack:
+        server = stack.enter_context(start_server(tmp_path / "redis"))
+        transport = connect(server.url, "sample")
         stack.callback(transport.close)
         transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
         address = stack.enter_context(serving(Watcher(transport, transport.reader.manifest()), TOKEN, "127.0.0.1", 0))
@@ -341,64 +217,6 @@ def test_the_choice_of_theme_is_kept(page: Page, address: str, until: Until) -> 
     until(lambda: ground() == light, "and is remembered")
     page.run("localStorage.clear()")
     page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
-
-
-def test_an_action_needs_the_token(page: Page, address: str, until: Until, transport: MemoryTransport) -> None:
-    page.open(address)
-    assert not page.is_shown("#merging")
-    assert not page.is_shown(".actions")
-    page.type_into("#token", "wrong")
-    page.click("#unlock button")
-    until(lambda: page.text("#answer") != "", "the page reports it")
-    assert not page.is_shown("#merging")
-    page.run("document.querySelector('#answer').textContent = ''; steer({merging: 'paused'})")
-    until(lambda: page.text("#answer") != "", "the server refuses it")
-    assert transport.reader.control() == {}
-    page.type_into("#token", TOKEN)
-    page.click("#unlock button")
-    until(lambda: page.is_shown("#merging"), "the knobs are there")
-    page.click("#merging")
-    until(lambda: transport.reader.control() == {"merging": "paused"}, "merging is paused")
-    until(lambda: "paused" in page.text("#answer"), "the answer confirms it")
-    until(lambda: page.text("#state") == "paused", "the page shows it")
-    until(lambda: page.text("#merging") == "Resume merging", "the button turns")
-    page.click("#merging")
-    until(lambda: transport.reader.control() == {}, "merging goes on")
-    page.open(address)
-    until(lambda: page.is_shown("#merging"), "this window remembers the token")
-    page.click("#forget")
-    assert not page.is_shown("#merging")
-
-
-def test_settings_and_islands_are_steered(page: Page, address: str, until: Until, transport: MemoryTransport) -> None:
-    page.open(f"{address}/#token={TOKEN}")
-    assert TOKEN not in page.driver.current_url
-    until(lambda: page.is_shown("#merging"), "the address holds the token")
-    until(lambda: page.run("return document.querySelector('#k-rate').value") == "0.7", "the run's own")
-    page.type_into("#k-rate", "fast")
-    page.click("[data-name='outer.learning_rate'] button")
-    until(lambda: "fast" in page.text("#answer"), "a wrong value is explained")
-    until(lambda: "fast" in page.text("#why-k-rate"), "beside its field")
-    assert page.run("return document.querySelector('#k-rate').getAttribute('aria-invalid')") == "true"
-    assert transport.reader.control() == {}
-    page.type_into("#k-rate", "0.5")
-    page.click("[data-name='outer.learning_rate'] button")
-    until(lambda: transport.reader.control() == {"outer.learning_rate": "0.5"}, "the rate is set")
-    until(lambda: not page.is_shown("#why-k-rate"), "the field is good again")
-    until(lambda: "0.5 (steered" in page.text("#settings-rows"), "the settings show it")
-    own = "[data-name='outer.learning_rate'] [data-own]"
-    until(lambda: not page.run("return document.querySelector(arguments[0]).disabled", own), "it is shown")
-    page.click(own)
-    until(lambda: transport.reader.control() == {}, "and taken back")
-    deeds = f"document.querySelector(\"[title='{NAMES[0]}']\").closest('.lane').querySelectorAll('.actions button')"
-    page.run(f"{deeds}[1].click()")
-    assert transport.reader.control() == {}  # The button asks for confirmation first.
-    # On a slow machine the time to confirm may be over by now. The button then asks again.
-    page.run(f"const it = {deeds}[1]; if (it.textContent !== 'confirm?') it.click(); it.click()")
-    until(lambda: transport.reader.control() == {f"island.{NAMES[0]}": "expel"}, "the island is expelled")
-    until(lambda: page.run(f"return {deeds}[2].checkVisibility()"), "the island can be readmitted")
-    page.run(f"{deeds}[2].click(); {deeds}[2].click()")
-    until(lambda: transport.reader.control() == {}, "the island is readmitted")
 
 
 def test_a_report_is_one_file_that_needs_no_network(
