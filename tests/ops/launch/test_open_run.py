@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import socket
 import ssl
 import stat
+import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +28,7 @@ from archipelago.ops.launch import up
 from archipelago.ops.launch.certificates import CertificateFolder
 from archipelago.ops.launch.embedded_redis import Server, start_server
 from archipelago.ops.launch.open_run import OpenRun, administrator_at, opening_of
-from archipelago.ops.launch.redis_folder import ADMINISTRATOR, Opening
+from archipelago.ops.launch.redis_folder import ADMINISTRATOR, USERS, Opening, RedisFolder
 from archipelago.ops.launch.redis_program import Program, find_program, has_tls
 from archipelago.ops.launch.up import UpOptions
 from tests import samples
@@ -69,7 +71,56 @@ def test_a_damaged_authority_is_an_error(tmp_path: Path) -> None:
         folder.renew([HOST], NOW)
 
 
-# -- the server -------------------------------------------------------------------------------------------------------
+# -- the server's files and the members -------------------------------------------------------------------------------
+
+
+def test_the_files_of_an_open_server_allow_tls_and_known_users_only(tmp_path: Path) -> None:
+    folder = RedisFolder(tmp_path)
+    for _ in range(2):  # An invited member stays when the server is started again.
+        folder.write_config("redis-server", 7000, "secret", append_only=True, opening=OPENING)
+        settings = folder.config.read_text().splitlines()
+        assert {"port 0", "tls-port 7000", "bind 127.0.0.1", f'aclfile "{tmp_path / USERS}"'} <= set(settings)
+        default, administrator, *members = (tmp_path / USERS).read_text().splitlines()
+        assert default.startswith("user default off ") and default.endswith(" -@all")
+        digest = hashlib.sha256(b"secret").hexdigest()
+        assert administrator == f"user {ADMINISTRATOR} on #{digest} ~* &* +@all"
+        (tmp_path / USERS).write_text("\n".join([default, administrator, "user demo~oslo on"]))
+    assert members == ["user demo~oslo on"]
+    for file in (folder.config, tmp_path / USERS):
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert (folder.was_open(), folder.last_address()) == (True, (7000, "secret"))
+    folder.write_config("redis-server", 7000, "secret", append_only=True)
+    assert (folder.was_open(), folder.last_address()) == (False, (7000, "secret"))
+
+
+def test_our_processes_get_new_credentials_at_each_start(server: Server, tmp_path: Path) -> None:
+    run = f"demo-{uuid.uuid4().hex[:8]}"
+    transport = opened(server, tmp_path, run)
+    ours = OpenRun(transport, server, tmp_path)
+    first = {name: invitations.read(Path(file)) for name, file in ours.invite_ours(["island-0"]).items()}
+    roles = {"merger": "merger", "evaluate": "operator", "standby": "viewer", "island-0": "island"}
+    assert {name: invitation.role for name, invitation in first.items()} == roles
+    assert first["merger"].private_key == administrator_at(server, run, tmp_path).private_key, "it is kept"
+    island = first["island-0"]
+    connect(island.url, run, island).close()
+    renewed = ours.invite_ours(["island-0"])
+    assert invitations.read(Path(renewed["island-0"])).url != island.url
+    with failing(BrokerError, "broker.access"):
+        connect(island.url, run, island)
+    transport.close()
+
+
+def opened(server: Server, folder: Path, run: str = "demo") -> RedisTransport:
+    """Return the administrator's connection to a run, which is created unless it is there."""
+    transport = connect(server.url, run, administrator_at(server, run, folder))
+    OpenRun(transport, server, folder).begin()
+    if run not in transport.reader.runs():
+        manifest = samples.manifest(run)
+        transport.create(manifest, samples.first_snapshots(manifest))
+    return transport
+
+
+# -- a server with TLS ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +142,7 @@ def pinned(server: Server, **changes: str) -> Invitation:
     return replace(administrator_at(server, "demo", Path("nowhere")), **changes)  # type: ignore[arg-type]
 
 
+@pytest.mark.full
 def test_an_open_server_needs_tls_and_a_user(hub: Server) -> None:
     transport = connect(hub.url, "demo", pinned(hub))
     assert transport.membership.may_administer()
@@ -107,6 +159,7 @@ def test_an_open_server_needs_tls_and_a_user(hub: Server) -> None:
             default.ping()
 
 
+@pytest.mark.full
 def test_only_the_own_authority_is_trusted_and_the_host_is_checked(hub: Server, tmp_path: Path) -> None:
     other = CertificateFolder(tmp_path)
     other.renew(["localhost", "127.0.0.1"], datetime.datetime.now(datetime.UTC))
@@ -121,6 +174,7 @@ def test_only_the_own_authority_is_trusted_and_the_host_is_checked(hub: Server, 
         context.wrap_socket(plain, server_hostname=HOST).close()
 
 
+@pytest.mark.full
 def test_users_survive_a_kill_and_the_address_stays(program: Program, tmp_path: Path, until: Until) -> None:
     folder = tmp_path / "redis"
     with start_server(folder, program, opening=OPENING) as server:
@@ -142,16 +196,6 @@ def test_users_survive_a_kill_and_the_address_stays(program: Program, tmp_path: 
     with start_server(folder, program) as closed:  # the same data without --open
         connect(closed.url, "demo").close()
         assert closed.authority == ""
-
-
-def opened(server: Server, folder: Path) -> RedisTransport:
-    """Return the administrator's connection to the run `demo`, which is created unless it is there."""
-    transport = connect(server.url, "demo", administrator_at(server, "demo", folder))
-    OpenRun(transport, server, folder).begin()
-    if "demo" not in transport.reader.runs():
-        manifest = samples.manifest("demo")
-        transport.create(manifest, samples.first_snapshots(manifest))
-    return transport
 
 
 def test_a_program_without_tls_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
