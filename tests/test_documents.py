@@ -102,7 +102,7 @@ def require_parsable(args: list[str], where: str) -> None:
 
 @pytest.mark.full
 def test_command_lines_can_be_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those in messages are checked with the help of the verbs."""
+    """`tests/ops/test_help.py` checks the command lines in messages."""
     monkeypatch.chdir(ROOT)  # some name files of this repository
     for page in PRESENT:
         for args in command_lines_of(page):

@@ -103,6 +103,7 @@ def test_messages_name_flags_that_exist() -> None:
     for path in (file for folder in ("broker", "islands", "merger", "ops") for file in (root / folder).rglob("*.py")):
         for line in command_lines_in(path.read_text(encoding="utf-8")):
             words = next((words for words in ALL if re.match(rf"{words}\b", line)), "")
+            assert words or line.split()[0] in VERBS, f"{path.relative_to(root)}: archipelago {line}"
             named = set(re.findall(r"(?<= )--[a-z][a-z.-]*", line))
             assert named <= (flags_of(words) if words else set()), f"{path.relative_to(root)}: archipelago {line}"
             seen += len(named)

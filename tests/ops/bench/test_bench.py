@@ -34,13 +34,13 @@ def test_impossible_options_are_refused_before_anything_is_measured() -> None:
         ("model.unknown", lambda: accelerator.main(accelerator.AcceleratorOptions(sizes=("124m", "huge")))),
         ("bench.devices", lambda: hosts.main(hosts.HostsBenchOptions(devices=0))),
         ("bench.join", lambda: join.main(join.JoinOptions(parameters=0.0))),
-        ("bench.parameters", lambda: largest.main(largest.LargestOptions(parameters=-1.0))),
-        ("bench.parameters", lambda: largest.main(largest.LargestOptions(parameters=float("nan")))),
-        ("bench.parameters", lambda: largest.main(largest.LargestOptions(parameters=float("inf")))),
     ]
     for code, main in refused:
         with failing(ConfigError, code):
             main()
+    for parameters in (0.0, -1.0, float("nan"), float("inf")):
+        with failing(ConfigError, "bench.parameters"):
+            largest.largest(parameters, lambda line: None)
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

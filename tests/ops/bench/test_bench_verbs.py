@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from archipelago.broker.codecs import codec
 from archipelago.broker.errors import BrokerError
 from archipelago.ops.bench import merge, start
 from archipelago.ops.bench.main import VERBS
@@ -78,13 +79,24 @@ def _of_accelerator(found: Mapping[str, Any]) -> None:
 
 def _of_largest(found: Mapping[str, Any]) -> None:
     assert (found["parameters"], found["fragments"], found["islands"]) == (15_000, 3, 2)
+    for part in ("publish_seconds", "merge_seconds", "adopt_seconds"):
+        assert len(found[part]) == found["measured_fragments"] == 2 and min(found[part]) > 0, part
+    most = 2 * codec("int4").encoded_size(5_000) * 3
+    for way in ("bytes_up", "bytes_down"):
+        assert 0.5 * most < found[way] < 1.1 * most + 600, way
     peaks = found["peak_bytes"]
     assert set(peaks) == {"islands", "Redis", "first merger", "second merger"}
     assert min(peaks.values()) > 1 << 20
     assert max(peaks.values()) < found["together_bytes"] < sum(peaks.values())
 
 
-CHECKS = {"accelerator": _of_accelerator, "largest": _of_largest}
+def _of_join(found: Mapping[str, Any]) -> None:
+    assert len(found["rows"]) == 4
+    assert all(row["thread_ms"] > 0.0 for row in found["rows"])
+    assert all(row["device_ms"] >= row["thread_ms"] for row in found["rows"][2:])
+
+
+CHECKS = {"accelerator": _of_accelerator, "join": _of_join, "largest": _of_largest}
 
 
 # -- smaller than the verbs allow -------------------------------------------------------------------------------------

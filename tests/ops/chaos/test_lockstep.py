@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ from archipelago.ops.experiments import baselines
 from archipelago.ops.experiments.baselines import Point
 from tests.conftest import Until
 from tests.failing import failing
-from tests.ops.chaos.test_coordinators import INTERVAL, NAMES, Workers, coordinator
+from tests.ops.chaos.test_coordinators import INTERVAL, NAMES, Workers, coordinator, exhaust
 from tests.small import SMALL
 
 ISLANDS = ("island-0", "island-1")
@@ -127,6 +128,24 @@ def test_workers_that_are_killed_train_as_one_process_does(
     first = build(config.model).init(config.seed)
     assert max(np.abs(wanted[name] - first[name]).max() for name in wanted) > 1e-2, "the parameters did not change"
     assert len(workers.coordinator.ledger.made) > len(workers.coordinator.ledger.useful)
+
+
+@pytest.mark.full
+def test_a_worker_that_returns_to_an_elastic_group_takes_over_its_state(
+    config: RunConfig, corpus: OpenCorpus, tmp_path: Path
+) -> None:
+    group = Group("elastic data-parallel", config, corpus, tmp_path / "group")
+    group.workers.until(2)
+    group.workers.kill("b")
+    group.workers.until(5)
+    group.workers.start("b")
+    group.workers.until(8)
+    params = group.end()
+    exhaust(group.workers)
+    first, *others = (group.trainees[name].shared_state()[0] for name in NAMES)
+    for other in others:
+        jax.tree.map(np.testing.assert_array_equal, first, other)
+    jax.tree.map(np.testing.assert_array_equal, first.params, params)
 
 
 # -- real processes ---------------------------------------------------------------------------------------------------

@@ -90,6 +90,11 @@ def test_one_kill_in_each_period(every: float, count: int, seed: int) -> None:
     assert faults == periodic(every, TARGETS[2:], 2.0, every * count, seed)
 
 
+def test_each_seed_chooses_other_islands() -> None:
+    chosen = {tuple(fault.target for fault in periodic(15.0, TARGETS[2:], 2.0, 300.0, seed)) for seed in range(5)}
+    assert len(chosen) == 5
+
+
 def test_preemptions_of_a_spot_market_kill_islands() -> None:
     trace = {
         "zone-b": {"metadata": {"gap_seconds": 600}, "data": [0, 1, 1, 0, 1]},

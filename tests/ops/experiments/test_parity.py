@@ -6,13 +6,13 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.loss_unit import loss_unit
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.tasks.ours import our_work
 from archipelago.islands.tasks.workload import Workload
@@ -120,16 +120,35 @@ def test_islands_of_a_task_are_compared_at_equal_tokens(tmp_path: Path, monkeypa
     assert len(said) == 6
 
 
-def test_a_negative_loss_has_no_ratios(tmp_path: Path) -> None:
-    def arm(loss: float, interval: int) -> Arm:
-        return Arm(f"H = {interval}", 2, ([Point(0, 0.0), Point(100, loss / 2), Point(200, loss)],), interval=interval)
+def test_a_negative_loss_has_no_ratios_and_the_interval_is_that_of_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ends_at(loss: float) -> list[Point]:
+        return [Point(0, 0.0), Point(100, loss / 2), Point(200, loss)]
 
-    arms, unit = [arm(-2.0, 0), arm(-1.0, 4)], loss_unit(task_work().named.data)
-    row = sync_cost._row(arms[1], arms, unit)
+    monkeypatch.setattr(sync_cost, "islands", lambda *_: (ends_at(-1.0), None))
+    monkeypatch.setattr(sync_cost, "participation", lambda run: (7, 2.0))
+    monkeypatch.setattr(sync_cost, "data_parallel", lambda *_: ends_at(-2.0))
+    (row,) = sync_cost.sync_cost(task_work(), (2,), (), 1.0, tmp_path, lambda _: None)["rows"]
+    assert (row["interval"], row["rounds"]) == (4, 7)
     assert row["to_parallel"] != row["to_parallel"], "it is not a number"
     assert row["loss"] > row["data_parallel"]
-    sync_cost.draw(tmp_path / "parity.png", "a user's loss", arms, unit)
-    assert (tmp_path / "parity.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_intervals_of_our_models_are_compared_with_the_flags_of_the_verb(
+    config: RunConfig, corpus: OpenCorpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def compared(*args: Any) -> dict[str, Any]:
+        asked.append(args)
+        return {"rows": [{"islands": 3}]}
+
+    monkeypatch.setattr(sync_cost, "sync_cost", compared)
+    options = parity.ParityOptions(output=tmp_path, intervals=(12, 24), quick=True, settings=config)
+    assert parity.main(options) == 0
+    ((work, counts, intervals, *_),) = asked
+    assert (counts, intervals, work.config.inner.steps) == ((3,), (12, 24), 400)
 
 
 def test_what_cannot_be_compared_is_refused(config: RunConfig, tmp_path: Path) -> None:

@@ -29,8 +29,6 @@ from tests.failing import failing
 from tests.harness.played import PlayedRun
 from tests.small import SMALL, compiled
 
-pytestmark = pytest.mark.full
-
 RECORD = Path("runs") / "taped" / "merger" / "record"
 CONFIG = replace(SMALL, record=True, sync=replace(SMALL.sync, interval=6, fragments=2, grace=0.0))
 
@@ -118,6 +116,7 @@ def replayed(capsys: pytest.CaptureFixture[str]) -> tuple[int, Mapping[str, Any]
     return status, json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("data")
 def test_each_island_is_trained_again_on_its_own_text_to_the_same_bits(capsys: pytest.CaptureFixture[str]) -> None:
     record = records.read(RECORD)
@@ -139,6 +138,7 @@ def test_each_island_is_trained_again_on_its_own_text_to_the_same_bits(capsys: p
     assert [f["digest"] for f in found["fragments"]] == [f["recorded"] for f in found["fragments"]]
 
 
+@pytest.mark.full
 def test_an_island_without_its_corpus_uses_its_payloads(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.rmtree(data / "site")
     status, found = replayed(capsys)
@@ -149,6 +149,7 @@ def test_an_island_without_its_corpus_uses_its_payloads(data: Path, capsys: pyte
     assert "pinned/x" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_another_corpus_of_that_name_is_a_difference(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.rmtree(data / "site")
     prepared("site", "Another text of the same name.\n" * 5000)
@@ -157,6 +158,7 @@ def test_another_corpus_of_that_name_is_a_difference(data: Path, capsys: pytest.
     assert "pinned/x/" in found["first_difference"] and "'site'" in found["first_difference"]
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("data")
 def test_an_impossible_corpus_name_counts_as_a_missing_corpus() -> None:
     """Another program may have written the actions."""
@@ -169,6 +171,7 @@ def test_an_impossible_corpus_name_counts_as_a_missing_corpus() -> None:
         assert found["islands_from_payloads"].keys() == {"pinned/x"}, name
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("data")
 def test_a_record_without_its_steering_differs() -> None:
     record = records.read(RECORD)
@@ -178,6 +181,7 @@ def test_a_record_without_its_steering_differs() -> None:
     assert found["first_difference"]
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("data")
 def test_other_rules_are_steered_except_for_the_settings_that_they_name(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

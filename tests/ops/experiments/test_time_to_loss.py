@@ -62,7 +62,7 @@ def test_the_comparison_without_training(
         return [Mark(0.0, 0, 8.0), Mark(seconds, 100, loss)]
 
     monkeypatch.setattr(time_to_loss, "_waiting", lambda *_: ends_at(30.0, 4.0))
-    monkeypatch.setattr(time_to_loss, "islands", lambda *_: ends_at(10.0, 2.0))
+    monkeypatch.setattr(time_to_loss, "islands", lambda work, *_: ends_at(10.0, 1.5 + work.config.seed))
     options = time_to_loss.TimeOptions(islands=3, slow=3.0, scavenged=(3,), seeds=(0, 1), settings=config)
     assert time_to_loss.main(options) == 0
     found = json.loads(Path("runs/bench/time.json").read_text(encoding="utf-8"))
@@ -70,5 +70,6 @@ def test_the_comparison_without_training(
     assert found["target"] == 4.0, "the best loss that every way reaches"
     assert rows["3 islands"]["time_to_target"] == pytest.approx(10.0 * 4 / 6)
     assert rows["3 islands"]["loss_to_diloco"] == 0.5
-    assert rows["3 islands"]["spread"] == 0.0, "the same with both seeds"
+    assert rows["3 islands"]["spread"] == pytest.approx(math.sqrt(0.5)), "losses of 1.5 and 2.5"
+    assert rows["DiLoCo, 3 replicas"]["spread"] == 0.0, "the same loss with both seeds"
     assert Path("runs/bench/time.png").stat().st_size > 10_000

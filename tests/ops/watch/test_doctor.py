@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import redis
 
+from archipelago.broker import invitation
 from archipelago.broker.config import MergeConfig, RunConfig
 from archipelago.broker.errors import BrokerError, ConfigError
 from archipelago.broker.invitation import ROLES, Role
@@ -187,13 +188,17 @@ def member(own: Server, raw: Any, role: Role, rules: Sequence[str], shards: Sequ
         transport.close()
 
 
-def test_the_doctor_knows_whose_credentials_it_has(own: Server, checkup: RedisCheckup, tmp_path: Path) -> None:
+def test_the_doctor_knows_whose_credentials_it_has(
+    call: Call, own: Server, checkup: RedisCheckup, tmp_path: Path
+) -> None:
     transport = connect(own.url, "sample")
     administrator = Administrator(transport, own.url, tmp_path)
     invited = administrator.invite(Guest("oslo", "island", time.time() + 3600))
     codes = {finding.code for finding in main.check_server(invited.url, "sample", 0.2, invited).findings}
     assert {"credentials.expire-soon", "rights.ok", "bandwidth.ok"} <= codes
     assert not any(code.endswith(".unknown") for code in codes)
+    invitation.write(tmp_path / "oslo.join", invited)
+    assert call(url=str(tmp_path / "oslo.join"), seconds=0.0)[1]["run"] == "sample"
     administrator.revoke("oslo")
     with failing(BrokerError, "broker.access"):
         connect(invited.url, "sample", invited)
