@@ -94,7 +94,7 @@ def test_a_result_without_matplotlib_has_no_picture(tmp_path: Path, monkeypatch:
 # -- figures ----------------------------------------------------------------------------------------------------------
 
 
-def test_of_the_wire_the_first_round_does_not_count_and_the_ratio_is_a_median() -> None:
+def test_the_first_round_of_the_wire_does_not_count_and_the_ratio_is_a_median() -> None:
     row = wire._row("ours", "theirs", 8_000_000, mine=[100.0, 2.0, 4.0, 8.0], theirs=[1.0, 1.0, 1.0, 6.0])
     assert (row["ratio"], row["ratio_from"], row["ratio_to"]) == (0.5, 0.25, 0.75)
     assert (row["MB_a_second"], row["theirs_MB_a_second"]) == (2, 8)
@@ -110,7 +110,7 @@ def test_merging_takes_turns_with_a_nesterov_step_in_bare_numpy() -> None:
     assert bare.step([ones_N, 3 * ones_N]).tolist() == [-1.75] * 3  # Momentum 3, from the same parameters.
 
 
-def test_on_accelerators_the_table_has_each_model_and_the_quantiser() -> None:
+def test_the_table_of_accelerators_has_each_model_and_the_quantiser() -> None:
     step = {"step_seconds_on": 0.102, "step_seconds_off": 0.1, "step_ratio": 1.02}
     found = {"what": "124m 16 × 512", "backend": "gpu", "tokens_a_second": 90.0, "tokens_a_second_plain": 100.0, **step}
     seconds = {"quantise_seconds": 0.003, "copy_seconds": 0.001}
@@ -120,7 +120,7 @@ def test_on_accelerators_the_table_has_each_model_and_the_quantiser() -> None:
     assert "124 M" in rows[-1]["what"]
 
 
-def test_of_hosts_the_figures_are_medians_of_turns() -> None:
+def test_the_figures_of_hosts_are_medians_of_turns() -> None:
     two = [
         HostTurn(24, Cost(on, 0.3), Cost(0.2, 0.2), 6, Cost(untold, 0.1), 1e-5, longest, 100.0, 900.0)
         for on, untold, longest in ((0.25, 0.19, 1e-3), (0.3, 0.18, 5e-3), (0.9, 0.1, 2e-3))
@@ -137,7 +137,7 @@ def test_of_hosts_the_figures_are_medians_of_turns() -> None:
     assert (found["tell_seconds"], found["tell_seconds_longest"]) == (1e-5, 5e-3)
 
 
-def test_of_an_island_the_figures_are_medians_of_pairs_and_differences_of_peaks() -> None:
+def test_the_figures_of_an_island_are_medians_of_pairs_and_differences_of_peaks() -> None:
     on = [Turn(1.1, 2.5, 900 << 20, 1000), Turn(1.2, 3.0, 700 << 20, 1000), Turn(1.5, 4.0, 800 << 20, 500)]
     off = [Turn(1.0, 2.0, 600 << 20), Turn(1.0, 2.0, 500 << 20), Turn(1.0, 2.0, 550 << 20)]
     turns = Found("gpu", 1, 10, 1000, 25 << 18, on, off, held_bytes=100 << 20, reference_bytes=0)
@@ -152,7 +152,7 @@ def test_of_an_island_the_figures_are_medians_of_pairs_and_differences_of_peaks(
     assert (step["goal"], memory["goal"], memory["ratio"]) == (1.03, 8.0, 20.0)  # 100 of 25 MiB held, and 4
 
 
-def test_of_a_start_the_figures_are_medians_and_the_ratios_are_of_pairs() -> None:
+def test_the_figures_of_a_start_are_medians_and_its_ratios_are_of_pairs() -> None:
     cold = Start(wall=20.0, total=16.0, imports=1.0, joining=0.5, programs=14.0, state=0.0)
     warm = [
         Start(2.0, 1.5, 0.75, 0.125, 0.375, 0.125),

@@ -155,8 +155,14 @@ def test_data_parallel_waits_for_all_and_rolls_back_to_its_checkpoint() -> None:
 
 @pytest.mark.parametrize("how", ["stopped", "cut", "killed"])
 def test_an_elastic_group_continues_with_fewer(how: str) -> None:
-    """It waits a second for a silent worker, and admits it again. Only if all have died, it loads the checkpoint."""
-    workers = idle("elastic data-parallel")
+    """It begins with all workers, waits a second for a silent one, and admits it again.
+
+    It loads the checkpoint only if all workers have died.
+    """
+    workers = idle("elastic data-parallel", "a", "b")
+    workers.pass_seconds(60.0)
+    assert not workers.able()
+    workers.start("c")
     workers.until(2)
     workers.silence("b", how)
     if how != "killed":

@@ -102,7 +102,8 @@ def test_an_empty_variable_counts_as_not_set(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.full
-def test_a_signal_ends_it_while_a_page_is_connected(url: str) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_while_a_page_is_connected(url: str, number: signal.Signals) -> None:
     words = ["dash", url, "--run", "sample", "--port", "0", "--no-open", "--json"]
     with subprocess.Popen(
         [sys.executable, "-P", "-m", "archipelago.ops", *words],
@@ -120,7 +121,7 @@ def test_a_signal_ends_it_while_a_page_is_connected(url: str) -> None:
         assert told == {"run": "sample", "address": found[1], "token": TOKEN}
         with stream(found[1]) as answer:
             assert next_event(answer, "page")["run"]["run"] == "sample"
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(number)
             assert process.wait() == 0
         assert process.stderr.read().count("\n") == 1  # It prints the token, and nothing about its end.
 

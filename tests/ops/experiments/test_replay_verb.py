@@ -65,7 +65,7 @@ class Recorded(PlayedRun):
         link.pump()
         self.islands.append(island)
 
-    def play(self, steps: int) -> None:
+    def step_in_turn(self, steps: int) -> None:
         for _ in range(steps):
             for island in self.islands:
                 self.pass_boundary(island)
@@ -88,13 +88,13 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run = Recorded()
         run.join("open")
         run.join("pinned", "site")
-        run.play(4)
+        run.step_in_turn(4)
         run.transport.reader.steer({"outer.learning_rate": "0.25", "sync.quorum": "2"})
-        run.play(4)
+        run.step_in_turn(4)
         run.replace_merger()
-        run.play(4)
+        run.step_in_turn(4)
         run.transport.reader.steer({"outer.learning_rate": "", STEPS_FIELD: str(2 * CONFIG.inner.steps)})
-        run.play(6)
+        run.step_in_turn(6)
         run.merger.finish()
     return folder
 

@@ -76,7 +76,7 @@ def test_a_damaged_authority_is_an_error(tmp_path: Path) -> None:
 
 def test_the_files_of_an_open_server_allow_tls_and_known_users_only(tmp_path: Path) -> None:
     folder = RedisFolder(tmp_path)
-    for _ in range(2):  # An invited member stays when the server is started again.
+    for invited in ([], ["user demo~oslo on"]):  # An invited member stays when the server is started again.
         folder.write_config("redis-server", 7000, "secret", append_only=True, opening=OPENING)
         settings = folder.config.read_text().splitlines()
         assert {"port 0", "tls-port 7000", "bind 127.0.0.1", f'aclfile "{tmp_path / USERS}"'} <= set(settings)
@@ -84,8 +84,8 @@ def test_the_files_of_an_open_server_allow_tls_and_known_users_only(tmp_path: Pa
         assert default.startswith("user default off ") and default.endswith(" -@all")
         digest = hashlib.sha256(b"secret").hexdigest()
         assert administrator == f"user {ADMINISTRATOR} on #{digest} ~* &* +@all"
+        assert members == invited
         (tmp_path / USERS).write_text("\n".join([default, administrator, "user demo~oslo on"]))
-    assert members == ["user demo~oslo on"]
     for file in (folder.config, tmp_path / USERS):
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert (folder.was_open(), folder.last_address()) == (True, (7000, "secret"))
