@@ -169,6 +169,7 @@ def test_a_fault_of_this_disk_is_not_one_of_the_bucket(bucket: BucketFolder, tmp
 def test_a_manifest_names_no_files_outside(bucket: BucketFolder, tmp_path: Path) -> None:
     outside = ["../../etc/passwd", "/etc/passwd", "..\\x"]
     manifests = [BundleManifest("1-ab", {path: (1, "")}, ABOUT).to_json() for path in outside]
+    manifests.append(BundleManifest("1-ab", {}, ABOUT).to_json().replace(b"1-ab", b"2-ab"))  # The digest is wrong.
     for damaged in (*manifests, b"{}", json.dumps({"format": 1, "digest": ""}).encode(), b"[" * 200_000):
         bucket.write("1.json", damaged)
         with failing(BucketError, "bucket.damaged"):
@@ -321,6 +322,13 @@ def test_numbers_of_another_process_are_not_replaced_and_another_run_is_left_alo
     assert copier.turn() > 0
     assert "other" in copier.trouble
     assert copier.bundles.numbers() == [9, 10]
+
+
+def test_a_damaged_manifest_of_the_newest_bundle_stops_no_copy(bucket: BucketFolder, tmp_path: Path) -> None:
+    copier = copier_of(bucket, tmp_path)
+    copier.bundles.folder.write("9.json", b"{}")
+    copier.offer(10, written(tmp_path, 10))
+    assert (copier.turn(), copier.bundles.numbers()[-1]) == (0, 10)
 
 
 def test_a_slow_bucket_delays_nothing(bucket: BucketFolder, tmp_path: Path, until: Until) -> None:
