@@ -407,8 +407,11 @@ def test_markers_and_leaving_write_one_checkpoint_at_a_time(tmp_path: Path) -> N
     island.advance()
     kept.on_marker(island, 5)  # the disk is busy
     gate.set()
+    assert kept._job is not None
+    kept._job.result()
+    kept.on_marker(island, 6)
     kept.finish(island)
-    assert saved == [4, LEAVING]
+    assert saved == [4, 6, LEAVING]
     after = fresh()
     assert whole(tmp_path / "k", after, 4)
     assert optimizer_bytes(after) == then

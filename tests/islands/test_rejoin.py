@@ -13,14 +13,16 @@ import jax
 import numpy as np
 import pytest
 
-from archipelago.broker.codecs import Vector
+from archipelago.broker.codecs import Vector, body_of, codec
 from archipelago.broker.errors import UnreachableError
 from archipelago.broker.messages import Marker
 from archipelago.broker.wire import digest
 from archipelago.islands.checkpoint import LEAVING, IslandStore, cut
 from archipelago.islands.inner import begin, counts
 from archipelago.islands.rejoin import Rejoin
+from archipelago.islands.sync import recovery
 from archipelago.islands.sync.actions import BeginPass, ForgetShards, unfolded
+from archipelago.islands.sync.connection.outbox import Draft
 from archipelago.islands.worker import Island
 from tests import samples
 from tests.harness import tiny
@@ -156,6 +158,17 @@ def test_no_peer_is_asked_at_the_beginning_of_a_run() -> None:
     assert island.ledger.global_step == 0
 
 
+def test_the_wait_for_a_silent_peer_ends_with_fresh_moments() -> None:
+    run = TinyRun()
+    run.play(run.island("silent"), 10)
+    began, beat = run.clock.now, samples.heartbeat("silent")
+    island, rejoin = returning(run, meanwhile=lambda: run.transport.island.heartbeat(beat))
+    rejoin.complete(None)
+    assert recovery.ASK_SECONDS <= run.clock.now - began < recovery.ASK_SECONDS + 1.0
+    assert (island.moments, optimizer_bytes(island)) == ("fresh", fresh_moments(island))
+    assert run.broker.runs["tiny"].requests == {}
+
+
 # -- from its own checkpoint ----------------------------------------------------------------------------------------
 
 
@@ -226,7 +239,25 @@ def test_totals_continue_and_the_global_step_comes_from_the_run(tmp_path: Path, 
     assert island.totals.steps == 11
 
 
-# -- effects on the merged parameters -------------------------------------------------------------------------------
+def test_an_island_that_rejoined_contributes_only_its_own_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = TinyRun()
+    other = run.island("giver")
+    run.play(other, 20)
+    run.depart(other)
+    before = bits(merged_params(run))
+    island, rejoin = returning(run)
+    rejoin.complete(None)
+    versions = [count.version for count in island.ledger.counts]
+    sent: list[Draft] = []
+    monkeypatch.setattr(island.link, "send", sent.append)
+    for _ in range(2):
+        run.pass_boundary(island)
+    assert (sent, bits(merged_params(run))) == ([], before), "without a step it sends nothing"
+    run.play(island, 3)
+    header = sent[0].header
+    assert header.base == versions[header.fragment] > 0
+    moved = np.abs(codec(header.codec).decode(body_of(sent[0].parts), sent[0].elements)).max()
+    assert 0 < moved < 10 * tiny.CONFIG.inner.peak, "this is the effect of three steps, not of its parameters"
 
 
 # -- the whole run goes back ----------------------------------------------------------------------------------------

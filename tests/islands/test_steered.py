@@ -36,7 +36,7 @@ def requested(action: str) -> tuple[TinyRun, Island]:
 
 
 @pytest.mark.parametrize("action", ["drain", "expel"])
-def test_an_island_leaves_after_the_heartbeat_that_reads_the_request(
+def test_an_island_leaves_when_it_reads_the_request_and_an_excluded_name_cannot_join(
     action: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, island = tiny.played(3)

@@ -236,7 +236,7 @@ def test_a_merger_that_pauses_holds_the_schedule() -> None:
 
 
 def test_a_slow_device_is_measured_with_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one compiles the steps of an extended run's length. More would delay the join by minutes."""
+    """The first step compiles, for the length of an extended run. More steps would delay the join by minutes."""
     run = TinyRun()
     run.transport.reader.steer({STEPS: "2000"})
     island = run.island("a")

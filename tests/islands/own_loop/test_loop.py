@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -12,14 +13,17 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
+from archipelago.broker.codecs import CODECS
 from archipelago.broker.config import AdoptConfig, WireConfig
 from archipelago.broker.errors import ConfigError, DivergedError
 from archipelago.broker.messages import LIVE_SECONDS
 from archipelago.islands.own_loop import loop as own_loop
+from archipelago.islands.own_loop.soundness import is_sound
 from archipelago.islands.sync.homes import at_home
 from tests.failing import failing
 from tests.islands.own_loop.any_framework import CONFIG, STEP, Framework, LoopIsland
 from tests.islands.own_loop.own_runs import OwnIsland, OwnRun, trained, tree
+from tests.islands.sync.connection.link_run import draft
 
 
 def test_one_island_moves_the_run_by_its_own_steps(framework: Framework) -> None:
@@ -87,6 +91,18 @@ def test_nothing_that_is_not_finite_is_sent(framework: Framework, codec: Any, va
     assert run.transport.reader.books().refused == 0
 
 
+def test_what_rounding_leaves_out_stays_owed(framework: Framework) -> None:
+    """All progress arrives in the end, because the reference moves only to what the merger reads."""
+    run = framework.run(config=replace(CONFIG, wire=WireConfig(up="int4", thin="", down="float32")))
+    island = run.island()
+    island.step(0.3)
+    island.spoil(50.0)  # beside this element, the others of its block are rounded to zero at first
+    wanted = island.values()
+    island.train(80, by=0.0)
+    for name, value in run.merged().items():
+        np.testing.assert_allclose(value, wanted[name], atol=0.05, err_msg=name)
+
+
 def test_a_loop_that_stops_is_not_waited_for_and_comes_back(framework: Framework) -> None:
     run = framework.run()
     island, other = run.island("a"), run.island("b")
@@ -107,6 +123,15 @@ def test_a_loop_that_stops_is_not_waited_for_and_comes_back(framework: Framework
 
 
 # -- loops in JAX ---------------------------------------------------------------------------------------------------
+
+
+def test_a_contribution_with_one_number_that_is_not_finite_is_not_sound() -> None:
+    for name, value in itertools.product(CODECS, (0.5, math.nan, math.inf, -math.inf)):
+        values_N = np.linspace(-1.0, 1.0, 300, dtype=np.float32)
+        values_N[77] = value
+        with np.errstate(invalid="ignore"):
+            parts = CODECS[name].quantise(values_N, np)
+        assert is_sound(replace(draft(1), parts=parts)) is math.isfinite(value), (name, value)
 
 
 def test_a_call_without_an_event_returns_the_same_object_and_leaves_that_are_not_merged_stay() -> None:

@@ -154,7 +154,7 @@ def test_a_rehearsal_restores_all_options_of_an_optimiser() -> None:
     assert (float(group["estimate"]), group["history"], group["lr"]) == (1.0, [], 0.1)
 
 
-def test_an_optimiser_that_needs_a_closure_keeps_its_state_and_leaves_none() -> None:
+def test_a_rehearsal_that_fails_keeps_gradients_and_gives_no_state() -> None:
     model = module()
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 0.5)

@@ -284,6 +284,27 @@ def test_an_island_never_blocks(tiny_harness: Harness, until: Until) -> None:
     assert tokens == (2 + 4) * tiny.CONFIG.tokens_per_step  # the strides of 2 steps before the outage
 
 
+def test_the_interval_stretches_with_a_backlog(tiny_harness: Harness) -> None:
+    """An island with a slow link skips rounds that others call, and loses no progress."""
+    tiny_harness.stored.lease = ("merger", float("inf"))
+    island = island_on(tiny_harness)
+    link = island.link
+    link.channels[0].inbox.window = 10  # so that the test can call ten rounds without closing one
+    for number in range(1, 11):
+        tiny_harness.call(number)
+        link.pump_receive()
+        steps_of(island, 1)
+    assert link.channels.backlog == tiny.CONFIG.sync.window
+    link.pump_send()
+    assert tiny_harness.rounds() == [1, 2]
+    steps_of(island, 1)
+    link.pump_send()
+    sent = tiny_harness.published()
+    assert [contribution.round for contribution in sent] == [1, 2, 3, 4]
+    assert sent[2].steps > 5, "it holds the progress of the skipped rounds"
+    assert sent[0].steps + sent[2].steps == island.totals.steps - 1
+
+
 def test_an_island_whose_name_was_taken_over_leaves(tiny_harness: Harness) -> None:
     island = island_on(tiny_harness)
     steps_of(island, 3)
