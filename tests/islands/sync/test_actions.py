@@ -116,6 +116,7 @@ def test_a_gap_or_an_unreadable_action_ends_the_list_and_too_many_repetitions_ar
     assert unfolded([]) == []
     assert unfolded([Actions("a", "x", 1, "n1")]) == []
     assert unfolded([Actions("a", "x", 0, "n1 nonsense n1"), Actions("a", "x", 3, "n1")]) == [Steps(1)]
+    assert unfolded([Actions("a", "x", 0, "n1*3"), Actions("a", "x", 1, "n1*4")]) == [Steps(1)] * 5, "they overlap"
     for text in (f"n1*{ACTIONS_MAX + 1}", "n1*999999999999999999", f"n1 n2*{ACTIONS_MAX}"):
         with failing(WireError, "wire.too-many-actions"):
             unfolded([Actions("a", "x", 0, text)])
