@@ -103,7 +103,9 @@ def test_what_rounding_leaves_out_stays_owed(framework: Framework) -> None:
         np.testing.assert_allclose(value, wanted[name], atol=0.05, err_msg=name)
 
 
-def test_a_loop_that_stops_is_not_waited_for_and_comes_back(framework: Framework) -> None:
+def test_a_loop_that_stops_is_not_waited_for_and_comes_back(
+    framework: Framework, caplog: pytest.LogCaptureFixture
+) -> None:
     run = framework.run()
     island, other = run.island("a"), run.island("b")
     for each in (island, other):
@@ -112,6 +114,7 @@ def test_a_loop_that_stops_is_not_waited_for_and_comes_back(framework: Framework
         island.link.pump()  # its threads live, and its loop does not sync
         other.train()
     assert run.merger.live == {"b"}
+    assert [getattr(record, "code", "") for record in caplog.records].count("island.stalled") == 1
     before = run.transport.reader.books().merged
     for _ in range(6):
         island.train()

@@ -140,6 +140,10 @@ def test_one_other_peer_that_trains_promises_an_answer_and_is_asked_once(harness
     heartbeat(links[0])  # It does not answer itself.
     ask(harness)
     heartbeat(links[1], "joining")
+    stateless = harness.link("c/w")
+    stateless.gives_state = False
+    heartbeat(stateless)
+    assert stateless.take().asked_by == []
     assert [link.take().asked_by for link in links] == [[], []]
     assert harness.transport.island.open_requests() == ["a/x", "new/z"]
     harness.transport.island.withdraw_request("a/x")
