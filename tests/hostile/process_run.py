@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from archipelago.broker.redis.transport import connect
+from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.ops.watch.health import as_json, read_health, trouble
 from archipelago.ops.watch.run_view import RunView, observe
 from tests.conftest import Until
@@ -142,10 +142,10 @@ def standing(victims: ProcessRun) -> Standing:
     return Standing(last.round if last else 0, last.step if last else 0, fastest, passes, merged)
 
 
-def status(victims: ProcessRun) -> RunView:
+def status(transport: RedisTransport) -> RunView:
     """Return what `archipelago status --json` reads. Assert that it can be written as JSON."""
-    manifest = victims.transport.reader.manifest()
-    view, health = observe(victims.transport, manifest), read_health(victims.transport)
+    manifest = transport.reader.manifest()
+    view, health = observe(transport, manifest), read_health(transport)
     assert json.dumps(as_json(view, health, trouble(view, health, manifest.config.sync.interval)))
     return view
 
@@ -176,7 +176,7 @@ def assert_unharmed(victims: ProcessRun, before: Standing, until: Until) -> Stan
     assert after.passes <= before.passes + 2 + (after.fastest - before.fastest), "a cursor jumped"
     for island in victims.islands:
         assert after.merged[island] > before.merged[island]
-    view = status(victims)
-    until(lambda: status(victims).balanced, "balanced books")
+    view = status(victims.transport)
+    until(lambda: status(victims.transport).balanced, "balanced books")
     assert view.live <= len(victims.islands) + 1
     return after
