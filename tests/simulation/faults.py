@@ -28,7 +28,7 @@ READS = frozenset(
     ["events", "heads", "fragment", "difference", "manifest", "tape", "cursors", "control", "outer", "log", "presences",
      "merger_state", "instance", "holds", "leased", "last_event"]
 )  # fmt: skip
-NOTHING, FAILOVER, EVERYTHING = "nothing", "failover", "everything"
+NOTHING, DISKS, FAILOVER, EVERYTHING = "nothing", "disks", "failover", "everything"
 
 
 class Crash(Exception):  # noqa: N818 - a process has died, which is no error
@@ -49,7 +49,8 @@ class FaultRates:
         stall: A process stands still in the middle of a call while others act.
         cut: A process is cut off from a shard for a while.
         pause: A process does nothing for a while.
-        loses: What the broker may lose: nothing, its newest writes (`failover`), or everything.
+        loses: What may be lost: nothing, checkpoints (`disks`), the newest writes of the broker (`failover`), or all of
+            it (`everything`).
         checkpoints: Whether mergers write checkpoints.
         damage: Whether the merger's own state may be gone when the next merger loads it.
         steered: The operator changes a setting, sometimes to nonsense.
@@ -81,7 +82,7 @@ class FaultRates:
     def draw(cls, rng: random.Random) -> FaultRates:
         """Draw the rate of each fault."""
         checkpoints = rng.random() < 0.85
-        loses = rng.choice([NOTHING, NOTHING, FAILOVER, EVERYTHING])
+        loses = rng.choice([NOTHING, DISKS, FAILOVER, EVERYTHING])
         return cls(
             lost=rng.choice([0.0, 0.01, 0.05, 0.15]),
             crash=rng.choice([0.0, 0.002, 0.006]),
@@ -92,7 +93,7 @@ class FaultRates:
             stall=rng.choice([0.0, 0.0, 0.002, 0.008]),
             cut=rng.choice([0.0, 0.01]),
             pause=rng.choice([0.0, 0.01]),
-            loses=loses if checkpoints or loses != EVERYTHING else NOTHING,
+            loses=loses if checkpoints or loses == FAILOVER else NOTHING,
             checkpoints=checkpoints,
             damage=checkpoints and loses == NOTHING,
             steered=rng.choice([0.0, 0.01, 0.03]),

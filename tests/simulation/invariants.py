@@ -13,6 +13,7 @@ from archipelago.broker.control import is_expelled
 from archipelago.broker.corpus_shards import parse_places
 from archipelago.broker.messages import (
     Books,
+    Call,
     Contribution,
     Member,
     Presence,
@@ -383,6 +384,20 @@ class Invariants:
         lost = [identity for identity in self.acknowledged if identity not in told]
         assert not lost, f"lost: {lost[:3]}"
 
+    def check_announcements(self) -> None:
+        """Check that each round is announced once, that epochs grow, and that calls are for open rounds."""
+        closed = epoch = 0
+        for _, event in self.run.events if not self.simulation.losses else ():
+            match event:
+                case Snapshot(round=number):
+                    assert number == closed + 1
+                    closed = number
+                case Resume(round=number, epoch=new):
+                    assert (number, new) == (closed, max(new, epoch + 1))
+                    epoch = new
+                case Call(round=number):
+                    assert closed < number <= closed + self.manifest.config.sync.window
+
     def check_promises(self) -> None:
         """Check that living islands have sent again what a failover had lost. The run must have settled."""
         waiting = {entry.contribution.identity_text for entry in self.run.updates.values()}
@@ -396,12 +411,19 @@ class Invariants:
         first = zip(self.first, self.manifest.sizes, strict=True)
         fragments = [new_state(unpack(payload, size), rules.outer) for payload, size in first]
         images = {image.round: image for image in self.simulation.disks[self.shard].values()}
+        full = {(p, snapshot.version): self.run.outer.get(p) for p, (snapshot, _) in self.run.fragments.items()}
         for entry in self.run.tape:
             deliveries = [Delivery(m.entry, *self.entries[m.entry]) for m in entry.members]
             p = entry.fragment
             fragments[p] = replay_round(rules, state, fragments[p], entry, deliveries)
             if image := images.get(entry.round):
                 self._check_image(image, state, fragments)
+            if (compacted := full.get((p, entry.version))) is not None:
+                assert compacted == outer.dump(fragments[p].params_N, fragments[p].outer), f"{entry} was compacted"
+        for merger in (process.merger for process in self.simulation.mergers_of(self.shard) if process.loaded):
+            if merger.epoch and merger.rounds.closed == self.round:
+                for ours, theirs in zip(fragments, merger.fragments, strict=True):
+                    assert outer.dump(theirs.params_N, theirs.outer) == outer.dump(ours.params_N, ours.outer)
 
     def _check_image(self, image: Image, state: RunState, fragments: Sequence[FragmentState]) -> None:
         """Check that a checkpoint holds what the tape gives up to its round."""
@@ -414,19 +436,24 @@ class Invariants:
             assert outer_state == (outer.dump(fragment.params_N, fragment.outer) if snapshot.version else b"")
 
     def check_record(self) -> None:
-        """Check that the record is the tape up to its last round, with all contributions."""
-        if self.simulation.losses or not self.manifest.config.record:
+        """Check that the record is the tape up to its last round, with all contributions.
+
+        It reaches as far as the newest checkpoint, after which contributions may be deleted.
+        """
+        if self.simulation.losses or not (self.manifest.config.record and self.simulation.rates.checkpoints):
             return
         segments = self.simulation.records[self.shard].segments.values()
         found = dict(sorted((entry.round, (entry, given)) for each in segments for entry, given in each.rounds))
         tape = self.run.tape[: len(found)]
         assert list(found) == [entry.round for entry in tape], "the record has gaps"
+        covered = max((image.round for image in self.simulation.disks[self.shard].values()), default=0)
+        assert len(found) >= covered, f"the record ends at round {len(found)}, and a checkpoint at {covered}"
         for expected, (entry, deliveries) in zip(tape, found.values(), strict=True):
             assert to_fields(entry) == to_fields(expected)  # a loss that is NaN does not equal itself
             for member, delivery in zip(entry.members, deliveries, strict=True):
                 contribution, payload = self.entries[member.entry]
                 assert delivery.contribution is not None
-                assert delivery.contribution.identity == contribution.identity
+                assert to_fields(delivery.contribution) == to_fields(contribution)
                 assert delivery.payload == payload
 
     def not_deleted(self) -> list[str]:

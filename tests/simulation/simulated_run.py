@@ -36,6 +36,7 @@ from tests.simulation.brokers import SimulatedMemory, SimulatedRedis
 from tests.simulation.disks import Jobs, Record
 from tests.simulation.failover import OldPrimary
 from tests.simulation.faults import (
+    DISKS,
     EVERYTHING,
     FAILOVER,
     FENCED,
@@ -179,7 +180,7 @@ class Simulation:
         if failpoint == self.trap:
             self.trap = ""
             raise Crash(failpoint)
-        if self.on_redis and self.faults and self.happens(self.rates.crash / 4):  # calls in memory have no middle
+        if self.on_redis and self.faults and self.happens(4 * self.rates.crash):  # calls in memory have no middle
             raise Crash(failpoint)
 
     def before(self, connection: FaultyConnection, name: str) -> None:
@@ -208,8 +209,11 @@ class Simulation:
     ) -> Any:
         """Let the broker execute a call, and let the invariants observe it."""
         is_old = self.uses_old_primary(connection.process, connection.shard)
+        instance = f"primary {self.invariants[connection.shard].losses - is_old}"
         if name == "instance":
-            return f"primary {self.invariants[connection.shard].losses - is_old}"
+            return instance
+        if not self.on_redis:
+            self.broker.instance = instance  # a merger builds on nothing that another primary may have forgotten
         if name == "refuse":
             self.invariants[connection.shard].refused |= {refusal.identity_text for _, refusal in args[1]}
         if is_old and self.old_primary:
@@ -272,10 +276,15 @@ class Simulation:
             self._nested = process.is_stalled = False
 
     def _lose(self) -> None:
-        """Lose everything, or let the replica of one shard fall behind, which is promoted soon (`_fail_over`).
+        """Lose everything or the checkpoints of a shard, or let the replica of one fall behind.
 
-        Entry ids derive from the time, so they continue. Every connection breaks.
+        The replica is promoted soon (`_fail_over`). Entry ids derive from the time, so they continue. Every connection
+        breaks.
         """
+        if self.rates.loses == DISKS:
+            self.check()  # of what the lost checkpoints have covered, the entries may be gone
+            self.disks[self._any_shard(self.random)].clear()
+            return
         if self.rates.loses == EVERYTHING:
             if self.complete() and self.run is not None:
                 self.lose_everything()

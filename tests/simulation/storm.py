@@ -102,6 +102,7 @@ def check_end(simulation: Simulation) -> None:
     simulation.broker.reread()
     for each in simulation.invariants:
         each.check_nothing_lost()
+        each.check_announcements()
         each.check_promises()
         each.check_replay()
         each.check_record()
