@@ -116,6 +116,7 @@ def test_every_outer_and_adopt_rule_learns() -> None:
         require_balanced(run)
 
 
+@pytest.mark.full
 def test_neither_short_nor_long_intervals_diverge() -> None:
     """The run has the default rules, and one island is five times slower than the others."""
     inner = replace(CONFIG.inner, steps=90)

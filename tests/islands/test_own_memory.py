@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from archipelago.broker.config import OWN_MODEL, DataConfig, InnerConfig, ModelConfig, RunConfig
 from archipelago.broker.errors import ConfigError
@@ -51,6 +52,7 @@ TINY = mini.dense()
 TOKENS_nxBxT1 = np.random.default_rng(3).integers(0, 256, (2, 12, 97), np.uint8)
 
 
+@pytest.mark.full
 def test_inner_steps_in_parts_take_less_memory_and_differ_by_rounding_only() -> None:
     state, tokens, step = begin(InnerConfig(), mini.params_of(TINY)), jnp.asarray(TOKENS_nxBxT1), jnp.int32(0)
     compiled = {

@@ -217,6 +217,7 @@ def test_a_rehearsal_writes_nothing_and_its_island_uses_the_prepared_programs(
     assert island.scan_steps == 2
 
 
+@pytest.mark.full
 def test_a_recreated_run_is_prepared_again(
     prepared: PreparedIsland, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -268,6 +268,7 @@ def test_a_silent_program_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert gone(int(marker.read_text()))
 
 
+@pytest.mark.full
 def test_a_port_that_was_taken_meanwhile_is_replaced_a_few_times(
     tmp_path: Path, valkey: Program, monkeypatch: pytest.MonkeyPatch, until: Until
 ) -> None:

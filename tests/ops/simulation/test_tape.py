@@ -161,6 +161,7 @@ def followed(work: Workload, tape: FailureTape) -> TapeRun:
     return run
 
 
+@pytest.mark.full
 def test_a_tape_without_failures_gives_the_usual_run(work: Workload) -> None:
     run = followed(work, calm(2, 6.0))
     assert run.tokens == 2 * work.config.inner.steps * work.config.tokens_per_step
@@ -190,6 +191,7 @@ def test_a_short_stall_keeps_the_island(work: Workload) -> None:
     assert stalled.totals.steps in range(whole - 9, whole - 6), "eight steps fewer"
 
 
+@pytest.mark.full
 def test_a_long_stall_is_a_death_and_a_rejoin(work: Workload) -> None:
     run = followed(work, tape_of([(0, 1)], [(0, 1), (10.5, 0), (30.5, 1)]))
     assert run.deaths == 1
