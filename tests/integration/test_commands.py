@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 import urllib.request
@@ -80,6 +81,7 @@ def test_the_single_commands_make_a_run(processes: Processes, server: Server, tm
 
     standby, transport = processes.start("merger", url, "--run", RUN, "--folder=m1", "--json"), connect(url, RUN)
     until(lambda: len(transport.reader.standbys()) == 1, "the second merger to stand by")
+    until(lambda: re.search(r'"round": [1-9]', processes.said(merger)), "a line about a round")
     merger.kill()
     rounds = view(url, RUN).rounds
     until(lambda: view(url, RUN).rounds > rounds + 4, "the second merger to continue")

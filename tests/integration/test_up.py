@@ -122,15 +122,34 @@ class Phoenix(UpRun):
     def kill_with_whole_checkpoint(self, launcher: subprocess.Popen[str]) -> int:
         """Kill everything once all islands have their part of a checkpoint. Return the last round in it."""
         begin(self, self.until)
-        self.until(self.covered, "a checkpoint of both shards")
-        for merger in children(launcher, "archipelago.merger"):
-            merger.suspend()  # so that none begins another checkpoint
-        image = self.checkpoints.load()
-        assert image is not None
-        stores = [IslandStore(self.folder / "islands" / f"island-{n}", image.manifest) for n in range(2)]
-        self.until(lambda: all(store.find(image.number) for store in stores), "the parts of the islands")
+
+        def stopped() -> bool:
+            """Stop the mergers, so that none begins another checkpoint before the kill, and look again."""
+            if not self.is_whole():
+                return False
+            mergers = children(launcher, "archipelago.merger")
+            for merger in mergers:
+                merger.suspend()
+            if self.is_whole():
+                return True
+            for merger in mergers:
+                merger.resume()
+            return False
+
+        self.until(stopped, "a checkpoint of all processes")
         self.kill(launcher)
         return self.covered()
+
+    def is_whole(self) -> bool:
+        """Return whether both shards and both islands have their parts of the newest checkpoint."""
+        try:
+            image = self.checkpoints.load()
+        except ConfigError:  # no checkpoint has the parts of all shards yet
+            return False
+        if image is None:
+            return False
+        stores = [IslandStore(self.folder / "islands" / f"island-{n}", image.manifest) for n in range(2)]
+        return all(store.find(image.number) for store in stores)
 
     def covered(self) -> int:
         """Return the last round in the newest checkpoint of both shards; 0 without one."""
