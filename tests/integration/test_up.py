@@ -149,7 +149,10 @@ class Phoenix(UpRun):
         if image is None:
             return False
         stores = [IslandStore(self.folder / "islands" / f"island-{n}", image.manifest) for n in range(2)]
-        return all(store.find(image.number) for store in stores)
+        try:
+            return all(store.find(image.number) for store in stores)
+        except FileNotFoundError:  # an island has just deleted it
+            return False
 
     def covered(self) -> int:
         """Return the last round in the newest checkpoint of both shards; 0 without one."""
