@@ -19,7 +19,7 @@ from archipelago.islands.checkpoint import IslandStore
 from archipelago.ops.launch.embedded_redis import Server, start_server
 from archipelago.ops.launch.redis_probe import free_port
 from tests.conftest import Until
-from tests.harness.processes import SETTINGS, Processes, seen_island, view
+from tests.harness.processes import SETTINGS, Processes, is_written, seen_island, view
 
 pytestmark = [pytest.mark.full, pytest.mark.processes]
 
@@ -106,14 +106,6 @@ def test_the_single_commands_make_a_run(processes: Processes, server: Server, tm
     assert processes.run("rm", RUN, url, "--yes")["keys"] > 0
     assert RUN not in transport.reader.runs()
     transport.close()
-
-
-def is_written(store: IslandStore) -> bool:
-    """Return whether an island has a checkpoint. It deletes older ones while this looks."""
-    try:
-        return store.find() is not None
-    except FileNotFoundError:
-        return False
 
 
 def test_an_outage_slows_no_island_and_a_killed_one_gets_its_moments_back(

@@ -15,7 +15,7 @@ from archipelago.broker.shards.transport import whole
 from archipelago.islands.checkpoint import IslandStore
 from archipelago.merger.storage import MergerFolder
 from tests.conftest import Until, gone
-from tests.harness.processes import SETTINGS, Processes, UpRun, children
+from tests.harness.processes import SETTINGS, Processes, UpRun, children, is_written
 
 pytestmark = [pytest.mark.full, pytest.mark.processes]
 
@@ -149,10 +149,7 @@ class Phoenix(UpRun):
         if image is None:
             return False
         stores = [IslandStore(self.folder / "islands" / f"island-{n}", image.manifest) for n in range(2)]
-        try:
-            return all(store.find(image.number) for store in stores)
-        except FileNotFoundError:  # an island has just deleted it
-            return False
+        return all(is_written(store, image.number) for store in stores)
 
     def covered(self) -> int:
         """Return the last round in the newest checkpoint of both shards; 0 without one."""
