@@ -106,7 +106,6 @@ _EXAMPLES: dict[str, dict[str, str]] = {
             "Show what M and H cost a task of yours."
         ),
     },
-    "bench time": {"archipelago bench time --quick": "Measure the time to a loss with one slow machine."},
     "bench study": {"archipelago bench study defaults --show": "Show the table of a study."},
     "bench mixed": {"archipelago bench mixed --seeds 0": "Train a Llama in PyTorch beside our model in JAX."},
     "bench spectra": {"archipelago bench spectra --model.size tiny": "Compare movements by singular directions."},

@@ -6,7 +6,6 @@ from archipelago.ops.verbs import Verb, Verbs
 
 VERBS: Verbs = {
     "parity": Verb("archipelago.ops.experiments.parity", "ParityOptions", "Loss at equal tokens, against baselines."),
-    "time": Verb("archipelago.ops.experiments.time_to_loss", "TimeOptions", "Time to loss where a machine is slow."),
     "study": Verb("archipelago.ops.experiments.study_run", "StudyOptions", "A grid of trials, and its results."),
     "mixed": Verb("archipelago.ops.experiments.mixed", "MixedOptions", "JAX and PyTorch in one run."),
     "spectra": Verb("archipelago.ops.experiments.spectra", "SpectraOptions", "Where islands and data-parallel move."),

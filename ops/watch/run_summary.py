@@ -114,28 +114,24 @@ def draw(
     path: Path,
     title: str,
     curves: Mapping[str, Sequence[Sequence[float]]],
-    xlabel: str = "million tokens (bytes)",
-    unit: float = 1e6,
-    ylabel: str = "held-out bits per byte",
+    ylabel: str,
 ) -> None:
-    """Draw held-out losses over tokens, or over another measure of progress.
+    """Draw held-out losses over tokens.
 
     Args:
         path: The file to write.
         title: The title.
-        curves: Pairs of progress and loss by label. Progress 0, the untrained model, is left out.
-        xlabel: What the x axis shows.
-        unit: The progress that is drawn as 1.
+        curves: Pairs of tokens and loss by label. The untrained model, of 0 tokens, is left out.
         ylabel: What the y axis shows.
     """
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120, layout="constrained")
     for label, points in curves.items():
         if trained := [point for point in points if point[0] > 0]:
-            progress, losses = zip(*trained, strict=True)
-            x = [value / unit for value in progress]
+            tokens, losses = zip(*trained, strict=True)
+            x = [count / 1e6 for count in tokens]
             axes.plot(x, losses, marker="o", markersize=3, label=f"{label}: {losses[-1]:.3f}")
-    axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
+    axes.set(title=title, xlabel="million tokens (bytes)", ylabel=ylabel)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     if axes.lines:
