@@ -108,7 +108,6 @@ _EXAMPLES: dict[str, dict[str, str]] = {
     },
     "bench study": {"archipelago bench study defaults --show": "Show the table of a study."},
     "bench mixed": {"archipelago bench mixed --seeds 0": "Train a Llama in PyTorch beside our model in JAX."},
-    "bench spectra": {"archipelago bench spectra --model.size tiny": "Compare movements by singular directions."},
     "bench wire": {"archipelago bench wire --quick": "Measure payloads through Redis on this machine."},
     "bench merge": {"archipelago bench merge --quick": "Measure codecs and merges on this machine."},
     "bench sync": {

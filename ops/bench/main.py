@@ -8,7 +8,6 @@ VERBS: Verbs = {
     "parity": Verb("archipelago.ops.experiments.parity", "ParityOptions", "Loss at equal tokens, against baselines."),
     "study": Verb("archipelago.ops.experiments.study_run", "StudyOptions", "A grid of trials, and its results."),
     "mixed": Verb("archipelago.ops.experiments.mixed", "MixedOptions", "JAX and PyTorch in one run."),
-    "spectra": Verb("archipelago.ops.experiments.spectra", "SpectraOptions", "Where islands and data-parallel move."),
     "wire": Verb("archipelago.ops.bench.wire", "WireOptions", "Payloads through Redis, against bare sockets."),
     "merge": Verb("archipelago.ops.bench.merge", "MergeOptions", "Codecs and merging, against bare numpy."),
     "sync": Verb("archipelago.ops.bench.sync", "SyncOptions", "One outer synchronisation, against torchft's."),

@@ -42,7 +42,7 @@ SMALLEST = {
 #: Verbs that `tests/ops/experiments` runs, verbs whose smallest size is too large, which are measured below, and
 #: `island`, which is a part of `accelerator`. The last three take half a minute each, so nothing runs them here.
 ELSEWHERE = {
-    "parity", "study", "mixed", "spectra", "sync", "signing", "merge", "island", "hosts", "lora", "start",
+    "parity", "study", "mixed", "sync", "signing", "merge", "island", "hosts", "lora", "start",
 }  # fmt: skip
 
 
