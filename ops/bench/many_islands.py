@@ -34,7 +34,7 @@ from archipelago.merger.claims import ACCOUNTS_MAX
 from archipelago.ops.bench.output import OutputOptions, finish
 from archipelago.ops.bench.players import Player, beat_all
 from archipelago.ops.bench.process import Child, child, cpu_seconds, require_linux
-from archipelago.ops.experiments.settings import require_counts
+from archipelago.ops.experiments.parity import require_counts
 from archipelago.ops.launch.embedded_redis import start_server
 from archipelago.ops.launch.supervisor import thread_environment
 from archipelago.ops.settings import say

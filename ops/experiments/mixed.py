@@ -25,7 +25,8 @@ from archipelago.islands.data.corpus import OpenCorpus, open_corpus
 from archipelago.islands.tasks.ours import our_work
 from archipelago.ops.bench.output import OutputOptions, finish
 from archipelago.ops.experiments.baselines import Point, scoring
-from archipelago.ops.experiments.parity import Arm, mean_curve, play
+from archipelago.ops.experiments.island_runs import play
+from archipelago.ops.experiments.parity import Arm, mean_curve
 from archipelago.ops.plots import add_grid_and_legend, can_draw, pyplot
 from archipelago.ops.settings import say
 

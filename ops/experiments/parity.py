@@ -1,15 +1,15 @@
-"""`archipelago bench parity`: the loss of islands at equal tokens, in virtual time, against three baselines.
+"""`archipelago bench parity`: how much loss the interval H and the number of islands M cost, at equal tokens.
 
-Everything but the wall clock is exact: real islands, a real merger, and the real codec for every contribution. Only the
-step times are simulated. With one seed, a difference below about one per cent means little.
+For each M, islands with each H are compared with data-parallel training on as many tokens. Everything but the wall
+clock is exact: real islands, a real merger, and the real codec for every contribution. Only the step times are
+simulated. With one seed, a difference below about one per cent means little.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Annotated, Any
@@ -17,64 +17,47 @@ from typing import Annotated, Any
 import tyro
 
 from archipelago.broker.config import RunConfig, checked
-from archipelago.broker.errors import ConfigError
+from archipelago.broker.errors import ConfigError, require_number
 from archipelago.broker.files import make_untracked
+from archipelago.broker.loss_unit import LossUnit, loss_unit
 from archipelago.broker.process import keep_compiled
-from archipelago.islands.creation import fitted
-from archipelago.islands.data.corpus import open_corpus
-from archipelago.islands.evaluation import published
-from archipelago.islands.models.interface import Params
 from archipelago.islands.tasks.file import TaskFile
-from archipelago.islands.tasks.ours import OurTask, our_work
 from archipelago.islands.tasks.workload import Workload, require_trainable
 from archipelago.ops.bench.output import OutputOptions, finish
-from archipelago.ops.experiments.baselines import (
-    Point,
-    Progress,
-    data_parallel,
-    diloco,
-    evaluations,
-    one_process,
-    scoring,
-)
-from archipelago.ops.experiments.hostile import compiled_wrong
-from archipelago.ops.experiments.lockstep_run import LockstepRun
-from archipelago.ops.experiments.settings import require_counts, require_slow, shortened
-from archipelago.ops.experiments.virtual_time import VirtualRun, are_slow, paces
+from archipelago.ops.experiments.baselines import Point, data_parallel
+from archipelago.ops.experiments.island_runs import islands, participation
+from archipelago.ops.experiments.trial import Trial, work_of
 from archipelago.ops.launch.init import workload_of
 from archipelago.ops.plots import add_grid_and_legend, can_draw, pyplot
 from archipelago.ops.settings import say
 
-#: Factors of the inner learning rate that tuning tries besides 1.
-TUNING = (0.5, 2.0, 4.0)
+ISLANDS_MAX = 64
+#: The steps of a quick comparison.
+QUICK_STEPS, QUICK_WARMUP_STEPS = 400, 40
 
 Say = Callable[[str], None]
-Train = Callable[[Workload], list[Point]]
 
 
 @dataclass(frozen=True)
 class ParityOptions(OutputOptions):
-    """Compare losses at equal tokens, in virtual time: islands, one process, data-parallel, synchronous DiLoCo.
+    """Compare losses at equal tokens, in virtual time: islands with data-parallel training, for each M and each H.
 
-    With --task or --intervals, islands are compared with data-parallel training alone, for each number of islands and
-    each interval. The picture shows what both cost.
+    The picture shows what the number of islands M and the interval H cost.
     """
 
     task: str | None = None
     """A task of your own, FILE.py:NAME, in place of one of our models (docs/guide/your-training.md)."""
 
     islands: tuple[int, ...] = (3,)
-    """The numbers of islands."""
+    """The numbers of islands M to compare."""
     intervals: tuple[int, ...] = ()
     """The intervals H to compare, in inner steps, such as 12 24 48. The default is that of the settings."""
     slow: float = 1.0
     """The last island's steps take this many times longer."""
     seeds: tuple[int, ...] = ()
     """The seeds to take means and spreads over, such as 0 1 2. The default is the settings' own."""
-    tune: bool = False
-    """Give each baseline the best of four inner learning rates, found with the first seed."""
     quick: bool = False
-    """Train for 400 global steps only."""
+    """Make 400 inner steps only."""
     config: Path | None = None
     """A TOML file with settings. Flags win over it."""
     settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
@@ -84,30 +67,22 @@ def main(options: ParityOptions) -> int:
     """Compare, and write the results."""
     config = checked(options.settings)
     require_counts("--islands", options.islands)
-    require_slow(options.slow)
+    require_number("--slow", options.slow, "Give a factor of at least 1.", "config.slow", 1.0)
     keep_compiled()
-    if options.task is not None or options.intervals:
-        return finish("parity", _sync_cost(config, options), options)
-    config = shortened(config) if options.quick else config
-    found = parity(config, options.islands, options.slow, options.output, say, options.seeds, options.tune)
-    return finish("parity", found, options)
-
-
-def _sync_cost(config: RunConfig, options: ParityOptions) -> dict[str, Any]:
-    """Compare islands of several numbers and intervals with data-parallel training."""
-    from archipelago.ops.experiments.sync_cost import sync_cost
-
-    if options.tune:
-        raise ConfigError(
-            "--tune compares the baselines of our models, and not intervals or a task",
-            "Leave --tune out.",
-            code="parity.tune",
-        )
     work = workload_of(config, options.task)
     if isinstance(work.named, TaskFile):
         require_trainable(work)
-    work = work.changed(inner=shortened(work.config).inner) if options.quick else work
-    return sync_cost(work, options.islands, options.intervals, options.slow, options.output, say, options.seeds)
+    if options.quick:
+        work = work.changed(inner=replace(work.config.inner, steps=QUICK_STEPS, warmup_steps=QUICK_WARMUP_STEPS))
+    found = parity(work, options.islands, options.intervals, options.slow, options.output, say, options.seeds)
+    return finish("parity", found, options)
+
+
+def require_counts(flag: str, counts: Sequence[int], most: int = ISLANDS_MAX) -> None:
+    """Raise ConfigError unless all numbers of islands are from 1 to `most`, and there is at least one."""
+    if not counts or not all(1 <= count <= most for count in counts):
+        shown = " ".join(map(str, counts)) or "empty"
+        raise ConfigError(f"{flag} cannot be {shown}", f"Give numbers from 1 to {most}.", code="config.islands")
 
 
 @dataclass(frozen=True)
@@ -116,12 +91,11 @@ class Arm:
 
     Attributes:
         name: Its name in tables.
-        islands: Number of islands, workers or replicas.
+        islands: Number of islands or of workers.
         curves: One curve for each seed.
         rounds: Rounds of the first seed's run.
         per_round: Mean number of contributions in a round.
-        rate: The inner learning rate.
-        interval: The interval H of islands in a comparison of intervals, else 0.
+        interval: The interval H of islands; 0 for data-parallel.
     """
 
     name: str
@@ -129,7 +103,6 @@ class Arm:
     curves: tuple[list[Point], ...]
     rounds: int = 0
     per_round: float = 0.0
-    rate: float = 0.0
     interval: int = 0
 
     @property
@@ -143,200 +116,108 @@ class Arm:
 
 
 def parity(
-    config: RunConfig,
+    work: Workload,
     counts: Sequence[int],
+    intervals: Sequence[int],
     slow: float,
     output: Path,
     say: Say,
     seeds: Sequence[int] = (),
-    tune: bool = False,
 ) -> dict[str, Any]:
-    """Compare islands with their baselines, and draw the curves.
+    """Compare islands with data-parallel training, and draw what H and M cost.
 
     Args:
-        config: The run's config.
-        counts: Numbers of islands.
+        work: One of our models, or a task that has an `evaluate`.
+        counts: Numbers of islands, M.
+        intervals: The intervals H; empty for that of the settings.
         slow: How many times longer the steps of the last island take.
-        output: Folder for the picture.
+        output: The folder for the picture.
         say: Prints a line of progress.
-        seeds: Seeds to take means over; default the config's own.
-        tune: Give each baseline (not the islands) the best of several inner learning rates, found with the first seed.
+        seeds: Seeds to take means over; default the settings' own.
 
     Returns:
-        Plain data with `rows`, `curves` and `losses`.
+        Plain data with a row for each M and H.
+
+    Raises:
+        ConfigError: The task is wrong, or has no evaluation (`task.evaluate`).
     """
-    corpus = open_corpus(config.data.corpus)
-    config = fitted(config, corpus)
-    works = [our_work(dataclasses.replace(config, seed=seed), corpus) for seed in seeds or (config.seed,)]
-    arms: list[Arm] = []
-    rows: list[dict[str, Any]] = []
-    for count in counts:
-        arms += (four := _four(works, count, slow, say, tune))
-        rows += [_row(arm, four, tune) for arm in four]
-    curves = {arm.name: [(p.tokens, p.bits_per_byte) for p in mean_curve(arm.curves)] for arm in arms}
-    own_seeds = [work.config.seed for work in works]
-    found = {"config": config.digest(), "slow": slow, "seeds": own_seeds, "tuned": tune, "rows": rows,
-             "curves": curves, "losses": {arm.name: arm.losses for arm in arms}}  # fmt: skip
+    work.require_evaluation()
+    unit = loss_unit(work.named.data)
+    arms = [
+        arm
+        for count in counts
+        for arm in _arms(work, count, intervals or (work.config.sync.interval,), slow, seeds, unit, say)
+    ]
+    named = work.named.name or work.config.model.size
+    found = {
+        "config": work.config.digest(), "task": named, "slow": slow, "seeds": list(seeds or [work.config.seed]),
+        "unit": unit.name, "rows": [_row(arm, arms, unit) for arm in arms if arm.interval],
+        "curves": {arm.name: [(p.tokens, unit.from_evaluation(p.bits_per_byte)) for p in mean_curve(arm.curves)]
+                   for arm in arms},
+        "losses": {arm.name: [unit.from_evaluation(loss) for loss in arm.losses] for arm in arms},
+    }  # fmt: skip
     if not can_draw():
         return found
     make_untracked(output)
     picture = output / "parity.png"
-    title = f"{config.model.size} model, H = {config.sync.interval}, P = {config.sync.fragments}, {config.data.corpus}"
-    draw(picture, title, arms)
+    draw(picture, f"{named}: islands against data-parallel training on the same tokens", arms, unit)
     return found | {"picture": str(picture)}
 
 
-def _four(works: Sequence[Workload], count: int, slow: float, say: Say, tune: bool) -> list[Arm]:
-    """Train the islands, one process, data-parallel and synchronous DiLoCo."""
-    ours = [islands(work, count, slow) for work in works]
-    rounds, per_round = participation(ours[0][1])
-    name, rate = f"{count} island{'s' * (count > 1)}", works[0].config.inner.peak
-    tokens = ours[0][0][-1].tokens
-    arms = [Arm(name, count, tuple(points for points, _ in ours), rounds, per_round, rate)]
-    _tell(arms[0], say)
-    ways: dict[str, Train] = {
-        f"one process, {count}× steps": lambda work: one_process(work, tokens, _quiet),
-        f"data-parallel, {count}× batch": lambda work: data_parallel(work, count, _quiet),
-        f"DiLoCo, {count} replicas": lambda work: diloco(work, count, _quiet),
-    }
-    for name, train in ways.items():
-        arms.append(_baseline(name, count, works, train, tune))
-        _tell(arms[-1], say)
+def _arms(
+    work: Workload, count: int, intervals: Sequence[int], slow: float, seeds: Sequence[int], unit: LossUnit, say: Say
+) -> list[Arm]:
+    """Train data-parallel, and islands with each interval."""
+    config, trial = work.config, Trial.of({}, islands=count, slow=slow)
+    works = [work.changed(seed=seed) for seed in seeds] or [work]
+    steps = max(1, round(config.inner.steps * work_of(trial) / count))  # as many tokens as the islands
+    curves = tuple(data_parallel(each, count, steps=steps) for each in works)
+    arms = [Arm(f"data-parallel, {count}× batch", count, curves)]
+    _tell(arms[0], unit, say)
+    for interval in intervals:
+        wanted = checked(replace(config, sync=replace(config.sync, interval=interval))).sync
+        played = [islands(each.changed(sync=wanted), trial) for each in works]
+        rounds, per_round = participation(played[0][1])
+        name = f"{count} island{'s' * (count > 1)}, H = {interval}"
+        arms.append(Arm(name, count, tuple(points for points, _ in played), rounds, per_round, interval))
+        _tell(arms[-1], unit, say)
     return arms
 
 
-def _baseline(name: str, count: int, works: Sequence[Workload], train: Train, tune: bool) -> Arm:
-    peak = works[0].config.inner.peak
-    tried = {peak: train(works[0])}
-    if tune:
-        tried |= {peak * factor: train(_at(works[0], peak * factor)) for factor in TUNING}
-    best = min(tried, key=lambda rate: _finite(tried[rate][-1].bits_per_byte))
-    return Arm(name, count, (tried[best], *(train(_at(work, best)) for work in works[1:])), rate=best)
+def _spread(arm: Arm, unit: LossUnit) -> float:
+    """Return the standard deviation over the seeds; 0 for one seed."""
+    return stdev(map(unit.from_evaluation, arm.losses)) if len(arm.losses) > 1 else 0.0
 
 
-def _at(work: Workload, rate: float) -> Workload:
-    return work.changed(inner=dataclasses.replace(work.config.inner, learning_rate=rate))
+def _tell(arm: Arm, unit: LossUnit, say: Say) -> None:
+    loss, spread = unit.from_evaluation(fmean(arm.losses)), _spread(arm, unit)
+    shown = f" ± {spread:.4f}" if spread else ""
+    say(f"{arm.name}: {loss:.4f}{shown} {unit.name} after {arm.curves[0][-1].tokens:,} tokens")
 
 
-def _finite(loss: float) -> float:
-    return loss if math.isfinite(loss) else math.inf
-
-
-def _tell(arm: Arm, say: Say) -> None:
-    spread = f" ± {stdev(arm.losses):.4f}" if len(arm.losses) > 1 else ""
-    say(f"{arm.name}: {fmean(arm.losses):.4f}{spread} bits per byte after {arm.curves[0][-1].tokens:,} tokens")
-
-
-def _row(arm: Arm, four: Sequence[Arm], tuned: bool) -> dict[str, Any]:
-    _, alone, parallel, synchronous = four
+def _row(arm: Arm, arms: Sequence[Arm], unit: LossUnit) -> dict[str, Any]:
+    parallel = _parallel(arm, arms)
     return {
-        "what": arm.name,
+        "islands": arm.islands,
+        "interval": arm.interval,
         "tokens": arm.curves[0][-1].tokens,
-        "bits_per_byte": fmean(arm.losses),
-        **({"spread": stdev(arm.losses)} if len(arm.losses) > 1 else {}),
-        **({"learning_rate": arm.rate} if tuned else {}),
+        "loss": unit.from_evaluation(fmean(arm.losses)),
+        **({"spread": _spread(arm, unit)} if len(arm.losses) > 1 else {}),
+        "data_parallel": unit.from_evaluation(fmean(parallel.losses)),
+        "to_parallel": arm.ratio(parallel) if _has_ratios(arms) else math.nan,
         "rounds": arm.rounds,
         "per_round": arm.per_round,
-        "to_one": arm.ratio(alone),
-        "to_parallel": arm.ratio(parallel),
-        "to_diloco": arm.ratio(synchronous),
     }
 
 
-def islands(
-    work: Workload,
-    count: int,
-    slow: float,
-    progress: Progress | None = None,
-    slowed: int = 1,
-    sending: float = 0.0,
-    late: float = 0.0,
-    attack: str = "",
-    hostile: int = 0,
-    apart: bool = False,
-    lockstep: bool = False,
-) -> tuple[list[Point], VirtualRun]:
-    """Play a run of islands to its end.
-
-    Args:
-        work: What they train.
-        count: The number of islands.
-        slow: How many times longer the steps of the last `slowed` islands take.
-        progress: Receives each evaluation.
-        slowed: How many islands are slow.
-        sending: How long each contribution of a slow island is on its way, in steps of a fast island.
-        late: How long each event of the merger is on its way to every island, in steps of a fast island.
-        attack: What hostile islands do (`hostile.FORGERIES`).
-        hostile: How many islands, from the first on, are hostile. Tokens count those of the others.
-        apart: Each island reads a part of the text of its own.
-        lockstep: All islands step at once, and adopt at the same step boundary what they have sent.
-
-    Returns:
-        The evaluations, and the finished run.
-    """
-    if lockstep:
-        run: VirtualRun = LockstepRun(work, [1.0] * count)
-        return play(run, scoring(work), progress), run
-    seconds = paces(count, slow, slowed)
-    on_the_way = [sending * is_slow for is_slow in are_slow(count, slowed)]
-    attacks = {f"island-{number}": attack for number in range(hostile)}
-    others = {f"island-{number}": part_of(work, number, count) for number in range(count if apart else 0)}
-    if attack == "labels":
-        wrong = compiled_wrong(work.config.model, work.config.inner)
-        others |= {name: dataclasses.replace(others.get(name, work), steps=wrong) for name in attacks}
-    run = VirtualRun(work, seconds, sending_seconds=on_the_way, late_seconds=late, attacks=attacks, others=others)
-    return play(run, scoring(work), progress), run
+def _parallel(arm: Arm, arms: Sequence[Arm]) -> Arm:
+    """Return data-parallel training of as many workers."""
+    return next(other for other in arms if not other.interval and other.islands == arm.islands)
 
 
-def play(run: VirtualRun, point: Callable[[int, Params], Point], progress: Progress | None = None) -> list[Point]:
-    """Play a run to its end. Return evaluations of its merged parameters over the tokens of all honest islands.
-
-    Args:
-        run: The run.
-        point: Evaluates parameters (`baselines.scoring`).
-        progress: Receives each evaluation.
-    """
-    config = run.manifest.config
-    trained: dict[str, int] = {}
-    points: list[Point] = []
-
-    def note() -> None:
-        trained.update({name: island.totals.tokens for name, island in run.islands.items() if name not in run.attacks})
-        points.append(point(sum(trained.values()), published(run.transport, run.manifest)[0]))
-        (progress or _quiet)(points[-1])
-
-    note()
-    marks = evaluations(config)
-    for mark in range(1, marks):
-        due = config.inner.steps * mark // marks
-        run.advance_until(lambda due=due: run.merger.state.step >= due)  # type: ignore[misc]
-        note()
-    last = dict(run.islands)
-    run.finish()
-    trained.update({name: island.totals.tokens for name, island in last.items() if name not in run.attacks})
-    note()
-    return points
-
-
-def part_of(work: Workload, number: int, of: int) -> Workload:
-    """Return one of our models on a part of its text, cut into `of` parts."""
-    assert isinstance(work.named, OurTask)  # noqa: S101 - studies train our models
-    corpus = work.named.corpus
-    length = len(corpus.train) // of
-    part = dataclasses.replace(corpus, train=corpus.train[number * length : (number + 1) * length])
-    return our_work(work.config, part)
-
-
-def participation(run: VirtualRun) -> tuple[int, float]:
-    """Return the number of rounds, and the mean number of contributions in a round."""
-    members = [len(entry.members) for entry in run.transport.reader.tape(1 << 30)]
-    return len(members), sum(members) / max(1, len(members))
-
-
-def staleness(run: VirtualRun) -> tuple[float, int]:
-    """Return the mean and the maximum staleness of merged contributions, in versions of their fragment."""
-    found = [member.staleness for entry in run.transport.reader.tape(1 << 30) for member in entry.members]
-    return sum(found) / max(1, len(found)), max(found, default=0)
+def _has_ratios(arms: Sequence[Arm]) -> bool:
+    """Return whether ratios mean something. A user's loss may be negative."""
+    return all(loss > 0 for arm in arms if not arm.interval for loss in arm.losses)
 
 
 def mean_curve(curves: Sequence[Sequence[Point]]) -> list[Point]:
@@ -347,24 +228,43 @@ def mean_curve(curves: Sequence[Sequence[Point]]) -> list[Point]:
     ]
 
 
-def draw(path: Path, title: str, arms: Sequence[Arm]) -> None:
-    """Draw bits per byte over tokens: a line for each arm, and a band from the best to the worst seed."""
+def draw(path: Path, title: str, arms: Sequence[Arm], unit: LossUnit) -> None:
+    """Draw the cost over M, a line for each H; and the curves of the largest M, with a band over the seeds."""
     plt = pyplot()
-    figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120, layout="constrained")
-    for arm in arms:
-        trained = [curve[1:] for curve in arm.curves]  # The untrained model would stretch the axis.
-        mean = mean_curve(trained)
-        x = [point.tokens / 1e6 for point in mean]
-        label = f"{arm.name}: {fmean(arm.losses):.3f}"
-        (line,) = axes.plot(x, [point.bits_per_byte for point in mean], marker="o", markersize=3, label=label)
+    figure, (costs, curves) = plt.subplots(1, 2, figsize=(11, 4.5), dpi=120, layout="constrained")
+    counts = sorted({arm.islands for arm in arms})
+    is_relative = _has_ratios(arms)
+    for interval in sorted({arm.interval for arm in arms if arm.interval}):
+        own = sorted((arm for arm in arms if arm.interval == interval), key=lambda arm: arm.islands)
+        cost = [_cost(arm, _parallel(arm, arms), unit, is_relative=is_relative) for arm in own]
+        costs.plot([arm.islands for arm in own], cost, marker="o", markersize=4, label=f"H = {interval}")
+    costs.axhline(0.0, color="black", linewidth=1, label="data-parallel")
+    costs.set_xscale("log", base=2)
+    costs.set_xticks(counts, [str(count) for count in counts])
+    costs.minorticks_off()
+    over = f"loss over that of data-parallel, {'%' if is_relative else unit.name}"
+    costs.set(title="What H and M cost", xlabel="islands M", ylabel=over)
+    largest = [arm for arm in arms if arm.islands == counts[-1]]
+    scale, word = (1e6, "million") if largest[0].curves[0][-1].tokens >= 1e6 else (1e3, "thousand")
+    for arm in largest:
+        trained = [curve[1:] for curve in arm.curves]  # the untrained model would stretch the axis
+        points = mean_curve(trained)
+        x, losses = [p.tokens / scale for p in points], [unit.from_evaluation(p.bits_per_byte) for p in points]
+        style = {"color": "black", "linewidth": 1.0} if not arm.interval else {"marker": "o", "markersize": 3}
+        (line,) = curves.plot(x, losses, label=f"{arm.name}: {losses[-1]:.3f}", **style)
         if len(trained) > 1:
-            bands = [[point.bits_per_byte for point in points] for points in zip(*trained, strict=False)]
-            axes.fill_between(x, [min(b) for b in bands], [max(b) for b in bands], color=line.get_color(), alpha=0.2)
-    axes.set(title=title, xlabel="million tokens (bytes)", ylabel="held-out bits per byte")
-    add_grid_and_legend(axes)
+            seeds = [[unit.from_evaluation(p.bits_per_byte) for p in each] for each in zip(*trained, strict=False)]
+            low, high = [min(each) for each in seeds], [max(each) for each in seeds]
+            curves.fill_between(x, low, high, color=line.get_color(), alpha=0.2)
+    curves.set(title=f"M = {counts[-1]}", xlabel=f"{word} tokens", ylabel=f"held-out {unit.name}")
+    for axes in (costs, curves):
+        add_grid_and_legend(axes)
+    figure.suptitle(title)
     figure.savefig(path)
     plt.close(figure)
 
 
-def _quiet(_: Point) -> None:
-    pass
+def _cost(arm: Arm, parallel: Arm, unit: LossUnit, *, is_relative: bool) -> float:
+    if is_relative:
+        return 100.0 * (arm.ratio(parallel) - 1.0)
+    return unit.from_evaluation(fmean(arm.losses) - fmean(parallel.losses))

@@ -5,12 +5,11 @@
     seeds = [0, 1, 2]
 
     [[grid]]                            # the product of all lists; a trial for each seed
-    kind = "islands"                    # the default; or diloco, parallel, one
+    kind = "islands"                    # the default; or parallel, one
     islands = [2, 4]
     slow = 1.0                          # how many times longer the steps of the last island take
     slowed = 1                          # how many islands are slow
     sending = 0                         # for how many steps each contribution of these is on its way
-    late = 0                            # for how many steps each event of the merger is on its way to an island
     chips = 0                           # islands fail as on a simulated tape of this many chips; 0: they do not fail
     hostile = 0                         # how many islands are hostile
     attack = "flip"                     # what they do, see ops/experiments/hostile.py
@@ -88,7 +87,7 @@ def _trials(grid: Mapping[str, Any], base: Mapping[str, Any], seeds: list[int]) 
         own = {name: chosen.pop(name) for name in OWN if name in chosen}
         settings = {**base, **chosen}
         for seed in grid.get("seeds", seeds):
-            yield Trial.of(**{**OWN, **own}, seed=int(seed), settings=settings)
+            yield Trial.of(settings, int(seed), **own)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

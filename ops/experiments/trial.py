@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
@@ -24,26 +24,20 @@ from archipelago.broker.errors import ConfigError, DivergedError
 if TYPE_CHECKING:
     from archipelago.islands.tasks.workload import Workload
 
-#: Islands in virtual time; then, on the same number of tokens, synchronous DiLoCo, data-parallel and one process.
-KINDS = ("islands", "diloco", "parallel", "one")
+#: Islands in virtual time; then, on the same number of tokens, data-parallel and one process.
+KINDS = ("islands", "parallel", "one")
 DISTRIBUTION = "archipelago-train"
 #: The packages whose sources decide a result. An editable install may keep each in a folder elsewhere.
 PACKAGES = ("archipelago.broker", "archipelago.islands", "archipelago.merger", "archipelago.ops")
-#: The sections and settings that each kind of run reads.
+#: The sections that each kind of run reads.
 _MATTERS = {
     "islands": ("model", "data", "inner", "sync", "merge", "outer", "adopt", "wire"),
-    "diloco": ("model", "data", "inner", "sync.interval", "outer.learning_rate", "outer.momentum"),
     "parallel": ("model", "data", "inner"),
     "one": ("model", "data", "inner"),
 }
 
 #: Length of a simulated tape. A longer run starts it again from the beginning.
 TAPE_SECONDS = 12 * 3600.0
-#: The values of a trial other than its settings and its seed, with their defaults.
-OWN: Mapping[str, Any] = {
-    "kind": "islands", "islands": 4, "slow": 1.0, "slowed": 1, "chips": 0.0, "sending": 0.0, "late": 0.0,
-    "hostile": 0, "attack": "", "apart": False, "lockstep": False,
-}  # fmt: skip
 #: What hostile islands do: `hostile.FORGERIES` names the same.
 ATTACKS = ("flip", "noise", "scale", "collude", "labels", "claims", "stale")
 #: Settings by dotted name, such as `outer.rule`.
@@ -56,95 +50,91 @@ class Trial:
 
     Attributes:
         kind: One of KINDS.
-        islands: The number of islands M, or of replicas or workers.
+        islands: The number of islands M, or of workers.
         slow: How many times longer the steps of the last `slowed` islands take.
-        seed: The seed of the run.
-        settings: Pairs of a dotted name and a value, sorted by name.
         slowed: How many islands are slow.
         chips: Islands leave and join as on a simulated tape of this many chips, and train on as many tokens as without.
             Slow islands can be among them.
         sending: How long each contribution of a slow island is on its way, in steps of a fast island.
-        late: How long each event of the merger is on its way to each island, in steps of a fast island.
         hostile: How many of the islands are hostile.
         attack: What they do, a name of `hostile.FORGERIES`.
         apart: Each island reads a part of the text of its own.
         lockstep: All islands step at once, and adopt at the same step boundary what they have sent (`LockstepRun`).
+        seed: The seed of the run.
+        settings: Pairs of a dotted name and a value, sorted by name.
     """
 
-    kind: str
-    islands: int
-    slow: float
-    seed: int
-    settings: tuple[tuple[str, Any], ...]
+    kind: str = "islands"
+    islands: int = 4
+    slow: float = 1.0
     slowed: int = 1
     chips: float = 0.0
     sending: float = 0.0
-    late: float = 0.0
     hostile: int = 0
     attack: str = ""
     apart: bool = False
     lockstep: bool = False
+    seed: int = 0
+    settings: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
-    def of(
-        cls,
-        kind: str,
-        islands: int,
-        slow: float,
-        seed: int,
-        settings: Settings,
-        slowed: int = 1,
-        chips: float = 0.0,
-        sending: float = 0.0,
-        late: float = 0.0,
-        hostile: int = 0,
-        attack: str = "",
-        apart: bool = False,
-        lockstep: bool = False,
-    ) -> Trial:
+    def of(cls, settings: Settings, seed: int = 0, **own: Any) -> Trial:
         """Make a trial without the values that its kind does not read, so that studies share their baselines."""
-        if kind not in KINDS:
+        asked = cls(**own, seed=seed)
+        asked._require_possible()
+        matters, slow = _MATTERS[asked.kind], 1.0 if asked.islands == 1 else float(asked.slow)
+        named = {name: value for name, value in settings.items() if name.partition(".")[0] in matters}
+        asked = replace(asked, slow=slow, settings=tuple(sorted(named.items())))
+        if asked.kind != "islands":
+            ignored = {name: value for name, value in OWN.items() if name not in ("kind", "islands", "slow", "slowed")}
+            return replace(asked, **ignored, slowed=asked.slowed if slow > 1.0 else 1)
+        sending = float(asked.sending) if asked.islands > 1 else 0.0
+        return replace(
+            asked,
+            slowed=asked.slowed if slow > 1.0 or sending else 1,
+            chips=float(asked.chips),
+            sending=sending,
+            attack=asked.attack if asked.hostile else "",
+        )
+
+    def _require_possible(self) -> None:
+        """Raise ConfigError for a combination that no study can have."""
+        if self.kind not in KINDS:
             raise ConfigError(
-                f"there is no kind of run {kind!r}", f"Choose one of {', '.join(KINDS)}.", code="study.kind"
+                f"there is no kind of run {self.kind!r}", f"Choose one of {', '.join(KINDS)}.", code="study.kind"
             )
-        if type(islands) is not int or not 1 <= islands <= 64 or not 1.0 <= slow < math.inf:
+        if type(self.islands) is not int or not 1 <= self.islands <= 64 or not 1.0 <= self.slow < math.inf:
             raise ConfigError(
-                f"a study cannot have {islands} islands, the last {slow} times slower",
+                f"a study cannot have {self.islands} islands, the last {self.slow} times slower",
                 "Give 1 to 64 islands, and a factor of 1 or more.",
                 code="study.islands",
             )
         if (
-            type(slowed) is not int
-            or not 1 <= slowed <= max(1, islands - 1)
-            or not 0.0 <= chips <= 1e8
-            or not (0.0 <= sending < math.inf and 0.0 <= late < math.inf)
-            or (chips and (sending or late))
+            type(self.slowed) is not int
+            or not 1 <= self.slowed <= max(1, self.islands - 1)
+            or not 0.0 <= self.chips <= 1e8
+            or not 0.0 <= self.sending < math.inf
+            or (self.chips and self.sending)
         ):
             raise ConfigError(
-                f"a study cannot have {slowed} slow islands of {islands}, sending = {sending}, late = {late} and "
-                f"chips = {chips:g}",
+                f"a study cannot have {self.slowed} slow islands of {self.islands}, sending = {self.sending} and "
+                f"chips = {self.chips:g}",
                 "Up to M − 1 of M islands can be slow. A tape has up to 1e8 chips, and nothing on it is late.",
                 code="study.slow",
             )
-        _require_attack(hostile, attack, islands, chips)
-        if lockstep and (slow > 1.0 or sending or late or chips or hostile or apart):
+        is_possible = type(self.hostile) is int and 0 <= self.hostile < self.islands
+        if not is_possible or (self.hostile and (self.chips or self.attack not in ATTACKS)):
+            raise ConfigError(
+                f"a study cannot have {self.hostile} of {self.islands} islands hostile with the attack {self.attack!r}",
+                f"At least one island is honest, none fails (chips), and the attack is one of {', '.join(ATTACKS)}.",
+                code="study.attack",
+            )
+        if self.lockstep and (self.slow > 1.0 or self.sending or self.chips or self.hostile or self.apart):
             raise ConfigError(
                 "a study cannot have lockstep = true with slow, failing, late or hostile islands, or with apart = true",
                 "Leave out lockstep, or the others.",
                 code="study.lockstep",
             )
-        matters = _MATTERS[kind]
-        mine = {k: v for k, v in settings.items() if k in matters or k.partition(".")[0] in matters}
-        waits = kind == "diloco" or islands == 1  # Replicas that wait for all make as many steps, but later.
-        factor = 1.0 if waits else float(slow)
-        sending = float(sending) if kind == "islands" and islands > 1 else 0.0
-        late = float(late) if kind == "islands" else 0.0
-        chips = float(chips) if kind == "islands" else 0.0
-        slowed = slowed if factor > 1.0 or sending else 1
-        named = tuple(sorted(mine.items()))
-        hostile, attack = (hostile, attack) if kind == "islands" and hostile else (0, "")
-        apart, lockstep = (flag and kind == "islands" for flag in (apart, lockstep))
-        return cls(kind, islands, factor, seed, named, slowed, chips, sending, late, hostile, attack, apart, lockstep)
 
     @property
     def config(self) -> RunConfig:
@@ -166,16 +156,10 @@ class Trial:
         return json.dumps(dataclasses.asdict(self) | {"settings": dict(self.settings)}, sort_keys=True)
 
 
-def _require_attack(hostile: int, attack: str, islands: int, chips: float) -> None:
-    """Raise ConfigError for an attack that no study can have."""
-    if type(hostile) is not int or not 0 <= hostile < islands or (hostile and (chips or attack not in ATTACKS)):
-        raise ConfigError(
-            f"a study cannot have {hostile} of {islands} islands hostile with the attack {attack!r}",
-            f"At least one island is honest, none fails (chips), and the attack is one of {', '.join(ATTACKS)}.",
-            code="study.attack",
-        )
-
-
+#: The values of a trial other than its settings and its seed, with their defaults.
+OWN: Mapping[str, Any] = {
+    each.name: each.default for each in dataclasses.fields(Trial) if each.name not in ("seed", "settings")
+}
 #: Values that records leave out where they have the default.
 _OPTIONAL: Mapping[str, Any] = {name: OWN[name] for name in OWN if name not in ("kind", "islands", "slow")}
 
@@ -228,12 +212,11 @@ Note = Callable[[Any], None]
 
 
 def _islands(trial: Trial, workload: Workload, note: Note) -> dict[str, Any]:
-    from archipelago.ops.experiments.parity import islands, participation, staleness
+    from archipelago.ops.experiments.island_runs import islands, participation, staleness
 
     if trial.chips:
         return _along_tape(trial, workload, note)
-    _, run = islands(workload, trial.islands, trial.slow, note, trial.slowed, trial.sending, trial.late,
-                     trial.attack, trial.hostile, trial.apart, trial.lockstep)  # fmt: skip
+    _, run = islands(workload, trial, note)
     rounds, per_round = participation(run)
     mean, most = staleness(run)
     return {"rounds": rounds, "per_round": round(per_round, 4), "staleness": round(mean, 4), "staleness_max": most}
@@ -242,7 +225,7 @@ def _islands(trial: Trial, workload: Workload, note: Note) -> dict[str, Any]:
 def _along_tape(trial: Trial, workload: Workload, note: Note) -> dict[str, Any]:
     import numpy as np
 
-    from archipelago.ops.experiments.parity import participation
+    from archipelago.ops.experiments.island_runs import participation
     from archipelago.ops.experiments.tape_run import follow
     from archipelago.ops.simulation.failures import FailureModel, simulate
     from archipelago.ops.simulation.tape import taped
@@ -250,7 +233,7 @@ def _along_tape(trial: Trial, workload: Workload, note: Note) -> dict[str, Any]:
     model = FailureModel(chips=trial.chips, islands=trial.islands)
     tape = taped(simulate(model, TAPE_SECONDS, np.random.default_rng(trial.seed)), model.step_seconds)
     config = workload.config
-    tokens = config.inner.steps * config.tokens_per_step * work(trial)
+    tokens = config.inner.steps * config.tokens_per_step * work_of(trial)
     run, goodput, first, last = follow(workload, tape, tokens, trial.slow, trial.slowed)
     note(first)
     note(last)
@@ -258,19 +241,11 @@ def _along_tape(trial: Trial, workload: Workload, note: Note) -> dict[str, Any]:
     return {"rounds": rounds, "per_round": round(per_round, 4), "goodput": round(goodput, 4), "deaths": run.deaths}
 
 
-def _diloco(trial: Trial, workload: Workload, note: Note) -> dict[str, Any]:
-    from archipelago.ops.experiments.baselines import DILOCO_MOMENTUM, DILOCO_RATE, diloco
-
-    settings = dict(trial.settings)
-    rate, momentum = settings.get("outer.learning_rate", DILOCO_RATE), settings.get("outer.momentum", DILOCO_MOMENTUM)
-    diloco(workload, trial.islands, note, rate, momentum)
-    return {}
-
-
 def _parallel(trial: Trial, workload: Workload, note: Note) -> dict[str, Any]:
     from archipelago.ops.experiments.baselines import data_parallel
 
-    steps = round(workload.config.inner.steps * work(trial) / trial.islands)  # As many tokens as the islands train on.
+    # It trains on as many tokens as the islands.
+    steps = round(workload.config.inner.steps * work_of(trial) / trial.islands)
     data_parallel(workload, trial.islands, note, steps)
     return {}
 
@@ -279,18 +254,20 @@ def _one(trial: Trial, workload: Workload, note: Note) -> dict[str, Any]:
     from archipelago.ops.experiments.baselines import one_process
 
     config = workload.config
-    one_process(workload, round(config.inner.steps * work(trial)) * config.tokens_per_step, note)
+    one_process(workload, round(config.inner.steps * work_of(trial)) * config.tokens_per_step, note)
     return {}
 
 
-def work(trial: Trial) -> float:
+def work_of(trial: Trial) -> float:
     """Return the steps that all islands make together, in units of the steps of the fastest one."""
     return trial.islands - trial.slowed + trial.slowed / trial.slow
 
 
 _RUNS: dict[str, Callable[[Trial, Workload, Note], dict[str, Any]]] = {
-    "islands": _islands, "diloco": _diloco, "parallel": _parallel, "one": _one,
-}  # fmt: skip
+    "islands": _islands,
+    "parallel": _parallel,
+    "one": _one,
+}
 
 
 @cache

@@ -6,17 +6,14 @@ Everything but the wall clock is exact and repeatable. Tests and `bench parity` 
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.memory.transport import MemoryBroker
-from archipelago.broker.messages import Event
 from archipelago.broker.shards.transport import create, of_shard, whole
 from archipelago.broker.transport import (
-    START,
     IslandClient,
     IslandTransport,
     ReaderClient,
@@ -46,41 +43,9 @@ class VirtualClock:
         return self.now
 
 
-class DelayedReader:
-    """A reader that learns of each event `seconds` after the merger announced it.
-
-    Islands hold back a snapshot that is newer than the events that they have read, so it is enough to delay events.
-    """
-
-    def __init__(self, reader: ReaderClient, clock: Callable[[], float], seconds: float) -> None:
-        self._reader, self._clock, self._seconds = reader, clock, seconds
-        self._delayed: deque[tuple[float, str, Event]] = deque()
-        self._after = START
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._reader, name)
-
-    def last_event(self) -> str:
-        """Return the id after which a new island begins to read."""
-        self._after = self._reader.last_event()
-        self._delayed.clear()
-        return self._after
-
-    def events(self, after: str, block_seconds: float, count: int = 256) -> list[tuple[str, Event]]:
-        """Return the events after that id whose delay is over."""
-        now = self._clock()
-        for entry, event in self._reader.events(self._after, 0.0, count):
-            self._delayed.append((now + self._seconds, entry, event))
-            self._after = entry
-        known = [entry for _, entry, _ in self._delayed]
-        for _ in range(known.index(after) + 1 if after in known else 0):
-            self._delayed.popleft()
-        return [(entry, event) for at, entry, event in self._delayed if at <= now][:count]
-
-
 @dataclass(frozen=True)
 class ChangedTransport:
-    """An island's connection, of which a part is replaced, such as by a `DelayedReader`."""
+    """An island's connection, of which a part is replaced."""
 
     run: str
     island: IslandClient
@@ -113,7 +78,6 @@ class VirtualRun:
         run: The name of the run.
         sending_seconds: How long each contribution of each island is on its way, one after another. Their rounds close
             without them, and the contributions are merged stale.
-        late_seconds: How long each event of the merger is on its way.
         attacks: The attack of each hostile island, by its name (`hostile.FORGERIES`).
         others: What some islands train instead, by name, such as on other data.
         shards: The number of shards, each with a merger of its own.
@@ -127,7 +91,6 @@ class VirtualRun:
         clock: VirtualClock | None = None,
         run: str = "virtual",
         sending_seconds: Sequence[float] = (),
-        late_seconds: float = 0.0,
         attacks: Mapping[str, str] | None = None,
         others: Mapping[str, Workload] | None = None,
         shards: int = 1,
@@ -135,7 +98,7 @@ class VirtualRun:
         self.clock = clock or VirtualClock()
         broker = MemoryBroker(self.clock)
         self._connect: Callable[[], Transport] = connect or (lambda: broker.connect(run))
-        self._work, self._others, self._late_seconds = work, dict(others or {}), late_seconds
+        self._work, self._others = work, dict(others or {})
         self.attacks = dict(attacks or {})
         home = self.connect_as("admin")
         self.manifest: Manifest = replace(work.describe(run), shards=shards)
@@ -154,6 +117,14 @@ class VirtualRun:
     def connect_as(self, who: str) -> Transport:
         """Return a connection of an island of that name, of the `merger` or of the `admin`."""
         return self._connect()
+
+    def connect_island(self, name: str) -> IslandTransport:
+        """Return the connection of an island to all shards. A hostile one replaces what it sends."""
+        transport: IslandTransport = whole(self.connect_as(name), self.manifest)
+        if attack := self.attacks.get(name):
+            hostile = HostileClient(transport.island, self.manifest, attack, seed=self._born)
+            return ChangedTransport(transport.run, cast(IslandClient, hostile), transport.reader)
+        return transport
 
     @property
     def merger(self) -> Merger:
@@ -186,14 +157,7 @@ class VirtualRun:
 
     def add_island(self, name: str, step_seconds: float, moments: Literal["fresh", "peer"] = "fresh") -> Island:
         """Let another island join now."""
-        transport: IslandTransport = whole(self.connect_as(name), self.manifest)
-        if self._late_seconds:
-            delayed = DelayedReader(transport.reader, self.clock, self._late_seconds)
-            transport = ChangedTransport(transport.run, transport.island, cast(ReaderClient, delayed))
-        attack = self.attacks.get(name, "")
-        if attack:
-            hostile = HostileClient(transport.island, self.manifest, attack, seed=self._born)
-            transport = ChangedTransport(transport.run, cast(IslandClient, hostile), transport.reader)
+        transport = self.connect_island(name)
         self._born += 1
         incarnation = f"v{self._born}"
         link = Link(transport, self.manifest, f"{name}/{incarnation}", (), clock=self.clock, wall=self.clock)

@@ -25,7 +25,7 @@ from archipelago.merger.round_merge import publish
 from archipelago.ops.experiments.virtual_time import VirtualClock, VirtualRun
 from archipelago.ops.launch.embedded_redis import Server
 from tests.harness.merger_run import compact_now
-from tests.integration.virtual import ENDLESS, closed, work
+from tests.integration.virtual import ENDLESS, LateRun, closed, work
 from tests.intercept import Intercepted
 from tests.tiers import examples
 
@@ -141,7 +141,7 @@ def require_published(run: VirtualRun) -> None:
 
 def test_islands_hold_the_bits_that_the_merger_published(server: Server) -> None:
     """This includes an island that joins late and one whose events come late. Fewer bytes go down than in full."""
-    run = VirtualRun(work(CONFIG), [1.0, 1.2], partial(connect, server.url, "down"), run="down", late_seconds=2.5)
+    run = LateRun(work(CONFIG), [1.0, 1.2], 2.5, connect=partial(connect, server.url, "down"), run="down")
     run.advance_until(lambda: closed(run)[0] >= 24)
     late = run.add_island("late", 1.0)
     taken = run.transport.reader.books().bytes_down

@@ -18,7 +18,7 @@ from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.sharding import lease_all
 from archipelago.islands.models.registry import Params
 from archipelago.ops.experiments.virtual_time import VirtualRun
-from tests.integration.virtual import CONFIG, PLAIN, TEXT, bits, closed, work
+from tests.integration.virtual import CONFIG, PLAIN, TEXT, LateRun, bits, closed, work
 
 STEPS = CONFIG.inner.steps
 #: The codecs of the quick tier: an exact one and a lossy one.
@@ -60,7 +60,7 @@ def test_one_island_equals_plain_training_with_every_codec(codecs: Set[str]) -> 
 
 def test_one_island_equals_plain_training_when_snapshots_are_late() -> None:
     for seconds in (0.5, 1.0, 2.5):
-        require_plain_training(VirtualRun(work(with_codec("int4")), [1.0], late_seconds=seconds), f"{seconds} s")
+        require_plain_training(LateRun(work(with_codec("int4")), [1.0], seconds), f"{seconds} s")
 
 
 def test_one_island_over_shards_equals_plain_training() -> None:

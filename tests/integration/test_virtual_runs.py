@@ -19,9 +19,10 @@ from archipelago.islands.tasks.ours import our_work
 from archipelago.islands.worker import Island
 from archipelago.merger.outer import OUTER
 from archipelago.ops.experiments.baselines import data_parallel
-from archipelago.ops.experiments.parity import islands
+from archipelago.ops.experiments.island_runs import islands
+from archipelago.ops.experiments.trial import Trial
 from archipelago.ops.experiments.virtual_time import VirtualRun
-from tests.integration.virtual import CONFIG, closed, require_balanced, work
+from tests.integration.virtual import CONFIG, LateRun, closed, require_balanced, work
 from tests.small import SMALL
 
 
@@ -67,7 +68,7 @@ def test_two_islands_fill_rounds_whose_quorum_is_larger_and_send_no_progress_twi
 
 def test_snapshots_may_arrive_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are adopted within two steps, and no token is lost."""
-    run = VirtualRun(work(), [1.0, 1.1], late_seconds=3.0)
+    run = LateRun(work(), [1.0, 1.1], 3.0)
     trained, said, heard = list(run.islands.values()), dict[tuple[int, int], float](), list[float]()
 
     def say(_: TapeEntry, snapshot: Snapshot) -> None:
@@ -139,9 +140,9 @@ def test_three_islands_keep_up_with_data_parallel_although_one_is_slow(corpus: O
         data=replace(SMALL.data, corpus="small-text", held_out_sequences=128),
         inner=replace(SMALL.inner, steps=240, warmup_steps=24),
     )
-    ours, run = islands(our_work(config, corpus), 3, 3.0)
+    ours, run = islands(our_work(config, corpus), Trial(islands=3, slow=3.0))
     parallel = replace(config, inner=replace(config.inner, steps=round(240 * (2 + 1 / 3.0) / 3)))
-    theirs = data_parallel(our_work(parallel, corpus), 3, lambda point: None)
+    theirs = data_parallel(our_work(parallel, corpus), 3)
     require_balanced(run, pending=0)
     assert ours[-1].bits_per_byte < 1.1 * theirs[-1].bits_per_byte, (ours, theirs)
 

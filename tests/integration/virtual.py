@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ from numpy.typing import NDArray
 
 from archipelago.broker.config import AdoptConfig, MergeConfig, OuterConfig, RunConfig
 from archipelago.broker.manifest import Corpus
+from archipelago.broker.messages import Event
+from archipelago.broker.transport import START, IslandTransport, ReaderClient
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.sharding import shard_order
 from archipelago.islands.models.interface import Params
@@ -21,7 +24,7 @@ from archipelago.islands.tasks.file import NamedTask
 from archipelago.islands.tasks.shards import TaskRun
 from archipelago.islands.tasks.task import Task
 from archipelago.islands.tasks.workload import Workload
-from archipelago.ops.experiments.virtual_time import VirtualRun
+from archipelago.ops.experiments.virtual_time import ChangedTransport, VirtualRun
 from tests.small import SMALL
 
 CONFIG = replace(SMALL, inner=replace(SMALL.inner, learning_rate=0.03))
@@ -76,6 +79,51 @@ def work(config: RunConfig = CONFIG, text: NDArray[np.uint8] = TEXT, rows: int =
 
     task = Task(_init_of(rows), _loss, batches, tokens=config.tokens_per_step)
     return Workload.of(TextTask(task, Corpus("text", "0" * 32, text.size)), config)
+
+
+class DelayedReader:
+    """A reader that learns of each event `seconds` after the merger announced it.
+
+    Islands hold back a snapshot that is newer than the events that they have read, so it is enough to delay events.
+    """
+
+    def __init__(self, reader: ReaderClient, clock: Callable[[], float], seconds: float) -> None:
+        self._reader, self._clock, self._seconds = reader, clock, seconds
+        self._delayed: deque[tuple[float, str, Event]] = deque()
+        self._after = START
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+    def last_event(self) -> str:
+        """Return the id after which a new island begins to read."""
+        self._after = self._reader.last_event()
+        self._delayed.clear()
+        return self._after
+
+    def events(self, after: str, block_seconds: float, count: int = 256) -> list[tuple[str, Event]]:
+        """Return the events after that id whose delay is over."""
+        now = self._clock()
+        for entry, event in self._reader.events(self._after, 0.0, count):
+            self._delayed.append((now + self._seconds, entry, event))
+            self._after = entry
+        known = [entry for _, entry, _ in self._delayed]
+        for _ in range(known.index(after) + 1 if after in known else 0):
+            self._delayed.popleft()
+        return [(entry, event) for at, entry, event in self._delayed if at <= now][:count]
+
+
+class LateRun(VirtualRun):
+    """A run in which each event of the merger is on its way to every island for `late_seconds`."""
+
+    def __init__(self, work: Workload, step_seconds: Sequence[float], late_seconds: float, **others: Any) -> None:
+        self._late_seconds = late_seconds
+        super().__init__(work, step_seconds, **others)
+
+    def connect_island(self, name: str) -> IslandTransport:
+        transport = super().connect_island(name)
+        delayed = DelayedReader(transport.reader, self.clock, self._late_seconds)
+        return ChangedTransport(transport.run, transport.island, cast(ReaderClient, delayed))
 
 
 def closed(run: VirtualRun) -> list[int]:

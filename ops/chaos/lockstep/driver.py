@@ -124,7 +124,6 @@ class WorkerGroup(FaultInjector):
     def __init__(self, plan: Plan, method: Method, config: RunConfig, stack: ExitStack) -> None:
         # These modules import JAX, which takes seconds.
         from archipelago.ops.chaos.lockstep.files import save_first
-        from archipelago.ops.experiments.baselines import DILOCO_MOMENTUM, DILOCO_RATE
 
         super().__init__()
         self.plan = plan
@@ -137,7 +136,7 @@ class WorkerGroup(FaultInjector):
         exchange = stack.enter_context(tempfile.TemporaryDirectory(prefix="archipelago-", dir=memory))
         settings = GroupSettings(
             method, config.to_json(), names, dict(plan.step_seconds), exchange, str(files.resolve()),
-            DILOCO_RATE, DILOCO_MOMENTUM,
+            0.7, 0.9,  # the best settings of the paper (arXiv 2311.08105)
         )  # fmt: skip
         path = plan.folder / "settings.json"
         path.write_text(settings.to_text(), encoding="utf-8")

@@ -8,18 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
 
 from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.islands.data.corpus import OpenCorpus
-from archipelago.islands.data.sharding import lease_share
-from archipelago.islands.inner import InnerState
-from archipelago.islands.tasks.ours import our_work
 from archipelago.islands.tasks.shards import TaskRun
 from archipelago.ops.experiments import baselines
 from archipelago.ops.experiments.baselines import AllShards, Point, Reader
@@ -41,52 +34,6 @@ def quiet(_: Point) -> None:
     pass
 
 
-@pytest.mark.full
-def test_diloco_with_one_replica_and_plain_averaging_is_one_process(config: RunConfig, corpus: OpenCorpus) -> None:
-    """With rate 1 and no momentum, the parameters become the replica's own for every H."""
-    # With this interval, both ways run the same compiled program.
-    config = replace(config, sync=replace(config.sync, interval=baselines.CHUNK_STEPS))
-    alone = baselines.one_process(our_work(config, corpus), 24 * config.tokens_per_step, quiet)
-    found = baselines.diloco(our_work(config, corpus), 1, quiet, rate=1.0, momentum=0.0)
-    assert found[-1].tokens == alone[-1].tokens
-    assert found[-1].bits_per_byte == pytest.approx(alone[-1].bits_per_byte, rel=1e-3)
-    assert found[-1].bits_per_byte < 0.8 * found[0].bits_per_byte
-    assert found[-1].test_bits_per_byte == pytest.approx(alone[-1].test_bits_per_byte, rel=1e-3)
-    assert found[-1].test_bits_per_byte != found[-1].bits_per_byte, "it is another text"
-
-
-def test_replicas_read_separate_shards(config: RunConfig) -> None:
-    leases = [lease_share(config.data.shards, config.seed, worker, 3) for worker in range(3)]
-    shards = config.data.shards
-    passes = [[lease() for _ in range(len(range(worker, shards, 3)))] for worker, lease in enumerate(leases)]
-    names = [place.shard for places in passes for place in places]
-    assert sorted(map(int, names)) == list(range(shards))
-    assert leases[0]().pass_number == 1, "then all over again"
-
-
-def test_diloco_takes_one_nesterov_step_on_the_mean_of_the_replicas(
-    config: RunConfig, corpus: OpenCorpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Compare with the recursion by hand, for inner steps that add known numbers."""
-    moved = iter([1.0, 3.0, 2.0, 2.0])
-
-    def inner(state: InnerState, batch: jax.Array, step: jax.Array) -> tuple[InnerState, jax.Array]:
-        by = next(moved)
-        return state._replace(params=jax.tree.map(lambda x: x - by, state.params)), jnp.zeros(12)
-
-    seen: list[float] = []
-
-    def scored(tokens: int, params: dict[str, jax.Array]) -> Point:
-        seen.append(float(params["embedding"][0, 0]))
-        return Point(tokens, 0.0)
-
-    monkeypatch.setattr(baselines, "scoring", lambda work: scored)
-    outer = optax.sgd(0.5, momentum=0.5, nesterov=True)
-    list(baselines._diloco(replace(our_work(config, corpus), steps=inner), 2, outer, quiet))
-    # First round: Δ = 2, b = 2, so −½(2 + 1) = −1.5. Second round: Δ = 2, b = 3, so −½(2 + 1.5) = −1.75.
-    np.testing.assert_allclose(np.diff(seen), [-1.5, -1.75], rtol=1e-4)
-
-
 def test_data_parallel_takes_the_mean_of_the_gradients() -> None:
     """Two workers with the halves of a batch make the steps of one with the whole batch."""
 
@@ -102,12 +49,11 @@ def test_data_parallel_takes_the_mean_of_the_gradients() -> None:
     assert two[-1].bits_per_byte == pytest.approx(one[-1].bits_per_byte, rel=1e-5)
 
 
-def test_readers_without_a_run_share_all_shards() -> None:
-    """They go on with the next pass, and never read one without a lease."""
-    readers = [TaskRun(f"r{number}", number, 0, AllShards(number, 3)).shards(SHARDS) for number in range(3)]
-    once = [next(readers[number % 3]) for number in range(SHARDS)]
-    assert sorted(shard.number for shard in once) == list(range(SHARDS))
-    assert {shard.pass_number for shard in once} == {0}
+def test_a_reader_without_a_run_reads_all_shards_pass_after_pass() -> None:
+    leases = AllShards()
+    leases.offer(["b", "a"])
+    places = [place for _ in range(4) if (place := leases.lease())]
+    assert [(place.shard, place.pass_number) for place in places] == [("b", 0), ("a", 0), ("b", 1), ("a", 1)]
     reader = Reader(task_work())
     reader.next(3 * SHARDS * BATCHES)
     assert reader.tokens == 3 * SHARDS * BATCHES * 10

@@ -42,7 +42,7 @@ def test_a_forgery_has_a_header_that_fits_it() -> None:
 
 def hostile_trial(islands: int = 4, hostile: int = 0, attack: str = "", scores: bool = True, seed: int = 0) -> Trial:
     settings = {"data.corpus": "small-text", "inner.steps": 24, "merge.scores": scores}
-    return Trial.of("islands", islands, 1.0, seed, settings, hostile=hostile, attack=attack)
+    return Trial.of(settings, seed, islands=islands, hostile=hostile, attack=attack)
 
 
 def test_attacks_are_a_part_of_a_trials_identity() -> None:
@@ -80,6 +80,6 @@ def test_a_flipped_island_costs_nothing_in_a_whole_run(corpus: OpenCorpus) -> No
         "data.corpus": "small-text", "data.sequence_length": 32, "data.batch_size": 4, "data.shards": 8,
         "data.held_out_sequences": 32, "inner.steps": 120, "inner.warmup_steps": 10, "sync.interval": 12,
     }  # fmt: skip
-    attacked = measure(Trial.of("islands", 4, 1.0, 0, settings, hostile=1, attack="flip"))
-    absent = measure(Trial.of("islands", 3, 1.0, 0, settings))
+    attacked = measure(Trial.of(settings, islands=4, hostile=1, attack="flip"))
+    absent = measure(Trial.of(settings, islands=3))
     assert attacked["bits_per_byte"] < 1.02 * absent["bits_per_byte"]

@@ -126,20 +126,19 @@ def test_a_recorded_trial_is_not_measured_again(folder: Path, measured: list[Tri
 def test_trials_run_in_processes_and_learn(folder: Path, corpus: OpenCorpus) -> None:
     """Run `archipelago bench study` twice, with real trials of every kind.
 
-    Two islands, one of them three times slower, make 24 + 8 steps, and baselines get as many tokens. Only DiLoCo makes
-    all of its 48 steps, because it waits for the slow replica.
+    Two islands, one of them three times slower, make 24 + 8 steps, and baselines get as many tokens.
     """
-    study = 'base = "base.toml"\n[[grid]]\nkind = ["parallel", "diloco", "one", "islands"]\nislands = 2\nslow = 3.0\n'
+    study = 'base = "base.toml"\n[[grid]]\nkind = ["parallel", "one", "islands"]\nislands = 2\nslow = 3.0\n'
     (folder / "kinds.toml").write_text(study + '"outer.rule" = "nesterov"\n', encoding="utf-8")
     assert archipelago(["bench", "study", "kinds", "--folder", str(folder)]) == 0
     before = (folder / "kinds.jsonl").read_bytes()
     records = [json.loads(line) for line in before.splitlines()]
     assert {r["kind"] for r in records} == set(trials.KINDS)
     for r in records:
-        steps = 48 if r["kind"] == "diloco" else 32
         assert not r["diverged"]
         assert r["bits_per_byte"] < 0.8 * r["curve"][0][1], f"{r['kind']} learnt nothing"
-        assert r["tokens"] == pytest.approx(steps * 4 * 32, rel=0.1 if r["kind"] == "islands" else 0.0), r["kind"]
+        assert r["tokens"] == pytest.approx(32 * 4 * 32, rel=0.1 if r["kind"] == "islands" else 0.0), r["kind"]
+        assert r["test"] != r["bits_per_byte"], "it is another text"
         assert r["version"].count("+") == 1
     ours = next(r for r in records if r["kind"] == "islands")
     assert ours["rounds"] >= 12
@@ -177,11 +176,11 @@ def test_a_killed_measuring_process_is_an_error(folder: Path, monkeypatch: pytes
 
 def test_a_result_is_shown_with_the_settings_that_vary() -> None:
     at_once, parallel = trial_of(outer__rule="sgd"), trial_of("parallel", islands=3)
-    late = dataclasses.replace(at_once, late=6.0)
+    late = dataclasses.replace(at_once, sending=6.0)
     names = studies.varying([t.named_values for t in (parallel, at_once, late)])
-    assert names == ["late"]
-    assert study_run.in_words(late, record_of(late, 2.5), names) == "2.5000  islands M=2 seed=0 late=6.0"
-    assert study_run.in_words(at_once, record_of(at_once, None), names) == "diverged  islands M=2 seed=0 late=0.0"
+    assert names == ["sending"]
+    assert study_run.in_words(late, record_of(late, 2.5), names) == "2.5000  islands M=2 seed=0 sending=6.0"
+    assert study_run.in_words(at_once, record_of(at_once, None), names) == "diverged  islands M=2 seed=0 sending=0.0"
 
 
 def test_without_a_name_all_studies_are_listed(
@@ -195,7 +194,7 @@ def test_without_a_name_all_studies_are_listed(
 
 
 def test_results_of_shipped_studies_go_to_the_working_directory(measured: list[Trial]) -> None:
-    assert archipelago(["bench", "study", "smoke", "--most", "1"]) == 0
-    assert [path.name for path in Path("studies").glob("*.jsonl")] == ["smoke.jsonl"]
-    assert archipelago(["bench", "study", "smoke", "--most", "1"]) == 0
+    assert archipelago(["bench", "study", "muon", "--most", "1"]) == 0
+    assert [path.name for path in Path("studies").glob("*.jsonl")] == ["muon.jsonl"]
+    assert archipelago(["bench", "study", "muon", "--most", "1"]) == 0
     assert len(set(measured)) == 2, "the first result is not measured again"

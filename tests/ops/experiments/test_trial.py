@@ -22,49 +22,41 @@ from tests.ops.experiments.trials import BASE, STUDY, record_of, trial_of
 
 
 def test_baselines_ignore_settings_that_they_do_not_read() -> None:
-    settings = {
-        "outer.rule": "nesterov",
-        "outer.momentum": 0.5,
-        "sync.interval": 6,
-        "sync.fragments": 2,
-        "inner.steps": 9,
-    }
-    keys = {kind: dict(Trial.of(kind, 4, 3.0, 0, settings).settings) for kind in trials.KINDS}
+    settings = {"outer.rule": "nesterov", "sync.interval": 6, "inner.steps": 9}
+    keys = {kind: dict(Trial.of(settings, kind=kind, slow=3.0).settings) for kind in trials.KINDS}
     assert keys["islands"] == settings
     assert keys["parallel"] == keys["one"] == {"inner.steps": 9}
-    assert keys["diloco"] == {"outer.momentum": 0.5, "sync.interval": 6, "inner.steps": 9}
-    assert Trial.of("diloco", 4, 3.0, 0, settings).slow == 1.0, "every replica waits for the slowest"
-    assert Trial.of("parallel", 4, 3.0, 0, settings).slow == 3.0, "it has as many tokens as the islands"
+    assert Trial.of(settings, kind="parallel", slow=3.0).slow == 3.0, "it has as many tokens as the islands"
 
 
 @given(st.sampled_from(trials.KINDS), st.integers(1, 64), st.floats(1, 100), st.integers(0, 99))
 def test_a_record_has_the_key_of_its_trial_also_after_json(kind: str, islands: int, slow: float, seed: int) -> None:
-    found = Trial.of(kind, islands, slow, seed, {"inner.learning_rate": 3e-3, "outer.rule": "sgd"})
+    found = trial_of(kind, islands, seed, slow, inner__learning_rate=3e-3, outer__rule="sgd")
     assert key_of(json.loads(json.dumps(record_of(found)))) == found.key
 
 
 def test_a_record_that_leaves_out_defaults_has_the_key_of_its_trial() -> None:
     record = {"kind": "islands", "islands": 4, "slow": 1.0, "seed": 0, "settings": {"inner.steps": 24}}
-    assert key_of(record) == Trial.of("islands", 4, 1.0, 0, {"inner.steps": 24}).key
-    assert key_of({**record, "chips": 1e6}) == Trial.of("islands", 4, 1.0, 0, {"inner.steps": 24}, chips=1e6).key
+    assert key_of(record) == Trial.of({"inner.steps": 24}).key
+    assert key_of({**record, "chips": 1e6}) == Trial.of({"inner.steps": 24}, chips=1e6).key
 
 
 def test_several_islands_can_be_slow() -> None:
     settings = {"inner.steps": 24}
-    assert trials.work(trial_of(islands=4)) == 4.0
-    assert trials.work(trial_of(islands=4, slow=4.0)) == 3.25
-    half = Trial.of("islands", 4, 3.0, 0, settings, slowed=2)
-    assert trials.work(half) == pytest.approx(2 + 2 / 3)
-    assert half.key != Trial.of("islands", 4, 3.0, 0, settings).key
-    assert Trial.of("islands", 4, 1.0, 0, settings, slowed=2) == Trial.of("islands", 4, 1.0, 0, settings)
+    assert trials.work_of(trial_of(islands=4)) == 4.0
+    assert trials.work_of(trial_of(islands=4, slow=4.0)) == 3.25
+    half = Trial.of(settings, slow=3.0, slowed=2)
+    assert trials.work_of(half) == pytest.approx(2 + 2 / 3)
+    assert half.key != Trial.of(settings, slow=3.0).key
+    assert Trial.of(settings, slowed=2) == Trial.of(settings)
 
 
 def test_islands_can_be_slow_and_fail() -> None:
     settings = {"inner.steps": 24}
-    both = Trial.of("islands", 4, 3.0, 0, settings, slowed=2, chips=1e6)
+    both = Trial.of(settings, slow=3.0, slowed=2, chips=1e6)
     assert (both.slow, both.slowed, both.chips) == (3.0, 2, 1e6)
-    assert Trial.of("parallel", 4, 3.0, 0, settings, slowed=2, chips=1e6) == Trial.of(
-        "parallel", 4, 3.0, 0, settings, slowed=2
+    assert Trial.of(settings, kind="parallel", slow=3.0, slowed=2, chips=1e6) == Trial.of(
+        settings, kind="parallel", slow=3.0, slowed=2
     ), "failures cost the baseline no token"
 
 
@@ -72,9 +64,7 @@ def test_combinations_that_make_no_sense_are_refused() -> None:
     wrong: list[tuple[str, float, dict[str, Any]]] = [
         ("study.slow", 3.0, {"slowed": 0}),
         ("study.slow", 3.0, {"slowed": 4}),
-        ("study.slow", 1.0, {"late": -1.0}),
         ("study.slow", 1.0, {"chips": 1e6, "sending": 4.0}),
-        ("study.slow", 1.0, {"chips": 1e6, "late": 4.0}),
         ("study.lockstep", 3.0, {"lockstep": True}),
         ("study.attack", 1.0, {"hostile": 1, "attack": "none"}),
         ("study.attack", 1.0, {"hostile": 4, "attack": "flip"}),
@@ -82,8 +72,8 @@ def test_combinations_that_make_no_sense_are_refused() -> None:
     ]
     for code, slow, values in wrong:
         with failing(ConfigError, code):
-            Trial.of("islands", 4, slow, 0, {}, **values)
-    assert not Trial.of("parallel", 2, 1.0, 0, {}, lockstep=True).lockstep
+            Trial.of({}, slow=slow, **values)
+    assert not Trial.of({}, kind="parallel", lockstep=True).lockstep
 
 
 def test_a_run_that_diverges_is_a_result(corpus: OpenCorpus, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +98,6 @@ def test_a_run_that_diverges_is_a_result(corpus: OpenCorpus, monkeypatch: pytest
 VARIANTS: dict[str, dict[str, Any]] = {
     "usual": {},
     "sending": {"sending": 30.0},
-    "late": {"late": 4.0},
     "lockstep": {"lockstep": True},
     "failing": {"chips": 2.4e6},
 }
@@ -124,7 +113,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ARCHIPELAGO_DATA", str(folder / "data"))
         prepare_small_text(folder)
-        found = {name: measure(Trial.of("islands", 3, 1.0, 0, settings, **each)) for name, each in VARIANTS.items()}
+        found = {name: measure(Trial.of(settings, islands=3, **each)) for name, each in VARIANTS.items()}
     for name, values in VARIANTS.items():
         assert not found[name]["diverged"], name
         assert {key: found[name].get(key) for key in values} == values
@@ -137,7 +126,6 @@ def test_contributions_that_are_long_on_their_way_are_merged_stale(measured: dic
     assert measured["usual"]["staleness_max"] <= 1
     assert measured["sending"]["staleness_max"] >= 2, "an interval of 12 steps passes twice"
     assert measured["sending"]["per_round"] < measured["usual"]["per_round"]
-    assert measured["late"]["curve"] != measured["usual"]["curve"]
 
 
 @pytest.mark.full

@@ -58,7 +58,8 @@ def record_of(trial: Trial, loss: float | None = 2.0, tokens: int = 1000) -> dic
 
 
 def trial_of(kind: str = "islands", islands: int = 2, seed: int = 0, slow: float = 1.0, **settings: Any) -> Trial:
-    return Trial.of(kind, islands, slow, seed, {name.replace("__", "."): value for name, value in settings.items()})
+    named = {name.replace("__", "."): value for name, value in settings.items()}
+    return Trial.of(named, seed, kind=kind, islands=islands, slow=slow)
 
 
 def kernel(params: dict[str, Any]) -> float:
