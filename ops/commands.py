@@ -31,7 +31,7 @@ VERBS: Verbs = {
     "replay": Verb("archipelago.ops.experiments.replay", "ReplayOptions", "Merge a recorded run again."),
     "chaos": Verb("archipelago.ops.chaos.main", "ChaosOptions", "Train through injected faults and report."),
     "bench": Group("archipelago.ops.bench.main", "Measure loss, speed, memory and traffic; run studies."),
-    "simulate": Group("archipelago.ops.simulation.main", "Plan a run; simulate failures and links."),
+    "simulate": Group("archipelago.ops.simulation.main", "Plan a run; the paper's tables of failures and links."),
 }
 
 

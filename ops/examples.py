@@ -106,7 +106,7 @@ _EXAMPLES: dict[str, dict[str, str]] = {
             "Show what M and H cost a task of yours."
         ),
     },
-    "bench study": {"archipelago bench study defaults --show": "Show the table of a study."},
+    "bench study": {"archipelago bench study isotropic --show": "Show the table of a study."},
     "bench mixed": {"archipelago bench mixed --seeds 0": "Train a Llama in PyTorch beside our model in JAX."},
     "bench wire": {"archipelago bench wire --quick": "Measure payloads through Redis on this machine."},
     "bench merge": {"archipelago bench merge --quick": "Measure codecs and merges on this machine."},
@@ -129,8 +129,6 @@ _EXAMPLES: dict[str, dict[str, str]] = {
         "archipelago simulate plan --task docs/examples/task_bytes.py --sites 3": "Plan a run of a task of yours.",
     },
     "simulate tables": {"archipelago simulate tables --days 2": "Compare with the published tables."},
-    "simulate run": {"archipelago simulate run --days 1 --seed 3": "Simulate one day of failures."},
-    "simulate quality": {"archipelago simulate quality --steps 100": "Train islands along failures."},
 }
 
 #: The examples of each verb, by the words after `archipelago`.

@@ -1,5 +1,7 @@
 """Real training along a failure tape, in virtual time: islands stall, leave, return and lose slices as the tape says.
 
+A tape (the paper's Appendix E.1) is a simulation of failures: what share of its slices each island has at each time.
+
 One inner step of the tape is one second of the run's clock. A short stall keeps an island's state, and the events that
 it missed arrive later. After AWAY_STEPS it counts as dead, and its successor gets parameters from the merger
 and optimiser state from a peer. An island with fewer slices trains on fewer sequences a step and skips the sequences of
@@ -11,31 +13,73 @@ from __future__ import annotations
 import dataclasses
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from archipelago.broker.config import RunConfig
-from archipelago.broker.errors import DataError
-from archipelago.islands.creation import fitted
 from archipelago.islands.data.batches import Batches
-from archipelago.islands.data.corpus import open_corpus
 from archipelago.islands.data.tokenizer import Tokens
 from archipelago.islands.evaluation import published
 from archipelago.islands.inner import InnerState
-from archipelago.islands.tasks.ours import OurTask, our_task, our_work
+from archipelago.islands.tasks.ours import OurTask, our_task
 from archipelago.islands.tasks.workload import Workload
 from archipelago.islands.worker import Island
 from archipelago.ops.experiments.baselines import Point, scoring
 from archipelago.ops.experiments.virtual_time import VirtualRun, paces
-from archipelago.ops.simulation.tape import FailureTape, Leg
+from archipelago.ops.simulation.failures import Outcome
 
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 _ENDLESS = 1 << 30
 #: A real merger stops waiting for a silent island after about this time, in steps of a second.
 AWAY_STEPS = 10.0
+
+
+class Leg(NamedTuple):
+    """A part of an island's tape: from `at` on, in seconds, the share `live` of its slices makes steps."""
+
+    at: float
+    live: float
+
+
+@dataclass(frozen=True)
+class FailureTape:
+    """The legs of each island in the order of time. The first leg of each is at 0."""
+
+    islands: tuple[tuple[Leg, ...], ...]
+    step_seconds: float
+    seconds: float
+
+    def goodput_of(self, island: int, until: float | None = None) -> float:
+        """Return the share of an island's time that went into steps, weighted by its live slices, up to `until`."""
+        end = min(until or self.seconds, self.seconds)
+        legs = self.islands[island]
+        ends = [min(leg.at, end) for leg in legs[1:]] + [end]
+        return sum(leg.live * max(0.0, stop - leg.at) for leg, stop in zip(legs, ends, strict=True)) / end
+
+    def goodput(self, until: float | None = None) -> float:
+        """Return the mean goodput of the islands."""
+        return sum(self.goodput_of(island, until) for island in range(len(self.islands))) / len(self.islands)
+
+
+def taped(outcome: Outcome, step_seconds: float) -> FailureTape:
+    """Return the tape of a simulation."""
+    islands = []
+    for stretches, slices in zip(outcome.islands, outcome.slices, strict=True):
+        legs: list[Leg] = []
+        reached = 0.0
+        for stretch in stretches:
+            if stretch.begin > reached:
+                legs.append(Leg(reached, 0.0))
+            if not legs or legs[-1].live != stretch.live / slices:
+                legs.append(Leg(stretch.begin, stretch.live / slices))
+            reached = stretch.end
+        if reached < outcome.seconds:
+            legs.append(Leg(reached, 0.0))
+        islands.append(tuple(legs))
+    return FailureTape(tuple(islands), step_seconds, outcome.seconds)
 
 
 class Stall(NamedTuple):
@@ -55,12 +99,6 @@ class Course:
         self._at = [leg.at / step_seconds for leg in legs]
         self._live = [leg.live for leg in legs]
         self._length = seconds / step_seconds
-        if not any(self._live):
-            raise DataError(
-                "an island of the tape never makes a step",
-                "Leave it out, or simulate a shorter return.",
-                code="tape.never-steps",
-            )
 
     def live(self, now: float) -> float:
         """Return the share of its slices that make steps."""
@@ -186,33 +224,6 @@ class TapeRun(VirtualRun):
             self._counted[island] = island.totals.tokens
 
 
-Say = Callable[[str], None]
-
-
-def quality(config: RunConfig, tapes: Mapping[str, FailureTape], say: Say) -> list[dict[str, Any]]:
-    """Train along each tape on as many tokens as along the first one.
-
-    A tape with less goodput takes longer. On each tape the learning rate schedule ends with the tokens.
-
-    Returns:
-        A row for each tape, with held-out bits per byte and their ratio to the first row's.
-    """
-    corpus = open_corpus(config.data.corpus)
-    config = fitted(config, corpus)
-    rows: list[dict[str, Any]] = []
-    for name, tape in tapes.items():
-        whole = config.inner.steps * config.tokens_per_step * len(tape.islands)
-        run, goodput, _, last = follow(our_work(config, corpus), tape, rows[0]["tokens"] if rows else whole)
-        steps = run.manifest.config.inner.steps
-        row = {"tape": name, "islands": len(tape.islands), "goodput": goodput, "steps": steps, "deaths": run.deaths}
-        row["schedule_done"] = min(1.0, run.merger.state.step / steps)
-        rows.append({**row, "tokens": run.tokens, "bits_per_byte": last.bits_per_byte})
-        say(f"{name}: {last.bits_per_byte:.4f} bits per byte after {run.tokens:,} tokens; {run.deaths} deaths")
-    for row in rows:
-        row["to_first"] = row["bits_per_byte"] / rows[0]["bits_per_byte"]
-    return rows
-
-
 def follow(
     work: Workload, tape: FailureTape, tokens: float, slow: float = 1.0, slowed: int = 0
 ) -> tuple[TapeRun, float, Point, Point]:
@@ -246,8 +257,3 @@ def rehearsed(work: Workload, tape: FailureTape, tokens: float, slow: float = 1.
     run = TapeRun(dataclasses.replace(endless, steps=idle), tape, slow, slowed)
     run.finish(tokens)
     return run.merger.state.step
-
-
-def calm(islands: int, step_seconds: float) -> FailureTape:
-    """Return a tape on which nothing fails."""
-    return FailureTape(((Leg(0.0, 1.0),),) * islands, step_seconds, 1e6 * step_seconds)

@@ -226,9 +226,8 @@ def _along_tape(trial: Trial, workload: Workload, note: Note) -> dict[str, Any]:
     import numpy as np
 
     from archipelago.ops.experiments.island_runs import participation
-    from archipelago.ops.experiments.tape_run import follow
+    from archipelago.ops.experiments.tape_run import follow, taped
     from archipelago.ops.simulation.failures import FailureModel, simulate
-    from archipelago.ops.simulation.tape import taped
 
     model = FailureModel(chips=trial.chips, islands=trial.islands)
     tape = taped(simulate(model, TAPE_SECONDS, np.random.default_rng(trial.seed)), model.step_seconds)

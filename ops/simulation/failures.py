@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +25,6 @@ from numpy.typing import NDArray
 from archipelago.broker.errors import ConfigError
 
 YEAR_SECONDS = 365.25 * 86400.0
-#: The virtual time of a simulation if the user names none.
-DAYS = 7.0
 _GRID = 4096
 
 
@@ -78,13 +76,6 @@ class FailureModel:
         return len(range(island, self.slices, self.islands))
 
 
-def rng_of(seed: int) -> np.random.Generator:
-    """Return the source of all random draws of a simulation. Raise ConfigError for a negative seed."""
-    if seed < 0:
-        raise ConfigError(f"--seed cannot be {seed}", "Give a seed of at least 0.", code="config.seed")
-    return np.random.default_rng(seed)
-
-
 def _require(holds: bool, name: str, value: object, wanted: str) -> None:
     if not holds:
         flag = name.replace("_", "-")
@@ -97,16 +88,6 @@ class Stretch(NamedTuple):
     begin: float
     end: float
     live: int
-
-
-class Failures(Protocol):
-    """The failures of one island, in the order of time."""
-
-    def after(self, now: float, live: int) -> float:
-        """Return when the next slice fails if `live` slices step from `now` on, in seconds; infinity for never."""
-
-    def back(self, at: float) -> float:
-        """Return when the slice that failed at `at`, as `after` had predicted, is back, in seconds."""
 
 
 class Delays:
@@ -133,8 +114,8 @@ def _unit_mean(shape: float, power: float) -> float:
     return float(np.trapezoid(values, y))
 
 
-class Poisson:
-    """Failures as a Poisson process in the time that slices step, and returns after independent delays."""
+class Failures:
+    """The failures of one island, a Poisson process in the time that its slices step; they return after delays."""
 
     def __init__(self, model: FailureModel, rng: np.random.Generator) -> None:
         self._mean_seconds = 1.0 / model.slice_failures_a_second
@@ -142,30 +123,15 @@ class Poisson:
         self._rng = rng
 
     def after(self, now: float, live: int) -> float:
-        """See Failures. The process has no memory, so this may be called again whenever `live` changes."""
+        """Return when the next slice fails if `live` slices step from `now` on, in seconds; infinity for never.
+
+        The process has no memory, so this may be called again whenever `live` changes.
+        """
         return now + float(self._rng.exponential(self._mean_seconds / live)) if live else math.inf
 
     def back(self, at: float) -> float:
-        """See Failures."""
+        """Return when the slice that failed at `at`, as `after` had predicted, is back, in seconds."""
         return at + self._delays(self._rng)
-
-
-class Measured:
-    """Measured failures: outages (failed, returned), in seconds, of the slices of one island."""
-
-    def __init__(self, outages: Sequence[tuple[float, float]]) -> None:
-        self._outages = sorted(outages)
-        self._next = 0
-
-    def after(self, now: float, live: int) -> float:
-        """See Failures. A failure during a pause is noticed in the next step."""
-        return max(now, self._outages[self._next][0]) if self._next < len(self._outages) else math.inf
-
-    def back(self, at: float) -> float:
-        """See Failures."""
-        _, returned = self._outages[self._next]
-        self._next += 1
-        return max(at, returned)
 
 
 class _Steps:
@@ -241,33 +207,10 @@ class Outcome:
         idle = np.maximum(0.0, np.append(begins, self.seconds) - reached).sum()
         return float(1.0 - idle / self.seconds)
 
-    @property
-    def changes(self) -> int:
-        """The number of times that an island stopped, started, or continued with other slices."""
-        return sum(max(0, len(island) - 1) for island in self.islands)
 
-
-def simulate(
-    model: FailureModel,
-    seconds: float,
-    rng: np.random.Generator,
-    outages: Sequence[Sequence[tuple[float, float]]] | None = None,
-) -> Outcome:
-    """Simulate all islands.
-
-    Args:
-        model: The model and its sizes.
-        seconds: Virtual time.
-        rng: The source of all random draws.
-        outages: Measured outages, (failed, returned) for each slice; without them, failures are drawn. Slice i belongs
-            to island i mod M.
-    """
+def simulate(model: FailureModel, seconds: float, rng: np.random.Generator) -> Outcome:
+    """Simulate all islands for virtual `seconds`, with all random draws from `rng`."""
     _require(0 < seconds < math.inf, "days", seconds / 86400.0, "a positive number")
     sizes = tuple(model.slices_of(island) for island in range(model.islands))
-    islands = []
-    for island, size in enumerate(sizes):
-        mine: Failures = Poisson(model, rng)
-        if outages is not None:
-            mine = Measured([one for slice_ in outages[island :: model.islands] for one in slice_])
-        islands.append(list(stretches(model, size, mine, seconds, rng)))
-    return Outcome(seconds, tuple(islands), sizes)
+    islands = tuple(list(stretches(model, size, Failures(model, rng), seconds, rng)) for size in sizes)
+    return Outcome(seconds, islands, sizes)

@@ -1,4 +1,4 @@
-"""The verbs of `archipelago simulate`: which estimate the cost of failures and links before a machine is rented."""
+"""The verbs of `archipelago simulate`, which estimate the cost of failures and links before a machine is rented."""
 
 from __future__ import annotations
 
@@ -7,6 +7,4 @@ from archipelago.ops.verbs import Verb, Verbs
 VERBS: Verbs = {
     "plan": Verb("archipelago.ops.simulation.plan", "PlanOptions", "Choose M, H, P and codec for a run, on one page."),
     "tables": Verb("archipelago.ops.simulation.tables", "TablesOptions", "The paper's tables beside this model's."),
-    "run": Verb("archipelago.ops.simulation.run", "RunOptions", "One simulation: goodput, uptime, a tape."),
-    "quality": Verb("archipelago.ops.simulation.quality", "QualityOptions", "Train islands along failure tapes."),
 }

@@ -58,7 +58,7 @@ LADDER = (
 class PlanOptions:
     """Plan a run on one page: M, H, P, S and codec for the machines and links that you have.
 
-    The answer comes from the model of `archipelago simulate run`; docs/results/simulation.md lists its assumptions.
+    The answer comes from the model of `archipelago simulate tables`; docs/results/simulation.md lists its assumptions.
     """
 
     model: str = "1b"

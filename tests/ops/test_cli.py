@@ -266,7 +266,6 @@ def test_an_error_names_the_mistake(call: Call, tmp_path: Path) -> None:
         ("prepare nothing-there", "nothing-there"),
         ("prepare stdlib --name mine", "stdlib"),
         ("prepare stdlib --path somewhere", "--path"),
-        ("bench time --scavenged 0", "--scavenged"),
     ):
         assert named in one_line(call(*command.split())), command
     assert list(tmp_path.iterdir()) == []

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archipelago.broker.errors import ConfigError
-from archipelago.ops.simulation.failures import Delays, FailureModel, Outcome, Stretch, simulate
+from archipelago.ops.simulation.failures import Delays, FailureModel, Failures, Outcome, Stretch, simulate, stretches
 from archipelago.ops.simulation.links import data_parallel_gbits, fragments_gbits, load, ring_factor
 from archipelago.ops.simulation.published import BANDWIDTH, UTILISATION, bandwidth, bandwidth_rms, covered
 from tests.failing import failing
@@ -85,26 +85,39 @@ def test_delays_are_exponentiated_weibull() -> None:
 # -- small cases by hand ----------------------------------------------------------------------------------------------
 
 
-def by_hand(outages: list[list[tuple[float, float]]], seconds: float = 30.0, elastic: bool = True) -> Outcome:
-    """Simulate one island with steps of exactly one second and pauses of two."""
-    model = FailureModel(1, 1, len(outages), 1.0, 1.0, 0.0, 2.0, elastic=elastic)
-    return simulate(model, seconds, rng(), outages)
+class Outages(Failures):
+    """Failures at given times: (failed, returned) of each outage, in seconds."""
+
+    def __init__(self, outages: list[tuple[float, float]]) -> None:
+        self._outages = sorted(outages)
+
+    def after(self, now: float, live: int) -> float:
+        return max(now, self._outages[0][0]) if self._outages else math.inf
+
+    def back(self, at: float) -> float:
+        return max(at, self._outages.pop(0)[1])
+
+
+def by_hand(slices: int, *outages: tuple[float, float], elastic: bool = True) -> Outcome:
+    """Simulate one island for 30 steps of exactly one second, with pauses of two. Each outage stops one slice."""
+    model = FailureModel(1, 1, slices, 1.0, 1.0, 0.0, 2.0, elastic=elastic)
+    return Outcome(30.0, (list(stretches(model, slices, Outages([*outages]), 30.0, rng())),), (slices,))
 
 
 def test_an_elastic_island_pauses_to_shrink_and_to_grow() -> None:
-    outcome = by_hand([[(10.5, 14.2)], []])
+    outcome = by_hand(2, (10.5, 14.2))
     assert outcome.islands == ([Stretch(0, 11, 2), Stretch(13, 15, 1), Stretch(17, 30, 2)],)
     assert outcome.goodput == pytest.approx((11 + 1 + 13) / 30)
     assert outcome.uptime == pytest.approx((11 + 2 + 13) / 30)
-    several = by_hand([[(10.2, 99.0)], [(10.9, 99.0)], []])
+    several = by_hand(3, (10.2, 99.0), (10.9, 99.0))
     assert several.islands == ([Stretch(0, 11, 3), Stretch(13, 30, 1)],), "failures in one step cost one pause"
 
 
 def test_an_island_stalls_without_slices_or_if_it_is_not_elastic() -> None:
-    inelastic = by_hand([[(10.5, 14.0)], [(10.8, 16.5)]], elastic=False)
+    inelastic = by_hand(2, (10.5, 14.0), (10.8, 16.5), elastic=False)
     assert inelastic.islands == ([Stretch(0, 11, 2), Stretch(18.5, 30, 2)],), "until all slices are back"
-    assert by_hand([[(10.5, 14.2)]]).islands == ([Stretch(0, 11, 1), Stretch(16.2, 30, 1)],)
-    assert by_hand([[(0.5, 99.0)]]).uptime == pytest.approx(1 / 30)
+    assert by_hand(1, (10.5, 14.2)).islands == ([Stretch(0, 11, 1), Stretch(16.2, 30, 1)],)
+    assert by_hand(1, (0.5, 99.0)).uptime == pytest.approx(1 / 30)
 
 
 def test_uptime_counts_overlaps_once() -> None:

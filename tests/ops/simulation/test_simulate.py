@@ -1,4 +1,4 @@
-"""`archipelago simulate`: the published tables and their picture, one simulation, measured failures, and tapes."""
+"""`archipelago simulate tables`: the published tables beside the simulated ones, and their picture."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from archipelago.broker.errors import ConfigError, DataError
+from archipelago.broker.errors import ConfigError
 from archipelago.ops.commands import run
 from archipelago.ops.simulation.failures import YEAR_SECONDS
 from archipelago.ops.simulation.published import ROWS
-from archipelago.ops.simulation.tape import read
 from tests.failing import failing
 
 
@@ -57,42 +56,11 @@ def test_the_defaults_reproduce_the_published_tables(tmp_path: Path, capsys: pyt
     assert math.sqrt(sum(d * d for d in differences) / 10) < 2.5, "seed 7"
 
 
-def test_a_run_and_its_tape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "tape.jsonl"
-    found = answer(capsys, "run", "--chips", 2.4e6, "--islands", 4, "--days", 0.25, "--tape", path)
-    tape = read(path)
-    assert len(tape.islands) == 4
-    assert tape.goodput() == pytest.approx(found["goodput"], abs=1e-5)
-    assert 0.5 < found["goodput"] < found["uptime"] <= 1.0
-    again = answer(capsys, "run", "--chips", 2.4e6, "--islands", 4, "--days", 0.25, "--seed", 1)
-    assert again["goodput"] != found["goodput"], "another seed"
-
-
-def test_measured_failures_are_played(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two islands of two slices over 1,000 s; one slice is away from 100 s to 400 s, and never again."""
-    path = tmp_path / "outages.csv"
-    path.write_text("slice,failed_seconds,returned_seconds\na,100,400\nb,1000,1000\n", encoding="utf-8")
-    flags = ["--islands", 2, "--trace-slices", 4, "--pause-seconds", 0, "--step-seconds", 0.5, "--step-deviation", 0]
-    found = answer(capsys, "run", "--trace", path, *flags)
-    assert found["goodput"] == pytest.approx(1.0 - 300.0 / 4000.0, abs=1e-3)
-    assert found["uptime"] == pytest.approx(1.0)
-    assert found["outages"] == 2
-    assert found["mean_return_seconds"] == pytest.approx(150.0)
-    assert found["slice_hours_between"] == pytest.approx((4000 - 300) / 2 / 3600)
-    alone = answer(capsys, "run", "--trace", path, "--islands", 2, *flags[4:])
-    assert alone["goodput"] == pytest.approx(1.0 - 300.0 / 2000.0, abs=1e-3), "the two that it names"
-
-
-def test_wrong_options_are_errors(tmp_path: Path) -> None:
-    one_slice = tmp_path / "outages.csv"
-    one_slice.write_text("slice,failed_seconds,returned_seconds\na,1,2\n", encoding="utf-8")
+def test_wrong_options_are_errors() -> None:
     for flags, code in (
-        (("--islands", "8", "--slices", "4"), "config.slices"),
+        (("--slices", "4"), "config.slices"),
         (("--days", "-1"), "config.days"),
-        (("--trace", str(one_slice)), "config.slices"),
         (("--seed", "-1"), "config.seed"),
     ):
         with failing(ConfigError, code):
-            run(["simulate", "run", *flags])
-    with failing(DataError, "tape.unreadable"):
-        run(["simulate", "run", "--trace", str(tmp_path / "nowhere.csv")])
+            run(["simulate", "tables", *flags])

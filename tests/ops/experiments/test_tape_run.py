@@ -1,9 +1,8 @@
-"""Failure tapes: files are written, read and refused, and islands follow them."""
+"""Failure tapes record a simulation, and islands follow them."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,36 +12,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from archipelago.broker.config import MergeConfig, RunConfig
-from archipelago.broker.errors import DataError
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.inner import InnerState
 from archipelago.islands.tasks.ours import our_work
 from archipelago.islands.tasks.workload import Workload
-from archipelago.ops.experiments.tape_run import Course, TapeRun, calm, quality, rehearsed
+from archipelago.ops.experiments.tape_run import Course, FailureTape, Leg, TapeRun, follow, rehearsed, taped
 from archipelago.ops.simulation.failures import FailureModel, simulate
-from archipelago.ops.simulation.tape import FailureTape, Leg, outages, read, taped, write
-from tests.failing import failing
 from tests.small import SMALL
 
 AVERAGE = MergeConfig(embedding="average", rest="average")
-HEAD = '{"tape": 1, "islands": 1, "step_seconds": 1.0, "seconds": 9.0}\n'
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
+# -- tapes ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_tape_records_a_simulation(tmp_path: Path) -> None:
+def test_a_tape_records_a_simulation() -> None:
     model = FailureModel(chips=2.4e6, islands=4, slices=32)
     outcome = simulate(model, 20_000.0, np.random.default_rng(3))
-    tape = taped(outcome, model.step_seconds, {"chips": model.chips})
-    write(tape, tmp_path / "tape.jsonl")
-    back = read(tmp_path / "tape.jsonl")
-    assert back.about == {"chips": 2.4e6}
-    assert (back.step_seconds, back.seconds, len(back.islands)) == (6.0, 20_000.0, 4)
+    tape = taped(outcome, model.step_seconds)
+    assert (tape.step_seconds, tape.seconds, len(tape.islands)) == (6.0, 20_000.0, 4)
     for island in range(4):
         assert 0.5 < outcome.goodput_of(island) < 0.99, "seed 3"
         assert tape.goodput_of(island) == pytest.approx(outcome.goodput_of(island), abs=1e-9)
-        assert back.goodput_of(island) == pytest.approx(outcome.goodput_of(island), abs=1e-5)
 
 
 def test_goodput_of_a_tape_up_to_a_moment() -> None:
@@ -50,50 +41,6 @@ def test_goodput_of_a_tape_up_to_a_moment() -> None:
     assert tape.goodput(40.0) == pytest.approx(0.5)
     assert tape.goodput(50.0) == pytest.approx(0.6)
     assert tape.goodput() == tape.goodput(200.0) == pytest.approx(0.8), "the tape ends at 100 s"
-
-
-def test_a_file_that_is_not_a_tape_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "tape.jsonl"
-    first = '{"at": 0, "island": 0, "live": 1}\n'
-    for text in (
-        "",
-        "not JSON",
-        "[]\n",
-        '{"tape": 2, "islands": 1, "step_seconds": 1, "seconds": 9}\n',
-        '{"tape": 1, "islands": 0, "step_seconds": 1, "seconds": 9}\n',
-        '{"tape": 1, "islands": 1, "step_seconds": NaN, "seconds": 9}\n',
-        HEAD,
-        HEAD + '{"at": 1, "island": 0, "live": 1}\n',
-        HEAD + '{"at": 0, "island": 1, "live": 1}\n',
-        HEAD + '{"at": 0, "island": -1, "live": 1}\n',
-        HEAD + '{"at": 0, "island": 0, "live": 1.5}\n',
-        HEAD + '{"at": 0, "island": 0, "live": NaN}\n',
-        HEAD + first + '{"at": 10, "island": 0, "live": 0}\n',
-        HEAD + first + '{"at": 5, "island": 0, "live": 0}\n{"at": 4, "island": 0, "live": 1}',
-        HEAD + '{"at": 0, "island": 0}\n',
-    ):
-        path.write_text(text, encoding="utf-8")
-        with failing(DataError, "tape.invalid"):
-            read(path)
-    with failing(DataError, "tape.unreadable"):
-        read(tmp_path / "nowhere")
-
-
-def test_measured_outages_are_merged_where_they_overlap(tmp_path: Path) -> None:
-    path = tmp_path / "outages.csv"
-    path.write_text(
-        "slice,failed_seconds,returned_seconds\noslo,50,60\nparis,1,2\noslo,10,20\noslo,15,30\n", encoding="utf-8"
-    )
-    assert outages(path) == [[(10.0, 30.0), (50.0, 60.0)], [(1.0, 2.0)]]
-    for text in (
-        "",
-        "a,b\n1,2\n",
-        "slice,failed_seconds,returned_seconds\n",
-        "slice,failed_seconds,returned_seconds\na,2,1\n",
-    ):
-        path.write_text(text, encoding="utf-8")
-        with failing(DataError, "tape.outages"):
-            outages(path)
 
 
 # -- an island's course -----------------------------------------------------------------------------------------------
@@ -123,8 +70,6 @@ def test_the_longest_stall_is_found() -> None:
     course = Course([Leg(0, 1), Leg(2, 0), Leg(3, 1), Leg(4, 0), Leg(8, 0), Leg(9, 1)], 1.0, 10.0)
     assert course.walk(0.0, 4.0) == (10.0, (4.0, 9.0))
     assert course.walk(5.0, 3.0) == (12.0, (5.0, 9.0)), "the tape starts again"
-    with failing(DataError, "tape.never-steps"):
-        Course([Leg(0, 0)], 1.0, 10.0)
 
 
 # -- islands that follow a tape ---------------------------------------------------------------------------------------
@@ -163,7 +108,7 @@ def followed(work: Workload, tape: FailureTape) -> TapeRun:
 
 @pytest.mark.full
 def test_a_tape_without_failures_gives_the_usual_run(work: Workload) -> None:
-    run = followed(work, calm(2, 6.0))
+    run = followed(work, tape_of([(0, 1)], [(0, 1)]))
     assert run.tokens == 2 * work.config.inner.steps * work.config.tokens_per_step
     assert run.deaths == 0
 
@@ -234,18 +179,15 @@ def test_a_rehearsal_predicts_the_last_step(work: Workload) -> None:
 
 
 @pytest.mark.full
-def test_quality_is_compared_at_equal_tokens(config: RunConfig, corpus: OpenCorpus) -> None:
+def test_islands_of_a_tape_train_on_as_many_tokens(config: RunConfig, corpus: OpenCorpus) -> None:
+    """They take longer, and the learning rate schedule ends with the tokens."""
+    work = our_work(config, corpus)
     legs = tuple(Leg(*leg) for leg in ((0, 1), (8, 0), (13, 0.75), (18, 1)))
-    heard: list[str] = []
-    rows = quality(config, {"calm": calm(2, 1.0), "rough": FailureTape((legs, legs), 1.0, 25.0)}, heard.append)
-    assert [row["tape"] for row in rows] == ["calm", "rough"]
-    assert rows[1]["goodput"] == pytest.approx((8 + 0.75 * 5 + 7) / 25), "the run is longer than the tape"
-    assert rows[1]["tokens"] == pytest.approx(rows[0]["tokens"], rel=0.02)
-    assert rows[0]["steps"] == pytest.approx(config.inner.steps, abs=2)
-    assert rows[1]["steps"] > rows[0]["steps"], "fewer slices, more steps"
-    assert rows[1]["schedule_done"] == pytest.approx(1.0, abs=0.03)
-    losses = [row["bits_per_byte"] for row in rows]
-    assert [row["to_first"] for row in rows] == [1.0, losses[1] / losses[0]]
-    assert 0.5 < rows[1]["to_first"] < 1.5
-    assert rows[1]["bits_per_byte"] < 7.0, "it learned"
-    assert len(heard) == 2
+    tokens = 2 * config.inner.steps * config.tokens_per_step
+    run, goodput, first, last = follow(work, FailureTape((legs, legs), 1.0, 25.0), tokens)
+    assert goodput == pytest.approx((8 + 0.75 * 5 + 7) / 25), "the run is longer than the tape"
+    assert run.tokens == last.tokens == pytest.approx(tokens, rel=0.02)
+    steps = run.manifest.config.inner.steps
+    assert steps > config.inner.steps, "fewer slices, more steps"
+    assert run.merger.state.step / steps == pytest.approx(1.0, abs=0.03)
+    assert last.bits_per_byte < 7.0 < first.bits_per_byte, "it learned"
