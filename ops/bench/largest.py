@@ -40,11 +40,13 @@ from archipelago.ops.simulation.cycle import (
     FIRST_MERGE_BYTES,
     LEASE_SECONDS,
     Cycle,
+    Machine,
     again_seconds,
     cycle,
     loading_seconds,
+    measured_machine,
+    new_memory_seconds,
 )
-from archipelago.ops.simulation.machine import Machine, measured_machine, new_memory_seconds
 
 PARAMETERS, PARAMETERS_QUICK = 1e9, 2e7
 FRAGMENTS = 256

@@ -187,7 +187,7 @@ def _islands(models: Sequence[Any], text: bytes, steps: int, rate: float, rule: 
     from archipelago.islands.pytorch.module import ModuleParameters
     from archipelago.islands.sync.connection.link import Link
     from archipelago.merger.service import Merger
-    from archipelago.ops.experiments.torch_island import TorchIsland
+    from archipelago.ops.experiments.both_frameworks import TorchIsland
     from archipelago.ops.experiments.virtual_time import VirtualClock
 
     merge = MergeConfig(rest=rule, embedding=rule)

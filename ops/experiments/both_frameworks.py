@@ -16,6 +16,7 @@ import transformers
 from archipelago.broker.config import RunConfig
 from archipelago.broker.corpus_shards import Place
 from archipelago.broker.errors import ConfigError
+from archipelago.broker.manifest import Manifest
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.data.sharding import gather
@@ -23,13 +24,15 @@ from archipelago.islands.data.supply import Supply
 from archipelago.islands.data.tokenizer import Tokens
 from archipelago.islands.models import llama
 from archipelago.islands.models.dimensions import DENSE
+from archipelago.islands.own_loop.loop import OwnLoop
+from archipelago.islands.pytorch.host import torch_host
 from archipelago.islands.pytorch.module import ModuleParameters
+from archipelago.islands.pytorch.replica import TorchReplica
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.tasks.ours import our_work
 from archipelago.islands.tasks.workload import Workload
 from archipelago.islands.worker import Island
-from archipelago.ops.experiments.torch_island import TorchIsland
 from archipelago.ops.experiments.virtual_time import VirtualRun, paces
 
 Framework = Literal["jax", "pytorch"]
@@ -86,6 +89,59 @@ class LlamaTraining:
             torch.nn.utils.clip_grad_norm_(self._model.parameters(), inner.clip_norm)
         self._optimizer.step()
         return self._batches.tokens, float(loss.detach())
+
+
+#: Makes one training step of a run that is at that global step. Returns its tokens and its loss.
+Train = Callable[[int], tuple[int, float]]
+
+
+class TorchIsland(OwnLoop):
+    """An island that `archipelago.pytorch.join` would make, for a clock that jumps: `boundary` and `advance` in turn.
+
+    Attributes:
+        scan_steps: Inner steps between two boundaries.
+    """
+
+    scan_steps = 1
+
+    def __init__(
+        self,
+        name: str,
+        manifest: Manifest,
+        parameters: ModuleParameters,
+        train: Train,
+        link: Link,
+        arrivals: Sequence[Arrival],
+        clock: Callable[[], float],
+        incarnation: str,
+    ) -> None:
+        """Begin from published snapshots, which are written into the module.
+
+        Args:
+            name: The island's name.
+            manifest: The run.
+            parameters: The parameters of the module.
+            train: Makes a training step of the module.
+            link: The connection to the broker.
+            arrivals: One snapshot of every fragment.
+            clock: Seconds.
+            incarnation: Distinguishes this island from earlier ones of the same name.
+        """
+        replica = TorchReplica(manifest, parameters.device)
+        replica.begin(parameters.named(), [arrival.params_N for arrival in arrivals])
+        host = torch_host(parameters.device, clock)
+        super().__init__(name, manifest, link, replica, parameters, arrivals, host, None, clock, incarnation)
+        self._train = train
+
+    def boundary(self) -> None:
+        """Adopt what has arrived, and send what is due."""
+        super().boundary()
+        self.beat("training")
+
+    def advance(self) -> None:
+        """Make one training step."""
+        tokens, loss = self._train(self.ledger.global_step)
+        self.count(1, tokens, loss)
 
 
 class MixedRun(VirtualRun):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -13,13 +12,13 @@ import numpy as np
 
 from archipelago.broker.config import MergeConfig, checked
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.manifest import Tensor
 from archipelago.broker.process import print_json
 from archipelago.ops.settings import say
 from archipelago.ops.simulation.cycle import REFERENCE, Cycle, cycle, shards_needed
 from archipelago.ops.simulation.failures import YEAR_SECONDS, FailureModel, simulate
 from archipelago.ops.simulation.links import Load, data_parallel_gbits, load
-from archipelago.ops.simulation.spectra_load import THREAD_RATE, SpectraLoad, decoder, spectra_load
+from archipelago.ops.simulation.plan_model import measured_step, parameters_of, tensors_of, tokens_of
+from archipelago.ops.simulation.spectra_load import THREAD_RATE, SpectraLoad, spectra_load
 
 #: The defaults are tuned for up to this number of islands, and the paper has no more.
 ISLANDS_MAX = 16
@@ -170,8 +169,6 @@ def main(options: PlanOptions) -> int:
 
 def of_task(options: PlanOptions, task: str) -> PlanOptions:
     """Return the options with the size, the batch and the speed of a task."""
-    from archipelago.ops.simulation.task_step import measured_step
-
     tokens, seconds = measured_step(task)
     say(f"a step of the task takes {seconds * 1e3:.3g} ms here, for {tokens:,} tokens")
     batch_tokens = tokens * options.chips
@@ -307,49 +304,3 @@ def _cycle(
     )  # fmt: skip
     count = max(1, shards)
     return cycle(config, parameters, fragments * count, islands, count, machine=machine), shards > 0
-
-
-_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
-
-
-def _number(text: str, what: str) -> float:
-    found = re.fullmatch(r"\s*([0-9][0-9_]*\.?[0-9]*(?:e[+-]?[0-9]{1,3})?)\s*([kmbgt]?)\s*", text.lower())
-    value = float(found[1].replace("_", "")) * _UNITS[found[2]] if found else math.nan
-    if not 1 <= value <= 1e18:
-        raise ConfigError(
-            f"{what} cannot be {text!r}", "Write a number such as 5e9, 5B or 120M.", code=f"config.{what[2:]}"
-        )
-    return value
-
-
-def parameters_of(model: str) -> int:
-    """Return the parameters of a model by name, or the number in the text. Raise ConfigError for anything else."""
-    if _is_number(model):
-        return round(_number(model, "--model"))
-    return sum(tensor.size for tensor in tensors_of(model))
-
-
-def tensors_of(model: str) -> Sequence[Tensor]:
-    """Return the tensors of a model by name or of a task's, or those of a usual decoder of that many parameters."""
-    if _is_number(model):
-        return decoder(_number(model, "--model"))
-    if ".py" in model:
-        from archipelago.islands.tasks.file import load_task
-        from archipelago.islands.tasks.model import TaskModel
-
-        return TaskModel(load_task(model), 0).tensors
-    from archipelago.islands.models.registry import build
-
-    return build(model).tensors
-
-
-def _is_number(model: str) -> bool:
-    is_number = re.fullmatch(r"[0-9][0-9_.]*(e[+-]?[0-9]+)?[kmbgt]?", model.lower())
-    return bool(is_number) and model not in ("124m", "1b")
-
-
-def tokens_of(tokens: str, parameters: int) -> int:
-    """Return a number of tokens, given as a number or as a multiple of the parameters. Raise ConfigError otherwise."""
-    if tokens.lower().endswith("x"):
-        return round(_number(tokens[:-1], "--tokens") * parameters)
-    return round(_number(tokens, "--tokens"))

@@ -29,8 +29,7 @@ from archipelago.broker.redis.checkup import Bandwidth, RedisCheckup
 from archipelago.broker.redis.node_facts import NodeFacts
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.shards.reader import numbered
-from archipelago.ops.simulation.cycle import cycle
-from archipelago.ops.simulation.machine import measured_machine
+from archipelago.ops.simulation.cycle import cycle, measured_machine
 from archipelago.ops.watch.doctor import checks, estimate
 from archipelago.ops.watch.doctor import site as doctor_site
 from archipelago.ops.watch.doctor.checks import Finding, ok, problem

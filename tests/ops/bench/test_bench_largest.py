@@ -12,7 +12,7 @@ from archipelago.broker.messages import Member, Snapshot
 from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.ops.bench.largest import predict, require_room
 from archipelago.ops.bench.largest_islands import MOMENTUM, RATE, require_merge, require_version
-from archipelago.ops.simulation.machine import Machine
+from archipelago.ops.simulation.cycle import Machine
 from tests.failing import failing
 
 MEMBER = Member(

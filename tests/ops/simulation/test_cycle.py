@@ -19,10 +19,12 @@ from archipelago.ops.simulation.cycle import (
     LEASE_SECONDS,
     MERGER_SHARE_MAX,
     REDIS_BASE,
+    Machine,
     cycle,
+    measured_machine,
+    new_memory_seconds,
     shards_needed,
 )
-from archipelago.ops.simulation.machine import Machine, measured_machine, new_memory_seconds
 from tests.failing import failing
 
 CONFIG = RunConfig()

@@ -19,10 +19,9 @@ from archipelago.ops.simulation.plan import (
     PlanOptions,
     choose,
     of_task,
-    parameters_of,
     plan,
-    tokens_of,
 )
+from archipelago.ops.simulation.plan_model import parameters_of, tokens_of
 from archipelago.ops.simulation.plan_page import page
 from tests.failing import failing
 
