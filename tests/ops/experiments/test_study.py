@@ -17,10 +17,8 @@ from archipelago.broker.errors import ArchipelagoError, ConfigError
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.ops.commands import run as archipelago
 from archipelago.ops.experiments import study as studies
-from archipelago.ops.experiments import study_run
 from archipelago.ops.experiments import trial as trials
-from archipelago.ops.experiments.study import Study
-from archipelago.ops.experiments.study_run import SHIPPED
+from archipelago.ops.experiments.study import SHIPPED, Study
 from archipelago.ops.experiments.trial import Trial, key_of
 from tests.failing import failing
 from tests.ops.experiments.trials import STUDY, record_of, trial_of
@@ -96,13 +94,13 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
             seen.append(one)
             yield one, record_of(one)
 
-    monkeypatch.setattr(study_run, "_results", results)
+    monkeypatch.setattr(studies, "_results", results)
     return seen
 
 
 def run_rest(study: Study, folder: Path, most: int = 0) -> int:
     """Run the trials that have no result yet, and return their number."""
-    return study_run.run(study, folder, 1, studies.recorded(folder), most=most)
+    return studies.run(study, folder, 1, studies.recorded(folder), most=most)
 
 
 def test_a_recorded_trial_is_not_measured_again(folder: Path, measured: list[Trial]) -> None:
@@ -168,7 +166,7 @@ def _dies(trial: Trial) -> dict[str, Any]:
 
 @pytest.mark.full
 def test_a_killed_measuring_process_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(study_run, "measure", _dies)
+    monkeypatch.setattr(studies, "measure", _dies)
     with failing(ArchipelagoError, "study.process-killed"):
         run_rest(studies.load(folder, "rates"), folder)
     assert studies.recorded(folder) == {}
@@ -179,8 +177,8 @@ def test_a_result_is_shown_with_the_settings_that_vary() -> None:
     late = dataclasses.replace(at_once, sending=6.0)
     names = studies.varying([t.named_values for t in (parallel, at_once, late)])
     assert names == ["sending"]
-    assert study_run.in_words(late, record_of(late, 2.5), names) == "2.5000  islands M=2 seed=0 sending=6.0"
-    assert study_run.in_words(at_once, record_of(at_once, None), names) == "diverged  islands M=2 seed=0 sending=0.0"
+    assert studies.in_words(late, record_of(late, 2.5), names) == "2.5000  islands M=2 seed=0 sending=6.0"
+    assert studies.in_words(at_once, record_of(at_once, None), names) == "diverged  islands M=2 seed=0 sending=0.0"
 
 
 def test_without_a_name_all_studies_are_listed(
