@@ -1,10 +1,10 @@
-"""`archipelago simulate tables`: the paper's tables beside the simulated ones, as text, JSON and a picture."""
+"""`archipelago simulate tables`: the paper's tables beside the simulated ones, as a table, JSON and a picture."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,7 +45,7 @@ class TablesOptions:
     seed: int = 0
     """The seed of all random draws."""
     output: Path = Path("runs/simulate")
-    """The folder for the picture, and for the tables in Markdown."""
+    """The folder for the picture."""
     json: bool = False
     """Print one JSON object."""
 
@@ -58,7 +58,6 @@ def main(options: TablesOptions) -> int:
     gbits = bandwidth()
     seconds = time.process_time() - began
     make_untracked(options.output)
-    (options.output / "simulation_tables.md").write_text(markdown(goodput, uptime, gbits), encoding="utf-8")
     summary = {"goodput_rms_points": rms(goodput, GOODPUT), "uptime_rms_points": rms(uptime, UPTIME),
                "bandwidth_rms": bandwidth_rms(gbits), "cpu_seconds": seconds}  # fmt: skip
     if not options.json:
@@ -111,23 +110,6 @@ def bandwidth_rows(found: Mapping[Site, Mapping[str, Sequence[float]]]) -> list[
     ]  # fmt: skip
 
 
-def markdown(goodput: Cells, uptime: Cells, found: Mapping[Site, Mapping[str, Sequence[float]]]) -> str:
-    """Return the tables in Markdown."""
-    heads = ["| chips |" + "".join(f" {chips_in_words(chips)} |" for chips in CHIPS), "|---|" + "---:|" * len(CHIPS)]
-    lines = []
-    for title, published, mine in (("Goodput", GOODPUT, goodput), ("Uptime", UPTIME, uptime)):
-        lines += [f"{title}, %, published / simulated", "", *heads]
-        for row in ROWS:
-            pairs = zip(published[row], mine[row], strict=True)
-            lines.append(f"| {row.label} |" + "".join(f" {a:.0f} / {b:.1f} |" for a, b in pairs))
-        lines.append("")
-    lines += ["Gbit/s between sites, published / by formula; * not covered", ""]
-    lines += ["| utilisation |" + "".join(f" {u:.0%} |" for u in UTILISATION), "|---|" + "---:|" * len(UTILISATION)]
-    for site, kind, cells in _bandwidth_cells(found):
-        lines.append(f"| {site.step_seconds:g} s, {site.sites} sites, {kind} |" + "".join(f" {c} |" for c in cells))
-    return "\n".join(lines) + "\n"
-
-
 def tables(goodput: Cells, uptime: Cells, found: Mapping[Site, Mapping[str, Sequence[float]]]) -> list[Table]:
     """Return the tables for a terminal. Each cell is published / simulated."""
     return [
@@ -154,23 +136,15 @@ def _table(title: str, published: Cells, found: Cells) -> Table:
 
 def _bandwidth_table(found: Mapping[Site, Mapping[str, Sequence[float]]]) -> Table:
     table = _new("Gbit/s between sites, published / by formula", ["utilisation", *(f"{u:.0%}" for u in UTILISATION)])
-    for site, kind, cells in _bandwidth_cells(found):
-        table.add_row(f"{site.step_seconds:g} s, {site.sites} sites, {kind}", *cells)
+    for site, kinds in BANDWIDTH.items():
+        for kind, published in kinds.items():
+            pairs = list(zip(published, found[site][kind], strict=True))
+            cells = [f"{paper:g} / {f'{model:.2g}' if model < 10 else f'{model:.0f}'}" for paper, model in pairs]
+            marked = [c if covered(kind, u) else f"{c} *" for c, u in zip(cells, UTILISATION, strict=True)]
+            table.add_row(f"{site.step_seconds:g} s, {site.sites} sites, {kind}", *marked)
     table.caption = "* not covered by the formula: docs/results/simulation.md says why"
     table.caption_justify = "left"
     return table
-
-
-def _bandwidth_cells(
-    found: Mapping[Site, Mapping[str, Sequence[float]]],
-) -> Iterator[tuple[Site, str, list[str]]]:
-    for site, kinds in BANDWIDTH.items():
-        for kind, published in kinds.items():
-            cells = [
-                f"{paper:g} / {model:.2g}" if model < 10 else f"{paper:g} / {model:.0f}"
-                for paper, model in zip(published, found[site][kind], strict=True)
-            ]
-            yield site, kind, [c if covered(kind, u) else f"{c} *" for c, u in zip(cells, UTILISATION, strict=True)]
 
 
 _COLOURS = ("#7f7f7f", "#d62728", "#ff7f0e", "#2ca02c", "#1f77b4", "#9467bd")
