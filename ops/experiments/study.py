@@ -148,15 +148,13 @@ def load(folder: Path, name: str) -> Study:
     """Read the study in `FOLDER/NAME.toml`. Raise ConfigError for a file that is missing or is not a study."""
     values = _toml(folder / f"{name}.toml")
     if unknown := sorted(set(values) - _TOP):
-        raise ConfigError(
-            f"the study {name!r} has unknown keys: {', '.join(unknown)}", _SHAPE, code="study.unknown-key"
-        )
+        raise ConfigError(f"the study {name!r} has unknown keys: {', '.join(unknown)}", _SHAPE, code="study.shape")
     base = _flat(_toml(folder / str(values["base"]))) if "base" in values else {}
     try:
         found = [trial for grid in values.get("grid", ()) for trial in _trials(grid, base, values.get("seeds", [0]))]
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
-            f"the study {name!r} has a grid that cannot be read ({error})", _SHAPE, code="study.grid"
+            f"the study {name!r} has a grid that cannot be read ({error})", _SHAPE, code="study.shape"
         ) from None
     for trial in found:
         _ = trial.config  # Report a wrong setting now, and not after an hour.
@@ -197,7 +195,7 @@ def _toml(path: Path) -> dict[str, Any]:
             f"{path} cannot be read ({error.strerror})", f"Files there: {there}.", code="study.unreadable"
         ) from None
     except ValueError as error:
-        raise ConfigError(f"{path} is not TOML ({error})", _SHAPE, code="study.not-toml") from None
+        raise ConfigError(f"{path} is not TOML ({error})", _SHAPE, code="study.shape") from None
 
 
 def varying(trials: Sequence[Mapping[str, Any]]) -> list[str]:

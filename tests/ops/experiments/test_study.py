@@ -42,16 +42,16 @@ def test_a_grid_is_the_product_of_its_lists_with_the_first_seed_first(folder: Pa
 
 def test_a_wrong_study_is_refused_before_anything_runs(folder: Path) -> None:
     for text, code in (
-        ("grids = 1", "study.unknown-key"),
+        ("grids = 1", "study.shape"),
         ('[[grid]]\nkind = "serial"', "study.kind"),
         ("[[grid]]\nislands = 0", "study.islands"),
         ("[[grid]]\nislands = 4.5", "study.islands"),
         ("[[grid]]\nslow = inf", "study.islands"),
         ("[[grid]]\nslow = 2.0\nslowed = 1.5", "study.slow"),
         ("base = 5\n[[grid]]", "study.unreadable"),
-        ("[[grid]]\nseeds = 3", "study.grid"),
+        ("[[grid]]\nseeds = 3", "study.shape"),
         ('base = "nowhere.toml"', "study.unreadable"),
-        ("[[grid", "study.not-toml"),
+        ("[[grid", "study.shape"),
         ('[[grid]]\n"outer.rate" = 1.0', "config.unknown-key"),
         ('[[grid]]\n"outer.learning_rate" = -1.0', "config.value"),
     ):
