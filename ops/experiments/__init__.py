@@ -1,1 +1,1 @@
-"""Experiments in virtual time: parity, studies, time to loss, and the replay of recorded runs."""
+"""Experiments in virtual time: parity, studies, both frameworks in one run, and the replay of recorded runs."""
