@@ -51,8 +51,8 @@ class ModelConfig:
 
     Attributes:
         size: The model's name: tiny (0.1 M parameters), small (1 M), base (25 M), 124m or 1b; tiny-moe (0.3 M) or
-            small-moe (3 M), with 8 experts per layer; digits, for the corpus of that name.
-        vocabulary: The number of tokens that a text model knows. 256 stands for bytes; if the corpus has a tokenizer,
+            small-moe (3 M), with 8 experts per layer.
+        vocabulary: The number of tokens that the model knows. 256 stands for bytes; if the corpus has a tokenizer,
             `archipelago init` replaces 256 with the tokenizer's size.
         compute_dtype: The dtype of activations, and of the copies of parameters that layers compute with. Masters,
             moments and everything that is sent stay float32. `device` is bfloat16 on accelerators, float32 on CPUs.
@@ -76,8 +76,7 @@ class DataConfig:
 
     Attributes:
         corpus: The name of a prepared corpus. `stdlib` is the source code of Python's standard library.
-        sequence_length: Tokens per sequence. For a corpus of examples, the bytes of one example without its label (64
-            for digits).
+        sequence_length: Tokens per sequence.
         batch_size: Sequences per inner step on one island.
         shards: The number of shards of the training text. An island leases one shard at a time, and no two islands hold
             the same one.

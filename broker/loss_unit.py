@@ -1,4 +1,4 @@
-"""The unit in which the losses of a run are shown: bits per byte of text, or nats per label where there are no bytes.
+"""The unit in which the losses of a run are shown: bits per byte of text, or those of a script or a task.
 
 Islands and mergers count losses in nats per token, and evaluations are recorded in bits per byte. Everything that shows
 a loss converts it here first, so that training and held-out losses can be compared with each other and between runs.
@@ -55,7 +55,5 @@ def loss_unit(corpus: Corpus) -> LossUnit:
     """
     if not corpus.name:  # scripts and tasks of the users give a loss of any kind
         return LossUnit("loss units", 1.0, _NATS_PER_BIT)
-    if corpus.has_examples:
-        return LossUnit("nats per label", 1.0, _NATS_PER_BIT)
     bytes_per_token = corpus.bytes / corpus.tokens if corpus.tokens else 1.0
     return LossUnit("bits per byte", 1.0 / _NATS_PER_BIT / bytes_per_token, 1.0)

@@ -115,7 +115,7 @@ class Corpus:
         digest: The digest of the text.
         bytes: The size of the text.
         tokenizer: The digest of the tokenizer; empty if tokens are bytes.
-        tokens: The number of tokens that the tokenizer made, or of examples; 0 if tokens are bytes.
+        tokens: The number of tokens that the tokenizer made; 0 if tokens are bytes.
     """
 
     name: str
@@ -124,13 +124,8 @@ class Corpus:
     tokenizer: str = ""
     tokens: int = 0
 
-    @property
-    def has_examples(self) -> bool:
-        """Whether it holds examples, such as images and their labels, instead of text."""
-        return self.tokens > 0 and not self.tokenizer
-
     def to_list(self) -> list[str | int]:
-        """Return the values for JSON: three for a corpus of bytes, five for one with a tokenizer or with examples."""
+        """Return the values for JSON: three for a corpus of bytes, five for one with a tokenizer."""
         own: list[str | int] = [self.name, self.digest, self.bytes]
         return [*own, self.tokenizer, self.tokens] if self.tokens else own
 

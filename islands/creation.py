@@ -61,15 +61,6 @@ def require_readable(config: RunConfig, corpus: OpenCorpus, tokenizer: str | Non
             "that corpus.",
             code="config.tokenizer",
         )
-    wanted = build(config.model).example_bytes
-    found = corpus.train.shape[1] if corpus.train.ndim == 2 else None
-    if wanted is not None and found != wanted:
-        holds = "running text" if found is None else f"examples of {found:,}"
-        raise ConfigError(
-            f"the model {config.model.size!r} reads examples of {wanted:,} bytes; corpus {corpus.name!r} is {holds}",
-            "Name another corpus with --data.corpus (`archipelago prepare digits` makes one), or another --model.size.",
-            code="config.corpus-kind",
-        )
 
 
 def first_snapshots(manifest: Manifest, params: Params | None = None) -> list[tuple[Snapshot, bytes]]:

@@ -1,4 +1,4 @@
-"""Evaluation on held-out data: bits per byte of text, or bits per label of examples.
+"""Evaluation on held-out data, in bits per byte of text.
 
 The loss is given per byte, so that models with different tokenizers are comparable: nats per token, times the tokens
 of the held-out text over its bytes, over ln 2. Evaluations use the merger's parameters, never an island's own.
@@ -33,7 +33,7 @@ class Measures(NamedTuple):
     """The quality of a model on held-out sequences.
 
     Attributes:
-        bits: Bits per byte of text or per label of examples, without auxiliary terms of the objective.
+        bits: Bits per byte of text, without auxiliary terms of the objective. Of a task, its loss in bits.
         accuracy: Share of the targets that the model finds most probable, 0 … 1.
     """
 
@@ -72,8 +72,7 @@ def compile_validation(config: RunConfig, corpus: OpenCorpus, text: Tokens | Non
 def _nats_and_accuracy(model: Model, params: Params, tokens_BxT1: jax.Array) -> jax.Array:
     """Return both measures, so that the model is compiled once."""
     guesses = jnp.argmax(model.logits(params, tokens_BxT1[:, :-1]), axis=-1)
-    targets = tokens_BxT1[:, -1] if guesses.ndim == 1 else tokens_BxT1[:, 1:]
-    return jnp.stack([model.loss(params, tokens_BxT1), jnp.mean(guesses == targets, dtype=jnp.float32)])
+    return jnp.stack([model.loss(params, tokens_BxT1), jnp.mean(guesses == tokens_BxT1[:, 1:], dtype=jnp.float32)])
 
 
 class Slices(Protocol):

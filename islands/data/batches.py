@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from archipelago.broker.config import BYTES, RunConfig
 from archipelago.broker.corpus_shards import PLACES_MAX, Place, parse_places
 from archipelago.broker.errors import ConfigError, DataError, WireError
-from archipelago.islands.data.sharding import examples, gather, require_fit, shard_number, unit, windows
+from archipelago.islands.data.sharding import gather, require_fit, shard_number, unit, windows
 from archipelago.islands.data.supply import Supply
 from archipelago.islands.data.tokenizer import Tokens
 
@@ -63,7 +63,7 @@ class _Pass:
 
     Attributes:
         start: Where it began.
-        starts: Where its windows begin, or the numbers of its examples, in the order of use. [N]
+        starts: Where its windows begin, in the order of use. [N]
     """
 
     start: _Start
@@ -79,7 +79,7 @@ class Batches(Supply):
     """An endless supply of batches, for one thread. It never waits for a lease.
 
     Args:
-        train: The training text, [tokens] of an unsigned dtype, or examples, uint8 [examples, T + 1].
+        train: The training text, [tokens] of an unsigned dtype.
         config: The run's config.
         lease: Returns this island's next shard and the position to start from, or None if no shard is free now.
         fallback: A number that differs between islands, not negative. Islands that begin without a lease read different
@@ -90,7 +90,7 @@ class Batches(Supply):
         tokens: The tokens of the batches that `next` returned last.
 
     Raises:
-        DataError: The text is too short for the shards, or examples have another size.
+        DataError: The text is too short for the shards.
         ConfigError: The text is tokenised, and the model has a vocabulary of bytes (`config.vocabulary`).
     """
 
@@ -268,8 +268,6 @@ class Batches(Supply):
     def _pass_from(self, start: _Start) -> _Pass:
         data, seed = self._config.data, self._config.seed
         which = (seed, start.shard, start.pass_number, start.repeat)
-        if self._train.ndim == 2:
-            return _Pass(start, examples(len(self._train), data.shards, *which))
         return _Pass(start, windows(self._train.size, data.shards, data.sequence_length, *which))
 
     def _note_place(self) -> None:

@@ -1,12 +1,11 @@
 """Corpora on this machine's disk: where they are, what their files say, and how they are opened.
 
 A corpus is a folder with `text.bin` (its data) and `corpus.json` (its card, which describes the data). The data is
-mapped into memory, and read whole only once, to compare its digest with the card's. There are three kinds:
+mapped into memory, and read whole only once, to compare its digest with the card's. There are two kinds:
 
 - Running text holds the bytes of a text.
 - A tokenised text holds the tokens of a text, two bytes each, or four for a large vocabulary. Its folder has a
   `tokenizer.json` too.
-- A corpus of examples holds examples of one size, such as the pixels and the label of an image.
 
 `preparation` writes corpora.
 """
@@ -41,9 +40,9 @@ from archipelago.islands.data.tokenizer import FILE as TOKENIZER_FILE
 from archipelago.islands.data.tokenizer import TextTokenizer, Tokens, byte_tokenizer, dtype_of, from_file
 from archipelago.islands.data.verification import is_verified
 
-STDLIB, ENWIK8, DIGITS = "stdlib", "enwik8", "digits"
+STDLIB, ENWIK8 = "stdlib", "enwik8"
 #: Corpora that `archipelago prepare` makes by their name alone.
-KNOWN = (STDLIB, ENWIK8, DIGITS)
+KNOWN = (STDLIB, ENWIK8)
 TEXT_FILE, CARD_FILE = "text.bin", "corpus.json"
 _CARD_BYTES_MAX = 64 << 10
 
@@ -52,16 +51,16 @@ _CARD_BYTES_MAX = 64 << 10
 class OpenCorpus:
     """A prepared corpus, mapped into memory.
 
-    The three splits are contiguous, disjoint, read-only views of the file: [tokens] of a text, where a token is a byte
-    unless there is a tokenizer, or [examples, bytes of one] of a corpus of examples.
+    The three splits are contiguous, disjoint, read-only views of the file. A token is a byte unless there is a
+    tokenizer.
 
     Attributes:
         name: The corpus's name.
         digest: BLAKE2b-128 of the data, 32 hexadecimal digits.
         source: Where the data came from, in words.
-        train: The data to train on.
-        valid: Held-out data for evaluations during a run.
-        test: Held-out data for a final evaluation.
+        train: The tokens to train on.
+        valid: Held-out tokens for evaluations during a run.
+        test: Held-out tokens for a final evaluation.
         vocabulary: The number of different tokens.
         tokenizer: The digest of the tokenizer. Empty if a token is a byte.
         text_bytes: The bytes of text in each split, if there is a tokenizer.
@@ -89,9 +88,6 @@ class OpenCorpus:
         tokens = self.train.size + self.valid.size + self.test.size
         if self.tokenizer:
             return Corpus(self.name, self.digest, sum(self.text_bytes), self.tokenizer, tokens)
-        if self.train.ndim == 2:
-            examples = len(self.train) + len(self.valid) + len(self.test)
-            return Corpus(self.name, self.digest, tokens, tokens=examples)
         return Corpus(self.name, self.digest, tokens)
 
     @property
@@ -129,7 +125,6 @@ class Card:
         digest: BLAKE2b-128 of `text.bin`.
         source: Where the data came from, in words.
         splits: Elements of each split.
-        example_bytes: The size of each example. 0 for running text.
         dtype: The dtype of an element, little-endian.
         vocabulary: The number of different tokens.
         tokenizer: The digest of `tokenizer.json`. Empty if an element is a byte of the text.
@@ -142,7 +137,6 @@ class Card:
     digest: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
     source: str
     splits: Splits
-    example_bytes: Annotated[int, Ge(0)]
     dtype: Literal["uint8", "uint16", "uint32"] = "uint8"
     vocabulary: Annotated[int, Ge(BYTES)] = BYTES
     tokenizer: Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{32})?$")] = ""
@@ -232,8 +226,6 @@ def open_corpus(name: str) -> OpenCorpus:
     except OSError as error:
         raise _damaged(folder, f"{TEXT_FILE} cannot be read: {error.strerror}") from None
     train, valid, test = np.split(data, [card.splits.train, card.splits.train + card.splits.valid])
-    if card.example_bytes:
-        train, valid, test = (split.reshape(-1, card.example_bytes) for split in (train, valid, test))
     text_bytes = tuple(asdict(card.text_bytes).values()) if card.text_bytes else ()
     return OpenCorpus(
         name, card.digest, card.source, train, valid, test, card.vocabulary, card.tokenizer, text_bytes, card.reading
@@ -254,7 +246,6 @@ def _read_card(folder: Path) -> Card:
     is_consistent = (
         card.name == folder.name
         and sum(splits) * dtype.itemsize == card.bytes
-        and not (card.example_bytes and any(split % card.example_bytes for split in splits))
         and dtype.name == card.dtype
         and is_tokenised == bool(card.tokenizer) == bool(card.text_bytes)
     )

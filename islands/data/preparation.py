@@ -1,4 +1,4 @@
-"""Preparing corpora: text, tokens or examples are written to disk, measured and hashed on the way.
+"""Preparing corpora: text or tokens are written to disk, measured and hashed on the way.
 
 A corpus is written to a temporary folder, which is then renamed. It is therefore complete or absent, even when several
 processes prepare it at once.
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
 
 from archipelago.broker.config import BYTES
 from archipelago.broker.errors import DataError
@@ -57,12 +56,6 @@ def splits_of(size: int) -> tuple[int, int, int]:
     """Split a text of `size` bytes into 90 % for training, and 5 % each for validation and test."""
     train, valid = size * 90 // 100, size * 5 // 100
     return train, valid, size - train - valid
-
-
-def splits_of_examples(count: int) -> tuple[int, int, int]:
-    """Split `count` examples into 80 % for training, and 10 % each for validation and test. Such corpora are small."""
-    train, valid = count * 80 // 100, count * 10 // 100
-    return train, valid, count - train - valid
 
 
 def chunks(stream: BinaryIO) -> Iterator[bytes]:
@@ -117,13 +110,12 @@ Fill = Callable[[TextWriter], Filled]
 Encoding = int | TextTokenizer
 
 
-def create(name: str, fill: Fill, example_bytes: int = 0, encoding: Encoding = BYTES) -> OpenCorpus:
+def create(name: str, fill: Fill, encoding: Encoding = BYTES) -> OpenCorpus:
     """Create a corpus. If another process creates the same one at the same time, one of the two is used.
 
     Args:
         name: The corpus's name.
         fill: Writes the data.
-        example_bytes: The size of each example. 0 for running text.
         encoding: How text is stored.
 
     Raises:
@@ -133,7 +125,7 @@ def create(name: str, fill: Fill, example_bytes: int = 0, encoding: Encoding = B
     final, card = data_folder() / checked_name(name, "the corpus name"), None
     try:
         with staged_folder(final) as stage:
-            card = _write(stage, name, fill, example_bytes)
+            card = _write(stage, name, fill)
             if not is_bytes(encoding):
                 card = _tokenise(stage, card, encoding)
             (stage / CARD_FILE).write_bytes(card_json(card))
@@ -155,7 +147,7 @@ def create(name: str, fill: Fill, example_bytes: int = 0, encoding: Encoding = B
     return corpus
 
 
-def _write(stage: Path, name: str, fill: Fill, example_bytes: int) -> Card:
+def _write(stage: Path, name: str, fill: Fill) -> Card:
     """Write the data. Returns the card that describes it."""
     with (stage / TEXT_FILE).open("wb") as file:
         writer = TextWriter(file)
@@ -165,13 +157,11 @@ def _write(stage: Path, name: str, fill: Fill, example_bytes: int) -> Card:
         read = f" ({filled.reading.describe().partition(';')[0]})" if filled.reading else ""
         raise DataError(
             f"{filled.source}{read} holds {writer.size:,} bytes of data, which is too little to train on",
-            f"Prepare UTF-8 text or examples of at least {MINIMUM_BYTES:,} bytes.",
+            f"Prepare UTF-8 text of at least {MINIMUM_BYTES:,} bytes.",
             code="data.too-small",
         )
-    size = example_bytes or 1
-    counts = splits_of_examples(writer.size // size) if example_bytes else splits_of(writer.size)
-    splits = filled.splits or Splits(*(count * size for count in counts))
-    return Card(name, writer.size, writer.digest, filled.source, splits, example_bytes, reading=filled.reading)
+    splits = filled.splits or Splits(*splits_of(writer.size))
+    return Card(name, writer.size, writer.digest, filled.source, splits, reading=filled.reading)
 
 
 def is_bytes(encoding: Encoding) -> bool:
@@ -280,9 +270,9 @@ def prepare_tokens(of: OpenCorpus, name: str, encoding: Encoding) -> OpenCorpus:
     """Prepare a corpus of text again, as tokens, with the same splits.
 
     Raises:
-        DataError: `of` holds tokens or examples (`data.not-text`), or one of the errors of `create`.
+        DataError: `of` holds tokens (`data.not-text`), or one of the errors of `create`.
     """
-    if of.tokenizer or of.train.ndim != 1:
+    if of.tokenizer:
         raise DataError(f"the corpus {of.name!r} is not a text of bytes", "Name a text.", code="data.not-text")
 
     def fill(writer: TextWriter) -> Filled:
@@ -292,16 +282,3 @@ def prepare_tokens(of: OpenCorpus, name: str, encoding: Encoding) -> OpenCorpus:
         return Filled(of.source, Splits(of.train.size, of.valid.size, of.test.size), of.reading)
 
     return create(name, fill, encoding=encoding)
-
-
-def prepare_examples(examples_NxR: NDArray[np.uint8], name: str, source: str) -> OpenCorpus:
-    """Prepare examples of R bytes each, in their order: the first are trained on, the last are held out.
-
-    A model of examples takes the last byte of each as its label. Raises the errors of `create`.
-    """
-
-    def fill(writer: TextWriter) -> Filled:
-        writer.write(examples_NxR.tobytes())
-        return Filled(source)
-
-    return create(name, fill, examples_NxR.shape[1])

@@ -1,8 +1,7 @@
 """Sharding: cut the training text into windows, and assign them to shards. Pure functions of the seed.
 
 The windows of one pass over all shards tile the text. Each shard is a sample of the whole text. With shards of
-neighbouring windows, islands would forget the rest of the text while they read one. In a corpus of examples, an example
-takes the place of a window, and the text is an array [examples, T + 1] instead of [tokens].
+neighbouring windows, islands would forget the rest of the text while they read one.
 
 Random numbers are raw PCG64 output. NumPy promises to keep that stream, unlike that of `Generator.permutation`, and all
 islands must find the same permutation with any NumPy.
@@ -88,13 +87,13 @@ def windows(
         DataError: There is no such shard.
     """
     offset = int(_random(1, _OFFSETS_STREAM, seed, pass_number)[0]) % length
-    return offset + examples((size - offset - 1) // length, shards, seed, shard, pass_number, repeat) * length
+    return offset + dealt((size - offset - 1) // length, shards, seed, shard, pass_number, repeat) * length
 
 
-def examples(count: int, shards: int, seed: int, shard: str, pass_number: int, repeat: int = 0) -> NDArray[np.int64]:
-    """Return which of `count` examples, or windows, are in a pass over a shard, in random order. int64 [N].
+def dealt(count: int, shards: int, seed: int, shard: str, pass_number: int, repeat: int = 0) -> NDArray[np.int64]:
+    """Return which of `count` windows are in a pass over a shard, in random order. int64 [N].
 
-    Of S shards, each has every S-th element, so all shards together have each element once. Arguments and errors are
+    Of S shards, each has every S-th window, so all shards together have each window once. Arguments and errors are
     those of `windows`.
     """
     number = shard_number(shard, shards)
@@ -105,26 +104,20 @@ def examples(count: int, shards: int, seed: int, shard: str, pass_number: int, r
 
 
 def gather(text: Tokens, starts_N: NDArray[np.int64], length: int) -> Tokens:
-    """Copy the windows of T + 1 tokens that begin at `starts_N`, or the examples with these numbers, as [N, T + 1]."""
-    if text.ndim == 2:
-        return np.asarray(text)[starts_N]
+    """Copy the windows of T + 1 tokens that begin at `starts_N`, as [N, T + 1]."""
     windows_NxT1: Tokens = np.asarray(text)[starts_N[:, None] + np.arange(length + 1)]
     return windows_NxT1
 
 
 def held_out(text: Tokens, sequences: int, length: int) -> Tokens:
-    """Copy evenly spaced windows of a held-out text that do not overlap, or examples of a corpus of examples.
+    """Copy evenly spaced windows of a held-out text that do not overlap.
 
     Returns:
         [N, T + 1] of the text's dtype, where N is `sequences` or as many as fit.
 
     Raises:
-        DataError: Not a single one fits (`data.too-small`), or examples have another size (`data.wrong-size`).
+        DataError: Not a single one fits (`data.too-small`).
     """
-    if text.ndim == 2:
-        require_fit(text, length)
-        count = min(sequences, len(text))
-        return gather(text, np.arange(count, dtype=np.int64) * len(text) // count, length)
     room = text.size - 1
     count = min(sequences, room // length)
     if count < 1:
@@ -141,27 +134,9 @@ def unit(text: Tokens) -> str:
     return "bytes" if text.dtype == np.uint8 else "tokens"
 
 
-def require_fit(text: Tokens, length: int, shards: int = 1) -> None:
-    """Check that a text has a window for each shard, or that examples have the right size and are enough.
-
-    Raises:
-        DataError: The text is too short (`data.too-small`), or examples have another size (`data.wrong-size`).
-    """
-    if text.ndim == 2:
-        count, size = text.shape
-        if size != length + 1:
-            raise DataError(
-                f"the corpus holds examples of {size:,} bytes, and data.sequence_length is {length:,}",
-                f"Set --data.sequence-length {size - 1}: an example is a sequence and its last target.",
-                code="data.wrong-size",
-            )
-        if count < shards:
-            raise DataError(
-                f"{count:,} examples are too few for {shards:,} shards (data.shards)",
-                f"Lower data.shards to at most {max(1, count):,}, or train on a larger corpus.",
-                code="data.too-small",
-            )
-    elif text.size < length * (shards + 1):
+def require_fit(text: Tokens, length: int, shards: int) -> None:
+    """Raise DataError (`data.too-small`) unless a text has a window for each shard."""
+    if text.size < length * (shards + 1):
         raise DataError(
             f"{text.size:,} {unit(text)} of training text are too few for {shards:,} shards (data.shards) of "
             f"sequences of {length:,} tokens (data.sequence_length)",

@@ -54,25 +54,21 @@ class Model(NamedTuple):
 
     Attributes:
         init: From a seed to fresh parameters. Equal seeds give equal parameters.
-        loss: From integer tokens [B, T + 1] to the mean cross-entropy in nats per target (float32, []). A model of text
-            has B · T targets, each the token that follows. A model of examples has B targets, the labels at the end.
-            Islands and evaluations report this loss.
+        loss: From integer tokens [B, T + 1] to the mean cross-entropy in nats (float32, []) of the B · T targets, each
+            the token that follows. Islands and evaluations report this loss.
         tensors: The shapes that `init` returns, sorted by name. Computing them allocates nothing.
-        logits: From integer tokens [B, T] to float32 logits: [B, T, V] for the token that follows each position, or
-            [B, classes] for the label of each example.
+        logits: From integer tokens [B, T] to float32 logits [B, T, V] for the token that follows each position.
+        decoder: Generates text.
         loss_and_penalty: From the same arguments as `loss` to that loss and the penalty that training adds to it (both
             float32, []), in one pass. None where training adds nothing.
-        example_bytes: The bytes of one example, T + 1 with its label last. None for a model of text.
-        decoder: Generates text. None for a model of examples.
     """
 
     init: Callable[[int], Params]
     loss: Callable[[Params, jax.Array], jax.Array]
     tensors: tuple[Tensor, ...]
     logits: Callable[[Params, jax.Array], jax.Array]
+    decoder: Decoder
     loss_and_penalty: Callable[[Params, jax.Array], tuple[jax.Array, jax.Array]] | None = None
-    example_bytes: int | None = None
-    decoder: Decoder | None = None
 
     def objective(self, params: Params, tokens_BxT1: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the value that training minimises, and the loss that it reports. They differ by the penalty."""

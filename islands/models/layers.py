@@ -61,10 +61,10 @@ def linear(fan_in: int, fan_out: int, gain: float, dtype: DTypeLike, rngs: nnx.R
 
 
 class Attention(nnx.Module):
-    """Multi-head attention with rotary positions, causal by default."""
+    """Causal multi-head attention with rotary positions."""
 
-    def __init__(self, size: Size, dtype: DTypeLike, rngs: nnx.Rngs, *, causal: bool = True) -> None:
-        self.heads, self.causal = size.heads, causal
+    def __init__(self, size: Size, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+        self.heads = size.heads
         self.query = linear(size.width, size.width, GAIN, dtype, rngs)
         self.key = linear(size.width, size.width, GAIN, dtype, rngs)
         self.value = linear(size.width, size.width, GAIN, dtype, rngs)
@@ -72,7 +72,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BxTxW: jax.Array) -> jax.Array:
         query, key, value = self._project(x_BxTxW, jnp.arange(x_BxTxW.shape[1]))
-        mixed = attend(query, key, value, causal=self.causal)
+        mixed = attend(query, key, value)
         return self.out(mixed.reshape(x_BxTxW.shape))
 
     def extend(
@@ -120,11 +120,9 @@ CreateMLP = Callable[[Size, DTypeLike, nnx.Rngs], Callable[[jax.Array], jax.Arra
 class Layer(nnx.Module):
     """Attention and an MLP. Each has a norm before it and is added to the residual stream."""
 
-    def __init__(
-        self, size: Size, dtype: DTypeLike, rngs: nnx.Rngs, mlp: CreateMLP = GatedMLP, *, causal: bool = True
-    ) -> None:
+    def __init__(self, size: Size, dtype: DTypeLike, rngs: nnx.Rngs, mlp: CreateMLP = GatedMLP) -> None:
         self.attention_norm = rms_norm(size.width, dtype)
-        self.attention = Attention(size, dtype, rngs, causal=causal)
+        self.attention = Attention(size, dtype, rngs)
         self.mlp_norm = rms_norm(size.width, dtype)
         self.mlp = mlp(size, dtype, rngs)
 
@@ -220,7 +218,7 @@ def decoder(network: Functional, size: Size, dtype: DTypeLike) -> Decoder:
 
 
 def language_model(network: Functional, decoder: Decoder, *, has_penalty: bool = False) -> Model:
-    """A model of text, from a network that returns logits [B, T, V] of the token that follows each position."""
+    """Return a model, from a network that returns logits [B, T, V] of the token that follows each position."""
 
     def loss_and_penalty(params: Params, tokens_BxT1: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits_BxTxV, penalty = network.apply(params, tokens_BxT1[:, :-1])
@@ -232,6 +230,4 @@ def language_model(network: Functional, decoder: Decoder, *, has_penalty: bool =
     def logits(params: Params, tokens_BxT: jax.Array) -> jax.Array:
         return network.apply(params, tokens_BxT)[0]
 
-    return Model(
-        network.init, loss, network.tensors, logits, loss_and_penalty if has_penalty else None, decoder=decoder
-    )
+    return Model(network.init, loss, network.tensors, logits, decoder, loss_and_penalty if has_penalty else None)

@@ -2,8 +2,8 @@
 
 To add a model:
 
-1. Write a function that returns a `Model` (see `interface`) from a compute dtype and, if it reads text, a vocabulary.
-   The parts in `layers` help, but nothing requires them.
+1. Write a function that returns a `Model` (see `interface`) from a compute dtype and a vocabulary. The parts in
+   `layers` help, but nothing requires them.
 2. Add a row for it to `MODELS`. Another size of an architecture is only another row.
 """
 
@@ -17,15 +17,14 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from archipelago.broker.config import BYTES, OWN_MODEL, SMALLEST_RATE, ModelConfig
+from archipelago.broker.config import OWN_MODEL, SMALLEST_RATE, ModelConfig
 from archipelago.broker.errors import ConfigError
-from archipelago.islands.models import moe, vision
+from archipelago.islands.models import moe
 from archipelago.islands.models.depth import Depth
 from archipelago.islands.models.dimensions import DENSE, Size
 from archipelago.islands.models.interface import Model, Params
 from archipelago.islands.models.moe import Routing
 from archipelago.islands.models.transformer import transformer
-from archipelago.islands.models.vision import Images
 
 __all__ = ["MODELS", "Entry", "Model", "Params", "build", "default_compute_dtype", "learning_rate"]
 
@@ -35,25 +34,23 @@ class Entry:
     """One row of `MODELS`.
 
     Attributes:
-        create: From the compute dtype to a `Model`. A model of text takes the vocabulary as a second argument. All take
-            `depth`, which says how to pass through the layers.
+        create: From the compute dtype and the vocabulary to a `Model`. It takes `depth`, which says how to pass through
+            the layers.
         learning_rate: The inner learning rate of a config that names none.
         dense: The size of a dense transformer, which exports as a Llama. None for other architectures.
-        reads_text: False for a model of examples, which has no vocabulary.
     """
 
     create: Callable[..., Model]
     learning_rate: float = 3e-3
     dense: Size | None = None
-    reads_text: bool = True
 
 
 def _dense(size: str, learning_rate: float) -> Entry:
     return Entry(partial(transformer, DENSE[size]), learning_rate, dense=DENSE[size])
 
 
-#: The learning rates of `tiny`, `tiny-moe` and `digits` are the best of those that we measured, that of `small` is the
-#: only one measured with isotropic merging (docs/results/learning.md). Those of `base` and larger models are from GPT-3
+#: The learning rates of `tiny` and `tiny-moe` are the best of those that we measured, that of `small` is the only one
+#: measured with isotropic merging (docs/results/learning.md). Those of `base` and larger models are from GPT-3
 #: (arXiv 2005.14165, table 2.1); we tried no others. In a mixture, `hidden` is the width of one expert: two experts do
 #: the work of the MLP of the dense size.
 MODELS: dict[str, Entry] = {
@@ -67,14 +64,6 @@ MODELS: dict[str, Entry] = {
     ),
     "small-moe": Entry(
         partial(moe.transformer, Size(width=128, layers=5, heads=4, hidden=176), Routing(experts=8, choices=2)), 1e-3
-    ),
-    "digits": Entry(
-        partial(
-            vision.classifier,
-            Size(width=48, layers=2, heads=2, hidden=128),
-            Images(side=8, patch=2, brightest=16, classes=10),
-        ),
-        reads_text=False,
     ),
 }
 
@@ -100,12 +89,10 @@ def build(model: str | ModelConfig, compute_dtype: DTypeLike | None = None) -> M
             none.
 
     Raises:
-        ConfigError: There is no such model (`model.unknown`), only its users' scripts know it (`model.own`), or it
-            reads no text and the config names a vocabulary (`model.no-vocabulary`).
+        ConfigError: There is no such model (`model.unknown`), or only its users' scripts know it (`model.own`).
     """
     config = ModelConfig(model) if isinstance(model, str) else model
-    size, vocabulary = config.size, config.vocabulary
-    depth = Depth(config.scan_layers, config.rematerialise)
+    size = config.size
     if size == OWN_MODEL:
         raise ConfigError(
             "the model of a run with users' own training scripts is known to those scripts only",
@@ -116,15 +103,6 @@ def build(model: str | ModelConfig, compute_dtype: DTypeLike | None = None) -> M
         raise ConfigError(
             f"there is no model of size {size!r:.80}", f"Choose one of {', '.join(MODELS)}.", code="model.unknown"
         )
-    entry = MODELS[size]
     named = default_compute_dtype() if config.compute_dtype == "device" else jnp.dtype(config.compute_dtype)
     dtype = named if compute_dtype is None else compute_dtype
-    if entry.reads_text:
-        return entry.create(dtype, vocabulary, depth=depth)
-    if vocabulary != BYTES:
-        raise ConfigError(
-            f"the model {size!r} reads examples, and has no vocabulary of {vocabulary:,}",
-            "Leave --model.vocabulary out.",
-            code="model.no-vocabulary",
-        )
-    return entry.create(dtype, depth=depth)
+    return MODELS[size].create(dtype, config.vocabulary, depth=Depth(config.scan_layers, config.rematerialise))

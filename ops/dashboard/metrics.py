@@ -14,7 +14,7 @@ from archipelago.ops.watch.run_view import RunView
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 #: The units of losses (`broker.loss_unit`).
-_UNIT = "bits per byte (nats per label without text)"
+_UNIT = "bits per byte (of a task or a script, in its own unit)"
 
 #: Maps a metric's name to the attribute of `RunView` and its documentation. The label is `run`.
 RUN = {

@@ -188,9 +188,8 @@ def require_fitting(files: WeightFiles, config: RunConfig, corpus: OpenCorpus) -
     """
     from archipelago.islands.models.registry import build
 
-    model = build(config.model)
-    is_known = model.decoder is None or require_tokenizer(files, corpus)
-    files.require(model.tensors)
+    is_known = require_tokenizer(files, corpus)
+    files.require(build(config.model).tensors)
     return is_known
 
 

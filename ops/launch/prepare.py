@@ -1,4 +1,4 @@
-"""`archipelago prepare`: turn text or examples into a corpus."""
+"""`archipelago prepare`: turn text into a corpus."""
 
 from __future__ import annotations
 
@@ -29,16 +29,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """Turn text into a corpus: a file or a folder of text, `enwik8` (100 MB of Wikipedia), or `stdlib`. Or prepare
-    `digits`, 1,797 small images.
-    """
+    """Turn text into a corpus: a file or a folder of text, `enwik8` (100 MB of Wikipedia), or `stdlib`."""
 
     source: Annotated[str, tyro.conf.Positional]
-    """A file, a folder, an address such as s3://BUCKET/TEXTS, `enwik8`, `stdlib` or `digits`."""
+    """A file, a folder, an address such as s3://BUCKET/TEXTS, `enwik8` or `stdlib`."""
     name: str | None = None
     """The name of the corpus, for --data.corpus. The default is made from the source."""
     path: Path | None = None
-    """A copy of enwik8.zip, or of scikit-learn's digits.csv.gz. Without it, they are downloaded."""
+    """A copy of enwik8.zip. Without it, it is downloaded."""
     tokenizer: str | None = None
     """`bpe:16384` learns byte-level BPE with this many tokens from the training split, and stores the text as tokens.
     The name of a tokenizer.json, or of a folder that has one, takes this tokenizer, for instance that of weights to
@@ -74,19 +72,14 @@ def main(options: PrepareOptions) -> int:
     if corpus.reading:
         say(corpus.describe())
     train, valid, test = (f"{len(split):,}" for split in (corpus.train, corpus.valid, corpus.test))
-    use = f"archipelago up --data.corpus {corpus.name}"
     if corpus.tokenizer:
         say(f"corpus {corpus.name!r}: {train} tokens to train on, {valid} and {test} held out; "
             f"{corpus.vocabulary:,} different tokens of {corpus.bytes_per_token:.2f} bytes on average")  # fmt: skip
-    elif corpus.train.ndim == 1:
-        say(f"corpus {corpus.name!r}: {train} bytes to train on, {valid} and {test} held out")
     else:
-        size = corpus.train.shape[1]
-        say(f"corpus {corpus.name!r}: {train} examples of {size:,} bytes to train on, {valid} and {test} held out")
-        use += f" --data.sequence-length {size - 1} --model.size {corpus.name}"
+        say(f"corpus {corpus.name!r}: {train} bytes to train on, {valid} and {test} held out")
     if bucket:
         say(f"  it is in {bucket}/{corpus.name}; machines with the same ARCHIPELAGO_DATA download it when they need it")
-    say(f"  use it:  {use}")
+    say(f"  use it:  archipelago up --data.corpus {corpus.name}")
     return 0
 
 
@@ -141,9 +134,9 @@ def _require_useful(options: PrepareOptions, *, is_known: bool, is_tokenised: bo
         raise ConfigError(
             f"the corpus {options.source!r} keeps its own name", "Leave out --name.", code="prepare.useless-flag"
         )
-    if options.path and (not is_known or options.source == "stdlib"):
+    if options.path and options.source != "enwik8":
         raise ConfigError(
-            "--path works only with enwik8 and digits",
+            "--path works only with enwik8",
             "Name a file or a folder as the source.",
             code="prepare.useless-flag",
         )
@@ -153,7 +146,6 @@ def _prepare_known(options: PrepareOptions) -> OpenCorpus:
     """Prepare the public data set that `source` names, with a progress bar."""
     from archipelago.islands.data.bucket import download_corpus
     from archipelago.islands.data.corpus import CARD_FILE, TEXT_FILE, data_folder, is_prepared
-    from archipelago.islands.data.digits import prepare_digits
     from archipelago.islands.data.enwik8 import prepare_enwik8
     from archipelago.islands.data.stdlib import prepare_stdlib
 
@@ -161,9 +153,8 @@ def _prepare_known(options: PrepareOptions) -> OpenCorpus:
         download_corpus(data_folder() / options.source, CARD_FILE, TEXT_FILE)  # the bucket's, if it has it
     if options.source == "stdlib":
         return prepare_stdlib()
-    prepare = prepare_enwik8 if options.source == "enwik8" else prepare_digits
     with _progress() as progress:
-        return prepare(options.path, progress)
+        return prepare_enwik8(options.path, progress)
 
 
 def _name(options: PrepareOptions) -> str:

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 class EvaluateOptions(RunAddress):
     """Measure the loss of the merged parameters on held-out text now, and record it with the run.
 
-    The loss is in bits per byte, or in nats per label for a corpus of examples. An island of the run does the same
+    The loss is in bits per byte. An island of the run does the same
     regularly.
     """
 

@@ -20,8 +20,6 @@ from archipelago.ops.watch.formatting import ago, number, size
 from archipelago.ops.watch.run_view import RunView
 from archipelago.ops.watch.syncs import in_words
 
-#: Corpora that `archipelago prepare` makes by their name alone, with the same text everywhere.
-_SAME_EVERYWHERE = ("enwik8", "digits")
 _TOML = "run.toml"
 
 
@@ -153,6 +151,8 @@ def commands(manifest: Manifest, islands: int, hosts: int, steered: Sequence[Tap
         hosts: The number of machines that they ran on.
         steered: The rounds from which on an operator changed settings.
     """
+    from archipelago.islands.data.corpus import KNOWN
+
     if manifest.task:
         return (
             f"# The islands of this run trained the task {manifest.task!r}. Start it again from its file:\n"
@@ -165,7 +165,7 @@ def commands(manifest: Manifest, islands: int, hosts: int, steered: Sequence[Tap
         )
     changed = _differences(dataclasses.asdict(manifest.config), dataclasses.asdict(RunConfig()))
     name, corpus = shlex.quote(f"{manifest.run}-again"), manifest.corpus.name
-    again = corpus if corpus in _SAME_EVERYWHERE or corpus == "stdlib" else f"FILE_OR_FOLDER --name {corpus}"
+    again = corpus if corpus in KNOWN else f"FILE_OR_FOLDER --name {corpus}"
     lines = [
         f"# archipelago-train {manifest.versions.get('archipelago-train', '')}, jax {manifest.versions.get('jax', '')}",
         f"archipelago prepare {again}   # its digest must be {manifest.corpus.digest}",

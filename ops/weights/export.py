@@ -18,7 +18,7 @@ from archipelago.broker.files import require_local, staged_folder
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import print_json
 from archipelago.ops.settings import say
-from archipelago.ops.weights.parameters import RunParameters, find, has_text, tokenizer_of
+from archipelago.ops.weights.parameters import RunParameters, find, tokenizer_of
 from archipelago.ops.weights.safetensors_files import CONFIG_FILE, ORBAX_FOLDER, TOKENIZER_KEY
 
 if TYPE_CHECKING:
@@ -115,8 +115,7 @@ def _uses(found: RunParameters, options: ExportOptions, kind: str) -> Iterator[s
             f"the tensors have our own names (model_type {OWN_KIND!r}), because other programs have no model that "
             f"computes the same as {found.manifest.config.model.size!r}"
         )
-    if has_text(found.manifest):
-        yield f"text:  archipelago generate {options.out} --prompt 'Once'"
+    yield f"text:  archipelago generate {options.out} --prompt 'Once'"
     yield f"continue from here:  archipelago up --from {options.out} --model.size {found.manifest.config.model.size}"
 
 
@@ -151,7 +150,7 @@ def write(found: RunParameters, out: Path, form: str, dtype: str) -> str:
     Raises:
         ConfigError: The disk does not take it (`export.unwritable`).
     """
-    tokenizer = tokenizer_of(found.manifest) if has_text(found.manifest) else None
+    tokenizer = None if found.manifest.config.has_own_loops else tokenizer_of(found.manifest)
     config = config_of(found, dtype)
     with _staged(out) as stage:
         _write_json(stage / CONFIG_FILE, config)

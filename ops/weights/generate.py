@@ -136,7 +136,6 @@ def generate(
             "See `archipelago generate --help`.",
             code="generate.bad-flag",
         ) from None
-    assert text_model.model.decoder is not None  # noqa: S101 - `open_text_model` checks it
     start = text_model.tokenizer.encode(prompt) or text_model.tokenizer.encode("\n")
     endless = continuation(text_model.model.decoder, text_model.params, start, text_model.context, how, seed)
 
@@ -169,7 +168,7 @@ def open_text_model(source: str | None, run: str | None) -> TextModel:
     """Open the model of an export, of a checkpoint or of a run.
 
     Raises:
-        ConfigError: The model generates no text (`model.no-text`), or one of the errors of `find`.
+        ConfigError: The run trains a model of its users' own (`model.own`), or one of the errors of `find`.
         DataError: The export is damaged.
     """
     if source is not None and Path(source).is_file() and not names_redis(source):
@@ -185,7 +184,7 @@ def open_text_model(source: str | None, run: str | None) -> TextModel:
 
     from archipelago.islands.models.registry import build
 
-    model = _of_text(build(found.manifest.config.model), found.manifest.config.model.size)
+    model = build(found.manifest.config.model)
     origin = f"run {found.manifest.run!r} at round {found.round:,}"
     context = _context(found.manifest.config.data.sequence_length)
     return TextModel(model, found.params, tokenizer_of(found.manifest), context, origin)
@@ -193,13 +192,13 @@ def open_text_model(source: str | None, run: str | None) -> TextModel:
 
 def _of_export(folder: Path) -> TextModel:
     files = WeightFiles(folder)
-    model, name, context = _described(folder, files)
-    params = files.load(_of_text(model, name).tensors)
+    model, context = _described(folder, files)
+    params = files.load(model.tensors)
     return TextModel(model, params, tokenizer_beside(files), _context(context), str(folder))
 
 
-def _described(folder: Path, files: WeightFiles) -> tuple[Model, str, int]:
-    """Return the model that `config.json` describes, its name, and the tokens that it sees at once."""
+def _described(folder: Path, files: WeightFiles) -> tuple[Model, int]:
+    """Return the model that `config.json` describes, and the tokens that it sees at once."""
     from archipelago.islands.models.llama import size_of
     from archipelago.islands.models.registry import build, default_compute_dtype
     from archipelago.islands.models.transformer import transformer
@@ -214,10 +213,10 @@ def _described(folder: Path, files: WeightFiles) -> tuple[Model, str, int]:
             if not 0 < vocabulary < 1 << 24:
                 raise ValueError(f"vocab_size {vocabulary}")
             model = transformer(size, default_compute_dtype(), vocabulary)
-            return model, "llama", int(config.get("max_position_embeddings", CONTEXT_MAX))
+            return model, int(config.get("max_position_embeddings", CONTEXT_MAX))
         if config.get("model_type") == OWN_KIND and isinstance(own, dict):
             model = build(ModelConfig(str(own["size"]), int(own.get("vocabulary", BYTES))))
-            return model, str(own["size"]), int(own["sequence_length"])
+            return model, int(own["sequence_length"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise DataError(
             f"{folder / CONFIG_FILE} is damaged ({error!r:.100})", "Export the run again.", code="export.damaged"
@@ -227,16 +226,6 @@ def _described(folder: Path, files: WeightFiles) -> tuple[Model, str, int]:
         "Name a folder that `archipelago export` wrote.",
         code="export.foreign",
     )
-
-
-def _of_text(model: Model, name: str) -> Model:
-    if model.decoder is None:
-        raise ConfigError(
-            f"the model {name!r} reads examples and generates no text",
-            "Measure its accuracy with `archipelago evaluate`, or train a model of text, such as tiny.",
-            code="model.no-text",
-        )
-    return model
 
 
 def _context(trained_on: int) -> int:

@@ -170,13 +170,6 @@ def _checkpoints(folder: Path) -> Path | None:
     return next((place for place in places if CheckpointStore(place).numbers()), None)
 
 
-def has_text(manifest: Manifest) -> bool:
-    """Return whether the run's model reads and writes text."""
-    from archipelago.islands.models.registry import build
-
-    return not manifest.config.has_own_loops and build(manifest.config.model).decoder is not None
-
-
 def tokenizer_of(manifest: Manifest) -> TextTokenizer:
     """Return the tokenizer of the run's model.
 

@@ -6,13 +6,13 @@ import math
 
 import pytest
 
-from archipelago.broker.loss_unit import loss_unit, shortened
+from archipelago.broker.loss_unit import loss_unit
 from archipelago.broker.manifest import NO_CORPUS, Corpus
 
 
 def test_a_text_has_bits_per_byte() -> None:
     unit = loss_unit(Corpus("text", "0" * 32, 1000))
-    assert unit.name == "bits per byte"
+    assert (unit.name, unit.short) == ("bits per byte", "bits/byte")
     assert unit.from_nats(3 * math.log(2.0)) == pytest.approx(3.0)
     assert math.isnan(unit.from_nats(math.nan))
     assert unit.from_evaluation(3.0) == 3.0
@@ -22,9 +22,7 @@ def test_a_text_has_bits_per_byte() -> None:
     assert unit.from_evaluation(2.0) == 2.0  # Evaluations are recorded per byte.
 
 
-def test_examples_have_nats_per_label_and_a_script_has_a_loss_of_its_own() -> None:
-    unit = loss_unit(Corpus("digits", "0" * 32, 650, tokens=10))
-    assert (unit.name, shortened(unit.name)) == ("nats per label", "nats/label")
+def test_a_script_or_a_task_has_a_loss_of_its_own() -> None:
+    unit = loss_unit(NO_CORPUS)
     assert unit.from_nats(2.5) == 2.5
     assert unit.from_evaluation(1.0) == pytest.approx(math.log(2.0))
-    assert loss_unit(NO_CORPUS).from_nats(2.5) == 2.5

@@ -52,7 +52,7 @@ MISTAKES = [
     # settings
     ("init RUNS NEW --run alpha", "config.other-settings"),
     ("init NONE NEW --model.size huge", "model.unknown"),
-    ("init NONE NEW --model.size digits", "config.corpus-kind"),
+    ("init NONE NEW --model.size digits", "model.unknown"),
     ("init NONE NEW --model.vocabulary 100", "config.value"),
     ("init NONE NEW --sync.fragments 99999", "config.value"),
     ("init NONE NEW --sync.interval=-1", "config.value"),

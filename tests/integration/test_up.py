@@ -14,12 +14,13 @@ from archipelago.broker.redis.transport import connect
 from archipelago.broker.shards.transport import whole
 from archipelago.islands.checkpoint import IslandStore
 from archipelago.merger.storage import MergerFolder
+from tests import pytorch
 from tests.conftest import Until, gone
 from tests.harness.processes import SETTINGS, Processes, UpRun, children, is_written
 
 pytestmark = [pytest.mark.full, pytest.mark.processes]
 
-TASK = Path(__file__).parents[2] / "docs" / "examples" / "task_bytes.py"
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 #: The tests set another length once a run has begun. A call of `up` without this setting keeps it.
 STEPS = 400
 FIRST = f"--inner.steps={STEPS}"
@@ -186,8 +187,8 @@ def test_a_run_survives_the_loss_of_redis_and_then_of_its_checkpoints(
 
 def test_up_trains_the_task_of_the_guide(processes: Processes, tmp_path: Path, until: Until) -> None:
     """The first time, it is stopped before an island has joined, and ends everything."""
-    run, steps = UpRun(tmp_path / "runs/bytes"), "--inner.steps=4000"
-    args = ["up", "--task", str(TASK), "--run=bytes", "--islands=2", steps, "--evaluate-every=2", "--no-tensorboard"]
+    run, steps, task = UpRun(tmp_path / "runs/bytes"), "--inner.steps=4000", str(EXAMPLES / "task_bytes.py")
+    args = ["up", "--task", task, "--run=bytes", "--islands=2", steps, "--evaluate-every=2", "--no-tensorboard"]
     stopped = processes.start(*args)
     until((run.folder / "logs" / "island-1.log").exists, "the islands to be started")
     started = children(stopped)
@@ -206,3 +207,14 @@ def test_up_trains_the_task_of_the_guide(processes: Processes, tmp_path: Path, u
     assert found["held_out_one_process"] < 3.0, "one process trained on as many tokens"
     assert found["pending"] == 0
     assert "repeat data" not in run.log("island-0")
+
+
+def test_up_trains_the_example_with_images(processes: Processes) -> None:
+    pytorch.required("sklearn")
+    found = processes.run(
+        "up", "--task", str(EXAMPLES / "task_digits.py"), "--run=digits", "--islands=2", "--inner.steps=600",
+        "--inner.learning-rate=0.003", "--evaluate-every=2", "--no-one-process", "--no-tensorboard",
+    )  # fmt: skip
+    assert found["finished"]
+    assert found["held_out_first"] > 2.0, "ten labels have 2.3 nats before training"
+    assert found["held_out_last"] < 0.5

@@ -49,7 +49,7 @@ def _logits(params: Params, tokens_BxT: jax.Array) -> jax.Array:
     return jnp.zeros((*tokens_BxT.shape, 256)) + params["scale"][0]
 
 
-MODEL = Model(lambda seed: {}, _loss, tiny.TENSORS, _logits)
+MODEL = Model(lambda seed: {}, _loss, tiny.TENSORS, _logits, tiny.NO_DECODER)
 
 
 def compiled(params: Params) -> SlicedMeasures:

@@ -55,8 +55,6 @@ def fresh(*shards: int, pass_number: int = 0) -> Callable[[], Place | None]:
 
 
 TEXT, CONFIG = positions(4000), configured(batch=1)
-#: Fifty examples of nine bytes. Each byte is the number of its example.
-EXAMPLES = np.stack([np.arange(50, dtype=np.uint8)] * 9, axis=1)
 
 
 def rows(shard: str, pass_number: int, repeats: int = 0) -> Bytes:
@@ -139,20 +137,13 @@ def test_held_out_text_is_never_trained_on(tmp_path: Path, monkeypatch: pytest.M
     assert set(sharding.held_out(opened.test, 10_000, 8).tobytes()) == set(b"x")
 
 
-def test_a_text_too_short_for_its_shards_and_examples_of_another_size_are_refused() -> None:
+def test_a_text_too_short_for_its_shards_is_refused() -> None:
     text = positions(1000)
-    for supplied, config, code, said in (
-        (text, configured(shards=64, length=100), "data.too-small", "at most 9,"),
-        (text, configured(shards=1, length=1000), "data.too-small", ""),
-        (EXAMPLES, configured(length=16), "data.wrong-size", "--data.sequence-length 8"),
-        (EXAMPLES, configured(shards=51), "data.too-small", "at most 50"),
-    ):
-        with failing(DataError, code) as caught:
-            Batches(supplied, config, fresh())
+    for config, said in ((configured(shards=64, length=100), "at most 9,"), (configured(shards=1, length=1000), "")):
+        with failing(DataError, "data.too-small") as caught:
+            Batches(text, config, fresh())
         assert said in caught.value.remedy
     Batches(text, configured(shards=9, length=100), fresh(*range(9))).next(1)
-    with failing(DataError, "data.wrong-size"):
-        sharding.held_out(EXAMPLES, 4, 9)
 
 
 # -- reading leased shards --------------------------------------------------------------------------------------------
@@ -390,29 +381,9 @@ def test_a_position_outside_the_text_or_under_another_config_is_refused() -> Non
             Batches(text, config, fresh(3)).restore(state)
 
 
-# -- corpora of examples ----------------------------------------------------------------------------------------------
-
-
 @settings(deadline=None, max_examples=examples(25))
 @given(st.integers(1, 60), st.integers(1, 20), st.integers(0, 5), st.integers(0, 3))
-def test_the_shards_of_a_pass_hold_each_example_once(count: int, shards: int, seed: int, pass_number: int) -> None:
-    dealt = [sharding.examples(count, shards, seed, str(shard), pass_number).tolist() for shard in range(shards)]
+def test_the_shards_of_a_pass_hold_each_window_once(count: int, shards: int, seed: int, pass_number: int) -> None:
+    dealt = [sharding.dealt(count, shards, seed, str(shard), pass_number).tolist() for shard in range(shards)]
     assert sorted(number for shard in dealt for number in shard) == list(range(count))
     assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
-
-
-def test_a_pass_over_all_shards_reads_each_example_once() -> None:
-    supply = Batches(EXAMPLES, configured(), fresh(0, 1, 2, 3))
-    rows = np.concatenate([supply.next(1)[0] for _ in range(20)])
-    again = Batches(EXAMPLES, configured(), fresh(*range(len(supply.held()), 4)))
-    again.restore(supply.state())
-    rest = np.concatenate([supply.next(1)[0] for _ in range(5)])
-    assert np.array_equal(np.concatenate([again.next(1)[0] for _ in range(5)]), rest)
-    rows = np.concatenate([rows, rest])
-    assert rows.shape == (50, 9)
-    assert (rows == rows[:, :1]).all(), "an example was cut"
-    assert sorted(rows[:, 0].tolist()) == list(range(50))
-    assert [place.shard for place in supply.places()] == ["0", "1", "2", "3"]
-    assert all(place.ended for place in supply.places())
-    assert sharding.held_out(EXAMPLES, 5, 8)[:, 0].tolist() == [0, 10, 20, 30, 40]
-    assert np.array_equal(sharding.held_out(EXAMPLES, 500, 8), EXAMPLES)

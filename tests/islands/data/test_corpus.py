@@ -1,4 +1,4 @@
-"""Corpora: how text, folders and examples become corpora, and what is refused."""
+"""Corpora: how texts and folders become corpora, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from archipelago.broker.config import ModelConfig, RunConfig
 from archipelago.broker.errors import ConfigError, DataError
 from archipelago.broker.manifest import Corpus
-from archipelago.islands.creation import require_readable
 from archipelago.islands.data import corpus, documents, preparation, stdlib, verification
 from tests.failing import failing
 
@@ -52,15 +49,12 @@ def whole(opened: corpus.OpenCorpus) -> bytes:
     return opened.train.tobytes() + opened.valid.tobytes() + opened.test.tobytes()
 
 
-@given(st.integers(preparation.MINIMUM_BYTES, 1 << 40), st.integers(0, 1 << 40))
-def test_splits_cover_the_text_or_the_examples(size: int, count: int) -> None:
+@given(st.integers(preparation.MINIMUM_BYTES, 1 << 40))
+def test_splits_cover_the_text(size: int) -> None:
     train, valid, test = preparation.splits_of(size)
     assert train + valid + test == size
     assert train == pytest.approx(0.9 * size, abs=1)
     assert min(valid, test) == pytest.approx(0.05 * size, abs=2)
-    splits = preparation.splits_of_examples(count)
-    assert sum(splits) == count
-    assert min(splits) >= 0
 
 
 def test_a_file_becomes_three_read_only_views_of_its_bytes(tmp_path: Path, data: Path) -> None:
@@ -124,7 +118,7 @@ def test_names_that_could_leave_the_folder_are_refused(tmp_path: Path) -> None:
 def test_an_unknown_name_or_a_path_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     preparation.prepare_text(write(tmp_path / "texts" / "text.txt"), "mine")
-    for name, said in (("theirs", "mine"), ("digits", "`archipelago prepare digits`"), ("texts", "prepare texts`")):
+    for name, said in (("theirs", "mine"), ("enwik8", "`archipelago prepare enwik8`"), ("texts", "prepare texts`")):
         with failing(DataError, "data.missing") as caught:
             corpus.open_corpus(name)
         assert said in str(caught.value)
@@ -198,8 +192,7 @@ def test_a_long_verification_shows_its_progress(tmp_path: Path, caplog: pytest.L
 
 def test_a_card_that_contradicts_itself_or_is_not_json_is_damaged(tmp_path: Path, data: Path) -> None:
     preparation.prepare_text(write(tmp_path / "text.txt"), "mine")
-    preparation.prepare_examples(examples(), "images", "a camera")
-    card, images = (data / name / "corpus.json" for name in ("mine", "images"))
+    card = data / "mine" / "corpus.json"
     sound = json.loads(card.read_text())
     splits = {"train": 1, "valid": 1, "test": 1}
     for change in ({"name": "other"}, {"bytes": -1}, {"digest": "xyz"}, {"splits": splits}):
@@ -207,10 +200,8 @@ def test_a_card_that_contradicts_itself_or_is_not_json_is_damaged(tmp_path: Path
         with failing(DataError, "data.damaged"):
             pytest.fail(f"{change}: {corpus.open_corpus('mine')}")
     write(card, "{")
-    write(images, images.read_text().replace('"example_bytes": 65', '"example_bytes": 64'))
-    for name in ("mine", "images"):
-        with failing(DataError, "data.damaged"):
-            corpus.open_corpus(name)
+    with failing(DataError, "data.damaged"):
+        corpus.open_corpus("mine")
 
 
 def test_two_processes_can_prepare_the_same_corpus_and_a_failed_write_leaves_no_files(data: Path) -> None:
@@ -266,34 +257,3 @@ def test_the_library_of_this_python_can_be_opened() -> None:
     opened = stdlib.prepare_stdlib()
     assert opened.identity.bytes > 5_000_000
     assert b"def " in opened.valid.tobytes()
-
-
-# -- examples -------------------------------------------------------------------------------------------------------
-
-
-def examples(count: int = 1500, size: int = 65) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    return np.random.default_rng(0).integers(0, 256, (count, size), np.uint8)
-
-
-def test_examples_become_three_views_of_whole_examples(data: Path) -> None:
-    wanted = examples()
-    opened = preparation.prepare_examples(wanted, "images", "a camera")
-    assert np.array_equal(np.concatenate([opened.train, opened.valid, opened.test]), wanted)
-    assert [len(split) for split in (opened.train, opened.valid, opened.test)] == [1200, 150, 150]
-    assert not any(view.flags.writeable for view in (opened.train, opened.valid, opened.test))
-    assert (opened.source, opened.identity.bytes) == ("a camera", wanted.size)
-    assert corpus.open_corpus("images").identity == opened.identity
-    assert json.loads((data / "images" / "corpus.json").read_text())["example_bytes"] == 65
-
-
-def test_a_model_of_examples_reads_no_text_and_no_other_examples(tmp_path: Path) -> None:
-    digits = RunConfig(model=ModelConfig(size="digits"))
-    text = preparation.prepare_text(write(tmp_path / "text.txt"), "mine")
-    with failing(ConfigError, "config.corpus-kind"):
-        require_readable(digits, text)
-    with failing(ConfigError, "config.corpus-kind"):
-        require_readable(digits, preparation.prepare_examples(examples(size=64), "small", "a camera"))
-    images = preparation.prepare_examples(examples(), "images", "a camera")
-    require_readable(digits, images)
-    require_readable(RunConfig(), images)
-    require_readable(RunConfig(), text)

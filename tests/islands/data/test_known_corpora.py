@@ -1,4 +1,4 @@
-"""Preparation of the corpora that we download, enwik8 and the digits, with small files in place of the real ones."""
+"""Preparation of enwik8, with small files in place of the real one."""
 
 from __future__ import annotations
 
@@ -8,27 +8,18 @@ import io
 import shutil
 import tarfile
 import zipfile
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from types import ModuleType
 
-import numpy as np
 import pytest
 
 from archipelago.broker.errors import DataError
-from archipelago.islands.data import corpus, digits, enwik8
-from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.islands.data import enwik8
 from archipelago.islands.data.preparation import TextWriter
 from tests.failing import failing
 
 TEXT = b"<page>An archipelago is a chain of islands.</page>\n" * 2000
 WANTED = enwik8.Text(len(TEXT), hashlib.sha256(TEXT).hexdigest())
-ROWS = np.random.default_rng(0).integers(0, 17, (1100, 65))
-ROWS[:, -1] = np.arange(1100) % 10
-CSV = "\n".join(",".join(map(str, row)) for row in ROWS.tolist()).encode() + b"\n"
-TABLE = digits.Table(len(CSV), hashlib.sha256(CSV).hexdigest())
 
 
 @pytest.fixture(autouse=True)
@@ -66,37 +57,18 @@ def raw(path: Path) -> Path:
     return written(path, TEXT)
 
 
-def wheel(path: Path, member: str = "sklearn/datasets/data/digits.csv.gz") -> Path:
-    return zipped(path, member, gzip.compress(CSV))
-
-
-@pytest.mark.parametrize(
-    ("module", "prepare", "served"),
-    [
-        (enwik8, partial(enwik8.prepare_enwik8, text=WANTED), zipped),
-        (digits, partial(digits.prepare_digits, table=TABLE), wheel),
-    ],
-)
-def test_a_corpus_is_downloaded_only_once(
-    module: ModuleType,
-    prepare: Callable[[], OpenCorpus],
-    served: Callable[[Path], Path],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_corpus_is_downloaded_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     folders: list[Path] = []
 
     def download(source: object, folder: Path, progress: object) -> Path:
         folders.append(folder)
-        return served(folder / "downloaded")
+        return zipped(folder / "downloaded")
 
-    monkeypatch.setattr(module, "download", download)
-    opened = prepare()
+    monkeypatch.setattr(enwik8, "download", download)
+    opened = enwik8.prepare_enwik8(text=WANTED)
     assert opened.source == "downloaded"
-    assert prepare().identity == opened.identity
+    assert enwik8.prepare_enwik8(text=WANTED).identity == opened.identity
     assert [folder.exists() for folder in folders] == [False]
-
-
-# -- enwik8 -----------------------------------------------------------------------------------------------------------
 
 
 def test_each_form_of_the_file_is_unpacked(tmp_path: Path) -> None:
@@ -144,45 +116,3 @@ def test_damaged_archives_are_refused(tmp_path: Path) -> None:
             with pytest.raises(DataError) as caught:
                 enwik8.prepare_enwik8(path, text=WANTED)
             assert caught.value.code in ("data.unreadable", "data.wrong-file"), pack
-
-
-# -- the digits -------------------------------------------------------------------------------------------------------
-
-
-def test_a_file_becomes_a_corpus_of_examples(tmp_path: Path) -> None:
-    opened = digits.prepare_digits(written(tmp_path / "digits.csv.gz", gzip.compress(CSV)), table=TABLE)
-    assert (opened.name, opened.source) == ("digits", "digits.csv.gz")
-    assert [split.shape for split in (opened.train, opened.valid, opened.test)] == [(880, 65), (110, 65), (110, 65)]
-    rows = np.concatenate([opened.train, opened.valid, opened.test])
-    assert sorted(map(bytes, rows)) == sorted(map(bytes, ROWS.astype(np.uint8))), "an image is missing or incomplete"
-    assert not np.array_equal(rows, ROWS), "the held-out images are of the last writers only"
-    assert opened.identity.bytes == 1100 * 65
-    assert corpus.open_corpus("digits").identity == opened.identity
-    # The order is the same on every machine.
-    assert digits.shuffled(np.arange(8, dtype=np.uint8)[:, None]).ravel().tolist() == [3, 2, 1, 6, 0, 7, 4, 5]
-
-
-def test_other_files_than_the_digits_are_refused(tmp_path: Path, data: Path) -> None:
-    path = tmp_path / "digits.csv.gz"
-    for content in (b"", b"not packed", gzip.compress(CSV)[:-9], gzip.compress(CSV + b"\n")):
-        with pytest.raises(DataError) as caught:
-            digits.prepare_digits(written(path, content), table=TABLE)
-        assert caught.value.code in {"data.unreadable", "data.wrong-file"}
-    assert not data.exists()
-    for path in (tmp_path / "absent", wheel(tmp_path / "other.whl", "README")):
-        with failing(DataError, "data.unreadable"):
-            digits.prepare_digits(path, table=TABLE)
-
-
-def test_a_decompression_bomb_is_read_no_further_than_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    read = gzip.GzipFile.read
-
-    def noted(file: gzip.GzipFile, size: int | None = -1) -> bytes:
-        asked.append(-1 if size is None else size)
-        return read(file, size)
-
-    monkeypatch.setattr(gzip.GzipFile, "read", noted)
-    with failing(DataError, "data.wrong-file"):
-        digits.parse(gzip.compress(bytes(10 * len(CSV))), TABLE)
-    assert asked == [len(CSV) + 1]

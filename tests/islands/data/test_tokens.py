@@ -26,6 +26,7 @@ from archipelago.islands.data.tokenizer import byte_tokenizer
 from archipelago.islands.evaluation import assemble, compile_evaluation
 from archipelago.islands.models.registry import Model, Params, build, learning_rate
 from tests.failing import failing
+from tests.harness.tiny import NO_DECODER
 from tests.islands.models import mini
 
 TEXT = "".join(f"{n} islands, {n * n % 97} ships; häfen, 港\n" for n in range(2500))
@@ -148,8 +149,6 @@ def test_a_corpus_that_the_model_cannot_read_or_of_another_tokenizer_is_refused(
         require_readable(narrow, tokens)
     with failing(ConfigError, "config.vocabulary"):
         Batches(tokens.train, CONFIG, lambda: None)
-    with failing(ConfigError, "model.no-vocabulary"):
-        require_readable(replace(WIDE, model=ModelConfig("digits", VOCABULARY)), tokens)
     require_readable(WIDE, tokens, tokens.tokenizer)
     for pinned, tokenizer in ((open_corpus("text"), tokens.tokenizer), (tokens, "")):
         with failing(ConfigError, "config.tokenizer"):
@@ -175,7 +174,7 @@ def test_the_loss_is_per_byte_under_any_tokenizer(tokens: OpenCorpus) -> None:
     def loss(params: Params, tokens_BxT1: jax.Array) -> jax.Array:
         return jnp.asarray(math.log(VOCABULARY), jnp.float32)
 
-    model = Model(lambda seed: {}, loss, (), uniform)
+    model = Model(lambda seed: {}, loss, (), uniform, NO_DECODER)
     text = held_out(tokens.valid, 8, 16)
     bits = math.log2(VOCABULARY) * tokens.valid.size / tokens.text_bytes[1]
     assert compile_evaluation(model, text, tokens.bytes_per_token)({}) == pytest.approx(bits)
@@ -196,8 +195,8 @@ def test_bytes_and_tokens_have_different_configs_and_corpora() -> None:
     assert from_json(WIDE.to_json()) == WIDE
     assert RunConfig().digest() != replace(RunConfig(), model=ModelConfig(vocabulary=257)).digest()
     assert Corpus("text", "0" * 32, 9).to_list() == ["text", "0" * 32, 9]
-    images = Corpus("digits", "0" * 32, 650, tokens=10)
-    assert Corpus.from_list(images.to_list()) == images
+    tokenised = Corpus("text", "0" * 32, 650, "1" * 32, 10)
+    assert Corpus.from_list(tokenised.to_list()) == tokenised
     with pytest.raises(ConfigError):
         checked({"model": {"vocabulary": 255}})
     with pytest.raises(ValueError):

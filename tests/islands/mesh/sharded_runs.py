@@ -33,6 +33,7 @@ from archipelago.islands.models.layers import mean_cross_entropy
 from archipelago.islands.sync.connection.snapshots import Download
 from archipelago.islands.worker import Island
 from tests.harness.played import PlayedRun
+from tests.harness.tiny import NO_DECODER
 
 CONFIG = RunConfig(
     record=True,
@@ -67,7 +68,7 @@ def _loss(params: Params, tokens_BxT1: jax.Array) -> jax.Array:
 
 @cache
 def _steps(inner: InnerConfig) -> InnerSteps:
-    return compile_steps(Model(lambda seed: {}, _loss, TENSORS, _logits), inner)
+    return compile_steps(Model(lambda seed: {}, _loss, TENSORS, _logits, NO_DECODER), inner)
 
 
 @cache

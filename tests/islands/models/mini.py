@@ -12,15 +12,13 @@ import numpy as np
 
 from archipelago.islands.data.tokenizer import Tokens
 from archipelago.islands.evaluation import BATCH, Measures, SlicedMeasures, measured
-from archipelago.islands.models import moe, vision
+from archipelago.islands.models import moe
 from archipelago.islands.models.dimensions import Size
 from archipelago.islands.models.interface import Model, Params
 from archipelago.islands.models.moe import Routing
 from archipelago.islands.models.transformer import transformer
-from archipelago.islands.models.vision import Images
 
 SIZE = Size(width=16, layers=1, heads=2, hidden=24)
-IMAGES = Images(side=8, patch=4, brightest=16, classes=10)
 
 
 def jitted(function: Callable[..., Any], **options: Any) -> Any:
@@ -42,11 +40,6 @@ def dense() -> Model:
 @cache
 def experts(routing: Routing) -> Model:
     return moe.transformer(SIZE, routing, jnp.float32)
-
-
-@cache
-def images() -> Model:
-    return vision.classifier(SIZE, IMAGES, jnp.float32)
 
 
 def params_of(model: Model, seed: int = 0) -> Params:

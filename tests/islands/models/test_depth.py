@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from archipelago.broker.config import ModelConfig
-from archipelago.islands.models import moe, vision
+from archipelago.islands.models import moe
 from archipelago.islands.models.depth import Depth
 from archipelago.islands.models.dimensions import Size
 from archipelago.islands.models.interface import Model, Params
@@ -25,14 +25,12 @@ SIZE = Size(width=16, layers=2, heads=2, hidden=24)
 KINDS = {
     "dense": partial(transformer, SIZE),
     "experts": partial(moe.transformer, SIZE, Routing(experts=4, choices=2)),
-    "images": partial(vision.classifier, SIZE, mini.IMAGES),
 }
 TOKENS = np.random.default_rng(5).integers(0, 10, (4, 65), np.uint8)
 BOTH = Depth(scan=True, rematerialise=True)
 CASES = [
     ("dense", BOTH),
     pytest.param("experts", BOTH, marks=pytest.mark.full),
-    pytest.param("images", Depth(scan=True), marks=pytest.mark.full),
 ]
 
 

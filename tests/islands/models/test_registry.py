@@ -12,7 +12,6 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from archipelago.broker.config import ModelConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.islands.models import layers, registry
 from archipelago.islands.models.registry import MODELS, Model, Params, build
@@ -49,15 +48,12 @@ def test_an_unknown_size_is_refused_with_the_known_ones() -> None:
     with failing(ConfigError, "model.unknown") as caught:
         build("huge")
     assert all(name in caught.value.remedy for name in MODELS)
-    with failing(ConfigError, "model.no-vocabulary"):
-        build(ModelConfig("digits", 300))
 
 
 def test_the_tensors_describe_what_init_returns_which_depends_on_the_seed_alone(tiny: Model) -> None:
     params, other = tiny.init(0), tiny.init(1)
     again = transformer(mini.SIZE, jnp.bfloat16)
     assert again.tensors == tiny.tensors
-    assert tiny.example_bytes is None
     assert [tensor.name for tensor in tiny.tensors] == sorted(params)
     for tensor in tiny.tensors:
         value = params[tensor.name]
@@ -82,6 +78,13 @@ def test_the_loss_is_the_mean_over_the_targets_in_nats(tiny: Model, params: Para
     assert (found.dtype, found.shape) == (jnp.float32, ())
     assert float(found) == pytest.approx(np.mean(by_hand), rel=1e-5)
     assert [float(part) for part in tiny.objective(params, tokens)] == [float(found)] * 2
+
+
+def test_the_accuracy_counts_every_next_token(tiny: Model, params: Params) -> None:
+    seen = np.array(mini.tokens(4, 65))
+    seen[:, 1:9] = np.asarray(tiny.logits(params, jnp.asarray(seen[:, :-1]))).argmax(-1)[:, :8]
+    right = np.asarray(tiny.logits(params, jnp.asarray(seen[:, :-1]))).argmax(-1) == seen[:, 1:]
+    assert mini.measures(mini.dense(), seen, params).accuracy == pytest.approx(right.mean())
 
 
 def test_a_logit_depends_only_on_its_position_and_earlier_ones(tiny: Model, params: Params) -> None:

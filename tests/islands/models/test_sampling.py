@@ -24,13 +24,11 @@ LOGITS_V = jnp.log(jnp.asarray([0.1, 0.4, 0.05, 0.3, 0.15], jnp.float32))
 @cache
 def programs(model: Model) -> tuple[Params, Any, Any]:
     """Return parameters of a model, and its compiled logits and extension of the cache."""
-    assert model.decoder is not None
     return mini.params_of(model), mini.compiled(model).logits, mini.jitted(model.decoder.extend)
 
 
 def generated(prompt: list[int], context: int, sampling: Sampling, seed: int, count: int) -> list[int]:
     model = mini.dense()
-    assert model.decoder is not None
     return list(islice(continuation(model.decoder, programs(model)[0], prompt, context, sampling, seed), count))
 
 

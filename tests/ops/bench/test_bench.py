@@ -178,7 +178,7 @@ def test_models_and_codecs_of_an_island_and_a_start_have_defaults_and_settings_w
     usual = start.settled(RunConfig(), quick=False)
     assert (usual.model.size, usual.tokens_per_step) == ("small", 16)
     assert start.settled(RunConfig(), quick=True).model.size == "tiny"
-    data = DataConfig(corpus="digits", sequence_length=64)
-    mine = replace(RunConfig(), model=ModelConfig("digits"), wire=WireConfig(up="int8"), data=data)
+    data = DataConfig(corpus="mine", sequence_length=64)
+    mine = replace(RunConfig(), model=ModelConfig("tiny-moe"), wire=WireConfig(up="int8"), data=data)
     for kept in (island.settled(mine, quick=False, backend="cpu"), start.settled(mine, quick=False)):
         assert (kept.model, kept.wire, kept.data) == (mine.model, mine.wire, mine.data)

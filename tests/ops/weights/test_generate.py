@@ -5,23 +5,16 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import pytest
 
-from archipelago.broker.config import ModelConfig
 from archipelago.broker.errors import ArchipelagoError, ConfigError
-from archipelago.broker.manifest import Corpus
-from archipelago.islands.creation import describe
-from archipelago.islands.models.registry import build
 from archipelago.ops.commands import run
 from archipelago.ops.weights.generate import show, tokens_per_second
-from archipelago.ops.weights.parameters import RunParameters
 from tests.failing import failing
-from tests.ops.weights.small_runs import SMALL, Call, checkpointed, of_tokens
+from tests.ops.weights.small_runs import Call, checkpointed, of_tokens
 
 
 @pytest.mark.full
@@ -48,17 +41,6 @@ def test_a_checkpoint_of_a_tokenised_corpus_generates_text(call: Call) -> None:
     assert status == 0
     assert json.loads(out)["tokens"] == 12
     assert json.loads(out)["text"]
-
-
-def test_a_model_of_images_generates_no_text(call: Call) -> None:
-    config = replace(SMALL, model=ModelConfig("digits"))
-    zeros = {tensor.name: jnp.zeros(tensor.shape) for tensor in build(config.model).tensors}
-    checkpointed(RunParameters(describe("mine", config, Corpus("digits", "0" * 32, 65)), zeros, 7, 40, "a test"))
-    assert call("export", "--run", "mine", "--out", "out")[0] == 0
-    assert not Path("out/tokenizer.json").exists()
-    for source in (["--run", "mine"], ["out"]):
-        with failing(ConfigError, "model.no-text"):
-            run(["generate", *source])
 
 
 def test_an_option_out_of_range_is_refused(exported: Path) -> None:
