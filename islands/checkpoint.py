@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from archipelago.broker.buckets.bundles import Bundles, fetch_newer
+from archipelago.broker.buckets.bundles import Bundles
 from archipelago.broker.buckets.copier import Copier
 from archipelago.broker.buckets.folder import BucketFolder
 from archipelago.broker.checkpoint_errors import FILE_FAULTS, in_words, remedy
@@ -125,7 +125,8 @@ class IslandStore:
         self.manifest = manifest
         self._bundles = Bundles(bucket.child("checkpoints")) if bucket else None
         about = {"run": manifest.run, "uid": manifest.uid}
-        self.copier = Copier(self._bundles, self.folder / "uploads", about, KEPT) if self._bundles else None
+        uploads = self.folder / "uploads"
+        self.copier = Copier(self._bundles, self.folder, uploads, about, KEPT) if self._bundles else None
         self._pool = ThreadPoolExecutor(1, "island-checkpoint")
         self._job: Future[None] | None = None
         self._trouble = ""
@@ -166,7 +167,7 @@ class IslandStore:
         else:
             self._trouble = ""
             if self.copier is not None:
-                self.copier.offer(step, self.folder / str(step))
+                self.copier.offer(step)
 
     def _arrays_to_write(self, taken: IslandCut) -> dict[str, Any]:
         """Return the arrays of a cut, with references by tensor, which depend on no mesh."""
@@ -251,7 +252,7 @@ class IslandStore:
             return
         newest = max((int(path.name) for path in self.folder.glob("[0-9]*") if path.name.isdecimal()), default=-1)
         try:
-            fetch_newer(self._bundles, self.folder, newest, most)
+            self._bundles.fetch_newer(self.folder, newest, most)
         except (ArchipelagoError, OSError) as error:
             log.warning("no checkpoint could be downloaded: %s", error, extra={"code": "bucket.failed"})
 

@@ -210,7 +210,7 @@ class Checkpointer:
             self._record(self.recorder, [entry for entry in tape if entry.round > covered], logged)
         self.store.save(self._image(cut, tape[-TAPE_IN_IMAGE:]))
         if self.copier is not None:
-            self.copier.offer(cut.number, self.store.path_of(cut.number))
+            self.copier.offer(cut.number)
         return Covered(cut.number, cut.round, actions_until)
 
     def _actions(self) -> tuple[str, list[Actions]]:

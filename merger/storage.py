@@ -16,10 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from archipelago.broker.buckets.bundles import Bundles, fetch_newer
-from archipelago.broker.buckets.copier import Copier
+from archipelago.broker.buckets.bundles import Bundles
+from archipelago.broker.buckets.copier import Copier, fetch_record
 from archipelago.broker.buckets.folder import BucketError, BucketFolder
-from archipelago.broker.buckets.record import fetch_record
 from archipelago.broker.errors import ConfigError, RunExistsError, UnknownRunError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.observe.progress import progress
@@ -85,9 +84,8 @@ class MergerFolder:
         Raises:
             BucketError: The bucket cannot be read.
         """
-        if self._bundles is None:
-            return
-        fetch_newer(self._bundles, self.store.folder, max(self.store.numbers(), default=-1))
+        if self._bundles is not None:
+            self._bundles.fetch_newer(self.store.folder, max(self.store.numbers(), default=-1))
 
     def checkpointer(
         self, transport: Transport, manifest: Manifest, every_seconds: float, spawn: Spawn | None = None
@@ -135,7 +133,8 @@ class MergerFolder:
         about = {"run": manifest.run, "uid": manifest.uid}
         pair = (self.recorder.folder, record) if record else None
         besides = self._complete_in_bucket if len(self._parts) > 1 else tuple
-        return Copier(self._bundles, self.path / "uploads", about, self.store.keep, pair, besides)
+        uploads = self.path / "uploads"
+        return Copier(self._bundles, self.store.folder, uploads, about, self.store.keep, pair, besides)
 
     def _fetch_record(self, remote: BucketFolder) -> None:
         """Download what this folder lacks of the record. A record with a gap is better than no merger."""

@@ -7,19 +7,18 @@ of all its backends into ours.
 
 from __future__ import annotations
 
-import difflib
 import errno
 import logging
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from archipelago.broker.address import redacted
-from archipelago.broker.errors import ArchipelagoError, ConfigError
+from archipelago.broker.errors import ConfigError
 from archipelago.broker.extras import PACKAGES, hint
 from archipelago.broker.observe.progress import progress
 
@@ -29,6 +28,8 @@ BUCKET_VARIABLE = "ARCHIPELAGO_BUCKET"
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 #: Codes of errors that do not end by themselves, so that a worker should not start with them.
 MISTAKES = frozenset(["bucket.denied", "bucket.credentials", "bucket.missing", "bucket.scheme", "bucket.extra"])
+#: The most bytes that are read into memory. Manifests and cards are smaller; the rest of a larger file is not read.
+READ_BYTES_MAX = 64 << 20
 
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _PROBE = ".archipelago-probe"
@@ -87,103 +88,64 @@ class BucketFolder:
     def require_usable(self) -> None:
         """Write a small file, read it and delete it again, so that missing rights show at once."""
         self.write(_PROBE, b"archipelago")
-        self.read(_PROBE, 64)
+        self.read(_PROBE)
         with suppress(BucketError):  # it may be forbidden to delete; then old checkpoints stay
             self.delete(_PROBE)
 
-    def files(self) -> dict[str, int]:
-        """Return the size of each file in this folder, by name; nothing if there is no such folder."""
-        return {name: size for name, kind, size in self._entries() if kind == "file"}
-
-    def folders(self) -> list[str]:
-        """Return the names of the folders in this one."""
-        return [name for name, kind, _ in self._entries() if kind == "directory"]
+    def names(self) -> list[str]:
+        """Return the names of the files and folders in this folder; nothing if there is no such folder."""
+        found: list[str] = []
+        with self._translated("list"), suppress(FileNotFoundError):
+            found = self._fs.ls(self._path, detail=False)
+        own = self._path.strip("/")  # some buckets have an empty file in the place of a folder
+        return sorted(path.rstrip("/").rpartition("/")[2] for path in found if path.strip("/") != own)
 
     def tree(self) -> dict[str, int]:
         """Return the size of each file in this folder and in those below it, by its path in this folder."""
         with self._translated("read"):
-            self._fs.invalidate_cache()
             found = self._fs.find(self._path, detail=True)
         start = len(self._path.lstrip("/")) + 1
         return {path.lstrip("/")[start:]: int(about["size"] or 0) for path, about in found.items()}
 
-    def read(self, name: str, most: int) -> bytes:
-        """Return the content of a file. Raises BucketError (`bucket.large`) if it has over `most` bytes."""
+    def read(self, name: str) -> bytes:
+        """Return the content of a file, at most READ_BYTES_MAX."""
         with self._translated("read"):
-            size = int(self._fs.info(self._at(name))["size"])
-            if size > most:
-                raise BucketError(
-                    f"{self}/{name} has {size:,} bytes, and {most:,} at most were expected",
-                    "It was not written by archipelago. Name another folder.",
-                    code="bucket.large",
-                )
-            return bytes(self._fs.cat_file(self._at(name)))
+            return bytes(self._fs.cat_file(self._at(name), start=0, end=READ_BYTES_MAX))
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file. Readers see the old content or the new if the bucket replaces files whole, as S3 does."""
-        with tempfile.NamedTemporaryFile(prefix="archipelago-") as file:
+        with tempfile.NamedTemporaryFile(prefix="archipelago-") as file:  # only uploads create folders everywhere
             file.write(data)
             file.flush()
-            self.upload(Path(file.name), name)
+            self.upload({name: Path(file.name)})
 
-    def upload(self, local: Path, name: str) -> None:
-        """Copy a file to the bucket, and check that all of it has arrived. Raises OSError if it cannot be read here."""
-        with local.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
+    def upload(self, files: Mapping[str, Path]) -> None:
+        """Copy files of this machine to the bucket, by their names there."""
         with self._translated("write"):
-            self._fs.put_file(str(local), self._at(name))
-            self._fs.invalidate_cache()
-            found = int(self._fs.info(self._at(name))["size"])
-        if found != size:
-            raise BucketError(
-                f"only {found:,} of {size:,} bytes of {self}/{name} have arrived",
-                "The upload was cut off. It is tried again.",
-                code="bucket.incomplete",
-            )
+            self._fs.put([str(path) for path in files.values()], [self._at(name) for name in files])
 
-    def upload_folder(self, local: Path, last: str) -> None:
-        """Copy the files of a folder and of those below it. The one named `last` shows that the others are there."""
-        paths = sorted(path for path in local.rglob("*") if path.is_file())
-        for path in sorted(paths, key=lambda path: path == local / last):
-            self.upload(path, path.relative_to(local).as_posix())
-
-    def download(self, name: str, local: Path) -> None:
-        """Copy a file from the bucket. Raises OSError if it cannot be written here."""
-        local.parent.mkdir(parents=True, exist_ok=True)
-        local.open("wb").close()  # so that a refusal by the disk is not taken for one by the bucket
-        with self._translated("read", passes=_is_full_disk):
-            self._fs.get_file(self._at(name), str(local))
+    def download(self, files: Mapping[str, Path]) -> None:
+        """Copy files from the bucket to this machine, by their names there. Raises OSError if the disk is full."""
+        for folder in {path.parent for path in files.values()}:
+            folder.mkdir(parents=True, exist_ok=True)
+        with self._translated("read"):
+            self._fs.get([self._at(name) for name in files], [str(path) for path in files.values()])
 
     def delete(self, name: str) -> None:
         """Delete a file or a folder, if it is there."""
-        with suppress(FileNotFoundError), self._translated("delete from", passes=_is_missing):
+        with self._translated("delete from"), suppress(FileNotFoundError):
             self._fs.rm(self._at(name), recursive=True)
 
     def _at(self, name: str) -> str:
         return f"{self._path}/{name}"
 
-    def _entries(self) -> Iterator[tuple[str, str, int]]:
-        try:
-            with self._translated("list", passes=_is_missing):
-                self._fs.invalidate_cache()
-                found = self._fs.ls(self._path, detail=True)
-        except FileNotFoundError:
-            return
-        own = self._path.strip("/")
-        for entry in found:
-            path = str(entry["name"]).strip("/")
-            if path != own:  # some buckets have an empty file in the place of a folder
-                yield path.rpartition("/")[2], entry["type"], int(entry["size"] or 0)
-
     @contextmanager
-    def _translated(self, verb: str, passes: Callable[[Exception], bool] = lambda error: False) -> Iterator[None]:
-        """Turn an error of the backend into a BucketError, unless it `passes`."""
+    def _translated(self, verb: str) -> Iterator[None]:
+        """Turn an error of the backend into a BucketError. That of a full disk of this machine passes."""
         try:
             yield
-        except ArchipelagoError:
-            raise
         except Exception as error:  # each backend has exceptions of its own
-            if passes(error):
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise
             raise _error(self.shown, verb, error) from error
 
@@ -207,15 +169,6 @@ def open_bucket(address: str, *names: str) -> BucketFolder:
     return folder
 
 
-def _is_missing(error: Exception) -> bool:
-    return isinstance(error, FileNotFoundError)
-
-
-def _is_full_disk(error: Exception) -> bool:
-    """Return whether a download has filled this machine's disk. No backend reports these of its own."""
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-
-
 def _known_schemes() -> set[str]:
     import fsspec
 
@@ -229,13 +182,9 @@ def _opened(address: str, shown: str) -> tuple[Any, str]:
     found = _ADDRESS.match(address)
     scheme = found[1] if found else ""
     if scheme not in _known_schemes():
-        close = difflib.get_close_matches(scheme, ["s3", "gs", "az", "abfs", "hf", "sftp", "file", "memory"], 1, 0.4)
-        what = (
-            f"{shown!r:.200} is not an address of a bucket" if not scheme else f"{scheme}:// in {shown:.200} is unknown"
-        )
         raise BucketError(
-            what,
-            f"Write it as {close[0] if close else 's3'}://BUCKET/FOLDER. Other schemes are s3, gs, az and sftp.",
+            f"{scheme}:// in {shown:.200} is unknown" if scheme else f"{shown!r:.200} is not an address of a bucket",
+            "Write it as s3://BUCKET/FOLDER. Other schemes are gs, az and sftp.",
             code="bucket.scheme",
         )
     options: dict[str, Any] = {"use_listings_cache": False}

@@ -38,7 +38,7 @@ def folder_in_front_of(address: str) -> Path:
 def corpora_in_bucket() -> list[str]:
     """Return the names of the folders in the bucket; none without a bucket. Raises BucketError."""
     bucket = bucket_of_corpora()
-    return sorted(bucket.folders()) if bucket else []
+    return bucket.names() if bucket else []
 
 
 def download_corpus(target: Path, card: str, data: str) -> bool:
@@ -60,13 +60,12 @@ def download_corpus(target: Path, card: str, data: str) -> bool:
     if bucket is None:
         return False
     remote = bucket.child(target.name)
-    files = remote.files()
-    if card not in files:
+    names = remote.names()
+    if card not in names:
         return False
     try:
         with progress(f"downloading the corpus {target.name!r} from {bucket}"), staged_folder(target) as stage:
-            for name in sorted(files):
-                remote.download(name, stage / name)
+            remote.download({name: stage / name for name in names})
             if not is_verified(stage / data, _digest_in(stage / card)):
                 raise DataError(
                     f"the corpus {target.name!r} in {bucket} is damaged ({data} has another digest than {card} says)",
@@ -95,10 +94,8 @@ def upload_corpus(folder: Path, card: str) -> None:
     if bucket is None:
         return
     remote = bucket.child(folder.name)
-    held = remote.files()
-    if card in held:
-        content = remote.read(card, _CARD_BYTES_MAX)
-        if f'"{_digest_in(folder / card)}"'.encode() in content:
+    if card in remote.names():
+        if f'"{_digest_in(folder / card)}"'.encode() in remote.read(card):
             return
         raise DataError(
             f"{bucket} holds a different corpus {folder.name!r} already",
@@ -106,24 +103,22 @@ def upload_corpus(folder: Path, card: str) -> None:
             code="data.taken",
         )
     with progress(f"uploading the corpus {folder.name!r} to {bucket}"):
-        for path in sorted(folder.iterdir()):
-            if not path.name.startswith(".") and path.name != card:
-                remote.upload(path, path.name)
-        remote.upload(folder / card, card)
+        remote.upload({path.name: path for path in folder.glob("[!.]*") if path.name != card})
+        remote.upload({card: folder / card})
 
 
 def fetch_text(address: str, folder: Path) -> Path:
     """Download a file or a folder of text, and return its path on this machine. Raises BucketError."""
     remote = BucketFolder(address)
     name = remote.address.rpartition("/")[2] or "text"
-    files = remote.tree()
     with progress(f"downloading {remote}"):
-        for path in filter(None, files):
+        files = [path for path in remote.tree() if path]
+        for path in files:
             if ".." in Path(path).parts or Path(path).is_absolute():  # the key FOLDER//etc/x ends with /etc/x
                 raise BucketError(f"{remote} has a file {path!r:.200}", "Rename it.", code="bucket.damaged")
-            remote.download(path, folder / name / path)
-        if not any(files):  # the address is that of a file
-            BucketFolder(remote.address.rpartition("/")[0]).download(name, folder / name)
+        remote.download({path: folder / name / path for path in files})
+        if not files:  # the address is that of a file
+            BucketFolder(remote.address.rpartition("/")[0]).download({name: folder / name})
     return folder / name
 
 

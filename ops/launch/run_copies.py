@@ -20,9 +20,7 @@ def copy_run_files(folder: Path, bucket: BucketFolder) -> str:
     paths = [folder / name for name in FILES] + sorted((folder / "logs").glob("*.log"))
     try:
         with progress(f"copying the report and the logs to {bucket}"):
-            for path in paths:
-                if path.is_file():
-                    bucket.upload(path, path.relative_to(folder).as_posix())
+            bucket.upload({path.relative_to(folder).as_posix(): path for path in paths if path.is_file()})
     except (BucketError, OSError) as error:
         return f"{error}"
     return ""
@@ -30,7 +28,5 @@ def copy_run_files(folder: Path, bucket: BucketFolder) -> str:
 
 def fetch_run(bucket: BucketFolder, folder: Path) -> None:
     """Download the report of a run, as far as it is there. Raises BucketError."""
-    held = bucket.files()
-    for name in (run_summary.TEXT, run_summary.PICTURE):
-        if name in held:
-            bucket.download(name, folder / name)
+    held = bucket.names()
+    bucket.download({name: folder / name for name in (run_summary.TEXT, run_summary.PICTURE) if name in held})

@@ -67,7 +67,10 @@ def main(options: ExportOptions) -> int:
             kind = write(found, out, options.format, options.dtype)
         if bucket:
             with progress(f"uploading to {bucket}"):
-                bucket.upload_folder(out, last=CONFIG_FILE)
+                paths = {path.relative_to(out).as_posix(): path for path in out.rglob("*") if path.is_file()}
+                last = {CONFIG_FILE: paths.pop(CONFIG_FILE)}  # it shows that the others are there
+                bucket.upload(paths)
+                bucket.upload(last)
         size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     if options.json:
         print_json({"run": found.manifest.run, "round": found.round, "step": found.step, "origin": found.origin,

@@ -144,7 +144,7 @@ def test_mergers_on_two_machines_share_a_bucket(bucket: BucketFolder, written: P
         part = MergerFolder(tmp_path / f"machine-{k}", bucket=bucket).of_shard(MANIFEST, k)
         for number in (4, 7) if k == 0 else (4,):
             copier = part._copier(MANIFEST.of_shard(k))
-            copier.offer(number, part.store.path_of(number))
+            copier.offer(number)
             assert copier.turn() == 0
     folder = MergerFolder(tmp_path / "machine-0", bucket=bucket)
     folder.parts(MANIFEST)

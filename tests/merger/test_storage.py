@@ -235,7 +235,7 @@ def test_a_standby_with_the_same_folder_copies_nothing(bucket: BucketFolder, tmp
         if serves:
             standby.is_due(0.0)
         standby.close()
-        assert bool(bucket.child("checkpoints").files()) == serves
+        assert bool(bucket.child("checkpoints").names()) == serves
 
 
 def test_a_second_machine_numbers_above_the_bucket(bucket: BucketFolder, tmp_path: Path) -> None:

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from archipelago.broker.buckets.bundles import BundleManifest, Bundles, fetch_newer
-from archipelago.broker.buckets.copier import RETRY_SECONDS, RETRY_SECONDS_MAX, Copier
+from archipelago.broker.buckets.bundles import Bundles
+from archipelago.broker.buckets.copier import RETRY_SECONDS, RETRY_SECONDS_MAX, Copier, copy_record, fetch_record
 from archipelago.broker.buckets.folder import BucketError, BucketFolder, open_bucket
-from archipelago.broker.buckets.record import copy_record, fetch_record
 from tests.broker.buckets import faulty_bucket
 from tests.broker.buckets.faulty_bucket import FaultyFileSystem, no_fault
 from tests.conftest import Until
@@ -36,7 +35,14 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def copier_of(bucket: BucketFolder, folder: Path, keep: int = 3) -> Copier:
-    return Copier(Bundles(bucket.child("checkpoints")), folder / "uploads", ABOUT, keep)
+    return Copier(Bundles(bucket.child("checkpoints")), folder, folder / "uploads", ABOUT, keep)
+
+
+def offer(copier: Copier, number: int) -> Path:
+    """Write a checkpoint and offer it."""
+    source = written(copier.folder, number)
+    copier.offer(number)
+    return source
 
 
 def fail_with(error: Exception, *requests: str, ending: str = "") -> None:
@@ -106,13 +112,12 @@ def test_another_try_uploads_only_what_has_not_arrived(bucket: BucketFolder, tmp
     with failing(BucketError):
         bundles.put(1, source, ABOUT)
     heal()
-    (source / "d" / "0.bin").write_bytes(b"changed")
-    bundles.put(1, source, ABOUT)
+    Bundles(bucket).put(1, source, ABOUT)  # as another process would
     puts = [path.rpartition("/")[2] for request, path in FaultyFileSystem.requests if request == "put"]
-    assert puts == ["0.bin", "1.bin", "2.bin", "0.bin", "2.bin", "1.json"]
+    assert puts == ["0.bin", "1.bin", "2.bin", "2.bin", "1.json"]
     bundles.get(1, tmp_path / "new")
     assert content(tmp_path / "new") == content(source)
-    assert len(bucket.folders()) == 1
+    assert heads_of(bucket) == {"1", "1.json"}
 
 
 def test_damage_is_found_and_leaves_nothing_on_the_disk(bucket: BucketFolder, tmp_path: Path) -> None:
@@ -129,7 +134,7 @@ def test_damage_is_found_and_leaves_nothing_on_the_disk(bucket: BucketFolder, tm
         bundles.get(4, tmp_path / "other" / "4")
     assert list((tmp_path / "other").iterdir()) == []
     bucket.delete(f"{bundles.manifest(3).folder}/d/1.bin")
-    fetch_newer(bundles, tmp_path / "new", -1)
+    bundles.fetch_newer(tmp_path / "new", -1)
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["2"]
 
 
@@ -147,30 +152,30 @@ def test_two_processes_can_upload_and_download_the_same_number(bucket: BucketFol
     def download(request: str, path: str) -> None:
         if request == "get" and path.endswith("0.bin"):
             heal()
-            fetch_newer(bundles, new, -1)
+            bundles.fetch_newer(new, -1)
 
     FaultyFileSystem.fault = staticmethod(upload)
     bundles.put(2, written(tmp_path, 2), ABOUT)
     FaultyFileSystem.fault = staticmethod(download)
-    fetch_newer(bundles, new, -1)
+    bundles.fetch_newer(new, -1)
     assert content(new / "2") == content(tmp_path / "2")
     assert len(list(new.iterdir())) == 1
 
 
 def test_a_fault_of_this_disk_is_not_one_of_the_bucket(bucket: BucketFolder, tmp_path: Path) -> None:
     bucket.write("x", b"content")
-    for place in (Path("/dev/full"), tmp_path):
-        with pytest.raises(OSError, match=r"No space|directory"):
-            bucket.download("x", place)
+    with pytest.raises(OSError, match="No space"):
+        bucket.download({"x": Path("/dev/full")})
     with pytest.raises(FileNotFoundError):
-        bucket.upload(tmp_path / "none", "y")
+        Bundles(bucket).put(1, tmp_path / "none", ABOUT)
 
 
 def test_a_manifest_names_no_files_outside(bucket: BucketFolder, tmp_path: Path) -> None:
-    outside = ["../../etc/passwd", "/etc/passwd", "..\\x"]
-    manifests = [BundleManifest("1-ab", {path: (1, "")}, ABOUT).to_json() for path in outside]
-    manifests.append(BundleManifest("1-ab", {}, ABOUT).to_json().replace(b"1-ab", b"2-ab"))  # The digest is wrong.
-    for damaged in (*manifests, b"{}", json.dumps({"format": 1, "digest": ""}).encode(), b"[" * 200_000):
+    manifests = [
+        {"format": 1, "folder": "1-ab", "files": {path: [1, ""]}, "about": ABOUT} for path in ("../x", "/x", "y")
+    ]
+    manifests.append({"format": 1, "folder": "../1-ab", "files": {}, "about": ABOUT})
+    for damaged in (*(json.dumps(each).encode() for each in manifests), b"{}", b"[" * 200_000):
         bucket.write("1.json", damaged)
         with failing(BucketError, "bucket.damaged"):
             Bundles(bucket).get(1, tmp_path / "new")
@@ -220,18 +225,14 @@ def test_a_bucket_that_is_away_stops_no_start(bucket: BucketFolder, caplog: pyte
 
 
 def test_a_failing_bucket_is_tried_again_with_the_newest(bucket: BucketFolder, tmp_path: Path) -> None:
-    """Local files may be deleted at once, and are kept for the copy until it has arrived."""
     copier = copier_of(bucket, tmp_path)
     fail_with(ConnectionError("503"))
-    copier.offer(1, first := written(tmp_path, 1))
-    for path in [*first.rglob("*.bin")]:
-        path.unlink()
+    offer(copier, 1)
     pauses = [copier.turn() for _ in range(9)]
     assert pauses[:3] == [RETRY_SECONDS, 2 * RETRY_SECONDS, 4 * RETRY_SECONDS]
     assert pauses[-1] == RETRY_SECONDS_MAX
     for number in range(2, 6):
-        copier.offer(number, written(tmp_path, number))
-    assert {path.name.partition(".")[0] for path in (tmp_path / "uploads").iterdir()} == {"5"}  # the disk does not fill
+        offer(copier, number)
     assert len(copier.news()) == 1  # a bucket that fails is named once
     assert copier.trouble
     heal()
@@ -239,17 +240,16 @@ def test_a_failing_bucket_is_tried_again_with_the_newest(bucket: BucketFolder, t
     assert copier.bundles.numbers() == [5]
     assert len(copier.news()) == 1
     assert not copier.trouble
-    assert list((tmp_path / "uploads").iterdir()) == []
+    assert not (tmp_path / "uploads").exists()
 
 
 def test_a_later_process_copies_what_is_left(bucket: BucketFolder, tmp_path: Path) -> None:
     copier = copier_of(bucket, tmp_path)
     fail_with(ConnectionError("refused"))
-    source = written(tmp_path, 4)
-    copier.offer(4, source)
+    source = offer(copier, 4)
     copier.turn()
     heal()
-    other = Copier(copier.bundles, tmp_path / "uploads", {"run": "demo", "uid": "2"}, 3)
+    other = Copier(copier.bundles, tmp_path, tmp_path / "uploads", {"run": "demo", "uid": "2"}, 3)
     other.start()
     assert other.close()
     assert copier.bundles.numbers() == []  # that was another run of the same name
@@ -261,49 +261,41 @@ def test_a_later_process_copies_what_is_left(bucket: BucketFolder, tmp_path: Pat
     assert content(tmp_path / "new") == content(source)
 
 
-def test_a_checkpoint_that_was_staged_in_part_or_deleted_is_not_copied(bucket: BucketFolder, tmp_path: Path) -> None:
-    """The process is killed while it stages the same number again."""
+def test_a_checkpoint_that_is_deleted_is_copied_only_if_it_is_on_its_way(bucket: BucketFolder, tmp_path: Path) -> None:
     copier = copier_of(bucket, tmp_path)
-    copier.offer(4, source := written(tmp_path, 4))
+    shutil.rmtree(offer(copier, 1))
+    assert (copier.turn(), copier.bundles.numbers()) == (0, [])
+    source = offer(copier, 2)
+    then = content(source)
 
-    def killed(source: Path, place: Path, **_: object) -> None:
-        place.mkdir()
-        raise KeyboardInterrupt
+    def fault(request: str, path: str) -> None:
+        if request == "put":
+            shutil.rmtree(source, ignore_errors=True)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shutil, "copytree", killed)
-        with pytest.raises(KeyboardInterrupt):
-            copier.offer(4, source)
-    later = copier_of(bucket, tmp_path)
-    later.start()
-    assert later.close()
-    assert later.bundles.numbers() == []
-    again = copier_of(bucket, tmp_path)
-    again.offer(1, written(tmp_path, 1))
-    shutil.rmtree(tmp_path / "uploads" / "1")
-    assert (again.turn(), again.bundles.numbers()) == (0, [])
-    again.offer(2, written(tmp_path, 2))
-    assert (again.turn(), again.bundles.numbers()) == (0, [2])
+    FaultyFileSystem.fault = staticmethod(fault)
+    assert (copier.turn(), copier.bundles.numbers()) == (0, [2])
+    copier.bundles.get(2, tmp_path / "new")
+    assert content(tmp_path / "new") == then
 
 
 def test_the_end_of_a_process_does_not_wait_for_a_bucket_that_fails(bucket: BucketFolder, tmp_path: Path) -> None:
     fail_with(ConnectionError("refused"))
     copier = copier_of(bucket, tmp_path)
     copier.start()
-    copier.offer(1, written(tmp_path, 1))
+    offer(copier, 1)
     assert not copier.close(1e9)  # one more try, and not the pauses between tries
-    assert (tmp_path / "uploads" / "1").is_dir()
+    assert (tmp_path / "uploads").is_dir()
 
 
 def test_only_the_newest_bundles_are_kept(bucket: BucketFolder, tmp_path: Path) -> None:
     copier = copier_of(bucket, tmp_path, keep=2)
     for number in (1, 2, 5):
-        copier.offer(number, written(tmp_path, number))
+        offer(copier, number)
         assert copier.turn() == 0
     assert copier.bundles.numbers() == [2, 5]
     assert copier.newest == 5
     fail_with(PermissionError("no deletions"), "delete")
-    copier.offer(6, written(tmp_path, 6))
+    offer(copier, 6)
     assert copier.turn() == 0  # the copy is there
     assert copier.bundles.numbers() == [2, 5, 6]
 
@@ -314,11 +306,11 @@ def test_numbers_of_another_process_are_not_replaced_and_another_run_is_left_alo
     """Numbers begin anew on another machine. The copier says which are taken, and the next one is above them."""
     copier = copier_of(bucket, tmp_path, keep=1)
     copier.bundles.put(9, written(tmp_path / "a", 9), ABOUT)
-    copier.offer(3, written(tmp_path, 3))
+    offer(copier, 3)
     assert copier.turn() == 0
     assert (copier.newest, copier.bundles.numbers()) == (9, [9])
     copier.bundles.put(10, written(tmp_path / "a", 10), {"run": "other", "uid": ""})
-    copier.offer(11, written(tmp_path, 11))
+    offer(copier, 11)
     assert copier.turn() > 0
     assert "other" in copier.trouble
     assert copier.bundles.numbers() == [9, 10]
@@ -327,7 +319,7 @@ def test_numbers_of_another_process_are_not_replaced_and_another_run_is_left_alo
 def test_a_damaged_manifest_of_the_newest_bundle_stops_no_copy(bucket: BucketFolder, tmp_path: Path) -> None:
     copier = copier_of(bucket, tmp_path)
     copier.bundles.folder.write("9.json", b"{}")
-    copier.offer(10, written(tmp_path, 10))
+    offer(copier, 10)
     assert (copier.turn(), copier.bundles.numbers()[-1]) == (0, 10)
 
 
@@ -343,10 +335,10 @@ def test_a_slow_bucket_delays_nothing(bucket: BucketFolder, tmp_path: Path, unti
     FaultyFileSystem.fault = staticmethod(fault)
     copier = copier_of(bucket, tmp_path)
     copier.start()
-    copier.offer(1, written(tmp_path, 1))
+    offer(copier, 1)
     until(lambda: puts, "the first upload")
     for number in range(2, 6):
-        copier.offer(number, written(tmp_path, number))
+        offer(copier, number)
     assert not copier.close(0.01)
     released.set()
     assert copier.close()
@@ -364,8 +356,7 @@ def test_a_record_is_copied_and_comes_back(bucket: BucketFolder, tmp_path: Path)
         (local / name).write_bytes(name.encode())
     (local / ".rounds-00000004-00000004.bin.77").write_bytes(b"half")
     FaultyFileSystem.fault = staticmethod(lambda request, path: 2 if "rounds" in path else None)
-    with failing(BucketError, "bucket.incomplete"):
-        copy_record(local, remote)
+    copy_record(local, remote)
     heal()
     copy_record(local, remote)  # also the one of which a part is there
     FaultyFileSystem.requests.clear()

@@ -163,8 +163,7 @@ def test_an_export_goes_to_a_bucket(bucket: BucketFolder, tmp_path: Path, call: 
     assert {"config.json", "model.safetensors"} <= out.tree().keys()
     puts = [path for request, path in FaultyFileSystem.requests if request == "put"]
     assert puts[-1].endswith("config.json")  # last, so that part of an export is not taken for one
-    for name in out.tree():
-        out.download(name, tmp_path / "copy" / name)
+    out.download({name: tmp_path / "copy" / name for name in out.tree()})
     assert same(open_text_model(str(tmp_path / "copy"), None).params, found_of().params)
     status, _, said = call("export", "mine", "--out", out.address)
     assert status == 2
