@@ -199,7 +199,7 @@ def open_corpus(name: str) -> OpenCorpus:
         )
     if not is_prepared(name) and not download_corpus(data_folder() / name, CARD_FILE, TEXT_FILE):
         if name == STDLIB:
-            from archipelago.islands.data.stdlib import prepare_stdlib
+            from archipelago.islands.data.preparation import prepare_stdlib
 
             return prepare_stdlib()
         present = ", ".join(sorted({*prepared(), *corpora_in_bucket()})) or "none yet"

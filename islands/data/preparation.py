@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
+import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -282,3 +284,39 @@ def prepare_tokens(of: OpenCorpus, name: str, encoding: Encoding) -> OpenCorpus:
         return Filled(of.source, Splits(of.train.size, of.valid.size, of.test.size), of.reading)
 
     return create(name, fill, encoding=encoding)
+
+
+# -- the sources of this Python's standard library: text that every machine has ----------------------------------------
+
+#: Folders that do not belong to the library, and tests, which slim installations leave out.
+_OTHER_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
+
+
+def prepare_stdlib() -> OpenCorpus:
+    """Prepare the sources of this Python's standard library, or open the corpus if it exists.
+
+    Raises:
+        DataError: This Python has no sources (`data.no-source`), or one of the errors of `create`.
+    """
+    if is_prepared(STDLIB):
+        return open_corpus(STDLIB)
+    root = Path(sysconfig.get_path("stdlib"))
+    files = _sources(root)
+    if not files:
+        raise DataError(
+            f"this Python has no sources of its standard library in {root}",
+            "Use a Python that is not frozen or zipped, or prepare another text with `archipelago prepare FILE`.",
+            code="data.no-source",
+        )
+    what = f"standard library of Python {platform.python_version()}"
+    return create(STDLIB, lambda writer: fill_from_files(writer, files, what))
+
+
+def _sources(root: Path) -> list[Path]:
+    """Return the library's sources, without tests and without `_sysconfigdata`, which differs between builds."""
+    wanted = (
+        path
+        for path in root.rglob("*.py")
+        if _OTHER_FOLDERS.isdisjoint(path.relative_to(root).parts) and not path.name.startswith("_sysconfigdata")
+    )
+    return list(filter(Path.is_file, wanted))

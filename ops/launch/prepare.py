@@ -11,13 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
-from rich.console import Console
-from rich.progress import Progress, TaskID
 
 from archipelago.broker.buckets.folder import is_address
 from archipelago.broker.config import BYTES
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.observe.progress import Activity
 from archipelago.broker.observe.progress import progress as waiting
 from archipelago.broker.process import print_json
 from archipelago.broker.redis.keys import checked_name
@@ -107,25 +104,13 @@ def _prepare(options: PrepareOptions) -> OpenCorpus:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Yield a function that draws a progress bar for each activity."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        with waiting("preparing the text") as activity:
-            yield lambda what, done, total: _set(activity, what, done, total)
-        return
-    with Progress(console=console, transient=True) as bar:
-        tasks: dict[str, TaskID] = {}
+    """Yield a function that says from time to time how far each activity is."""
+    with waiting("preparing the text") as activity:
 
-        def progress(activity: str, done: int, total: int) -> None:
-            if activity not in tasks:
-                tasks[activity] = bar.add_task(activity, total=total)
-            bar.update(tasks[activity], completed=done, total=total)
+        def progress(what: str, done: int, total: int) -> None:
+            activity.what, activity.done, activity.total = what, done, total
 
         yield progress
-
-
-def _set(activity: Activity, what: str, done: int, total: int) -> None:
-    activity.what, activity.done, activity.total = what, done, total
 
 
 def _require_useful(options: PrepareOptions, *, is_known: bool, is_tokenised: bool) -> None:
@@ -143,11 +128,11 @@ def _require_useful(options: PrepareOptions, *, is_known: bool, is_tokenised: bo
 
 
 def _prepare_known(options: PrepareOptions) -> OpenCorpus:
-    """Prepare the public data set that `source` names, with a progress bar."""
+    """Prepare the public data set that `source` names."""
     from archipelago.islands.data.bucket import download_corpus
     from archipelago.islands.data.corpus import CARD_FILE, TEXT_FILE, data_folder, is_prepared
     from archipelago.islands.data.enwik8 import prepare_enwik8
-    from archipelago.islands.data.stdlib import prepare_stdlib
+    from archipelago.islands.data.preparation import prepare_stdlib
 
     if not is_prepared(options.source):
         download_corpus(data_folder() / options.source, CARD_FILE, TEXT_FILE)  # the bucket's, if it has it

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
 import sysconfig
-from collections.abc import Callable
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 from hypothesis import given
@@ -17,7 +15,7 @@ from hypothesis import strategies as st
 
 from archipelago.broker.errors import ConfigError, DataError
 from archipelago.broker.manifest import Corpus
-from archipelago.islands.data import corpus, documents, preparation, stdlib, verification
+from archipelago.islands.data import corpus, documents, preparation, verification
 from tests.failing import failing
 
 LINE = "Ein Boot, zwei Häfen, drei Inseln.\n"
@@ -155,9 +153,9 @@ def test_a_text_is_read_in_full_only_once(tmp_path: Path, data: Path, monkeypatc
     read: list[str] = []
     digest = verification._digest
 
-    def counted(file: BinaryIO, path: Path, clock: Callable[[], float]) -> str:
+    def counted(file: BufferedReader, path: Path) -> str:
         read.append(path.parent.name)
-        return digest(file, path, clock)
+        return digest(file, path)
 
     monkeypatch.setattr(verification, "_digest", counted)
     for name in ("mine", "copy", "mine", "copy"):
@@ -180,14 +178,6 @@ def test_a_folder_that_cannot_be_written_is_verified_at_each_opening(
     monkeypatch.setattr(verification, "write_atomically", refuse)
     assert whole(corpus.open_corpus("mine")) == TEXT.encode()
     assert not (data / "mine" / verification.RECORD_FILE).exists()
-
-
-def test_a_long_verification_shows_its_progress(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = write(tmp_path / "text.bin", bytes(20 << 20))
-    seconds = iter(range(0, 1000, 3))
-    digest = hashlib.blake2b(bytes(20 << 20), digest_size=16).hexdigest()
-    assert verification.is_verified(path, digest, lambda: next(seconds))
-    assert caplog.records
 
 
 def test_a_card_that_contradicts_itself_or_is_not_json_is_damaged(tmp_path: Path, data: Path) -> None:
@@ -235,7 +225,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch:
 
 def test_the_library_excludes_tests_and_installed_packages(library: Path) -> None:
     with failing(DataError, "data.no-source"):
-        stdlib.prepare_stdlib()
+        preparation.prepare_stdlib()
     wanted = {f"{name}.py": f"import {name}\n{TEXT}" for name in ("abc", "email/parser", "zipfile")}
     for path, content in wanted.items():
         write(library / path, content)
@@ -249,11 +239,11 @@ def test_the_library_excludes_tests_and_installed_packages(library: Path) -> Non
     assert opened.reading is not None
     assert (opened.reading.files, opened.reading.skipped) == (3, {"not UTF-8": 1})
     write(library / "later.py")
-    assert stdlib.prepare_stdlib().identity == opened.identity
+    assert preparation.prepare_stdlib().identity == opened.identity
 
 
 @pytest.mark.full
 def test_the_library_of_this_python_can_be_opened() -> None:
-    opened = stdlib.prepare_stdlib()
+    opened = preparation.prepare_stdlib()
     assert opened.identity.bytes > 5_000_000
     assert b"def " in opened.valid.tobytes()
