@@ -30,6 +30,8 @@ EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 MISTAKES = frozenset(["bucket.denied", "bucket.credentials", "bucket.missing", "bucket.scheme", "bucket.extra"])
 #: The most bytes that are read into memory. Manifests and cards are smaller; the rest of a larger file is not read.
 READ_BYTES_MAX = 64 << 20
+#: How many files are transferred at once, where the backend can. s3fs holds up to 100 MB of each in memory.
+FILES_AT_ONCE = 8
 
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _PROBE = ".archipelago-probe"
@@ -202,6 +204,7 @@ def _opened(address: str, shown: str) -> tuple[Any, str]:
         raise BucketError(said, remedy, code="bucket.extra") from None
     except Exception as error:  # each backend has exceptions of its own
         raise _error(shown, "open", error) from error
+    filesystem.batch_size = FILES_AT_ONCE  # of filesystems that work asynchronously; others transfer one by one
     return filesystem, str(path)
 
 
