@@ -1,10 +1,12 @@
-"""This machine: a description in one line, for reports and heartbeats, its cores, and which processes have ended."""
+"""This machine: a description in one line, its cores, which processes have ended, and which ports are free."""
 
 from __future__ import annotations
 
 import math
 import os
 import platform
+import secrets
+import socket
 import subprocess
 import sys
 from functools import cache
@@ -16,6 +18,10 @@ _CPUINFO = Path("/proc/cpuinfo")
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
 _LONGEST = 200
+LOOPBACK = "127.0.0.1"
+#: Where `free_port` looks. Linux gives outgoing connections ports from 32768 on, macOS and Windows from 49152 on.
+#: Such a port may be lost to a connection before the intended server listens.
+OWN_PORTS = range(20_000, 32_000)
 
 
 @cache
@@ -95,3 +101,23 @@ def _answer_of(command: list[str]) -> str:
         return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=5).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         return ""
+
+
+def is_free(port: int) -> bool:
+    """Return whether a server could listen on that port of this machine."""
+    with socket.socket() as probe:
+        # The server sets this too, so that connections in TIME_WAIT from the last server do not block the port.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError:
+            return False
+        return True
+
+
+def free_port(count: int = 1) -> int:
+    """Return a port that was free just now, as were the `count - 1` after it. No outgoing connection gets it."""
+    while True:
+        port = secrets.choice(OWN_PORTS)
+        if all(is_free(port + each) for each in range(count)):
+            return port

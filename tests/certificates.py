@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from archipelago.ops.launch.redis_probe import LOOPBACK
+from archipelago.broker.machine import LOOPBACK
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from typing import Any
 import redis
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
+from archipelago.broker.machine import LOOPBACK, free_port
 from archipelago.broker.redis.keys import Keys
 from archipelago.ops.launch import parent_death
-from archipelago.ops.launch.redis_probe import LOOPBACK, free_port
-from archipelago.ops.launch.redis_program import find_program
+from archipelago.ops.launch.embedded_redis import find_program
 from tests.certificates import Identity
 
 Until = Callable[..., None]

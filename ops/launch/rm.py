@@ -19,7 +19,7 @@ from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.redis.transport import RedisTransport
 from archipelago.broker.shards.transport import opened
 from archipelago.broker.transport import ReaderClient
-from archipelago.ops.launch.redis_folder import RedisFolder
+from archipelago.ops.launch.embedded_redis import CONFIG
 from archipelago.ops.settings import say
 from archipelago.ops.watch.formatting import ago
 from archipelago.ops.watch.run_list import address_of, entry_of, idle_seconds, is_run_folder
@@ -106,7 +106,7 @@ def _remove_folder(options: RmOptions, folder: Path) -> int:
             code="run.alive",
         )
     idle = idle_seconds(folder)
-    if not RedisFolder(folder / "redis").config.exists() and idle < QUIET_SECONDS and not options.force:
+    if not (folder / "redis" / CONFIG).exists() and idle < QUIET_SECONDS and not options.force:
         raise BrokerError(
             f"the run in {folder} has a Redis elsewhere, and something wrote into the folder {ago(idle)} ago",
             "Stop its processes first and wait two minutes, or give the URL of its Redis. --force deletes the folder "

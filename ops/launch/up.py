@@ -24,11 +24,11 @@ from archipelago.broker.shards.transport import whole
 from archipelago.broker.transport import Transport
 from archipelago.islands.mesh.shape import parsed
 from archipelago.merger.storage import MergerFolder
-from archipelago.ops.launch.administration import ADMIN_FILE
+from archipelago.ops.launch.administration import ADMIN_FILE, Administrator, administrator_at, invite_ours
 from archipelago.ops.launch.devices import Shares, accelerators, islands_by_default, shared_out
 from archipelago.ops.launch.embedded_redis import Server, start_server
 from archipelago.ops.launch.init import create, require_same, require_usable, text_of, workload_of
-from archipelago.ops.launch.open_run import OpenRun, administrator_at, opening_of
+from archipelago.ops.launch.opening import opening_of
 from archipelago.ops.launch.run_copies import copy_run_files
 from archipelago.ops.launch.session import RedisSupervisor, Session, island_name
 from archipelago.ops.launch.up_options import UpOptions as UpOptions
@@ -63,18 +63,20 @@ def main(options: UpOptions) -> int:
         stack.callback(transport.close)
         if not server:
             require_writable(folder)
-        opened = OpenRun(transport, server, folder) if server and server.opening else None
-        if opened:
-            opened.begin()
+        administrator = None
+        if server and server.opening:
+            administrator = Administrator(transport, server.address.url(server.opening.host), folder)
+            administrator.open()  # before anything is written into the run
         kept = MergerFolder(folder / "merger", bucket=bucket.child("merger") if bucket else None)
         manifest, created = _find_or_create(transport, config, kept, options)
         all_shards = whole(transport, manifest)
         steps = run_steps(manifest.config, all_shards.reader.control())
         write_atomically(folder / "config.toml", to_toml(replace(config, inner=replace(config.inner, steps=steps))))
         _greet(manifest, created, server, url, folder)
-        for line in shares.describe([island_name(number) for number in range(options.islands)]) if shares else []:
+        names = [island_name(number) for number in range(options.islands)]
+        for line in shares.describe(names) if shares else []:
             say(f"  device  {line}")
-        joins = opened.invite_ours(island_name(number) for number in range(options.islands)) if opened else {}
+        joins = invite_ours(administrator, url, names) if administrator else {}
         described = server.describe() if server else redacted(url)
         redis = RedisSupervisor(server, stack) if server else None
         _require_not_stopped(stopped)

@@ -20,7 +20,6 @@ from archipelago.broker.invitation import names_redis
 from archipelago.broker.messages import Pending
 from archipelago.broker.process import connect_to, print_json
 from archipelago.broker.redis.keys import checked_name
-from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Image, Memory
 from archipelago.ops.dashboard.assets import PAGE, chart_library
 from archipelago.ops.dashboard.history import History
@@ -179,18 +178,17 @@ def of_bucket(address: str) -> Figures:
 
 
 def _of_own_server(folder: Path) -> Figures:
-    from archipelago.ops.launch.embedded_redis import running, start_server
+    from archipelago.ops.launch.embedded_redis import start_server
+    from archipelago.ops.watch.run_list import address_of
 
     with ExitStack() as stack:
-        url = running(folder / "redis")
-        if url is None:
-            try:
-                url = stack.enter_context(start_server(folder / "redis")).url
-            except BrokerError as error:
-                raise BrokerError(
-                    error.what, "If it runs, give the URL of its Redis, which `up` prints, or its file admin.join."
-                ) from None
-        transport = connect(url, folder.resolve().name)
+        try:
+            address = address_of(folder) or stack.enter_context(start_server(folder / "redis")).url
+        except OSError as error:
+            raise BrokerError(
+                f"cannot read {folder}: {error.strerror}", "Run this as the user that started `up`."
+            ) from None
+        transport = connect_to(address, folder.resolve().name)
         stack.callback(transport.close)
         return of_watch(Watcher(transport, transport.reader.manifest()), folder)
 

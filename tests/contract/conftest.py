@@ -12,8 +12,7 @@ import pytest
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Transport
-from archipelago.ops.launch.embedded_redis import Server, start_server
-from archipelago.ops.launch.redis_program import Kind
+from archipelago.ops.launch.embedded_redis import Kind, Server, start_server
 from tests import samples
 from tests.contract.members import Members, MembersTransport
 from tests.contract.transports import WHOLE, WIDTH, Connect

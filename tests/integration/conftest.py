@@ -10,12 +10,11 @@ import pytest
 
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.data.preparation import prepare_text
-from archipelago.ops.launch.redis_program import has_tls
 from tests.certificates import Certificates, make_certificates
 from tests.clusters import PATIENT_MS, Cluster, Tls, Watched
 from tests.conftest import Until
 from tests.harness.processes import Processes
-from tests.servers import redis_program
+from tests.servers import has_tls, redis_program
 
 
 @pytest.fixture(scope="session")
@@ -51,7 +50,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 def tls(certificates: Certificates, tmp_path_factory: pytest.TempPathFactory) -> Tls:
     """What the servers of a cluster need to speak TLS only. Their certificate is issued to 127.0.0.1."""
     program = redis_program(tmp_path_factory.mktemp("program"))
-    if program.path is None or not has_tls(program):
+    if not has_tls(program):
         pytest.skip("this Redis has no TLS")
     return Tls(program.path, certificates.authority, certificates.server)
 

@@ -25,12 +25,11 @@ from typing import Any
 import pytest
 
 from archipelago.broker.errors import BadUrlError, BrokerError, UnreachableError
+from archipelago.broker.machine import LOOPBACK
 from archipelago.broker.redis import client
 from archipelago.broker.redis.bulk import HUGE_FROM_BYTES
 from archipelago.broker.redis.transport import connect
-from archipelago.ops.launch.embedded_redis import Server
-from archipelago.ops.launch.redis_probe import LOOPBACK
-from archipelago.ops.launch.redis_program import find_program
+from archipelago.ops.launch.embedded_redis import Server, find_program
 from tests import samples
 from tests.certificates import Certificates, Identity
 from tests.conftest import Until

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from archipelago.broker.machine import free_port
 from archipelago.broker.redis.transport import connect
 from archipelago.islands.checkpoint import IslandStore
 from archipelago.ops.launch.embedded_redis import Server, start_server
-from archipelago.ops.launch.redis_probe import free_port
 from tests.conftest import Until
 from tests.harness.processes import SETTINGS, Processes, is_written, seen_island, view
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from archipelago.broker.machine import free_port
 from archipelago.ops.launch.embedded_redis import Server
-from archipelago.ops.launch.redis_probe import two_free_ports
 from tests.conftest import Until
 from tests.harness.processes import SETTINGS, Processes, view
 
@@ -27,7 +27,7 @@ def test_two_hosts_train_lose_each_other_and_come_back_together(
     processes.environment |= {"ARCHIPELAGO_URL": url, "ARCHIPELAGO_RUN": RUN, "JAX_PLATFORMS": "cpu"}
     processes.ended(processes.start("init", f"--run={RUN}", "--inner.steps=100000", *SETTINGS))
     processes.start("merger", "--checkpoint-every=2")
-    place = ["--name=two", f"--coordinator=127.0.0.1:{two_free_ports()}", "--hosts=2", "--wait-seconds=300"]
+    place = ["--name=two", f"--coordinator=127.0.0.1:{free_port(2)}", "--hosts=2", "--wait-seconds=300"]
 
     def start(rank: int) -> subprocess.Popen[str]:
         return processes.start("island", *place, "--evaluate-every=0", f"--host-rank={rank}", **FLAGS)

@@ -10,10 +10,10 @@ import pytest
 from redis.crc import key_slot
 
 from archipelago.broker.errors import BadUrlError, BrokerError, UnreachableError
+from archipelago.broker.machine import LOOPBACK
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.servers import servers_at
 from archipelago.broker.redis.transport import connect
-from archipelago.ops.launch.redis_probe import LOOPBACK
 from archipelago.ops.watch.doctor.main import check_server
 from tests import samples
 from tests.certificates import Certificates, Identity, signed

@@ -69,7 +69,7 @@ until_true 900 "a node of Slurm" node_is_idle
 
 # A Redis, and a run of about a minute.
 python=$(head -n 1 "$(command -v archipelago)" | cut -c 3-) # the one that has our packages
-ln -sf "$("$python" -c 'from archipelago.ops.launch.redis_program import find_program as f; print(f().path)')" bin/valkey-server
+ln -sf "$("$python" -c 'from archipelago.ops.launch.embedded_redis import find_program as f; print(f().path)')" bin/valkey-server
 redis_port=$(port)
 PATH=$work/bin:$PATH REDIS_PASSWORD=check REDIS_FOLDER=$work/redis REDIS_PORT=$redis_port \
 	sh "$here/../kubernetes/redis/redis.sh" > redis.log & servers+=($!)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakeredis import TcpFakeServer
 
 from archipelago.broker.address import redacted
 from archipelago.broker.errors import (
@@ -25,8 +26,7 @@ from archipelago.broker.redis import client, connection, failures
 from archipelago.broker.redis.client import SILENT_SECONDS, SOCKET_SECONDS, client_at
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.transport import START, Memory
-from archipelago.ops.launch.embedded_redis import Server, start_server
-from archipelago.ops.launch.redis_program import find_program
+from archipelago.ops.launch.embedded_redis import Server
 from tests.failing import failing
 
 SECRET = "Pa55" + "w0rd"
@@ -156,12 +156,16 @@ def test_refusals_of_the_server_have_codes() -> None:
         assert refusal(text)[0] == code, text
 
 
-def test_fakeredis_is_accepted_and_does_not_tell_its_memory(tmp_path: Path) -> None:
-    with start_server(tmp_path / "redis", find_program("fakeredis")) as fake:
-        transport = connect(fake.url, "none")
+def test_fakeredis_is_accepted_and_does_not_tell_its_memory() -> None:
+    with TcpFakeServer(("127.0.0.1", 0)) as fake:
+        thread = threading.Thread(target=fake.serve_forever)
+        thread.start()
+        transport = connect(f"redis://127.0.0.1:{fake.server_address[1]}", "none")
         assert transport.reader.memory() == transport.reader.memory() == Memory(0, 0)
         assert transport.reader.runs() == []
         transport.close()
+        fake.shutdown()
+        thread.join()
 
 
 # -- passwords ----------------------------------------------------------------------------------------------------

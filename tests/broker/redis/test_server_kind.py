@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from archipelago.broker.errors import BrokerError, ServerTooOldError
+from archipelago.broker.machine import LOOPBACK, free_port
 from archipelago.broker.redis.client import client_at
 from archipelago.broker.redis.server_kind import eviction_warning, mode_of, require_kind, require_lasting
 from archipelago.broker.redis.transport import RedisTransport, connect
-from archipelago.ops.launch.redis_probe import LOOPBACK, free_port
 from archipelago.ops.watch.doctor.main import check_server
 from tests import samples
 from tests.clusters import PASSWORD, Node, data_options

@@ -18,6 +18,7 @@ from jax._src import distributed
 from jax._src.lib import _jax  # type: ignore[attr-defined]
 
 from archipelago.broker.errors import ConfigError, HostError, WireError
+from archipelago.broker.machine import free_port
 from archipelago.islands.hosts import processes
 from archipelago.islands.hosts.coordinator import JAX_SILENCE_SECONDS, SHUTDOWN_SECONDS, START_SECONDS
 from archipelago.islands.hosts.frames import PIECE_BYTES, Connection, Frame
@@ -27,7 +28,6 @@ from archipelago.islands.hosts.ports import await_free
 from archipelago.islands.hosts.processes import Leading, key_of
 from archipelago.islands.hosts.seat import Seat, joined
 from archipelago.islands.hosts.team import Team
-from archipelago.ops.launch.redis_probe import free_port
 from tests.conftest import PATIENCE_SECONDS, Until
 from tests.failing import failing
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from archipelago.ops.launch.redis_probe import two_free_ports
+from archipelago.broker.machine import free_port
 from tests.islands.hosts.two_processes import PARTS, STEPS, flat
 from tests.islands.mesh.sharded_runs import ONE, MeshRun, manifest
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[3]
 def test_two_processes_train_as_one_device_and_restore_their_checkpoints(tmp_path: Path) -> None:
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
     program = ["-m", "tests.islands.hosts.two_processes"]
-    port = two_free_ports()
+    port = free_port(2)
     logs = [tmp_path / f"{rank}.log" for rank in (0, 1)]
     processes = []
     for rank, log in enumerate(logs):

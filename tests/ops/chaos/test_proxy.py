@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from archipelago.broker.machine import free_port
 from archipelago.ops.chaos.proxy import PIECE_BYTES, Bucket, Proxy, bytes_per_second
-from archipelago.ops.launch.redis_probe import free_port
 from tests.conftest import Until
 
 #: Timeout of sockets that should receive something.

@@ -15,11 +15,11 @@ from typing import Any
 import redis
 import yaml
 
+from archipelago.broker.machine import free_port
 from archipelago.broker.observe.endpoint import ALIVE, READY
 from archipelago.broker.process import LEAVE_SECONDS, OUTAGE
 from archipelago.islands.sync.participant import FAREWELL_SECONDS, FLUSH_SECONDS
-from archipelago.ops.launch.redis_probe import free_port
-from archipelago.ops.launch.redis_program import find_program
+from archipelago.ops.launch.embedded_redis import find_program
 from tests.test_documents import require_parsable
 
 DEPLOY = Path(__file__).parents[3] / "ops" / "deploy"

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import urlsplit
@@ -24,9 +23,18 @@ import pytest
 import redis
 
 from archipelago.broker.errors import BrokerError
-from archipelago.ops.launch import embedded_redis, parent_death, redis_folder, redis_probe, redis_program
-from archipelago.ops.launch.embedded_redis import Server, running, start_server
-from archipelago.ops.launch.redis_program import Program, find_program
+from archipelago.broker.machine import free_port
+from archipelago.broker.redis.client import state_of
+from archipelago.ops.launch import embedded_redis, parent_death
+from archipelago.ops.launch.embedded_redis import (
+    CONFIG,
+    LOG,
+    Program,
+    Server,
+    find_program,
+    start_server,
+    url_of_running,
+)
 from tests.conftest import Until, gone
 from tests.failing import failing
 
@@ -36,8 +44,7 @@ LAUNCHER = """
 import sys, time
 from pathlib import Path
 from archipelago.ops.launch import parent_death
-from archipelago.ops.launch.embedded_redis import start_server
-from archipelago.ops.launch.redis_program import find_program
+from archipelago.ops.launch.embedded_redis import find_program, start_server
 parent_death.HAS_DEATH_SIGNAL = sys.argv[2] == "death-signal"
 with start_server(Path(sys.argv[1]), find_program(sys.argv[3])) as server:
     print(server.pid, server.url, flush=True)
@@ -45,10 +52,10 @@ with start_server(Path(sys.argv[1]), find_program(sys.argv[3])) as server:
 """
 
 
-def ask(server: Server, *words: str, password: str | None = None) -> bytes:
-    """Return the reply to one command. The default password is the one in the URL."""
-    secret = urlsplit(server.url).password or "" if password is None else password
-    return redis_probe.ask(server.port, secret, *words)[-1]
+def ask(server: Server, *words: str) -> object:
+    """Return the reply to one command."""
+    with redis.Redis.from_url(server.url) as client:
+        return client.execute_command(*words)
 
 
 def script(path: Path, body: str) -> Path:
@@ -82,24 +89,18 @@ def path_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # -- finding a program ---------------------------------------------------------------------------------------------
 
 
-def test_a_program_on_the_path_comes_first_and_fakeredis_last(
-    path_folder: Path, valkey: Program, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_program_on_the_path_comes_before_the_one_of_the_wheel(path_folder: Path, valkey: Program) -> None:
     for body in ("echo Redis server v=6.0.16 sha=0", "echo nonsense", "exit 1"):
         script(path_folder / "redis-server", body)
         assert find_program() == valkey, body
         with failing(BrokerError, "broker.no-program"):
             find_program("redis-server")
-    assert valkey.path is not None and valkey.path.name == "valkey-server"
+    assert valkey.path.name == "valkey-server"
     assert int(valkey.version.split(".")[0]) >= 8
     first = script(path_folder / "redis-server", "echo Redis server v=7.0.15 sha=00000000:0 malloc=jemalloc-5.3.0")
-    other = script(path_folder / "valkey-server", "echo Valkey server v=8.1.3 sha=00000000:0")
+    script(path_folder / "valkey-server", "echo Valkey server v=8.1.3 sha=00000000:0")
     assert find_program() == Program("redis-server", first, "7.0.15")
     assert find_program("valkey-server").version == "8.1.3"
-    monkeypatch.setattr(redis_program, "_wheel_binary", lambda: None)
-    first.unlink()
-    other.unlink()
-    assert find_program() == Program("fakeredis", None, find_program("fakeredis").version)
 
 
 # -- serving ------------------------------------------------------------------------------------------------------
@@ -108,9 +109,9 @@ def test_a_program_on_the_path_comes_first_and_fakeredis_last(
 def test_the_server_serves_this_machine_by_password_with_our_settings(served: tuple[Server, Path]) -> None:
     server, _ = served
     assert server.alive()
-    assert ask(server, "PING") == b"+PONG"
-    for wrong in ("", "guess"):
-        assert ask(server, "PING", password=wrong).startswith(b"-NOAUTH")
+    assert state_of(server.url) == ("ready", server.pid)
+    for wrong in ("", ":guess@"):
+        assert state_of(f"redis://{wrong}127.0.0.1:{server.port}") == ("away", 0)
     assert len(urlsplit(server.url).password or "") >= 32
     sockets = psutil.Process(server.pid).net_connections(kind="inet")
     listening = [tuple(each.laddr) for each in sockets if each.status == psutil.CONN_LISTEN]
@@ -124,24 +125,24 @@ def test_the_server_serves_this_machine_by_password_with_our_settings(served: tu
 def test_the_password_is_in_a_private_file_and_on_no_command_line(served: tuple[Server, Path]) -> None:
     server, folder = served
     password = urlsplit(server.url).password or ""
-    config = folder / redis_folder.CONFIG
+    config = folder / CONFIG
     assert password in config.read_text()
     assert stat.S_IMODE(config.stat().st_mode) == 0o600
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     command_line = psutil.Process(server.pid).cmdline()
-    assert str(folder) in command_line
+    assert str(folder / CONFIG) in command_line
     assert not any(password in word for word in command_line)
-    assert password not in server.describe() + repr(server) + (folder / redis_folder.LOG).read_text()
+    assert password not in server.describe() + repr(server) + (folder / LOG).read_text()
 
 
 def test_data_and_url_survive_a_stop_but_not_a_port_that_is_taken(tmp_path: Path, valkey: Program) -> None:
     folder = tmp_path / "redis"
-    assert running(folder) is None
+    assert url_of_running(folder) == ""
     with start_server(folder, valkey) as first:
-        assert ask(first, "SET", "key", "value") == b"+OK"
-        assert running(folder) == first.url
+        assert ask(first, "SET", "key", "value")
+        assert url_of_running(folder) == first.url
     assert not first.alive()
-    assert running(folder) is None
+    assert url_of_running(folder) == ""
     with start_server(folder, valkey) as second:
         assert ask(second, "GET", "key") == b"value"
         assert (second.url, second.pid == first.pid) == (first.url, False)
@@ -155,7 +156,7 @@ def test_the_folder_may_have_any_name(tmp_path: Path, valkey: Program) -> None:
     for name in ('qu"ote\\and é', "/".join(["a" * 200] * 6)):
         for _ in range(2):
             with start_server(tmp_path / name, valkey) as server:
-                assert ask(server, "SET", "key", "value") == b"+OK"
+                assert ask(server, "SET", "key", "value")
             assert list((tmp_path / name).glob("appendonly*")), name
 
 
@@ -237,7 +238,7 @@ def test_a_second_start_in_a_folder_is_refused_also_without_file_locks(
     gc.collect()
     with failing(BrokerError, "broker.folder-in-use"):
         start_server(folder, valkey)
-    assert ask(server, "PING") == b"+PONG"
+    assert ask(server, "PING")
     monkeypatch.setattr(fcntl, "flock", no_locks)
     monkeypatch.setattr(embedded_redis, "LEFTOVER_SECONDS", 0.1)
     with start_server(tmp_path / "redis", valkey), failing(BrokerError, "broker.folder-in-use"):
@@ -268,41 +269,23 @@ def test_a_silent_program_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert gone(int(marker.read_text()))
 
 
-@pytest.mark.full
-def test_a_port_that_was_taken_meanwhile_is_replaced_a_few_times(
-    tmp_path: Path, valkey: Program, monkeypatch: pytest.MonkeyPatch, until: Until
+def test_a_server_may_load_for_longer_than_the_silence_limit(
+    tmp_path: Path, valkey: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        for program in (valkey, find_program("fakeredis")):
-            free = redis_probe.free_port()
-            ports = iter([port, free])
-            monkeypatch.setattr(embedded_redis, "free_port", lambda ports=ports: next(ports))
-            with start_server(tmp_path / program.kind, program) as server:
-                assert (server.port, server.alive(), ask(server, "PING")) == (free, True, b"+PONG")
-                assert (urlsplit(server.url).password is None) == (program.kind == "fakeredis")
-            until(partial(gone, server.pid), "the server is gone")
-        monkeypatch.setattr(embedded_redis, "PORT_ATTEMPTS", 1)
-        monkeypatch.setattr(embedded_redis, "free_port", lambda: port)
-        with failing(BrokerError, "broker.no-port"):
-            start_server(tmp_path / "redis", valkey)
-
-
-def test_a_server_may_load_for_longer_than_the_silence_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock advances 1 s per query. Loading may take longer than the limit, but silence may not."""
-    states = iter(["silent", *["loading"] * 20, "silent", "ready"])
+    """The clock advances 1 s per look. Loading may take longer than the limit, but silence may not."""
+    states = iter(["away", *["loading"] * 20, "away", "ready"])
     ticks = iter(range(1000))
-    monkeypatch.setattr(embedded_redis, "server_state", lambda *_: next(states, "silent"))
+    monkeypatch.setattr(embedded_redis, "state_of", lambda *_: (next(states, "away"), 7))
     monkeypatch.setattr(
         embedded_redis, "time", SimpleNamespace(monotonic=lambda: next(ticks), sleep=lambda _seconds: None)
     )
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
-        assert embedded_redis._await_ready(process, 1, "", 5.0)
-        assert not embedded_redis._await_ready(process, 1, "", 5.0)
-        process.kill()
+    with start_server(tmp_path / "first", valkey, timeout_seconds=5.0) as server:
+        assert server.pid == 7
+    with failing(BrokerError, "broker.start-timeout"):
+        start_server(tmp_path / "second", valkey, timeout_seconds=5.0)
 
 
-def test_the_state_follows_from_the_replies() -> None:
+def test_what_is_no_server_of_ours_is_away() -> None:
     def answer(listener: socket.socket, replies: bytes) -> None:
         link, _ = listener.accept()
         with link:
@@ -311,16 +294,10 @@ def test_the_state_follows_from_the_replies() -> None:
             link.shutdown(socket.SHUT_WR)
             link.recv(4096)
 
-    for replies, state in (
-        (b"+OK\r\n+PONG\r\n", "ready"),
-        (b"+OK\r\n-LOADING the dataset is being loaded\r\n", "loading"),
-        (b"-WRONGPASS invalid password\r\n-NOAUTH\r\n", "foreign"),
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "foreign"),
-        (b"$nonsense\r\n", "silent"),
-        (b"", "foreign"),
-    ):
+    for replies in (b"-WRONGPASS invalid password\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"$nonsense\r\n", b""):
         with socket.create_server(("127.0.0.1", 0)) as listener:
             thread = threading.Thread(target=answer, args=(listener, replies))
             thread.start()
-            assert redis_probe.server_state(listener.getsockname()[1], "secret") == state, replies
+            assert state_of(f"redis://:secret@127.0.0.1:{listener.getsockname()[1]}") == ("away", 0), replies
             thread.join()
+    assert state_of(f"redis://:secret@127.0.0.1:{free_port()}") == ("away", 0)

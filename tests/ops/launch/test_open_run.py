@@ -23,18 +23,35 @@ from archipelago.broker import invitation as invitations
 from archipelago.broker.errors import BrokerError, ConfigError
 from archipelago.broker.invitation import Invitation
 from archipelago.broker.redis.transport import RedisTransport, connect
-from archipelago.ops.launch import redis_program as programs
 from archipelago.ops.launch import up
-from archipelago.ops.launch.certificates import CertificateFolder
-from archipelago.ops.launch.embedded_redis import Server, start_server
-from archipelago.ops.launch.open_run import OpenRun, administrator_at, opening_of
-from archipelago.ops.launch.redis_folder import ADMINISTRATOR, USERS, Opening, RedisFolder
-from archipelago.ops.launch.redis_program import Program, find_program, has_tls
+from archipelago.ops.launch.administration import Administrator, administrator_at, invite_ours
+from archipelago.ops.launch.embedded_redis import (
+    CONFIG,
+    WHEEL,
+    Address,
+    Program,
+    Server,
+    find_program,
+    last_start,
+    start_server,
+    write_config,
+)
+from archipelago.ops.launch.opening import (
+    ADMINISTRATOR,
+    AUTHORITY,
+    AUTHORITY_KEY,
+    SERVER,
+    SERVER_KEY,
+    USERS,
+    CertificateFolder,
+    Opening,
+    opening_of,
+)
 from archipelago.ops.launch.up import UpOptions
 from tests import samples
 from tests.conftest import Until
 from tests.failing import failing
-from tests.servers import redis_program
+from tests.servers import has_tls, redis_program
 
 NOW = datetime.datetime(2030, 1, 1, tzinfo=datetime.UTC)
 HOST = "hub.example"
@@ -48,25 +65,25 @@ OPENING = Opening("localhost", ("127.0.0.1",), (HOST,))
 def test_the_authority_stays_and_the_server_certificate_is_renewed(tmp_path: Path) -> None:
     folder = CertificateFolder(tmp_path / "certificates")
     folder.renew([HOST, "10.0.0.1", "::1", HOST], NOW)
-    authority, first = folder.authority.read_bytes(), folder.server.read_bytes()
-    for key in (folder.authority_key, folder.server_key):
-        assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    authority, first = (folder.path / AUTHORITY).read_bytes(), (folder.path / SERVER).read_bytes()
+    for key in (AUTHORITY_KEY, SERVER_KEY):
+        assert stat.S_IMODE((folder.path / key).stat().st_mode) == 0o600
     folder.renew(["elsewhere"], NOW)
-    assert folder.authority.read_bytes() == authority
-    assert folder.server.read_bytes() != first
+    assert (folder.path / AUTHORITY).read_bytes() == authority
+    assert (folder.path / SERVER).read_bytes() != first
     folder.renew([HOST], NOW + datetime.timedelta(days=3000))  # the authority would end before the server's certificate
-    assert folder.authority.read_bytes() != authority
+    assert (folder.path / AUTHORITY).read_bytes() != authority
 
 
 def test_a_damaged_authority_is_an_error(tmp_path: Path) -> None:
     folder = CertificateFolder(tmp_path)
     folder.renew([HOST], NOW)
-    folder.authority_key.write_text("nonsense")
+    (tmp_path / AUTHORITY_KEY).write_text("nonsense")
     with failing(ConfigError, "certificates.damaged"):
         folder.renew([HOST], NOW)
     other = CertificateFolder(tmp_path / "other")
     other.renew([HOST], NOW)
-    folder.authority_key.write_bytes(other.authority_key.read_bytes())
+    (tmp_path / AUTHORITY_KEY).write_bytes((other.path / AUTHORITY_KEY).read_bytes())
     with failing(ConfigError, "certificates.damaged"):
         folder.renew([HOST], NOW)
 
@@ -75,35 +92,35 @@ def test_a_damaged_authority_is_an_error(tmp_path: Path) -> None:
 
 
 def test_the_files_of_an_open_server_allow_tls_and_known_users_only(tmp_path: Path) -> None:
-    folder = RedisFolder(tmp_path)
+    opened, closed = (Address(7000, "secret", authority) for authority in (tmp_path / "certificates" / AUTHORITY, None))
     for invited in ([], ["user demo~oslo on"]):  # An invited member stays when the server is started again.
-        folder.write_config("redis-server", 7000, "secret", append_only=True, opening=OPENING)
-        settings = folder.config.read_text().splitlines()
-        assert {"port 0", "tls-port 7000", "bind 127.0.0.1", f'aclfile "{tmp_path / USERS}"'} <= set(settings)
+        write_config(tmp_path, "redis-server", opened, append_only=True, opening=OPENING)
+        settings = (tmp_path / CONFIG).read_text().splitlines()
+        assert {"port 0", "tls-port 7000", "bind 127.0.0.1", f"aclfile {USERS}"} <= set(settings)
         default, administrator, *members = (tmp_path / USERS).read_text().splitlines()
         assert default.startswith("user default off ") and default.endswith(" -@all")
         digest = hashlib.sha256(b"secret").hexdigest()
         assert administrator == f"user {ADMINISTRATOR} on #{digest} ~* &* +@all"
         assert members == invited
         (tmp_path / USERS).write_text("\n".join([default, administrator, "user demo~oslo on"]))
-    for file in (folder.config, tmp_path / USERS):
-        assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert (folder.was_open(), folder.last_address()) == (True, (7000, "secret"))
-    folder.write_config("redis-server", 7000, "secret", append_only=True)
-    assert (folder.was_open(), folder.last_address()) == (False, (7000, "secret"))
+    for file in (CONFIG, USERS):
+        assert stat.S_IMODE((tmp_path / file).stat().st_mode) == 0o600
+    assert last_start(tmp_path) == ("redis-server", opened)
+    write_config(tmp_path, "redis-server", closed, append_only=True, opening=None)
+    assert last_start(tmp_path) == ("redis-server", closed)
 
 
 def test_our_processes_get_new_credentials_at_each_start(server: Server, tmp_path: Path) -> None:
     run = f"demo-{uuid.uuid4().hex[:8]}"
     transport = opened(server, tmp_path, run)
-    ours = OpenRun(transport, server, tmp_path)
-    first = {name: invitations.read(Path(file)) for name, file in ours.invite_ours(["island-0"]).items()}
+    ours = Administrator(transport, server.url, tmp_path)
+    first = {name: invitations.read(Path(file)) for name, file in invite_ours(ours, server.url, ["island-0"]).items()}
     roles = {"merger": "merger", "evaluate": "operator", "standby": "viewer", "island-0": "island"}
     assert {name: invitation.role for name, invitation in first.items()} == roles
     assert first["merger"].private_key == administrator_at(server, run, tmp_path).private_key, "it is kept"
     island = first["island-0"]
     connect(island.url, run, island).close()
-    renewed = ours.invite_ours(["island-0"])
+    renewed = invite_ours(ours, server.url, ["island-0"])
     assert invitations.read(Path(renewed["island-0"])).url != island.url
     with failing(BrokerError, "broker.access"):
         connect(island.url, run, island)
@@ -113,7 +130,7 @@ def test_our_processes_get_new_credentials_at_each_start(server: Server, tmp_pat
 def opened(server: Server, folder: Path, run: str = "demo") -> RedisTransport:
     """Return the administrator's connection to a run, which is created unless it is there."""
     transport = connect(server.url, run, administrator_at(server, run, folder))
-    OpenRun(transport, server, folder).begin()
+    Administrator(transport, server.url, folder).open()
     if run not in transport.reader.runs():
         manifest = samples.manifest(run)
         transport.create(manifest, samples.first_snapshots(manifest))
@@ -153,7 +170,7 @@ def test_an_open_server_needs_tls_and_a_user(hub: Server) -> None:
     once = Retry(NoBackoff(), 0)
     with redis.Redis(port=hub.port, password="x", retry=once) as plain, pytest.raises(redis.ConnectionError):
         plain.ping()
-    options: dict[str, Any] = {"port": hub.port, "ssl": True, "ssl_ca_data": hub.authority, "retry": once}
+    options: dict[str, Any] = {"port": hub.port, "ssl": True, "ssl_ca_data": hub.address.certificate, "retry": once}
     for password in (None, hub.url.split(":")[2].split("@")[0]):  # that of the administrator is not the default user's
         with redis.Redis(password=password, **options) as default, pytest.raises(redis.AuthenticationError):
             default.ping()
@@ -164,10 +181,10 @@ def test_only_the_own_authority_is_trusted_and_the_host_is_checked(hub: Server, 
     other = CertificateFolder(tmp_path)
     other.renew(["localhost", "127.0.0.1"], datetime.datetime.now(datetime.UTC))
     with failing(BrokerError, "broker.certificate"):
-        connect(hub.url, "demo", pinned(hub, ca_certificate=other.authority.read_text()))
+        connect(hub.url, "demo", pinned(hub, ca_certificate=(tmp_path / AUTHORITY).read_text()))
     with failing(BrokerError, "broker.certificate"):
         connect(hub.url, "demo")  # the system's authorities have not signed it
-    context = ssl.create_default_context(cadata=hub.authority)
+    context = ssl.create_default_context(cadata=hub.address.certificate)
     with socket.create_connection(("127.0.0.1", hub.port)) as plain, pytest.raises(ssl.SSLCertVerificationError):
         context.wrap_socket(plain, server_hostname="elsewhere")
     with socket.create_connection(("127.0.0.1", hub.port)) as plain:
@@ -178,32 +195,29 @@ def test_only_the_own_authority_is_trusted_and_the_host_is_checked(hub: Server, 
 def test_users_survive_a_kill_and_the_address_stays(program: Program, tmp_path: Path, until: Until) -> None:
     folder = tmp_path / "redis"
     with start_server(folder, program, opening=OPENING) as server:
-        first, authority, transport = server.url, server.authority, opened(server, tmp_path)
-        joins = OpenRun(transport, server, tmp_path).invite_ours(["island-0"])
+        first, authority, transport = server.url, server.address.certificate, opened(server, tmp_path)
+        joins = invite_ours(Administrator(transport, server.url, tmp_path), server.url, ["island-0"])
         island = invitations.read(Path(joins["island-0"]))
         transport.close()
         psutil.Process(server.pid).kill()
         until(lambda: not server.alive(), "the server to end")
     with start_server(folder, program, opening=OPENING) as again:
-        assert (again.url, again.authority) == (first, authority)
+        assert (again.url, again.address.certificate) == (first, authority)
         connect(island.url, "demo", island).close()
         joined = opened(again, tmp_path)
-        renewed = OpenRun(joined, again, tmp_path).invite_ours(["island-0"])
+        renewed = invite_ours(Administrator(joined, again.url, tmp_path), again.url, ["island-0"])
         assert invitations.read(Path(renewed["island-0"])).url != island.url
         with failing(BrokerError, "broker.access"):
             connect(island.url, "demo", island)
         joined.close()
     with start_server(folder, program) as closed:  # the same data without --open
         connect(closed.url, "demo").close()
-        assert closed.authority == ""
+        assert closed.address.certificate == ""
 
 
-def test_a_program_without_tls_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    wheel = find_program("valkey (wheel)")
-    monkeypatch.setattr(programs, "_look_for", lambda kind: wheel if kind == wheel.kind else None)
-    if has_tls(wheel):
-        pytest.skip("the Valkey of this package has TLS")
-    for kind in (None, wheel.kind):
+def test_a_program_without_tls_is_not_used() -> None:
+    assert not has_tls(find_program(WHEEL)), "then it can serve other machines, too"
+    for kind in (None, WHEEL):  # the suite hides other programs
         with failing(BrokerError, "broker.no-tls-program"):
             find_program(kind, with_tls=True)
 

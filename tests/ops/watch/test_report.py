@@ -29,7 +29,6 @@ from archipelago.ops.commands import run
 from archipelago.ops.dashboard.assets import PAGE
 from archipelago.ops.dashboard.watcher import Watcher
 from archipelago.ops.launch.embedded_redis import Server, start_server
-from archipelago.ops.launch.redis_program import find_program
 from archipelago.ops.launch.run_copies import copy_run_files
 from archipelago.ops.watch import report as run_report
 from archipelago.ops.watch import run_summary
@@ -236,7 +235,7 @@ def test_an_error_names_the_mistake(
     require_error("empty", "./empty", "--run", "other")
     require_error("Redis")
     require_error("127.0.0.1:1", "redis://127.0.0.1:1")
-    with start_server(tmp_path / "runs" / "sample" / "redis", find_program("fakeredis")):
+    with start_server(tmp_path / "runs" / "sample" / "redis"):
         require_error("", "sample", "--folder", str(tmp_path / "runs"))
     found = of_image(samples.image(replace(MANIFEST, run="../x"), []), {}, b"", 1.7e9)
     assert found.data["page"]["run"]["run"] == "../x"
