@@ -21,6 +21,8 @@ from archipelago.islands.hosts.team import Team
 from archipelago.islands.mesh.placement import Placement
 from archipelago.islands.mesh.shape import MeshShape
 from archipelago.islands.models.interface import Params
+from archipelago.islands.options import IslandOptions
+from archipelago.islands.setup import own_placement, own_settings
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.tasks.file import TaskFile
@@ -137,6 +139,28 @@ class PreparedIsland:
         self.warm_up(island, scan_steps)
         del island, link
         gc.collect()  # frees the model and its device memory
+
+
+def prepared_for(
+    options: IslandOptions,
+    manifest: Manifest,
+    task: TaskFile | None,
+    device_bytes: int | None = None,
+    earlier: PreparedIsland | None = None,
+) -> PreparedIsland:
+    """Return what an island with these flags needs, from a standby if that fits.
+
+    Args:
+        options: The flags.
+        manifest: The run.
+        task: The users' task; None for one of our models.
+        device_bytes: The memory of a device, where several hosts have agreed on it.
+        earlier: What a standby has prepared.
+    """
+    placement, settings = own_placement(options, manifest, device_bytes), own_settings(options, manifest.config)
+    if earlier is not None and earlier.fits(manifest, options.corpus, placement, options.batch_size, settings):
+        return earlier
+    return prepare(manifest, options.corpus, task, placement, options.batch_size, settings)
 
 
 def prepare(

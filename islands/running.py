@@ -24,7 +24,7 @@ from archipelago.broker.shards.transport import claim_checkpoint, whole
 from archipelago.islands.options import IslandOptions, own_bucket, require_valid
 from archipelago.islands.own_loop.identity import island_name
 from archipelago.islands.replaced import REPLACED_STATUS, remember, require_free
-from archipelago.islands.setup import own_placement, own_settings, own_task, tell_of_device
+from archipelago.islands.setup import own_task, tell_of_device
 
 if TYPE_CHECKING:
     from archipelago.broker.transport import IslandTransport
@@ -85,20 +85,18 @@ def run_named(
 
     from archipelago.islands import telemetry
     from archipelago.islands.checkpoint import IslandStore
-    from archipelago.islands.prepared import prepare
+    from archipelago.islands.prepared import prepared_for
     from archipelago.islands.rejoin import Rejoin
     from archipelago.islands.turn_log import TurnLog
     from archipelago.islands.worker import train
 
     loaded = time.process_time() - began
     device_bytes = leading.device_bytes if leading is not None else None
-    placement, settings = own_placement(options, manifest, device_bytes), own_settings(options, manifest)
-    if prepared is None or not prepared.fits(manifest, options.corpus, placement, options.batch_size, settings):
-        with progress("opening the data and building the model"):
-            prepared = prepare(manifest, options.corpus, task, placement, options.batch_size, settings)
+    with progress("opening the data and building the model"):
+        prepared = prepared_for(options, manifest, task, device_bytes, prepared)
     if leading is not None:
         prepared.share(leading.team)
-    tell_of_device(dataclasses.replace(manifest, config=settings), placement)
+    tell_of_device(dataclasses.replace(manifest, config=prepared.workload.config), prepared.placement)
     awaited(partial(prepared.register, transport))
     with suppress(OSError):  # An island trains without checkpoints where it cannot write.
         make_untracked(folder)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from archipelago.broker.config import BATCH_FACTOR_MAX
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.process import keep_compiled
 from archipelago.islands.mesh.shape import MeshShape, parsed
-from archipelago.islands.own_memory import settings_here
 
 if TYPE_CHECKING:
     from archipelago.broker.config import RunConfig
@@ -38,9 +38,40 @@ def own_task(options: IslandOptions, manifest: Manifest) -> TaskFile | None:
     return task_of(options.task, manifest, "`archipelago island`")
 
 
-def own_settings(options: IslandOptions, manifest: Manifest) -> RunConfig:
-    """Return the settings by which this island computes its inner steps."""
-    return settings_here(manifest.config, options.micro_batches, options.rematerialise, options.batch_size)
+def own_settings(options: IslandOptions, config: RunConfig) -> RunConfig:
+    """Return the settings by which this island computes its inner steps, if its device has less memory than others.
+
+    Such an island contributes the same up to rounding, so it shares a run with the others.
+
+    Raises:
+        ConfigError: They cannot be used here (`config.micro-batches`, `config.own-memory`).
+    """
+    parts, again = options.micro_batches, options.rematerialise
+    inner = config.inner if parts is None else replace(config.inner, micro_batches=parts)
+    model = config.model if again is None else replace(config.model, rematerialise=again)
+    own = replace(config, inner=inner, model=model)
+    size = options.batch_size or own.data.batch_size
+    if inner.micro_batches < 1 or (not own.has_own_loops and size % inner.micro_batches):
+        raise ConfigError(
+            f"a batch of {size:,} sequences cannot be computed in {inner.micro_batches:,} equal parts",
+            "Set --micro-batches to a divisor of the batch size.",
+            code="config.micro-batches",
+        )
+    if own == config:
+        return config
+    if model != config.model and own.has_own_loops:
+        raise ConfigError(
+            "only a task itself can rematerialise its layers",
+            "Use jax.checkpoint in its loss.",
+            code="config.own-memory",
+        )
+    if config.record:
+        raise ConfigError(
+            "this run is recorded, to be repeated to the same bits, so all of its islands compute by its settings",
+            "Leave out --micro-batches and --rematerialise.",
+            code="config.own-memory",
+        )
+    return own
 
 
 def own_placement(options: IslandOptions, manifest: Manifest, device_bytes: int | None = None) -> Placement | None:
@@ -57,7 +88,7 @@ def own_placement(options: IslandOptions, manifest: Manifest, device_bytes: int 
 
     require_batch(options.batch_size, manifest)
     shape = parsed(options.mesh) if options.mesh is not None else None
-    config = own_settings(options, manifest)
+    config = own_settings(options, manifest.config)
     own = options.batch_size or config.data.batch_size
     batch_size = 0 if manifest.task else own // config.inner.micro_batches  # a task has its own
     memory = device_memory() if device_bytes is None else device_bytes

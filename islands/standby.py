@@ -2,25 +2,36 @@
 
 A new island takes seconds to load; a standby joins within a moment. The supervisor that starts it
 reads `ready` from its standard output and later writes one line of JSON, an `Assignment`, to its standard input. No
-other island knows of a standby before that. A standby ends when its input ends. Supervisors import this module, so it
-does not import JAX.
+other island knows of a standby before that. A standby ends when its input ends, and at once at a signal: it has nothing
+to save. Supervisors import this module, so it does not import JAX.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import logging
 import os
-import select
-from collections.abc import Callable, Mapping
+import sys
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import TYPE_CHECKING, Any
+
+import tyro
 
 from archipelago.broker.errors import ConfigError
+from archipelago.broker.observe.progress import progress
+from archipelago.broker.process import keep_compiled, stop_on_signals
+from archipelago.broker.shards.transport import whole
+from archipelago.islands.options import IslandOptions, require_valid
+from archipelago.islands.running import run_island
+from archipelago.islands.setup import own_task
 
-READY = b"ready\n"
-LINE_MAX = 1 << 20
-#: The longest time in seconds until a signal is noticed.
-POLL_SECONDS = 0.25
+if TYPE_CHECKING:
+    from archipelago.islands.prepared import PreparedIsland
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -28,7 +39,7 @@ class Assignment:
     """The island that a standby becomes.
 
     Attributes:
-        arguments: The arguments of `archipelago island`.
+        arguments: The arguments of `archipelago island`, in addition to those of the standby.
         environment: Changes of the environment.
         log: The file that replaces standard output and error; empty keeps them.
     """
@@ -43,31 +54,24 @@ class Assignment:
         return json.dumps(fields).encode() + b"\n"
 
     def take(self) -> None:
-        """Give this process the environment and the log. Raises ConfigError if the log cannot be written."""
+        """Give this process the environment and the log."""
         os.environ.update(self.environment)
-        if not self.log:
-            return
-        try:
-            log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        except OSError as error:
-            raise ConfigError(
-                f"Cannot write the log {self.log} ({error.strerror})", "Name another log.", code="standby.log"
-            ) from None
-        for standard in (1, 2):
-            os.dup2(log, standard)
-        os.close(log)
+        if self.log:
+            output = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            for standard in (1, 2):
+                os.dup2(output, standard)
+            os.close(output)
 
 
 def assignment(line: bytes) -> Assignment:
     """Return the assignment in a line. Raises ConfigError for any other line."""
     try:
         fields: Any = json.loads(line)
-        arguments, environment, log = fields["arguments"], fields.get("environment", {}), fields.get("log", "")
-        texts = [*arguments, *environment.keys(), *environment.values(), log]
-        are_names = all(name and "=" not in name for name in environment)
-        if isinstance(arguments, list) and are_names and not any(b"\0" in os.fsencode(text) for text in texts):
-            return Assignment(tuple(arguments), environment, log)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        arguments, environment, output = fields["arguments"], fields.get("environment", {}), fields.get("log", "")
+        texts = [*arguments, *environment.keys(), *environment.values(), output]
+        if isinstance(arguments, list) and all(isinstance(text, str) for text in texts):
+            return Assignment(tuple(arguments), environment, output)
+    except (ValueError, TypeError, KeyError, AttributeError):
         pass
     raise ConfigError(
         f"A standby cannot read the line {line[:80].decode(errors='replace').strip()!r}",
@@ -76,27 +80,48 @@ def assignment(line: bytes) -> Assignment:
     )
 
 
-def await_assignment(standard_input: IO[bytes], stopped: Callable[[], bool]) -> Assignment | None:
-    """Wait for the first line.
+def stand_by(options: IslandOptions) -> int:
+    """Load everything, wait for an assignment, and become that island."""
+    options.log_as("standby", options.run)
+    require_valid(options)
+    if sys.stdin is None:
+        raise ConfigError("A standby needs its standard input", "Leave it open: the assignment arrives there.")
+    output = os.dup(1)
+    os.dup2(2, 1)  # what a task prints while it is loaded is not the word that the supervisor awaits
+    prepared = prepared_here(options)
+    log.info(
+        "ready to become an island of %s, after %.1f s of processor time", prepared.manifest.run, time.process_time()
+    )
+    os.write(output, b"ready\n")
+    line = sys.stdin.buffer.readline()
+    if not line.endswith(b"\n"):
+        return 0
+    stopped = stop_on_signals()
+    os.dup2(output, 1)
+    os.close(output)
+    assigned = assignment(line)
+    assigned.take()
+    island = tyro.cli(IslandOptions, prog="archipelago island", args=assigned.arguments, default=options)
+    return run_island(dataclasses.replace(island, standby=False), stopped, prepared)
 
-    Args:
-        standard_input: Where the line arrives.
-        stopped: Whether a signal has arrived.
 
-    Returns:
-        The assignment, or None if a signal arrived or the input ended first.
+def prepared_here(options: IslandOptions) -> PreparedIsland:
+    """Load and compile everything that an island of this run needs."""
+    awaited = options.patience(lambda: False)
+    transport = awaited(options.connect)
+    try:
+        manifest = awaited(transport.reader.manifest)
+        task = own_task(options, manifest)
+        keep_compiled()
 
-    Raises:
-        ConfigError: The line is no assignment.
-    """
-    received, number = b"", standard_input.fileno()
-    while not stopped():
-        if not select.select([number], [], [], POLL_SECONDS)[0]:
-            continue
-        more = os.read(number, 1 << 16)
-        received += more
-        if b"\n" in received or len(received) > LINE_MAX:
-            return assignment(received.partition(b"\n")[0])
-        if not more:
-            return None
-    return None
+        import orbax.checkpoint  # noqa: F401 - load it now, so that the island need not
+
+        from archipelago.islands import telemetry  # noqa: F401
+        from archipelago.islands.prepared import prepared_for
+
+        with progress("loading and compiling everything that an island needs"):
+            prepared = prepared_for(options, manifest, task)
+            prepared.rehearse(whole(transport, manifest), awaited, options.scan_steps)
+    finally:
+        transport.close()
+    return prepared

@@ -12,7 +12,7 @@ from archipelago.broker.process import URL_VARIABLE, supervised_status
 from archipelago.islands.hosts.membership import Membership
 from archipelago.islands.options import IslandOptions, require_valid
 from archipelago.islands.running import run_island
-from archipelago.islands.setup import own_placement, own_settings, own_task
+from archipelago.islands.setup import own_task
 
 if TYPE_CHECKING:
     from archipelago.islands.hosts.computing import SharedComputation
@@ -63,12 +63,11 @@ def _prepared(options: IslandOptions, place: Membership, seat: Seat) -> tuple[Ma
     task = own_task(options, manifest)
 
     from archipelago.islands.hosts.computing import SharedComputation
-    from archipelago.islands.prepared import prepare
+    from archipelago.islands.prepared import prepared_for
 
-    placement, settings = own_placement(options, manifest, device_bytes), own_settings(options, manifest)
-    prepared = prepare(manifest, options.corpus, task, placement, options.batch_size, settings)
+    prepared = prepared_for(options, manifest, task, device_bytes)
     work = prepared.workload
-    return manifest, SharedComputation(manifest, work.steps, work.begin, placement), prepared.sample()
+    return manifest, SharedComputation(manifest, work.steps, work.begin, prepared.placement), prepared.sample()
 
 
 def _shared(options: IslandOptions) -> tuple[dict[str, str], bytes]:

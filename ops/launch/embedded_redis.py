@@ -46,9 +46,6 @@ Kind = Literal["redis-server", "valkey-server", "valkey (wheel)"]
 WHEEL: Kind = "valkey (wheel)"
 
 
-# -- the program ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Program:
     """A server program."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import select
 import subprocess
 import time
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from archipelago.broker.errors import ArchipelagoError, ConfigError
-from archipelago.islands.standby import READY, Assignment
+from archipelago.islands.standby import Assignment
 from archipelago.ops.launch.supervisor import ISLAND_NICENESS, Child
 
 ISLAND = ("-m", "archipelago.islands")
@@ -41,36 +40,23 @@ class Standby(Child):
 
     devices: Mapping[str, str] = field(default_factory=dict)
     niceness: int = ISLAND_NICENESS
-    _output: bytes = field(default=b"", repr=False)
 
-    def start(self) -> None:
-        """Begin to load a process. Call this from the main thread."""
+    def launch(self, *, piped: bool = True) -> None:
+        """Begin to load a process, which is connected to this one. Call this from the main thread."""
         self._close_pipes()
-        self.launch(piped=True)
-        self._output = b""
-
-    def tend(self, now: float) -> str:
-        """Restart the process if it has died. Return a message about that, or an empty string."""
-        if self.is_ready():
-            self.restarts = self.failures = 0  # It can be loaded, so earlier failures do not count.
-        return super().tend(now)
+        super().launch(piped=piped)
 
     def is_ready(self) -> bool:
-        """Return whether the process waits for an assignment."""
+        """Return whether the process waits for an assignment. It writes nothing else to its output."""
         process = self.process
-        if process is None or process.poll() is not None or process.stdout is None:
+        if process is None or process.stdout is None or process.stdout.closed or self._poll() is not None:
             return False
-        while READY not in self._output and select.select([process.stdout], [], [], 0.0)[0]:
-            more = os.read(process.stdout.fileno(), 1 << 12)
-            if not more:
-                return False
-            self._output = (self._output + more)[-(1 << 13) :]
-        return READY in self._output
+        return bool(select.select([process.stdout], [], [], 0.0)[0])
 
     def become(self, assignment: Assignment) -> subprocess.Popen[bytes] | None:
         """Turn the process into that island's and return it; None if it has just died."""
         process = self.process
-        if process is None or process.stdin is None or process.stdout is None:
+        if process is None or process.stdin is None:
             return None
         try:
             process.stdin.write(assignment.line())

@@ -14,7 +14,8 @@ from archipelago.broker.config import OWN_MODEL, DataConfig, InnerConfig, ModelC
 from archipelago.broker.errors import ConfigError
 from archipelago.islands.accumulation import accumulated
 from archipelago.islands.inner import begin, compile_steps, gradient
-from archipelago.islands.own_memory import settings_here
+from archipelago.islands.options import IslandOptions
+from archipelago.islands.setup import own_settings
 from tests.failing import failing
 from tests.islands.models import mini
 
@@ -23,15 +24,15 @@ TASK = replace(CONFIG, model=ModelConfig(OWN_MODEL))
 
 
 def test_an_island_computes_by_the_settings_of_the_run_unless_it_has_its_own() -> None:
-    assert settings_here(CONFIG, None, None) is CONFIG
-    own = settings_here(CONFIG, 4, True)
+    assert own_settings(IslandOptions(micro_batches=None, rematerialise=None), CONFIG) is CONFIG
+    own = own_settings(IslandOptions(micro_batches=4, rematerialise=True), CONFIG)
     assert (own.inner.micro_batches, own.model.rematerialise) == (4, True)
     assert replace(own, inner=CONFIG.inner, model=CONFIG.model) == CONFIG
-    assert settings_here(own, 1, False) == CONFIG
+    assert own_settings(IslandOptions(micro_batches=1, rematerialise=False), own) == CONFIG
 
 
 def test_a_task_knows_its_batches_itself() -> None:
-    assert settings_here(TASK, 3, None).inner.micro_batches == 3
+    assert own_settings(IslandOptions(micro_batches=3, rematerialise=None), TASK).inner.micro_batches == 3
 
 
 def test_settings_that_cannot_be_used_are_refused() -> None:
@@ -42,7 +43,7 @@ def test_settings_that_cannot_be_used_are_refused() -> None:
         (replace(CONFIG, record=True), 2, None, "config.own-memory"),
     ):
         with failing(ConfigError, code):
-            settings_here(config, micro_batches, rematerialise)
+            own_settings(IslandOptions(micro_batches=micro_batches, rematerialise=rematerialise), config)
 
 
 # -- gradient accumulation -----------------------------------------------------------------------------------------

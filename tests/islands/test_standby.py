@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import threading
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from io import FileIO
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,9 @@ from archipelago.islands import prepared as preparing
 from archipelago.islands.creation import describe, first_snapshots
 from archipelago.islands.models import registry
 from archipelago.islands.models.transformer import transformer
-from archipelago.islands.own_memory import settings_here
 from archipelago.islands.prepared import PreparedIsland
-from archipelago.islands.setup import require_batch
-from archipelago.islands.standby import Assignment, assignment, await_assignment
+from archipelago.islands.setup import own_settings, require_batch
+from archipelago.islands.standby import Assignment, assignment
 from archipelago.islands.tasks import ours
 from archipelago.islands.tasks.shards import TaskRun
 from archipelago.islands.worker import Island
@@ -59,9 +57,7 @@ def test_an_assignment_is_one_line(arguments: list[str], environment: dict[str, 
 
 LINES = [
     b"", b"\xff\n", b"oslo\n", b"[]\n", b"{}\n", b'{"arguments": "--name"}', b'{"arguments": [1]}',
-    b'{"arguments": [], "environment": {"A": 1}}', b'{"arguments": ["a\\u0000b"]}', b"[" * 100_000,
-    b'{"arguments": ["\\ud800"]}', b'{"arguments": [], "environment": {"": "a"}}',
-    b'{"arguments": [], "environment": {"a=b": "c"}}', b'{"arguments": [], "log": 7}',
+    b'{"arguments": [], "environment": {"A": 1}}', b'{"arguments": [], "log": 7}',
 ]  # fmt: skip
 
 
@@ -69,51 +65,6 @@ def test_any_other_line_is_refused() -> None:
     for line in LINES:
         with failing(ConfigError, "standby.assignment"):
             pytest.fail(f"{line[:80]!r} was read as {assignment(line)}")
-
-
-@pytest.fixture
-def pipe() -> Iterator[tuple[FileIO, FileIO]]:
-    """Return the end that a standby reads, and the end that its supervisor writes."""
-    reader, writer = os.pipe()
-    with os.fdopen(reader, "rb", 0) as read_end, os.fdopen(writer, "wb", 0) as write_end:
-        yield read_end, write_end
-
-
-def test_a_line_may_arrive_in_pieces(pipe: tuple[FileIO, FileIO]) -> None:
-    read_end, write_end = pipe
-    line = Assignment(("--name", "oslo"), {}, "oslo.log").line()
-    write_end.write(line[:7])
-    rest = threading.Timer(0.05, write_end.write, [line[7:] + b"later bytes are not read"])
-    rest.start()
-    assert await_assignment(read_end, lambda: False) == Assignment(("--name", "oslo"), {}, "oslo.log")
-    rest.join()
-
-
-@pytest.mark.parametrize("begun", [b"", b'{"arguments": ["--name"'])
-def test_a_closed_input_ends_the_wait(begun: bytes, pipe: tuple[FileIO, FileIO]) -> None:
-    read_end, write_end = pipe
-    write_end.write(begun)
-    write_end.close()
-    assert await_assignment(read_end, lambda: False) is None
-
-
-def test_a_signal_or_an_endless_line_ends_the_wait(
-    pipe: tuple[FileIO, FileIO], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(standby, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(standby, "LINE_MAX", 100)
-    asked = iter([False, False, True])
-    assert await_assignment(pipe[0], lambda: next(asked)) is None
-    assert next(asked, None) is None
-    pipe[1].write(b"x" * 200)
-    with failing(ConfigError, "standby.assignment"):
-        await_assignment(pipe[0], lambda: False)
-
-
-def test_a_log_that_cannot_be_written_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.environ", dict(os.environ))
-    with failing(ConfigError, "standby.log"):
-        Assignment((), {"SAID": "hello"}, str(tmp_path / "nowhere" / "oslo.log")).take()
 
 
 # -- prepared islands -------------------------------------------------------------------------------------------------
@@ -124,11 +75,10 @@ def _small() -> Iterator[None]:
     """Train a small model on a text in memory. This process keeps its signal handlers, its allocator and its caches."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(registry.MODELS, "mini", registry.Entry(partial(transformer, mini.SIZE)))
-        for module in (main, running):
+        for module in (standby, running):
             patch.setattr(module, "keep_compiled", lambda: None)
         patch.setattr(ours, "training_text", lambda *_: CORPUS)
-        patch.setattr(main, "stop_on_signals", lambda: lambda: False)
-        patch.setattr(main, "return_freed_memory", lambda: None)
+        patch.setattr(standby, "stop_on_signals", lambda: lambda: False)
         yield
 
 
@@ -232,7 +182,7 @@ def test_an_island_with_less_memory_compiles_its_own_steps(
     prepared: PreparedIsland, stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = stored.manifest
-    own = settings_here(manifest.config, 2, rematerialise=True)
+    own = own_settings(main.IslandOptions(micro_batches=2, rematerialise=True), manifest.config)
     assert prepared.fits(manifest, None)
     assert not prepared.fits(manifest, None, settings=own)
     island = run(stored, prepared, tmp_path, monkeypatch, micro_batches=2, rematerialise=True)
@@ -241,29 +191,41 @@ def test_an_island_with_less_memory_compiles_its_own_steps(
     assert island.manifest == manifest
 
 
-def test_a_standby_with_a_name_is_refused(tmp_path: Path) -> None:
-    for options in (main.IslandOptions(standby=True, name="oslo"), main.IslandOptions(standby=True, folder=tmp_path)):
-        with failing(ConfigError, "standby.named"):
-            main.main(options)
+@pytest.fixture
+def standard_input(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], None]:
+    """A function that sets what this process reads from its standard input."""
+
+    def reads(line: bytes) -> None:
+        monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO(line)))
+
+    return reads
 
 
 def test_an_assignment_keeps_the_arguments_of_the_standby(
-    prepared: PreparedIsland,
     stored: Stored,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
+    standard_input: Callable[[bytes], None],
 ) -> None:
     """The supervisor need not repeat the URL, for example."""
     became: list[main.IslandOptions] = []
     options = main.IslandOptions(url=stored.url, run="demo", scan_steps=1, tensorboard=False, standby=True)
+    monkeypatch.setattr(standby, "run_island", lambda options, stopped, prepared: became.append(options))
     told = Assignment(("--name", "oslo", "--folder", str(tmp_path), "--scan-steps", "2"))
-    assignments = iter([told, Assignment(("--standby",))])
-    monkeypatch.setattr(main, "await_assignment", lambda *_: next(assignments))
-    monkeypatch.setattr(main, "run_island", lambda options, stopped, prepared: became.append(options))
-    main.main(options)
+    standard_input(told.line() + b"later bytes are not read")
+    standby.stand_by(options)
     assert capfd.readouterr().out == "ready\n"
     assert became == [replace(options, name="oslo", folder=tmp_path, scan_steps=2, standby=False)]
-    monkeypatch.setattr(main, "_prepared", lambda *_: prepared)
-    with failing(ConfigError, "standby.nested"):
-        main.main(options)
+
+
+def test_a_standby_ends_with_its_input(
+    prepared: PreparedIsland,
+    stored: Stored,
+    monkeypatch: pytest.MonkeyPatch,
+    standard_input: Callable[[bytes], None],
+) -> None:
+    monkeypatch.setattr(standby, "prepared_here", lambda _: prepared)
+    for begun in (b"", b'{"arguments": ["--name"'):
+        standard_input(begun)
+        assert standby.stand_by(main.IslandOptions(url=stored.url, run="demo", standby=True)) == 0
