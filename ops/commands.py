@@ -21,7 +21,7 @@ VERBS: Verbs = {
     "dash": Verb("archipelago.ops.dashboard.main", "DashOptions", "Show a run in the browser, and steer it there."),
     "steer": Verb("archipelago.ops.watch.steer", "SteerOptions", "Change the settings of a running run."),
     "invite": Verb("archipelago.ops.launch.invite", "InviteOptions", "Give a member of a run credentials of its own."),
-    "revoke": Verb("archipelago.ops.launch.revoke", "RevokeOptions", "End a membership of a run."),
+    "revoke": Verb("archipelago.ops.launch.invite", "RevokeOptions", "End a membership of a run."),
     "doctor": Verb("archipelago.ops.watch.doctor.main", "DoctorOptions", "Check this machine and the Redis."),
     "report": Verb("archipelago.ops.watch.report", "ReportOptions", "Write a run's figures into one HTML file."),
     "evaluate": Verb("archipelago.ops.watch.evaluate", "EvaluateOptions", "Measure the merged model on held-out text."),

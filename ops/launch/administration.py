@@ -14,10 +14,9 @@ from archipelago.broker.address import option, with_user
 from archipelago.broker.control import DRAIN, EXPEL, island_field
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.files import make_untracked
-from archipelago.broker.invitation import ADMIN, SUFFIX, Invitation, Member, Members, Role, key_text, raw_key
+from archipelago.broker.invitation import ADMIN, SUFFIX, Invitation, Member, Role, key_text, raw_key
 from archipelago.broker.redis import roles
 from archipelago.broker.redis.keys import checked_name
-from archipelago.broker.redis.membership import Kept
 from archipelago.broker.redis.transport import RedisTransport
 from archipelago.broker.shards.transport import opened
 from archipelago.broker.transport import ReaderClient
@@ -75,29 +74,19 @@ class Administrator:
     """
 
     def __init__(self, transport: RedisTransport, url: str, folder: Path) -> None:
-        self._transport, self._membership = transport, transport.membership
-        self.run = transport.run
+        self._transport, self.membership, self.run = transport, transport.membership, transport.run
         self._url = url
         self.file = folder / ADMIN_FILE
-        self._version = self._membership.version()
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether the server can enforce the roles exactly."""
-        return roles.is_exact(self._version)
-
-    def members(self) -> Members:
-        """Return all members."""
-        return self._membership.all()
+        self.version = self.membership.version()
 
     def rules(self, name: str, role: Role) -> list[str]:
         """Return the arguments of ACL SETUSER for a member, without its password."""
         shards = self._transport.reader.manifest().shards
-        return roles.rules(role, self.run, name, self._version, shards)
+        return roles.rules(role, self.run, name, self.version, shards)
 
     def user_of(self, name: str) -> str:
         """Return the name of the Redis user that a member has, or would get."""
-        member = self.members().by_name.get(name)
+        member = self.membership.all().by_name.get(name)
         return (member.user if member else "") or roles.user_of(self.run, name)
 
     # -- the mergers' key ---------------------------------------------------------------------------------------------
@@ -108,13 +97,13 @@ class Administrator:
         From then on the run is signed, and so is what Redis holds of it already. The private key and the URL are kept
         in the file `admin.join`.
         """
-        private, announced = self._kept_key() or self._offered_key(), self.members().merger_key
+        private, announced = self._kept_key() or self._offered_key(), self.membership.all().merger_key
         created = not announced and not private
         if created:
             private = key_text(signing.generate()[0])
         if private:
             self._keep(private, public_text(private))
-            announced = self._membership.offer_merger_key(public_text(private))
+            announced = self.membership.offer_merger_key(public_text(private))
             if announced != public_text(private):
                 raise ConfigError(
                     f"the run {self.run!r} has another merger key than {self.file}",
@@ -181,7 +170,7 @@ class Administrator:
             DeniedError: The server does not let us create its user.
         """
         name = checked_name(guest.name, "the name")
-        members = self.members()
+        members = self.membership.all()
         if not may_replace and (name in members.by_name or name in members.faults):
             raise ConfigError(
                 f"{name!r} is a member of the run {self.run!r} already",
@@ -191,18 +180,18 @@ class Administrator:
         user = guest.user or roles.user_of(self.run, name)
         password = guest.password or secrets.token_urlsafe(PASSWORD_BYTES)
         rules = self.rules(name, guest.role)
-        if not guest.password and not self._membership.may_administer():
+        if not guest.password and not self.membership.may_administer():
             raise DeniedError(user, rules)  # before the run is signed
         if guest.role in SIGNING_ROLES:
             self.open()
         private, public = self._keys_for(guest.role)
-        if not guest.password and not self._membership.set_user(user, password, rules):
+        if not guest.password and not self.membership.set_user(user, password, rules):
             raise DeniedError(user, rules)
-        self._membership.put(name, Member(guest.role, public, guest.expires, user))
+        self.membership.put(name, Member(guest.role, public, guest.expires, user))
         self._welcome(name)
         return Invitation(
             with_user(guest.url or self._url, user, password), self.run, name, guest.role, private,
-            self.members().merger_key, self._authority(), guest.expires,
+            self.membership.all().merger_key, self._authority(), guest.expires,
         )  # fmt: skip
 
     def _keys_for(self, role: Role) -> tuple[str, str]:
@@ -235,8 +224,8 @@ class Administrator:
         Raises:
             ConfigError: There is no such member.
         """
-        members, user = self.members(), self.user_of(name)
-        was_user = self._membership.remove_user(user)
+        members, user = self.membership.all(), self.user_of(name)
+        was_user = self.membership.remove_user(user)
         if name not in (*members.by_name, *members.faults) and not was_user:
             raise ConfigError(
                 f"the run {self.run!r} has no member {name!r}",
@@ -246,24 +235,16 @@ class Administrator:
         member = members.by_name.get(name)
         if member is None or member.role == "island":
             self._reader.steer({island_field(name): EXPEL})
-        self._membership.remove(name)
+        self.membership.remove(name)
         return None if was_user is None else True
 
     def remove_expired(self, now: float) -> list[str]:
         """Remove the members whose time has ended, and return their names. Their islands are not expelled."""
-        gone = sorted(name for name, member in self.members().by_name.items() if member.has_expired(now))
+        gone = sorted(name for name, member in self.membership.all().by_name.items() if member.has_expired(now))
         for name in gone:
-            self._membership.remove_user(self.user_of(name))
-            self._membership.remove(name)
+            self.membership.remove_user(self.user_of(name))
+            self.membership.remove(name)
         return gone
-
-    def keep_users(self) -> Kept:
-        """Let the server write its users to its disk, and return where they are."""
-        return self._membership.keep()
-
-    def is_open(self) -> bool:
-        """Return whether clients without a password may do anything at this server."""
-        return self._membership.is_open()
 
 
 def public_text(private: str) -> str:
@@ -295,5 +276,5 @@ def invite_ours(administrator: Administrator, url: str, islands: Iterable[str]) 
         invited = administrator.invite(Guest(name, role, url=url), may_replace=file.exists())
         invitations.write(file, invited)
         joins[name] = str(file)
-    administrator.keep_users()
+    administrator.membership.keep()
     return joins

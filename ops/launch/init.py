@@ -16,7 +16,8 @@ import tyro
 from archipelago.broker import invitation as invitations
 from archipelago.broker.address import redacted
 from archipelago.broker.buckets.folder import is_address
-from archipelago.broker.config import RunConfig, checked
+from archipelago.broker.config import RunConfig, checked, differing, flags
+from archipelago.broker.control import STEPS
 from archipelago.broker.errors import ConfigError, MismatchError, RunExistsError, UnknownRunError
 from archipelago.broker.footprint import available_here, footprint, memory_text, shortage
 from archipelago.broker.manifest import Manifest
@@ -29,8 +30,7 @@ from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.sync.connection.same_run import require_no_islands as require_no_islands
 from archipelago.merger.spectra import default_threads
 from archipelago.merger.storage import MergerFolder, fetched
-from archipelago.ops.launch.own_settings import require_own_settings
-from archipelago.ops.settings import say
+from archipelago.ops.settings import say, setting_text
 from archipelago.ops.simulation.spectra_load import SHARE_MAX, THREAD_RATE, spectra_load
 from archipelago.ops.watch.formatting import seconds_text
 from archipelago.ops.weights.safetensors_files import WeightFiles
@@ -336,3 +336,49 @@ def require_same(found: Manifest, config: RunConfig, go_on: str = "", task: str 
             error.worker_value,
             "Use the run's own text, or name another run with --run.",
         ) from None
+
+
+def require_own_settings(found: Manifest, config: RunConfig, go_on: str = "") -> None:
+    """Raise MismatchError unless the config is the run's. It names each setting that differs, with both values.
+
+    Args:
+        found: The run.
+        config: The settings that the user has given, with what `init` chooses itself.
+        go_on: The command that continues the run, without the flags of its settings; empty if only workers continue it.
+    """
+    from archipelago.islands.models.registry import learning_rate
+
+    changed = differing(found.config, config)
+    sizes = [found.config.model.size, config.model.size]
+    if sizes[0] != sizes[1] and changed.get("inner.learning_rate") == tuple(map(learning_rate, sizes)):
+        del changed["inner.learning_rate"]  # The user has not given it: `init` chooses it by the model's size.
+    if not changed:
+        return
+    remedy = "Islands and mergers take the run's own settings: start them as usual."
+    if go_on:
+        remedy = f"To go on with the run's own settings: `{f'{go_on} {own_flags(found)}'.strip()}`."
+    if STEPS in changed:
+        remedy += f" To change the length of the run: `archipelago steer {STEPS}=N --run {found.run}`."
+    shown = {key: (setting_text(theirs), setting_text(ours)) for key, (theirs, ours) in changed.items()}
+    said = "; ".join(f"{key} is {theirs} (given: {ours})" for key, (theirs, ours) in shown.items())
+    raise MismatchError(
+        ", ".join(shown),
+        ", ".join(theirs for theirs, _ in shown.values()),
+        ", ".join(ours for _, ours in shown.values()),
+        f"{remedy} For other settings, name another run with --run.",
+        code="config.other-settings",
+        what=f"the run {found.run!r} has other settings: {said}",
+    )
+
+
+def own_flags(found: Manifest) -> str:
+    """Return the flags that give the run's own settings, without the learning rate if `init` has chosen it.
+
+    The vocabulary stays, because the user may have chosen a larger one than that of the tokenizer.
+    """
+    from archipelago.islands.models.registry import learning_rate
+
+    config = found.config
+    if config.inner.learning_rate == learning_rate(config.model.size):
+        config = replace(config, inner=replace(config.inner, learning_rate=None))
+    return shlex.join(flags(config))

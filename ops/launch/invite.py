@@ -1,4 +1,4 @@
-"""`archipelago invite`: make a member of a run, with credentials of its own; or list the members."""
+"""`archipelago invite` and `archipelago revoke`: make members of a run, with credentials of their own, and end them."""
 
 from __future__ import annotations
 
@@ -103,15 +103,24 @@ class InviteOptions(AdministratorOptions):
     """Create no user. Write the join file of one that was created elsewhere, with the password in this file."""
 
 
-def main(options: InviteOptions) -> int:
-    """Invite a member, or list the members."""
+@dataclass(frozen=True)
+class RevokeOptions(AdministratorOptions):
+    """End a membership of a run: delete its Redis user, close its connections, and expel its island."""
+
+
+def main(options: InviteOptions | RevokeOptions) -> int:
+    """Invite a member, list the members, or end a membership."""
+    return _revoke(options) if isinstance(options, RevokeOptions) else _invite(options)
+
+
+def _invite(options: InviteOptions) -> int:
     options = _without_name(options)
     expires = expiry(options.expires, time.time())
     with options.administrator() as administrator:
         for name in administrator.remove_expired(time.time()):
             say(f"the membership of {name!r} has ended: its user and its record are removed")
         if not options.name:
-            _list(administrator.members(), options)
+            _list(administrator.membership.all(), options)
             return 0
         if options.print_rules:
             _print_rules(administrator, options)
@@ -121,7 +130,7 @@ def main(options: InviteOptions) -> int:
             raise ConfigError(
                 f"{file} exists", "Move it away, or choose another file with --out.", code="invitation.file"
             )
-        was_signed = administrator.members().is_signed
+        was_signed = administrator.membership.all().is_signed
         try:
             invited = administrator.invite(_guest(options, expires), may_replace=options.replace)
         except DeniedError as error:
@@ -130,11 +139,36 @@ def main(options: InviteOptions) -> int:
         _hand_out(invited, file, options)
         if options.json or str(file) == STANDARD_OUTPUT:
             return 0
-        if not was_signed and administrator.members().is_signed:
+        if not was_signed and administrator.membership.all().is_signed:
             _explain_first(administrator)
         for warning in warnings(administrator, invited, created=options.password_file is None):
             say(f"  warning: {warning}")
     return 0
+
+
+def _revoke(options: RevokeOptions) -> int:
+    if not options.name:
+        raise ConfigError("no member was named", "Write `archipelago revoke NAME`.", code="invitation.no-name")
+    with options.administrator() as administrator:
+        user = administrator.user_of(options.name)
+        member = administrator.membership.all().by_name.get(options.name)
+        is_gone = administrator.revoke(options.name)
+        kept = administrator.membership.keep() if is_gone else None
+    if options.json:
+        print_json({"name": options.name, "user": user, "user_deleted": bool(is_gone)})
+        return 0 if is_gone else 1
+    say(f"{options.name!r} is no member any more: its record is removed")
+    if is_gone:
+        say(f"  the user {user} is deleted, and its connections are closed")
+    if member is None or member.role == "island":
+        say("  its island is expelled: the merger refuses what it sends, also what already waits")
+    if member is not None and member.role == "merger":
+        say("  it still knows the key with which all mergers of the run sign")
+    if is_gone and kept == "nowhere":
+        say("  this Redis does not keep its users on disk: check its configuration file for that user")
+    if not is_gone:
+        say(f"  this Redis does not let us delete users: delete {user} where the Redis is managed")
+    return 0 if is_gone else 1
 
 
 def _without_name(options: InviteOptions) -> InviteOptions:
@@ -209,14 +243,14 @@ def warnings(administrator: Administrator, invited: Invitation, *, created: bool
         yield "its URL works on this machine only; give --address rediss://HOST:PORT for members elsewhere"
     elif not invited.url.startswith("rediss"):
         yield "its URL has no TLS (rediss://), so everyone on the way can read its password"
-    if administrator.is_open():
+    if administrator.membership.is_open():
         yield "the user `default` of the Redis has no password, so anyone can do anything until it is off or has one"
-    if not administrator.is_exact and invited.role in ("island", "operator"):
+    if not roles.is_exact(administrator.version) and invited.role in ("island", "operator"):
         yield (
             f"a Redis before 7 cannot tell reading from writing: this {invited.role} can overwrite what it can read. "
             "Signatures show forgeries, but do not undo them"
         )
-    if created and administrator.keep_users() == "nowhere":
+    if created and administrator.membership.keep() == "nowhere":
         yield "this Redis forgets its users when it restarts; give it an `aclfile`, or invite again after a restart"
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,11 @@ from archipelago.broker.observe.options import WorkerOptions
 from archipelago.broker.observe.printable import printable
 from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE
 from archipelago.broker.transport import MergerStatus, ReaderTransport
-from archipelago.ops.launch.comparison import compare
 from archipelago.ops.launch.devices import Shares
 from archipelago.ops.launch.embedded_redis import Server, start_server
 from archipelago.ops.launch.standbys import ISLAND, Standbys
 from archipelago.ops.launch.supervisor import ISLAND_NICENESS, Child, stop_all, thread_environment
+from archipelago.ops.launch.up_options import UpOptions
 from archipelago.ops.settings import say
 from archipelago.ops.watch import formatting, run_summary
 from archipelago.ops.watch.advice import Problem, problems
@@ -41,6 +41,7 @@ EVALUATE_SECONDS = 30.0
 DRAIN_SECONDS = 20.0
 KILL_SECONDS = 5.0
 POLL_SECONDS = 0.1
+SINGLE_PROCESS = "archipelago.ops.experiments.single_process"
 
 
 def leave_seconds(worker: WorkerOptions) -> float:
@@ -68,37 +69,6 @@ def island_name(number: int) -> str:
     return f"island-{number}"
 
 
-@dataclass(frozen=True)
-class SessionOptions:
-    """Options of a session.
-
-    Attributes:
-        islands: Number of islands on this machine.
-        standbys: Number of standbys on this machine.
-        checkpoint_every: Seconds between two checkpoints; 0 for none.
-        merger_threads: Threads of the merger that change spectra; 0 for its default.
-        evaluate_every: Seconds between two evaluations; 0 for one at the end only.
-        weights: The weights that the run began with, for the comparison; None for fresh ones.
-        task: The users' task that the islands train, FILE.py:NAME; None for one of our models.
-        has_losses: Whether the run is evaluated on held-out data. A task may have no evaluation.
-        worker: Options that all workers share.
-        mesh: The mesh of each island, as `archipelago island` takes it; None for its default.
-        shares: The accelerators of each island; None on a machine without any.
-    """
-
-    islands: int
-    standbys: int
-    checkpoint_every: float
-    merger_threads: int
-    evaluate_every: float
-    weights: Path | None
-    task: str | None
-    has_losses: bool
-    worker: WorkerOptions
-    mesh: str | None = None
-    shares: Shares | None = None
-
-
 class Session:
     """The merger, the islands and the standbys of a run on this machine, and its last evaluation.
 
@@ -108,34 +78,48 @@ class Session:
 
     def __init__(
         self,
-        options: SessionOptions,
+        options: UpOptions,
         manifest: Manifest,
         transport: ReaderTransport,
         url: str,
         folder: Path,
         stopped: Callable[[], bool],
         redis: RedisSupervisor | None,
-        joins: Mapping[str, str] | None = None,
+        joins: Mapping[str, str],
+        shares: Shares | None,
+        has_losses: bool,
     ) -> None:
-        """`joins` has the join file of each process, by name. Without it, all use the URL."""
+        """Note what to start.
+
+        Args:
+            options: The flags of `up`.
+            manifest: The run.
+            transport: A connection to all its shards.
+            url: The URL of its Redis.
+            folder: Its folder.
+            stopped: Whether a signal has arrived.
+            redis: The supervisor of a Redis of our own.
+            joins: The join file of each process, by name. Processes without one use the URL.
+            shares: The accelerators of each island; None on a machine without any.
+            has_losses: Whether the run is evaluated on held-out data. A task may have no evaluation.
+        """
         self.options, self.manifest, self.transport = options, manifest, transport
-        self.folder, self.stopped, self.redis = folder, stopped, redis
-        worker = options.worker
+        self.folder, self.stopped, self.redis, self.has_losses = folder, stopped, redis, has_losses
         threads = {RUN_VARIABLE: manifest.run, **thread_environment(options.islands)}
 
         def environment(name: str) -> dict[str, str]:
-            return {URL_VARIABLE: (joins or {}).get(name, url), **threads}
+            return {URL_VARIABLE: joins.get(name, url), **threads}
 
         def child(name: str, *argv: str, devices: Mapping[str, str] | None = None, niceness: int = 0) -> Child:
             variables, log = {**environment(name), **(devices or {})}, folder / "logs" / f"{name}.log"
             return Child(name, argv, variables, log, niceness=niceness)
 
-        shares, mesh = options.shares, ["--mesh", options.mesh] if options.mesh else []
+        mesh = ["--mesh", options.mesh] if options.mesh else []
         devices = [shares.environment(number) for number in range(options.islands)] if shares else []
 
         merger = ["--resume", "--folder", str(folder / "merger"), "--checkpoint-every", str(options.checkpoint_every)]
         merger += ["--threads", str(options.merger_threads)] if options.merger_threads else []
-        self.merger = child("merger", "-m", "archipelago.merger", *merger, *worker.flags(0))
+        self.merger = child("merger", "-m", "archipelago.merger", *merger, *options.flags(0))
         task = ["--task", options.task] if options.task else []
         self.evaluator = child("evaluate", "-m", "archipelago.ops", "evaluate", *task)
         self.islands = []
@@ -144,9 +128,9 @@ class Session:
             where = ["--name", name, "--folder", str(folder / "islands" / name)]
             where += ["--evaluate-every", str(options.evaluate_every)]
             own = devices[number] if devices else None
-            argv = [*ISLAND, *where, *mesh, *task, *worker.flags(number + 1)]
+            argv = [*ISLAND, *where, *mesh, *task, *options.flags(number + 1)]
             self.islands.append(child(name, *argv, devices=own, niceness=ISLAND_NICENESS))
-        flags = [*mesh, *task, *worker.curve_flags()]
+        flags = [*mesh, *task, *options.curve_flags()]
         self.standbys = Standbys(options.standbys, flags, environment("standby"), folder / "logs", devices)
         for island in self.islands:
             island.stand_in = self.standbys.stand_in
@@ -176,12 +160,13 @@ class Session:
             self.standbys.end()
             stop_all([*children, self.evaluator], KILL_SECONDS)
         self.seconds = time.monotonic() - began
-        return self._last_view().step >= view.steps
+        view = self._last_view()
+        return view.step >= view.steps
 
     def _watch(self, children: list[Child]) -> None:
         """Supervise the children and show the run until all islands have ended or a signal arrives."""
         console = Console(stderr=True, highlight=False)
-        on_screen = console.is_terminal and not self.options.worker.log_json
+        on_screen = console.is_terminal and not self.options.log_json
         live = Live(console=console, refresh_per_second=4, transient=False) if on_screen else None
         with ExitStack() as stack:
             if live:
@@ -232,7 +217,7 @@ class Session:
 
     def _end(self) -> None:
         """Let the islands send their last contributions and leave, the merger merge them, and measure the result."""
-        stop_all(self.islands, leave_seconds(self.options.worker))
+        stop_all(self.islands, leave_seconds(self.options))
         deadline = time.monotonic() + DRAIN_SECONDS
         while self.merger.process is not None and self.merger.process.poll() is None and time.monotonic() < deadline:
             with suppress(BrokerError):  # If Redis is away, contributions may still wait in it.
@@ -241,10 +226,10 @@ class Session:
                 if self.transport.reader.backlog() == 0:
                     break
             time.sleep(POLL_SECONDS)
-        if self.options.has_losses and not self._is_evaluated():
+        if self.has_losses and not self._is_evaluated():
             self.evaluator.start()
             self.evaluator.wait(EVALUATE_SECONDS)
-        stop_all([self.merger], leave_seconds(self.options.worker))
+        stop_all([self.merger], leave_seconds(self.options))
 
     def _is_evaluated(self) -> bool:
         """Return whether the newest parameters have been evaluated, as the last island does at the end of a run.
@@ -284,9 +269,7 @@ class Session:
             with_comparison: Whether to train one process on as many tokens first.
         """
         view = self._last_view()
-        curve: run_summary.Curve = []
-        if with_comparison:
-            curve = compare(self.folder, view.tokens_trained, self.options.weights, self.options.task, self.stopped)
+        curve = self._one_process(view.tokens_trained) if with_comparison else []
         evaluations = []
         with suppress(BrokerError):
             evaluations = self.transport.reader.evaluations()
@@ -301,3 +284,45 @@ class Session:
             server=server,
             interval=self.manifest.config.sync.interval,
         )
+
+    def _one_process(self, tokens: int) -> run_summary.Curve:
+        """Return the held-out results of one process that trained on that many tokens with the run's config.
+
+        A result that a previous call left in the run's folder is used again. It is empty if training did not finish.
+        """
+        result, log = self.folder / "one_process.json", self.folder / "logs" / "one-process.log"
+        if (found := _curve_in(result, tokens)) is not None:
+            return found
+        say(f"one process trains on the same {tokens:,} tokens, for comparison (Ctrl-C skips it)")
+        argv = ["-m", SINGLE_PROCESS, "--tokens", str(tokens), "--output", str(result)]
+        argv += ["--config", str(self.folder / "config.toml")]
+        argv += ["--from", str(self.options.from_)] if self.options.from_ else []
+        argv += ["--task", self.options.task] if self.options.task else []
+        log.unlink(missing_ok=True)
+        child = Child("one-process", argv, thread_environment(1), log)
+        child.start()
+        shown = 0
+        try:
+            while child.process is not None and child.process.poll() is None and not self.stopped():
+                lines = log.read_text(encoding="utf-8").splitlines()
+                for text in lines[shown:]:
+                    say(f"  {text}")
+                shown = len(lines)
+                time.sleep(POLL_SECONDS)
+        finally:
+            child.stop(KILL_SECONDS)
+        found = _curve_in(result, tokens)
+        if found is None:
+            why = "" if self.stopped() or not (said := child.last_words()) else f" (its log ends with: {said})"
+            say(f"  it did not finish, so the report has no comparison{why}")
+        return found or []
+
+
+def _curve_in(path: Path, tokens: int) -> run_summary.Curve | None:
+    """Return the curve in that file if it is about that many tokens."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        curve = [(int(tokens), float(bits)) for tokens, bits in found["curve"]]
+        return curve if found["tokens"] == tokens else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None  # It is not there, or damaged: train again.

@@ -29,7 +29,6 @@ from archipelago.ops.launch.devices import Shares, accelerators, islands_by_defa
 from archipelago.ops.launch.embedded_redis import Server, start_server
 from archipelago.ops.launch.init import create, require_same, require_usable, text_of, workload_of
 from archipelago.ops.launch.opening import opening_of
-from archipelago.ops.launch.run_copies import copy_run_files
 from archipelago.ops.launch.session import RedisSupervisor, Session, island_name
 from archipelago.ops.launch.up_options import UpOptions as UpOptions
 from archipelago.ops.launch.up_options import require_sensible
@@ -80,20 +79,11 @@ def main(options: UpOptions) -> int:
         described = server.describe() if server else redacted(url)
         redis = RedisSupervisor(server, stack) if server else None
         _require_not_stopped(stopped)
-        session = Session(
-            options.session(has_losses=has_losses, shares=shares),
-            manifest,
-            all_shards,
-            url,
-            folder,
-            stopped,
-            redis,
-            joins,
-        )
+        session = Session(options, manifest, all_shards, url, folder, stopped, redis, joins, shares, has_losses)
         finished = session.train()
         report = session.report(described, with_comparison=finished and options.one_process and has_losses)
     report = _kept_report(folder, report, has_trained=bool(session.seconds))
-    if bucket and (fault := copy_run_files(folder, bucket)):
+    if bucket and (fault := run_summary.copy_run_files(folder, bucket)):
         say(f"warning: the report is in {folder} only: {fault}")
     _farewell(report, finished, folder, options)
     if finished and has_losses and not _has_losses(report):
@@ -183,11 +173,10 @@ def _extended(
     """
     own, now, wanted = found.config.inner.steps, run_steps(found.config, transport.reader.control()), config.inner.steps
     if wanted == RunConfig().inner.steps and not is_given(f"--{STEPS}"):
-        wanted = own
+        wanted = now
     same = replace(config, inner=replace(config.inner, steps=own))
-    if wanted < now and wanted != own:
-        require_same(found, config, go_on, task)
-    require_same(found, same, go_on, task)
+    is_shorter = wanted < now and wanted != own
+    require_same(found, config if is_shorter else same, go_on, task)
     if wanted > now:
         whole(transport, found).reader.steer(checked_changes(found.config, {STEPS: str(wanted)}))
         say(f"run {found.run!r} is extended from {now:,} to {wanted:,} steps")

@@ -14,8 +14,6 @@ from archipelago.broker.observe import metrics
 from archipelago.broker.observe.curve_sinks import require_wandb
 from archipelago.broker.observe.options import WorkerOptions
 from archipelago.ops.launch.administration import ADMIN_FILE
-from archipelago.ops.launch.devices import Shares
-from archipelago.ops.launch.session import SessionOptions
 from archipelago.ops.launch.standbys import require_standbys
 
 ISLANDS_MAX = 256
@@ -73,27 +71,6 @@ class UpOptions(WorkerOptions):
     settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
     json: bool = False
     """Print the report as one JSON object."""
-
-    def session(self, *, has_losses: bool, shares: Shares | None = None) -> SessionOptions:
-        """Return the options of the session.
-
-        Args:
-            has_losses: Whether the run is evaluated.
-            shares: The accelerators of each island.
-        """
-        return SessionOptions(
-            islands=self.islands,
-            standbys=self.standbys,
-            checkpoint_every=self.checkpoint_every,
-            merger_threads=self.merger_threads,
-            evaluate_every=self.evaluate_every,
-            weights=self.from_,
-            task=self.task,
-            has_losses=has_losses,
-            worker=self,
-            mesh=self.mesh,
-            shares=shares,
-        )
 
 
 def require_sensible(options: UpOptions) -> None:

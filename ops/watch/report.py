@@ -25,7 +25,6 @@ from archipelago.ops.dashboard.assets import PAGE, chart_library
 from archipelago.ops.dashboard.history import History
 from archipelago.ops.dashboard.page_data import Reading, charts_of, page_of
 from archipelago.ops.dashboard.watcher import TAPE_MOST, Watcher, to_json
-from archipelago.ops.launch.run_copies import fetch_run
 from archipelago.ops.settings import say
 from archipelago.ops.watch import run_summary
 from archipelago.ops.watch.provenance import Provenance, provenance
@@ -173,7 +172,7 @@ def of_bucket(address: str) -> Figures:
                 "Name the folder of a run, s3://BUCKET/FOLDER/RUN.",
                 code="report.no-data",
             )
-        fetch_run(bucket, folder.path)
+        run_summary.fetch_run(bucket, folder.path)
         return of_image(image, *_left_in(folder.path), time.time())
 
 

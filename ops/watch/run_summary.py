@@ -1,4 +1,4 @@
-"""The report of `archipelago up`: `report.json`, and the loss curve in `loss.png`."""
+"""The report of `archipelago up`: `report.json`, and the loss curve in `loss.png`; and their copies in a bucket."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from archipelago.broker.buckets.folder import BucketError, BucketFolder
 from archipelago.broker.extras import is_installed
 from archipelago.broker.files import make_untracked, write_atomically
 from archipelago.broker.loss_unit import LossUnit
 from archipelago.broker.messages import Evaluation
+from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import finite
 from archipelago.ops.plots import pyplot
 from archipelago.ops.watch import syncs
@@ -159,3 +161,24 @@ def draw_ratios(path: Path, title: str, rows: Sequence[Mapping[str, Any]]) -> No
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
     plt.close(figure)
+
+
+def copy_run_files(folder: Path, bucket: BucketFolder) -> str:
+    """Upload the report, the settings and the logs of a run.
+
+    Returns:
+        Why that failed; empty if it did not. The files are on this machine all the same.
+    """
+    paths = [folder / name for name in (TEXT, PICTURE, "config.toml")] + sorted((folder / "logs").glob("*.log"))
+    try:
+        with progress(f"copying the report and the logs to {bucket}"):
+            bucket.upload({path.relative_to(folder).as_posix(): path for path in paths if path.is_file()})
+    except (BucketError, OSError) as error:
+        return f"{error}"
+    return ""
+
+
+def fetch_run(bucket: BucketFolder, folder: Path) -> None:
+    """Download the report of a run, as far as it is there. Raises BucketError."""
+    held = bucket.names()
+    bucket.download({name: folder / name for name in (TEXT, PICTURE) if name in held})

@@ -93,8 +93,8 @@ def session_of(options: UpOptions) -> Session:
     """Return a session of `up` on a machine with four accelerators. It has started nothing."""
     manifest = samples.manifest()
     transport: Any = MemoryBroker().connect(manifest.run)
-    prepared = options.session(has_losses=True, shares=shared_out(FOUR, 2))
-    return Session(prepared, manifest, transport, "redis://h", Path("runs/demo"), lambda: False, None)
+    folder, shares = Path("runs/demo"), shared_out(FOUR, 2)
+    return Session(options, manifest, transport, "redis://h", folder, lambda: False, None, {}, shares, True)
 
 
 def test_islands_and_standbys_get_their_devices_and_their_mesh() -> None:

@@ -22,11 +22,10 @@ from archipelago.broker.process import connect_to, invitation_at
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.islands import main as islands
 from archipelago.merger import main as mergers
-from archipelago.ops.launch import invite, revoke
+from archipelago.ops.launch import invite
 from archipelago.ops.launch.administration import ADMIN_FILE, Administrator, Guest, public_text
 from archipelago.ops.launch.embedded_redis import Server
-from archipelago.ops.launch.invite import InviteOptions, expiry
-from archipelago.ops.launch.revoke import RevokeOptions
+from archipelago.ops.launch.invite import InviteOptions, RevokeOptions, expiry
 from tests import samples
 from tests.failing import failing
 from tests.sharded import create_sharded
@@ -130,15 +129,15 @@ def test_revoking_ends_everything(run: RedisTransport, join: Invite, server: Ser
     join("oslo")
     transport = connect_to(str(join_file(run, "oslo")), None)
     options = RevokeOptions(name="oslo", url=server.url, run=run.run)
-    assert revoke.main(options) == 0
+    assert invite.main(options) == 0
     with failing(BrokerError, "broker.access"):
         transport.reader.manifest()
     assert run.reader.control() == {"island.oslo": EXPEL}
     assert "oslo" not in run.membership.all().by_name
     with failing(ConfigError, "invitation.no-member"):
-        revoke.main(options)
+        invite.main(options)
     with failing(ConfigError, "invitation.no-name"):
-        revoke.main(replace(options, name=""))
+        invite.main(replace(options, name=""))
     join("oslo", replace=True)  # an island that is invited again is not expelled any more
     assert run.reader.control() == {}
     transport.close()
@@ -183,7 +182,7 @@ def test_where_users_are_managed_elsewhere_the_rules_are_printed(
     transport = connect_to(str(join_file(run, "oslo")), None)
     assert transport.reader.manifest().run == run.run
     assert run.membership.all().by_name["oslo"].user == user
-    assert revoke.main(RevokeOptions(name="oslo", url=url, run=run.run)) == 1  # the user is still there
+    assert invite.main(RevokeOptions(name="oslo", url=url, run=run.run)) == 1  # the user is still there
     transport.close()
 
 

@@ -19,8 +19,7 @@ from archipelago.broker.transport import Transport
 from archipelago.islands.data.preparation import prepare_text
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.launch import up
-from archipelago.ops.launch.init import InitOptions, create, tell_of_spectra
-from archipelago.ops.launch.own_settings import own_flags
+from archipelago.ops.launch.init import InitOptions, create, own_flags, tell_of_spectra
 from archipelago.ops.launch.up import UpOptions
 from archipelago.ops.verbs import parse
 from tests import samples
@@ -90,6 +89,9 @@ def test_a_larger_number_of_steps_extends_the_run(
         continued(transport, lasting(9999, seed=1), tmp_path)
     continued(transport, lasting(default), tmp_path)
     assert transport.reader.control() == {}, "the flag was forgotten"
+    transport.reader.steer({STEPS: str(own - 1)})
+    continued(transport, lasting(default), tmp_path)
+    assert transport.reader.control() == {STEPS: str(own - 1)}, "the run was steered to be shorter"
     for steps in (own + 100, own + 100, own):  # longer, the same again, and the run's own settings
         continued(transport, lasting(steps), tmp_path)
         assert transport.reader.control() == {STEPS: str(own + 100)}

@@ -101,8 +101,7 @@ def argv(options: UpOptions) -> dict[str, list[str]]:
     """Return the arguments of each worker."""
     manifest = samples.manifest()
     transport = MemoryBroker().connect(manifest.run)
-    prepared = options.session(has_losses=True)
-    made = Session(prepared, manifest, transport, "redis://h", Path("runs/demo"), lambda: False, None)
+    made = Session(options, manifest, transport, "redis://h", Path("runs/demo"), lambda: False, None, {}, None, True)
     return {child.name: list(child.argv) for child in (made.merger, *made.islands)}
 
 

@@ -29,7 +29,6 @@ from archipelago.ops.commands import run
 from archipelago.ops.dashboard.assets import PAGE
 from archipelago.ops.dashboard.watcher import Watcher
 from archipelago.ops.launch.embedded_redis import Server, start_server
-from archipelago.ops.launch.run_copies import copy_run_files
 from archipelago.ops.watch import report as run_report
 from archipelago.ops.watch import run_summary
 from archipelago.ops.watch.provenance import Provenance, commands
@@ -166,7 +165,7 @@ def test_a_report_from_a_folder_without_redis(
 
 def test_a_report_from_a_bucket(bucket: BucketFolder, ended: Path) -> None:
     remote = bucket.child("sample")
-    assert not copy_run_files(ended, remote)
+    assert not run_summary.copy_run_files(ended, remote)
     store = CheckpointStore(ended / "merger" / "checkpoints")
     number = store.numbers()[-1]
     Bundles(remote.child("merger", "checkpoints")).put(number, store.path_of(number), {})
@@ -181,7 +180,7 @@ def test_a_report_from_a_bucket(bucket: BucketFolder, ended: Path) -> None:
         raise ConnectionError("refused")
 
     FaultyFileSystem.fault = staticmethod(away)
-    assert copy_run_files(ended, remote), "what could not be copied is told"
+    assert run_summary.copy_run_files(ended, remote), "what could not be copied is told"
 
 
 def test_the_password_of_a_bucket_is_not_shown() -> None:
