@@ -13,7 +13,6 @@ import os
 import re
 import secrets
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
@@ -26,8 +25,8 @@ from archipelago.broker.files import PRIVATE, make_untracked, write_atomically
 from archipelago.broker.machine import LOOPBACK, free_port, is_free
 from archipelago.broker.redis.client import State, state_of
 from archipelago.broker.redis.server_kind import OLDEST
-from archipelago.ops.launch import parent_death
 from archipelago.ops.launch.opening import ADMINISTRATOR, AUTHORITY, CERTIFICATES, Opening
+from archipelago.ops.launch.supervisor import Child
 
 START_SECONDS = 30.0
 STOP_SECONDS = 10.0
@@ -239,7 +238,7 @@ class Server(contextlib.ExitStack):
         super().__init__()
         self.program, self.folder, self.opening = program, folder, opening
         self.port, self.pid, self.address = 0, 0, Address(0, "")
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
 
     @property
     def url(self) -> str:
@@ -259,7 +258,7 @@ class Server(contextlib.ExitStack):
 
     def alive(self) -> bool:
         """Return whether the process runs. It may still be too busy to answer."""
-        return self._process is not None and self._process.poll() is None
+        return self._child is not None and self._child.alive()
 
     def start(self, append_only: bool, environment: Mapping[str, str], timeout_seconds: float) -> None:
         """Lock the folder, start the process, and wait until it answers."""
@@ -269,30 +268,24 @@ class Server(contextlib.ExitStack):
         authority = self.folder / CERTIFICATES / AUTHORITY if self.opening else None
         self.address = Address(self.port, last.password, authority)
         write_config(self.folder, self.program.kind, self.address, append_only, self.opening)
-        log = self.folder / LOG
-        start = log.stat().st_size if log.exists() else 0
-        with log.open("ab") as output:
-            process = self._process = subprocess.Popen(
-                parent_death.command([str(self.program.path), str(self.folder / CONFIG)]),
-                cwd=self.folder,
-                env={**KEEP_FREED, **os.environ, **environment},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C in the terminal reaches only the launcher, which then stops the server
-            )
-        self.callback(_end, process)
+        child = self._child = Child(
+            "redis", [str(self.folder / CONFIG)], {**KEEP_FREED, **environment}, self.folder / LOG,
+            program=[str(self.program.path)], folder=self.folder,
+        )  # fmt: skip
+        child.launch()
+        self.callback(child.stop, STOP_SECONDS)  # SIGTERM makes it write its append-only file first.
         deadline = time.monotonic() + timeout_seconds
         while (found := self.address.state())[0] != "ready":
-            status = process.poll()
-            if status is not None or time.monotonic() > deadline:
-                ended = f"did not answer for {timeout_seconds:g} s" if status is None else f"ended with status {status}"
-                said = log.read_bytes()[start:].decode(errors="replace").splitlines()[-LOG_LINES:]
+            has_ended = not self.alive()
+            if has_ended or time.monotonic() > deadline:
+                ended = f"did not answer for {timeout_seconds:g} s"
+                if has_ended and child.process:
+                    ended = f"ended with status {child.process.returncode}"
                 raise BrokerError(
                     f"the {self.program.kind} {self.program.version} {ended} while starting",
                     "Fix what its log reports, or give the URL of a Redis that is already running. "
-                    + "\n".join([f"{log} ends with:", *(said or ["(nothing)"])]),
-                    code="broker.start-timeout" if status is None else "broker.start-failed",
+                    + "\n".join([f"{child.log} ends with:", *child.last_lines(LOG_LINES)]),
+                    code="broker.start-failed" if has_ended else "broker.start-timeout",
                 )
             if found[0] == "loading":
                 deadline = time.monotonic() + timeout_seconds
@@ -302,16 +295,6 @@ class Server(contextlib.ExitStack):
     def stop(self) -> None:
         """End the server with its data written, and unlock the folder. Further calls do nothing."""
         self.close()
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process. SIGTERM makes it write its append-only file first."""
-    process.terminate()
-    try:
-        process.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # A supervisor process and the server are one process group.
-        process.wait()
 
 
 def start_server(

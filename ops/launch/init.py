@@ -6,7 +6,7 @@ import math
 import os
 import shlex
 import uuid
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -241,30 +241,26 @@ def create(
         MismatchError: The run exists with another config or number of shards.
         DataError: The weights do not fit the model.
     """
-    existing = _existing(transport)
-    if existing is None and not may_replace:
-        require_no_islands(transport)
     keep_compiled()
 
     from archipelago.islands.creation import first_snapshots
 
-    if existing is not None:
-        require_same(existing, config, go_on, task)
-        existing.require_shards(shards)
-        return existing, False
-    manifest, params = _new(workload_of(config, task), transport.run, weights)
-    manifest = replace(manifest.with_shards(shards), uid=uuid.uuid4().hex)
-    if weights is not None:
-        manifest = replace(manifest, versions={**manifest.versions, "weights": WeightFiles(weights).describe()})
-    tell_of_memory(manifest, transport.reader.memory())
-    tell_of_spectra(manifest)
-    with progress(f"making the first {manifest.parameters:,} parameters"):
-        snapshots = first_snapshots(manifest, params)
     try:
-        with progress("writing the first parameters to Redis"):
+        found = transport.reader.manifest()
+    except UnknownRunError:  # There is no such run, or only its name.
+        if not may_replace:
+            require_no_islands(transport)
+        manifest, params = _new(workload_of(config, task), transport.run, weights)
+        manifest = replace(manifest.with_shards(shards), uid=uuid.uuid4().hex)
+        if weights is not None:
+            manifest = replace(manifest, versions={**manifest.versions, "weights": WeightFiles(weights).describe()})
+        tell_of_memory(manifest, transport.reader.memory())
+        tell_of_spectra(manifest)
+        with progress(f"making the first {manifest.parameters:,} parameters"):
+            snapshots = first_snapshots(manifest, params)
+        with suppress(RunExistsError), progress("writing the first parameters to Redis"):
             create_run(transport, manifest, snapshots)
-        return manifest, True
-    except RunExistsError:
+            return manifest, True
         found = transport.reader.manifest()
     require_same(found, config, go_on, task)
     found.require_shards(shards)
@@ -303,14 +299,6 @@ def _new(work: Workload, run: str, weights: Path | None) -> tuple[Manifest, Para
     else:
         files.require(work.model.tensors)
     return manifest, files.load(manifest.parameter_tensors)
-
-
-def _existing(transport: Transport) -> Manifest | None:
-    """Return the manifest of the run of that name; None if the Redis has no such run, or only its name."""
-    try:
-        return transport.reader.manifest()
-    except UnknownRunError:
-        return None
 
 
 def require_same(found: Manifest, config: RunConfig, go_on: str = "", task: str | None = None) -> None:

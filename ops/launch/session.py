@@ -219,7 +219,7 @@ class Session:
         """Let the islands send their last contributions and leave, the merger merge them, and measure the result."""
         stop_all(self.islands, leave_seconds(self.options))
         deadline = time.monotonic() + DRAIN_SECONDS
-        while self.merger.process is not None and self.merger.process.poll() is None and time.monotonic() < deadline:
+        while self.merger.alive() and time.monotonic() < deadline:
             with suppress(BrokerError):  # If Redis is away, contributions may still wait in it.
                 if self.redis:
                     self.redis.tend()
@@ -303,7 +303,7 @@ class Session:
         child.start()
         shown = 0
         try:
-            while child.process is not None and child.process.poll() is None and not self.stopped():
+            while child.alive() and not self.stopped():
                 lines = log.read_text(encoding="utf-8").splitlines()
                 for text in lines[shown:]:
                     say(f"  {text}")

@@ -48,10 +48,8 @@ class Standby(Child):
 
     def is_ready(self) -> bool:
         """Return whether the process waits for an assignment. It writes nothing else to its output."""
-        process = self.process
-        if process is None or process.stdout is None or process.stdout.closed or self._poll() is not None:
-            return False
-        return bool(select.select([process.stdout], [], [], 0.0)[0])
+        output = self.process.stdout if self.process is not None and self.alive() else None
+        return output is not None and bool(select.select([output], [], [], 0.0)[0])
 
     def become(self, assignment: Assignment) -> subprocess.Popen[bytes] | None:
         """Turn the process into that island's and return it; None if it has just died."""

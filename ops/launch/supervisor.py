@@ -60,7 +60,7 @@ class Child:
 
     Attributes:
         name: Its name in messages.
-        argv: Arguments for the Python interpreter.
+        argv: The arguments of the program.
         environment: Variables that are added to this process's own.
         log: The file for its output.
         restarts: Restarts since it last lived for `LONG_SECONDS`.
@@ -72,6 +72,8 @@ class Child:
         stand_in: Tries to give this child the process of a standby, and returns whether it did.
         stood_in: Whether the newest process was a standby.
         niceness: How much it gives way to others for a processor (`nice`).
+        program: The program: our interpreter, which imports no packages from the working directory.
+        folder: The working directory; None for that of this process.
     """
 
     name: str
@@ -87,6 +89,8 @@ class Child:
     stand_in: Callable[[Child], bool] | None = None
     stood_in: bool = False
     niceness: int = 0
+    program: Sequence[str] = (sys.executable, "-P")
+    folder: Path | None = None
     _again_at: float = field(default=0.0, repr=False)
     _began: float = field(default=math.inf, repr=False)
 
@@ -98,15 +102,14 @@ class Child:
     def launch(self, *, piped: bool = False) -> None:
         """Start the process in its own session, so that Ctrl-C reaches only the launcher.
 
-        The interpreter runs with -P, so packages in the working directory are not imported.
-
         Args:
             piped: Connect standard input and output to the launcher. Otherwise output goes to the log.
         """
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                parent_death.command([sys.executable, "-P", *self.argv], niceness=self.niceness),
+                parent_death.command([*self.program, *self.argv], niceness=self.niceness),
+                cwd=self.folder,
                 env={**os.environ, **self.environment},
                 stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
                 stdout=subprocess.PIPE if piped else log,
@@ -158,6 +161,10 @@ class Child:
         self.stood_in = self.stand_in is not None and self.stand_in(self)
         return self.stood_in
 
+    def alive(self) -> bool:
+        """Return whether the process runs."""
+        return self.process is not None and self._poll() is None
+
     def stop(self, seconds: float) -> None:
         """Send SIGTERM, and SIGKILL once `seconds` have passed."""
         self.signal(signal.SIGTERM)
@@ -165,7 +172,7 @@ class Child:
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the process if it runs."""
-        if self.process is not None and self._poll() is None:
+        if self.process is not None and self.alive():
             self.process.send_signal(number)
 
     def wait(self, seconds: float) -> None:
