@@ -63,10 +63,6 @@ class Membership:
         """Return whether the server lets this connection read and change its users."""
         return self._administer("ACL", "USERS") is not None
 
-    def has_user(self, user: str) -> bool:
-        """Return whether there is a user of that name."""
-        return user.encode() in (self._administer("ACL", "USERS") or [])
-
     def set_user(self, user: str, password: str, rules: Sequence[str]) -> bool:
         """Create or replace a user. Its present connections end. Return False if a server does not permit that."""
         begin, *rest = rules  # `reset` removes passwords, so it comes first

@@ -65,7 +65,7 @@ class Opening:
     def settings(self, folder: Path, port: int, password: str) -> dict[str, str]:
         """Write the certificates and the users of the server in a folder, and return its settings."""
         hosts = (self.host, *self.listen, *self.names, LOOPBACK, "::1", "localhost")
-        CertificateFolder(folder / CERTIFICATES).renew(hosts, datetime.datetime.now(datetime.UTC))
+        renew_certificates(folder / CERTIFICATES, hosts, datetime.datetime.now(datetime.UTC))
         _write_users(folder / USERS, password)
         return {
             "# password": password,  # The server itself has only a digest of it.
@@ -145,97 +145,83 @@ def _own_address() -> str:
     return address
 
 
-@dataclass(frozen=True)
-class CertificateFolder:
-    """The folder at `path` with the certificates, as PEM, and their private keys."""
+def renew_certificates(folder: Path, hosts: Sequence[str], now: datetime.datetime) -> None:
+    """Make a server certificate, and the authority if there is none or it ends soon.
 
-    path: Path
+    Args:
+        folder: The folder of the certificates, as PEM, and of their private keys.
+        hosts: The names and addresses of the server.
+        now: The time, with its time zone.
 
-    def renew(self, hosts: Sequence[str], now: datetime.datetime) -> None:
-        """Make a server certificate, and the authority if there is none or it ends soon.
-
-        Args:
-            hosts: The names and addresses of the server.
-            now: The time, with its time zone.
-
-        Raises:
-            ConfigError: The files of the authority cannot be read.
-        """
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not (self.path / AUTHORITY).exists() or not (self.path / AUTHORITY_KEY).exists():
-            self._make_authority(now)
-        certificate, key = self._load()
-        if certificate.not_valid_after_utc < now + datetime.timedelta(days=SERVER_DAYS):
-            self._make_authority(now)
-            certificate, key = self._load()
-        self._make_server(certificate, key, hosts, now)
-
-    def _load(self) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
-        try:
-            key = serialization.load_pem_private_key((self.path / AUTHORITY_KEY).read_bytes(), None)
-            certificate = x509.load_pem_x509_certificate((self.path / AUTHORITY).read_bytes())
-        except (OSError, ValueError, TypeError) as error:
-            raise self._damaged(str(error)) from error
-        if not isinstance(key, ec.EllipticCurvePrivateKey) or certificate.public_key() != key.public_key():
-            raise self._damaged("key and certificate do not belong together")
-        return certificate, key
-
-    def _damaged(self, why: str) -> ConfigError:
-        return ConfigError(
-            f"the certificate authority in {self.path} cannot be used ({why})",
-            "Delete that folder. A new authority is then made, and all members need new invitations.",
-            code="certificates.damaged",
-        )
-
-    def _make_authority(self, now: datetime.datetime) -> None:
-        key = ec.generate_private_key(ec.SECP256R1())
-        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "archipelago authority")])
-        usage = x509.KeyUsage(**{**_NO_USAGES, "key_cert_sign": True, "crl_sign": True})
-        certificate = (
-            _builder(name, name, key.public_key(), now, AUTHORITY_DAYS)
-            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-            .add_extension(usage, critical=True)
-            .sign(key, hashes.SHA256())
-        )
-        write_atomically(self.path / AUTHORITY_KEY, _private(key), mode=PRIVATE)
-        write_atomically(self.path / AUTHORITY, certificate.public_bytes(serialization.Encoding.PEM))
-
-    def _make_server(
-        self,
-        authority: x509.Certificate,
-        authority_key: ec.EllipticCurvePrivateKey,
-        hosts: Sequence[str],
-        now: datetime.datetime,
-    ) -> None:
-        key = ec.generate_private_key(ec.SECP256R1())
-        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "archipelago server")])
-        issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
-        certificate = (
-            _builder(name, authority.subject, key.public_key(), now, SERVER_DAYS)
-            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(x509.KeyUsage(**{**_NO_USAGES, "digital_signature": True}), critical=True)
-            .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-            .add_extension(x509.SubjectAlternativeName([_host(each) for each in dict.fromkeys(hosts)]), critical=False)
-            .add_extension(issuer, critical=False)
-            .sign(authority_key, hashes.SHA256())
-        )
-        write_atomically(self.path / SERVER_KEY, _private(key), mode=PRIVATE)
-        write_atomically(self.path / SERVER, certificate.public_bytes(serialization.Encoding.PEM))
+    Raises:
+        ConfigError: The files of the authority cannot be read.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    has_authority = (folder / AUTHORITY).exists() and (folder / AUTHORITY_KEY).exists()
+    least = now + datetime.timedelta(days=SERVER_DAYS)
+    if not has_authority or _authority(folder)[0].not_valid_after_utc < least:
+        extensions = (x509.BasicConstraints(ca=True, path_length=0), _usage("key_cert_sign", "crl_sign"))
+        _make(folder, AUTHORITY, AUTHORITY_KEY, now, AUTHORITY_DAYS, extensions)
+    authority = _authority(folder)
+    _make(folder, SERVER, SERVER_KEY, now, SERVER_DAYS, (
+        x509.BasicConstraints(ca=False, path_length=None),
+        _usage("digital_signature"),
+        x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]),
+        x509.SubjectAlternativeName([_host(each) for each in dict.fromkeys(hosts)]),
+        x509.AuthorityKeyIdentifier.from_issuer_public_key(authority[1].public_key()),
+    ), authority)  # fmt: skip
 
 
-def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, now: datetime.datetime, days: int
-) -> x509.CertificateBuilder:
-    return (
+def _authority(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+    """Return the certificate and the private key of the authority. Raises ConfigError if they cannot be used."""
+    try:
+        key = serialization.load_pem_private_key((folder / AUTHORITY_KEY).read_bytes(), None)
+        certificate = x509.load_pem_x509_certificate((folder / AUTHORITY).read_bytes())
+        if isinstance(key, ec.EllipticCurvePrivateKey) and certificate.public_key() == key.public_key():
+            return certificate, key
+        why = "key and certificate do not belong together"
+    except (OSError, ValueError, TypeError) as error:
+        why = str(error)
+    raise ConfigError(
+        f"the certificate authority in {folder} cannot be used ({why})",
+        "Delete that folder. A new authority is then made, and all members need new invitations.",
+        code="certificates.damaged",
+    )
+
+
+def _make(
+    folder: Path,
+    file: str,
+    key_file: str,
+    now: datetime.datetime,
+    days: int,
+    extensions: Sequence[x509.ExtensionType],
+    authority: tuple[x509.Certificate, ec.EllipticCurvePrivateKey] | None = None,
+) -> None:
+    """Write a certificate and its private key. The authority signs it, or it signs itself."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"archipelago {file.removesuffix('.pem')}")])
+    builder = (
         x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer)
-        .public_key(key)
+        .subject_name(name)
+        .issuer_name(authority[0].subject if authority else name)
+        .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - EARLIER)
         .not_valid_after(now + datetime.timedelta(days=days))
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     )
+    for each in extensions:
+        builder = builder.add_extension(each, critical=isinstance(each, x509.BasicConstraints | x509.KeyUsage))
+    signed = builder.sign(authority[1] if authority else key, hashes.SHA256())
+    pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain)
+    write_atomically(folder / key_file, private, mode=PRIVATE)
+    write_atomically(folder / file, signed.public_bytes(pem))
+
+
+def _usage(*names: str) -> x509.KeyUsage:
+    return x509.KeyUsage(**{**_NO_USAGES, **dict.fromkeys(names, True)})
 
 
 def _host(text: str) -> x509.GeneralName:
@@ -243,9 +229,3 @@ def _host(text: str) -> x509.GeneralName:
         return x509.IPAddress(ipaddress.ip_address(text))
     except ValueError:
         return x509.DNSName(text)
-
-
-def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )

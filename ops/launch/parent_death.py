@@ -1,10 +1,8 @@
 """Start a program that ends with its launcher, even if the launcher is killed and cannot clean up.
 
-    python -m archipelago.ops.launch.parent_death PROGRAM ARGS...
-
-On Linux the kernel does this: the process asks for SIGKILL at its parent's death and then becomes PROGRAM; the request
-survives exec. On other systems, and with `--watch`, the process stays as a supervisor. It checks every quarter of a
-second whether its parent lives, passes on SIGTERM and SIGINT, and ends with the program's status.
+On Linux the kernel does this: the process asks for SIGKILL at its parent's death and then becomes the program; the
+request survives exec. On other systems the process stays as a supervisor. It checks every quarter of a second whether
+its parent lives, passes on SIGTERM and SIGINT, and ends with the program's status.
 
 For Linux the parent is the *thread* that started the child. A launcher must therefore start children from its main
 thread, or they die when that thread ends. Processes that PROGRAM starts do not end with the launcher.
@@ -40,9 +38,9 @@ def command(argv: Sequence[str], *, watch: bool | None = None, niceness: int = 0
         niceness: How much the program gives way to others for a processor, from 0 to 19, as with `nice`.
     """
     supervised = not HAS_DEATH_SIGNAL if watch is None else watch
-    options = [f"--parent={os.getpid()}", *(["--watch"] if supervised else [])]
-    options += [f"--nice={niceness}"] if niceness else []
-    return [sys.executable, "-I", "-S", os.path.abspath(__file__), *options, *argv]  # noqa: PTH100 pathlib is slow to import
+    way = "watch" if supervised else "signal"
+    own = [sys.executable, "-I", "-S", os.path.abspath(__file__)]  # noqa: PTH100 pathlib is slow to import
+    return [*own, str(os.getpid()), str(niceness), way, *argv]
 
 
 def give_way(niceness: int) -> None:
@@ -94,27 +92,14 @@ def watch(parent: int, argv: Sequence[str]) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parse `[--parent=PID] [--nice=N] [--watch] PROGRAM ARGS...` and run the program."""
-    rest = list(arguments)
-    parent, supervised = os.getppid(), not HAS_DEATH_SIGNAL
-    while rest and rest[0].startswith("--"):
-        name, _, value = rest.pop(0).partition("=")
-        if name == "--parent":
-            parent = int(value)
-        elif name == "--nice":
-            give_way(int(value))
-        elif name == "--watch":
-            supervised = True
-        else:
-            rest.clear()
-    if not rest:
-        raise SystemExit(
-            "usage: python -m archipelago.ops.launch.parent_death [--parent=PID] [--nice=N] [--watch] PROGRAM ARGS..."
-        )
+    """Run the program of a `command`."""
+    parent, niceness, way, *rest = arguments
+    if int(niceness):
+        give_way(int(niceness))
     try:
-        if supervised:
-            return watch(parent, rest)
-        become(parent, rest)
+        if way == "watch":
+            return watch(int(parent), rest)
+        become(int(parent), rest)
     except OSError as error:
         sys.stderr.write(f"cannot start {rest[0]}: {error}\n")
         return _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE

@@ -46,7 +46,7 @@ def test_a_child_dies_with_a_killed_launcher(until: Until) -> None:
 def test_a_child_is_not_started_if_its_launcher_is_already_gone() -> None:
     for watch in WAYS:
         argv = parent_death.command(["echo", "started"], watch=watch)
-        done = run([f"--parent={os.getppid()}" if word.startswith("--parent=") else word for word in argv])
+        done = run([str(os.getppid()) if word == str(os.getpid()) else word for word in argv])
         assert (done.returncode, done.stdout) == (1, ""), watch
 
 
@@ -88,15 +88,6 @@ def test_the_death_signal_leaves_no_process_between() -> None:
     with subprocess.Popen(parent_death.command(["sh", "-c", "echo $$"]), stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         assert int(child.stdout.read()) == child.pid
-
-
-def test_the_module_runs_by_name_and_prints_its_usage() -> None:
-    by_name = [sys.executable, "-P", "-m", "archipelago.ops.launch.parent_death"]
-    done = run([*by_name, "echo", "hello"])
-    assert (done.returncode, done.stdout) == (0, "hello\n")
-    for arguments in ([], ["--watch"], ["--unknown", "echo"]):
-        done = run([*by_name, *arguments])
-        assert (done.returncode, done.stderr.startswith("usage: ")) == (1, True), arguments
 
 
 def test_the_module_imports_nothing_slow() -> None:
