@@ -27,7 +27,7 @@ from archipelago.broker.config import DataConfig, ModelConfig, RunConfig, checke
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, keep_compiled
 from archipelago.broker.redis.transport import connect
-from archipelago.islands.standby import Assignment
+from archipelago.islands.main import Assignment
 from archipelago.islands.turn_log import VARIABLE as TURN_LOG_VARIABLE
 from archipelago.ops.bench.output import OutputOptions, finish
 from archipelago.ops.bench.process import cpu_seconds, require_linux

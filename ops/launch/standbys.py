@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from archipelago.broker.errors import ArchipelagoError, ConfigError
-from archipelago.islands.standby import Assignment
+from archipelago.islands.main import Assignment
 from archipelago.ops.launch.supervisor import ISLAND_NICENESS, Child
 
 ISLAND = ("-m", "archipelago.islands")

@@ -21,14 +21,14 @@ from archipelago.broker.manifest import Manifest
 from archipelago.broker.observe.logs import Origin
 from archipelago.broker.process import Patience
 from archipelago.broker.redis.transport import RedisTransport, connect
-from archipelago.islands import main, running, standby
+from archipelago.islands import main, running
 from archipelago.islands import prepared as preparing
 from archipelago.islands.creation import describe, first_snapshots
+from archipelago.islands.main import Assignment, assignment
 from archipelago.islands.models import registry
 from archipelago.islands.models.transformer import transformer
 from archipelago.islands.prepared import PreparedIsland
 from archipelago.islands.setup import own_settings, require_batch
-from archipelago.islands.standby import Assignment, assignment
 from archipelago.islands.tasks import ours
 from archipelago.islands.tasks.shards import TaskRun
 from archipelago.islands.worker import Island
@@ -75,10 +75,10 @@ def _small() -> Iterator[None]:
     """Train a small model on a text in memory. This process keeps its signal handlers, its allocator and its caches."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(registry.MODELS, "mini", registry.Entry(partial(transformer, mini.SIZE)))
-        for module in (standby, running):
+        for module in (main, running):
             patch.setattr(module, "keep_compiled", lambda: None)
         patch.setattr(ours, "training_text", lambda *_: CORPUS)
-        patch.setattr(standby, "stop_on_signals", lambda: lambda: False)
+        patch.setattr(main, "stop_on_signals", lambda: lambda: False)
         yield
 
 
@@ -211,10 +211,10 @@ def test_an_assignment_keeps_the_arguments_of_the_standby(
     """The supervisor need not repeat the URL, for example."""
     became: list[main.IslandOptions] = []
     options = main.IslandOptions(url=stored.url, run="demo", scan_steps=1, tensorboard=False, standby=True)
-    monkeypatch.setattr(standby, "run_island", lambda options, stopped, prepared: became.append(options))
+    monkeypatch.setattr(main, "run_island", lambda options, stopped, prepared: became.append(options))
     told = Assignment(("--name", "oslo", "--folder", str(tmp_path), "--scan-steps", "2"))
     standard_input(told.line() + b"later bytes are not read")
-    standby.stand_by(options)
+    main.stand_by(options)
     assert capfd.readouterr().out == "ready\n"
     assert became == [replace(options, name="oslo", folder=tmp_path, scan_steps=2, standby=False)]
 
@@ -225,7 +225,7 @@ def test_a_standby_ends_with_its_input(
     monkeypatch: pytest.MonkeyPatch,
     standard_input: Callable[[bytes], None],
 ) -> None:
-    monkeypatch.setattr(standby, "prepared_here", lambda _: prepared)
+    monkeypatch.setattr(main, "prepared_here", lambda _: prepared)
     for begun in (b"", b'{"arguments": ["--name"'):
         standard_input(begun)
-        assert standby.stand_by(main.IslandOptions(url=stored.url, run="demo", standby=True)) == 0
+        assert main.stand_by(main.IslandOptions(url=stored.url, run="demo", standby=True)) == 0
