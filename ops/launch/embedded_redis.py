@@ -234,9 +234,18 @@ class Server(contextlib.ExitStack):
         pid: The process ID of the server itself, not of a supervisor process above it.
     """
 
-    def __init__(self, program: Program, folder: Path, opening: Opening | None) -> None:
+    def __init__(
+        self,
+        program: Program,
+        folder: Path,
+        opening: Opening | None,
+        append_only: bool,
+        environment: Mapping[str, str],
+        timeout_seconds: float,
+    ) -> None:
         super().__init__()
         self.program, self.folder, self.opening = program, folder, opening
+        self._append_only, self._environment, self._seconds = append_only, environment, timeout_seconds
         self.port, self.pid, self.address = 0, 0, Address(0, "")
         self._child: Child | None = None
 
@@ -260,25 +269,33 @@ class Server(contextlib.ExitStack):
         """Return whether the process runs. It may still be too busy to answer."""
         return self._child is not None and self._child.alive()
 
-    def start(self, append_only: bool, environment: Mapping[str, str], timeout_seconds: float) -> None:
+    def tend(self) -> str:
+        """Restart the server if it has died. Return a message about that, or an empty string."""
+        if self.alive():
+            return ""
+        self.stop()
+        self.start()
+        return "Redis died and was restarted from its append-only file"
+
+    def start(self) -> None:
         """Lock the folder, start the process, and wait until it answers."""
         self.enter_context(_locked(self.folder))
         last = last_start(self.folder)[1]
         self.port = last.port if last.port and is_free(last.port) else free_port()
         authority = self.folder / CERTIFICATES / AUTHORITY if self.opening else None
         self.address = Address(self.port, last.password, authority)
-        write_config(self.folder, self.program.kind, self.address, append_only, self.opening)
+        write_config(self.folder, self.program.kind, self.address, self._append_only, self.opening)
         child = self._child = Child(
-            "redis", [str(self.folder / CONFIG)], {**KEEP_FREED, **environment}, self.folder / LOG,
+            "redis", [str(self.folder / CONFIG)], {**KEEP_FREED, **self._environment}, self.folder / LOG,
             program=[str(self.program.path)], folder=self.folder,
         )  # fmt: skip
         child.launch()
         self.callback(child.stop, STOP_SECONDS)  # SIGTERM makes it write its append-only file first.
-        deadline = time.monotonic() + timeout_seconds
+        deadline = time.monotonic() + self._seconds
         while (found := self.address.state())[0] != "ready":
             has_ended = not self.alive()
             if has_ended or time.monotonic() > deadline:
-                ended = f"did not answer for {timeout_seconds:g} s"
+                ended = f"did not answer for {self._seconds:g} s"
                 if has_ended and child.process:
                     ended = f"ended with status {child.process.returncode}"
                 raise BrokerError(
@@ -288,7 +305,7 @@ class Server(contextlib.ExitStack):
                     code="broker.start-failed" if has_ended else "broker.start-timeout",
                 )
             if found[0] == "loading":
-                deadline = time.monotonic() + timeout_seconds
+                deadline = time.monotonic() + self._seconds
             time.sleep(POLL_SECONDS)
         self.pid = found[1]
 
@@ -323,9 +340,9 @@ def start_server(
     """
     folder = path.absolute()
     program = program or find_program(last_start(folder)[0], with_tls=opening is not None)
-    server = Server(program, folder, opening)
+    server = Server(program, folder, opening, append_only, environment or {}, timeout_seconds)
     try:
-        server.start(append_only, environment or {}, timeout_seconds)
+        server.start()
     except BaseException:
         server.stop()
         raise

@@ -24,7 +24,7 @@ from archipelago.broker.observe.printable import printable
 from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE
 from archipelago.broker.transport import MergerStatus, ReaderTransport
 from archipelago.ops.launch.devices import Shares
-from archipelago.ops.launch.embedded_redis import Server, start_server
+from archipelago.ops.launch.embedded_redis import Server
 from archipelago.ops.launch.standbys import ISLAND, Standbys
 from archipelago.ops.launch.supervisor import ISLAND_NICENESS, Child, stop_all, thread_environment
 from archipelago.ops.launch.up_options import UpOptions
@@ -49,21 +49,6 @@ def leave_seconds(worker: WorkerOptions) -> float:
     return LEAVE_SECONDS + (FINISH_SECONDS if chosen(worker.bucket) else 0.0)
 
 
-class RedisSupervisor:
-    """A supervisor that restarts the run's embedded server. Its folder keeps data, port and password."""
-
-    def __init__(self, server: Server, stack: ExitStack) -> None:
-        self._server, self._stack = server, stack
-
-    def tend(self) -> str:
-        """Restart the server if it has died. Return a message about that, or an empty string."""
-        if self._server.alive():
-            return ""
-        self._server.stop()
-        self._server = self._stack.enter_context(start_server(self._server.folder, opening=self._server.opening))
-        return "Redis died and was restarted from its append-only file"
-
-
 def island_name(number: int) -> str:
     """Return the name of an island on this machine."""
     return f"island-{number}"
@@ -84,7 +69,7 @@ class Session:
         url: str,
         folder: Path,
         stopped: Callable[[], bool],
-        redis: RedisSupervisor | None,
+        redis: Server | None,
         joins: Mapping[str, str],
         shares: Shares | None,
         has_losses: bool,
@@ -98,7 +83,7 @@ class Session:
             url: The URL of its Redis.
             folder: Its folder.
             stopped: Whether a signal has arrived.
-            redis: The supervisor of a Redis of our own.
+            redis: The Redis, if it is our own.
             joins: The join file of each process, by name. Processes without one use the URL.
             shares: The accelerators of each island; None on a machine without any.
             has_losses: Whether the run is evaluated on held-out data. A task may have no evaluation.

@@ -29,7 +29,7 @@ from archipelago.ops.launch.devices import Shares, accelerators, islands_by_defa
 from archipelago.ops.launch.embedded_redis import Server, start_server
 from archipelago.ops.launch.init import create, require_same, require_usable, text_of, workload_of
 from archipelago.ops.launch.opening import opening_of
-from archipelago.ops.launch.session import RedisSupervisor, Session, island_name
+from archipelago.ops.launch.session import Session, island_name
 from archipelago.ops.launch.up_options import UpOptions as UpOptions
 from archipelago.ops.launch.up_options import require_sensible
 from archipelago.ops.plots import can_draw
@@ -77,9 +77,8 @@ def main(options: UpOptions) -> int:
             say(f"  device  {line}")
         joins = invite_ours(administrator, url, names) if administrator else {}
         described = server.describe() if server else redacted(url)
-        redis = RedisSupervisor(server, stack) if server else None
         _require_not_stopped(stopped)
-        session = Session(options, manifest, all_shards, url, folder, stopped, redis, joins, shares, has_losses)
+        session = Session(options, manifest, all_shards, url, folder, stopped, server, joins, shares, has_losses)
         finished = session.train()
         report = session.report(described, with_comparison=finished and options.one_process and has_losses)
     report = _kept_report(folder, report, has_trained=bool(session.seconds))

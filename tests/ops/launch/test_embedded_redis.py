@@ -173,10 +173,14 @@ def test_the_hint_names_the_installed_client(path_folder: Path, served: tuple[Se
 # -- ending ---------------------------------------------------------------------------------------------------------
 
 
-def test_stop_may_be_called_twice_and_after_a_death(tmp_path: Path, valkey: Program, until: Until) -> None:
+def test_a_dead_server_is_started_again_and_stop_may_be_called_twice(tmp_path: Path, valkey: Program, until: Until) -> None:
     server = start_server(tmp_path / "redis", valkey)
     os.kill(server.pid, signal.SIGKILL)
     until(lambda: not server.alive(), "the server is dead")
+    url, first = server.url, server.pid
+    assert server.tend()
+    assert (server.alive(), server.url, server.pid == first, server.tend()) == (True, url, False, "")
+    os.kill(server.pid, signal.SIGKILL)
     server.stop()
     server.stop()
     with start_server(tmp_path / "redis", valkey) as again:
