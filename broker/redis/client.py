@@ -127,13 +127,12 @@ def client_at(url: str, authority: str = "") -> RedisClient:
 
 def state_of(url: str, authority: str = "") -> tuple[State, int]:
     """Return the state of a server of this machine, and its process ID; 0 if it is away."""
-    client = client_at(url, authority)
-    client.connection_pool.connection_kwargs["socket_timeout"] = LOCAL_SECONDS
     try:
-        with client:
+        with client_at(url, authority) as client:
+            client.connection_pool.connection_kwargs["socket_timeout"] = LOCAL_SECONDS
             found = client.info()
         return "loading" if found["loading"] else "ready", found["process_id"]
-    except (redis.RedisError, OSError, LookupError):
+    except (redis.RedisError, OSError, ValueError, LookupError):
         return "away", 0
 
 

@@ -129,8 +129,8 @@ class Address:
 
     @property
     def certificate(self) -> str:
-        """The certificate of that authority, as PEM; empty where the server talks no TLS."""
-        return self.authority.read_text() if self.authority else ""
+        """The certificate of that authority, as PEM; empty where there is none."""
+        return self.authority.read_text() if self.authority and self.authority.exists() else ""
 
     def state(self) -> tuple[State, int]:
         """Return whether the server serves, loads its data or is away, and its process ID."""

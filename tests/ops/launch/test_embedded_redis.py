@@ -29,6 +29,7 @@ from archipelago.ops.launch import embedded_redis, parent_death
 from archipelago.ops.launch.embedded_redis import (
     CONFIG,
     LOG,
+    Address,
     Program,
     Server,
     find_program,
@@ -173,7 +174,7 @@ def test_the_hint_names_the_installed_client(path_folder: Path, served: tuple[Se
 # -- ending ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_dead_server_is_started_again_and_stop_may_be_called_twice(tmp_path: Path, valkey: Program, until: Until) -> None:
+def test_a_dead_server_starts_again_and_stop_may_be_called_twice(tmp_path: Path, valkey: Program, until: Until) -> None:
     server = start_server(tmp_path / "redis", valkey)
     os.kill(server.pid, signal.SIGKILL)
     until(lambda: not server.alive(), "the server is dead")
@@ -289,7 +290,7 @@ def test_a_server_may_load_for_longer_than_the_silence_limit(
         start_server(tmp_path / "second", valkey, timeout_seconds=5.0)
 
 
-def test_what_is_no_server_of_ours_is_away() -> None:
+def test_what_is_no_server_of_ours_is_away(tmp_path: Path) -> None:
     def answer(listener: socket.socket, replies: bytes) -> None:
         link, _ = listener.accept()
         with link:
@@ -305,3 +306,7 @@ def test_what_is_no_server_of_ours_is_away() -> None:
             assert state_of(f"redis://:secret@127.0.0.1:{listener.getsockname()[1]}") == ("away", 0), replies
             thread.join()
     assert state_of(f"redis://:secret@127.0.0.1:{free_port()}") == ("away", 0)
+    authority = tmp_path / "authority.pem"  # An owner of a damaged one is told to delete it.
+    assert Address(free_port(), "secret", authority).state() == ("away", 0)
+    authority.write_text("nonsense")
+    assert Address(free_port(), "secret", authority).state() == ("away", 0)
