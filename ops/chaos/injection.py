@@ -1,12 +1,13 @@
-"""Targets of faults, and the injector that kills, stops and restarts them when that is due.
+"""Targets of faults, and the injector that kills, stops and restarts them and disturbs their links when that is due.
 
-Subclasses add the faults that need more than a process ID: those of links, disks and clocks.
+Subclasses add the faults of disks and clocks.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import os
 import signal
 import time
@@ -14,8 +15,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
+from archipelago.ops.chaos.proxy import Proxy
 from archipelago.ops.chaos.report.record import ProcessEvent
 from archipelago.ops.chaos.schedule import Fault
+from archipelago.ops.launch.supervisor import Child
 from archipelago.ops.settings import say
 
 TICK_SECONDS = 0.01
@@ -56,6 +59,28 @@ class FaultTarget:
         """Send a signal to the process, if it still exists."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, number)
+
+
+class Worker(FaultTarget):
+    """An island or the merger, with a proxy before Redis if its link has faults."""
+
+    def __init__(self, child: Child, proxy: Proxy | None) -> None:
+        super().__init__(child.name)
+        self.child, self.proxy = child, proxy
+
+    @property
+    def pid(self) -> int:
+        """The process ID of the newest process."""
+        assert self.child.process is not None  # noqa: S101
+        return self.child.process.pid
+
+    def start(self) -> None:
+        """Start a process. Call this from the main thread."""
+        self.child.start()
+
+    def alive(self) -> bool:
+        """Return whether its process runs."""
+        return self.child.process is not None and self.child.process.poll() is None
 
 
 class FaultInjector:
@@ -121,7 +146,8 @@ class FaultInjector:
             case "stop":
                 self._stop(target, fault)
             case _:
-                raise NotImplementedError(fault.kind)
+                assert isinstance(target, Worker)  # noqa: S101
+                self._disturb_link(target, fault)
 
     def end_faults(self) -> None:
         """Drop the faults that are still scheduled, and undo the active ones now."""
@@ -168,3 +194,45 @@ class FaultInjector:
             target.signal(signal.SIGCONT)
             target.stopped = False
             self.note(target.name, "continue")
+
+    def _disturb_link(self, worker: Worker, fault: Fault) -> None:
+        assert worker.proxy is not None  # noqa: S101
+        self.note(worker.name, fault.kind, f"{fault.value:g}" if fault.value else "")
+        undo = _disturb(worker.proxy, fault)
+        if undo is None:
+            return
+
+        def end() -> None:
+            undo()
+            self.note(worker.name, f"{fault.kind} over")
+
+        self.call_later(fault.seconds, end)
+
+    def end(self) -> None:
+        """End all workers. Continue stopped processes, so that they can end."""
+        for target in self.targets.values():
+            if target.started and target.alive():
+                target.signal(signal.SIGCONT)
+        for target in self.targets.values():
+            if isinstance(target, Worker):
+                target.child.stop(5.0)
+
+
+def _disturb(proxy: Proxy, fault: Fault) -> Callable[[], None] | None:
+    """Disturb a link. Return the function that undoes it; None for a fault that has no end."""
+    match fault.kind:
+        case "partition":
+            proxy.cut()
+            return proxy.heal
+        case "reset":
+            proxy.cut(reset=True)
+            return proxy.heal
+        case "throttle":
+            proxy.set_rates(fault.value, fault.value)
+            return lambda: proxy.set_rates(math.inf, math.inf)
+        case "delay":
+            proxy.delay_seconds = fault.value
+            return lambda: setattr(proxy, "delay_seconds", 0.0)
+        case _:
+            proxy.half_open()
+            return None

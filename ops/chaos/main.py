@@ -7,9 +7,9 @@ import math
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
@@ -19,17 +19,13 @@ from archipelago.broker.files import make_untracked
 from archipelago.broker.process import keep_compiled, print_json, stop_on_signals
 from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.shards.layout import SHARDS_MAX
-from archipelago.ops.chaos import peers
 from archipelago.ops.chaos import schedule as schedules
+from archipelago.ops.chaos.baseline import run_baseline
 from archipelago.ops.chaos.fake_clock import require_library
-from archipelago.ops.chaos.lockstep.coordinator import METHODS
-from archipelago.ops.chaos.lockstep.driver import run_baseline
-from archipelago.ops.chaos.lockstep.results import MethodResult
 from archipelago.ops.chaos.processes import Plan
-from archipelago.ops.chaos.report.figures import Control, Figures, as_control, as_data, figures
-from archipelago.ops.chaos.report.page import PAGE, PICTURE, REPORT, write
+from archipelago.ops.chaos.report.figures import Control, Figures, as_control, figures
+from archipelago.ops.chaos.report.page import COLUMNS, PAGE, PICTURE, REPORT, comparison, headlines, write
 from archipelago.ops.chaos.report.record import StormRecord
-from archipelago.ops.chaos.report.tables import COLUMNS, comparison, headlines
 from archipelago.ops.chaos.schedule import REDIS, Fault, FaultRates, Kind, merger_names
 from archipelago.ops.chaos.script import parsed
 from archipelago.ops.chaos.storm import run_storm
@@ -42,8 +38,6 @@ BROKEN = 1
 SCHEDULE = "schedule.jsonl"
 #: How long the first islands may have trained before the last one joins.
 JOINING_SECONDS = 30.0
-#: Column widths of the table of baselines.
-WIDTHS = (24, 9, 26, 24, 30, 30)
 
 
 @dataclass(frozen=True)
@@ -52,13 +46,8 @@ class ChaosOptions:
 
     With --task, the islands train a task of yours. With --script, the islands are a training script of yours, as
     `archipelago.join` makes it one. It must take its Redis from ARCHIPELAGO_URL, and must create its run itself.
-
-    `storm` is one run under a schedule of faults. `peers` is the benchmark that other projects report: 3 islands,
-    H = 40 steps of 50 ms, 1 M parameters; without faults, with a SIGKILL every 15 s, and with one island half as fast.
     """
 
-    what: Annotated[Literal["storm", "peers"], tyro.conf.Positional] = "storm"
-    """What to run: one storm, or the peers' benchmark."""
     run: str = "chaos"
     """The name of the run and of its folder. An earlier storm there is deleted."""
     script: str = ""
@@ -78,8 +67,6 @@ class ChaosOptions:
     """How much longer the storm may last, until all processes work again."""
     fault_seed: int = 0
     """The seed of the schedule: the same seed gives the same faults."""
-    fault_seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
-    """For `chaos peers`: the seeds of the schedules."""
     mean_seconds_between: float = 20.0
     """The mean time that each process is up before its next fault."""
     kinds: tuple[Kind, ...] = ("kill", "stop")
@@ -88,26 +75,19 @@ class ChaosOptions:
     """The processes without faults: redis, merger (merger-0, … with --shards), or names of islands."""
     return_seconds: float = 2.0
     """The mean duration of a fault, which follows an exponentiated Weibull distribution."""
-    return_shape: float = 2.0
-    """The shape k of that distribution."""
-    return_power: float = 4.0
-    """The exponent α of that distribution."""
     every: float = 0.0
     """Instead of random faults: kill a random island every EVERY seconds, and start it after `return_seconds`."""
     schedule: Path | None = None
     """Instead of random faults: a file with a JSON object a line. Each storm leaves its own in its folder."""
-    spot: Path | None = None
-    """Instead of random faults: a spot-market trace in JSON, whose preemptions kill islands."""
-    spot_faster: float = 100.0
-    """How many times faster than real time the trace is played."""
     slow: float = 1.0
     """The factor by which the last island's steps are slower."""
     step_seconds: float = 0.05
     """The minimum duration of an inner step, so that islands do not compete for this machine's cores. 0 for none."""
     undisturbed: bool = True
     """Afterwards, repeat the run without faults up to as many merged tokens, to compare the loss."""
-    baselines: bool = False
-    """Afterwards, run data-parallel, elastic data-parallel and synchronous DiLoCo under the same faults."""
+    baseline: bool = False
+    """Afterwards, train the same model data-parallel under the same faults, and compare. The group restarts from its
+    checkpoint after a death. To compare over slow links, give a schedule with `throttle` faults that do not end."""
     checkpoint_every: float = 10.0
     """The seconds between two checkpoints of the whole run."""
     folder: Path = Path("runs")
@@ -132,16 +112,14 @@ def main(options: ChaosOptions) -> int:
         _require_trainable(config, options)
     stopped = stop_on_signals()
     _prepare_folder(folder)
-    if options.what == "peers":
-        return _peers(options, config, folder, stopped)
     found = _storm(options, config, folder, faults, stopped)
     if options.json:
-        print_json(as_data(found))
+        print_json(asdict(found))
     return 0 if found.holds else BROKEN
 
 
 def _require_sensible(options: ChaosOptions) -> None:
-    positive = ("seconds", "mean_seconds_between", "return_shape", "return_power", "slow", "spot_faster")
+    positive = ("seconds", "mean_seconds_between", "slow")
     for name in (*positive, "return_seconds", "every", "step_seconds", "checkpoint_every", "settle_seconds"):
         value = getattr(options, name)
         if not 0 <= value < math.inf or (name in positive and not value):
@@ -152,7 +130,7 @@ def _require_sensible(options: ChaosOptions) -> None:
     if not 1 <= options.shards <= SHARDS_MAX:
         raise ConfigError(f"--shards cannot be {options.shards}", f"Choose 1 to {SHARDS_MAX}.", code="chaos.bad-number")
     require_standbys(options.standbys)
-    for flag, is_set in (("--slow", options.slow != 1.0), ("--baselines", options.baselines)):
+    for flag, is_set in (("--slow", options.slow != 1.0), ("--baseline", options.baseline)):
         if is_set and not options.step_seconds:
             raise ConfigError(
                 f"{flag} needs a step duration", "Give --step-seconds, such as 0.05.", code="chaos.no-step-seconds"
@@ -160,19 +138,19 @@ def _require_sensible(options: ChaosOptions) -> None:
 
 
 def _require_own(options: ChaosOptions) -> None:
-    """Raise ConfigError (`chaos.not-of-scripts`, `chaos.not-of-tasks`) for what a user's script or task has not."""
-    has_task, is_peers = options.task is not None, options.what == "peers"
-    not_of_scripts = {"--task": has_task, "--standbys": options.standbys > 0, "--shards": options.shards > 1}
-    for own, code, given in (
-        ("--script", "chaos.not-of-scripts", not_of_scripts),
-        ("--task", "chaos.not-of-tasks", {"`chaos peers`": is_peers}),
+    """Raise ConfigError (`chaos.conflict`) for an option that a user's script or task cannot have."""
+    baseline = {"--baseline": options.baseline}
+    not_of_scripts = {"--task": bool(options.task), "--standbys": options.standbys > 0, "--shards": options.shards > 1}
+    for own, is_own, others in (
+        ("--script", options.script, {**not_of_scripts, **baseline}),
+        ("--task", options.task, baseline),
     ):
-        wrong = [flag for flag, is_set in {**given, "--baselines": options.baselines}.items() if is_set]
-        if wrong and (options.script if own == "--script" else has_task):
+        wrong = [flag for flag, is_set in others.items() if is_set]
+        if is_own and wrong:
             raise ConfigError(
                 f"{wrong[0]} and {own} exclude each other: it needs our model or our loop",
                 "Leave one of them out.",
-                code=code,
+                code="chaos.conflict",
             )
 
 
@@ -213,13 +191,9 @@ def _scheduled(
     seconds, seed = options.seconds, options.fault_seed
     if options.schedule:
         return schedules.from_text(_read(options.schedule), everything)
-    if options.spot:
-        return schedules.from_spot(_read(options.spot), islands, seconds, options.spot_faster)
     if options.every and islands:
         return schedules.periodic(options.every, islands, options.return_seconds, seconds, seed)
-    rates = FaultRates(
-        options.mean_seconds_between, options.kinds, options.return_seconds, options.return_shape, options.return_power
-    )
+    rates = FaultRates(options.mean_seconds_between, options.kinds, options.return_seconds)
     return schedules.poisson(rates, targets, seconds, seed)
 
 
@@ -245,7 +219,7 @@ def _prepare_folder(folder: Path) -> None:
 def _storm(
     options: ChaosOptions, config: RunConfig, folder: Path, faults: Sequence[Fault], stopped: Callable[[], bool]
 ) -> Figures:
-    """Run a storm and, as the options say, the same run without faults and the baselines. Write the report."""
+    """Run a storm and, as the options say, the same run without faults and the baseline. Write the report."""
     names = _names(options)
     step_seconds = dict.fromkeys(names, options.step_seconds)
     step_seconds[names[-1]] *= options.slow
@@ -261,8 +235,10 @@ def _storm(
     control = _control(plan, folder, storm, stopped) if options.undisturbed else None
     found = figures(storm, control)
     write(folder, storm, found, _command())
-    if options.baselines:  # The report of the storm is already written, in case one of these fails.
-        found = figures(storm, control, _baselines(dataclasses.replace(plan, seconds=storm.seconds), stopped))
+    if options.baseline:  # The report of the storm is already written, in case this fails.
+        say("data-parallel training under the same faults, for comparison")
+        own = dataclasses.replace(plan, folder=folder / "baseline", seconds=storm.seconds)
+        found = figures(storm, control, run_baseline(own, stopped))
         write(folder, storm, found, _command())
     _print(storm, found, folder)
     return found
@@ -275,15 +251,6 @@ def _control(plan: Plan, folder: Path, storm: StormRecord, stopped: Callable[[],
         plan, folder=folder / "undisturbed", faults=(), merged_tokens=merged, standbys=0
     )  # fmt: skip
     return as_control(run_storm(undisturbed, stopped))
-
-
-def _baselines(plan: Plan, stopped: Callable[[], bool]) -> list[MethodResult]:
-    out = []
-    for method in METHODS:
-        say(f"{method} under the same faults")
-        own = plan.folder.parent / "baselines" / method.lower().replace(" ", "-")
-        out.append(run_baseline(dataclasses.replace(plan, folder=own), method, stopped))
-    return out
 
 
 def _enough_steps(options: ChaosOptions, config: RunConfig) -> int:
@@ -308,22 +275,8 @@ def _print(storm: StormRecord, found: Figures, folder: Path) -> None:
         say(f"  {name:<64} {value}")
     for check in found.checks:
         say(f"  {'holds ' if check.holds else 'BROKEN'} {check.name}: {check.found}")
-    if found.baselines:
-        for row in (COLUMNS, *comparison(storm, found)):
-            say("  " + "".join(f"{cell:<{width}}" for cell, width in zip(row, WIDTHS, strict=True)).rstrip())
+    if rows := comparison(storm, found):
+        widths = [max(map(len, cells)) + 3 for cells in zip(COLUMNS, *rows, strict=True)]
+        for row in (COLUMNS, *rows):
+            say("  " + "".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
     say(f"report: {folder / REPORT}  picture: {folder / PICTURE}  page: {folder / PAGE}")
-
-
-def _peers(options: ChaosOptions, config: RunConfig, folder: Path, stopped: Callable[[], bool]) -> int:
-    options = dataclasses.replace(options, islands=peers.ISLANDS, step_seconds=peers.STEP_SECONDS, undisturbed=False)
-    config = peers.settings_of(config)
-
-    def run(case: peers.Case, own: Path) -> Figures:
-        own_options = dataclasses.replace(options, fault_seed=case.seed, slow=case.slow)
-        return _storm(own_options, config, own, case.faults, stopped)
-
-    chosen = peers.cases(_names(options), options.seconds, options.fault_seeds)
-    rows = peers.run_cases(chosen, folder, run, _command())
-    if options.json:
-        print_json({"rows": rows})
-    return 0 if all(row["holds"] for row in rows) else BROKEN

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,7 @@ from archipelago.broker.transport import ReaderTransport
 from archipelago.islands.own_loop.measured import STEP_VARIABLE
 from archipelago.islands.turn_log import VARIABLE as TURN_LOG_VARIABLE
 from archipelago.ops.chaos.fake_clock import FakeClock
-from archipelago.ops.chaos.injection import TICK_SECONDS, FaultInjector, FaultTarget
+from archipelago.ops.chaos.injection import TICK_SECONDS, FaultInjector, FaultTarget, Worker
 from archipelago.ops.chaos.proxy import Proxy
 from archipelago.ops.chaos.report.record import STANDBY_USED, Turn
 from archipelago.ops.chaos.schedule import ON_LINKS, REDIS, Fault, merger_names
@@ -77,28 +76,6 @@ class Plan:
     def is_own(self) -> bool:
         """Whether the islands train something of a user's, whose steps and tokens only a run shows."""
         return self.script is not None or self.task is not None
-
-
-class Worker(FaultTarget):
-    """An island or the merger, with a proxy before Redis if its link has faults."""
-
-    def __init__(self, child: Child, proxy: Proxy | None) -> None:
-        super().__init__(child.name)
-        self.child, self.proxy = child, proxy
-
-    @property
-    def pid(self) -> int:
-        """The process ID of the newest process."""
-        assert self.child.process is not None  # noqa: S101
-        return self.child.process.pid
-
-    def start(self) -> None:
-        """Start a process. Call this from the main thread."""
-        self.child.start()
-
-    def alive(self) -> bool:
-        """Return whether its process runs."""
-        return self.child.process is not None and self.child.process.poll() is None
 
 
 class RedisTarget(FaultTarget):
@@ -254,15 +231,12 @@ class RunProcesses(FaultInjector):
     def inject(self, target: FaultTarget, fault: Fault) -> None:
         """Inject a fault now."""
         match fault.kind:
-            case "kill" | "stop":
-                super().inject(target, fault)
             case "disk":
                 self._fill_disk(target, fault)
             case "clock":
                 self._jump(fault)
             case _:
-                assert isinstance(target, Worker)  # noqa: S101
-                self._disturb_link(target, fault)
+                super().inject(target, fault)
 
     def _fill_disk(self, target: FaultTarget, fault: Fault) -> None:
         """Limit the size of the target's files, which stands in for a full disk: writes fail with EFBIG, not ENOSPC.
@@ -296,19 +270,6 @@ class RunProcesses(FaultInjector):
             self.note(REDIS, "clock over")
 
         self.call_later(fault.seconds, undo)
-
-    def _disturb_link(self, worker: Worker, fault: Fault) -> None:
-        assert worker.proxy is not None  # noqa: S101
-        self.note(worker.name, fault.kind, f"{fault.value:g}" if fault.value else "")
-        undo = _disturb(worker.proxy, fault)
-        if undo is None:
-            return
-
-        def end() -> None:
-            undo()
-            self.note(worker.name, f"{fault.kind} over")
-
-        self.call_later(fault.seconds, end)
 
     # -- ending -------------------------------------------------------------------------------------------------------
 
@@ -347,14 +308,9 @@ class RunProcesses(FaultInjector):
         return False
 
     def end(self) -> None:
-        """End all processes except Redis, which the caller's stack ends. Continue stopped ones, so they can end."""
+        """End all processes except Redis, which the caller's stack ends."""
         self.standbys.end()
-        for target in self.targets.values():
-            if target.started and target.alive():
-                target.signal(signal.SIGCONT)
-        for target in self.targets.values():
-            if isinstance(target, Worker):
-                target.child.stop(5.0)
+        super().end()
 
 
 def await_ready(injector: FaultInjector, workers: Sequence[Worker], is_ready: Callable[[str], object]) -> None:
@@ -401,26 +357,6 @@ def read_turn_log(path: Path) -> list[Turn]:
         with suppress(ValueError, TypeError):
             out.append(Turn(**json.loads(line)))
     return out
-
-
-def _disturb(proxy: Proxy, fault: Fault) -> Callable[[], None] | None:
-    """Disturb a link. Return the function that undoes it; None for a fault that has no end."""
-    match fault.kind:
-        case "partition":
-            proxy.cut()
-            return proxy.heal
-        case "reset":
-            proxy.cut(reset=True)
-            return proxy.heal
-        case "throttle":
-            proxy.set_rates(fault.value, fault.value)
-            return lambda: proxy.set_rates(math.inf, math.inf)
-        case "delay":
-            proxy.delay_seconds = fault.value
-            return lambda: setattr(proxy, "delay_seconds", 0.0)
-        case _:
-            proxy.half_open()
-            return None
 
 
 def _limit_files(pid: int, limit: int | None) -> None:

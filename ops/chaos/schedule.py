@@ -1,4 +1,4 @@
-"""Schedules of faults (target, kind and time), from a seed, a file or a spot-market trace. Pure.
+"""Schedules of faults (target, kind and time), from a seed or a file. Pure.
 
 A schedule is a list of faults, ordered by time. Its text form has one JSON object a line, so that a storm can be
 read, edited and run again:
@@ -43,6 +43,8 @@ ON_LINKS = frozenset({"partition", "reset", "half-open", "throttle", "delay"})
 VALUES = {"throttle": 1.0, "delay": 0.2, "disk": float(1 << 18), "clock": 3600.0}
 REDIS, MERGER = "redis", "merger"
 SECONDS_MAX = 1e6
+#: The shape k and the exponent α of the distribution of a fault's duration.
+RETURN_SHAPE, RETURN_POWER = 2.0, 4.0
 
 
 def merger_names(shards: int) -> list[str]:
@@ -85,15 +87,11 @@ class FaultRates:
         mean_seconds_between: Mean time that a process is up before its next fault.
         kinds: The kinds to choose from.
         return_seconds: Mean duration of a fault.
-        return_shape: The shape k of the duration's distribution.
-        return_power: The exponent α of the duration's distribution.
     """
 
     mean_seconds_between: float
     kinds: tuple[str, ...] = ("kill", "stop")
     return_seconds: float = 2.0
-    return_shape: float = 2.0
-    return_power: float = 4.0
 
 
 def applies_to(kind: str, target: str) -> bool:
@@ -106,7 +104,7 @@ def applies_to(kind: str, target: str) -> bool:
 
 def poisson(rates: FaultRates, targets: Sequence[str], seconds: float, seed: int) -> list[Fault]:
     """Draw the faults of a storm of `seconds`. The faults of one target do not depend on the other targets."""
-    delays = Delays(rates.return_seconds, rates.return_shape, rates.return_power)
+    delays = Delays(rates.return_seconds, RETURN_SHAPE, RETURN_POWER)
     found = [_poisson(rates, target, seconds, delays, _generator(seed, target)) for target in targets]
     return in_order(itertools.chain.from_iterable(found))
 
@@ -131,44 +129,6 @@ def periodic(every: float, targets: Sequence[str], away_seconds: float, seconds:
     rng = _generator(seed, "periodic")
     times = itertools.takewhile(lambda at: at < seconds, (every * (n + 0.5) for n in itertools.count()))
     return [_fault(at, "kill", targets[int(rng.integers(len(targets)))], away_seconds) for at in times]
-
-
-def from_spot(text: str, targets: Sequence[str], seconds: float, speed: float) -> list[Fault]:
-    """Read the preemptions of a spot market as kills.
-
-    Args:
-        text: JSON: `{"ZONE": {"metadata": {"gap_seconds": 600}, "data": [0, 0, 1, …]}, …}`, or one zone without its
-            name. A sample of 1 says that the zone's machine was preempted.
-        targets: One target for each zone, in the order of the zones' names. Zones repeat where they are too few.
-        seconds: Length of the storm.
-        speed: How many times faster than real time the trace is played.
-
-    Raises:
-        ConfigError: The text is no such trace.
-    """
-    try:
-        found = json.loads(text)
-        zones = {"": found} if "data" in found else dict(sorted(found.items()))
-        traces = [(float(z["metadata"]["gap_seconds"]), [bool(int(x)) for x in z["data"]]) for z in zones.values()]
-        if not traces or not all(gap > 0 for gap, _ in traces):
-            raise ValueError("it has no samples")
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(
-            f"the file is no spot-market trace ({error!r:.80})",
-            'Give JSON: {"ZONE": {"metadata": {"gap_seconds": 600}, "data": [0, 0, 1]}}.',
-            code="chaos.spot-trace",
-        ) from None
-    pairs = zip(targets, itertools.cycle(traces), strict=False)
-    return in_order(f for target, (gap, away) in pairs for f in _from_trace(target, gap / speed, away, seconds))
-
-
-def _from_trace(target: str, gap: float, away: Sequence[bool], seconds: float) -> Iterator[Fault]:
-    at = 0
-    for is_away, samples in itertools.groupby(away):
-        count = len(list(samples))
-        if is_away and at * gap < seconds:
-            yield _fault(round(at * gap, 3), "kill", target, round(count * gap, 3))
-        at += count
 
 
 def _fault(at: float, kind: str, target: str, seconds: float) -> Fault:

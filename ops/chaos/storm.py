@@ -6,7 +6,6 @@ its turn log, and the time at which each round was first seen closed.
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 import time
@@ -21,7 +20,7 @@ from archipelago.broker.shards.transport import of_shard, opened
 from archipelago.broker.transport import START, ReaderTransport
 from archipelago.ops.chaos.injection import TICK_SECONDS
 from archipelago.ops.chaos.processes import Plan, RunProcesses, await_ready, await_standbys, read_turn_log
-from archipelago.ops.chaos.report.record import Identity, Sample, StormRecord
+from archipelago.ops.chaos.report.record import Identity, StormRecord
 from archipelago.ops.chaos.script import own_step_seconds
 from archipelago.ops.settings import say
 
@@ -34,14 +33,12 @@ class Observer:
     """An observer that reads the run ten times a second, on a separate thread and connection. An outage leaves a gap.
 
     Attributes:
-        samples: The number of live islands and closed rounds, by time.
         closed_at: When each round was first seen closed.
         merged_tokens: Tokens merged so far, summed over the fragments.
     """
 
     def __init__(self, url: str, run: str) -> None:
         self._url, self._run = url, run
-        self.samples: list[Sample] = []
         self.closed_at: dict[int, float] = {}
         self.merged_tokens = 0
         self._stopping = threading.Event()
@@ -57,17 +54,16 @@ class Observer:
 
     def _observe_repeatedly(self) -> None:
         transport: RedisTransport | None = None
-        turns = itertools.count()
         while not self._stopping.wait(OBSERVE_SECONDS):
             try:
                 transport = transport or connect(self._url, self._run)
-                self._observe(opened(transport)[1], with_presences=next(turns) % 5 == 0)
+                self._observe(opened(transport)[1])
             except BrokerError:
                 continue
         if transport is not None:
             transport.close()
 
-    def _observe(self, transport: ReaderTransport, *, with_presences: bool) -> None:
+    def _observe(self, transport: ReaderTransport) -> None:
         last = max(self.closed_at, default=0)
         entries = transport.reader.tape(RECENT)
         if entries and entries[0].round > last + 1:
@@ -75,9 +71,6 @@ class Observer:
         now = time.monotonic()
         for entry in entries:
             self.closed_at.setdefault(entry.round, now)
-        if with_presences:
-            live = sum(presence.is_live for presence in transport.reader.presences())
-            self.samples.append(Sample(time.monotonic(), live, max(self.closed_at, default=0)))
         self.merged_tokens = transport.reader.books().merged_tokens
 
 
@@ -157,15 +150,12 @@ def _record(
         events=tuple(processes.events),
         turns=turns,
         closed_at=dict(observer.closed_at),
-        samples=tuple(observer.samples),
         tape=tape,
         books=transport.reader.books(),
         pending=transport.reader.pending(),
         refused=_refused(processes),
         held_out_loss=held_out_loss,
         unit=loss_unit(processes.manifest.corpus).name,
-        interval=config.sync.interval,
-        checkpoint_seconds=plan.checkpoint_seconds,
         standbys=plan.standbys,
         mergers=tuple(merger.name for merger in processes.mergers),
     )

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
-from archipelago.ops.chaos.lockstep.estimates import Estimates, estimate
-from archipelago.ops.chaos.lockstep.results import MethodResult, longest_pause, sampled
 from archipelago.ops.chaos.report.goodput import (
+    MethodFigures,
     Rejoin,
     Shares,
     Stalls,
     merged_steps,
-    participation,
+    pauses,
     possible_while_live,
     rejoins,
     shares,
@@ -27,9 +23,6 @@ from archipelago.ops.chaos.report.goodput import (
 from archipelago.ops.chaos.report.invariants import Check, checks
 from archipelago.ops.chaos.report.record import STANDBY_USED, ProcessEvent, StormRecord
 from archipelago.ops.chaos.report.timelines import timelines, uptime
-
-#: The name of our own run among the methods.
-ISLANDS = "islands"
 
 
 @dataclass(frozen=True)
@@ -67,12 +60,10 @@ class Figures:
         checks: The invariants.
         holds: Whether all invariants hold.
         control: The same run without faults.
-        estimates: Goodput that other methods would have had under the same failures; computed, not run.
-        baselines: Results of other methods that ran under the same faults.
+        baseline: Data-parallel training under the same faults; None if it did not run.
         tokens_trained: All tokens, by the turn logs: merged + refused + pending + lost.
         training_loss: Mean loss that the islands reported in the last tenth of the rounds.
         tokens_lost: Tokens that were trained and not sent, mostly by islands that were killed.
-        participation: Islands of the run, live and participating, over time.
         standbys: Number of standby processes.
         standbys_used: Starts of islands for which a standby was ready.
     """
@@ -107,15 +98,13 @@ class Figures:
     checks: list[Check]
     holds: bool
     control: Control | None = None
-    estimates: Estimates | None = None
-    baselines: list[MethodResult] = field(default_factory=list)
-    participation: list[tuple[float, int, int, int]] = field(default_factory=list)
+    baseline: MethodFigures | None = None
     standbys: int = 0
     standbys_used: int = 0
     events: list[ProcessEvent] = field(default_factory=list)
 
 
-def figures(storm: StormRecord, control: Control | None = None, baselines: Sequence[MethodResult] = ()) -> Figures:
+def figures(storm: StormRecord, control: Control | None = None, baseline: MethodFigures | None = None) -> Figures:
     """Compute all figures of a storm."""
     states, results = timelines(storm), checks(storm)
     step, returned = storm.shortest_step_seconds, rejoins(storm)
@@ -157,36 +146,23 @@ def figures(storm: StormRecord, control: Control | None = None, baselines: Seque
         checks=results,
         holds=all(check.holds for check in results),
         control=control,
-        estimates=estimate(states, step_seconds, storm.begin, storm.end, storm.interval, storm.checkpoint_seconds),
-        baselines=list(baselines),
-        participation=participation(storm),
+        baseline=baseline,
         standbys=storm.standbys,
         standbys_used=sum(event.what == STANDBY_USED for event in storm.events),
         events=[replace(event, at=round(event.at - storm.begin, 3)) for event in storm.events],
     )
 
 
-def as_method_result(storm: StormRecord, found: Figures) -> MethodResult:
-    """Return the islands' own figures in the form of the baselines' results."""
-    turns = [turn for island in storm.islands for turn in storm.turns.get(island, ())]
-    returned = [r.away_seconds + r.start_seconds for r in found.rejoins if not math.isnan(r.start_seconds)]
-    merged = sorted(
-        ((storm.closed_at[e.round], e) for e in storm.tape if e.round in storm.closed_at), key=lambda pair: pair[0]
-    )
-    steps = itertools.accumulate(sum(m.steps for m in entry.members) / storm.fragments for _, entry in merged)
+def as_method(storm: StormRecord, found: Figures) -> MethodFigures:
+    """Return the figures of the islands that the baseline has, too."""
     useful = merged_steps(storm)
-    return MethodResult(
-        method=ISLANDS,
-        seconds=found.seconds,
+    turns = [turn.at for island in storm.islands for turn in storm.turns.get(island, ())]
+    return MethodFigures(
         goodput=found.goodput,
+        uptime=found.uptime,
         steps_useful=useful,
-        steps_made=sum(storm.steps_between(island, storm.begin, storm.end) for island in storm.islands),
-        tokens=found.tokens_merged,
-        bits_per_byte=found.held_out_loss,
-        return_seconds_median=statistics.median(returned) if returned else math.nan,
-        return_seconds_worst=max(returned, default=math.nan),
-        pause_seconds_worst=longest_pause([turn.at for turn in turns], storm.begin, storm.end),
-        curve=sampled(list(zip([at for at, _ in merged], steps, strict=True)), storm.begin, storm.end, useful),
+        steps_lost=sum(storm.steps_between(island, storm.begin, storm.end) for island in storm.islands) - useful,
+        pause_seconds_worst=max(pauses(turns, storm.begin, storm.end)),
     )
 
 
@@ -197,8 +173,3 @@ def as_control(storm: StormRecord) -> Control:
         storm.held_out_loss, storm.unit, storm.training_loss, storm.books.merged_tokens // storm.fragments,
         storm.seconds, shares(storm, states).useful, stalls(storm, states),
     )  # fmt: skip
-
-
-def as_data(found: Figures) -> dict[str, Any]:
-    """Return the figures as plain data, for report.json."""
-    return asdict(found)

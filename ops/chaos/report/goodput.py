@@ -6,17 +6,16 @@ The islands' *allocated* time is the window times their number. *Useful* inner s
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from archipelago.ops.chaos.report.record import ProcessEvent, StormRecord, Turn, has_member
 from archipelago.ops.chaos.report.timelines import RECOVERING, SERVING, STOPPED, Span, Timelines, seconds_in
 
 STALL_SECONDS = 0.01
-#: An island participates while one of its contributions was merged within this time.
-PARTICIPATION_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -143,6 +142,34 @@ def _undisturbed(storm: StormRecord, island: str, spans: Sequence[Span]) -> Iter
             yield before, turn
 
 
+# -- beside the baseline ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MethodFigures:
+    """The figures of one method in a storm. Steps are inner steps of one worker.
+
+    Attributes:
+        goodput: `steps_useful` over the steps that fit into the allocated time.
+        uptime: The share of the window in which the method trained.
+        steps_useful: Steps of the window that are in the parameters.
+        steps_lost: Steps of the window that were made and are not in the parameters.
+        pause_seconds_worst: The longest time in which no worker ended a step.
+    """
+
+    goodput: float
+    uptime: float
+    steps_useful: float
+    steps_lost: float
+    pause_seconds_worst: float
+
+
+def pauses(times: Iterable[float], begin: float, end: float) -> list[float]:
+    """Return the lengths of the parts into which these times cut a window."""
+    inside = sorted(at for at in times if begin < at < end)
+    return [after - before for before, after in itertools.pairwise([begin, *inside, end])]
+
+
 # -- islands that were killed -----------------------------------------------------------------------------------------
 
 
@@ -187,22 +214,6 @@ def _rejoin(storm: StormRecord, kill: ProcessEvent) -> Rejoin:
     merged = [storm.closed_at.get(e.round, math.inf) for e in storm.tape if has_member(e, kill.process, incarnation)]
     contributed = min(merged, default=math.nan)
     return Rejoin(kill.process, at, away, first - started, contributed - first, contributed - kill.at)
-
-
-# -- over time --------------------------------------------------------------------------------------------------------
-
-
-def participation(storm: StormRecord, points: int = 240) -> list[tuple[float, int, int, int]]:
-    """Return (seconds, islands of the run, live islands, participating islands) at even times over the window."""
-    closed = [(storm.closed_at[entry.round], entry) for entry in storm.tape if entry.round in storm.closed_at]
-    merged = {island: sorted(at for at, e in closed if has_member(e, island)) for island in storm.islands}
-    out = []
-    for n in range(points + 1):
-        at = storm.begin + storm.seconds * n / points
-        live = next((sample.live for sample in reversed(storm.samples) if sample.at <= at), 0)
-        taking_part = sum(any(at - PARTICIPATION_SECONDS < t <= at for t in times) for times in merged.values())
-        out.append((round(at - storm.begin, 3), len(storm.islands), live, taking_part))
-    return out
 
 
 def staleness(storm: StormRecord) -> dict[int, int]:

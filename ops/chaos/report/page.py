@@ -7,32 +7,33 @@ import html
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from archipelago.broker.process import finite
-from archipelago.ops.chaos.lockstep.data_parallel import TIMEOUT_SECONDS
-from archipelago.ops.chaos.lockstep.estimates import ELASTIC_PAUSE_SECONDS
-from archipelago.ops.chaos.report.figures import Figures, as_data
+from archipelago.ops.chaos.report.figures import Control, Figures, as_method
+from archipelago.ops.chaos.report.goodput import Waits
 from archipelago.ops.chaos.report.record import StormRecord
-from archipelago.ops.chaos.report.tables import COLUMNS, SHARE_LABELS, comparison, headlines
 from archipelago.ops.chaos.schedule import KINDS
+from archipelago.ops.watch.formatting import number, size
 
 REPORT, PICTURE, PAGE = "report.json", "storm.png", "storm.html"
-BASELINES_PICTURE = "baselines.png"
+SHARE_LABELS = {
+    "useful": "merged", "lost": "trained, never merged", "idle": "slower than the step duration",
+    "stopped": "stopped", "recovering": "starting again", "dead": "dead",
+}  # fmt: skip
+#: The columns of the comparison with the baseline.
+COLUMNS = ("", "goodput", "uptime", "inner steps kept", "inner steps lost", "longest time without a step")
 
 
 def write(folder: Path, storm: StormRecord, found: Figures, command: str) -> None:
-    """Write report.json, storm.png, storm.html and, if baselines ran, baselines.png into the folder."""
-    from archipelago.ops.chaos.report.plots import draw, draw_baselines  # It imports matplotlib.
+    """Write report.json, storm.png and storm.html into the folder."""
+    from archipelago.ops.chaos.report.plots import draw  # It imports matplotlib.
 
-    data = {"command": command, **as_data(found)}
+    data = {"command": command, **asdict(found)}
     (folder / REPORT).write_text(json.dumps(finite(data), indent=2) + "\n", encoding="utf-8")
     draw(folder / PICTURE, storm, found)
-    pictures = [(folder / PICTURE).read_bytes()]
-    if found.baselines:
-        draw_baselines(folder / BASELINES_PICTURE, storm, found)
-        pictures.append((folder / BASELINES_PICTURE).read_bytes())
-    (folder / PAGE).write_text(page(storm, found, pictures, command), encoding="utf-8")
+    (folder / PAGE).write_text(page(storm, found, (folder / PICTURE).read_bytes(), command), encoding="utf-8")
 
 
 _STYLE = """body{font:15px/1.45 system-ui,sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222}
@@ -42,33 +43,84 @@ td:first-child{white-space:nowrap}td.n,th.n{text-align:right;font-variant-numeri
 code{background:#f3f3f3;padding:.1em .3em}p.note{color:#555}"""
 
 
-def page(storm: StormRecord, found: Figures, pictures: Sequence[bytes], command: str) -> str:
+def page(storm: StormRecord, found: Figures, picture: bytes, command: str) -> str:
     """Return the page.
 
     Args:
         storm: What happened.
         found: Its figures.
-        pictures: PNG images: that of the storm and, if baselines ran, that of the baselines.
+        picture: The PNG image of the storm.
         command: The command that ran the storm.
     """
-    images = [base64.b64encode(picture).decode() for picture in pictures]
+    image = base64.b64encode(picture).decode()
     verdict = "all invariants hold" if found.holds else "an invariant is broken"
     return "\n".join([
         "<!doctype html>", '<html lang="en"><head><meta charset="utf-8">',
         f"<title>A storm over {found.islands} islands</title><style>{_STYLE}</style></head><body>",
         f"<h1>A storm over {found.islands} islands: <span class={'yes' if found.holds else 'no'}>{verdict}</span></h1>",
         f"<p><code>{html.escape(command)}</code></p>",
-        f'<img alt="timeline of the storm" src="data:image/png;base64,{images[0]}">',
+        f'<img alt="timeline of the storm" src="data:image/png;base64,{image}">',
         "<h2>Figures</h2>", _table(headlines(found)), _note(storm, found),
         "<h2>Where the time went</h2>",
         _table([(label, f"{getattr(found.shares, name):.2%}") for name, label in SHARE_LABELS.items()]),
-        "<h2>Other methods under the same failures</h2>", *([
-            f'<img alt="steps in the parameters over time" src="data:image/png;base64,{image}">' for image in images[1:]
-        ]), _baselines(storm, found) if found.baselines else _estimates(found),
+        *_baseline(storm, found),
         "<h2>Invariants</h2>", _checks(found),
         "<h2>Islands that were killed</h2>", _rejoins(found),
         "<h2>Faults</h2>", _faults(storm), "</body></html>", "",
     ])  # fmt: skip
+
+
+def headlines(found: Figures) -> list[tuple[str, str]]:
+    """Return the name and the value of each figure."""
+    stalls = found.stalls
+    ceiling = "" if found.ceiling > 0.999 else f" (at most {found.ceiling:.1%}: an island is slow)"
+    rows = [
+        ("goodput: merged inner steps over possible ones", f"{found.goodput:.1%}{ceiling}"),
+        ("goodput of the time in which islands trained", f"{found.goodput_of_live_time:.1%}"),
+        ("lost to restarts: dead, and starting again", f"{found.shares.dead + found.shares.recovering:.1%}"),
+        ("uptime: at least one island trains", f"{found.uptime:.1%}"),
+        ("rounds, per minute", f"{found.rounds:,}, {found.rounds_per_minute:.0f}"),
+        ("contributions per round", f"{found.contributions_per_round:.2f}"),
+        ("tokens trained", f"{found.tokens_trained:,} = merged {found.tokens_merged:,} + refused "
+                           f"{found.tokens_refused:,} + pending {found.tokens_pending:,} + lost {found.tokens_lost:,}"),
+        ("from a kill to the first merged contribution", f"{number(found.rejoin_seconds_median, 1)} s median, "
+                                                         f"{number(found.rejoin_seconds_worst, 1)} s worst"),
+        ("device idle for over 10 ms", _waits(stalls.idle, stalls.turns)),
+        ("training thread busy between two steps for over 10 ms", _waits(stalls.between, stalls.turns)),
+        ("bytes up, down", f"{size(found.bytes_up)}, {size(found.bytes_down)}"),
+        _loss_row(found),
+    ]  # fmt: skip
+    return [*rows, *(_control_rows(found.control) if found.control else [])]
+
+
+def _loss_row(found: Figures) -> tuple[str, str]:
+    if math.isnan(found.held_out_loss):  # only the user's script can compute its model
+        return "training loss in the last tenth of the rounds", number(found.training_loss, 4)
+    return f"held-out {found.unit}", number(found.held_out_loss, 4)
+
+
+def _control_rows(control: Control) -> list[tuple[str, str]]:
+    stalls = control.stalls
+    return [
+        (f"the same run without faults, after {control.tokens_merged:,} merged tokens",
+                                                                 f"{_control_loss(control)}, "
+                                                                 f"goodput {control.goodput:.1%}"),
+        ("its device idle for over 10 ms", _waits(stalls.idle, stalls.turns)),
+        ("its training thread busy between two steps for over 10 ms", _waits(stalls.between, stalls.turns)),
+    ]  # fmt: skip
+
+
+def _control_loss(control: Control) -> str:
+    if math.isnan(control.held_out_loss):
+        return f"training loss {number(control.training_loss, 4)}"
+    return f"{number(control.held_out_loss, 4)} {control.unit}"
+
+
+def _waits(waits: Waits, turns: int) -> str:
+    return (
+        f"{waits.over_10_ms:,} of {turns:,}, worst {waits.worst_seconds * 1e3:.0f} ms; without waits for a core "
+        f"{waits.net_over_10_ms:,}, worst {waits.net_worst_seconds * 1e3:.0f} ms"
+    )
 
 
 def _note(storm: StormRecord, found: Figures) -> str:
@@ -90,41 +142,48 @@ def _note(storm: StormRecord, found: Figures) -> str:
     return f'<p class="note">{text}</p>'
 
 
-def _baselines(storm: StormRecord, found: Figures) -> str:
-    head = "".join(f"<th class=n>{html.escape(name)}</th>" for name in COLUMNS)
-    rows = (
-        f"<tr><td>{html.escape(name)}</td>{''.join(f'<td class=n>{html.escape(cell)}</td>' for cell in cells)}</tr>"
-        for name, *cells in comparison(storm, found)
-    )
-    text = (
-        "The methods ran one after the other, in real processes under the same schedule. The baselines have it easier: "
-        "their exchange goes through this machine's memory, and their coordinator never fails and learns of a death at "
-        f"once. The elastic one drops a silent worker after {TIMEOUT_SECONDS:g} s. Faults of Redis, the merger, disks "
-        "and clocks, and slow links, do not affect them."
-    )
-    return f'<table><tr>{head}</tr>{"".join(rows)}</table><p class="note">{text}</p>'
-
-
-def _estimates(found: Figures) -> str:
-    if found.estimates is None:
-        return ""
-    rows = [
-        ("this run, measured", found.goodput),
-        ("elastic data-parallel, computed", found.estimates.data_parallel_elastic),
-        ("data-parallel without elasticity, computed", found.estimates.data_parallel),
-        ("synchronous DiLoCo, computed", found.estimates.diloco),
+def comparison(storm: StormRecord, found: Figures) -> list[tuple[str, ...]]:
+    """Return a row of COLUMNS for the islands and one for the baseline; nothing if the baseline did not run."""
+    if found.baseline is None:
+        return []
+    methods = {"islands, this storm": as_method(storm, found), "data-parallel": found.baseline}
+    return [
+        (
+            name,
+            f"{one.goodput:.1%}",
+            f"{one.uptime:.1%}",
+            f"{one.steps_useful:,.0f}",
+            f"{one.steps_lost:,.0f}",
+            f"{one.pause_seconds_worst:.1f} s",
+        )
+        for name, one in methods.items()
     ]
+
+
+def _baseline(storm: StormRecord, found: Figures) -> list[str]:
+    if not (rows := comparison(storm, found)):
+        return []
     text = (
-        "This goodput is computed from the islands' timelines above, not measured. The estimates assume that "
-        "synchronisation takes no time, that Redis and the merger never fail, and that each change of an elastic "
-        f"group's size costs {ELASTIC_PAUSE_SECONDS:g} s."
+        "The baseline ran after the islands, in real processes under the same schedule. A step needs the gradients of "
+        "all workers. After a death or a lost connection, all load the last checkpoint. The baseline has it easier "
+        "than the islands: its hub never fails, learns of a death at once, and forms the group again without a delay. "
+        "Faults of Redis, the merger, disks and clocks do not affect it."
     )
-    return _table([(name, f"{goodput:.1%}") for name, goodput in rows]) + f'<p class="note">{text}</p>'
+    return [
+        "<h2>Data-parallel training under the same faults</h2>",
+        _table(rows, COLUMNS),
+        f'<p class="note">{text}</p>',
+    ]
 
 
-def _table(rows: Sequence[tuple[str, str]]) -> str:
-    cells = (f"<tr><td>{html.escape(name)}</td><td class=n>{html.escape(value)}</td></tr>" for name, value in rows)
-    return f"<table>{''.join(cells)}</table>"
+def _table(rows: Sequence[Sequence[str]], columns: Sequence[str] = ()) -> str:
+    """Return a table whose first column is text and whose others are numbers."""
+    head = "".join(f"<th class=n>{html.escape(name)}</th>" for name in columns)
+    cells = (
+        f"<tr><td>{html.escape(name)}</td>{''.join(f'<td class=n>{html.escape(cell)}</td>' for cell in values)}</tr>"
+        for name, *values in rows
+    )
+    return f"<table><tr>{head}</tr>{''.join(cells)}</table>"
 
 
 def _checks(found: Figures) -> str:
@@ -137,16 +196,11 @@ def _checks(found: Figures) -> str:
 
 
 def _rejoins(found: Figures) -> str:
-    names = ("island", "killed at", "away", "until it trains", "until it is merged", "total")
-    head = f"<tr>{''.join(f'<th>{name}</th>' for name in names)}</tr>"
-    rows = (
-        f"<tr><td>{html.escape(r.island)}</td>"
-        + "".join(f"<td class=n>{_seconds(s)}</td>" for s in
-                  (r.at, r.away_seconds, r.start_seconds, r.merge_seconds, r.total_seconds))
-        + "</tr>"
+    columns = ("island", "killed at", "away", "until it trains", "until it is merged", "total")
+    return _table([
+        (r.island, *map(_seconds, (r.at, r.away_seconds, r.start_seconds, r.merge_seconds, r.total_seconds)))
         for r in found.rejoins
-    )  # fmt: skip
-    return f"<table>{head}{''.join(rows)}</table>"
+    ], columns)  # fmt: skip
 
 
 def _seconds(value: float) -> str:

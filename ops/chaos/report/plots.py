@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from archipelago.ops.chaos.report.figures import ISLANDS, Figures
+from archipelago.ops.chaos.report.figures import Figures
+from archipelago.ops.chaos.report.page import SHARE_LABELS
 from archipelago.ops.chaos.report.record import StormRecord
-from archipelago.ops.chaos.report.tables import SHARE_LABELS, methods
 from archipelago.ops.chaos.report.timelines import Timelines, timelines
 from archipelago.ops.chaos.schedule import KINDS
 from archipelago.ops.plots import pyplot
@@ -21,27 +21,23 @@ MARKS = {"kill": "x", "died": "x", "stop": "s", "disk": "d", "clock": "*"}
 OTHER_MARK = "v"
 SHARE_COLOURS = {**{name: STATE_COLOURS[name] for name in ("stopped", "recovering", "dead")},
                  "useful": STATE_COLOURS["training"], "lost": "#8064a2", "idle": "#b8b8b8"}  # fmt: skip
-METHOD_COLOURS = {ISLANDS: STATE_COLOURS["training"], "synchronous DiLoCo": "#4472c4",
-                  "elastic data-parallel": "#e0b040",
-                  "data-parallel": "#c0504d"}  # fmt: skip
 ADOPTIONS_MAX = 400
 
 
 def draw(path: Path, storm: StormRecord, found: Figures) -> None:
-    """Draw timelines and faults, participation, rounds per minute, staleness and shares of time."""
+    """Draw timelines and faults, rounds per minute, staleness and shares of time."""
     plt = pyplot()
     states = timelines(storm)
-    heights = [0.45 * len(states) + 0.6, 1.5, 1.5, 1.6]
+    heights = [0.45 * len(states) + 0.6, 1.5, 1.6]
     figure, axes = plt.subplot_mosaic(
-        [["states", "states"], ["size", "size"], ["pace", "pace"], ["stale", "shares"]],
+        [["states", "states"], ["pace", "pace"], ["stale", "shares"]],
         figsize=(11, sum(heights) + 1.2), dpi=110, layout="constrained", height_ratios=heights,
     )  # fmt: skip
     _draw_timelines(axes["states"], storm, states)
-    _draw_participation(axes["size"], found)
     _draw_round_rate(axes["pace"], storm)
     _draw_staleness(axes["stale"], found)
     _draw_shares(axes["shares"], found)
-    for name in ("states", "size", "pace"):
+    for name in ("states", "pace"):
         axes[name].set_xlim(0.0, storm.seconds)
     for one in axes.values():
         one.spines[["top", "right"]].set_visible(False)
@@ -93,16 +89,6 @@ def _adoptions(storm: StormRecord, island: str) -> list[float]:
     return out[:: max(1, len(out) // ADOPTIONS_MAX)]
 
 
-def _draw_participation(axes: Axes, found: Figures) -> None:
-    seconds, islands, live, participating = zip(*found.participation, strict=True)
-    axes.step(seconds, islands, where="post", color="#888888", label="islands", linewidth=1)
-    axes.step(seconds, live, where="post", color="#4472c4", label="live: a heartbeat within 10 s")
-    axes.step(seconds, participating, where="post", color=STATE_COLOURS["training"],
-              label="participating: merged within 5 s")  # fmt: skip
-    axes.set(ylabel="islands", ylim=(0, max(islands) + 0.6), yticks=range(max(islands) + 1))
-    axes.legend(frameon=False, fontsize=8, ncols=3, loc="lower left")
-
-
 def _draw_round_rate(axes: Axes, storm: StormRecord, bin_seconds: float = 2.0) -> None:
     times = [at - storm.begin for at in storm.closed_at.values() if storm.begin <= at < storm.end]
     bins = max(1, round(storm.seconds / bin_seconds))
@@ -124,29 +110,3 @@ def _draw_shares(axes: Axes, found: Figures) -> None:
         left += max(0.0, share)
     axes.set(xlim=(0, 1), ylim=(-0.5, 3.0), yticks=[], xlabel="share of the islands' allocated time")
     axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper left")
-
-
-def draw_baselines(path: Path, storm: StormRecord, found: Figures) -> None:
-    """Draw the steps in the parameters over time, one line for each method, with the workers' faults below."""
-    plt = pyplot()
-    figure, axes = plt.subplots(figsize=(11, 5), dpi=110, layout="constrained")
-    possible = storm.seconds / storm.shortest_step_seconds * len(storm.islands)
-    axes.plot([0, storm.seconds], [0, possible], color="#b8b8b8", linewidth=1, linestyle="--", label="without faults")
-    for one in methods(storm, found):
-        seconds, steps = zip(*one.curve, strict=True)
-        axes.plot(seconds, steps, color=METHOD_COLOURS[one.method], label=f"{one.method}: {one.goodput:.1%}")
-    for row, name in enumerate(storm.islands):
-        low = -0.05 * possible * (row + 1)
-        axes.annotate(name, (0, low), xytext=(-6, 0), textcoords="offset points", ha="right", va="center", fontsize=8)
-        for fault in (f for f in storm.faults if f.target == name):
-            axes.plot([fault.at, fault.until], [low, low], color="#888888", linewidth=3, solid_capstyle="butt")
-            axes.plot(fault.at, low, marker=MARKS.get(fault.kind, OTHER_MARK), color="black", markersize=5)
-    bottom = -0.05 * possible * (len(storm.islands) + 1)
-    axes.set(xlim=(0, storm.seconds), ylim=(bottom, 1.02 * possible), xlabel="seconds",
-             ylabel="inner steps in the parameters",
-             title="goodput under the same faults (✕ kill  ■ stop  ▼ link, grey until it is over)")  # fmt: skip
-    axes.set_yticks([tick for tick in axes.get_yticks() if 0 <= tick <= possible])
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="upper left")
-    figure.savefig(path)
-    plt.close(figure)

@@ -61,21 +61,6 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Sample:
-    """The state of the run in Redis at one moment.
-
-    Attributes:
-        at: Its time.
-        live: Islands whose heartbeats are recent.
-        round: The last closed round.
-    """
-
-    at: float
-    live: int
-    round: int
-
-
-@dataclass(frozen=True)
 class StormRecord:
     """One run under faults.
 
@@ -89,15 +74,12 @@ class StormRecord:
         events: The events of all processes.
         turns: The turn log of each island.
         closed_at: When each round was first seen closed.
-        samples: The state of the run over time.
         tape: All rounds.
         books: Counts of published, merged and refused contributions.
         pending: Contributions that were still waiting at the end.
         refused: Refused contributions, as far as the stream still holds the refusals.
         held_out_loss: Held-out loss of the final parameters; NaN if only a user's script can compute it.
         unit: Its unit.
-        interval: The sync interval H in inner steps.
-        checkpoint_seconds: Time between two checkpoints.
         standbys: Number of standby processes.
         mergers: The names of the merger processes.
     """
@@ -112,15 +94,12 @@ class StormRecord:
     events: tuple[ProcessEvent, ...]
     turns: Mapping[str, Sequence[Turn]]
     closed_at: Mapping[int, float]
-    samples: tuple[Sample, ...]
     tape: tuple[TapeEntry, ...]
     books: Books
     pending: Pending
     refused: frozenset[Identity] = frozenset()
     held_out_loss: float = math.nan
     unit: str = "bits per byte"
-    interval: int = 24
-    checkpoint_seconds: float = 10.0
     standbys: int = 0
     mergers: tuple[str, ...] = (MERGER,)
 

@@ -15,8 +15,8 @@ from archipelago.islands.turn_log import VARIABLE, TurnLog
 from archipelago.ops.chaos.main import ChaosOptions, main
 from archipelago.ops.chaos.processes import read_turn_log
 from archipelago.ops.chaos.report.figures import as_control, figures
+from archipelago.ops.chaos.report.page import headlines
 from archipelago.ops.chaos.report.record import Turn
-from archipelago.ops.chaos.report.tables import headlines
 from archipelago.ops.chaos.script import own_step_seconds, parsed
 from tests.failing import failing
 from tests.harness.processes import Processes
@@ -47,12 +47,11 @@ def test_what_a_script_or_task_cannot_have_is_refused(tmp_path: Path) -> None:
         (ChaosOptions(script="'train.py"), "chaos.script"),
         (ChaosOptions(script=str(tmp_path)), "chaos.script"),
         (ChaosOptions(script=" "), "chaos.script"),
-        (ChaosOptions("peers", task="train.py"), "chaos.not-of-tasks"),
-        (ChaosOptions(task="train.py", baselines=True), "chaos.not-of-tasks"),
+        (ChaosOptions(task="train.py", baseline=True), "chaos.conflict"),
         (ChaosOptions(task="nothing.py"), "task.file"),
-        (ChaosOptions(script="train.py", standbys=1), "chaos.not-of-scripts"),
-        (ChaosOptions(script="train.py", baselines=True), "chaos.not-of-scripts"),
-        (ChaosOptions(script="train.py", task="train.py"), "chaos.not-of-scripts"),
+        (ChaosOptions(script="train.py", standbys=1), "chaos.conflict"),
+        (ChaosOptions(script="train.py", baseline=True), "chaos.conflict"),
+        (ChaosOptions(script="train.py", task="train.py"), "chaos.conflict"),
     ):
         with failing(ConfigError, code):
             main(options)

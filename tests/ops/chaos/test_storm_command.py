@@ -20,16 +20,15 @@ from archipelago.broker.errors import ArchipelagoError, ConfigError
 from archipelago.broker.messages import Books
 from archipelago.ops.chaos import fake_clock
 from archipelago.ops.chaos import main as chaos
-from archipelago.ops.chaos.lockstep.coordinator import METHODS, Method
-from archipelago.ops.chaos.lockstep.results import MethodResult
 from archipelago.ops.chaos.main import BROKEN, SCHEDULE, ChaosOptions, main
 from archipelago.ops.chaos.processes import Plan, read_turn_log
+from archipelago.ops.chaos.report.goodput import MethodFigures
 from archipelago.ops.chaos.report.record import StormRecord
-from archipelago.ops.chaos.schedule import Fault, from_text
+from archipelago.ops.chaos.schedule import from_text
 from tests.failing import failing
 from tests.harness.processes import SETTINGS, Processes
 from tests.integration.conftest import corpus, corpus_folder, processes
-from tests.ops.chaos.test_storm_report import baseline_results, storm
+from tests.ops.chaos.test_storm_report import BASELINE, storm
 
 __all__ = ["corpus", "corpus_folder", "processes"]
 
@@ -99,13 +98,13 @@ def test_a_short_storm_with_every_kind_of_fault(processes: Processes, tmp_path: 
 
 @dataclass
 class Played:
-    """The plans of a command whose storms and baselines are not run.
+    """The plans of a command whose storms and baseline are not run.
 
     Attributes:
         record: The record of every storm.
         storms: The plans of storms.
         baselines: The plans of baselines.
-        failing: The error of the baselines, if they fail.
+        failing: The error of the baseline, if it fails.
     """
 
     record: StormRecord = field(default_factory=storm)
@@ -117,11 +116,11 @@ class Played:
         self.storms.append(plan)
         return replace(self.record, standbys=plan.standbys)
 
-    def run_baseline(self, plan: Plan, method: Method, stopped: Callable[[], bool]) -> MethodResult:
+    def run_baseline(self, plan: Plan, stopped: Callable[[], bool]) -> MethodFigures:
         if self.failing:
             raise self.failing
         self.baselines.append(plan)
-        return baseline_results(storm())[METHODS.index(method)]
+        return BASELINE
 
 
 @pytest.fixture
@@ -155,35 +154,17 @@ def test_a_broken_invariant_is_in_the_exit_status(played: Played) -> None:
     assert main(ChaosOptions(islands=2, undisturbed=False)) == BROKEN
 
 
-def test_the_peers_benchmark_has_its_own_settings(played: Played, tmp_path: Path) -> None:
-    assert main(ChaosOptions(what="peers", fault_seeds=(7, 8))) == 0
-    plans = played.storms
-    assert [len(plan.faults) for plan in plans] == [0, 4, 4, 0]
-    assert plans[1].faults != plans[2].faults
-    for plan in plans:
-        assert plan.config.sync.interval == 40
-        assert plan.config.model.size == "small"
-        assert sorted(plan.step_seconds.values())[:2] == [0.05, 0.05]
-    assert max(plans[3].step_seconds.values()) == 0.1
-    kill = Fault(7.5, "kill", plans[1].faults[0].target, 2.0)
-    assert plans[1].faults[0] == kill
-    rows = json.loads((tmp_path / "runs/chaos/peers.json").read_text())["rows"]
-    assert [row["seed"] for row in rows] == [0, 7, 8, 0]
-
-
-def test_baselines_run_under_the_faults_of_the_storm(
+def test_the_baseline_runs_under_the_faults_of_the_storm(
     played: Played, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ChaosOptions(islands=2, slow=2.0, undisturbed=False, baselines=True)
+    options = ChaosOptions(islands=2, slow=2.0, undisturbed=False, baseline=True)
     assert main(options) == 0
-    (ours,) = played.storms
-    assert len({plan.folder for plan in (ours, *played.baselines)}) == 4
-    for plan in played.baselines:
-        assert plan.faults == ours.faults and plan.faults
-        assert plan.step_seconds == ours.step_seconds
-        assert plan.config == ours.config
-    assert "elastic data-parallel   30.0%" in capsys.readouterr().err
-    assert (tmp_path / "runs/chaos/baselines.png").exists()
+    (ours,), (plan,) = played.storms, played.baselines
+    assert plan.folder != ours.folder
+    assert plan.faults == ours.faults and plan.faults
+    assert plan.step_seconds == ours.step_seconds
+    assert plan.config == ours.config
+    assert "data-parallel         20.0%" in capsys.readouterr().err
     played.failing = ArchipelagoError("interrupted", code="chaos.interrupted")
     with failing(ArchipelagoError, "chaos.interrupted"):
         main(options)
@@ -197,10 +178,9 @@ def test_bad_options_are_refused_before_anything_starts(tmp_path: Path) -> None:
         (ChaosOptions(mean_seconds_between=-1.0), "chaos.bad-number"),
         (ChaosOptions(step_seconds=float("nan")), "chaos.bad-number"),
         (ChaosOptions(slow=2.0, step_seconds=0.0), "chaos.no-step-seconds"),
-        (ChaosOptions(baselines=True, step_seconds=0.0), "chaos.no-step-seconds"),
+        (ChaosOptions(baseline=True, step_seconds=0.0), "chaos.no-step-seconds"),
         (ChaosOptions(spare=("island-9",)), "chaos.unknown-process"),
         (ChaosOptions(schedule=Path("none.jsonl")), "chaos.unreadable-file"),
-        (ChaosOptions(spot=Path("none.json")), "chaos.unreadable-file"),
         (ChaosOptions(standbys=-1), "config.standbys"),
     ):
         with failing(ConfigError, code):
@@ -216,7 +196,7 @@ def test_only_the_folder_of_a_storm_is_deleted(played: Played, tmp_path: Path) -
         main(ChaosOptions(undisturbed=False))
     assert (folder / "report.json").read_text() == "{}"
     for _ in range(2):
-        assert main(ChaosOptions("storm", "new", islands=2, undisturbed=False)) == 0
+        assert main(ChaosOptions("new", islands=2, undisturbed=False)) == 0
         assert not (tmp_path / "runs" / "new" / "more").exists()
         (tmp_path / "runs" / "new" / "more").touch()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -15,14 +15,11 @@ from hypothesis import strategies as st
 from archipelago.broker.messages import Books, Member, Pending, TapeEntry
 from archipelago.broker.process import finite
 from archipelago.broker.shards.layout import Layout
-from archipelago.ops.chaos.lockstep.coordinator import METHODS
-from archipelago.ops.chaos.lockstep.results import MethodResult
-from archipelago.ops.chaos.report.figures import as_control, as_data, as_method_result, figures
-from archipelago.ops.chaos.report.goodput import merged_steps, participation, rejoins, shares, stalls
+from archipelago.ops.chaos.report.figures import as_control, as_method, figures
+from archipelago.ops.chaos.report.goodput import MethodFigures, merged_steps, rejoins, shares, stalls
 from archipelago.ops.chaos.report.invariants import checks
-from archipelago.ops.chaos.report.page import page, write
-from archipelago.ops.chaos.report.record import ProcessEvent, Sample, StormRecord, Turn
-from archipelago.ops.chaos.report.tables import COLUMNS, comparison, headlines, methods
+from archipelago.ops.chaos.report.page import COLUMNS, comparison, headlines, page, write
+from archipelago.ops.chaos.report.record import ProcessEvent, StormRecord, Turn
 from archipelago.ops.chaos.report.timelines import Span, timelines, uptime
 from archipelago.ops.chaos.schedule import Fault
 
@@ -68,7 +65,6 @@ def storm() -> StormRecord:
         layout=Layout.whole(FRAGMENTS), faults=(Fault(4.0, "kill", "b", 1.0),),
         events=tuple(ProcessEvent(*mark) for mark in marks), turns={"a": a, "b": b},
         closed_at={1: 99.5, 2: 102.0, 3: 107.0, 4: 109.0},
-        samples=(Sample(100.0, 2, 1), Sample(105.0, 1, 2), Sample(106.5, 2, 2)),
         tape=tuple(merged), books=Books(8, tokens, 8, tokens, bytes_up=5, bytes_down=6), pending=Pending(0, 0),
         held_out_loss=3.0,
     )  # fmt: skip
@@ -134,13 +130,6 @@ def test_an_island_that_is_killed_again_before_it_trains_has_not_rejoined() -> N
     assert math.isnan(first.start_seconds)
     assert math.isnan(first.total_seconds)
     assert second.total_seconds == pytest.approx(1.5)
-
-
-def test_participation_counts_islands_live_ones_and_merged_ones() -> None:
-    points = {at: rest for at, *rest in participation(storm(), points=10)}
-    assert points[0.0] == [2, 2, 2]
-    assert points[6.0] == [2, 1, 2], "b is not live, and was merged four seconds ago"
-    assert points[7.0] == [2, 2, 2]
 
 
 def test_the_stall_of_a_stopped_island_does_not_count() -> None:
@@ -219,41 +208,36 @@ def test_each_violation_breaks_its_own_invariant() -> None:
         assert broken(replace(one, **changes)) == keys, changes
 
 
-# -- baselines --------------------------------------------------------------------------------------------------------
+# -- the baseline ------------------------------------------------------------------------------------------------------
 
 
-def baseline_results(one: StormRecord) -> list[MethodResult]:
-    """Return results of all methods, whose goodputs are 20, 30 and 40 %."""
-    ours = as_method_result(one, figures(one))
-    return [replace(ours, method=method, goodput=0.1 * n) for n, method in enumerate(METHODS, 2)]
+#: Figures of data-parallel training.
+BASELINE = MethodFigures(goodput=0.2, uptime=0.4, steps_useful=40, steps_lost=12, pause_seconds_worst=4.5)
 
 
-def test_our_run_has_the_same_figures_as_baselines() -> None:
+def test_islands_have_the_figures_of_the_baseline() -> None:
     one = storm()
-    found = as_method_result(one, figures(one))
-    assert (found.steps_useful, found.steps_made, found.tokens) == (170, 180, 1900)
+    found = as_method(one, figures(one))
+    assert (found.steps_useful, found.steps_lost, found.uptime) == (170, 10, 1.0)
     assert found.goodput == pytest.approx(0.85)
-    assert found.return_seconds_median == pytest.approx(2.05)
     assert found.pause_seconds_worst == pytest.approx(0.1)
-    assert found.curve[-1][1] == 170
-    assert found.curve[-2][1] == 140, "50 of the 190 steps were merged before the window"
 
 
-def test_report_and_page_have_a_row_for_each_method(tmp_path: Path) -> None:
+def test_report_and_page_compare_with_the_baseline(tmp_path: Path) -> None:
     one = storm()
-    found = figures(one, None, baseline_results(one))
-    assert [result.method for result in methods(one, found)] == ["islands", *reversed(METHODS)]
+    found = figures(one, None, BASELINE)
     rows = comparison(one, found)
     assert all(len(row) == len(COLUMNS) for row in rows)
-    assert [row[1] for row in rows] == ["85.0%", "40.0%", "30.0%", "20.0%"]
-    write(tmp_path, one, found, "archipelago chaos --baselines")
-    data = json.loads((tmp_path / "report.json").read_text())
-    assert [entry["method"] for entry in data["baselines"]] == list(METHODS)
-    assert (tmp_path / "baselines.png").read_bytes().startswith(b"\x89PNG")
+    assert [row[1:] for row in rows] == [
+        ("85.0%", "100.0%", "170", "10", "0.1 s"),
+        ("20.0%", "40.0%", "40", "12", "4.5 s"),
+    ]
+    write(tmp_path, one, found, "archipelago chaos --baseline")
+    assert json.loads((tmp_path / "report.json").read_text())["baseline"] == asdict(BASELINE)
     text = (tmp_path / "storm.html").read_text()
-    assert text.count("data:image/png") == 2
-    for row in rows:
+    for row in (COLUMNS, *rows):
         assert all(cell in text for cell in row), row
+    assert not comparison(one, figures(one))
 
 
 # -- picture and page -------------------------------------------------------------------------------------------------
@@ -265,7 +249,7 @@ def test_the_page_contains_its_pictures_and_loads_nothing(tmp_path: Path) -> Non
     write(tmp_path, one, found, "archipelago chaos <&>")
     data = json.loads((tmp_path / "report.json").read_text())
     assert data["goodput"] == pytest.approx(0.85)
-    assert data == finite({"command": "archipelago chaos <&>", **json.loads(json.dumps(finite(as_data(found))))})
+    assert data == finite({"command": "archipelago chaos <&>", **json.loads(json.dumps(finite(asdict(found))))})
     assert (tmp_path / "storm.png").read_bytes().startswith(b"\x89PNG")
     text = (tmp_path / "storm.html").read_text()
     assert "archipelago chaos &lt;&amp;&gt;" in text
@@ -275,15 +259,13 @@ def test_the_page_contains_its_pictures_and_loads_nothing(tmp_path: Path) -> Non
     for name, value in headlines(found):
         assert name.replace("'", "&#x27;") in text
         assert value.replace("'", "&#x27;") in text
-    assert not (tmp_path / "baselines.png").exists()
-    assert found.estimates is not None
-    assert f"<td class=n>{found.estimates.diloco:.1%}</td>" in text, "estimates stand for baselines that did not run"
+    assert "ata-parallel" not in text, "no baseline ran"
 
 
 def test_the_page_marks_broken_invariants_and_measured_step_durations() -> None:
     torn = replace(storm(), books=Books(), step_seconds={"a": 0.0, "b": 0.0})
     found = figures(torn)
     assert found.step_seconds == pytest.approx(STEP)
-    text = page(torn, found, [b""], "archipelago chaos")
+    text = page(torn, found, b"", "archipelago chaos")
     assert text.count("class=no") == 1 + sum(not check.holds for check in found.checks) > 1
     assert "100.0 ms" in text

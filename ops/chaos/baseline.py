@@ -1,0 +1,251 @@
+"""Run the baseline of a storm: real processes that train the same model on the same text, data-parallel.
+
+Each step needs the gradients of all workers, so a worker that is stopped or cut off stops all of them. When a
+connection is lost, the group ends: all workers connect again, load the last checkpoint and go on from there.
+
+The workers exchange float32 gradients through a hub in this process, over TCP, so that faults of links apply to them as
+to the islands: they pass the same proxy. The baseline has it easier than the islands: its hub never fails, learns at
+once that a worker has died or lost its connection, and forms the group again without a delay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import math
+import statistics
+import struct
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from archipelago.ops.chaos.injection import TICK_SECONDS, FaultInjector, Worker
+from archipelago.ops.chaos.processes import Plan, await_ready
+from archipelago.ops.chaos.proxy import LOOPBACK, Proxy
+from archipelago.ops.chaos.report.goodput import MethodFigures, pauses
+from archipelago.ops.chaos.schedule import ON_LINKS, Fault
+from archipelago.ops.chaos.storm import interrupted
+from archipelago.ops.launch.init import require_usable
+from archipelago.ops.launch.supervisor import Child, thread_environment
+
+#: A time without a step is downtime if it is longer than this, and than this many median times between steps.
+DOWN_SECONDS, DOWN_STEPS = 1.0, 3.0
+#: A worker's connection to the hub.
+Member = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@dataclass
+class GroupProgress:
+    """The progress of a process group, whose first worker saves a checkpoint after every `save_every` steps.
+
+    Attributes:
+        save_every: The steps from one checkpoint to the next.
+        step: How many steps are in the parameters.
+        saved: How many steps are in the last checkpoint; 0 before the first.
+        made: The time of each step, including those that were rolled back.
+    """
+
+    save_every: int
+    step: int = 0
+    saved: int = 0
+    made: list[float] = field(default_factory=list)
+
+    def commit(self, now: float) -> None:
+        """Count the next step, for which the gradients of all workers have arrived.
+
+        The first worker sends a gradient only after it has saved the checkpoint of the steps before it.
+        """
+        if self.step % self.save_every == 0:
+            self.saved = self.step
+        self.step += 1
+        self.made.append(now)
+
+    def roll_back(self) -> None:
+        """Return to the last checkpoint."""
+        self.step = self.saved
+
+
+class Hub:
+    """The exchange of a process group. It runs on an event loop in its own thread.
+
+    A worker connects and sends its name. Once all are connected, each receives the step of the checkpoint to load.
+    Then each sends its gradient and receives the mean of all, again and again, until a connection is lost.
+
+    Args:
+        names: The workers.
+        progress: Records the steps.
+
+    Attributes:
+        port: The port of loopback on which it listens.
+    """
+
+    def __init__(self, names: Sequence[str], progress: GroupProgress) -> None:
+        self._names, self._progress = tuple(names), progress
+        self._members: dict[str, Member] = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="hub", daemon=True)
+        self.port = 0
+
+    def __enter__(self) -> Hub:
+        self._thread.start()
+        self._server = self._call(asyncio.start_server(self._serve, LOOPBACK, 0))
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._call(self._end())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _call(self, what: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(what, self._loop).result()
+
+    async def _end(self) -> None:
+        self._server.close()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._drop(self._members)
+        await asyncio.sleep(0)  # Closed transports free their sockets in the next turn of the loop.
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Accept a worker. The connection that completes the group also runs its exchange."""
+        name = (await reader.readline()).decode(errors="replace").strip()
+        gone = {each for each, (other, _) in self._members.items() if each == name or other.at_eof()}
+        self._drop({each: self._members[each] for each in gone})
+        self._members[name] = reader, writer
+        if name not in self._names:
+            self._drop({name: self._members[name]})
+        elif len(self._members) == len(self._names):
+            await self._exchange({each: self._members[each] for each in self._names})
+
+    async def _exchange(self, members: Mapping[str, Member]) -> None:
+        try:
+            await self._send(members, struct.pack("<q", self._progress.saved))
+            while True:
+                gradients = await _all(_receive(reader) for reader, _ in members.values())
+                mean_N = np.mean(gradients, axis=0, dtype=np.float32)
+                self._progress.commit(time.monotonic())
+                await self._send(members, mean_N.tobytes())
+        except* (OSError, asyncio.IncompleteReadError):
+            self._progress.roll_back()
+        finally:
+            self._drop(members)
+
+    @staticmethod
+    async def _send(members: Mapping[str, Member], message: bytes) -> None:
+        for _, writer in members.values():
+            writer.write(message)
+        await _all(writer.drain() for _, writer in members.values())
+
+    def _drop(self, members: Mapping[str, Member]) -> None:
+        for name, member in list(members.items()):
+            member[1].transport.abort()
+            if self._members.get(name) is member:
+                del self._members[name]
+
+
+async def _receive(reader: asyncio.StreamReader) -> Any:
+    """Return the next gradient: float32 [N]. Its number of bytes comes first."""
+    (count,) = struct.unpack("<q", await reader.readexactly(8))
+    return np.frombuffer(await reader.readexactly(count), np.float32)
+
+
+async def _all(calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Await all calls at once. Raise an ExceptionGroup as soon as one fails."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(call) for call in calls]
+    return [task.result() for task in tasks]
+
+
+def worker_faults(faults: Iterable[Fault], names: Sequence[str]) -> tuple[Fault, ...]:
+    """Return the faults of a storm that also apply to the workers. A connection that is half open is only reset."""
+    kept = (fault for fault in faults if fault.target in names and fault.kind in {"kill", "stop", *ON_LINKS})
+    return tuple(
+        dataclasses.replace(fault, kind="reset", seconds=0.0) if fault.kind == "half-open" else fault for fault in kept
+    )
+
+
+class ProcessGroup(FaultInjector):
+    """The workers of the baseline, and the faults that are injected into them."""
+
+    def __init__(self, plan: Plan, faults: Sequence[Fault], stack: ExitStack) -> None:
+        super().__init__()
+        names, longest = tuple(plan.step_seconds), max(plan.step_seconds.values())
+        self.progress = GroupProgress(max(1, math.ceil(plan.checkpoint_seconds / longest)))
+        hub = stack.enter_context(Hub(names, self.progress))
+        plan.folder.mkdir(parents=True)
+        settings = {
+            "config": plan.config.to_json(), "step_seconds": dict(plan.step_seconds),
+            "save_every": self.progress.save_every,
+        }  # fmt: skip
+        (plan.folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
+        linked = {fault.target for fault in faults if fault.kind in ON_LINKS}
+        self.workers = []
+        for name in names:
+            proxy = stack.enter_context(Proxy(LOOPBACK, hub.port)) if name in linked else None
+            argv = ["-m", "archipelago.ops.chaos.baseline_worker", str(plan.folder), name]
+            argv.append(str(proxy.port if proxy else hub.port))
+            child = Child(name, argv, thread_environment(len(names)), plan.folder / "logs" / f"{name}.log")
+            self.workers.append(Worker(child, proxy))
+        self.targets = {worker.name: worker for worker in self.workers}
+        stack.callback(self.end)
+
+
+def run_baseline(plan: Plan, stopped: Callable[[], bool]) -> MethodFigures:
+    """Train data-parallel under the faults of a storm, and return the figures.
+
+    Args:
+        plan: The plan of the storm.
+        stopped: Whether a signal has asked this process to stop.
+
+    Raises:
+        ArchipelagoError: The workers do not begin to train, or a signal interrupted them.
+    """
+    config, _ = require_usable(plan.config)
+    faults = worker_faults(plan.faults, tuple(plan.step_seconds))
+    with ExitStack() as stack:
+        group = ProcessGroup(dataclasses.replace(plan, config=config), faults, stack)
+        for worker in group.workers:
+            group.start(worker)
+        await_ready(group, group.workers, lambda _: group.progress.made)
+        begin, first = time.monotonic(), group.progress.step
+        group.schedule(faults, begin)
+        while time.monotonic() < begin + plan.seconds:
+            if stopped():
+                raise interrupted()
+            group.poll()
+            group.report_events(begin)
+            time.sleep(TICK_SECONDS)
+        end, useful = time.monotonic(), group.progress.step - first
+    return summarise(group.progress.made, useful, begin, end, plan.step_seconds)
+
+
+def summarise(
+    made: Iterable[float], useful: int, begin: float, end: float, step_seconds: Mapping[str, float]
+) -> MethodFigures:
+    """Return the figures of a process group.
+
+    Args:
+        made: The time of each step of the group.
+        useful: By how many steps the parameters are further at the end of the window than at its begin.
+        begin, end: The window.
+        step_seconds: The minimum duration of a step, by worker.
+    """
+    inside, between, workers = sum(begin <= at < end for at in made), pauses(made, begin, end), len(step_seconds)
+    down = max(DOWN_SECONDS, DOWN_STEPS * statistics.median(between))
+    return MethodFigures(
+        goodput=useful * min(step_seconds.values()) / (end - begin),
+        uptime=sum(seconds for seconds in between if inside and seconds <= down) / (end - begin),
+        steps_useful=useful * workers,
+        steps_lost=(inside - useful) * workers,
+        pause_seconds_worst=max(between),
+    )

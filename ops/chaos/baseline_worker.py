@@ -1,0 +1,144 @@
+"""A worker of the baseline: it trains data-parallel in a process group, which `archipelago chaos --baseline` starts.
+
+It connects to the hub, loads the checkpoint that the hub names, and exchanges gradients until its connection is lost.
+Then it connects again. Its steps have the same minimum duration as those of an island; the exchange is hidden behind it
+if both fit into that time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+import struct
+import sys
+import time
+from pathlib import Path
+from typing import IO, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
+from jax.flatten_util import ravel_pytree
+from safetensors import safe_open
+
+from archipelago.broker.codecs import Vector
+from archipelago.broker.config import RunConfig, from_json
+from archipelago.broker.files import write_atomically
+from archipelago.islands.data.batches import Batches
+from archipelago.islands.data.corpus import open_corpus
+from archipelago.islands.data.sharding import lease_all
+from archipelago.islands.inner import InnerState, begin, descent, gradient
+from archipelago.islands.models.registry import build
+from archipelago.islands.step_throttle import Pacer
+from archipelago.ops.chaos.proxy import LOOPBACK
+
+CONNECT_SECONDS = 0.1
+
+
+class DataParallelWorker:
+    """The arithmetic of one worker, which computes the gradient of its rows of the group's batch.
+
+    Args:
+        config: The run's config. The group's batch has `workers` times its batch size.
+        number: Which rows are this worker's. The first worker saves checkpoints.
+        workers: The number of workers.
+        folder: Where the group keeps its checkpoints.
+        save_every: The steps from one checkpoint to the next.
+
+    Attributes:
+        state: Parameters and optimiser state.
+    """
+
+    state: InnerState
+    _batches: Batches
+
+    def __init__(self, config: RunConfig, number: int, workers: int, folder: Path, save_every: int) -> None:
+        size = config.data.batch_size
+        self._config = dataclasses.replace(config, data=dataclasses.replace(config.data, batch_size=size * workers))
+        self._rows = slice(number * size, (number + 1) * size)
+        self._folder, self._save_every, self._saves = folder, save_every, number == 0
+        self._text, self._model = open_corpus(config.data.corpus).train, build(config.model)
+        compute, descend = gradient(self._model), descent(config.inner)
+        self._gradient = jax.jit(lambda params, tokens_BxT1: ravel_pytree(compute(params, tokens_BxT1)[0])[0])
+        self._descend = jax.jit(
+            lambda state, mean_N, n: descend(state, ravel_pytree(state.params)[1](mean_N), n), donate_argnums=0
+        )
+        self.load(0)
+        self._descend_by(self.gradient())  # This compiles all programs before the group begins.
+
+    def gradient(self) -> Vector:
+        """Return the gradient of this worker's rows of the next batch: float32 [N]."""
+        tokens_BxT1 = self._batches.next(1)[0, self._rows]
+        return np.asarray(self._gradient(self.state.params, jnp.asarray(tokens_BxT1)))
+
+    def apply(self, mean_N: Vector) -> None:
+        """Make the optimiser's step on the mean gradient, and save a checkpoint if one is due."""
+        self._descend_by(mean_N)
+        self._step += 1
+        if self._saves and self._step % self._save_every == 0:
+            leaves = {f"{number:05d}": np.asarray(leaf) for number, leaf in enumerate(jax.tree.leaves(self.state))}
+            text = safetensors.numpy.save(leaves, {"batches": json.dumps(self._batches.state())})
+            write_atomically(self._checkpoint(), text)
+
+    def _descend_by(self, mean_N: Vector) -> None:
+        self.state = self._descend(self.state, jnp.asarray(mean_N), jnp.asarray(self._step, jnp.int32))
+
+    def load(self, step: int) -> None:
+        """Continue from the checkpoint after that many steps; 0 for the first parameters."""
+        self._step = step
+        self._batches = Batches(self._text, self._config, lease_all(self._config.data.shards, self._config.seed))
+        if step == 0:
+            self.state = begin(self._config.inner, self._model.init(self._config.seed))
+            return
+        with safe_open(self._checkpoint(), framework="numpy") as file:
+            leaves = [jnp.asarray(file.get_tensor(name)) for name in sorted(file.keys())]
+            self._batches.restore(json.loads(file.metadata()["batches"]))
+        self.state = jax.tree.unflatten(jax.tree.structure(self.state), leaves)
+
+    def _checkpoint(self) -> Path:
+        """Return the file of the present step's checkpoint, which is not that of the checkpoint before it."""
+        return self._folder / f"checkpoint-{self._step // self._save_every % 2}.safetensors"
+
+
+def follow(worker: DataParallelWorker, connection: socket.socket, name: str, step_seconds_min: float = 0.0) -> None:
+    """Take part in a process group until the connection is lost, which raises OSError."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.sendall(f"{name}\n".encode())
+    pacer = Pacer(step_seconds_min)
+    with connection.makefile("rb") as stream:
+        worker.load(*struct.unpack("<q", _read(stream, 8)))
+        while True:
+            pacer.dispatched(1, time.monotonic())
+            message = worker.gradient().tobytes()
+            time.sleep(pacer.delay_seconds(time.monotonic()))
+            connection.sendall(struct.pack("<q", len(message)) + message)
+            worker.apply(np.frombuffer(_read(stream, len(message)), np.float32))
+
+
+def _read(stream: IO[bytes], count: int) -> bytes:
+    """Return exactly that many bytes. Raise OSError if the connection ends before."""
+    message = stream.read(count)
+    if len(message) < count:
+        raise ConnectionResetError("the hub has ended the connection")
+    return message
+
+
+def main(folder: Path, name: str, port: int) -> None:
+    """Train until the process is killed."""
+    settings: dict[str, Any] = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
+    names = list(settings["step_seconds"])
+    config = from_json(settings["config"])
+    worker = DataParallelWorker(config, names.index(name), len(names), folder, settings["save_every"])
+    while True:
+        try:
+            with socket.create_connection((LOOPBACK, port)) as connection:
+                follow(worker, connection, name, settings["step_seconds"][name])
+        except OSError as error:
+            sys.stderr.write(f"{error}; connecting again\n")
+        time.sleep(CONNECT_SECONDS)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

@@ -1,1 +1,0 @@
-"""Baselines that train in lockstep under the faults of a storm: data-parallel, elastic data-parallel, DiLoCo."""

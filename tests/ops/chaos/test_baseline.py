@@ -1,0 +1,203 @@
+"""The baseline of a storm: its rules, its hub over real sockets, its arithmetic, and real processes under faults."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from archipelago.broker.config import RunConfig
+from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.islands.models.registry import Params, build
+from archipelago.islands.tasks.ours import our_work
+from archipelago.ops.chaos.baseline import GroupProgress, Hub, run_baseline, summarise, worker_faults
+from archipelago.ops.chaos.baseline_worker import DataParallelWorker
+from archipelago.ops.chaos.processes import Plan
+from archipelago.ops.chaos.report.goodput import pauses
+from archipelago.ops.chaos.schedule import Fault
+from archipelago.ops.experiments import baselines
+from archipelago.ops.experiments.baselines import Point
+from tests.small import SMALL
+
+ISLANDS = ("island-0", "island-1")
+WORKERS, SAVE_EVERY = 2, 4
+
+
+@pytest.fixture
+def config() -> RunConfig:
+    return replace(
+        SMALL,
+        data=replace(SMALL.data, corpus="small-text", batch_size=2, sequence_length=16),
+        inner=replace(SMALL.inner, steps=16, warmup_steps=4),
+    )
+
+
+# -- rules ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_returns_to_the_last_checkpoint_that_is_on_disk() -> None:
+    """A checkpoint counts from the next step on, because the first worker saves it before its next gradient."""
+    progress = GroupProgress(SAVE_EVERY)
+    for step, saved in ((3, 0), (4, 0), (5, 4), (8, 4), (9, 8)):
+        while progress.step < step:
+            progress.commit(float(step))
+        assert progress.saved == saved, step
+    progress.roll_back()
+    assert (progress.step, len(progress.made)) == (8, 9)
+
+
+def test_steps_that_were_rolled_back_are_lost() -> None:
+    """Two workers make a step a second, lose three steps at 10 s, and go on at 14 s."""
+    made = [*map(float, range(-2, 11)), *map(float, range(14, 20))]
+    found = summarise(made, 17 - 3, 0.0, 20.0, {"a": 1.0, "b": 2.0})
+    assert found.goodput == pytest.approx(14 / 20)
+    assert (found.steps_useful, found.steps_lost) == (28, 6)
+    assert found.pause_seconds_worst == 4.0
+    assert found.uptime == pytest.approx(16 / 20)
+    none = summarise([], 0, 0.0, 20.0, {"a": 1.0})
+    assert (none.goodput, none.uptime, none.pause_seconds_worst) == (0.0, 0.0, 20.0)
+
+
+def test_a_pause_may_touch_the_edge_of_the_window() -> None:
+    for times, longest in (([1.0, 2.0], 3.0), ([], 5.0), ([-1.0, 4.5, 9.0], 4.5)):
+        assert max(pauses(times, 0.0, 5.0)) == longest, times
+
+
+def test_faults_of_processes_and_links_apply_to_workers() -> None:
+    kinds = ("kill", "stop", "partition", "reset", "half-open", "throttle", "delay", "disk")
+    faults = [Fault(float(n), kind, "island-0", 30.0) for n, kind in enumerate(kinds)]  # type: ignore[arg-type]
+    others = [Fault(1.0, "kill", "redis", 1.0), Fault(1.0, "stop", "merger", 1.0), Fault(2.0, "clock", "redis", 1.0)]
+    found = worker_faults([*faults, *others], ISLANDS)
+    assert [(fault.kind, fault.seconds) for fault in found] == [
+        ("kill", 30.0), ("stop", 30.0), ("partition", 30.0), ("reset", 30.0), ("reset", 0.0), ("throttle", 30.0),
+        ("delay", 30.0),
+    ]  # fmt: skip
+
+
+# -- the hub ----------------------------------------------------------------------------------------------------------
+
+
+class Client:
+    """A client that speaks the protocol of a worker. A hub that has dropped it answers with nothing."""
+
+    def __init__(self, port: int, name: str) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", port), 30.0)
+        self.stream = self.socket.makefile("rb")
+        self.socket.sendall(f"{name}\n".encode())
+
+    def first_step(self) -> int:
+        return int(struct.unpack("<q", self.stream.read(8))[0])
+
+    def send(self, *gradient: float) -> None:
+        message = np.array(gradient, np.float32).tobytes()
+        self.socket.sendall(struct.pack("<q", len(message)) + message)
+
+    def mean(self, count: int = 2) -> list[float]:
+        try:
+            return [float(x) for x in np.frombuffer(self.stream.read(4 * count), np.float32)]
+        except ConnectionResetError:
+            return []
+
+    def end(self) -> None:
+        self.stream.close()
+        self.socket.close()
+
+
+@contextmanager
+def connected(port: int, *names: str) -> Iterator[list[Client]]:
+    clients = [Client(port, name) for name in names]
+    yield clients
+    for client in clients:
+        client.end()
+
+
+def test_a_hub_averages_gradients_and_forms_the_group_again_after_a_loss() -> None:
+    progress = GroupProgress(1)
+    with Hub(("a", "b"), progress) as hub:
+        with connected(hub.port, "stranger", "a", "a", "b") as (stranger, old, a, b):
+            assert stranger.mean() == old.mean() == [], "a new connection replaces the old one of its name"
+            assert (a.first_step(), b.first_step()) == (0, 0)
+            for number in range(3):
+                a.send(1.0, number)
+                b.send(3.0, 0.0)
+                assert a.mean() == b.mean() == [2.0, number / 2]
+            a.send(1.0, 1.0)
+            b.socket.sendall(b"half of a")  # It is killed in the middle of a message.
+            b.end()
+            assert a.mean() == []
+        assert (progress.step, len(progress.made)) == (2, 3)
+        with connected(hub.port, "b") as (b,):
+            pass  # It is killed while it waits for the others.
+        with connected(hub.port, "a", "b") as (a, b):
+            assert (a.first_step(), b.first_step()) == (2, 2)
+
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def in_one_process(monkeypatch: pytest.MonkeyPatch, config: RunConfig, corpus: OpenCorpus) -> Params:
+    """Return the parameters that data-parallel training in one process evaluates at its end."""
+    seen: list[Params] = []
+
+    def point(tokens: int, params: Params) -> Point:
+        seen.append({name: jnp.array(tensor) for name, tensor in params.items()})
+        return Point(tokens, 0.0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(baselines, "scoring", lambda work: point)
+        baselines.data_parallel(our_work(config, corpus), WORKERS, lambda point: None)
+    return seen[-1]
+
+
+@pytest.mark.full
+def test_workers_that_load_checkpoints_train_as_one_process_does(
+    config: RunConfig, corpus: OpenCorpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The position in the text and the moments roll back with the parameters."""
+    wanted = in_one_process(monkeypatch, config, corpus)
+    workers = [DataParallelWorker(config, number, WORKERS, tmp_path, SAVE_EVERY) for number in range(WORKERS)]
+    for first, last in ((0, 6), (4, 11), (8, 16)):
+        for worker in workers:
+            worker.load(first)
+        for _ in range(first, last):
+            mean_N = np.mean([worker.gradient() for worker in workers], axis=0)
+            for worker in workers:
+                worker.apply(mean_N)
+    initial = build(config.model).init(config.seed)
+    for worker in workers:
+        for name in wanted:
+            np.testing.assert_allclose(worker.state.params[name], wanted[name], atol=2e-5, err_msg=name)
+    assert max(np.abs(wanted[name] - initial[name]).max() for name in wanted) > 1e-2, "the parameters did not change"
+
+
+# -- real processes ---------------------------------------------------------------------------------------------------
+
+
+def plan_of(folder: Path, config: RunConfig, seconds: float, *faults: Fault) -> Plan:
+    return Plan("storm", folder, config, dict.fromkeys(ISLANDS, 0.05), seconds, faults, checkpoint_seconds=0.1)
+
+
+@pytest.mark.full
+@pytest.mark.processes
+@pytest.mark.usefixtures("corpus")
+def test_a_group_survives_a_storm(config: RunConfig, tmp_path: Path) -> None:
+    """The test asserts no speed, which depends on the load of the machine."""
+    faults = (
+        Fault(0.1, "throttle", "island-0", 60.0, 50.0), Fault(0.3, "kill", "merger", 0.2),
+        Fault(0.5, "stop", "island-0", 0.5), Fault(1.2, "half-open", "island-0"),
+        Fault(2.0, "partition", "island-0", 0.5), Fault(3.0, "kill", "island-1", 0.2),
+    )  # fmt: skip
+    found = run_baseline(plan_of(tmp_path / "storm", config, 20.0, *faults), lambda: False)
+    assert found.steps_useful > 0 and found.steps_lost >= 0
+    assert found.goodput == pytest.approx(found.steps_useful * 0.05 / (2 * 20.0), rel=0.01)
+    assert 0 < found.uptime < 1
+    assert found.pause_seconds_worst >= 0.4, "the others did not wait for the stopped worker"
+    log = (tmp_path / "storm" / "logs" / "island-0.log").read_text()
+    assert log.count("connecting again") >= 2, "the group did not form again"
