@@ -265,7 +265,7 @@ class Manifest:
         if self.task:
             raise ConfigError(
                 f"{what} is not possible for the run {self.run!r}: it trains the task {self.task!r} of its users",
-                "`up`, `island` and `evaluate` take the file of the task (--task FILE.py:NAME).",
+                "`up` and `island` take the file of the task (--task FILE.py:NAME).",
                 code="model.own",
             )
         if self.config.has_own_loops:

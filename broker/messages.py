@@ -381,7 +381,7 @@ class Evaluation:
             would train on the same number.
         unix_seconds: The wall clock of the process that evaluated.
         bits_per_byte: The loss. Of a task, it is in bits instead of nats (`broker.loss_unit` converts it).
-        by: The island that evaluated; empty for `archipelago evaluate`.
+        by: The island that evaluated; empty if `up` measured the end of the run.
     """
 
     __pydantic_config__ = _CONFIG

@@ -24,7 +24,6 @@ VERBS: Verbs = {
     "revoke": Verb("archipelago.ops.launch.invite", "RevokeOptions", "End a membership of a run."),
     "doctor": Verb("archipelago.ops.watch.doctor.main", "DoctorOptions", "Check this machine and the Redis."),
     "report": Verb("archipelago.ops.watch.report", "ReportOptions", "Write a run's figures into one HTML file."),
-    "evaluate": Verb("archipelago.ops.watch.evaluate", "EvaluateOptions", "Measure the merged model on held-out text."),
     "export": Verb("archipelago.ops.weights.export", "ExportOptions", "Write the merged model as safetensors."),
     "generate": Verb("archipelago.ops.weights.generate", "GenerateOptions", "Continue a prompt with the merged model."),
     "prepare": Verb("archipelago.ops.launch.prepare", "PrepareOptions", "Make a corpus ready for islands to read."),

@@ -75,9 +75,6 @@ _EXAMPLES: dict[str, dict[str, str]] = {
         "archipelago report demo": "Write the report of the run in runs/demo.",
         "archipelago report redis://:PASSWORD@HOST:6379 --run demo --out demo.html": "Write that of a run at a Redis.",
     },
-    "evaluate": {
-        "archipelago evaluate --run demo": "Measure the published parameters once, and record the result.",
-    },
     "export": {
         "archipelago export runs/demo --out demo-llama": "Write the newest checkpoint as a Llama.",
         "archipelago export redis://HOST:6379 --run demo --out demo-orbax --format orbax": "Write plain Orbax.",
@@ -98,7 +95,7 @@ _EXAMPLES: dict[str, dict[str, str]] = {
     "chaos": {
         "archipelago chaos --seconds 120 --islands 4": "Train for two minutes while processes are killed.",
         "archipelago chaos --task docs/examples/task_bytes.py": "Kill processes that train a task of yours.",
-        "archipelago chaos peers": "Measure what the return of an island costs.",
+        "archipelago chaos --every 15 --baseline": "Compare with data-parallel training under the same kills.",
     },
     "bench parity": {
         "archipelago bench parity --quick": "Compare with data-parallel training, in minutes.",

@@ -22,6 +22,7 @@ from archipelago.ops.chaos.injection import TICK_SECONDS
 from archipelago.ops.chaos.processes import Plan, RunProcesses, await_ready, await_standbys, read_turn_log
 from archipelago.ops.chaos.report.record import Identity, StormRecord
 from archipelago.ops.chaos.script import own_step_seconds
+from archipelago.ops.launch.final_loss import measure
 from archipelago.ops.settings import say
 
 OBSERVE_SECONDS = 0.1
@@ -179,9 +180,7 @@ def _refused(processes: RunProcesses) -> frozenset[Identity]:
 def _held_out_loss(plan: Plan, transport: ReaderTransport) -> float:
     """Return the held-out loss of the final parameters; NaN for a script, or a task without `evaluate`."""
     from archipelago.islands.tasks.file import load_task
-    from archipelago.ops.watch.evaluate import evaluate  # It imports JAX, which takes seconds.
 
     if plan.script or (plan.task and load_task(plan.task).task.evaluate is None):
         return math.nan
-    found = evaluate(transport, plan.task)
-    return loss_unit(transport.reader.manifest().corpus).from_evaluation(found.bits_per_byte)
+    return loss_unit(transport.reader.manifest().corpus).from_evaluation(measure(transport, plan.task).bits_per_byte)

@@ -106,7 +106,7 @@ class Session:
         merger += ["--threads", str(options.merger_threads)] if options.merger_threads else []
         self.merger = child("merger", "-m", "archipelago.merger", *merger, *options.flags(0))
         task = ["--task", options.task] if options.task else []
-        self.evaluator = child("evaluate", "-m", "archipelago.ops", "evaluate", *task)
+        self.evaluator = child("evaluate", "-m", "archipelago.ops.launch.final_loss", *task)
         self.islands = []
         for number in range(options.islands):
             name = island_name(number)

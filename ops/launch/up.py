@@ -88,7 +88,7 @@ def main(options: UpOptions) -> int:
     if finished and has_losses and not _has_losses(report):
         raise ArchipelagoError(
             "the run has made all its steps, but nothing has measured its held-out loss",
-            f"See {session.evaluator.log}. `archipelago evaluate` measures the model while its Redis runs.",
+            f"See {session.evaluator.log}. `archipelago export` writes the model, to measure it yourself.",
             code="up.no-loss",
         )
     return 0 if finished else INTERRUPTED

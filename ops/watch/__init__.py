@@ -1,1 +1,1 @@
-"""Inspect and steer a run from a terminal: `status`, `steer`, `doctor`, `report`, `evaluate`."""
+"""Inspect and steer a run from a terminal: `status`, `steer`, `doctor`, `report`."""

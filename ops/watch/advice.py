@@ -243,8 +243,8 @@ def _evaluation_problems(
         age = unix_seconds - newest.unix_seconds
         yield Problem(
             "evaluation.old", "warn", "run", f"The newest held-out figure is {age / 60:,.0f} min old.",
-            "One island evaluates, unless all were started with --evaluate-every 0. Look at its log. "
-            "`archipelago evaluate URL` measures once, on this machine.", unix_seconds - due - allowed,
+            "One island evaluates, unless all were started with --evaluate-every 0. Look at its log, or "
+            "start another one without that flag.", unix_seconds - due - allowed,
         )  # fmt: skip
 
 

@@ -102,7 +102,7 @@ class RunView:
         tokens_trained: The sum of all accounts.
         evaluated_round: The round of the parameters behind `held_out_last`; 0 before the first.
         evaluated_unix_seconds: When they were evaluated, by the clock of the island that evaluated; 0 before the first.
-        evaluated_by: The island that did; empty for `archipelago evaluate`.
+        evaluated_by: The island that did; empty if `up` measured the end of the run.
         frozen_parameters: The parameters of the model that the run does not train.
         task: The name of the users' task that it trains; empty for other runs.
         passes: Mean number of times that a shard of the run's corpus was read, counting merged work only. It is NaN if

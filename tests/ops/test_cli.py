@@ -156,7 +156,7 @@ def unused_port() -> int:
         return port
 
 
-NEED_A_RUN = ["status", "island", "merger", "evaluate"]
+NEED_A_RUN = ["status", "island", "merger"]
 AT_ONCE = {"island": ["--wait-seconds", "0"], "merger": ["--wait-seconds", "0"]}
 
 

@@ -25,8 +25,6 @@ from archipelago.ops.launch.init import InitOptions
 from archipelago.ops.launch.init import main as init
 from archipelago.ops.watch.doctor.main import DoctorOptions
 from archipelago.ops.watch.doctor.main import main as doctor
-from archipelago.ops.watch.evaluate import EvaluateOptions
-from archipelago.ops.watch.evaluate import main as evaluate
 from archipelago.ops.watch.provenance import commands
 from archipelago.ops.watch.status import StatusOptions
 from archipelago.ops.watch.status import main as status
@@ -134,8 +132,6 @@ def test_a_run_of_scripts_has_no_settings_of_ours_and_no_model(served: Served) -
     assert footprint(manifest).island == 16 * manifest.parameters, "what the link holds"
     parts = redis_parts(manifest.config, manifest.elements, max(manifest.sizes))
     assert footprint(manifest).redis == sum(parts.values())
-    with failing(ConfigError, "model.own"):
-        evaluate(EvaluateOptions(url=served.url, run="own"))
     with failing(ConfigError, "model.own"):
         generate(GenerateOptions(served.url, run="own"))
     with failing(ConfigError, "model.own"):

@@ -31,6 +31,7 @@ from archipelago.ops.dashboard.app import application
 from archipelago.ops.dashboard.run_list import RunList
 from archipelago.ops.dashboard.watcher import Watcher as PageWatcher
 from archipelago.ops.experiments.virtual_time import VirtualRun
+from archipelago.ops.launch.final_loss import measure
 from archipelago.ops.watch import report, run_list
 from archipelago.ops.watch.live import Watcher as LiveWatcher
 from archipelago.ops.watch.live import print_text
@@ -153,12 +154,12 @@ def test_parameters_come_from_all_shards(url: str, demo: VirtualRun) -> None:
 
 
 @pytest.mark.full
-def test_evaluate_export_and_generate(corpus: OpenCorpus, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_measure_export_and_generate(corpus: OpenCorpus, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = replace(SMALL, data=replace(SMALL.data, corpus="small-text"), inner=replace(SMALL.inner, steps=480))
     url = f"fakeredis://{uuid.uuid4().hex}"
     trained = train_sharded(our_work(config, corpus), url, rounds=1)
     number = newest_round(trained)
-    assert printed(capsys, "evaluate", url)["round"] == number
+    assert measure(trained.transport).round == number
     assert trained.transport.reader.evaluations()[-1].round == number
     assert printed(capsys, "export", url, "--out", str(tmp_path / "out"))["round"] == number
     assert printed(capsys, "generate", url, "--tokens", "3")["tokens"] == 3
