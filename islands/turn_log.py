@@ -40,21 +40,19 @@ class TurnLog:
                 f"Cannot write {path}, which {VARIABLE} names ({error.strerror})", "Name another file.", code="turn-log"
             ) from None
 
-    def turned(self, at: float, steps: int, versions: int, between_seconds: float, idle_seconds: float) -> None:
+    def turned(self, at: float, steps: int, idle_seconds: float) -> None:
         """Write one turn, with the time that the thread waited for a core in it, if the system reports it.
 
         Args:
             at: The monotonic time.
             steps: Inner steps of this incarnation so far.
-            versions: The sum of the versions of all fragments, which grows with each adoption.
-            between_seconds: Time that the training thread spent between two steps.
             idle_seconds: Time that the device was idle before this step.
         """
         waited, before = self._waited_seconds(), self._waited
         self._waited = waited
         line = {
-            "at": round(at, 6), "who": self.incarnation, "steps": steps, "versions": versions,
-            "between": round(between_seconds, 6), "idle": round(idle_seconds, 6), "waited": round(waited - before, 6),
+            "at": round(at, 6), "who": self.incarnation, "steps": steps, "idle": round(idle_seconds, 6),
+            "waited": round(waited - before, 6),
         }  # fmt: skip
         with contextlib.suppress(OSError):  # a full disk must not stop training
             os.write(self._file, (json.dumps(line) + "\n").encode())

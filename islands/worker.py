@@ -256,18 +256,14 @@ def train(island: Island, stopped: Callable[[], bool], turn_log: TurnLog | None 
     """
     steps_before = island.totals.steps
     while not (stopped() or island.finished or island.must_leave):
-        began = island.clock()
         try:
             island.boundary()
-            between_seconds = island.clock() - began
             island.advance()
         except (DivergedError, ConfigError) as error:
             island.give_up("diverged" if isinstance(error, DivergedError) else "left", error.what)
             raise
         if turn_log is not None:
-            versions = sum(count.version for count in island.ledger.counts)
-            steps = island.totals.steps - steps_before
-            turn_log.turned(island.clock(), steps, versions, between_seconds, island.pacer.idle_seconds)
+            turn_log.turned(island.clock(), island.totals.steps - steps_before, island.pacer.idle_seconds)
     state = "done" if island.finished else "left"
     if state == "left" and island.must_leave:
         log.warning("leaves: %s", island.leave_reason()[1])

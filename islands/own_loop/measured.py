@@ -54,12 +54,11 @@ class MeasuredTurns:
             raise ConfigError(f"{STEP_VARIABLE} cannot be {given!r}", "Give seconds, or unset it.", code="turn-log")
         return cls(turn_log, seconds)
 
-    def stepped(self, steps: int, versions: int) -> None:
+    def stepped(self, steps: int) -> None:
         """Log that the script has made steps, before any of them is sent. Wait first if they took too little time.
 
         Args:
             steps: The steps since the last call.
-            versions: The sum of the versions of all fragments.
         """
         early = self._stepped_at + steps * self._step_seconds - self._clock()
         if early > 0:
@@ -67,7 +66,7 @@ class MeasuredTurns:
         self._stepped_at = self._clock()
         self._steps += steps
         # A device may have had work during the last `sync`, so its idle time is at most that of the call.
-        self._turn_log.turned(self._stepped_at, self._steps, versions, self._sync_seconds, self._sync_seconds)
+        self._turn_log.turned(self._stepped_at, self._steps, self._sync_seconds)
 
     def synced(self) -> None:
         """Note that `sync` returns now."""

@@ -183,7 +183,7 @@ class Session(ABC):
         counted, count = checked_counts(steps, tokens)
         require_loss(loss)
         if self._measured is not None:
-            self._measured.stepped(counted, sum(each.version for each in loop.ledger.counts))
+            self._measured.stepped(counted)
         self._is_torn = True
         try:
             loop.turn(counted, count, loss)

@@ -25,12 +25,11 @@ from typing import Any
 
 import numpy as np
 
-from archipelago.ops.chaos.injection import TICK_SECONDS, FaultInjector, Worker
+from archipelago.ops.chaos.injection import FaultInjector, Worker
 from archipelago.ops.chaos.processes import Plan, await_ready
 from archipelago.ops.chaos.proxy import LOOPBACK, Proxy
 from archipelago.ops.chaos.report.goodput import MethodFigures, pauses
 from archipelago.ops.chaos.schedule import ON_LINKS, Fault
-from archipelago.ops.chaos.storm import interrupted
 from archipelago.ops.launch.init import require_usable
 from archipelago.ops.launch.supervisor import Child, thread_environment
 
@@ -217,15 +216,9 @@ def run_baseline(plan: Plan, stopped: Callable[[], bool]) -> MethodFigures:
         for worker in group.workers:
             group.start(worker)
         await_ready(group, group.workers, lambda _: group.progress.made)
-        begin, first = time.monotonic(), group.progress.step
-        group.schedule(faults, begin)
-        while time.monotonic() < begin + plan.seconds:
-            if stopped():
-                raise interrupted()
-            group.poll()
-            group.report_events(begin)
-            time.sleep(TICK_SECONDS)
-        end, useful = time.monotonic(), group.progress.step - first
+        first = group.progress.step
+        begin, end = group.carry_out(faults, lambda begin: time.monotonic() >= begin + plan.seconds, stopped)
+        useful = group.progress.step - first
     return summarise(group.progress.made, useful, begin, end, plan.step_seconds)
 
 

@@ -14,16 +14,23 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from pathlib import Path
 
+from archipelago.broker.errors import ArchipelagoError, ConfigError
+from archipelago.broker.files import write_atomically
 from archipelago.ops.chaos.proxy import Proxy
 from archipelago.ops.chaos.report.record import ProcessEvent
 from archipelago.ops.chaos.schedule import Fault
 from archipelago.ops.launch.supervisor import Child
 from archipelago.ops.settings import say
 
-TICK_SECONDS = 0.01
+TICK_SECONDS, CHECK_SECONDS = 0.01, 0.1
 #: A process that ends without a fault is restarted after this time.
 UNPLANNED_SECONDS = 1.0
+LIBRARY = "libfaketimeMT.so.1"
+FOLDERS = ("/usr/lib/*/faketime", "/usr/lib/faketime", "/usr/local/lib/faketime", "/opt/homebrew/lib/faketime")
+#: How often the program reads the file. The library counts in whole seconds.
+REFRESH_SECONDS = 1
 
 
 class FaultTarget:
@@ -103,7 +110,7 @@ class FaultInjector:
         """Record an event that happened just now."""
         self.events.append(ProcessEvent(time.monotonic(), process, what, detail))
 
-    def report_events(self, begin: float) -> None:
+    def _report_events(self, begin: float) -> None:
         """Print each new event on a line, with its time since `begin`."""
         for event in self.events[self._reported :]:
             say(f"  {event.at - begin:6.1f} s  {event.process:<9} {event.what} {event.detail}".rstrip())
@@ -115,10 +122,32 @@ class FaultInjector:
         target.start()
         target.dead, target.stopped, target.started = False, False, target.started + 1
 
-    def schedule(self, faults: Iterable[Fault], begin: float) -> None:
-        """Inject these faults, whose times count from `begin`. Earlier events are not reported any more."""
+    def carry_out(
+        self, faults: Iterable[Fault], is_over: Callable[[float], bool], stopped: Callable[[], bool]
+    ) -> tuple[float, float]:
+        """Inject faults, whose times count from now, and report events. Return when that began and ended.
+
+        Args:
+            faults: The schedule, ordered by time.
+            is_over: From the begin to whether to end. It is asked ten times a second.
+            stopped: Whether a signal has asked this process to stop.
+
+        Raises:
+            ArchipelagoError: A signal has (`chaos.interrupted`).
+        """
+        begin, check_at = time.monotonic(), 0.0
         self._reported = len(self.events)
         self._faults = deque((begin + fault.at, fault) for fault in faults)
+        while (now := time.monotonic()) < check_at or not is_over(begin):
+            check_at = check_at if now < check_at else now + CHECK_SECONDS
+            if stopped():
+                raise ArchipelagoError(
+                    "the storm was interrupted", "Only its folder is left.", code="chaos.interrupted"
+                )
+            self.poll()
+            self._report_events(begin)
+            time.sleep(TICK_SECONDS)
+        return begin, now
 
     def poll(self) -> None:
         """Inject and undo the faults that are due. Restart processes that ended without a fault."""
@@ -236,3 +265,47 @@ def _disturb(proxy: Proxy, fault: Fault) -> Callable[[], None] | None:
         case _:
             proxy.half_open()
             return None
+
+
+def library() -> Path | None:
+    """Return the path of libfaketime, or None if it is not installed."""
+    return next((path for folder in FOLDERS for path in Path("/").glob(f"{folder[1:]}/{LIBRARY}")), None)
+
+
+def require_library() -> Path:
+    """Return the path of libfaketime. Raise ConfigError if it is not installed."""
+    if (found := library()) is None:
+        raise ConfigError(
+            "the fault `clock` needs libfaketime, which is not installed here",
+            "Install it (Debian: `apt install libfaketime`), or leave `clock` out of --kinds.",
+            code="chaos.no-libfaketime",
+        )
+    return found
+
+
+class FakeClock:
+    """The time of day of one program, which libfaketime shifts. Its monotonic clock, and so its intervals, stay right.
+
+    Args:
+        file: The file that holds the offset. It is created with an offset of zero.
+
+    Raises:
+        ConfigError: libfaketime is not installed.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._library, self._file = require_library(), file.absolute()
+        self.jump(0.0)
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment variables that the program must be started with."""
+        return {
+            "LD_PRELOAD": str(self._library),
+            "FAKETIME_TIMESTAMP_FILE": str(self._file),
+            "FAKETIME_CACHE_DURATION": str(REFRESH_SECONDS),
+            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+        }
+
+    def jump(self, seconds: float) -> None:
+        """Set the program's clock ahead of the machine's by `seconds`, within REFRESH_SECONDS."""
+        write_atomically(self._file, f"{seconds:+.3f}\n")

@@ -14,16 +14,16 @@ from typing import Annotated
 import tyro
 
 from archipelago.broker.config import RunConfig, checked
-from archipelago.broker.errors import ConfigError
+from archipelago.broker.errors import ConfigError, require_number
 from archipelago.broker.files import make_untracked
 from archipelago.broker.process import keep_compiled, print_json, stop_on_signals
 from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.shards.layout import SHARDS_MAX
 from archipelago.ops.chaos import schedule as schedules
 from archipelago.ops.chaos.baseline import run_baseline
-from archipelago.ops.chaos.fake_clock import require_library
+from archipelago.ops.chaos.injection import require_library
 from archipelago.ops.chaos.processes import Plan
-from archipelago.ops.chaos.report.figures import Control, Figures, as_control, figures
+from archipelago.ops.chaos.report.figures import Figures, figures
 from archipelago.ops.chaos.report.page import COLUMNS, PAGE, PICTURE, REPORT, comparison, headlines, write
 from archipelago.ops.chaos.report.record import StormRecord
 from archipelago.ops.chaos.schedule import REDIS, Fault, FaultRates, Kind, merger_names
@@ -122,9 +122,8 @@ def _require_sensible(options: ChaosOptions) -> None:
     positive = ("seconds", "mean_seconds_between", "slow")
     for name in (*positive, "return_seconds", "every", "step_seconds", "checkpoint_every", "settle_seconds"):
         value = getattr(options, name)
-        if not 0 <= value < math.inf or (name in positive and not value):
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{flag} cannot be {value}", "Give a positive number.", code="chaos.bad-number")
+        least = math.nextafter(0.0, 1.0) if name in positive else 0.0
+        require_number(f"--{name.replace('_', '-')}", value, "Give a positive number.", "chaos.bad-number", least)
     if not 1 <= options.islands <= 256:
         raise ConfigError(f"--islands cannot be {options.islands}", "Choose 1 to 256.", code="chaos.bad-number")
     if not 1 <= options.shards <= SHARDS_MAX:
@@ -177,24 +176,19 @@ def _faults(options: ChaosOptions) -> list[Fault]:
             f"--spare cannot be {min(unknown)}", f"Name some of {', '.join(everything)}.", code="chaos.unknown-process"
         )
     targets = [name for name in everything if name not in options.spare]
-    found = _scheduled(options, everything, targets, [name for name in islands if name in targets])
+    islands = [name for name in islands if name in targets]
+    if options.schedule:
+        found = schedules.from_text(_read(options.schedule), everything)
+    elif options.every and islands:
+        found = schedules.periodic(options.every, islands, options.return_seconds, options.seconds, options.fault_seed)
+    else:
+        rates = FaultRates(options.mean_seconds_between, options.kinds, options.return_seconds)
+        found = schedules.poisson(rates, targets, options.seconds, options.fault_seed)
     if sys.platform != "linux" and any(fault.kind == "disk" for fault in found):
         raise ConfigError("the fault `disk` needs Linux", "Leave `disk` out of --kinds.", code="chaos.no-disk-faults")
     if any(fault.kind == "clock" for fault in found):
         require_library()
     return found
-
-
-def _scheduled(
-    options: ChaosOptions, everything: Sequence[str], targets: Sequence[str], islands: Sequence[str]
-) -> list[Fault]:
-    seconds, seed = options.seconds, options.fault_seed
-    if options.schedule:
-        return schedules.from_text(_read(options.schedule), everything)
-    if options.every and islands:
-        return schedules.periodic(options.every, islands, options.return_seconds, seconds, seed)
-    rates = FaultRates(options.mean_seconds_between, options.kinds, options.return_seconds)
-    return schedules.poisson(rates, targets, seconds, seed)
 
 
 def _read(path: Path) -> str:
@@ -244,13 +238,13 @@ def _storm(
     return found
 
 
-def _control(plan: Plan, folder: Path, storm: StormRecord, stopped: Callable[[], bool]) -> Control:
+def _control(plan: Plan, folder: Path, storm: StormRecord, stopped: Callable[[], bool]) -> Figures:
     say("the same run without faults, up to as many merged tokens, for comparison")
     merged = storm.books.merged_tokens // storm.fragments
     undisturbed = dataclasses.replace(
         plan, folder=folder / "undisturbed", faults=(), merged_tokens=merged, standbys=0
     )  # fmt: skip
-    return as_control(run_storm(undisturbed, stopped))
+    return figures(run_storm(undisturbed, stopped))
 
 
 def _enough_steps(options: ChaosOptions, config: RunConfig) -> int:

@@ -17,14 +17,14 @@ from archipelago.broker.config import RunConfig
 from archipelago.broker.control import checked_changes
 from archipelago.broker.errors import ArchipelagoError, BrokerError
 from archipelago.broker.manifest import Manifest
+from archipelago.broker.messages import TapeEntry
 from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.shards.transport import opened, whole
 from archipelago.broker.transport import ReaderTransport
 from archipelago.islands.own_loop.measured import STEP_VARIABLE
 from archipelago.islands.turn_log import VARIABLE as TURN_LOG_VARIABLE
-from archipelago.ops.chaos.fake_clock import FakeClock
-from archipelago.ops.chaos.injection import TICK_SECONDS, FaultInjector, FaultTarget, Worker
+from archipelago.ops.chaos.injection import TICK_SECONDS, FakeClock, FaultInjector, FaultTarget, Worker
 from archipelago.ops.chaos.proxy import Proxy
 from archipelago.ops.chaos.report.record import STANDBY_USED, Turn
 from archipelago.ops.chaos.schedule import ON_LINKS, REDIS, Fault, merger_names
@@ -215,14 +215,10 @@ class RunProcesses(FaultInjector):
         """Return the file into which an island writes each turn of its loop."""
         return self._turn_logs / f"{name}.jsonl"
 
-    def has_turned(self, name: str) -> bool:
-        """Return whether that island has made a turn of its loop."""
-        return bool(read_turn_log(self.turn_log(name)))
-
     def is_ready(self, name: str) -> bool:
         """Return whether that island has made a turn of its loop. Mergers are ready once every shard is served."""
         if name in self.plan.step_seconds:
-            return self.has_turned(name)
+            return bool(read_turn_log(self.turn_log(name)))
         status = self.transport.reader.merger_status()
         return status is not None and bool(status.holder)
 
@@ -273,15 +269,17 @@ class RunProcesses(FaultInjector):
 
     # -- ending -------------------------------------------------------------------------------------------------------
 
-    def is_well(self, last_round_at: float) -> bool:
+    def is_well(self) -> bool:
         """Return whether no fault is left, all islands train, and a round has closed since the last event."""
-        if self.is_busy or last_round_at < max(event.at for event in self.events):
+        if self.is_busy:
             return False
         try:
+            newest = self.transport.reader.tape(1)
             training = {p.heartbeat.island: p.heartbeat.pid for p in self.transport.reader.presences() if p.is_training}
         except BrokerError:
             return False
-        return all(training.get(island.name) == island.pid for island in self.islands)
+        has_closed = bool(newest) and monotonic(newest[-1]) > max(event.at for event in self.events)
+        return has_closed and all(training.get(island.name) == island.pid for island in self.islands)
 
     def end_faults(self) -> None:
         """Undo all active faults and start Redis and the merger again. Dead islands stay dead."""
@@ -348,6 +346,11 @@ def await_standbys(processes: RunProcesses) -> None:
                 code="chaos.no-standbys",
             )
         time.sleep(TICK_SECONDS)
+
+
+def monotonic(entry: TapeEntry) -> float:
+    """Return when a round closed, on the machine's monotonic clock. The merger wrote down its wall clock."""
+    return entry.unix_seconds - time.time() + time.monotonic()
 
 
 def read_turn_log(path: Path) -> list[Turn]:

@@ -1,7 +1,6 @@
 """A TCP proxy on loopback that simulates a bad link: it throttles, delays, cuts and heals its connections.
 
-`Bucket` is pure and decides when bytes may pass. The rest moves the bytes, on an event loop in its own thread. Each
-direction has one rate, which all connections share in turn.
+It moves the bytes on an event loop in its own thread. Each direction has one rate, which all connections share in turn.
 """
 
 from __future__ import annotations
@@ -30,49 +29,6 @@ START_SECONDS = 10.0
 LINGER_OFF = struct.pack("ii", 1, 0)
 
 
-@dataclass
-class Bucket:
-    """A token bucket over bytes.
-
-    Attributes:
-        bytes_per_second: The rate, which may be infinite.
-        tokens: Bytes that may pass now.
-        filled_at: When `tokens` was last updated, by any clock that does not go back.
-    """
-
-    bytes_per_second: float
-    tokens: float = 0.0
-    filled_at: float = 0.0
-
-    @property
-    def burst_bytes(self) -> float:
-        """The most that it holds. This is at least one piece, or no piece could ever pass."""
-        return max(float(PIECE_BYTES), self.bytes_per_second * BURST_SECONDS)
-
-    def wait_seconds(self, count: int, now: float) -> float:
-        """Take `count` bytes (at most a piece) and return 0, or take none and return how long to wait."""
-        self._fill(now)
-        if math.isinf(self.bytes_per_second):
-            return 0.0
-        if self.tokens >= count:
-            self.tokens -= count
-            return 0.0
-        # The extra microsecond avoids a second wait because of rounding.
-        return (count - self.tokens) / self.bytes_per_second + 1e-6
-
-    def set_rate(self, bytes_per_second: float, now: float) -> None:
-        """Change the rate from now on."""
-        self._fill(now)
-        self.bytes_per_second = bytes_per_second
-        self.tokens = min(self.tokens, self.burst_bytes)
-
-    def _fill(self, now: float) -> None:
-        if not math.isinf(self.bytes_per_second):
-            passed = max(0.0, now - self.filled_at)
-            self.tokens = min(self.burst_bytes, self.tokens + passed * self.bytes_per_second)
-        self.filled_at = max(self.filled_at, now)
-
-
 def bytes_per_second(megabits: float) -> float:
     """Convert a rate from Mbit/s. Raise ValueError unless it is positive."""
     if not megabits > 0:
@@ -81,20 +37,31 @@ def bytes_per_second(megabits: float) -> float:
 
 
 @dataclass
-class _Direction:
+class Direction:
     """One direction of all connections together.
 
     Attributes:
-        bucket: Its token bucket.
+        bytes_per_second: Its rate, which may be infinite.
+        free_at: When the bytes that have passed would have left a link of that rate.
         turn: A fair lock, through which connections share the rate piece by piece.
         changed: Set when the rate changes.
         bytes: Bytes that have passed so far.
     """
 
-    bucket: Bucket
+    bytes_per_second: float
+    free_at: float = -math.inf
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     bytes: int = 0
+
+    def wait_seconds(self, count: int, now: float) -> float:
+        """Let `count` more bytes pass, and return how long that takes."""
+        self.free_at = max(self.free_at, now - BURST_SECONDS) + count / self.bytes_per_second
+        return max(0.0, self.free_at - now)
+
+    def set_rate(self, bytes_per_second: float, now: float) -> None:
+        """Change the rate from now on."""
+        self.bytes_per_second, self.free_at = bytes_per_second, now
 
 
 #: Pieces of one connection and direction, and when each is due. An empty piece is the end.
@@ -129,9 +96,8 @@ class Proxy:
     ) -> None:
         self.target = (target_host, target_port)
         self.delay_seconds = delay_seconds
-        now = time.monotonic()
-        self._up = _Direction(Bucket(bytes_per_second(megabits_up), filled_at=now))
-        self._down = _Direction(Bucket(bytes_per_second(megabits_down), filled_at=now))
+        self._up = Direction(bytes_per_second(megabits_up))
+        self._down = Direction(bytes_per_second(megabits_down))
         self._socket = _bound(0)
         self.port: int = self._socket.getsockname()[1]
         self._open = asyncio.Event()
@@ -213,7 +179,7 @@ class Proxy:
 
     async def _change(self, up: float, down: float) -> None:
         for direction, rate in ((self._up, up), (self._down, down)):
-            direction.bucket.set_rate(rate, time.monotonic())
+            direction.set_rate(rate, time.monotonic())
             direction.changed.set()
 
     async def _cut(self, reset: bool) -> None:
@@ -285,7 +251,7 @@ class Proxy:
             for one in both - self._forgotten:
                 one.close()
 
-    async def _read(self, reader: asyncio.StreamReader, pieces: _Pieces, way: _Direction) -> None:
+    async def _read(self, reader: asyncio.StreamReader, pieces: _Pieces, way: Direction) -> None:
         """Forward one direction of a connection, including its end. The other direction continues."""
         piece = b"more"
         while piece:
@@ -293,11 +259,11 @@ class Proxy:
             await self._await_turn(way, len(piece))
             await pieces.put((time.monotonic() + self.delay_seconds, piece))
 
-    async def _await_turn(self, direction: _Direction, count: int) -> None:
+    async def _await_turn(self, direction: Direction, count: int) -> None:
         async with direction.turn:
             await self._open.wait()
-            while wait := direction.bucket.wait_seconds(count, time.monotonic()):
-                direction.changed.clear()
+            if wait := direction.wait_seconds(count, time.monotonic()):
+                direction.changed.clear()  # A new rate applies at once: it ends this wait.
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(direction.changed.wait(), wait)
                 await self._open.wait()

@@ -16,7 +16,7 @@ import math
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast
 
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -132,12 +132,7 @@ def periodic(every: float, targets: Sequence[str], away_seconds: float, seconds:
 
 
 def _fault(at: float, kind: str, target: str, seconds: float) -> Fault:
-    return Fault(at, _kind(kind), target, seconds, VALUES.get(kind, 0.0))
-
-
-def _kind(text: str) -> Kind:
-    found: Kind = next(kind for kind in get_args(Kind) if kind == text)
-    return found
+    return Fault(at, cast(Kind, kind), target, seconds, VALUES.get(kind, 0.0))
 
 
 def in_order(faults: Iterable[Fault]) -> list[Fault]:

@@ -1,78 +1,27 @@
 """A storm: run real processes on a real Redis under a schedule of faults, and record what can be observed.
 
 The record contains the events of all processes on the machine's monotonic clock, each turn of each island's loop from
-its turn log, and the time at which each round was first seen closed.
+its turn log, and the time at which the merger closed each round.
 """
 
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-from archipelago.broker.errors import ArchipelagoError, BrokerError
 from archipelago.broker.loss_unit import loss_unit
 from archipelago.broker.messages import Refusal, TapeEntry
-from archipelago.broker.redis.transport import RedisTransport, connect
-from archipelago.broker.shards.transport import of_shard, opened
+from archipelago.broker.shards.transport import of_shard
 from archipelago.broker.transport import START, ReaderTransport
-from archipelago.ops.chaos.injection import TICK_SECONDS
-from archipelago.ops.chaos.processes import Plan, RunProcesses, await_ready, await_standbys, read_turn_log
+from archipelago.ops.chaos.processes import Plan, RunProcesses, await_ready, await_standbys, monotonic, read_turn_log
 from archipelago.ops.chaos.report.record import Identity, StormRecord
 from archipelago.ops.chaos.script import own_step_seconds
 from archipelago.ops.launch.final_loss import measure
 from archipelago.ops.settings import say
 
-OBSERVE_SECONDS = 0.1
-RECENT = 32
 EVERYTHING = 1 << 20
-
-
-class Observer:
-    """An observer that reads the run ten times a second, on a separate thread and connection. An outage leaves a gap.
-
-    Attributes:
-        closed_at: When each round was first seen closed.
-        merged_tokens: Tokens merged so far, summed over the fragments.
-    """
-
-    def __init__(self, url: str, run: str) -> None:
-        self._url, self._run = url, run
-        self.closed_at: dict[int, float] = {}
-        self.merged_tokens = 0
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._observe_repeatedly, name="observer", daemon=True)
-
-    def __enter__(self) -> Observer:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stopping.set()
-        self._thread.join()
-
-    def _observe_repeatedly(self) -> None:
-        transport: RedisTransport | None = None
-        while not self._stopping.wait(OBSERVE_SECONDS):
-            try:
-                transport = transport or connect(self._url, self._run)
-                self._observe(opened(transport)[1])
-            except BrokerError:
-                continue
-        if transport is not None:
-            transport.close()
-
-    def _observe(self, transport: ReaderTransport) -> None:
-        last = max(self.closed_at, default=0)
-        entries = transport.reader.tape(RECENT)
-        if entries and entries[0].round > last + 1:
-            entries = transport.reader.tape(EVERYTHING)
-        now = time.monotonic()
-        for entry in entries:
-            self.closed_at.setdefault(entry.round, now)
-        self.merged_tokens = transport.reader.books().merged_tokens
 
 
 def run_storm(plan: Plan, stopped: Callable[[], bool]) -> StormRecord:
@@ -87,56 +36,27 @@ def run_storm(plan: Plan, stopped: Callable[[], bool]) -> StormRecord:
     """
     with ExitStack() as stack:
         processes = RunProcesses(plan, stack)
-        observer = stack.enter_context(Observer(processes.url, processes.run))
         for worker in (*processes.mergers, *processes.islands):
             if not worker.started:
                 processes.start(worker)
         await_ready(processes, (*processes.mergers, *processes.islands), processes.is_ready)
         await_standbys(processes)
-        begin = time.monotonic()
-        processes.schedule(plan.faults, begin)
-        _await_end(plan, processes, observer, begin, stopped)
-        end = time.monotonic()
+        begin, end = processes.carry_out(plan.faults, lambda begin: _is_over(plan, processes, begin), stopped)
         processes.end_faults()
         if not processes.drain():
             say("  some contributions were not merged in time")
-        time.sleep(2 * OBSERVE_SECONDS)  # The observer must see the last rounds, too.
-        held_out_loss = _held_out_loss(plan, processes.transport)
-        return _record(plan, processes, observer, begin, end, held_out_loss)
+        return _record(plan, processes, begin, end, _held_out_loss(plan, processes.transport))
 
 
-def interrupted() -> ArchipelagoError:
-    """Return the error of a storm that a signal ended."""
-    return ArchipelagoError("the storm was interrupted", "Only its folder is left.", code="chaos.interrupted")
-
-
-def _await_end(
-    plan: Plan, processes: RunProcesses, observer: Observer, begin: float, stopped: Callable[[], bool]
-) -> None:
-    check_at = 0.0
-    while True:
-        if (now := time.monotonic()) >= check_at:
-            if _is_over(plan, processes, observer, begin):
-                return
-            check_at = now + OBSERVE_SECONDS
-        if stopped():
-            raise interrupted()
-        processes.poll()
-        processes.report_events(begin)
-        time.sleep(TICK_SECONDS)
-
-
-def _is_over(plan: Plan, processes: RunProcesses, observer: Observer, begin: float) -> bool:
+def _is_over(plan: Plan, processes: RunProcesses, begin: float) -> bool:
     if plan.merged_tokens:
-        return observer.merged_tokens >= plan.merged_tokens * len(processes.manifest.fragments)
+        merged = processes.transport.reader.books().merged_tokens
+        return merged >= plan.merged_tokens * len(processes.manifest.fragments)
     left = begin + plan.seconds - time.monotonic()
-    last_round_at = max(observer.closed_at.values(), default=0.0)
-    return left <= 0 and (left <= -plan.settle_seconds or processes.is_well(last_round_at))
+    return left <= 0 and (left <= -plan.settle_seconds or processes.is_well())
 
 
-def _record(
-    plan: Plan, processes: RunProcesses, observer: Observer, begin: float, end: float, held_out_loss: float
-) -> StormRecord:
+def _record(plan: Plan, processes: RunProcesses, begin: float, end: float, held_out_loss: float) -> StormRecord:
     transport = processes.transport
     config, tape = processes.manifest.config, tuple(transport.reader.tape(EVERYTHING))
     turns = {island.name: read_turn_log(processes.turn_log(island.name)) for island in processes.islands}
@@ -150,7 +70,7 @@ def _record(
         faults=plan.faults,
         events=tuple(processes.events),
         turns=turns,
-        closed_at=dict(observer.closed_at),
+        closed_at={entry.round: monotonic(entry) for entry in tape},
         tape=tape,
         books=transport.reader.books(),
         pending=transport.reader.pending(),

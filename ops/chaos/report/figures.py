@@ -26,19 +26,6 @@ from archipelago.ops.chaos.report.timelines import timelines, uptime
 
 
 @dataclass(frozen=True)
-class Control:
-    """Figures of the same run without faults, after as many merged tokens."""
-
-    held_out_loss: float
-    unit: str
-    training_loss: float
-    tokens_merged: int
-    seconds: float
-    goodput: float
-    stalls: Stalls
-
-
-@dataclass(frozen=True)
 class Figures:
     """The figures of one storm.
 
@@ -97,14 +84,14 @@ class Figures:
     training_loss: float
     checks: list[Check]
     holds: bool
-    control: Control | None = None
+    control: Figures | None = None
     baseline: MethodFigures | None = None
     standbys: int = 0
     standbys_used: int = 0
     events: list[ProcessEvent] = field(default_factory=list)
 
 
-def figures(storm: StormRecord, control: Control | None = None, baseline: MethodFigures | None = None) -> Figures:
+def figures(storm: StormRecord, control: Figures | None = None, baseline: MethodFigures | None = None) -> Figures:
     """Compute all figures of a storm."""
     states, results = timelines(storm), checks(storm)
     step, returned = storm.shortest_step_seconds, rejoins(storm)
@@ -164,12 +151,3 @@ def as_method(storm: StormRecord, found: Figures) -> MethodFigures:
         steps_lost=sum(storm.steps_between(island, storm.begin, storm.end) for island in storm.islands) - useful,
         pause_seconds_worst=max(pauses(turns, storm.begin, storm.end)),
     )
-
-
-def as_control(storm: StormRecord) -> Control:
-    """Return the figures of a run without faults, for comparison."""
-    states = timelines(storm)
-    return Control(
-        storm.held_out_loss, storm.unit, storm.training_loss, storm.books.merged_tokens // storm.fragments,
-        storm.seconds, shares(storm, states).useful, stalls(storm, states),
-    )  # fmt: skip

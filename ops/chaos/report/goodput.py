@@ -81,50 +81,32 @@ def possible_while_live(storm: StormRecord, states: Timelines) -> float:
 
 
 @dataclass(frozen=True)
-class Waits:
-    """The number of waits that took longer than 10 ms, and the longest wait.
+class Stalls:
+    """Times in which the devices of islands without a fault had no work.
 
     Attributes:
-        over_10_ms: Number of waits over 10 ms.
-        worst_seconds: The longest wait.
-        net_over_10_ms: The number without the time that the thread waited for a core of this machine.
-        net_worst_seconds: The longest wait without that time.
+        turns: Number of turns of their loops in the window.
+        over_10_ms: How many such times took longer than 10 ms.
+        worst_seconds: The longest such time.
+        net_over_10_ms: `over_10_ms` without the time that the training thread waited for a core of this machine.
+        net_worst_seconds: `worst_seconds` without that time.
     """
 
+    turns: int
     over_10_ms: int
     worst_seconds: float
     net_over_10_ms: int
     net_worst_seconds: float
 
 
-@dataclass(frozen=True)
-class Stalls:
-    """Delays between the steps of islands without a fault.
-
-    Attributes:
-        turns: Number of turns of their loops in the window.
-        idle: Times in which the device had no work.
-        between: Times in which the training thread was busy between two steps, while the device may work.
-    """
-
-    turns: int
-    idle: Waits
-    between: Waits
-
-
 def stalls(storm: StormRecord, states: Timelines) -> Stalls:
     """Return the stalls of all islands. Turns that overlap a SIGSTOP of the island do not count."""
     pairs = [pair for island in storm.islands for pair in _undisturbed(storm, island, states[island])]
+    gross = [turn.idle for _, turn in pairs]
     # An idle time may begin in the turn before, so that turn's waits for a core count as well.
-    idle = _waits([(turn.idle, turn.waited + before.waited) for before, turn in pairs])
-    return Stalls(len(pairs), idle, _waits([(turn.between, turn.waited) for _, turn in pairs]))
-
-
-def _waits(seconds_waited: Sequence[tuple[float, float]]) -> Waits:
-    gross = [seconds for seconds, _ in seconds_waited]
-    net = [max(0.0, seconds - waited) for seconds, waited in seconds_waited]
-    return Waits(
-        sum(s > STALL_SECONDS for s in gross), max(gross, default=0.0),
+    net = [max(0.0, turn.idle - turn.waited - before.waited) for before, turn in pairs]
+    return Stalls(
+        len(pairs), sum(s > STALL_SECONDS for s in gross), max(gross, default=0.0),
         sum(s > STALL_SECONDS for s in net), max(net, default=0.0),
     )  # fmt: skip
 
@@ -136,7 +118,7 @@ def _undisturbed(storm: StormRecord, island: str, spans: Sequence[Span]) -> Iter
     for turn in storm.turns.get(island, ()):
         before = newest.get(turn.who, turn)
         newest[turn.who] = turn
-        slack = max(turn.idle, turn.between) + storm.step_seconds[island]
+        slack = turn.idle + storm.step_seconds[island]
         disturbed = any(span.begin <= turn.at and span.end >= before.at - slack for span in stops)
         if storm.begin <= turn.at < storm.end and not disturbed:
             yield before, turn

@@ -11,8 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from archipelago.broker.process import finite
-from archipelago.ops.chaos.report.figures import Control, Figures, as_method
-from archipelago.ops.chaos.report.goodput import Waits
+from archipelago.ops.chaos.report.figures import Figures, as_method
+from archipelago.ops.chaos.report.goodput import Stalls
 from archipelago.ops.chaos.report.record import StormRecord
 from archipelago.ops.chaos.schedule import KINDS
 from archipelago.ops.watch.formatting import number, size
@@ -72,7 +72,6 @@ def page(storm: StormRecord, found: Figures, picture: bytes, command: str) -> st
 
 def headlines(found: Figures) -> list[tuple[str, str]]:
     """Return the name and the value of each figure."""
-    stalls = found.stalls
     ceiling = "" if found.ceiling > 0.999 else f" (at most {found.ceiling:.1%}: an island is slow)"
     rows = [
         ("goodput: merged inner steps over possible ones", f"{found.goodput:.1%}{ceiling}"),
@@ -85,8 +84,7 @@ def headlines(found: Figures) -> list[tuple[str, str]]:
                            f"{found.tokens_refused:,} + pending {found.tokens_pending:,} + lost {found.tokens_lost:,}"),
         ("from a kill to the first merged contribution", f"{number(found.rejoin_seconds_median, 1)} s median, "
                                                          f"{number(found.rejoin_seconds_worst, 1)} s worst"),
-        ("device idle for over 10 ms", _waits(stalls.idle, stalls.turns)),
-        ("training thread busy between two steps for over 10 ms", _waits(stalls.between, stalls.turns)),
+        ("device idle for over 10 ms", _idle(found.stalls)),
         ("bytes up, down", f"{size(found.bytes_up)}, {size(found.bytes_down)}"),
         _loss_row(found),
     ]  # fmt: skip
@@ -99,27 +97,24 @@ def _loss_row(found: Figures) -> tuple[str, str]:
     return f"held-out {found.unit}", number(found.held_out_loss, 4)
 
 
-def _control_rows(control: Control) -> list[tuple[str, str]]:
-    stalls = control.stalls
+def _control_rows(control: Figures) -> list[tuple[str, str]]:
+    name = f"the same run without faults, after {control.tokens_merged:,} merged tokens"
     return [
-        (f"the same run without faults, after {control.tokens_merged:,} merged tokens",
-                                                                 f"{_control_loss(control)}, "
-                                                                 f"goodput {control.goodput:.1%}"),
-        ("its device idle for over 10 ms", _waits(stalls.idle, stalls.turns)),
-        ("its training thread busy between two steps for over 10 ms", _waits(stalls.between, stalls.turns)),
-    ]  # fmt: skip
+        (name, f"{_control_loss(control)}, goodput {control.goodput:.1%}"),
+        ("its device idle for over 10 ms", _idle(control.stalls)),
+    ]
 
 
-def _control_loss(control: Control) -> str:
+def _control_loss(control: Figures) -> str:
     if math.isnan(control.held_out_loss):
         return f"training loss {number(control.training_loss, 4)}"
     return f"{number(control.held_out_loss, 4)} {control.unit}"
 
 
-def _waits(waits: Waits, turns: int) -> str:
+def _idle(stalls: Stalls) -> str:
     return (
-        f"{waits.over_10_ms:,} of {turns:,}, worst {waits.worst_seconds * 1e3:.0f} ms; without waits for a core "
-        f"{waits.net_over_10_ms:,}, worst {waits.net_worst_seconds * 1e3:.0f} ms"
+        f"{stalls.over_10_ms:,} of {stalls.turns:,}, worst {stalls.worst_seconds * 1e3:.0f} ms; without waits for a "
+        f"core {stalls.net_over_10_ms:,}, worst {stalls.net_worst_seconds * 1e3:.0f} ms"
     )
 
 

@@ -21,7 +21,6 @@ MARKS = {"kill": "x", "died": "x", "stop": "s", "disk": "d", "clock": "*"}
 OTHER_MARK = "v"
 SHARE_COLOURS = {**{name: STATE_COLOURS[name] for name in ("stopped", "recovering", "dead")},
                  "useful": STATE_COLOURS["training"], "lost": "#8064a2", "idle": "#b8b8b8"}  # fmt: skip
-ADOPTIONS_MAX = 400
 
 
 def draw(path: Path, storm: StormRecord, found: Figures) -> None:
@@ -58,12 +57,11 @@ def _draw_timelines(axes: Axes, storm: StormRecord, states: Timelines) -> None:
         for span in states[name]:
             begin = span.begin - storm.begin
             axes.broken_barh([(begin, span.end - span.begin)], (row - 0.32, 0.64), color=STATE_COLOURS[span.state])
-        axes.vlines(_adoptions(storm, name), row - 0.32, row - 0.12, color="white", linewidth=0.5, alpha=0.8)
     _mark_faults(axes, storm, names)
     axes.set(yticks=range(len(names)), yticklabels=names, ylim=(len(names) - 0.5, -0.7))
     handles = [Patch(color=colour, label=STATE_LABELS.get(state, state)) for state, colour in STATE_COLOURS.items()]
     axes.legend(handles=handles, ncols=len(handles), frameon=False, fontsize=8, loc="lower right",
-                bbox_to_anchor=(1.0, 1.0), title="✕ kill  ■ stop  ▼ link  ◆ disk  ★ clock   white: a snapshot adopted",
+                bbox_to_anchor=(1.0, 1.0), title="✕ kill  ■ stop  ▼ link  ◆ disk  ★ clock",
                 title_fontsize=8)  # fmt: skip
 
 
@@ -76,17 +74,6 @@ def _mark_faults(axes: Axes, storm: StormRecord, names: list[str]) -> None:
         axes.plot(*place, marker=mark, color="black", markersize=5, clip_on=False)
         if event.what not in ("kill", "stop", "died"):
             axes.annotate(event.what, place, xytext=(4, -2), textcoords="offset points", fontsize=7)
-
-
-def _adoptions(storm: StormRecord, island: str) -> list[float]:
-    """Return the seconds of the window at which an island adopted a snapshot, thinned to about ADOPTIONS_MAX."""
-    known: dict[str, int] = {}
-    out = []
-    for turn in storm.turns.get(island, ()):
-        if turn.versions > known.get(turn.who, turn.versions):
-            out.append(turn.at - storm.begin)
-        known[turn.who] = turn.versions
-    return out[:: max(1, len(out) // ADOPTIONS_MAX)]
 
 
 def _draw_round_rate(axes: Axes, storm: StormRecord, bin_seconds: float = 2.0) -> None:

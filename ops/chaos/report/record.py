@@ -45,8 +45,6 @@ class Turn:
         at: When it ended.
         who: The incarnation of the island.
         steps: Inner steps of that incarnation so far.
-        versions: Sum of the fragment versions that the island holds. It grows with each adoption.
-        between: Seconds that the training thread was busy between two steps.
         idle: Seconds that the device had no work before this step.
         waited: Seconds that the training thread was ready to run and had no core.
     """
@@ -54,8 +52,6 @@ class Turn:
     at: float
     who: str
     steps: int
-    versions: int
-    between: float
     idle: float
     waited: float
 
@@ -73,7 +69,7 @@ class StormRecord:
         faults: The schedule.
         events: The events of all processes.
         turns: The turn log of each island.
-        closed_at: When each round was first seen closed.
+        closed_at: When each round closed.
         tape: All rounds.
         books: Counts of published, merged and refused contributions.
         pending: Contributions that were still waiting at the end.

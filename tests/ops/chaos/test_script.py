@@ -14,7 +14,7 @@ from archipelago.islands.own_loop.measured import STEP_VARIABLE, MeasuredTurns
 from archipelago.islands.turn_log import VARIABLE, TurnLog
 from archipelago.ops.chaos.main import ChaosOptions, main
 from archipelago.ops.chaos.processes import read_turn_log
-from archipelago.ops.chaos.report.figures import as_control, figures
+from archipelago.ops.chaos.report.figures import figures
 from archipelago.ops.chaos.report.page import headlines
 from archipelago.ops.chaos.report.record import Turn
 from archipelago.ops.chaos.script import own_step_seconds, parsed
@@ -59,7 +59,7 @@ def test_what_a_script_or_task_cannot_have_is_refused(tmp_path: Path) -> None:
 
 
 def turns(*at: float) -> Sequence[Turn]:
-    return [Turn(seconds, "a", number, 0, 0.0, 0.0, 0.0) for number, seconds in enumerate(at, 1)]
+    return [Turn(seconds, "a", number, 0.0, 0.0) for number, seconds in enumerate(at, 1)]
 
 
 def test_a_slow_script_has_its_own_step_duration() -> None:
@@ -71,7 +71,7 @@ def test_a_slow_script_has_its_own_step_duration() -> None:
 
 def test_without_a_held_out_loss_the_training_loss_is_shown() -> None:
     record = replace(storm(), held_out_loss=math.nan)
-    found = figures(record, as_control(record))
+    found = figures(record, figures(record))
     assert found.training_loss == pytest.approx(2.0)
     rows = dict(headlines(found))
     assert not any("bits per byte" in text for row in rows.items() for text in row)
@@ -92,19 +92,18 @@ class Clock:
 def test_steps_last_as_long_as_the_storm_asks_and_are_logged_before_they_are_sent(tmp_path: Path) -> None:
     path, clock = tmp_path / "turns.jsonl", Clock()
     measured = MeasuredTurns(TurnLog(path, "a"), 0.05, clock, clock.sleep)
-    measured.stepped(1, 0)
+    measured.stepped(1)
     assert [turn.steps for turn in read_turn_log(path)] == [1]
     clock.now += 0.01
     measured.synced()
-    measured.stepped(2, 3)
+    measured.stepped(2)
     clock.now += 0.2  # one long step
     measured.synced()
-    measured.stepped(1, 3)
+    measured.stepped(1)
     found = read_turn_log(path)
     assert [turn.at for turn in found] == pytest.approx([100.05, 100.15, 100.35])
     assert [turn.steps for turn in found] == [1, 3, 4]
-    assert [turn.versions for turn in found] == [0, 3, 3]
-    assert [turn.between for turn in found] == pytest.approx([0.0, 0.01, 0.2])
+    assert [turn.idle for turn in found] == pytest.approx([0.0, 0.01, 0.2])
 
 
 def test_only_a_storm_measures_a_script(tmp_path: Path) -> None:
