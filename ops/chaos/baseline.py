@@ -13,9 +13,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import math
 import statistics
-import struct
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -34,35 +32,28 @@ from archipelago.ops.launch.init import require_usable
 from archipelago.ops.launch.supervisor import Child, thread_environment
 
 #: A time without a step is downtime if it is longer than this, and than this many median times between steps.
-DOWN_SECONDS, DOWN_STEPS = 1.0, 3.0
+DOWN_SECONDS, DOWN_STEPS = 1.0, 2.0
 #: A worker's connection to the hub.
 Member = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @dataclass
 class GroupProgress:
-    """The progress of a process group, whose first worker saves a checkpoint after every `save_every` steps.
+    """The progress of a process group.
 
     Attributes:
-        save_every: The steps from one checkpoint to the next.
         step: How many steps are in the parameters.
         saved: How many steps are in the last checkpoint; 0 before the first.
         made: The time of each step, including those that were rolled back.
     """
 
-    save_every: int
     step: int = 0
     saved: int = 0
     made: list[float] = field(default_factory=list)
 
-    def commit(self, now: float) -> None:
-        """Count the next step, for which the gradients of all workers have arrived.
-
-        The first worker sends a gradient only after it has saved the checkpoint of the steps before it.
-        """
-        if self.step % self.save_every == 0:
-            self.saved = self.step
-        self.step += 1
+    def commit(self, saved: int, now: float) -> None:
+        """Count the next step, for which the gradients of all workers have arrived."""
+        self.step, self.saved = self.step + 1, saved
         self.made.append(now)
 
     def roll_back(self) -> None:
@@ -74,7 +65,8 @@ class Hub:
     """The exchange of a process group. It runs on an event loop in its own thread.
 
     A worker connects and sends its name. Once all are connected, each receives the step of the checkpoint to load.
-    Then each sends its gradient and receives the mean of all, again and again, until a connection is lost.
+    Then each sends the step of its last checkpoint and its gradient, and receives the mean of all gradients, again and
+    again, until a connection is lost. Only the first worker saves checkpoints. Gradients are bytes, all else is lines.
 
     Args:
         names: The workers.
@@ -128,11 +120,11 @@ class Hub:
 
     async def _exchange(self, members: Mapping[str, Member]) -> None:
         try:
-            await self._send(members, struct.pack("<q", self._progress.saved))
+            await self._send(members, b"%d\n" % self._progress.saved)
             while True:
-                gradients = await _all(_receive(reader) for reader, _ in members.values())
+                saved, gradients = zip(*await _all(_receive(reader) for reader, _ in members.values()), strict=True)
                 mean_N = np.mean(gradients, axis=0, dtype=np.float32)
-                self._progress.commit(time.monotonic())
+                self._progress.commit(saved[0], time.monotonic())
                 await self._send(members, mean_N.tobytes())
         except* (OSError, asyncio.IncompleteReadError):
             self._progress.roll_back()
@@ -152,10 +144,10 @@ class Hub:
                 del self._members[name]
 
 
-async def _receive(reader: asyncio.StreamReader) -> Any:
-    """Return the next gradient: float32 [N]. Its number of bytes comes first."""
-    (count,) = struct.unpack("<q", await reader.readexactly(8))
-    return np.frombuffer(await reader.readexactly(count), np.float32)
+async def _receive(reader: asyncio.StreamReader) -> tuple[int, Any]:
+    """Return the step of a worker's last checkpoint, and its gradient: float32 [N]."""
+    saved, count = map(int, (await reader.readuntil()).split())
+    return saved, np.frombuffer(await reader.readexactly(count), np.float32)
 
 
 async def _all(calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
@@ -178,13 +170,13 @@ class ProcessGroup(FaultInjector):
 
     def __init__(self, plan: Plan, faults: Sequence[Fault], stack: ExitStack) -> None:
         super().__init__()
-        names, longest = tuple(plan.step_seconds), max(plan.step_seconds.values())
-        self.progress = GroupProgress(max(1, math.ceil(plan.checkpoint_seconds / longest)))
+        names = tuple(plan.step_seconds)
+        self.progress = GroupProgress()
         hub = stack.enter_context(Hub(names, self.progress))
         plan.folder.mkdir(parents=True)
         settings = {
             "config": plan.config.to_json(), "step_seconds": dict(plan.step_seconds),
-            "save_every": self.progress.save_every,
+            "checkpoint_seconds": plan.checkpoint_seconds,
         }  # fmt: skip
         (plan.folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
         linked = {fault.target for fault in faults if fault.kind in ON_LINKS}

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import socket
-import struct
 import sys
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,20 +45,22 @@ class DataParallelWorker:
         number: Which rows are this worker's. The first worker saves checkpoints.
         workers: The number of workers.
         folder: Where the group keeps its checkpoints.
-        save_every: The steps from one checkpoint to the next.
+        checkpoint_seconds: The time from one checkpoint to the next.
 
     Attributes:
         state: Parameters and optimiser state.
+        saved: The step of the last checkpoint; 0 before the first.
     """
 
     state: InnerState
+    saved: int
     _batches: Batches
 
-    def __init__(self, config: RunConfig, number: int, workers: int, folder: Path, save_every: int) -> None:
+    def __init__(self, config: RunConfig, number: int, workers: int, folder: Path, checkpoint_seconds: float) -> None:
         size = config.data.batch_size
         self._config = dataclasses.replace(config, data=dataclasses.replace(config.data, batch_size=size * workers))
         self._rows = slice(number * size, (number + 1) * size)
-        self._folder, self._save_every, self._saves = folder, save_every, number == 0
+        self._folder, self._checkpoint_seconds = folder, checkpoint_seconds if number == 0 else math.inf
         self._text, self._model = open_corpus(config.data.corpus).train, build(config.model)
         compute, descend = gradient(self._model), descent(config.inner)
         self._gradient = jax.jit(lambda params, tokens_BxT1: ravel_pytree(compute(params, tokens_BxT1)[0])[0])
@@ -77,29 +79,36 @@ class DataParallelWorker:
         """Make the optimiser's step on the mean gradient, and save a checkpoint if one is due."""
         self._descend_by(mean_N)
         self._step += 1
-        if self._saves and self._step % self._save_every == 0:
-            leaves = {f"{number:05d}": np.asarray(leaf) for number, leaf in enumerate(jax.tree.leaves(self.state))}
-            text = safetensors.numpy.save(leaves, {"batches": json.dumps(self._batches.state())})
-            write_atomically(self._checkpoint(), text)
+        if time.monotonic() - self._saved_at >= self._checkpoint_seconds:
+            self._save()
+
+    def _save(self) -> None:
+        leaves = {f"{number:05d}": np.asarray(leaf) for number, leaf in enumerate(jax.tree.leaves(self.state))}
+        text = safetensors.numpy.save(leaves, {"batches": json.dumps(self._batches.state())})
+        write_atomically(self._checkpoint(self._step), text)
+        kept = {self._checkpoint(self._step), self._checkpoint(self.saved)}  # The hub may not know the newest one yet.
+        for path in set(self._folder.glob("checkpoint-*.safetensors")) - kept:
+            path.unlink()
+        self.saved, self._saved_at = self._step, time.monotonic()
 
     def _descend_by(self, mean_N: Vector) -> None:
         self.state = self._descend(self.state, jnp.asarray(mean_N), jnp.asarray(self._step, jnp.int32))
 
     def load(self, step: int) -> None:
         """Continue from the checkpoint after that many steps; 0 for the first parameters."""
-        self._step = step
+        self._step = self.saved = step
+        self._saved_at = time.monotonic()
         self._batches = Batches(self._text, self._config, lease_all(self._config.data.shards, self._config.seed))
         if step == 0:
             self.state = begin(self._config.inner, self._model.init(self._config.seed))
             return
-        with safe_open(self._checkpoint(), framework="numpy") as file:
+        with safe_open(self._checkpoint(step), framework="numpy") as file:
             leaves = [jnp.asarray(file.get_tensor(name)) for name in sorted(file.keys())]
             self._batches.restore(json.loads(file.metadata()["batches"]))
         self.state = jax.tree.unflatten(jax.tree.structure(self.state), leaves)
 
-    def _checkpoint(self) -> Path:
-        """Return the file of the present step's checkpoint, which is not that of the checkpoint before it."""
-        return self._folder / f"checkpoint-{self._step // self._save_every % 2}.safetensors"
+    def _checkpoint(self, step: int) -> Path:
+        return self._folder / f"checkpoint-{step}.safetensors"
 
 
 def follow(worker: DataParallelWorker, connection: socket.socket, name: str, step_seconds_min: float = 0.0) -> None:
@@ -108,19 +117,18 @@ def follow(worker: DataParallelWorker, connection: socket.socket, name: str, ste
     connection.sendall(f"{name}\n".encode())
     pacer = Pacer(step_seconds_min)
     with connection.makefile("rb") as stream:
-        worker.load(*struct.unpack("<q", _read(stream, 8)))
+        worker.load(int(_whole(stream.readline(), 1)))
         while True:
             pacer.dispatched(1, time.monotonic())
             message = worker.gradient().tobytes()
             time.sleep(pacer.delay_seconds(time.monotonic()))
-            connection.sendall(struct.pack("<q", len(message)) + message)
-            worker.apply(np.frombuffer(_read(stream, len(message)), np.float32))
+            connection.sendall(b"%d %d\n" % (worker.saved, len(message)) + message)
+            worker.apply(np.frombuffer(_whole(stream.read(len(message)), len(message)), np.float32))
 
 
-def _read(stream: IO[bytes], count: int) -> bytes:
-    """Return exactly that many bytes. Raise OSError if the connection ends before."""
-    message = stream.read(count)
-    if len(message) < count:
+def _whole(message: bytes, least: int) -> bytes:
+    """Return the message. Raise OSError if the connection has ended before that many bytes."""
+    if len(message) < least:
         raise ConnectionResetError("the hub has ended the connection")
     return message
 
@@ -130,7 +138,7 @@ def main(folder: Path, name: str, port: int) -> None:
     settings: dict[str, Any] = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
     names = list(settings["step_seconds"])
     config = from_json(settings["config"])
-    worker = DataParallelWorker(config, names.index(name), len(names), folder, settings["save_every"])
+    worker = DataParallelWorker(config, names.index(name), len(names), folder, settings["checkpoint_seconds"])
     while True:
         try:
             with socket.create_connection((LOOPBACK, port)) as connection:
