@@ -31,7 +31,8 @@ from archipelago.ops.chaos.schedule import ON_LINKS, Fault
 from archipelago.ops.launch.init import require_usable
 from archipelago.ops.launch.supervisor import Child, thread_environment
 
-#: A time without a step is downtime if it is longer than this, and than this many median times between steps.
+#: A time without a step is downtime if a connection was lost in it, or if it is longer than this, and than this many
+#: median times between steps.
 DOWN_SECONDS, DOWN_STEPS = 1.0, 2.0
 #: A worker's connection to the hub.
 Member = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -45,20 +46,23 @@ class GroupProgress:
         step: How many steps are in the parameters.
         saved: How many steps are in the last checkpoint; 0 before the first.
         made: The time of each step, including those that were rolled back.
+        lost: The time of each loss of a connection, after which the group begins again.
     """
 
     step: int = 0
     saved: int = 0
     made: list[float] = field(default_factory=list)
+    lost: list[float] = field(default_factory=list)
 
     def commit(self, saved: int, now: float) -> None:
         """Count the next step, for which the gradients of all workers have arrived."""
         self.step, self.saved = self.step + 1, saved
         self.made.append(now)
 
-    def roll_back(self) -> None:
+    def roll_back(self, now: float) -> None:
         """Return to the last checkpoint."""
         self.step = self.saved
+        self.lost.append(now)
 
 
 class Hub:
@@ -127,7 +131,7 @@ class Hub:
                 self._progress.commit(saved[0], time.monotonic())
                 await self._send(members, mean_N.tobytes())
         except* (OSError, asyncio.IncompleteReadError):
-            self._progress.roll_back()
+            self._progress.roll_back(time.monotonic())
         finally:
             self._drop(members)
 
@@ -211,26 +215,29 @@ def run_baseline(plan: Plan, stopped: Callable[[], bool]) -> MethodFigures:
         first = group.progress.step
         begin, end = group.carry_out(faults, lambda begin: time.monotonic() >= begin + plan.seconds, stopped)
         useful = group.progress.step - first
-    return summarise(group.progress.made, useful, begin, end, plan.step_seconds)
+    return summarise(group.progress, useful, begin, end, plan.step_seconds)
 
 
 def summarise(
-    made: Iterable[float], useful: int, begin: float, end: float, step_seconds: Mapping[str, float]
+    progress: GroupProgress, useful: int, begin: float, end: float, step_seconds: Mapping[str, float]
 ) -> MethodFigures:
     """Return the figures of a process group.
 
     Args:
-        made: The time of each step of the group.
+        progress: All steps of the group.
         useful: By how many steps the parameters are further at the end of the window than at its begin.
         begin, end: The window.
         step_seconds: The minimum duration of a step, by worker.
     """
-    inside, between, workers = sum(begin <= at < end for at in made), pauses(made, begin, end), len(step_seconds)
-    down = max(DOWN_SECONDS, DOWN_STEPS * statistics.median(between))
+    made, workers = sum(begin <= at < end for at in progress.made), len(step_seconds)
+    between = pauses(progress.made, begin, end)
+    seconds = [after - before for before, after in between]
+    limit = max(DOWN_SECONDS, DOWN_STEPS * statistics.median(seconds)) if made else 0.0
+    up = [b - a for a, b in between if b - a <= limit and not any(a <= at < b for at in progress.lost)]
     return MethodFigures(
         goodput=useful * min(step_seconds.values()) / (end - begin),
-        uptime=sum(seconds for seconds in between if inside and seconds <= down) / (end - begin),
+        uptime=sum(up) / (end - begin),
         steps_useful=useful * workers,
-        steps_lost=(inside - useful) * workers,
-        pause_seconds_worst=max(between),
+        steps_lost=(made - useful) * workers,
+        pause_seconds_worst=max(seconds),
     )

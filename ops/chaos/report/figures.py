@@ -149,5 +149,5 @@ def as_method(storm: StormRecord, found: Figures) -> MethodFigures:
         uptime=found.uptime,
         steps_useful=useful,
         steps_lost=sum(storm.steps_between(island, storm.begin, storm.end) for island in storm.islands) - useful,
-        pause_seconds_worst=max(pauses(turns, storm.begin, storm.end)),
+        pause_seconds_worst=max(after - before for before, after in pauses(turns, storm.begin, storm.end)),
     )

@@ -146,10 +146,10 @@ class MethodFigures:
     pause_seconds_worst: float
 
 
-def pauses(times: Iterable[float], begin: float, end: float) -> list[float]:
-    """Return the lengths of the parts into which these times cut a window."""
+def pauses(times: Iterable[float], begin: float, end: float) -> list[tuple[float, float]]:
+    """Return the parts into which these times cut a window."""
     inside = sorted(at for at in times if begin < at < end)
-    return [after - before for before, after in itertools.pairwise([begin, *inside, end])]
+    return list(itertools.pairwise([begin, *inside, end]))
 
 
 # -- islands that were killed -----------------------------------------------------------------------------------------

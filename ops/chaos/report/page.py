@@ -173,12 +173,13 @@ def _baseline(storm: StormRecord, found: Figures) -> list[str]:
 
 def _table(rows: Sequence[Sequence[str]], columns: Sequence[str] = ()) -> str:
     """Return a table whose first column is text and whose others are numbers."""
-    head = "".join(f"<th class=n>{html.escape(name)}</th>" for name in columns)
-    cells = (
-        f"<tr><td>{html.escape(name)}</td>{''.join(f'<td class=n>{html.escape(cell)}</td>' for cell in values)}</tr>"
-        for name, *values in rows
-    )
-    return f"<table><tr>{head}</tr>{''.join(cells)}</table>"
+
+    def line(tag: str, name: str, *values: str) -> str:
+        cells = "".join(f"<{tag} class=n>{html.escape(value)}</{tag}>" for value in values)
+        return f"<tr><{tag}>{html.escape(name)}</{tag}>{cells}</tr>"
+
+    head = line("th", *columns) if columns else ""
+    return f"<table>{head}{''.join(line('td', *row) for row in rows)}</table>"
 
 
 def _checks(found: Figures) -> str:

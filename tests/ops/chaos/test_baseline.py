@@ -45,25 +45,27 @@ def test_a_group_returns_to_its_last_checkpoint() -> None:
     progress = GroupProgress()
     for number in range(9):
         progress.commit(number // SAVE_EVERY * SAVE_EVERY, float(number))
-    progress.roll_back()
-    assert (progress.step, progress.saved, len(progress.made)) == (8, 8, 9)
+    progress.roll_back(9.0)
+    assert (progress.step, progress.saved, len(progress.made), progress.lost) == (8, 8, 9, [9.0])
 
 
 def test_steps_that_were_rolled_back_are_lost() -> None:
     """Two workers make a step a second, lose three steps at 10 s, and go on at 14 s."""
     made = [*map(float, range(-2, 11)), *map(float, range(14, 20))]
-    found = summarise(made, 17 - 3, 0.0, 20.0, {"a": 1.0, "b": 2.0})
+    found = summarise(GroupProgress(made=made), 17 - 3, 0.0, 20.0, {"a": 1.0, "b": 2.0})
     assert found.goodput == pytest.approx(14 / 20)
     assert (found.steps_useful, found.steps_lost) == (28, 6)
     assert found.pause_seconds_worst == 4.0
     assert found.uptime == pytest.approx(16 / 20)
-    none = summarise([], 0, 0.0, 20.0, {"a": 1.0})
+    lost = summarise(GroupProgress(made=made, lost=[1.5]), 17 - 3, 0.0, 20.0, {"a": 1.0})
+    assert lost.uptime == pytest.approx(15 / 20), "a time in which a connection was lost is downtime, however short"
+    none = summarise(GroupProgress(), 0, 0.0, 20.0, {"a": 1.0})
     assert (none.goodput, none.uptime, none.pause_seconds_worst) == (0.0, 0.0, 20.0)
 
 
 def test_a_pause_may_touch_the_edge_of_the_window() -> None:
     for times, longest in (([1.0, 2.0], 3.0), ([], 5.0), ([-1.0, 4.5, 9.0], 4.5)):
-        assert max(pauses(times, 0.0, 5.0)) == longest, times
+        assert max(after - before for before, after in pauses(times, 0.0, 5.0)) == longest, times
 
 
 def test_faults_of_processes_and_links_apply_to_workers() -> None:
