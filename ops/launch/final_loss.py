@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from archipelago.islands.tasks.file import TaskFile
     from archipelago.islands.tasks.workload import Workload
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("archipelago.ops.launch.final_loss")  # `__name__` is `__main__` in a process of its own.
 
 
 @dataclass(frozen=True)
