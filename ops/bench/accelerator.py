@@ -1,120 +1,281 @@
-"""`archipelago bench accelerator`: what an island costs on an accelerator, as one table by one command.
+"""`archipelago bench accelerator`: what an island costs, on an accelerator or on a CPU, as one table by one command.
 
-For each model: an inner step with syncing over one without, tokens a second beside the same model in plain JAX, and a
-profile of syncs, in which one can see whether copies hide behind steps. Then the time to quantise the elements of 124 M
-parameters to int4, against a copy of the same memory. On a processor, steps and syncs share the cores.
+For each model: an inner step with syncing over one without, its processor time and memory, tokens a second beside the
+same model in plain JAX, and a profile of syncs, in which one can see whether copies hide behind steps. Then the time to
+quantise the elements of 124 M parameters to int4, against a copy of the same memory. On request also what syncing costs
+a user's own loop, and what starting an island costs.
+
+A real island with its link, a merger and a Redis, each a process. In the island's process, steps with syncing and steps
+without take turns, each over whole intervals, so that other work on the machine slows both. A second process only
+trains; the difference of the two peaks is the memory that syncing takes. Merger and Redis run on one half of the cores
+and the island on the other, because in a real run they are different machines. On a CPU, steps and syncs share cores.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from archipelago.broker.codecs import codec
-from archipelago.broker.config import ModelConfig, RunConfig, checked
+import tyro
+
+from archipelago.broker.config import DataConfig, ModelConfig, RunConfig, WireConfig, checked
 from archipelago.broker.process import keep_compiled
 from archipelago.islands.mesh.shape import parsed
-from archipelago.ops.bench.island import island
+from archipelago.ops.bench.joining import LoopFound, start_times, sync_own_loop
+from archipelago.ops.bench.measured_run import own_redis, serve_merger
 from archipelago.ops.bench.output import OutputOptions, finish
-from archipelago.ops.bench.process import child
+from archipelago.ops.bench.process import child, halves_of_the_cores, keep_to, require_linux
+from archipelago.ops.bench.turns import (
+    CODEC,
+    RUN,
+    Found,
+    Turn,
+    create_run,
+    quantise_and_copy,
+    say_backend,
+    sync_and_not,
+    train_only,
+)
 from archipelago.ops.settings import say
 
+Part = Literal["steps", "quantiser", "loop", "start"]
+Say = Callable[[str], None]
+
 SIZES, SIZES_QUICK = ("124m", "1b"), ("tiny",)
+PARTS: tuple[Part, ...] = ("steps", "quantiser")
 ELEMENTS, ELEMENTS_QUICK = 124_000_000, 1_000_000
-CODEC = "int4"
-#: How often both programs run, in turn, after one run that compiles.
-TIMES = 20
-#: A step with syncing takes at most this many times as long as one without.
+#: A step with syncing on an accelerator takes at most this many times as long as one without.
 GOAL_STEP = 1.01
+#: The largest fragments that an island may use in addition to the training and one held copy of the model.
+GOAL_MEMORY = 4.0
+#: A call of `sync` without an event takes less.
+GOAL_CALL_SECONDS = 50e-6
+TURNS, TURNS_QUICK = 5, 2
+#: The shortest turn. It takes as many whole intervals as fill this time.
+TURN_SECONDS, TURN_SECONDS_QUICK = 2.0, 0.2
+STARTS, STARTS_QUICK = 5, 2
 
 
 @dataclass(frozen=True)
 class AcceleratorOptions(OutputOptions):
-    """Measure an island on an accelerator: steps with syncing, tokens beside plain JAX, quantising, and a profile."""
+    """Measure an island on this machine's device: steps with syncing, tokens beside plain JAX, memory, quantising."""
 
     quick: bool = False
     """Use the tiny model, few elements and short turns, as a trial of the command on any machine."""
     sizes: tuple[str, ...] = ()
-    """The models. The default is 124m and 1b."""
+    """The models. The default is --model.size if it is given, else 124m and 1b."""
+    parts: tuple[Part, ...] = PARTS
+    """What to measure: steps with syncing (`steps`), quantising against a copy (`quantiser`), `run.sync` in a user's
+    own loop (`loop`), or the processor time of an island's start, against the same model in plain JAX (`start`)."""
     mesh: str | None = None
     """Spread the island over devices, as `island --mesh` does. Plain JAX uses one device."""
+    config: Path | None = None
+    """A TOML file with settings. Flags win over it."""
+    settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
 
 
 def main(options: AcceleratorOptions) -> int:
     """Measure, and write the results and the profiles."""
+    config = checked(options.settings)
+    require_linux()
     keep_compiled()
     if options.mesh is not None:
         parsed(options.mesh)
-    sizes = options.sizes or (SIZES_QUICK if options.quick else SIZES)
-    _require_known(sizes)
-    return finish("accelerator", accelerator(sizes, options.quick, options.output, say, options.mesh), options)
+    own = (config.model.size,) if config.model.size != ModelConfig().size else ()
+    sizes = options.sizes or own or (SIZES_QUICK if options.quick else SIZES)
 
-
-def _require_known(sizes: tuple[str, ...]) -> None:
-    """Raise ConfigError (`model.unknown`) before anything is measured."""
     from archipelago.islands.models.registry import build
 
     for size in sizes:
-        build(ModelConfig(size))
+        build(ModelConfig(size))  # an unknown one is refused before anything is measured
+    return finish("accelerator", accelerator(config, sizes, options, say), options)
 
 
-def accelerator(
-    sizes: tuple[str, ...], quick: bool, folder: Path, say: Callable[[str], None], mesh: str | None = None
-) -> dict[str, Any]:
+def accelerator(config: RunConfig, sizes: Sequence[str], options: AcceleratorOptions, say: Say) -> dict[str, Any]:
     """Measure each model, and the quantiser. Return plain data with `rows`."""
-    models = {}
+    parts = options.parts or PARTS
+    with child(say_backend) as probe:
+        backend = str(probe.receive())
+    models: dict[str, dict[str, Any]] = {}
+    rows: list[dict[str, Any]] = []
     for size in sizes:
-        config = checked(replace(RunConfig(), model=ModelConfig(size)))
-        profile = folder / f"profile-{size}"
-        found = island(config, quick, say, mesh, str(profile.absolute()))
-        models[size] = {**found, "profile": str(profile)}
-        say(f"profile of {size}: {profile} (open it with xprof or TensorBoard)")
-    elements = ELEMENTS_QUICK if quick else ELEMENTS
+        own = settled(replace(config, model=replace(config.model, size=size)), backend)
+        models[size] = {"what": _what(own), "backend": backend}
+        if "steps" in parts:
+            profile = options.output / f"profile-{size}"
+            found, alone = measured_turns(own, options, profile, say)
+            models[size] |= summary(found, alone.peak_bytes) | {
+                "tokens_a_second": own.tokens_per_step * found.steps / statistics.median(on.seconds for on in found.on),
+                "tokens_a_second_plain": own.tokens_per_step * found.steps / alone.seconds,
+                "profile": str(profile),
+            }
+            rows += step_rows(models[size])
+        if "loop" in parts:
+            say(f"{_what(own)}: calls of `sync` in a loop of its own")
+            with own_redis() as server, child(sync_own_loop, server.url, own) as looping:
+                times: LoopFound = looping.receive()
+            models[size]["loop_seconds"] = times._asdict()
+            rows += loop_rows(size, times)
+        if "start" in parts:
+            models[size]["start"] = start_times(own, STARTS_QUICK if options.quick else STARTS, say)
+            rows += start_rows(size, models[size]["start"])
+    if "quantiser" not in parts:
+        return {"models": models, "rows": rows}
+    elements = ELEMENTS_QUICK if options.quick else ELEMENTS
     say(f"quantising {elements:,} elements to {CODEC}, against a copy")
     with child(quantise_and_copy, elements) as measuring:
         seconds = measuring.receive()
-    return {"models": models, "elements": elements, **seconds, "rows": rows(models, elements, seconds)}
-
-
-def quantise_and_copy(pipe: Connection, elements: int) -> None:
-    """Send the median seconds to quantise a vector where it lies, and to copy it."""
-    import jax
-    import jax.numpy as jnp
-
-    values_N = jax.random.normal(jax.random.key(0), (elements,), jnp.float32)
-    programs = {
-        "quantise_seconds": jax.jit(lambda values_N: codec(CODEC).quantise(values_N, jnp)),
-        "copy_seconds": jax.jit(jnp.copy),
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in programs}
-    for program in programs.values():
-        jax.block_until_ready(program(values_N))  # type: ignore[no-untyped-call]
-    for _ in range(TIMES):
-        for name, program in programs.items():
-            began = time.perf_counter()
-            jax.block_until_ready(program(values_N))  # type: ignore[no-untyped-call]
-            seconds[name].append(time.perf_counter() - began)
-    pipe.send({name: statistics.median(each) for name, each in seconds.items()})
-
-
-def rows(models: dict[str, Any], elements: int, seconds: dict[str, float]) -> list[dict[str, Any]]:
-    """Return the figures as one table for people."""
-    made = []
-    for s in models.values():
-        goal = GOAL_STEP if s["backend"] != "cpu" else ""
-        on, off = 1e3 * s["step_seconds_on"], 1e3 * s["step_seconds_off"]
-        made.append(_row(f"{s['what']}: a step with syncing, ms", on, "without", off, s["step_ratio"], goal))
-        ours, plain = s["tokens_a_second"], s["tokens_a_second_plain"]
-        made.append(_row("  tokens a second with syncing", ours, "plain JAX", plain, ours / plain, ""))
     quantise, copy = 1e3 * seconds["quantise_seconds"], 1e3 * seconds["copy_seconds"]
-    what = f"{elements / 1e6:g} M elements to {CODEC}, ms"
-    return [*made, _row(what, quantise, "a copy", copy, quantise / copy, "")]
+    rows.append(_row(f"{elements / 1e6:g} M elements to {CODEC}, ms", quantise, "a copy", copy))
+    return {"models": models, "elements": elements, **seconds, "rows": rows}
 
 
-def _row(what: str, ours: float, against: str, theirs: float, ratio: float, goal: float | str) -> dict[str, Any]:
+def settled(config: RunConfig, backend: str) -> RunConfig:
+    """Return the config with this measurement's defaults where it has the usual ones.
+
+    They are int4 both ways, and a batch that suits the backend.
+    """
+    short = backend == "cpu"
+    data = replace(config.data, batch_size=1 if short else 16, sequence_length=64 if short else 512)
+    return replace(
+        config,
+        data=data if config.data == DataConfig() else config.data,
+        wire=replace(config.wire, up="int4", down="int4") if config.wire == WireConfig() else config.wire,
+        inner=replace(config.inner, steps=1 << 30),
+    )
+
+
+def _what(config: RunConfig) -> str:
+    data, sync, wire = config.data, config.sync, config.wire
+    sizes = f"{config.model.size} {data.batch_size} × {data.sequence_length}, H = {sync.interval}, P = {sync.fragments}"
+    return f"{sizes}, {wire.up}/{wire.down}"
+
+
+def measured_turns(config: RunConfig, options: AcceleratorOptions, profile: Path, say: Say) -> tuple[Found, Turn]:
+    """Let steps with syncing and without take turns. Return what was found, and the turn of a process that only trains.
+
+    Args:
+        config: The settings of the run.
+        options: The mesh, and whether to take fewer and shorter turns.
+        profile: The folder for JAX's profile of one more turn with syncing.
+        say: Called with each line for people.
+    """
+    mine, others = halves_of_the_cores()
+    pairs, seconds = (TURNS_QUICK, TURN_SECONDS_QUICK) if options.quick else (TURNS, TURN_SECONDS)
+    with ExitStack() as held:
+        server = held.enter_context(own_redis())
+        keep_to(others, server.pid)
+        with child(create_run, server.url, config) as creating:
+            creating.receive()
+        held.enter_context(child(serve_merger, server.url, RUN, others)).receive()
+        say(f"{_what(config)}: steps with syncing and without take turns")
+        with child(sync_and_not, server.url, mine, pairs, seconds, options.mesh, str(profile.absolute())) as trainer:
+            for number in range(pairs):
+                say(f"{number + 1} of {pairs}: {float(trainer.receive()):.3f} of the time without")
+            found: Found = trainer.receive()
+        say(f"profile: {profile} (open it with xprof or TensorBoard); now the same training without syncing")
+        with child(train_only, server.url, mine, found.scan_steps, found.steps) as trainer:
+            alone: Turn = trainer.receive()
+    return found, alone
+
+
+# -- figures ----------------------------------------------------------------------------------------------------------
+
+
+def summary(found: Found, alone_peak: int) -> dict[str, Any]:
+    """Return the figures: medians over pairs of neighbouring turns.
+
+    Args:
+        found: What the island's process measured.
+        alone_peak: The peak of memory of the process that only trains, in bytes.
+    """
+    pairs = list(zip(found.on, found.off, strict=True))
+    ratios = [on.seconds / off.seconds for on, off in pairs]
+
+    def of_a_step(name: str, turns: Sequence[Turn]) -> float:
+        return float(statistics.median(getattr(turn, name) for turn in turns)) / found.steps
+
+    return {
+        "scan_steps": found.scan_steps,
+        "turn_steps": found.steps,
+        "parameters": found.parameters,
+        "step_seconds_on": of_a_step("seconds", found.on),
+        "step_seconds_off": of_a_step("seconds", found.off),
+        "step_ratio": statistics.median(ratios),
+        "step_ratio_from": min(ratios),
+        "step_ratio_to": max(ratios),
+        "cpu_seconds_on": of_a_step("cpu_seconds", found.on),
+        "cpu_seconds_off": of_a_step("cpu_seconds", found.off),
+        "cpu_ratio": statistics.median(on.cpu_seconds / off.cpu_seconds for on, off in pairs),
+        "cpu_seconds_a_synced_parameter": statistics.median(
+            (on.cpu_seconds - off.cpu_seconds) / on.synced for on, off in pairs
+        ),
+        "synced_parameters_a_turn": statistics.median(on.synced for on in found.on),
+        "largest_fragment_bytes": 4 * found.largest,
+        "peak_bytes_alone": alone_peak,
+        "peak_bytes_beside": max(turn.peak_bytes for turn in found.on) - alone_peak,
+        "peak_bytes_beside_between_syncs": max(turn.peak_bytes for turn in found.off) - alone_peak,
+        "held_bytes": found.held_bytes,
+        "reference_bytes": found.reference_bytes,
+    }
+
+
+def step_rows(s: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the lines of a model's steps, tokens and memory."""
+    largest, goal = s["largest_fragment_bytes"], GOAL_STEP if s["backend"] != "cpu" else ""
+
+    def milliseconds(what: str, kind: str, ratio: str, goal: float | str = "") -> dict[str, Any]:
+        on, off = 1e3 * s[f"{kind}_on"], 1e3 * s[f"{kind}_off"]
+        return _row(what, on, "no sync", off, s[ratio], goal)
+
+    def memory(what: str, name: str, goal: float | str = "") -> dict[str, Any]:
+        return _row(f"{what}, MiB", s[name] / 2**20, "largest fragment", largest / 2**20, goal=goal)
+
+    return [
+        milliseconds(f"{s['what']}: a step, ms", "step_seconds", "step_ratio", goal),
+        milliseconds("  its processor time, ms", "cpu_seconds", "cpu_ratio"),
+        _row("  tokens a second with syncing", s["tokens_a_second"], "plain JAX", s["tokens_a_second_plain"]),
+        _row("  processor time a synced parameter, ns", 1e9 * s["cpu_seconds_a_synced_parameter"], "", "", ""),
+        memory("  peak memory beside the training", "peak_bytes_beside", GOAL_MEMORY + s["held_bytes"] / largest),
+        memory("    also between syncs", "peak_bytes_beside_between_syncs"),
+        memory("    snapshots held for differences", "held_bytes"),
+        memory("    references of contributions", "reference_bytes"),
+    ]
+
+
+def loop_rows(size: str, times: LoopFound) -> list[dict[str, Any]]:
+    """Return the lines of a user's own loop, in comparison with its training step."""
+    calling, goal = 1e6 * statistics.median(times.calls), 1e6 * GOAL_CALL_SECONDS
+    rows = [_row(f"{size}: `sync` without an event, µs", calling, "goal", goal, goal=1.0)]
+    step = 1e3 * statistics.median(times.steps)
+    for name, seconds in (("send", times.send), ("adopt", times.adopt)):
+        rows.append(_row(f"  {name} the whole model, ms", 1e3 * statistics.median(seconds), "a step", step))
+    return rows
+
+
+def start_rows(size: str, s: dict[str, float]) -> list[dict[str, Any]]:
+    """Return the lines of an island's start, in comparison with that of plain JAX."""
+    names = {
+        "total": f"{size}: processor time to the end of the first step, s",
+        "imports": "  interpreter and imports",
+        "joining": "  joining",
+        "programs": "  programs, each tried once",
+        "state": "  optimiser state",
+        "first_step": "  the first step",
+    }
+    rows = [_row(text, s[name], "plain JAX", s["plain"]) for name, text in names.items()]
+    return [*rows, _row("  all with empty caches", s["cold"], "plain JAX", s["plain_cold"])]
+
+
+def _row(
+    what: str, ours: float, against: str, theirs: float | str, ratio: float | str | None = None, goal: float | str = ""
+) -> dict[str, Any]:
+    """Return a line of the table. The ratio is that of both values, unless it is given as a median of ratios."""
+    if ratio is None:
+        assert not isinstance(theirs, str)  # noqa: S101
+        ratio = ours / theirs
     return {"what": what, "ours": ours, "against": against, "theirs": theirs, "ratio": ratio, "goal": goal}

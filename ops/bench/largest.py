@@ -10,21 +10,19 @@ from __future__ import annotations
 
 import math
 import os
-import tempfile
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from archipelago.broker.codecs import codec
 from archipelago.broker.errors import BrokerError, ConfigError, require_number
 from archipelago.broker.footprint import memory_text
-from archipelago.broker.process import keep_compiled, keep_freed_memory
-from archipelago.broker.redis.transport import connect
+from archipelago.broker.process import keep_compiled
 from archipelago.ops.bench.largest_islands import RUN, Passed, config_of, pass_all
+from archipelago.ops.bench.measured_run import own_redis, serve_merger
 from archipelago.ops.bench.output import OutputOptions, finish
 from archipelago.ops.bench.process import (
     Child,
@@ -34,11 +32,9 @@ from archipelago.ops.bench.process import (
     require_linux,
     resident_bytes,
 )
-from archipelago.ops.launch.embedded_redis import start_server
 from archipelago.ops.settings import say
 from archipelago.ops.simulation.cycle import (
     FIRST_MERGE_BYTES,
-    LEASE_SECONDS,
     Cycle,
     Machine,
     again_seconds,
@@ -147,51 +143,37 @@ def row(what: str, unit: str, measured: float, expected: float, seconds: float |
             "ratio": ratio}  # fmt: skip
 
 
-def _of_new_memory(first_seconds: float, machine: Machine) -> dict[str, Any]:
-    """Compare the price of as much memory as the run takes with the price afterwards, which the prediction uses."""
-    return row(
-        "new memory when it is taken before the run", "s a GB", 1e9 * first_seconds, 1e9 * machine.new_byte_seconds
-    )
-
-
 def rows(passed: Passed, memory: _Memory, predicted: Predicted) -> list[dict[str, Any]]:
     """Return a table for people: each part with its time of day, and what was measured and predicted."""
-    need, whole = predicted.cycle, passed.fragments / max(1, passed.measured_fragments)
-    islands = passed.islands
+    need, islands = predicted.cycle, passed.islands
+    restarted = passed.restart_cpu_seconds, predicted.restart_seconds
 
-    def processor(what: str, part: str, expected: float, wall: Sequence[float]) -> dict[str, Any]:
-        return row(what, "processor s", whole * passed.taken[part].seconds, expected, sum(wall))
+    def processor(what: str, part: str, expected: float) -> dict[str, Any]:
+        of_all = passed.fragments * statistics.fmean(passed.cpu_seconds[part] or [0.0])
+        return row(what, "processor s", of_all, expected, sum(passed.seconds[part]))
 
-    gb = 1e-9
+    def gigabytes(what: str, measured: float, expected: float) -> dict[str, Any]:
+        return row(what, "GB", 1e-9 * measured, 1e-9 * expected)
+
+    loaded = passed.load_cpu_seconds, predicted.load_seconds, passed.load_seconds
     times = [
-        row(
-            "the first merger starts and loads",
-            "processor s",
-            passed.load.seconds,
-            predicted.load_seconds,
-            passed.load_seconds,
-        ),
-        processor("publish, all islands", "publish", islands * need.publish_seconds, passed.publish_seconds),
-        processor("merge", "merger", predicted.merge_seconds, passed.merge_seconds),
-        processor("adopt, all islands", "adopt", islands * need.adopt_seconds, passed.adopt_seconds),
-        row(
-            "the second merger starts, loads and merges again",
-            "processor s",
-            passed.restart.seconds,
-            predicted.restart_seconds,
-        ),
+        row("the first merger starts and loads", "processor s", *loaded),
+        processor("publish, all islands", "publish", islands * need.publish_seconds),
+        processor("merge", "merge", predicted.merge_seconds),
+        processor("adopt, all islands", "adopt", islands * need.adopt_seconds),
+        row("the second merger starts, loads and merges again", "processor s", *restarted),
     ]
-    measured, expected = (sum(each[column] for each in times) for column in ("measured", "predicted"))
+    together = (sum(each[column] for each in times) for column in ("measured", "predicted"))
     return [
         *times,
-        row("all of these together", "processor s", measured, expected),
+        row("all of these together", "processor s", *together),
         row("from the kill to the next closed round", "s", passed.restart_seconds, predicted.restart_seconds),
-        row("bytes up, all islands", "GB", gb * passed.bytes_up, gb * islands * need.bytes_up),
-        row("bytes down, all islands", "GB", gb * passed.bytes_down, gb * islands * need.bytes_down),
-        row("peak memory: merger", "GB", gb * memory.mergers_peak, gb * need.merger_bytes),
-        row("peak memory: Redis", "GB", gb * memory.peaks["Redis"], gb * need.redis_first_bytes),
-        row("peak memory: islands' process", "GB", gb * memory.peaks["islands"], gb * predicted.islands_bytes),
-        row("peak memory: all together", "GB", gb * memory.together, gb * predicted.together_bytes),
+        gigabytes("bytes up, all islands", passed.bytes_up, islands * need.bytes_up),
+        gigabytes("bytes down, all islands", passed.bytes_down, islands * need.bytes_down),
+        gigabytes("peak memory: merger", memory.mergers_peak, need.merger_bytes),
+        gigabytes("peak memory: Redis", memory.peaks["Redis"], need.redis_first_bytes),
+        gigabytes("peak memory: islands' process", memory.peaks["islands"], predicted.islands_bytes),
+        gigabytes("peak memory: all together", memory.together, predicted.together_bytes),
     ]
 
 
@@ -248,13 +230,12 @@ def largest(
     predicted = predict(size * fragments, fragments, islands, measured_machine())
     memory = _Memory()
     with ExitStack() as held:
-        folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
-        server = held.enter_context(start_server(folder / "redis", append_only=False))
-        players = held.enter_context(child(pass_all, server.url, size, fragments, islands, server.pid))
+        server = held.enter_context(own_redis(append_only=False))
+        players = held.enter_context(child(pass_all, server.url, size, fragments, islands))
         memory.processes = {"islands": players.pid, "Redis": server.pid}
         memory.await_(players)
         say(f"a run of {size * fragments:,} parameters in {fragments} fragments is in Redis")
-        with child(_serve, server.url) as first:
+        with child(serve_merger, server.url, RUN) as first:
             memory.processes["first merger"] = first.pid
             players.pipe.send(first.pid)
             memory.await_(players)
@@ -262,38 +243,23 @@ def largest(
             del memory.processes["first merger"]
             killed_at = time.monotonic()
         say("the merger was killed, and another one starts")
-        second = held.enter_context(child(_serve, server.url))
+        second = held.enter_context(child(serve_merger, server.url, RUN))
         memory.processes["second merger"] = second.pid
         players.pipe.send((killed_at, second.pid))
         passed: Passed = memory.await_(players)
         memory.note_peaks()
+    # The price of as much memory as the run takes, beside the price afterwards, which the prediction uses.
+    prices = 1e9 * first_seconds, 1e9 * predicted.machine.new_byte_seconds
     return {
         "parameters": size * fragments,
         "append_only_file": False,
-        "rows": [_of_new_memory(first_seconds, predicted.machine), *rows(passed, memory, predicted)],
+        "rows": [
+            row("new memory when it is taken before the run", "s a GB", *prices),
+            *rows(passed, memory, predicted),
+        ],
         "predicted": asdict(predicted),
         "load": os.getloadavg()[0],
         "peak_bytes": memory.peaks,
         "together_bytes": memory.together,
         **asdict(passed),
     }
-
-
-def _serve(pipe: Connection, url: str) -> None:
-    """The merger's process: serve until it is killed."""
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    keep_freed_memory()  # as `archipelago merger` does
-
-    from archipelago.merger.beside import in_background
-    from archipelago.merger.service import Merger
-    from archipelago.merger.serving import serve
-    from archipelago.merger.standby import has_ended_here, merger_name
-
-    merger = Merger(
-        connect(url, RUN),
-        holder=merger_name(),
-        lease_seconds=LEASE_SECONDS,
-        is_gone=has_ended_here,
-        beside=in_background,
-    )
-    serve(merger, pipe.poll)

@@ -10,32 +10,33 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from archipelago.broker.codecs import Vector, codec
 from archipelago.broker.config import MergeConfig, OuterConfig, RunConfig, SyncConfig, WireConfig
 from archipelago.broker.errors import BrokerError, WireError
-from archipelago.broker.manifest import Corpus, Manifest, Tensor
+from archipelago.broker.manifest import Manifest, Tensor
 from archipelago.broker.messages import Member, Refusal, Resume, Snapshot
 from archipelago.broker.process import return_freed_memory
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Transport
-from archipelago.broker.wire import digest, pack
-from archipelago.ops.bench.players import BEAT_SECONDS, heartbeat_of
-from archipelago.ops.bench.process import Taken, taken, taken_here
+from archipelago.broker.wire import pack
+from archipelago.ops.bench import measured_run
+from archipelago.ops.bench.measured_run import INCARNATION, first_version, heartbeat_of
+from archipelago.ops.bench.process import cpu_seconds
 
 if TYPE_CHECKING:
     from archipelago.islands.sync.connection.outbox import ContributionHeader
     from archipelago.islands.sync.connection.snapshots import Arrival
 
 RUN = "bench-largest"
-T = TypeVar("T")
+BEAT_SECONDS = 1.0
 #: The first step of Nesterov momentum has a formula of one line, and its state is as large as that of `scheduled`.
 RATE, MOMENTUM = 0.7, 0.9
-#: The parts that are measured by themselves: the islands' publishing and adopting, and two processes.
-PARTS = ("publish", "adopt", "merger", "Redis")
+#: The parts of a pass over a fragment.
+PARTS = ("publish", "merge", "adopt")
 #: The time limit for one fragment, and for a merger to begin.
 PATIENCE_SECONDS = 600.0
 
@@ -44,45 +45,28 @@ PATIENCE_SECONDS = 600.0
 class Passed:
     """The measurements of the islands' process.
 
-    The fragment at which the merger is killed is in none of them but `restart_seconds`.
+    The fragment at which the merger is killed is in none of them but those of the restart.
 
     Attributes:
-        bytes_up: Bytes that all islands sent.
-        bytes_down: Bytes that all islands received.
-        create_seconds: Time to create the run.
-        created_bytes: Payloads of version 0.
-        load_seconds: From the start of the first merger's process until it serves.
-        load: What that process took until then.
+        bytes_up, bytes_down: Bytes that all islands sent and received.
+        load_seconds, load_cpu_seconds: From the start of the first merger's process until it serves.
         restart_seconds: From the merger's kill until the next one has closed a round.
-        restart: What the next one took until then.
-        publish_seconds: Per fragment, time of all islands to quantise, pack and upload, one after the other.
-        merge_seconds: Per fragment, from the last acknowledgement until an island hears of the new version.
-        adopt_seconds: Per fragment, time of all islands to fetch, check, decode and adopt.
-        taken: What each part took (PARTS).
-        measured_fragments: The number of fragments in `taken`.
+        restart_cpu_seconds: The processor time of the next one until then.
+        seconds: The time of each part for each fragment: of all islands, one after the other, to publish; until one
+            hears of a new version; of all islands to adopt it.
+        cpu_seconds: The processor time of each part for each fragment, of the islands' process or of the merger.
     """
 
     fragments: int
     islands: int
     bytes_up: int = 0
     bytes_down: int = 0
-    create_seconds: float = 0.0
-    created_bytes: int = 0
     load_seconds: float = 0.0
-    load: Taken = field(default_factory=Taken)
+    load_cpu_seconds: float = 0.0
     restart_seconds: float = 0.0
-    restart: Taken = field(default_factory=Taken)
-    publish_seconds: list[float] = field(default_factory=list)
-    merge_seconds: list[float] = field(default_factory=list)
-    adopt_seconds: list[float] = field(default_factory=list)
-    taken: dict[str, Taken] = field(default_factory=lambda: dict.fromkeys(PARTS, Taken()))
-    measured_fragments: int = 0
-
-    def add(self, *of_parts: Taken) -> None:
-        """Add what the parts took for one fragment, in the order of PARTS."""
-        self.measured_fragments += 1
-        for part, one in zip(PARTS, of_parts, strict=True):
-            self.taken[part] += one
+    restart_cpu_seconds: float = 0.0
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
+    cpu_seconds: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
 
 
 def config_of(fragments: int, islands: int) -> RunConfig:
@@ -101,26 +85,20 @@ def config_of(fragments: int, islands: int) -> RunConfig:
 
 def manifest_of(size: int, fragments: int, islands: int) -> Manifest:
     """Return a manifest of equal fragments, each of one tensor."""
-    tensors = tuple(Tensor(f"t{p:04}", (size,)) for p in range(fragments))
-    config = config_of(fragments, islands)
-    return Manifest(RUN, config, tensors, tuple((t.name,) for t in tensors), Corpus("none", "0" * 32, 1), {})
+    tensors = [Tensor(f"t{p:04}", (size,)) for p in range(fragments)]
+    return measured_run.manifest_of(RUN, config_of(fragments, islands), tensors, [[t.name] for t in tensors])
 
 
-def create(url: str, manifest: Manifest, first_N: Vector) -> int:
-    """Create the run with the same numbers in all fragments. Return the bytes of all payloads."""
+def create(url: str, manifest: Manifest, first_N: Vector) -> None:
+    """Create the run with the same numbers in all fragments."""
     down = manifest.config.wire.full
     payload = pack(first_N, down, manifest.config.wire.full_zstd_level)
-    of_all = [
-        (Snapshot(0, p, 0, 0, down, len(payload), digest(payload), merged=""), payload)
-        for p in range(len(manifest.fragments))
-    ]
     transport = connect(url, RUN)
-    transport.create(manifest, of_all)
+    transport.create(manifest, [first_version(p, payload, down) for p in range(len(manifest.fragments))])
     transport.close()
-    return len(payload) * len(of_all)
 
 
-def pass_all(pipe: Connection, url: str, size: int, fragments: int, islands: int, redis: int) -> None:
+def pass_all(pipe: Connection, url: str, size: int, fragments: int, islands: int) -> None:
     """Create the run, and pass every fragment once a merger serves it.
 
     The parent receives "created", and answers with the merger's process id. Half-way it receives "half", kills the
@@ -129,19 +107,17 @@ def pass_all(pipe: Connection, url: str, size: int, fragments: int, islands: int
     return_freed_memory()  # as `archipelago island` does
     passed, manifest = Passed(fragments, islands), manifest_of(size, fragments, islands)
     first_N = np.random.default_rng(0).standard_normal(size, np.float32) * np.float32(0.02)
-    began = time.perf_counter()
-    passed.created_bytes = create(url, manifest, first_N)
-    passed.create_seconds = time.perf_counter() - began
+    create(url, manifest, first_N)
     fleet = Fleet(url, manifest, first_N)
     pipe.send("created")
     merger, began = pipe.recv(), time.perf_counter()
     fleet.hear(Resume)
-    passed.load_seconds, passed.load = time.perf_counter() - began, taken(merger)
+    passed.load_seconds, passed.load_cpu_seconds = time.perf_counter() - began, cpu_seconds(merger)
     for p in range(fragments):
         if p == fragments // 2:
             merger = fleet.passes_over_a_kill(p, passed, pipe)
         else:
-            fleet.passes(p, passed, merger, redis)
+            fleet.passes(p, passed, merger)
     fleet.require_nothing_lost()
     passed.bytes_up = sum(island.link.channels.bytes_up for island in fleet.islands)
     passed.bytes_down = sum(island.link.channels.bytes_down for island in fleet.islands)
@@ -157,19 +133,31 @@ class Fleet:
         self._manifest = manifest
         self._beat_at = float("-inf")
 
-    def passes(self, p: int, passed: Passed, merger: int, redis: int) -> None:
-        """Pass fragment `p`, and note what each part took. `merger` and `redis` are process ids."""
+    def passes(self, p: int, passed: Passed, merger: int) -> None:
+        """Pass fragment `p`, and note what each part took. `merger` is a process id."""
         for island in self.islands:
             island.train()
-        before = taken(merger), taken(redis)
-        publish, published = _timed(self.islands, lambda island: island.publish(p))
-        merge, _ = _timed([self], lambda fleet: fleet.hear(Snapshot))
-        adopt, adopted = _timed(self.islands, lambda island: island.adopt(p))
-        passed.publish_seconds.append(publish)
-        passed.merge_seconds.append(merge)
-        passed.adopt_seconds.append(adopt)
-        passed.add(published, adopted, taken(merger) - before[0], taken(redis) - before[1])
+        parts: dict[str, Callable[[], None]] = {
+            "publish": lambda: self.publish(p), "merge": lambda: self.hear(Snapshot), "adopt": lambda: self.adopt(p)
+        }  # fmt: skip
+        before_all = cpu_seconds(merger)
+        for part, work in parts.items():
+            began, before = time.perf_counter(), time.process_time()
+            work()
+            passed.seconds[part].append(time.perf_counter() - began)
+            passed.cpu_seconds[part].append(time.process_time() - before)
+        passed.cpu_seconds["merge"][-1] = cpu_seconds(merger) - before_all
         self.require_merged(p)
+
+    def publish(self, p: int) -> None:
+        """Publish the contributions of all islands to fragment `p`."""
+        for island in self.islands:
+            island.publish(p)
+
+    def adopt(self, p: int) -> None:
+        """Let all islands adopt fragment `p`."""
+        for island in self.islands:
+            island.adopt(p)
 
     def passes_over_a_kill(self, p: int, passed: Passed, pipe: Connection) -> int:
         """Pass fragment `p`, whose merger the parent kills when it has one contribution. Return the next one's id."""
@@ -183,9 +171,8 @@ class Fleet:
             island.publish(p)
         self.hear(Snapshot)
         passed.restart_seconds = time.monotonic() - killed_at
-        passed.restart = taken(merger)
-        for island in self.islands:
-            island.adopt(p)
+        passed.restart_cpu_seconds = cpu_seconds(merger)
+        self.adopt(p)
         self.require_merged(p)
         return int(merger)
 
@@ -250,8 +237,8 @@ class Island:
 
         self.name, self.first_N = f"island-{number}", first_N
         self.transport: Transport = connect(url, RUN)
-        self.transport.island.claim_name(self.name, "bench")
-        self.link = Link(self.transport, manifest, f"{self.name}/bench", shards=[])
+        self.transport.island.claim_name(self.name, INCARNATION)
+        self.link = Link(self.transport, manifest, f"{self.name}/{INCARNATION}", shards=[])
         self.sent_N, self.arrival = first_N, _version_0(manifest, 0, first_N)
         self._manifest = manifest
         own = np.random.default_rng(number + 1).standard_normal(first_N.size, np.float32)
@@ -291,7 +278,7 @@ class Island:
         config = self._manifest.config
         steps, step = config.sync.interval, 1 + p * config.sync.interval // config.sync.fragments
         return ContributionHeader(
-            island=self.name, incarnation="bench", sequence=p, round=p + 1, fragment=p, base=0,
+            island=self.name, incarnation=INCARNATION, sequence=p, round=p + 1, fragment=p, base=0,
             tokens=steps * config.tokens_per_step, steps=steps, global_step=step, loss=1.0, step_seconds=1.0,
             farewell=False, codec=config.wire.up,
         )  # fmt: skip
@@ -301,14 +288,6 @@ def _version_0(manifest: Manifest, p: int, first_N: Vector) -> Arrival:
     from archipelago.islands.sync.connection.snapshots import Arrival
 
     return Arrival(Snapshot(0, p, 0, 0, manifest.config.wire.full, 1, "0" * 32, merged=""), first_N)
-
-
-def _timed(actors: Sequence[T], work: Callable[[T], None]) -> tuple[float, Taken]:
-    """Let each do the work in turn, and return the seconds and what this process took."""
-    began, before = time.perf_counter(), taken_here()
-    for actor in actors:
-        work(actor)
-    return time.perf_counter() - began, taken_here() - before
 
 
 def require_version(p: int, arrival: Arrival) -> None:

@@ -1,11 +1,13 @@
-"""`archipelago bench merge`: the cost of the merger's arithmetic.
+"""`archipelago bench merge`: what merging costs.
 
-Codecs against copying, merging against bare numpy, and the spectra of isotropic merging against merging.
-Both sides of a ratio take turns in one process, where XLA and numpy have one thread each.
+Codecs against copying, merging against bare numpy, and the spectra of isotropic merging against merging. Both sides of
+a ratio take turns in one process, where XLA and numpy have one thread each. Then runs with few and with many islands,
+through a real merger and Redis.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
@@ -13,46 +15,62 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 
 from archipelago.broker.codecs import CODECS, Vector
-from archipelago.broker.config import MergeConfig, RunConfig, WireConfig
-from archipelago.broker.errors import ArchipelagoError
-from archipelago.broker.manifest import Corpus, Manifest, Tensor
-from archipelago.broker.messages import Contribution
+from archipelago.broker.config import InnerConfig, MergeConfig, RunConfig, SyncConfig, WireConfig
+from archipelago.broker.errors import ArchipelagoError, BrokerError
+from archipelago.broker.manifest import Tensor
+from archipelago.broker.messages import Refusal, Snapshot
 from archipelago.broker.process import keep_freed_memory
+from archipelago.broker.redis.transport import connect
+from archipelago.broker.transport import Transport
 from archipelago.broker.wire import pack, unpack, unpack_encoded
 from archipelago.merger.spectrum import with_power
+from archipelago.ops.bench.measured_run import (
+    INCARNATION,
+    contribution_of,
+    first_version,
+    heartbeat_of,
+    manifest_of,
+    own_redis,
+    serve_merger,
+)
 from archipelago.ops.bench.output import OutputOptions, finish, with_picture
+from archipelago.ops.bench.process import child, cpu_seconds, require_linux, wait_until
 from archipelago.ops.launch.supervisor import ONE_THREAD
 
+RUN = "bench-merge"
 GOAL_INT4 = 0.25
 
 
 @dataclass(frozen=True)
 class MergeOptions(OutputOptions):
-    """Measure codecs against copying, and the merger's arithmetic against bare numpy, each on one thread."""
+    """Measure codecs against copying, merging against bare numpy on one thread, and runs with up to 256 islands."""
 
     quick: bool = False
-    """Use smaller vectors and fewer rounds."""
+    """Use smaller vectors, fewer rounds and at most 16 islands."""
 
 
 def main(options: MergeOptions) -> int:
     """Measure, and write the results."""
+    require_linux()
     return finish("merge", with_picture("merge", merge(options.quick), options), options)
 
 
 def merge(quick: bool) -> dict[str, Any]:
-    """Measure in a process that has one thread. Return plain data with `rows`."""
+    """Measure arithmetic in a process that has one thread, then many islands. Return plain data with `rows`."""
     command = [sys.executable, "-P", "-m", "archipelago.ops.bench.merge", *(["--quick"] if quick else [])]
     done = subprocess.run(command, env={**os.environ, **ONE_THREAD}, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise ArchipelagoError("the measuring process failed", "See its output above.", code="bench.process-failed")
-    return {"rows": json.loads(done.stdout)}
+    few, many = QUICK_MANY if quick else MANY
+    contributions = MANY_CONTRIBUTIONS // (16 if quick else 1)
+    return {"rows": json.loads(done.stdout) + many_islands(few, many, MANY_ELEMENTS, contributions)}
 
 
 def ratio_of(floor: Callable[[], object], ours: Callable[[], object], rounds: int) -> tuple[float, float, float]:
@@ -170,12 +188,14 @@ def _merger_and_bare(
 
     merge = MergeConfig(embedding=rule, rest=rule, scores=scores)
     config = RunConfig(merge=merge, wire=WireConfig(up="int4", down="float32"))
-    manifest = Manifest("bench", config, (Tensor("all", (elements,)),), (("all",),), Corpus("none", "0" * 32, 1), {})
+    manifest = manifest_of(RUN, config, [Tensor("all", (elements,))], [["all"]])
     rules, random = RoundMerge.of(manifest), np.random.default_rng(0)
     params_N = random.standard_normal(elements, np.float32)
     state, fragment = RunState(), new_state(params_N, rules.outer)
     payloads = [pack(random.standard_normal(elements, np.float32), "int4", 0) for _ in range(contributions)]
-    arrived = [(str(n), _contribution(n), unpack_encoded(payload, elements)) for n, payload in enumerate(payloads)]
+    arrived = [
+        (str(n), contribution_of(f"i{n}"), unpack_encoded(payload, elements)) for n, payload in enumerate(payloads)
+    ]
 
     def ours() -> object:
         round_sum = rules.begin(0, fragment, 0)
@@ -209,11 +229,92 @@ class _BareNesterov:
         return np.subtract(self._params_N, self._scratch_N, out=self._new_N)
 
 
-def _contribution(number: int) -> Contribution:
-    return Contribution(
-        island=f"i{number}", incarnation="x", sequence=0, round=1, fragment=0, base=0, tokens=1, steps=1,
-        global_step=0, loss=1.0, step_seconds=1.0, farewell=False, codec="int4", bytes=0, digest="0" * 32,
-    )  # fmt: skip
+# -- many islands ------------------------------------------------------------------------------------------------------
+
+#: The numbers of islands to compare, and the elements of a contribution.
+MANY, QUICK_MANY, MANY_ELEMENTS = (16, 256), (4, 16), 1 << 14
+#: Contributions that are measured, and rounds before them: the merger compiles, and meets the islands.
+MANY_CONTRIBUTIONS, MANY_WARM_UPS = 3072, 3
+#: A contribution may cost this share more with many islands.
+GOAL_MANY = 1 / 1.1
+BEAT_SECONDS, PATIENCE_SECONDS = 1.0, 300.0
+#: How much of a contribution is the same in all of them, so that islands agree as honest ones do.
+SHARED = 0.7
+
+
+def many_islands(few: int, many: int, elements: int, contributions: int) -> list[dict[str, Any]]:
+    """Compare the merger's processor time for a contribution between runs of two numbers of islands.
+
+    Merger and Redis are the real ones. This process plays the islands: each claims its name, sends heartbeats, and
+    contributes to every round with a payload that was encoded before.
+    """
+    theirs, mine = (_merger_seconds(islands, elements, max(1, contributions // islands)) for islands in (few, many))
+    what = f"a contribution of {elements:,} with {many} islands, merger's processor time"
+    return [_row(what, f"with {few} islands", (theirs, mine, theirs / mine), GOAL_MANY)]
+
+
+def _merger_seconds(islands: int, elements: int, rounds: int) -> float:
+    """Return the processor time that a contribution to these rounds takes the merger."""
+    config = RunConfig(
+        inner=InnerConfig(steps=1 << 30),
+        sync=SyncConfig(interval=1, fragments=1, window=1, quorum=islands),
+        wire=WireConfig(up="int4", thin="", down="int4"),
+    )
+    manifest = manifest_of(RUN, config, [Tensor("all", (elements,))], [["all"]])
+    with own_redis() as server, contextlib.closing(connect(server.url, RUN)) as transport:
+        transport.create(manifest, [first_version(0, pack(np.zeros(elements, np.float32), "float32", 0))])
+        with child(serve_merger, server.url, RUN, (), 2) as merger:
+            merger.answer(PATIENCE_SECONDS)
+            played = _Played(transport, islands, elements)
+            played.play(MANY_WARM_UPS)
+            before = cpu_seconds(merger.pid)
+            played.play(rounds)
+            return (cpu_seconds(merger.pid) - before) / (rounds * islands)
+
+
+class _Played:
+    """Islands that claim names, send heartbeats and contribute to every round, and train nothing."""
+
+    def __init__(self, transport: Transport, islands: int, elements: int) -> None:
+        self._transport, self._closed = transport, 0
+        self._after = transport.reader.last_event()
+        self._beats = {f"island-{number:03}": float("-inf") for number in range(islands)}
+        self._payloads = [_payload(elements, number) for number in range(islands)]
+        for name in self._beats:
+            transport.island.claim_name(name, INCARNATION)
+        self._beat()
+
+    def play(self, rounds: int) -> None:
+        """Let all islands contribute to that many rounds, and wait until these have closed."""
+        for _ in range(rounds):
+            goal = self._closed + 1
+            for name, payload in zip(self._beats, self._payloads, strict=True):
+                self._beat()
+                made = replace(
+                    contribution_of(name, payload), sequence=goal, round=goal, base=self._closed, global_step=goal
+                )
+                self._transport.island.publish(made, payload)
+            wait_until(lambda goal=goal: self._has_closed(goal), "closed round", PATIENCE_SECONDS)  # type: ignore[misc]
+
+    def _has_closed(self, goal: int) -> bool:
+        self._beat()
+        for entry, event in self._transport.reader.events(self._after, 0.1):
+            if isinstance(event, Refusal):
+                raise BrokerError(f"a contribution was refused: {event.reason}", code="bench.refused")
+            self._after, self._closed = entry, event.round if isinstance(event, Snapshot) else self._closed
+        return self._closed >= goal
+
+    def _beat(self) -> None:
+        """Send the heartbeat of each island whose last one is BEAT_SECONDS ago."""
+        now, step = time.monotonic(), self._closed
+        for name in [name for name, at in self._beats.items() if now - at >= BEAT_SECONDS]:
+            self._beats[name] = now
+            self._transport.island.heartbeat(replace(heartbeat_of(name), steps=step, global_step=step, sent=step))
+
+
+def _payload(elements: int, number: int) -> bytes:
+    shared_N, own_N = (np.random.default_rng(seed).standard_normal(elements, np.float32) for seed in (0, number + 1))
+    return pack(SHARED * shared_N + (1.0 - SHARED) * own_N, "int4", 0)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tools to measure processes: a child behind a pipe, its memory and processor time, and the cores it may use.
+"""Tools to measure processes: a child behind a pipe, its memory, processor time and cores, and the time of functions.
 
 Memory is the resident set as Linux counts it, which includes file pages.
 """
@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
+import importlib
 import multiprocessing
 import os
 import re
-import resource
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from archipelago.broker.errors import ArchipelagoError, BrokerError, ConfigError
 
@@ -45,6 +47,17 @@ class Child:
             raise BrokerError(
                 "a process of the measurement failed", "See its output above.", code="bench.process-failed"
             ) from None
+
+    def answer(self, seconds: float) -> Any:
+        """Return the next object that the child sends. Raise BrokerError if none comes within that time."""
+        answer = self.receive(seconds)
+        if answer is None:
+            raise BrokerError(
+                f"a process of the measurement did not answer for {seconds:g} s",
+                "See its output above. Check whether the machine is very busy.",
+                code="bench.timeout",
+            )
+        return answer
 
 
 @contextlib.contextmanager
@@ -95,53 +108,15 @@ def resident_bytes(pid: int) -> int:
     return _kibibytes(Path(f"/proc/{pid}/status"), "VmRSS") << 10
 
 
-@dataclass(frozen=True)
-class Taken:
-    """What a process took from the machine, since it began or between two moments.
-
-    Attributes:
-        own_seconds: Processor time of all threads in the program itself.
-        kernel_seconds: Their processor time in the kernel, for sockets and new memory.
-        new_bytes: Memory that the kernel gave it, also again after it was returned.
-    """
-
-    own_seconds: float = 0.0
-    kernel_seconds: float = 0.0
-    new_bytes: int = 0
-
-    @property
-    def seconds(self) -> float:
-        """All processor time."""
-        return self.own_seconds + self.kernel_seconds
-
-    def __add__(self, other: Taken) -> Taken:
-        return Taken(*(one + its for one, its in zip(astuple(self), astuple(other), strict=True)))
-
-    def __sub__(self, other: Taken) -> Taken:
-        return Taken(*(one - its for one, its in zip(astuple(self), astuple(other), strict=True)))
-
-
-def taken_here() -> Taken:
-    """Return what this process has taken."""
-    found = resource.getrusage(resource.RUSAGE_SELF)
-    return Taken(found.ru_utime, found.ru_stime, found.ru_minflt * resource.getpagesize())
-
-
 def cpu_seconds(pid: int) -> float:
     """Return the processor time of all threads of a process, to the clock tick (10 ms on most machines)."""
-    return taken(pid).seconds
-
-
-def taken(pid: int) -> Taken:
-    """Return what a process has taken. Its time is exact to the clock tick (10 ms on most machines)."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except (FileNotFoundError, ProcessLookupError):
         raise BrokerError(f"process {pid} has ended", "See its output above.", code="bench.process-gone") from None
     fields = stat.rpartition(")")[2].split()  # They follow the name, which may hold any characters.
-    faults, user, system = (int(fields[i]) for i in (7, 11, 12))
-    tick = 1 / os.sysconf("SC_CLK_TCK")
-    return Taken(user * tick, system * tick, faults * resource.getpagesize())
+    user, system = (int(fields[i]) for i in (11, 12))
+    return (user + system) / os.sysconf("SC_CLK_TCK")
 
 
 def available_bytes() -> int:
@@ -182,3 +157,90 @@ def halves_of_the_cores() -> tuple[set[int], set[int]]:
 def keep_to(cores: set[int], pid: int = 0) -> None:
     """Restrict a process (by default this one) and its future threads to these cores."""
     os.sched_setaffinity(pid, cores)
+
+
+# -- where the time of a sync goes ------------------------------------------------------------------------------------
+
+_ISLANDS, _MERGER, _REDIS = "archipelago.islands.sync", "archipelago.merger", "archipelago.broker.redis"
+
+#: The functions of an island, each with the name of its piece, in the order of a sync.
+OF_ISLAND = {
+    f"{_ISLANDS}.replica:Replica.measure": "quantise",
+    f"{_ISLANDS}.connection.outbox:body_of": "wait for the device and copy",
+    f"{_ISLANDS}.connection.outbox:pack_body": "compress",
+    f"{_ISLANDS}.connection.outbox:digest": "digest",
+    f"{_REDIS}.islands:RedisIsland.publish": "upload",
+    f"{_REDIS}.reader:RedisReader.difference": "download the difference",
+    "archipelago.broker.wire:Unpacking.arrived": "decode and add",
+    f"{_ISLANDS}.connection.snapshots:digest_of": "digest of the parameters",
+    f"{_ISLANDS}.replica:Replica.adopt": "adopt",
+}
+#: The same for the merger.
+OF_MERGER = {
+    f"{_REDIS}.merger:RedisMerger.updates": "wait for contributions",
+    f"{_REDIS}.chunks:ChunkStore.fetch": "download",
+    f"{_MERGER}.round_merge:digest": "digest",
+    f"{_MERGER}.round_merge:unpack_encoded": "decompress",
+    f"{_MERGER}.merge_rules:accumulate": "decode and add",
+    f"{_MERGER}.round_merge:judge": "compare contributions",
+    f"{_MERGER}.merge_rules:finish": "merge",
+    f"{_MERGER}.spectra:Spectra.change": "spectra",
+    f"{_MERGER}.round_merge:outer_step": "outer step",
+    f"{_MERGER}.round_merge:publish": "quantise the difference",
+    f"{_MERGER}.service:build_commit": "encode the commit",
+    f"{_REDIS}.chunks:ChunkStore.place": "upload",
+    f"{_REDIS}.merger:RedisMerger.commit": "transaction",
+}
+WHOLE = "whole process"
+
+
+class Spent(NamedTuple):
+    """What calls have taken: their number, seconds, and seconds of processor time."""
+
+    calls: int = 0
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+
+    def __sub__(self, other: Spent) -> Spent:
+        return Spent(self.calls - other.calls, self.seconds - other.seconds, self.cpu_seconds - other.cpu_seconds)
+
+
+class Pieces:
+    """Counts the time of functions by name of their piece. Replaces the functions in their modules for good.
+
+    A function's time excludes that of named functions which it calls. Processor time is that of the calling thread; the
+    threads of XLA and numpy count only in the row of the whole process.
+
+    Args:
+        places: The name of the piece of each function, which is written `module:attribute` or `module:Class.attribute`.
+    """
+
+    def __init__(self, places: Mapping[str, str]) -> None:
+        self._spent = dict.fromkeys(places.values(), Spent())
+        self._lock, self._local = threading.Lock(), threading.local()
+        for place, name in places.items():
+            module, _, path = place.partition(":")
+            *owners, attribute = path.split(".")
+            owner: Any = functools.reduce(getattr, owners, importlib.import_module(module))
+            setattr(owner, attribute, self._timed(name, getattr(owner, attribute)))
+
+    def spent(self) -> dict[str, Spent]:
+        """Return what each piece has taken since the beginning, and last the whole process."""
+        with self._lock:
+            return {**self._spent, WHOLE: Spent(1, time.perf_counter(), time.process_time())}
+
+    def _timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def timed(*arguments: Any, **named: Any) -> Any:
+            outer, self._local.inner = getattr(self._local, "inner", Spent()), Spent()
+            began = Spent(0, time.perf_counter(), time.thread_time())
+            try:
+                return function(*arguments, **named)
+            finally:
+                taken = Spent(1, time.perf_counter(), time.thread_time()) - began
+                with self._lock:
+                    before, inner = self._spent[name], self._local.inner
+                    self._spent[name] = before - (inner - taken)
+                self._local.inner = Spent(0, outer.seconds + taken.seconds, outer.cpu_seconds + taken.cpu_seconds)
+
+        return timed

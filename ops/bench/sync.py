@@ -4,27 +4,33 @@ Islands, merger and Redis are the real ones, each a process; a pause and a rando
 systems take turns in the same run, so that other work on the machine slows both. The torchft side runs in another
 Python environment (the head of `torchft.py` says how to make one). Without it, its rows name the reason.
 
-The second half puts one island, and one replica, behind a proxy that lets THIN_MBIT through each way. Our islands train
-on while they sync, so the row shows in how many rounds both islands took part, and how many inner steps the link costs.
+The second half puts one island behind a proxy that lets THIN_MBIT through each way. Our islands train on while they
+sync, so the row shows in how many rounds both islands took part, and how many inner steps the link costs. torchft's row
+beside it is computed: its replicas wait until all float32 gradients have crossed the link.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 import os
 import statistics
-from collections.abc import Callable, Sequence
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from archipelago.broker.errors import BrokerError
 from archipelago.ops.bench.output import OutputOptions, finish
 from archipelago.ops.bench.process import wait_until
-from archipelago.ops.bench.torchft_replicas import Torchft, torchft
 from archipelago.ops.bench.two_islands import (
     AT_ONCE,
     FRAGMENTS,
     PATIENCE_SECONDS,
-    THIN_TIMEOUT_SECONDS,
+    TENSORS,
     TRAINING,
     WIRE,
     Rule,
@@ -33,11 +39,15 @@ from archipelago.ops.bench.two_islands import (
     TwoIslands,
     two_islands,
 )
+from archipelago.ops.launch import parent_death
 from archipelago.ops.settings import say
 
 Say = Callable[[str], None]
 
 TORCHFT_PYTHON = "ARCHIPELAGO_TORCHFT_PYTHON"
+#: It runs in a Python environment that has torchft.
+SCRIPT = Path(__file__).with_name("torchft.py")
+END_SECONDS = 10.0
 QUICK = Size(rounds=3, thin_syncs=2)
 #: Rounds at the beginning that do not count.
 WARM_UPS = 2
@@ -112,7 +122,7 @@ def sync(say: Say, torchft_python: str, size: Size) -> dict[str, Any]:
     """
     python = torchft_python or os.environ.get(TORCHFT_PYTHON, "")
     loopback = on_loopback(size, python, say)
-    rows = [*loopback, *over_thin_link(size, python, loopback[1]["seconds"], say)]
+    rows = [*loopback, *over_thin_link(size, loopback[1], say)]
     return {
         "parameters": sum(tensor.size for tensor in size.tensors),
         "fragments": FRAGMENTS,
@@ -142,36 +152,35 @@ def _turns(size: Size, ours: TwoIslands, theirs: Torchft, say: Say) -> list[dict
     counted = [syncs[WARM_UPS:] for syncs in found]
     rows = [_row("archipelago", "loopback", counted[0])]
     if not theirs.usable:
-        return [*rows, _missing(theirs, "loopback")]
+        return [*rows, _missing(theirs)]
     ratios = [their.seconds / our.seconds for our, their in zip(*counted, strict=True)]
     rows[0]["speed_to_torchft"] = statistics.median(ratios)
     return [*rows, _row(theirs.name, "loopback", counted[1])]
 
 
-def over_thin_link(size: Size, python: str, torchft_seconds: float, say: Say) -> list[dict[str, Any]]:
-    """Return a row for each system over a throttled link.
+def over_thin_link(size: Size, torchft_row: dict[str, Any], say: Say) -> list[dict[str, Any]]:
+    """Return a row for each system over a throttled link: ours as measured, torchft's as computed.
 
     Args:
         size: The size of the measurement.
-        python: The Python that has torchft.
-        torchft_seconds: How long torchft's sync takes without a throttle.
+        torchft_row: Its row without a throttle.
         say: Prints a line of progress.
     """
     link = f"{size.mbit:g} Mbit/s"
     with two_islands(TRAINING, size, proxied=True) as ours:
-        rows = [_trained(ours, say, link)]
-    with torchft(size, python, mbit=size.mbit) as theirs:
-        if not theirs.usable:
-            return [*rows, _missing(theirs, link)]
-        syncs = []
-        for _ in range(size.thin_syncs):
-            syncs.append(theirs.sync())
-            say(f"{link}, torchft: {syncs[-1].seconds:.1f} s, {'' if syncs[-1].committed else 'not '}committed")
-    steps_seconds = TRAINING.interval * size.step_seconds
-    row = _row(theirs.name, link, syncs, f"its replicas wait meanwhile; timeout {THIN_TIMEOUT_SECONDS:g} s")
-    # Computed, not measured: torchft makes no inner step while it syncs, and as many as we do between two syncs.
-    row["steps_to_unthrottled"] = (steps_seconds + torchft_seconds) / (steps_seconds + row["seconds"])
-    return [*rows, row]
+        row = _trained(ours, say, link)
+    unthrottled, megabytes = torchft_row["seconds"], 4e-6 * sum(tensor.size for tensor in size.tensors)
+    seconds, steps_seconds = unthrottled + 8 * megabytes / size.mbit, TRAINING.interval * size.step_seconds
+    theirs = {
+        **torchft_row, "link": link, "seconds": seconds, "from": seconds, "to": seconds,
+        # torchft makes no inner step while it syncs, and as many as we do between two syncs.
+        "steps_to_unthrottled": (steps_seconds + unthrottled) / (steps_seconds + seconds),
+    }  # fmt: skip
+    if not math.isnan(seconds):
+        theirs |= {
+            "committed": "computed", "MB": 2 * megabytes, "note": f"its replicas wait for {megabytes:.0f} MB each way"
+        }  # fmt: skip
+    return [row, theirs]
 
 
 def _trained(ours: TwoIslands, say: Say, link: str) -> dict[str, Any]:
@@ -204,6 +213,89 @@ def _row(what: str, link: str, syncs: Sequence[Synced], note: str = "") -> dict[
     }
 
 
-def _missing(torchft_side: Torchft, link: str) -> dict[str, Any]:
-    row = _row("torchft", link, [Synced(math.nan, committed=False)])
+def _missing(torchft_side: Torchft) -> dict[str, Any]:
+    row = _row("torchft", "loopback", [Synced(math.nan, committed=False)])
     return {**row, "committed": "not run", "note": torchft_side.reason}
+
+
+# -- torchft's side ----------------------------------------------------------------------------------------------------
+
+
+class Torchft:
+    """Two replicas and a lighthouse in another Python environment; `reason` says why there are none."""
+
+    def __init__(self, name: str, reason: str, process: subprocess.Popen[str] | None) -> None:
+        self.name, self.reason, self._process = name, reason, process
+
+    @property
+    def usable(self) -> bool:
+        """True if torchft runs and can sync."""
+        return not self.reason
+
+    def sync(self) -> Synced:
+        """Synchronise all parameters once. Raise BrokerError if the process ends instead."""
+        assert self._process is not None  # noqa: S101
+        found = _answer(self._process, "\n")
+        if "seconds" not in found:
+            raise BrokerError(
+                f"torchft ended: {found['error']}",
+                "Leave --torchft-python out to measure without it.",
+                code="bench.torchft-ended",
+            )
+        return Synced(found["seconds"], found["committed"])
+
+
+@contextlib.contextmanager
+def torchft(size: Size, python: str) -> Iterator[Torchft]:
+    """Start torchft with tensors of the same shapes.
+
+    Args:
+        size: The shapes and their number.
+        python: Path of a Python that has torchft; empty for none.
+    """
+    if not python:
+        yield Torchft("torchft", "no environment: give --torchft-python, or $ARCHIPELAGO_TORCHFT_PYTHON", None)
+        return
+    arguments = ["--tensors", str(TENSORS), "--shape", *map(str, size.shape)]
+    arguments += ["--timeout-seconds", str(PATIENCE_SECONDS)]
+    # -P: without it, Python would put the folder of the script, and so our modules, before its own packages.
+    with tempfile.TemporaryFile("w+") as log:
+        try:
+            process = subprocess.Popen(
+                parent_death.command([python, "-P", str(SCRIPT), *arguments]),
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+            )  # fmt: skip
+        except OSError as error:
+            yield Torchft("torchft", f"{python} cannot be run: {error.strerror}", None)
+            return
+        try:
+            found = _answer(process, "")
+            if "error" in found:
+                log.seek(0)
+                last = (log.read().strip().splitlines() or [""])[-1]
+                found["error"] += f" ({last:.200})" if last else ""
+            yield Torchft(f"torchft {found.get('torchft', '')}".strip(), found.get("error", ""), process)
+        finally:
+            _end(process)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Close its standard input, which ends it and its replicas; kill it if that does not help."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.communicate(timeout=END_SECONDS)
+    process.kill()
+    process.wait()
+
+
+def _answer(process: subprocess.Popen[str], line: str) -> dict[str, Any]:
+    """Send the process a line and return its next answer, or an `error` if it has ended."""
+    assert process.stdin is not None and process.stdout is not None  # noqa: S101
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(line)
+        process.stdin.flush()
+    answer = process.stdout.readline()
+    try:
+        found = json.loads(answer)
+    except ValueError:
+        return {"error": f"it ended with status {process.wait()}"}
+    return found if isinstance(found, dict) else {"error": f"it answered {answer:.80}"}

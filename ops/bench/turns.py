@@ -1,37 +1,43 @@
-"""The processes of `archipelago bench island`: a merger, an island that syncs in every other turn, plain training."""
+"""The processes of `archipelago bench accelerator`: an island that syncs in every other turn, and plain training.
+
+Only these processes load JAX, so that each of them has the accelerator to itself.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from archipelago.broker.codecs import codec
 from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import BrokerError
-from archipelago.broker.manifest import Corpus
 from archipelago.broker.process import return_freed_memory
 from archipelago.broker.redis.transport import connect
+from archipelago.ops.bench.measured_run import INCARNATION
 from archipelago.ops.bench.process import forget_peak, keep_to, peak_bytes
 
 if TYPE_CHECKING:
     import jax
 
-    from archipelago.islands.hosts.team import Team
+    from archipelago.broker.transport import Transport
     from archipelago.islands.inner import InnerState, InnerSteps
     from archipelago.islands.mesh.placement import Placement
+    from archipelago.islands.prepared import PreparedIsland
     from archipelago.islands.sync.connection.link import Link
     from archipelago.islands.worker import Island
 
 RUN = "bench-island"
-TEXT_BYTES = 1 << 22
+CODEC = "int4"
 SETTLE_SECONDS, POLL_SECONDS = 120.0, 0.02
+#: How often a program of the quantiser runs, after one run that compiles.
+TIMES = 20
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,6 @@ class Found:
     """The measurements of the island's process.
 
     Attributes:
-        backend: JAX's name of the device.
         scan_steps: Inner steps of one compiled program.
         steps: Inner steps of each turn.
         parameters: Elements of the model.
@@ -67,7 +72,6 @@ class Found:
         reference_bytes: The reference parameters of contributions; 0 if a separate device holds them.
     """
 
-    backend: str
     scan_steps: int
     steps: int
     parameters: int
@@ -85,27 +89,14 @@ def say_backend(pipe: Connection) -> None:
     pipe.send(jax.default_backend())
 
 
-def serve_run(pipe: Connection, url: str, config: RunConfig, cores: set[int]) -> None:
-    """Create the run, notify the parent, and merge."""
-    keep_to(cores)
+def create_run(pipe: Connection, url: str, config: RunConfig, run: str = RUN) -> None:
+    """Create the run, and notify the parent."""
     os.environ["JAX_PLATFORMS"] = "cpu"
 
-    from archipelago.islands.creation import describe, first_snapshots
-    from archipelago.merger.beside import in_background
-    from archipelago.merger.service import Merger
-    from archipelago.merger.serving import serve
+    from archipelago.ops.launch.init import create
 
-    transport = connect(url, RUN)
-    manifest = describe(RUN, config, Corpus("none", "0" * 32, TEXT_BYTES))
-    transport.create(manifest, first_snapshots(manifest))
+    create(connect(url, run), config)
     pipe.send("created")
-    serve(Merger(transport, beside=in_background), pipe.poll)
-
-
-def random_text(config: RunConfig) -> NDArray[np.uint8]:
-    """Return random bytes, because the cost of a sync hardly depends on what the model learns."""
-    size = max(TEXT_BYTES, 4 * config.data.sequence_length * (config.data.shards + 1))
-    return np.random.default_rng(config.seed).integers(0, 256, size, np.uint8)
 
 
 def sync_and_not(
@@ -114,8 +105,8 @@ def sync_and_not(
     cores: set[int],
     pairs: int,
     turn_seconds: float,
-    mesh: str | None = None,
-    profile: str | None = None,
+    mesh: str | None,
+    profile: str,
 ) -> None:
     """Take turns with syncing and without, each over whole intervals. Send the ratio of each pair, then a `Found`.
 
@@ -126,32 +117,29 @@ def sync_and_not(
         pairs: How many turns of each kind.
         turn_seconds: The shortest turn.
         mesh: The devices; None for one.
-        profile: The folder for JAX's profile of one interval with syncing after all turns; None for none.
+        profile: The folder for JAX's profile of one interval with syncing after all turns.
     """
     keep_to(cores)
     return_freed_memory()  # as `archipelago island` does
     import jax
 
-    from archipelago.islands.device import best_scan_steps
-
-    island = join_run(url, mesh)
-    island.link.start()
-    island.scan_steps = best_scan_steps(island)
-    island.warm_up()
+    transport, prepared = _prepared(url, mesh)
+    link = prepared.link(transport, f"island/{INCARNATION}")
+    island = prepared.island("island", INCARNATION, link, link.join())
+    link.start()
+    prepared.warm_up(island, scan_steps=0)
     interval = max(1, island.config.sync.interval // island.scan_steps) * island.scan_steps
-    first = synced_turn(island, interval)  # This turn pays for everything that happens only once.
+    first = _synced_turn(island, interval)  # This turn pays for everything that happens only once.
     steps = interval * max(1, math.ceil(turn_seconds / first.seconds))
     turns = []
     for _ in range(pairs):
-        on, off = synced_turn(island, steps), _plain_turn(island, steps)
+        on, off = _synced_turn(island, steps), _plain_turn(island, steps)
         turns.append((on, off))
         pipe.send(on.seconds / off.seconds)
-    if profile is not None:
-        with jax.profiler.trace(profile):
-            synced_turn(island, interval)
+    with jax.profiler.trace(profile):
+        _synced_turn(island, interval)
     on_host = jax.default_backend() == "cpu"
     found = Found(
-        backend=jax.default_backend(),
         scan_steps=island.scan_steps,
         steps=steps,
         parameters=island.manifest.parameters,
@@ -175,42 +163,22 @@ def _own_reference_bytes(island: Island) -> int:
     return sum(reference_N.nbytes for reference_N in own)
 
 
-def join_run(url: str, mesh: str | None = None, team: Team | None = None) -> Island:
-    """Make an island as `archipelago island` does, on random bytes. The processes of a team share its computation."""
-    from functools import partial
-
+def _prepared(url: str, mesh: str | None) -> tuple[Transport, PreparedIsland]:
+    """Prepare an island as `archipelago island` does."""
     import jax
 
-    from archipelago.islands.computation import Computation
-    from archipelago.islands.data.batches import Batches
-    from archipelago.islands.data.sharding import shard_order
-    from archipelago.islands.hosts.computing import LeadingComputation
-    from archipelago.islands.hosts.snapshots import relay_to
-    from archipelago.islands.inner import compile_steps
     from archipelago.islands.mesh.placement import placement_of
     from archipelago.islands.mesh.shape import MeshShape, parsed
-    from archipelago.islands.models.registry import build
-    from archipelago.islands.sync.connection.link import Link
-    from archipelago.islands.worker import Island
+    from archipelago.islands.prepared import prepare
 
     transport = connect(url, RUN)
     manifest = transport.reader.manifest()
-    config = manifest.config
-    link = Link(transport, manifest, "island/bench", shard_order(config.data.shards, config.seed))
-    steps = compile_steps(build(config.model), config.inner)
-    batches = Batches(random_text(config), config, link.lease)
-    if team is not None:
-        link.channels.relay_to(relay_to(team))
     shape = parsed(mesh) if mesh is not None else MeshShape()
-    placement = placement_of(shape, manifest, config.data.batch_size, jax.devices())
-    return Island(
-        "island", manifest, steps if placement is None else placement.steps(steps), batches, link, link.join(),
-        incarnation="bench", placement=placement,
-        computes=Computation if team is None else partial(LeadingComputation, team),
-    )  # fmt: skip
+    batch_size = manifest.config.data.batch_size // manifest.config.inner.micro_batches
+    return transport, prepare(manifest, None, None, placement_of(shape, manifest, batch_size, jax.devices()))
 
 
-def synced_turn(island: Island, steps: int) -> Turn:
+def _synced_turn(island: Island, steps: int) -> Turn:
     """Make `steps` inner steps with syncing, and wait until everything that was sent is merged and adopted."""
     import jax
 
@@ -289,7 +257,7 @@ def _plain_turn(island: Island, steps: int) -> Turn:
 def plain(
     steps: InnerSteps,
     state: InnerState,
-    batches: Callable[[int], NDArray[np.uint8]],
+    batches: Callable[[int], Any],
     count: int,
     scan_steps: int,
     placement: Placement | None = None,
@@ -324,19 +292,47 @@ def plain(
     return state, Turn(time.perf_counter() - began, time.process_time() - cpu, peak_bytes(os.getpid()))
 
 
-def train_only(pipe: Connection, config: RunConfig, cores: set[int], scan_steps: int, count: int) -> None:
+def train_only(pipe: Connection, url: str, cores: set[int], scan_steps: int, count: int) -> None:
     """Train the same in a process that loads an island's code but syncs nothing. Send its turn."""
     keep_to(cores)
     return_freed_memory()
-    import archipelago.islands.worker  # noqa: F401 - so that this process has as much code in memory as an island
-    from archipelago.islands.data.batches import Batches
-    from archipelago.islands.data.sharding import lease_all
-    from archipelago.islands.inner import begin, compile_steps
     from archipelago.islands.models.registry import build
+    from archipelago.islands.tasks.shards import TaskRun
 
-    model = build(config.model)
-    steps = compile_steps(model, config.inner)
-    batches = Batches(random_text(config), config, lease_all(config.data.shards, config.seed))
-    state, _ = plain(steps, begin(config.inner, model.init(config.seed)), batches.next, scan_steps, scan_steps)
-    _, turn = plain(steps, state, batches.next, count, scan_steps)
+    _, prepared = _prepared(url, None)
+    work, config = prepared.workload, prepared.manifest.config
+    batches = work.supply(TaskRun("alone", 0, config.seed)).next
+    state, _ = plain(work.steps, work.begin(build(config.model).init(config.seed)), batches, scan_steps, scan_steps)
+    _, turn = plain(work.steps, state, batches, count, scan_steps)
     pipe.send(turn)
+
+
+# -- the quantiser -----------------------------------------------------------------------------------------------------
+
+
+def quantise_and_copy(pipe: Connection, elements: int) -> None:
+    """Send the median seconds to quantise a vector where it lies, and to copy it."""
+    import jax
+    import jax.numpy as jnp
+
+    values_N = jax.random.normal(jax.random.key(0), (elements,), jnp.float32)
+    programs = {
+        "quantise_seconds": jax.jit(lambda values_N: codec(CODEC).quantise(values_N, jnp)),
+        "copy_seconds": jax.jit(jnp.copy),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    for program in programs.values():
+        jax.block_until_ready(program(values_N))  # type: ignore[no-untyped-call]
+    for _ in range(TIMES):
+        for name, program in programs.items():
+            with timed(seconds[name]):
+                jax.block_until_ready(program(values_N))  # type: ignore[no-untyped-call]
+    pipe.send({name: statistics.median(each) for name, each in seconds.items()})
+
+
+@contextlib.contextmanager
+def timed(seconds: list[float]) -> Iterator[None]:
+    """Append the seconds that the block takes."""
+    began = time.perf_counter()
+    yield
+    seconds.append(time.perf_counter() - began)

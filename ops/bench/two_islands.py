@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -19,36 +17,28 @@ import jax.numpy as jnp
 import numpy as np
 
 from archipelago.broker.config import DataConfig, InnerConfig, MergeConfig, RunConfig, SyncConfig, WireConfig
-from archipelago.broker.errors import BrokerError
-from archipelago.broker.invitation import Member, key_text
 from archipelago.broker.machine import usable_cores
-from archipelago.broker.manifest import Corpus, Manifest, Tensor, balanced
-from archipelago.broker.messages import Snapshot
-from archipelago.broker.process import keep_freed_memory, return_freed_memory
-from archipelago.broker.redis.membership import Membership
+from archipelago.broker.manifest import Manifest, Tensor, balanced
+from archipelago.broker.process import return_freed_memory
 from archipelago.broker.redis.transport import connect
-from archipelago.broker.signing import MERGER, generate
 from archipelago.broker.transport import Transport
-from archipelago.broker.wire import digest, pack
+from archipelago.broker.wire import pack
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.sharding import shard_order
 from archipelago.islands.inner import InnerState
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.worker import Island
-from archipelago.merger.beside import in_background
-from archipelago.merger.service import Merger
-from archipelago.merger.serving import serve
-from archipelago.ops.bench.pieces import OF_ISLAND, OF_MERGER, Pieces, Spent
-from archipelago.ops.bench.process import Child, child, wait_until
-from archipelago.ops.bench.signed_clients import Address, connected, invitation, signing_seconds
+from archipelago.ops.bench.measured_run import first_version, manifest_of, own_redis, serve_merger
+from archipelago.ops.bench.process import OF_ISLAND, Child, Pieces, Spent, child, wait_until
 from archipelago.ops.chaos.proxy import LOOPBACK, Proxy
-from archipelago.ops.launch.embedded_redis import start_server
 from archipelago.ops.launch.supervisor import thread_environment
 
 RUN = "sync"
 Rule = Literal["average", "rda", "isotropic"]
 #: If there is a proxy, it is in front of the second island.
 ISLANDS = ("near", "thin")
+#: The processes that share this machine's cores.
+PROCESSES = 1 + len(ISLANDS)
 PARAMETERS = 10_000_000
 #: The tensors have one shape, so that each fragment is two of them.
 TENSORS, COLUMNS, FRAGMENTS = 12, 1000, 6
@@ -59,8 +49,6 @@ AT_ONCE = SyncConfig(interval=1, fragments=FRAGMENTS, window=FRAGMENTS, quorum=l
 TRAINING = SyncConfig(interval=48, fragments=FRAGMENTS)
 STEP_SECONDS = 0.1
 THIN_MBIT, THIN_SYNCS = 20.0, 8
-#: torchft's timeout over the thin link. Its own default is a minute.
-THIN_TIMEOUT_SECONDS = 10.0
 POLL_SECONDS = 0.001
 PATIENCE_SECONDS = 120.0
 TEXT_BYTES = 1 << 20
@@ -78,7 +66,7 @@ class Size:
         step_seconds: How long an inner step takes.
         mbit: Rate of the thin link each way, in Mbit/s.
         rule: The merge rule of all tensors.
-        pieces: Whether the processes count the time of their pieces (`ops.bench.pieces`).
+        pieces: Whether the processes count the time of their pieces (`ops.bench.process`).
         merger_rtt_ms: The round trip between the merger and Redis, in milliseconds; 0 for one without a delay.
     """
 
@@ -110,56 +98,45 @@ class Synced:
         seconds: How long it took.
         committed: Whether both islands or replicas took part.
         megabytes: What crossed the link of one island or replica, both ways together.
-        signing: The seconds that one island spent on signatures.
     """
 
     seconds: float
     committed: bool
     megabytes: float = math.nan
-    signing: float = 0.0
 
 
 @contextlib.contextmanager
-def two_islands(config: SyncConfig, size: Size, proxied: bool = False, *, signed: bool = False) -> Iterator[TwoIslands]:
+def two_islands(config: SyncConfig, size: Size, proxied: bool = False) -> Iterator[TwoIslands]:
     """Start a Redis as `up` does, a merger and two islands; yield when they are ready to sync.
 
     Args:
         config: How the islands sync.
         size: The size of the measurement.
         proxied: A proxy is in front of the second island.
-        signed: All of them sign what they send.
     """
     with contextlib.ExitStack() as held:
-        folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
-        server = held.enter_context(start_server(folder / "redis"))
-        proxy = held.enter_context(Proxy(LOOPBACK, server.port)) if proxied else None
-        keys = {name: generate() for name in (*ISLANDS, MERGER)} if signed else {}
-        made = connect(server.url, RUN, invitation(server.url, RUN, MERGER, keys))
+        server = held.enter_context(own_redis())
+        made = connect(server.url, RUN)
         held.callback(made.close)
         _create_run(made, config, size)
-        for name in ISLANDS if signed else ():
-            Membership(made.connection).put(name, Member("island", key_text(keys[name][1])))
-        urls = [server.url, _through(server.url, proxy.port) if proxy else server.url]
-        for_merger = made.invitation or server.url
-        if size.merger_rtt_ms:
-            away = Proxy(LOOPBACK, server.port, delay_seconds=size.merger_rtt_ms / 2e3)
-            for_merger = _through(server.url, held.enter_context(away).port)
-        addresses = [invitation(url, RUN, name, keys) or url for name, url in zip(ISLANDS, urls, strict=True)]
-        processes = [Process("the merger", held.enter_context(child(_merge, for_merger, size.pieces)))]
-        processes += [
-            Process(f"the island {name}", held.enter_context(child(_train, address, name, size)))
-            for name, address in zip(ISLANDS, addresses, strict=True)
-        ]
-        for process in processes:
-            process.answer()
+
+        def through(proxy: Proxy) -> str:
+            """Return the Redis URL with the proxy's address."""
+            address, port = urlsplit(server.url), held.enter_context(proxy).port
+            return address._replace(netloc=f":{address.password or ''}@{LOOPBACK}:{port}").geturl()
+
+        proxy = Proxy(LOOPBACK, server.port) if proxied else None
+        delay_seconds = size.merger_rtt_ms / 2e3
+        of_merger = through(Proxy(LOOPBACK, server.port, delay_seconds=delay_seconds)) if delay_seconds else server.url
+        urls = [server.url, through(proxy) if proxy else server.url]
+        # While the merger works, the islands wait, so its spectra may use all cores.
+        merger = held.enter_context(child(serve_merger, of_merger, RUN, (), PROCESSES, usable_cores(), size.pieces))
+        merger.answer(PATIENCE_SECONDS)
+        islands = [held.enter_context(child(_train, *each, size)) for each in zip(urls, ISLANDS, strict=True)]
+        for island in islands:
+            island.answer(2 * PATIENCE_SECONDS)
         wait_until(lambda: len(made.reader.presences()) == len(ISLANDS), "heartbeat of both islands", PATIENCE_SECONDS)
-        yield TwoIslands(made, proxy, processes, size)
-
-
-def _through(url: str, port: int) -> str:
-    """Return the Redis URL with the proxy's address."""
-    address = urlsplit(url)
-    return address._replace(netloc=f":{address.password or ''}@{LOOPBACK}:{port}").geturl()
+        yield TwoIslands(made, proxy, merger, islands, size)
 
 
 def _create_run(transport: Transport, config: SyncConfig, size: Size) -> None:
@@ -170,40 +147,32 @@ def _create_run(transport: Transport, config: SyncConfig, size: Size) -> None:
         merge=MergeConfig(embedding=size.rule, rest=size.rule),
         wire=WIRE,
     )
-    tensors = size.tensors
-    manifest = Manifest(RUN, settings, tensors, balanced(tensors, FRAGMENTS), Corpus("none", "0" * 32, 1 << 20), {})
+    manifest = manifest_of(RUN, settings, size.tensors, balanced(size.tensors, FRAGMENTS))
     random = np.random.default_rng(0)
-    firsts = []
-    for p, elements in enumerate(manifest.sizes):
-        payload = pack(random.standard_normal(elements, np.float32), "float32", 0)
-        firsts.append((Snapshot(0, p, 0, 0, "float32", len(payload), digest(payload), merged=""), payload))
-    transport.create(manifest, firsts)
+    payloads = [pack(random.standard_normal(elements, np.float32), "float32", 0) for elements in manifest.sizes]
+    transport.create(manifest, [first_version(p, payload) for p, payload in enumerate(payloads)])
 
 
 class TwoIslands:
     """The run seen from outside: commands to its islands, and what Redis says about it."""
 
-    def __init__(self, transport: Transport, proxy: Proxy | None, processes: Sequence[Process], size: Size) -> None:
+    def __init__(
+        self, transport: Transport, proxy: Proxy | None, merger: Child, islands: Sequence[Child], size: Size
+    ) -> None:
         self.transport, self.proxy, self.size = transport, proxy, size
-        self.merger, *self.islands = processes
+        self.merger, self.islands = merger, islands
 
     def sync(self) -> Synced:
         """Let both islands move all parameters, then sync them. Time from the first publishing to the last adoption."""
         _ask(self.islands, "advance")
         ends = _ask(self.islands, "sync")
         seconds = max(end.at for end in ends) - min(end.began for end in ends)
-        return Synced(seconds, self._both_in_all(), ends[-1].bytes / 1e6, ends[-1].signing)
-
-    def merger_signing(self) -> float:
-        """Return the seconds that the merger has spent on signatures since it started."""
-        self.merger.tell("count")
-        return float(self.merger.answer())
+        return Synced(seconds, self._both_in_all(), ends[-1].bytes / 1e6)
 
     def spent(self) -> tuple[dict[str, Spent], dict[str, Spent]]:
         """Return what the pieces of the merger and of the first island have taken since they started."""
-        for process in (self.merger, self.islands[0]):
-            process.tell("pieces")
-        return self.merger.answer(), self.islands[0].answer()
+        merger, island = _ask((self.merger, self.islands[0]), "pieces")
+        return merger, island
 
     def _both_in_all(self) -> bool:
         """Return whether both islands are in the newest round of every fragment."""
@@ -213,7 +182,7 @@ class TwoIslands:
     def training(self) -> Iterator[None]:
         """Let both islands train while the block runs. They have measured their speed in a first sync before it."""
         for island in self.islands:
-            island.tell("train")
+            island.pipe.send("train")
         self._next_sync()
         yield
         _ask(self.islands, "stop")
@@ -260,65 +229,27 @@ class Counts:
         at: When it ended.
         steps: Inner steps since the beginning.
         bytes: Sent and received, in this sync or since the beginning.
-        signing: Seconds spent on signatures, in this sync or since the beginning.
     """
 
     began: float
     at: float
     steps: int
     bytes: int
-    signing: float
 
 
-@dataclass(frozen=True)
-class Process:
-    """A process that answers commands. Error messages call it `who`."""
-
-    who: str
-    child: Child
-
-    def tell(self, command: str) -> None:
-        """Send a command."""
-        self.child.pipe.send(command)
-
-    def answer(self) -> Any:
-        """Wait for the answer. Raise BrokerError if there is none."""
-        answer = self.child.receive(2 * PATIENCE_SECONDS)
-        if answer is None:
-            raise BrokerError(f"{self.who} does not answer", "See its output above, and run the bench again.")
-        return answer
-
-
-def _ask(processes: Sequence[Process], command: str) -> list[Counts]:
+def _ask(processes: Sequence[Child], command: str) -> list[Any]:
     """Send all processes a command at once, and collect their answers."""
     for process in processes:
-        process.tell(command)
-    return [process.answer() for process in processes]
+        process.pipe.send(command)
+    return [process.answer(2 * PATIENCE_SECONDS) for process in processes]
 
 
-def _merge(pipe: Connection, address: Address, counts_pieces: bool) -> None:
-    """The merger's process: serve until it is killed, and answer with the seconds spent on signatures, or on pieces."""
-    _share_the_cores()
-    pieces = Pieces(OF_MERGER if counts_pieces else {})
-    keep_freed_memory()  # The real merger does this too.
-    transport = connected(address, RUN)
-    merger = Merger(transport, threads=usable_cores(), beside=in_background)  # the islands wait while it works
-    pipe.send("ready")
-
-    def stopped() -> bool:
-        if pipe.poll():
-            pipe.send(pieces.spent() if pipe.recv() == "pieces" else signing_seconds(transport))
-        return False
-
-    serve(merger, stopped)
-
-
-def _train(pipe: Connection, address: Address, name: str, size: Size) -> None:
+def _train(pipe: Connection, url: str, name: str, size: Size) -> None:
     """An island's process: obey commands, and train between them once it was asked to."""
-    _share_the_cores()
+    os.environ |= thread_environment(PROCESSES)  # as the launcher does, and before JAX looks at its devices
     pieces = Pieces(OF_ISLAND if size.pieces else {})
     return_freed_memory()  # The real island does this too.
-    transport = connected(address, RUN)
+    transport = connect(url, RUN)
     manifest = transport.reader.manifest()
     link = Link(transport, manifest, f"{name}/bench", shard_order(manifest.config.data.shards, manifest.config.seed))
     batches = Batches(np.zeros(TEXT_BYTES, np.uint8), manifest.config, link.lease)
@@ -352,15 +283,10 @@ def _train(pipe: Connection, address: Address, name: str, size: Size) -> None:
                 pipe.send(_counts(island))
 
 
-def _share_the_cores() -> None:
-    """Limit the threads as the launcher does for the workers of one machine. Call before JAX looks at its devices."""
-    os.environ |= thread_environment(1 + len(ISLANDS))
-
-
 def _counts(island: Island) -> Counts:
     now = time.monotonic()
     size = island.link.channels.bytes_up + island.link.channels.bytes_down
-    return Counts(now, now, island.totals.steps, size, signing_seconds(island.link.transport))
+    return Counts(now, now, island.totals.steps, size)
 
 
 def _synced(island: Island) -> Counts:
@@ -375,7 +301,7 @@ def _synced(island: Island) -> Counts:
     wait_until(adopted, "merged version of all fragments", PATIENCE_SECONDS, POLL_SECONDS)
     jax.block_until_ready((island.inner.params, island.replica.references))  # type: ignore[no-untyped-call]
     after = _counts(island)
-    return Counts(before.at, after.at, after.steps, after.bytes - before.bytes, after.signing - before.signing)
+    return Counts(before.at, after.at, after.steps, after.bytes - before.bytes)
 
 
 def stand_in(

@@ -10,33 +10,26 @@ import contextlib
 import os
 import socket
 import statistics
-import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.machine import LOOPBACK
-from archipelago.broker.manifest import Corpus, Manifest, Tensor
-from archipelago.broker.messages import Contribution, Refusal, Snapshot
+from archipelago.broker.manifest import Tensor
+from archipelago.broker.messages import Refusal
 from archipelago.broker.redis.transport import connect
-from archipelago.broker.transport import Transport
-from archipelago.broker.wire import digest
+from archipelago.ops.bench.measured_run import contribution_of, first_version, manifest_of, own_redis
 from archipelago.ops.bench.output import OutputOptions, finish, with_picture
 from archipelago.ops.bench.process import Child, child
-from archipelago.ops.launch.embedded_redis import Server, start_server
 from archipelago.ops.settings import say
 
 RUN = "bench-wire"
 PRODUCERS = 8
 GOAL = 0.8
-#: The relay starts a new log at this size, like the server, which rewrites its append-only file.
-LOG_BYTES = 512 << 20
 
 
 @dataclass(frozen=True)
@@ -57,46 +50,34 @@ def wire(quick: bool, say: Callable[[str], None]) -> dict[str, Any]:
     size, count, rounds = (16 << 20, 4, 3) if quick else (64 << 20, 8, 5)
     rows = []
     for append_only, where in ((False, "in memory"), (True, "append-only file")):
-        with tempfile.TemporaryDirectory() as folder, _server(Path(folder), append_only, size) as server:
+        with own_redis(append_only=append_only) as server:
+            _make_run(server.url, size)
             say(f"{where}: {server.program.kind} {server.program.version}")
             found = [
                 _against_relay(server.url, size, count, rounds),
                 _fan_in(server.url, size // 4, max(1, count // 4), rounds),
             ]
-            if append_only:
-                found.insert(1, _against_relay(server.url, size, count, rounds, Path(folder) / "relay.log"))
         rows += [{"server": where, **row} for row in found]
     return {"payload_bytes": size, "rows": rows}
 
 
-@contextlib.contextmanager
-def _server(folder: Path, append_only: bool, size: int) -> Iterator[Server]:
-    with start_server(folder / "redis", append_only=append_only) as server:
-        made = connect(server.url, RUN)
-        _make_run(made, size)
-        made.close()
-        yield server
-
-
-def _make_run(transport: Transport, size: int) -> None:
+def _make_run(url: str, size: int) -> None:
     """Create a run whose one fragment is large enough for valid payloads of `size` bytes."""
-    tensors = (Tensor("all", (size // 4,)),)
-    manifest = Manifest(RUN, RunConfig(), tensors, (("all",),), Corpus("none", "0" * 32, 1), {})
-    nothing = b"nothing"
-    transport.create(manifest, [(Snapshot(0, 0, 0, 0, "float32", len(nothing), digest(nothing), ""), nothing)])
+    transport = connect(url, RUN)
+    manifest = manifest_of(RUN, RunConfig(), [Tensor("all", (size // 4,))], [["all"]])
+    transport.create(manifest, [first_version(0, b"nothing")])
+    transport.close()
 
 
-def _against_relay(url: str, size: int, count: int, rounds: int, log: Path | None = None) -> dict[str, Any]:
-    """Compare with a relay. With a `log`, the relay also writes an append-only file, to show the cost of the disk."""
+def _against_relay(url: str, size: int, count: int, rounds: int) -> dict[str, Any]:
     with contextlib.ExitStack() as held:
         bare = _Line([held.enter_context(child(_send_bare, size))], held.enter_context(child(_receive_bare, size)))
-        held.enter_context(_relay(bare, size, log))
+        held.enter_context(_relay(bare, size))
         ours = _Line(
             [held.enter_context(child(_publish, url, size, "island-0"))], held.enter_context(child(_take, url))
         )
         theirs, mine = _taking_turns([lambda: bare.seconds(count), lambda: ours.seconds(count)], rounds)
-    relay = "relay with a log" if log else "store-and-forward relay"
-    return _row("one producer", relay, count * size, mine, theirs)
+    return _row("one producer", "store-and-forward relay", count * size, mine, theirs)
 
 
 def _fan_in(url: str, size: int, count: int, rounds: int) -> dict[str, Any]:
@@ -149,10 +130,7 @@ class _Line:
 
 def _publish(pipe: Connection, url: str, size: int, island: str) -> None:
     transport, payload = connect(url, RUN), os.urandom(size)
-    contribution = Contribution(
-        island=island, incarnation="x", sequence=0, round=1, fragment=0, base=0, tokens=1, steps=1, global_step=0,
-        loss=1.0, step_seconds=1.0, farewell=False, codec="float32", bytes=size, digest=digest(payload),
-    )  # fmt: skip
+    contribution = contribution_of(island, payload, "float32")
     while True:
         count, began = pipe.recv(), time.monotonic()
         for sequence in range(count):
@@ -184,43 +162,22 @@ def _take(pipe: Connection, url: str) -> None:
 
 
 @contextlib.contextmanager
-def _relay(line: _Line, size: int, log: Path | None) -> Iterator[None]:
-    """Put a process between the two that receives each payload whole, and logs it, before it sends it on."""
-    with child(_forward, size, log) as relay:
+def _relay(line: _Line, size: int) -> Iterator[None]:
+    """Put a process between the two that receives each payload whole before it sends it on."""
+    with child(_forward, size) as relay:
         for end in (*line.producers, line.consumer):
             end.pipe.send(relay.receive())
         yield
 
 
-def _forward(pipe: Connection, size: int, log: Path | None) -> None:
+def _forward(pipe: Connection, size: int) -> None:
     buffer = memoryview(bytearray(size))
-    keep = _Log(log).append if log else lambda _: None
     with socket.create_server((LOOPBACK, 0)) as a, socket.create_server((LOOPBACK, 0)) as b:
         for listening in (a, b):
             pipe.send(listening.getsockname()[1])
         source, target = a.accept()[0], b.accept()[0]
         while _fill(source, buffer):
-            keep(buffer)
             target.sendall(buffer)
-
-
-class _Log:
-    """A file that is synced to the disk every second, like the server's `appendfsync everysec`."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("wb", buffering=0)
-        threading.Thread(target=self._sync, daemon=True).start()
-
-    def append(self, data: memoryview) -> None:
-        if self._file.tell() > LOG_BYTES:
-            self._file.seek(0)
-            self._file.truncate()
-        self._file.write(data)
-
-    def _sync(self) -> None:
-        while True:
-            time.sleep(1.0)
-            os.fsync(self._file.fileno())
 
 
 def _send_bare(pipe: Connection, size: int) -> None:

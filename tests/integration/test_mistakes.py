@@ -118,8 +118,7 @@ MISTAKES = [
     ("chaos --islands 0", "chaos.bad-number"),
     ("chaos --seconds=-1", "chaos.bad-number"),
     ("bench parity --islands 0", "config.islands"),
-    ("bench islands --islands 0", "config.islands"),
-    ("bench islands --contributions 0", "bench.contributions"),
+    ("bench largest --fragments 0", "bench.fragments"),
     ("bench study nothing", "study.unreadable"),
     # watching and steering
     ("dash RUNS --port TAKEN", "config.dash-address"),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import socket
-import struct
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,8 +11,7 @@ import pytest
 
 from archipelago.broker.errors import BrokerError
 from archipelago.ops.bench import sync as bench_sync
-from archipelago.ops.bench.torchft import ADDRESSES, FAMILY, ThinLink
-from archipelago.ops.bench.torchft_replicas import torchft
+from archipelago.ops.bench.sync import torchft
 from archipelago.ops.bench.two_islands import Size, Synced, TwoIslands
 from tests.failing import failing
 
@@ -22,7 +19,7 @@ TINY = Size(parameters=12_000, rounds=2)
 STAND_IN = """#!/bin/sh
 echo '{"torchft": "9.9", "torch": "9.9"}'
 while read -r line; do
-    echo '{"seconds": 2.0, "committed": false, "bytes_up": 1000000, "bytes_down": 500000, "errors": []}'
+    echo '{"seconds": 2.0, "committed": false, "errors": []}'
 done
 """
 
@@ -54,7 +51,7 @@ def test_both_sides_take_turns_and_warm_ups_do_not_count(tmp_path: Path) -> None
         ours, theirs = bench_sync._turns(TINY, cast(TwoIslands, FakeIslands()), other, lambda line: None)
     assert (theirs["what"], theirs["seconds"], theirs["committed"]) == ("torchft 9.9", 2.0, "0 of 2")
     assert (ours["seconds"], ours["from"], ours["to"], ours["committed"]) == (2.5, 1.0, 4.0, "2 of 2")
-    assert (ours["MB"], theirs["MB"]) == (10.0, 1.5)
+    assert ours["MB"] == 10.0
     assert ours["speed_to_torchft"] == (2.0 / 4.0 + 2.0 / 1.0) / 2
 
 
@@ -85,25 +82,3 @@ def test_a_torchft_that_ends_is_an_error(tmp_path: Path) -> None:
     ends = _script(tmp_path, '#!/bin/sh\necho \'{"torchft": "9.9"}\'\nread -r line\nexit 3\n')
     with torchft(TINY, ends) as found, failing(BrokerError, "bench.torchft-ended"):
         found.sync()
-
-
-def test_the_link_to_the_first_replica_goes_through_a_proxy() -> None:
-    def address(host: str, port: int) -> bytes:
-        return FAMILY + struct.pack(">H", port) + socket.inet_aton(host) + bytes(8)
-
-    link = ThinLink(1000.0)
-    with socket.create_server((ADDRESSES[0], 0)) as listening:
-        port = listening.getsockname()[1]
-        value = b"one" + address(ADDRESSES[0], port) + address(ADDRESSES[1], port) + b"end"
-        found = link.rerouted(value)
-        assert found == link.rerouted(value)  # There is one proxy for each port.
-        (proxied,) = struct.unpack_from(">H", found, 5)
-        assert proxied != port
-        assert found == b"one" + address(ADDRESSES[0], proxied) + address(ADDRESSES[1], port) + b"end"
-        with socket.create_connection((ADDRESSES[0], proxied)) as dialled:
-            dialled.sendall(b"hello")
-            accepted = listening.accept()[0]
-            with accepted:
-                assert accepted.recv(5, socket.MSG_WAITALL) == b"hello"
-    link.close()
-    assert link.carried() == (5, 0)

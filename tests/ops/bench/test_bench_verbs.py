@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 
 from archipelago.broker.codecs import codec
+from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import BrokerError
-from archipelago.ops.bench import merge, start
+from archipelago.ops.bench import joining, merge
+from archipelago.ops.bench.accelerator import settled
+from archipelago.ops.bench.joining import start_times
 from archipelago.ops.bench.main import VERBS
-from archipelago.ops.bench.pieces import OF_MERGER
-from archipelago.ops.bench.signing import signing
+from archipelago.ops.bench.process import OF_MERGER
 from archipelago.ops.bench.sync import TORCHFT_PYTHON, in_pieces, sync
 from archipelago.ops.bench.two_islands import FRAGMENTS, Size
 from archipelago.ops.commands import run
@@ -32,18 +34,12 @@ pytestmark = [
 
 #: The smallest flags of each verb, and some figures that it measures beside its table.
 SMALLEST = {
-    "accelerator": (("--quick", "--sizes", "tiny"), ("quantise_seconds", "copy_seconds")),
-    "islands": (("--islands", "4", "--contributions", "24", "--parameters", "64"), ("parameters",)),
-    "join": (("--parameters", "40960", "--calls", "20"), ("calls",)),
+    "accelerator": (("--quick", "--sizes", "tiny", "--parts", "steps", "quantiser", "loop"), ("quantise_seconds",)),
     "largest": (("--parameters", "15000", "--fragments", "3"), ("restart_seconds", "bytes_up", "bytes_down")),
-    "shards": (("--side", "8", "--cycles", "1", "--rules", "rda"), ("side",)),
     "wire": (("--quick",), ("payload_bytes",)),
 }
-#: Verbs that `tests/ops/experiments` runs, verbs whose smallest size is too large, which are measured below, and
-#: `island`, which is a part of `accelerator`. The last three take half a minute each, so nothing runs them here.
-ELSEWHERE = {
-    "parity", "study", "mixed", "sync", "signing", "merge", "island", "hosts", "lora", "start",
-}  # fmt: skip
+#: Verbs that `tests/ops/experiments` runs, and verbs whose smallest size is too large, which are measured below.
+ELSEWHERE = {"parity", "study", "mixed", "sync", "merge"}
 
 
 def measured(verb: str, folder: Path, *flags: str) -> dict[str, Any]:
@@ -75,12 +71,13 @@ def _of_accelerator(found: Mapping[str, Any]) -> None:
     assert island["peak_bytes_alone"] > 4 * 3 * island["parameters"]
     assert island["held_bytes"] == 4 * island["parameters"]
     assert list(Path(island["profile"]).rglob("*.xplane.pb")), "the profile"
+    assert all(min(seconds) > 0 for seconds in island["loop_seconds"].values())
 
 
 def _of_largest(found: Mapping[str, Any]) -> None:
     assert (found["parameters"], found["fragments"], found["islands"]) == (15_000, 3, 2)
-    for part in ("publish_seconds", "merge_seconds", "adopt_seconds"):
-        assert len(found[part]) == found["measured_fragments"] == 2 and min(found[part]) > 0, part
+    for part, seconds in found["seconds"].items():
+        assert len(seconds) == len(found["cpu_seconds"][part]) == 2 and min(seconds) > 0, part
     most = 2 * codec("int4").encoded_size(5_000) * 3
     for way in ("bytes_up", "bytes_down"):
         assert 0.5 * most < found[way] < 1.1 * most + 600, way
@@ -90,13 +87,7 @@ def _of_largest(found: Mapping[str, Any]) -> None:
     assert max(peaks.values()) < found["together_bytes"] < sum(peaks.values())
 
 
-def _of_join(found: Mapping[str, Any]) -> None:
-    assert len(found["rows"]) == 4
-    assert all(row["thread_ms"] > 0.0 for row in found["rows"])
-    assert all(row["device_ms"] >= row["thread_ms"] for row in found["rows"][2:])
-
-
-CHECKS = {"accelerator": _of_accelerator, "join": _of_join, "largest": _of_largest}
+CHECKS = {"accelerator": _of_accelerator, "largest": _of_largest}
 
 
 # -- smaller than the verbs allow -------------------------------------------------------------------------------------
@@ -104,6 +95,7 @@ CHECKS = {"accelerator": _of_accelerator, "join": _of_join, "largest": _of_large
 
 def test_codecs_merging_and_spectra_are_measured() -> None:
     rows = merge.codecs(10_000, 1) + merge.merging(10_000, 1) + merge.spectra(1 << 14)
+    rows += merge.many_islands(2, 4, 64, 400)
     assert len({tuple(row) for row in rows}) == 1, "the rows are printed as one table"
     assert all(row["milliseconds"] > 0 and row["ratio"] > 0 for row in rows)
     assert {row["against"] for row in rows} >= {"merging 4 int4 of it, RDA"}
@@ -138,17 +130,14 @@ def test_the_pieces_of_a_sync_with_a_merger_that_is_far_from_its_redis() -> None
     assert rows["island", "upload"]["calls"] == FRAGMENTS
 
 
-def test_signatures_take_time_of_the_merger_and_of_islands() -> None:
-    unsigned, signed = signing(quiet, TINY)["rows"]
-    assert (unsigned["merger_ms"], unsigned["island_ms"]) == (0.0, 0.0)
-    assert min(signed["merger_ms"], signed["island_ms"]) > 0.0
-    assert signed["committed"] == "2 of 2"
-    assert signed["ratio_from"] <= signed["to_unsigned"] <= signed["ratio_to"]
+def test_a_start_takes_longer_than_plain_jax_and_its_parts_add_up(tmp_path: Path) -> None:
+    found = start_times(settled(RunConfig(), "cpu"), 1, quiet)
+    parts = sum(found[part] for part in ("imports", "joining", "programs", "state", "first_step"))
+    assert found["total"] == pytest.approx(parts, abs=0.05)
+    assert found["plain"] < found["total"] < found["cold"]
 
 
-def test_the_error_of_an_island_that_ends_early_quotes_its_log(tmp_path: Path) -> None:
-    environment = {**os.environ, "ARCHIPELAGO_TURN_LOG": str(tmp_path / "turns"), "ARCHIPELAGO_URL": "http://nowhere"}
-    for begin in (start.started, start.taken_over):
-        with failing(BrokerError, "bench.process-failed") as caught:
-            begin(tmp_path, environment)
-        assert "nowhere" in caught.value.remedy
+def test_the_error_of_an_island_that_ends_early_quotes_its_log() -> None:
+    with failing(BrokerError, "bench.process-failed") as caught:
+        joining._output([joining.ISLAND, "--json"], {**os.environ, "ARCHIPELAGO_URL": "http://nowhere"})
+    assert "nowhere" in caught.value.remedy

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from archipelago.ops.bench import pieces
-from archipelago.ops.bench.pieces import OF_ISLAND, OF_MERGER, WHOLE, Pieces, Spent
+from archipelago.ops.bench import process
+from archipelago.ops.bench.process import OF_ISLAND, OF_MERGER, WHOLE, Pieces, Spent
 
 NAME = "archipelago_test_of_pieces"
 
@@ -35,7 +35,7 @@ class FakeTime:
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Any:
     clock, made = FakeTime(), types.ModuleType(NAME)
-    monkeypatch.setattr(pieces, "time", clock)
+    monkeypatch.setattr(process, "time", clock)
 
     class Outer:
         def run(self) -> str:
