@@ -74,8 +74,6 @@ class Connection:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._sending = threading.Lock()
-        #: The bytes that were sent.
-        self.sent = 0
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, frame: Frame) -> None:
@@ -84,7 +82,6 @@ class Connection:
         about = [[array.dtype.name, list(np.shape(array))] for array in frame.arrays]
         header = msgpack.packb([frame.kind, list(frame.values), about])
         with self._sending:
-            self.sent += 4 + len(header) + sum(array.nbytes for array in arrays)
             self._socket.sendall(len(header).to_bytes(4) + header)
             for array in arrays:
                 content = array.reshape(-1).view(np.uint8).data if array.size else b""

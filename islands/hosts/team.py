@@ -188,16 +188,6 @@ class Team:
         return found
 
     @property
-    def sent(self) -> int:
-        """The bytes that the other processes were sent."""
-        return sum(follower.connection.sent for follower in self._followers.values())
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no message waits to be sent."""
-        return all(follower.frames.empty() for follower in self._followers.values())
-
-    @property
     def is_stopping(self) -> bool:
         """Whether a signal has stopped one of the other processes. All of them then leave together."""
         return any(follower.is_stopping for follower in self._followers.values())
