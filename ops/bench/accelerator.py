@@ -220,7 +220,6 @@ def summary(found: Found, alone_peak: int) -> dict[str, Any]:
         "peak_bytes_beside": max(turn.peak_bytes for turn in found.on) - alone_peak,
         "peak_bytes_beside_between_syncs": max(turn.peak_bytes for turn in found.off) - alone_peak,
         "held_bytes": found.held_bytes,
-        "reference_bytes": found.reference_bytes,
     }
 
 
@@ -243,7 +242,6 @@ def step_rows(s: dict[str, Any]) -> list[dict[str, Any]]:
         memory("  peak memory beside the training", "peak_bytes_beside", GOAL_MEMORY + s["held_bytes"] / largest),
         memory("    also between syncs", "peak_bytes_beside_between_syncs"),
         memory("    snapshots held for differences", "held_bytes"),
-        memory("    references of contributions", "reference_bytes"),
     ]
 
 

@@ -69,7 +69,6 @@ class Found:
         on: The turns with syncing.
         off: The turns without, each right after one with.
         held_bytes: Size of the snapshots on the host, to which differences are added.
-        reference_bytes: The reference parameters of contributions; 0 if a separate device holds them.
     """
 
     scan_steps: int
@@ -79,7 +78,6 @@ class Found:
     on: list[Turn]
     off: list[Turn]
     held_bytes: int
-    reference_bytes: int
 
 
 def say_backend(pipe: Connection) -> None:
@@ -138,7 +136,6 @@ def sync_and_not(
         pipe.send(on.seconds / off.seconds)
     with jax.profiler.trace(profile):
         _synced_turn(island, interval)
-    on_host = jax.default_backend() == "cpu"
     found = Found(
         scan_steps=island.scan_steps,
         steps=steps,
@@ -147,20 +144,9 @@ def sync_and_not(
         on=[on for on, _ in turns],
         off=[off for _, off in turns],
         held_bytes=sum(arrival.params_N.nbytes for arrival in island.link.channels[0].inbox.snapshots.held.values()),
-        reference_bytes=_own_reference_bytes(island) if on_host else 0,
     )
     island.link.stop()
     pipe.send(found)
-
-
-def _own_reference_bytes(island: Island) -> int:
-    """Return the memory of references. One that nothing was sent of since its snapshot came shares that memory."""
-    if island.placement is not None:
-        leaves = [leaf for tensors in island.replica.references for leaf in tensors.values()]
-        return sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards)
-    held = {arrival.params_N.ctypes.data for arrival in island.link.channels[0].inbox.snapshots.held.values()}
-    own = [each for each in island.replica.references if each.unsafe_buffer_pointer() not in held]
-    return sum(reference_N.nbytes for reference_N in own)
 
 
 def _prepared(url: str, mesh: str | None) -> tuple[Transport, PreparedIsland]:

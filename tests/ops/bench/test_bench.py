@@ -97,7 +97,7 @@ def test_merging_takes_turns_with_a_nesterov_step_in_bare_numpy() -> None:
 def test_the_figures_of_an_island_are_medians_of_pairs_and_differences_of_peaks() -> None:
     on = [Turn(1.1, 2.5, 900 << 20, 1000), Turn(1.2, 3.0, 700 << 20, 1000), Turn(1.5, 4.0, 800 << 20, 500)]
     off = [Turn(1.0, 2.0, 600 << 20), Turn(1.0, 2.0, 500 << 20), Turn(1.0, 2.0, 550 << 20)]
-    turns = Found(1, 10, 1000, 25 << 18, on, off, held_bytes=100 << 20, reference_bytes=0)
+    turns = Found(1, 10, 1000, 25 << 18, on, off, held_bytes=100 << 20)
     found = accelerator.summary(turns, alone_peak=400 << 20)
     assert (found["step_ratio"], found["step_ratio_from"], found["step_ratio_to"]) == (1.2, 1.1, 1.5)
     assert (found["step_seconds_on"], found["cpu_ratio"]) == pytest.approx((0.12, 1.5))
