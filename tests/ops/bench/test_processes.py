@@ -1,4 +1,4 @@
-"""What `archipelago bench` measures of processes: a child behind a pipe, memory, processor time and cores.
+"""What `archipelago bench` measures of processes: a child behind a pipe, memory, processor time, cores and functions.
 
 This module imports little, because the children of its tests import it, too.
 """
@@ -8,14 +8,22 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 import pytest
 
 from archipelago.broker.errors import BrokerError
+from archipelago.ops.bench import process
 from archipelago.ops.bench.process import (
+    OF_ISLAND,
+    OF_MERGER,
+    WHOLE,
+    Pieces,
+    Spent,
     available_bytes,
     child,
     cpu_seconds,
@@ -53,14 +61,14 @@ def test_waiting_ends_with_an_error() -> None:
 @linux
 def test_processor_time_counts_all_threads_of_a_process(until: Callable[..., None]) -> None:
     busy = "import threading\ndef spin():\n    while True: pass\nthreading.Thread(target=spin).start()"
-    process = subprocess.Popen([sys.executable, "-c", busy])
+    started = subprocess.Popen([sys.executable, "-c", busy])
     try:
-        until(lambda: cpu_seconds(process.pid) > 0.2, "a busy thread's processor time")
+        until(lambda: cpu_seconds(started.pid) > 0.2, "a busy thread's processor time")
     finally:
-        process.kill()
-        process.wait()
+        started.kill()
+        started.wait()
     with failing(BrokerError, "bench.process-gone"):
-        cpu_seconds(process.pid)
+        cpu_seconds(started.pid)
 
 
 @linux
@@ -83,3 +91,73 @@ def test_the_measured_process_and_its_peers_share_no_core() -> None:
     mine, others = halves_of_the_cores()
     assert mine | others == os.sched_getaffinity(0)
     assert mine.isdisjoint(others) or len(mine) == 1
+
+
+# -- the time of named functions: their own, without that of named functions which they call -------------------------
+
+NAME = "archipelago_test_of_pieces"
+
+
+class FakeTime:
+    """Clocks that move only by `pass_`: a second of processor time is two on the wall."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def pass_(self, seconds: float) -> None:
+        self.seconds += seconds
+
+    def perf_counter(self) -> float:
+        return 2 * self.seconds
+
+    def thread_time(self) -> float:
+        return self.seconds
+
+    process_time = thread_time
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Any:
+    clock, made = FakeTime(), types.ModuleType(NAME)
+    monkeypatch.setattr(process, "time", clock)
+
+    class Outer:
+        def run(self) -> str:
+            clock.pass_(1.0)
+            made.inner(2.0)
+            made.inner(3.0)
+            return "done"
+
+    made.__dict__.update(Outer=Outer, inner=clock.pass_)
+    monkeypatch.setitem(sys.modules, NAME, made)
+    return made
+
+
+def test_a_piece_excludes_the_pieces_within_it(module: Any) -> None:
+    counted = Pieces({f"{NAME}:Outer.run": "outer", f"{NAME}:inner": "inner"})
+    assert module.Outer().run() == "done"
+    module.inner(4.0)
+    found = counted.spent()
+    assert found["outer"] == Spent(1, 2.0, 1.0)
+    assert found["inner"] == Spent(3, 18.0, 9.0)
+    assert found[WHOLE] - Spent(0, 0.0, 0.0) == Spent(1, 20.0, 10.0)
+
+
+def test_a_call_that_fails_counts(module: Any) -> None:
+    def fails(seconds: float) -> None:
+        raise ValueError("no")
+
+    module.inner = fails
+    counted = Pieces({f"{NAME}:inner": "inner"})
+    with pytest.raises(ValueError, match="no"):
+        module.inner(1.0)
+    assert counted.spent()["inner"].calls == 1
+
+
+def test_the_named_functions_exist() -> None:
+    for place in (*OF_ISLAND, *OF_MERGER):
+        module, _, path = place.partition(":")
+        owner: Any = __import__(module, fromlist=["_"])
+        for name in path.split("."):
+            owner = getattr(owner, name)
+        assert callable(owner)
