@@ -41,7 +41,7 @@ from archipelago.ops.bench.measured_run import (
     serve_merger,
 )
 from archipelago.ops.bench.output import OutputOptions, finish, with_picture
-from archipelago.ops.bench.process import child, cpu_seconds, require_linux, wait_until
+from archipelago.ops.bench.process import child, cpu_seconds, wait_until
 from archipelago.ops.launch.supervisor import ONE_THREAD
 
 RUN = "bench-merge"
@@ -58,7 +58,6 @@ class MergeOptions(OutputOptions):
 
 def main(options: MergeOptions) -> int:
     """Measure, and write the results."""
-    require_linux()
     return finish("merge", with_picture("merge", merge(options.quick), options), options)
 
 

@@ -12,7 +12,6 @@ import gc
 import importlib
 import multiprocessing
 import os
-import re
 import sys
 import threading
 import time
@@ -21,6 +20,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import psutil
 
 from archipelago.broker.errors import ArchipelagoError, BrokerError, ConfigError
 
@@ -99,41 +100,37 @@ def require_linux() -> None:
 
 
 def peak_bytes(pid: int) -> int:
-    """Return the most memory that a process has had since it began, or since `forget_peak`."""
-    return _kibibytes(Path(f"/proc/{pid}/status"), "VmHWM") << 10
+    """Return the most memory that a process has had since it began, or since `forget_peak`. Only Linux tells it."""
+    with _alive(pid):
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+        return int(status.partition("VmHWM:")[2].split()[0]) << 10
 
 
 def resident_bytes(pid: int) -> int:
     """Return the memory that a process has now."""
-    return _kibibytes(Path(f"/proc/{pid}/status"), "VmRSS") << 10
+    with _alive(pid):
+        return int(psutil.Process(pid).memory_info().rss)
 
 
 def cpu_seconds(pid: int) -> float:
     """Return the processor time of all threads of a process, to the clock tick (10 ms on most machines)."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-    except (FileNotFoundError, ProcessLookupError):
-        raise BrokerError(f"process {pid} has ended", "See its output above.", code="bench.process-gone") from None
-    fields = stat.rpartition(")")[2].split()  # They follow the name, which may hold any characters.
-    user, system = (int(fields[i]) for i in (11, 12))
-    return (user + system) / os.sysconf("SC_CLK_TCK")
+    with _alive(pid):
+        times = psutil.Process(pid).cpu_times()
+        return float(times.user + times.system)
 
 
 def available_bytes() -> int:
     """Return how much memory the machine can still give without swapping."""
-    return _kibibytes(Path("/proc/meminfo"), "MemAvailable") << 10
+    return int(psutil.virtual_memory().available)
 
 
-def _kibibytes(path: Path, name: str) -> int:
+@contextlib.contextmanager
+def _alive(pid: int) -> Iterator[None]:
+    """Raise BrokerError if the block finds that the process has ended. A dead one has no memory."""
     try:
-        found = re.search(rf"^{name}:\s+(\d+) kB$", path.read_text(encoding="utf-8"), re.MULTILINE)
-    except (FileNotFoundError, ProcessLookupError):
-        found = None
-    if found is None:
-        raise BrokerError(
-            f"{path} does not have {name}", "Has the process ended? See its output above.", code="bench.process-gone"
-        )
-    return int(found[1])
+        yield
+    except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError, IndexError):
+        raise BrokerError(f"process {pid} has ended", "See its output above.", code="bench.process-gone") from None
 
 
 def forget_peak() -> None:
