@@ -241,18 +241,12 @@ def _restore_int8(parts: Parts, elements: int, xp: Any) -> Array:
     return values.reshape(-1)[:elements]
 
 
-def _pack_nibbles(codes: Array) -> Array:
-    """Pack codes of 0 to 15 (uint8, one block per row) into bytes, two per byte.
+def _unpack_nibbles(packed: Array, xp: Any) -> Array:
+    """Return the codes of 0 to 15 (uint8, one block per row) of bytes that hold two each.
 
-    The block's first half goes to the low nibbles and its second half to the high ones. Both halves are contiguous, so
+    A block's first half is in the low nibbles and its second half in the high ones. Both halves are contiguous, so
     numpy and XLA can vectorise the work.
     """
-    half = codes.shape[1] // 2
-    return (codes[:, :half] | (codes[:, half:] << np.uint8(4))).reshape(-1)
-
-
-def _unpack_nibbles(packed: Array, xp: Any) -> Array:
-    """Return the codes of `_pack_nibbles`, one block per row."""
     rows = packed.reshape(-1, INT4_BLOCK // 2)
     return xp.concatenate([rows & np.uint8(15), rows >> np.uint8(4)], axis=1)
 
@@ -260,7 +254,7 @@ def _unpack_nibbles(packed: Array, xp: Any) -> Array:
 def _quantise_int4(values_N: Array, xp: Any) -> Parts:
     blocks = _blocks(values_N, INT4_BLOCK, xp)
     bits, divisor = _scales(_tops(blocks, xp) * np.float32(1 / 7), xp)
-    # XLA vectorises the two halves of blocks apart from each other, in half the time of `_pack_nibbles`.
+    # XLA vectorises the two halves of blocks apart from each other, in half the time of packing whole blocks.
     half = INT4_BLOCK // 2
     low, high = (_int4_codes(_ratios(part, divisor), xp) for part in (blocks[:, :half], blocks[:, half:]))
     return bits, (low | (high << np.uint32(4))).astype(np.uint8).reshape(-1)
@@ -281,30 +275,6 @@ def _restore_int4(parts: Parts, elements: int, xp: Any) -> Array:
     bits, packed = parts
     codes = _unpack_nibbles(packed, xp).astype(np.float32) - np.float32(8)
     return (codes * _from_bfloat16(bits, xp)[:, None]).reshape(-1)[:elements]
-
-
-def _quantise_e3m0(values_N: Array, xp: Any) -> Parts:
-    """Encode a sign and three bits of exponent: the nearest of 0 and the block's largest times 2^−6 … 2^0."""
-    blocks = _blocks(values_N, INT4_BLOCK, xp)
-    bits, divisor = _scales(_tops(blocks, xp), xp)
-    ratio = _ratios(xp.abs(blocks), divisor)
-    ratio = xp.where(xp.isnan(ratio), np.float32(0), ratio)
-    # Adding half of a mantissa carries into the exponent from 1.5 on, half-way to the next power of two.
-    power = ((ratio.view(np.uint32) + np.uint32(0x400000)) >> np.uint32(23)).astype(np.int32) - 127
-    level = xp.clip(power + 7, 0, 7)
-    level = xp.where((ratio >= np.float32(2.0**-7)) & (level < 1), 1, level).astype(np.uint8)
-    negative = ((blocks < 0) & (level > 0)).astype(np.uint8)
-    return bits, _pack_nibbles(level | (negative << np.uint8(3)))
-
-
-def _restore_e3m0(parts: Parts, elements: int, xp: Any) -> Array:
-    bits, packed = parts
-    codes = _unpack_nibbles(packed, xp)
-    level = (codes & np.uint8(7)).astype(np.uint32)
-    power = ((level + np.uint32(120)) << np.uint32(23)).view(np.float32)  # 2^(level − 7)
-    magnitude = xp.where(level > 0, power, np.float32(0))
-    signed = xp.where(codes > 7, -magnitude, magnitude)
-    return (signed * _from_bfloat16(bits, xp)[:, None]).reshape(-1)[:elements]
 
 
 def _quantise_top(values_N: Array, xp: Any) -> Parts:
@@ -399,14 +369,6 @@ def _bound_of_steps(size: int, steps: int) -> Callable[[Vector], Vector]:
     return bound
 
 
-def _bound_e3m0(values_N: Vector) -> Vector:
-    """Return a third of the magnitude (at least half the smallest level), plus the effect of rounding the scale."""
-    tops = _block_tops(values_N, INT4_BLOCK)
-    magnitude = np.abs(values_N)
-    off = np.maximum(magnitude * np.float32(0.34), tops * np.float32(2.0**-7 * 1.01)) + tops / 256 + TINY
-    return np.asarray(off, np.float32)
-
-
 def _bound_top(values_N: Vector) -> Vector:
     """Return the magnitude, which a dropped value loses, or 0.61 of the block's largest, which bounds kept values."""
     off = np.maximum(np.abs(values_N), _block_tops(values_N, TOP_BLOCK) * np.float32(0.61)) + TINY
@@ -417,8 +379,8 @@ def _blocked(size: int, *bytes_a_block: tuple[int, DTypeLike]) -> Callable[[int]
     return lambda n: tuple((_count(n, size) * items, kind) for items, kind in bytes_a_block)
 
 
-#: All codecs by name. In bits per element they take 32, 16, 8.06, 4.13, 4.13 and 0.44. `int8` and `int4` store integer
-#: multiples of one scale per block. `e3m0` stores powers of two, as in Streaming DiLoCo (arXiv 2501.18512). `top3`
+#: All codecs by name. In bits per element they take 32, 16, 8.06, 4.13 and 0.44. `int8` and `int4` store integer
+#: multiples of one scale per block. `top3`
 #: stores the largest 3 % of each block in two bits each, after SparseLoCo (arXiv 2508.15706). It is for very slow
 #: links, and the sender adds the dropped part to its next contribution.
 CODECS: dict[str, Codec] = {
@@ -446,13 +408,6 @@ CODECS: dict[str, Codec] = {
         quantise=_last_apart(_quantise_int4, INT4_BLOCK),
         restore=_restore_int4,
         error_bound=_bound_of_steps(INT4_BLOCK, 7),
-        block=INT4_BLOCK,
-    ),
-    "e3m0": Codec(
-        layout=_blocked(INT4_BLOCK, (1, np.uint16), (INT4_BLOCK // 2, np.uint8)),
-        quantise=_last_apart(_quantise_e3m0, INT4_BLOCK),
-        restore=_restore_e3m0,
-        error_bound=_bound_e3m0,
         block=INT4_BLOCK,
     ),
     "top3": Codec(

@@ -252,9 +252,9 @@ class WireConfig:
     """
 
     __pydantic_config__ = _STRICT
-    up: Literal["float32", "bfloat16", "int8", "int4", "e3m0", "top3"] = "int4"
-    thin: Literal["", "int8", "int4", "e3m0", "top3"] = "top3"
-    down: Literal["float32", "bfloat16", "int8", "int4", "e3m0"] = "int4"
+    up: Literal["float32", "bfloat16", "int8", "int4", "top3"] = "int4"
+    thin: Literal["", "int8", "int4", "top3"] = "top3"
+    down: Literal["float32", "bfloat16", "int8", "int4"] = "int4"
     zstd_level: Annotated[int, Ge(0), Le(19)] = 1
 
     @property
@@ -331,7 +331,11 @@ def _similar(unknown: str) -> str:
     return f" (did you mean {found[0]}?)" if found else ""
 
 
-def checked(settings: RunConfig | Mapping[str, Any], source: str = "the settings") -> RunConfig:
+def checked(
+    settings: RunConfig | Mapping[str, Any],
+    source: str = "the settings",
+    remedy: str = "See `archipelago init --help`.",
+) -> RunConfig:
     """Return the config if every value is in range. Raises ConfigError that names each wrong key and its value."""
     values = dataclasses.asdict(settings) if isinstance(settings, RunConfig) else settings
     try:
@@ -345,7 +349,7 @@ def checked(settings: RunConfig | Mapping[str, Any], source: str = "the settings
         ]
         raise ConfigError(
             f"{source} cannot be used: " + "; ".join(faults),
-            "See `archipelago init --help`.",
+            remedy,
             code="config.unknown-key" if unknown else "config.value",
         ) from None
 
@@ -358,7 +362,12 @@ def from_json(text: str | bytes, source: str = "the run's stored config") -> Run
         raise ConfigError(
             f"{source} is not JSON ({error})", "Was the run made by another version?", code="config.not-json"
         ) from None
-    return checked(values, source)
+    return checked(
+        values,
+        source,
+        "Another version of archipelago created the run. Go on with that version, or create a new run with "
+        "`archipelago init`.",
+    )
 
 
 def from_toml(path: Path) -> RunConfig:

@@ -111,28 +111,6 @@ def _restore_int4(parts: Parts, elements: int) -> Tensor:
     return (codes * _from_bfloat16(bits)[:, None]).reshape(-1)[:elements]
 
 
-def _quantise_e3m0(values_N: Tensor) -> Parts:
-    blocks = _blocks(values_N, INT4_BLOCK)
-    bits, divisor = _scales(_tops(blocks))
-    ratio = _ratios(blocks.abs(), divisor)
-    ratio = torch.where(ratio.isnan(), 0.0, ratio)
-    power = ((ratio.view(torch.int32) + 0x400000) >> _MANTISSA_BITS) - 127  # no ratio is near the end of int32
-    level = (power + 7).clamp(0, 7)
-    level = torch.where((ratio >= 2.0**-7) & (level < 1), 1, level)
-    negative = ((blocks < 0) & (level > 0)).to(torch.int32)
-    return bits, _pack_nibbles((level | (negative << 3)).to(torch.uint8))
-
-
-def _restore_e3m0(parts: Parts, elements: int) -> Tensor:
-    bits, packed = parts
-    codes = _unpack_nibbles(packed)
-    level = (codes & 7).to(torch.int32)
-    power = ((level + 120) << _MANTISSA_BITS).view(torch.float32)
-    magnitude = torch.where(level > 0, power, 0.0)
-    signed = torch.where(codes > 7, -magnitude, magnitude)
-    return (signed * _from_bfloat16(bits)[:, None]).reshape(-1)[:elements]
-
-
 def _quantise_top(values_N: Tensor) -> Parts:
     blocks = _blocks(values_N, TOP_BLOCK)
     top = _tops(blocks)
@@ -192,7 +170,6 @@ CODECS: dict[str, TorchCodec] = {
     ),
     "int8": TorchCodec(_quantise_int8, _restore_int8),
     "int4": TorchCodec(_quantise_int4, _restore_int4),
-    "e3m0": TorchCodec(_quantise_e3m0, _restore_e3m0),
     "top3": TorchCodec(_quantise_top, _restore_top),
 }
 
