@@ -279,7 +279,7 @@ class RunConfig:
 
     Attributes:
         seed: The seed of the initial parameters and of the order of the data.
-        record: Keep all payloads and the actions of the islands, so that `archipelago replay` can replay the run.
+        record: Keep all payloads, so that `archipelago replay` can merge the rounds again.
     """
 
     __pydantic_config__ = _STRICT

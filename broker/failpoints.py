@@ -17,7 +17,6 @@ VARIABLE = "ARCHIPELAGO_FAILPOINT"
 FAILPOINTS: dict[str, str] = {
     "publish.placed": "the chunks of a contribution are stored, and no entry points to them",
     "publish.done": "a contribution is in the stream, and its island does not know",
-    "actions.done": "actions without a contribution are in the stream, and its island does not know",
     "acquire.before": "the merger has seen that the lease is free, and has not taken it",
     "acquire.done": "the lease and a new epoch are taken, and the merger does not know",
     "renew.done": "the lease is extended, and the merger does not know",

@@ -442,29 +442,12 @@ class Pending:
 
 
 @dataclass(frozen=True)
-class Actions:
-    """Consecutive actions of one incarnation of an island, as text (`islands/sync/actions.py`).
-
-    Attributes:
-        index: Position of the first action among all actions of the incarnation.
-        text: The actions, separated by spaces.
-    """
-
-    __pydantic_config__ = _CONFIG
-    island: Name
-    incarnation: Name
-    index: Count
-    text: Annotated[str, MaxLen(1 << 20)]
-
-
-@dataclass(frozen=True)
 class Handover:
     """The header of the inner optimiser state that an island sends to a new one. The payload travels beside it.
 
     Attributes:
         giver: The island that sends its state.
         incarnation: The incarnation of the giver.
-        index: How many actions the giver had taken at that moment.
         bytes: The size of the payload.
         digest: The digest of the payload.
     """
@@ -472,7 +455,6 @@ class Handover:
     __pydantic_config__ = _CONFIG
     giver: Name
     incarnation: Name
-    index: Count
     global_step: Count
     bytes: Count
     digest: Digest

@@ -1,6 +1,6 @@
 """Signatures of messages: Ed25519 over canonical bytes, and SHA-256 of payloads.
 
-Every member of a run has a key pair. An island signs its contributions, heartbeats, actions and handovers. The mergers
+Every member of a run has a key pair. An island signs its contributions, heartbeats and handovers. The mergers
 of a run share one key pair, and sign the manifest, events, snapshots, differences, the tape and their own state. The
 requests of operators are not signed. Only the rules of the Redis protect them.
 
@@ -27,7 +27,6 @@ from archipelago.broker.errors import ConfigError, WireError
 Kind = Literal[
     "contribution",
     "heartbeat",
-    "actions",
     "handover",
     "manifest",
     "event",

@@ -25,7 +25,6 @@ from archipelago.broker.entries import sender_of
 from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import (
-    Actions,
     Books,
     Call,
     Contribution,
@@ -416,7 +415,7 @@ class ReaderClient(Protocol):
 class IslandClient(Protocol):
     """The client of an island."""
 
-    def publish(self, contribution: Contribution, payload: bytes, actions: Actions | None = None) -> str:
+    def publish(self, contribution: Contribution, payload: bytes) -> str:
         """Publish a contribution, and return its entry once the broker has stored it.
 
         Publishing twice creates two entries, of which the merger merges one.
@@ -425,10 +424,6 @@ class IslandClient(Protocol):
 
     def holds(self, entry: str) -> bool:
         """Return whether the broker still has a published entry: it was not refused, trimmed or lost in a crash."""
-        ...
-
-    def record_actions(self, actions: Actions) -> None:
-        """Record an island's actions, without a contribution."""
         ...
 
     def heartbeat(self, heartbeat: Heartbeat) -> dict[str, str]:
@@ -637,18 +632,12 @@ class MergerClient(Protocol):
         """Take back the acknowledgement of entries, so that `unacknowledged` returns them."""
         ...
 
-    def trim(
-        self, epoch: int, entries: Sequence[str], actions_until: str = START, after_round: int | None = None
-    ) -> None:
-        """Delete merged entries that are no longer needed, and actions up to that id. `after_round` is as in `Commit`.
+    def trim(self, epoch: int, entries: Sequence[str], after_round: int | None = None) -> None:
+        """Delete merged entries that are no longer needed. `after_round` is as in `Commit`.
 
         Raises:
             BrokerError: The last closed round is another one. The merger must reload its state.
         """
-        ...
-
-    def actions(self, after: str, count: int = 1024) -> list[tuple[str, Actions]]:
-        """Return the recorded actions of islands after that id, oldest first, with ids."""
         ...
 
 

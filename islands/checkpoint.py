@@ -29,9 +29,8 @@ from archipelago.broker.buckets.folder import BucketFolder
 from archipelago.broker.checkpoint_errors import FILE_FAULTS, in_words, remedy
 from archipelago.broker.errors import ArchipelagoError, WireError
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.messages import Actions, Contribution, from_fields, to_fields
+from archipelago.broker.messages import Contribution, from_fields, to_fields
 from archipelago.broker.wire import digest
-from archipelago.islands.sync.actions import ActionLog, RestoreWhole, TakeMoments
 from archipelago.islands.sync.arrays import by_tensor, is_spread
 from archipelago.islands.sync.connection.outbox import Draft, Published
 from archipelago.islands.sync.ledger import closed_rounds
@@ -72,28 +71,10 @@ class Found:
         """The incarnation that took it."""
         return str(self.rest["incarnation"])
 
-    @property
-    def who(self) -> str:
-        """The island and the incarnation that took the checkpoint."""
-        return f"{self.rest['island']}/{self.incarnation}"
-
-    @property
-    def done(self) -> int:
-        """The number of actions that the incarnation had done."""
-        return int(self.rest["done"])
-
-    @property
-    def unsent_actions(self) -> list[Actions]:
-        """The actions before the checkpoint that the broker may not have. Raises WireError."""
-        return [from_fields(Actions, fields) for fields in self.rest["untold"]]
-
 
 def cut(island: Island, number: int) -> IslandCut:
     """Return the present state of an island. This costs a copy on the device."""
     in_flight, queued = island.link.channels.in_flight(number)
-    parts = [
-        actions for actions in (*(draft.actions for draft in queued), island.action_log.peek()) if actions is not None
-    ]
     rest = {
         "number": number,
         "run": island.manifest.run,
@@ -103,8 +84,6 @@ def cut(island: Island, number: int) -> IslandCut:
         "incarnation": island.incarnation,
         "ledger": island.ledger.state(),
         "batches": island.batches.state(),
-        "done": island.action_log.done,
-        "untold": [to_fields(actions) for actions in parts],
         "totals": [island.totals.steps, island.totals.tokens],
     }
     return IslandCut(island.computation.copies(), rest, in_flight, queued)
@@ -256,17 +235,16 @@ class IslandStore:
         except (ArchipelagoError, OSError) as error:
             log.warning("no checkpoint could be downloaded: %s", error, extra={"code": "bucket.failed"})
 
-    def restore_moments(self, island: Island) -> Found | None:
-        """Restore the island's inner optimiser state and totals from the newest sound checkpoint, and return that."""
+    def restore_moments(self, island: Island) -> bool:
+        """Restore the island's inner optimiser state and totals from the newest sound checkpoint, if there is one."""
         self._fetch(1)
         for found in self._found(lambda found: True):
             if (host := self._arrays(found, island)) is not None:
                 island.computation.restore_optimizer(host["inner"]["optimizer"])
                 island.totals = Totals(*found.rest["totals"])
                 island.moments = "own checkpoint"
-                island.action_log.add(TakeMoments(found.who, found.done))
-                return found
-        return None
+                return True
+        return False
 
     def restore_whole(self, found: Found, island: Island) -> bool:
         """Restore the island's whole state under its new incarnation. Return False if the checkpoint is damaged."""
@@ -279,8 +257,6 @@ class IslandStore:
         island.computation.restore(host["inner"], host["references"])
         island.ledger.restore(rest["ledger"])
         island.ledger.formerly = found.incarnation
-        island.action_log = ActionLog(island.name, island.incarnation, island.action_log.enabled)
-        island.action_log.add(RestoreWhole(found.who, found.done))
         newest = next(self._found(lambda found: True), found)  # steps after the restored checkpoint were made, too
         island.totals = Totals(*map(max, rest["totals"], newest.rest["totals"]))
         island.moments = "own checkpoint"

@@ -117,13 +117,10 @@ class PreparedIsland:
         """Return an island that begins with these snapshots."""
         leases = None if name == REHEARSING else link
         supply = self.workload.supply(TaskRun(name, secrets.randbits(32), self.manifest.config.seed, leases))
-        island = self.workload.island(
+        return self.workload.island(
             name, self.manifest, supply, link, arrivals, incarnation=incarnation, on_marker=on_marker,
             placement=self.placement, computes=self._computes,
         )  # fmt: skip
-        if self.batch_size:
-            island.action_log.enabled = False  # replay repeats batches of the run's size only
-        return island
 
     def warm_up(self, island: Island, scan_steps: int) -> None:
         """Compile everything that the island will run. `scan_steps` 0 measures which number is fastest."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from archipelago.broker.errors import BrokerError, WireError
+from archipelago.broker.errors import BrokerError
 from archipelago.broker.transport import IslandTransport
 from archipelago.islands.checkpoint import Found, IslandStore
 from archipelago.islands.inner import require_sound
@@ -62,7 +62,6 @@ class Rejoin(Newcomer):
         if whole is not None and self.store is not None and self.store.restore_whole(whole, self.island):
             log.info("the island went back with the run to checkpoint %s", whole.number)
             self.count_earlier()
-            self._send_actions(whole)
             self.withdraw()
             self._lease_again()
             for arrival in self.arrivals:
@@ -72,8 +71,8 @@ class Rejoin(Newcomer):
         from_peer = self._from_peer()
         if from_peer is not None:
             self.island.use_state_of_peer(from_peer)
-        elif self.store is not None and (found := self.store.restore_moments(self.island)) is not None:
-            self._send_actions(found)
+        elif self.store is not None:
+            self.store.restore_moments(self.island)
         self.count_earlier()
 
     def _from_peer(self) -> recovery.Received | None:
@@ -82,14 +81,6 @@ class Rejoin(Newcomer):
         check = partial(require_sound, bounds=self.island.moment_bounds)
         like = self.island.computation.optimizer_like()
         return self.received(lambda about, payload: decode(about, payload, like, check))
-
-    def _send_actions(self, found: Found) -> None:
-        """Send the actions before a checkpoint that an earlier incarnation may not have sent."""
-        try:
-            for actions in found.unsent_actions:
-                self.transport.island.record_actions(actions)
-        except (BrokerError, WireError) as error:
-            log.warning("the record of the run may have a gap: %s", error.what)
 
     def _lease_again(self) -> None:
         """Lease the restored shards again. Give up those that another island holds by now."""
@@ -101,7 +92,7 @@ class Rejoin(Newcomer):
                 is_ours = self.transport.island.leased([place.shard], self.who)
                 pass_number, _ = self.transport.reader.cursors().get(place.shard, (0, 0))
                 if not is_ours or pass_number != place.pass_number:
-                    self.island.forget_shards(frozenset([place.shard]))  # which the record needs to know
+                    self.island.forget_shards(frozenset([place.shard]))
         except BrokerError as error:  # the next heartbeat checks the leases
             log.warning("shards cannot be leased again: %s", error.what)
         link.leases.hold(batches.held())

@@ -65,12 +65,6 @@ def own_settings(options: IslandOptions, config: RunConfig) -> RunConfig:
             "Use jax.checkpoint in its loss.",
             code="config.own-memory",
         )
-    if config.record:
-        raise ConfigError(
-            "this run is recorded, to be repeated to the same bits, so all of its islands compute by its settings",
-            "Leave out --micro-batches and --rematerialise.",
-            code="config.own-memory",
-        )
     return own
 
 

@@ -25,7 +25,6 @@ from archipelago.islands.mesh.placement import Placement
 from archipelago.islands.models.interface import Params
 from archipelago.islands.moments import SyncedState
 from archipelago.islands.step_throttle import Pacer
-from archipelago.islands.sync.actions import BeginPass, ForgetShards, Steps, TakeMoments
 from archipelago.islands.sync.arrays import Tensors
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.snapshots import Arrival
@@ -84,9 +83,6 @@ class Island(Participant):
         self.computation.begin(arrivals)
         host = jax_host(clock, placement)
         super().__init__(name, manifest, link, self.replica, arrivals, host, clock, incarnation)
-        if manifest.config.has_own_loops or placement is not None:
-            # Replay can repeat neither the batches of a task nor the rounding of sums over several devices.
-            self.action_log.enabled = False
         self.batches = batches
         self.scan_steps = scan_steps
         self.pacer = Pacer()
@@ -126,10 +122,7 @@ class Island(Participant):
         batch = self.batches.next(n)
         tokens = self.batches.tokens
         self.tokens_per_step = tokens / n
-        for point in self.batches.take_begun():
-            self.action_log.add(BeginPass(point))
         is_held = self.is_held
-        self.action_log.add(Steps(n, is_held))
         # This is noted first, because on a CPU the call below may do the arithmetic itself.
         self.pacer.dispatched(n, self.clock())
         schedule_step = min(self.ledger.global_step, self.run_steps)  # constant from then on
@@ -206,7 +199,6 @@ class Island(Participant):
     def forget_shards(self, shards: frozenset[str]) -> None:
         """Give up the leases of these shards."""
         self.batches.forget(shards)
-        self.action_log.add(ForgetShards(tuple(sorted(shards))))
 
     def optimizer_leaves(self) -> list[Any]:
         """Return copies of the inner optimiser's arrays."""
@@ -226,10 +218,8 @@ class Island(Participant):
 
     def use_state_of_peer(self, received: Received) -> None:
         """Use a peer's inner optimiser state instead of fresh moments."""
-        handover = received.handover
         self.computation.use_optimizer(jax.tree.leaves(received.optimizer))
-        self.moments = f"peer {handover.giver}"
-        self.action_log.add(TakeMoments(f"{handover.giver}/{handover.incarnation}", handover.index))
+        self.moments = f"peer {received.handover.giver}"
 
 
 def jax_host(clock: Callable[[], float], placement: Placement | None = None) -> Host:

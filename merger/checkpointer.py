@@ -17,15 +17,15 @@ import numpy as np
 from archipelago.broker.buckets.copier import Copier
 from archipelago.broker.errors import ArchipelagoError, BrokerError
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.messages import Actions, Books, Snapshot, TapeEntry
+from archipelago.broker.messages import Books, Snapshot, TapeEntry
 from archipelago.broker.observe.progress import progress
-from archipelago.broker.transport import START, Image, MergerTransport
+from archipelago.broker.transport import Image, MergerTransport
 from archipelago.broker.wire import digest, digest_of, pack
 from archipelago.merger import outer
 from archipelago.merger.beside import Spawn
 from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.merger.one_cut import Following, Leading
-from archipelago.merger.record import Recorder, Segment
+from archipelago.merger.record import Recorder
 from archipelago.merger.state import FragmentState
 
 #: How many of the newest rounds of the tape a checkpoint holds. A restored run shows them.
@@ -61,11 +61,10 @@ class CheckpointCut:
 
 @dataclass(frozen=True)
 class Covered:
-    """The extent of a finished checkpoint: all rounds up to `round` and actions up to `actions_until`."""
+    """The extent of a finished checkpoint: all rounds up to `round`."""
 
     number: int
     round: int
-    actions_until: str
 
 
 class Checkpointer:
@@ -203,24 +202,15 @@ class Checkpointer:
         newest = self.transport.reader.tape(cut.round - cut.covered + 2 * TAPE_IN_IMAGE)
         tape = [entry for entry in newest if entry.round <= cut.round]
         _require_same(cut, tape)
-        actions_until = START
         if self.recorder is not None:
-            actions_until, logged = self._actions()
             covered = max(cut.covered, self.recorder.last_round())
-            self._record(self.recorder, [entry for entry in tape if entry.round > covered], logged)
+            self._record(self.recorder, [entry for entry in tape if entry.round > covered])
         self.store.save(self._image(cut, tape[-TAPE_IN_IMAGE:]))
         if self.copier is not None:
             self.copier.offer(cut.number)
-        return Covered(cut.number, cut.round, actions_until)
+        return Covered(cut.number, cut.round)
 
-    def _actions(self) -> tuple[str, list[Actions]]:
-        after, out = START, []
-        while found := self.transport.merger.actions(after):
-            after = found[-1][0]
-            out += [actions for _, actions in found]
-        return after, out
-
-    def _record(self, recorder: Recorder, tape: Sequence[TapeEntry], logged: Sequence[Actions]) -> None:
+    def _record(self, recorder: Recorder, tape: Sequence[TapeEntry]) -> None:
         rounds = []
         for entry in tape:
             members = self.transport.merger.read([member.entry for member in entry.members])
@@ -229,7 +219,7 @@ class Checkpointer:
                 log.warning(what, entry.round, extra={"round": entry.round, "code": "record.gone"})
                 continue
             rounds.append((entry, tuple(members)))
-        recorder.append(Segment(rounds, logged))
+        recorder.append(rounds)
 
     def _image(self, cut: CheckpointCut, tape: Sequence[TapeEntry]) -> Image:
         wire = cut.manifest.config.wire

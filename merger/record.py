@@ -1,4 +1,4 @@
-"""The record of a run on disk: all rounds with their contributions, and the islands' actions, for `archipelago replay`.
+"""The record of a run on disk: all rounds with their contributions, for `archipelago replay`.
 
 It is a folder of segments, one for each checkpoint, and each is written atomically. If a merger
 died between two writes, a round may be in two segments. Both copies are the same.
@@ -18,7 +18,7 @@ import msgpack
 
 from archipelago.broker.errors import ConfigError, WireError
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.messages import Actions, Contribution, Snapshot, TapeEntry, from_fields, to_fields
+from archipelago.broker.messages import Contribution, Snapshot, TapeEntry, from_fields, to_fields
 from archipelago.broker.transport import Delivery
 from archipelago.broker.wire import digest
 
@@ -30,17 +30,9 @@ _BEGIN = "begin.bin"
 Round = tuple[TapeEntry, tuple[Delivery, ...]]
 
 
-@dataclass(frozen=True)
-class Segment:
-    """Consecutive rounds, and the actions that islands reported meanwhile."""
-
-    rounds: Sequence[Round]
-    actions: Sequence[Actions]
-
-
 @dataclass
 class Record:
-    """A record that was read: the run, version 0 of its fragments, its rounds by number, and the islands' actions.
+    """A record that was read: the run, version 0 of its fragments, and its rounds by number.
 
     Each shard of a run with several has a record of its own, with its fragments and rounds.
     """
@@ -48,7 +40,6 @@ class Record:
     manifest: Manifest
     beginning: Sequence[tuple[Snapshot, bytes]]
     rounds: dict[int, Round] = field(default_factory=dict)
-    actions: list[Actions] = field(default_factory=list)
 
 
 class Recorder:
@@ -81,16 +72,12 @@ class Recorder:
                 code="record.write",
             ) from None
 
-    def append(self, segment: Segment) -> None:
-        """Add a segment. Raises OSError."""
-        if not segment.rounds and not segment.actions:
+    def append(self, rounds: Sequence[Round]) -> None:
+        """Add a segment of consecutive rounds. Raises OSError."""
+        if not rounds:
             return
-        numbers = [entry.round for entry, _ in segment.rounds] or [0]
-        body = {
-            "rounds": [[to_fields(entry), [_packed(delivery) for delivery in ds]] for entry, ds in segment.rounds],
-            "actions": [to_fields(actions) for actions in segment.actions],
-        }
-        self._write(f"rounds-{numbers[0]:08}-{numbers[-1]:08}.bin", body)
+        body = {"rounds": [[to_fields(entry), [_packed(delivery) for delivery in ds]] for entry, ds in rounds]}
+        self._write(f"rounds-{rounds[0][0].round:08}-{rounds[-1][0].round:08}.bin", body)
 
     def last_round(self) -> int:
         """Return the last recorded round, 0 if there is none."""
@@ -158,7 +145,6 @@ def _add(record: Record, body: Any) -> None:
         known = record.rounds.get(entry.round)
         if known is None or entry.epoch >= known[0].epoch:
             record.rounds[entry.round] = (entry, tuple(_unpacked(*delivery) for delivery in deliveries))
-    record.actions += [from_fields(Actions, fields) for fields in body["actions"]]
 
 
 def _unpacked(entry: str, fields: dict[str, str], payload: bytes) -> Delivery:

@@ -197,7 +197,7 @@ class Retention:
         if (covered := self.checkpointer.finished(self.clock(), wait=wait)) is None:
             return
         state.covered = max(state.covered, covered.round)
-        self.transport.merger.trim(epoch, self.not_needed(state), covered.actions_until, state.closed)
+        self.transport.merger.trim(epoch, self.not_needed(state), state.closed)
         if self._asked:
             self.controls.took_checkpoint(state, self._asked)
             self._asked = ""

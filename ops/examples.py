@@ -89,7 +89,7 @@ _EXAMPLES: dict[str, dict[str, str]] = {
         "archipelago prepare notes/ --name mine-bpe --tokenizer bpe:16384": "Learn a tokenizer on it.",
     },
     "replay": {
-        "archipelago replay demo": "Repeat the recorded run, and compare every digest.",
+        "archipelago replay demo": "Merge the recorded run again, and compare every digest.",
         "archipelago replay demo --set outer.lr=0.5": "Merge the same contributions by another rule.",
     },
     "chaos": {

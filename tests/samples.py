@@ -13,7 +13,6 @@ from archipelago.broker.entries import entry_name
 from archipelago.broker.manifest import Corpus, Manifest, Tensor, synced
 from archipelago.broker.memory.transport import MemoryBroker, MemoryTransport
 from archipelago.broker.messages import (
-    Actions,
     Books,
     Contribution,
     Evaluation,
@@ -119,14 +118,9 @@ def forge(transport: Any, sender: str, sent: Contribution, payload: bytes) -> st
     return entry_name(sender, raw.xadd(keys.updates(sender), {**to_fields(sent), "payload": payload}).decode())
 
 
-def actions(index: int = 0, **changes: Any) -> Actions:
-    """Return actions of island `a`, incarnation `x`."""
-    return replace(Actions(island="a", incarnation="x", index=index, text="step step"), **changes)
-
-
 def handover(payload: bytes = b"moments", **changes: Any) -> Handover:
     """Return the header of inner optimiser state from island `b`, incarnation `y`."""
-    return replace(Handover("b", "y", 7, 40, len(payload), digest(payload)), **changes)
+    return replace(Handover("b", "y", 40, len(payload), digest(payload)), **changes)
 
 
 def image(of: Manifest, pending: list[tuple[Contribution, bytes]], outer: bytes = b"outer", **changes: Any) -> Image:

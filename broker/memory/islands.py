@@ -9,7 +9,6 @@ from archipelago.broker.control import heard_by, is_expelled
 from archipelago.broker.corpus_shards import Place, choose
 from archipelago.broker.memory.state import MemoryState
 from archipelago.broker.messages import (
-    Actions,
     Contribution,
     Handover,
     Heartbeat,
@@ -26,22 +25,14 @@ class MemoryIsland:
         self._broker, self._run = broker, run
         self._downloaded: dict[str, int] = {}  # by incarnation: what earlier ones had downloaded
 
-    def publish(self, contribution: Contribution, payload: bytes, actions: Actions | None = None) -> str:
+    def publish(self, contribution: Contribution, payload: bytes) -> str:
         with self._broker.opened(self._run) as run:
             received = from_fields(Contribution, to_fields(contribution))  # as a server would receive it
-            entry = run.add(received, payload)
-        if actions is not None:
-            self.record_actions(actions)
-        return entry
+            return run.add(received, payload)
 
     def holds(self, entry: str) -> bool:
         with self._broker.opened(self._run) as run:
             return run.found(entry) is not None
-
-    def record_actions(self, actions: Actions) -> None:
-        with self._broker.opened(self._run) as run:
-            run.actions.append((run.next_actions, actions))
-            run.next_actions += 1
 
     def heartbeat(self, heartbeat: Heartbeat) -> dict[str, str]:
         with self._broker.opened(self._run) as run:

@@ -7,12 +7,10 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from archipelago.broker.entries import entry_name
 from archipelago.broker.errors import BrokerError, FencedError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.memory.state import MemoryRun, MemoryState, entry_number
 from archipelago.broker.messages import (
-    Actions,
     Call,
     Marker,
     Refusal,
@@ -196,18 +194,10 @@ class MemoryMerger:
             run.books["merged"] += len(commit.entries)
             run.books["merged_tokens"] += commit.tokens
 
-    def trim(
-        self, epoch: int, entries: Sequence[str], actions_until: str = START, after_round: int | None = None
-    ) -> None:
+    def trim(self, epoch: int, entries: Sequence[str], after_round: int | None = None) -> None:
         with self._fenced(epoch) as run:
             self._require_round(run, after_round)
             run.trim(entries)
-            run.actions = [(number, actions) for number, actions in run.actions if number > _number(actions_until)]
-
-    def actions(self, after: str, count: int = 1024) -> list[tuple[str, Actions]]:
-        with self._broker.opened(self._run) as run:
-            found = [(number, actions) for number, actions in run.actions if number > _number(after)]
-            return [(entry_name(actions.island, f"{number}-0"), actions) for number, actions in found[:count]]
 
     @contextmanager
     def _fenced(self, epoch: int) -> Iterator[MemoryRun]:

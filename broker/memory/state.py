@@ -13,7 +13,6 @@ from archipelago.broker.entries import entry_name, parse_entry
 from archipelago.broker.errors import UnknownRunError, WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import (
-    Actions,
     Books,
     Contribution,
     Evaluation,
@@ -91,8 +90,6 @@ class MemoryRun:
     corpora: dict[str, str] = field(default_factory=dict)
     requests: dict[str, str] = field(default_factory=dict)
     handovers: dict[str, tuple[Handover, bytes]] = field(default_factory=dict)
-    actions: list[tuple[int, Actions]] = field(default_factory=list)
-    next_actions: int = 1
     restored: tuple[int, int] | None = None
     returned: set[str] = field(default_factory=set)
     names: dict[str, NameClaim] = field(default_factory=dict)

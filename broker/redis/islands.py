@@ -13,7 +13,7 @@ from archipelago.broker.corpus_shards import Place
 from archipelago.broker.entries import entry_name, parse_entry
 from archipelago.broker.errors import UnreachableError, WireError
 from archipelago.broker.failpoints import failpoint
-from archipelago.broker.messages import COUNT_MAX, Actions, Contribution, Handover, Heartbeat, from_fields, to_fields
+from archipelago.broker.messages import COUNT_MAX, Contribution, Handover, Heartbeat, from_fields, to_fields
 from archipelago.broker.names import NameClaim, newest_claim, next_claim, parse_claim
 from archipelago.broker.redis.chunks import ChunkStore
 from archipelago.broker.redis.connection import RedisConnection
@@ -57,7 +57,7 @@ class RedisIsland:
     def _signing(self) -> Signing:
         return self._connection.signing
 
-    def publish(self, contribution: Contribution, payload: bytes, actions: Actions | None = None) -> str:
+    def publish(self, contribution: Contribution, payload: bytes) -> str:
         chunks = self._chunks.of(contribution.island)
         with self._connection.translated():
             signed = self._signing.signed("contribution", to_fields(contribution), payload=payload)
@@ -67,9 +67,6 @@ class RedisIsland:
                 pipe.xadd(self._keys.updates(contribution.island), {**signed, **where})
                 pipe.sadd(self._keys.islands, contribution.island)
                 chunks.settle(pipe, where)
-                if actions is not None:
-                    signed_actions = self._signing.signed("actions", to_fields(actions))
-                    pipe.xadd(self._keys.actions(actions.island), signed_actions)
                 entry: bytes = pipe.execute()[0]
         failpoint("publish.done")
         return entry_name(contribution.island, entry.decode())
@@ -78,12 +75,6 @@ class RedisIsland:
         sender, id_ = parse_entry(entry)
         with self._connection.translated():
             return bool(self._redis.xrange(self._keys.updates(sender), id_, id_))
-
-    def record_actions(self, actions: Actions) -> None:
-        with self._connection.transaction() as pipe:
-            pipe.xadd(self._keys.actions(actions.island), self._signing.signed("actions", to_fields(actions)))
-            pipe.sadd(self._keys.islands, actions.island)
-        failpoint("actions.done")
 
     def heartbeat(self, heartbeat: Heartbeat) -> dict[str, str]:
         if not self._signing.is_on:

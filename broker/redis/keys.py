@@ -12,7 +12,6 @@ cannot contain a colon. All roles read all keys.
 | --- | --- | --- | --- |
 | `manifest` | hash | `init`, mergers | the run's settings and fragments |
 | `updates:NAME` | stream | NAME appends, mergers delete | contributions |
-| `actions:NAME` | stream | NAME appends, mergers delete | recorded actions |
 | `leases:NAME` | hash | NAME | `SHARD` to `INCARNATION:PASS:TURN` (`broker.corpus_shards.Claim`) |
 | `taken:SHARD` | string | islands | the island that leased the shard last, a hint that expires |
 | `c:NAME:…` | strings | NAME, mergers delete | chunks of the payloads that NAME sends |
@@ -114,7 +113,7 @@ class Keys:
         merger = [self.snapshots, self.tape, self.state, self.books, *states]
         return [
             *merger,
-            *(key for name in islands for key in (self.updates(name), self.actions(name), self.leases(name))),
+            *(key for name in islands for key in (self.updates(name), self.leases(name))),
             self.islands,
             self.data,
             self.corpora,
@@ -137,10 +136,6 @@ class Keys:
     def updates(self, island: str) -> str:
         """Return the key of the stream of one island's contributions."""
         return f"{self.tag}:updates:{island}"
-
-    def actions(self, island: str) -> str:
-        """Return the key of the stream of one island's actions."""
-        return f"{self.tag}:actions:{island}"
 
     def leases(self, island: str) -> str:
         """Return the key of the hash of the shards that one island has leased."""

@@ -13,7 +13,6 @@ from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import (
     COUNT_MAX,
     KINDS,
-    Actions,
     Call,
     Event,
     Marker,
@@ -21,7 +20,6 @@ from archipelago.broker.messages import (
     Resume,
     to_fields,
 )
-from archipelago.broker.redis.actions import ActionsStreams
 from archipelago.broker.redis.chunks import ChunkStore
 from archipelago.broker.redis.compactions import Compactions, RedisPlaced
 from archipelago.broker.redis.connection import RedisConnection
@@ -42,13 +40,11 @@ from archipelago.broker.transport import START, Commit, Compaction, Delivery, Re
 COUNTED = ("merged", "merged_tokens", "refused", "refused_tokens", "bytes_up")
 EVENTS_KEPT = 20_000
 TAPE_KEPT = 4096
-# The deletions come first. They free the memory that a full server needs for the last command.
 _TRIM = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
-local entries, trims = tonumber(ARGV[2]), tonumber(ARGV[3])
-for i = 1, entries do redis.call('XDEL', KEYS[1 + i], ARGV[3 + i]) end
-for i = entries + trims + 2, #KEYS do redis.call('UNLINK', KEYS[i]) end
-for i = entries + 1, entries + trims do redis.call('XTRIM', KEYS[1 + i], 'MINID', ARGV[3 + i]) end
+local entries = tonumber(ARGV[2])
+for i = 1, entries do redis.call('XDEL', KEYS[1 + i], ARGV[2 + i]) end
+for i = entries + 2, #KEYS do redis.call('UNLINK', KEYS[i]) end
 return 1
 """
 
@@ -70,7 +66,6 @@ class RedisMerger:
         self._connection, self._members = connection, members
         self._redis, self._keys = connection.redis, connection.keys
         self._stored, self._chunks, self._updates, self._reader = stored, chunks, updates, reader
-        self._actions = ActionsStreams(connection, updates)
         self._consumer = UpdatesConsumer(connection, stored, updates)
         self.lease = Lease(connection, stored)
         self._standbys = Standbys(connection)
@@ -234,39 +229,29 @@ class RedisMerger:
             for key, ids in by_stream(entries, self._keys.updates).items():
                 pipe.xclaim(key, GROUP, GROUP, 0, ids, force=True, justid=True)
 
-    def trim(
-        self, epoch: int, entries: Sequence[str], actions_until: str = START, after_round: int | None = None
-    ) -> None:
+    def trim(self, epoch: int, entries: Sequence[str], after_round: int | None = None) -> None:
         found = self._updates.look(entries)
         gone = [entry for entry in found if found[entry].kept]
-        minids = self._actions.minids(actions_until)
         failpoint("trim.before")
         try:
             with self.lease.fenced(epoch, after_round) as pipe:
                 self._delete(pipe, gone, found)
-                for key, minid in minids.items():
-                    pipe.xtrim(key, minid=minid, approximate=False)
         except BrokerError as error:
             if not is_full(error):
                 raise
-            self._trim_when_full(epoch, gone, found, minids)
+            self._trim_when_full(epoch, gone, found)
         failpoint("trim.done")
 
-    def _trim_when_full(
-        self, epoch: int, gone: Sequence[str], found: Mapping[str, FoundEntry], minids: Mapping[str, str]
-    ) -> None:
+    def _trim_when_full(self, epoch: int, gone: Sequence[str], found: Mapping[str, FoundEntry]) -> None:
         """Trim by a script. A server at its memory limit refuses every transaction, but only trimming frees memory."""
         chunks = [chunk for entry in gone for chunk in self._updates.chunks_of(entry, found[entry].raw)]
         where = [(key, id_) for key, ids in by_stream(gone, self._keys.updates).items() for id_ in ids]
-        keys = [self._keys.epoch, *(key for key, _ in where), *minids, *chunks]
-        arguments = [len(where), len(minids), *(id_ for _, id_ in where), *minids.values()]
+        keys = [self._keys.epoch, *(key for key, _ in where), *chunks]
+        arguments = [len(where), *(id_ for _, id_ in where)]
         with self._connection.translated():
             done = self._redis.eval(_TRIM, len(keys), *keys, self.lease.mark(epoch), *arguments)
         if not done:
             raise self.lease.overtaken(epoch)
-
-    def actions(self, after: str, count: int = 1024) -> list[tuple[str, Actions]]:
-        return self._actions.read(after, count)
 
     # -- entries ----------------------------------------------------------------------------------------------------
 

@@ -93,7 +93,7 @@ def _operator(keys: Keys, _name: str) -> list[Grant]:
 def _island(keys: Keys, name: str) -> list[Grant]:
     tag = keys.tag
     return [
-        Grant(("XADD",), (keys.updates(name), keys.actions(name), keys.notes, keys.evaluations)),
+        Grant(("XADD",), (keys.updates(name), keys.notes, keys.evaluations)),
         Grant(("SET",), (keys.evaluator, f"{tag}:taken:*")),
         Grant(_KEY_WRITES, (f"{tag}:c:{name}:*",)),
         Grant(_KEY_WRITES + _HASH_WRITES + _SET_WRITES, (keys.island(name), keys.name(name), keys.leases(name))),
@@ -158,7 +158,7 @@ def _early_reads(role: Role, keys: Keys, reading: Grant) -> Sequence[str]:
     if role != "island":
         return reading.keys
     tag = keys.tag
-    families = ("head", "fragment", "difference", "m", "c", "updates", "actions", "leases", "taken", "name", "handover")
+    families = ("head", "fragment", "difference", "m", "c", "updates", "leases", "taken", "name", "handover")
     single = (keys.manifest, keys.control, keys.snapshots, keys.data, keys.books, keys.members)
     return (*single, *(f"{tag}:{family}:*" for family in families), keys.island("*"), REGISTRY)
 

@@ -98,7 +98,7 @@ class UpdatesStreams:
             return []
         with self._redis.pipeline(transaction=False) as pipe:
             for name in names:
-                pipe.exists(self._keys.updates(name), self._keys.actions(name), self._keys.leases(name))
+                pipe.exists(self._keys.updates(name), self._keys.leases(name))
                 pipe.exists(self._keys.island(name))
             answers = pipe.execute()
         return [name for name, *found in zip(names, answers[::2], answers[1::2], strict=True) if any(found)]

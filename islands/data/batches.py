@@ -1,4 +1,4 @@
-"""The batches of an island: a pure function of the text, the run's seed, and the passes that the island began.
+"""The batches of an island: windows of the text, in an order that depends on the run's seed.
 
 An island leases a shard and reads one pass over it, from the position that the broker holds. While no shard can
 be leased, it reads its last shard again (a repeat) or a private pass. It does not report such reading to the broker.
@@ -9,9 +9,8 @@ Shapes in names: B sequences of a batch, T tokens of a sequence (bytes, without 
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +26,7 @@ from archipelago.islands.data.tokenizer import Tokens
 PRIVATE_PASSES = 1 << 41
 #: After this many leases in a row with nothing left to read, an island reads on without a lease.
 LEASES_TRIED = 8
-_START = re.compile(r"([^\s:]{1,80}):([0-9]{1,18}):([0-9]{1,18}):([0-9]{1,18})(!?)")
+_START = re.compile(r"([^\s:]{1,80}):([0-9]{1,18}):([0-9]{1,18}):([0-9]{1,18})")
 
 
 @dataclass(frozen=True)
@@ -39,14 +38,12 @@ class _Start:
         pass_number: The number of the pass.
         position: The number of windows before the start.
         repeat: How many times the island has read this pass before, without a lease.
-        at_once: The pass replaced an unfinished pass without a lease. As text, `!` at the end.
     """
 
     shard: str
     pass_number: int
     position: int
     repeat: int = 0
-    at_once: bool = False
 
     @property
     def is_leased(self) -> bool:
@@ -54,7 +51,7 @@ class _Start:
         return self.repeat == 0 and self.pass_number < PRIVATE_PASSES
 
     def __str__(self) -> str:
-        return f"{self.shard}:{self.pass_number}:{self.position}:{self.repeat}{'!' if self.at_once else ''}"
+        return f"{self.shard}:{self.pass_number}:{self.position}:{self.repeat}"
 
 
 @dataclass(frozen=True)
@@ -99,9 +96,7 @@ class Batches(Supply):
         self._pass: _Pass | None = None
         self._position = 0
         self._places: dict[str, Place] = {}  # by shard, in the order of leasing; all but the newest have ended
-        self._queue: deque[_Start] = deque()
         self.repeats = self.tokens = 0
-        self._begun: list[str] = []
         if train.dtype != np.uint8 and config.model.vocabulary == BYTES:
             raise ConfigError(
                 "the corpus is tokenised, and the model reads bytes only (model.vocabulary)",
@@ -144,20 +139,7 @@ class Batches(Supply):
             if place and not place.ended and self._pass:
                 self._position = len(self._pass.starts)
 
-    # -- replay and checkpoints --------------------------------------------------------------------------------------
-
-    def take_begun(self) -> list[str]:
-        """Return the passes that were begun since the last call, in order and as `begin` takes them."""
-        begun, self._begun = self._begun, []
-        return begun
-
-    def begin(self, text: str) -> None:
-        """Queue a pass, in the form that `take_begun` returns. It begins before any lease, once the present one ends.
-
-        Raises:
-            DataError: The text names no pass over this corpus (`data.bad-position`, `data.no-such-shard`).
-        """
-        self._queue.append(self._parse(text))
+    # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, int | str]:
         """Return the position of the supply, for a checkpoint."""
@@ -166,7 +148,6 @@ class Batches(Supply):
             "now": str(self._now() or ""),
             "repeats": self.repeats,
             "places": " ".join(map(str, self._places.values())),
-            "queue": " ".join(map(str, self._queue)),
         }
 
     def restore(self, state: Mapping[str, int | str]) -> None:
@@ -180,14 +161,13 @@ class Batches(Supply):
         try:
             now, repeats = str(state["now"]), int(state["repeats"])
             places = [parse_places(word)[0] for word in str(state["places"]).split()]
-            queue = deque(map(self._parse, str(state["queue"]).split()))
             restored = self._pass_from(self._parse(now)) if now else None
         except (KeyError, ValueError, WireError, DataError) as fault:
             raise _unfit(f"cannot be read ({fault})") from fault
         position = restored.start.position if restored else 0
         if repeats < 0 or (restored and position > len(restored.starts)):
             raise _unfit(f"({now}) is outside the text")
-        self._pass, self._position, self.repeats, self._queue = restored, position, repeats, queue
+        self._pass, self._position, self.repeats = restored, position, repeats
         self._places = {place.shard: place for place in places}
 
     def _text_name(self) -> str:
@@ -209,7 +189,7 @@ class Batches(Supply):
                 code="data.bad-position",
             )
         shard_number(found[1], self._config.data.shards)
-        return _Start(found[1], int(found[2]), int(found[3]), int(found[4]), bool(found[5]))
+        return _Start(found[1], int(found[2]), int(found[3]), int(found[4]))
 
     # -- passes ------------------------------------------------------------------------------------------------------
 
@@ -225,17 +205,13 @@ class Batches(Supply):
 
     def _prefer_a_lease(self) -> None:
         """Leave a pass without a lease as soon as there is a lease."""
-        queued = self._queue[0] if self._queue else None
-        if queued and queued.at_once:
-            self._begin(self._queue.popleft())
-        elif self._pass and not self._pass.start.is_leased and not queued and (start := self._leased()):
-            self._begin(replace(start, at_once=True))
+        if self._pass and not self._pass.start.is_leased and (start := self._leased()):
+            self._begin(start)
 
     def _begin_another(self) -> _Pass:
-        """Begin a pass that has windows left. Try the queue first, then leases, then a pass without a lease."""
-        for _ in range(LEASES_TRIED + len(self._queue)):
-            start = self._queue.popleft() if self._queue else self._leased()
-            if start is None:
+        """Begin a pass that has windows left. Try leases first, then a pass without a lease."""
+        for _ in range(LEASES_TRIED):
+            if (start := self._leased()) is None:
                 break
             begun = self._begin(start)
             if self._position < len(begun.starts):
@@ -262,7 +238,6 @@ class Batches(Supply):
         if start.is_leased:
             self._places.pop(start.shard, None)  # an older pass over this shard has ended, or it would still be leased
         self._note_place()
-        self._begun.append(str(start))
         return begun
 
     def _pass_from(self, start: _Start) -> _Pass:

@@ -39,10 +39,6 @@ class Supply(ABC):
         """Forget leases that have ended or were lost."""
 
     @abstractmethod
-    def take_begun(self) -> list[str]:
-        """Return the passes that were begun since the last call, for the replay of the island."""
-
-    @abstractmethod
     def state(self) -> dict[str, int | str]:
         """Return the position of the supply, for a checkpoint."""
 

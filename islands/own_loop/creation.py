@@ -44,7 +44,7 @@ def create(
         trained: Which leaves are trained: a regular expression that is found in their names, such as "lora", a function
             from a name to a boolean, or a tree of booleans like `params`. The other weights are frozen: `join` compares
             them by digest, and they are never sent. None trains all floating-point leaves.
-        record: Keep all payloads, so that `archipelago replay` can repeat the merger's part.
+        record: Keep all payloads, so that `archipelago replay` can merge the rounds again.
         shards: How many mergers share the work, for a model that is too large for one. One process serves all shards
             until others come.
 

@@ -77,7 +77,6 @@ class OwnLoop(Participant):
         super().__init__(name, manifest, link, replica, arrivals, host, clock, incarnation)
         link.stall_seconds = STALL_SECONDS
         link.gives_state = optimizer_leaves is not None
-        self.action_log.enabled = False  # replay cannot repeat a user's loop
         self.tokens_per_step = 0.0
         self.parameters = parameters
         self._optimizer_leaves = optimizer_leaves

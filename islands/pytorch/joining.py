@@ -72,7 +72,7 @@ def create(
             name to a boolean. One that several layers share is trained if any of its names is chosen. The others are
             frozen: `join` compares them by digest, and they are never sent. None for those that require gradients now.
         names: The names and layouts of the run where they are not those of the module, as in `join`.
-        record: Keep all payloads, so that `archipelago replay` can repeat the merger's part.
+        record: Keep all payloads, so that `archipelago replay` can merge the rounds again.
         shards: How many mergers share the work, for a model that is too large for one. One process serves all shards
             until others come.
 

@@ -19,7 +19,6 @@ from archipelago.broker.control import DRAIN, EXPEL, IN_WORDS
 from archipelago.broker.errors import DivergedError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Marker, Resume
-from archipelago.islands.sync.actions import ActionLog, Adopt, Join, Length, Send
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.outbox import ContributionHeader, Draft
 from archipelago.islands.sync.connection.snapshots import Arrival
@@ -106,10 +105,8 @@ class Participant(ABC):
         self.incarnation = incarnation or uuid.uuid4().hex[:8]
         self.ledger = Ledger(name, self.incarnation, manifest.shard_layout, config.sync.interval, config.sync.window)
         self.speed, self.losses, self.totals = Speed(), Losses(), Totals()
-        self.action_log = ActionLog(name, self.incarnation, config.record)
         for arrival in arrivals:
             self.ledger.adopted(arrival.snapshot, keeps_progress=False)
-        self.action_log.add(Join(tuple(arrival.snapshot.version for arrival in arrivals)))
         self.moments = "fresh"
         self.stretch = 0.0
         self._sequences = [0] * manifest.shards  # a shard's merger expects no gaps
@@ -198,9 +195,7 @@ class Participant(ABC):
         if self.link.failure is not None:
             raise self.link.failure
         self._require_finite_loss()
-        if self.link.run_steps != self.run_steps:
-            self.run_steps = self.link.run_steps
-            self.action_log.add(Length(self.run_steps))
+        self.run_steps = self.link.run_steps
         self._process_news()
         blocked = self.link.channels.blocked_shards()  # a longer queue stretches the interval
         while (number := self.ledger.due(blocked)) is not None:
@@ -269,16 +264,15 @@ class Participant(ABC):
             return
         self.take_over(arrival)
         self.ledger.adopted(snapshot, self._measures.rule.keeps_progress)
-        self.action_log.add(Adopt(snapshot.fragment, snapshot.version))
 
     def _adopt_all(self, arrivals: Sequence[Arrival]) -> None:
         for arrival in arrivals:
             self.adopt(arrival)
 
     def _hand_over(self, who: str) -> None:
-        leaves, done = self.optimizer_leaves(), self.action_log.done
+        leaves = self.optimizer_leaves()
         if leaves is not None:
-            self.link.hand_over(StateForPeer(who, leaves, done, self.ledger.global_step, self.action_log.peek()))
+            self.link.hand_over(StateForPeer(who, leaves, self.ledger.global_step))
 
     def _send(self, number: int, farewell: bool) -> None:
         p = self.manifest.fragment_of(number)
@@ -301,9 +295,8 @@ class Participant(ABC):
             codec=name,
             data=" ".join(map(str, self.places())),
         )
-        self.action_log.add(Send(number, "" if name == self.config.wire.up else name))
         parts = self.measured(p, name)
-        self.link.send(Draft(header, parts, self.manifest.sizes[p], self.action_log.take(), self.draft_check))
+        self.link.send(Draft(header, parts, self.manifest.sizes[p], self.draft_check))
         self._sequences[shard] += 1
         self.ledger.sent(number)
 

@@ -1,8 +1,7 @@
 """Inner optimiser state for a newcomer, handed over by a peer through Redis while the giver trains (the paper's E.3).
 
 Parameters always come from the merger; a fresh island lacks only optimiser state. The giver copies its state on its
-device between two steps, and another thread sends the copy. It is sent in full precision, so that a replay has the same
-bits.
+device between two steps, and another thread sends the copy. It is sent in full precision.
 """
 
 from __future__ import annotations
@@ -18,10 +17,9 @@ import zstandard
 from numpy.typing import NDArray
 
 from archipelago.broker.errors import WireError
-from archipelago.broker.messages import Actions, Handover, Presence
+from archipelago.broker.messages import Handover, Presence
 from archipelago.broker.transport import IslandTransport
 from archipelago.broker.wire import digest
-from archipelago.islands.sync.actions import INDEX_END
 
 #: How long a newcomer waits for a peer's answer once it is ready to train.
 ASK_SECONDS = 10.0
@@ -46,16 +44,12 @@ class StateForPeer:
     Attributes:
         who: The newcomer and its incarnation.
         leaves: All arrays of the state in order, as copies that no step donates.
-        index: The number of actions that the giver had done.
         global_step: The giver's global step.
-        actions: Actions that the giver has not sent yet, in a recorded run.
     """
 
     who: str
     leaves: Sequence[Any]
-    index: int
     global_step: int
-    actions: Actions | None = None
 
 
 @dataclass(frozen=True)
@@ -71,7 +65,7 @@ def encode(state: StateForPeer, giver: str) -> tuple[Handover, bytes]:
     leaves = [np.asarray(leaf) for leaf in state.leaves]
     payload = zstandard.ZstdCompressor(level=1).compress(b"".join(leaf.tobytes() for leaf in leaves))
     island, _, incarnation = giver.partition("/")
-    return Handover(island, incarnation, state.index, state.global_step, len(payload), digest(payload)), payload
+    return Handover(island, incarnation, state.global_step, len(payload), digest(payload)), payload
 
 
 def decode(handover: Handover, payload: bytes, like: Sequence[Any]) -> list[NDArray[Any]]:
@@ -85,8 +79,6 @@ def decode(handover: Handover, payload: bytes, like: Sequence[Any]) -> list[NDAr
     Raises:
         WireError: The payload does not fit the announcement or the model, or a value is not finite.
     """
-    if handover.index >= INDEX_END:
-        raise WireError("the peer's optimiser state follows more actions than an island can do", code="handover.index")
     if len(payload) != handover.bytes or digest(payload) != handover.digest:
         raise WireError("the peer's optimiser state is not the announced one", code="handover.digest")
     expected = sum(leaf.nbytes for leaf in like)

@@ -74,10 +74,6 @@ class TaskBatches(Supply):
         """Forget leases that have ended or were lost."""
         self._run.forget(shards)
 
-    def take_begun(self) -> list[str]:
-        """Return nothing: the training of a task cannot be replayed."""
-        return []
-
     def state(self) -> dict[str, int | str]:
         """Return how far each leased shard was read. Other iterables have no position."""
         return {"places": " ".join(map(str, self.places()))}

@@ -1,8 +1,4 @@
-"""Our models as tasks: a language model or a mixture of experts, on a corpus.
-
-Only the batches of these tasks have a position that the log of actions can repeat (`data.batches.Batches`), because a
-generator of a user cannot be set back; so `archipelago replay` trains the islands of our models only.
-"""
+"""Our models as tasks: a language model or a mixture of experts, on a corpus."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ import optax
 from archipelago.broker.codecs import Vector
 from archipelago.broker.config import InnerConfig, ModelConfig
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.messages import Actions, Contribution
+from archipelago.broker.messages import Contribution
 from archipelago.broker.transport import IslandClient
 from archipelago.broker.wire import digest, pack, unpack
 from archipelago.islands.inner import InnerSteps, compile_steps
@@ -81,7 +81,7 @@ class HostileClient:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
 
-    def publish(self, contribution: Contribution, payload: bytes, actions: Actions | None = None) -> str:
+    def publish(self, contribution: Contribution, payload: bytes) -> str:
         """Publish the forgery, with a header that fits it."""
         p, codec = contribution.fragment, contribution.codec
         lengths = [tensor.size for tensor, _ in self._manifest.layout[p]]
@@ -93,7 +93,7 @@ class HostileClient:
             header = dataclasses.replace(header, tokens=CLAIMED * header.tokens)
         if self._attack == "stale":
             header = dataclasses.replace(header, base=max(0, header.base - 2))
-        return self._client.publish(header, sent, actions)
+        return self._client.publish(header, sent)
 
 
 def wrong_labels(model: Model) -> Model:

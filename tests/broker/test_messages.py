@@ -19,7 +19,6 @@ from archipelago.broker.messages import (
     EVENTS,
     KINDS,
     LIVE_SECONDS,
-    Actions,
     Books,
     Call,
     Contribution,
@@ -44,8 +43,7 @@ from archipelago.broker.messages import (
 from tests import samples
 
 MESSAGES = [
-    Contribution, Call, Snapshot, Refusal, Resume, Marker, Heartbeat, TapeEntry, Evaluation, Books, Actions, Handover,
-    Note,
+    Contribution, Call, Snapshot, Refusal, Resume, Marker, Heartbeat, TapeEntry, Evaluation, Books, Handover, Note,
 ]  # fmt: skip
 TAPE = samples.commit([]).tape
 EXAMPLES: dict[type[Any], Any] = {
@@ -60,7 +58,6 @@ EXAMPLES: dict[type[Any], Any] = {
     Books: Books(1, 2, 3, 4, 5, 6, 7, 8, 9),
     Marker: Marker(3, 7),
     Note: Note(1.7e9, "a", "joined", "at round 7"),
-    Actions: samples.actions(),
     Handover: samples.handover(),
 }
 

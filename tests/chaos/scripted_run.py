@@ -271,9 +271,8 @@ class ScriptedRun:
 
 
 def main(url: str, run: str, number: str, island: str) -> None:
-    """Record the actions of an island, and publish its contribution to a round."""
+    """Publish an island's contribution to a round."""
     transport = connect(url, run)
-    transport.island.record_actions(samples.actions(int(number), island=island))
     transport.island.publish(*answer(transport.reader.manifest(), int(number), island))
     transport.close()
 

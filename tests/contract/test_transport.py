@@ -66,7 +66,6 @@ def test_a_new_run_is_empty(transport: Transport, connections: Connect) -> None:
     assert isinstance(transport.reader.fragment(1)[0], Snapshot)
     assert (transport.reader.backlog(), transport.reader.pending()) == (0, Pending(0, 0))
     assert transport.reader.cursors() == {}
-    assert transport.merger.actions(START) == []
     assert transport.island.open_requests() == []
     assert transport.island.handed_over("a/x") is None
     assert transport.island.claim_checkpoint("a") is None
@@ -80,7 +79,7 @@ def test_a_new_run_is_empty(transport: Transport, connections: Connect) -> None:
 def test_a_run_without_its_manifest_can_be_created_again(
     transport: Transport, connections: Connect, epoch: int
 ) -> None:
-    transport.island.publish(samples.contribution(), b"payload", samples.actions())
+    transport.island.publish(samples.contribution(), b"payload")
     transport.merger.commit(epoch, samples.commit([], cursors={"0": (1, 2)}))
     transport.island.register_corpus("site", "1" * 32)
     transport.island.request_state("a/x")
@@ -93,7 +92,7 @@ def test_a_run_without_its_manifest_can_be_created_again(
     reader = again.reader
     assert (reader.tape(9), reader.events(START, 0.0), reader.notes(9), reader.control()) == ([], [], [], {})
     assert (reader.backlog(), reader.merger_state(), reader.books(), reader.cursors()) == (0, "", Books(), {})
-    assert (again.merger.outer(0), again.merger.actions(START), again.island.claim_checkpoint("a")) == (b"", [], None)
+    assert (again.merger.outer(0), again.island.claim_checkpoint("a")) == (b"", None)
     assert again.island.register_corpus("site", "2" * 32) == "2" * 32
     assert again.island.promise_answer("a/x", "b/y") is False
     assert reader.fragment(0) == samples.first_snapshots(manifest)[0]
@@ -125,7 +124,6 @@ def test_a_lease_expires(transport: Transport, connections: Connect, until: Unti
 @everywhere
 def test_the_older_epoch_is_refused(transport: Transport, connections: Connect) -> None:
     kept, _ = publish(transport, 2)
-    transport.island.record_actions(samples.actions())
     old = transport.merger.acquire("first", 10.0)
     assert old is not None
     _, delivery = transport.merger.updates(0.0)
@@ -144,7 +142,7 @@ def test_the_older_epoch_is_refused(transport: Transport, connections: Connect) 
         lambda: transport.merger.compact(old, placed, after_round=1),
         lambda: transport.merger.refuse(old, [(delivery.entry, REFUSAL)]),
         lambda: transport.merger.announce(old, Call(1, 0)),
-        lambda: transport.merger.trim(old, [kept], "a/9999999999999-0"),
+        lambda: transport.merger.trim(old, [kept]),
         lambda: transport.merger.renew(old, "first", 10.0),
         lambda: transport.merger.release(old),
     ]
@@ -155,7 +153,6 @@ def test_the_older_epoch_is_refused(transport: Transport, connections: Connect) 
     assert newer.reader.tape(10) == tape
     assert newer.reader.backlog() == 1
     assert newer.reader.books().kept == 1
-    assert len(newer.merger.actions(START)) == 1
     newer.merger.commit(new, samples.commit([delivery.entry]))
     assert newer.reader.backlog() == 0
 

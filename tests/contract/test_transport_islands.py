@@ -1,11 +1,11 @@
-"""What every transport promises to islands: actions, leases, names, and answers to each other."""
+"""What every transport promises to islands: leases, names, and answers to each other."""
 
 from __future__ import annotations
 
 from functools import partial
 
 from archipelago.broker.corpus_shards import Place
-from archipelago.broker.transport import START, Transport
+from archipelago.broker.transport import Transport
 from tests import samples
 from tests.conftest import Until
 from tests.contract.transports import (
@@ -18,30 +18,6 @@ from tests.contract.transports import (
     publish,
     together,
 )
-
-# -- actions -------------------------------------------------------------------------------------------------------
-
-
-@everywhere
-def test_actions_are_read_in_order_from_any_id_and_trimmed_up_to_one(
-    transport: Transport, connections: Connect, epoch: int
-) -> None:
-    transport.island.record_actions(samples.actions(0))
-    transport.island.publish(samples.contribution(), b"payload", samples.actions(1))
-    transport.island.publish(samples.contribution(sequence=1), b"payload")
-    transport.island.record_actions(samples.actions(2, island="b", text="step ✓"))
-    other = connections()
-    found = other.merger.actions(START)
-    wanted = [samples.actions(0), samples.actions(1), samples.actions(2, island="b", text="step ✓")]
-    assert [actions for _, actions in found] == wanted
-    assert other.merger.actions(found[0][0]) == found[1:]
-    assert other.merger.actions(START, count=2) == found[:2]
-    assert other.merger.actions(found[-1][0]) == []
-    assert transport.reader.backlog() == 2
-    for until, left in ((START, 3), (found[1][0], 1), (found[2][0], 0)):
-        transport.merger.trim(epoch, [], until)
-        assert transport.merger.actions(START) == found[3 - left :], until
-
 
 # -- leases on data and on evaluating -----------------------------------------------------------------------------
 

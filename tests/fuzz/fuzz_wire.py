@@ -38,7 +38,6 @@ with atheris.instrument_imports(include=["archipelago.broker"]):
     from archipelago.broker.manifest import Manifest
     from archipelago.broker.messages import (
         EVENTS,
-        Actions,
         Contribution,
         Evaluation,
         Handover,
@@ -52,7 +51,7 @@ with atheris.instrument_imports(include=["archipelago.broker"]):
     from tests import samples
 
 NAMES = sorted(CODECS)
-KINDS: list[type[Any]] = [*EVENTS.values(), Contribution, Evaluation, Handover, Heartbeat, TapeEntry, Actions]
+KINDS: list[type[Any]] = [*EVENTS.values(), Contribution, Evaluation, Handover, Heartbeat, TapeEntry]
 
 
 def check_payload(data: bytes) -> None:
@@ -151,7 +150,7 @@ def seeds() -> list[bytes]:
         body = CODECS[name].encode(values_N)
         found += [bytes([target, index]) + body for target in (1, 2)]
     message = samples.commit([]).tape
-    for sent in (samples.contribution(), samples.heartbeat(), samples.actions(), samples.handover(), message):
+    for sent in (samples.contribution(), samples.heartbeat(), samples.handover(), message):
         found.append(b"\x03" + bytes([KINDS.index(type(sent))]) + joined(to_fields(sent)))
     return [*found, b"\x04" + joined(samples.manifest().to_fields()), b"\x0512:3456"]
 

@@ -287,13 +287,6 @@ def heartbeat_in_pieces(attacker: Attacker, dice: Dice) -> None:
     attacker.redis.hset(attacker.keys.island(attacker.name), mapping={b"\xff": b"\xff", "x" * 1000: "y" * 100_000})
 
 
-def actions(attacker: Attacker, dice: Dice) -> None:
-    key = attacker.key(f"actions:{attacker.name}")
-    forged: dict[Any, Any] = {"island": "ada", "incarnation": "x", "index": "0", "text": "step " * 1000}
-    attacker.redis.xadd(key, {"x": "1"})
-    attacker.redis.xadd(key, forged)
-
-
 def leases(attacker: Attacker, dice: Dice) -> None:
     shards = (*range(20), 10**9, "../x", "")
     claims = {str(shard): dice.choice([f"{attacker.name}/x", "x:0:0", "x:0:9", "x:999999:0"]) for shard in shards}
@@ -338,7 +331,7 @@ def own_stream(attacker: Attacker, dice: Dice) -> None:
 
 #: What an island may do, as far as its role goes. The server denies the rest to an island with its own credentials.
 OWN: tuple[Attack, ...] = (
-    contributions, heartbeat, raw_entries, not_a_stream, not_a_heartbeat, heartbeat_in_pieces, actions, leases,
+    contributions, heartbeat, raw_entries, not_a_stream, not_a_heartbeat, heartbeat_in_pieces, leases,
     requests, handovers, notes, restored, strange_names, pointers, the_last_entry,
 )  # fmt: skip
 #: Every attack that leaves the log of merged contributions.

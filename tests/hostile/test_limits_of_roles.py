@@ -57,7 +57,7 @@ def forbidden(keys: Keys) -> list[tuple[Any, ...]]:
         keys.data, f"{tag}:members", keys.fragment(0), keys.outer(0), keys.difference(0, 1), f"{tag}:m:f0.1:0",
     )  # fmt: skip
     others_keys = (
-        f"{tag}:updates:ada", f"{tag}:actions:ada", f"{tag}:leases:ada", f"{tag}:c:ada:x:0", keys.island("ada"),
+        f"{tag}:updates:ada", f"{tag}:leases:ada", f"{tag}:c:ada:x:0", keys.island("ada"),
         f"{tag}:islands", f"{tag}:updates:{NAME}",
     )  # fmt: skip
     every = (*merger_keys, *others_keys)

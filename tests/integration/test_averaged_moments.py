@@ -16,18 +16,15 @@ from archipelago.broker.config import WireConfig
 from archipelago.broker.manifest import MOMENT_PREFIX
 from archipelago.broker.messages import TapeEntry
 from archipelago.broker.published import newest
-from archipelago.broker.wire import digest, digest_of, pack_body, unpack
+from archipelago.broker.wire import digest_of, unpack
 from archipelago.islands.checkpoint import IslandStore, cut
 from archipelago.islands.evaluation import assemble, published
 from archipelago.islands.rejoin import Rejoin
-from archipelago.islands.replay import ReplayedIsland, Surroundings, wanted_points
-from archipelago.islands.sync.actions import unfolded
 from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.worker import Island
 from archipelago.merger.beside import at_once
 from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.merger.checkpointer import Checkpointer
-from tests import samples
 from tests.harness import tiny
 from tests.harness.merger_run import Shelf
 from tests.harness.played import Boundary
@@ -99,34 +96,6 @@ def test_first_moments_travel_and_are_averaged_and_the_model_has_none(run: Avera
     vectors = [np.asarray(fragment.published_N) for fragment in run.merger.fragments]
     assert leaf_bytes(params) == leaf_bytes(assemble(run.manifest, vectors))
     assert run.manifest.parameters == 11
-
-
-def test_the_islands_replay_to_the_same_bits(run: AveragingRun) -> None:
-    """One of them began with its peer's moments."""
-    told = [actions for _, actions in run.transport.merger.actions("0-0")]
-    names = {f"{each.island}/{each.incarnation}" for each in told}
-    actions = {who: unfolded([each for each in told if f"{each.island}/{each.incarnation}" == who]) for who in names}
-    first = [(unpack(payload, size), 0) for (_, payload), size in
-             zip(samples.first_snapshots(run.manifest, 1.0), run.manifest.sizes, strict=True)]  # fmt: skip
-    versions = run.versions | {(p, 0): found for p, found in enumerate(first)}
-    wanted, replayed = wanted_points(actions), dict[str, ReplayedIsland]()
-    around = Surroundings(lambda p, version: versions[p, version], lambda who, count: replayed[who].until(count))
-    for who in names:
-        replayed[who] = ReplayedIsland(
-            who, actions[who], run.manifest, tiny.STEPS, tiny.TEXT, around, wanted.get(who, ())
-        )  # fmt: skip
-    count = 0
-    for tape in run.tape():
-        for delivery in run.transport.merger.read([member.entry for member in tape.members]):
-            sent = delivery.contribution
-            assert sent is not None
-            body = replayed[f"{sent.island}/{sent.incarnation}"].until_sent(sent.sequence)
-            payload = pack_body(
-                body, sent.codec, run.manifest.sizes[sent.fragment], run.manifest.config.wire.zstd_level
-            )
-            assert digest(payload) == sent.digest, sent.identity_text
-            count += sent.island == "new"
-    assert count > 3
 
 
 def test_a_checkpoint_of_the_run_holds_first_moments(run: AveragingRun, tmp_path: Path) -> None:

@@ -58,7 +58,6 @@ OF_A_VERSION = ("difference", "log")
 KEYS: dict[str, Callable[[Keys], str]] = {
     **{name: attrgetter(name) for name in vars(Keys(RUN)) if name not in ("run", "tag")},
     "updates": lambda keys: keys.updates("a"),
-    "actions": lambda keys: keys.actions("a"),
     "leases": lambda keys: keys.leases("a"),
     "taken": lambda keys: keys.taken("0"),
     "island": lambda keys: keys.island("a"),
@@ -217,8 +216,7 @@ class DamagedRun:
             island=island, round=number, fragment=p, base=version_after(number - 1, p, 2), sequence=number,
             tokens=100 + number, data=f"{ord(island) - 97}:0:{number}",
         )  # fmt: skip
-        actions = samples.actions(number, island=island)
-        self.sent[island, number] = self.transport.island.publish(contribution, payload, actions)
+        self.sent[island, number] = self.transport.island.publish(contribution, payload)
 
 
 # -- damages -----------------------------------------------------------------------------------------------------------
@@ -348,7 +346,7 @@ def test_the_reference_has_a_row_for_each_key() -> None:
     keys = Keys("RUN")
     plain = {str(getattr(keys, name)) for name in vars(keys) if name not in ("run", "tag")}
     families = {
-        keys.updates("NAME"), keys.island("NAME"), keys.name("NAME"), keys.actions("NAME"), keys.leases("NAME"),
+        keys.updates("NAME"), keys.island("NAME"), keys.name("NAME"), keys.leases("NAME"),
         keys.taken("SHARD"),
         keys.head("P"), keys.fragment("P"), keys.outer("P"),  # type: ignore[arg-type]
         keys.log("P", "V"),  # type: ignore[arg-type]

@@ -10,27 +10,21 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.shards.transport import claim_checkpoint, of_shard, whole
 from archipelago.broker.transport import Transport
 from archipelago.islands.checkpoint import IslandStore, cut
-from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.rejoin import Rejoin
 from archipelago.islands.sync.connection.link import Link
-from archipelago.islands.tasks.ours import our_work
 from archipelago.islands.tasks.shards import TaskRun
 from archipelago.islands.tasks.workload import Workload
 from archipelago.islands.worker import Island
 from archipelago.merger.beside import at_once
 from archipelago.merger.service import Merger
 from archipelago.merger.storage import MergerFolder
-from archipelago.ops.experiments.recorded_run import repeat
-from archipelago.ops.experiments.replay import read
+from archipelago.ops.experiments.replay import read, repeat
 from archipelago.ops.experiments.virtual_time import VirtualClock, VirtualRun
 from tests.integration.virtual import CONFIG, work
-from tests.small import SMALL
 
 EVERY = 12.0
 RUN = "cut"
@@ -111,12 +105,8 @@ class CheckpointedRun(VirtualRun):
         return self.folder.store.complete()
 
 
-@pytest.mark.parametrize("islands", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_a_lost_run_goes_on_from_one_cut_and_is_replayed(corpus: OpenCorpus, tmp_path: Path, islands: bool) -> None:
-    """With `islands`, it trains a language model, whose inner steps are replayed, too."""
-    config = replace(CONFIG, record=True)
-    recorded = replace(SMALL, data=replace(SMALL.data, corpus="small-text"), record=True)
-    run = CheckpointedRun(our_work(recorded, corpus) if islands else work(config), tmp_path)
+def test_a_lost_run_goes_on_from_one_cut_and_is_replayed(tmp_path: Path) -> None:
+    run = CheckpointedRun(work(replace(CONFIG, record=True)), tmp_path)
     run.advance_until(lambda: len(run.complete()) >= 2 and run.clock.now % EVERY > EVERY / 2)
     images = run.folder.newest()
     for _ in range(2):  # and once more before the next checkpoint
@@ -132,12 +122,12 @@ def test_a_lost_run_goes_on_from_one_cut_and_is_replayed(corpus: OpenCorpus, tmp
     closed = [merger.state.closed for merger in run.mergers]
     assert [image.round for image in run.folder.newest()] == closed, "the last checkpoint lacks rounds"
 
-    found, merged = repeat(read(run.folder.path), islands=islands), run.transport.reader.books().merged
+    found, merged = repeat(read(run.folder.path)), run.transport.reader.books().merged
     assert (found["same"], found["first_difference"], found["rounds"]) == (True, "", sum(closed))
-    assert (found["contributions"], found["trained_again"]) == (merged, merged if islands else 0)
+    assert found["contributions"] == merged
     records = read(run.folder.path)
     entry, members = records[1].rounds[closed[1]]
     records[1].rounds[closed[1]] = replace(entry, digest="0" * 32), members
-    assert repeat(records, islands=False)["first_difference"].startswith(f"shard 1: round {closed[1]} ")
+    assert repeat(records)["first_difference"].startswith(f"shard 1: round {closed[1]} ")
     heads = run.transport.reader.heads()
     assert [each["digest"] for each in found["fragments"]] == [head.held for head in heads if head is not None]

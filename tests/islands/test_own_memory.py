@@ -40,7 +40,6 @@ def test_settings_that_cannot_be_used_are_refused() -> None:
         (CONFIG, 3, None, "config.micro-batches"),
         (TASK, 0, None, "config.micro-batches"),
         (TASK, None, True, "config.own-memory"),
-        (replace(CONFIG, record=True), 2, None, "config.own-memory"),
     ):
         with failing(ConfigError, code):
             own_settings(IslandOptions(micro_batches=micro_batches, rematerialise=rematerialise), config)

@@ -1,4 +1,4 @@
-"""An island at its step boundaries: the order of its actions, its contributions, and its failures."""
+"""An island at its step boundaries: its contributions, its data, and its failures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from archipelago.broker.errors import DivergedError
 from archipelago.broker.messages import Marker
 from archipelago.islands import device
 from archipelago.islands.inner import InnerState, InnerSteps
-from archipelago.islands.sync.actions import Action, Adopt, BeginPass, ForgetShards, Join, Send, Steps, unfolded
 from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.ledger import AHEAD_STEPS_MIN
 from archipelago.islands.worker import DIVERGED_MAX, Island, train
@@ -62,13 +61,6 @@ def versions(island: Island) -> list[int]:
     return [count.version for count in island.ledger.counts]
 
 
-def done_by(run: TinyRun, island: Island) -> list[Action]:
-    """Return all actions of an island, recorded or not."""
-    parts = [actions for _, actions in run.transport.merger.actions("0-0") if actions.island == island.name]
-    rest = island.action_log.peek()
-    return unfolded([*parts, *([rest] if rest else [])])
-
-
 def close_rounds(run: TinyRun, other: Island, until: int) -> None:
     while run.merger.rounds.closed < until:
         run.play(other, 1)
@@ -101,14 +93,12 @@ def test_snapshots_up_to_the_marker_are_adopted_before_the_checkpoint(
 # -- adopting -------------------------------------------------------------------------------------------------------
 
 
-def test_adopting_a_held_version_is_no_action() -> None:
+def test_a_held_version_is_not_adopted_again() -> None:
     _, island = tiny.played(3)
     held = island.link.transport.reader.fragment(0)[0]
     before = tiny.leaf_bytes(island.inner)
-    done = island.action_log.done
     island.adopt(Arrival(replace(held, version=island.ledger.counts[0].version), np.zeros(6, np.float32)))
     assert tiny.leaf_bytes(island.inner) == before
-    assert island.action_log.done == done
 
 
 # -- data -----------------------------------------------------------------------------------------------------------
@@ -135,42 +125,19 @@ def test_contributions_and_heartbeats_carry_the_position_in_the_text() -> None:
     assert heard == sent[-1][0] or parse_places(heard)[0].position >= parse_places(sent[-1][0])[0].position
 
 
-def test_a_lost_shard_is_abandoned_and_the_action_recorded() -> None:
+def test_a_lost_shard_is_abandoned() -> None:
     run, island = tiny.played(2)
     (shard,) = island.batches.held()
     run.broker.runs["tiny"].holders[shard] = "thief/t"
     run.pass_boundary(island)
     assert island.batches.held() == []
-    before = len(done_by(run, island))
     island.advance()
-    done = done_by(run, island)
-    assert ForgetShards((shard,)) in done
-    begun = [action.shard for action in done[before:] if isinstance(action, BeginPass)]
-    assert begun
-    assert begun[0] != shard
-
-
-# -- the record -----------------------------------------------------------------------------------------------------
-
-
-def test_the_actions_of_a_run_are_recorded_once() -> None:
-    run, island = tiny.played(12)
-    assert island.leave(flush_seconds=0.0) is False  # no pump runs
-    island.link.pump()
-    done = done_by(run, island)
-    assert done[0] == Join((0, 0))
-    assert sum(action.count for action in done if isinstance(action, Steps)) == island.totals.steps == 12
-    begun = [action for action in done if isinstance(action, BeginPass)]
-    assert begun == [BeginPass(f"{island.link.leases.shards[0]}:0:0:0")]
-    assert sum(isinstance(action, Send) for action in done) == island.sequence == island.link.channels[0].outbox.sent
-    adopted = [(action.fragment, action.version) for action in done if isinstance(action, Adopt)]
-    assert max(adopted) == (1, island.ledger.counts[1].version)
-    assert len(done) == island.action_log.done
+    (following,) = island.batches.held()
+    assert following != shard
 
 
 def test_an_island_sends_its_remaining_progress_at_the_end_of_the_run() -> None:
-    """A run that is not recorded sends no actions."""
-    short = replace(tiny.CONFIG, record=False, inner=replace(tiny.CONFIG.inner, steps=6))
+    short = replace(tiny.CONFIG, inner=replace(tiny.CONFIG.inner, steps=6))
     run = TinyRun(tiny.manifest(config=short))
     island = run.island()
     while not island.finished:
@@ -185,7 +152,6 @@ def test_an_island_sends_its_remaining_progress_at_the_end_of_the_run() -> None:
     assert books.published == books.merged == outbox.sent
     members = [member for entry in run.transport.reader.tape(100) for member in entry.members]
     assert sum(member.tokens for member in members) == 2 * 6 * short.tokens_per_step  # in both fragments
-    assert run.transport.merger.actions("0-0") == []
 
 
 # -- without a merger -----------------------------------------------------------------------------------------------
@@ -210,7 +176,6 @@ def test_an_island_without_a_merger_does_not_use_up_the_run() -> None:
     assert (island.totals.steps, island.ledger.global_step) == (200, window)
     assert not island.finished
     assert run.transport.reader.presences()[0].heartbeat.link != "ok"
-    assert [action.is_held for action in done_by(run, island) if isinstance(action, Steps)].count(False) == window
     assert run.merger.acquire()
     run.merger.load()
     run.play(island, 20)

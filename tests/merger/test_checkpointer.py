@@ -21,7 +21,6 @@ from archipelago.merger.checkpointer import RETRY_SECONDS, Checkpointer
 from archipelago.merger.record import Recorder
 from archipelago.merger.service import Merger
 from archipelago.merger.state import RunState
-from tests import samples
 from tests.conftest import Until
 from tests.harness.merger_run import (
     SIZE,
@@ -314,31 +313,12 @@ def test_every_round_is_recorded_before_its_entries_are_trimmed(tmp_path: Path) 
             trimmed.extend(entries)
 
     merger = serving(run, Shelf(), Recorder(tmp_path), run.faulty(before=recorded), every=0.0)
-    for index, number in enumerate(range(1, 8)):
-        run.transport.island.record_actions(samples.actions(index))
-        run.play(merger, number)
+    run.play(merger, *range(1, 8))
     merger.finish()
     assert len(trimmed) == len(set(trimmed)) == 14
     found = record.read(tmp_path)
     assert [entry for entry, _ in found.rounds.values()] == run.transport.reader.tape(100)
     assert [(d.contribution, d.payload) for _, ds in found.rounds.values() for d in ds] == run.sent
-    assert [actions.index for actions in found.actions] == list(range(7))
-    assert run.transport.merger.actions(START) == []
-
-
-def test_only_actions_that_are_on_disk_are_trimmed(tmp_path: Path) -> None:
-    run, later = MergerRun(quorum=2), Later()
-    merger = serving(run, Shelf(), Recorder(tmp_path), spawn=later)
-    run.transport.island.record_actions(samples.actions(0))
-    run.play(merger, 1)
-    merger.checkpoint()
-    later.do_all()
-    run.transport.island.record_actions(samples.actions(1))
-    merger.turn(0.0)
-    assert [actions.index for _, actions in run.transport.merger.actions(START)] == [1]
-    assert [actions.index for actions in record.read(tmp_path).actions] == [0]
-    run.play(serving(run, Shelf(), None, every=0.0), 2, 3)
-    assert len(run.transport.merger.actions(START)) == 1, "without a record nothing reads them"
 
 
 def test_a_record_that_cannot_be_written_keeps_the_entries(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,7 +17,7 @@ from archipelago.broker.errors import ConfigError
 from archipelago.broker.messages import Contribution, Member, TapeEntry, to_fields
 from archipelago.broker.transport import Delivery
 from archipelago.broker.wire import digest
-from archipelago.merger.record import MAGIC, Recorder, Round, Segment, read
+from archipelago.merger.record import MAGIC, Recorder, Round, read
 from tests import samples
 from tests.failing import failing
 
@@ -46,29 +46,28 @@ def begun(folder: Path) -> Recorder:
 def recorded(folder: Path, *segments: list[int]) -> Recorder:
     recorder = begun(folder)
     for numbers in segments:
-        recorder.append(Segment([a_round(n) for n in numbers], [samples.actions(n) for n in numbers]))
+        recorder.append([a_round(n) for n in numbers])
     return recorder
 
 
 def test_a_record_is_read_back(tmp_path: Path) -> None:
     recorder = begun(tmp_path / "deep" / "record")
     rounds = [a_round(1), a_round(2, members=0), a_round(3, members=1)]
-    recorder.append(Segment(rounds[:2], [samples.actions(0)]))
-    recorder.append(Segment(rounds[2:], [samples.actions(2, island="b", text="step ünï")]))
+    recorder.append(rounds[:2])
+    recorder.append(rounds[2:])
     found = read(tmp_path / "deep" / "record")
     assert (found.manifest, list(found.beginning)) == (MANIFEST, FIRST)
     assert [found.rounds[n] for n in (1, 2, 3)] == rounds
-    assert found.actions == [samples.actions(0), samples.actions(2, island="b", text="step ünï")]
 
 
 def test_a_record_without_rounds_has_only_version_0(tmp_path: Path) -> None:
     recorder = begun(tmp_path)
     before = sorted(tmp_path.iterdir())
-    recorder.append(Segment([], []))  # which writes no file
+    recorder.append([])  # which writes no file
     begun(tmp_path)  # again
     assert sorted(tmp_path.iterdir()) == before
     found = read(tmp_path)
-    assert (found.rounds, found.actions, recorder.last_round()) == ({}, [], 0)
+    assert (found.rounds, recorder.last_round()) == ({}, 0)
 
 
 def test_segments_may_overlap(tmp_path: Path) -> None:
@@ -76,7 +75,7 @@ def test_segments_may_overlap(tmp_path: Path) -> None:
     found = read(tmp_path)
     assert sorted(found.rounds) == [1, 2, 3, 4, 5]
     assert all(found.rounds[n] == a_round(n) for n in range(1, 6))
-    recorder.append(Segment([a_round(n) for n in range(9, 12)], []))
+    recorder.append([a_round(n) for n in range(9, 12)])
     assert recorder.last_round() == 11
     assert Recorder(tmp_path / "nowhere").last_round() == 0
 
@@ -90,9 +89,8 @@ def test_of_two_copies_of_a_round_the_later_epoch_counts(tmp_path: Path, first: 
         [a_round(3), later_epoch],
         [earlier_epoch, a_round(5)],
     )  # the segment that is read last is of the earlier merger
-    tellings = [Segment(rounds, []) for rounds in files]
-    for segment in tellings if first == 1 else reversed(tellings):
-        recorder.append(segment)
+    for rounds in files if first == 1 else reversed(files):
+        recorder.append(rounds)
     assert read(tmp_path).rounds[4] == a_round(4, 1, epoch=2)
 
 
@@ -172,9 +170,7 @@ VALUES = st.recursive(
     SCALARS,
     lambda inner: (
         st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(["rounds", "actions", "manifest", "snapshots", "members", "x"]), inner, max_size=3
-        )
+        | st.dictionaries(st.sampled_from(["rounds", "manifest", "snapshots", "members", "x"]), inner, max_size=3)
     ),
     max_leaves=8,
 )
@@ -203,7 +199,7 @@ def with_part(part: str, value: Any) -> bytes:
     assert isinstance(delivery.contribution, Contribution)
     parts = {"entry": delivery.entry, "fields": to_fields(delivery.contribution), "payload": delivery.payload}
     parts[part] = value
-    packed: bytes = msgpack.packb({"rounds": [[to_fields(entry), [list(parts.values())]]], "actions": []})
+    packed: bytes = msgpack.packb({"rounds": [[to_fields(entry), [list(parts.values())]]]})
     return packed
 
 

@@ -18,7 +18,7 @@ from archipelago.broker.messages import Snapshot
 from archipelago.broker.transport import Image
 from archipelago.islands.checkpoint import KEPT, IslandStore
 from archipelago.merger.checkpoint import CheckpointStore
-from archipelago.merger.record import Recorder, Segment
+from archipelago.merger.record import Recorder, Round
 from archipelago.merger.storage import MergerFolder
 
 #: Called at each point of a write. It raises Crash if the process dies there, or OSError if the disk is full.
@@ -102,17 +102,17 @@ class Record:
     def __init__(self, fail: Fail) -> None:
         self._fail = fail
         self.beginning: Sequence[tuple[Snapshot, bytes]] = ()
-        self.segments: dict[tuple[int, int], Segment] = {}
+        self.segments: dict[tuple[int, int], Sequence[Round]] = {}
 
     def begin(self, manifest: Manifest, snapshots: Sequence[tuple[Snapshot, bytes]]) -> None:
         """Store the first snapshots."""
         self.beginning = self.beginning or snapshots
 
-    def append(self, segment: Segment) -> None:
+    def append(self, rounds: Sequence[Round]) -> None:
         """Write a segment as a whole or not at all."""
         self._fail("record.before")
-        if segment.rounds:
-            self.segments[segment.rounds[0][0].round, segment.rounds[-1][0].round] = segment
+        if rounds:
+            self.segments[rounds[0][0].round, rounds[-1][0].round] = rounds
         self._fail("record.after")
 
     def last_round(self) -> int:

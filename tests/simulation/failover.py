@@ -57,4 +57,3 @@ class OldPrimary:
 
 def _advance(run: MemoryRun, other: MemoryRun) -> None:
     run.next_event, run.next_update = other.next_event, other.next_update
-    run.next_actions = other.next_actions

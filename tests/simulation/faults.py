@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tests.simulation.processes import Process
     from tests.simulation.simulated_run import Simulation
 
-REPEATED = frozenset(["publish", "heartbeat", "record_actions", "hand_over"])
+REPEATED = frozenset(["publish", "heartbeat", "hand_over"])
 FENCED = frozenset(
     ["renew", "announce", "refuse", "commit", "compact", "trim", "release", "write_back", "redeliver", "acknowledge"]
 )

@@ -137,8 +137,8 @@ class Invariants:
         self.epoch = epoch
 
     def began(self, who: str, text: str, size: int) -> None:
-        """An island begins a pass. `text` is what `Batches.take_begun` returns."""
-        shard, pass_number, position, repeat = text.rstrip("!").rsplit(":", 3)
+        """An island begins a pass, which `text` names as in a checkpoint."""
+        shard, pass_number, position, repeat = text.rsplit(":", 3)
         if repeat == "0" and int(pass_number) < 1 << 41:
             start = min(int(position), size)
             is_excused = self.leases.get((who, shard)) != self.simulation.losses
@@ -443,7 +443,7 @@ class Invariants:
         if self.simulation.losses or not (self.manifest.config.record and self.simulation.rates.checkpoints):
             return
         segments = self.simulation.records[self.shard].segments.values()
-        found = dict(sorted((entry.round, (entry, given)) for each in segments for entry, given in each.rounds))
+        found = dict(sorted((entry.round, (entry, given)) for each in segments for entry, given in each))
         tape = self.run.tape[: len(found)]
         assert list(found) == [entry.round for entry in tape], "the record has gaps"
         covered = max((image.round for image in self.simulation.disks[self.shard].values()), default=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -152,15 +152,13 @@ class IslandProcess(Process):
             simulation.trained[self.who] += max(count.tokens for count in self.island.ledger.counts)
 
     def _observe(self, simulation: Simulation, link: Link, batches: Batches) -> None:
-        take_begun, send, resume = batches.take_begun, link.send, link.resume
+        begin, send, resume = batches._begin, link.send, link.resume
         shard_of = simulation.manifest.shard_layout.place
 
-        def begun() -> list[str]:
-            points = take_begun()
-            for text in points:
-                size = len(batches._pass_from(batches._parse(text)).starts)
-                simulation.invariants[0].began(self.who, text, size)
-            return points
+        def begun(start: Any) -> Any:
+            found = begin(start)
+            simulation.invariants[0].began(self.who, str(start), len(found.starts))
+            return found
 
         def sent(draft: Draft) -> None:
             shard, _ = shard_of(draft.header.fragment)
@@ -174,7 +172,7 @@ class IslandProcess(Process):
             simulation.sent[self.who] += again
             resume(in_flight)
 
-        batches.take_begun, link.send, link.resume = begun, sent, resumed  # type: ignore[method-assign]
+        batches._begin, link.send, link.resume = begun, sent, resumed  # type: ignore[method-assign]
 
     def _on_marker(self, island: Island, number: int) -> None:
         cut = (number, self.who, island.totals.steps)

@@ -145,9 +145,6 @@ def _provoke(simulation: Simulation, family: str) -> None:
         case "acquire" | "release":
             for merger in simulation.mergers:
                 merger.must_leave = True
-        case "actions":
-            for island in simulation.islands:
-                island.must_leave = True
         case "refuse":
             simulation.send_again()
         case "restore" if simulation.run is not None and simulation.complete():

@@ -18,7 +18,7 @@ FIRST = int(os.environ.get("ARCHIPELAGO_FIRST_SEED", "0"))
 QUICK_SEEDS = int(os.environ.get("ARCHIPELAGO_SEEDS", "20"))
 SEEDS_OF_A_TEST = 60
 FULL_SEEDS = 0 if "ARCHIPELAGO_SEEDS" in os.environ else 120
-#: Seeds of runs that record actions and write compactions, so that their processes come to each failpoint.
+#: Seeds of runs that write compactions, so that their processes come to each failpoint.
 FAILPOINT_SEEDS = (1, pytest.param(8, marks=pytest.mark.full), pytest.param(16, marks=pytest.mark.full))
 
 

@@ -366,8 +366,6 @@ class Link:
         """Hand inner optimiser state over to the newcomers who asked for it."""
         while self._handovers:
             state = self._handovers[0]
-            if state.actions is not None:
-                self.transport.island.record_actions(state.actions)
             self.transport.island.hand_over(state.who, *recovery.encode(state, self.who))
             self._handovers.popleft()
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from archipelago.broker.codecs import Parts, body_of, codec
 from archipelago.broker.config import WireConfig
 from archipelago.broker.errors import BrokerError
-from archipelago.broker.messages import Actions, Contribution, Identified
+from archipelago.broker.messages import Contribution, Identified
 from archipelago.broker.transport import MEMORY_SHARE_MAX, IslandTransport
 from archipelago.broker.wire import digest, pack_body
 from archipelago.islands.sync.connection.merged import Merged
@@ -52,14 +52,12 @@ class Draft:
         header: The contribution's fields except those of its payload.
         parts: The codec's arrays, still on the device.
         elements: The number of the fragment's elements.
-        actions: The island's actions up to and including this one, in a recorded run.
         is_sound: Whether the arrays may be sent, judged by the sending thread; None sends them in any case.
     """
 
     header: ContributionHeader
     parts: Parts
     elements: int
-    actions: Actions | None = None
     is_sound: Callable[[Draft], bool] | None = None
 
     def encoded(self, zstd_level: int) -> tuple[Contribution, bytes]:
@@ -188,7 +186,7 @@ class Outbox:
         _, contribution, payload = self._encoded  # encoded once: a retry must carry the same bytes
         if self._begin_attempt(contribution, payload):
             began = self._clock()
-            entry = self._transport.island.publish(contribution, payload, draft.actions)
+            entry = self._transport.island.publish(contribution, payload)
             self._uplink.sent(len(payload), self._clock() - began)
             self._acknowledge(contribution.identity_text, entry)
         self.bytes_up += len(payload)

@@ -32,7 +32,6 @@ KEYS: Final = {
     "manifest": "with the run",
     "members": "with the run",
     "updates:a": "with the run; its entries once a checkpoint covers them",
-    "actions:a": "with the run; its entries once a record has them",
     "leases:a": "with the run; claims of earlier passes by their island",
     "c:a:x[.][0-9]+[.].*": "with their entry",
     "c:b:h[.].*": "expires",
@@ -92,7 +91,7 @@ def play(transport: RedisTransport, manifest: Manifest) -> None:
     for name, incarnation in (("a", "x"), ("b", "y"), ("c", "z")):
         island.heartbeat(samples.heartbeat(name, incarnation=incarnation))
     island.claim_name("a", "x")
-    entry = island.publish(samples.contribution(LARGE, sequence=1), LARGE, samples.actions(1))
+    entry = island.publish(samples.contribution(LARGE, sequence=1), LARGE)
     island.publish(samples.contribution(LARGE, sequence=2), LARGE)
     refused = island.publish(samples.contribution(LARGE, sequence=3), LARGE)
     assert len(merger.updates(0.0)) == 4

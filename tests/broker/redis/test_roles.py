@@ -21,7 +21,7 @@ NAME = "oslo"
 TAG = KEYS.tag
 #: Keys of the run by the name that the table below uses.
 PLACES = {
-    "own stream": f"{TAG}:updates:{NAME}", "own actions": f"{TAG}:actions:{NAME}", "own chunk": f"{TAG}:c:{NAME}:1.0:0",
+    "own stream": f"{TAG}:updates:{NAME}", "own chunk": f"{TAG}:c:{NAME}:1.0:0",
     "own heartbeat": KEYS.island(NAME), "own leases": f"{TAG}:leases:{NAME}", "taken shard": f"{TAG}:taken:7",
     "other stream": f"{TAG}:updates:bergen", "other chunk": f"{TAG}:c:bergen:1.0:0",
     "other heartbeat": KEYS.island("bergen"), "other leases": f"{TAG}:leases:bergen",
@@ -47,7 +47,7 @@ ALLOWED: dict[Role, dict[str, set[str]]] = {
     "viewer": {},
     "operator": {"control": {"HSET", "HDEL"}, "notes": {"XADD"}, "evaluations": {"XADD"}},
     "island": {
-        "own stream": {"XADD"}, "own actions": {"XADD"}, "own chunk": _VALUES, "own heartbeat": _PARTS,
+        "own stream": {"XADD"}, "own chunk": _VALUES, "own heartbeat": _PARTS,
         "own leases": _PARTS, "islands": {"SADD"}, "notes": {"XADD"}, "evaluations": {"XADD"}, "evaluator": {"SET"},
         "taken shard": {"SET"},
     },

@@ -18,7 +18,7 @@ from archipelago.broker.config import DataConfig, RunConfig
 from archipelago.broker.corpus_shards import PASSES_MAX, PLACES_MAX, Place, parse_places
 from archipelago.broker.errors import DataError
 from archipelago.islands.data import preparation, sharding
-from archipelago.islands.data.batches import LEASES_TRIED, PRIVATE_PASSES, Batches
+from archipelago.islands.data.batches import PRIVATE_PASSES, Batches
 from archipelago.islands.data.sharding import shard_order
 from tests.failing import failing
 from tests.tiers import examples
@@ -175,23 +175,22 @@ def test_without_a_lease_the_last_shard_is_repeated_in_another_order() -> None:
 
 
 def test_without_any_lease_an_island_begins_with_a_private_pass() -> None:
-    begun: list[str] = []
     supplies = [Batches(TEXT, CONFIG, fresh(), fallback=number) for number in range(6)]
-    assert len({bytes(supply.next(1)) for supply in supplies}) == 6
-    for supply in supplies:
-        begun += supply.take_begun()
-    assert begun == [f"{n % 4}:{PRIVATE_PASSES + n // 4}:0:0" for n in range(6)]
+    batches = [supply.next(1)[0] for supply in supplies]
+    assert len({batch.tobytes() for batch in batches}) == 6
+    for n, batch in enumerate(batches):
+        assert np.array_equal(batch, rows(str(n % 4), PRIVATE_PASSES + n // 4)[: len(batch)])
     assert [supply.places() for supply in supplies] == [()] * 6
     assert PASSES_MAX < PRIVATE_PASSES
 
 
 def test_a_private_pass_ends_with_the_first_lease() -> None:
     supply = Batches(TEXT, CONFIG, leases([None, None, Place("1", 0, 3)]))
-    for _ in range(3):
+    for _ in range(2):
         supply.next(2)
+    assert supply.places() == ()
+    assert np.array_equal(supply.next(2)[:, 0], rows("1", 0)[3:5])
     assert supply.places() == (Place("1", 0, 5),)
-    assert supply.take_begun() == [f"0:{PRIVATE_PASSES}:0:0", "1:0:3:0!"]
-    assert supply.take_begun() == []
 
 
 @settings(deadline=None)
@@ -271,11 +270,10 @@ def test_a_cursor_beyond_the_pass_ends_it() -> None:
     assert supply.places() == (Place("0", 0, 0, ended=True), Place("2", 3, 0, ended=True), Place("1", 0, 4))
     endless = Batches(TEXT, CONFIG, leases(repeat(Place("0", 0, 10**9))))
     assert np.array_equal(endless.next(4)[:, 0], rows("0", 0, 1)[:4])
-    assert endless.take_begun() == ["0:0:1000000000:0"] * LEASES_TRIED + ["0:0:0:1"]
     assert endless.places() == (Place("0", 0, 0, ended=True),)
 
 
-# -- replay and checkpoints -------------------------------------------------------------------------------------------
+# -- checkpoints ------------------------------------------------------------------------------------------------------
 
 PLACES = st.builds(
     Place, st.integers(0, 7).map(str) | st.just("site/3"), st.integers(0, 4), st.integers(0, 9) | st.just(10**12)
@@ -304,8 +302,6 @@ def test_a_restored_supply_gives_the_same_batches(
     text, config = positions(2000), configured(shards=8, length=16, batch=3, seed=seed)
     waiting = deque(answers)
     original = Batches(text, config, lambda: waiting.popleft() if waiting else None, fallback)
-    for begun in ("3:1:2:0", "5:0:0:2"):
-        original.begin(begun)
     do(original, before)
     state = json.loads(json.dumps(original.state()))
     restored = Batches(text, config, leases(list(waiting)), fallback)
@@ -317,44 +313,14 @@ def test_a_restored_supply_gives_the_same_batches(
     assert restored.state() == original.state()
 
 
-@settings(deadline=None)
-@given(actions=ACTIONS, answers=ANSWERS, ahead=st.booleans())
-def test_replaying_the_passes_gives_the_same_batches(
-    actions: list[int | set[str]], answers: list[Place | None], ahead: bool
-) -> None:
-    text, config = positions(2000), configured(shards=8, length=16, batch=3)
-    original, again = Batches(text, config, leases(answers), 5), Batches(text, config, leases([]), 6)
-    for part in [actions] if ahead else [[action] for action in actions]:
-        out, begun = do(original, part), original.take_begun()
-        for point in begun:
-            again.begin(point)
-        assert do(again, part) == out
-        assert again.take_begun() == begun
-    assert again.state() == original.state()
-
-
-def test_a_queued_pass_follows_the_present_one_and_precedes_any_lease() -> None:
-    supply = Batches(TEXT, CONFIG, fresh(0, 1))
-    supply.next(1)
-    for text in ("", "1", "1:0:0", "4:0:0:0", "1:0:-1:0", "1:0:0:0 ", "1:0:end:0", "1:٣:0:0"):
-        with pytest.raises(DataError):
-            supply.begin(text)
-    for text in ["1:0:1000:0"] * (3 * LEASES_TRIED) + ["3:2:100:0", "2:0:0:1"]:
-        supply.begin(text)
-    expected = [rows("0", 0)[1:], rows("3", 2)[100:], rows("2", 0, 1), rows("1", 0)]
-    out = supply.next(sum(map(len, expected)))[:, 0]
-    assert np.array_equal(out, np.concatenate(expected))
-    assert supply.held() == ["0", "3", "1"]
-    assert supply.repeats == 1
-
-
 DAMAGE: list[dict[str, int | str]] = [
     {"now": "3:0:10000:0"},
     {"now": "3:0:-1:0"},
     {"now": "4:0:0:0"},
     {"now": "3:0"},
     {"places": "3:0:x"},
-    {"queue": "3"},
+    {"now": "1:0:end:0"},
+    {"now": "1:٣:0:0"},
     {"repeats": -1},
     {"repeats": "many"},
     {"text": "another"},

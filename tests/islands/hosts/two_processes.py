@@ -97,7 +97,7 @@ def play(name: str, shape: MeshShape, config: RunConfig, team: Team, folder: Pat
     again.advance()
 
     # A peer has the state of this island, and this island takes it.
-    about, payload = recovery.encode(StateForPeer("a/y", jax.tree.leaves(before["inner"]["optimizer"]), 0, 10), "a/x")
+    about, payload = recovery.encode(StateForPeer("a/y", jax.tree.leaves(before["inner"]["optimizer"]), 10), "a/x")
     check = partial(require_sound, bounds=whole.moment_bounds)
     taken = decode(about, payload, again.computation.optimizer_like(), check)
     again.use_state_of_peer(Received(about, taken))

@@ -171,7 +171,7 @@ def test_one_device_joins_four_with_its_own_batch_and_takes_their_optimiser_stat
     four = run.island(SQUARE, "four")
     run.play(four, 9)
     one = run.island(ONE, "one", batch_size=2)
-    about, payload = recovery.encode(StateForPeer("one/x", four.optimizer_leaves(), 0, 9), "four/x")
+    about, payload = recovery.encode(StateForPeer("one/x", four.optimizer_leaves(), 9), "four/x")
     taken = decode(about, payload, one.inner.optimizer, partial(require_sound, bounds=one.moment_bounds))
     one.use_state_of_peer(Received(about, taken))
     for theirs, own in zip(jax.tree.leaves(four.inner.optimizer), jax.tree.leaves(one.inner.optimizer), strict=True):
@@ -184,7 +184,7 @@ def test_one_device_joins_four_with_its_own_batch_and_takes_their_optimiser_stat
     assert one.totals.tokens == 6 * 2 * 8
     # and the other way round
     square = run.island(SQUARE, "square")
-    about, payload = recovery.encode(StateForPeer("square/x", one.optimizer_leaves(), 0, 9), "one/x")
+    about, payload = recovery.encode(StateForPeer("square/x", one.optimizer_leaves(), 9), "one/x")
     square.use_state_of_peer(Received(about, decode(about, payload, square.inner.optimizer, lambda state, like: None)))
     assert moment(square, "mu", "embedding").sharding == square.params["embedding"].sharding
     run.play(square, 2)

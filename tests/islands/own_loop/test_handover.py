@@ -22,7 +22,7 @@ from tests.failing import failing
 def handed_over(state: Any) -> tuple[Handover, bytes]:
     leaves = LoopState(lambda: state).copies()
     assert leaves is not None
-    return recovery.encode(recovery.StateForPeer("b/y", leaves, 3, 5), "a/x")
+    return recovery.encode(recovery.StateForPeer("b/y", leaves, 5), "a/x")
 
 
 def adam(count: int = 3) -> Any:

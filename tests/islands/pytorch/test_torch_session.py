@@ -98,7 +98,7 @@ def stepped(kind: str, steps: int, model: Any = None) -> tuple[Any, Any, Optimiz
 def handover(state: OptimizerState) -> tuple[Any, bytes]:
     leaves = state.copies()
     assert leaves is not None
-    return recovery.encode(recovery.StateForPeer("b/y", leaves, 3, 5), "a/x")
+    return recovery.encode(recovery.StateForPeer("b/y", leaves, 5), "a/x")
 
 
 @pytest.mark.parametrize("kind", KINDS)

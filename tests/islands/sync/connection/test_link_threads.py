@@ -95,7 +95,7 @@ def test_threads_hand_state_over_and_resend_without_a_new_contribution(harness: 
     link.resume(in_flight)
     until(lambda: harness.rounds() == [1], "the contributions in flight to be sent again")
     harness.transport.island.request_state("new/z")
-    link.hand_over(StateForPeer("new/z", jax.tree.leaves({"mu": jnp.ones(2)}), 7, 40))
+    link.hand_over(StateForPeer("new/z", jax.tree.leaves({"mu": jnp.ones(2)}), 40))
     until(lambda: harness.transport.island.handed_over("new/z"), "the state to arrive")
     link.stop(30.0)
     assert not any(thread.is_alive() for thread in link.pumps.threads)
