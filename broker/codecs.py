@@ -28,9 +28,6 @@ Parts = tuple[Array, ...]
 INT8_BLOCK, INT4_BLOCK = 256, 128
 #: `top3` keeps the TOP_KEPT largest magnitudes of each block.
 TOP_BLOCK, TOP_KEPT = 4096, 128
-#: The codec that leaves few elements of a vector. It never carries first moments. Where a block ends in their zeros, it
-#: may keep some of these, and gives them the mean of small values.
-SPARSE = "top3"
 #: `top3` sums magnitudes in units of 1/4096 of the largest. From TOP_LARGE units (0.6) on a magnitude is large.
 TOP_UNITS, TOP_LARGE = np.float32(4096), 2458
 #: A float32 from which on whole numbers are one apart. Its lowest four bits are those of 8.

@@ -156,8 +156,6 @@ class SyncConfig:
         grace: γ: the share of the slack (the paper's Eq. 3) that a round waits for more contributions after its quorum.
         smoothing: Decay of the moving averages from which the slack is computed.
         staleness_cap: The merger refuses a contribution whose base is more versions behind than this.
-        moments: The first moments of AdamW. With `own`, each island keeps its own. With `average`, they travel with the
-            parameters, and islands take over their average; this doubles the bytes of every transfer.
     """
 
     __pydantic_config__ = _STRICT
@@ -168,7 +166,6 @@ class SyncConfig:
     grace: Share = 0.9
     smoothing: Annotated[float, Ge(0.0), Lt(1.0)] = 0.8
     staleness_cap: Annotated[int, Ge(0)] = 16
-    moments: Literal["own", "average"] = "own"
 
 
 @dataclass(frozen=True)

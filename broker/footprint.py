@@ -34,8 +34,6 @@ ON_HOST: Final = {"published parameters": 4, "a checkpoint": 16}
 FRAGMENTS_HELD: Final = 4
 #: Bytes per parameter of the sum of gradients, where an island accumulates them (`inner.micro_batches`).
 SUM_PER_PARAMETER: Final = 4
-#: Bytes per synced first moment of an island: the reference, the published moment, and copies of both, in float32.
-ISLAND_PER_MOMENT: Final = 16
 #: Bytes per element of the largest fragment that a merger takes for one round: contributions, sums, the new state and
 #: what is sent, in float32 (`archipelago bench largest --parameters 8e7`, with 8 fragments and with 128).
 MERGER_PER_FRAGMENT: Final = 60
@@ -65,25 +63,24 @@ class Footprint:
 
 def footprint(manifest: Manifest) -> Footprint:
     """Estimate the memory of a run."""
-    parameters, elements = manifest.parameters, manifest.elements
-    moments, sizes = ISLAND_PER_MOMENT * (elements - parameters), (elements, max(manifest.sizes, default=0))
-    island = ISLAND_BASE + ISLAND_PER_PARAMETER * parameters + moments + _of_batches(manifest)
+    parameters, largest = manifest.parameters, max(manifest.sizes, default=0)
+    island = ISLAND_BASE + ISLAND_PER_PARAMETER * parameters + _of_batches(manifest)
     return Footprint(
         island=OWN_LOOP_PER_PARAMETER * parameters if manifest.config.has_own_loops else island,
-        merger=sum(merger_parts(manifest.config, *sizes).values()),
-        redis=sum(redis_parts(manifest.config, *sizes).values()),
+        merger=sum(merger_parts(manifest.config, parameters, largest).values()),
+        redis=sum(redis_parts(manifest.config, parameters, largest).values()),
     )
 
 
 def device_and_host(manifest: Manifest) -> tuple[int, int]:
     """Estimate the memory of an island with an accelerator: on that device, and on its machine."""
-    on_host = ISLAND_BASE + sum(ON_HOST.values()) * manifest.elements + _fragments_held(manifest)
+    on_host = ISLAND_BASE + sum(ON_HOST.values()) * manifest.parameters + _fragments_held(manifest)
     return state_on_device(manifest) + _of_batches(manifest), on_host
 
 
 def state_on_device(manifest: Manifest) -> int:
     """Estimate the memory of an island on one device that holds everything, without the activations of a batch."""
-    return sum(ON_DEVICE.values()) * manifest.elements + _fragments_held(manifest)
+    return sum(ON_DEVICE.values()) * manifest.parameters + _fragments_held(manifest)
 
 
 def _fragments_held(manifest: Manifest) -> int:
@@ -93,7 +90,7 @@ def _fragments_held(manifest: Manifest) -> int:
 def _of_batches(manifest: Manifest) -> int:
     """Estimate the bytes of activations, and of the sum of gradients where an island computes them in parts."""
     config = manifest.config
-    norms = [tensor.size for tensor in manifest.parameter_tensors if len(tensor.shape) == 1]
+    norms = [tensor.size for tensor in manifest.tensors if len(tensor.shape) == 1]
     an_element = ACTIVATION_BYTES * sum(norms)
     if config.model.rematerialise and norms:  # the inputs of all layers, and all of one layer with its two norms
         an_element = min(an_element, 2 * sum(norms) + 2 * ACTIVATION_BYTES * max(norms))
@@ -102,17 +99,17 @@ def _of_batches(manifest: Manifest) -> int:
     return sums + an_element * config.tokens_per_step // parts
 
 
-def merger_parts(config: RunConfig, elements: int, largest: int, *, checkpoints: bool = True) -> dict[str, int]:
+def merger_parts(config: RunConfig, parameters: int, largest: int, *, checkpoints: bool = True) -> dict[str, int]:
     """Estimate the memory of a merger at its peak, by part in words.
 
     Args:
         config: The run's config.
-        elements: The elements that it merges, parameters and synced first moments.
-        largest: The elements of the largest fragment.
+        parameters: The parameters that it merges.
+        largest: The parameters of the largest fragment.
         checkpoints: Whether it writes checkpoints.
     """
     is_rounded = config.wire.full != "float32" or config.wire.sends_differences
-    state = 4 * (1 + has_momentum(config) + is_rounded) * elements
+    state = 4 * (1 + has_momentum(config) + is_rounded) * parameters
     return {
         "the process": MERGER_BASE,
         "exact and published parameters, momentum": state,
@@ -127,16 +124,16 @@ def has_momentum(config: RunConfig) -> bool:
     return config.outer.rule != "sgd"
 
 
-def redis_parts(config: RunConfig, elements: int, largest: int) -> dict[str, int]:
+def redis_parts(config: RunConfig, parameters: int, largest: int) -> dict[str, int]:
     """Estimate the memory of a run in Redis at its peak, by part in words. For the arguments, see `merger_parts`."""
     wire = config.wire
-    difference = codec(wire.down).encoded_size(elements) if wire.sends_differences else 0
+    difference = codec(wire.down).encoded_size(parameters) if wire.sends_differences else 0
     return {
-        "parameters and momentum": REDIS_PER_PARAMETER * elements,
+        "parameters and momentum": REDIS_PER_PARAMETER * parameters,
         "differences": DIFFERENCES_KEPT * difference,
-        "contributions": 4 * codec(wire.up).encoded_size(elements),
-        "contributions since the last compaction": REDIS_LOG * REDIS_PER_PARAMETER * elements if difference else 0,
-        "replaced snapshots": REPLACED_PER_PARAMETER * elements,
+        "contributions": 4 * codec(wire.up).encoded_size(parameters),
+        "contributions since the last compaction": REDIS_LOG * REDIS_PER_PARAMETER * parameters if difference else 0,
+        "replaced snapshots": REPLACED_PER_PARAMETER * parameters,
         "a compaction that is written": REDIS_PER_PARAMETER * largest,
     }
 

@@ -17,14 +17,13 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Literal, get_args
 
 from archipelago.broker import config as configs
-from archipelago.broker.codecs import SPARSE
 from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import ConfigError, MismatchError
 from archipelago.broker.frozen import FrozenTensor
 from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.shards.layout import SHARDS_MAX, Layout, dealt
 
-TensorKind = Literal["embedding", "rest", "moment"]
+TensorKind = Literal["embedding", "rest"]
 #: The packages whose versions a manifest records.
 PACKAGES = ("archipelago-train", "jax", "jaxlib", "flax", "optax", "numpy", "redis")
 MISSING = "not installed"
@@ -42,13 +41,9 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
-#: What the names of first moments begin with. The name of their parameters follows.
-MOMENT_PREFIX = "moment:"
-
-
 @dataclass(frozen=True)
 class Tensor:
-    """One float32 tensor. Its kind selects the merge rule. A `moment` is no parameter but the optimiser's state."""
+    """One float32 tensor. Its kind selects the merge rule."""
 
     name: str
     shape: tuple[int, ...]
@@ -76,35 +71,6 @@ def balanced(tensors: Sequence[Tensor], count: int) -> tuple[tuple[str, ...], ..
         bins[lightest].append(tensor.name)
         loads[lightest] += tensor.size
     return tuple(tuple(sorted(names)) for names in bins)
-
-
-def synced(tensors: Sequence[Tensor], config: RunConfig) -> tuple[tuple[Tensor, ...], tuple[tuple[str, ...], ...]]:
-    """Return all tensors that a run syncs, and their split into fragments.
-
-    Where first moments are averaged, a fragment has those of its parameters after all of its parameters.
-
-    Raises:
-        ConfigError: First moments of this optimiser, or with this codec, cannot be averaged (`config.moments`).
-    """
-    fragments = balanced(tensors, config.sync.fragments)
-    if config.sync.moments == "own":
-        return tuple(tensors), fragments
-    whose = "users' own loops" if config.has_own_loops else config.inner.optimizer
-    if whose != "adamw":
-        raise ConfigError(
-            f"sync.moments is 'average', and the inner optimiser is that of {whose}",
-            "Only our AdamW's first moments can be averaged. Set sync.moments to 'own', or inner.optimizer to 'adamw'.",
-            code="config.moments",
-        )
-    if config.wire.up == SPARSE:
-        raise ConfigError(
-            f"sync.moments is 'average', and wire.up is {SPARSE!r}, which leaves 3 % of each moment",
-            f"Set sync.moments to 'own', or wire.up to 'int4'. As wire.thin, {SPARSE!r} can stay: it then sends no "
-            "moments.",
-            code="config.moments",
-        )
-    moments = tuple(Tensor(MOMENT_PREFIX + tensor.name, tensor.shape, "moment") for tensor in tensors)
-    return (*tensors, *moments), tuple((*names, *(MOMENT_PREFIX + name for name in names)) for names in fragments)
 
 
 @dataclass(frozen=True)
@@ -232,29 +198,14 @@ class Manifest:
         return tuple(sum(tensor.size for tensor, _ in rows) for rows in self.layout)
 
     @property
-    def parameter_tensors(self) -> tuple[Tensor, ...]:
-        """The tensors of the model that are trained."""
-        return tuple(tensor for tensor in self.tensors if tensor.kind != "moment")
-
-    @cached_property
-    def parameter_sizes(self) -> tuple[int, ...]:
-        """The number of parameters of each fragment. First moments, if there are any, come after these."""
-        return tuple(sum(t.size for t, _ in rows if t.kind != "moment") for rows in self.layout)
-
-    @property
     def parameters(self) -> int:
         """The number of parameters that the run trains."""
-        return sum(self.parameter_sizes)
+        return sum(self.sizes)
 
     @property
     def frozen_parameters(self) -> int:
         """The number of parameters of the model that the run does not train."""
         return sum(math.prod(tensor.shape) for tensor in self.frozen)
-
-    @property
-    def elements(self) -> int:
-        """The number of elements of all fragments: the parameters, and first moments where they are synced."""
-        return sum(self.sizes)
 
     def require_own_code(self, what: str) -> None:
         """Raise ConfigError (`model.own`) if the run's model is that of its users' training scripts.
@@ -342,10 +293,6 @@ class Manifest:
         names = sorted(name for fragment in self.fragments for name in fragment)
         if not names or names != sorted(tensor.name for tensor in self.tensors) or not all(self.fragments):
             raise ValueError("fragments: not a partition of the tensors")
-        for rows in self.layout:
-            own = [tensor.name for tensor, _ in rows if tensor.kind != "moment"]
-            if [tensor.name for tensor, _ in rows] not in (own, own + [MOMENT_PREFIX + name for name in own]):
-                raise ValueError("fragments: first moments without their parameters, or before them")
         if not all(min(t.shape, default=1) > 0 and t.kind in get_args(TensorKind) for t in self.tensors):
             raise ValueError("tensors: an impossible shape or kind")
         if {tensor.name for tensor in self.frozen} & {tensor.name for tensor in self.tensors}:

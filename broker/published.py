@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-
 from archipelago.broker.codecs import Vector
 from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Manifest
@@ -89,7 +87,4 @@ def after_difference(manifest: Manifest, p: int, payload: bytes, before_N: Vecto
 
 def onto(manifest: Manifest, p: int, before_N: Vector) -> Unpacking:
     """Return what adds a difference that arrives to the parameters before it."""
-    start = manifest.parameter_sizes[p]
-    if start < before_N.size:  # first moments are not published as differences
-        before_N = np.concatenate([before_N[:start], np.zeros(before_N.size - start, np.float32)])
     return Unpacking(manifest.sizes[p], manifest.config.wire.down, before_N)

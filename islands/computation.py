@@ -16,7 +16,6 @@ from archipelago.broker.manifest import Manifest
 from archipelago.islands.inner import InnerState, InnerSteps
 from archipelago.islands.mesh.placement import Placement
 from archipelago.islands.models.interface import Params
-from archipelago.islands.moments import SyncedState
 from archipelago.islands.sync.arrays import by_tensor, device_copy
 from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.replica import Replica
@@ -29,7 +28,6 @@ class Computation:
     Attributes:
         inner: Parameters and the inner optimiser's state.
         replica: The references of all fragments.
-        synced: The synced tensors of the inner state.
         steps: The compiled inner steps.
         placement: Where everything is on several devices; None for one device.
     """
@@ -51,7 +49,6 @@ class Computation:
         """
         self.steps, self.placement = steps, placement
         self.replica = Replica(manifest) if placement is None else TreeReplica(manifest, placement.templates)
-        self.synced = SyncedState(manifest)
         self.inner: InnerState
         self._fresh, self._length = fresh, manifest.config.inner.steps
 
@@ -79,7 +76,7 @@ class Computation:
     def try_steps(self, batches_n: Any, length: int) -> None:
         """Compile the inner steps and everything that syncs run. Nothing changes."""
         after, losses_n = self.steps(device_copy(self.inner), *self.arguments(batches_n, 0, length))
-        self.synced.warm_up(self.replica, after)
+        self.replica.warm_up(after.params)
         losses_n.block_until_ready()
 
     def _placed(self, batches_n: Any) -> Any:
@@ -99,19 +96,16 @@ class Computation:
         return jax.device_put(np.int32(value)) if self.placement is None else self.placement.scalar(value)
 
     def measure(self, fragment: int, codec: str) -> Parts:
-        """Return the fragment's outer gradient, and its first moments where the run averages them."""
-        return self.replica.measure(fragment, self.synced.tensors(fragment, self.inner), codec)
+        """Return the fragment's outer gradient."""
+        return self.replica.measure(fragment, self.inner.params, codec)
 
-    def adopt(self, arrival: Arrival, steps: int) -> None:
-        """Adopt a fragment, with its first moments where the run averages them, `steps` steps after it was sent."""
-        self.adopt_vector(arrival.snapshot.fragment, arrival.params_N, steps)
+    def adopt(self, arrival: Arrival) -> None:
+        """Adopt a fragment."""
+        self.adopt_vector(arrival.snapshot.fragment, arrival.params_N)
 
-    def adopt_vector(self, fragment: int, new_N: Vector, steps: int) -> None:
+    def adopt_vector(self, fragment: int, new_N: Vector) -> None:
         """Adopt a fragment's vector."""
-        inner = self.synced.adopt(self.replica, fragment, self.inner, new_N, steps)
-        if self.placement is not None and self.synced.averaged:
-            inner = self.placement.settled(inner)
-        self.inner = inner
+        self.inner = self.inner._replace(params=self.replica.adopt(fragment, self.inner.params, new_N))
 
     def optimizer_leaves(self) -> list[Any]:
         """Return copies of the inner optimiser's arrays."""

@@ -9,20 +9,20 @@ import numpy as np
 
 from archipelago.broker.config import BYTES, RunConfig
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.manifest import Corpus, Manifest, installed_versions, synced
+from archipelago.broker.manifest import Corpus, Manifest, balanced, installed_versions
 from archipelago.broker.messages import Snapshot
 from archipelago.broker.wire import digest, pack
 from archipelago.islands.accumulation import require_divisible
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.models.interface import Params
 from archipelago.islands.models.registry import build, learning_rate
-from archipelago.islands.sync.arrays import flatten, parameter_rows
+from archipelago.islands.sync.arrays import flatten
 
 
 def describe(run: str, config: RunConfig, corpus: Corpus) -> Manifest:
     """Return the manifest that this config and this machine's code give."""
-    tensors, fragments = synced(build(config.model).tensors, config)
-    return Manifest(run, config, tensors, fragments, corpus, installed_versions())
+    tensors = tuple(build(config.model).tensors)
+    return Manifest(run, config, tensors, balanced(tensors, config.sync.fragments), corpus, installed_versions())
 
 
 def fitted(config: RunConfig, corpus: OpenCorpus) -> RunConfig:
@@ -70,8 +70,7 @@ def first_snapshots(manifest: Manifest, params: Params | None = None) -> list[tu
         params = build(config.model).init(config.seed)
     out = []
     for p, rows in enumerate(manifest.layout):
-        own_N = np.asarray(jax.device_get(flatten(parameter_rows(rows), params)))
-        first_N = np.pad(own_N, (0, manifest.sizes[p] - own_N.size))  # first moments begin as zeros
+        first_N = np.asarray(jax.device_get(flatten(rows, params)))
         payload = pack(first_N, config.wire.full, config.wire.full_zstd_level)
         snapshot = Snapshot(0, p, 0, 0, config.wire.full, len(payload), digest(payload), merged="")
         out.append((snapshot, payload))

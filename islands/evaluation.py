@@ -24,7 +24,6 @@ from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.data.sharding import held_out
 from archipelago.islands.data.tokenizer import Tokens
 from archipelago.islands.models.interface import Model, Params
-from archipelago.islands.sync.arrays import parameter_rows
 
 BATCH = 32
 
@@ -180,7 +179,7 @@ def assemble(manifest: Manifest, vectors: Sequence[Vector], place: Callable[[Any
     parts = {
         tensor.name: vector_N[offset : offset + tensor.size].reshape(tensor.shape)
         for rows, vector_N in zip(manifest.layout, map(np.asarray, vectors), strict=True)
-        for tensor, offset in parameter_rows(rows)
+        for tensor, offset in rows
     }
     params: Params = place(dict(sorted(parts.items())))
     return params

@@ -23,7 +23,6 @@ from archipelago.islands.data.supply import Supply
 from archipelago.islands.inner import InnerState, InnerSteps, MomentBounds, begin, moment_bounds
 from archipelago.islands.mesh.placement import Placement
 from archipelago.islands.models.interface import Params
-from archipelago.islands.moments import SyncedState
 from archipelago.islands.step_throttle import Pacer
 from archipelago.islands.sync.arrays import Tensors
 from archipelago.islands.sync.connection.link import Link
@@ -98,7 +97,7 @@ class Island(Participant):
         """
         self.beat("joining")
         if has_stepped:
-            self.synced.warm_up(self.replica, self.inner)
+            self.replica.warm_up(self.params)
             self._stepped_at = self.clock()
             return
         self.computation.try_steps(self.batches.sample(self.scan_steps), self.link.run_steps)
@@ -168,11 +167,6 @@ class Island(Participant):
         """Where everything is on several devices; None for one device."""
         return self.computation.placement
 
-    @property
-    def synced(self) -> SyncedState:
-        """The synced tensors of the inner state."""
-        return self.computation.synced
-
     # -- what an island of ours adds to a participant -----------------------------------------------------------------
 
     @property
@@ -185,12 +179,12 @@ class Island(Participant):
         self.inner = self.inner._replace(params=params)
 
     def measured(self, fragment: int, codec: str) -> Parts:
-        """Return the fragment's outer gradient, and its first moments where the run averages them."""
+        """Return the fragment's outer gradient."""
         return self.computation.measure(fragment, codec)
 
     def take_over(self, arrival: Arrival) -> None:
-        """Adopt a fragment, with its first moments where the run averages them."""
-        self.computation.adopt(arrival, self.ledger.counts[arrival.snapshot.fragment].steps)
+        """Adopt a fragment."""
+        self.computation.adopt(arrival)
 
     def places(self) -> Sequence[object]:
         """Return how far each leased shard was read."""

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from archipelago.broker.config import MergeConfig
 from archipelago.broker.manifest import Tensor
-
-#: The merge rule of first moments, which no config names.
-MOMENT = "moment"
 
 
 @dataclass(frozen=True)
@@ -23,7 +19,6 @@ class Group:
         rule: The name of its merge rule.
         shape: Its shape. Only matrices, and stacks of them along the leading axes, have a spectrum.
         exponent: The power of the singular values that `isotropic` leaves.
-        limit: Only for first moments: a larger norm of all first moments of a contribution is clipped to this one.
     """
 
     start: int
@@ -31,7 +26,6 @@ class Group:
     rule: str
     shape: tuple[int, ...] = ()
     exponent: float = 0.0
-    limit: float = math.inf
 
     @property
     def end(self) -> int:
@@ -44,24 +38,12 @@ class Group:
         return self.rule == "isotropic" and len(self.shape) > 1 and min(self.shape[-2:]) > 1
 
 
-def groups(
-    layout: Sequence[tuple[Tensor, int]], config: MergeConfig, moment_limit: float = math.inf
-) -> tuple[Group, ...]:
-    """Return the tensors of one fragment in order, from its row of `Manifest.layout`. Empty tensors are left out.
-
-    `moment_limit` is the largest norm of a fragment's first moments.
-    """
-    return tuple(_group(tensor, offset, config, moment_limit) for tensor, offset in layout if tensor.size)
+def groups(layout: Sequence[tuple[Tensor, int]], config: MergeConfig) -> tuple[Group, ...]:
+    """Return the tensors of one fragment in order, from its row of `Manifest.layout`. Empty tensors are left out."""
+    return tuple(_group(tensor, offset, config) for tensor, offset in layout if tensor.size)
 
 
-def parameters_end(groups: tuple[Group, ...]) -> int:
-    """Return one past the last parameter. First moments, if there are any, come after it."""
-    return max((group.end for group in groups if group.rule != MOMENT), default=0)
-
-
-def _group(tensor: Tensor, offset: int, config: MergeConfig, moment_limit: float) -> Group:
-    if tensor.kind == "moment":
-        return Group(offset, tensor.size, MOMENT, limit=moment_limit)
+def _group(tensor: Tensor, offset: int, config: MergeConfig) -> Group:
     is_embedding = tensor.kind == "embedding"
     rule, exponent = (
         (config.embedding, config.embedding_exponent) if is_embedding else (config.rest, config.rest_exponent)

@@ -21,10 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from archipelago.broker.codecs import SPARSE
 from archipelago.broker.codecs import codec as codec_of
 from archipelago.broker.wire import Body
-from archipelago.merger.groups import MOMENT, Group
+from archipelago.merger.groups import Group
 from archipelago.merger.spectra import Spectra
 from archipelago.merger.spectrum import Multiply, with_power
 
@@ -96,26 +95,6 @@ def _rda_finish(acc: RdaAccumulator, inverse: jax.Array) -> jax.Array:
     return jnp.where(inverse * length > CANCELLED, inverse * acc.norm, 0.0) * _unit(acc.direction, length)
 
 
-class MomentAccumulator(NamedTuple):
-    """The sums Σ w (float32 scalar) and Σ w m (float32 [L]) over the contributions that carry first moments m."""
-
-    weight: jax.Array
-    sum: jax.Array
-
-
-def _moment_init(group: Group) -> MomentAccumulator:
-    return MomentAccumulator(jnp.zeros((), jnp.float32), _nothing(group))
-
-
-def _moment_add(acc: MomentAccumulator, moment_L: jax.Array, norm: jax.Array, weight: jax.Array) -> MomentAccumulator:
-    weight = jnp.where(norm > 0, weight, 0.0)  # a norm of zero stands for a contribution without moments
-    return MomentAccumulator(acc.weight + weight, acc.sum + weight * moment_L)
-
-
-def _moment_finish(acc: MomentAccumulator, inverse: jax.Array) -> jax.Array:
-    return acc.sum * jnp.where(acc.weight > 0, 1.0 / acc.weight, 0.0)
-
-
 _RDA = MergeRule(_rda_init, _rda_add, _rda_finish)
 #: The rules by name. `average`: Σ w Δ. `rda`: (Σ w‖Δ‖) · φ(Σ w φ(Δ)), which keeps the length of nearly orthogonal
 #: gradients, where averaging shrinks them to about 1/√M. Both are from Decoupled DiLoCo (arXiv 2604.21428).
@@ -125,12 +104,6 @@ MERGE_RULES: dict[str, MergeRule] = {
     "rda": _RDA,
     "isotropic": _RDA,
 }
-#: The rule of first moments: Σ w m / Σ w over the contributions that carry them.
-_MOMENTS = MergeRule(_moment_init, _moment_add, _moment_finish)
-
-
-def _rule(group: Group) -> MergeRule:
-    return _MOMENTS if group.rule == MOMENT else MERGE_RULES[group.rule]
 
 
 def _cpu() -> jax.Device:
@@ -148,7 +121,7 @@ def begin(groups: tuple[Group, ...]) -> tuple[Accumulator, ...]:
 
 @partial(jax.jit, static_argnames="groups")
 def _begin(groups: tuple[Group, ...]) -> tuple[Accumulator, ...]:
-    return tuple(_rule(group).init(group) for group in groups)
+    return tuple(MERGE_RULES[group.rule].init(group) for group in groups)
 
 
 class Accumulated(NamedTuple):
@@ -156,8 +129,7 @@ class Accumulated(NamedTuple):
 
     Attributes:
         acc: The accumulators; unchanged when the contribution was refused.
-        norm: The contribution's L2 norm before clipping, without first moments. If these are the reason why it was
-            refused, it is their norm.
+        norm: The contribution's L2 norm before clipping.
         clip: The factor that it was multiplied by.
     """
 
@@ -209,21 +181,11 @@ def _accumulate(
     delta_N = codec_of(codec).restore(parts, _elements(groups), jnp)
     deltas = [delta_N[group.start : group.end] for group in groups]
     norms = [_norm(delta_L) for delta_L in deltas]
-    moments = [norm_L for norm_L, group in zip(norms, groups, strict=True) if group.rule == MOMENT]
-    own = norms[: len(norms) - len(moments)]
-    norm = _norm(jnp.stack(own)) if own else jnp.float32(0)
-    clip = jnp.where(norm > limit, limit / norm, 1.0)
-    factors, sound = [(clip, clip * norm_L) for norm_L in own], norm <= NORM_MAX
-    if moments:
-        moments_norm, largest = _norm(jnp.stack(moments)), groups[-1].limit
-        factor = jnp.where(moments_norm > largest, largest / moments_norm, 1.0)
-        carried = moments_norm if codec != SPARSE else jnp.float32(0)
-        factors += [(factor, carried)] * len(moments)
-        sound &= moments_norm <= NORM_MAX
-        norm = jnp.where(moments_norm <= NORM_MAX, norm, moments_norm)
+    norm = _norm(jnp.stack(norms)) if norms else jnp.float32(0)
+    clip, sound = jnp.where(norm > limit, limit / norm, 1.0), norm <= NORM_MAX
     taken = tuple(
-        _rule(group).add(jax.tree.map(lambda x: keep * x, part), factor * delta_L, norm_L, weight)
-        for part, group, delta_L, (factor, norm_L) in zip(acc, groups, deltas, factors, strict=True)
+        MERGE_RULES[group.rule].add(jax.tree.map(lambda x: keep * x, part), clip * delta_L, clip * norm_L, weight)
+        for part, group, delta_L, norm_L in zip(acc, groups, deltas, norms, strict=True)
     )
     return jax.tree.map(lambda new, old: jnp.where(sound, new, old), taken, acc), norm, clip
 
@@ -240,7 +202,7 @@ def finish(
     gain: float = 1.0,
     spectra: Spectra | None = None,
 ) -> jax.Array:
-    """Return the merged outer gradient (float32 [N]), times `gain`, and the mean of first moments.
+    """Return the merged outer gradient (float32 [N]), times `gain`.
 
     `spectra` says how matrices share the threads.
     """
@@ -274,5 +236,5 @@ def _isotropic(matrix_RC: NDArray[np.float32], exponent: float, multiply: Multip
 @partial(jax.jit, static_argnames="groups")
 def _finish(acc: tuple[Accumulator, ...], inverse: jax.Array, gain: jax.Array, groups: tuple[Group, ...]) -> jax.Array:
     parts = zip(acc, groups, strict=True)
-    merged = [(1.0 if group.rule == MOMENT else gain) * _rule(group).finish(part, inverse) for part, group in parts]
+    merged = [gain * MERGE_RULES[group.rule].finish(part, inverse) for part, group in parts]
     return jnp.concatenate(merged) if merged else jnp.zeros(0, jnp.float32)

@@ -32,7 +32,7 @@ from archipelago.broker.messages import Contribution, Member
 from archipelago.broker.transport import Delivery
 from archipelago.broker.wire import Body, digest, unpack_encoded
 from archipelago.merger import merge_rules, outer, weights
-from archipelago.merger.groups import Group, groups, parameters_end
+from archipelago.merger.groups import Group, groups
 from archipelago.merger.outer import OuterOptimizer, Round
 from archipelago.merger.scores import Judgement, Score, Sent, judge, unjudged
 from archipelago.merger.spectra import Spectra
@@ -134,11 +134,6 @@ class RoundSum:
         self.addends.append(Addend(entry, contribution, taken.norm, taken.clip, path, own, body))
         self._waiting[c.island] += 1
 
-    @property
-    def parameters(self) -> int:
-        """The number of parameters of the fragment. First moments, if there are any, come after these."""
-        return parameters_end(self._groups)
-
     def warm_up(self, body: Body) -> None:
         """Compile the program that adds a contribution of that codec. The sum stays as it is."""
         acc = self._acc or merge_rules.begin(self._groups)
@@ -163,7 +158,7 @@ class RoundSum:
             )
             for a in self.addends
         ]
-        spans = tuple((group.start, group.length) for group in self._groups if group.end <= self.parameters)
+        spans = tuple((group.start, group.length) for group in self._groups)
         return judge(known, sent, spans, live)
 
     def reweigh(self, factors: Sequence[float], limits: Sequence[float]) -> None:
@@ -226,9 +221,7 @@ class RoundMerge:
     def of(cls, manifest: Manifest, spectra: Spectra | None = None) -> RoundMerge:
         """Return the rules in the manifest's config."""
         config = manifest.config
-        # A first moment is a mean of gradients, whose norm clipping bounds.
-        moment_limit = config.inner.clip_norm or math.inf
-        of_fragments = tuple(groups(rows, config.merge, moment_limit) for rows in manifest.layout)
+        of_fragments = tuple(groups(rows, config.merge) for rows in manifest.layout)
         return cls(manifest, of_fragments, outer.build(config.outer), spectra)
 
     def begin(
@@ -326,7 +319,7 @@ def merge_round(
     version, known = round_sum.version, dict(scores or {})
     judged = round_sum.judged(known, live) if config.scores else unjudged(known, len(round_sum.addends))
     if not any(judged.factors):
-        published_N, difference = publish(wire, fragment.published_N, fragment.published_N, round_sum.parameters)
+        published_N, difference = publish(wire, fragment.published_N, fragment.published_N)
         members = tuple(
             _member(addend, version, 0.0, score, 0.0)
             for addend, score in zip(round_sum.addends, judged.values, strict=True)
@@ -340,7 +333,7 @@ def merge_round(
     weighed = weights.weigh(parts, config, staleness, factors)
     now = _participation(now, addends, judged.factors, live)
     merged_N = round_sum.merged(weighed.gain)
-    params_N, outer_state = outer_step(outer, fragment, merged_N, now, round_sum.parameters)
+    params_N, outer_state = outer_step(outer, fragment, merged_N, now)
     norms = fragment.norms
     for addend, factor in zip(addends, factors, strict=True):
         norms = norms.with_norm(addend.norm * addend.clip / addend.path) if factor else norms
@@ -348,7 +341,7 @@ def merge_round(
         _member(addend, version, *rest)
         for addend, *rest in zip(addends, weighed.shares, judged.values, judged.factors, strict=True)
     )
-    published_N, difference = publish(wire, fragment.published_N, params_N, round_sum.parameters)
+    published_N, difference = publish(wire, fragment.published_N, params_N)
     state = FragmentState(params_N, outer_state, norms, published_N)
     return MergedRound(state, weighed.running, members, weighed.gain, judged.scores, difference)
 
@@ -403,14 +396,10 @@ def mean_loss(members: Sequence[Member]) -> float:
 
 
 def outer_step(
-    outer: OuterOptimizer, fragment: FragmentState, merged_N: jax.Array, now: Round, parameters: int
+    outer: OuterOptimizer, fragment: FragmentState, merged_N: jax.Array, now: Round
 ) -> tuple[jax.Array, Any]:
-    """Take the outer step with the parameters. First moments, which come after them, become the merged ones."""
-    if parameters == merged_N.size:
-        return outer.step(fragment.params_N, fragment.outer, merged_N, now)
-    delta_N = jnp.concatenate([merged_N[:parameters], jnp.zeros_like(merged_N[parameters:])])
-    params_N, state = outer.step(fragment.params_N, fragment.outer, delta_N, now)
-    return jnp.concatenate([params_N[:parameters], merged_N[parameters:]]), state
+    """Take the outer step. `archipelago bench sync` measures it under this name."""
+    return outer.step(fragment.params_N, fragment.outer, merged_N, now)
 
 
 def new_state(params_N: Vector, outer: OuterOptimizer) -> FragmentState:
@@ -419,45 +408,33 @@ def new_state(params_N: Vector, outer: OuterOptimizer) -> FragmentState:
     return FragmentState(params, outer.init(params), NormWindow(), params)
 
 
-def publish(
-    wire: WireConfig, held_N: jax.Array, exact_N: jax.Array, parameters: int | None = None
-) -> tuple[jax.Array, bytes]:
+def publish(wire: WireConfig, held_N: jax.Array, exact_N: jax.Array) -> tuple[jax.Array, bytes]:
     """Return what islands hold after the next snapshot, and the body of the difference that takes them there.
-
-    First moments change entirely from round to round, so they are published as they are, and not as differences.
 
     Args:
         wire: The codecs. Without differences the snapshot is rounded by its own codec, and the body is empty.
         held_N: What the islands hold now (float32 [N]).
         exact_N: The merger's own parameters (float32 [N]).
-        parameters: How many elements are parameters. First moments come after these. The default is all.
     """
     if not wire.sends_differences:
         if wire.full == "float32":
             return exact_N, b""
         chosen = codec(wire.full)
         return jnp.asarray(chosen.decode(chosen.encode(np.asarray(exact_N)), exact_N.size)), b""
-    parameters = held_N.size if parameters is None else parameters
-    measure, quantise, add = _difference_programs(wire.down, parameters)
+    measure, quantise, add = _difference_programs(wire.down)
     parts = quantise(measure(held_N, exact_N))
     return add(held_N, parts), body_of(parts)
 
 
 @cache
-def _difference_programs(name: str, parameters: int) -> tuple[Any, Any, Any]:
+def _difference_programs(name: str) -> tuple[Any, Any, Any]:
     """Return three programs: measure the difference, quantise it, and add it.
 
     In one program, XLA would find the scale of a block once for each of its elements, which takes four times as long.
     """
     chosen = codec(name)
-
-    def base(held_N: jax.Array) -> jax.Array:
-        if parameters == held_N.size:
-            return held_N
-        return jnp.concatenate([held_N[:parameters], jnp.zeros_like(held_N[parameters:])])
-
     return (
-        jax.jit(lambda held_N, exact_N: exact_N - base(held_N)),
+        jax.jit(lambda held_N, exact_N: exact_N - held_N),
         jax.jit(lambda difference_N: chosen.quantise(difference_N, jnp)),
-        jax.jit(lambda held_N, parts: base(held_N) + chosen.restore(parts, held_N.size, jnp)),
+        jax.jit(lambda held_N, parts: held_N + chosen.restore(parts, held_N.size, jnp)),
     )

@@ -255,7 +255,7 @@ class Merger:
             for codec in {self.config.wire.up, self.config.wire.thin} - {""}:
                 round_sum.warm_up(encoded(zeros_N, codec))
             params_N, _ = self.rules.outer.step(fragment.params_N, fragment.outer, round_sum.merged(1.0), Round())
-            publish(self.config.wire, fragment.published_N, params_N, round_sum.parameters)
+            publish(self.config.wire, fragment.published_N, params_N)
 
     # -- one turn ---------------------------------------------------------------------------------------------------
 

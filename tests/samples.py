@@ -10,7 +10,7 @@ import numpy as np
 from archipelago.broker.codecs import Vector
 from archipelago.broker.config import InnerConfig, RunConfig, WireConfig
 from archipelago.broker.entries import entry_name
-from archipelago.broker.manifest import Corpus, Manifest, Tensor, synced
+from archipelago.broker.manifest import Corpus, Manifest, Tensor, balanced
 from archipelago.broker.memory.transport import MemoryBroker, MemoryTransport
 from archipelago.broker.messages import (
     Books,
@@ -39,7 +39,7 @@ def manifest(run: str = "sample", config: RunConfig | None = None, width: int = 
     config = config or RunConfig(inner=InnerConfig(steps=2000), wire=WireConfig(thin="int4", down="float32"))
     # The payloads of `packed` use the float32 codec.
     config = replace(config, sync=replace(config.sync, fragments=fragments), wire=replace(config.wire, up="float32"))
-    tensors, names = synced(tensors, config)
+    names = balanced(tensors, fragments)
     return Manifest(run, config, tensors, names, Corpus("text", "0" * 32, 1000), {"jax": "1"})
 
 

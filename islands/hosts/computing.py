@@ -115,10 +115,10 @@ class LeadingComputation(SharedComputation):
         self._team.tell("measure", (fragment, codec))
         return super().measure(fragment, codec)
 
-    def adopt(self, arrival: Arrival, steps: int) -> None:
+    def adopt(self, arrival: Arrival) -> None:
         """Adopt a fragment in all processes. They have decoded it already."""
-        self._team.tell("adopt", (arrival.snapshot.fragment, arrival.number, steps))
-        super().adopt(arrival, steps)
+        self._team.tell("adopt", (arrival.snapshot.fragment, arrival.number))
+        super().adopt(arrival)
 
     def optimizer_leaves(self) -> list[Any]:
         """Return copies of the inner optimiser's arrays, which all processes gather."""
@@ -199,7 +199,7 @@ def follow(seat: Seat, computation: SharedComputation, manifest: Manifest, sampl
 
     def adopt(frame: Frame) -> None:
         p, number = fragment(frame), frame.number(1)
-        computation.adopt_vector(p, held.take(p, number), frame.number(2))
+        computation.adopt_vector(p, held.take(p, number))
         held.forget(p, number)
 
     def measure(frame: Frame) -> None:

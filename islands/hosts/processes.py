@@ -156,7 +156,7 @@ def connect_devices(place: Membership, seat: Seat) -> tuple[Manifest, int]:
 
 def most_bytes(manifest: Manifest) -> int:
     """Return the most bytes of a message."""
-    return SPARE_BYTES + ELEMENT_BYTES * manifest.elements
+    return SPARE_BYTES + ELEMENT_BYTES * manifest.parameters
 
 
 def devices_here() -> tuple[str, int, int]:

@@ -86,11 +86,6 @@ class Placement:
         state: InnerState = jax.jit(fresh, out_shardings=self.state_places(abstract))(params)
         return state
 
-    def settled(self, state: InnerState) -> InnerState:
-        """Return a state in its places. This copies nothing that is there already."""
-        settled: InnerState = jax.device_put(state, self.state_places(state))
-        return settled
-
     def state_places(self, state: InnerState) -> Any:
         """Return the place of each array of a state."""
         return jax.tree_util.tree_map_with_path(self._place_of, state)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from jax.sharding import PartitionSpec
 
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.manifest import MOMENT_PREFIX, Tensor
+from archipelago.broker.manifest import Tensor
 from archipelago.islands.mesh.shape import MeshShape
 
 #: From a pattern of the tensor's name to the axes that split each of its dimensions. The first row that is found
@@ -30,13 +30,12 @@ def axes_of(tensor: Tensor, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], 
     Vectors, such as the scales of norms, stay whole. An axis that does not divide a dimension leaves it whole, too.
 
     Args:
-        tensor: The tensor, a parameter or its first moment.
+        tensor: The tensor.
         sizes: The size of each axis of the mesh.
     """
     if len(tensor.shape) < 2:
         return ()
-    name = tensor.name.removeprefix(MOMENT_PREFIX)
-    wanted = next(axes for pattern, axes in RULES if re.search(pattern, name))
+    wanted = next(axes for pattern, axes in RULES if re.search(pattern, tensor.name))
     return tuple(_dividing(size, axes, sizes) for size, axes in zip(tensor.shape, wanted, strict=False))
 
 

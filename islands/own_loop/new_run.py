@@ -25,7 +25,7 @@ from archipelago.broker.config import (
 from archipelago.broker.errors import ConfigError, DivergedError, MismatchError, RunExistsError, UnknownRunError
 from archipelago.broker.footprint import memory_text, redis_parts
 from archipelago.broker.frozen import FrozenValues
-from archipelago.broker.manifest import NO_CORPUS, Manifest, Tensor, installed_versions, synced
+from archipelago.broker.manifest import NO_CORPUS, Manifest, Tensor, balanced, installed_versions
 from archipelago.broker.messages import Snapshot
 from archipelago.broker.process import connect_to
 from archipelago.broker.redis.keys import checked_name
@@ -90,16 +90,15 @@ def create_run(
 
     Raises:
         ConfigError: The Redis is too small (`loop.too-large`), islands of a lost run of that name are alive
-            (`init.islands-live`), first moments are to be averaged (`config.moments`), or there are more shards than
-            fragments (`config.shards`).
+            (`init.islands-live`), or there are more shards than fragments (`config.shards`).
         MismatchError: The run exists with other tensors (`loop.other-tensors`) or settings (`config.other-settings`),
             or another number of shards.
         DivergedError: A tensor holds NaN or infinity (`loop.not-finite`).
     """
     run = checked_name(name, "the run name")
-    all_tensors, fragments = synced(tensors, config)
+    fragments = balanced(tensors, config.sync.fragments)
     manifest = Manifest(
-        run, config, all_tensors, fragments, NO_CORPUS, installed_versions(), uuid.uuid4().hex
+        run, config, tuple(tensors), fragments, NO_CORPUS, installed_versions(), uuid.uuid4().hex
     ).with_shards(shards)
     transport = connect_to(url, run)
     try:
@@ -145,7 +144,7 @@ def require_room(manifest: Manifest, memory: Memory) -> None:
     """Raise ConfigError (`loop.too-large`), with the sum, if the Redis may not hold the run."""
     if not memory.most:
         return
-    parts = redis_parts(manifest.config, manifest.elements, max(manifest.sizes, default=0))
+    parts = redis_parts(manifest.config, manifest.parameters, max(manifest.sizes, default=0))
     needed, room = sum(parts.values()), max(0, memory.most - memory.used)
     if needed <= room:
         return

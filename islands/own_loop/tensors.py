@@ -56,7 +56,7 @@ def require_same_tensors(manifest: Manifest, tensors: Sequence[Tensor], frozen: 
         frozen: The names of those that it does not train.
     """
     frozen_here, frozen_there = {*frozen}, {tensor.name for tensor in manifest.frozen}
-    run, own = ({tensor.name: tensor.shape for tensor in each} for each in (manifest.parameter_tensors, tensors))
+    run, own = ({tensor.name: tensor.shape for tensor in each} for each in (manifest.tensors, tensors))
     if run == own:
         return
     changed = [

@@ -100,10 +100,10 @@ class ShardLeader(Leader):
     def _new_replica(self, manifest: Manifest) -> ShardReplica:
         team = self._shards
         largest, fragments = max(manifest.sizes), len(manifest.fragments)
-        if 2 * largest > manifest.elements > 0 and len(team.ranks) > 1:
+        if 2 * largest > manifest.parameters > 0 and len(team.ranks) > 1:
             log.warning(
                 "the leader gathers up to %.0f %% of the model at a time: the largest of the run's %s fragments",
-                100 * largest / manifest.elements, fragments,
+                100 * largest / manifest.parameters, fragments,
             )  # fmt: skip
         team.share_manifest(manifest)
 

@@ -57,16 +57,6 @@ def put(values: Any, places: Any) -> Any:
     return jax.tree.map(one, values, places)
 
 
-def parameter_rows(rows: Rows) -> Rows:
-    """Return the rows of the parameters, without those of first moments."""
-    return tuple((tensor, offset) for tensor, offset in rows if tensor.kind != "moment")
-
-
-def parameters_in(rows: Rows) -> int:
-    """Return the number of parameters of a fragment. First moments, if there are any, come after these."""
-    return sum(tensor.size for tensor, _ in parameter_rows(rows))
-
-
 def device_copy(tree: Any) -> Any:
     """Copy a tree of arrays to the device without compiling anything. A later step may donate the copy."""
     # On a CPU, `device_put` may keep reading the host's memory even with `may_alias=False`, so we copy that first.

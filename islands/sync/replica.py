@@ -14,16 +14,8 @@ from archipelago.broker.codecs import TOP_BLOCK, Parts, Vector
 from archipelago.broker.codecs import codec as codec_of
 from archipelago.broker.config import AdoptConfig
 from archipelago.broker.manifest import Manifest
-from archipelago.islands.sync.adoption import Adopt, AdoptRule, build
-from archipelago.islands.sync.arrays import (
-    Rows,
-    Tensors,
-    device_copy,
-    flatten,
-    parameter_rows,
-    parameters_in,
-    unflatten,
-)
+from archipelago.islands.sync.adoption import Adopt, build
+from archipelago.islands.sync.arrays import Rows, Tensors, device_copy, flatten, unflatten
 from archipelago.islands.sync.connection.uplink import SMALL_BYTES
 
 #: From a reference [N] and a fragment's tensors to the codec's parts and the next reference.
@@ -60,7 +52,7 @@ class Replica:
         parts = {
             tensor.name: vector_N[offset : offset + tensor.size].reshape(tensor.shape)
             for rows, vector_N in zip(self.layout, vectors, strict=True)
-            for tensor, offset in parameter_rows(rows)
+            for tensor, offset in rows
         }
         params: Tensors = device_copy(dict(sorted(parts.items())))
         return params
@@ -72,17 +64,13 @@ class Replica:
             for rows, found in zip(self.layout, references, strict=True)
         ]
 
-    def warm_up(self, tensors: Tensors, share: jax.Array | None = None) -> None:
-        """Compile both directions of every fragment without changing anything. `share` is that of first moments."""
+    def warm_up(self, tensors: Tensors) -> None:
+        """Compile both directions of every fragment without changing anything."""
         for p, reference_N in enumerate(self.references):
             part = self._part(p, tensors)
             for codec in self._codecs(reference_N.size):
                 self._measure(p, codec)(reference_N, part)
-            part = device_copy(part)  # adopting uses up its tensors
-            if share is None:
-                self._adopt[p](reference_N, part, reference_N)
-            else:
-                _compiled_adopt_with_moments(self.layout[p], self._config)(reference_N, part, reference_N, share)
+            self._adopt[p](reference_N, device_copy(part), reference_N)  # adopting uses up its tensors
 
     def _codecs(self, elements: int) -> list[str]:
         """Return the codecs that may be used for a fragment of this size."""
@@ -92,7 +80,7 @@ class Replica:
     def measure(self, fragment: int, tensors: Tensors, codec: str = "") -> Parts:
         """Return a fragment's outer gradient as the codec's parts, quantised on the device.
 
-        The reference moves to what the merger will reconstruct. First moments are sent as they are.
+        The reference moves to what the merger will reconstruct.
 
         Args:
             fragment: The fragment's number.
@@ -124,18 +112,6 @@ class Replica:
         self.references[fragment] = placed_N if moved_N is None else moved_N
         return {**tensors, **part}
 
-    def adopt_with_moments(self, fragment: int, tensors: Tensors, new_N: Vector, share: jax.Array) -> Tensors:
-        """Return the tensors after a fragment with first moments was adopted. Its own tensors are used up.
-
-        `share` is what is left of the first moments that were sent last.
-        """
-        placed_N = jax.device_put(new_N)
-        part, moved_N = _compiled_adopt_with_moments(self.layout[fragment], self._config)(
-            placed_N, self._part(fragment, tensors), self.references[fragment], share
-        )
-        self.references[fragment] = placed_N if moved_N is None else moved_N
-        return {**tensors, **part}
-
     def _part(self, fragment: int, tensors: Tensors) -> Tensors:
         return {tensor.name: tensors[tensor.name] for tensor, _ in self.layout[fragment]}
 
@@ -143,17 +119,16 @@ class Replica:
 # The caches below let all islands of one process, as in virtual time, share one compilation.
 @cache
 def _compiled_measure(rows: Rows, codec: str) -> Measure:
-    return in_steps(partial(outer_gradient, rows), codec, partial(moved, rows, codec), reuses_memory=True)
+    return in_steps(partial(outer_gradient, rows), codec, partial(moved, codec), reuses_memory=True)
 
 
 @cache
 def _padded_measure(rows: Rows, codec: str, size: int, padded_size: int) -> Measure:
-    cut = jax.jit(partial(difference, rows, padded_size))
-    finish = _compiled_settle(codec, size, parameters_in(rows))
+    cut = jax.jit(partial(padded_gradient, rows, padded_size))
+    finish = _compiled_settle(codec, size)
 
     def measure(reference_N: jax.Array, part: Tensors) -> tuple[Parts, jax.Array]:
-        difference_M, reference_N = cut(reference_N, part)
-        return finish(reference_N, *quantised(codec, difference_M))
+        return finish(reference_N, *quantised(codec, cut(reference_N, part)))
 
     return measure
 
@@ -169,7 +144,7 @@ def in_steps(
     Args:
         cut: Returns the outer gradient, from references and tensors.
         codec: The name of the codec.
-        move: Returns the next references, from references, tensors and the codec's parts.
+        move: Returns the next references, from references and the codec's parts.
         reuses_memory: Whether the next references, which are one vector, take the place of the outer gradient in
             memory. New memory of a CPU costs more time than the arithmetic.
     """
@@ -181,7 +156,7 @@ def in_steps(
     def measure(reference: Any, part: Tensors) -> tuple[Parts, Any]:
         difference_N = cutting(reference, part)
         parts = _compiled_quantise(codec)(difference_N)
-        return parts, moving(difference_N, reference, part, parts)
+        return parts, moving(difference_N, reference, parts)
 
     return measure
 
@@ -203,10 +178,8 @@ def _compiled_restore(codec: str, elements: int) -> Callable[[Parts], jax.Array]
 
 
 @cache
-def _compiled_settle(
-    codec: str, elements: int, start: int
-) -> Callable[[jax.Array, Parts, jax.Array], tuple[Parts, jax.Array]]:
-    return jax.jit(partial(settle, codec, elements, start))
+def _compiled_settle(codec: str, elements: int) -> Callable[[jax.Array, Parts, jax.Array], tuple[Parts, jax.Array]]:
+    return jax.jit(partial(settle, codec, elements))
 
 
 @cache
@@ -216,23 +189,15 @@ def _compiled_adopt(
     return jax.jit(partial(_adopt, rows, build(config).adopt), donate_argnames="part")
 
 
-@cache
-def _compiled_adopt_with_moments(
-    rows: Rows, config: AdoptConfig
-) -> Callable[[jax.Array, Tensors, jax.Array, jax.Array], tuple[Tensors, jax.Array | None]]:
-    return jax.jit(partial(_adopt_with_moments, rows, build(config)), donate_argnames="part")
-
-
 def outer_gradient(rows: Rows, reference_N: jax.Array, part: Tensors) -> jax.Array:
-    """Return a fragment's outer gradient [N], with first moments as they are."""
-    own_N = flatten(rows, part)
-    return _with_moments_of(own_N, reference_N - own_N, parameters_in(rows))
+    """Return a fragment's outer gradient [N]."""
+    return reference_N - flatten(rows, part)
 
 
-def moved(rows: Rows, codec: str, reference_N: jax.Array, part: Tensors, parts: Parts) -> jax.Array:
-    """Return the reference [N] after the parts were sent, with first moments as they are."""
-    restored_N = codec_of(codec).restore(parts, reference_N.size, jnp)
-    return _with_moments_of(flatten(rows, part), reference_N - restored_N, parameters_in(rows))
+def moved(codec: str, reference_N: jax.Array, parts: Parts) -> jax.Array:
+    """Return the reference [N] after the parts were sent."""
+    restored_N: jax.Array = codec_of(codec).restore(parts, reference_N.size, jnp)
+    return reference_N - restored_N
 
 
 def _padded_size(elements: int, largest: int) -> int:
@@ -241,28 +206,18 @@ def _padded_size(elements: int, largest: int) -> int:
     return shared if shared <= PADDING_MAX * own else own
 
 
-def difference(rows: Rows, padded_size: int, reference_N: jax.Array, part: Tensors) -> tuple[jax.Array, jax.Array]:
-    """Return the outer gradient, padded with zeros to [M], and the reference with the present first moments.
-
-    First moments are sent as zeros, which stand for none, because the thin codec would leave few of them.
-    """
-    own_N, start = flatten(rows, part), parameters_in(rows)
-    values_N = (reference_N - own_N)[:start]
-    return jnp.pad(values_N, (0, padded_size - start)), _with_moments_of(own_N, reference_N, start)
-
-
-def _with_moments_of(own_N: jax.Array, vector_N: jax.Array, start: int) -> jax.Array:
-    """Return the vector with the first moments of `own_N`, which begin at `start`."""
-    return vector_N if start == own_N.size else jnp.concatenate([vector_N[:start], own_N[start:]])
+def padded_gradient(rows: Rows, padded_size: int, reference_N: jax.Array, part: Tensors) -> jax.Array:
+    """Return a fragment's outer gradient, padded with zeros to [M]."""
+    return jnp.pad(outer_gradient(rows, reference_N, part), (0, padded_size - reference_N.size))
 
 
 def settle(
-    codec: str, elements: int, start: int, reference_N: jax.Array, parts_M: Parts, restored_M: jax.Array
+    codec: str, elements: int, reference_N: jax.Array, parts_M: Parts, restored_M: jax.Array
 ) -> tuple[Parts, jax.Array]:
-    """Return the parts without the padding, and the next reference [N], whose first moments begin at `start`."""
+    """Return the parts without the padding, and the next reference [N]."""
     layout = codec_of(codec).layout(elements)
     parts = tuple(part[:size] for part, (size, _) in zip(parts_M, layout, strict=True))
-    return parts, _with_moments_of(reference_N, reference_N - restored_M[:elements], start)
+    return parts, reference_N - restored_M[:elements]
 
 
 def _adopt(
@@ -278,32 +233,3 @@ def _adopt(
     if all(moved is new[name] for name, (_, moved) in adopted.items()):
         return params, None
     return params, flatten(rows, {name: moved for name, (_, moved) in adopted.items()})
-
-
-def _adopt_with_moments(
-    rows: Rows, rule: AdoptRule, new_N: jax.Array, part: Tensors, reference_N: jax.Array, share: jax.Array
-) -> tuple[Tensors, jax.Array | None]:
-    own_N, start = flatten(rows, part), parameters_in(rows)
-    next_N, next_reference_N = rule.adopt(new_N, own_N, reference_N)
-    moments = moments_after(rule, new_N[start:], own_N[start:], reference_N[start:], share)
-    return unflatten(
-        rows, jnp.concatenate([next_N[:start], moments])
-    ), None if next_reference_N is new_N else next_reference_N
-
-
-def moments_after(
-    rule: AdoptRule,
-    new_N: jax.Array,
-    own_N: jax.Array,
-    reference_N: jax.Array,
-    share: jax.Array,
-    are_there: jax.Array | None = None,
-) -> jax.Array:
-    """Return an island's first moments after it adopted a snapshot.
-
-    A rule that keeps progress adds the snapshot's minus those that the island sent last. A moment forgets, so only the
-    `share` that is left of those is replaced. Zeros stand for a snapshot without moments; the island keeps its own.
-    `are_there` says whether the snapshot has any, if the vectors are a part of them.
-    """
-    adopted_N = own_N + share * (new_N - reference_N) if rule.keeps_progress else new_N
-    return jnp.where(jnp.any(new_N != 0.0) if are_there is None else are_there, adopted_N, own_N)

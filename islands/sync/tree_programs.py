@@ -14,27 +14,18 @@ from archipelago.broker.codecs import Parts
 from archipelago.broker.codecs import codec as codec_of
 from archipelago.broker.config import AdoptConfig
 from archipelago.islands.sync.adoption import build
-from archipelago.islands.sync.arrays import Rows, Tensors, flatten, parameters_in, unflatten
+from archipelago.islands.sync.arrays import Rows, Tensors, flatten, unflatten
 from archipelago.islands.sync.cuts import CutPlan, Placed, plan
 from archipelago.islands.sync.homes import Home
-from archipelago.islands.sync.replica import (
-    difference,
-    in_steps,
-    moments_after,
-    moved,
-    outer_gradient,
-    quantised,
-    settle,
-)
+from archipelago.islands.sync.replica import in_steps, moved, outer_gradient, padded_gradient, quantised, settle
 from archipelago.islands.sync.sharded_cut import AssembledPart, encode, spec
 
 #: The dtype of each tensor of a fragment, in the order of its rows.
 Dtypes = tuple[str, ...]
 #: From the references and the tensors of a fragment to the codec's parts and the next references.
 TreeMeasure = Callable[[Tensors, Tensors], tuple[Parts, Tensors]]
-#: From a snapshot's tensors, a fragment's, its references, and the share of first moments to the next tensors and
-#: references.
-TreeAdopt = Callable[..., tuple[Tensors, Tensors]]
+#: From a snapshot's tensors, a fragment's, and its references to the next tensors and references.
+TreeAdopt = Callable[[Tensors, Tensors, Tensors], tuple[Tensors, Tensors]]
 
 
 @cache
@@ -51,19 +42,16 @@ def _place(there: Sharding | None) -> Placed:
 
 
 @cache
-def compiled_tree_measure(rows: Rows, codec: str, home: Home, *, is_thin: bool) -> Any:
+def compiled_tree_measure(rows: Rows, codec: str, home: Home) -> Any:
     """Return the program that encodes a fragment where its shards lie, on a mesh, and moves its references."""
     assert home.mesh is not None  # noqa: S101
     chosen, cut = codec_of(codec), cut_of(rows, home, codec)
-    moments = {tensor.name for tensor, _ in rows if tensor.kind == "moment"}
 
     def measure(reference: Tensors, part: Tensors) -> tuple[Parts, Tensors]:
-        own = {tensor.name: part[tensor.name].astype(jnp.float32) for tensor, _ in rows}
-        values = {name: reference[name] - x for name, x in own.items() if name not in moments}
-        # The thin codec would leave few first moments. It sends zeros, which stand for none.
-        values |= {name: jnp.zeros_like(own[name]) if is_thin else own[name] for name in moments}
+        names = [tensor.name for tensor, _ in rows]
+        values = {name: reference[name] - part[name].astype(jnp.float32) for name in names}
         parts, restored = encode(chosen, cut, home.mesh, values)
-        return parts, {name: x if name in moments else reference[name] - restored[name] for name, x in own.items()}
+        return parts, {name: reference[name] - restored[name] for name in names}
 
     # The leader of several hosts sends what all of them have encoded.
     is_here = all(device.process_index == jax.process_index() for device in home.mesh.devices.flat)
@@ -71,10 +59,10 @@ def compiled_tree_measure(rows: Rows, codec: str, home: Home, *, is_thin: bool) 
     return jax.jit(measure, out_shardings=(encoded, _named(rows, home)))
 
 
-def tree_measure(rows: Rows, codec: str, home: Home, *, is_thin: bool) -> TreeMeasure:
+def tree_measure(rows: Rows, codec: str, home: Home) -> TreeMeasure:
     """Return what measures a fragment, and puts together on the host what several devices have encoded."""
     chosen, cut = codec_of(codec), cut_of(rows, home, codec)
-    compiled = compiled_tree_measure(rows, codec, home, is_thin=is_thin)
+    compiled = compiled_tree_measure(rows, codec, home)
 
     def measured(reference: Tensors, part: Tensors) -> tuple[Parts, Tensors]:
         parts, after = compiled(reference, part)
@@ -92,8 +80,8 @@ def whole_measure(rows: Rows, codec: str) -> TreeMeasure:
     def cut(reference: Tensors, part: Tensors) -> jax.Array:
         return outer_gradient(rows, flatten(rows, reference), part)
 
-    def move(reference: Tensors, part: Tensors, parts: Parts) -> Tensors:
-        return unflatten(rows, moved(rows, codec, flatten(rows, reference), part, parts))
+    def move(reference: Tensors, parts: Parts) -> Tensors:
+        return unflatten(rows, moved(codec, flatten(rows, reference), parts))
 
     return in_steps(cut, codec, move)
 
@@ -101,27 +89,25 @@ def whole_measure(rows: Rows, codec: str) -> TreeMeasure:
 @cache
 def thin_measure(rows: Rows, codec: str, size: int, shared_size: int) -> TreeMeasure:
     """Measure tensors that no device has a part of, with the program of the thin codec that fragments share."""
-    start = parameters_in(rows)
-    cut = jax.jit(lambda reference, part: difference(rows, shared_size, flatten(rows, reference), part))
+    cut = jax.jit(lambda reference, part: padded_gradient(rows, shared_size, flatten(rows, reference), part))
 
-    def settled(reference_N: jax.Array, parts_M: Parts, restored_M: jax.Array) -> tuple[Parts, Tensors]:
-        parts, next_N = settle(codec, size, start, reference_N, parts_M, restored_M)
+    def settled(reference: Tensors, parts_M: Parts, restored_M: jax.Array) -> tuple[Parts, Tensors]:
+        parts, next_N = settle(codec, size, flatten(rows, reference), parts_M, restored_M)
         return parts, unflatten(rows, next_N)
 
     finish = jax.jit(settled)
 
     def measured(reference: Tensors, part: Tensors) -> tuple[Parts, Tensors]:
-        difference_M, reference_N = cut(reference, part)
-        parts, after = finish(reference_N, *quantised(codec, difference_M))
+        parts, after = finish(reference, *quantised(codec, cut(reference, part)))
         return parts, after
 
     return measured
 
 
 @cache
-def tree_adopt(rows: Rows, config: AdoptConfig, dtypes: Dtypes, home: Home, has_moments: bool) -> TreeAdopt:
+def tree_adopt(rows: Rows, config: AdoptConfig, dtypes: Dtypes, home: Home) -> TreeAdopt:
     """Return what adopts a fragment's snapshot by the run's rule."""
-    adopt, settle = partial(_adopt, rows, config, dtypes, has_moments), _rounded
+    adopt, settle = partial(_adopt, rows, config, dtypes), _rounded
     if home.mesh is None:
         adopting, settling = jax.jit(adopt), jax.jit(settle)
     else:
@@ -129,8 +115,8 @@ def tree_adopt(rows: Rows, config: AdoptConfig, dtypes: Dtypes, home: Home, has_
         adopting, settling = jax.jit(adopt, out_shardings=(named, named, named)), jax.jit(settle, out_shardings=named)
     is_exact = all(dtype == "float32" for dtype in dtypes)
 
-    def adopted(new: Tensors, part: Tensors, reference: Tensors, share: jax.Array | None) -> tuple[Tensors, Tensors]:
-        held, next_reference, own = adopting(new, part, reference, share)
+    def adopted(new: Tensors, part: Tensors, reference: Tensors) -> tuple[Tensors, Tensors]:
+        held, next_reference, own = adopting(new, part, reference)
         # This is a program of its own: within one, XLA may leave out a rounding whose result becomes float32 again.
         return held, next_reference if is_exact else settling(next_reference, own, held)
 
@@ -138,14 +124,7 @@ def tree_adopt(rows: Rows, config: AdoptConfig, dtypes: Dtypes, home: Home, has_
 
 
 def _adopt(
-    rows: Rows,
-    config: AdoptConfig,
-    dtypes: Dtypes,
-    has_moments: bool,
-    new: Tensors,
-    part: Tensors,
-    reference: Tensors,
-    share: jax.Array | None,
+    rows: Rows, config: AdoptConfig, dtypes: Dtypes, new: Tensors, part: Tensors, reference: Tensors
 ) -> tuple[Tensors, Tensors, Tensors]:
     """Return the next tensors, and the next references and the next parameters as they are before rounding."""
     rule = build(config)
@@ -153,12 +132,6 @@ def _adopt(
     for tensor, _ in rows:
         name = tensor.name
         exact[name], after[name] = rule.adopt(new[name], part[name].astype(jnp.float32), reference[name])
-    if has_moments:
-        assert share is not None  # noqa: S101 - runs that average moments give it
-        names = [tensor.name for tensor, _ in rows if tensor.kind == "moment"]
-        are_there = jnp.any(jnp.stack([jnp.any(new[name] != 0.0) for name in names]))
-        for name in names:
-            exact[name] = moments_after(rule, new[name], part[name], reference[name], share, are_there)
     held = {t.name: exact[t.name].astype(dtype) for (t, _), dtype in zip(rows, dtypes, strict=True)}
     return held, after, exact
 

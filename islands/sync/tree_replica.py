@@ -57,8 +57,7 @@ class TreeReplica(Replica):
                 part = held_N[offset : offset + tensor.size]
                 own = part.reshape(tensor.shape).astype(template.dtype)
                 part[:] = own.astype(np.float32).reshape(-1)
-                if tensor.kind != "moment":
-                    params[tensor.name] = own_copy(own, sharding_of(template))
+                params[tensor.name] = own_copy(own, sharding_of(template))
             self.references.append(self._placed(p, held_N))
         return params
 
@@ -76,13 +75,13 @@ class TreeReplica(Replica):
             for rows, home in zip(self.layout, self._homes, strict=True)
         ]
 
-    def warm_up(self, tensors: Tensors, share: jax.Array | None = None) -> None:
-        """Compile both directions of every fragment without changing anything. `share` is that of first moments."""
+    def warm_up(self, tensors: Tensors) -> None:
+        """Compile both directions of every fragment without changing anything."""
         for p, reference in enumerate(self.references):
             part = self._part(p, tensors)
             for codec in self._codecs(self.sizes[p]):
                 self._tree_measure(p, codec)(reference, part)
-            self._tree_adopt(p, has_moments=share is not None)(reference, part, reference, share)
+            self._tree_adopt(p)(reference, part, reference)
 
     def measure(self, fragment: int, tensors: Mapping[str, Any], codec: str = "") -> Parts:
         """Return a fragment's outer gradient as the codec's parts, quantised where its shards lie."""
@@ -92,16 +91,8 @@ class TreeReplica(Replica):
 
     def adopt(self, fragment: int, tensors: Mapping[str, Any], new_N: Vector) -> Tensors:
         """Return the leaves after the fragment's snapshot was adopted by the run's rule."""
-        return self._adopted(fragment, tensors, new_N, None)
-
-    def adopt_with_moments(self, fragment: int, tensors: Mapping[str, Any], new_N: Vector, share: jax.Array) -> Tensors:
-        """Return the tensors after a fragment with first moments was adopted."""
-        return self._adopted(fragment, tensors, new_N, share)
-
-    def _adopted(self, fragment: int, tensors: Mapping[str, Any], new_N: Vector, share: jax.Array | None) -> Tensors:
-        adopt = self._tree_adopt(fragment, has_moments=share is not None)
-        part, self.references[fragment] = adopt(
-            self._placed(fragment, new_N), self._part(fragment, tensors), self.references[fragment], share
+        part, self.references[fragment] = self._tree_adopt(fragment)(
+            self._placed(fragment, new_N), self._part(fragment, tensors), self.references[fragment]
         )
         return {**tensors, **{name: settled(leaf, self._templates[name]) for name, leaf in part.items()}}
 
@@ -123,9 +114,7 @@ class TreeReplica(Replica):
             return thin_measure(rows, codec, self.sizes[fragment], self.shared_size(fragment))
         if home.mesh is None:
             return whole_measure(rows, codec)
-        return tree_measure(rows, codec, home, is_thin=codec != self.codec)
+        return tree_measure(rows, codec, home)
 
-    def _tree_adopt(self, fragment: int, *, has_moments: bool) -> TreeAdopt:
-        return tree_adopt(
-            self.layout[fragment], self._config, self._dtypes[fragment], self._homes[fragment], has_moments
-        )
+    def _tree_adopt(self, fragment: int) -> TreeAdopt:
+        return tree_adopt(self.layout[fragment], self._config, self._dtypes[fragment], self._homes[fragment])

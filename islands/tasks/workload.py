@@ -17,7 +17,7 @@ import numpy as np
 
 from archipelago.broker.config import OWN_MODEL, DataConfig, InnerConfig, ModelConfig, RunConfig
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.manifest import Manifest, installed_versions, synced
+from archipelago.broker.manifest import Manifest, balanced, installed_versions
 from archipelago.islands.accumulation import accumulated
 from archipelago.islands.data.supply import Supply
 from archipelago.islands.evaluation import Measures, Sliced, Slices
@@ -83,8 +83,8 @@ class Workload:
 
     def describe(self, run: str) -> Manifest:
         """Return the manifest of a run that trains this."""
-        named, config = self.named, self.config
-        tensors, fragments = synced(self.model.tensors, config)
+        named, config, tensors = self.named, self.config, tuple(self.model.tensors)
+        fragments = balanced(tensors, config.sync.fragments)
         return Manifest(run, config, tensors, fragments, named.data, installed_versions(), task=named.name)
 
     def require_same(self, manifest: Manifest) -> None:

@@ -309,9 +309,7 @@ def stand_in(
 ) -> Callable[[InnerState, jax.Array, jax.Array], tuple[InnerState, jax.Array]]:
     """Return inner steps that take `step_seconds` each: a random walk, because noise does not compress."""
     random = np.random.default_rng(seed)
-    noise = {
-        t.name: jnp.asarray(random.standard_normal(t.shape, np.float32) * NOISE) for t in manifest.parameter_tensors
-    }
+    noise = {t.name: jnp.asarray(random.standard_normal(t.shape, np.float32) * NOISE) for t in manifest.tensors}
     walked = jax.jit(lambda params: jax.tree.map(jnp.add, params, noise), donate_argnums=0)
 
     def steps(state: InnerState, tokens_nxBxT1: jax.Array, global_step: jax.Array) -> tuple[InnerState, jax.Array]:

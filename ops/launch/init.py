@@ -298,7 +298,7 @@ def _new(work: Workload, run: str, weights: Path | None) -> tuple[Manifest, Para
                 f"of the corpus {work.named.corpus.name!r}. A tokenizer.json beside them is compared.")  # fmt: skip
     else:
         files.require(work.model.tensors)
-    return manifest, files.load(manifest.parameter_tensors)
+    return manifest, files.load(manifest.tensors)
 
 
 def require_same(found: Manifest, config: RunConfig, go_on: str = "", task: str | None = None) -> None:

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from archipelago.broker.config import OWN_MODEL, ModelConfig, RunConfig, SyncConfig
+from archipelago.broker.config import OWN_MODEL, ModelConfig, RunConfig
 from archipelago.broker.errors import ConfigError, MismatchError
 from archipelago.broker.frozen import FrozenTensor
-from archipelago.broker.manifest import MOMENT_PREFIX, NO_CORPUS, Corpus, Manifest, Tensor, balanced
+from archipelago.broker.manifest import NO_CORPUS, Corpus, Manifest, Tensor, balanced
 from tests import samples
 from tests.failing import failing
 
@@ -217,19 +217,3 @@ def test_a_run_of_own_loops_is_stored_and_says_what_is_impossible() -> None:
     ours.require_own_code("Anything")
     with failing(ConfigError, "model.own"):
         own.require_own_code("Generating text")
-
-
-def test_first_moments_come_after_the_parameters_of_their_fragment() -> None:
-    config = RunConfig(sync=SyncConfig(fragments=2, moments="average"))
-    found = samples.manifest(config=config)
-    for rows, size in zip(found.layout, found.parameter_sizes, strict=True):
-        own = [tensor for tensor, offset in rows if offset < size]
-        moments = [tensor for tensor, offset in rows if offset >= size]
-        assert [(MOMENT_PREFIX + tensor.name, tensor.shape) for tensor in own] == [(t.name, t.shape) for t in moments]
-        assert {tensor.kind for tensor in moments} == {"moment"}
-    assert found.parameter_tensors == MANIFEST.tensors
-    assert (found.parameters, found.elements) == (MANIFEST.parameters, 2 * MANIFEST.parameters)
-    assert Manifest.from_fields(found.to_fields()) == found
-    wrong = replace(found, fragments=tuple(names[::-1] for names in found.fragments))
-    with failing(ConfigError, "config.manifest"):
-        Manifest.from_fields(wrong.to_fields())

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from archipelago.broker.config import DataConfig, InnerConfig, OuterConfig, RunConfig, SyncConfig, WireConfig
-from archipelago.broker.manifest import Corpus, Manifest, Tensor, synced
+from archipelago.broker.manifest import Corpus, Manifest, Tensor
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.sharding import shard_order
 from archipelago.islands.inner import InnerSteps, compile_steps
@@ -59,13 +59,6 @@ MUON = replace(CONFIG, inner=replace(CONFIG.inner, optimizer="muon"))
 def manifest(run: str = "tiny", tensors: tuple[Tensor, ...] = TENSORS, config: RunConfig = CONFIG) -> Manifest:
     """Return a run of the model. Each tensor is a fragment."""
     return Manifest(run, config, tensors, tuple((t.name,) for t in tensors), Corpus("text", "0" * 32, TEXT.size), {})
-
-
-def averaging(config: RunConfig = CONFIG, run: str = "tiny") -> Manifest:
-    """Return a run of the model whose islands average their first moments."""
-    config = replace(config, sync=replace(config.sync, moments="average"))
-    tensors, fragments = synced(TENSORS, config)
-    return replace(manifest(run, config=config), tensors=tensors, fragments=fragments)
 
 
 def leaf_bytes(tree: Any) -> list[bytes]:

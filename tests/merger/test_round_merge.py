@@ -6,17 +6,16 @@ import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from archipelago.broker.codecs import Vector, codec
+from archipelago.broker.codecs import Vector
 from archipelago.broker.config import MergeConfig, OuterConfig, WireConfig
 from archipelago.broker.errors import WireError
 from archipelago.broker.messages import Contribution
 from archipelago.broker.wire import digest_of, encoded
 from archipelago.merger import outer
-from archipelago.merger.groups import MOMENT, Group
+from archipelago.merger.groups import Group
 from archipelago.merger.round_merge import (
     WAITING_MAX,
     MergedRound,
@@ -24,7 +23,6 @@ from archipelago.merger.round_merge import (
     mean_loss,
     merge_round,
     new_state,
-    publish,
 )
 from archipelago.merger.state import FragmentState
 from archipelago.merger.weights import NormWindow, RunningMean
@@ -246,77 +244,3 @@ def test_the_outer_rule_gets_participation() -> None:
     now = outer.Round(progress=0.5, interval=6.0)
     close(state(vector(0, 0)), part("a", vector(1, 1)), part("b", vector(1, 1)), live=8, outer=listening, now=now)
     assert heard == [outer.Round(participation=0.25, islands=2.0, progress=0.5, interval=6.0)]
-
-
-# -- first moments -------------------------------------------------------------------------------------------------
-
-#: Two parameters and their first moments, whose norm is at most 10.
-MOMENTS = (Group(0, 2, "average"), Group(2, 2, MOMENT, limit=10.0))
-
-
-def moments_after(*parts: Part, **changes: Any) -> list[float]:
-    """Return the first moments after a round that began with moments of 9."""
-    before = state(vector(0, 0, 9, 9), rule=changes.get("outer", SGD))
-    closed = close(before, *parts, groups=MOMENTS, **changes)
-    return [float(x) for x in closed.state.params_N[2:]]
-
-
-def test_first_moments_become_their_weighted_mean() -> None:
-    """They take no outer step and have no momentum, and staleness and partial rounds do not shrink them."""
-    for base in (3, 0):
-        late = part("a", vector(1, 1, 4, 0), base=base)
-        assert moments_after(late, live=4, outer=NESTEROV) == [4.0, 0.0]
-    parts = part("a", vector(1, 1, 3, 0), steps=4), part("b", vector(1, 1, 0, 3), steps=2)  # shares ⅓ and ⅔
-    assert moments_after(*parts) == pytest.approx([1.0, 2.0])
-    assert moments_after(part("a", vector(1, 1, 30, 40))) == pytest.approx([6.0, 8.0]), "clipped to a norm of 10"
-    none = part("b", vector(1, 1, 0, 0))
-    assert moments_after(part("a", vector(1, 1, 4, 2)), none) == [4.0, 2.0], "zeros stand for a codec without moments"
-    assert moments_after(none) == [0.0, 0.0]
-
-
-def test_first_moments_do_not_change_how_parameters_are_merged() -> None:
-    small, large = part("a", vector(3, 4, 0, 1)), part("a", vector(3, 4, 0, 9))
-    for rule in (SGD, NESTEROV):
-        without = close(state(vector(0, 0), NormWindow((1.0, 1.0)), rule), part("a", vector(3, 4)), outer=rule)
-        for one in (small, large):
-            found = close(state(vector(0, 0, 0, 0), NormWindow((1.0, 1.0)), rule), one, groups=MOMENTS, outer=rule)
-            assert found.state.params_N[:2].tolist() == without.state.params_N.tolist()
-            assert found.state.norms == without.state.norms
-            assert found.members == without.members
-            assert found.scores == without.scores
-
-
-def test_scores_see_only_parameters() -> None:
-    honest = [part(name, vector(1, 1, sign, sign)) for name, sign in zip("abcd", (1, -1, 1, -1), strict=True)]
-    closed = close(state(vector(0, 0, 0, 0)), *honest, groups=MOMENTS)
-    assert {member.factor for member in closed.members} == {1.0}
-
-
-def test_the_codec_for_thin_links_carries_no_first_moments() -> None:
-    """The zeros that it was given for them may come back as small numbers, which would halve the mean."""
-    round_sum = gather(NormWindow(), part("a", vector(1, 1, 4, 2)), groups=MOMENTS)
-    thin = part("b", vector(1, 0.1, 0, 0), codec="top3")
-    body = encoded(thin.delta_N, "top3")
-    assert codec("top3").restore(body.parts, 4, np)[2:].any(), "the codec has not kept a zero"
-    round_sum.add("entry-b", thin.contribution, body)
-    assert [float(x) for x in round_sum.merged(1.0)[2:]] == [4.0, 2.0]
-
-
-def test_a_contribution_with_impossible_first_moments_is_refused() -> None:
-    round_sum = gather(NormWindow(), part("a", vector(1, 1, 4, 0)), groups=MOMENTS)
-    for wrong in (math.nan, math.inf, 1e10):
-        bad = part("b", vector(1, 1, 0, wrong))
-        with failing(WireError, "wire.norm"):
-            round_sum.add("entry-b", bad.contribution, encoded(bad.delta_N, "float32"))
-    assert [float(x) for x in round_sum.merged(1.0)] == [1.0, 1.0, 4.0, 0.0]
-
-
-def test_first_moments_are_published_as_they_are() -> None:
-    """A difference of two means of gradients is as large as both, and its rounding error would be, too."""
-    held_N, exact_N = vector(1, 1, 9, -9), vector(1, 1, 0.5, 0.25)
-    for wire in (WireConfig(down="int4"), WireConfig(down="bfloat16")):
-        seen_N, difference = publish(wire, jnp.asarray(held_N), jnp.asarray(exact_N), 2)
-        assert [float(x) for x in seen_N] == pytest.approx([1, 1, 0.5, 0.25], abs=0.05)
-        assert bool(difference) == (wire.down == "int4"), "only quantised snapshots go down as differences"
-        if difference:
-            assert codec(wire.down).decode(difference, 4)[2:].tolist() == seen_N[2:].tolist()

@@ -26,10 +26,8 @@ import archipelago.merger.outer
 import archipelago.merger.round_merge
 from archipelago.broker.codecs import codec
 from archipelago.broker.config import AdoptConfig, InnerConfig, OuterConfig
-from archipelago.broker.manifest import MOMENT_PREFIX
 from archipelago.broker.wire import Body
 from archipelago.islands.inner import InnerState
-from archipelago.islands.moments import SyncedState
 from archipelago.islands.sync.adoption import build
 from archipelago.merger.merge_rules import NORM_MAX, Accumulated
 from archipelago.merger.outer import OuterOptimizer, Round
@@ -86,7 +84,6 @@ def install() -> None:
     )
     _replace(archipelago.merger.outer, build=_outer, _on_cpu=lambda tree: tree)
     _replace(archipelago.islands.worker, begin=_begin)
-    _replace(archipelago.islands.computation, SyncedState=_SyncedState)
     _replace(archipelago.islands.sync.heartbeat, platform=SimpleNamespace(node=lambda: "storm"))
     _replace(archipelago.islands.sync.replica, _compiled_measure=cache(_measure), _compiled_adopt=cache(_adopt))
     _replace(
@@ -146,32 +143,9 @@ def walk(state: InnerState, tokens_nxBxT1: Any, global_step: Any) -> tuple[Inner
     return InnerState(params, state.optimizer + shift), _LOSSES_n
 
 
-class _SyncedState(SyncedState):
-    """First moments of an optimiser whose state is a vector: its first element in every place."""
-
-    def tensors(self, fragment: int, inner: InnerState) -> Any:
-        """Return all parameters and the fragment's first moments, by name."""
-        if not self.averaged:
-            return inner.params
-        moment = inner.optimizer[0]
-        return inner.params | {MOMENT_PREFIX + name: 0.0 * inner.params[name] + moment for name in self.names[fragment]}
-
-    def replaced(self, inner: InnerState, tensors: Any) -> InnerState:
-        """Return the inner state with these parameters, and with one of these first moments."""
-        params = {name: x for name, x in tensors.items() if not name.startswith(MOMENT_PREFIX)}
-        moments = [x.flat[0] for name, x in tensors.items() if name.startswith(MOMENT_PREFIX)]
-        return InnerState(params, 0.0 * inner.optimizer + moments[0])
-
-    def share(self, inner: InnerState, steps: int) -> Any:
-        """Return the share of the moments that is left of those of `steps` steps ago."""
-        return np.float32(0.9**steps)
-
-
 def _measure(rows: Any, codec_name: str) -> Any:
     replica = archipelago.islands.sync.replica
-    in_numpy = replica.in_steps(
-        partial(replica.outer_gradient, rows), codec_name, partial(replica.moved, rows, codec_name)
-    )
+    in_numpy = replica.in_steps(partial(replica.outer_gradient, rows), codec_name, partial(replica.moved, codec_name))
 
     def measure(reference_N: Vector, part: Any) -> tuple[tuple[OnDevice, ...], Vector]:
         parts, next_N = in_numpy(reference_N, part)

@@ -56,15 +56,13 @@ LAG_SECONDS = 2.0
 
 
 @cache
-def manifest_of(
-    rule: str, outer: str, data_shards: int, record: bool, moments: str, down: str, shards: int
-) -> Manifest:
+def manifest_of(rule: str, outer: str, data_shards: int, record: bool, down: str, shards: int) -> Manifest:
     """Return the manifest of a run whose data shards are read in a few steps. Some shards have several fragments."""
     config = RunConfig(
         record=record,
         data=DataConfig(batch_size=1, sequence_length=4, shards=data_shards),
         inner=InnerConfig(steps=1 << 20),
-        sync=SyncConfig(interval=4, window=2, staleness_cap=4, moments=moments),  # type: ignore[arg-type]
+        sync=SyncConfig(interval=4, window=2, staleness_cap=4),
         outer=OuterConfig(rule=outer, momentum=0.5),  # type: ignore[arg-type]
         adopt=AdoptConfig(rule=rule),  # type: ignore[arg-type]
         wire=WireConfig(thin="int4", down=down, zstd_level=0),  # type: ignore[arg-type]
@@ -106,7 +104,6 @@ class Simulation:
             self.random.choice(["nesterov", "sgd"]),
             self.random.choice([6, 10, 16]),
             self.random.random() < 0.3,
-            "average" if seed % 4 == 1 else "own",
             "float32" if seed % 3 == 0 else "int8",
             shards,
         )

@@ -22,7 +22,7 @@ from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.errors import ArchipelagoError, BadUrlError, BrokerError, ConfigError
 from archipelago.broker.footprint import available_here
 from archipelago.broker.invitation import ADMIN, Invitation, Role
-from archipelago.broker.manifest import NO_CORPUS, Manifest, installed_versions, synced
+from archipelago.broker.manifest import NO_CORPUS, Manifest, balanced, installed_versions
 from archipelago.broker.messages import Presence
 from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, invitation_at, keep_compiled, print_json
 from archipelago.broker.redis.checkup import Bandwidth, RedisCheckup
@@ -254,7 +254,7 @@ def check_machine(site: doctor_site.Site, folder: Path, config: RunConfig, manif
     """Check this machine without loading JAX."""
     named = (manifest.corpus.name, manifest.corpus) if manifest else (config.data.corpus, None)
     return [
-        *doctor_site.checks(site, folder, *((manifest.parameters, manifest.elements) if manifest else (0, 0))),
+        *doctor_site.checks(site, folder, manifest.parameters if manifest else 0),
         doctor_site.own_data(manifest.task if manifest else "") if config.has_own_loops else doctor_site.corpus(*named),
         doctor_site.versions(installed_versions(), manifest.versions if manifest else None),
     ]
@@ -286,7 +286,7 @@ def check_merging(config: RunConfig, server: Server, found: Estimate | None) -> 
     live = sum(presence.is_live for presence in server.presences)
     need = cycle(
         config,
-        manifest.shards * largest.elements,
+        manifest.shards * largest.parameters,
         manifest.shards * len(largest.fragments),
         max(ISLANDS_MIN, live),
         manifest.shards,
@@ -301,13 +301,13 @@ def _as_if_created(config: RunConfig) -> Manifest:
     """Return the manifest that a run with these settings would have."""
     from archipelago.islands.models.registry import build
 
-    tensors, fragments = synced(build(config.model).tensors, config)
-    return Manifest(NO_RUN, config, tensors, fragments, NO_CORPUS, {})
+    tensors = tuple(build(config.model).tensors)
+    return Manifest(NO_RUN, config, tensors, balanced(tensors, config.sync.fragments), NO_CORPUS, {})
 
 
 def _largest_shard(manifest: Manifest) -> Manifest:
     """Return what one merger has to merge: the largest shard."""
-    return max((manifest.of_shard(shard) for shard in range(manifest.shards)), key=lambda own: own.elements)
+    return max((manifest.of_shard(shard) for shard in range(manifest.shards)), key=lambda own: own.parameters)
 
 
 # -- the report --------------------------------------------------------------------------------------------------------

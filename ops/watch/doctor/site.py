@@ -25,7 +25,7 @@ from archipelago.ops.watch.formatting import size
 MINOR_MATTERS = ("jax", "flax", "archipelago-train")
 #: Room for logs, a Redis of the run's own and small checkpoints.
 DISK_BYTES = 2e9
-#: Bytes of checkpoints per element: the three newest checkpoints of merger and island, at 12 bytes each.
+#: Bytes of checkpoints per parameter: the three newest checkpoints of merger and island, at 12 bytes each.
 CHECKPOINT_BYTES = 72
 #: The least bytes of training per parameter: parameters, gradients, two moments and the link's copies, in float32.
 TRAINING_BYTES = 28
@@ -56,9 +56,9 @@ def measure(folder: Path) -> Site:
     return Site(usable_cores(), memory.total, memory.available, shutil.disk_usage(existing).free)
 
 
-def checks(site: Site, folder: Path, parameters: int, elements: int) -> list[Finding]:
-    """Compare the machine with a model, whose checkpoints hold that many elements. 0 means that no model is known."""
-    return [machine(site, parameters), disk(site, folder, elements)]
+def checks(site: Site, folder: Path, parameters: int) -> list[Finding]:
+    """Compare the machine with a model of that many parameters. 0 means that no model is known."""
+    return [machine(site, parameters), disk(site, folder, parameters)]
 
 
 def machine(site: Site, parameters: int) -> Finding:
@@ -77,11 +77,11 @@ def machine(site: Site, parameters: int) -> Finding:
     return ok("machine", what)
 
 
-def disk(site: Site, folder: Path, elements: int) -> Finding:
+def disk(site: Site, folder: Path, parameters: int) -> Finding:
     """Compare the free disk space with the size of checkpoints."""
-    need = CHECKPOINT_BYTES * elements
+    need = CHECKPOINT_BYTES * parameters
     what = f"{size(site.disk_free_bytes)} are free for {folder}/."
-    what += f" Checkpoints take up to {size(need)}." if elements else ""
+    what += f" Checkpoints take up to {size(need)}." if parameters else ""
     remedy = "Free some space, or keep the run elsewhere (--folder)."
     if site.disk_free_bytes < need:
         return problem("disk.full", what, remedy)

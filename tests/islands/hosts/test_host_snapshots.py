@@ -49,7 +49,7 @@ def test_each_host_decodes_the_bits_of_the_leader() -> None:
     assert len(held._held[0]) <= 1, "older ones are forgotten"
     assert [download.base for download in team.told[:3]] == [None, 1, 2]
     size = sum(len(payload) for payload in team.told[-1].payloads)
-    assert 6 * size < 4 * manifest().elements, "the host gets the compressed payload"
+    assert 6 * size < 4 * manifest().parameters, "the host gets the compressed payload"
 
 
 def test_a_snapshot_that_did_not_come_is_named() -> None:

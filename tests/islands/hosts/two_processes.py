@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from archipelago.broker.codecs import body_of
-from archipelago.broker.config import RunConfig
 from archipelago.islands.checkpoint import IslandStore, cut
 from archipelago.islands.hosts.computing import LeadingComputation, SharedComputation, follow
 from archipelago.islands.hosts.coordinator import leave
@@ -34,12 +32,8 @@ from archipelago.islands.sync.state_tree import decode
 from archipelago.islands.worker import Island
 from tests.islands.mesh.sharded_runs import CONFIG, MeshRun, manifest, on_mesh
 
-AVERAGED = replace(CONFIG, sync=replace(CONFIG.sync, moments="average"))
-#: The mesh and the run of each part, by name.
-PARTS: dict[str, tuple[MeshShape, RunConfig]] = {
-    "square": (MeshShape(data=2, fsdp=2), CONFIG),
-    "averaged": (MeshShape(fsdp=4), AVERAGED),
-}
+#: The mesh of each part, by name.
+PARTS = {"square": MeshShape(data=2, fsdp=2), "split": MeshShape(fsdp=4)}
 KEY = b"test"
 STEPS = 10
 
@@ -52,8 +46,8 @@ def lead(place: Membership, folder: Path) -> None:
     leading = Leading(place, {}, KEY)
     leading.assemble(manifest(), 300.0, lambda: False)
     try:
-        for name, (shape, config) in PARTS.items():
-            found = play(name, shape, config, leading.team, folder / name)
+        for name, shape in PARTS.items():
+            found = play(name, shape, leading.team, folder / name)
             (folder / f"{name}.bytes").write_bytes(flat(found).tobytes())
             leading.team.tell("part")
     except BaseException as error:
@@ -67,10 +61,10 @@ def flat(params: dict[str, Any]) -> NDArray[np.float32]:
     return np.concatenate([np.asarray(params[name], np.float32).reshape(-1) for name in sorted(params)])
 
 
-def play(name: str, shape: MeshShape, config: RunConfig, team: Team, folder: Path) -> dict[str, Any]:
+def play(name: str, shape: MeshShape, team: Team, folder: Path) -> dict[str, Any]:
     """Train, restore, and return the parameters before and after."""
     computes = partial(LeadingComputation, team)
-    run = MeshRun(manifest(config))
+    run = MeshRun()
     island = run.island(shape, computes=computes, relay=relay_to(team))
     run.play(island, STEPS)
     store = IslandStore(folder, run.manifest)
@@ -92,7 +86,7 @@ def play(name: str, shape: MeshShape, config: RunConfig, team: Team, folder: Pat
 
     # An island that comes back, with no peer there, takes its optimiser's state only.
     again = come_back(shape, team, store)
-    assert store.restore_moments(again) is not None
+    assert store.restore_moments(again)
     require_same(before["inner"]["optimizer"], again.computation.copies()["inner"]["optimizer"])
     again.advance()
 
@@ -149,10 +143,10 @@ def follow_all(place: Membership) -> None:
     """Follow the leader through all parts."""
     seat = come(place, {}, KEY, 300.0, lambda: False)
     connect_devices(place, seat)
-    for shape, config in PARTS.values():
-        of = manifest(config)
-        placement, steps = on_mesh(shape, config)
-        computation = SharedComputation(of, steps, partial(begin, config.inner), placement)
+    of = manifest()
+    for shape in PARTS.values():
+        placement, steps = on_mesh(shape, CONFIG)
+        computation = SharedComputation(of, steps, partial(begin, CONFIG.inner), placement)
         follow(Part(seat), computation, of, np.zeros(0))
     assert seat.next().kind == "end"
     leave()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -116,7 +115,7 @@ def test_no_device_gathers_a_tensor(capfd: pytest.CaptureFixture[str]) -> None:
     of = tree_run("int4")
     replica = TreeReplica(of, templates())
     params = replica.begin([np.zeros(of.sizes[0], np.float32)])
-    program = tree_programs.compiled_tree_measure(of.layout[0], "int4", replica._homes[0], is_thin=False)
+    program = tree_programs.compiled_tree_measure(of.layout[0], "int4", replica._homes[0])
     text = program.lower(replica.references[0], replica._part(0, params)).compile().as_text()
     shapes = [tuple(map(int, found.split(","))) for found in re.findall(r"f32\[([0-9,]+)\]", text)]
     assert sum(of.sizes) / 4 < max(map(math.prod, shapes)) < sum(of.sizes) / 2
@@ -205,15 +204,6 @@ def test_a_checkpoint_is_restored_on_another_mesh(tmp_path: Path, before: MeshSh
     assert all(x.sharding == fresh.params[name].sharding for name, x in other.params.items())
     assert body_of(other.replica.measure(0, other.params)) == body_of(island.replica.measure(0, island.params))
     other.advance()
-
-
-@pytest.mark.full
-def test_averaged_moments_stay_split() -> None:
-    config = replace(CONFIG, sync=replace(CONFIG.sync, moments="average"))
-    (alone, _), (split, _) = (trained_on(shape, 13, config) for shape in (ONE, SQUARE))
-    for name, x in alone.params.items():
-        np.testing.assert_allclose(np.asarray(split.params[name]), np.asarray(x), atol=2e-4, err_msg=name)
-    assert moment(split, "mu", "embedding").sharding == split.params["embedding"].sharding
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from archipelago.broker.config import (
     SyncConfig,
     WireConfig,
 )
-from archipelago.broker.manifest import Corpus, Manifest, Tensor, synced
+from archipelago.broker.manifest import Corpus, Manifest, Tensor, balanced
 from archipelago.broker.messages import Snapshot
 from archipelago.broker.wire import digest, pack
 from archipelago.islands.computation import Computation
@@ -81,14 +81,14 @@ def on_mesh(shape: MeshShape, config: RunConfig) -> tuple[Placement | None, Inne
 
 def manifest(config: RunConfig = CONFIG) -> Manifest:
     """Return a run of the model."""
-    tensors, fragments = synced(TENSORS, config)
-    return Manifest("meshes", config, tensors, fragments, Corpus("text", "0" * 32, TEXT.size), {})
+    fragments = balanced(TENSORS, config.sync.fragments)
+    return Manifest("meshes", config, TENSORS, fragments, Corpus("text", "0" * 32, TEXT.size), {})
 
 
 def first_snapshots(of: Manifest) -> list[tuple[Snapshot, bytes]]:
-    """Return version 0 of each fragment. First moments are zeros."""
+    """Return version 0 of each fragment."""
     rng = np.random.default_rng(1)
-    made = {t.name: rng.standard_normal(t.shape) / 5 * (t.kind != "moment") for t in of.tensors}
+    made = {t.name: rng.standard_normal(t.shape) / 5 for t in of.tensors}
     made["norm.scale"] = np.ones(24)
     out = []
     for p, rows in enumerate(of.layout):

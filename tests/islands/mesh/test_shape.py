@@ -59,7 +59,7 @@ def test_the_table_splits_each_kind_of_tensor() -> None:
         "layers.0.attention.query.kernel": (("fsdp",), ("tensor",)),
         "layers.0.mlp.experts.1.down.kernel": (("tensor", "fsdp"),),
         "layers.0.mlp.router.kernel": (("fsdp",),),
-        "moment:layers.0.mlp.gate.kernel": (("fsdp",), ("tensor",)),
+        "layers.0.mlp.gate.kernel": (("fsdp",), ("tensor",)),
         "mine.whatever": (("fsdp",),),
     }
     for name, axes in split.items():

@@ -123,7 +123,7 @@ def compared(codec: Any, rule: Any, dtype: Any, shape: tuple[int, ...]) -> tuple
     for name, tensor in one.named().items():
         if not torch.equal(ours.spreads[name].part(tensor, team.on_host.rank), own_part(ours.named()[name])):
             different.append(f"{codec} {name}")
-    return different, watched.largest, [max(manifest.sizes), manifest.elements]
+    return different, watched.largest, [max(manifest.sizes), manifest.parameters]
 
 
 def step(random: Any, one: ModuleParameters, ours: ModuleParameters, rank: int) -> None:

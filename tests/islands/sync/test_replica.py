@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from archipelago.broker.codecs import CODECS, Vector, body_of, codec, empty_vector
-from archipelago.broker.config import AdoptConfig, RunConfig, SyncConfig, WireConfig
-from archipelago.broker.manifest import MOMENT_PREFIX, Corpus, Manifest, Tensor, synced
+from archipelago.broker.config import AdoptConfig, RunConfig, WireConfig
+from archipelago.broker.manifest import Corpus, Manifest, Tensor
 from archipelago.islands.models.registry import Params
 from archipelago.islands.sync import replica as replica_module
 from archipelago.islands.sync.arrays import device_copy, flatten, unflatten
@@ -248,53 +248,3 @@ def test_fragments_of_similar_size_are_padded_to_one_size_and_small_ones_are_not
     sizes = (45 * 4096, 41 * 4096 + 1, 35 * 4096, 33 * 4096, 9)
     padded = [replica_module._padded_size(size, max(sizes)) for size in sizes]
     assert padded == [45 * 4096, 45 * 4096, 45 * 4096, 33 * 4096, 4096]
-
-
-# -- first moments -------------------------------------------------------------------------------------------------
-
-
-def averaging(rule: Any = "carry", up: Any = "float32", thin: Any = "top3") -> Manifest:
-    """Return a run of one fragment of eight parameters with their first moments."""
-    sync = SyncConfig(fragments=1, moments="average")
-    config = RunConfig(sync=sync, adopt=AdoptConfig(rule=rule), wire=WireConfig(up=up, thin=thin))
-    tensors, fragments = synced((Tensor("bias", (8,)),), config)
-    return Manifest("sample", config, tensors, fragments, Corpus("text", "0" * 32, 1000), {})
-
-
-def with_moments(params: Params, *moments: float) -> Params:
-    return {**params, MOMENT_PREFIX + "bias": jnp.array(moments + (0.0,) * (8 - len(moments)), jnp.float32)}
-
-
-def test_first_moments_are_sent_as_they_are() -> None:
-    replica, params = begun(averaging(), (np.full(16, 3.0, np.float32),))
-    assert list(params) == ["bias"], "first moments are no parameters"
-    params = with_moments({"bias": params["bias"] - 1.0}, 5.0, -2.0)
-    for delta in (1.0, 0.0):  # all parameters were sent, and the moments are sent again
-        body = body_of(replica.measure(0, params))
-        assert codec("float32").decode(body, 16).tolist() == [delta] * 8 + [5.0, -2.0] + [0.0] * 6
-    assert replica.references[0].tolist() == [2.0] * 8 + [5.0, -2.0] + [0.0] * 6
-
-
-def test_the_codec_for_thin_links_sends_and_owes_no_first_moments() -> None:
-    """It keeps 3 % of the elements and owes the rest, but a moment is forgotten before it could be paid."""
-    replica, params = begun(averaging(up="int8"), (np.zeros(16, np.float32),))
-    moved = with_moments({"bias": params["bias"] - 1.0}, 5.0, -2.0)
-    values_N = codec("top3").decode(body_of(replica.measure(0, moved, "top3")), 16)
-    assert values_N.tolist() == [1.0] * 8 + [0.0] * 8
-    assert replica.references[0].tolist() == [-1.0] * 8 + [5.0, -2.0] + [0.0] * 6
-    # Where a block ends in their zeros, the codec gives some of these the mean of small values.
-    replica, params = begun(averaging(up="int8"), (np.zeros(16, np.float32),))
-    moved = with_moments({"bias": params["bias"] - jnp.array([1.0] * 7 + [0.1])}, 5.0, -2.0)
-    values_N = codec("top3").decode(body_of(replica.measure(0, moved, "top3")), 16)
-    assert values_N[8:].any(), "the codec has not kept a zero"
-    assert replica.references[0][8:].tolist() == [5.0, -2.0] + [0.0] * 6
-
-
-def test_a_share_of_the_first_moments_is_replaced() -> None:
-    replica, params = begun(averaging(), (np.zeros(16, np.float32),))
-    params = with_moments(params, 5.0)
-    replica.measure(0, params)
-    new_N = np.concatenate([np.full(8, 1.0), np.full(8, 9.0)]).astype(np.float32)
-    params = replica.adopt_with_moments(0, with_moments(params, 6.0), new_N, jnp.float32(0.5))
-    assert params["bias"].tolist() == [1.0] * 8
-    assert params[MOMENT_PREFIX + "bias"].tolist() == [6.0 + 0.5 * (9.0 - 5.0)] + [4.5] * 7
