@@ -1,20 +1,26 @@
-"""A log of the turns of an island's loop, for measurements by other programs.
+"""What `archipelago chaos` measures of islands: a log of the turns of their loops, with steps of a minimum duration.
 
-Each turn writes one line of JSON to the file that the environment names. Times are those of the machine's monotonic
-clock, which all its processes share. A written line survives a kill of the process, so at most one turn is missing.
+A storm asks scripts for it by environment variables, so a script need not know of it. Each turn writes one line of JSON
+to the file that the environment names. Times are those of the machine's monotonic clock, which all its processes share.
+A written line survives a kill of the process, so at most one turn is missing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from archipelago.broker.errors import ConfigError
 
 VARIABLE = "ARCHIPELAGO_TURN_LOG"
+#: The minimum duration of a script's inner step in seconds.
+STEP_VARIABLE = "ARCHIPELAGO_STEP_SECONDS"
 _SCHEDULER_STATISTICS = Path("/proc/thread-self/schedstat")
 
 
@@ -63,3 +69,93 @@ class TurnLog:
             return 0.0
         fields = os.pread(self._statistics, 128, 0).split()
         return int(fields[1]) * 1e-9
+
+
+class MeasuredTurns:
+    """The turns of one script. Only the thread that joined may use it."""
+
+    def __init__(
+        self,
+        turn_log: TurnLog,
+        step_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Begin with the first step.
+
+        Args:
+            turn_log: Receives one line for each `sync`.
+            step_seconds: The minimum duration of an inner step.
+            clock: Monotonic seconds.
+            sleep: Waits for that many seconds.
+        """
+        self._turn_log, self._step_seconds, self._clock, self._sleep = turn_log, step_seconds, clock, sleep
+        self._steps = 0
+        self._sync_seconds = 0.0
+        self._stepped_at = clock()
+
+    @classmethod
+    def asked_for(cls, environment: Mapping[str, str], incarnation: str) -> MeasuredTurns | None:
+        """Return what the environment asks for, if anything. Raises ConfigError (`turn-log`) if that is impossible."""
+        turn_log = TurnLog.named_in(environment, incarnation)
+        if turn_log is None:
+            return None
+        given = environment.get(STEP_VARIABLE, "0")
+        try:
+            seconds = float(given)
+        except ValueError:
+            seconds = math.nan
+        if not 0 <= seconds < math.inf:
+            raise ConfigError(f"{STEP_VARIABLE} cannot be {given!r}", "Give seconds, or unset it.", code="turn-log")
+        return cls(turn_log, seconds)
+
+    def stepped(self, steps: int) -> None:
+        """Log that the script has made steps, before any of them is sent. Wait first if they took too little time.
+
+        Args:
+            steps: The steps since the last call.
+        """
+        early = self._stepped_at + steps * self._step_seconds - self._clock()
+        if early > 0:
+            self._sleep(early)
+        self._stepped_at = self._clock()
+        self._steps += steps
+        # A device may have had work during the last `sync`, so its idle time is at most that of the call.
+        self._turn_log.turned(self._stepped_at, self._steps, self._sync_seconds)
+
+    def synced(self) -> None:
+        """Note that `sync` returns now."""
+        self._sync_seconds = self._clock() - self._stepped_at
+
+
+@dataclass
+class Pacer:
+    """A minimum duration of our worker's steps: the clock of a simulated device, which is slower than the real one.
+
+    It works through its steps in order, with one call in its queue. Work of the training thread between two steps
+    therefore costs nothing as long as it is shorter than a step. Call `dispatched` and then `delay_seconds` once for
+    each call of the steps.
+
+    Attributes:
+        step_seconds_min: The minimum duration of a step; 0 means no minimum.
+        idle_seconds: How long the device had been idle before the last call.
+    """
+
+    step_seconds_min: float = 0.0
+    idle_seconds: float = 0.0
+    _steps: int = 0
+    _before_at: float = -math.inf
+    _done_at: float = -math.inf
+
+    def dispatched(self, steps: int, now: float) -> None:
+        """Record that `steps` steps were dispatched to the device."""
+        first = math.isinf(self._done_at)
+        self.idle_seconds = 0.0 if first else max(0.0, now - self._done_at)
+        self._steps, self._before_at = steps, self._done_at
+        self._done_at = max(self._done_at, now) + steps * self.step_seconds_min
+
+    def delay_seconds(self, now: float) -> float:
+        """Return the remaining simulated time of the call before the last one, whose arithmetic is done at `now`."""
+        if now > self._before_at:  # the steps take longer than the minimum, so the next ones begin later
+            self._done_at = max(self._done_at, now + self._steps * self.step_seconds_min)
+        return max(0.0, self._before_at - now)

@@ -23,7 +23,6 @@ from archipelago.islands.data.supply import Supply
 from archipelago.islands.inner import InnerState, InnerSteps, MomentBounds, begin, moment_bounds
 from archipelago.islands.mesh.placement import Placement
 from archipelago.islands.models.interface import Params
-from archipelago.islands.step_throttle import Pacer
 from archipelago.islands.sync.arrays import Tensors
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.snapshots import Arrival
@@ -32,7 +31,7 @@ from archipelago.islands.sync.participant import DIVERGED_MAX as DIVERGED_MAX
 from archipelago.islands.sync.participant import Host, Participant
 from archipelago.islands.sync.recovery import Received
 from archipelago.islands.sync.replica import Replica
-from archipelago.islands.turn_log import TurnLog
+from archipelago.islands.turn_log import Pacer, TurnLog
 
 log = logging.getLogger(__name__)
 

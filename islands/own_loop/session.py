@@ -26,13 +26,13 @@ from archipelago.broker.shards.transport import whole
 from archipelago.islands.own_loop.identity import island_name
 from archipelago.islands.own_loop.leaving import frozen_fault, leave_after, leave_cleanly
 from archipelago.islands.own_loop.loop import OwnLoop
-from archipelago.islands.own_loop.measured import MeasuredTurns
 from archipelago.islands.own_loop.reported import checked_counts, require_loss
 from archipelago.islands.own_loop.signals import StopSignal
 from archipelago.islands.own_loop.tensors import require_same_tensors
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.newcomer import Newcomer
+from archipelago.islands.turn_log import MeasuredTurns
 
 log = logging.getLogger(__name__)
 

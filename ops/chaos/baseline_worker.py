@@ -31,7 +31,7 @@ from archipelago.islands.data.corpus import open_corpus
 from archipelago.islands.data.sharding import lease_all
 from archipelago.islands.inner import InnerState, begin, descent, gradient
 from archipelago.islands.models.registry import build
-from archipelago.islands.step_throttle import Pacer
+from archipelago.islands.turn_log import Pacer
 from archipelago.ops.chaos.proxy import LOOPBACK
 
 CONNECT_SECONDS = 0.1

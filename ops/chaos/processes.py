@@ -22,7 +22,7 @@ from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.shards.transport import opened, whole
 from archipelago.broker.transport import ReaderTransport
-from archipelago.islands.own_loop.measured import STEP_VARIABLE
+from archipelago.islands.turn_log import STEP_VARIABLE
 from archipelago.islands.turn_log import VARIABLE as TURN_LOG_VARIABLE
 from archipelago.ops.chaos.injection import TICK_SECONDS, FakeClock, FaultInjector, FaultTarget, Worker
 from archipelago.ops.chaos.proxy import Proxy

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archipelago.broker.errors import ConfigError
-from archipelago.islands.step_throttle import Pacer
-from archipelago.islands.turn_log import VARIABLE, TurnLog
+from archipelago.islands.turn_log import VARIABLE, Pacer, TurnLog
 from tests.failing import failing
 from tests.tiers import examples
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from archipelago.broker.errors import ConfigError
-from archipelago.islands.own_loop.measured import STEP_VARIABLE, MeasuredTurns
-from archipelago.islands.turn_log import VARIABLE, TurnLog
+from archipelago.islands.turn_log import STEP_VARIABLE, VARIABLE, MeasuredTurns, TurnLog
 from archipelago.ops.chaos.main import ChaosOptions, main
 from archipelago.ops.chaos.processes import read_turn_log
 from archipelago.ops.chaos.report.figures import figures
