@@ -362,8 +362,8 @@ def from_json(text: str | bytes, source: str = "the run's stored config") -> Run
     return checked(
         values,
         source,
-        "Another version of archipelago created the run. Go on with that version, or create a new run with "
-        "`archipelago init`.",
+        "Another version of archipelago created the run. Go on with that version, or export the model with it and "
+        "begin a new run from that (`archipelago init --from FOLDER`).",
     )
 
 

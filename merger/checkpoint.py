@@ -143,7 +143,8 @@ class CheckpointStore:
             return None
         raise ConfigError(
             f"no checkpoint in {self.folder} can be read ({'; '.join(f'{n}: {fault}' for n, fault in faults.items())})",
-            "Put back a copy of the folder, or name another one; `archipelago init` begins a new run.",
+            "Put back a copy of the folder, name another one, or go on with the version of archipelago that wrote it; "
+            "`archipelago init` begins a new run.",
             code="checkpoint.unreadable",
         )
 
