@@ -41,7 +41,6 @@ MISTAKES = [
     # the name of the run
     ("status NONE", "config.no-run"),
     ("status RUNS --run beta", "broker.unknown-run"),
-    ("evaluate RUNS --run beta", "broker.unknown-run"),
     ("invite oslo RUNS --run beta", "broker.unknown-run"),
     ("runs AWAY", "broker.unreachable"),
     ("rm nothing", "rm.no-run"),
