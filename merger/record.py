@@ -127,7 +127,7 @@ def read(folder: Path) -> Record:
     try:
         body = _read(folder / _BEGIN)
         snapshots = [(from_fields(Snapshot, fields), _bytes(data)) for fields, data in body["snapshots"]]
-        record = Record(Manifest.from_fields(body["manifest"]).of_shard(body.get("shard", 0)), snapshots)
+        record = Record(_manifest(body["manifest"]).of_shard(body.get("shard", 0)), snapshots)
         for path, _, _ in _segments(folder):
             _add(record, _read(path))
     except (WireError, OSError, LookupError, ValueError, TypeError, AttributeError) as error:
@@ -137,6 +137,14 @@ def read(folder: Path) -> Record:
             code="record.damaged",
         ) from None
     return record
+
+
+def _manifest(fields: Any) -> Manifest:
+    """Return the manifest of a record. Raises WireError: its own remedy is for a run in Redis."""
+    try:
+        return Manifest.from_fields(fields)
+    except ConfigError as error:
+        raise WireError(error.what) from None
 
 
 def _add(record: Record, body: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from archipelago.broker.errors import ConfigError
@@ -180,6 +180,7 @@ VALUES = st.recursive(
 @given(
     st.sampled_from(["begin.bin", "rounds-00000003-00000004.bin"]), st.binary(max_size=40) | VALUES.map(msgpack.packb)
 )
+@example("begin.bin", msgpack.packb({"snapshots": [], "manifest": [1]}))
 def test_forged_files_are_errors(sound: Path, copy: Path, name: str, body: bytes) -> None:
     put(copy, name, body)
     try:
@@ -188,9 +189,10 @@ def test_forged_files_are_errors(sound: Path, copy: Path, name: str, body: bytes
         assert error.code.startswith("record.")
     else:
         assert sorted(found.rounds) == [1, 2], "the forged record holds no round"
-    (copy / name).unlink()
-    if (sound / name).exists():
-        shutil.copy(sound / name, copy / name)
+    finally:
+        (copy / name).unlink()
+        if (sound / name).exists():
+            shutil.copy(sound / name, copy / name)
 
 
 def with_part(part: str, value: Any) -> bytes:
