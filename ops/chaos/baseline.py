@@ -83,6 +83,8 @@ class Hub:
     def __init__(self, names: Sequence[str], progress: GroupProgress) -> None:
         self._names, self._progress = tuple(names), progress
         self._members: dict[str, Member] = {}
+        self._idle = asyncio.Event()  # no exchange runs
+        self._idle.set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="hub", daemon=True)
         self.port = 0
@@ -104,25 +106,31 @@ class Hub:
 
     async def _end(self) -> None:
         self._server.close()
+        self._drop(self._members)
+        await self._idle.wait()
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._drop(self._members)
         await asyncio.sleep(0)  # Closed transports free their sockets in the next turn of the loop.
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Accept a worker. The connection that completes the group also runs its exchange."""
         name = (await reader.readline()).decode(errors="replace").strip()
+        if name not in self._names:
+            writer.transport.abort()
+            return
+        while not self._idle.is_set():  # The worker is back before the end of its old connection has arrived.
+            self._drop(self._members)
+            await self._idle.wait()
         gone = {each for each, (other, _) in self._members.items() if each == name or other.at_eof()}
         self._drop({each: self._members[each] for each in gone})
         self._members[name] = reader, writer
-        if name not in self._names:
-            self._drop({name: self._members[name]})
-        elif len(self._members) == len(self._names):
+        if len(self._members) == len(self._names):
             await self._exchange({each: self._members[each] for each in self._names})
 
     async def _exchange(self, members: Mapping[str, Member]) -> None:
+        self._idle.clear()
         try:
             await self._send(members, b"%d\n" % self._progress.saved)
             while True:
@@ -134,6 +142,7 @@ class Hub:
             self._progress.roll_back(time.monotonic())
         finally:
             self._drop(members)
+            self._idle.set()
 
     @staticmethod
     async def _send(members: Mapping[str, Member], message: bytes) -> None:

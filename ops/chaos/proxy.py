@@ -45,14 +45,12 @@ class Direction:
         free_at: When the bytes that have passed would have left a link of that rate.
         turn: A fair lock, through which connections share the rate piece by piece.
         changed: Set when the rate changes.
-        bytes: Bytes that have passed so far.
     """
 
     bytes_per_second: float
     free_at: float = -math.inf
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    bytes: int = 0
 
     def wait_seconds(self, count: int, now: float) -> float:
         """Let `count` more bytes pass, and return how long that takes."""
@@ -152,16 +150,6 @@ class Proxy:
         Both ends keep their halves, and nothing passes any more. New connections work.
         """
         self._call(self._forget())
-
-    @property
-    def bytes_up(self) -> int:
-        """Bytes that have passed towards the target."""
-        return self._up.bytes
-
-    @property
-    def bytes_down(self) -> int:
-        """Bytes that have passed from the target."""
-        return self._down.bytes
 
     @property
     def connections(self) -> int:
@@ -267,7 +255,6 @@ class Proxy:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(direction.changed.wait(), wait)
                 await self._open.wait()
-            direction.bytes += count
 
     async def _deliver(self, pieces: _Pieces, writer: asyncio.StreamWriter) -> None:
         while True:

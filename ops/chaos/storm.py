@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
+from archipelago.broker.errors import BrokerError
 from archipelago.broker.loss_unit import loss_unit
 from archipelago.broker.messages import Refusal, TapeEntry
 from archipelago.broker.shards.transport import of_shard
@@ -50,8 +51,10 @@ def run_storm(plan: Plan, stopped: Callable[[], bool]) -> StormRecord:
 
 def _is_over(plan: Plan, processes: RunProcesses, begin: float) -> bool:
     if plan.merged_tokens:
-        merged = processes.transport.reader.books().merged_tokens
-        return merged >= plan.merged_tokens * len(processes.manifest.fragments)
+        with suppress(BrokerError):  # Redis may be too busy to answer; the next look asks again.
+            merged = processes.transport.reader.books().merged_tokens
+            return merged >= plan.merged_tokens * len(processes.manifest.fragments)
+        return False
     left = begin + plan.seconds - time.monotonic()
     return left <= 0 and (left <= -plan.settle_seconds or processes.is_well())
 

@@ -174,6 +174,8 @@ def _trials(grid: Mapping[str, Any], base: Mapping[str, Any], seeds: list[int]) 
     for values in itertools.product(*axes.values()):
         chosen = dict(zip(axes, values, strict=True))
         own = {name: chosen.pop(name) for name in OWN if name in chosen}
+        if unknown := sorted(name for name in chosen if "." not in name):
+            raise ValueError(f"unknown: {', '.join(unknown)}")
         settings = {**base, **chosen}
         for seed in grid.get("seeds", seeds):
             yield Trial.of(settings, int(seed), **own)
@@ -218,8 +220,9 @@ def recorded(folder: Path) -> dict[str, Record]:
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
                 record = json.loads(line)
-                out.setdefault(key_of(record), record)
-            except (ValueError, KeyError, TypeError):
+                if not record.get("late"):  # Earlier versions could delay the merger's events.
+                    out.setdefault(key_of(record), record)
+            except (ValueError, KeyError, TypeError, AttributeError):
                 continue
     return out
 

@@ -13,16 +13,20 @@ import numpy as np
 import pytest
 
 from archipelago.broker.config import RunConfig
+from archipelago.broker.errors import ArchipelagoError
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.models.registry import Params, build
 from archipelago.islands.tasks.ours import our_work
 from archipelago.ops.chaos.baseline import GroupProgress, Hub, run_baseline, summarise, worker_faults
 from archipelago.ops.chaos.baseline_worker import DataParallelWorker
-from archipelago.ops.chaos.processes import Plan
+from archipelago.ops.chaos.injection import FaultInjector, Worker
+from archipelago.ops.chaos.processes import Plan, await_ready
 from archipelago.ops.chaos.report.goodput import pauses
 from archipelago.ops.chaos.schedule import Fault
 from archipelago.ops.experiments import baselines
 from archipelago.ops.experiments.baselines import Point
+from archipelago.ops.launch.supervisor import Child
+from tests.failing import failing
 from tests.small import SMALL
 
 ISLANDS = ("island-0", "island-1")
@@ -135,8 +139,11 @@ def test_a_hub_averages_gradients_and_forms_the_group_again_after_a_loss() -> No
         assert (progress.step, len(progress.made)) == (2, 3)
         with connected(hub.port, "b") as (b,):
             pass  # It is killed while it waits for the others.
-        with connected(hub.port, "a", "b") as (a, b):
+        with connected(hub.port, "b", "a") as (b, a):
             assert (a.first_step(), b.first_step()) == (2, 2)
+            with connected(hub.port, "b", "a") as (again, late):
+                assert a.mean() == b.mean() == [], "a worker that comes back ends the exchange of its old connection"
+                assert (late.first_step(), again.first_step()) == (2, 2)
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
@@ -182,6 +189,16 @@ def test_workers_that_load_checkpoints_train_as_one_process_does(
 
 def plan_of(folder: Path, config: RunConfig, seconds: float, *faults: Fault) -> Plan:
     return Plan("storm", folder, config, dict.fromkeys(ISLANDS, 0.05), seconds, faults, checkpoint_seconds=0.1)
+
+
+@pytest.mark.processes
+def test_a_worker_that_ends_before_it_is_ready_is_an_error(tmp_path: Path) -> None:
+    injector = FaultInjector()
+    worker = Worker(Child("island-0", ["-c", "raise SystemExit('no text')"], {}, tmp_path / "island-0.log"), None)
+    injector.targets = {worker.name: worker}
+    injector.start(worker)
+    with failing(ArchipelagoError, "chaos.not-ready"):
+        await_ready(injector, (worker,), lambda name: False)
 
 
 @pytest.mark.full

@@ -50,6 +50,7 @@ def test_a_wrong_study_is_refused_before_anything_runs(folder: Path) -> None:
         ("[[grid]]\nslow = 2.0\nslowed = 1.5", "study.slow"),
         ("base = 5\n[[grid]]", "study.unreadable"),
         ("[[grid]]\nseeds = 3", "study.shape"),
+        ("[[grid]]\nlate = 2", "study.shape"),
         ('base = "nowhere.toml"', "study.unreadable"),
         ("[[grid", "study.shape"),
         ('[[grid]]\n"outer.rate" = 1.0', "config.unknown-key"),
