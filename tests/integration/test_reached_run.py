@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from archipelago.broker.process import connect_to
+from archipelago.ops.launch.embedded_redis import has_tls
 from tests.conftest import Until
 from tests.harness.processes import Processes
-from tests.servers import has_tls, redis_program
+from tests.servers import redis_program
 
 pytestmark = [pytest.mark.full, pytest.mark.processes]
 

@@ -104,6 +104,18 @@ def test_a_program_on_the_path_comes_before_the_one_of_the_wheel(path_folder: Pa
     assert find_program("valkey-server").version == "8.1.3"
 
 
+def test_an_open_server_needs_a_program_with_tls(path_folder: Path) -> None:
+    complaints = {"redis-server": "Failed finding TLS support.", "valkey-server": "No tls-cert-file configured!"}
+    for name, complaint in complaints.items():
+        script(path_folder / name, f'[ "$1" = --version ] && echo Server v=8.1.3 || echo "{complaint}"')
+    assert find_program().kind == "redis-server"
+    assert find_program(with_tls=True).kind == "valkey-server"
+    (path_folder / "valkey-server").unlink()
+    for kind in (None, "redis-server"):
+        with failing(BrokerError, "broker.no-tls-program"):
+            find_program(kind, with_tls=True)
+
+
 # -- serving ------------------------------------------------------------------------------------------------------
 
 

@@ -32,6 +32,7 @@ from archipelago.ops.launch.embedded_redis import (
     Program,
     Server,
     find_program,
+    has_tls,
     last_start,
     start_server,
     write_config,
@@ -51,7 +52,7 @@ from archipelago.ops.launch.up import UpOptions
 from tests import samples
 from tests.conftest import Until
 from tests.failing import failing
-from tests.servers import has_tls, redis_program
+from tests.servers import redis_program
 
 NOW = datetime.datetime(2030, 1, 1, tzinfo=datetime.UTC)
 HOST = "hub.example"
