@@ -7,6 +7,7 @@ has the same data, port and password. It listens on loopback only, unless it is 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import importlib.metadata
 import os
@@ -28,6 +29,7 @@ from archipelago.broker.redis.server_kind import OLDEST
 from archipelago.ops.launch.opening import ADMINISTRATOR, AUTHORITY, CERTIFICATES, Opening
 from archipelago.ops.launch.supervisor import Child
 
+PORT_ATTEMPTS = 5
 START_SECONDS = 30.0
 STOP_SECONDS = 10.0
 LEFTOVER_SECONDS = 5.0
@@ -293,34 +295,48 @@ class Server(contextlib.ExitStack):
     def start(self) -> None:
         """Lock the folder, start the process, and wait until it answers."""
         self.enter_context(_locked(self.folder))
-        last = last_start(self.folder)[1]
-        self.port = last.port if last.port and is_free(last.port) else free_port()
+        last, log, said = last_start(self.folder)[1], self.folder / LOG, ""
+        self.port = last.port
         authority = self.folder / CERTIFICATES / AUTHORITY if self.opening else None
-        self.address = Address(self.port, last.password, authority)
-        write_config(self.folder, self.program.kind, self.address, self._append_only, self.opening)
-        child = self._child = Child(
-            "redis", [str(self.folder / CONFIG)], {**KEEP_FREED, **self._environment}, self.folder / LOG,
-            program=[str(self.program.path)], folder=self.folder,
-        )  # fmt: skip
-        child.launch()
-        self.callback(child.stop, STOP_SECONDS)  # SIGTERM makes it write its append-only file first.
+        environment = {name: os.environ.get(name, value) for name, value in KEEP_FREED.items()}
+        for _ in range(PORT_ATTEMPTS):
+            self.port = self.port if self.port and is_free(self.port) else free_port()
+            self.address = Address(self.port, last.password, authority)
+            write_config(self.folder, self.program.kind, self.address, self._append_only, self.opening)
+            child = self._child = Child(
+                "redis", [str(self.folder / CONFIG)], {**environment, **self._environment}, log,
+                program=[str(self.program.path)], folder=self.folder,
+            )  # fmt: skip
+            log_start = log.stat().st_size if log.exists() else 0
+            child.launch()
+            self.callback(child.stop, STOP_SECONDS)  # SIGTERM makes it write its append-only file first.
+            if self._serves():
+                return
+            said = log.read_bytes()[log_start:].decode(errors="replace").strip()
+            if self.alive() or os.strerror(errno.EADDRINUSE) not in said:
+                break
+            self.port = 0  # Another process has the port, perhaps at another address than loopback.
+        ended = f"did not answer for {self._seconds:g} s"
+        if not (is_alive := self.alive()) and self._child and self._child.process:
+            ended = f"ended with status {self._child.process.returncode}"
+        raise BrokerError(
+            f"the {self.program.kind} {self.program.version} {ended} while starting",
+            "Fix what its log reports, or give the URL of a Redis that is already running. "
+            + "\n".join([f"{log} ends with:", *(said.splitlines()[-LOG_LINES:] or ["(nothing)"])]),
+            code="broker.start-timeout" if is_alive else "broker.start-failed",
+        )
+
+    def _serves(self) -> bool:
+        """Wait until the process answers. Return False if it ends or is silent for too long."""
         deadline = time.monotonic() + self._seconds
         while (found := self.address.state())[0] != "ready":
-            has_ended = not self.alive()
-            if has_ended or time.monotonic() > deadline:
-                ended = f"did not answer for {self._seconds:g} s"
-                if has_ended and child.process:
-                    ended = f"ended with status {child.process.returncode}"
-                raise BrokerError(
-                    f"the {self.program.kind} {self.program.version} {ended} while starting",
-                    "Fix what its log reports, or give the URL of a Redis that is already running. "
-                    + "\n".join([f"{child.log} ends with:", *child.last_lines(LOG_LINES)]),
-                    code="broker.start-failed" if has_ended else "broker.start-timeout",
-                )
+            if not self.alive() or time.monotonic() > deadline:
+                return False
             if found[0] == "loading":
                 deadline = time.monotonic() + self._seconds
             time.sleep(POLL_SECONDS)
         self.pid = found[1]
+        return True
 
     def stop(self) -> None:
         """End the server with its data written, and unlock the folder. Further calls do nothing."""
