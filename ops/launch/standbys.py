@@ -63,6 +63,7 @@ class Standby(Child):
             return None
         self._close_pipes()
         self.process = None
+        self.restarts = self.failures = 0  # It could be loaded, so earlier failures do not count.
         self.start_later(time.monotonic() + REPLACED_SECONDS)
         return process
 

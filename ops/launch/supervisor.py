@@ -63,7 +63,7 @@ class Child:
         argv: The arguments of the program.
         environment: Variables that are added to this process's own.
         log: The file for its output.
-        restarts: Restarts since it last lived for `LONG_SECONDS`.
+        restarts: Restarts, the next one included, since it last lived for `LONG_SECONDS`.
         done: Whether it ended with status 0.
         failures: How often it has failed by itself since it last lived for `LONG_SECONDS`.
         failed: Why it cannot continue; empty if it can.
@@ -123,7 +123,8 @@ class Child:
             return ""
         if self._again_at:
             if now >= self._again_at:
-                self._start_again()
+                self._again_at = 0.0
+                self.start()
             return ""
         if (status := self._poll()) is None:
             return ""
@@ -140,21 +141,16 @@ class Child:
             if (status == USER_ERROR and not is_old) or self.failures >= FAILURES_MAX:
                 self.failed, self.is_fatal = self.last_words() or _cause(status), True
                 return f"{self.name} cannot continue: {self.failed}"
-        if not self.restarts and self._takes_stand_in():
-            self.restarts += 1
+        self.restarts += 1
+        if self.restarts == 1 and self._takes_stand_in():
             return f"{self.name} died ({_cause(status)}), a standby takes its place; its log: {self.log}"
-        pause = RESTART_SECONDS[min(self.restarts, len(RESTART_SECONDS) - 1)]
+        pause = RESTART_SECONDS[min(self.restarts, len(RESTART_SECONDS)) - 1]
         self.start_later(now + pause)
         return f"{self.name} died ({_cause(status)}) and restarts in {pause:.0f} s; its log: {self.log}"
 
     def start_later(self, at: float) -> None:
         """Start the process at the first `tend` at that time or later."""
         self._again_at = at
-
-    def _start_again(self) -> None:
-        self._again_at = 0.0
-        self.restarts += 1
-        self.start()
 
     def _takes_stand_in(self) -> bool:
         self._began = time.monotonic()
