@@ -35,10 +35,11 @@ def folder_in_front_of(address: str) -> Path:
     return platformdirs.user_cache_path("archipelago") / f"corpora-{name}"
 
 
-def corpora_in_bucket() -> list[str]:
-    """Return the names of the folders in the bucket; none without a bucket. Raises BucketError."""
+def corpora_in_bucket(card: str) -> list[str]:
+    """Return the names of the folders with a card in the bucket; none without a bucket. Raises BucketError."""
     bucket = bucket_of_corpora()
-    return bucket.names() if bucket else []
+    parts = [path.split("/") for path in bucket.tree()] if bucket else []
+    return [name for name, *rest in parts if rest == [card]]
 
 
 def download_corpus(target: Path, card: str, data: str) -> bool:
@@ -60,7 +61,7 @@ def download_corpus(target: Path, card: str, data: str) -> bool:
     if bucket is None:
         return False
     remote = bucket.child(target.name)
-    names = remote.names()
+    names = [path for path in remote.tree() if path and "/" not in path]
     if card not in names:
         return False
     try:
@@ -94,7 +95,7 @@ def upload_corpus(folder: Path, card: str) -> None:
     if bucket is None:
         return
     remote = bucket.child(folder.name)
-    if card in remote.names():
+    if card in remote.tree():
         if f'"{_digest_in(folder / card)}"'.encode() in remote.read(card):
             return
         raise DataError(
@@ -103,7 +104,7 @@ def upload_corpus(folder: Path, card: str) -> None:
             code="data.taken",
         )
     with progress(f"uploading the corpus {folder.name!r} to {bucket}"):
-        remote.upload({path.name: path for path in folder.glob("[!.]*") if path.name != card})
+        remote.upload({path.name: path for path in folder.glob("[!.]*") if path.is_file() and path.name != card})
         remote.upload({card: folder / card})
 
 

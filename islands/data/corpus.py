@@ -202,7 +202,7 @@ def open_corpus(name: str) -> OpenCorpus:
             from archipelago.islands.data.preparation import prepare_stdlib
 
             return prepare_stdlib()
-        present = ", ".join(sorted({*prepared(), *corpora_in_bucket()})) or "none yet"
+        present = ", ".join(sorted({*prepared(), *corpora_in_bucket(CARD_FILE)})) or "none yet"
         what = name if name in KNOWN or is_path else "FILE_OR_FOLDER --name NAME"
         raise DataError(
             f"there is no corpus {name!r} in {bucket_of_corpora() or data_folder()} (prepared: {present})",

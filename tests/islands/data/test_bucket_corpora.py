@@ -36,6 +36,11 @@ def forget() -> None:
 
 def test_another_machine_downloads_a_corpus_once(corpora: BucketFolder, tmp_path: Path) -> None:
     assert corpora.tree().keys() == {"mine/text.bin", "mine/corpus.json"}
+    for stray in ("notes.txt", "mine/notes/more.txt", "empty/text.bin"):
+        corpora.write(stray, b"by hand")
+    with failing(DataError, "data.missing") as caught:
+        open_corpus("other")
+    assert "(prepared: mine)" in str(caught.value)
     opened = open_corpus("mine")
     assert bytes(opened.train) + bytes(opened.valid) + bytes(opened.test) == TEXT.encode()
     FaultyFileSystem.requests.clear()
