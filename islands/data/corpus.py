@@ -130,6 +130,7 @@ class Card:
         tokenizer: The digest of `tokenizer.json`. Empty if an element is a byte of the text.
         text_bytes: The bytes of text in each split, if there is a tokenizer.
         reading: The files that it was made of, if it was made of a user's files.
+        example_bytes: Always 0. Version 0.2 had corpora of examples, too, with the size of one here.
     """
 
     name: str
@@ -142,6 +143,7 @@ class Card:
     tokenizer: Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{32})?$")] = ""
     text_bytes: Splits | None = None
     reading: Reading | None = None
+    example_bytes: int = 0
 
 
 _CARD = TypeAdapter(Card)
@@ -241,6 +243,12 @@ def _read_card(folder: Path) -> Card:
         raise _damaged(folder, f"{CARD_FILE} cannot be read: {error.strerror}") from None
     except ValidationError as error:
         raise _damaged(folder, f"{CARD_FILE}: {error.errors()[0]['msg'].lower()}") from None
+    if card.example_bytes:
+        raise DataError(
+            f"the corpus {folder.name!r} was made by version 0.2 of examples, and this version trains on text only",
+            f"Delete {folder}, and name a corpus of text.",
+            code="data.damaged",
+        )
     splits, dtype = asdict(card.splits).values(), dtype_of(card.vocabulary)
     is_tokenised = card.vocabulary > BYTES
     is_consistent = (

@@ -189,6 +189,12 @@ def test_a_card_that_contradicts_itself_or_is_not_json_is_damaged(tmp_path: Path
         write(card, json.dumps(sound | change))
         with failing(DataError, "data.damaged"):
             pytest.fail(f"{change}: {corpus.open_corpus('mine')}")
+    write(card, json.dumps(sound | {"example_bytes": 64}))  # of version 0.2; that of a text has 0
+    with failing(DataError, "data.damaged") as caught:
+        corpus.open_corpus("mine")
+    assert "examples" in str(caught.value)
+    write(card, json.dumps(sound | {"example_bytes": 0}))
+    assert whole(corpus.open_corpus("mine")) == TEXT.encode()
     write(card, "{")
     with failing(DataError, "data.damaged"):
         corpus.open_corpus("mine")
