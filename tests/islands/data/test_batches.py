@@ -1,4 +1,4 @@
-"""Batches: shards tile the text, leases are read once, and every supply can be restored or replayed exactly."""
+"""Batches: shards tile the text, leases are read once, and every supply can be restored exactly."""
 
 from __future__ import annotations
 
