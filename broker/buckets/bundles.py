@@ -2,7 +2,8 @@
 
 A bundle has a number. Its files are uploaded first, into a folder that is named after their digests. Then comes one
 small file, its manifest `NUMBER.json`, which has the size and digest of each. A bundle without its manifest does not
-exist, so an upload that was cut off is never read. Two processes that write the same number cannot mix their files.
+exist, so an upload that was cut off is never read. Two processes that write the same number do not mix their files:
+they write to one folder only if all digests are the same.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import logging
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -58,8 +60,10 @@ class Bundles:
         """Read a manifest. Raises BucketError (`bucket.damaged`)."""
         try:
             body = json.loads(self.folder.read(f"{number}.json"))
+            if body.pop("digest") != _digest_of(body) or body["format"] != FORMAT:
+                raise ValueError("its digest differs, or its format is of another version")
             files = {str(path): (int(size), str(check)) for path, (size, check) in body["files"].items()}
-            found = BundleManifest(str(body["folder"]), files, dict(body["about"]), int(body["format"]))
+            found = BundleManifest(str(body["folder"]), files, dict(body["about"]))
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise self._damaged(number, f"{number}.json cannot be read: {error}") from None
         if any(path.startswith("/") or ".." in path.split("/") for path in (*files, found.folder)):
@@ -75,21 +79,12 @@ class Bundles:
         if not paths:
             raise FileNotFoundError(f"{source} has no files")
         files = {name: (path.stat().st_size, digest_of_file(path)) for name, path in paths.items()}
-        place = f"{number}-{digest(json.dumps([files, dict(about)]).encode())[:8]}"
-        if missing := self._missing(place, files):
-            self.folder.upload({f"{place}/{name}": paths[name] for name in missing})
-        if missing := self._missing(place, files):
-            raise BucketError(
-                f"{self.folder}/{place}/{missing[0]} has not arrived as a whole",
-                "The upload was cut off. It is tried again.",
-                code="bucket.incomplete",
-            )
-        self.folder.write(f"{number}.json", json.dumps(asdict(BundleManifest(place, files, about)), indent=1).encode())
-
-    def _missing(self, place: str, files: Mapping[str, tuple[int, str]]) -> list[str]:
-        """Return the files that the bucket lacks, or has with another size."""
+        place = f"{number}-{_digest_of([files, dict(about)])[:8]}"
         held = self.folder.child(place).tree()
-        return [name for name, (size, _) in files.items() if held.get(name) != size]
+        missing = [name for name, (size, _) in files.items() if held.get(name) != size]
+        self.folder.upload({f"{place}/{name}": paths[name] for name in missing})
+        body = asdict(BundleManifest(place, files, about))
+        self.folder.write(f"{number}.json", json.dumps({**body, "digest": _digest_of(body)}, indent=1).encode())
 
     def get(self, number: int, target: Path) -> None:
         """Download a bundle into a new folder, which appears when all of it is there and has the right digests.
@@ -160,6 +155,10 @@ class Bundles:
         return BucketError(
             f"bundle {number} in {self.folder} is damaged ({why})", "An earlier one is used.", code="bucket.damaged"
         )
+
+
+def _digest_of(body: Any) -> str:
+    return digest(json.dumps(body, sort_keys=True).encode())
 
 
 def digest_of_file(path: Path) -> str:

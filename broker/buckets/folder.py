@@ -30,8 +30,9 @@ EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 MISTAKES = frozenset(["bucket.denied", "bucket.credentials", "bucket.missing", "bucket.scheme", "bucket.extra"])
 #: The most bytes that are read into memory. Manifests and cards are smaller; the rest of a larger file is not read.
 READ_BYTES_MAX = 64 << 20
-#: How many files are transferred at once, where the backend can. s3fs holds up to 100 MB of each in memory.
-FILES_AT_ONCE = 8
+#: How many files are transferred at once, where the backend can, and how many parts of each by s3fs. A part has 50 MiB,
+#: and a file of less than two is sent whole, so s3fs holds up to 100 MiB of each file in memory.
+FILES_AT_ONCE, PARTS_AT_ONCE = 8, 2
 
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _PROBE = ".archipelago-probe"
@@ -98,6 +99,7 @@ class BucketFolder:
         """Return the names of the files and folders in this folder; nothing if there is no such folder."""
         found: list[str] = []
         with self._translated("list"), suppress(FileNotFoundError):
+            self._fs.invalidate_cache()  # some backends keep listings whatever they are told
             found = self._fs.ls(self._path, detail=False)
         own = self._path.strip("/")  # some buckets have an empty file in the place of a folder
         return sorted(path.rstrip("/").rpartition("/")[2] for path in found if path.strip("/") != own)
@@ -105,6 +107,7 @@ class BucketFolder:
     def tree(self) -> dict[str, int]:
         """Return the size of each file in this folder and in those below it, by its path in this folder."""
         with self._translated("read"):
+            self._fs.invalidate_cache()
             found = self._fs.find(self._path, detail=True)
         start = len(self._path.lstrip("/")) + 1
         return {path.lstrip("/")[start:]: int(about["size"] or 0) for path, about in found.items()}
@@ -122,14 +125,32 @@ class BucketFolder:
             self.upload({name: Path(file.name)})
 
     def upload(self, files: Mapping[str, Path]) -> None:
-        """Copy files of this machine to the bucket, by their names there."""
+        """Copy files of this machine to the bucket, by their names there, and check that all of each has arrived.
+
+        Raises OSError if one cannot be read here.
+        """
+        sizes = []
+        for path in files.values():
+            with path.open("rb") as file:  # so that a refusal by the disk is not taken for one by the bucket
+                sizes.append(os.fstat(file.fileno()).st_size)
+        places = [self._at(name) for name in files]
         with self._translated("write"):
-            self._fs.put([str(path) for path in files.values()], [self._at(name) for name in files])
+            self._fs.put([str(path) for path in files.values()], places)
+            self._fs.invalidate_cache()
+            arrived = self._fs.sizes(places)
+        for name, size, found in zip(files, sizes, arrived, strict=True):
+            if found != size:
+                raise BucketError(
+                    f"{found or 0:,} of {size:,} bytes of {self}/{name} have arrived",
+                    "The upload was cut off. Try it again; checkpoints and records are tried again by themselves.",
+                    code="bucket.incomplete",
+                )
 
     def download(self, files: Mapping[str, Path]) -> None:
-        """Copy files from the bucket to this machine, by their names there. Raises OSError if the disk is full."""
-        for folder in {path.parent for path in files.values()}:
-            folder.mkdir(parents=True, exist_ok=True)
+        """Copy files from the bucket to this machine, by their names there. Raises OSError if the disk refuses them."""
+        for path in files.values():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("wb").close()  # so that a refusal by the disk is not taken for one by the bucket
         with self._translated("read"):
             self._fs.get([self._at(name) for name in files], [str(path) for path in files.values()])
 
@@ -194,6 +215,7 @@ def _opened(address: str, shown: str) -> tuple[Any, str]:
         options["auto_mkdir"] = True
     if scheme in ("s3", "s3a"):  # s3fs and our copiers try again, too
         options["config_kwargs"] = {"retries": {"mode": "standard", "total_max_attempts": 2}}
+        options["max_concurrency"] = PARTS_AT_ONCE
     try:
         filesystem, path = fsspec.core.url_to_fs(address, **options)
     except ImportError as error:

@@ -13,6 +13,7 @@ import pytest
 from archipelago.broker.buckets.bundles import Bundles
 from archipelago.broker.buckets.copier import RETRY_SECONDS, RETRY_SECONDS_MAX, Copier, copy_record, fetch_record
 from archipelago.broker.buckets.folder import BucketError, BucketFolder, open_bucket
+from archipelago.broker.wire import digest
 from tests.broker.buckets import faulty_bucket
 from tests.broker.buckets.faulty_bucket import FaultyFileSystem, no_fault
 from tests.conftest import Until
@@ -167,18 +168,51 @@ def test_a_fault_of_this_disk_is_not_one_of_the_bucket(bucket: BucketFolder, tmp
     with pytest.raises(OSError, match="No space"):
         bucket.download({"x": Path("/dev/full")})
     with pytest.raises(FileNotFoundError):
+    with pytest.raises(IsADirectoryError):
+        bucket.download({"x": tmp_path})
+    with pytest.raises(IsADirectoryError):
+        bucket.upload({"y": tmp_path})
         Bundles(bucket).put(1, tmp_path / "none", ABOUT)
 
 
-def test_a_manifest_names_no_files_outside(bucket: BucketFolder, tmp_path: Path) -> None:
-    manifests = [
-        {"format": 1, "folder": "1-ab", "files": {path: [1, ""]}, "about": ABOUT} for path in ("../x", "/x", "y")
-    ]
-    manifests.append({"format": 1, "folder": "../1-ab", "files": {}, "about": ABOUT})
-    for damaged in (*(json.dumps(each).encode() for each in manifests), b"{}", b"[" * 200_000):
-        bucket.write("1.json", damaged)
-        with failing(BucketError, "bucket.damaged"):
-            Bundles(bucket).get(1, tmp_path / "new")
+def test_an_upload_that_arrives_in_part_is_refused(bucket: BucketFolder, tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"content")
+    bucket.upload({})
+    FaultyFileSystem.fault = staticmethod(lambda request, path: 5 if path.endswith("y") else None)
+    with failing(BucketError, "bucket.incomplete") as caught:
+        bucket.upload({"x": tmp_path / "x", "y": tmp_path / "x"})
+    assert "5 of 7 bytes" in str(caught.value)
+    FaultyFileSystem.fault = staticmethod(lambda request, path: 5 if path.endswith(".json") else None)
+    with failing(BucketError, "bucket.incomplete"):
+        Bundles(bucket).put(1, written(tmp_path, 1), ABOUT)
+
+
+def test_a_manifest_that_is_changed_or_of_another_format_or_names_files_outside_is_damaged(
+    bucket: BucketFolder, tmp_path: Path
+) -> None:
+    def manifest(folder: str = "1-ab", path: str = "x", format: int = 1) -> dict[str, object]:
+        body = {"format": format, "folder": folder, "files": {path: [1, ""]}, "about": ABOUT}
+        return {**body, "digest": digest(json.dumps(body, sort_keys=True).encode())}
+
+    bundles, sound = Bundles(bucket), manifest()
+    bucket.write("1.json", json.dumps(sound).encode())
+    assert bundles.manifest(1).folder == "1-ab"
+    for changed, said in (
+        (manifest(path="../x"), "outside"),
+        (manifest(path="/x"), "outside"),
+        (manifest(folder="../1-ab"), "outside"),
+        (manifest(format=2), "format"),
+        (sound | {"about": {}}, "digest"),
+        (sound, "missing"),
+        ({}, "digest"),
+    ):
+        bucket.write("1.json", json.dumps(changed).encode())
+        with failing(BucketError, "bucket.damaged") as caught:
+            bundles.get(1, tmp_path / "new")
+        assert said in str(caught.value)
+    bucket.write("1.json", b"[" * 200_000)
+    with failing(BucketError, "bucket.damaged"):
+        bundles.get(1, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
@@ -360,7 +394,8 @@ def test_a_record_is_copied_and_comes_back(bucket: BucketFolder, tmp_path: Path)
     heal()
     copy_record(local, remote)  # also the one of which a part is there
     FaultyFileSystem.requests.clear()
-    copy_record(local, remote)
+    with failing(BucketError, "bucket.incomplete"):
+        copy_record(local, remote)
     assert not [path for request, path in FaultyFileSystem.requests if request == "put"]
     fetch_record(remote, tmp_path / "new")
     assert content(tmp_path / "new").keys() == {"begin.bin", "rounds-00000001-00000003.bin"}
