@@ -210,9 +210,9 @@ def copy_record(local: Path, remote: BucketFolder) -> None:
 
 def fetch_record(remote: BucketFolder, local: Path) -> None:
     """Download the files of a record that are missing here."""
-    for name, size in sorted(remote.tree().items()):
+    for name in sorted(remote.tree()):
         path = local / name
-        if name.endswith(".bin") and not (path.is_file() and path.stat().st_size == size):
+        if name.endswith(".bin") and "/" not in name and not path.exists():
             stage = path.with_name(f".{name}.part")
             remote.download({name: stage})
             stage.replace(path)

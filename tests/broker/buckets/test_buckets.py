@@ -399,3 +399,8 @@ def test_a_record_is_copied_and_comes_back(bucket: BucketFolder, tmp_path: Path)
     assert not [path for request, path in FaultyFileSystem.requests if request == "put"]
     fetch_record(remote, tmp_path / "new")
     assert content(tmp_path / "new").keys() == {"begin.bin", "rounds-00000001-00000003.bin"}
+    (tmp_path / "new" / "begin.bin").write_bytes(b"a segment of this machine")
+    (tmp_path / "new" / "rounds-00000001-00000003.bin").unlink()
+    fetch_record(remote, tmp_path / "new")
+    assert (tmp_path / "new" / "begin.bin").read_bytes() == b"a segment of this machine"
+    assert len(content(tmp_path / "new")) == 2
