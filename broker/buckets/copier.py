@@ -1,8 +1,9 @@
 """Copies of checkpoints in a bucket, made in the background, so that a slow or failing bucket delays nothing.
 
-A process that writes checkpoints offers each of them to a `Copier`, which copies the newest. It links the files into a
-folder of its own first, so they stay on this disk until they have arrived. After a failure it tries again, with growing
-pauses, for as long as its process lives. A later process continues with the newest checkpoint that was not copied.
+A process that writes checkpoints offers each of them to a `Copier`, which copies the newest. An offer links the files
+into a folder of their own, so the checkpoint may be deleted, and they stay on this disk until they have arrived or a
+newer one is offered. After a failure the copier tries again, with growing pauses, for as long as its process lives. A
+later process continues with the checkpoint that was offered last, which a note names.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import shutil
 import threading
 from collections import deque
@@ -60,26 +62,35 @@ class Copier:
         self.trouble = ""
         self._failures = 0
         self._news: deque[str] = deque()
-        self._waiting: int | None = None
+        self._waiting: Path | None = None  # the staged folders of the checkpoint that waits, and of the one on its way
+        self._moving: Path | None = None
         self._lock = threading.Lock()  # over what waits, here and on the disk
         self._offered, self._closing = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Begin to work in the background, with the checkpoint of this run that an earlier process has left."""
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            left = json.loads(self._note.read_text(encoding="utf-8"))
-            if left["about"] == self.about:
-                self._waiting = int(left["number"])
+        self._waiting = self._noted()
         self._thread = threading.Thread(target=self._work, name="bucket-copier", daemon=True)
         self._thread.start()
 
     def offer(self, number: int) -> None:
-        """Copy a checkpoint soon, instead of one that waits. If the disk is full, only this process copies it."""
-        with self._lock, suppress(OSError):
-            self._waiting = number
-            self.uploads.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._note, json.dumps({"number": number, "about": self.about}))
+        """Copy a checkpoint soon, instead of one that waits. Its files are linked now, and may be deleted then.
+
+        A refusal by the disk is logged; the checkpoint is not copied then.
+        """
+        place = self.uploads / f"{number}-{secrets.token_hex(4)}"  # other processes may offer that number, too
+        try:
+            shutil.copytree(self.folder / str(number), place, copy_function=_link)
+            with self._lock:
+                write_atomically(self._note, json.dumps({"place": place.name, "about": self.about}))
+                before, self._waiting = self._waiting, place
+                if before and before != self._moving:  # the turn in progress deletes what is on its way
+                    shutil.rmtree(before, ignore_errors=True)
+        except OSError as error:
+            shutil.rmtree(place, ignore_errors=True)
+            self._tell(BucketError(f"checkpoint {number} cannot be linked ({error!s:.200})", "Is the disk full?"))
+            return
         self._offered.set()
 
     def close(self, seconds: float = FINISH_SECONDS) -> bool:
@@ -94,7 +105,7 @@ class Copier:
         if self._waiting is not None:
             log.warning(
                 "checkpoint %s is not in %s yet; it is copied when this process is started again",
-                self._waiting, self.bundles.folder, extra={"code": "bucket.behind"},
+                _number_of(self._waiting), self.bundles.folder, extra={"code": "bucket.behind"},
             )  # fmt: skip
         return self._waiting is None
 
@@ -104,20 +115,36 @@ class Copier:
 
     def turn(self) -> float:
         """Try to copy what waits. Return the seconds until the next try; 0 if nothing failed."""
+        with self._lock:
+            place = self._moving = self._waiting
         try:
-            self._copy(self._waiting)
+            self._copy(place)
         except (BucketError, OSError) as error:
             self._failures += 1
             self._tell(error)
             return float(min(RETRY_SECONDS * 2 ** (self._failures - 1), RETRY_SECONDS_MAX))
+        finally:
+            with self._lock:
+                self._moving = None
+                if place is not None and place != self._waiting:  # it has arrived, or a newer one waits
+                    shutil.rmtree(place, ignore_errors=True)
         self._failures = 0
         self._tell(None)
         return 0.0
 
     @property
     def _note(self) -> Path:
-        """The file that names the checkpoint that waits."""
+        """The file that names the folder of the checkpoint that was offered last, by any process."""
         return self.uploads / "waiting.json"
+
+    def _noted(self) -> Path | None:
+        """Return the folder that the note names, if it is of this run."""
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            note = json.loads(self._note.read_text(encoding="utf-8"))
+            place = self.uploads / str(note["place"])
+            if note["about"] == self.about and _number_of(place) >= 0:
+                return place
+        return None
 
     def _work(self) -> None:
         while True:  # the first turn learns which numbers the bucket holds
@@ -133,29 +160,33 @@ class Copier:
             if self._closing.is_set() and self._waiting is None:
                 return
 
-    def _copy(self, number: int | None) -> None:
+    def _copy(self, place: Path | None) -> None:
         numbers = self.bundles.numbers()
         self.newest = max([self.newest, *numbers])
         if numbers:
             self._require_ours(numbers[-1])
         if self.record is not None:
             copy_record(*self.record)
-        if number is None:
+        if place is None:
             return
+        number = _number_of(place)
         if number <= max(numbers, default=-1):  # the next checkpoint gets a greater number
             log.info("checkpoint %s is not copied: %s holds %s already", number, self.bundles.folder, numbers[-1])
-        elif not (self.folder / str(number)).is_dir():
-            log.warning("checkpoint %s is not copied: it was deleted from %s", number, self.folder)
+        elif not place.is_dir():
+            log.warning("checkpoint %s is not copied: it was deleted from %s", number, self.uploads)
         else:
-            shutil.rmtree(self.uploads / "files", ignore_errors=True)
-            shutil.copytree(self.folder / str(number), self.uploads / "files", copy_function=_link)
-            self.bundles.put(number, self.uploads / "files", self.about)
+            self.bundles.put(number, place, self.about)
             self.newest = number
             log.info("checkpoint %s is in %s", number, self.bundles.folder)
         with self._lock:
-            if self._waiting == number:
+            if self._waiting == place:
                 self._waiting = None
-                shutil.rmtree(self.uploads, ignore_errors=True)
+            if self._noted() == place:  # another process may have offered a newer one
+                self._note.unlink()
+        for left in self.uploads.glob("[0-9]*-*"):
+            # A killed process may have left it. No process copies it any more, because its number is too low now.
+            if _number_of(left) < number:
+                shutil.rmtree(left, ignore_errors=True)
         try:
             self.bundles.prune(self.keep, self._besides())
         except BucketError as error:  # the copy is there; a bucket may allow no deletions
@@ -187,6 +218,10 @@ class Copier:
         elif before:
             log.info("the bucket works again: %s", self.bundles.folder, extra={"code": "bucket.recovered"})
             self._news.append(f"copied again: the bucket {self.bundles.folder} works")
+
+
+def _number_of(place: Path) -> int:
+    return int(place.name.partition("-")[0])
 
 
 def _link(source: str, target: str) -> None:
