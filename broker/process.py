@@ -46,6 +46,8 @@ PAUSE_SECONDS = 0.5
 USER_ERROR, INTERRUPTED = 2, 130
 #: Further statuses of processes that a supervisor restarts. 75 is EX_TEMPFAIL of sysexits.h.
 FAILED, OUTAGE = 1, 75
+#: The exit status of an island whose name was taken over. Supervisors must not restart it.
+REPLACED = 3
 STATUS_MAX = 255
 #: How long an orchestrator should let a worker leave after SIGTERM before it kills it. After its last inner steps, an
 #: island needs at most 12 s to send what it has. The rest is for those steps and for a checkpoint, which may be killed.

@@ -18,8 +18,6 @@ from archipelago.broker.files import write_atomically
 from archipelago.broker.machine import has_ended
 from archipelago.broker.messages import Heartbeat, Presence
 
-#: The exit status of an island whose name was taken over. Supervisors must not restart it.
-REPLACED_STATUS = 3
 RECORD_FILE = "replaced.json"
 
 log = logging.getLogger(__name__)

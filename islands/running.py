@@ -19,11 +19,11 @@ from archipelago.broker.observe.curves import CurveWriter
 from archipelago.broker.observe.health import Health
 from archipelago.broker.observe.logs import Origin
 from archipelago.broker.observe.progress import progress
-from archipelago.broker.process import keep_compiled, print_json
+from archipelago.broker.process import REPLACED, keep_compiled, print_json
 from archipelago.broker.shards.transport import claim_checkpoint, whole
 from archipelago.islands.options import IslandOptions, own_bucket, require_valid
 from archipelago.islands.own_loop.identity import island_name
-from archipelago.islands.replaced import REPLACED_STATUS, remember, require_free
+from archipelago.islands.replaced import remember, require_free
 from archipelago.islands.setup import own_task, tell_of_device
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def run_island(
     if options.json:
         print_json(summary)
     if summary["state"] == "replaced":
-        return REPLACED_STATUS
+        return REPLACED
     # An operator who asked the island to leave does not want it back, unlike a launcher that needs its machine.
     return options.stopped_status if summary["state"] == "left" and stopped() else 0
 

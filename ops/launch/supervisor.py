@@ -15,8 +15,7 @@ from pathlib import Path
 
 from archipelago.broker.machine import usable_cores
 from archipelago.broker.observe.logs import message_of
-from archipelago.broker.process import OUTAGE, USER_ERROR
-from archipelago.islands.replaced import REPLACED_STATUS
+from archipelago.broker.process import OUTAGE, REPLACED, USER_ERROR
 from archipelago.ops.launch import parent_death
 
 RESTART_SECONDS = (1.0, 2.0, 5.0, 10.0)
@@ -131,7 +130,7 @@ class Child:
         if status == 0:
             self.done = True
             return f"{self.name} is done"
-        if status == REPLACED_STATUS:
+        if status == REPLACED:
             self.failed = self.last_words()
             return f"{self.name} leaves its name to another process and is not restarted; its log: {self.log}"
         if is_old := now - self._began >= LONG_SECONDS:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from archipelago.broker.process import OUTAGE
-from archipelago.islands.replaced import REPLACED_STATUS
+from archipelago.broker.process import OUTAGE, REPLACED
 from archipelago.ops.launch import supervisor
 from archipelago.ops.launch.supervisor import Child, stop_all, thread_environment
 from tests.conftest import Until, gone
@@ -94,7 +93,7 @@ def test_kills_and_outages_are_never_fatal(make: Make, until: Until, code: str) 
 
 def test_an_island_that_has_left_its_name_to_another_is_not_restarted(make: Make, until: Until) -> None:
     """Otherwise two launchers with an island of one name would take it from each other for ever."""
-    child = make(f"import sys; print('a newer process has the name'); sys.exit({REPLACED_STATUS})")
+    child = make(f"import sys; print('a newer process has the name'); sys.exit({REPLACED})")
     child.start()
     tended(child, until, lambda: bool(child.failed), "its failure")
     assert (child.failed, child.restarts, child.done) == ("a newer process has the name", 0, False)
