@@ -123,8 +123,7 @@ class Hub:
         while not self._idle.is_set():  # The worker is back before the end of its old connection has arrived.
             self._drop(self._members)
             await self._idle.wait()
-        gone = {each for each, (other, _) in self._members.items() if each == name or other.at_eof()}
-        self._drop({each: self._members[each] for each in gone})
+        self._drop({each: one for each, one in self._members.items() if each == name or one[0].at_eof()})
         self._members[name] = reader, writer
         if len(self._members) == len(self._names):
             await self._exchange({each: self._members[each] for each in self._names})
