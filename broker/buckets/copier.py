@@ -141,7 +141,7 @@ class Copier:
         """Return the folder that the note names, if it is of this run."""
         with suppress(OSError, ValueError, KeyError, TypeError):
             note = json.loads(self._note.read_text(encoding="utf-8"))
-            place = self.uploads / str(note["place"])
+            place = self.uploads / Path(str(note["place"])).name
             if note["about"] == self.about and _number_of(place) >= 0:
                 return place
         return None

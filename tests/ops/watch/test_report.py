@@ -180,7 +180,7 @@ def test_a_report_from_a_bucket(bucket: BucketFolder, ended: Path) -> None:
         raise ConnectionError("refused")
 
     FaultyFileSystem.fault = staticmethod(away)
-    assert run_summary.copy_run_files(ended, remote), "what could not be copied is told"
+    assert run_summary.copy_run_files(ended, remote), "a copy that fails must say why"
 
 
 def test_the_password_of_a_bucket_is_not_shown() -> None:
