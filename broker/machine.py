@@ -1,4 +1,4 @@
-"""This machine: a description in one line, its cores, which processes have ended, and which ports are free."""
+"""This machine: its description, cores, processes and free ports, and which optional packages are installed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import socket
 import subprocess
 import sys
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
+
+from archipelago.broker.errors import ConfigError
 
 _CPUINFO = Path("/proc/cpuinfo")
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -22,6 +25,16 @@ LOOPBACK = "127.0.0.1"
 #: Where `free_port` looks. Linux gives outgoing connections ports from 32768 on, macOS and Windows from 49152 on.
 #: Such a port may be lost to a connection before the intended server listens.
 OWN_PORTS = range(20_000, 32_000)
+#: The packages of each extra that we import.
+PACKAGES = {
+    "dash": ("plotly", "starlette", "uvicorn"),
+    "gcs": ("gcsfs",),
+    "llama": ("torch", "transformers"),
+    "plots": ("matplotlib", "tensorboardX"),
+    "s3": ("s3fs",),
+    "torch": ("torch",),
+    "wandb": ("wandb",),
+}
 
 
 @cache
@@ -121,3 +134,27 @@ def free_port(count: int = 1) -> int:
         port = secrets.choice(OWN_PORTS)
         if all(is_free(port + each) for each in range(count)):
             return port
+
+
+def is_installed(package: str) -> bool:
+    """Return whether a package can be imported. A folder without `__init__.py` does not count as one."""
+    spec = find_spec(package)
+    return spec is not None and spec.loader is not None
+
+
+def require_extra(extra: str, purpose: str) -> None:
+    """Raise ConfigError unless all packages of an extra are installed.
+
+    Args:
+        extra: The extra.
+        purpose: What needs it, as the subject of a sentence: "The dashboard".
+    """
+    if missing := [package for package in PACKAGES[extra] if not is_installed(package)]:
+        said = f"{purpose} needs {' and '.join(missing)}, which this Python does not have"
+        raise ConfigError(said, install_hint(extra), code="config.extra")
+
+
+def install_hint(extra: str = "") -> str:
+    """Return the sentence that says how to install Archipelago, also with an extra. No index has the distribution."""
+    wanted = f"'.[{extra}]'" if extra else "."
+    return f"In your checkout of Archipelago, run: pip install {wanted}"

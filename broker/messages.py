@@ -380,7 +380,7 @@ class Evaluation:
         tokens: Tokens that all islands have trained on, merged or not. A single process with the same data budget
             would train on the same number.
         unix_seconds: The wall clock of the process that evaluated.
-        bits_per_byte: The loss. Of a task, it is in bits instead of nats (`broker.loss_unit` converts it).
+        bits_per_byte: The loss. Of a task, it is in bits instead of nats (`broker.manifest` converts it).
         by: The island that evaluated; empty if `up` measured the end of the run.
     """
 

@@ -5,7 +5,7 @@ of a run share one key pair, and sign the manifest, events, snapshots, differenc
 requests of operators are not signed. Only the rules of the Redis protect them.
 
 A signature covers this version of the format, the run, the kind of message, its sender and its fields. So a signed
-message proves nothing in another run, place or role. Stamps (`broker.stamps`) make replayed messages recognisable.
+message proves nothing in another run, place or role. Stamps (`broker.signing`) make replayed messages recognisable.
 
 All functions here are pure, except that `generate` draws a random key.
 """
@@ -13,6 +13,7 @@ All functions here are pure, except that `generate` draws a random key.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -23,6 +24,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from archipelago.broker.errors import ConfigError, WireError
+from archipelago.broker.messages import Presence
 
 Kind = Literal[
     "contribution",
@@ -48,6 +50,16 @@ SIGNATURE_DIGITS: Final = 128
 
 #: The fields of an entry or hash as the server returns them.
 Raw = Mapping[bytes, bytes]
+#: A payload, or a call that waits for its digest.
+Payload = bytes | Callable[[], str]
+Stamp = tuple[int, int]
+#: The stamp that is earlier than every other one.
+FIRST: Stamp = (-1, 0)
+#: A restored run begins this many epochs later, so that no epoch that was lost with the server is used again.
+EPOCHS_SKIPPED = 1000
+#: How many incarnations of each island are remembered.
+INCARNATIONS = 8
+_STAMP = re.compile(rb"([0-9]{1,19})-([0-9]{1,19})")
 
 
 class SignatureError(WireError):
@@ -127,10 +139,6 @@ def is_signed(public: bytes, message: bytes, signature: bytes) -> bool:
 # -- signing in a run ----------------------------------------------------------------------------------------------
 
 
-#: A payload, or a call that waits for its digest.
-Payload = bytes | Callable[[], str]
-
-
 class Signing(Protocol):
     """How one process signs what it writes and checks what it reads."""
 
@@ -156,7 +164,7 @@ class Signing(Protocol):
             fields: All its fields, without its payload.
             about: See `canonical`.
             payload: Its payload, if it has one, or what `hashing` returned for it.
-            stamp: Its stamp (see `broker.stamps`), if a replay must be recognised.
+            stamp: Its stamp (see `broker.signing`), if a replay must be recognised.
             sender: The island that sent the message first, if a merger signs in its place.
 
         Raises:
@@ -269,3 +277,113 @@ class SigningOn:
     def verify_payload(self, raw: Raw, payload: bytes) -> None:
         if raw.get(PAYLOAD_DIGEST.encode(), b"").decode("ascii", "replace") != payload_digest(payload):
             raise SignatureError("the payload is not the signed one", code="signature.payload")
+
+
+class Stamps:
+    """Makes the stamps of one process.
+
+    Args:
+        wall: The wall clock in seconds.
+    """
+
+    def __init__(self, wall: Callable[[], float]) -> None:
+        self._wall = wall
+        self._number = 0
+
+    def next(self, epoch: int = 0) -> str:
+        """Return a stamp that is greater than all earlier ones of this epoch."""
+        self._number = max(self._number + 1, int(self._wall() * 1e6))
+        return f"{epoch}-{self._number}"
+
+
+def stamp_of(raw: Raw) -> Stamp:
+    """Return the stamp of a message. Raises SignatureError."""
+    found = _STAMP.fullmatch(raw.get(STAMP.encode(), b""))
+    if not found:
+        raise SignatureError("it has no stamp", code="signature.stamp")
+    return int(found[1]), int(found[2])
+
+
+class EventOrder:
+    """The order of the events that one process reads: stamps grow along the stream.
+
+    The process may read from any position again. So the newest stamp is remembered for each entry of the last batch.
+
+    Attributes:
+        is_begun: Whether the process reads events at all.
+    """
+
+    def __init__(self) -> None:
+        self._stamps: dict[str, Stamp] = {}
+        self.is_begun = False
+
+    def begin(self, entry: str, stamp: Stamp) -> None:
+        """Remember the newest stamp at an entry of the stream."""
+        self._stamps = {entry: stamp}
+        self.is_begun = True
+
+    def accept(self, after: str, entry: str, stamp: Stamp) -> None:
+        """Remember the stamp of the event that follows the entry `after`. Raises SignatureError for a replayed one."""
+        if stamp <= self._stamps.get(after, FIRST):
+            raise SignatureError("it is older than the events before it", code="signature.replayed")
+        self._stamps[entry] = stamp
+
+    def keep(self, after: str) -> None:
+        """Forget all entries but that one, from which the next batch is read."""
+        self._stamps = {entry: stamp for entry, stamp in self._stamps.items() if entry == after}
+
+
+class FragmentOrder:
+    """The newest stamp of each fragment that one process has read since the last resume."""
+
+    def __init__(self) -> None:
+        self._stamps: dict[int, Stamp] = {}
+
+    def accept(self, fragment: int, stamp: Stamp) -> None:
+        """Remember the stamp. Raises SignatureError for a snapshot that is older than one that was read before."""
+        if stamp < self._stamps.get(fragment, FIRST):
+            raise SignatureError(f"fragment {fragment} is older than before", code="signature.replayed")
+        self._stamps[fragment] = stamp
+
+    def forget(self) -> None:
+        """Accept any snapshot next, because a merger has gone back to what Redis holds."""
+        self._stamps.clear()
+
+
+class HeartbeatOrder:
+    """The newest heartbeat of each island, and when this process saw it first.
+
+    Args:
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._seen: dict[str, dict[str, tuple[Stamp, float]]] = {}
+        self._newest: dict[str, tuple[Presence, float]] = {}
+
+    def accept(self, presence: Presence, stamp: Stamp) -> Presence:
+        """Return the presence with an age that no one else can lower. Raises SignatureError for a replayed heartbeat.
+
+        The age that Redis reports follows from the key's time to live, which others may extend.
+        """
+        beat, now = presence.heartbeat, self._clock()
+        incarnations = self._seen.setdefault(beat.island, {})
+        newest, since = incarnations.pop(beat.incarnation, (FIRST, now))
+        if stamp > newest:
+            newest, since = stamp, now
+        incarnations[beat.incarnation] = newest, since
+        while len(incarnations) > INCARNATIONS:
+            del incarnations[next(iter(incarnations))]
+        if stamp < newest:
+            raise SignatureError(f"the heartbeat of {beat.island} is older than before", code="signature.replayed")
+        accepted = Presence(beat, max(presence.age_seconds, now - since))
+        self._newest[beat.island] = accepted, now
+        return accepted
+
+    def newest(self, island: str) -> Presence | None:
+        """Return the last accepted heartbeat, for use when someone has overwritten it."""
+        if island not in self._newest:
+            return None
+        presence, at = self._newest[island]
+        return Presence(presence.heartbeat, presence.age_seconds + self._clock() - at)

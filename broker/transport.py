@@ -20,7 +20,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from archipelago.broker.corpus_shards import Place
+from archipelago.broker.corpus_shards import NameClaim, Place
 from archipelago.broker.entries import sender_of
 from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Manifest
@@ -41,7 +41,6 @@ from archipelago.broker.messages import (
     Snapshot,
     TapeEntry,
 )
-from archipelago.broker.names import NameClaim
 
 #: How many differences of each fragment the broker keeps. An island that missed more downloads the full snapshot, and
 #: the differences after it. So a fragment's newest full snapshot is never more versions old than this.
@@ -262,7 +261,7 @@ class MergerStatus:
     still_seconds: float = 0.0
     #: The same for each shard, in a run with several.
     shards: tuple[MergerStatus, ...] = ()
-    #: Whether the shard cannot be reached, so nothing else is known of it (`broker.shards.display`).
+    #: Whether the shard cannot be reached, so nothing else is known of it (`broker.shards.reader`).
     is_away: bool = False
 
     @property

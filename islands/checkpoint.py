@@ -26,8 +26,8 @@ import numpy as np
 from archipelago.broker.buckets.bundles import Bundles
 from archipelago.broker.buckets.copier import Copier
 from archipelago.broker.buckets.folder import BucketFolder
-from archipelago.broker.checkpoint_errors import FILE_FAULTS, in_words, remedy
 from archipelago.broker.errors import ArchipelagoError, WireError
+from archipelago.broker.files import FILE_FAULTS, in_words, remedy
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Contribution, from_fields, to_fields
 from archipelago.broker.wire import digest

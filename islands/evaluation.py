@@ -16,8 +16,7 @@ import numpy as np
 
 from archipelago.broker.codecs import Vector
 from archipelago.broker.config import RunConfig
-from archipelago.broker.loss_unit import LossUnit
-from archipelago.broker.manifest import Manifest
+from archipelago.broker.manifest import LossUnit, Manifest
 from archipelago.broker.published import newest
 from archipelago.broker.transport import ReaderTransport
 from archipelago.islands.data.corpus import OpenCorpus

@@ -18,8 +18,7 @@ from typing import Any, Final, TypeVar
 import jax
 
 from archipelago.broker.errors import ArchipelagoError, BrokerError, WireError
-from archipelago.broker.loss_unit import loss_unit
-from archipelago.broker.manifest import Manifest
+from archipelago.broker.manifest import Manifest, loss_unit
 from archipelago.broker.messages import Evaluation
 from archipelago.broker.observe.curves import CurveWriter
 from archipelago.broker.transport import IslandTransport, ReaderTransport

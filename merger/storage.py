@@ -22,8 +22,7 @@ from archipelago.broker.buckets.folder import BucketError, BucketFolder
 from archipelago.broker.errors import ConfigError, RunExistsError, UnknownRunError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.observe.progress import progress
-from archipelago.broker.shards.images import SHARD_EXISTS, restore, whole_image
-from archipelago.broker.shards.transport import of_shard
+from archipelago.broker.shards.transport import SHARD_EXISTS, of_shard, restore, whole_image
 from archipelago.broker.transport import Image, Transport
 from archipelago.merger.beside import Spawn, in_background
 from archipelago.merger.checkpoint import CheckpointStore, describe

@@ -10,8 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from archipelago.broker.loss_unit import LossUnit, loss_unit
-from archipelago.broker.manifest import Manifest
+from archipelago.broker.manifest import LossUnit, Manifest, loss_unit
 from archipelago.broker.messages import Snapshot, TapeEntry
 from archipelago.broker.observe.curves import CurveWriter
 from archipelago.broker.observe.merge_load import ROUNDS_MAX, MergeLoad, merge_load

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from archipelago.broker.extras import hint, is_installed, require
+from archipelago.broker.machine import install_hint, is_installed, require_extra
 from archipelago.ops.settings import say
 
 
@@ -12,14 +12,14 @@ def can_draw() -> bool:
     """Return whether pictures can be drawn; if not, tell the user what to install."""
     if is_installed("matplotlib"):
         return True
-    say(f"no picture: matplotlib is not installed. {hint('plots')}")
+    say(f"no picture: matplotlib is not installed. {install_hint('plots')}")
     return False
 
 
 def pyplot() -> Any:
     """Return `matplotlib.pyplot`, set up to draw into files. Raise ConfigError if matplotlib is not installed."""
     if not is_installed("matplotlib"):
-        require("plots", "Drawing a picture")
+        require_extra("plots", "Drawing a picture")
     import matplotlib as mpl
 
     mpl.use("Agg")

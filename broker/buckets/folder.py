@@ -19,7 +19,7 @@ from typing import Any
 
 from archipelago.broker.address import redacted
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.extras import PACKAGES, hint
+from archipelago.broker.machine import PACKAGES, install_hint
 from archipelago.broker.observe.progress import progress
 
 #: The environment variable that names the bucket of all workers.
@@ -221,7 +221,7 @@ def _opened(address: str, shown: str) -> tuple[Any, str]:
     except ImportError as error:
         extra = EXTRAS.get(scheme)
         package = PACKAGES[extra][0] if extra else "a package of fsspec"
-        remedy = hint(extra) if extra else f"{error}."
+        remedy = install_hint(extra) if extra else f"{error}."
         said = f"addresses with {scheme}:// need {package}, which this Python does not have"
         raise BucketError(said, remedy, code="bucket.extra") from None
     except Exception as error:  # each backend has exceptions of its own

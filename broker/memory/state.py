@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 
 from archipelago.broker.control import is_expelled
+from archipelago.broker.corpus_shards import NameClaim
 from archipelago.broker.entries import entry_name, parse_entry
 from archipelago.broker.errors import UnknownRunError, WireError
 from archipelago.broker.manifest import Manifest
@@ -24,7 +25,6 @@ from archipelago.broker.messages import (
     Snapshot,
     TapeEntry,
 )
-from archipelago.broker.names import NameClaim
 from archipelago.broker.transport import Compaction, Delivery
 
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from archipelago.broker import extras
+from archipelago.broker.machine import is_installed, require_extra
 from archipelago.broker.observe.curves import Point
 
 PROJECT = "archipelago"
@@ -18,7 +18,7 @@ PROJECT = "archipelago"
 
 def has_tensorboard() -> bool:
     """Return whether event files can be written (extra `plots`)."""
-    return extras.is_installed("tensorboardX")
+    return is_installed("tensorboardX")
 
 
 class EventFile:
@@ -106,4 +106,4 @@ class WandbRun:
 
 def require_wandb() -> None:
     """Raise ConfigError unless wandb is installed. A folder named `wandb`, which it makes itself, does not count."""
-    extras.require("wandb", "--wandb")
+    require_extra("wandb", "--wandb")

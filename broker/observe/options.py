@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from archipelago.broker import extras
 from archipelago.broker.buckets.folder import BucketFolder, chosen, open_bucket
+from archipelago.broker.machine import install_hint
 from archipelago.broker.observe import metrics
 from archipelago.broker.observe.curve_sinks import EventFile, WandbRun, has_tensorboard
 from archipelago.broker.observe.curves import Sink
@@ -60,7 +60,7 @@ class CurveOptions:
         if self.tensorboard and has_tensorboard():
             sinks.append(EventFile(folder / "tensorboard"))
         elif self.tensorboard:
-            log.warning("curves are off: tensorboardX is not installed. %s", extras.hint("plots"))
+            log.warning("curves are off: tensorboardX is not installed. %s", install_hint("plots"))
         if self.wandb:
             sinks.append(WandbRun(run, name, kind, folder, axis))
         return sinks

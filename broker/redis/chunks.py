@@ -15,8 +15,8 @@ from typing import Any
 import redis
 
 from archipelago.broker.errors import WireError
+from archipelago.broker.redis.bulk import Replica
 from archipelago.broker.redis.connection import RedisConnection
-from archipelago.broker.redis.replica import Replica
 from archipelago.broker.signing import Raw
 from archipelago.broker.transport import Arrived, unwatched
 

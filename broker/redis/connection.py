@@ -15,13 +15,18 @@ from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.messages import Snapshot, to_fields
 from archipelago.broker.redis.bulk import read_joined
 from archipelago.broker.redis.client import SOCKET_SECONDS, RedisClient
-from archipelago.broker.redis.failures import Failures, is_wrong_kind
+from archipelago.broker.redis.failures import (
+    Failures,
+    eviction_warning,
+    is_wrong_kind,
+    mode_of,
+    require_kind,
+    require_lasting,
+)
 from archipelago.broker.redis.keys import REGISTRY, Keys
 from archipelago.broker.redis.replies import next_id
-from archipelago.broker.redis.server_kind import eviction_warning, mode_of, require_kind, require_lasting
 from archipelago.broker.redis.servers import Servers
-from archipelago.broker.signing import Payload, Raw, Signing, SigningOff
-from archipelago.broker.stamps import Stamps
+from archipelago.broker.signing import Payload, Raw, Signing, SigningOff, Stamps
 from archipelago.broker.transport import START, Arrived, Memory
 
 #: Tries of a change that other clients may disturb.

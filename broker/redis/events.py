@@ -8,8 +8,7 @@ from archipelago.broker.errors import WireError
 from archipelago.broker.messages import KINDS, Event, Refusal, Resume
 from archipelago.broker.redis.connection import RedisConnection, block_ms
 from archipelago.broker.redis.replies import entry_id, event_of, stream_entries
-from archipelago.broker.signing import MERGER, Raw
-from archipelago.broker.stamps import FIRST, EventOrder, FragmentOrder, Stamp, stamp_of
+from archipelago.broker.signing import FIRST, MERGER, EventOrder, FragmentOrder, Raw, Stamp, stamp_of
 from archipelago.broker.transport import REFUSALS_AMONG, START
 
 REFUSED = KINDS[Refusal].encode()

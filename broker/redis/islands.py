@@ -9,17 +9,16 @@ from functools import cache
 from typing import Any
 
 from archipelago.broker.control import heard_by, is_expelled
-from archipelago.broker.corpus_shards import Place
+from archipelago.broker.corpus_shards import NameClaim, Place, newest_claim, next_claim, parse_name_claim
 from archipelago.broker.entries import entry_name, parse_entry
 from archipelago.broker.errors import UnreachableError, WireError
 from archipelago.broker.failpoints import failpoint
 from archipelago.broker.messages import COUNT_MAX, Contribution, Handover, Heartbeat, from_fields, to_fields
-from archipelago.broker.names import NameClaim, newest_claim, next_claim, parse_claim
 from archipelago.broker.redis.chunks import ChunkStore
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.keys import HANDOVER, is_name
 from archipelago.broker.redis.leases import ShardLeases
-from archipelago.broker.redis.members import KnownMembers
+from archipelago.broker.redis.membership import KnownMembers
 from archipelago.broker.redis.reader import REMEMBER_SECONDS, RedisReader
 from archipelago.broker.redis.replies import count_in, text_fields
 from archipelago.broker.redis.stored_run import StoredRun
@@ -145,7 +144,7 @@ class RedisIsland:
         found: bytes | None = None
         with self._connection.forgiving(key, "a string"):
             found = self._redis.get(key)
-        return parse_claim((found or b"").decode("utf-8", "replace"))
+        return parse_name_claim((found or b"").decode("utf-8", "replace"))
 
     # -- shard leases -----------------------------------------------------------------------------------------------
 

@@ -23,16 +23,15 @@ from archipelago.broker.messages import (
 from archipelago.broker.redis.chunks import ChunkStore
 from archipelago.broker.redis.compactions import Compactions, RedisPlaced
 from archipelago.broker.redis.connection import RedisConnection
-from archipelago.broker.redis.consumer import UpdatesConsumer
 from archipelago.broker.redis.failures import is_full
 from archipelago.broker.redis.lease import Lease
-from archipelago.broker.redis.members import KnownMembers
+from archipelago.broker.redis.membership import KnownMembers
 from archipelago.broker.redis.reader import RedisReader
 from archipelago.broker.redis.repair import RedisRepair
 from archipelago.broker.redis.replies import GROUP, counts_in, signed_state
 from archipelago.broker.redis.standbys import Standbys
 from archipelago.broker.redis.stored_run import StoredRun
-from archipelago.broker.redis.updates import FoundEntry, UpdatesStreams, by_stream
+from archipelago.broker.redis.updates import FoundEntry, UpdatesConsumer, UpdatesStreams, by_stream
 from archipelago.broker.signing import Signing
 from archipelago.broker.transport import START, Commit, Compaction, Delivery, Repair, never_gone
 

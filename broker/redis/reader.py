@@ -41,8 +41,7 @@ from archipelago.broker.redis.replies import (
 from archipelago.broker.redis.standbys import Standbys
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import UpdatesStreams
-from archipelago.broker.signing import MERGER, PAYLOAD_DIGEST, SIGNATURE, STAMP, Raw
-from archipelago.broker.stamps import HeartbeatOrder, stamp_of
+from archipelago.broker.signing import MERGER, PAYLOAD_DIGEST, SIGNATURE, STAMP, HeartbeatOrder, Raw, stamp_of
 from archipelago.broker.transport import NOTES_KEPT, Arrived, Memory, MergerStatus, Standby, unwatched
 
 #: How long the heartbeat of a silent island is kept.

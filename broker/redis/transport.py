@@ -9,18 +9,16 @@ from archipelago.broker.errors import BadUrlError, BrokerError
 from archipelago.broker.invitation import Invitation
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Snapshot
+from archipelago.broker.redis.bulk import replica_at
 from archipelago.broker.redis.chunks import ChunkStore
 from archipelago.broker.redis.client import RedisClient, fake_client
 from archipelago.broker.redis.connection import RedisConnection
-from archipelago.broker.redis.creation import Creation
+from archipelago.broker.redis.creation import Creation, sign_stored
 from archipelago.broker.redis.islands import RedisIsland
-from archipelago.broker.redis.members import KnownMembers, signing_of
-from archipelago.broker.redis.membership import Membership
+from archipelago.broker.redis.membership import KnownMembers, Membership, signing_of
 from archipelago.broker.redis.merger import RedisMerger
 from archipelago.broker.redis.reader import RedisReader
-from archipelago.broker.redis.replica import replica_at
 from archipelago.broker.redis.servers import Servers, servers_at
-from archipelago.broker.redis.signed_run import sign_stored
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import UpdatesStreams
 from archipelago.broker.transport import Image

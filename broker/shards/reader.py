@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
@@ -27,6 +30,10 @@ from archipelago.broker.transport import Arrived, Memory, MergerStatus, ReaderCl
 
 #: Of more things than this, messages say only how many there are.
 NUMBERS_MAX = 12
+#: Time between two attempts to reach a shard that is away.
+RETRY_SECONDS = 5.0
+#: How long a call waits for further shards that do not answer. A server that is alive may be slow for a second or two.
+PATIENCE_SECONDS = 3.0
 
 T = TypeVar("T")
 
@@ -45,11 +52,8 @@ class ShardedReader:
     def __init__(self, readers: Sequence[ReaderClient], manifest: Manifest) -> None:
         self._readers, self._manifest = readers, manifest
         self._home, self._layout = readers[0], manifest.shard_layout
-
-    @property
-    def away(self) -> Mapping[int, str]:
-        """The shards that cannot be reached and are left out, each with the reason. Only `DisplayReader` has any."""
-        return {}
+        #: The shards that cannot be reached and are left out, each with the reason. Only `DisplayReader` has any.
+        self.away: dict[int, str] = {}
 
     def _each(self, read: Callable[[ReaderClient], T]) -> dict[int, T]:
         """Return what is read from each shard, by its number. `DisplayReader` leaves out those that are away."""
@@ -296,3 +300,80 @@ def _summed(counts: Iterable[Any]) -> dict[str, int]:
     for each in counts:
         total.update({str(name): _count(value) for name, value in each.items()} if isinstance(each, dict) else {})
     return dict(total)
+
+
+class DisplayReader(ShardedReader):
+    """A `ShardedReader` that leaves out further shards that cannot be reached. Its values are those of the others.
+
+    It is for showing a run. What islands, mergers and operators decide needs all shards, so writes and parameters still
+    raise UnreachableError. So does every call if shard 0 cannot be reached, which has what belongs to the run.
+
+    A call asks all shards at the same time, each further one on a thread of its own, because a shard that hangs keeps
+    its thread for as long as a socket waits. The call that finds a shard away waits for it, but not that long. The next
+    calls leave it out at once, until it has answered.
+
+    Args:
+        readers: The reader of each shard.
+        manifest: The manifest of the run.
+        clock: Monotonic seconds.
+        aside: Runs an attempt beside the calls.
+        patience_seconds: How long a call waits for further shards.
+    """
+
+    def __init__(
+        self,
+        readers: Sequence[ReaderClient],
+        manifest: Manifest,
+        clock: Callable[[], float] = time.monotonic,
+        aside: Callable[[Callable[[], None]], None] = lambda attempt: threading.Thread(
+            target=attempt, daemon=True
+        ).start(),
+        patience_seconds: float = PATIENCE_SECONDS,
+    ) -> None:
+        super().__init__(readers, manifest)
+        self._clock, self._aside, self._patience_seconds = clock, aside, patience_seconds
+        # The last call to each shard that is away, and when to ask it again.
+        self._last: dict[int, tuple[Future[Any], float]] = {}
+
+    def _each(self, read: Callable[[ReaderClient], T]) -> dict[int, T]:
+        further = [shard for shard in range(1, len(self._readers)) if not self._is_left_out(shard)]
+        answers = {shard: self._ask(shard, read) for shard in further}
+        found = {0: read(self._home)}
+        until = self._clock() + self._patience_seconds
+        for shard, answer in answers.items():
+            try:
+                found[shard] = answer.result(max(0.0, until - self._clock()))
+            except UnreachableError as error:
+                self.away[shard] = error.what
+            except TimeoutError:
+                self.away[shard] = f"its server has not answered for {self._patience_seconds:g} s"
+            if shard in self.away:
+                self._last[shard] = answer, self._clock() + RETRY_SECONDS
+        return found
+
+    def _ask(self, shard: int, read: Callable[[ReaderClient], T]) -> Future[T]:
+        """Begin to read from a shard, beside this call."""
+        answer: Future[T] = Future()
+
+        def attempt() -> None:
+            try:
+                answer.set_result(read(self._readers[shard]))
+            except Exception as error:  # noqa: BLE001 - whoever takes the answer raises it
+                answer.set_exception(error)
+
+        self._aside(attempt)
+        return answer
+
+    def _is_left_out(self, shard: int) -> bool:
+        """Return whether a shard is away. If it is time for that, begin another attempt to reach it."""
+        if shard not in self.away:
+            return False
+        answer, due = self._last[shard]
+        if answer.done():
+            if not isinstance(error := answer.exception(), UnreachableError):
+                del self.away[shard]  # it answers; if something is wrong, this call raises it
+                return False
+            self.away[shard] = error.what
+            if self._clock() >= due:
+                self._last[shard] = self._ask(shard, lambda reader: reader.is_served()), self._clock() + RETRY_SECONDS
+        return True

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 
 from archipelago.broker.errors import BrokerError
-from archipelago.broker.loss_unit import loss_unit
+from archipelago.broker.manifest import loss_unit
 from archipelago.broker.messages import Refusal, TapeEntry
 from archipelago.broker.shards.transport import of_shard
 from archipelago.broker.transport import START, ReaderTransport

@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.extras import hint, is_installed
+from archipelago.broker.machine import install_hint, is_installed
 
 PAGE = Path(__file__).parent / "page"
 FILES = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js", "/charts.js": "charts.js"}
@@ -23,4 +23,4 @@ def chart_library() -> Path:
         path = Path(found.origin).parent / "package_data" / "plotly.min.js" if found and found.origin else None
         if path is not None and path.is_file():
             return path
-    raise ConfigError("charts need plotly, which this Python does not have", hint("dash"), code="config.extra")
+    raise ConfigError("charts need plotly, which this Python does not have", install_hint("dash"), code="config.extra")

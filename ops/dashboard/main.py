@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from archipelago.broker import extras
 from archipelago.broker.errors import ConfigError
+from archipelago.broker.machine import require_extra
 from archipelago.broker.process import RunAddress, connect_to, print_json, stop_on_signals
 from archipelago.ops.dashboard.run_list import RunList
 from archipelago.ops.dashboard.watcher import Watcher
@@ -55,7 +55,7 @@ class DashOptions(RunAddress):
 
 def main(options: DashOptions) -> int:
     """Serve until a signal arrives."""
-    extras.require("dash", "The dashboard")
+    require_extra("dash", "The dashboard")
     stopped = stop_on_signals()
     token = _token(options.token)
     transport = options.connect()

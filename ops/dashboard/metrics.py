@@ -13,7 +13,7 @@ from archipelago.broker.observe.metrics import family, new_registry
 from archipelago.ops.watch.run_view import RunView
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-#: The units of losses (`broker.loss_unit`).
+#: The units of losses (`broker.manifest`).
 _UNIT = "bits per byte (of a task or a script, in its own unit)"
 
 #: Maps a metric's name to the attribute of `RunView` and its documentation. The label is `run`.

@@ -9,8 +9,7 @@ from typing import Any
 
 from archipelago.broker.config import RunConfig, flat
 from archipelago.broker.control import MERGING, PAUSED, SETTINGS, STEPS, island_field, own
-from archipelago.broker.loss_unit import loss_unit
-from archipelago.broker.manifest import Manifest
+from archipelago.broker.manifest import Manifest, loss_unit
 from archipelago.broker.messages import Evaluation, Note, Refusal
 from archipelago.broker.shards.reader import holders_in_words, numbered
 from archipelago.broker.transport import MergerStatus

@@ -11,7 +11,7 @@ from typing import Any
 
 from archipelago.broker.config import RunConfig, differing, from_toml
 from archipelago.broker.errors import ArchipelagoError
-from archipelago.broker.loss_unit import loss_unit
+from archipelago.broker.manifest import loss_unit
 from archipelago.broker.shards.transport import opened
 from archipelago.broker.transport import Transport
 from archipelago.ops.dashboard.history import joined_evaluations

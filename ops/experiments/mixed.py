@@ -17,8 +17,8 @@ import tyro
 
 from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.extras import require
 from archipelago.broker.files import make_untracked
+from archipelago.broker.machine import require_extra
 from archipelago.broker.process import keep_compiled
 from archipelago.islands.creation import fitted
 from archipelago.islands.data.corpus import OpenCorpus, open_corpus
@@ -54,7 +54,7 @@ def main(options: MixedOptions) -> int:
     config = checked(options.settings)
     if options.islands < 2:
         raise ConfigError("one island is in one framework", "Give --islands 2 or more.", code="config.islands")
-    require("llama", "Training in both frameworks")
+    require_extra("llama", "Training in both frameworks")
     keep_compiled()
     import torch
 

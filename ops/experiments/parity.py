@@ -19,7 +19,7 @@ import tyro
 from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.errors import ConfigError, require_number
 from archipelago.broker.files import make_untracked
-from archipelago.broker.loss_unit import LossUnit, loss_unit
+from archipelago.broker.manifest import LossUnit, loss_unit
 from archipelago.broker.process import keep_compiled
 from archipelago.islands.tasks.file import TaskFile
 from archipelago.islands.tasks.workload import Workload, require_trainable

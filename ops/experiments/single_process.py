@@ -13,7 +13,7 @@ import tyro
 from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.errors import require_number
 from archipelago.broker.files import write_atomically
-from archipelago.broker.loss_unit import loss_unit
+from archipelago.broker.manifest import loss_unit
 from archipelago.broker.process import guarded, keep_compiled
 from archipelago.ops.launch.init import workload_of
 from archipelago.ops.settings import say

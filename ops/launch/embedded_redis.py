@@ -25,7 +25,7 @@ from archipelago.broker.errors import BrokerError
 from archipelago.broker.files import PRIVATE, make_untracked, write_atomically
 from archipelago.broker.machine import LOOPBACK, free_port, is_free
 from archipelago.broker.redis.client import State, state_of
-from archipelago.broker.redis.server_kind import OLDEST
+from archipelago.broker.redis.failures import OLDEST
 from archipelago.ops.launch.opening import ADMINISTRATOR, AUTHORITY, CERTIFICATES, Opening
 from archipelago.ops.launch.supervisor import Child
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from archipelago.broker.loss_unit import loss_unit
-from archipelago.broker.manifest import Manifest
+from archipelago.broker.manifest import Manifest, loss_unit
 from archipelago.broker.messages import Evaluation
 from archipelago.broker.observe.logs import log_to_stderr
 from archipelago.broker.process import RunAddress, guarded, keep_compiled

@@ -17,8 +17,7 @@ from rich.text import Text
 from archipelago.broker.buckets.copier import FINISH_SECONDS
 from archipelago.broker.buckets.folder import chosen
 from archipelago.broker.errors import ArchipelagoError, BrokerError, UnreachableError
-from archipelago.broker.loss_unit import loss_unit
-from archipelago.broker.manifest import Manifest
+from archipelago.broker.manifest import Manifest, loss_unit
 from archipelago.broker.observe.options import WorkerOptions
 from archipelago.broker.observe.printable import printable
 from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE

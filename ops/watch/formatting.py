@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from archipelago.broker.loss_unit import shortened
+from archipelago.broker.manifest import shortened
 from archipelago.broker.observe.printable import printable
 from archipelago.broker.shards.reader import holders_in_words, numbered
 from archipelago.ops.watch.advice import Problem

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.live import Live
 
 from archipelago.broker.errors import ArchipelagoError
-from archipelago.broker.loss_unit import loss_unit
+from archipelago.broker.manifest import loss_unit
 from archipelago.broker.messages import Evaluation
 from archipelago.broker.observe.printable import printable
 from archipelago.broker.process import print_json, stop_on_signals

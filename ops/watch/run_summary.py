@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from archipelago.broker.buckets.folder import BucketError, BucketFolder
-from archipelago.broker.extras import is_installed
 from archipelago.broker.files import make_untracked, write_atomically
-from archipelago.broker.loss_unit import LossUnit
+from archipelago.broker.machine import is_installed
+from archipelago.broker.manifest import LossUnit
 from archipelago.broker.messages import Evaluation
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import finite

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from archipelago.broker.control import run_steps
-from archipelago.broker.loss_unit import LossUnit, loss_unit
-from archipelago.broker.manifest import Manifest
+from archipelago.broker.manifest import LossUnit, Manifest, loss_unit
 from archipelago.broker.messages import Books, Evaluation, Member, Pending, Presence, TapeEntry
 from archipelago.broker.shards.transport import shards_away
 from archipelago.broker.transport import Memory, ReaderTransport

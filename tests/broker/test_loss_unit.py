@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from archipelago.broker.loss_unit import loss_unit
-from archipelago.broker.manifest import NO_CORPUS, Corpus
+from archipelago.broker.manifest import NO_CORPUS, Corpus, loss_unit
 
 
 def test_a_text_has_bits_per_byte() -> None:

@@ -5,19 +5,19 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from archipelago.broker.names import AHEAD_MS, NameClaim, newest_claim, next_claim, parse_claim
+from archipelago.broker.corpus_shards import AHEAD_MS, NameClaim, newest_claim, next_claim, parse_name_claim
 
 CLAIMS = st.builds(NameClaim, st.integers(0, 10**17), st.sampled_from(["old", "new", "other"]))
 
 
 @given(CLAIMS)
 def test_a_claim_survives_as_text(claim: NameClaim) -> None:
-    assert parse_claim(str(claim)) == claim
+    assert parse_name_claim(str(claim)) == claim
 
 
 def test_any_other_text_is_no_claim() -> None:
     for text in ("", "1", "1 ", " x", "-1 x", "1 x y", "9" * 19 + " x", "1 " + "x" * 65, "١ x"):
-        assert parse_claim(text) is None, text
+        assert parse_name_claim(text) is None, text
 
 
 @given(st.none() | CLAIMS, st.integers(0, 10**14))

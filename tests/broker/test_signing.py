@@ -14,15 +14,19 @@ from archipelago.broker.messages import Presence
 from archipelago.broker.signing import (
     MERGER,
     SIGNATURE,
+    EventOrder,
+    FragmentOrder,
+    HeartbeatOrder,
     Kind,
     SignatureError,
     SigningOff,
     SigningOn,
+    Stamps,
     canonical,
     generate,
     public_key,
+    stamp_of,
 )
-from archipelago.broker.stamps import EventOrder, FragmentOrder, HeartbeatOrder, Stamps, stamp_of
 from tests.failing import failing
 from tests.samples import heartbeat
 from tests.tiers import examples

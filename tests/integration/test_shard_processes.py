@@ -12,7 +12,7 @@ from redis.crc import key_slot
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.transport import RedisTransport, connect
-from archipelago.broker.shards.display import PATIENCE_SECONDS
+from archipelago.broker.shards.reader import PATIENCE_SECONDS
 from archipelago.broker.shards.transport import WholeRun, whole
 from archipelago.ops.launch.embedded_redis import Server
 from tests.clusters import PATIENT_MS, Cluster

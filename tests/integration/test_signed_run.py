@@ -18,8 +18,7 @@ from archipelago.broker.invitation import Invitation, Member, key_text
 from archipelago.broker.messages import Call, Contribution, Resume, Snapshot, to_fields
 from archipelago.broker.published import newest
 from archipelago.broker.redis.transport import RedisTransport, connect
-from archipelago.broker.signing import MERGER, SignatureError, SigningOn, generate
-from archipelago.broker.stamps import EPOCHS_SKIPPED
+from archipelago.broker.signing import EPOCHS_SKIPPED, MERGER, SignatureError, SigningOn, generate
 from archipelago.broker.transport import START, Transport
 from archipelago.broker.wire import digest, digest_of, pack
 from archipelago.merger.service import Merger
@@ -255,7 +254,7 @@ def test_neither_a_stranger_serves_a_signed_run_nor_is_a_changed_manifest_used(r
 
 
 def test_a_revoked_island_is_refused(run: SignedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("archipelago.broker.redis.members.FRESH_SECONDS", 0.0)
+    monkeypatch.setattr("archipelago.broker.redis.membership.FRESH_SECONDS", 0.0)
     run.close_until(4)
     run.keys.plain().membership.remove("island-2")
     closed = run.merger.state.closed

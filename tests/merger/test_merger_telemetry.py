@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from archipelago.broker.codecs import Vector
 from archipelago.broker.errors import UnknownRunError, UnreachableError
-from archipelago.broker.loss_unit import loss_unit
+from archipelago.broker.manifest import loss_unit
 from archipelago.broker.messages import Member
 from archipelago.broker.observe.curves import CurveWriter
 from archipelago.broker.observe.metrics import new_registry

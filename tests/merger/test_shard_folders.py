@@ -14,8 +14,7 @@ from archipelago.broker.buckets.folder import BucketFolder
 from archipelago.broker.errors import ConfigError, RunExistsError, UnknownRunError
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Marker
-from archipelago.broker.shards.images import restore
-from archipelago.broker.shards.transport import claim_checkpoint, of_shard, whole
+from archipelago.broker.shards.transport import claim_checkpoint, of_shard, restore, whole
 from archipelago.broker.transport import Image
 from archipelago.merger.beside import at_once
 from archipelago.merger.storage import MergerFolder

@@ -19,11 +19,10 @@ from functools import partial
 from itertools import islice
 
 from archipelago.broker.control import DRAIN, EXPEL, island_field, require_welcome, run_steps
-from archipelago.broker.corpus_shards import Place
+from archipelago.broker.corpus_shards import NameClaim, Place
 from archipelago.broker.errors import BrokerError, UnreachableError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import NOTE_MAX, Event, Heartbeat, Note
-from archipelago.broker.names import NameClaim
 from archipelago.broker.shards.transport import shards_of
 from archipelago.broker.transport import IslandTransport
 from archipelago.islands.sync import recovery

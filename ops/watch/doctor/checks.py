@@ -14,7 +14,7 @@ from typing import Any, Literal
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.invitation import Members, Role
 from archipelago.broker.redis.checkup import Bandwidth, ServerFacts
-from archipelago.broker.redis.server_kind import OLDEST
+from archipelago.broker.redis.failures import OLDEST
 from archipelago.broker.transport import MEMORY_SHARE_MAX
 from archipelago.ops.watch.formatting import seconds_text, size
 

@@ -25,8 +25,7 @@ from archipelago.broker.invitation import ADMIN, Invitation, Role
 from archipelago.broker.manifest import NO_CORPUS, Manifest, balanced, installed_versions
 from archipelago.broker.messages import Presence
 from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, invitation_at, keep_compiled, print_json
-from archipelago.broker.redis.checkup import Bandwidth, RedisCheckup
-from archipelago.broker.redis.node_facts import NodeFacts
+from archipelago.broker.redis.checkup import Bandwidth, NodeFacts, RedisCheckup
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.shards.reader import numbered
 from archipelago.ops.simulation.cycle import cycle, measured_machine

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from archipelago.broker import extras
 from archipelago.broker.errors import ArchipelagoError
-from archipelago.broker.machine import usable_cores
+from archipelago.broker.machine import install_hint, usable_cores
 from archipelago.broker.manifest import MISSING, Corpus
 from archipelago.ops.watch.doctor.checks import Finding, ok, problem, warning
 from archipelago.ops.watch.formatting import size
@@ -132,7 +131,7 @@ def versions(here: Mapping[str, str], in_run: Mapping[str, str] | None) -> Findi
         return problem(
             "packages.missing",
             f"Not installed: {', '.join(missing)}.",
-            f"In your checkout of Archipelago, run: {extras.command()}",
+            install_hint(),
         )
     if in_run is None:
         return ok("packages", what)
@@ -174,7 +173,7 @@ def accelerators() -> Finding:
         return warning(
             "devices.unused-gpu",
             f"JAX finds only {found}, although the driver of a GPU is installed.",
-            extras.hint("cuda"),
+            install_hint("cuda"),
         )
     limit = (devices[0].memory_stats() or {}).get("bytes_limit", 0) if devices[0].platform != "cpu" else 0
     each = f" with {size(limit)} each" if limit else ""

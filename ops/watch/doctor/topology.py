@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from archipelago.broker.address import Kind
-from archipelago.broker.redis.node_facts import NodeFacts
-from archipelago.broker.redis.server_kind import KEEPS_ALL
+from archipelago.broker.redis.checkup import NodeFacts
+from archipelago.broker.redis.failures import KEEPS_ALL
 from archipelago.ops.watch.doctor.checks import Finding, ok, problem, warning
 
 _NAMES = {"server": "one server", "cluster": "a Redis Cluster", "sentinel": "a primary that Sentinels watch"}

@@ -15,9 +15,9 @@ import pytest
 import redis
 
 from archipelago.broker.errors import BadUrlError
-from archipelago.broker.redis import replica
+from archipelago.broker.redis import bulk
+from archipelago.broker.redis.bulk import Replica
 from archipelago.broker.redis.client import client_at
-from archipelago.broker.redis.replica import Replica
 from archipelago.broker.redis.transport import RedisTransport
 from archipelago.ops.launch.embedded_redis import Server, start_server
 from tests import samples
@@ -137,11 +137,11 @@ def test_a_replica_that_is_away_is_not_asked_for_a_while(
     replica_of(island).close()
     island.chunks.replica = Replica(cast(Any, client), "away", lambda: now[0])
     asked = []
-    for now[0] in (0.0, 1.0, replica.PAUSE_SECONDS + 1.0):
+    for now[0] in (0.0, 1.0, bulk.PAUSE_SECONDS + 1.0):
         before = client.asked
         assert island.reader.fragment(0)[1] == PAYLOAD
         asked += [now[0]] * (client.asked > before)
-    assert asked == [0.0, replica.PAUSE_SECONDS + 1.0]
+    assert asked == [0.0, bulk.PAUSE_SECONDS + 1.0]
     assert passed_by(caplog) == 1
 
 

@@ -11,7 +11,7 @@ import pytest
 from archipelago.broker.errors import BrokerError, ServerTooOldError
 from archipelago.broker.machine import LOOPBACK, free_port
 from archipelago.broker.redis.client import client_at
-from archipelago.broker.redis.server_kind import eviction_warning, mode_of, require_kind, require_lasting
+from archipelago.broker.redis.failures import eviction_warning, mode_of, require_kind, require_lasting
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.ops.watch.doctor.main import check_server
 from tests import samples

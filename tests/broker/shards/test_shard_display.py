@@ -11,7 +11,7 @@ import pytest
 
 from archipelago.broker.errors import BrokerError, UnreachableError
 from archipelago.broker.messages import Books
-from archipelago.broker.shards.display import RETRY_SECONDS, DisplayReader
+from archipelago.broker.shards.reader import RETRY_SECONDS, DisplayReader
 from archipelago.broker.transport import MergerStatus, ReaderClient
 from tests import samples
 from tests.conftest import Until

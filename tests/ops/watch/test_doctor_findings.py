@@ -14,8 +14,7 @@ from archipelago.broker.codecs import codec
 from archipelago.broker.config import MergeConfig, RunConfig, SyncConfig, WireConfig
 from archipelago.broker.footprint import memory_text
 from archipelago.broker.manifest import Corpus, Tensor
-from archipelago.broker.redis.checkup import Bandwidth, ServerFacts
-from archipelago.broker.redis.node_facts import NodeFacts
+from archipelago.broker.redis.checkup import Bandwidth, NodeFacts, ServerFacts
 from archipelago.islands.data.corpus import OpenCorpus, data_folder
 from archipelago.ops.simulation.cycle import cycle
 from archipelago.ops.simulation.spectra_load import SpectraLoad

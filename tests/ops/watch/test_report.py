@@ -19,7 +19,7 @@ from archipelago.broker.buckets.bundles import Bundles
 from archipelago.broker.buckets.folder import BucketFolder
 from archipelago.broker.config import checked
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.loss_unit import loss_unit
+from archipelago.broker.manifest import loss_unit
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Evaluation
 from archipelago.broker.process import guarded
