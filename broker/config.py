@@ -24,8 +24,8 @@ from annotated_types import Ge, Gt, Le, Lt, MultipleOf
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from archipelago.broker.corpus_shards import SHARDS_MAX
 from archipelago.broker.errors import ConfigError
+from archipelago.broker.ranges import RANGES_MAX
 
 #: The vocabulary size of a corpus whose tokens are bytes.
 BYTES = 256
@@ -78,7 +78,7 @@ class DataConfig:
         corpus: The name of a prepared corpus. `stdlib` is the source code of Python's standard library.
         sequence_length: Tokens per sequence.
         batch_size: Sequences per inner step on one island.
-        shards: The number of shards of the training text. An island leases one shard at a time, and no two islands hold
+        shards: The number of ranges of the training text. An island leases one range at a time, and no two islands hold
             the same one.
         held_out_sequences: Sequences of held-out text that one evaluation reads.
     """
@@ -87,7 +87,7 @@ class DataConfig:
     corpus: str = "stdlib"
     sequence_length: Annotated[int, Ge(2), Le(1 << 20)] = 128
     batch_size: Annotated[int, Ge(1), Le(1 << 20)] = 8
-    shards: Annotated[int, Ge(1), Le(SHARDS_MAX)] = 64
+    shards: Annotated[int, Ge(1), Le(RANGES_MAX)] = 64
     held_out_sequences: Annotated[int, Ge(1), Le(1 << 20)] = 256
 
 

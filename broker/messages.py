@@ -73,8 +73,8 @@ class Contribution(Identified):
         farewell: The island leaves with this contribution, which joins a round but does not open one.
         bytes: The size of the payload.
         digest: The digest of the payload.
-        data: How far the island has read its shards, as `broker.corpus_shards.Place`s. Once this is merged, other
-            islands continue there.
+        data: How far the island has read its ranges of text, as `broker.ranges.ReadPosition`s. Once this is merged,
+            other islands continue there.
     """
 
     __pydantic_config__ = _CONFIG
@@ -221,7 +221,7 @@ class Heartbeat:
         bytes_up: Bytes that were uploaded.
         bytes_down: Bytes that were downloaded. The broker adds those of earlier incarnations of the island.
         link: `ok`, or the last fault of the connection.
-        data: The leased shards, and how far each was read.
+        data: The leased ranges of text, and how far each was read.
         moments: The origin of the inner optimiser state: fresh, the island's own checkpoint, or a peer.
         uplink_bytes_per_second: The measured rate of uploads, without the fixed cost of a message; NaN if unknown.
         downlink_bytes_per_second: The same for downloads.
@@ -305,7 +305,7 @@ class Member(Identified):
         clip: The factor by which clipping scaled the contribution; 1 if it was not clipped.
         entry: The entry that holds its fields and payload until a checkpoint covers them, as `NAME/ID`: the island
             whose updates stream it is in, and its id there.
-        data: The places to which it moves the cursors of shards.
+        data: The positions to which it moves the cursors of ranges of text.
         score: How well its island's contributions agree with those of the others; 1 is usual, 0 unrelated.
         factor: The factor on its weight that followed from the score; 1 if it was not lowered.
     """

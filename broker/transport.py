@@ -2,7 +2,7 @@
 
 | protocol | used by |
 | --- | --- |
-| `IslandClient` | islands: contributions, heartbeats, shard leases, optimiser state for newcomers |
+| `IslandClient` | islands: contributions, heartbeats, leases of text, optimiser state for newcomers |
 | `MergerClient` | mergers: the lease, the updates streams, commits |
 | `ReaderClient` | every process that reads a run, and operators, who steer it |
 
@@ -20,7 +20,6 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from archipelago.broker.corpus_shards import NameClaim, Place
 from archipelago.broker.entries import sender_of
 from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Manifest
@@ -41,6 +40,7 @@ from archipelago.broker.messages import (
     Snapshot,
     TapeEntry,
 )
+from archipelago.broker.ranges import NameClaim, ReadPosition
 
 #: How many differences of each fragment the broker keeps. An island that missed more downloads the full snapshot, and
 #: the differences after it. So a fragment's newest full snapshot is never more versions old than this.
@@ -131,7 +131,7 @@ class Commit:
         entries: Entries of the updates streams that this commit merges.
         tokens: Tokens of the merged contributions.
         trim: Entries to delete, merged by this commit or an earlier one.
-        cursors: The new resume position (pass, sequences read) of each shard that advanced.
+        cursors: The new resume position (pass, sequences read) of each range of text that advanced.
         difference: The payload that leads islands from the previous version to this one. It expires.
         after_round: The last closed round that the merger knows. If the broker restarted without its newest writes,
             its last round or its instance (`ReaderClient.instance`) differs from that of the lease, and it refuses the
@@ -167,7 +167,7 @@ class Repair:
         state: The merger's other state, as JSON.
         compactions: Full states of fragments at their newest versions.
         heads: Headers of newest versions whose full state is an older one.
-        cursors: The resume positions of all started shards.
+        cursors: The resume positions of all started ranges of text.
         books: Counters by name.
     """
 
@@ -193,7 +193,7 @@ class Image:
         outers: The exact parameters and outer optimiser state of each fragment; empty if none of its rounds has closed.
         state: The merger's other state, as JSON.
         books: The run's counters.
-        cursors: The resume position of each started shard.
+        cursors: The resume position of each started range of text.
         tape: The newest rounds, for display only.
         evaluations: All evaluations.
         pending: Contributions that were published but not yet merged, with their payloads.
@@ -352,7 +352,7 @@ class ReaderClient(Protocol):
         ...
 
     def cursors(self) -> dict[str, tuple[int, int]]:
-        """Return the resume position (pass, sequences read) of each started shard."""
+        """Return the resume position (pass, sequences read) of each started range of text."""
         ...
 
     def tape(self, count: int) -> list[TapeEntry]:
@@ -440,8 +440,8 @@ class IslandClient(Protocol):
         """Return the newest claim to the name. If the broker has lost `claim`, it is written again."""
         ...
 
-    def lease_shard(self, shards: Sequence[str], me: str) -> Place | None:
-        """Lease a shard for `me` (island/incarnation), as `corpus_shards.choose` selects it; None if all are leased.
+    def lease_range(self, ranges: Sequence[str], me: str) -> ReadPosition | None:
+        """Lease a range for `me` (island/incarnation), as `ranges.choose` selects it; None if all are leased.
 
         A lease ends when its holder has sent no heartbeat for LIVE_SECONDS, has left, or is expelled. It does not end
         while a contribution of the holder waits to be merged, because that may still move the cursor. An expelled
@@ -449,8 +449,8 @@ class IslandClient(Protocol):
         """
         ...
 
-    def leased(self, shards: Sequence[str], me: str) -> frozenset[str]:
-        """Return the shards that `me` still holds. It loses a shard when the pass ends or another island leases it."""
+    def leased(self, ranges: Sequence[str], me: str) -> frozenset[str]:
+        """Return the ranges that `me` still holds. It loses a range when the pass ends or another island leases it."""
         ...
 
     def lease_evaluation(self, me: str, seconds: float) -> bool:

@@ -88,11 +88,11 @@ class Rejoin(Newcomer):
         link.leases.hold(batches.held())  # first, because the link would otherwise lease one of them as the next shard
         try:
             for place in batches.places():
-                self.transport.island.lease_shard([place.shard], self.who)
-                is_ours = self.transport.island.leased([place.shard], self.who)
-                pass_number, _ = self.transport.reader.cursors().get(place.shard, (0, 0))
+                self.transport.island.lease_range([place.range], self.who)
+                is_ours = self.transport.island.leased([place.range], self.who)
+                pass_number, _ = self.transport.reader.cursors().get(place.range, (0, 0))
                 if not is_ours or pass_number != place.pass_number:
-                    self.island.forget_shards(frozenset([place.shard]))
+                    self.island.forget_shards(frozenset([place.range]))
         except BrokerError as error:  # the next heartbeat checks the leases
             log.warning("shards cannot be leased again: %s", error.what)
         link.leases.hold(batches.held())

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from archipelago.broker.control import steered
-from archipelago.broker.corpus_shards import SHARDS_MAX, advanced, parse_places
 from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import MERGED_MAX, Contribution, Refusal
+from archipelago.broker.ranges import RANGES_MAX, advanced, parse_positions
 from archipelago.broker.transport import Delivery, MergerTransport
 from archipelago.merger import claims
 from archipelago.merger.beside import Spawn, at_once
@@ -73,7 +73,7 @@ def reason_to_refuse(contribution: Contribution, manifest: Manifest, closed: int
         return Reason(*found)
     if c.codec not in (config.wire.up, config.wire.thin):
         return Reason("codec", f"this run does not use codec {c.codec[:32]!r}")
-    if fault := _fault_of_places(c.data, SHARDS_MAX if config.has_own_loops else config.data.shards):
+    if fault := _fault_of_places(c.data, RANGES_MAX if config.has_own_loops else config.data.shards):
         return Reason("data", fault)
     staleness = version - c.base
     if staleness > config.sync.staleness_cap:
@@ -89,10 +89,10 @@ def version_after(closed: int, p: int, fragments: int) -> int:
 def _fault_of_places(data: str, shards: int) -> str:
     """Return what is wrong with the island's reading positions in the corpus, or an empty text."""
     try:
-        places = parse_places(data)
+        places = parse_positions(data)
     except WireError as error:
         return error.reason
-    beyond = [place.shard for place in places if int(place.shard.rpartition("/")[2]) >= shards]
+    beyond = [place.range for place in places if int(place.range.rpartition("/")[2]) >= shards]
     return f"shard {beyond[0]} of {shards} does not exist" if beyond else ""
 
 
@@ -272,7 +272,7 @@ class Inbox:
         self._rooms.setdefault(p, Room()).put(believed)
         self._identities.add(believed.identity)
         self._entries[entry] = None
-        self.cursors |= advanced(self.cursors, parse_places(believed.data))
+        self.cursors |= advanced(self.cursors, parse_positions(believed.data))
         self.note_lowered(believed, lowered, state)
         if claimed.tokens > believed.tokens:
             self._lowered[entry] = claimed.tokens - believed.tokens
@@ -317,7 +317,7 @@ class Inbox:
             self._identities.discard(addend.contribution.identity)
             self._entries.pop(addend.entry, None)
         waiting = (addend.contribution for each in self._sums.values() for addend in each.addends)
-        self.cursors = advanced({}, (place for c in waiting for place in parse_places(c.data)))
+        self.cursors = advanced({}, (place for c in waiting for place in parse_positions(c.data)))
 
     # -- refusals -----------------------------------------------------------------------------------------------------
 

@@ -16,9 +16,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from archipelago.broker.config import BATCH_FACTOR_MAX, OWN_TOKENS_PER_STEP_MAX, RunConfig
-from archipelago.broker.corpus_shards import Place, parse_places
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Contribution
+from archipelago.broker.ranges import ReadPosition, parse_positions
 from archipelago.merger.step_times import StepTimes, is_step_seconds
 
 #: An island may be this much faster than the median of at least two others.
@@ -217,31 +217,31 @@ def believed_data(
     # The places of a task count batches, of which each step reads one.
     sequences = steps * DATA_SLACK if config.has_own_loops else tokens / data.sequence_length
     reach = math.ceil(sequences) + config.sync.interval * data.batch_size
-    believed: list[Place] = []
+    believed: list[ReadPosition] = []
     moved: dict[str, tuple[int, int]] = {}
-    for place in parse_places(contribution.data):
-        before = max((each[place.shard] for each in (cursors, waiting, moved) if place.shard in each), default=None)
-        if before is None and "/" in place.shard and len(cursors) + len(moved) >= data.shards + OTHER_CURSORS_MAX:
+    for place in parse_positions(contribution.data):
+        before = max((each[place.range] for each in (cursors, waiting, moved) if place.range in each), default=None)
+        if before is None and "/" in place.range and len(cursors) + len(moved) >= data.shards + OTHER_CURSORS_MAX:
             continue
         cursor = before or (0, 0)
         believed.append(_believed_place(place, cursor, reach, shard_sequences))
         reach -= _sequences_between(cursor, believed[-1], shard_sequences)
-        moved[place.shard] = max(cursor, believed[-1].cursor)
+        moved[place.range] = max(cursor, believed[-1].cursor)
     return " ".join(map(str, believed))
 
 
-def _believed_place(place: Place, cursor: tuple[int, int], reach: int, shard_sequences: int) -> Place:
+def _believed_place(place: ReadPosition, cursor: tuple[int, int], reach: int, shard_sequences: int) -> ReadPosition:
     if place.cursor <= cursor:
         return place
     pass_number, furthest = cursor[0], cursor[1] + reach
     if place.pass_number == pass_number and not place.ended:
         return replace(place, position=min(place.position, furthest))
-    if "/" in place.shard or shard_sequences <= furthest:  # the merger does not know the size of other corpora
-        return Place(place.shard, pass_number, 0, ended=True)
-    return Place(place.shard, pass_number, furthest)
+    if "/" in place.range or shard_sequences <= furthest:  # the merger does not know the size of other corpora
+        return ReadPosition(place.range, pass_number, 0, ended=True)
+    return ReadPosition(place.range, pass_number, furthest)
 
 
-def _sequences_between(cursor: tuple[int, int], place: Place, shard_sequences: int) -> int:
+def _sequences_between(cursor: tuple[int, int], place: ReadPosition, shard_sequences: int) -> int:
     """Return how many sequences a believed place moves the cursor on, at least."""
     if place.cursor <= cursor:
         return 0

@@ -10,9 +10,9 @@ from typing import Any
 import jax
 
 from archipelago.broker.control import read_fields, read_settings
-from archipelago.broker.corpus_shards import advanced, parse_places
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.messages import COUNT_MAX, Contribution
+from archipelago.broker.ranges import advanced, parse_positions
 from archipelago.broker.wire import digest
 from archipelago.merger.claims import ACCOUNTS_MAX, Account
 from archipelago.merger.scores import Score
@@ -166,7 +166,7 @@ class RunState:
             self.see(c.identity)
             put_bounded(self.step_seconds, c.island, c.step_seconds)
             put_bounded(self.island_tokens, c.island, saturated(self.island_tokens.get(c.island, 0) + c.tokens))
-            self.cursors |= advanced(self.cursors, parse_places(c.data))
+            self.cursors |= advanced(self.cursors, parse_positions(c.data))
 
     def count(self, code: str) -> None:
         """Count a contribution that was refused or lowered for the reason with that code."""

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 
 from archipelago.broker.control import is_expelled
-from archipelago.broker.corpus_shards import NameClaim
 from archipelago.broker.entries import entry_name, parse_entry
 from archipelago.broker.errors import UnknownRunError, WireError
 from archipelago.broker.manifest import Manifest
@@ -25,6 +24,7 @@ from archipelago.broker.messages import (
     Snapshot,
     TapeEntry,
 )
+from archipelago.broker.ranges import NameClaim
 from archipelago.broker.transport import Compaction, Delivery
 
 
@@ -52,8 +52,8 @@ class MemoryRun:
         outer: The `outer` of each fragment's newest compaction.
         logs: The `log` of each commit that no compaction covers, by fragment and version.
         islands: Each island's last heartbeat, with its time on the broker's clock.
-        cursors: The cursor of each started shard.
-        holders: The holder (island/incarnation) of each leased shard.
+        cursors: The cursor of each started range of text.
+        holders: The holder (island/incarnation) of each leased range of text.
         requests: The islands that have requested inner optimiser state, each with the island that promised an answer.
         restored: The number and last round of the checkpoint from which the run was restored.
         returned: The islands that have claimed that checkpoint.

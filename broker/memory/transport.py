@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
 from archipelago.broker.control import fields_in, heard_by, is_expelled
-from archipelago.broker.corpus_shards import NameClaim, Place, choose, newest_claim, next_claim
 from archipelago.broker.errors import RunExistsError, WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.memory.merger import MemoryMerger
@@ -28,6 +27,7 @@ from archipelago.broker.messages import (
     from_fields,
     to_fields,
 )
+from archipelago.broker.ranges import NameClaim, ReadPosition, choose, newest_claim, next_claim
 from archipelago.broker.redis.keys import is_name
 from archipelago.broker.transport import (
     NOTES_KEPT,
@@ -262,21 +262,21 @@ class MemoryIsland:
             run.names[island] = newest_claim(claim, run.names.get(island))
             return run.names[island]
 
-    def lease_shard(self, shards: Sequence[str], me: str) -> Place | None:
+    def lease_range(self, ranges: Sequence[str], me: str) -> ReadPosition | None:
         with self._broker.opened(self._run) as run:
             if is_expelled(run.control, me):
                 return None
             busy = {f"{e.sender}/{e.contribution.incarnation}" for e in run.waiting().values()}
             live = run.live(self._broker.clock()) | busy
-            chosen = choose(shards, run.cursors, run.holders, me, lambda holder: holder not in live)
+            chosen = choose(ranges, run.cursors, run.holders, me, lambda holder: holder not in live)
             if chosen is None:
                 return None
             run.holders[chosen] = me
-            return Place(chosen, *run.cursors.get(chosen, (0, 0)))
+            return ReadPosition(chosen, *run.cursors.get(chosen, (0, 0)))
 
-    def leased(self, shards: Sequence[str], me: str) -> frozenset[str]:
+    def leased(self, ranges: Sequence[str], me: str) -> frozenset[str]:
         with self._broker.opened(self._run) as run:
-            return frozenset(shard for shard in shards if run.holders.get(shard) == me)
+            return frozenset(name for name in ranges if run.holders.get(name) == me)
 
     def lease_evaluation(self, me: str, seconds: float) -> bool:
         with self._broker.opened(self._run) as run:

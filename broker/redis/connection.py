@@ -13,6 +13,7 @@ import redis
 
 from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.messages import Snapshot, to_fields
+from archipelago.broker.ranges import parse_cursor
 from archipelago.broker.redis.bulk import read_joined
 from archipelago.broker.redis.client import SOCKET_SECONDS, RedisClient
 from archipelago.broker.redis.failures import (
@@ -24,7 +25,7 @@ from archipelago.broker.redis.failures import (
     require_lasting,
 )
 from archipelago.broker.redis.keys import REGISTRY, Keys
-from archipelago.broker.redis.replies import next_id
+from archipelago.broker.redis.replies import next_id, text_fields
 from archipelago.broker.redis.servers import Servers
 from archipelago.broker.signing import Payload, Raw, Signing, SigningOff, Stamps
 from archipelago.broker.transport import START, Arrived, Memory
@@ -274,6 +275,23 @@ class RedisConnection:
         """Return the fields of a fragment's snapshot, signed as a write of a merger with that epoch."""
         about, stamp = str(snapshot.fragment), self.stamps.next(epoch)
         return self.signing.signed("fragment", to_fields(snapshot), about=about, payload=payload, stamp=stamp)
+
+    def cursors(self) -> dict[str, tuple[int, int]]:
+        """Return the cursor of each started range of text."""
+        found: Raw = {}
+        with self.forgiving(self.keys.data, "a hash"):
+            found = self.redis.hgetall(self.keys.data)
+        return self.parsed_cursors(text_fields(found))
+
+    def parsed_cursors(self, fields: Mapping[str, str]) -> dict[str, tuple[int, int]]:
+        """Return the cursors in the fields. A cursor that cannot be read counts as the beginning of the range."""
+        out = {}
+        for name, text in fields.items():
+            try:
+                out[name] = parse_cursor(text)
+            except WireError as error:
+                self.warn_once(f"the cursor of range {name}", error)
+        return out
 
     def tolerant(self, *commands: tuple[Any, ...]) -> list[Any]:
         """Return the answers to reading commands; None where the stream or its group is missing, or is no stream.

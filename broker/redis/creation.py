@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from archipelago.broker.control import fields_in
-from archipelago.broker.corpus_shards import cursor_text
 from archipelago.broker.errors import ConfigError, RunExistsError, UnknownRunError, WireError
 from archipelago.broker.failpoints import failpoint
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Contribution, Snapshot, from_fields, to_fields
+from archipelago.broker.ranges import cursor_text
 from archipelago.broker.redis.chunks import ChunkStore
 from archipelago.broker.redis.compactions import Compactions, outer_fields
 from archipelago.broker.redis.connection import DisturbedError, RedisConnection

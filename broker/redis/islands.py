@@ -1,4 +1,4 @@
-"""An island's writes to Redis: contributions, heartbeats, shard leases, and inner optimiser state for new islands."""
+"""An island's writes to Redis: contributions, heartbeats, leases of text, and inner optimiser state for new islands."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from functools import cache
 from typing import Any
 
 from archipelago.broker.control import heard_by, is_expelled
-from archipelago.broker.corpus_shards import NameClaim, Place, newest_claim, next_claim, parse_name_claim
 from archipelago.broker.entries import entry_name, parse_entry
 from archipelago.broker.errors import UnreachableError, WireError
 from archipelago.broker.failpoints import failpoint
 from archipelago.broker.messages import COUNT_MAX, Contribution, Handover, Heartbeat, from_fields, to_fields
+from archipelago.broker.ranges import NameClaim, ReadPosition, newest_claim, next_claim, parse_name_claim
 from archipelago.broker.redis.chunks import ChunkStore
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.keys import HANDOVER, is_name
-from archipelago.broker.redis.leases import ShardLeases
+from archipelago.broker.redis.leases import RangeLeases
 from archipelago.broker.redis.membership import KnownMembers
 from archipelago.broker.redis.reader import REMEMBER_SECONDS, RedisReader
 from archipelago.broker.redis.replies import count_in, text_fields
@@ -48,7 +48,7 @@ class RedisIsland:
         self._connection = connection
         self._redis, self._keys = connection.redis, connection.keys
         self._stored, self._chunks, self._updates, self._reader = stored, chunks, updates, reader
-        self._leases = ShardLeases(connection, updates)
+        self._leases = RangeLeases(connection, updates)
         self._downloaded: dict[str, int] = {}  # by incarnation: what earlier ones had downloaded
         self._stamps, self._members = connection.stamps, members
 
@@ -146,13 +146,13 @@ class RedisIsland:
             found = self._redis.get(key)
         return parse_name_claim((found or b"").decode("utf-8", "replace"))
 
-    # -- shard leases -----------------------------------------------------------------------------------------------
+    # -- leases of text -----------------------------------------------------------------------------------------------
 
-    def lease_shard(self, shards: Sequence[str], me: str) -> Place | None:
+    def lease_range(self, ranges: Sequence[str], me: str) -> ReadPosition | None:
         if is_expelled(self._reader.control(), me):
             return None
-        live, busy = cache(self._live), cache(self._busy)  # read at most once, and only if a shard is leased
-        return self._leases.lease(shards, me, lambda who: who not in live() and who not in busy())
+        live, busy = cache(self._live), cache(self._busy)  # read at most once, and only if a range is leased
+        return self._leases.lease(ranges, me, lambda who: who not in live() and who not in busy())
 
     def _live(self, names: Sequence[str] | None = None) -> frozenset[str]:
         """Return the live islands (island/incarnation), all or those among the names, that are not expelled."""
@@ -167,8 +167,8 @@ class RedisIsland:
         waiting = (contribution for contribution in self._updates.waiting() if contribution is not None)
         return frozenset(f"{c.island}/{c.incarnation}" for c in waiting)
 
-    def leased(self, shards: Sequence[str], me: str) -> frozenset[str]:
-        return self._leases.held(shards, me) if shards else frozenset()
+    def leased(self, ranges: Sequence[str], me: str) -> frozenset[str]:
+        return self._leases.held(ranges, me) if ranges else frozenset()
 
     def lease_evaluation(self, me: str, seconds: float) -> bool:
         key = self._keys.evaluator

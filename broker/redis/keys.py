@@ -12,8 +12,8 @@ cannot contain a colon. All roles read all keys.
 | --- | --- | --- | --- |
 | `manifest` | hash | `init`, mergers | the run's settings and fragments |
 | `updates:NAME` | stream | NAME appends, mergers delete | contributions |
-| `leases:NAME` | hash | NAME | `SHARD` to `INCARNATION:PASS:TURN` (`broker.corpus_shards.Claim`) |
-| `taken:SHARD` | string | islands | the island that leased the shard last, a hint that expires |
+| `leases:NAME` | hash | NAME | `RANGE` to `INCARNATION:PASS:TURN` (`broker.ranges.Claim`) |
+| `taken:RANGE` | string | islands | the island that leased the range last, a hint that expires |
 | `c:NAME:…` | strings | NAME, mergers delete | chunks of the payloads that NAME sends |
 | `island:NAME` | hash | NAME | heartbeat |
 | `name:NAME` | string | NAME | the newest claim to the name |
@@ -29,7 +29,7 @@ cannot contain a colon. All roles read all keys.
 | `snapshots`, `tape` | streams | mergers | events and decisions |
 | `head:P`, `fragment:P`, `outer:P` | hashes | mergers | the newest header; the newest full state of a fragment |
 | `difference:P:V`, `log:P:V`, `m:…` | hashes, strings | mergers | what a version changes, and how to merge it; chunks |
-| `data` | hash | mergers | cursors of the shards |
+| `data` | hash | mergers | cursors of the ranges of text |
 | `state`, `books`, `epoch`, `lease` | string, hash, strings | mergers | the merger's state, counters, lease |
 | `standbys` | hash | mergers | mergers that wait for the lease, with the time of their last sign of life |
 | `damaged:…` | any | mergers | values that were moved aside |
@@ -138,12 +138,12 @@ class Keys:
         return f"{self.tag}:updates:{island}"
 
     def leases(self, island: str) -> str:
-        """Return the key of the hash of the shards that one island has leased."""
+        """Return the key of the hash of the ranges of text that one island has leased."""
         return f"{self.tag}:leases:{island}"
 
-    def taken(self, shard: str) -> str:
-        """Return the key of the mark of the island that leased a shard last."""
-        return f"{self.tag}:taken:{shard}"
+    def taken(self, name: str) -> str:
+        """Return the key of the mark of the island that leased a range of text last."""
+        return f"{self.tag}:taken:{name}"
 
     def island(self, island: str) -> str:
         """Return the key of one island's heartbeat."""

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
-from archipelago.broker.corpus_shards import cursor_text
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.failpoints import failpoint
 from archipelago.broker.manifest import Manifest
@@ -20,6 +19,7 @@ from archipelago.broker.messages import (
     Resume,
     to_fields,
 )
+from archipelago.broker.ranges import cursor_text
 from archipelago.broker.redis.chunks import ChunkStore
 from archipelago.broker.redis.compactions import Compactions, RedisPlaced
 from archipelago.broker.redis.connection import RedisConnection

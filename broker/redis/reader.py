@@ -27,7 +27,6 @@ from archipelago.broker.messages import (
 )
 from archipelago.broker.redis.chunks import ChunkStore
 from archipelago.broker.redis.connection import RedisConnection
-from archipelago.broker.redis.data_hash import parse_cursors
 from archipelago.broker.redis.events import EventStream
 from archipelago.broker.redis.replies import (
     count_in,
@@ -227,10 +226,7 @@ class RedisReader:
         return Pending(found.waiting, found.waiting_tokens)
 
     def cursors(self) -> dict[str, tuple[int, int]]:
-        found: Raw = {}
-        with self._connection.forgiving(self._keys.data, "a hash"):
-            found = self._redis.hgetall(self._keys.data)
-        return parse_cursors(self._connection, text_fields(found))
+        return self._connection.cursors()
 
     def tape(self, count: int) -> list[TapeEntry]:
         return self._newest(self._keys.tape, TapeEntry, count, self._verify_tape)

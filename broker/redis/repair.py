@@ -10,15 +10,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 
-from archipelago.broker.corpus_shards import cursor_text
 from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError, UnreachableError
 from archipelago.broker.manifest import Manifest
+from archipelago.broker.ranges import cursor_text
 from archipelago.broker.redis.compactions import Compactions
 from archipelago.broker.redis.connection import RedisConnection
-from archipelago.broker.redis.data_hash import parse_cursors
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.lease import Lease
-from archipelago.broker.redis.replies import count_in, names_in, signed_state, text_fields
+from archipelago.broker.redis.replies import count_in, names_in, signed_state
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import UpdatesStreams
 from archipelago.broker.signing import Signing
@@ -185,5 +184,4 @@ class RedisRepair:
         """Return the stored cursors that the merger's state does not have."""
         if cursors is None:
             return []
-        found = parse_cursors(self._connection, text_fields(self._redis.hgetall(self._keys.data)))
-        return sorted(found.keys() - cursors.keys())
+        return sorted(self._connection.cursors().keys() - cursors.keys())

@@ -209,9 +209,9 @@ def summed_books(books: Sequence[Books]) -> Books:
 
 
 def merged_everywhere(cursors: Sequence[Mapping[str, tuple[int, int]]]) -> dict[str, tuple[int, int]]:
-    """Return, for each shard of the corpus, the position up to which all shards of the run have merged its text.
+    """Return, for each range of text, the position up to which all shards of the run have merged it.
 
-    A shard of the corpus is in the pass that shard 0 of the run has begun, as the claims to it are (`Claim`). Where
+    A range is in the pass that shard 0 has begun, as the claims to it are (`Claim`). Where
     another shard of the run has not come to that pass, the position is the beginning of the pass.
 
     Args:

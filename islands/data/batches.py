@@ -16,13 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from archipelago.broker.config import BYTES, RunConfig
-from archipelago.broker.corpus_shards import PLACES_MAX, Place, parse_places
 from archipelago.broker.errors import ConfigError, DataError, WireError
+from archipelago.broker.ranges import POSITIONS_MAX, ReadPosition, parse_positions
 from archipelago.islands.data.sharding import gather, require_fit, shard_number, unit, windows
 from archipelago.islands.data.supply import Supply
 from archipelago.islands.data.tokenizer import Tokens
 
-#: Passes from this number on are private. The broker leases only smaller ones (`broker.corpus_shards.PASSES_MAX`).
+#: Passes from this number on are private. The broker leases only smaller ones (`broker.ranges.PASSES_MAX`).
 PRIVATE_PASSES = 1 << 41
 #: After this many leases in a row with nothing left to read, an island reads on without a lease.
 LEASES_TRIED = 8
@@ -66,10 +66,10 @@ class _Pass:
     start: _Start
     starts: NDArray[np.int64]
 
-    def place(self, position: int) -> Place:
+    def place(self, position: int) -> ReadPosition:
         """Return the place after `position` windows, as a contribution reports it."""
         ended = position >= len(self.starts)
-        return Place(self.start.shard, self.start.pass_number, 0 if ended else position, ended)
+        return ReadPosition(self.start.shard, self.start.pass_number, 0 if ended else position, ended)
 
 
 class Batches(Supply):
@@ -91,11 +91,13 @@ class Batches(Supply):
         ConfigError: The text is tokenised, and the model has a vocabulary of bytes (`config.vocabulary`).
     """
 
-    def __init__(self, train: Tokens, config: RunConfig, lease: Callable[[], Place | None], fallback: int = 0) -> None:
+    def __init__(
+        self, train: Tokens, config: RunConfig, lease: Callable[[], ReadPosition | None], fallback: int = 0
+    ) -> None:
         self._train, self._config, self._lease, self._fallback = train, config, lease, fallback
         self._pass: _Pass | None = None
         self._position = 0
-        self._places: dict[str, Place] = {}  # by shard, in the order of leasing; all but the newest have ended
+        self._places: dict[str, ReadPosition] = {}  # by shard, in the order of leasing; all but the newest have ended
         self.repeats = self.tokens = 0
         if train.dtype != np.uint8 and config.model.vocabulary == BYTES:
             raise ConfigError(
@@ -125,12 +127,12 @@ class Batches(Supply):
 
     # -- reports to the broker ---------------------------------------------------------------------------------------
 
-    def places(self) -> tuple[Place, ...]:
-        """Return the position in each leased pass that is not forgotten: the newest PLACES_MAX, in order of leasing.
+    def places(self) -> tuple[ReadPosition, ...]:
+        """Return the position in each leased pass that is not forgotten: the newest POSITIONS_MAX, in order of leasing.
 
-        A pass that has ended has no position, as after `parse_places`.
+        A pass that has ended has no position, as after `parse_positions`.
         """
-        return tuple(self._places.values())[-PLACES_MAX:]
+        return tuple(self._places.values())[-POSITIONS_MAX:]
 
     def forget(self, shards: Collection[str]) -> None:
         """Forget leases that have ended or were lost. The rest of a pass whose lease was lost is not read."""
@@ -160,7 +162,7 @@ class Batches(Supply):
             raise _unfit(f"belongs to another text than {self._text_name()}: {state.get('text', 'unknown')}")
         try:
             now, repeats = str(state["now"]), int(state["repeats"])
-            places = [parse_places(word)[0] for word in str(state["places"]).split()]
+            places = [parse_positions(word)[0] for word in str(state["places"]).split()]
             restored = self._pass_from(self._parse(now)) if now else None
         except (KeyError, ValueError, WireError, DataError) as fault:
             raise _unfit(f"cannot be read ({fault})") from fault
@@ -168,7 +170,7 @@ class Batches(Supply):
         if repeats < 0 or (restored and position > len(restored.starts)):
             raise _unfit(f"({now}) is outside the text")
         self._pass, self._position, self.repeats = restored, position, repeats
-        self._places = {place.shard: place for place in places}
+        self._places = {place.range: place for place in places}
 
     def _text_name(self) -> str:
         data, size = self._config.data, f"{self._train.size} {unit(self._train)}"
@@ -220,7 +222,7 @@ class Batches(Supply):
 
     def _leased(self) -> _Start | None:
         place = self._lease()
-        return _Start(place.shard, *place.cursor) if place else None
+        return _Start(place.range, *place.cursor) if place else None
 
     def _without_lease(self) -> _Start:
         """Return the pass to read without a lease: the last one again, or a private one at the beginning."""

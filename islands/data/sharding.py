@@ -18,8 +18,8 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
-from archipelago.broker.corpus_shards import Place, shard_name
 from archipelago.broker.errors import DataError
+from archipelago.broker.ranges import ReadPosition, range_name
 from archipelago.islands.data.tokenizer import Tokens
 
 _PLACES_STREAM, _WINDOWS_STREAM, _OFFSETS_STREAM, _ORDER_STREAM = 0, 1, 2, 3
@@ -36,18 +36,18 @@ def _permutation(keys: NDArray[np.uint64]) -> NDArray[np.int64]:
 
 def shard_order(shards: int, seed: int, corpus: str = "") -> list[str]:
     """Return the names of all shards in the order in which every island tries to lease them."""
-    return [shard_name(corpus, int(number)) for number in _permutation(_random(shards, _ORDER_STREAM, seed))]
+    return [range_name(corpus, int(number)) for number in _permutation(_random(shards, _ORDER_STREAM, seed))]
 
 
-def lease_all(shards: int, seed: int) -> Callable[[], Place]:
+def lease_all(shards: int, seed: int) -> Callable[[], ReadPosition]:
     """Return the `lease` of a reader that has all shards to itself, pass after pass."""
     return lease_share(shards, seed, 0, 1)
 
 
-def lease_share(shards: int, seed: int, number: int, of: int) -> Callable[[], Place]:
+def lease_share(shards: int, seed: int, number: int, of: int) -> Callable[[], ReadPosition]:
     """Return the `lease` of reader `number` among `of` readers that divide all shards, pass after pass."""
     mine = shard_order(shards, seed)[number::of]
-    endless = (Place(shard, pass_number, 0) for pass_number in count() for shard in mine)
+    endless = (ReadPosition(shard, pass_number, 0) for pass_number in count() for shard in mine)
     return lambda: next(endless)
 
 

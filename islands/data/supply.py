@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from archipelago.broker.corpus_shards import Place
+from archipelago.broker.ranges import ReadPosition
 
 
 class Supply(ABC):
@@ -27,12 +27,12 @@ class Supply(ABC):
         """Return batches as `next` does, to compile with. They are not used up, and their values do not matter."""
 
     @abstractmethod
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[ReadPosition, ...]:
         """Return how far each leased shard was read."""
 
     def held(self) -> list[str]:
         """Return the shards in `places()`."""
-        return [place.shard for place in self.places()]
+        return [place.range for place in self.places()]
 
     @abstractmethod
     def forget(self, shards: Collection[str]) -> None:

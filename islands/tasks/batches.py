@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from archipelago.broker.config import OWN_TOKENS_PER_STEP_MAX
-from archipelago.broker.corpus_shards import Place, parse_places
+from archipelago.broker.ranges import ReadPosition, parse_positions
 from archipelago.islands.data.supply import Supply
 from archipelago.islands.tasks.file import NamedTask
 from archipelago.islands.tasks.shards import Shard, TaskRun
@@ -66,7 +66,7 @@ class TaskBatches(Supply):
 
     # -- shards -------------------------------------------------------------------------------------------------------
 
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[ReadPosition, ...]:
         """Return how far each leased shard was read."""
         return self._run.places()
 
@@ -80,7 +80,7 @@ class TaskBatches(Supply):
 
     def restore(self, state: Mapping[str, int | str]) -> None:
         """Continue from a `state()`, so that no batch before the checkpoint is read again."""
-        if places := parse_places(str(state.get("places", ""))):
+        if places := parse_positions(str(state.get("places", ""))):
             self._run.restore(places)
             self._given = self._task.call("batches", self._task.task.batches, self._run)
             self._iterator = self._first = None

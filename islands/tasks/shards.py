@@ -12,8 +12,8 @@ from typing import Protocol
 
 import numpy as np
 
-from archipelago.broker.corpus_shards import PLACES_MAX, SHARDS_MAX, Place
 from archipelago.broker.errors import ConfigError, MismatchError
+from archipelago.broker.ranges import POSITIONS_MAX, RANGES_MAX, ReadPosition
 from archipelago.islands.data.batches import PRIVATE_PASSES
 from archipelago.islands.data.sharding import shard_order
 
@@ -49,9 +49,11 @@ class Shard:
         """Whether the run keeps account of this pass. Without a lease, other islands may read the same data."""
         return self.pass_number < PRIVATE_PASSES
 
-    def place(self) -> Place:
+    def place(self) -> ReadPosition:
         """Return the place in this pass, as contributions report it."""
-        return Place(str(self.number), self.pass_number, 0 if self._ended else self.position + self._read, self._ended)
+        return ReadPosition(
+            str(self.number), self.pass_number, 0 if self._ended else self.position + self._read, self._ended
+        )
 
     def read(self) -> None:
         """Count a batch that the island trains on."""
@@ -77,7 +79,7 @@ class Leases(Protocol):
     def offer(self, shards: Sequence[str], /) -> None:
         """Set the shards that may be leased, in the order of preference."""
 
-    def lease(self) -> Place | None:
+    def lease(self) -> ReadPosition | None:
         """Return the next leased shard, or None if none is free now."""
 
     def register_shards(self, count: int, /) -> int:
@@ -113,7 +115,7 @@ class TaskRun:
         self._run_seed, self._link, self._pause = run_seed, link, pause
         self._thread = threading.get_ident()
         self._held: dict[str, Shard] = {}
-        self._restored: deque[Place] = deque()
+        self._restored: deque[ReadPosition] = deque()
         self._private, self._is_sharded = 0, False
         #: The shard that is read now.
         self.current: Shard | None = None
@@ -136,8 +138,8 @@ class TaskRun:
                 this is another thread (`task.shards-thread`).
             MismatchError: Other islands of the run have another number of shards (`task.other-shards`).
         """
-        if not hasattr(count, "__index__") or not 1 <= count <= SHARDS_MAX:
-            raise ConfigError(f"a task cannot have {count!r} shards", f"Give 1 to {SHARDS_MAX:,}.", code="task.shards")
+        if not hasattr(count, "__index__") or not 1 <= count <= RANGES_MAX:
+            raise ConfigError(f"a task cannot have {count!r} shards", f"Give 1 to {RANGES_MAX:,}.", code="task.shards")
         if self._is_sharded:
             raise ConfigError(
                 "`run.shards` was called twice, and the shards of both calls have the same numbers",
@@ -182,19 +184,19 @@ class TaskRun:
         if self._link is not None:
             self._link.offer(shards)
 
-    def lease(self) -> Place | None:
+    def lease(self) -> ReadPosition | None:
         """Return the next leased shard, and the position in it; None if none is leased yet."""
         return self._link.lease() if self._link is not None else None
 
-    def _next_place(self) -> Place | None:
+    def _next_place(self) -> ReadPosition | None:
         """Return the next shard of the run; None if none is free, or too many ends of shards are not merged yet."""
         if self._link is None:
             return None
         while self._restored:
             restored = self._restored.popleft()
-            if restored.shard in self._held:  # its lease was not lost meanwhile
+            if restored.range in self._held:  # its lease was not lost meanwhile
                 return restored
-        if len(self._held) >= PLACES_MAX:
+        if len(self._held) >= POSITIONS_MAX:
             return None
         place, waited = self.lease(), 0.0
         pause = self._pause or (time.sleep if self._link.is_started else None)
@@ -204,8 +206,8 @@ class TaskRun:
             place = self.lease()
         return place
 
-    def _shard_at(self, place: Place, count: int) -> Shard:
-        number, (pass_number, position) = int(place.shard), place.cursor
+    def _shard_at(self, place: ReadPosition, count: int) -> Shard:
+        number, (pass_number, position) = int(place.range), place.cursor
         return Shard(number, count, pass_number, position, self._seed_of(number, pass_number))
 
     def _private_shard(self, count: int) -> Shard:
@@ -219,15 +221,15 @@ class TaskRun:
 
     # -- reports to the broker ----------------------------------------------------------------------------------------
 
-    def places(self) -> tuple[Place, ...]:
-        """Return the places in the leased passes that are not forgotten, in order of leasing: at most PLACES_MAX."""
+    def places(self) -> tuple[ReadPosition, ...]:
+        """Return the places in the leased passes that are not forgotten, in order of leasing: at most POSITIONS_MAX."""
         return tuple(shard.place() for shard in self._held.values())
 
-    def restore(self, places: Sequence[Place]) -> None:
+    def restore(self, places: Sequence[ReadPosition]) -> None:
         """Go on at the `places()` of a checkpoint. `shards` is then called once more."""
         self._is_sharded, self.current = False, None
         self._held = {
-            place.shard: Shard(int(place.shard), 0, place.pass_number, place.position, 0, _ended=place.ended)
+            place.range: Shard(int(place.range), 0, place.pass_number, place.position, 0, _ended=place.ended)
             for place in places
         }
         self._restored = deque(place for place in places if not place.ended)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from archipelago.broker.config import RunConfig
-from archipelago.broker.corpus_shards import Place
+from archipelago.broker.ranges import ReadPosition
 from archipelago.islands.evaluation import compile_validation, measured
 from archipelago.islands.models.interface import Params
 from archipelago.islands.tasks.ours import OurTask
@@ -61,14 +61,14 @@ class AllShards:
     is_started = False
 
     def __init__(self) -> None:
-        self._places: Iterator[Place] = iter(())
+        self._places: Iterator[ReadPosition] = iter(())
 
     def offer(self, shards: Sequence[str], /) -> None:
         """Take every shard."""
         passes = count() if shards else ()
-        self._places = (Place(shard, pass_number, 0) for pass_number in passes for shard in shards)
+        self._places = (ReadPosition(shard, pass_number, 0) for pass_number in passes for shard in shards)
 
-    def lease(self) -> Place | None:
+    def lease(self) -> ReadPosition | None:
         """Return the next shard; None if there are none."""
         return next(self._places, None)
 
@@ -92,7 +92,7 @@ class Reader:
         """Return the next batches, stacked."""
         drawn = self._supply.next(count)
         self.tokens += self._supply.tokens
-        self._supply.forget([place.shard for place in self._supply.places() if place.ended])
+        self._supply.forget([place.range for place in self._supply.places() if place.ended])
         return drawn
 
 

@@ -14,9 +14,9 @@ import torch
 import transformers
 
 from archipelago.broker.config import RunConfig
-from archipelago.broker.corpus_shards import Place
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.manifest import Manifest
+from archipelago.broker.ranges import ReadPosition
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.data.sharding import gather
@@ -41,7 +41,9 @@ Framework = Literal["jax", "pytorch"]
 class SeededBatches(Batches):
     """Random windows of the text, which follow from the run's seed and the number of the island alone."""
 
-    def __init__(self, train: Tokens, config: RunConfig, lease: Callable[[], Place | None], fallback: int = 0) -> None:
+    def __init__(
+        self, train: Tokens, config: RunConfig, lease: Callable[[], ReadPosition | None], fallback: int = 0
+    ) -> None:
         super().__init__(train, config, lease, fallback)
         self._rng = np.random.default_rng([config.seed, fallback])
 

@@ -16,7 +16,7 @@ from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.transport import Image
 
 #: The calls whose second argument names the island that makes them. In the other calls it is the first one.
-_SECOND = ("lease_shard", "leased", "promise_answer", "hand_over")
+_SECOND = ("lease_range", "leased", "promise_answer", "hand_over")
 #: The writes of operators.
 _STEERING = ("steer", "note", "record_evaluation")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from archipelago.broker.corpus_shards import Place
+from archipelago.broker.ranges import ReadPosition
 from archipelago.broker.transport import Transport
 from tests import samples
 from tests.conftest import Until
@@ -26,12 +26,14 @@ from tests.contract.transports import (
 def test_no_two_islands_lease_the_same_shard(transport: Transport, connections: Connect) -> None:
     other, shards = connections(), ["0", "1", "site/2"]
     live(transport, "a", "b")
-    assert transport.island.lease_shard(shards, "a/x") == Place("0", 0, 0)
-    assert other.island.lease_shard(shards, "b/x") == Place("1", 0, 0)
-    assert other.island.lease_shard(["0"], "b/x") is None
-    assert transport.island.lease_shard(shards, "a/x") == Place("0", 0, 0), "a repeated request got another shard"
-    assert transport.island.lease_shard(shards[1:], "a/x") == Place("site/2", 0, 0)
-    assert other.island.lease_shard(["0", "site/2"], "b/x") is None
+    assert transport.island.lease_range(shards, "a/x") == ReadPosition("0", 0, 0)
+    assert other.island.lease_range(shards, "b/x") == ReadPosition("1", 0, 0)
+    assert other.island.lease_range(["0"], "b/x") is None
+    assert transport.island.lease_range(shards, "a/x") == ReadPosition("0", 0, 0), (
+        "a repeated request got another shard"
+    )
+    assert transport.island.lease_range(shards[1:], "a/x") == ReadPosition("site/2", 0, 0)
+    assert other.island.lease_range(["0", "site/2"], "b/x") is None
     assert other.island.leased([*shards, "3"], "a/x") == {"0", "site/2"}
     assert transport.island.leased(shards, "b/x") == {"1"}
     assert transport.island.leased(shards, "a/another") == frozenset()
@@ -46,8 +48,8 @@ def test_concurrent_leases_do_not_overlap(transport: Transport, connections: Con
     def lease(island: Transport, worker: str) -> None:
         leased: list[str] = []
         for _ in range(2):
-            place = island.island.lease_shard([shard for shard in shards if shard not in leased], worker)
-            leased.append(place.shard if place else "none")
+            place = island.island.lease_range([shard for shard in shards if shard not in leased], worker)
+            leased.append(place.range if place else "none")
         found.extend(leased)
 
     live(transport, *(f"i{n}" for n in range(4)))
@@ -60,14 +62,14 @@ def test_a_merged_contribution_moves_the_cursor_and_may_end_the_lease(
     transport: Transport, connections: Connect, epoch: int
 ) -> None:
     live(transport, "a", "b")
-    transport.island.lease_shard(["3", "4"], "a/x")
+    transport.island.lease_range(["3", "4"], "a/x")
     transport.merger.commit(epoch, samples.commit([], cursors={"3": (0, 96), "4": (0, 8)}))
     assert connections().reader.cursors() == {"3": (0, 96), "4": (0, 8)}
     assert transport.island.leased(["3", "4"], "a/x") == {"3"}
-    assert connections().island.lease_shard(["3", "4"], "b/y") == Place("4", 0, 8)
+    assert connections().island.lease_range(["3", "4"], "b/y") == ReadPosition("4", 0, 8)
     transport.merger.commit(epoch, samples.commit([], round_number=3, cursors={"3": (1, 0)}))
     assert transport.island.leased(["3"], "a/x") == frozenset(), "its pass over the shard has ended"
-    assert connections().island.lease_shard(["3"], "b/y") == Place("3", 1, 0)
+    assert connections().island.lease_range(["3"], "b/y") == ReadPosition("3", 1, 0)
     transport.merger.commit(epoch, samples.commit([], round_number=5, cursors={"3": (1, 5)}))
     assert transport.island.leased(["3"], "b/y") == {"3"}
 
@@ -77,41 +79,41 @@ def test_a_shard_is_released_when_its_holder_has_left_and_is_merged(
 ) -> None:
     island = connections()
     live(island, "a")
-    island.island.lease_shard(["0"], "a/x")
-    assert transport.island.lease_shard(["0"], "b/y") is None
+    island.island.lease_range(["0"], "a/x")
+    assert transport.island.lease_range(["0"], "b/y") is None
     publish(island, 1)
     island.island.heartbeat(samples.heartbeat(state="left"))
-    assert transport.island.lease_shard(["0"], "b/y") is None  # Its pending contribution may still move the cursor.
+    assert transport.island.lease_range(["0"], "b/y") is None  # Its pending contribution may still move the cursor.
     (delivery,) = transport.merger.updates(0.0)
-    assert transport.island.lease_shard(["0"], "b/y") is None
+    assert transport.island.lease_range(["0"], "b/y") is None
     transport.merger.commit(epoch, samples.commit([delivery.entry], cursors={"0": (0, 40)}))
-    assert transport.island.lease_shard(["0"], "b/y") == Place("0", 0, 40)
+    assert transport.island.lease_range(["0"], "b/y") == ReadPosition("0", 0, 40)
     assert transport.island.leased(["0"], "b/y") == {"0"}
     assert island.island.leased(["0"], "a/x") == frozenset()
 
 
 def test_a_new_incarnation_takes_over_from_the_old_one(transport: Transport) -> None:
     live(transport, "a", "b")
-    transport.island.lease_shard(["0", "1", "2"], "b/x")
-    transport.island.lease_shard(["0", "1", "2"], "a/x")
+    transport.island.lease_range(["0", "1", "2"], "b/x")
+    transport.island.lease_range(["0", "1", "2"], "a/x")
     transport.island.heartbeat(samples.heartbeat(incarnation="z"))
-    assert transport.island.lease_shard(["0", "2", "1"], "a/z") == Place("1", 0, 0)
+    assert transport.island.lease_range(["0", "2", "1"], "a/z") == ReadPosition("1", 0, 0)
 
 
 def test_an_expelled_island_loses_its_shards_and_gets_no_others(transport: Transport, epoch: int) -> None:
     live(transport, "a", "b")
-    assert transport.island.lease_shard(["0"], "a/x") == Place("0", 0, 0)
+    assert transport.island.lease_range(["0"], "a/x") == ReadPosition("0", 0, 0)
     transport.reader.steer({"island.a": "drain"})
-    assert transport.island.lease_shard(["0"], "b/x") is None, "a draining island lost its shard"
+    assert transport.island.lease_range(["0"], "b/x") is None, "a draining island lost its shard"
     publish(transport, 1)
     transport.reader.steer({"island.a": "expel"})
-    assert transport.island.lease_shard(["1"], "a/x") is None
-    assert transport.island.lease_shard(["0"], "b/x") is None, "a contribution is still pending"
+    assert transport.island.lease_range(["1"], "a/x") is None
+    assert transport.island.lease_range(["0"], "b/x") is None, "a contribution is still pending"
     transport.merger.refuse(epoch, [(delivery.entry, REFUSAL) for delivery in transport.merger.updates(0.0)])
-    assert transport.island.lease_shard(["0"], "b/x") == Place("0", 0, 0)
+    assert transport.island.lease_range(["0"], "b/x") == ReadPosition("0", 0, 0)
     assert transport.island.leased(["0"], "a/x") == frozenset()
     transport.reader.steer({"island.a": ""})
-    assert transport.island.lease_shard(["1"], "a/x") == Place("1", 0, 0)
+    assert transport.island.lease_range(["1"], "a/x") == ReadPosition("1", 0, 0)
 
 
 def test_the_first_registration_fixes_the_digest_of_a_corpus(transport: Transport, connections: Connect) -> None:

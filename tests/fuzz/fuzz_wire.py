@@ -33,7 +33,6 @@ except ImportError:
 
 with atheris.instrument_imports(include=["archipelago.broker"]):
     from archipelago.broker.codecs import CODECS
-    from archipelago.broker.corpus_shards import parse_cursor
     from archipelago.broker.errors import ConfigError, WireError
     from archipelago.broker.manifest import Manifest
     from archipelago.broker.messages import (
@@ -46,6 +45,7 @@ with atheris.instrument_imports(include=["archipelago.broker"]):
         from_fields,
         to_fields,
     )
+    from archipelago.broker.ranges import parse_cursor
     from archipelago.broker.redis.replies import event_of
     from archipelago.broker.wire import MAGIC, digest, pack, unpack
     from tests import samples

@@ -9,8 +9,8 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from archipelago.broker.corpus_shards import parse_places
 from archipelago.broker.messages import Contribution, Member, Refusal, TapeEntry
+from archipelago.broker.ranges import parse_positions
 from archipelago.broker.wire import digest
 from archipelago.merger.service import LEASE_SECONDS
 from tests.hostile.attacker import Attacker
@@ -96,11 +96,11 @@ class HostileInvariants(Invariants):
         self.merged.add(member.identity_text)
         contribution, payload = self.entries[member.entry]
         assert contribution.digest == digest(payload), f"merged a payload with another digest: {contribution}"
-        for place in parse_places(member.data):
-            before = self.cursors.get(place.shard, (0, 0))
+        for place in parse_positions(member.data):
+            before = self.cursors.get(place.range, (0, 0))
             assert place.cursor <= (before[0] + PASSES, 0), f"a cursor jumped from {before} to {place}"
-            self.claimed.add(place.shard)
-            self.cursors[place.shard] = max(place.cursor, before)
+            self.claimed.add(place.range)
+            self.cursors[place.range] = max(place.cursor, before)
 
     def _check_refusals(self) -> None:
         for _, event in self.simulation.run.events:

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from archipelago.broker.corpus_shards import Place, parse_places
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Contribution
+from archipelago.broker.ranges import ReadPosition, parse_positions
 from archipelago.broker.transport import Transport
 from archipelago.islands.data.sharding import windows
 from archipelago.ops.experiments.virtual_time import VirtualClock, VirtualRun
@@ -30,7 +30,9 @@ BYTES = 4_000
 class Watched(Intercepted):
     """A connection that records leases and published contributions."""
 
-    def __init__(self, inner: Transport, leases: list[tuple[str, Place]], published: dict[str, Contribution]) -> None:
+    def __init__(
+        self, inner: Transport, leases: list[tuple[str, ReadPosition]], published: dict[str, Contribution]
+    ) -> None:
         super().__init__(inner)
         self._leases, self._published = leases, published
 
@@ -38,7 +40,7 @@ class Watched(Intercepted):
         if name == "publish":
             self._published[args[0].identity_text] = args[0]
         answer = method(*args, **kwargs)
-        if name == "lease_shard" and answer is not None:
+        if name == "lease_range" and answer is not None:
             self._leases.append((args[1], answer))
         return answer
 
@@ -48,9 +50,9 @@ def merged_until(run: VirtualRun, published: dict[str, Contribution]) -> dict[tu
     out: dict[tuple[str, str, int], int] = defaultdict(int)
     for entry in run.transport.reader.tape(1 << 20):
         for member in entry.members:
-            for place in parse_places(published[member.identity_text].data):
-                at = pass_size(run, place.shard, place.pass_number) if place.ended else place.position
-                key = (f"{member.island}/{member.incarnation}", place.shard, place.pass_number)
+            for place in parse_positions(published[member.identity_text].data):
+                at = pass_size(run, place.range, place.pass_number) if place.ended else place.position
+                key = (f"{member.island}/{member.incarnation}", place.range, place.pass_number)
                 out[key] = max(out[key], at)
     return out
 
@@ -60,15 +62,15 @@ def pass_size(run: VirtualRun, shard: str, pass_number: int) -> int:
 
 
 def uses_by_pass(
-    run: VirtualRun, leases: list[tuple[str, Place]], published: dict[str, Contribution]
+    run: VirtualRun, leases: list[tuple[str, ReadPosition]], published: dict[str, Contribution]
 ) -> dict[tuple[str, int], np.ndarray[Any, Any]]:
     """Return how often each sequence of each (shard, pass) was merged."""
     until = merged_until(run, published)
     uses: dict[tuple[str, int], np.ndarray[Any, Any]] = {}
     for who, place in leases:
-        key = (place.shard, place.pass_number)
+        key = (place.range, place.pass_number)
         counts = uses.setdefault(key, np.zeros(pass_size(run, *key), int))
-        counts[place.position : until[who, place.shard, place.pass_number]] += 1
+        counts[place.position : until[who, place.range, place.pass_number]] += 1
     return uses
 
 
@@ -78,7 +80,7 @@ def test_every_token_is_merged_once_in_each_completed_pass(seed: int) -> None:
     chance = random.Random(seed)
     clock = VirtualClock()
     broker = MemoryBroker(clock)
-    leases: list[tuple[str, Place]] = []
+    leases: list[tuple[str, ReadPosition]] = []
     published: dict[str, Contribution] = {}
     run = VirtualRun(
         work(CONFIG, TEXT[:BYTES]), [1.0, 1.1, 1.4], clock=clock, run="data",

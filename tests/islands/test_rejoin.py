@@ -287,7 +287,7 @@ def test_a_restored_island_has_its_whole_state_and_its_shards(tmp_path: Path) ->
     assert island.batches.held() == held  # it keeps its leases
     following = island.link.lease()
     assert following is not None
-    assert following.shard not in held
+    assert following.range not in held
     published = {entry.contribution.identity_text for entry in again.broker.runs["tiny"].updates.values()}
     assert {p.contribution.identity_text for p in sent} <= published
 
@@ -305,7 +305,7 @@ def test_a_restored_island_withdraws_its_request_although_it_cannot_lease_its_sh
     def fails(*arguments: Any) -> None:
         raise UnreachableError("connection refused")
 
-    rejoin.transport.island.lease_shard = fails  # type: ignore[method-assign, assignment]
+    rejoin.transport.island.lease_range = fails  # type: ignore[method-assign, assignment]
     rejoin.complete(store.find(3))
     assert island.moments == "own checkpoint"
     again.pass_boundary(peer)

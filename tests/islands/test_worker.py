@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from archipelago.broker.control import STEPS
-from archipelago.broker.corpus_shards import parse_places
 from archipelago.broker.errors import DivergedError
 from archipelago.broker.messages import Marker
+from archipelago.broker.ranges import parse_positions
 from archipelago.islands import device
 from archipelago.islands.inner import InnerState, InnerSteps
 from archipelago.islands.sync.connection.snapshots import Arrival
@@ -118,11 +118,11 @@ def test_contributions_and_heartbeats_carry_the_position_in_the_text() -> None:
     run.play(island, 12)
     assert len(sent) >= 4
     for data, steps in sent:
-        (place,) = parse_places(data)
+        (place,) = parse_positions(data)
         assert place.position == steps * tiny.CONFIG.data.batch_size
-        assert place.shard == island.link.leases.shards[0]
+        assert place.range == island.link.leases.shards[0]
     heard = run.transport.reader.presences()[0].heartbeat.data
-    assert heard == sent[-1][0] or parse_places(heard)[0].position >= parse_places(sent[-1][0])[0].position
+    assert heard == sent[-1][0] or parse_positions(heard)[0].position >= parse_positions(sent[-1][0])[0].position
 
 
 def test_a_lost_shard_is_abandoned() -> None:

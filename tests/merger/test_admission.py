@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from archipelago.broker.config import RunConfig, SyncConfig, WireConfig
-from archipelago.broker.corpus_shards import PLACES_MAX
 from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Contribution, Refusal
+from archipelago.broker.ranges import POSITIONS_MAX
 from archipelago.broker.transport import Delivery, Transport
 from archipelago.merger import admission
 from archipelago.merger.admission import ANNOUNCED_MAX, Inbox, reason_to_refuse, version_after
@@ -59,7 +59,7 @@ def test_headers_are_judged_by_every_rule() -> None:
         ({"codec": "int8"}, 0, "codec"),
         ({"data": ""}, 0, ""),
         ({"data": f"0:0:96 {SHARDS - 1}:3:end site/0:0:1"}, 0, ""),
-        ({"data": " ".join(f"{n}:0:1" for n in range(PLACES_MAX))}, 0, ""),
+        ({"data": " ".join(f"{n}:0:1" for n in range(POSITIONS_MAX))}, 0, ""),
         ({"data": f"{SHARDS}:0:1"}, 0, "data"),
         ({"data": f"0:0:1 site/{SHARDS}:0:end"}, 0, "data"),
         ({"data": "0:0:1 nonsense"}, 0, "data"),

@@ -18,8 +18,8 @@ from archipelago.broker.config import (
     RunConfig,
     SyncConfig,
 )
-from archipelago.broker.corpus_shards import advanced, parse_places
 from archipelago.broker.messages import Contribution
+from archipelago.broker.ranges import advanced, parse_positions
 from archipelago.merger import claims
 from tests import samples
 from tests.tiers import examples
@@ -246,13 +246,15 @@ def test_an_island_that_reads_on_moves_the_cursor_to_the_end_of_its_shard(
         place = f"0:0:{position}" if position < size else "0:0:end"
         c = claim(data=place, tokens=steps * BATCH)
         if not lost:
-            cursors |= advanced(cursors, parse_places(claims.believed_data(c, c.steps, cursors, {}, CONFIG, size // 2)))
-        assert cursors.get("0", (0, 0)) <= parse_places(place)[0].cursor
+            cursors |= advanced(
+                cursors, parse_positions(claims.believed_data(c, c.steps, cursors, {}, CONFIG, size // 2))
+            )
+        assert cursors.get("0", (0, 0)) <= parse_positions(place)[0].cursor
     for _ in range(1000):
-        if cursors.get("0", (0, 0)) == (parse_places(place)[0].cursor):
+        if cursors.get("0", (0, 0)) == (parse_positions(place)[0].cursor):
             break
-        cursors |= advanced(cursors, parse_places(claims.believed_data(c, c.steps, cursors, {}, CONFIG, size // 2)))
-    assert cursors["0"] == parse_places(place)[0].cursor
+        cursors |= advanced(cursors, parse_positions(claims.believed_data(c, c.steps, cursors, {}, CONFIG, size // 2)))
+    assert cursors["0"] == parse_positions(place)[0].cursor
 
 
 def test_an_island_that_waited_for_snapshots_may_have_read_on() -> None:

@@ -24,12 +24,12 @@ import archipelago.broker.redis.creation
 import archipelago.broker.redis.islands
 import archipelago.broker.redis.lease
 import archipelago.broker.redis.merger
-from archipelago.broker.corpus_shards import claims_that_count, parse_claim
 from archipelago.broker.entries import entry_name
 from archipelago.broker.errors import UnknownRunError, WireError
 from archipelago.broker.memory.state import MemoryEntry, MemoryRun, key_of
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Books, Event, Heartbeat, Snapshot, TapeEntry, from_fields
+from archipelago.broker.ranges import claims_that_count, parse_claim
 from archipelago.broker.redis.client import fake_client
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.replies import GROUP, counts_in, entry_id, last_delivered, text_fields

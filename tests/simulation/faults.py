@@ -21,7 +21,7 @@ FENCED = frozenset(
 )
 #: `updates` is among them: an entry that it delivers to a process that no longer waits goes to no other process.
 WRITES = (
-    REPEATED | FENCED | {"lease_shard", "request_state", "promise_answer", "withdraw_request", "acquire", "updates"}
+    REPEATED | FENCED | {"lease_range", "request_state", "promise_answer", "withdraw_request", "acquire", "updates"}
 )
 #: Calls that change nothing. A merger's reading of contributions is not among them.
 READS = frozenset(

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from archipelago.broker.control import is_expelled
-from archipelago.broker.corpus_shards import parse_places
 from archipelago.broker.messages import (
     Books,
     Call,
@@ -24,6 +23,7 @@ from archipelago.broker.messages import (
     from_fields,
     to_fields,
 )
+from archipelago.broker.ranges import parse_positions
 from archipelago.broker.transport import Delivery, Image
 from archipelago.broker.wire import digest_of, unpack
 from archipelago.islands.sync.connection.outbox import ContributionHeader
@@ -147,8 +147,8 @@ class Invariants:
     def sent(self, who: str, contribution: ContributionHeader) -> None:
         """An island sends a contribution, which says how far it has read."""
         said = []
-        for place in parse_places(contribution.data):
-            key = (place.shard, place.pass_number)
+        for place in parse_positions(contribution.data):
+            key = (place.range, place.pass_number)
             if mine := [reader for reader in self.readers[key] if reader.who == who]:
                 said.append((key, mine[-1], mine[-1].size if place.ended else place.position))
         self.said[contribution.identity_text] = said
@@ -231,9 +231,9 @@ class Invariants:
             return
         self._check_believed(member)
         self.accepted_tokens -= self.entries[member.entry][0].tokens - member.tokens
-        for place in parse_places(member.data):
-            if place.cursor > self.cursors.get(place.shard, (0, 0)):
-                self.cursors[place.shard] = place.cursor
+        for place in parse_positions(member.data):
+            if place.cursor > self.cursors.get(place.range, (0, 0)):
+                self.cursors[place.range] = place.cursor
         for key, reader, position in self.said.get(identity, ()):
             self._cover(key, reader, position)
 

@@ -218,7 +218,7 @@ class Simulation:
             if name == "publish":
                 self.old_primary.acknowledged.add(cast(Contribution, args[0]).identity_text)
             return answer
-        before = dict(self.run.holders) if name == "lease_shard" and self.run else {}
+        before = dict(self.run.holders) if name == "lease_range" and self.run else {}
         if self.faults and name == "publish" and self.happens(self.rates.garble):
             args = (args[0], args[1][:-1] + bytes([args[1][-1] ^ 1]), *args[2:])
         try:
@@ -246,7 +246,7 @@ class Simulation:
             invariants.wrote(args[0])
             if name == "announce" and isinstance(args[1], Marker) and connection.shard == 0:
                 self._announced(args[1].number)
-        elif name == "lease_shard" and answer is not None:
+        elif name == "lease_range" and answer is not None:
             self.invariants[0].leased((holders or {}).get(answer.shard, ""), answer.shard, args[1])
         elif name == "restore":
             self._restored(invariants)

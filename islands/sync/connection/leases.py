@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-from archipelago.broker.corpus_shards import Place
+from archipelago.broker.ranges import ReadPosition
 from archipelago.broker.transport import IslandTransport
 
 #: An island that finds no free shard asks again after 1, 2, 4 and then always this many looks. Each question reads the
@@ -28,19 +28,19 @@ class ShardLeases:
         self._transport = transport
         self._who = who
         self.shards = list(shards)
-        self._at_hand: deque[Place] = deque()
+        self._at_hand: deque[ReadPosition] = deque()
         self._reading: frozenset[str] = frozenset()
         self._lost: frozenset[str] = frozenset()
         self._lock = threading.Lock()
         self._refused = self._skipped = 0  # questions without an answer in a row, and looks since the last one
 
-    def take(self) -> Place | None:
+    def take(self) -> ReadPosition | None:
         """Return the next shard to read and the position in it, or None if none is leased yet."""
         with self._lock:
             if not self._at_hand:
                 return None
             place = self._at_hand.popleft()
-            self._reading |= {place.shard}
+            self._reading |= {place.range}
         return place
 
     def hold(self, shards: Sequence[str]) -> None:
@@ -48,7 +48,7 @@ class ShardLeases:
         with self._lock:
             self._reading = frozenset(shards)
             self._lost &= self._reading  # a loss is reported once
-            self._at_hand = deque(place for place in self._at_hand if place.shard not in self._reading)
+            self._at_hand = deque(place for place in self._at_hand if place.range not in self._reading)
 
     def take_lost(self) -> frozenset[str]:
         """Return the shards whose lease was lost since the last call: the pass ended, or another island has them."""
@@ -59,19 +59,19 @@ class ShardLeases:
     def pump(self) -> None:
         """Check the leases, and lease another shard if there is no next one."""
         with self._lock:
-            watched = sorted({place.shard for place in self._at_hand} | self._reading)
+            watched = sorted({place.range for place in self._at_hand} | self._reading)
         lost = frozenset(watched) - self._transport.island.leased(watched, self._who) if watched else frozenset()
         with self._lock:
-            self._at_hand = deque(place for place in self._at_hand if place.shard not in lost)
+            self._at_hand = deque(place for place in self._at_hand if place.range not in lost)
             self._lost |= lost & self._reading
             free = [] if self._at_hand else [shard for shard in self.shards if shard not in self._reading]
         if not free or not self._should_ask():
             return
-        place = self._transport.island.lease_shard(free, self._who)
+        place = self._transport.island.lease_range(free, self._who)
         self._refused = self._refused + 1 if place is None else 0
         if place is not None:
             with self._lock:
-                if place.shard not in self._reading:  # an island that rejoined may have leased it again
+                if place.range not in self._reading:  # an island that rejoined may have leased it again
                     self._at_hand.append(place)
 
     def _should_ask(self) -> bool:

@@ -19,10 +19,10 @@ from functools import partial
 from itertools import islice
 
 from archipelago.broker.control import DRAIN, EXPEL, island_field, require_welcome, run_steps
-from archipelago.broker.corpus_shards import NameClaim, Place
 from archipelago.broker.errors import BrokerError, UnreachableError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import NOTE_MAX, Event, Heartbeat, Note
+from archipelago.broker.ranges import NameClaim, ReadPosition
 from archipelago.broker.shards.transport import shards_of
 from archipelago.broker.transport import IslandTransport
 from archipelago.islands.sync import recovery
@@ -170,7 +170,7 @@ class Link:
             channel.resume(in_flight)
             sending.wake.set()  # now, because an island whose window is full of these sends nothing else
 
-    def lease(self) -> Place | None:
+    def lease(self) -> ReadPosition | None:
         """Return the next leased shard, if any. The heartbeat thread then leases another."""
         place = self.leases.take()
         if place is not None:

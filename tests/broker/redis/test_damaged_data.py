@@ -283,7 +283,7 @@ def test_a_key_of_another_type_is_ignored_when_read_and_refuses_writes(transport
     assert (transport.reader.control(), transport.reader.notes(9)) == ({}, [])
     assert transport.island.heartbeat(samples.heartbeat()) == {}
     assert transport.reader.presences()[0].heartbeat == samples.heartbeat()
-    assert transport.island.lease_shard(["0"], "a/x") is not None
+    assert transport.island.lease_range(["0"], "a/x") is not None
     raw.set(keys.island("a"), "no hash")
     writes: list[Callable[[], object]] = [
         lambda: transport.reader.steer({"merging": "paused"}),

@@ -102,7 +102,7 @@ def play(transport: RedisTransport, manifest: Manifest) -> None:
     merger.announce(epoch, Call(5, 0))
     merger.trim(epoch, [entry])
     merger.renew(epoch, "m", 100.0)
-    assert island.lease_shard(["0"], "a/x") and island.lease_evaluation("a/x", EVALUATION_LEASE_MAX)
+    assert island.lease_range(["0"], "a/x") and island.lease_evaluation("a/x", EVALUATION_LEASE_MAX)
     island.register_corpus("text", "0" * 32)
     island.request_state("c/z")
     assert island.promise_answer("c/z", "b/y")

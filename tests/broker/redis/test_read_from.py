@@ -88,7 +88,7 @@ def test_payloads_come_from_the_replica_and_the_rest_from_the_primary(
     assert island.reader.difference(0, 1) == PAYLOAD
     assert replica_of(island).bytes == 2 * len(PAYLOAD)
     assert ranges_read(raw) == before, "the primary sent a chunk"
-    assert island.island.lease_shard(["0"], "a/x") is not None
+    assert island.island.lease_range(["0"], "a/x") is not None
     assert island.island.holds(island.island.publish(samples.contribution(PAYLOAD), PAYLOAD))
     assert copy.dbsize() == keys, "something was written to the replica"
 

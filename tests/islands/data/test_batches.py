@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from archipelago.broker.config import DataConfig, RunConfig
-from archipelago.broker.corpus_shards import PASSES_MAX, PLACES_MAX, Place, parse_places
 from archipelago.broker.errors import DataError
+from archipelago.broker.ranges import PASSES_MAX, POSITIONS_MAX, ReadPosition, parse_positions
 from archipelago.islands.data import preparation, sharding
 from archipelago.islands.data.batches import PRIVATE_PASSES, Batches
 from archipelago.islands.data.sharding import shard_order
@@ -43,15 +43,15 @@ def configured(shards: int = 4, length: int = 8, batch: int = 2, seed: int = 0) 
     return RunConfig(seed=seed, data=DataConfig(shards=shards, sequence_length=length, batch_size=batch))
 
 
-def leases(answers: Iterable[Place | None]) -> Callable[[], Place | None]:
+def leases(answers: Iterable[ReadPosition | None]) -> Callable[[], ReadPosition | None]:
     """Return a `lease` that gives these places and then None."""
     waiting = iter(answers)
     return lambda: next(waiting, None)
 
 
-def fresh(*shards: int, pass_number: int = 0) -> Callable[[], Place | None]:
+def fresh(*shards: int, pass_number: int = 0) -> Callable[[], ReadPosition | None]:
     """Return a `lease` that gives these shards from their beginning and then None."""
-    return leases(Place(str(shard), pass_number, 0) for shard in shards)
+    return leases(ReadPosition(str(shard), pass_number, 0) for shard in shards)
 
 
 TEXT, CONFIG = positions(4000), configured(batch=1)
@@ -150,11 +150,11 @@ def test_a_text_too_short_for_its_shards_is_refused() -> None:
 
 
 def test_a_leased_shard_is_read_once_from_its_cursor() -> None:
-    supply = Batches(TEXT, CONFIG, leases([Place("2", 0, 0), Place("site/0", 5, 17)]))
+    supply = Batches(TEXT, CONFIG, leases([ReadPosition("2", 0, 0), ReadPosition("site/0", 5, 17)]))
     for expected in (rows("2", 0), rows("0", 5)[17:]):
         assert np.array_equal(supply.next(len(expected))[:, 0], expected)
     assert supply.repeats == 0
-    assert supply.places() == (Place("2", 0, 0, ended=True), Place("site/0", 5, 0, ended=True))
+    assert supply.places() == (ReadPosition("2", 0, 0, ended=True), ReadPosition("site/0", 5, 0, ended=True))
     together, again = (Batches(TEXT, configured(), fresh(0, 1)) for _ in range(2))
     batches = together.next(6)
     assert batches.shape == (6, 2, 9)
@@ -163,14 +163,14 @@ def test_a_leased_shard_is_read_once_from_its_cursor() -> None:
 
 
 def test_without_a_lease_the_last_shard_is_repeated_in_another_order() -> None:
-    supply = Batches(TEXT, CONFIG, leases([Place("3", 1, 9), None, None, None, Place("1", 0, 0)]))
+    supply = Batches(TEXT, CONFIG, leases([ReadPosition("3", 1, 9), None, None, None, ReadPosition("1", 0, 0)]))
     for number in range(3):
         expected = rows("3", 1, number)[9 if number == 0 else 0 :]
         assert np.array_equal(supply.next(len(expected))[:, 0], expected)
         assert supply.repeats == number
-        assert supply.places() == (Place("3", 1, 0, ended=True),)
+        assert supply.places() == (ReadPosition("3", 1, 0, ended=True),)
     supply.next(1)
-    assert supply.places() == (Place("3", 1, 0, ended=True), Place("1", 0, 1))
+    assert supply.places() == (ReadPosition("3", 1, 0, ended=True), ReadPosition("1", 0, 1))
     assert supply.repeats == 2
 
 
@@ -185,12 +185,12 @@ def test_without_any_lease_an_island_begins_with_a_private_pass() -> None:
 
 
 def test_a_private_pass_ends_with_the_first_lease() -> None:
-    supply = Batches(TEXT, CONFIG, leases([None, None, Place("1", 0, 3)]))
+    supply = Batches(TEXT, CONFIG, leases([None, None, ReadPosition("1", 0, 3)]))
     for _ in range(2):
         supply.next(2)
     assert supply.places() == ()
     assert np.array_equal(supply.next(2)[:, 0], rows("1", 0)[3:5])
-    assert supply.places() == (Place("1", 0, 5),)
+    assert supply.places() == (ReadPosition("1", 0, 5),)
 
 
 @settings(deadline=None)
@@ -200,7 +200,7 @@ def test_a_private_pass_ends_with_the_first_lease() -> None:
 )
 def test_places_report_the_position_in_each_lease(leased: list[tuple[int, int, int]], sizes: list[int]) -> None:
     config = configured(shards=21, batch=3)
-    given_out = [Place(str(shard), pass_number, position) for shard, pass_number, position in leased]
+    given_out = [ReadPosition(str(shard), pass_number, position) for shard, pass_number, position in leased]
     supply = Batches(TEXT, config, leases(given_out))
     left = 0
     for size in sizes:
@@ -208,24 +208,26 @@ def test_places_report_the_position_in_each_lease(leased: list[tuple[int, int, i
         left += 3 * size
     expected = []
     for place in given_out if left else []:
-        count = len(sharding.windows(4000, 21, 8, 0, place.shard, place.pass_number))
+        count = len(sharding.windows(4000, 21, 8, 0, place.range, place.pass_number))
         position = min(count, place.position + left)
-        expected.append(Place(place.shard, place.pass_number, 0 if position == count else position, position == count))
+        expected.append(
+            ReadPosition(place.range, place.pass_number, 0 if position == count else position, position == count)
+        )
         left -= position - place.position
         if not left:
             break
     assert supply.places() == tuple(expected)
-    assert supply.held() == [place.shard for place in expected]
-    assert parse_places(" ".join(map(str, supply.places()))) == supply.places()
+    assert supply.held() == [place.range for place in expected]
+    assert parse_positions(" ".join(map(str, supply.places()))) == supply.places()
 
 
 def test_only_the_newest_places_are_reported_until_they_are_forgotten() -> None:
-    shards = PLACES_MAX + 8
+    shards = POSITIONS_MAX + 8
     supply = Batches(TEXT, configured(shards=shards, batch=1), fresh(*range(shards)))
     windows = [len(sharding.windows(4000, shards, 8, 0, str(shard), 0)) for shard in range(shards)]
     supply.next(sum(windows[:-1]) + 1)
     assert supply.held() == [str(shard) for shard in range(8, shards)]
-    assert supply.places()[-1] == Place(str(shards - 1), 0, 1)
+    assert supply.places()[-1] == ReadPosition(str(shards - 1), 0, 1)
     supply.forget([str(shard) for shard in range(10, shards - 1)])
     assert supply.held() == [*map(str, range(10)), str(shards - 1)]
 
@@ -236,10 +238,10 @@ def test_a_lost_lease_is_not_read_further() -> None:
     supply.forget({"0"})
     assert supply.places() == ()
     assert np.array_equal(supply.next(4)[:, 0], rows("1", 0)[:4])
-    assert supply.places() == (Place("1", 0, 4),)
+    assert supply.places() == (ReadPosition("1", 0, 4),)
     assert supply.repeats == 0
     supply.forget(["0", "7"])
-    assert supply.places() == (Place("1", 0, 4),), "forgetting an ended pass does not end the next"
+    assert supply.places() == (ReadPosition("1", 0, 4),), "forgetting an ended pass does not end the next"
     supply.forget({"1"})
     assert np.array_equal(supply.next(4)[:, 0], rows("1", 0, 1)[:4]), "without a successor it is repeated"
     assert supply.places() == ()
@@ -247,36 +249,42 @@ def test_a_lost_lease_is_not_read_further() -> None:
 
 
 def test_a_repeat_continues_when_its_pass_is_forgotten() -> None:
-    supply = Batches(TEXT, CONFIG, leases([Place("0", 0, 0), None, None, Place("0", 1, 0)]))
+    supply = Batches(TEXT, CONFIG, leases([ReadPosition("0", 0, 0), None, None, ReadPosition("0", 1, 0)]))
     count = len(rows("0", 0))
     supply.next(count + 3)
     supply.forget({"0"})
     assert np.array_equal(supply.next(4)[:, 0], rows("0", 0, 1)[3:7])
     assert supply.places() == ()
     supply.next(2)
-    assert supply.places() == (Place("0", 1, 2),)
+    assert supply.places() == (ReadPosition("0", 1, 2),)
 
 
 def test_a_shard_that_is_leased_again_has_only_its_newest_place() -> None:
-    supply = Batches(TEXT, CONFIG, leases([Place("0", 0, 0), Place("1", 0, 0), Place("0", 1, 0)]))
+    supply = Batches(TEXT, CONFIG, leases([ReadPosition("0", 0, 0), ReadPosition("1", 0, 0), ReadPosition("0", 1, 0)]))
     supply.next(len(rows("0", 0)) + len(rows("1", 0)) + 2)
-    assert supply.places() == (Place("1", 0, 0, ended=True), Place("0", 1, 2))
+    assert supply.places() == (ReadPosition("1", 0, 0, ended=True), ReadPosition("0", 1, 2))
 
 
 def test_a_cursor_beyond_the_pass_ends_it() -> None:
     count = len(rows("0", 0))
-    supply = Batches(TEXT, CONFIG, leases([Place("0", 0, count), Place("2", 3, 10**15 - 1), Place("1", 0, 0)]))
+    supply = Batches(
+        TEXT, CONFIG, leases([ReadPosition("0", 0, count), ReadPosition("2", 3, 10**15 - 1), ReadPosition("1", 0, 0)])
+    )
     assert np.array_equal(supply.next(4)[:, 0], rows("1", 0)[:4])
-    assert supply.places() == (Place("0", 0, 0, ended=True), Place("2", 3, 0, ended=True), Place("1", 0, 4))
-    endless = Batches(TEXT, CONFIG, leases(repeat(Place("0", 0, 10**9))))
+    assert supply.places() == (
+        ReadPosition("0", 0, 0, ended=True),
+        ReadPosition("2", 3, 0, ended=True),
+        ReadPosition("1", 0, 4),
+    )
+    endless = Batches(TEXT, CONFIG, leases(repeat(ReadPosition("0", 0, 10**9))))
     assert np.array_equal(endless.next(4)[:, 0], rows("0", 0, 1)[:4])
-    assert endless.places() == (Place("0", 0, 0, ended=True),)
+    assert endless.places() == (ReadPosition("0", 0, 0, ended=True),)
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 PLACES = st.builds(
-    Place, st.integers(0, 7).map(str) | st.just("site/3"), st.integers(0, 4), st.integers(0, 9) | st.just(10**12)
+    ReadPosition, st.integers(0, 7).map(str) | st.just("site/3"), st.integers(0, 4), st.integers(0, 9) | st.just(10**12)
 )
 ANSWERS = st.lists(st.none() | PLACES, max_size=12)
 #: The actions of an island: read the batches of some steps, or forget shards.
@@ -297,7 +305,11 @@ def do(supply: Batches, actions: Iterable[int | set[str]]) -> bytes:
 @settings(deadline=None)
 @given(before=ACTIONS, after=ACTIONS, answers=ANSWERS, seed=st.integers(0, 99), fallback=st.integers(0, 1 << 62))
 def test_a_restored_supply_gives_the_same_batches(
-    before: list[int | set[str]], after: list[int | set[str]], answers: list[Place | None], seed: int, fallback: int
+    before: list[int | set[str]],
+    after: list[int | set[str]],
+    answers: list[ReadPosition | None],
+    seed: int,
+    fallback: int,
 ) -> None:
     text, config = positions(2000), configured(shards=8, length=16, batch=3, seed=seed)
     waiting = deque(answers)

@@ -17,8 +17,8 @@ import pytest
 
 from archipelago import Task
 from archipelago.broker.config import DataConfig, InnerConfig, ModelConfig
-from archipelago.broker.corpus_shards import PLACES_MAX, Place
 from archipelago.broker.errors import ArchipelagoError, ConfigError, MismatchError
+from archipelago.broker.ranges import POSITIONS_MAX, ReadPosition
 from archipelago.islands.evaluation import published
 from archipelago.islands.inner import InnerState
 from archipelago.islands.tasks.file import load_task, task_of
@@ -59,14 +59,14 @@ def test_an_island_goes_on_with_a_shard_where_what_was_merged_ends() -> None:
     run.clock.now += 1e4  # the island is gone
     run.play(again := run.island("a"), 1)
     (place,) = again.batches.places()
-    assert place.position == before[place.shard][1] + 1
-    assert place.pass_number == before[place.shard][0]
+    assert place.position == before[place.range][1] + 1
+    assert place.pass_number == before[place.range][0]
 
 
 def leasing(free: Iterator[str]) -> Any:
     """Return a link that leases these shards."""
     return SimpleNamespace(
-        register_shards=int, offer=lambda shards: None, lease=lambda: Place(next(free), 0, 0), is_started=True
+        register_shards=int, offer=lambda shards: None, lease=lambda: ReadPosition(next(free), 0, 0), is_started=True
     )
 
 
@@ -75,12 +75,12 @@ def test_an_island_holds_no_more_shards_than_it_can_report() -> None:
     link: Any = leasing(free)
     run = TaskRun("a", 1, link=link)
     shards = run.shards(1000)
-    for _ in range(2 * PLACES_MAX):
+    for _ in range(2 * POSITIONS_MAX):
         next(shards).read()
-    assert [place.shard for place in run.places()] == [str(number) for number in range(PLACES_MAX)]
+    assert [place.range for place in run.places()] == [str(number) for number in range(POSITIONS_MAX)]
     run.forget(["0"])  # its end was merged
     next(shards).read()
-    assert run.places()[-1] == Place(str(PLACES_MAX), 0, 1)
+    assert run.places()[-1] == ReadPosition(str(POSITIONS_MAX), 0, 1)
 
 
 def test_an_island_restored_with_its_run_goes_on_where_its_checkpoint_was() -> None:
@@ -93,7 +93,7 @@ def test_an_island_restored_with_its_run_goes_on_where_its_checkpoint_was() -> N
     after.restore(before.state())
     assert after.places() == before.places()
     np.testing.assert_array_equal(after.next(2)["x"], before.next(2)["x"])
-    assert after.places() == before.places() == (Place("3", 0, 0, ended=True), Place("5", 0, 3))
+    assert after.places() == before.places() == (ReadPosition("3", 0, 0, ended=True), ReadPosition("5", 0, 3))
     after.restore(before.state())
     after.forget(["5"])  # another island has it
     after.next(1)

@@ -53,7 +53,7 @@ def test_a_reader_without_a_run_reads_all_shards_pass_after_pass() -> None:
     leases = AllShards()
     leases.offer(["b", "a"])
     places = [place for _ in range(4) if (place := leases.lease())]
-    assert [(place.shard, place.pass_number) for place in places] == [("b", 0), ("a", 0), ("b", 1), ("a", 1)]
+    assert [(place.range, place.pass_number) for place in places] == [("b", 0), ("a", 0), ("b", 1), ("a", 1)]
     reader = Reader(task_work())
     reader.next(3 * SHARDS * BATCHES)
     assert reader.tokens == 3 * SHARDS * BATCHES * 10

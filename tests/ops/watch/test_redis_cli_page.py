@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import redis
 
-from archipelago.broker.corpus_shards import Place
 from archipelago.broker.messages import Evaluation, Note, Refusal, Resume
+from archipelago.broker.ranges import ReadPosition
 from archipelago.broker.redis.keys import REGISTRY
 from archipelago.broker.redis.transport import connect
 from archipelago.ops.launch.embedded_redis import Server
@@ -68,7 +68,7 @@ def fill(url: str) -> None:
     manifest = samples.manifest(RUN)
     transport.create(manifest, samples.first_snapshots(manifest))
     transport.island.heartbeat(samples.heartbeat("island-0", data="23:0:1051", last_refusal="too old"))
-    assert isinstance(transport.island.lease_shard(["23"], "island-0/x"), Place)
+    assert isinstance(transport.island.lease_range(["23"], "island-0/x"), ReadPosition)
     for sequence in range(3):
         transport.island.publish(samples.contribution(sequence=sequence, island="island-0"), b"payload")
     epoch = transport.merger.acquire("00b81fc22d7c", 3600.0)  # longer than all tests of this page

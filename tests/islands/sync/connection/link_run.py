@@ -27,7 +27,7 @@ from tests.intercept import Intercepted
 #: Elements of each fragment of the sample run.
 SIZE = 32
 #: The calls that fail in an outage, or hang.
-REACHING = frozenset({"publish", "holds", "heartbeat", "lease_shard", "memory", "events", "fragment"})
+REACHING = frozenset({"publish", "holds", "heartbeat", "lease_range", "memory", "events", "fragment"})
 Act = Callable[[], object]
 Announced = TypeVar("Announced", Call, Resume, Marker)
 

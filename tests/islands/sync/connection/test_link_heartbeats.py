@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from archipelago.broker.corpus_shards import Place
 from archipelago.broker.errors import UnreachableError
+from archipelago.broker.ranges import ReadPosition
 from archipelago.islands.inner import require_sound
 from archipelago.islands.sync.connection.link import FRESH_SECONDS
 from archipelago.islands.sync.connection.serving import REMIND_SECONDS
@@ -25,7 +25,7 @@ SHARDS = shards_of(samples.manifest())
 def test_one_shard_is_leased_ahead_for_each_island(harness: Harness) -> None:
     one, other = harness.link("a/x"), harness.link("b/y")
     assert one.lease() is None
-    found: list[Place] = []
+    found: list[ReadPosition] = []
     for _ in range(3):
         for link in (one, other):
             heartbeat(link)
@@ -34,8 +34,8 @@ def test_one_shard_is_leased_ahead_for_each_island(harness: Harness) -> None:
             assert link.lease() is None  # the next heartbeat leases another one
             found.append(place)
     assert [place.cursor for place in found] == [(0, 0)] * 6
-    assert [place.shard for place in found[:2]] == SHARDS[:2]
-    assert len({place.shard for place in found}) == 6
+    assert [place.range for place in found[:2]] == SHARDS[:2]
+    assert len({place.range for place in found}) == 6
 
 
 def test_only_an_island_that_joins_or_trains_leases_shards(harness: Harness) -> None:
@@ -47,12 +47,12 @@ def test_only_an_island_that_joins_or_trains_leases_shards(harness: Harness) -> 
 
 def test_a_held_shard_is_not_leased_again(harness: Harness) -> None:
     link = harness.link(shards=["3", "1"])
-    for expected in (Place("3", 0, 0), Place("1", 0, 0), None, None):
+    for expected in (ReadPosition("3", 0, 0), ReadPosition("1", 0, 0), None, None):
         heartbeat(link)
         assert link.lease() == expected
     link.leases.hold(["3"])  # shard 1 is leased under our name, but we missed the answer
     heartbeat(link)
-    assert link.lease() == Place("1", 0, 0)
+    assert link.lease() == ReadPosition("1", 0, 0)
 
 
 def test_a_lost_lease_is_reported_once(harness: Harness) -> None:
@@ -61,9 +61,9 @@ def test_a_lost_lease_is_reported_once(harness: Harness) -> None:
     place = link.lease()
     assert place is not None
     heartbeat(link)
-    harness.stored.holders[place.shard] = "b/y"
+    harness.stored.holders[place.range] = "b/y"
     heartbeat(link)
-    assert link.take().lost_shards == {place.shard}
+    assert link.take().lost_shards == {place.range}
     heartbeat(link)  # the loss is detected again before the island stops holding the shard
     link.leases.hold([])
     heartbeat(link)
@@ -76,27 +76,27 @@ def test_an_unused_lease_that_is_lost_is_replaced_without_a_report(harness: Harn
     harness.stored.holders[SHARDS[0]] = "b/y"
     harness.transport.island.heartbeat(samples.heartbeat("b", incarnation="y"))
     heartbeat(link)
-    assert link.lease() == Place(SHARDS[1], 0, 0)
+    assert link.lease() == ReadPosition(SHARDS[1], 0, 0)
     assert link.take().lost_shards == frozenset()
 
 
 def test_a_completely_merged_pass_ends_its_lease(harness: Harness) -> None:
     link = harness.link(shards=["3"])
     heartbeat(link)
-    assert link.lease() == Place("3", 0, 0)
+    assert link.lease() == ReadPosition("3", 0, 0)
     harness.transport.merger.commit(harness.epoch, samples.commit([], cursors={"3": (1, 0)}))
     heartbeat(link)
     assert link.take().lost_shards == {"3"}
     assert link.lease() is None
     link.leases.hold([])
     heartbeat(link)
-    assert link.lease() == Place("3", 1, 0)
+    assert link.lease() == ReadPosition("3", 1, 0)
 
 
 def test_a_restored_shard_is_not_also_the_next_one(harness: Harness) -> None:
     """A restored island leases the shards that it was reading; its link may already have leased one as the next."""
     link = harness.link()
-    harness.faulty.after["lease_shard"] = lambda: link.leases.hold([SHARDS[0]])  # during the lease
+    harness.faulty.after["lease_range"] = lambda: link.leases.hold([SHARDS[0]])  # during the lease
     heartbeat(link)
     assert link.lease() is None
     link.leases.hold([])
@@ -104,7 +104,7 @@ def test_a_restored_shard_is_not_also_the_next_one(harness: Harness) -> None:
     link.leases.hold([SHARDS[0]])  # after it
     assert link.lease() is None
     heartbeat(link)
-    assert link.lease() == Place(SHARDS[1], 0, 0)
+    assert link.lease() == ReadPosition(SHARDS[1], 0, 0)
 
 
 def test_an_island_that_finds_no_shard_asks_less_and_less_often(harness: Harness) -> None:
@@ -116,11 +116,11 @@ def test_an_island_that_finds_no_shard_asks_less_and_less_often(harness: Harness
     for look in range(1, 38):
         if look == 28:
             harness.stored.holders.clear()
-        before = harness.faulty.calls["lease_shard"]
+        before = harness.faulty.calls["lease_range"]
         heartbeat(link)
-        asked += [look] * (harness.faulty.calls["lease_shard"] - before)
+        asked += [look] * (harness.faulty.calls["lease_range"] - before)
     assert asked == [1, 3, 6, 11, 20, 29], "a shard was found, so that the next one is asked for at once"
-    assert link.lease() == Place("3", 0, 0)
+    assert link.lease() == ReadPosition("3", 0, 0)
 
 
 # -- newcomers ------------------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
-"""Leases and cursors of corpus shards, as pure functions.
+"""Leases and cursors of ranges of text, as pure functions.
 
-A corpus is split into shards. An island leases a shard, and reads it from the shard's cursor on. Every contribution
-states how far its island has read (`Place`s). The transaction that merges the contribution also moves the cursor
-there. If an island dies, another one continues its shard after the merged part. So each completed pass over a shard
-has merged each of its tokens once.
+A corpus, or the data of a task, is split into ranges. An island leases a range, and reads it from the range's cursor
+on. Every contribution states how far its island has read (`ReadPosition`s). The transaction that merges the
+contribution also moves the cursor there. If an island dies, another one continues its range after the merged part. So
+each completed pass over a range has merged each of its tokens once.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Final, NamedTuple
 
 from archipelago.broker.errors import WireError
 
-#: The most places in one contribution, and so the most shards that an island can hold at a time.
-PLACES_MAX = 32
-#: The most shards of a corpus, or of a task's data.
-SHARDS_MAX = 1 << 14
+#: The most places in one contribution, and so the most ranges that an island can hold at a time.
+POSITIONS_MAX = 32
+#: The most ranges of a corpus, or of a task's data.
+RANGES_MAX = 1 << 14
 #: How many turns a claim may be ahead of the one before it.
 TURNS_SKIPPED_MAX = 1000
 #: Cursors stay below this pass, so that every cursor can be written as a place.
 PASSES_MAX = 10**12
-# The pattern avoids \d, which matches the digits of all scripts, and leading zeros, so that a shard has one name.
+# The pattern avoids \d, which matches the digits of all scripts, and leading zeros, so that a range has one name.
 _PLACE = re.compile(r"((?:[A-Za-z0-9][A-Za-z0-9._-]{0,63}/)?(?:0|[1-9][0-9]{0,6})):([0-9]{1,12}):([0-9]{1,15}|end)")
 
 _CLAIM = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63}):([0-9]{1,13}):([0-9]{1,15})")
@@ -34,19 +34,19 @@ _NAME_CLAIM = re.compile(r"([0-9]{1,18}) ([A-Za-z0-9][A-Za-z0-9._-]{0,63})")
 
 
 @dataclass(frozen=True)
-class Place:
-    """A position in a pass over a shard.
+class ReadPosition:
+    """A position in a pass over a range.
 
     The text form is `17:0:96`, at the end of the pass `17:0:end`, and for another corpus `site/17:0:96`.
 
     Attributes:
-        shard: The shard's number in the run's corpus, or `CORPUS/NUMBER` in a corpus that only some islands have.
-        pass_number: The number of the pass over the shard, from 0.
+        range: The range's number in the run's corpus, or `CORPUS/NUMBER` in a corpus that only some islands have.
+        pass_number: The number of the pass over the range, from 0.
         position: The number of sequences of this pass that were read.
         ended: The whole pass was read.
     """
 
-    shard: str
+    range: str
     pass_number: int
     position: int
     ended: bool = False
@@ -57,51 +57,51 @@ class Place:
         return (self.pass_number + 1, 0) if self.ended else (self.pass_number, self.position)
 
     def __str__(self) -> str:
-        return f"{self.shard}:{self.pass_number}:{'end' if self.ended else self.position}"
+        return f"{self.range}:{self.pass_number}:{'end' if self.ended else self.position}"
 
 
-def shard_name(corpus: str, number: int) -> str:
-    """Return the name of a shard. `corpus` is empty for the run's corpus."""
+def range_name(corpus: str, number: int) -> str:
+    """Return the name of a range. `corpus` is empty for the run's corpus."""
     return f"{corpus}/{number}" if corpus else str(number)
 
 
-def parse_places(text: str) -> tuple[Place, ...]:
+def parse_positions(text: str) -> tuple[ReadPosition, ...]:
     """Parse the places in a contribution's `data`. Raises WireError."""
     words = text.split()
-    if len(words) > PLACES_MAX:
-        raise WireError(f"{len(words)} places in the data, {PLACES_MAX} at most")
+    if len(words) > POSITIONS_MAX:
+        raise WireError(f"{len(words)} places in the data, {POSITIONS_MAX} at most")
     return tuple(_parse(word) for word in words)
 
 
-def _parse(word: str) -> Place:
+def _parse(word: str) -> ReadPosition:
     found = _PLACE.fullmatch(word)
     if not found:
         raise WireError(f"{word[:40]!r} is not a place in the data")
-    shard, pass_number, position = found.groups()
+    name, pass_number, position = found.groups()
     ended = position == "end"
-    return Place(shard, int(pass_number), 0 if ended else int(position), ended)
+    return ReadPosition(name, int(pass_number), 0 if ended else int(position), ended)
 
 
-def advanced(cursors: Mapping[str, tuple[int, int]], places: Iterable[Place]) -> dict[str, tuple[int, int]]:
+def advanced(cursors: Mapping[str, tuple[int, int]], places: Iterable[ReadPosition]) -> dict[str, tuple[int, int]]:
     """Return the cursors that a merged contribution moves. They move only forwards; an ended pass leads to the next."""
     moved: dict[str, tuple[int, int]] = {}
     for place in places:
-        if place.cursor[0] < PASSES_MAX and place.cursor > cursors.get(place.shard, (0, 0)):
-            moved[place.shard] = max(place.cursor, moved.get(place.shard, (0, 0)))
+        if place.cursor[0] < PASSES_MAX and place.cursor > cursors.get(place.range, (0, 0)):
+            moved[place.range] = max(place.cursor, moved.get(place.range, (0, 0)))
     return moved
 
 
 @dataclass(frozen=True)
 class Claim:
-    """The lease of a shard by an island, as the island has written it.
+    """The lease of a range by an island, as the island has written it.
 
     The text form is `INCARNATION:PASS:TURN`. A claim ends with its pass. Islands cannot delete each other's claims. So
-    an island that takes a shard over from one that is gone writes the next turn, and the last turn counts.
+    an island that takes a range over from one that is gone writes the next turn, and the last turn counts.
 
     Attributes:
         holder: The island and its incarnation, as island/incarnation.
-        pass_number: The pass over the shard.
-        turn: How often the shard was taken over during this pass.
+        pass_number: The pass over the range.
+        turn: How often the range was taken over during this pass.
     """
 
     holder: str
@@ -123,61 +123,61 @@ def parse_claim(island: str, text: str) -> Claim:
 def claims_that_count(
     claims: Mapping[str, Mapping[str, Claim]], cursors: Mapping[str, tuple[int, int]]
 ) -> dict[str, Claim]:
-    """Return the claim that counts for each leased shard: the last turn of the present pass.
+    """Return the claim that counts for each leased range: the last turn of the present pass.
 
-    No honest island skips more than TURNS_SKIPPED_MAX turns. A claim that does would keep its shard for ever, so it
-    does not count. An island that claims more than PLACES_MAX shards gets only that many.
+    No honest island skips more than TURNS_SKIPPED_MAX turns. A claim that does would keep its range for ever, so it
+    does not count. An island that claims more than POSITIONS_MAX ranges gets only that many.
 
     Args:
-        claims: The claims of each island, by shard.
-        cursors: The cursor of each started shard.
+        claims: The claims of each island, by range.
+        cursors: The cursor of each started range.
     """
-    of_shard: dict[str, list[tuple[int, str, Claim]]] = {}
+    of_range: dict[str, list[tuple[int, str, Claim]]] = {}
     for island, mine in claims.items():
-        for shard, claim in mine.items():
-            if claim.pass_number == cursors.get(shard, (0, 0))[0]:
-                of_shard.setdefault(shard, []).append((claim.turn, island, claim))
+        for name, claim in mine.items():
+            if claim.pass_number == cursors.get(name, (0, 0))[0]:
+                of_range.setdefault(name, []).append((claim.turn, island, claim))
     out: dict[str, Claim] = {}
     count: dict[str, int] = {}
-    for shard in sorted(of_shard):
+    for name in sorted(of_range):
         winner, before = "", 0
-        for turn, island, claim in sorted(of_shard[shard], key=lambda each: each[:2]):
+        for turn, island, claim in sorted(of_range[name], key=lambda each: each[:2]):
             if turn > before + TURNS_SKIPPED_MAX:
                 break
-            winner, before, out[shard] = island, turn, claim
+            winner, before, out[name] = island, turn, claim
         if winner:
             count[winner] = count.get(winner, 0) + 1
-            if count[winner] > PLACES_MAX:
-                del out[shard]
+            if count[winner] > POSITIONS_MAX:
+                del out[name]
     return out
 
 
 def choose(
-    shards: Sequence[str],
+    ranges: Sequence[str],
     cursors: Mapping[str, tuple[int, int]],
     holders: Mapping[str, str],
     me: str,
     gone: Callable[[str], bool],
 ) -> str | None:
-    """Return the shard that `me` should lease; None if there is none.
+    """Return the range that `me` should lease; None if there is none.
 
-    A shard is free if it has no holder, if its holder is gone, or if `me` holds it: an island asks again for its own
-    shard only if it never got the first answer. Among the free shards, those with the fewest passes come first, so that
-    no text is read twice before all text is read once. Then come shards that an earlier incarnation of this island
-    held, and then the order of `shards`. No pass begins before all shards have reached the previous pass.
+    A range is free if it has no holder, if its holder is gone, or if `me` holds it: an island asks again for its own
+    range only if it never got the first answer. Among the free ranges, those with the fewest passes come first, so that
+    no text is read twice before all text is read once. Then come ranges that an earlier incarnation of this island
+    held, and then the order of `ranges`. No pass begins before all ranges have reached the previous pass.
 
     Args:
-        shards: The shards that `me` can read, in its order of preference.
-        cursors: The cursor of each started shard.
-        holders: The holder (island/incarnation) of each leased shard.
+        ranges: The ranges that `me` can read, in its order of preference.
+        cursors: The cursor of each started range.
+        holders: The holder (island/incarnation) of each leased range.
         me: The island and its incarnation, as island/incarnation.
         gone: Returns whether a holder has lost its leases.
     """
-    free = [name for name in shards if holders.get(name, "") in ("", me) or gone(holders[name])]
+    free = [name for name in ranges if holders.get(name, "") in ("", me) or gone(holders[name])]
     if not free:
         return None
     mine = [name for name, holder in holders.items() if holder == me]
-    slowest = min(cursors.get(name, (0, 0))[0] for name in [*shards, *mine])
+    slowest = min(cursors.get(name, (0, 0))[0] for name in [*ranges, *mine])
     island = me.partition("/")[0]
 
     def rank(indexed: tuple[int, str]) -> tuple[int, bool, int]:

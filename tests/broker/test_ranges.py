@@ -8,69 +8,71 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from archipelago.broker.corpus_shards import (
+from archipelago.broker.errors import WireError
+from archipelago.broker.messages import Contribution, from_fields, to_fields
+from archipelago.broker.ranges import (
     PASSES_MAX,
-    PLACES_MAX,
+    POSITIONS_MAX,
     Claim,
-    Place,
+    ReadPosition,
     advanced,
     choose,
     claims_that_count,
     cursor_text,
     parse_claim,
     parse_cursor,
-    parse_places,
-    shard_name,
+    parse_positions,
+    range_name,
 )
-from archipelago.broker.errors import WireError
-from archipelago.broker.messages import Contribution, from_fields, to_fields
 from tests import samples
 from tests.failing import failing
 
 NAMES = st.builds(
-    shard_name, st.just("") | st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True), st.integers(0, 9999999)
+    range_name, st.just("") | st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True), st.integers(0, 9999999)
 )
 PASSES, POSITIONS = st.integers(0, PASSES_MAX - 1), st.integers(0, 10**15 - 1)
-PLACES = st.builds(Place, NAMES, PASSES, POSITIONS) | st.builds(Place, NAMES, PASSES, st.just(0), st.just(True))
+PLACES = st.builds(ReadPosition, NAMES, PASSES, POSITIONS) | st.builds(
+    ReadPosition, NAMES, PASSES, st.just(0), st.just(True)
+)
 CURSORS = st.tuples(PASSES, POSITIONS)
 
 
 # -- as text ----------------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(PLACES, max_size=PLACES_MAX), CURSORS)
-def test_places_and_cursors_survive_a_round_trip(places: list[Place], cursor: tuple[int, int]) -> None:
-    assert parse_places(" ".join(map(str, places))) == tuple(places)
+@given(st.lists(PLACES, max_size=POSITIONS_MAX), CURSORS)
+def test_places_and_cursors_survive_a_round_trip(places: list[ReadPosition], cursor: tuple[int, int]) -> None:
+    assert parse_positions(" ".join(map(str, places))) == tuple(places)
     assert parse_cursor(cursor_text(cursor)) == cursor
 
 
 def test_all_places_of_a_contribution_fit_into_it() -> None:
-    longest = Place(shard_name("c" * 64, 9999999), PASSES_MAX - 1, 10**15 - 1)
-    text = " ".join([str(longest)] * PLACES_MAX)
-    assert parse_places(text) == (longest,) * PLACES_MAX
+    longest = ReadPosition(range_name("c" * 64, 9999999), PASSES_MAX - 1, 10**15 - 1)
+    text = " ".join([str(longest)] * POSITIONS_MAX)
+    assert parse_positions(text) == (longest,) * POSITIONS_MAX
     contribution = replace(samples.contribution(), data=text)
     assert from_fields(Contribution, to_fields(contribution)).data == text
 
 
 def test_places_have_the_documented_text() -> None:
-    places = [Place("17", 0, 96), Place("17", 0, 96, ended=True), Place("site/17", 2, 5)]
+    places = [ReadPosition("17", 0, 96), ReadPosition("17", 0, 96, ended=True), ReadPosition("site/17", 2, 5)]
     assert [str(place) for place in places] == ["17:0:96", "17:0:end", "site/17:2:5"]
     assert [place.cursor for place in places] == [(0, 96), (1, 0), (2, 5)]
-    assert parse_places("") == ()
+    assert parse_positions("") == ()
 
 
 #: `017` would be a second name of shard 17.
 INVALID = [
     "17", "17:0", "17:0:", "17:0:1:2", "17:0:-1", "17:0:END", "17:0:1e3", "017:0:1", "١٧:0:1", "17:٠:1", "17:0:١",
     "12345678:0:1", "17:1234567890123:1", "17:0:1234567890123456", "/17:0:1", "site/:0:1", "a/b/17:0:1", ".site/17:0:1",
-    "s" * 65 + "/17:0:1", "17:0:1,18:0:1", "17:0:1\x00", "9" * 100_000, " ".join(["17:0:1"] * (PLACES_MAX + 1)),
+    "s" * 65 + "/17:0:1", "17:0:1,18:0:1", "17:0:1\x00", "9" * 100_000, " ".join(["17:0:1"] * (POSITIONS_MAX + 1)),
 ]  # fmt: skip
 
 
 def test_an_invalid_place_or_cursor_is_refused_with_a_short_message() -> None:
     for text in INVALID:
         with pytest.raises(WireError) as refused:
-            pytest.fail(f"{text[:99]} was read as {parse_places(text)}")
+            pytest.fail(f"{text[:99]} was read as {parse_positions(text)}")
         assert len(str(refused.value)) < 300
     for text in ("", "1", "1:", "1:-1", "1:2:3", "1:end", "١:0", "1" * 14 + ":0", "1:2 "):
         with pytest.raises(WireError):
@@ -80,14 +82,14 @@ def test_an_invalid_place_or_cursor_is_refused_with_a_short_message() -> None:
 @given(st.text(max_size=60) | st.from_regex(r"[0-9a/]{1,9}:\d{1,14}:(\d{1,17}|end)", fullmatch=True))
 def test_any_text_is_parsed_within_bounds_or_refused(text: str) -> None:
     try:
-        places = parse_places(text)
+        places = parse_positions(text)
     except WireError:
         return
-    assert parse_places(" ".join(map(str, places))) == places
+    assert parse_positions(" ".join(map(str, places))) == places
     for place in places:
         assert 0 <= place.pass_number < PASSES_MAX
         assert 0 <= place.position < 10**15
-        assert place.shard.isascii()
+        assert place.range.isascii()
 
 
 # -- cursors ----------------------------------------------------------------------------------------------------------
@@ -98,25 +100,25 @@ SMALL = st.integers(0, 3)
 
 @given(
     st.dictionaries(FEW, st.tuples(SMALL, SMALL)),
-    st.lists(st.builds(Place, FEW, SMALL | st.just(PASSES_MAX - 1), SMALL, st.booleans()), max_size=8),
+    st.lists(st.builds(ReadPosition, FEW, SMALL | st.just(PASSES_MAX - 1), SMALL, st.booleans()), max_size=8),
 )
-def test_cursors_go_forwards_only(cursors: dict[str, tuple[int, int]], places: list[Place]) -> None:
+def test_cursors_go_forwards_only(cursors: dict[str, tuple[int, int]], places: list[ReadPosition]) -> None:
     moved = advanced(cursors, places)
     for shard, cursor in moved.items():
         assert cursor > cursors.get(shard, (0, 0))
         assert cursor[0] < PASSES_MAX
-        assert cursor in [place.cursor for place in places if place.shard == shard]
+        assert cursor in [place.cursor for place in places if place.range == shard]
     after = {**cursors, **moved}
     for place in places:
-        assert place.cursor <= after.get(place.shard, (0, 0)) or place.cursor[0] >= PASSES_MAX
+        assert place.cursor <= after.get(place.range, (0, 0)) or place.cursor[0] >= PASSES_MAX
     assert advanced(after, places) == {}
 
 
 @given(CURSORS, st.booleans())
 def test_every_reachable_cursor_can_be_written_as_a_place(cursor: tuple[int, int], ended: bool) -> None:
-    for pass_number, position in advanced({}, [Place("0", *cursor, ended)]).values():
-        place = Place("0", pass_number, position)
-        assert parse_places(str(place)) == (place,)
+    for pass_number, position in advanced({}, [ReadPosition("0", *cursor, ended)]).values():
+        place = ReadPosition("0", pass_number, position)
+        assert parse_positions(str(place)) == (place,)
 
 
 # -- choice of a shard ------------------------------------------------------------------------------------------------
@@ -191,7 +193,7 @@ def test_a_claim_that_nobody_could_take_over_or_that_is_one_too_many_does_not_co
     assert claims_that_count(claims, {}) == {"0": claim("a/x")}
     claims = {"mallory": {str(n): claim("mallory/m") for n in range(1000)}, "a": {"500": claim("a/x", turn=1)}}
     found = claims_that_count(claims, {})
-    assert len(found) == PLACES_MAX + 1
+    assert len(found) == POSITIONS_MAX + 1
     assert found["500"].holder == "a/x"
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from archipelago.broker.corpus_shards import Place
-from archipelago.broker.redis import connection, data_hash, leases
+from archipelago.broker.ranges import ReadPosition
+from archipelago.broker.redis import connection
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.transport import RedisTransport
 from tests import samples
@@ -18,7 +18,7 @@ from tests.broker.redis.stored_keys import Connect
 
 
 def test_cursors_and_leases_are_text(transport: RedisTransport, raw: Any, epoch: int) -> None:
-    transport.island.lease_shard(["17"], "a/x")
+    transport.island.lease_range(["17"], "a/x")
     transport.merger.commit(epoch, samples.commit([], cursors={"17": (0, 96), "site/3": (2, 0)}))
     transport.island.register_corpus("site", "1" * 32)
     assert raw.hgetall(Keys(transport.run).data) == {b"17": b"0:96", b"site/3": b"2:0"}
@@ -34,23 +34,22 @@ def test_an_unreadable_cursor_restarts_at_zero(
         for _ in range(2):
             assert transport.reader.cursors() == {"1": (0, 8)}
     assert len(caplog.records) == 1
-    assert "the cursor of shard 0 cannot be read" in caplog.text
-    assert transport.island.lease_shard(["0", "1"], "a/x") == Place("0", 0, 0)
+    assert "the cursor of range 0 cannot be read" in caplog.text
+    assert transport.island.lease_range(["0", "1"], "a/x") == ReadPosition("0", 0, 0)
     transport.merger.commit(epoch, samples.commit([], cursors={"0": (0, 4)}))
     assert transport.reader.cursors() == {"0": (0, 4), "1": (0, 8)}
 
 
 def disturb_leases(transport: RedisTransport, disturb: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Call `disturb` with 1, 2, 3, … between each read of the shard fields and the write of the lease."""
-    read, times = data_hash.parse_cursors, iter(range(1, 1000))
+    read, times = transport.connection.parsed_cursors, iter(range(1, 1000))
 
-    def read_and_disturb(connection: Any, fields: Any) -> Any:
-        found = read(connection, fields)
-        if connection is transport.connection:
-            disturb(next(times))
+    def read_and_disturb(fields: Any) -> Any:
+        found = read(fields)
+        disturb(next(times))
         return found
 
-    monkeypatch.setattr(leases, "parse_cursors", read_and_disturb)
+    monkeypatch.setattr(transport.connection, "parsed_cursors", read_and_disturb)
 
 
 @pytest.mark.parametrize("cursor", [(0, 64), (1, 0)], ids=["it moves", "its pass ends"])
@@ -71,7 +70,7 @@ def test_a_lease_starts_at_the_cursor_of_a_concurrent_commit(
             transport.merger.commit(epoch, samples.commit([], cursors={"0": cursor}))
 
     disturb_leases(island, commit_once, monkeypatch)
-    assert island.island.lease_shard(["0"], "a/x") == Place("0", *cursor)
+    assert island.island.lease_range(["0"], "a/x") == ReadPosition("0", *cursor)
     assert island.island.leased(["0"], "a/x") == {"0"}
 
 
@@ -83,10 +82,10 @@ def test_only_a_lease_of_the_same_shard_disturbs_a_lease(
     def lease_another(n: int) -> None:
         seen.append(n)
         transport.island.heartbeat(samples.heartbeat(f"b{n}", incarnation="y"))
-        transport.island.lease_shard(["0" if n == 2 else str(n)], f"b{n}/y")
+        transport.island.lease_range(["0" if n == 2 else str(n)], f"b{n}/y")
 
     disturb_leases(island, lease_another, monkeypatch)
-    assert island.island.lease_shard(["0", "20"], "a/x") == Place("20", 0, 0)
+    assert island.island.lease_range(["0", "20"], "a/x") == ReadPosition("20", 0, 0)
     assert transport.island.leased(["0"], "b2/y") == {"0"}
     assert len(seen) == 2 + 3, "a lease of another shard disturbed this one"
 
@@ -101,7 +100,7 @@ def test_a_lease_is_given_up_after_repeated_conflicts(
         raw.set(Keys(transport.run).taken("0"), f"b/{n}")
 
     disturb_leases(transport, disturb, monkeypatch)
-    assert transport.island.lease_shard(["0"], "a/x") is None
+    assert transport.island.lease_range(["0"], "a/x") is None
     assert len(seen) == 2 * connection.ATTEMPTS, "each attempt reads cursors for the choice and for the lease"
     assert transport.island.leased(["0"], "a/x") == frozenset()
 
@@ -121,11 +120,11 @@ def test_leases_of_many_islands_take_commands_in_proportion(transport: RedisTran
     counts = {}
     for count in (16, 64):
         for n in range(count):
-            transport.island.lease_shard([str(n)], f"i{n}/x")
+            transport.island.lease_range([str(n)], f"i{n}/x")
         who = f"i{count - 1}/x"
         counts[count] = (
             commands(raw, partial(transport.island.leased, [str(count - 1)], who)),
-            commands(raw, partial(transport.island.lease_shard, [str(count + 100)], who)),
+            commands(raw, partial(transport.island.lease_range, [str(count + 100)], who)),
         )
     assert counts[64][0] == counts[16][0]
     assert counts[64][1] - counts[16][1] == 2 * (64 - 16)
@@ -133,7 +132,7 @@ def test_leases_of_many_islands_take_commands_in_proportion(transport: RedisTran
 
 @pytest.mark.parametrize("damage", ["lost", "of another type", "of another island"])
 def test_the_mark_of_a_shard_is_only_a_hint(transport: RedisTransport, raw: Any, damage: str) -> None:
-    transport.island.lease_shard(["0"], "a/x")
+    transport.island.lease_range(["0"], "a/x")
     mark = Keys(transport.run).taken("0")
     assert raw.ttl(mark) > 0
     raw.delete(mark)
@@ -144,7 +143,7 @@ def test_the_mark_of_a_shard_is_only_a_hint(transport: RedisTransport, raw: Any,
     assert transport.island.leased(["0"], "a/x") == {"0"}
     assert raw.get(mark) == b"a/x", "it is set again, so that the next look is short"
     transport.island.heartbeat(samples.heartbeat("a", incarnation="x"))
-    assert transport.island.lease_shard(["0"], "b/y") is None
+    assert transport.island.lease_range(["0"], "b/y") is None
 
 
 def test_requests_among_thousands_of_others_are_found(transport: RedisTransport, connections: Connect) -> None:
