@@ -12,9 +12,9 @@ from typing import Final
 import psutil
 
 from archipelago.broker.codecs import codec
+from archipelago.broker.commits import DIFFERENCES_KEPT
 from archipelago.broker.config import RunConfig
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.transport import DIFFERENCES_KEPT
 
 #: Bytes of an island and of a merger before they hold a model: the interpreter, JAX and compiled programs.
 ISLAND_BASE: Final = 550_000_000

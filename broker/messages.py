@@ -1,7 +1,7 @@
 """The messages of a run. Each is one frozen dataclass, and travels as fields of plain text.
 
 `from_fields` is the inverse of `to_fields`. It checks text from outside before any other code uses it, and raises
-WireError for a missing field, a wrong type or a value out of range.
+WireError for a missing field, a wrong type or a value out of range. Fields that it does not know are ignored.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from functools import cache
 from typing import Annotated, Any, TypeVar
 
 from annotated_types import Ge, Le, MaxLen
-from pydantic import AfterValidator, ConfigDict, StringConstraints, TypeAdapter, ValidationError
+from pydantic import AfterValidator, StringConstraints, TypeAdapter, ValidationError
 
-from archipelago.broker.entries import ENTRY_MAX
 from archipelago.broker.errors import WireError
 
 Message = TypeVar("Message")
@@ -31,11 +30,12 @@ Seconds = Annotated[float, Ge(0.0), Le(1e9)]
 UnixSeconds = Annotated[float, Ge(0.0), Le(1e12)]
 Text = Annotated[str, MaxLen(512)]
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
-_CONFIG = ConfigDict(extra="ignore")
 #: The longest text of the identities that a round merges, in characters. The merger admits no more to one round.
 MERGED_MAX = 1 << 16
 #: The longest text of a note, in characters.
 NOTE_MAX = 500
+#: The longest name of an entry, in characters.
+ENTRY_MAX = 128
 
 
 def _finite(value: float) -> float:
@@ -77,7 +77,6 @@ class Contribution(Identified):
             other islands continue there.
     """
 
-    __pydantic_config__ = _CONFIG
     island: Name
     incarnation: Name
     sequence: Count
@@ -105,7 +104,6 @@ class Contribution(Identified):
 class Call:
     """The merger has the first contribution of a round. Every other island answers at its next step boundary."""
 
-    __pydantic_config__ = _CONFIG
     round: Annotated[int, Ge(1), Le(1 << 62)]
     fragment: Count
 
@@ -124,7 +122,6 @@ class Snapshot:
         difference_bytes: The size of the payload that leads from the previous version to this one; 0 if there is none.
     """
 
-    __pydantic_config__ = _CONFIG
     round: Count
     fragment: Count
     version: Count
@@ -151,7 +148,6 @@ class Refusal(Identified):
         decided: Only with `repeat`: the first copy was merged or refused already, so its island need not wait for it.
     """
 
-    __pydantic_config__ = _CONFIG
     island: Text
     incarnation: Text
     sequence: Count
@@ -172,7 +168,6 @@ class Resume:
         epoch: The epoch of the merger's lease.
     """
 
-    __pydantic_config__ = _CONFIG
     round: Count
     epoch: Count
 
@@ -189,7 +184,6 @@ class Marker:
         round: The last round in the checkpoint.
     """
 
-    __pydantic_config__ = _CONFIG
     number: Annotated[int, Ge(1), Le(1 << 62)]
     round: Count
 
@@ -203,95 +197,6 @@ EVENTS: dict[str, type[Event]] = {
     "marker": Marker,
 }
 KINDS = {kind: name for name, kind in EVENTS.items()}
-
-
-@dataclass(frozen=True)
-class Heartbeat:
-    """The state of an island, as it reports it about once a second.
-
-    Attributes:
-        state: `joining`, `training`, `leaving` or `left`.
-        steps: Inner steps of this island.
-        tokens: Tokens that this island has trained on, restarts included.
-        staleness: Mean over the fragments of the newest announced version minus the version held.
-        backlog: Contributions that wait to be sent.
-        sent: Contributions that were sent.
-        refused: Contributions that were refused.
-        last_refusal: The reason of the newest refusal.
-        bytes_up: Bytes that were uploaded.
-        bytes_down: Bytes that were downloaded. The broker adds those of earlier incarnations of the island.
-        link: `ok`, or the last fault of the connection.
-        data: The leased ranges of text, and how far each was read.
-        moments: The origin of the inner optimiser state: fresh, the island's own checkpoint, or a peer.
-        uplink_bytes_per_second: The measured rate of uploads, without the fixed cost of a message; NaN if unknown.
-        downlink_bytes_per_second: The same for downloads.
-        ignored: Announcements that no merger of the run can have sent.
-        tokens_unsent: Tokens of inner steps that no contribution has carried to the broker yet (mean over fragments).
-        machine: Operating system, processor, cores and memory of its host, in words.
-        memory_bytes: Resident memory of its process; 0 if it is not known, as in the fields that follow.
-        host_memory_bytes: Memory in use on its host, by all processes.
-        host_memory_limit_bytes: The memory of its host.
-        device_memory_bytes: Memory in use on its devices, by this process.
-        device_memory_limit_bytes: The memory of its devices that the process may use.
-    """
-
-    __pydantic_config__ = _CONFIG
-    island: Name
-    incarnation: Name
-    state: Name
-    host: Text
-    pid: Count
-    device: Text
-    steps: Count
-    global_step: Steps
-    tokens: Count
-    tokens_per_second: Measure
-    step_seconds: Seconds
-    loss: Measure
-    staleness: Measure
-    backlog: Count
-    sent: Count
-    refused: Count
-    last_refusal: Text
-    bytes_up: Count
-    bytes_down: Count
-    link: Text
-    data: Annotated[str, MaxLen(4096)] = ""
-    moments: Text = "fresh"
-    uplink_bytes_per_second: Measure = math.nan
-    downlink_bytes_per_second: Measure = math.nan
-    ignored: Count = 0
-    tokens_unsent: Count = 0
-    machine: Text = ""
-    memory_bytes: Count = 0
-    host_memory_bytes: Count = 0
-    host_memory_limit_bytes: Count = 0
-    device_memory_bytes: Count = 0
-    device_memory_limit_bytes: Count = 0
-
-
-#: The merger does not wait for an island whose last heartbeat is older than this.
-LIVE_SECONDS = 10.0
-
-
-@dataclass(frozen=True)
-class Presence:
-    """An island's last heartbeat, and its age since the broker got it."""
-
-    heartbeat: Heartbeat
-    age_seconds: float
-
-    @property
-    def is_live(self) -> bool:
-        """Whether the heartbeat is recent, and the island has not left."""
-        # A negative age means that the heartbeat was written with a longer life than islands give it.
-        is_recent = 0.0 <= self.age_seconds < LIVE_SECONDS
-        return is_recent and self.heartbeat.state in ("joining", "training", "leaving")
-
-    @property
-    def is_training(self) -> bool:
-        """Whether the island is live and can answer a round, so that the merger waits for it."""
-        return self.is_live and self.heartbeat.state == "training"
 
 
 @dataclass(frozen=True)
@@ -310,7 +215,6 @@ class Member(Identified):
         factor: The factor on its weight that followed from the score; 1 if it was not lowered.
     """
 
-    __pydantic_config__ = _CONFIG
     island: Name
     incarnation: Name
     sequence: Count
@@ -350,7 +254,6 @@ class TapeEntry:
         steered: Settings that took effect with this round, as `name=value name=value` (see `broker.control`).
     """
 
-    __pydantic_config__ = _CONFIG
     round: Count
     fragment: Count
     version: Count
@@ -384,7 +287,6 @@ class Evaluation:
         by: The island that evaluated; empty if `up` measured the end of the run.
     """
 
-    __pydantic_config__ = _CONFIG
     round: Count
     step: Count
     tokens: Count
@@ -406,7 +308,6 @@ class Note:
         text: At most NOTE_MAX characters.
     """
 
-    __pydantic_config__ = _CONFIG
     unix_seconds: UnixSeconds
     who: Text
     kind: Name
@@ -421,7 +322,6 @@ class Books:
         kept: Merged contributions that remain in the stream until a checkpoint on disk covers them.
     """
 
-    __pydantic_config__ = _CONFIG
     published: Count = 0
     published_tokens: Count = 0
     merged: Count = 0
@@ -452,7 +352,6 @@ class Handover:
         digest: The digest of the payload.
     """
 
-    __pydantic_config__ = _CONFIG
     giver: Name
     incarnation: Name
     global_step: Count

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
 
 from archipelago.broker.errors import WireError
 
@@ -27,10 +26,6 @@ PASSES_MAX = 10**12
 _PLACE = re.compile(r"((?:[A-Za-z0-9][A-Za-z0-9._-]{0,63}/)?(?:0|[1-9][0-9]{0,6})):([0-9]{1,12}):([0-9]{1,15}|end)")
 
 _CLAIM = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63}):([0-9]{1,13}):([0-9]{1,15})")
-#: A generation is the server's time in milliseconds, or one more than the last one if that is larger. A stored one
-#: that lies further ahead than this was not written by a claim, and is ignored.
-AHEAD_MS: Final = 10 * 365 * 24 * 3600 * 1000
-_NAME_CLAIM = re.compile(r"([0-9]{1,18}) ([A-Za-z0-9][A-Za-z0-9._-]{0,63})")
 
 
 @dataclass(frozen=True)
@@ -199,32 +194,3 @@ def parse_cursor(text: str) -> tuple[int, int]:
 def cursor_text(cursor: tuple[int, int]) -> str:
     """Return the cursor as `PASS:POSITION`."""
     return f"{cursor[0]}:{cursor[1]}"
-
-
-class NameClaim(NamedTuple):
-    """A claim to the name of an island: its generation, and the incarnation that made it."""
-
-    generation: int
-    incarnation: str
-
-    def __str__(self) -> str:
-        return f"{self.generation} {self.incarnation}"
-
-
-def parse_name_claim(text: str) -> NameClaim | None:
-    """Return the claim in a text; None if there is none."""
-    found = _NAME_CLAIM.fullmatch(text)
-    return NameClaim(int(found[1]), found[2]) if found else None
-
-
-def next_claim(stored: NameClaim | None, incarnation: str, now_ms: int) -> NameClaim:
-    """Return the claim of an incarnation that begins at that time of the server."""
-    if stored is None or stored.generation > now_ms + AHEAD_MS:
-        return NameClaim(now_ms, incarnation)
-    return NameClaim(max(stored.generation + 1, now_ms), incarnation)
-
-
-def newest_claim(own: NameClaim, stored: NameClaim | None) -> NameClaim:
-    """Return the claim that counts: a process's own one, unless a newer one is stored."""
-    is_newer = stored is not None and own < stored and stored.generation <= own.generation + AHEAD_MS
-    return stored if stored is not None and is_newer else own

@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from archipelago.broker.errors import ConfigError, WireError
-from archipelago.broker.messages import Presence
+from archipelago.broker.presence import Presence
 
 Kind = Literal[
     "contribution",

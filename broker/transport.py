@@ -16,35 +16,27 @@ the same identity. No method retries.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from archipelago.broker.entries import sender_of
-from archipelago.broker.errors import WireError
+from archipelago.broker.commits import Image, MergerClient
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import (
     Books,
-    Call,
     Contribution,
     Evaluation,
     Event,
     Handover,
-    Heartbeat,
-    Marker,
     Note,
     Pending,
-    Presence,
     Refusal,
-    Resume,
     Snapshot,
     TapeEntry,
 )
-from archipelago.broker.ranges import NameClaim, ReadPosition
+from archipelago.broker.presence import Heartbeat, NameClaim, Presence
+from archipelago.broker.ranges import ReadPosition
 
-#: How many differences of each fragment the broker keeps. An island that missed more downloads the full snapshot, and
-#: the differences after it. So a fragment's newest full snapshot is never more versions old than this.
-DIFFERENCES_KEPT = 32
 #: How many notes the broker keeps.
 NOTES_KEPT = 1000
 #: How many of the newest events are searched for refusals. Dashboards ask often, and the stream is long.
@@ -53,178 +45,12 @@ REFUSALS_AMONG = 2048
 MEMORY_SHARE_MAX = 0.8
 #: A standby without a sign of life for this long is not listed.
 STANDBY_SECONDS = 10.0
-#: The id before the first event of a run.
-START = "0-0"
-
-
-def never_gone(holder: str) -> bool:
-    """Return False, for who cannot tell whether another merger has ended."""
-    return False
-
-
 #: Called with a payload as far as it has arrived, which is how far it can be decoded.
 Arrived = Callable[[memoryview], None]
 
 
 def unwatched(payload: memoryview) -> None:
     """Take no notice of what has arrived of a payload."""
-
-
-@dataclass(frozen=True)
-class Delivery:
-    """One entry of an updates stream.
-
-    Attributes:
-        entry: The name of the entry, as `NAME/ID`.
-        contribution: The header; None if it cannot be read.
-        payload: The payload, once it has been downloaded.
-        fault: Why the entry cannot be merged; empty if nothing is known to be wrong.
-        download: Returns the payload, if it has not been downloaded yet. Raises WireError.
-    """
-
-    entry: str
-    contribution: Contribution | None
-    payload: bytes = b""
-    fault: str = ""
-    download: Callable[[], bytes] | None = field(default=None, compare=False, repr=False)
-
-    @property
-    def sender(self) -> str:
-        """The island whose stream holds the entry."""
-        return sender_of(self.entry)
-
-    def with_payload(self) -> Delivery:
-        """Return the delivery with its payload, or with the fault that the download found."""
-        if self.download is None:
-            return self
-        try:
-            return replace(self, payload=self.download(), download=None)
-        except WireError as error:
-            return replace(self, fault=error.reason, download=None)
-
-
-@dataclass(frozen=True)
-class Compaction:
-    """The full state of a fragment at one version. A merger that loads the run merges later rounds again.
-
-    Attributes:
-        snapshot: The version.
-        payload: The published parameters, as a full snapshot.
-        outer: The exact parameters and outer optimiser state, which only mergers read; empty for version 0.
-    """
-
-    snapshot: Snapshot
-    payload: bytes
-    outer: bytes
-
-
-@dataclass(frozen=True)
-class Commit:
-    """All changes of one closed round. The broker applies them in one transaction.
-
-    Attributes:
-        snapshot: The fragment's new version.
-        payload: The payload of the snapshot; empty unless the commit carries the fragment's full state (`Compaction`).
-        outer: The fragment's exact parameters and outer optimiser state; empty unless there is a payload.
-        state: The merger's other state, as JSON.
-        tape: The round's entry on the tape.
-        entries: Entries of the updates streams that this commit merges.
-        tokens: Tokens of the merged contributions.
-        trim: Entries to delete, merged by this commit or an earlier one.
-        cursors: The new resume position (pass, sequences read) of each range of text that advanced.
-        difference: The payload that leads islands from the previous version to this one. It expires.
-        after_round: The last closed round that the merger knows. If the broker restarted without its newest writes,
-            its last round or its instance (`ReaderClient.instance`) differs from that of the lease, and it refuses the
-            commit. None skips the check.
-        log: All that a merger needs to merge this round again, besides the contributions. The broker keeps it until a
-            compaction covers the round.
-    """
-
-    snapshot: Snapshot
-    payload: bytes
-    outer: bytes
-    state: str
-    tape: TapeEntry
-    entries: Sequence[str]
-    tokens: int
-    trim: Sequence[str] = ()
-    cursors: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    difference: bytes = b""
-    after_round: int | None = None
-    log: str = ""
-
-    @property
-    def compaction(self) -> Compaction | None:
-        """The fragment's full state after the round, if the commit carries it."""
-        return Compaction(self.snapshot, self.payload, self.outer) if self.payload else None
-
-
-@dataclass(frozen=True)
-class Repair:
-    """Parts of a run that a merger has rebuilt. Those that are None or missing stay as they are.
-
-    Attributes:
-        state: The merger's other state, as JSON.
-        compactions: Full states of fragments at their newest versions.
-        heads: Headers of newest versions whose full state is an older one.
-        cursors: The resume positions of all started ranges of text.
-        books: Counters by name.
-    """
-
-    state: str | None = None
-    compactions: Sequence[Compaction] = ()
-    heads: Sequence[Snapshot] = ()
-    cursors: Mapping[str, tuple[int, int]] | None = None
-    books: Mapping[str, int] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        """Whether there is anything to write."""
-        return self != Repair()
-
-
-@dataclass(frozen=True)
-class Image:
-    """The contents of a checkpoint: all data that an empty Redis needs to continue the run.
-
-    Attributes:
-        manifest: The run's manifest.
-        number: The number of the checkpoint.
-        snapshots: The newest snapshot of each fragment, with its payload.
-        outers: The exact parameters and outer optimiser state of each fragment; empty if none of its rounds has closed.
-        state: The merger's other state, as JSON.
-        books: The run's counters.
-        cursors: The resume position of each started range of text.
-        tape: The newest rounds, for display only.
-        evaluations: All evaluations.
-        pending: Contributions that were published but not yet merged, with their payloads.
-    """
-
-    manifest: Manifest
-    number: int
-    snapshots: Sequence[tuple[Snapshot, bytes]]
-    outers: Sequence[bytes]
-    state: str
-    books: Books
-    cursors: Mapping[str, tuple[int, int]]
-    tape: Sequence[TapeEntry]
-    evaluations: Sequence[Evaluation]
-    pending: Sequence[tuple[Contribution, bytes]]
-
-    @property
-    def round(self) -> int:
-        """The last round in the checkpoint."""
-        return max(snapshot.round for snapshot, _ in self.snapshots)
-
-    @property
-    def balanced_books(self) -> Books:
-        """The books of the restored run, which publishes only the pending contributions again."""
-        old = self.books
-        return replace(
-            old,
-            kept=0,
-            published=old.merged + old.refused + len(self.pending),
-            published_tokens=old.merged_tokens + old.refused_tokens + sum(c.tokens for c, _ in self.pending),
-        )
 
 
 @dataclass(frozen=True)
@@ -494,149 +320,6 @@ class IslandClient(Protocol):
 
     def withdraw_request(self, who: str) -> None:
         """Delete the request of `who` and its answer."""
-        ...
-
-
-class Placed(Protocol):
-    """A compaction that lies in the broker without a pointer to it."""
-
-    @property
-    def snapshot(self) -> Snapshot: ...
-
-
-class MergerClient(Protocol):
-    """The client of a merger. A write with an epoch that is not the newest raises FencedError."""
-
-    def acquire(self, holder: str, seconds: float, is_gone: Callable[[str], bool] = never_gone) -> int | None:
-        """Take the lease if it is free, already held by `holder`, or held by a merger of which `is_gone` is true.
-
-        Returns a new epoch, or None.
-        """
-        ...
-
-    def renew(self, epoch: int, holder: str, seconds: float) -> None:
-        """Extend the lease."""
-        ...
-
-    def release(self, epoch: int) -> None:
-        """Release the lease, so that another merger need not wait until it expires."""
-        ...
-
-    def stand_by(self, name: str) -> None:
-        """Register a merger that waits for the lease. It is listed for STANDBY_SECONDS."""
-        ...
-
-    def stand_down(self, name: str) -> None:
-        """Remove a merger from the standbys."""
-        ...
-
-    def updates(self, block_seconds: float, count: int = 64) -> list[Delivery]:
-        """Return entries that no merger has read yet, oldest first: at most `count` of each island.
-
-        Waits at most `block_seconds` for the first one. An entry that names another island than the one in whose stream
-        it lies has a fault and no contribution. Large payloads are not downloaded yet, so that a merger can refuse a
-        contribution by its header.
-        """
-        ...
-
-    def unacknowledged(self, after: str = START, count: int = 1 << 16) -> list[Delivery]:
-        """Return entries after `after` that a merger has read but neither merged nor refused, oldest first.
-
-        A merger begins with them after a restart.
-        """
-        ...
-
-    def read(self, entries: Sequence[str]) -> list[Delivery]:
-        """Return these entries of the updates streams with their payloads, merged or not. A missing one has a fault."""
-        ...
-
-    def outer(self, fragment: int, version: int | None = None) -> bytes:
-        """Return the `outer` of the fragment's newest compaction; empty before the first one.
-
-        Raises:
-            WireError: It is damaged, or of another version than the given one.
-        """
-        ...
-
-    def log(self, fragment: int, version: int) -> str:
-        """Return the `log` of the commit of that version; empty if a compaction covers it, or if it is lost."""
-        ...
-
-    def place(self, epoch: int, compaction: Compaction) -> Placed:
-        """Upload a compaction, beside the rounds and on any thread. Nothing points to it before `compact`."""
-        ...
-
-    def compact(self, epoch: int, placed: Placed, after_round: int, trim: Sequence[str] = ()) -> None:
-        """Replace the fragment's full state by a placed one, and delete `trim` and what else it covers.
-
-        Args:
-            epoch: The merger's epoch.
-            placed: What `place` returned.
-            after_round: The last closed round, as in `Commit`. A broker without it may have lost the compaction's
-                round, too.
-            trim: Merged entries that are no longer needed.
-
-        Raises:
-            BrokerError: The last closed round is another one. The merger must reload its state.
-        """
-        ...
-
-    def put_aside(self, epoch: int, manifest: Manifest) -> list[str]:
-        """Move keys aside that hold another type of value than the run's, and write a lost manifest again.
-
-        Returns:
-            The names of the damaged keys, without the run's.
-
-        Raises:
-            UnknownRunError: The run was deleted, or another one has taken its name (`broker.other-run`).
-        """
-        ...
-
-    def lost(self, closed: int) -> list[str]:
-        """Return the names of keys that must exist after round `closed` and do not.
-
-        A difference or a log counts as lost if the full state of its fragment is older.
-        """
-        ...
-
-    def write_back(self, epoch: int, repair: Repair) -> None:
-        """Write parts of the run that this merger has rebuilt."""
-        ...
-
-    def announce(self, epoch: int, *events: Call | Resume | Marker) -> None:
-        """Append events."""
-        ...
-
-    def refuse(self, epoch: int, refusals: Sequence[tuple[str, Refusal]], quiet: Container[str] = ()) -> None:
-        """Delete entries of the updates streams, and announce the reasons, except those of the entries in `quiet`."""
-        ...
-
-    def commit(self, epoch: int, commit: Commit) -> None:
-        """Close a round in one transaction. Merged entries stay in the stream, acknowledged, until they are trimmed.
-
-        Raises:
-            BrokerError: The last closed round is not `commit.after_round`. The merger must reload its state.
-        """
-        ...
-
-    def settled(self) -> list[Delivery]:
-        """Return the acknowledged entries that are still in the streams, without their payloads."""
-        ...
-
-    def acknowledge(self, epoch: int, entries: Sequence[str]) -> None:
-        """Keep merged entries that were delivered again, because the consumer group was lost, as merged ones."""
-        ...
-
-    def redeliver(self, epoch: int, entries: Sequence[str]) -> None:
-        """Take back the acknowledgement of entries, so that `unacknowledged` returns them."""
-        ...
-
-    def trim(self, epoch: int, entries: Sequence[str], after_round: int | None = None) -> None:
-        """Delete merged entries that are no longer needed. `after_round` is as in `Commit`.
-
-        Raises:
-            BrokerError: The last closed round is another one. The merger must reload its state.
-        """
         ...
 
 

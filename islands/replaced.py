@@ -16,7 +16,7 @@ from pathlib import Path
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.files import write_atomically
 from archipelago.broker.machine import has_ended
-from archipelago.broker.messages import Heartbeat, Presence
+from archipelago.broker.presence import Heartbeat, Presence
 
 RECORD_FILE = "replaced.json"
 

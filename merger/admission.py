@@ -13,12 +13,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
+from archipelago.broker.commits import Delivery
 from archipelago.broker.control import steered
 from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import MERGED_MAX, Contribution, Refusal
 from archipelago.broker.ranges import RANGES_MAX, advanced, parse_positions
-from archipelago.broker.transport import Delivery, MergerTransport
+from archipelago.broker.transport import MergerTransport
 from archipelago.merger import claims
 from archipelago.merger.beside import Spawn, at_once
 from archipelago.merger.round_merge import WAITING_MAX, Opened, RoundMerge, RoundSum

@@ -24,12 +24,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from archipelago.broker.commits import Image
 from archipelago.broker.errors import ConfigError, WireError
 from archipelago.broker.failpoints import failpoint
 from archipelago.broker.files import FILE_FAULTS, in_words, remedy
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Books, Contribution, Evaluation, Snapshot, TapeEntry, from_fields, to_fields
-from archipelago.broker.transport import Image
 from archipelago.broker.wire import digest, pack, unpack
 
 FORMAT = 2

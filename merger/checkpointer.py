@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from archipelago.broker.buckets.copier import Copier
+from archipelago.broker.commits import Image
 from archipelago.broker.errors import ArchipelagoError, BrokerError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Books, Snapshot, TapeEntry
 from archipelago.broker.observe.progress import progress
-from archipelago.broker.transport import Image, MergerTransport
+from archipelago.broker.transport import MergerTransport
 from archipelago.broker.wire import digest, digest_of, pack
 from archipelago.merger import outer
 from archipelago.merger.beside import Spawn

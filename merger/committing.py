@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from archipelago.broker.codecs import codec
+from archipelago.broker.commits import Commit, Compaction
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Snapshot, TapeEntry
-from archipelago.broker.transport import Commit, Compaction
 from archipelago.broker.wire import digest, digest_of, pack, pack_body
 from archipelago.merger import outer
 from archipelago.merger.round_log import log_of

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 
 import jax
 
+from archipelago.broker.commits import DIFFERENCES_KEPT, Placed
 from archipelago.broker.errors import ArchipelagoError
 from archipelago.broker.footprint import REDIS_LOG
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Snapshot, TapeEntry
-from archipelago.broker.transport import DIFFERENCES_KEPT, MergerTransport, Placed
+from archipelago.broker.transport import MergerTransport
 from archipelago.merger.beside import Spawn
 from archipelago.merger.committing import compaction_of
 from archipelago.merger.state import FragmentState

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from archipelago.broker.messages import LIVE_SECONDS, Heartbeat, Presence
+from archipelago.broker.presence import LIVE_SECONDS, Heartbeat, Presence
 from archipelago.merger.claims import Accounts
 
 #: An island counts until this many rounds have closed without it, and for at least SILENT_SECONDS.

@@ -15,9 +15,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+from archipelago.broker.commits import START
 from archipelago.broker.errors import ArchipelagoError, BrokerError, UnreachableError
 from archipelago.broker.messages import Marker
-from archipelago.broker.transport import START, ReaderClient
+from archipelago.broker.transport import ReaderClient
 
 EVENTS_AT_ONCE = 256
 #: How long shard 0 is left alone after it could not be read. It may lie on a server of its own.

@@ -11,8 +11,9 @@ from dataclasses import replace
 import jax
 import numpy as np
 
+from archipelago.broker.commits import Image
 from archipelago.broker.errors import WireError
-from archipelago.broker.transport import Image, MergerTransport
+from archipelago.broker.transport import MergerTransport
 from archipelago.broker.wire import pack, unpack
 from archipelago.merger import outer
 from archipelago.merger.replay import replay_round

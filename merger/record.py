@@ -16,10 +16,10 @@ from typing import Any
 
 import msgpack
 
+from archipelago.broker.commits import Delivery
 from archipelago.broker.errors import ConfigError, WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Contribution, Snapshot, TapeEntry, from_fields, to_fields
-from archipelago.broker.transport import Delivery
 from archipelago.broker.wire import digest
 
 log = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ from dataclasses import fields, replace
 import numpy as np
 
 from archipelago.broker import control
+from archipelago.broker.commits import Delivery
 from archipelago.broker.errors import ArchipelagoError, WireError
 from archipelago.broker.messages import Member, TapeEntry
-from archipelago.broker.transport import Delivery
 from archipelago.broker.wire import digest_of
 from archipelago.merger.round_merge import MergedRound, RoundMerge, RoundSum
 from archipelago.merger.state import FragmentState, RunState

@@ -14,10 +14,11 @@ from typing import TypeVar
 import numpy as np
 
 from archipelago.broker.codecs import codec
+from archipelago.broker.commits import START, Repair
 from archipelago.broker.errors import ArchipelagoError, ConfigError, WireError
 from archipelago.broker.messages import Snapshot, TapeEntry
 from archipelago.broker.published import newest
-from archipelago.broker.transport import START, MergerTransport, Repair
+from archipelago.broker.transport import MergerTransport
 from archipelago.broker.wire import digest, digest_of, unpack
 from archipelago.merger.admission import version_after
 from archipelago.merger.checkpoint import CheckpointStore

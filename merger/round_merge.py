@@ -25,11 +25,11 @@ from numpy.typing import NDArray
 
 from archipelago.broker import control
 from archipelago.broker.codecs import body_of, codec
+from archipelago.broker.commits import Delivery
 from archipelago.broker.config import MergeConfig, WireConfig
 from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Contribution, Member
-from archipelago.broker.transport import Delivery
 from archipelago.broker.wire import Body, digest, unpack_encoded
 from archipelago.merger import merge_rules, outer, weights
 from archipelago.merger.groups import Group, groups

@@ -16,10 +16,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from archipelago.broker.commits import START, Commit, Delivery, never_gone
 from archipelago.broker.control import STEPS
 from archipelago.broker.errors import UnreachableError
 from archipelago.broker.messages import Call, Contribution, Resume, Snapshot, TapeEntry
-from archipelago.broker.transport import START, Commit, Delivery, MergerTransport, never_gone
+from archipelago.broker.transport import MergerTransport
 from archipelago.broker.wire import encoded, payload_bytes_max
 from archipelago.merger import claims
 from archipelago.merger.admission import AHEAD, Inbox

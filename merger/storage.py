@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING
 from archipelago.broker.buckets.bundles import Bundles
 from archipelago.broker.buckets.copier import Copier, fetch_record
 from archipelago.broker.buckets.folder import BucketError, BucketFolder
+from archipelago.broker.commits import Image
 from archipelago.broker.errors import ConfigError, RunExistsError, UnknownRunError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.shards.transport import SHARD_EXISTS, of_shard, restore, whole_image
-from archipelago.broker.transport import Image, Transport
+from archipelago.broker.transport import Transport
 from archipelago.merger.beside import Spawn, in_background
 from archipelago.merger.checkpoint import CheckpointStore, describe
 from archipelago.merger.record import Recorder

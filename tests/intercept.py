@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, cast
 
+from archipelago.broker.commits import Image, MergerClient
 from archipelago.broker.errors import BrokerError, UnreachableError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Snapshot
-from archipelago.broker.transport import Image, IslandClient, MergerClient, ReaderClient, Transport
+from archipelago.broker.transport import IslandClient, ReaderClient, Transport
 
 
 class _Client:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from archipelago.broker.codecs import Vector
+from archipelago.broker.commits import Commit, Image, entry_name
 from archipelago.broker.config import InnerConfig, RunConfig, WireConfig
-from archipelago.broker.entries import entry_name
 from archipelago.broker.manifest import Corpus, Manifest, Tensor, balanced
 from archipelago.broker.memory.transport import MemoryBroker, MemoryTransport
 from archipelago.broker.messages import (
@@ -17,13 +17,12 @@ from archipelago.broker.messages import (
     Contribution,
     Evaluation,
     Handover,
-    Heartbeat,
     Member,
     Snapshot,
     TapeEntry,
     to_fields,
 )
-from archipelago.broker.transport import Commit, Image
+from archipelago.broker.presence import Heartbeat
 from archipelago.broker.wire import digest, pack
 
 

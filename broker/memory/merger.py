@@ -7,6 +7,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from archipelago.broker.commits import DIFFERENCES_KEPT, START, Commit, Compaction, Delivery, Repair, never_gone
 from archipelago.broker.errors import BrokerError, FencedError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.memory.state import MemoryRun, MemoryState, entry_number
@@ -16,19 +17,10 @@ from archipelago.broker.messages import (
     Refusal,
     Resume,
 )
-from archipelago.broker.transport import (
-    DIFFERENCES_KEPT,
-    START,
-    Commit,
-    Compaction,
-    Delivery,
-    Repair,
-    never_gone,
-)
 
 
 class MemoryMerger:
-    """See `broker.transport.MergerClient`."""
+    """See `broker.commits.MergerClient`."""
 
     def __init__(self, broker: MemoryState, run: str) -> None:
         self._broker, self._run = broker, run

@@ -8,24 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 
+from archipelago.broker.commits import Compaction, Delivery, entry_name, parse_entry
 from archipelago.broker.control import is_expelled
-from archipelago.broker.entries import entry_name, parse_entry
 from archipelago.broker.errors import UnknownRunError, WireError
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.messages import (
-    Books,
-    Contribution,
-    Evaluation,
-    Event,
-    Handover,
-    Heartbeat,
-    Note,
-    Presence,
-    Snapshot,
-    TapeEntry,
-)
-from archipelago.broker.ranges import NameClaim
-from archipelago.broker.transport import Compaction, Delivery
+from archipelago.broker.messages import Books, Contribution, Evaluation, Event, Handover, Note, Snapshot, TapeEntry
+from archipelago.broker.presence import Heartbeat, NameClaim, Presence
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
+from archipelago.broker.commits import START, Image
 from archipelago.broker.control import fields_in, heard_by, is_expelled
 from archipelago.broker.errors import RunExistsError, WireError
 from archipelago.broker.manifest import Manifest
@@ -17,25 +18,22 @@ from archipelago.broker.messages import (
     Evaluation,
     Event,
     Handover,
-    Heartbeat,
     Note,
     Pending,
-    Presence,
     Refusal,
     Snapshot,
     TapeEntry,
     from_fields,
     to_fields,
 )
-from archipelago.broker.ranges import NameClaim, ReadPosition, choose, newest_claim, next_claim
+from archipelago.broker.presence import Heartbeat, NameClaim, Presence, newest_claim, next_claim
+from archipelago.broker.ranges import ReadPosition, choose
 from archipelago.broker.redis.keys import is_name
 from archipelago.broker.transport import (
     NOTES_KEPT,
     REFUSALS_AMONG,
     STANDBY_SECONDS,
-    START,
     Arrived,
-    Image,
     Memory,
     Standby,
     unwatched,

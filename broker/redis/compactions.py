@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from archipelago.broker.commits import DIFFERENCES_KEPT, Commit, Compaction
 from archipelago.broker.errors import WireError
 from archipelago.broker.failpoints import failpoint
 from archipelago.broker.messages import Snapshot, to_fields
@@ -17,7 +18,6 @@ from archipelago.broker.redis.chunks import CHUNKS, NAME, ChunkStore
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.replies import count_in, signed_state, verified_state
 from archipelago.broker.signing import Payload, Raw
-from archipelago.broker.transport import DIFFERENCES_KEPT, Commit, Compaction
 
 #: A difference that a full snapshot covers expires after this time. Islands that are a little behind still read it.
 DIFFERENCE_SECONDS = 3600

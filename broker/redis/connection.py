@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import redis
 
+from archipelago.broker.commits import START
 from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.messages import Snapshot, to_fields
 from archipelago.broker.ranges import parse_cursor
@@ -28,7 +29,7 @@ from archipelago.broker.redis.keys import REGISTRY, Keys
 from archipelago.broker.redis.replies import next_id, text_fields
 from archipelago.broker.redis.servers import Servers
 from archipelago.broker.signing import Payload, Raw, Signing, SigningOff, Stamps
-from archipelago.broker.transport import START, Arrived, Memory
+from archipelago.broker.transport import Arrived, Memory
 
 #: Tries of a change that other clients may disturb.
 ATTEMPTS = 16

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from archipelago.broker.commits import DIFFERENCES_KEPT, Image
 from archipelago.broker.control import fields_in
 from archipelago.broker.errors import ConfigError, RunExistsError, UnknownRunError, WireError
 from archipelago.broker.failpoints import failpoint
@@ -42,7 +43,6 @@ from archipelago.broker.signing import (
     covered,
     public_key,
 )
-from archipelago.broker.transport import DIFFERENCES_KEPT, Image
 from archipelago.broker.wire import payload_bytes_max
 
 #: Keys that one command deletes, and keys that one step of a scan looks at.

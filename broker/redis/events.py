@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 
+from archipelago.broker.commits import START
 from archipelago.broker.errors import WireError
 from archipelago.broker.messages import KINDS, Event, Refusal, Resume
 from archipelago.broker.redis.connection import RedisConnection, block_ms
 from archipelago.broker.redis.replies import entry_id, event_of, stream_entries
 from archipelago.broker.signing import FIRST, MERGER, EventOrder, FragmentOrder, Raw, Stamp, stamp_of
-from archipelago.broker.transport import REFUSALS_AMONG, START
+from archipelago.broker.transport import REFUSALS_AMONG
 
 REFUSED = KINDS[Refusal].encode()
 #: How many of the newest events are searched for the newest stamp when a process begins to read.

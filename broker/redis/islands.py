@@ -8,12 +8,13 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from archipelago.broker.commits import entry_name, parse_entry
 from archipelago.broker.control import heard_by, is_expelled
-from archipelago.broker.entries import entry_name, parse_entry
 from archipelago.broker.errors import UnreachableError, WireError
 from archipelago.broker.failpoints import failpoint
-from archipelago.broker.messages import COUNT_MAX, Contribution, Handover, Heartbeat, from_fields, to_fields
-from archipelago.broker.ranges import NameClaim, ReadPosition, newest_claim, next_claim, parse_name_claim
+from archipelago.broker.messages import COUNT_MAX, Contribution, Handover, from_fields, to_fields
+from archipelago.broker.presence import Heartbeat, NameClaim, newest_claim, next_claim, parse_name_claim
+from archipelago.broker.ranges import ReadPosition
 from archipelago.broker.redis.chunks import ChunkStore
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.keys import HANDOVER, is_name

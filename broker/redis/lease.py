@@ -26,6 +26,7 @@ from typing import Any
 
 import redis
 
+from archipelago.broker.commits import never_gone
 from archipelago.broker.errors import BrokerError, FencedError
 from archipelago.broker.failpoints import failpoint
 from archipelago.broker.redis.bulk import asked_together
@@ -33,7 +34,6 @@ from archipelago.broker.redis.connection import INSTANCE, DisturbedError, RedisC
 from archipelago.broker.redis.failures import is_full
 from archipelago.broker.redis.replies import epoch_in, epoch_mark, info_in
 from archipelago.broker.redis.stored_run import StoredRun
-from archipelago.broker.transport import never_gone
 
 #: No merger takes a lease for longer. A lease without an end, or with a later one, was not written by a merger.
 LEASE_SECONDS_MAX = 24 * 3600

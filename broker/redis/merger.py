@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
+from archipelago.broker.commits import START, Commit, Compaction, Delivery, Repair, never_gone
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.failpoints import failpoint
 from archipelago.broker.manifest import Manifest
@@ -33,7 +34,6 @@ from archipelago.broker.redis.standbys import Standbys
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import FoundEntry, UpdatesConsumer, UpdatesStreams, by_stream
 from archipelago.broker.signing import Signing
-from archipelago.broker.transport import START, Commit, Compaction, Delivery, Repair, never_gone
 
 #: The fields of `Books` that mergers count. The others are counted in the streams.
 COUNTED = ("merged", "merged_tokens", "refused", "refused_tokens", "bytes_up")
@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 
 class RedisMerger:
-    """See `broker.transport.MergerClient`."""
+    """See `broker.commits.MergerClient`."""
 
     def __init__(
         self,

@@ -14,17 +14,16 @@ from archipelago.broker.messages import (
     Books,
     Evaluation,
     Event,
-    Heartbeat,
     Message,
     Note,
     Pending,
-    Presence,
     Refusal,
     Snapshot,
     TapeEntry,
     from_fields,
     to_fields,
 )
+from archipelago.broker.presence import Heartbeat, Presence
 from archipelago.broker.redis.chunks import ChunkStore
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.events import EventStream

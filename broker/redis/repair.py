@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 
+from archipelago.broker.commits import DIFFERENCES_KEPT, Repair
 from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError, UnreachableError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.ranges import cursor_text
@@ -21,7 +22,6 @@ from archipelago.broker.redis.replies import count_in, names_in, signed_state
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import UpdatesStreams
 from archipelago.broker.signing import Signing
-from archipelago.broker.transport import DIFFERENCES_KEPT, Repair
 
 #: A value that was moved aside is kept this long, and only the newest one of each key.
 DAMAGED_SECONDS = 7 * 24 * 3600

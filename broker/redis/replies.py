@@ -10,12 +10,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from archipelago.broker.entries import NUMBER_MAX
+from archipelago.broker.commits import NUMBER_MAX, START
 from archipelago.broker.errors import WireError
 from archipelago.broker.messages import COUNT_MAX, EVENTS, Books, Event, from_fields
 from archipelago.broker.redis.keys import is_name
 from archipelago.broker.signing import MERGER, SIGNATURE, Raw, Signing
-from archipelago.broker.transport import START
 
 #: The consumer group of the updates stream.
 GROUP = "merger"

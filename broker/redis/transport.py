@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from archipelago.broker.address import AddressError, redacted
+from archipelago.broker.commits import Image
 from archipelago.broker.errors import BadUrlError, BrokerError
 from archipelago.broker.invitation import Invitation
 from archipelago.broker.manifest import Manifest
@@ -21,7 +22,6 @@ from archipelago.broker.redis.reader import RedisReader
 from archipelago.broker.redis.servers import Servers, servers_at
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import UpdatesStreams
-from archipelago.broker.transport import Image
 
 
 def connect(url: str, run: str, invitation: Invitation | None = None) -> RedisTransport:

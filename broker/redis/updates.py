@@ -15,7 +15,7 @@ from typing import Any
 
 import redis
 
-from archipelago.broker.entries import arrival, entry_name, parse_entry, position, sender_of
+from archipelago.broker.commits import START, Delivery, arrival, entry_name, parse_entry, position, sender_of
 from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.messages import Contribution, from_fields
 from archipelago.broker.redis.chunks import PAYLOAD, ChunkStore
@@ -33,7 +33,6 @@ from archipelago.broker.redis.replies import (
 )
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.signing import Raw
-from archipelago.broker.transport import START, Delivery
 
 #: The most islands whose streams are read. Other programs may have added any number of names to the set of islands.
 ISLANDS_MAX = 2048

@@ -13,18 +13,8 @@ from typing import Any, TypeVar
 
 from archipelago.broker.errors import UnreachableError
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.messages import (
-    COUNT_MAX,
-    Books,
-    Evaluation,
-    Event,
-    Note,
-    Pending,
-    Presence,
-    Refusal,
-    Snapshot,
-    TapeEntry,
-)
+from archipelago.broker.messages import COUNT_MAX, Books, Evaluation, Event, Note, Pending, Refusal, Snapshot, TapeEntry
+from archipelago.broker.presence import Presence
 from archipelago.broker.shards.layout import Layout
 from archipelago.broker.transport import Arrived, Memory, MergerStatus, ReaderClient, Standby, unwatched
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, TypeVar, cast
 
+from archipelago.broker.commits import Image
 from archipelago.broker.errors import RunExistsError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Snapshot
@@ -16,7 +17,7 @@ from archipelago.broker.shards.reader import (
     merged_everywhere,
     summed_books,
 )
-from archipelago.broker.transport import Image, IslandClient, IslandTransport, ReaderClient, ReaderTransport, Transport
+from archipelago.broker.transport import IslandClient, IslandTransport, ReaderClient, ReaderTransport, Transport
 
 Kind = TypeVar("Kind", bound=ReaderTransport)
 #: The code of the error that a shard of the run is left, in another state than that of the checkpoint.

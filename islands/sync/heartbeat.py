@@ -8,7 +8,7 @@ import platform
 from typing import TYPE_CHECKING
 
 from archipelago.broker import machine
-from archipelago.broker.messages import Heartbeat
+from archipelago.broker.presence import Heartbeat
 
 if TYPE_CHECKING:
     from archipelago.islands.sync.participant import Participant

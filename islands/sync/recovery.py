@@ -17,7 +17,8 @@ import zstandard
 from numpy.typing import NDArray
 
 from archipelago.broker.errors import WireError
-from archipelago.broker.messages import Handover, Presence
+from archipelago.broker.messages import Handover
+from archipelago.broker.presence import Presence
 from archipelago.broker.transport import IslandTransport
 from archipelago.broker.wire import digest
 

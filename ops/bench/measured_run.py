@@ -11,7 +11,8 @@ from pathlib import Path
 
 from archipelago.broker.config import RunConfig
 from archipelago.broker.manifest import Corpus, Manifest, Tensor
-from archipelago.broker.messages import Contribution, Heartbeat, Snapshot
+from archipelago.broker.messages import Contribution, Snapshot
+from archipelago.broker.presence import Heartbeat
 from archipelago.broker.process import keep_freed_memory
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.wire import digest

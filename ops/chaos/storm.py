@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 
+from archipelago.broker.commits import START
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.manifest import loss_unit
 from archipelago.broker.messages import Refusal, TapeEntry
 from archipelago.broker.shards.transport import of_shard
-from archipelago.broker.transport import START, ReaderTransport
+from archipelago.broker.transport import ReaderTransport
 from archipelago.ops.chaos.processes import Plan, RunProcesses, await_ready, await_standbys, monotonic, read_turn_log
 from archipelago.ops.chaos.report.record import Identity, StormRecord
 from archipelago.ops.chaos.script import own_step_seconds

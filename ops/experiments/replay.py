@@ -15,13 +15,13 @@ from typing import Annotated, Any, TypeVar
 
 import tyro
 
+from archipelago.broker.commits import Delivery
 from archipelago.broker.config import RunConfig, checked, differences
 from archipelago.broker.errors import ArchipelagoError, ConfigError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import TapeEntry
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import keep_compiled, print_json
-from archipelago.broker.transport import Delivery
 from archipelago.broker.wire import digest_of, unpack
 from archipelago.merger import record as records
 from archipelago.merger.storage import MergerFolder

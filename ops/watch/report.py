@@ -13,6 +13,7 @@ from typing import Annotated, Any, cast
 import tyro
 
 from archipelago.broker.buckets.folder import BucketFolder, is_bucket
+from archipelago.broker.commits import Image
 from archipelago.broker.control import fields_in, run_steps
 from archipelago.broker.errors import ArchipelagoError, BrokerError, ConfigError
 from archipelago.broker.files import make_untracked, write_atomically
@@ -20,7 +21,7 @@ from archipelago.broker.invitation import names_redis
 from archipelago.broker.messages import Pending
 from archipelago.broker.process import connect_to, print_json
 from archipelago.broker.redis.keys import checked_name
-from archipelago.broker.transport import Image, Memory
+from archipelago.broker.transport import Memory
 from archipelago.ops.dashboard.assets import PAGE, chart_library
 from archipelago.ops.dashboard.history import History
 from archipelago.ops.dashboard.page_data import Reading, charts_of, page_of

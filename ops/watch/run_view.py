@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from archipelago.broker.control import run_steps
 from archipelago.broker.manifest import LossUnit, Manifest, loss_unit
-from archipelago.broker.messages import Books, Evaluation, Member, Pending, Presence, TapeEntry
+from archipelago.broker.messages import Books, Evaluation, Member, Pending, TapeEntry
+from archipelago.broker.presence import Presence
 from archipelago.broker.shards.transport import shards_away
 from archipelago.broker.transport import Memory, ReaderTransport
 from archipelago.ops.watch.token_accounts import token_accounts

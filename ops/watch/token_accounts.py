@@ -20,7 +20,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from archipelago.broker.messages import Books, Pending, Presence
+from archipelago.broker.messages import Books, Pending
+from archipelago.broker.presence import Presence
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from archipelago.broker.wire import unpack
 from archipelago.ops.settings import say
 
 if TYPE_CHECKING:
-    from archipelago.broker.transport import Image
+    from archipelago.broker.commits import Image
     from archipelago.islands.data.tokenizer import TextTokenizer
     from archipelago.islands.models.registry import Params
 

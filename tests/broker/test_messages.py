@@ -18,20 +18,17 @@ from archipelago.broker.errors import WireError
 from archipelago.broker.messages import (
     EVENTS,
     KINDS,
-    LIVE_SECONDS,
     Books,
     Call,
     Contribution,
     Digest,
     Evaluation,
     Handover,
-    Heartbeat,
     Marker,
     Measure,
     Member,
     Name,
     Note,
-    Presence,
     Refusal,
     Resume,
     Seconds,
@@ -40,6 +37,7 @@ from archipelago.broker.messages import (
     from_fields,
     to_fields,
 )
+from archipelago.broker.presence import LIVE_SECONDS, Heartbeat, Presence
 from tests import samples
 
 MESSAGES = [

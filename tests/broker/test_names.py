@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from archipelago.broker.ranges import AHEAD_MS, NameClaim, newest_claim, next_claim, parse_name_claim
+from archipelago.broker.presence import AHEAD_MS, NameClaim, newest_claim, next_claim, parse_name_claim
 
 CLAIMS = st.builds(NameClaim, st.integers(0, 10**17), st.sampled_from(["old", "new", "other"]))
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.messages import Presence
+from archipelago.broker.presence import Presence
 from archipelago.broker.signing import (
     MERGER,
     SIGNATURE,

@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from archipelago.broker.commits import START
 from archipelago.broker.config import STEPS_MAX, DataConfig, InnerConfig, RunConfig, SyncConfig
 from archipelago.broker.manifest import Corpus, Manifest, Tensor, balanced
 from archipelago.broker.messages import Event, Refusal
 from archipelago.broker.published import newest
 from archipelago.broker.redis.transport import RedisTransport, connect
-from archipelago.broker.transport import START, Transport
+from archipelago.broker.transport import Transport
 from archipelago.broker.wire import digest_of
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.sharding import shard_order

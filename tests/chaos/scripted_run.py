@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from archipelago.broker.commits import START
 from archipelago.broker.config import InnerConfig, RunConfig, WireConfig
 from archipelago.broker.errors import UnknownRunError
 from archipelago.broker.failpoints import VARIABLE
@@ -27,7 +28,6 @@ from archipelago.broker.manifest import Corpus, Manifest, Tensor, balanced
 from archipelago.broker.messages import Contribution, Refusal, Snapshot, TapeEntry
 from archipelago.broker.published import newest
 from archipelago.broker.redis.transport import RedisTransport, connect
-from archipelago.broker.transport import START
 from archipelago.broker.wire import digest, pack
 from archipelago.merger import outer
 from archipelago.merger.restore import load

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import redis
 
+from archipelago.broker.commits import START
 from archipelago.broker.config import STEPS_MAX, MergeConfig, WireConfig
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.messages import Refusal
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.transport import connect
-from archipelago.broker.transport import MEMORY_SHARE_MAX, START
+from archipelago.broker.transport import MEMORY_SHARE_MAX
 from archipelago.merger.service import Merger
 from archipelago.ops.experiments.virtual_time import VirtualRun
 from archipelago.ops.launch.embedded_redis import Server, start_server

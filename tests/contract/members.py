@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from archipelago.broker.address import with_user
+from archipelago.broker.commits import Image
 from archipelago.broker.invitation import Role
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Snapshot
 from archipelago.broker.redis import roles
 from archipelago.broker.redis.transport import RedisTransport, connect
-from archipelago.broker.transport import Image
 
 #: The calls whose second argument names the island that makes them. In the other calls it is the first one.
 _SECOND = ("lease_range", "leased", "promise_answer", "hand_over")

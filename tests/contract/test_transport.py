@@ -13,9 +13,10 @@ from dataclasses import replace
 
 import pytest
 
+from archipelago.broker.commits import START
 from archipelago.broker.errors import FencedError, RunExistsError, UnknownRunError
 from archipelago.broker.messages import Books, Call, Evaluation, Marker, Note, Pending, Resume, Snapshot
-from archipelago.broker.transport import NOTES_KEPT, REFUSALS_AMONG, STANDBY_SECONDS, START, Memory, Transport
+from archipelago.broker.transport import NOTES_KEPT, REFUSALS_AMONG, STANDBY_SECONDS, Memory, Transport
 from tests import samples
 from tests.conftest import Until
 from tests.contract.transports import (

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from archipelago.broker.commits import DIFFERENCES_KEPT, START
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.messages import Books, Pending, Refusal
 from archipelago.broker.redis.chunks import CHUNK_BYTES
 from archipelago.broker.redis.transport import RedisTransport
-from archipelago.broker.transport import DIFFERENCES_KEPT, START, Transport
+from archipelago.broker.transport import Transport
 from tests import samples
 from tests.contract.transports import (
     BOTH_SIZES,

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from archipelago.broker.commits import Commit, Delivery
 from archipelago.broker.memory.transport import MemoryTransport
 from archipelago.broker.messages import Refusal
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.transport import RedisTransport
-from archipelago.broker.transport import Commit, Delivery, Transport
+from archipelago.broker.transport import Transport
 from tests import samples
 from tests.contract.members import MembersTransport
 from tests.servers import PROGRAMS, found_programs

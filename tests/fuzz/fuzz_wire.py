@@ -40,11 +40,11 @@ with atheris.instrument_imports(include=["archipelago.broker"]):
         Contribution,
         Evaluation,
         Handover,
-        Heartbeat,
         TapeEntry,
         from_fields,
         to_fields,
     )
+    from archipelago.broker.presence import Heartbeat
     from archipelago.broker.ranges import parse_cursor
     from archipelago.broker.redis.replies import event_of
     from archipelago.broker.wire import MAGIC, digest, pack, unpack

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from archipelago.broker.codecs import Vector
+from archipelago.broker.commits import START, Image
 from archipelago.broker.config import MergeConfig, OuterConfig, RunConfig, SyncConfig, WireConfig
 from archipelago.broker.memory.state import MemoryRun
 from archipelago.broker.messages import Contribution, Refusal
 from archipelago.broker.published import newest
-from archipelago.broker.transport import START, Image, Transport
+from archipelago.broker.transport import Transport
 from archipelago.broker.wire import pack
 from archipelago.merger.beside import Spawn, at_once
 from archipelago.merger.checkpoint import CheckpointStore

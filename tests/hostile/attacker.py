@@ -13,7 +13,8 @@ import numpy as np
 
 from archipelago.broker.address import with_user
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.messages import Heartbeat, to_fields
+from archipelago.broker.messages import to_fields
+from archipelago.broker.presence import Heartbeat
 from archipelago.broker.redis import roles
 from archipelago.broker.redis.chunks import CHUNK_BYTES, CHUNKS, INLINE_BYTES, NAME, PAYLOAD
 from archipelago.broker.redis.keys import Keys

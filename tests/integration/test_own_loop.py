@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from archipelago.broker.errors import ArchipelagoError
-from archipelago.broker.messages import Heartbeat
+from archipelago.broker.presence import Heartbeat
 from archipelago.broker.redis.transport import connect
 from archipelago.ops.launch.embedded_redis import Server
 from archipelago.ops.weights.parameters import from_redis

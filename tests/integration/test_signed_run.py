@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 
 from archipelago.broker import invitation
+from archipelago.broker.commits import START
 from archipelago.broker.errors import ConfigError, FencedError, WireError
 from archipelago.broker.invitation import Invitation, Member, key_text
 from archipelago.broker.messages import Call, Contribution, Resume, Snapshot, to_fields
 from archipelago.broker.published import newest
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.signing import EPOCHS_SKIPPED, MERGER, SignatureError, SigningOn, generate
-from archipelago.broker.transport import START, Transport
+from archipelago.broker.transport import Transport
 from archipelago.broker.wire import digest, digest_of, pack
 from archipelago.merger.service import Merger
 from archipelago.ops.experiments.virtual_time import VirtualRun

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from archipelago.broker.commits import START
 from archipelago.broker.config import AdoptConfig, MergeConfig, OuterConfig, RunConfig
 from archipelago.broker.manifest import Corpus
 from archipelago.broker.messages import Event
-from archipelago.broker.transport import START, IslandTransport, ReaderClient
+from archipelago.broker.transport import IslandTransport, ReaderClient
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.sharding import shard_order
 from archipelago.islands.models.interface import Params

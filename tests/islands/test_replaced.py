@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.messages import Presence
+from archipelago.broker.presence import Presence
 from archipelago.islands.replaced import RECORD_FILE, remember, require_free
 from tests import samples
 from tests.conftest import Until

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from archipelago.broker.commits import START
 from archipelago.broker.control import STEPS
 from archipelago.broker.errors import BrokerError, ConfigError, UnreachableError
 from archipelago.broker.messages import Note, Refusal
-from archipelago.broker.transport import START
 from archipelago.islands.worker import Island, train
 from tests.failing import failing
 from tests.harness import tiny

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from archipelago.broker.commits import Delivery
 from archipelago.broker.config import RunConfig, SyncConfig, WireConfig
 from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Contribution, Refusal
 from archipelago.broker.ranges import POSITIONS_MAX
-from archipelago.broker.transport import Delivery, Transport
+from archipelago.broker.transport import Transport
 from archipelago.merger import admission
 from archipelago.merger.admission import ANNOUNCED_MAX, Inbox, reason_to_refuse, version_after
 from archipelago.merger.round_merge import WAITING_MAX, RoundMerge, new_state

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 import archipelago.merger.checkpoint
+from archipelago.broker.commits import Image
 from archipelago.broker.config import OuterConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.messages import Books, Evaluation
-from archipelago.broker.transport import Image
 from archipelago.broker.wire import digest, pack
 from archipelago.merger import outer
 from archipelago.merger.checkpoint import CheckpointStore, describe

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 import archipelago.merger.retention
+from archipelago.broker.commits import START, Image
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.messages import Evaluation, Marker
-from archipelago.broker.transport import START, Image, Transport
+from archipelago.broker.transport import Transport
 from archipelago.broker.wire import digest, unpack
 from archipelago.merger import record
 from archipelago.merger.beside import at_once, in_background

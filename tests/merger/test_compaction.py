@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from archipelago.broker.commits import DIFFERENCES_KEPT, Commit, Compaction, Placed
 from archipelago.broker.config import RunConfig, WireConfig
 from archipelago.broker.errors import UnreachableError
 from archipelago.broker.published import newest
-from archipelago.broker.transport import DIFFERENCES_KEPT, Commit, Compaction, Placed
 from archipelago.broker.wire import digest_of
 from archipelago.merger import outer
 from archipelago.merger.beside import Spawn, T, at_once

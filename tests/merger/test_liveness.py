@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from archipelago.broker.config import RunConfig
-from archipelago.broker.messages import LIVE_SECONDS, Presence
+from archipelago.broker.presence import LIVE_SECONDS, Presence
 from archipelago.merger.claims import Accounts
 from archipelago.merger.liveness import NEWCOMERS_MIN, SILENT_ROUNDS, SILENT_SECONDS, SILENT_SECONDS_MAX, Liveness
 from tests import samples

@@ -7,9 +7,10 @@ from typing import Any, cast
 
 import pytest
 
+from archipelago.broker.commits import START
 from archipelago.broker.errors import UnreachableError
 from archipelago.broker.messages import Call, Event, Marker
-from archipelago.broker.transport import START, ReaderClient
+from archipelago.broker.transport import ReaderClient
 from archipelago.merger.one_cut import EVENTS_AT_ONCE, LOOK_SECONDS, RETRY_SECONDS, Following, Leading
 from tests import samples
 from tests.failing import failing

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from archipelago.broker.commits import Delivery
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.messages import Contribution, Member, TapeEntry, to_fields
-from archipelago.broker.transport import Delivery
 from archipelago.broker.wire import digest
 from archipelago.merger.record import MAGIC, Recorder, Round, read
 from tests import samples

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from archipelago.broker.commits import Delivery
 from archipelago.broker.config import RunConfig, WireConfig
 from archipelago.broker.errors import WireError
 from archipelago.broker.messages import Contribution, TapeEntry
-from archipelago.broker.transport import Delivery
 from archipelago.broker.wire import unpack
 from archipelago.merger import outer
 from archipelago.merger.replay import DifferenceError, replay_round

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from archipelago.broker.errors import FencedError
 from archipelago.broker.memory.transport import MemoryBroker
-from archipelago.broker.messages import LIVE_SECONDS, Call, Resume, Snapshot
+from archipelago.broker.messages import Call, Resume, Snapshot
+from archipelago.broker.presence import LIVE_SECONDS
 from archipelago.broker.wire import digest
 from archipelago.merger import spectra, spectrum
 from archipelago.merger.round_merge import RoundMerge, RoundSum

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from archipelago.broker.buckets.folder import BucketFolder
+from archipelago.broker.commits import Image
 from archipelago.broker.errors import ConfigError, RunExistsError, UnknownRunError
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Marker
 from archipelago.broker.shards.transport import claim_checkpoint, of_shard, restore, whole
-from archipelago.broker.transport import Image
 from archipelago.merger.beside import at_once
 from archipelago.merger.storage import MergerFolder
 from tests import samples

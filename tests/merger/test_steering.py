@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from archipelago.broker.commits import Delivery
 from archipelago.broker.control import GRACE, OUTER_RATE, QUORUM, SETTINGS, STEPS
 from archipelago.broker.messages import Refusal
-from archipelago.broker.transport import Delivery
 from archipelago.merger import outer
 from archipelago.merger.checkpointer import RETRY_SECONDS
 from archipelago.merger.rebuild import rebuild

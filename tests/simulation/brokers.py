@@ -24,17 +24,17 @@ import archipelago.broker.redis.creation
 import archipelago.broker.redis.islands
 import archipelago.broker.redis.lease
 import archipelago.broker.redis.merger
-from archipelago.broker.entries import entry_name
+from archipelago.broker.commits import START, entry_name
 from archipelago.broker.errors import UnknownRunError, WireError
 from archipelago.broker.memory.state import MemoryEntry, MemoryRun, key_of
 from archipelago.broker.memory.transport import MemoryBroker
-from archipelago.broker.messages import Books, Event, Heartbeat, Snapshot, TapeEntry, from_fields
+from archipelago.broker.messages import Books, Event, Snapshot, TapeEntry, from_fields
+from archipelago.broker.presence import Heartbeat
 from archipelago.broker.ranges import claims_that_count, parse_claim
 from archipelago.broker.redis.client import fake_client
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.replies import GROUP, counts_in, entry_id, last_delivered, text_fields
 from archipelago.broker.redis.transport import RedisTransport
-from archipelago.broker.transport import START
 from archipelago.ops.experiments.virtual_time import VirtualClock
 
 #: What the clock of the server shows when a simulation begins. Ids of entries begin with the time.

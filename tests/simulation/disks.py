@@ -12,10 +12,10 @@ from typing import Any, cast
 
 import jax
 
+from archipelago.broker.commits import Image
 from archipelago.broker.errors import ArchipelagoError, ConfigError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Snapshot
-from archipelago.broker.transport import Image
 from archipelago.islands.checkpoint import KEPT, IslandStore
 from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.merger.record import Recorder, Round

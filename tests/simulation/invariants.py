@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from archipelago.broker.commits import Delivery, Image
 from archipelago.broker.control import is_expelled
 from archipelago.broker.messages import (
     Books,
     Call,
     Contribution,
     Member,
-    Presence,
     Refusal,
     Resume,
     Snapshot,
@@ -23,8 +23,8 @@ from archipelago.broker.messages import (
     from_fields,
     to_fields,
 )
+from archipelago.broker.presence import Presence
 from archipelago.broker.ranges import parse_positions
-from archipelago.broker.transport import Delivery, Image
 from archipelago.broker.wire import digest_of, unpack
 from archipelago.islands.sync.connection.outbox import ContributionHeader
 from archipelago.islands.sync.ledger import closed_rounds

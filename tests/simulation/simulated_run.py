@@ -12,6 +12,7 @@ from dataclasses import fields, replace
 from functools import cache, partial
 from typing import Any, cast
 
+from archipelago.broker.commits import Image
 from archipelago.broker.config import (
     AdoptConfig,
     DataConfig,
@@ -27,7 +28,6 @@ from archipelago.broker.manifest import Manifest
 from archipelago.broker.memory.state import key_of
 from archipelago.broker.messages import Contribution, Marker
 from archipelago.broker.shards.transport import create, of_shard, whole
-from archipelago.broker.transport import Image
 from archipelago.islands.sync.connection.merged import KEPT_SECONDS
 from archipelago.merger.service import LEASE_SECONDS
 from archipelago.ops.experiments.virtual_time import VirtualClock

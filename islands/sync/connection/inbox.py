@@ -9,9 +9,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
+from archipelago.broker.commits import START
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Event, Marker, Refusal, Resume, Snapshot
-from archipelago.broker.transport import START, IslandTransport
+from archipelago.broker.transport import IslandTransport
 from archipelago.islands.sync.connection.announcements import Heads, fault_in, judged, last_round
 from archipelago.islands.sync.connection.outbox import Outbox
 from archipelago.islands.sync.connection.same_run import require_same_run

@@ -21,8 +21,9 @@ from itertools import islice
 from archipelago.broker.control import DRAIN, EXPEL, island_field, require_welcome, run_steps
 from archipelago.broker.errors import BrokerError, UnreachableError
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.messages import NOTE_MAX, Event, Heartbeat, Note
-from archipelago.broker.ranges import NameClaim, ReadPosition
+from archipelago.broker.messages import NOTE_MAX, Event, Note
+from archipelago.broker.presence import Heartbeat, NameClaim
+from archipelago.broker.ranges import ReadPosition
 from archipelago.broker.shards.transport import shards_of
 from archipelago.broker.transport import IslandTransport
 from archipelago.islands.sync import recovery

@@ -23,7 +23,7 @@ from archipelago.broker.errors import ArchipelagoError, BadUrlError, BrokerError
 from archipelago.broker.footprint import available_here
 from archipelago.broker.invitation import ADMIN, Invitation, Role
 from archipelago.broker.manifest import NO_CORPUS, Manifest, balanced, installed_versions
-from archipelago.broker.messages import Presence
+from archipelago.broker.presence import Presence
 from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, invitation_at, keep_compiled, print_json
 from archipelago.broker.redis.checkup import Bandwidth, NodeFacts, RedisCheckup
 from archipelago.broker.redis.transport import RedisTransport, connect

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from archipelago.broker.commits import Delivery
 from archipelago.broker.messages import Refusal
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.transport import RedisTransport
-from archipelago.broker.transport import Delivery
 
 Connect = Callable[[], RedisTransport]
 

@@ -15,6 +15,7 @@ import pytest
 from fakeredis import TcpFakeServer
 
 from archipelago.broker.address import redacted
+from archipelago.broker.commits import START
 from archipelago.broker.errors import (
     ArchipelagoError,
     BadUrlError,
@@ -25,7 +26,7 @@ from archipelago.broker.errors import (
 from archipelago.broker.redis import client, connection, failures
 from archipelago.broker.redis.client import SILENT_SECONDS, SOCKET_SECONDS, client_at
 from archipelago.broker.redis.transport import RedisTransport, connect
-from archipelago.broker.transport import START, Memory
+from archipelago.broker.transport import Memory
 from archipelago.ops.launch.embedded_redis import Server
 from tests.failing import failing
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from archipelago.broker.entries import parse_entry
+from archipelago.broker.commits import START, parse_entry
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.messages import Call, Contribution, Evaluation, Note, Pending, to_fields
 from archipelago.broker.redis import connection
@@ -17,7 +17,6 @@ from archipelago.broker.redis.chunks import CHUNK_BYTES
 from archipelago.broker.redis.keys import REGISTRY, Keys
 from archipelago.broker.redis.transport import RedisTransport
 from archipelago.broker.redis.updates import FLOOD_ENTRIES
-from archipelago.broker.transport import START
 from tests import samples
 from tests.broker.redis.stored_keys import LARGE, REFUSAL, Connect, with_payloads
 from tests.conftest import PATIENCE_SECONDS, Until

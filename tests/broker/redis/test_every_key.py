@@ -14,6 +14,7 @@ from typing import Any, Final
 import pytest
 from redis.crc import key_slot
 
+from archipelago.broker.commits import Repair
 from archipelago.broker.invitation import Member
 from archipelago.broker.manifest import Manifest, Tensor
 from archipelago.broker.messages import Call, Evaluation, Note, Refusal
@@ -21,7 +22,6 @@ from archipelago.broker.redis.creation import Deletion, shards_with_keys
 from archipelago.broker.redis.islands import EVALUATION_LEASE_MAX
 from archipelago.broker.redis.keys import REGISTRY, Keys
 from archipelago.broker.redis.transport import RedisTransport, connect
-from archipelago.broker.transport import Repair
 from tests import samples
 from tests.clusters import Cluster
 

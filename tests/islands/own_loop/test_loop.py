@@ -16,7 +16,7 @@ from jax.sharding import SingleDeviceSharding
 from archipelago.broker.codecs import CODECS
 from archipelago.broker.config import AdoptConfig, WireConfig
 from archipelago.broker.errors import ConfigError, DivergedError
-from archipelago.broker.messages import LIVE_SECONDS
+from archipelago.broker.presence import LIVE_SECONDS
 from archipelago.islands.own_loop import loop as own_loop
 from archipelago.islands.own_loop.soundness import is_sound
 from archipelago.islands.sync.homes import at_home

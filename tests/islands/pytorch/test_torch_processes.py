@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from archipelago.broker.messages import Books, Presence
+from archipelago.broker.messages import Books
+from archipelago.broker.presence import Presence
 from archipelago.broker.redis.transport import connect
 from archipelago.ops.launch.embedded_redis import start_server
 from tests import pytorch

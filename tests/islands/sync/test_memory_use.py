@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import psutil
 
-from archipelago.broker.messages import COUNT_MAX, Heartbeat, from_fields, to_fields
+from archipelago.broker.messages import COUNT_MAX, from_fields, to_fields
+from archipelago.broker.presence import Heartbeat
 from archipelago.islands.sync.memory_use import FRESH_SECONDS, MemoryMeter, MemoryUse, measured
 from tests import samples
 

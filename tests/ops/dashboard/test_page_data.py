@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from archipelago.broker.messages import Books, Note, Pending, Presence, Refusal
+from archipelago.broker.messages import Books, Note, Pending, Refusal
+from archipelago.broker.presence import Presence
 from archipelago.broker.transport import Memory, MergerStatus
 from archipelago.ops.dashboard import page_data
 from archipelago.ops.dashboard.actions import sentence, stamped

@@ -15,8 +15,9 @@ from archipelago.broker.buckets.copier import FINISH_SECONDS
 from archipelago.broker.buckets.folder import BUCKET_VARIABLE
 from archipelago.broker.errors import ArchipelagoError, ConfigError
 from archipelago.broker.memory.transport import MemoryBroker
-from archipelago.broker.messages import Books, Pending, Presence
+from archipelago.broker.messages import Books, Pending
 from archipelago.broker.observe.options import WorkerOptions
+from archipelago.broker.presence import Presence
 from archipelago.broker.transport import Memory
 from archipelago.ops.launch import up
 from archipelago.ops.launch.session import (

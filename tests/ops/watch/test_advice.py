@@ -11,7 +11,8 @@ from typing import Any
 
 from archipelago.broker.config import RunConfig
 from archipelago.broker.control import Control
-from archipelago.broker.messages import Books, Evaluation, Pending, Presence, Refusal, TapeEntry
+from archipelago.broker.messages import Books, Evaluation, Pending, Refusal, TapeEntry
+from archipelago.broker.presence import Presence
 from archipelago.broker.shards.reader import combined_status
 from archipelago.broker.transport import Memory, MergerStatus
 from archipelago.ops.watch import advice

@@ -13,7 +13,8 @@ from rich.console import Console
 
 from archipelago.broker.config import OWN_MODEL, ModelConfig
 from archipelago.broker.manifest import NO_CORPUS
-from archipelago.broker.messages import LIVE_SECONDS, Books, Evaluation, Member, Pending, Presence, TapeEntry
+from archipelago.broker.messages import Books, Evaluation, Member, Pending, TapeEntry
+from archipelago.broker.presence import LIVE_SECONDS, Presence
 from archipelago.broker.transport import Memory, MergerStatus, Transport
 from archipelago.ops.dashboard.page_data import settings
 from archipelago.ops.watch.advice import problems

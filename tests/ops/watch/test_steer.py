@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from archipelago.broker.commits import START
 from archipelago.broker.config import RunConfig
 from archipelago.broker.control import GRACE, OUTER_RATE, QUORUM
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.messages import Refusal
 from archipelago.broker.process import guarded
 from archipelago.broker.redis.transport import RedisTransport, connect
-from archipelago.broker.transport import START
 from archipelago.islands.tasks.workload import Workload
 from archipelago.merger.state import RunState
 from archipelago.ops.commands import run

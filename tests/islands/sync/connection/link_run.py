@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 import numpy as np
 
+from archipelago.broker.commits import Commit
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Call, Contribution, Event, Marker, Refusal, Resume, Snapshot
-from archipelago.broker.transport import Commit, Memory, Transport
+from archipelago.broker.transport import Memory, Transport
 from archipelago.broker.wire import pack
 from archipelago.islands.data.sharding import shard_order
 from archipelago.islands.sync.connection.link import Link
