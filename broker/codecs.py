@@ -422,6 +422,4 @@ def codec(name: str) -> Codec:
     try:
         return CODECS[name]
     except KeyError:
-        raise WireError(
-            f"codec {name[:32]!r} is unknown", f"Known: {', '.join(CODECS)}.", code="wire.unknown-codec"
-        ) from None
+        raise WireError(f"codec {name[:32]!r} is unknown", f"Known: {', '.join(CODECS)}.", code="wire.codec") from None

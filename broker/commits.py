@@ -43,7 +43,7 @@ def parse_entry(entry: str) -> tuple[str, str]:
     """Return the sender of an entry, and its id in the sender's stream. Raises WireError."""
     found = _ENTRY.fullmatch(entry)
     if not found:
-        raise WireError(f"{entry[:40]!r} is not the name of an entry", code="wire.entry")
+        raise WireError(f"{entry[:40]!r} is not the name of an entry", code="wire.message")
     return found[1], f"{found[2]}-{found[3]}"
 
 

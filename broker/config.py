@@ -357,7 +357,7 @@ def from_json(text: str | bytes, source: str = "the run's stored config") -> Run
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{source} is not JSON ({error})", "Was the run made by another version?", code="config.not-json"
+            f"{source} is not JSON ({error})", "Was the run made by another version?", code="config.manifest"
         ) from None
     return checked(
         values,
@@ -373,11 +373,11 @@ def from_toml(path: Path) -> RunConfig:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
-            f"the config file {path} cannot be read ({error.strerror})", "Check the path.", code="config.unreadable"
+            f"the config file {path} cannot be read ({error.strerror})", "Check the path.", code="config.file"
         ) from None
     except ValueError as error:
         raise ConfigError(
-            f"the config file {path} is not TOML ({error})", "See https://toml.io.", code="config.not-toml"
+            f"the config file {path} is not TOML ({error})", "See https://toml.io.", code="config.file"
         ) from None
     return checked(values, f"the config file {path}")
 

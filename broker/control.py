@@ -155,7 +155,7 @@ def _checked_field(name: str) -> str:
     if name.startswith(ISLAND):
         checked_name(name.removeprefix(ISLAND), "the island name")
     elif name not in (*SETTINGS, MERGING, CHECKPOINT):
-        raise ConfigError(f"{name!r:.80} cannot be steered", _HELP, code="control.unknown-field")
+        raise ConfigError(f"{name!r:.80} cannot be steered", _HELP, code="control.value")
     return ""
 
 
@@ -215,10 +215,10 @@ def after_changes(config: RunConfig, before: Mapping[str, float], text: str) -> 
         name, _, value = change.partition("=")
         try:
             if name not in SETTINGS:
-                raise ConfigError(f"{name!r:.80} cannot be steered", code="control.unknown-field")
+                raise ConfigError(f"{name!r:.80} cannot be steered", code="control.value")
             values[name] = _number(name, value)
         except ConfigError as error:
-            raise WireError(f"the tape's {change!r:.80}: {error.what}", code="wire.tape") from None
+            raise WireError(f"the tape's {change!r:.80}: {error.what}", code="wire.message") from None
     return _differing(config, values)
 
 

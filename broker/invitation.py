@@ -219,7 +219,7 @@ def write(path: Path, invitation: Invitation) -> None:
     except OSError as error:
         raise ConfigError(
             f"cannot write the join file {path}: {error.strerror}", "Choose another place with --out.",
-            code="invitation.unwritable",
+            code="invitation.file",
         ) from error  # fmt: skip
 
 
@@ -256,7 +256,7 @@ def read(path: Path) -> Invitation:
         raise ConfigError(
             f"the join file {path} cannot be used: {error.reason}",
             "Ask for a new one, which `archipelago invite` makes.",
-            code="invitation.damaged",
+            code="invitation.invalid",
         ) from None
 
 

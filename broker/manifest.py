@@ -159,13 +159,13 @@ class Manifest:
         return number if self.whole is None else self.whole.shard_layout.run_round(self.shard, number)
 
     def with_shards(self, shards: int) -> Manifest:
-        """Return this manifest of a new run with that number of shards. Raises ConfigError (`config.shards`)."""
+        """Return this manifest of a new run with that number of shards. Raises ConfigError (`config.value`)."""
         most = min(SHARDS_MAX, len(self.fragments))
         if not 1 <= shards <= most:
             raise ConfigError(
                 f"a run with {len(self.fragments)} fragments cannot have {shards} shards",
                 f"Each shard needs a fragment of its own: choose 1 to {most}, or more fragments (--sync.fragments).",
-                code="config.shards",
+                code="config.value",
             )
         return replace(self, shards=shards)
 

@@ -298,12 +298,12 @@ class AwaitedRun(RunAddress):
             raise ConfigError(
                 f"--stopped-status cannot be {self.stopped_status}",
                 f"Give 0 to {STATUS_MAX}. 75 says that another try may succeed.",
-                code="config.stopped-status",
+                code="config.value",
             )
 
     def patience(self, stopped: Callable[[], bool]) -> Patience:
         """Return the Patience for a worker's first calls. Once it runs, a worker handles outages itself."""
-        require_number("--wait-seconds", self.wait_seconds, "Give a number of seconds, or 0.", "config.wait-seconds")
+        require_number("--wait-seconds", self.wait_seconds, "Give a number of seconds, or 0.")
         return Patience(self.wait_seconds, stopped)
 
 
@@ -329,7 +329,7 @@ def connect_to(url: str | None, run: str | None) -> RedisTransport:
         raise ConfigError(
             "no Redis URL was given",
             f"Give it (redis://HOST:PORT) as an argument, or in ${URL_VARIABLE}.",
-            code="config.no-url",
+            code="config.which-run",
         )
     run = run or os.environ.get(RUN_VARIABLE)
     if invited := invitation_at(url):
@@ -346,7 +346,7 @@ def connect_to(url: str | None, run: str | None) -> RedisTransport:
         raise ConfigError(
             f"{here} at that Redis",
             "Choose one with --run, or create one with `archipelago init`.",
-            code="config.which-run" if runs else "config.no-run",
+            code="config.which-run",
         )
     return connect(url, runs[0])
 
@@ -365,7 +365,7 @@ def invitation_at(address: str) -> Invitation | None:
         raise ConfigError(
             f"the invitation of {found.name!r} to the run {found.run!r} ended at {ended}",
             "Ask for a new one: `archipelago invite NAME --replace`.",
-            code="invitation.expired",
+            code="invitation.invalid",
         )
     return found
 
@@ -375,7 +375,7 @@ def _run_of(invited: Invitation, run: str | None) -> str:
         raise ConfigError(
             f"the join file is for the run {invited.run!r}, not for {run!r}",
             f"Leave out --run and ${RUN_VARIABLE}, or use the join file of that run.",
-            code="invitation.other-run",
+            code="invitation.other",
         )
     return invited.run
 
@@ -386,5 +386,5 @@ def require_role(invited: Invitation | None, role: Role) -> None:
         raise ConfigError(
             f"the join file of {invited.name!r} is for the role {invited.role}, so no {role} can use it",
             f"Ask for another: `archipelago invite NAME --role {role}`.",
-            code="invitation.other-role",
+            code="invitation.other",
         )

@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
@@ -139,13 +139,14 @@ def is_signed(public: bytes, message: bytes, signature: bytes) -> bool:
 # -- signing in a run ----------------------------------------------------------------------------------------------
 
 
-class Signing(Protocol):
-    """How one process signs what it writes and checks what it reads."""
+class Signing:
+    """How one process signs what it writes and checks what it reads.
 
-    @property
-    def is_on(self) -> bool:
-        """Whether messages must be signed."""
-        ...
+    This one is that of a run whose members are not invited: nothing is signed, and everything is accepted.
+    """
+
+    #: Whether messages must be signed.
+    is_on = False
 
     def signed(
         self,
@@ -164,55 +165,26 @@ class Signing(Protocol):
             fields: All its fields, without its payload.
             about: See `canonical`.
             payload: Its payload, if it has one, or what `hashing` returned for it.
-            stamp: Its stamp (see `broker.signing`), if a replay must be recognised.
+            stamp: Its stamp, if a replay must be recognised.
             sender: The island that sent the message first, if a merger signs in its place.
 
         Raises:
             ConfigError: This process has no key to sign with (`signature.no-key`).
         """
-        ...
-
-    def hashing(self, payload: bytes) -> Payload:
-        """Begin to hash a large payload on another thread, while this one sends it. The result goes to `signed`."""
-        ...
-
-    def verify(self, kind: Kind, sender: str, raw: Raw, *, about: str = "") -> None:
-        """Raise SignatureError unless `sender` has signed the fields. Nothing else may look at them before."""
-        ...
-
-    def verify_payload(self, raw: Raw, payload: bytes) -> None:
-        """Raise SignatureError unless the verified fields announce this payload."""
-        ...
-
-
-class SigningOff:
-    """The Signing of a run whose members are not invited: nothing is signed and everything is accepted."""
-
-    is_on = False
-
-    def signed(
-        self,
-        kind: Kind,
-        fields: Mapping[str, str],
-        *,
-        about: str = "",
-        payload: Payload | None = None,
-        stamp: str = "",
-        sender: str = "",
-    ) -> dict[str, str]:
         return dict(fields)
 
     def hashing(self, payload: bytes) -> Payload:
+        """Begin to hash a large payload on another thread, while this one sends it. The result goes to `signed`."""
         return payload
 
     def verify(self, kind: Kind, sender: str, raw: Raw, *, about: str = "") -> None:
-        pass
+        """Raise SignatureError unless `sender` has signed the fields. Nothing else may look at them before."""
 
     def verify_payload(self, raw: Raw, payload: bytes) -> None:
-        pass
+        """Raise SignatureError unless the verified fields announce this payload."""
 
 
-class SigningOn:
+class SigningOn(Signing):
     """The Signing of one member of a run.
 
     Args:
@@ -266,17 +238,17 @@ class SigningOn:
     def verify(self, kind: Kind, sender: str, raw: Raw, *, about: str = "") -> None:
         signature = raw.get(SIGNATURE.encode())
         if signature is None:
-            raise SignatureError(f"{sender} did not sign it", code="signature.missing")
+            raise SignatureError(f"{sender} did not sign it", code="signature.wrong")
         by_merger = sender == MERGER or raw.get(SIGNER.encode()) == MERGER.encode()
         key = self._merger_key if by_merger else self._key_of(sender)
         if key is None:
-            raise SignatureError(f"{sender} is not an island that was invited", code="signature.unknown")
+            raise SignatureError(f"{sender} is not an island that was invited", code="signature.wrong")
         if not is_signed(key, canonical(self._run, kind, sender, about, covered(raw)), signature):
             raise SignatureError(f"the signature is not one of {sender}", code="signature.wrong")
 
     def verify_payload(self, raw: Raw, payload: bytes) -> None:
         if raw.get(PAYLOAD_DIGEST.encode(), b"").decode("ascii", "replace") != payload_digest(payload):
-            raise SignatureError("the payload is not the signed one", code="signature.payload")
+            raise SignatureError("the payload is not the signed one", code="signature.wrong")
 
 
 class Stamps:
@@ -300,7 +272,7 @@ def stamp_of(raw: Raw) -> Stamp:
     """Return the stamp of a message. Raises SignatureError."""
     found = _STAMP.fullmatch(raw.get(STAMP.encode(), b""))
     if not found:
-        raise SignatureError("it has no stamp", code="signature.stamp")
+        raise SignatureError("it has no stamp", code="signature.wrong")
     return int(found[1]), int(found[2])
 
 

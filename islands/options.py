@@ -79,11 +79,11 @@ def require_valid(options: IslandOptions) -> None:
     if options.mesh is not None:
         parsed(options.mesh)
     remedy = "Give a number of steps, or 0 to measure."
-    require_number("--scan-steps", options.scan_steps, remedy, "config.scan-steps")
+    require_number("--scan-steps", options.scan_steps, remedy)
     remedy = "Give seconds, or 0 for none."
-    require_number("--step-seconds-min", options.step_seconds_min, remedy, "config.step-seconds")
+    require_number("--step-seconds-min", options.step_seconds_min, remedy)
     remedy = "Give a number of seconds such as 15, or 0 for no evaluations."
-    require_number("--evaluate-every", options.evaluate_every, remedy, "config.evaluate-every")
+    require_number("--evaluate-every", options.evaluate_every, remedy)
 
 
 def own_bucket(options: IslandOptions, run: str, name: str) -> BucketFolder | None:

@@ -98,7 +98,7 @@ def own_placement(options: IslandOptions, manifest: Manifest, device_bytes: int 
 
 
 def require_batch(batch_size: int, manifest: Manifest) -> None:
-    """Raise ConfigError (`config.batch-size`, `task.setting`) for a batch that the run would not take."""
+    """Raise ConfigError (`config.value`, `task.setting`) for a batch that the run would not take."""
     if batch_size and manifest.task:
         raise ConfigError(
             "a task has batches of its own, so --batch-size would change nothing", "Leave it out.", code="task.setting"
@@ -108,7 +108,7 @@ def require_batch(batch_size: int, manifest: Manifest) -> None:
         raise ConfigError(
             f"--batch-size cannot be {batch_size}",
             f"Give 1 to {most:,} sequences ({BATCH_FACTOR_MAX} times the run's batch), or 0 for the run's.",
-            code="config.batch-size",
+            code="config.value",
         )
 
 

@@ -52,7 +52,7 @@ class CheckpointStore:
 
     def __init__(self, folder: Path, keep: int = 3, fetch: Callable[[], None] = lambda: None) -> None:
         if keep < 1:
-            raise ConfigError(f"cannot keep {keep} checkpoints", "Keep at least one.", code="checkpoint.keep")
+            raise ConfigError(f"cannot keep {keep} checkpoints", "Keep at least one.", code="config.value")
         self.folder = folder.absolute()  # as Orbax requires
         self.keep = keep
         self.fetch = fetch

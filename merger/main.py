@@ -72,12 +72,12 @@ def main(options: MergerOptions) -> int:
     origin = options.log_as("merger", options.run)
     options.require_status()
     least, remedy = LEASE_SECONDS_MIN, f"Give {LEASE_SECONDS_MIN} or more."
-    require_number("--lease-seconds", options.lease_seconds, remedy, "config.lease-seconds", least)
+    require_number("--lease-seconds", options.lease_seconds, remedy, least)
     remedy = "Give a number of seconds, such as 30, or 0 for no checkpoints."
-    require_number("--checkpoint-every", options.checkpoint_every, remedy, "config.checkpoint-every")
+    require_number("--checkpoint-every", options.checkpoint_every, remedy)
     remedy = "Give a number of seconds, such as 5."
-    require_number("--restart-seconds", options.restart_seconds, remedy, "config.restart-seconds")
-    require_number("--threads", options.threads, "Give a number, or leave it out.", "config.threads")
+    require_number("--restart-seconds", options.restart_seconds, remedy)
+    require_number("--threads", options.threads, "Give a number, or leave it out.")
     require_role(options.invitation(), "merger")
     health = Health()
     registry = options.registry(health)

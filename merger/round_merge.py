@@ -129,7 +129,7 @@ class RoundSum:
         self._acc = taken.acc
         if not taken.is_sound:
             found = f"the norm is {taken.norm:.1e}" if math.isfinite(taken.norm) else "a value is NaN or infinite"
-            raise WireError(f"{found}; norms up to {merge_rules.NORM_MAX:.0e} can be merged", code="wire.norm")
+            raise WireError(f"{found}; norms up to {merge_rules.NORM_MAX:.0e} can be merged", code="wire.not-finite")
         self._largest, self.total_weight = largest, keep * self.total_weight + weight
         self.addends.append(Addend(entry, contribution, taken.norm, taken.clip, path, own, body))
         self._waiting[c.island] += 1
@@ -251,9 +251,9 @@ class RoundMerge:
         if contribution is None or delivery.fault:
             raise WireError(delivery.fault or "the entry cannot be read", code="unreadable")
         if digest(payload) != contribution.digest:
-            raise WireError("the payload's digest is not the announced one", code="wire.digest")
+            raise WireError("the payload's digest is not the announced one", code="wire.payload")
         if len(payload) != contribution.bytes:  # the tape adds these numbers up
-            raise WireError(f"the payload has {len(payload)} bytes, not {contribution.bytes}", code="wire.size")
+            raise WireError(f"the payload has {len(payload)} bytes, not {contribution.bytes}", code="wire.payload")
         body = unpack_encoded(payload, self.manifest.sizes[contribution.fragment], contribution.codec)
         return Opened(delivery.entry, contribution, body)
 

@@ -38,7 +38,7 @@ def config_file(args: Sequence[str]) -> RunConfig:
     for index, arg in enumerate(args):
         if arg == CONFIG_FLAG:
             if index + 1 == len(args):
-                raise ConfigError("--config needs a path", "Write --config FILE.toml.", code="config.no-path")
+                raise ConfigError("--config needs a path", "Write --config FILE.toml.", code="config.value")
             return config.from_toml(Path(args[index + 1]))
         if arg.startswith(f"{CONFIG_FLAG}="):
             return config.from_toml(Path(arg.partition("=")[2]))

@@ -162,6 +162,6 @@ def _digest_of(body: Any) -> str:
 
 
 def digest_of_file(path: Path) -> str:
-    """Return the XXH3-128 digest of a file, which detects damage (`wire.digest`)."""
+    """Return the XXH3-128 digest of a file, which detects damage."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()

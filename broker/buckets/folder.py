@@ -27,7 +27,7 @@ BUCKET_VARIABLE = "ARCHIPELAGO_BUCKET"
 #: The extra that installs what a scheme needs.
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 #: Codes of errors that do not end by themselves, so that a worker should not start with them.
-MISTAKES = frozenset(["bucket.denied", "bucket.credentials", "bucket.missing", "bucket.scheme", "bucket.extra"])
+MISTAKES = frozenset(["bucket.denied", "bucket.missing", "bucket.scheme"])
 #: The most bytes that are read into memory. Manifests and cards are smaller; the rest of a larger file is not read.
 READ_BYTES_MAX = 64 << 20
 #: How many files are transferred at once, where the backend can, and how many parts of each by s3fs. A part has 50 MiB,
@@ -71,8 +71,7 @@ class BucketFolder:
         address: The URL of the folder.
 
     Raises:
-        BucketError: The address is not a URL that fsspec knows (`bucket.scheme`), or a package is missing
-            (`bucket.extra`).
+        BucketError: The address is not a URL that fsspec knows, or a package is missing (`bucket.scheme`).
     """
 
     def __init__(self, address: str) -> None:
@@ -143,7 +142,7 @@ class BucketFolder:
                 raise BucketError(
                     f"{found or 0:,} of {size:,} bytes of {self}/{name} have arrived",
                     "The upload was cut off. Try it again; checkpoints and records are tried again by themselves.",
-                    code="bucket.incomplete",
+                    code="bucket.failed",
                 )
 
     def download(self, files: Mapping[str, Path]) -> None:
@@ -223,7 +222,7 @@ def _opened(address: str, shown: str) -> tuple[Any, str]:
         package = PACKAGES[extra][0] if extra else "a package of fsspec"
         remedy = install_hint(extra) if extra else f"{error}."
         said = f"addresses with {scheme}:// need {package}, which this Python does not have"
-        raise BucketError(said, remedy, code="bucket.extra") from None
+        raise BucketError(said, remedy, code="bucket.scheme") from None
     except Exception as error:  # each backend has exceptions of its own
         raise _error(shown, "open", error) from error
     filesystem.batch_size = FILES_AT_ONCE  # of filesystems that work asynchronously; others transfer one by one
@@ -244,7 +243,7 @@ def _error(shown: str, verb: str, error: Exception) -> BucketError:
             f"there are no usable credentials for {shown} ({text or name})",
             "Set them as for the provider's own tools, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
             "GOOGLE_APPLICATION_CREDENTIALS.",
-            code="bucket.credentials",
+            code="bucket.denied",
         )
     if isinstance(error, FileNotFoundError):
         return BucketError(

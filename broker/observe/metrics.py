@@ -64,7 +64,7 @@ def serve(port: int, host: str, registry: CollectorRegistry, health: Health) -> 
         ConfigError: The port or the host cannot be used.
     """
     if not 0 <= port <= PORT_MAX:
-        raise ConfigError(f"--metrics-port cannot be {port}", f"Choose 0 to {PORT_MAX}.", code="config.metrics-port")
+        raise ConfigError(f"--metrics-port cannot be {port}", f"Choose 0 to {PORT_MAX}.", code="config.value")
     from archipelago.broker.observe import endpoint
 
     try:
@@ -92,5 +92,5 @@ def _unusable(host: str, port: int, error: OSError | UnicodeError) -> ConfigErro
     return ConfigError(
         f"metrics cannot be served on {host:.200}:{port} ({why})",
         "Choose another --metrics-port or --metrics-host.",
-        code="config.metrics-address",
+        code="config.address",
     )

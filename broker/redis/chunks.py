@@ -137,7 +137,7 @@ class ChunkStore:
             return raw[PAYLOAD.encode()]
         name, count = _pointer(raw)
         if size > self._limit(limit) or count != -(-size // CHUNK_BYTES):
-            raise WireError(f"{count} chunks for a payload of {size} bytes", code="wire.chunk-count")
+            raise WireError(f"{count} chunks for a payload of {size} bytes", code="wire.payload")
         chunks = [self._chunk(name, index) for index in range(count)]
         sizes = [min(CHUNK_BYTES, size - start) for start in range(0, size, CHUNK_BYTES)]
         if self.replica is not None:
@@ -152,7 +152,7 @@ class ChunkStore:
                 arrived(memoryview(payload))
         if payload is None:
             raise WireError(
-                f"a chunk of the payload is missing, or they are not {size} bytes in all", code="wire.chunk-missing"
+                f"a chunk of the payload is missing, or they are not {size} bytes in all", code="wire.payload"
             )
         return payload
 
@@ -224,9 +224,9 @@ def _pointer(raw: Raw, prefix: str = "") -> tuple[str, int]:
         count = int(raw[(prefix + CHUNKS).encode()])
         name = raw[(prefix + NAME).encode()].decode()
     except (KeyError, ValueError):
-        raise WireError("neither a payload nor a pointer to one", code="wire.no-payload") from None
+        raise WireError("neither a payload nor a pointer to one", code="wire.payload") from None
     if not 0 < count <= CHUNKS_MAX:
-        raise WireError(f"{count} chunks", code="wire.chunk-count")
+        raise WireError(f"{count} chunks", code="wire.payload")
     if not _CHUNKS_NAME.fullmatch(name):
-        raise WireError(f"{name[:40]!r} is not the name of chunks", code="wire.no-payload")
+        raise WireError(f"{name[:40]!r} is not the name of chunks", code="wire.payload")
     return name, count

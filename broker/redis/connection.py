@@ -28,7 +28,7 @@ from archipelago.broker.redis.failures import (
 from archipelago.broker.redis.keys import REGISTRY, Keys
 from archipelago.broker.redis.replies import next_id, text_fields
 from archipelago.broker.redis.servers import Servers
-from archipelago.broker.signing import Payload, Raw, Signing, SigningOff, Stamps
+from archipelago.broker.signing import Payload, Raw, Signing, Stamps
 from archipelago.broker.transport import Arrived, Memory
 
 #: Tries of a change that other clients may disturb.
@@ -93,7 +93,7 @@ class RedisConnection:
         self._failures = Failures(where, password, is_invited=is_invited)
         self.has_info = True
         #: How this process signs what it writes and checks what it reads.
-        self.signing: Signing = SigningOff()
+        self.signing = Signing()
         self.stamps = Stamps(time.time)
         #: What this connection could not read, by name, with the reason. At most UNREADABLE_MAX are remembered.
         self.unreadable: dict[str, str] = {}
@@ -146,7 +146,7 @@ class RedisConnection:
                 f"{self.where} has accepted user and password, but this user may not use INFO",
                 f"A run needs it to notice restarts and a full memory: ACL SETUSER {user} +info. `archipelago invite` "
                 "makes users with exactly the rights of a role.",
-                code="broker.no-info",
+                code="broker.permission",
             ) from error
 
     def require_lasting(self) -> None:

@@ -38,7 +38,6 @@ from archipelago.broker.signing import (
     MERGER,
     SIGNATURE,
     Signing,
-    SigningOff,
     SigningOn,
     covered,
     public_key,
@@ -212,7 +211,7 @@ def sign_stored(connection: RedisConnection, chunks: ChunkStore, lease: Lease, k
         for fragment, size in enumerate(sizes):
             _sign_fragment(connection, chunks, signing, fragment, payload_bytes_max(size))
         if state := redis.get(keys.state):
-            redis.set(keys.state, signed_state(signing, verified_state(SigningOff(), state)))
+            redis.set(keys.state, signed_state(signing, verified_state(Signing(), state)))
         redis.hset(keys.manifest, mapping=signing.signed("manifest", text_fields(manifest)))
 
 
@@ -233,7 +232,7 @@ def _sign_fragment(connection: RedisConnection, chunks: ChunkStore, signing: Sig
     first, last = (count_in(raw.get(b"version")) for raw in (full, head))
     for version in range(first + 1, min(last, first + DIFFERENCES_KEPT) + 1):
         if log := redis.get(keys.log(p, version)):
-            redis.set(keys.log(p, version), signed_state(signing, verified_state(SigningOff(), log)))
+            redis.set(keys.log(p, version), signed_state(signing, verified_state(Signing(), log)))
         _sign_difference(connection, chunks, signing, (p, version), limit)
 
 

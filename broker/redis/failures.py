@@ -101,7 +101,7 @@ class Failures:
             raise BrokerError(
                 f"{self.where} does not speak the Redis protocol ({self._text(error)})",
                 "Check the port.",
-                code="broker.not-redis",
+                code="broker.address",
             ) from error
         except redis.RedisError as error:
             raise BrokerError(
@@ -114,7 +114,7 @@ class Failures:
                 f"the certificate of {self.where} cannot be trusted ({fault.verify_message})",
                 "Name the authority that signed it at the end of the URL: ?ssl_ca_certs=FILE. "
                 "The certificate must be issued for the host that answers, or for a HOST of the URL.",
-                code="broker.certificate",
+                code="broker.tls",
             )
         return BrokerError(
             f"TLS with {self.where} failed ({self._text(fault)})",
@@ -196,7 +196,7 @@ def require_kind(where: str, info: Info, sentinel: Info, kind: Kind = "server") 
 
     Raises:
         ServerTooOldError: The server lacks commands that the streams need.
-        BrokerError: It is a node of a cluster (`broker.cluster`) or a sentinel (`broker.sentinel`).
+        BrokerError: It is a node of a cluster, or a Sentinel (`broker.address`).
     """
     if (found := version_of(info)) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
@@ -218,7 +218,7 @@ def is_cluster(where: str, said: str = "") -> BrokerError:
         f"{where} is a node of a Redis Cluster{answered}",
         "Write redis+cluster:// in place of redis:// (rediss+cluster:// in place of rediss://), and name several nodes "
         "if you can: redis+cluster://HOST:PORT,HOST:PORT.",
-        code="broker.cluster",
+        code="broker.address",
     )
 
 
@@ -229,7 +229,7 @@ def _is_sentinel(where: str, sentinel: Info) -> BrokerError:
         f"{where} is a Sentinel, which only watches other servers",
         "Write redis+sentinel://HOST:PORT,HOST:PORT/SERVICE with the addresses of the Sentinels and the name of the "
         f"primary{f' ({chr(32).join(known)})' if known else ''}. Workers then follow it through a failover.",
-        code="broker.sentinel",
+        code="broker.address",
     )
 
 

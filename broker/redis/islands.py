@@ -269,7 +269,7 @@ class RedisIsland:
             payload = self._chunks.of(handover.giver).fetch(raw, handover.bytes, self._handover_max())
         if len(payload) != handover.bytes:
             raise WireError(
-                f"a payload of {len(payload)} bytes where {handover.bytes} were announced", code="wire.size"
+                f"a payload of {len(payload)} bytes where {handover.bytes} were announced", code="wire.payload"
             )
         self._signing.verify_payload(raw, payload)
         return handover, payload

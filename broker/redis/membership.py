@@ -14,7 +14,7 @@ from archipelago.broker.errors import BrokerError, ConfigError
 from archipelago.broker.invitation import MERGER_KEY, Invitation, Member, Members, raw_key
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.replies import text_fields
-from archipelago.broker.signing import MERGER, Signing, SigningOff, SigningOn
+from archipelago.broker.signing import MERGER, Signing, SigningOn
 
 #: Where a server keeps its users over a restart. `nowhere`: it forgets them.
 Kept = Literal["aclfile", "config", "nowhere"]
@@ -178,7 +178,7 @@ def signing_of(invitation: Invitation | None, run: str, key_of: Callable[[str], 
     the run's mergers: nothing in Redis can turn it off. Administrators sign as mergers when they create a run.
     """
     if invitation is None or not invitation.merger_key:
-        return SigningOff()
+        return Signing()
     name = MERGER if invitation.role in ("merger", "admin") else invitation.name
     private = raw_key(invitation.private_key) if invitation.private_key else None
     return SigningOn(run, name, private, raw_key(invitation.merger_key), key_of)

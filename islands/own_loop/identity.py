@@ -20,7 +20,7 @@ def island_name(address: str | None, given: str | None, option: str = "`island=`
         option: What the user gives it with.
 
     Raises:
-        ConfigError: The name cannot be used, or is not the one in the join file (`invitation.other-name`).
+        ConfigError: The name cannot be used, or is not the one in the join file (`invitation.other`).
     """
     invited = invitation_at(address or os.environ.get(URL_VARIABLE, ""))
     require_role(invited, "island")
@@ -28,7 +28,7 @@ def island_name(address: str | None, given: str | None, option: str = "`island=`
         raise ConfigError(
             f"the join file is the one of the island {invited.name!r}, not of {given!r}",
             f"Leave out {option}, or use the join file of that island.",
-            code="invitation.other-name",
+            code="invitation.other",
         )
     random = f"{platform.node().split('.')[0][:20] or 'island'}-{uuid.uuid4().hex[:4]}"
     return checked_name(given or (invited.name if invited else random), "the island name")

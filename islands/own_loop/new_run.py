@@ -90,7 +90,7 @@ def create_run(
 
     Raises:
         ConfigError: The Redis is too small (`loop.too-large`), islands of a lost run of that name are alive
-            (`init.islands-live`), or there are more shards than fragments (`config.shards`).
+            (`init.islands-live`), or there are more shards than fragments (`config.value`).
         MismatchError: The run exists with other tensors (`loop.other-tensors`) or settings (`config.other-settings`),
             or another number of shards.
         DivergedError: A tensor holds NaN or infinity (`loop.not-finite`).

@@ -182,5 +182,5 @@ def codec(name: str) -> TorchCodec:
         raise WireError(
             f"codec {name[:32]!r} is unknown to PyTorch islands",
             f"Known: {', '.join(CODECS)}.",
-            code="wire.unknown-codec",
+            code="wire.codec",
         ) from None

@@ -76,8 +76,8 @@ class LargestOptions(OutputOptions):
 def main(options: LargestOptions) -> int:
     """Measure, and write the results."""
     keep_compiled()
-    require_number("--fragments", options.fragments, "Give 1 or more.", "bench.fragments", 1)
-    require_number("--islands", options.islands, "Give 2 or more.", "bench.islands", 2)
+    require_number("--fragments", options.fragments, "Give 1 or more.", 1)
+    require_number("--islands", options.islands, "Give 2 or more.", 2)
     parameters = options.parameters or (PARAMETERS_QUICK if options.quick else PARAMETERS)
     return finish("largest", largest(parameters, say, options.fragments, options.islands), options)
 

@@ -123,11 +123,11 @@ def _require_sensible(options: ChaosOptions) -> None:
     for name in (*positive, "return_seconds", "every", "step_seconds", "checkpoint_every", "settle_seconds"):
         value = getattr(options, name)
         least = math.nextafter(0.0, 1.0) if name in positive else 0.0
-        require_number(f"--{name.replace('_', '-')}", value, "Give a positive number.", "chaos.bad-number", least)
+        require_number(f"--{name.replace('_', '-')}", value, "Give a positive number.", least)
     if not 1 <= options.islands <= 256:
-        raise ConfigError(f"--islands cannot be {options.islands}", "Choose 1 to 256.", code="chaos.bad-number")
+        raise ConfigError(f"--islands cannot be {options.islands}", "Choose 1 to 256.", code="config.value")
     if not 1 <= options.shards <= SHARDS_MAX:
-        raise ConfigError(f"--shards cannot be {options.shards}", f"Choose 1 to {SHARDS_MAX}.", code="chaos.bad-number")
+        raise ConfigError(f"--shards cannot be {options.shards}", f"Choose 1 to {SHARDS_MAX}.", code="config.value")
     require_standbys(options.standbys)
     for flag, is_set in (("--slow", options.slow != 1.0), ("--baseline", options.baseline)):
         if is_set and not options.step_seconds:

@@ -89,7 +89,7 @@ def _token(given: str | None) -> str:
         raise ConfigError(
             "that token cannot be used",
             "Use letters, digits and signs, or leave it out for a random one.",
-            code="config.token",
+            code="config.value",
         )
     return token
 
@@ -156,14 +156,16 @@ def _shown(host: str) -> str:
 
 def _listening(host: str, port: int) -> socket.socket:
     if not 0 <= port <= 65535:
-        raise ConfigError(f"--port cannot be {port}", "Choose 0 to 65535.", code="config.port")
+        raise ConfigError(f"--port cannot be {port}", "Choose 0 to 65535.", code="config.value")
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family)
     except (OSError, UnicodeError) as error:  # UnicodeError: the host cannot be a name.
         reason = str(getattr(error, "strerror", None) or error).partition(" (while")[0]
         if getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES):
-            code, remedy = "config.dash-address", "Choose another --port; --port 0 takes a free one."
+            remedy = "Choose another --port; --port 0 takes a free one."
         else:
-            code, remedy = "config.dash-host", "Name an address of this machine with --host."
-        raise ConfigError(f"the page cannot be served on {host}:{port} ({reason})", remedy, code=code) from None
+            remedy = "Name an address of this machine with --host."
+        raise ConfigError(
+            f"the page cannot be served on {host}:{port} ({reason})", remedy, code="config.address"
+        ) from None

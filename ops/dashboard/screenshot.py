@@ -48,7 +48,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _unwritable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"{path} cannot be written ({error.strerror})", "Name another folder.", code="config.unwritable")
+    return ConfigError(f"{path} cannot be written ({error.strerror})", "Name another folder.", code="config.file")
 
 
 def picture(driver: WebDriver, address: str, width: int, height_most: int, stopped: Callable[[], bool]) -> bytes:
@@ -61,7 +61,7 @@ def picture(driver: WebDriver, address: str, width: int, height_most: int, stopp
     while not driver.execute_script(READY) and not stopped():
         if time.monotonic() > deadline:
             raise ConfigError(
-                f"the page drew nothing for {WAIT_SECONDS:.0f} s", "Open the page to see why.", code="config.no-picture"
+                f"the page drew nothing for {WAIT_SECONDS:.0f} s", "Open the page to see why.", code="config.no-browser"
             )
         time.sleep(0.05)
     height = min(height_most, int(driver.execute_script("return document.documentElement.scrollHeight")))

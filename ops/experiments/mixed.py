@@ -53,7 +53,7 @@ def main(options: MixedOptions) -> int:
     """Compare, and write the results."""
     config = checked(options.settings)
     if options.islands < 2:
-        raise ConfigError("one island is in one framework", "Give --islands 2 or more.", code="config.islands")
+        raise ConfigError("one island is in one framework", "Give --islands 2 or more.", code="config.value")
     require_extra("llama", "Training in both frameworks")
     keep_compiled()
     import torch

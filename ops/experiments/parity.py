@@ -67,7 +67,7 @@ def main(options: ParityOptions) -> int:
     """Compare, and write the results."""
     config = checked(options.settings)
     require_counts("--islands", options.islands)
-    require_number("--slow", options.slow, "Give a factor of at least 1.", "config.slow", 1.0)
+    require_number("--slow", options.slow, "Give a factor of at least 1.", 1.0)
     keep_compiled()
     work = workload_of(config, options.task)
     if isinstance(work.named, TaskFile):
@@ -82,7 +82,7 @@ def require_counts(flag: str, counts: Sequence[int], most: int = ISLANDS_MAX) ->
     """Raise ConfigError unless all numbers of islands are from 1 to `most`, and there is at least one."""
     if not counts or not all(1 <= count <= most for count in counts):
         shown = " ".join(map(str, counts)) or "empty"
-        raise ConfigError(f"{flag} cannot be {shown}", f"Give numbers from 1 to {most}.", code="config.islands")
+        raise ConfigError(f"{flag} cannot be {shown}", f"Give numbers from 1 to {most}.", code="config.value")
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class SingleProcessOptions:
 def run(options: SingleProcessOptions) -> int:
     """Train, print each evaluation, and write the curve at the end."""
     config = checked(options.settings)
-    require_number("--tokens", options.tokens, "Give a positive number.", "config.tokens", 1)
+    require_number("--tokens", options.tokens, "Give a positive number.", 1)
     keep_compiled()
 
     from archipelago.ops.experiments.baselines import Point, one_process

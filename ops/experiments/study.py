@@ -101,7 +101,7 @@ def main(options: StudyOptions) -> int:
         return _overview(options)
     if options.jobs < 1 or options.most < 0:
         raise ConfigError(
-            "--jobs or --most is too small", "Give at least one process, and no negative number.", code="config.jobs"
+            "--jobs or --most is too small", "Give at least one process, and no negative number.", code="config.value"
         )
     study = load(options.studies, options.name)
     if not options.show:

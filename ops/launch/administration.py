@@ -60,7 +60,7 @@ class DeniedError(ConfigError):
             "this Redis does not let this user create other users",
             f"Create the user {user} with the rules above where the Redis is managed, and then give its password: "
             "`--password-file FILE`. Or use the URL of an administrator.",
-            code="invitation.denied",
+            code="invitation.no-admin",
         )
 
 
@@ -109,7 +109,7 @@ class Administrator:
                     f"the run {self.run!r} has another merger key than {self.file}",
                     "Use the file of the person who made the run's first invitation. If the run is a new one with an "
                     "old name, move this file away.",
-                    code="invitation.other-merger-key",
+                    code="invitation.merger-key",
                 )
             for shard in self._shards():
                 shard.sign(raw_key(private))
@@ -206,7 +206,7 @@ class Administrator:
             raise ConfigError(
                 f"the private key of the mergers of the run {self.run!r} is not in {self.file}",
                 "Invite mergers from where the run's first invitation was made, or copy that file from there.",
-                code="invitation.no-merger-key",
+                code="invitation.merger-key",
             )
         return kept, public_text(kept)
 

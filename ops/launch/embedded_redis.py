@@ -81,7 +81,7 @@ def find_program(kind: Kind | None = None, *, with_tls: bool = False) -> Program
             "Install redis-server or valkey-server (Debian: apt install redis-server), 7.0 or newer, "
             f"{'and give the run another name' if kind else 'and try again'}. Or start a Redis with TLS yourself, and "
             "give its URL.",
-            code="broker.no-tls-program",
+            code="broker.no-program",
         )
     raise BrokerError(
         f"no {kind or 'Redis server'} of version {OLDEST[0]}.{OLDEST[1]} or newer is installed here",
@@ -209,7 +209,7 @@ def _locked(folder: Path) -> Iterator[None]:
         raise BrokerError(
             f"cannot write to {folder}: {error.strerror}",
             "Choose another folder for the run.",
-            code="broker.unwritable-folder",
+            code="broker.folder",
         ) from error
     with lock:
         owner, last, deadline = "", last_start(folder)[1], time.monotonic() + LEFTOVER_SECONDS
@@ -225,7 +225,7 @@ def _locked(folder: Path) -> Iterator[None]:
                 raise BrokerError(
                     f"another launcher{owner} is using the server in {folder}",
                     "Stop it first, or give this run another name.",
-                    code="broker.folder-in-use",
+                    code="broker.folder",
                 )
             time.sleep(POLL_SECONDS)
         lock.truncate(0)

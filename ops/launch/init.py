@@ -237,7 +237,7 @@ def create(
 
     Raises:
         ConfigError: Islands of a lost run of that name are alive (`init.islands-live`), or there are more shards than
-            fragments (`config.shards`).
+            fragments (`config.value`).
         MismatchError: The run exists with another config or number of shards.
         DataError: The weights do not fit the model.
     """

@@ -148,7 +148,7 @@ def _invite(options: InviteOptions) -> int:
 
 def _revoke(options: RevokeOptions) -> int:
     if not options.name:
-        raise ConfigError("no member was named", "Write `archipelago revoke NAME`.", code="invitation.no-name")
+        raise ConfigError("no member was named", "Write `archipelago revoke NAME`.", code="config.value")
     with options.administrator() as administrator:
         user = administrator.user_of(options.name)
         member = administrator.membership.all().by_name.get(options.name)
@@ -185,7 +185,7 @@ def expiry(text: str | None, now: float) -> float | None:
     match = re.fullmatch(r"(\d{1,6})([mhdw])", text)
     if not match or not int(match[1]):
         raise ConfigError(
-            f"--expires cannot be {text!r:.40}", "Give a time such as 30m, 12h, 7d or 4w.", code="invitation.expires"
+            f"--expires cannot be {text!r:.40}", "Give a time such as 30m, 12h, 7d or 4w.", code="config.value"
         )
     return now + int(match[1]) * _UNITS[match[2]]
 

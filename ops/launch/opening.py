@@ -101,7 +101,7 @@ def opening_of(host: str | None) -> Opening:
     """
     if host is not None and not _is_host(host):
         raise ConfigError(
-            f"--host cannot be {host!r:.80}", "Give a name or an address of this machine.", code="config.host"
+            f"--host cannot be {host!r:.80}", "Give a name or an address of this machine.", code="config.value"
         )
     name = socket.gethostname()
     names = (name,) if _is_host(name) else ()

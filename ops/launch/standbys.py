@@ -26,7 +26,7 @@ def require_standbys(count: int) -> None:
         raise ConfigError(
             f"--standbys cannot be {count}",
             f"Choose 0 to {STANDBYS_MAX}; one is usually enough.",
-            code="config.standbys",
+            code="config.value",
         )
 
 

@@ -76,22 +76,20 @@ class UpOptions(WorkerOptions):
 def require_sensible(options: UpOptions) -> None:
     """Raise ConfigError for options that the workers would refuse, before any of them is started."""
     if not 1 <= options.islands <= ISLANDS_MAX:
-        raise ConfigError(
-            f"--islands cannot be {options.islands}", f"Choose 1 to {ISLANDS_MAX}.", code="config.islands"
-        )
+        raise ConfigError(f"--islands cannot be {options.islands}", f"Choose 1 to {ISLANDS_MAX}.", code="config.value")
     require_standbys(options.standbys)
     _require_openable(options)
     remedy = "Give a number of seconds, such as 30, or 0 for no checkpoints."
-    require_number("--checkpoint-every", options.checkpoint_every, remedy, "config.checkpoint-every")
-    require_number("--merger-threads", options.merger_threads, "Give a number, or leave it out.", "config.threads")
+    require_number("--checkpoint-every", options.checkpoint_every, remedy)
+    require_number("--merger-threads", options.merger_threads, "Give a number, or leave it out.")
     remedy = "Give a number of seconds such as 15, or 0 to evaluate at the end only."
-    require_number("--evaluate-every", options.evaluate_every, remedy, "config.evaluate-every")
+    require_number("--evaluate-every", options.evaluate_every, remedy)
     if options.wandb:
         require_wandb()
     last = metrics.PORT_MAX - options.islands  # Each island takes a port after the merger's.
     if options.metrics_port is not None and not 0 <= options.metrics_port <= last:
         raise ConfigError(
-            f"--metrics-port cannot be {options.metrics_port}", f"Choose 0 to {last}.", code="config.metrics-port"
+            f"--metrics-port cannot be {options.metrics_port}", f"Choose 0 to {last}.", code="config.value"
         )
     if options.metrics_port:
         metrics.require_free(

@@ -79,7 +79,7 @@ class FailureModel:
 def _require(holds: bool, name: str, value: object, wanted: str) -> None:
     if not holds:
         flag = name.replace("_", "-")
-        raise ConfigError(f"--{flag} cannot be {value}", f"Give {wanted}.", code=f"config.{flag}")
+        raise ConfigError(f"--{flag} cannot be {value}", f"Give {wanted}.", code="config.value")
 
 
 class Stretch(NamedTuple):

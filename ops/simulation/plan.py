@@ -228,19 +228,17 @@ def _check(options: PlanOptions) -> None:
     for name in positive:
         if not 0 < getattr(options, name) < math.inf:
             flag = name.replace("_", "-")
-            raise ConfigError(
-                f"--{flag} cannot be {getattr(options, name)}", "Give more than 0.", code=f"config.{flag}"
-            )
+            raise ConfigError(f"--{flag} cannot be {getattr(options, name)}", "Give more than 0.", code="config.value")
     most = max(options.sites, options.islands)
     if options.chips < most:
         raise ConfigError(
             f"{options.chips} chips are too few for {most} islands",
             "Each site and each island needs at least one.",
-            code="config.chips",
+            code="config.value",
         )
     if options.islands < 0:
         raise ConfigError(
-            f"--islands cannot be {options.islands}", "Give a number, or leave it out.", code="config.islands"
+            f"--islands cannot be {options.islands}", "Give a number, or leave it out.", code="config.value"
         )
 
 

@@ -22,9 +22,7 @@ def _number(text: str, what: str) -> float:
     found = re.fullmatch(r"\s*([0-9][0-9_]*\.?[0-9]*(?:e[+-]?[0-9]{1,3})?)\s*([kmbgt]?)\s*", text.lower())
     value = float(found[1].replace("_", "")) * _UNITS[found[2]] if found else math.nan
     if not 1 <= value <= 1e18:
-        raise ConfigError(
-            f"{what} cannot be {text!r}", "Write a number such as 5e9, 5B or 120M.", code=f"config.{what[2:]}"
-        )
+        raise ConfigError(f"{what} cannot be {text!r}", "Write a number such as 5e9, 5B or 120M.", code="config.value")
     return value
 
 

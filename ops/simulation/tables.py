@@ -52,7 +52,7 @@ class TablesOptions:
 
 def main(options: TablesOptions) -> int:
     """Simulate every cell; print and write the tables."""
-    require_number("--seed", options.seed, "Give a seed of at least 0.", "config.seed")
+    require_number("--seed", options.seed, "Give a seed of at least 0.")
     began = time.process_time()
     goodput, uptime = goodput_and_uptime(options.model, options.days, options.seed)
     gbits = bandwidth()

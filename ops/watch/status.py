@@ -46,7 +46,7 @@ class StatusOptions(RunAddress):
 def main(options: StatusOptions) -> int:
     """Show the run. Return 1 if an operator should look at it."""
     if options.every is not None and not 0.05 <= options.every <= 3600.0:
-        raise ConfigError(f"--every cannot be {options.every}", "Choose 0.05 to 3600 seconds.", code="config.every")
+        raise ConfigError(f"--every cannot be {options.every}", "Choose 0.05 to 3600 seconds.", code="config.value")
     if options.legend:
         return _print_legend(as_json=options.json)
     transport = options.connect()

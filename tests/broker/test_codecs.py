@@ -206,5 +206,5 @@ def test_bits_per_element() -> None:
 
 
 def test_an_unknown_codec_is_a_wire_error() -> None:
-    with failing(WireError, "wire.unknown-codec"):
+    with failing(WireError, "wire.codec"):
         codec("x" * 10_000)

@@ -73,7 +73,7 @@ def test_damaged_join_files_are_refused(path: Path) -> None:
     whole = json.loads(path.read_text())
     for change in CHANGES:
         path.write_text(json.dumps({**whole, **change}))
-        with failing(ConfigError, "invitation.damaged"):
+        with failing(ConfigError, "invitation.invalid"):
             pytest.fail(f"{change}: {invitation.read(path)}")
 
 

@@ -75,7 +75,7 @@ def test_an_error_that_waiting_cannot_fix_is_raised_at_once() -> None:
             outage.patience(30.0)(answer)
         assert outage.now == 100.0
     for seconds in (-1.0, float("nan"), float("inf")):
-        with failing(ConfigError, "config.wait-seconds"):
+        with failing(ConfigError, "config.value"):
             AwaitedRun(wait_seconds=seconds).patience(lambda: False)
 
 

@@ -215,7 +215,7 @@ def test_a_certificate_must_be_of_the_host_and_of_a_trusted_authority(
             secured.url(),  # A private authority must be named.
             secured.url(host="localhost", ssl_ca_certs=authority),
         ):
-            with failing(BrokerError, "broker.certificate") as caught:
+            with failing(BrokerError, "broker.tls") as caught:
                 connect(wrong, "run")
             assert not isinstance(caught.value, UnreachableError), "a retry cannot help"
         for good in (

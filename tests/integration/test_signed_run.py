@@ -352,7 +352,7 @@ def test_a_refused_forgery_says_why(pair: tuple[Keys, RedisTransport]) -> None:
     keys.plain().island.publish(forged, b"gradient")
     (delivery,) = merger.merger.updates(0.0)
     assert delivery.contribution is None
-    assert "signature.missing" in delivery.fault
+    assert "signature.wrong" in delivery.fault
     assert not list(merger.reader.events(START, 0.0))
 
 
@@ -366,4 +366,4 @@ def test_chunks_that_were_replaced_after_signing_are_noticed(pair: tuple[Keys, R
     (chunk,) = list(raw.scan_iter(f"{{{keys.run}:s0}}:c:a*"))
     raw.set(chunk, b"x" + payload[1:])
     (delivery,) = merger.merger.updates(0.0)
-    assert "signature.payload" in delivery.with_payload().fault
+    assert "signature.wrong" in delivery.with_payload().fault

@@ -128,7 +128,7 @@ def test_nodes_may_have_a_certificate_of_the_name_by_which_the_cluster_is_reache
             with closing(servers_at(url, pinned)) as servers:
                 for node in tls_cluster.nodes[:3]:
                     assert servers.client(key_of(tls_cluster, node.port)).ping()
-        with failing(BrokerError, "broker.certificate"):
+        with failing(BrokerError, "broker.tls"):
             connect(tls_cluster.url, "any")
 
 
@@ -145,7 +145,7 @@ def check_mistakes(url: str, certificates: Certificates) -> None:
     assert not [each.what for each in found if each.level == "problem"]
     option = f"ssl_ca_certs={certificates.authority.certificate}"
     for wrong in ("", f"ssl_ca_certs={certificates.stranger.certificate}"):
-        with failing(BrokerError, "broker.certificate") as caught:
+        with failing(BrokerError, "broker.tls") as caught:
             connect(url.replace(option, wrong), "any")
         assert not isinstance(caught.value, UnreachableError), "a retry cannot help"
     plain = url.replace("rediss", "redis")

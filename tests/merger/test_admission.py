@@ -119,7 +119,7 @@ def test_the_next_contributions_are_downloaded_before_one_is_added(monkeypatch: 
             assert name not in "xy", "it is refused by its header"
             done.append(f"download {name}")
             if name == "c":
-                raise WireError("a chunk of it is gone", code="wire.chunk-missing")
+                raise WireError("a chunk of it is gone", code="wire.payload")
             return payload
 
         return Delivery(f"{name}/1-0", contribution, download=download)

@@ -138,7 +138,7 @@ def test_the_newest_are_kept_and_the_newest_of_all_is_loaded_by_default(tmp_path
     for folder, number in ((tmp_path, 5), (tmp_path / "missing", 1)):
         with failing(ConfigError, "checkpoint.missing"):
             CheckpointStore(folder).load(number)
-    with failing(ConfigError, "checkpoint.keep"):
+    with failing(ConfigError, "config.value"):
         CheckpointStore(tmp_path, keep=0)
 
 

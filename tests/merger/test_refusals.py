@@ -28,12 +28,12 @@ def with_one(value: float) -> Vector:
 GOOD = constant(1.0)
 #: Bad contributions: the code under which the refusal is logged, the values, and what their headers say.
 BAD: dict[str, tuple[str, Vector, dict[str, Any]]] = {
-    "nan": ("wire.norm", with_one(math.nan), {}),
-    "inf": ("wire.norm", with_one(-math.inf), {}),
-    "huge": ("wire.norm", with_one(3e38), {}),
+    "nan": ("wire.not-finite", with_one(math.nan), {}),
+    "inf": ("wire.not-finite", with_one(-math.inf), {}),
+    "huge": ("wire.not-finite", with_one(3e38), {}),
     "size": ("wire", constant(1.0, SIZE + 1), {}),
     "codec": ("codec", GOOD, {"payload": pack(GOOD, "float32", 0).replace(b"float32", b"float64"), "codec": "float64"}),
-    "digest": ("wire.digest", GOOD, {"digest": "0" * 32}),
+    "digest": ("wire.payload", GOOD, {"digest": "0" * 32}),
     "ahead": ("ahead", GOOD, {}),
     "future": ("base", GOOD, {"base": 1000}),
     "fragment": ("fragment", GOOD, {"fragment": 7}),
@@ -42,7 +42,7 @@ BAD: dict[str, tuple[str, Vector, dict[str, Any]]] = {
     "tokens": ("tokens", GOOD, {"tokens": 1 << 20}),
     "shard": ("data", GOOD, {"data": "0:0:1 64:0:1"}),
     "place": ("data", GOOD, {"data": "0:0:1 \u0663:0:1"}),
-    "said": ("wire.size", GOOD, {"bytes": 1 << 62}),
+    "said": ("wire.payload", GOOD, {"bytes": 1 << 62}),
 }
 
 

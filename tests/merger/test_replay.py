@@ -170,7 +170,7 @@ def test_a_forged_payload_size_is_refused(said: int) -> None:
     assert isinstance(contribution, Contribution)
     rules, _, fragments = beginning(MergerRun())
     round_sum = rules.begin(contribution.fragment, fragments[contribution.fragment], 0)
-    with failing(WireError, "wire.size"):
+    with failing(WireError, "wire.payload"):
         rules.add(round_sum, Delivery("1-0", replace(contribution, bytes=said), payload))
     assert round_sum.addends == []
     rules.add(round_sum, Delivery("1-0", contribution, payload))

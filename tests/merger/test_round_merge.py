@@ -131,7 +131,7 @@ def test_a_contribution_with_a_nan_leaves_the_sum_unchanged() -> None:
         round_sum, alone = (gather(NormWindow(), good, groups=groups) for _ in range(2))
         for values in ((math.nan, 0), (0, math.inf), (2e9, 0), (1e30, -1e30)):
             bad = part("c", vector(*values), tokens=900)
-            with failing(WireError, "wire.norm"):
+            with failing(WireError, "wire.not-finite"):
                 round_sum.add("bad", bad.contribution, encoded(bad.delta_N, "float32"))
         for each in (round_sum, alone):
             each.add("more", more.contribution, encoded(more.delta_N, "float32"))

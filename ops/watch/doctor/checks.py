@@ -172,7 +172,7 @@ def version(info: Mapping[str, Any]) -> Finding:
 
 #: The subject and fault of what the connection already refuses, by its code.
 _UNUSABLE = {
-    "broker.cluster": "role.cluster", "broker.sentinel": "role.sentinel", "broker.no-info": "rights.denied",
+    "broker.address": "role.address", "broker.permission": "rights.denied",
     "broker.server-too-old": "version.too-old", "broker.access": "reach.access",
 }  # fmt: skip
 

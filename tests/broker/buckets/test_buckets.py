@@ -124,7 +124,7 @@ def test_another_try_uploads_only_what_has_not_arrived(bucket: BucketFolder, tmp
 def test_damage_is_found_and_leaves_nothing_on_the_disk(bucket: BucketFolder, tmp_path: Path) -> None:
     bundles = Bundles(bucket)
     FaultyFileSystem.fault = staticmethod(lambda request, path: 5 if path.endswith("2.bin") else None)
-    with failing(BucketError, "bucket.incomplete"):
+    with failing(BucketError, "bucket.failed"):
         bundles.put(1, written(tmp_path, 1), ABOUT)
     assert bundles.numbers() == [], "a file arrived in part"
     heal()
@@ -179,11 +179,11 @@ def test_an_upload_that_arrives_in_part_is_refused(bucket: BucketFolder, tmp_pat
     (tmp_path / "x").write_bytes(b"content")
     bucket.upload({})
     FaultyFileSystem.fault = staticmethod(lambda request, path: 5 if path.endswith("y") else None)
-    with failing(BucketError, "bucket.incomplete") as caught:
+    with failing(BucketError, "bucket.failed") as caught:
         bucket.upload({"x": tmp_path / "x", "y": tmp_path / "x"})
     assert "5 of 7 bytes" in str(caught.value)
     FaultyFileSystem.fault = staticmethod(lambda request, path: 5 if path.endswith(".json") else None)
-    with failing(BucketError, "bucket.incomplete"):
+    with failing(BucketError, "bucket.failed"):
         Bundles(bucket).put(1, written(tmp_path, 1), ABOUT)
 
 
@@ -225,8 +225,8 @@ def test_a_wrong_address_is_refused_and_its_password_is_not_shown(monkeypatch: p
         ("s4://user:secret@bucket/x", "bucket.scheme"),
         ("bucket/x", "bucket.scheme"),
         ("s3:/bucket/x", "bucket.scheme"),
-        ("gs://bucket/x", "bucket.extra"),
-        ("dropbox://x/y", "bucket.extra"),
+        ("gs://bucket/x", "bucket.scheme"),
+        ("dropbox://x/y", "bucket.scheme"),
     ):
         with failing(BucketError, code) as caught:
             open_bucket(address)
@@ -238,7 +238,7 @@ def test_a_mistake_shows_at_the_start(bucket: BucketFolder) -> None:
     for error, code in (
         (PermissionError("Access Denied"), "bucket.denied"),
         (FileNotFoundError("The specified bucket does not exist"), "bucket.missing"),
-        (no_credentials("Unable to locate credentials"), "bucket.credentials"),
+        (no_credentials("Unable to locate credentials"), "bucket.denied"),
     ):
         fail_with(error)
         with failing(BucketError, code):
@@ -428,7 +428,7 @@ def test_a_record_is_copied_and_comes_back(bucket: BucketFolder, tmp_path: Path)
         (local / name).write_bytes(name.encode())
     (local / ".rounds-00000004-00000004.bin.77").write_bytes(b"half")
     FaultyFileSystem.fault = staticmethod(lambda request, path: 2 if "rounds" in path else None)
-    with failing(BucketError, "bucket.incomplete"):
+    with failing(BucketError, "bucket.failed"):
         copy_record(local, remote)
     heal()
     copy_record(local, remote)  # also the one of which a part is there

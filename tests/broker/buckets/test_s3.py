@@ -146,7 +146,7 @@ def test_missing_rights_buckets_and_credentials_show_at_the_start(
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     s3fs.S3FileSystem.clear_instance_cache()
-    with failing(BucketError, "bucket.credentials"):
+    with failing(BucketError, "bucket.denied"):
         open_bucket(address)
     s3fs.S3FileSystem.clear_instance_cache()
 

@@ -142,12 +142,12 @@ def test_a_handover_expires(transport: RedisTransport, raw: Any) -> None:
 def test_a_damaged_answer_is_an_error_and_can_be_withdrawn(transport: RedisTransport, raw: Any) -> None:
     key = Keys(transport.run).handover("a/x")
     damages: list[tuple[Callable[[str], object], str]] = [
-        (raw.delete, "wire.chunk-missing"),
-        (lambda _: raw.hset(key, "bytes", 1 << 50), "wire.chunk-count"),
-        (lambda _: raw.hset(key, mapping={"bytes": 10**6 * CHUNK_BYTES, "chunks": 10**6}), "wire.chunk-count"),
-        (lambda _: raw.hset(key, "payload", b"short"), "wire.size"),
+        (raw.delete, "wire.payload"),
+        (lambda _: raw.hset(key, "bytes", 1 << 50), "wire.payload"),
+        (lambda _: raw.hset(key, mapping={"bytes": 10**6 * CHUNK_BYTES, "chunks": 10**6}), "wire.payload"),
+        (lambda _: raw.hset(key, "payload", b"short"), "wire.payload"),
         (lambda _: raw.hset(key, "giver", "../.."), "wire.message"),
-        (lambda _: raw.hdel(key, "chunks"), "wire.no-payload"),
+        (lambda _: raw.hdel(key, "chunks"), "wire.payload"),
     ]
     for damage, code in damages:
         transport.island.request_state("a/x")

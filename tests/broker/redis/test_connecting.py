@@ -130,7 +130,7 @@ def test_a_long_wait_is_kept_below_the_socket_timeout(
 
 
 def test_a_server_of_another_kind_or_of_an_old_version_is_refused(server: Server, tmp_path: Path) -> None:
-    with answering(lambda _: b"HTTP/1.1 400 Bad Request\r\n\r\n") as url, failing(BrokerError, "broker.not-redis"):
+    with answering(lambda _: b"HTTP/1.1 400 Bad Request\r\n\r\n") as url, failing(BrokerError, "broker.address"):
         connect(url, "run")
     for version in ("5.0.7", "6.0.16", "4", "unstable"):
         with answering(server_of(version)) as url, failing(ServerTooOldError):

@@ -49,13 +49,13 @@ def create(url: str) -> None:
 
 def test_a_node_of_a_cluster_is_refused(start: Start) -> None:
     node = start(*data_options("--cluster-enabled", "yes", "--cluster-port", str(free_port())))
-    with failing(BrokerError, "broker.cluster"):
+    with failing(BrokerError, "broker.address"):
         create(url_of(node))
     assert node.client.keys() == []
-    assert [f.code for f in check_server(url_of(node), None, 0.0).findings] == ["role.cluster"]
+    assert [f.code for f in check_server(url_of(node), None, 0.0).findings] == ["role.address"]
     # A proxy may hide INFO. Then the answers to other commands tell.
     blind = RedisTransport(client_at(url_of(node)), "mine")
-    with closing(blind), failing(BrokerError, "broker.cluster"):
+    with closing(blind), failing(BrokerError, "broker.address"):
         blind.reader.manifest()
 
 
@@ -67,7 +67,7 @@ def test_sentinels_and_replicas_are_refused_with_the_name_of_the_primary(start: 
     assert f"redis://{LOOPBACK}:{primary.port}" in raised.value.remedy
     config = tmp_path / "sentinel.conf"
     config.write_text(f"sentinel monitor mine {LOOPBACK} {primary.port} 1\nrequirepass {PASSWORD}\n")
-    with failing(BrokerError, "broker.sentinel") as raised:
+    with failing(BrokerError, "broker.address") as raised:
         create(url_of(start(str(config), "--sentinel")))
     assert "(mine)" in raised.value.remedy
     # An address names the kind of its servers.
@@ -82,7 +82,7 @@ def test_a_server_that_deletes_keys_at_its_limit_takes_no_run(start: Start) -> N
     node.client.execute_command("ACL", "SETUSER", "mine", "on", ">right", "~*", "&*", "+@all", "-info")
     for url, code in (
         (url_of(node), "broker.evicts"),
-        (url_of(node, user="mine:right"), "broker.no-info"),  # The password is right.
+        (url_of(node, user="mine:right"), "broker.permission"),  # The password is right.
         (url_of(node, user="mine:wrong"), "broker.access"),
     ):
         with failing(BrokerError, code):
@@ -95,7 +95,7 @@ def test_a_server_that_deletes_keys_at_its_limit_takes_no_run(start: Start) -> N
 def test_redis_and_valkey_name_the_mode_differently() -> None:
     for name in ("redis_mode", "server_mode"):
         assert mode_of({name: "cluster"}) == "cluster"
-        with failing(BrokerError, "broker.cluster"):
+        with failing(BrokerError, "broker.address"):
             require_kind("here", {"redis_version": "7.2.4", name: "cluster"}, {})
 
 

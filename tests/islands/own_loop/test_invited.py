@@ -33,8 +33,8 @@ def test_an_invited_script_trains_and_a_merger_of_the_run_takes_its_work(
     serving = connect_to(str(files["merger"]), run)
     try:
         for file, name, code in (
-            (files["island"], "lima", "invitation.other-name"),
-            (files["merger"], None, "invitation.other-role"),
+            (files["island"], "lima", "invitation.other"),
+            (files["merger"], None, "invitation.other"),
         ):
             with failing(ConfigError, code), join(str(file), run, tree(), island=name):
                 pass

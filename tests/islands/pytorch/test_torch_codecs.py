@@ -72,5 +72,5 @@ def test_top3_keeps_the_earlier_of_equal_values(seed: int, kinds: int) -> None:
 
 def test_every_codec_exists_in_pytorch() -> None:
     assert ours.CODECS.keys() == CODECS.keys()
-    with failing(WireError, "wire.unknown-codec"):
+    with failing(WireError, "wire.codec"):
         ours.codec("none")

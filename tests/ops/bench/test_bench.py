@@ -29,7 +29,7 @@ from tests.failing import failing
 def test_impossible_options_are_refused_before_anything_is_measured() -> None:
     refused: list[tuple[str, Callable[[], object]]] = [
         ("model.unknown", lambda: accelerator.main(accelerator.AcceleratorOptions(sizes=("124m", "huge")))),
-        ("bench.fragments", lambda: largest.main(largest.LargestOptions(fragments=0))),
+        ("config.value", lambda: largest.main(largest.LargestOptions(fragments=0))),
     ]
     for code, main in refused:
         with failing(ConfigError, code):

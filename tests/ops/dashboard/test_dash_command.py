@@ -80,13 +80,13 @@ def test_a_wrong_option_is_an_error(url: str, handlers: None) -> None:
         port = taken.getsockname()[1]
         for args, code in (
             (["--run", "nothing"], "broker.unknown-run"),
-            (["--run", "sample", "--port", str(port)], "config.dash-address"),
-            (["--run", "sample", "--port", "70000"], "config.port"),
-            (["--run", "sample", "--token", ""], "config.token"),
-            (["--run", "sample", "--token", "a b"], "config.token"),
-            (["--run", "sample", "--token", "schlüssel"], "config.token"),
-            (["--run", "sample", "--host", "no.such.host.invalid"], "config.dash-host"),
-            (["--run", "sample", "--host", "a" * 70], "config.dash-host"),
+            (["--run", "sample", "--port", str(port)], "config.address"),
+            (["--run", "sample", "--port", "70000"], "config.value"),
+            (["--run", "sample", "--token", ""], "config.value"),
+            (["--run", "sample", "--token", "a b"], "config.value"),
+            (["--run", "sample", "--token", "schlüssel"], "config.value"),
+            (["--run", "sample", "--host", "no.such.host.invalid"], "config.address"),
+            (["--run", "sample", "--host", "a" * 70], "config.address"),
         ):
             with failing(ArchipelagoError, code):
                 run(["dash", url, *args, "--no-open"])

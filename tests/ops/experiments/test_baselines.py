@@ -78,5 +78,5 @@ def test_the_curve_is_written(config: RunConfig, corpus: OpenCorpus, monkeypatch
 
 
 def test_tokens_must_be_positive(config: RunConfig) -> None:
-    with failing(ConfigError, "config.tokens"):
+    with failing(ConfigError, "config.value"):
         run(SingleProcessOptions(tokens=0, output=Path("curve.json"), settings=config))

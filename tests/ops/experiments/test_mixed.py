@@ -36,7 +36,7 @@ def test_the_table() -> None:
 
 def test_every_second_island_of_the_mixed_run_is_in_pytorch() -> None:
     assert frameworks(3) == {JAX: ["jax"] * 3, TORCH: ["pytorch"] * 3, BOTH: ["jax", "pytorch", "jax"]}
-    with failing(ConfigError, "config.islands"):
+    with failing(ConfigError, "config.value"):
         mixed.main(MixedOptions(islands=1))
 
 

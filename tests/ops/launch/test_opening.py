@@ -180,9 +180,9 @@ def test_an_open_server_needs_tls_and_a_user(hub: Server) -> None:
 @pytest.mark.full
 def test_only_the_own_authority_is_trusted_and_the_host_is_checked(hub: Server, tmp_path: Path) -> None:
     renew_certificates(tmp_path, ["localhost", "127.0.0.1"], datetime.datetime.now(datetime.UTC))
-    with failing(BrokerError, "broker.certificate"):
+    with failing(BrokerError, "broker.tls"):
         connect(hub.url, "demo", pinned(hub, ca_certificate=(tmp_path / AUTHORITY).read_text()))
-    with failing(BrokerError, "broker.certificate"):
+    with failing(BrokerError, "broker.tls"):
         connect(hub.url, "demo")  # the system's authorities have not signed it
     context = ssl.create_default_context(cadata=hub.address.certificate)
     with socket.create_connection(("127.0.0.1", hub.port)) as plain, pytest.raises(ssl.SSLCertVerificationError):
@@ -218,7 +218,7 @@ def test_users_survive_a_kill_and_the_address_stays(program: Program, tmp_path: 
 def test_a_program_without_tls_is_not_used() -> None:
     assert not has_tls(find_program(WHEEL)), "then it can serve other machines, too"
     for kind in (None, WHEEL):  # the suite hides other programs
-        with failing(BrokerError, "broker.no-tls-program"):
+        with failing(BrokerError, "broker.no-program"):
             find_program(kind, with_tls=True)
 
 
@@ -231,7 +231,7 @@ def test_the_host_is_an_address_of_this_machine_or_a_name() -> None:
         assert opening_of(host).listen == (), host
     assert opening_of(None).host
     for host in ("", "a b", "hub:6379", "rediss://hub", "ä.example", "a..b", "x" * 300, "fe80::1%eth0"):
-        with failing(ConfigError, "config.host"):
+        with failing(ConfigError, "config.value"):
             opening_of(host)
 
 

@@ -103,7 +103,7 @@ def test_without_a_ready_standby_a_child_is_restarted(pool: Standbys, island: Ch
 
 def test_standbys_that_cannot_be_loaded_or_are_too_many_are_an_error(pool: Standbys, until: Until) -> None:
     for count in (-1, 65):
-        with failing(ConfigError, "config.standbys"):
+        with failing(ConfigError, "config.value"):
             require_standbys(count)
     pool.all[0].argv = ["-c", "import sys; sys.stderr.write('error: no such run\\n'); sys.exit(2)"]
     pool.start()

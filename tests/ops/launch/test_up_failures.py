@@ -125,8 +125,8 @@ def test_each_worker_gets_the_same_flags_and_a_separate_port() -> None:
 def test_wrong_options_are_reported_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     for options, code in (
-        (UpOptions(merger_threads=-1), "config.threads"),
-        (UpOptions(islands=3, metrics_port=65534), "config.metrics-port"),
+        (UpOptions(merger_threads=-1), "config.value"),
+        (UpOptions(islands=3, metrics_port=65534), "config.value"),
         (UpOptions(wandb=True), "config.extra"),  # the package is missing
     ):
         with failing(ConfigError, code):

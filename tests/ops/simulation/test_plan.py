@@ -147,17 +147,17 @@ def test_models_and_tokens_are_given_in_several_ways() -> None:
     assert tokens_of("26B", 5) == 26_000_000_000
     assert tokens_of("20x", 1000) == 20_000
     for text in ("", "x", "-3", "many", "1e99", "nan"):
-        with failing(ConfigError, "config.tokens"):
+        with failing(ConfigError, "config.value"):
             tokens_of(text, 1000)
 
 
 def test_impossible_options_are_refused() -> None:
-    for options, code in (
-        (PlanOptions(chips=1), "chips"),
-        (PlanOptions(link_mbits=0.0), "link-mbits"),
-        (PlanOptions(islands=-1), "islands"),
-        (PlanOptions(hours_between=float("inf")), "hours-between"),
-        (PlanOptions(chips=4, islands=8), "chips"),
+    for options in (
+        PlanOptions(chips=1),
+        PlanOptions(link_mbits=0.0),
+        PlanOptions(islands=-1),
+        PlanOptions(hours_between=float("inf")),
+        PlanOptions(chips=4, islands=8),
     ):
-        with failing(ConfigError, f"config.{code}"):
+        with failing(ConfigError, "config.value"):
             plan(options)

@@ -307,7 +307,7 @@ def test_one_line_or_object_for_each_reading_in_a_pipe(flaky: Flaky, capsys: pyt
 
 def test_an_interval_out_of_range_is_an_error() -> None:
     for every in (0.0, -1.0, math.nan, 1e9):
-        with failing(ConfigError, "config.every"):
+        with failing(ConfigError, "config.value"):
             status.main(status.StatusOptions("redis://localhost", watch=True, every=every))
 
 
