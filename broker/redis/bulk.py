@@ -146,7 +146,7 @@ def _fill(bare: socket.socket, into: memoryview) -> bool:
     return True
 
 
-class Replica:
+class ReadReplica:
     """A replica that holds the same chunks as the primary, or fewer.
 
     Args:
@@ -204,7 +204,7 @@ class Replica:
         self._client.close()
 
 
-def replica_at(url: str, authority: str = "") -> Replica:
+def replica_at(url: str, authority: str = "") -> ReadReplica:
     """Return the replica at that address, not yet connected. `authority` is as in `client_at`.
 
     Raises:
@@ -219,7 +219,7 @@ def replica_at(url: str, authority: str = "") -> Replica:
             "Write redis://HOST:PORT or rediss://USER:PASSWORD@HOST:PORT of a replica of the run's Redis.",
         ) from None
     client.connection_pool.connection_kwargs |= {"socket_timeout": ANSWER_SECONDS, "redis_connect_func": _read_only}
-    return Replica(client, redacted(url))
+    return ReadReplica(client, redacted(url))
 
 
 def _read_only(connection: Any) -> None:

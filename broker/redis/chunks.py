@@ -15,7 +15,7 @@ from typing import Any
 import redis
 
 from archipelago.broker.errors import WireError
-from archipelago.broker.redis.bulk import Replica
+from archipelago.broker.redis.bulk import ReadReplica, read_joined
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.signing import Raw
 from archipelago.broker.transport import Arrived, unwatched
@@ -55,7 +55,7 @@ class ChunkStore:
         self._keys = connection.keys
         self.payload_max = payload_max
         #: Where payloads of mergers are read first; None reads them from the primary.
-        self.replica: Replica | None = None
+        self.replica: ReadReplica | None = None
 
     def of(self, owner: str) -> ChunkStore:
         """Return the store of one island's chunks.
@@ -145,7 +145,7 @@ class ChunkStore:
             if (found := self.replica.read(raw, ranges, sizes, READ_AHEAD, arrived)) is not None:
                 return found
         wanted = self._bounded(chunks, sizes)
-        payload = self._connection.joined(wanted, sizes, READ_AHEAD, arrived) if len(wanted) == count else None
+        payload = read_joined(self._redis, wanted, sizes, READ_AHEAD, arrived) if len(wanted) == count else None
         if payload is None and len(wanted) == count:
             payload = self._again(chunks, sizes)
             if payload is not None:

@@ -46,7 +46,7 @@ class Compactions:
 
     # -- reads ------------------------------------------------------------------------------------------------------
 
-    def outer(self, fragment: int, version: int | None) -> bytes:
+    def outer(self, fragment: int, version: int | None = None) -> bytes:
         """See `MergerClient.outer`."""
         raw: Raw = {}
         with self._connection.forgiving(self._keys.outer(fragment), "a hash"):

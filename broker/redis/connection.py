@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import redis
@@ -15,7 +15,6 @@ from archipelago.broker.commits import START
 from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.messages import Snapshot, to_fields
 from archipelago.broker.ranges import parse_cursor
-from archipelago.broker.redis.bulk import read_joined
 from archipelago.broker.redis.client import SOCKET_SECONDS, RedisClient
 from archipelago.broker.redis.failures import (
     Failures,
@@ -29,7 +28,7 @@ from archipelago.broker.redis.keys import REGISTRY, Keys
 from archipelago.broker.redis.replies import next_id, text_fields
 from archipelago.broker.redis.servers import Servers
 from archipelago.broker.signing import Payload, Raw, Signing, Stamps
-from archipelago.broker.transport import Arrived, Memory
+from archipelago.broker.transport import Memory
 
 #: Tries of a change that other clients may disturb.
 ATTEMPTS = 16
@@ -90,17 +89,14 @@ class RedisConnection:
         self.servers = at if isinstance(at, Servers) else Servers(at)
         self.redis: Any = self.servers.client(self.keys.manifest)
         password = self.redis.connection_pool.connection_kwargs.get("password")
-        self._failures = Failures(where, password, is_invited=is_invited)
+        #: Raises our errors in place of the client library's.
+        self.translated = Failures(where, password, is_invited=is_invited).translated
         self.has_info = True
         #: How this process signs what it writes and checks what it reads.
         self.signing = Signing()
         self.stamps = Stamps(time.time)
         #: What this connection could not read, by name, with the reason. At most UNREADABLE_MAX are remembered.
         self.unreadable: dict[str, str] = {}
-
-    def translated(self) -> AbstractContextManager[None]:
-        """Raise our errors in place of the client library's."""
-        return self._failures.translated()
 
     @property
     def registry(self) -> Any:
@@ -308,12 +304,6 @@ class RedisConnection:
             if isinstance(answer, Exception) and not re.search("NOGROUP|no such key|WRONGTYPE", str(answer)):
                 raise answer
         return [None if isinstance(answer, Exception) else answer for answer in answers]
-
-    def joined(
-        self, commands: Sequence[tuple[Any, ...]], sizes: Sequence[int], ahead: int, arrived: Arrived
-    ) -> bytes | None:
-        """Return the answers to reading commands, joined; see `read_joined`."""
-        return read_joined(self.redis, commands, sizes, ahead, arrived)
 
     def close(self) -> None:
         """Close all connections."""

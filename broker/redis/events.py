@@ -34,7 +34,7 @@ class EventStream:
         self._order.begin(last, max((self._stamp(raw) for _, raw in newest), default=FIRST))
         return last
 
-    def after(self, after: str, block_seconds: float, count: int) -> list[tuple[str, Event]]:
+    def after(self, after: str, block_seconds: float, count: int = 256) -> list[tuple[str, Event]]:
         """See `ReaderClient.events`."""
         deadline = time.monotonic() + block_seconds
         self._order.keep(after)

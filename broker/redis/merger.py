@@ -6,10 +6,9 @@ import logging
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
-from archipelago.broker.commits import START, Commit, Compaction, Delivery, Repair, never_gone
+from archipelago.broker.commits import Commit, Delivery, never_gone
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.failpoints import failpoint
-from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import (
     COUNT_MAX,
     KINDS,
@@ -22,7 +21,7 @@ from archipelago.broker.messages import (
 )
 from archipelago.broker.ranges import cursor_text
 from archipelago.broker.redis.chunks import ChunkStore
-from archipelago.broker.redis.compactions import Compactions, RedisPlaced
+from archipelago.broker.redis.compactions import Compactions
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.failures import is_full
 from archipelago.broker.redis.lease import Lease
@@ -30,15 +29,17 @@ from archipelago.broker.redis.membership import KnownMembers
 from archipelago.broker.redis.reader import RedisReader
 from archipelago.broker.redis.repair import RedisRepair
 from archipelago.broker.redis.replies import GROUP, counts_in, signed_state
-from archipelago.broker.redis.standbys import Standbys
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import FoundEntry, UpdatesConsumer, UpdatesStreams, by_stream
 from archipelago.broker.signing import Signing
+from archipelago.broker.transport import STANDBY_SECONDS
 
 #: The fields of `Books` that mergers count. The others are counted in the streams.
 COUNTED = ("merged", "merged_tokens", "refused", "refused_tokens", "bytes_up")
 EVENTS_KEPT = 20_000
 TAPE_KEPT = 4096
+#: The hash of standbys expires this long after its last change, because standbys that were killed remove nothing.
+STANDBYS_SECONDS = 60
 _TRIM = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 local entries = tonumber(ARGV[2])
@@ -65,12 +66,15 @@ class RedisMerger:
         self._connection, self._members = connection, members
         self._redis, self._keys = connection.redis, connection.keys
         self._stored, self._chunks, self._updates, self._reader = stored, chunks, updates, reader
-        self._consumer = UpdatesConsumer(connection, stored, updates)
+        consumer = UpdatesConsumer(connection, stored, updates)
+        self.updates, self.unacknowledged, self.settled = consumer.new, consumer.unacknowledged, updates.settled
         self.lease = Lease(connection, stored)
-        self._standbys = Standbys(connection)
+        self.renew, self.release = self.lease.renew, self.lease.release
         self._stamps = connection.stamps
         self._compactions = Compactions(connection, chunks)
-        self._repair = RedisRepair(connection, stored, self._compactions, updates, self.lease)
+        self.outer, self.log, self.place = self._compactions.outer, self._compactions.log, self._compactions.place
+        repair = RedisRepair(connection, stored, self._compactions, updates, self.lease)
+        self.put_aside, self.lost, self.write_back = repair.put_aside, repair.lost, repair.write_back
 
     @property
     def _signing(self) -> Signing:
@@ -87,38 +91,19 @@ class RedisMerger:
         else:
             self._members.require_unsigned()
 
-    def renew(self, epoch: int, holder: str, seconds: float) -> None:
-        self.lease.renew(epoch, holder, seconds)
-
-    def release(self, epoch: int) -> None:
-        self.lease.release(epoch)
-
     def stand_by(self, name: str) -> None:
-        self._standbys.announce(name)
+        now_ms, key = self._reader.server_ms(), self._keys.standbys
+        silent = [each.name for each in self._reader.known_standbys(now_ms) if each.age_seconds >= STANDBY_SECONDS]
+        with self._connection.translated(), self._redis.pipeline(transaction=False) as pipe:
+            if silent:
+                pipe.hdel(key, *silent)
+            pipe.hset(key, name, now_ms)
+            pipe.expire(key, STANDBYS_SECONDS)
+            pipe.execute()
 
     def stand_down(self, name: str) -> None:
-        self._standbys.withdraw(name)
-
-    def updates(self, block_seconds: float, count: int = 64) -> list[Delivery]:
-        return self._consumer.new(block_seconds, count)
-
-    def unacknowledged(self, after: str = START, count: int = 1 << 16) -> list[Delivery]:
-        return self._consumer.unacknowledged(after, count)
-
-    def outer(self, fragment: int, version: int | None = None) -> bytes:
-        return self._compactions.outer(fragment, version)
-
-    def log(self, fragment: int, version: int) -> str:
-        return self._compactions.log(fragment, version)
-
-    def put_aside(self, epoch: int, manifest: Manifest) -> list[str]:
-        return self._repair.put_aside(epoch, manifest)
-
-    def lost(self, closed: int) -> list[str]:
-        return self._repair.lost(closed)
-
-    def write_back(self, epoch: int, repair: Repair) -> None:
-        self._repair.write_back(epoch, repair)
+        with self._connection.translated():
+            self._redis.hdel(self._keys.standbys, name)
 
     # -- writes -----------------------------------------------------------------------------------------------------
 
@@ -148,9 +133,6 @@ class RedisMerger:
                 if entry not in quiet:
                     self._announce(pipe, epoch, refusal)
         failpoint("refuse.done")
-
-    def place(self, epoch: int, compaction: Compaction) -> RedisPlaced:
-        return self._compactions.place(epoch, compaction)
 
     def compact(self, epoch: int, placed: Any, after_round: int, trim: Sequence[str] = ()) -> None:
         with self._connection.translated():
@@ -214,9 +196,6 @@ class RedisMerger:
 
     def read(self, entries: Sequence[str]) -> list[Delivery]:
         return [self._updates.read(entry) for entry in entries]
-
-    def settled(self) -> list[Delivery]:
-        return list(self._updates.settled())
 
     def acknowledge(self, epoch: int, entries: Sequence[str]) -> None:
         with self.lease.fenced(epoch) as pipe:

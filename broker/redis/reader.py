@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from archipelago.broker.errors import BrokerError, WireError
-from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import (
     COUNT_MAX,
     Books,
     Evaluation,
-    Event,
     Message,
     Note,
     Pending,
-    Refusal,
     Snapshot,
     TapeEntry,
     from_fields,
@@ -27,6 +25,7 @@ from archipelago.broker.presence import Heartbeat, Presence
 from archipelago.broker.redis.chunks import ChunkStore
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.events import EventStream
+from archipelago.broker.redis.keys import is_name
 from archipelago.broker.redis.replies import (
     count_in,
     counts_in,
@@ -36,15 +35,16 @@ from archipelago.broker.redis.replies import (
     text_fields,
     verified_state,
 )
-from archipelago.broker.redis.standbys import Standbys
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import UpdatesStreams
 from archipelago.broker.signing import MERGER, PAYLOAD_DIGEST, SIGNATURE, STAMP, HeartbeatOrder, Raw, stamp_of
-from archipelago.broker.transport import NOTES_KEPT, Arrived, Memory, MergerStatus, Standby, unwatched
+from archipelago.broker.transport import NOTES_KEPT, STANDBY_SECONDS, Arrived, MergerStatus, Standby, unwatched
 
 #: How long the heartbeat of a silent island is kept.
 REMEMBER_SECONDS = 24 * 3600
 EVALUATIONS_KEPT = 20_000
+#: More standbys than this are not listed. Any member with the role of a merger can write the hash.
+STANDBYS_LISTED_MAX = 64
 
 
 class RedisReader:
@@ -56,21 +56,12 @@ class RedisReader:
         self._connection = connection
         self._redis, self._keys = connection.redis, connection.keys
         self._stored, self._chunks, self._updates = stored, chunks, updates
-        self.event_stream = EventStream(connection)
+        self._events = EventStream(connection)
+        self.last_event, self.events, self.refusals = self._events.last, self._events.after, self._events.refusals
+        self.instance, self.memory, self.cursors = connection.instance, connection.memory, connection.cursors
+        self.runs, self.manifest, self.backlog = stored.names, stored.manifest, updates.backlog
         self._beats = HeartbeatOrder(time.monotonic)
         self._verified: dict[str, Raw] = {}
-
-    def instance(self) -> str:
-        return self._connection.instance()
-
-    def memory(self) -> Memory:
-        return self._connection.memory()
-
-    def runs(self) -> list[str]:
-        return self._stored.names()
-
-    def manifest(self) -> Manifest:
-        return self._stored.manifest()
 
     def unreadable(self) -> dict[str, str]:
         return dict(self._connection.unreadable)
@@ -91,12 +82,6 @@ class RedisReader:
             found = self._redis.hget(self._keys.manifest, "uid")
         return None if found is None else str(found.decode("utf-8", "replace"))
 
-    def last_event(self) -> str:
-        return self.event_stream.last()
-
-    def events(self, after: str, block_seconds: float, count: int = 256) -> list[tuple[str, Event]]:
-        return self.event_stream.after(after, block_seconds, count)
-
     def fragment(self, fragment: int, arrived: Arrived = unwatched) -> tuple[Snapshot, bytes]:
         for _ in range(8):
             raw: Raw = {}
@@ -113,7 +98,7 @@ class RedisReader:
                 except WireError:
                     continue  # a newer snapshot has replaced it, and its chunks expired during the read
             self._connection.signing.verify_payload(raw, payload)
-            self.event_stream.accept_fragment(fragment, raw)
+            self._events.accept_fragment(fragment, raw)
             return snapshot, payload
         raise WireError(f"fragment {fragment} cannot be read whole", code="wire.fragment")
 
@@ -153,7 +138,7 @@ class RedisReader:
         try:
             self._connection.signing.verify(kind, MERGER, found, about=str(p))
             if kind == "head":
-                self.event_stream.accept_head(p, found)
+                self._events.accept_head(p, found)
             return from_fields(Snapshot, text_fields(found))
         except WireError as error:
             self._connection.warn_once(f"the header of fragment {p}", error)
@@ -217,24 +202,15 @@ class RedisReader:
             answers = pipe.execute(raise_on_error=False)
         return sum(count_in(answer) for answer in answers if isinstance(answer, bytes))
 
-    def backlog(self) -> int:
-        return self._updates.backlog()
-
     def pending(self) -> Pending:
         found = self._updates.tally()
         return Pending(found.waiting, found.waiting_tokens)
-
-    def cursors(self) -> dict[str, tuple[int, int]]:
-        return self._connection.cursors()
 
     def tape(self, count: int) -> list[TapeEntry]:
         return self._newest(self._keys.tape, TapeEntry, count, self._verify_tape)
 
     def _verify_tape(self, raw: Raw) -> None:
         self._connection.signing.verify("tape", MERGER, raw)
-
-    def refusals(self, count: int) -> list[tuple[float, Refusal]]:
-        return self.event_stream.refusals(count)
 
     def control(self) -> dict[str, str]:
         found: Raw = {}
@@ -281,7 +257,24 @@ class RedisReader:
             self._redis.xadd(self._keys.evaluations, to_fields(evaluation), maxlen=EVALUATIONS_KEPT)
 
     def standbys(self) -> list[Standby]:
-        return Standbys(self._connection).all()
+        known = (each for each in self.known_standbys(self.server_ms()) if each.age_seconds < STANDBY_SECONDS)
+        return sorted(known, key=lambda standby: standby.name)[:STANDBYS_LISTED_MAX]
+
+    def known_standbys(self, now_ms: int) -> Iterator[Standby]:
+        """Yield all standbys in the hash, even those that have fallen silent. `now_ms` is the server's time."""
+        found: Raw = {}
+        with self._connection.forgiving(self._keys.standbys, "a hash"):
+            found = self._redis.hgetall(self._keys.standbys)
+        for raw_name, raw_ms in found.items():
+            name, text = raw_name.decode("utf-8", "replace"), raw_ms.decode("utf-8", "replace")
+            if is_name(name) and re.fullmatch("[0-9]{1,16}", text, re.ASCII):
+                yield Standby(name, max(0.0, (now_ms - int(text)) / 1e3))
+
+    def server_ms(self) -> int:
+        """Return the server's time in milliseconds."""
+        with self._connection.translated():
+            seconds, microseconds = self._redis.time()
+        return int(seconds) * 1000 + int(microseconds) // 1000
 
     def is_served(self) -> bool | None:
         try:

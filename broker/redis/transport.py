@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from archipelago.broker.address import AddressError, redacted
 from archipelago.broker.commits import Image
-from archipelago.broker.errors import BadUrlError, BrokerError
+from archipelago.broker.control import fields_in
+from archipelago.broker.errors import BadUrlError, BrokerError, ConfigError, RunExistsError, UnknownRunError
+from archipelago.broker.failpoints import failpoint
 from archipelago.broker.invitation import Invitation
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.messages import Snapshot
+from archipelago.broker.messages import Contribution, Snapshot, to_fields
+from archipelago.broker.ranges import cursor_text
+from archipelago.broker.redis.administration import sign_stored
 from archipelago.broker.redis.bulk import replica_at
 from archipelago.broker.redis.chunks import ChunkStore
 from archipelago.broker.redis.client import RedisClient, fake_client
-from archipelago.broker.redis.connection import RedisConnection
-from archipelago.broker.redis.creation import Creation, sign_stored
-from archipelago.broker.redis.islands import RedisIsland
+from archipelago.broker.redis.compactions import Compactions, outer_fields
+from archipelago.broker.redis.connection import DisturbedError, RedisConnection
+from archipelago.broker.redis.islands import RedisIsland, chunks_name
+from archipelago.broker.redis.keys import REGISTRY
 from archipelago.broker.redis.membership import KnownMembers, Membership, signing_of
-from archipelago.broker.redis.merger import RedisMerger
-from archipelago.broker.redis.reader import RedisReader
+from archipelago.broker.redis.merger import COUNTED, TAPE_KEPT, RedisMerger
+from archipelago.broker.redis.reader import EVALUATIONS_KEPT, RedisReader
+from archipelago.broker.redis.replies import (
+    GROUP,
+    epoch_in,
+    epoch_mark,
+    signed_state,
+)
 from archipelago.broker.redis.servers import Servers, servers_at
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import UpdatesStreams
+from archipelago.broker.signing import (
+    EPOCHS_SKIPPED,
+)
 
 
 def connect(url: str, run: str, invitation: Invitation | None = None) -> RedisTransport:
@@ -86,13 +101,14 @@ class RedisTransport:
         self.members: KnownMembers = KnownMembers(run, self.membership.all) if home is None else home.members
         # What is signed in one shard proves nothing in another. A name cannot contain a colon.
         self.connection.signing = signing_of(invitation, f"{run}:s{shard}" if shard else run, self.members.key_of)
-        stored = StoredRun(self.connection)
+        self._keys, self._signing = self.connection.keys, self.connection.signing
+        self._stored = stored = StoredRun(self.connection)
         self.chunks = chunks = ChunkStore(self.connection, stored.payload_max)
         self.updates = UpdatesStreams(self.connection, chunks)
         self.reader = RedisReader(self.connection, stored, chunks, self.updates)
         self.island = RedisIsland(self.connection, stored, chunks, self.updates, self.reader, self.members)
         self.merger = RedisMerger(self.connection, stored, chunks, self.updates, self.reader, self.members)
-        self.creation = Creation(self.connection, stored, chunks, self.updates)
+        self._compactions = Compactions(self.connection, chunks)
 
     def of_shard(self, shard: int) -> RedisTransport:
         """Return a connection to one shard of the run. It shares the clients of this one, which closes them."""
@@ -102,21 +118,131 @@ class RedisTransport:
         own.chunks.replica = self.chunks.replica
         return own
 
-    def create(self, manifest: Manifest, snapshots: Sequence[tuple[Snapshot, bytes]]) -> None:
-        self.creation.create(manifest, snapshots)
+    def create(
+        self, manifest: Manifest, snapshots: Sequence[tuple[Snapshot, bytes]], image: Image | None = None
+    ) -> None:
+        try:
+            with self.connection.watching(self._keys.manifest) as pipe:
+                if pipe.exists(self._keys.manifest):
+                    raise self._exists()
+                self.connection.require_lasting()
+                # Before the transaction, whose keys all share one hash tag. Names without a run are not listed.
+                self.connection.registry.sadd(REGISTRY, self.connection.run)
+                placed = [self.chunks.place(f"f{s.fragment}.{s.version}", payload) for s, payload in snapshots]
+                fill = self._prepared(image) if image else None
+                epoch = self._first_epoch(pipe, image)
+                signed = [self.connection.signed_snapshot(snapshot, payload, epoch) for snapshot, payload in snapshots]
+                # Keys remain if someone deleted only the manifest by hand.
+                past = self._keys.of_the_past(len(snapshots), self.updates.names())
+                pipe.multi()
+                pipe.delete(*past)
+                for fields, (snapshot, _), where in zip(signed, snapshots, placed, strict=True):
+                    self.chunks.keep(pipe, self._keys.fragment(snapshot.fragment), fields, where)
+                    self._compactions.write_head(pipe, epoch, snapshot)
+                pipe.hset(self._keys.manifest, mapping=self._signing.signed("manifest", manifest.to_fields()))
+                if epoch:
+                    pipe.set(self._keys.epoch, epoch_mark(epoch))
+                if fill:
+                    fill(pipe)
+                pipe.execute()
+        except DisturbedError:
+            raise self._exists() from None
 
     def restore(self, image: Image) -> None:
-        self.creation.restore(image)
+        self.create(image.manifest, image.snapshots, image)
+        failpoint("restore.done")
 
     def mend_manifest(self, manifest: Manifest) -> bool:
-        return self.creation.mend_manifest(manifest)
+        fragments = [self._keys.fragment(p) for p in range(len(manifest.fragments))]
+        try:
+            with self.connection.watching(self._keys.manifest) as pipe:
+                if self._is_whole():
+                    return True
+                is_there = pipe.exists(self._keys.state) or pipe.exists(*fragments) == len(fragments)
+                pipe.multi()
+                pipe.delete(self._keys.manifest)
+                if is_there:
+                    pipe.hset(self._keys.manifest, mapping=self._signing.signed("manifest", manifest.to_fields()))
+                pipe.execute()
+        except DisturbedError:
+            return self._is_whole()
+        return bool(is_there)
+
+    def _is_whole(self) -> bool:
+        try:
+            self._stored.manifest()
+        except (UnknownRunError, ConfigError):
+            return False
+        return True
+
+    def _first_epoch(self, pipe: Any, image: Image | None) -> int:
+        """Return the epoch with which a signed run begins again after its Redis was lost; 0 for any other run.
+
+        Islands that still run accept no event of an earlier epoch than the newest that they know.
+        """
+        if image is None or not self._signing.is_on:
+            return 0
+        return max(epoch_in(pipe.get(self._keys.epoch)), *(entry.epoch for entry in image.tape), 0) + EPOCHS_SKIPPED
+
+    def _prepared(self, image: Image) -> Callable[[Any], None]:
+        """Upload the rest of a checkpoint. Returns a function that adds it to the transaction that creates the run."""
+        versions = {snapshot.fragment: snapshot.version for snapshot, _ in image.snapshots}
+        outers = [
+            (p, outer_fields(versions[p], len(data)), self.chunks.place(f"o{p}.{versions[p]}", data))
+            for p, data in enumerate(image.outers)
+            if data
+        ]
+        pending = [
+            (c, {**self._vouched(c, payload), **self.chunks.of(c.island).place(chunks_name(c), payload)})
+            for c, payload in image.pending
+        ]
+        failpoint("restore.placed")
+
+        def fill(pipe: Any) -> None:
+            for p, fields, where in outers:
+                self.chunks.keep(pipe, self._keys.outer(p), fields, where)
+            for name in sorted({contribution.island for contribution, _ in pending}):
+                pipe.xgroup_create(self._keys.updates(name), GROUP, id="0", mkstream=True)
+                pipe.sadd(self._keys.islands, name)
+            for contribution, where in pending:
+                pipe.xadd(self._keys.updates(contribution.island), where)
+                self.chunks.of(contribution.island).settle(pipe, where)
+            self._fill(pipe, image)
+
+        return fill
+
+    def _vouched(self, contribution: Contribution, payload: bytes) -> dict[str, str]:
+        """Return the fields of a contribution. The mergers sign in the place of its island, which signed it before."""
+        return self._signing.signed(
+            "contribution", to_fields(contribution), payload=payload, sender=contribution.island
+        )
+
+    def _fill(self, pipe: Any, image: Image) -> None:
+        """Write all parts of a checkpoint that have no payload."""
+        pipe.set(self._keys.state, signed_state(self._signing, image.state))
+        counts = {name: value for name, value in to_fields(image.books).items() if name in (*COUNTED, "bytes_down")}
+        pipe.hset(self._keys.books, mapping={**counts, "round": image.round})
+        if requests := fields_in(image.state):
+            pipe.hset(self._keys.control, mapping=requests)
+        if image.cursors:
+            pipe.hset(self._keys.data, mapping={name: cursor_text(c) for name, c in image.cursors.items()})
+        for entry in image.tape:
+            pipe.xadd(self._keys.tape, self._signing.signed("tape", to_fields(entry)), maxlen=TAPE_KEPT)
+        for evaluation in image.evaluations:
+            pipe.xadd(self._keys.evaluations, to_fields(evaluation), maxlen=EVALUATIONS_KEPT)
+        pipe.hset(self._keys.restored, mapping={"number": image.number, "round": image.round})
+
+    def _exists(self) -> RunExistsError:
+        return RunExistsError(
+            f"a run {self.connection.run!r} is at {self.connection.where} already", "Choose another name with --run."
+        )
 
     def sign(self, key: bytes) -> None:
         """Sign what Redis holds of the run with the private key of its mergers, unless it is signed."""
         sign_stored(self.connection, self.chunks, self.merger.lease, key)
 
     def read_from(self, url: str) -> None:
-        """Read the payloads of snapshots and differences from a replica of this Redis first (`redis.replica`).
+        """Read the payloads of snapshots and differences from a replica of this Redis first (`redis.bulk`).
 
         Raises BadUrlError.
         """

@@ -67,10 +67,6 @@ class FoundEntry:
         return self.raw is not None and not self.waiting
 
 
-#: The state of an entry whose name cannot be read.
-NO_ENTRY = FoundEntry(None, waiting=False)
-
-
 @dataclass(frozen=True)
 class Tally:
     """The number of entries of all streams.
@@ -132,15 +128,17 @@ class UpdatesStreams:
         for name, id_, raw in self._waiting(self.names()):
             yield self.delivery(name, id_, raw or {}, verify=False).contribution
 
-    def settled(self) -> Iterator[Delivery]:
-        """Yield the entries that were acknowledged and are still in their streams, without their payloads."""
+    def settled(self) -> list[Delivery]:
+        """Return the entries that were acknowledged and are still in their streams, without their payloads."""
+        out = []
         for name, groups in self._each("xinfo_groups", self.names()).items():
             waiting = {id_ for page in self._unacknowledged(name) for id_ in page}
             for id_, raw in self._connection.pages(self._keys.updates(name)):
                 if entry_id(id_) > last_delivered(groups):
                     break
                 if id_ not in waiting:
-                    yield self.delivery(name, id_, raw)
+                    out.append(self.delivery(name, id_, raw))
+        return out
 
     def tally(self) -> Tally:
         """Count the entries of all streams. Those that wait are read, except in flooded streams."""
@@ -164,9 +162,8 @@ class UpdatesStreams:
             found = group_of(groups[name])
             behind = found.get("lag")  # Redis 6.2 does not know it, nor any server after some deletions
             if not isinstance(behind, int):
-                behind = sum(
-                    1 for _ in self._connection.pages(self._keys.updates(name), _text(last_delivered(groups[name])))
-                )
+                key, last = self._keys.updates(name), _text(last_delivered(groups[name]))
+                behind = sum(1 for _ in self._connection.pages(key, last))
             count += behind + int(found.get("pending", 0))
         return count
 
@@ -222,7 +219,7 @@ class UpdatesStreams:
                 wanted[entry] = parse_entry(entry)
             except WireError as error:
                 self._connection.warn_once(f"entry {entry:.40}", error)
-                out[entry] = NO_ENTRY
+                out[entry] = FoundEntry(None, waiting=False)
         if not wanted:
             return out
         names = sorted({name for name, _ in wanted.values()})
@@ -312,9 +309,8 @@ def _text(id_: tuple[int, int]) -> str:
 class UpdatesConsumer:
     """Reads all updates streams as the consumer group `merger`.
 
-    It reads the streams of the islands in the set, and those that it has read before. A missing group is created. A
-    group that someone deleted by hand then delivers all remaining entries of its stream again, because the new group
-    does not know which of them were merged. The merger refuses those that were merged already as repeats.
+    A missing group is created. A group that someone deleted by hand then delivers all remaining entries of its stream
+    again, because the new group does not know which of them were merged. The merger refuses these as repeats.
     """
 
     def __init__(self, connection: RedisConnection, stored: StoredRun, updates: UpdatesStreams) -> None:
@@ -323,7 +319,7 @@ class UpdatesConsumer:
         self._stored, self._updates = stored, updates
         self._names: set[str] = set()  # the islands whose streams have a group
 
-    def new(self, block_seconds: float, count: int) -> list[Delivery]:
+    def new(self, block_seconds: float, count: int = 64) -> list[Delivery]:
         """Return entries that no merger has read yet, by arrival: at most `count` of each island.
 
         Waits at most `block_seconds` for the first one.
@@ -340,7 +336,7 @@ class UpdatesConsumer:
             elif not self._connection.has_info:
                 time.sleep(FAKE_POLL_SECONDS)  # fakeredis returns too early
 
-    def unacknowledged(self, after: str, count: int) -> list[Delivery]:
+    def unacknowledged(self, after: str = START, count: int = 1 << 16) -> list[Delivery]:
         """Return the first `count` entries after `after` that were read, but neither merged nor refused, by arrival."""
         self._find_streams()
         starts = {name: START if after == START else position(name, after) for name in self._names}

@@ -14,7 +14,7 @@ import tyro
 
 from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError
 from archipelago.broker.process import URL_VARIABLE, connect_to, print_json
-from archipelago.broker.redis.creation import Deletion, shards_with_keys
+from archipelago.broker.redis.administration import Deletion, shards_with_keys
 from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.redis.transport import RedisTransport
 from archipelago.broker.shards.transport import opened

@@ -20,10 +20,10 @@ import fakeredis.model._stream
 
 import archipelago.broker.redis.chunks
 import archipelago.broker.redis.compactions
-import archipelago.broker.redis.creation
 import archipelago.broker.redis.islands
 import archipelago.broker.redis.lease
 import archipelago.broker.redis.merger
+import archipelago.broker.redis.transport
 from archipelago.broker.commits import START, entry_name
 from archipelago.broker.errors import UnknownRunError, WireError
 from archipelago.broker.memory.state import MemoryEntry, MemoryRun, key_of
@@ -97,7 +97,7 @@ def install() -> None:
     for module in (fakeredis._helpers, fakeredis._socket._base, fakeredis.model._stream):
         module.time = SimpleNamespace(time=lambda: SERVER_SECONDS + PRESENT.clock())  # type: ignore[attr-defined]
     redis = archipelago.broker.redis
-    for module in (redis.compactions, redis.creation, redis.islands, redis.lease, redis.merger):
+    for module in (redis.compactions, redis.islands, redis.lease, redis.merger, redis.transport):
         module.failpoint = lambda name: PRESENT.reach(name)  # type: ignore[attr-defined]
     redis.chunks.INLINE_BYTES, redis.chunks.CHUNK_BYTES = 64, 100  # so that small payloads lie in several chunks
 

@@ -247,7 +247,7 @@ class Simulation:
             if name == "announce" and isinstance(args[1], Marker) and connection.shard == 0:
                 self._announced(args[1].number)
         elif name == "lease_range" and answer is not None:
-            self.invariants[0].leased((holders or {}).get(answer.shard, ""), answer.shard, args[1])
+            self.invariants[0].leased((holders or {}).get(answer.range, ""), answer.range, args[1])
         elif name == "restore":
             self._restored(invariants)
 

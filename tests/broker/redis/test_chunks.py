@@ -298,8 +298,7 @@ def test_only_one_of_two_concurrent_creations_succeeds(
     winner, loser = connections(), connections()
     manifest = samples.manifest(winner.run, width=WIDTH)
     first = samples.first_snapshots(manifest, value=1.0)
-    subject, name = (loser.chunks, "place") if by == "create" else (loser.creation, "prepared")
-    before_first(subject, name, lambda: winner.create(manifest, first), monkeypatch)
+    before_first(loser.chunks, "place" if by == "create" else "of", lambda: winner.create(manifest, first), monkeypatch)
     with pytest.raises(RunExistsError):
         if by == "create":
             loser.create(manifest, samples.first_snapshots(manifest, value=2.0))

@@ -18,7 +18,7 @@ from archipelago.broker.commits import Repair
 from archipelago.broker.invitation import Member
 from archipelago.broker.manifest import Manifest, Tensor
 from archipelago.broker.messages import Call, Evaluation, Note, Refusal
-from archipelago.broker.redis.creation import Deletion, shards_with_keys
+from archipelago.broker.redis.administration import Deletion, shards_with_keys
 from archipelago.broker.redis.islands import EVALUATION_LEASE_MAX
 from archipelago.broker.redis.keys import REGISTRY, Keys
 from archipelago.broker.redis.transport import RedisTransport, connect

@@ -16,7 +16,7 @@ import redis
 
 from archipelago.broker.errors import BadUrlError
 from archipelago.broker.redis import bulk
-from archipelago.broker.redis.bulk import Replica
+from archipelago.broker.redis.bulk import ReadReplica
 from archipelago.broker.redis.client import client_at
 from archipelago.broker.redis.transport import RedisTransport
 from archipelago.ops.launch.embedded_redis import Server, start_server
@@ -54,7 +54,7 @@ def island(transport: RedisTransport, epoch: int, second: Server, connections: C
     return made
 
 
-def replica_of(island: RedisTransport) -> Replica:
+def replica_of(island: RedisTransport) -> ReadReplica:
     assert island.chunks.replica is not None
     return island.chunks.replica
 
@@ -135,7 +135,7 @@ def test_a_replica_that_is_away_is_not_asked_for_a_while(
     with start_server(tmp_path / "away") as other:
         client = Counting(client_at(other.url))
     replica_of(island).close()
-    island.chunks.replica = Replica(cast(Any, client), "away", lambda: now[0])
+    island.chunks.replica = ReadReplica(cast(Any, client), "away", lambda: now[0])
     asked = []
     for now[0] in (0.0, 1.0, bulk.PAUSE_SECONDS + 1.0):
         before = client.asked
