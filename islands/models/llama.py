@@ -1,4 +1,4 @@
-"""Conversion of our dense transformer to the names and layouts of Hugging Face's Llama files, and back.
+"""The dimensions of our dense transformers, and their tensors in other programs: above all as Hugging Face's Llama.
 
 The architecture is the same (arXiv 2302.13971): RMSNorm before attention and MLP, rotary positions over halves, SwiGLU,
 and no biases. We use as many key heads as query heads, and the embedding again as the output projection. The files
@@ -9,12 +9,89 @@ script that trains a Llama in a run of ours uses the same table, so this module 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from archipelago.broker.errors import ConfigError
-from archipelago.islands.models.dimensions import DENSE, NORM_EPSILON, ROTARY_BASE, Size
-from archipelago.islands.models.naming import Place
+
+ROTARY_BASE = 10_000.0
+NORM_EPSILON = 1e-6
+
+
+@dataclass(frozen=True)
+class Size:
+    """The dimensions of a transformer.
+
+    Attributes:
+        width: The width of the residual stream.
+        layers: The number of layers.
+        heads: The number of attention heads.
+        hidden: The width inside the gated MLP, about 8/3 of `width`.
+    """
+
+    width: int
+    layers: int
+    heads: int
+    hidden: int
+
+
+#: The dense transformers by the name of their size.
+DENSE: dict[str, Size] = {
+    "tiny": Size(width=64, layers=2, heads=2, hidden=176),
+    "small": Size(width=128, layers=5, heads=4, hidden=344),
+    "base": Size(width=512, layers=8, heads=8, hidden=1368),
+    "124m": Size(width=896, layers=13, heads=14, hidden=2368),
+    "1b": Size(width=2048, layers=20, heads=16, hidden=5504),
+}
+
+
+# -- names in other programs -------------------------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """A tensor's name under the other naming, and whether its axes are swapped there."""
+
+    name: str
+    transposed: bool = False
+
+
+#: From a tensor's name in a script to its place in the run. A table need not have the names that are the same in both.
+Names = Mapping[str, str | Place] | Callable[[str], str | Place]
+
+
+def place_of(names: Any, name: str) -> Place:
+    """Return the place in the run of a tensor by its name in the script.
+
+    Args:
+        names: What the script gives: `Names`, or None if both have the same names.
+        name: The name in the script.
+
+    Raises:
+        ConfigError: `names` is neither a table nor a function, or gives no name (`loop.names`).
+    """
+    if names is None:
+        return Place(name)
+    if not callable(names) and not isinstance(names, Mapping):
+        raise misnamed(f"is {names!r:.60}")
+    found = names(name) if callable(names) else names.get(name, name)
+    place = found if isinstance(found, Place) else Place(found)
+    given: Any = place.name
+    if not isinstance(given, str) or not given:
+        raise misnamed(f"gives {found!r:.60} for {name!r}, which is no name")
+    return place
+
+
+def misnamed(what: str) -> ConfigError:
+    """Return the error (`loop.names`) for names that do not fit a model."""
+    return ConfigError(
+        f"`names` {what}",
+        "Give a table, or a function, from the names of the model's parameters to those of the run.",
+        code="loop.names",
+    )
+
+
+# -- Llama -------------------------------------------------------------------------------------------------------------
 
 _ONCE = {"embedding": "model.embed_tokens.weight", "norm.scale": "model.norm.weight"}
 _IN_LAYER = {

@@ -22,11 +22,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from archipelago.broker.config import BYTES
-from archipelago.islands.models.depth import UNROLLED, Depth, Penalty
-from archipelago.islands.models.dimensions import Size
 from archipelago.islands.models.interface import Model
-from archipelago.islands.models.layers import GAIN, GatedMLP, decoder, functional, language_model, linear
-from archipelago.islands.models.transformer import Transformer
+from archipelago.islands.models.layers import GAIN, GatedMLP, Penalty, decoder, functional, language_model, linear
+from archipelago.islands.models.llama import Size
+from archipelago.islands.models.transformer import UNROLLED, Depth, Transformer
 
 
 @dataclass(frozen=True)

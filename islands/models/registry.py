@@ -20,11 +20,10 @@ from jax.typing import DTypeLike
 from archipelago.broker.config import OWN_MODEL, SMALLEST_RATE, ModelConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.islands.models import moe
-from archipelago.islands.models.depth import Depth
-from archipelago.islands.models.dimensions import DENSE, Size
 from archipelago.islands.models.interface import Model, Params
+from archipelago.islands.models.llama import DENSE, Size
 from archipelago.islands.models.moe import Routing
-from archipelago.islands.models.transformer import transformer
+from archipelago.islands.models.transformer import Depth, transformer
 
 __all__ = ["MODELS", "Entry", "Model", "Params", "build", "default_compute_dtype", "learning_rate"]
 

@@ -1,11 +1,19 @@
 """A decoder-only transformer, over bytes or over the tokens of a tokenizer.
 
+The passage through its layers is unrolled or one scan, with or without rematerialisation. Neither changes a parameter,
+a name or a fragment. An unrolled program grows with the number of layers. A scan compiles one layer; for that, each
+call stacks the layers' tensors, which costs one copy of them in the dtype of computation. Rematerialisation keeps only
+the input of each layer for the backward pass, and computes the layer again there.
+
 Shapes in names: B sequences, T positions, W width, V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,22 +21,78 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from archipelago.broker.config import BYTES
-from archipelago.islands.models.depth import UNROLLED, Depth, Penalty
-from archipelago.islands.models.dimensions import Size
 from archipelago.islands.models.interface import Cache, Model
 from archipelago.islands.models.layers import (
     CreateMLP,
     GatedMLP,
     Layer,
+    Penalty,
     decoder,
     functional,
     language_model,
     rms_norm,
 )
+from archipelago.islands.models.llama import Size
 
 #: The standard deviation of the first logits at every width. The first loss is then near ln V. Smaller embeddings
 #: learn more slowly.
 _LOGIT_DEVIATION = 0.5
+
+
+@dataclass(frozen=True)
+class Depth:
+    """How a model passes through its layers.
+
+    Attributes:
+        scan: Compile one layer and repeat it instead of one program for all layers.
+        rematerialise: Compute each layer again in the backward pass instead of keeping its activations.
+    """
+
+    scan: bool = False
+    rematerialise: bool = False
+
+    def through(self, layers: Sequence[Any], x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Apply layers of one kind in turn.
+
+        Returns:
+            The output of the last layer, and the sum of all `Penalty` terms. None where the layers keep theirs.
+        """
+        if self == UNROLLED:
+            for layer in layers:
+                x = layer(x)
+            return x, None
+        if self.scan:
+            for layer in layers:
+                _cast(layer)
+        graph = nnx.graphdef(layers[0])
+        states = [nnx.state(layer) for layer in layers]
+
+        def apply(x: jax.Array, state: Any) -> tuple[jax.Array, jax.Array]:
+            layer = nnx.merge(graph, state)
+            x = layer(x)
+            return x, sum(jax.tree.leaves(nnx.pop(layer, Penalty)), jnp.zeros((), jnp.float32))
+
+        if self.rematerialise:
+            apply = jax.checkpoint(apply, prevent_cse=not self.scan)  # a scan prevents it anyway
+        if self.scan:
+            x, penalties = jax.lax.scan(apply, x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *states))
+            return x, jnp.sum(penalties)
+        total = jnp.zeros((), jnp.float32)
+        for state in states:
+            x, penalty = apply(x, state)
+            total += penalty
+        return x, total
+
+
+#: The program of all layers in a row, which keeps their activations.
+UNROLLED = Depth()
+
+
+def _cast(layer: Any) -> None:
+    """Cast the kernels of all projections to the dtype that they are used in, so that stacking copies fewer bytes."""
+    for _, part in nnx.iter_modules(layer):
+        if isinstance(part, nnx.Linear) and part.dtype is not None:
+            part.kernel.set_value(part.kernel[...].astype(part.dtype))
 
 
 class Transformer(nnx.Module):

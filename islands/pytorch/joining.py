@@ -14,7 +14,7 @@ from archipelago.broker.errors import ConfigError
 from archipelago.broker.frozen import FrozenValues
 from archipelago.broker.manifest import Manifest, Tensor
 from archipelago.islands.models import llama
-from archipelago.islands.models.naming import Names
+from archipelago.islands.models.llama import Names
 from archipelago.islands.own_loop.loop import OwnLoop
 from archipelago.islands.own_loop.new_run import create_run, settings
 from archipelago.islands.own_loop.session import Session

@@ -12,7 +12,7 @@ import torch
 from archipelago.broker.errors import ConfigError, DivergedError
 from archipelago.broker.frozen import FrozenValues
 from archipelago.broker.manifest import Tensor
-from archipelago.islands.models.naming import Names, misnamed, place_of
+from archipelago.islands.models.llama import Names, misnamed, place_of
 from archipelago.islands.own_loop.tensors import KindOf, not_finite
 from archipelago.islands.own_loop.trained import Trained, frozen_changed, nothing_trained, trained_by, trained_error
 from archipelago.islands.pytorch.frozen import FrozenTensors

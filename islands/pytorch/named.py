@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from archipelago.islands.models.naming import Names, misnamed
+from archipelago.islands.models.llama import Names, misnamed
 
 #: `torch.compile` puts this name before those of the module that it wraps.
 COMPILED = "_orig_mod."

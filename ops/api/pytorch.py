@@ -14,8 +14,8 @@ try:
 except ModuleNotFoundError as _error:
     raise ImportError('archipelago.pytorch needs PyTorch: pip install "archipelago-train[torch]"') from _error
 
+from archipelago.islands.models.llama import Place
 from archipelago.islands.models.llama import from_llama as LLAMA  # noqa: N812 - it is used as a table
-from archipelago.islands.models.naming import Place
 from archipelago.islands.pytorch.joining import JoinedRun, create, join
 
 del _torch

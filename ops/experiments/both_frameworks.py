@@ -23,7 +23,7 @@ from archipelago.islands.data.sharding import gather
 from archipelago.islands.data.supply import Supply
 from archipelago.islands.data.tokenizer import Tokens
 from archipelago.islands.models import llama
-from archipelago.islands.models.dimensions import DENSE
+from archipelago.islands.models.llama import DENSE
 from archipelago.islands.own_loop.loop import OwnLoop
 from archipelago.islands.pytorch.host import torch_host
 from archipelago.islands.pytorch.module import ModuleParameters

@@ -13,8 +13,8 @@ import numpy as np
 from archipelago.islands.data.tokenizer import Tokens
 from archipelago.islands.evaluation import BATCH, Measures, SlicedMeasures, measured
 from archipelago.islands.models import moe
-from archipelago.islands.models.dimensions import Size
 from archipelago.islands.models.interface import Model, Params
+from archipelago.islands.models.llama import Size
 from archipelago.islands.models.moe import Routing
 from archipelago.islands.models.transformer import transformer
 

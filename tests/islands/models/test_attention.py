@@ -10,16 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from archipelago.islands.models import attention
+from archipelago.islands.models import layers
 
 plain = jax.nn.dot_product_attention
 
 
 @pytest.fixture(autouse=True)
 def _no_choice_is_kept() -> Iterator[None]:
-    attention.flash_kind.cache_clear()
+    layers.flash_kind.cache_clear()
     yield
-    attention.flash_kind.cache_clear()
+    layers.flash_kind.cache_clear()
 
 
 def _with(monkeypatch: pytest.MonkeyPatch, cudnn: Callable[[jax.Array], jax.Array]) -> list[str | None]:
@@ -39,13 +39,13 @@ def _attended(dtype: Any) -> jax.Array:
     """Attention inside a program that is being traced, as a model calls it."""
     inputs = np.random.default_rng(1).normal(size=(3, 1, 16, 2, 8)).astype(dtype)
     with jax.numpy_dtype_promotion("standard"):  # attention mixes bfloat16 with float32
-        found: jax.Array = jax.jit(lambda inputs: attention.attend(*inputs))(tuple(inputs))
+        found: jax.Array = jax.jit(lambda inputs: layers.attend(*inputs))(tuple(inputs))
     return found
 
 
 def test_bfloat16_on_a_gpu_uses_cudnn_and_float32_xla(monkeypatch: pytest.MonkeyPatch) -> None:
     used = _with(monkeypatch, lambda mixed: mixed)
-    assert attention.flash_kind("cpu", "bfloat16", 2, 8) is None
+    assert layers.flash_kind("cpu", "bfloat16", 2, 8) is None
     _attended(np.float32)
     assert used == [None]
     _attended(jnp.bfloat16)

@@ -13,12 +13,11 @@ import pytest
 
 from archipelago.broker.config import ModelConfig
 from archipelago.islands.models import moe
-from archipelago.islands.models.depth import Depth
-from archipelago.islands.models.dimensions import Size
 from archipelago.islands.models.interface import Model, Params
+from archipelago.islands.models.llama import Size
 from archipelago.islands.models.moe import Routing
 from archipelago.islands.models.registry import build
-from archipelago.islands.models.transformer import transformer
+from archipelago.islands.models.transformer import Depth, transformer
 from tests.islands.models import mini
 
 SIZE = Size(width=16, layers=2, heads=2, hidden=24)

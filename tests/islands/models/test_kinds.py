@@ -14,7 +14,7 @@ from archipelago.islands.data.preparation import prepare_text
 from archipelago.islands.data.sharding import held_out
 from archipelago.islands.evaluation import Measures, published
 from archipelago.islands.models import moe, registry
-from archipelago.islands.models.dimensions import Size
+from archipelago.islands.models.llama import Size
 from archipelago.islands.models.moe import Routing
 from archipelago.islands.models.registry import Entry
 from archipelago.islands.tasks.ours import our_work

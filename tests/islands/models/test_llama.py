@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from archipelago.broker.errors import ConfigError
 from archipelago.islands.models import llama
-from archipelago.islands.models.dimensions import Size
-from archipelago.islands.models.naming import Place
+from archipelago.islands.models.llama import Place, Size
 from archipelago.islands.models.registry import MODELS, build
 from archipelago.islands.models.transformer import transformer
 from tests.failing import failing

@@ -15,7 +15,7 @@ from archipelago import SyncConfig
 from archipelago.broker.config import ModelConfig
 from archipelago.broker.errors import ConfigError, MismatchError
 from archipelago.islands.models import llama
-from archipelago.islands.models.dimensions import DENSE
+from archipelago.islands.models.llama import DENSE
 from archipelago.islands.models.registry import build
 from tests import pytorch
 from tests.failing import failing
