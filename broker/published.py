@@ -21,17 +21,12 @@ class Published(NamedTuple):
     Attributes:
         snapshot: Its header.
         params_N: Its parameters, float32.
-        payloads: What was downloaded: a full snapshot, and the differences after it in order.
+        bytes: How many bytes were downloaded.
     """
 
     snapshot: Snapshot
     params_N: Vector
-    payloads: tuple[bytes, ...]
-
-    @property
-    def bytes(self) -> int:
-        """How many bytes were downloaded."""
-        return sum(map(len, self.payloads))
+    bytes: int
 
 
 def newest(reader: ReaderClient, manifest: Manifest, p: int) -> Published:
@@ -64,25 +59,20 @@ def full_snapshot(reader: ReaderClient, manifest: Manifest, p: int) -> Published
     snapshot, payload = reader.fragment(p, unpacking.arrived)
     if digest(payload) != snapshot.digest or snapshot.fragment != p:
         raise WireError(f"the snapshot of fragment {p} is not the announced one", code="wire.snapshot")
-    return Published(snapshot, unpacking.finish(payload), (payload,))
+    return Published(snapshot, unpacking.finish(payload), len(payload))
 
 
 def _later(reader: ReaderClient, manifest: Manifest, full: Published, head: Snapshot) -> Published | None:
     """Return the version of the header, or None if a difference is missing or they lead to other parameters."""
-    vector_N, payloads = full.params_N, list(full.payloads)
+    vector_N, size = full.params_N, full.bytes
     for version in range(full.snapshot.version + 1, head.version + 1):
         unpacking = onto(manifest, head.fragment, vector_N)
         payload = reader.difference(head.fragment, version, unpacking.arrived)
         if payload is None:
             return None
         vector_N = unpacking.finish(payload)
-        payloads.append(payload)
-    return Published(head, vector_N, tuple(payloads)) if digest_of(vector_N) == head.held else None
-
-
-def after_difference(manifest: Manifest, p: int, payload: bytes, before_N: Vector) -> Vector:
-    """Return the parameters after a difference. Raises WireError if it is damaged."""
-    return onto(manifest, p, before_N).finish(payload)
+        size += len(payload)
+    return Published(head, vector_N, size) if digest_of(vector_N) == head.held else None
 
 
 def onto(manifest: Manifest, p: int, before_N: Vector) -> Unpacking:

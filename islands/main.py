@@ -25,8 +25,7 @@ from archipelago.broker.errors import ConfigError
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import guarded, keep_compiled, return_freed_memory, stop_on_signals
 from archipelago.broker.shards.transport import whole
-from archipelago.islands.hosts.island import follow_leader, lead
-from archipelago.islands.hosts.membership import membership
+from archipelago.islands.hosts.ranks import host_rank
 from archipelago.islands.options import IslandOptions as IslandOptions
 from archipelago.islands.options import require_valid
 from archipelago.islands.running import run_island
@@ -44,10 +43,16 @@ def main(options: IslandOptions) -> int:
     if options.standby:
         return stand_by(options)
     stopped = stop_on_signals()
-    place = membership(options.coordinator, options.hosts, options.host_rank)
-    if place is None:
+    here = host_rank(options.coordinator, options.hosts, options.host_rank)
+    if here is None:
         return run_island(options, stopped)
-    return lead(options, place, stopped) if place.leads else follow_leader(options, place, stopped)
+    if here.leads:
+        from archipelago.islands.hosts.leader import lead
+
+        return lead(options, here, stopped)
+    from archipelago.islands.hosts.follower import follow_leader
+
+    return follow_leader(options, here, stopped)
 
 
 def entry() -> int:

@@ -17,7 +17,7 @@ from archipelago.broker.process import Patience
 from archipelago.broker.transport import IslandTransport
 from archipelago.islands.computation import Computation
 from archipelago.islands.device import best_scan_steps
-from archipelago.islands.hosts.team import Team
+from archipelago.islands.hosts.leader import HostLeader
 from archipelago.islands.mesh.placement import Placement
 from archipelago.islands.mesh.shape import MeshShape
 from archipelago.islands.models.interface import Params
@@ -54,7 +54,6 @@ class PreparedIsland:
     placement: Placement | None = None
     batch_size: int = 0
     scan_steps: int = 0
-    _team: Team | None = None
     _computes: Callable[..., Computation] = Computation
 
     @property
@@ -68,11 +67,11 @@ class PreparedIsland:
         shape = self.placement.shape if self.placement is not None else MeshShape()
         return jax.process_count() == 1 or shape.fsdp * shape.tensor == 1
 
-    def share(self, team: Team) -> None:
+    def share(self, leader: HostLeader) -> None:
         """Let the other hosts of this island compute everything, too. This process leads them."""
         from archipelago.islands.hosts.computing import LeadingComputation
 
-        self._team, self._computes = team, partial(LeadingComputation, team)
+        self._computes = partial(LeadingComputation, leader)
         self.scan_steps = 1  # hosts would have to measure together
 
     def sample(self) -> Any:
@@ -94,12 +93,7 @@ class PreparedIsland:
 
     def link(self, transport: IslandTransport, who: str) -> Link:
         """Return a link for `who`, an island's name and incarnation."""
-        link = Link(transport, self.manifest, who, ())
-        if self._team is not None:
-            from archipelago.islands.hosts.snapshots import relay_to
-
-            link.channels.relay_to(relay_to(self._team))
-        return link
+        return Link(transport, self.manifest, who, ())
 
     def register(self, transport: IslandTransport) -> None:
         """Tell the run which pinned text this island reads. Raises MismatchError if it knows another of that name."""

@@ -29,7 +29,7 @@ from archipelago.islands.setup import own_task, tell_of_device
 if TYPE_CHECKING:
     from archipelago.broker.transport import IslandTransport
     from archipelago.islands.evaluator import Evaluator
-    from archipelago.islands.hosts.processes import Leading
+    from archipelago.islands.hosts.leader import HostLeader
     from archipelago.islands.prepared import PreparedIsland
     from archipelago.islands.sync.connection.link import Link
     from archipelago.islands.worker import Island
@@ -41,12 +41,12 @@ def run_island(
     options: IslandOptions,
     stopped: Callable[[], bool],
     prepared: PreparedIsland | None = None,
-    leading: Leading | None = None,
+    leader: HostLeader | None = None,
 ) -> int:
     name = island_name(options.url, options.name, "--name")
     origin = options.log_as(name, options.run, island=name)
     require_valid(options)
-    summary = run_named(options, name, stopped, origin, prepared, leading)
+    summary = run_named(options, name, stopped, origin, prepared, leader)
     if options.json:
         print_json(summary)
     if summary["state"] == "replaced":
@@ -61,7 +61,7 @@ def run_named(
     stopped: Callable[[], bool],
     origin: Origin,
     prepared: PreparedIsland | None = None,
-    leading: Leading | None = None,
+    leader: HostLeader | None = None,
 ) -> dict[str, object]:
     began = time.process_time() if prepared else 0.0  # the time before a standby's assignment does not count
     awaited = options.patience(stopped)
@@ -80,8 +80,8 @@ def run_named(
     require_free(folder, name, awaited(transport.reader.presences))
     bucket = own_bucket(options, transport.run, name)
     keep_compiled()
-    if leading is not None:
-        leading.assemble(manifest, awaited.seconds, stopped)
+    if leader is not None:
+        leader.assemble(manifest, awaited.seconds, stopped)
 
     from archipelago.islands import telemetry
     from archipelago.islands.checkpoint import IslandStore
@@ -91,11 +91,11 @@ def run_named(
     from archipelago.islands.worker import train
 
     loaded = time.process_time() - began
-    device_bytes = leading.device_bytes if leading is not None else None
+    device_bytes = leader.device_bytes if leader is not None else None
     with progress("opening the data and building the model"):
         prepared = prepared_for(options, manifest, task, device_bytes, prepared)
-    if leading is not None:
-        prepared.share(leading.team)
+    if leader is not None:
+        prepared.share(leader)
     tell_of_device(dataclasses.replace(manifest, config=prepared.workload.config), prepared.placement)
     awaited(partial(prepared.register, transport))
     with suppress(OSError):  # An island trains without checkpoints where it cannot write.
@@ -111,8 +111,8 @@ def run_named(
         arrivals = awaited(link.join)
     with progress("placing the parameters on the device"):
         island = prepared.island(name, incarnation, link, arrivals, store.on_marker)
-    if leading is not None:
-        leading.island = island
+    if leader is not None:
+        leader.island = island
     joined = time.process_time() - began
     rejoin = Rejoin(transport, store, island, arrivals)
     rejoin.ask()

@@ -1,7 +1,7 @@
 """The computation of an island over several hosts: the leader says what it does next, and the others do the same.
 
-All processes run the same programs in the same order, on their own shards. What a computation needs from the run, such
-as batches and snapshots, comes with the leader's messages.
+All processes run the same programs in the same order, on their own part of each array. What a computation needs from
+the run, such as batches and snapshots, comes with the leader's messages.
 """
 
 from __future__ import annotations
@@ -13,17 +13,14 @@ import jax
 import numpy as np
 
 from archipelago.broker.codecs import CODECS, Parts
-from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.islands.computation import Computation
-from archipelago.islands.hosts.frames import Frame, Value, unfit
-from archipelago.islands.hosts.seat import Seat
-from archipelago.islands.hosts.snapshots import HeldSnapshots
-from archipelago.islands.hosts.team import Team
+from archipelago.islands.hosts.leader import HostLeader
+from archipelago.islands.hosts.messages import Frame, Value, unfit
 from archipelago.islands.inner import InnerState
 from archipelago.islands.mesh.placement import OwnSequences
 from archipelago.islands.sync.arrays import put
-from archipelago.islands.sync.connection.snapshots import Arrival, Download
+from archipelago.islands.sync.connection.snapshots import Arrival
 
 #: In the place of the size of a whole batch, for an array that each host gets as it is.
 WHOLE = -1
@@ -78,13 +75,13 @@ def _placed(values: Sequence[Any], like: Any) -> list[Any]:
 class LeadingComputation(SharedComputation):
     """The computation in the leader's process."""
 
-    def __init__(self, team: Team, *about: Any) -> None:
+    def __init__(self, leader: HostLeader, *about: Any) -> None:
         super().__init__(*about)
-        self._team = team
+        self._leader = leader
 
     def begin(self, arrivals: Sequence[Arrival]) -> None:
         """Start from one snapshot of each fragment, in all processes."""
-        self._team.tell("begin", [arrival.number for arrival in arrivals])
+        self._leader.tell("begin", (), [arrival.params_N for arrival in arrivals])
         super().begin(arrivals)
 
     def step(self, batches_n: Any, schedule_step: int, length: int) -> jax.Array:
@@ -108,32 +105,32 @@ class LeadingComputation(SharedComputation):
             arrays = [leaf if own is None else leaf[:, own] for own, leaf in zip(rows, leaves, strict=True)]
             return Frame(kind, (*values, *sizes), tuple(arrays))
 
-        self._team.tell_each(frame)
+        self._leader.tell_each(frame)
 
     def measure(self, fragment: int, codec: str) -> Parts:
         """Measure a fragment in all processes. The leader has the encoded bytes."""
-        self._team.tell("measure", (fragment, codec))
+        self._leader.tell("measure", (fragment, codec))
         return super().measure(fragment, codec)
 
     def adopt(self, arrival: Arrival) -> None:
-        """Adopt a fragment in all processes. They have decoded it already."""
-        self._team.tell("adopt", (arrival.snapshot.fragment, arrival.number))
+        """Adopt a fragment in all processes."""
+        self._leader.tell("adopt", (arrival.snapshot.fragment,), [arrival.params_N])
         super().adopt(arrival)
 
     def optimizer_leaves(self) -> list[Any]:
         """Return copies of the inner optimiser's arrays, which all processes gather."""
-        self._team.tell("give")
+        self._leader.tell("give")
         return super().optimizer_leaves()
 
     def use_optimizer(self, leaves: Sequence[Any]) -> None:
         """Replace the inner optimiser's arrays in all processes."""
         held = [np.asarray(leaf) for leaf in leaves]
-        self._team.tell("take", (), held)
+        self._leader.tell("take", (), held)
         super().use_optimizer(held)
 
     def copies(self) -> dict[str, Any]:
         """Return the inner state and the references, which all processes gather."""
-        self._team.tell("copies")
+        self._leader.tell("copies")
         return super().copies()
 
     def restore_optimizer(self, optimizer: Any) -> None:
@@ -144,15 +141,15 @@ class LeadingComputation(SharedComputation):
         """Continue from the inner state and the references of a checkpoint, in all processes."""
         state = InnerState(dict(inner["params"]), inner["optimizer"])
         arrays = [np.asarray(leaf) for leaf in jax.tree.leaves((state, [dict(found) for found in references]))]
-        self._team.tell("restore", (), arrays)
+        self._leader.tell("restore", (), arrays)
         self.restore_all(arrays)
 
 
-def follow(seat: Seat, computation: SharedComputation, manifest: Manifest, sample: Any) -> int:
+def follow(next_frame: Callable[[], Frame], computation: SharedComputation, manifest: Manifest, sample: Any) -> int:
     """Do what the leader says until the island ends, and return the exit status.
 
     Args:
-        seat: The connection to the leader.
+        next_frame: Waits for the next message of the leader.
         computation: This process's part.
         manifest: The run.
         sample: A batch, whose tree is that of the leader's batches.
@@ -161,7 +158,6 @@ def follow(seat: Seat, computation: SharedComputation, manifest: Manifest, sampl
         WireError: The leader says what no leader says (`hosts.message`).
     """
     structure: Any = jax.tree.structure(sample)
-    held = HeldSnapshots(manifest)
 
     def batches(frame: Frame, first: int) -> Any:
         """Return the batches of a message whose values from `first` on are the sizes of a whole batch."""
@@ -188,19 +184,14 @@ def follow(seat: Seat, computation: SharedComputation, manifest: Manifest, sampl
             raise unfit(f"there is no fragment {found}")
         return found
 
-    def hold(frame: Frame) -> None:
-        payloads, base = tuple(array.tobytes() for array in frame.arrays), frame.number(2)
-        if not payloads:
-            raise unfit("a snapshot has no payload")
-        held.hold(Download(frame.number(1), fragment(frame), None if base < 0 else base, payloads))
-
-    def begin(frame: Frame) -> None:
-        computation.begin_at([held.take(p, frame.number(p)) for p in range(len(manifest.sizes))])
+    def vectors(frame: Frame, sizes: Sequence[int]) -> list[Any]:
+        if [(x.shape, x.dtype) for x in frame.arrays] != [((size,), np.dtype(np.float32)) for size in sizes]:
+            raise unfit(f"{frame.kind} has arrays of other sizes than {sizes}")
+        return list(frame.arrays)
 
     def adopt(frame: Frame) -> None:
-        p, number = fragment(frame), frame.number(1)
-        computation.adopt_vector(p, held.take(p, number))
-        held.forget(p, number)
+        p = fragment(frame)
+        computation.adopt_vector(p, *vectors(frame, manifest.sizes[p : p + 1]))
 
     def measure(frame: Frame) -> None:
         if frame.text(1) not in CODECS:
@@ -220,8 +211,7 @@ def follow(seat: Seat, computation: SharedComputation, manifest: Manifest, sampl
         computation.restore_all(frame.arrays)
 
     doings: dict[str, Callable[[Frame], Any]] = {
-        "hold": hold,
-        "begin": begin,
+        "begin": lambda frame: computation.begin_at(vectors(frame, manifest.sizes)),
         "try": lambda frame: computation.try_steps(batches(frame, 1), frame.number(0)),
         "step": lambda frame: computation.step(batches(frame, 2), frame.number(0), frame.number(1)),
         "measure": measure,
@@ -231,8 +221,8 @@ def follow(seat: Seat, computation: SharedComputation, manifest: Manifest, sampl
         "copies": lambda frame: computation.copies(),
         "restore": restore,
     }
-    while (frame := seat.next()).kind != "end":
+    while (frame := next_frame()).kind != "end":
         if frame.kind not in doings:
-            raise WireError(f"the leader says {frame.kind[:40]!r}, which nothing knows", code="hosts.message")
+            raise unfit(f"the leader says {frame.kind!r}, which nothing knows")
         doings[frame.kind](frame)
     return frame.number(1)

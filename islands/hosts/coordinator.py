@@ -1,4 +1,4 @@
-"""JAX over several hosts, with a coordinator that outlives the leader by some seconds.
+"""JAX over several hosts, with a coordinator that outlives the leader by some seconds, and the ports of both.
 
 `jax.distributed.initialize` puts the coordinator into the leader's process. When that dies, JAX aborts all others at
 once, before they can say why they end. So the coordinator has a process of its own, which ends after the leader.
@@ -6,13 +6,16 @@ once, before they can say why they end. So the coordinator has a process of its 
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
 from contextlib import suppress
 
-from archipelago.islands.hosts.membership import Membership
-from archipelago.islands.hosts.ports import await_free
+from archipelago.broker.errors import ConfigError
+from archipelago.islands.hosts.ranks import HostRank
+
+POLL_SECONDS = 0.1
 
 #: How long the coordinator outlives the leader. The others say what happened within this time.
 LINGER_SECONDS = 5.0
@@ -34,43 +37,47 @@ service.shutdown()
 """
 
 
-class Coordinator:
-    """The process of JAX's coordinator. The leader starts it. It ends by itself after the leader."""
+def start_coordinator(here: HostRank) -> subprocess.Popen[bytes]:
+    """Start the process of JAX's coordinator, once that of an earlier start has ended. It ends after this process.
 
-    def __init__(self, place: Membership) -> None:
-        """Start it, once the coordinator of an earlier start has ended. Raises ConfigError (`hosts.port`)."""
-        port = place.jax_address.rpartition(":")[2]
-        await_free(int(port), 2 * LINGER_SECONDS)
-        bind = f"[::]:{port}"
-        command = [sys.executable, "-P", "-c", _PROGRAM, bind, str(place.hosts)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-
-    def close(self) -> None:
-        """Let it end."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+    Raises:
+        ConfigError: Its port cannot be used (`hosts.port`).
+    """
+    port = here.jax_address.rpartition(":")[2]
+    await_free(int(port), 2 * LINGER_SECONDS)
+    command = [sys.executable, "-P", "-c", _PROGRAM, f"[::]:{port}", str(here.hosts)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
 
-def connect(place: Membership) -> None:
+def connect(here: HostRank) -> tuple[str, int, int]:
     """Connect this process's JAX to the others. Call this before anything that uses a device.
 
-    JAX aborts the process if the others do not connect within START_SECONDS.
+    JAX aborts the process if the others do not connect within START_SECONDS. Afterwards `jax.devices()` are those of
+    all processes.
+
+    Returns:
+        The number and kind of this process's devices, the bytes of memory of one, 0 if it is not known, and JAX's
+        number of the process.
     """
     import jax
     from jax._src import distributed
     from jax._src.lib import _jax  # type: ignore[attr-defined]
 
-    if _platforms(jax.config.jax_platforms) == ["cpu"]:  # type: ignore[attr-defined]
-        _set("jax_cpu_collectives_implementation", "gloo")
-    if place.local_devices is not None:
-        visible = ",".join(map(str, place.local_devices))
-        _set("jax_cuda_visible_devices", visible)
-        _set("jax_rocm_visible_devices", visible)
+    from archipelago.islands.mesh.placement import device_memory
+
+    settings = {}
+    if jax.config.jax_platforms == "cpu":  # type: ignore[attr-defined]
+        settings["jax_cpu_collectives_implementation"] = "gloo"
+    if here.local_devices is not None:
+        visible = ",".join(map(str, here.local_devices))
+        settings |= {"jax_cuda_visible_devices": visible, "jax_rocm_visible_devices": visible}
+    for name, value in settings.items():
+        jax.config.update(name, value)  # type: ignore[no-untyped-call]
     state = distributed.global_state
-    state.coordinator_address, state.process_id, state.num_processes = place.jax_address, place.rank, place.hosts
+    state.coordinator_address, state.process_id, state.num_processes = here.jax_address, here.rank, here.hosts
     state.client = _jax.get_distributed_runtime_client(
-        place.jax_address,
-        place.rank,
+        here.jax_address,
+        here.rank,
         init_timeout=START_SECONDS,
         shutdown_timeout=SHUTDOWN_SECONDS,
         heartbeat_timeout=JAX_SILENCE_SECONDS,
@@ -78,6 +85,8 @@ def connect(place: Membership) -> None:
         shutdown_on_destruction=False,
     )
     state.client.connect()
+    devices = jax.local_devices()
+    return f"{len(devices)} of {devices[0].device_kind}", device_memory(), jax.process_index()
 
 
 def leave() -> None:
@@ -100,11 +109,37 @@ def forget_others() -> None:
     distributed.global_state.client = None
 
 
-def _set(name: str, value: str) -> None:
-    import jax
-
-    jax.config.update(name, value)  # type: ignore[no-untyped-call]
+# -- ports -------------------------------------------------------------------------------------------------------------
 
 
-def _platforms(chosen: str | None) -> Sequence[str]:
-    return (chosen or "").split(",")
+def listening(port: int) -> socket.socket:
+    """Return a socket that listens on a port, for IPv6 and IPv4. Raises ConfigError (`hosts.port`)."""
+    try:
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    except (OSError, ValueError):
+        pass
+    try:
+        return socket.create_server(("", port))
+    except OSError as error:
+        raise ConfigError(
+            f"the leader of this island cannot listen on port {port} ({error.strerror or error})",
+            "Choose another port for --coordinator, or end the process that has this one.",
+            code="hosts.port",
+        ) from None
+
+
+def await_free(port: int, seconds: float) -> None:
+    """Wait until nothing listens on a port. Raises ConfigError (`hosts.port`) if something still does after `seconds`.
+
+    JAX would share the port with the coordinator of an island that has just ended, and hosts would reach either.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            listening(port).close()
+        except ConfigError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(POLL_SECONDS)
+        else:
+            return

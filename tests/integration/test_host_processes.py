@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 from pathlib import Path
 
@@ -22,7 +21,7 @@ FLAGS = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
 def test_two_hosts_train_lose_each_other_and_come_back_together(
     processes: Processes, server: Server, until: Until
 ) -> None:
-    """Their state comes from their checkpoint, or from a peer. A host that is stopped is as lost as a killed one."""
+    """Their state comes from their checkpoint, and a peer's from them."""
     url = server.url
     processes.environment |= {"ARCHIPELAGO_URL": url, "ARCHIPELAGO_RUN": RUN, "JAX_PLATFORMS": "cpu"}
     processes.ended(processes.start("init", f"--run={RUN}", "--inner.steps=100000", *SETTINGS))
@@ -60,15 +59,6 @@ def test_two_hosts_train_lose_each_other_and_come_back_together(
     until(lambda: joined(one), "an island of one device")
     assert "optimiser state: peer two" in processes.said(one)
     until(lambda: rounds() >= before + 4, "rounds of both")
-    leader.send_signal(signal.SIGSTOP)
-    processes.ended(other, status=75)
-    assert processes.said(other).count("the leader of this island is lost") == 1
-    leader.send_signal(signal.SIGCONT)
-    processes.ended(leader, status=75)
-    assert processes.said(leader).count("host 1 of this island is lost") == 1
-
-    leader, other = started()
-    assert "optimiser state: peer one" in processes.said(leader)
     for process in (other, one):
         process.terminate()
     for process in (leader, other, one):

@@ -14,7 +14,7 @@ from archipelago.broker.messages import Contribution, Event
 from archipelago.broker.transport import IslandTransport
 from archipelago.islands.sync.connection.inbox import Inbox
 from archipelago.islands.sync.connection.outbox import Draft, Outbox, Published
-from archipelago.islands.sync.connection.snapshots import Arrival, Download
+from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.connection.uplink import Uplink
 
 
@@ -106,23 +106,9 @@ class Channel:
             [self._arrival(arrival) for arrival in arrivals],
         )
 
-    def relay_to(self, relay: Callable[[Download], None]) -> None:
-        """Call `relay` with what came over the wire for each arrival, before the arrival is handed over."""
-        self.inbox.snapshots.relay = lambda download: relay(self._download(download))
-
     def held(self) -> dict[int, Arrival]:
         """Return the newest snapshot of each fragment as it was published; none if one is not held."""
         return {arrival.snapshot.fragment: arrival for arrival in map(self._arrival, self.inbox.snapshots.all_held())}
 
     def _arrival(self, arrival: Arrival) -> Arrival:
-        snapshot = self._layout.in_run(self.shard, arrival.snapshot)
-        return replace(arrival, snapshot=snapshot, number=self._number(arrival.number))
-
-    def _download(self, download: Download) -> Download:
-        fragment = self._layout.fragments[self.shard][download.fragment]
-        base = None if download.base is None else self._number(download.base)
-        return replace(download, number=self._number(download.number), fragment=fragment, base=base)
-
-    def _number(self, number: int) -> int:
-        """Return a number that no arrival of another shard has."""
-        return number * self._layout.shards + self.shard
+        return replace(arrival, snapshot=self._layout.in_run(self.shard, arrival.snapshot))

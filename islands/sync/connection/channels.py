@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Event
 from archipelago.islands.sync.connection.channel import Channel
 from archipelago.islands.sync.connection.outbox import Draft, Published
-from archipelago.islands.sync.connection.snapshots import Arrival, Download
+from archipelago.islands.sync.connection.snapshots import Arrival
 
 
 class Channels(tuple[Channel, ...]):
@@ -103,8 +103,3 @@ class Channels(tuple[Channel, ...]):
         """Return the newest snapshot of every fragment as it was published; an empty list if one is not held."""
         held = {p: arrival for channel in self for p, arrival in channel.held().items()}
         return [held[p] for p in sorted(held)] if len(held) == self._layout.count else []
-
-    def relay_to(self, relay: Callable[[Download], None]) -> None:
-        """Call `relay` with what came over the wire for each arrival, before the arrival is handed over."""
-        for channel in self:
-            channel.relay_to(relay)

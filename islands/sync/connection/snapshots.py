@@ -10,9 +10,9 @@ from archipelago.broker.codecs import Vector
 from archipelago.broker.errors import BrokerError, UnreachableError, WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Snapshot, TapeEntry
-from archipelago.broker.published import after_difference, newest, onto
+from archipelago.broker.published import newest, onto
 from archipelago.broker.transport import IslandTransport
-from archipelago.broker.wire import digest_of, unpack
+from archipelago.broker.wire import digest_of
 from archipelago.islands.sync.connection.announcements import Heads, believable_step, snapshot_fault
 from archipelago.islands.sync.connection.uplink import Uplink
 
@@ -24,38 +24,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Arrival:
-    """A snapshot that was downloaded and decoded: float32, N elements. The numbers of a link's arrivals count up."""
+    """A snapshot that was downloaded and decoded: float32, N elements."""
 
     snapshot: Snapshot
     params_N: Vector
-    number: int = 0
-
-
-@dataclass(frozen=True)
-class Download:
-    """What came over the wire for an arrival.
-
-    Attributes:
-        number: The arrival's number.
-        fragment: Its fragment.
-        base: The number of the arrival to which differences are added; None for a snapshot in full.
-        payloads: The differences in order, after the snapshot in full if there is no base.
-    """
-
-    number: int
-    fragment: int
-    base: int | None
-    payloads: tuple[bytes, ...]
-
-
-def decoded(manifest: Manifest, download: Download, base_N: Vector | None) -> Vector:
-    """Return the vector of an arrival, the same bits on every machine. Raises WireError for a damaged payload."""
-    differences = download.payloads
-    if base_N is None:
-        base_N, differences = unpack(differences[0], manifest.sizes[download.fragment]), differences[1:]
-    for payload in differences:
-        base_N = after_difference(manifest, download.fragment, payload, base_N)
-    return base_N
 
 
 class Snapshots:
@@ -85,9 +57,6 @@ class Snapshots:
         self._listen = listen
         self.bytes_down = 0
         self.held: dict[int, Arrival] = {}
-        #: Called for each arrival, before it is handed over, with what came over the wire.
-        self.relay: Callable[[Download], None] = lambda download: None
-        self._arrived = 0
         #: The length of the run in steps. No step beyond it is believed.
         self.run_steps = manifest.config.inner.steps
         #: The largest global step that this island believes in.
@@ -155,13 +124,11 @@ class Snapshots:
         if fault := snapshot_fault(found.snapshot, self._manifest):
             raise WireError(f"the hash of fragment {p} holds {fault}", code="wire.snapshot")
         self.bytes_down += found.bytes
-        return self._hold(p, Arrival(found.snapshot, found.params_N), None, found.payloads)
+        return self._hold(p, Arrival(found.snapshot, found.params_N))
 
-    def _hold(self, p: int, arrival: Arrival, base: int | None, payloads: Sequence[bytes]) -> Arrival:
+    def _hold(self, p: int, arrival: Arrival) -> Arrival:
         """Remember an arrival if differences build on it, and forget the announcements up to it."""
-        self._arrived += 1
-        arrival = replace(arrival, snapshot=self._with_believable_step(arrival.snapshot), number=self._arrived)
-        self.relay(Download(arrival.number, p, base, tuple(payloads)))
+        arrival = replace(arrival, snapshot=self._with_believable_step(arrival.snapshot))
         if self._manifest.config.wire.sends_differences:
             self.held[p] = arrival
         self._known[p] = (arrival.snapshot.version, arrival.snapshot.digest)
@@ -197,20 +164,19 @@ class Snapshots:
         chain = self._chain(p, held.snapshot.version) if held is not None else []
         if held is None or not chain:
             return None
-        vector_N, payloads = held.params_N, []
+        vector_N = held.params_N
         for snapshot in chain:
-            found = self._after_difference(p, snapshot, vector_N)
-            if found is None:
+            found_N = self._after_difference(p, snapshot, vector_N)
+            if found_N is None:
                 return None
-            vector_N, payload = found
-            payloads.append(payload)
+            vector_N = found_N
             self._listen()
             if self.held.get(p) is not held:
                 return None  # the run went back meanwhile
         if digest_of(vector_N) != chain[-1].held:
             log.warning("the differences of fragment %s lead to other parameters: fetching it in full", p)
             return None
-        return self._hold(p, Arrival(chain[-1], vector_N), held.number, payloads)
+        return self._hold(p, Arrival(chain[-1], vector_N))
 
     def _chain(self, p: int, version: int) -> list[Snapshot]:
         """Return the announced versions after `version` if all have a difference and these are worth downloading."""
@@ -222,14 +188,14 @@ class Snapshots:
             return []
         return known
 
-    def _after_difference(self, p: int, snapshot: Snapshot, before_N: Vector) -> tuple[Vector, bytes] | None:
+    def _after_difference(self, p: int, snapshot: Snapshot, before_N: Vector) -> Vector | None:
         unpacking = onto(self._manifest, p, before_N)
         payload = self._transport.reader.difference(p, snapshot.version, unpacking.arrived)
         if payload is None or len(payload) != snapshot.difference_bytes:
             return None
         self.bytes_down += len(payload)
         try:
-            return unpacking.finish(payload), payload
+            return unpacking.finish(payload)
         except WireError as error:
             log.warning("a difference of fragment %s is damaged (%s): fetching it in full", p, error.reason)
             return None

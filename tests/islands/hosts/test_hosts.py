@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,15 +19,11 @@ from jax._src.lib import _jax  # type: ignore[attr-defined]
 
 from archipelago.broker.errors import ConfigError, HostError, WireError
 from archipelago.broker.machine import free_port
-from archipelago.islands.hosts import processes
-from archipelago.islands.hosts.coordinator import JAX_SILENCE_SECONDS, SHUTDOWN_SECONDS, START_SECONDS
-from archipelago.islands.hosts.frames import PIECE_BYTES, Connection, Frame
-from archipelago.islands.hosts.loss import LOST_STATUS
-from archipelago.islands.hosts.membership import Membership, is_in_cluster, membership
-from archipelago.islands.hosts.ports import await_free
-from archipelago.islands.hosts.processes import Leading, key_of
-from archipelago.islands.hosts.seat import Seat, joined
-from archipelago.islands.hosts.team import Team
+from archipelago.islands.hosts.coordinator import JAX_SILENCE_SECONDS, SHUTDOWN_SECONDS, START_SECONDS, await_free
+from archipelago.islands.hosts.follower import HostFollower, joined
+from archipelago.islands.hosts.leader import HostLeader
+from archipelago.islands.hosts.messages import LOST_STATUS, PIECE_BYTES, Connection, Frame, in_words
+from archipelago.islands.hosts.ranks import HostRank, host_rank, is_in_cluster, key_of
 from tests.conftest import PATIENCE_SECONDS, Until
 from tests.failing import failing
 
@@ -54,7 +50,7 @@ def test_a_message_arrives_as_it_was() -> None:
     )  # fmt: skip
     with connected() as (one, other):
         Connection(one).send(Frame("step", (3, "text", None, True, 0.5), arrays))
-        found = Connection(other).receive(lambda: 1 << 10, PATIENCE_SECONDS)
+        found = Connection(other).receive(PATIENCE_SECONDS, lambda: 1 << 10)
     assert (found.kind, found.values) == ("step", (3, "text", None, True, 0.5))
     for got, sent in zip(found.arrays, arrays, strict=True):
         np.testing.assert_array_equal(got, sent)
@@ -105,40 +101,37 @@ DAMAGED = [
 ]
 
 
+def test_a_silent_process_is_noticed() -> None:
+    with connected() as (one, _), pytest.raises(TimeoutError) as caught:
+        Connection(one).receive(0.01)
+    assert "silent" in in_words(caught.value)
+
+
 def test_a_damaged_message_is_refused() -> None:
     for data in DAMAGED:
         with connected() as (one, other):
             other.sendall(data)
             with failing(WireError, "hosts.message"):
-                Connection(one).receive(lambda: 1 << 10, PATIENCE_SECONDS)
+                Connection(one).receive(PATIENCE_SECONDS, lambda: 1 << 10)
 
 
 # -- flags -------------------------------------------------------------------------------------------------------------
 
 
-def test_wrong_flags() -> None:
-    wrongs: list[tuple[str | None, int | None, int | None, str]] = [
-        ("node0:9000", None, None, "hosts.flags"),
-        (None, 2, 0, "hosts.flags"),
-        ("node0", 2, 0, "hosts.coordinator"),
-        ("node0:0", 2, 0, "hosts.coordinator"),
-        ("node0:70000", 2, 0, "hosts.coordinator"),
-        ("node0:9000", 0, 0, "hosts.number"),
-        ("node0:9000", 2, 2, "hosts.rank"),
-        ("node0:9000", 2, -1, "hosts.rank"),
-    ]
-    for coordinator, hosts, rank, code in wrongs:
-        with failing(ConfigError, code):
-            membership(coordinator, hosts, rank, {})
-
-
-def test_right_flags() -> None:
-    assert membership(None, None, None, {}) is None
-    assert membership(None, 1, None, {"SLURM_NTASKS": "4"}) is None
-    place = membership("[::1]:9000", 4, 3, {})
-    assert place is not None
-    assert (place.host, place.port, place.leads) == ("::1", 9000, False)
-    assert (place.address, place.jax_address) == ("[::1]:9000", "[::1]:9001")
+def test_flags_give_a_rank_or_are_refused() -> None:
+    wrongs: list[tuple[str | None, int | None, int | None]] = [
+        ("node0:9000", None, None), (None, 2, 0), ("node0", 2, 0), ("node0:0", 2, 0), ("node0:70000", 2, 0),
+        ("node0:9000", 0, 0), ("node0:9000", 2, 2), ("node0:9000", 2, -1),
+    ]  # fmt: skip
+    for wrong in wrongs:
+        with failing(ConfigError, "hosts.flags"):
+            host_rank(*wrong, {})
+    assert host_rank(None, None, None, {}) is None
+    assert host_rank(None, 1, None, {"SLURM_NTASKS": "4"}) is None
+    here = host_rank("[::1]:9000", 4, 3, {})
+    assert here is not None
+    assert (here.host, here.port, here.leads) == ("::1", 9000, False)
+    assert (here.address, here.jax_address) == ("[::1]:9000", "[::1]:9001")
 
 
 def in_slurm(monkeypatch: pytest.MonkeyPatch, **others: str) -> dict[str, str]:
@@ -156,10 +149,10 @@ def test_slurm_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     environ = in_slurm(monkeypatch)
     assert is_in_cluster(environ)
     assert not is_in_cluster({"SLURM_NTASKS": "1"})
-    assert membership(None, None, None, environ) == Membership("node3", 61440, 2, 1, (0,))
+    assert host_rank(None, None, None, environ) == HostRank("node3", 61440, 2, 1, (0,))
     # A cluster may not say its hosts, as Kubernetes does in a pod without the right to ask for its job.
-    with failing(ConfigError, "hosts.cluster") as caught:
-        membership(None, None, None, in_slurm(monkeypatch, SLURM_NTASKS="two"))
+    with failing(ConfigError, "hosts.flags") as caught:
+        host_rank(None, None, None, in_slurm(monkeypatch, SLURM_NTASKS="two"))
     assert "two" in caught.value.what
     assert "--hosts 1" in caught.value.remedy
 
@@ -168,189 +161,168 @@ def test_slurm_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def place() -> Membership:
-    return Membership("127.0.0.1", free_port(), 2, 0)
+def here() -> HostRank:
+    return HostRank("127.0.0.1", free_port(), 2, 0)
 
 
 @pytest.fixture
-def team(place: Membership) -> Iterator[Team]:
-    made = Team(place, ABOUT, KEY)
+def exits() -> list[int]:
+    """The exit statuses of the leader and of the others, which end no process here."""
+    return []
+
+
+@pytest.fixture
+def leader(here: HostRank, exits: list[int]) -> Iterator[HostLeader]:
+    made = HostLeader(here, ABOUT, KEY, exits.append)
     yield made
     made.end()
 
 
-def come(place: Membership, rank: int = 1, about: Mapping[str, str] = ABOUT, key: bytes = KEY) -> Seat:
-    return joined(replace(place, rank=rank), about, key, PATIENCE_SECONDS)
+def tried(here: HostRank, rank: int = 1, about: Mapping[str, str] = ABOUT, key: bytes = KEY) -> HostFollower | str:
+    """Return a host that has come to the leader, or the code of what refuses it."""
+    try:
+        return joined(replace(here, rank=rank), about, key, PATIENCE_SECONDS, exits=lambda status: None)
+    except ConfigError as error:
+        return error.code
 
 
-def gathered(team: Team, place: Membership) -> Seat:
-    found: list[Seat] = []
-    thread = threading.Thread(target=lambda: found.append(come(place)))
-    thread.start()
-    team.gather(PATIENCE_SECONDS)
-    thread.join()
-    return found[0]
+def both(leader: HostLeader, *comes: Callable[[], HostFollower | str]) -> list[HostFollower | str]:
+    """Let hosts come in threads of their own while the leader waits for one."""
+    found: list[HostFollower | str] = []
+    threads = [threading.Thread(target=lambda come=come: found.append(come())) for come in comes]
+    for thread in threads:
+        thread.start()
+    leader.gather(PATIENCE_SECONDS)
+    for thread in threads:
+        thread.join()
+    return found
 
 
-def test_hosts_come_together_and_end_together(team: Team, place: Membership, until: Until) -> None:
-    seat = gathered(team, place)
-    stopped = threading.Event()
-    ends: list[tuple[str, int]] = []
-    seat.most = 100
-    seat.start(lambda sentence, status: ends.append((sentence, status)), stopped.is_set)
-    team.tell("step", (1,), [np.arange(3)])
-    assert seat.expect("step").arrays[0].tolist() == [0, 1, 2]
-    seat.say("devices", "2 of cpu")
-    assert team.ask_all("devices", PATIENCE_SECONDS)[1].text(0) == "2 of cpu"
-    assert not team.is_stopping
-    stopped.set()
-    until(lambda: team.is_stopping, "the signal of the other host")
-    team.end("", 7)
-    assert seat.expect("end").number(1) == 7
-    assert not ends
-    await_free(place.port, PATIENCE_SECONDS)  # another leader may take it at once
+def gathered(leader: HostLeader, here: HostRank) -> HostFollower:
+    (found,) = both(leader, lambda: tried(here))
+    assert isinstance(found, HostFollower)
+    return found
 
 
-def test_a_lost_host_ends_the_leader(team: Team, place: Membership, until: Until) -> None:
-    seat = gathered(team, place)
-    lost: list[tuple[str, int]] = []
-    team.watch(lambda sentence, status: lost.append((sentence, status)))
-    seat._connection.close()
-    until(lambda: bool(lost), "the loss")
-    assert lost[0][1] == LOST_STATUS == 75
-    assert "host 1" in lost[0][0]
-
-
-def test_a_lost_leader_ends_the_others(team: Team, place: Membership, until: Until) -> None:
-    seat = gathered(team, place)
-    lost: list[int] = []
-    seat.start(lambda sentence, status: lost.append(status), lambda: False)
-    team._followers[1].connection.close()
-    until(lambda: bool(lost), "the loss")
-    assert lost == [LOST_STATUS]
-
-
-def test_a_computation_that_fails_with_a_lost_host_does_not_end_the_leader_first(
-    place: Membership, monkeypatch: pytest.MonkeyPatch
+def test_hosts_come_together_and_end_together(
+    leader: HostLeader, here: HostRank, exits: list[int], until: Until
 ) -> None:
-    """The thread that has noticed the loss says goodbye to the run first, and ends the process with status 75."""
-    leading, order = Leading(place, ABOUT, KEY), list[str]()
+    follower = gathered(leader, here)
+    stopped = threading.Event()
+    follower.most = 100
+    follower.start(stopped.is_set)
+    leader.tell("step", (1,), [np.arange(3)])
+    assert follower.expect("step").arrays[0].tolist() == [0, 1, 2]
+    follower.say("devices", "2 of cpu")
+    assert [said.text(0) for _, said in leader.ask_all("devices", PATIENCE_SECONDS)] == ["2 of cpu"]
+    assert not leader.is_stopping
+    stopped.set()
+    until(lambda: leader.is_stopping, "the signal of the other host")
+    leader.end(7)
+    assert follower.expect("end").number(1) == 7
+    assert not exits
+    await_free(here.port, PATIENCE_SECONDS)  # another leader may take it at once
+
+
+def test_a_lost_host_ends_the_leader_after_its_island_has_said_goodbye(
+    leader: HostLeader, here: HostRank, exits: list[int], until: Until, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A computation that fails with the lost host does not end the leader first, with another status."""
     says_goodbye, goodbye = threading.Event(), threading.Event()
 
     class Departing:
         def give_up(self, kind: str, sentence: str) -> None:
             says_goodbye.set()
-            goodbye.wait(0.2)
+            goodbye.wait()
 
-    monkeypatch.setattr(processes, "_exit", lambda status: order.append(f"status {status}"))
-    monkeypatch.setattr(leading.team, "end", lambda *_: order.append("end"))
-    leading.island = cast(Any, Departing())
-    thread = threading.Thread(target=leading._lost, args=("host 1 of this island is lost", LOST_STATUS))
-    thread.start()
+    follower = gathered(leader, here)
+    leader.island = cast(Any, Departing())
+    follower._connection.close()
     says_goodbye.wait()
-    leading.end(error=RuntimeError("the peer has closed the connection"))
+    ends = threading.Thread(target=lambda: leader.end(error=RuntimeError("the peer has closed the connection")))
+    ends.start()
+    assert not exits
     goodbye.set()
-    thread.join()
-    assert order == ["status 75", "end"]
+    ends.join()
+    assert exits == [LOST_STATUS] == [75]
+    assert "host 1 of this island is lost" in capsys.readouterr().err
+
+
+def test_a_lost_leader_ends_the_others(leader: HostLeader, here: HostRank, until: Until) -> None:
+    follower, ends = gathered(leader, here), list[int]()
+    follower._exits = ends.append
+    follower.start()
+    leader._others[1].connection.close()
+    until(lambda: ends == [LOST_STATUS], "the loss")
 
 
 def test_a_host_that_has_failed_itself_does_not_repeat_the_leaders_error() -> None:
     """Both find the same mistake, and each says one sentence."""
-    ends: list[str] = []
+    ends: list[int] = []
     with connected() as (one, other):
-        seat, leader = Seat(Connection(one)), Connection(other)
-        seat.fail("the mesh needs 8 devices", 2)
-        seat.start(lambda sentence, status: ends.append(sentence), lambda: False)
-        leader.send(Frame("end", ("the leader of this island has ended: the mesh needs 8 devices", 2)))
-        assert seat.expect("end").number(1) == 2
+        follower, connection = HostFollower(Connection(one), ends.append), Connection(other)
+        follower.fail("the mesh needs 8 devices", 2)
+        follower.start()
+        connection.send(Frame("end", ("the leader of this island has ended: the mesh needs 8 devices", 2)))
+        assert follower.expect("end").number(1) == 2
         assert not ends
-        assert leader.receive(lambda: 0, PATIENCE_SECONDS).kind == "failed"
-        leader.close()
+        assert connection.receive(PATIENCE_SECONDS).kind == "failed"
+        connection.close()
 
 
-def test_hosts_that_disagree_are_refused_on_both_sides(team: Team, place: Membership) -> None:
-    refused: list[str] = []
-
-    def try_it() -> None:
-        try:
-            come(place, about={**ABOUT, "jax": "2.0"})
-        except ConfigError as error:
-            refused.append(error.code)
-
-    thread = threading.Thread(target=try_it)
+def test_hosts_that_disagree_are_refused_on_both_sides(leader: HostLeader, here: HostRank) -> None:
+    refused: list[HostFollower | str] = []
+    thread = threading.Thread(target=lambda: refused.append(tried(here, about={**ABOUT, "jax": "2.0"})))
     thread.start()
     with failing(ConfigError, "hosts.disagree"):
-        team.gather(PATIENCE_SECONDS)
+        leader.gather(PATIENCE_SECONDS)
     thread.join()
     assert refused == ["hosts.disagree"]
 
 
-def test_a_stranger_and_a_host_that_joins_twice_are_refused_and_disturb_nobody(team: Team, place: Membership) -> None:
-    seat = gathered(team, place)
-    for rank in (0, 1):
-        with failing(ConfigError, "hosts.twice"):
-            come(place, rank)
-    with failing(ConfigError, "hosts.stranger"):
-        come(place, key=key_of("redis://:guess@host"))
-    assert set(team._followers) == {1}
-    seat.start(lambda sentence, status: None, lambda: False)
-    team.tell("go")
-    assert seat.expect("go").kind == "go"
+class SlowLeader(HostLeader):
+    """A leader that lets two processes pass the check before either enters, if nothing prevents that."""
 
+    meeting = threading.Barrier(2)
 
-def test_of_two_that_come_at_once_with_one_rank_one_is_let_in(
-    team: Team, place: Membership, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found: list[Seat | str] = []
-    refusal, meeting = team._refusal, threading.Barrier(2)
-
-    def checked(*about: Any) -> Any:
-        """Let both processes pass the check before either enters, if the leader allows it."""
-        refused = refusal(*about)
+    def require_fit(self, rank: int, about: Mapping[str, str]) -> None:
+        super().require_fit(rank, about)
         with suppress(threading.BrokenBarrierError):
-            meeting.wait(0.2)
-        return refused
-
-    monkeypatch.setattr(team, "_refusal", checked)
-
-    def try_it() -> None:
-        try:
-            found.append(come(place))
-        except ConfigError as error:
-            found.append(error.code)
-
-    threads = [threading.Thread(target=try_it) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    team.gather(PATIENCE_SECONDS)
-    for thread in threads:
-        thread.join()
-    assert [each for each in found if isinstance(each, str)] == ["hosts.twice"]
-    (seat,) = (each for each in found if isinstance(each, Seat))
-    seat.start(lambda sentence, status: None, lambda: False)
-    team.tell("go")
-    assert seat.expect("go").kind == "go"
+            self.meeting.wait(0.2)
 
 
-def test_hosts_that_do_not_come(team: Team, place: Membership) -> None:
-    with failing(HostError, "hosts.away"):
-        joined(replace(place, rank=1), ABOUT, KEY, 0.0)
+def test_a_stranger_and_a_host_that_joins_twice_are_refused_and_disturb_nobody(here: HostRank) -> None:
+    """Of two that come at once with one rank, one is let in."""
+    leader = SlowLeader(here, ABOUT, KEY)
+    found = both(leader, lambda: tried(here), lambda: tried(here))
+    assert [each for each in found if isinstance(each, str)] == ["hosts.flags"]
+    (follower,) = (each for each in found if isinstance(each, HostFollower))
+    assert [tried(here, rank) for rank in (0, 1)] == ["hosts.flags"] * 2
+    assert tried(here, key=key_of("redis://:guess@host")) == "hosts.stranger"
+    follower.start()
+    leader.tell("go")
+    assert follower.expect("go").kind == "go"
+    leader.end()
+
+
+def test_hosts_that_do_not_come(leader: HostLeader, here: HostRank) -> None:
     with failing(HostError, "hosts.missing"):
-        team.gather(0.0)
+        joined(replace(here, rank=1), ABOUT, KEY, 0.0)
+    with failing(HostError, "hosts.missing"):
+        leader.gather(0.0)
 
 
-def test_a_port_that_is_taken(place: Membership) -> None:
-    with closing(socket.create_server(("", place.port), family=socket.AF_INET)), failing(ConfigError, "hosts.port"):
-        Team(place, ABOUT, KEY).gather(1.0)
-
-
-def test_the_port_of_jax_is_awaited(place: Membership, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_is_taken_is_refused_or_awaited(
+    leader: HostLeader, here: HostRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two coordinators of JAX could share a port, and hosts would reach either."""
-    taken = socket.create_server(("", place.port))
-    with failing(ConfigError, "hosts.port"):
-        await_free(place.port, 0.0)
-    monkeypatch.setattr("archipelago.islands.hosts.ports.time.sleep", lambda seconds: taken.close())
-    await_free(place.port, 60.0)
+    with closing(socket.create_server(("", here.port), family=socket.AF_INET)) as taken:
+        with failing(ConfigError, "hosts.port"):
+            leader.gather(1.0)
+        with failing(ConfigError, "hosts.port"):
+            await_free(here.port, 0.0)
+        monkeypatch.setattr("archipelago.islands.hosts.coordinator.time.sleep", lambda seconds: taken.close())
+        await_free(here.port, 60.0)
 
 
 def test_the_key_is_the_content_of_a_join_file(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The program of each of two processes with two devices: whole islands of a small model, on meshes over both.
+"""The program of each of two processes with two devices: whole islands of a small model, on a mesh over both.
 
 `test_two_processes.py` runs it as `two_processes.py RANK PORT FOLDER`. The leader writes what it has found.
 """
@@ -18,12 +18,9 @@ from archipelago.broker.codecs import body_of
 from archipelago.islands.checkpoint import IslandStore, cut
 from archipelago.islands.hosts.computing import LeadingComputation, SharedComputation, follow
 from archipelago.islands.hosts.coordinator import leave
-from archipelago.islands.hosts.frames import Frame
-from archipelago.islands.hosts.membership import Membership
-from archipelago.islands.hosts.processes import Leading, come, connect_devices
-from archipelago.islands.hosts.seat import Seat
-from archipelago.islands.hosts.snapshots import relay_to
-from archipelago.islands.hosts.team import Team
+from archipelago.islands.hosts.follower import joined
+from archipelago.islands.hosts.leader import HostLeader
+from archipelago.islands.hosts.ranks import HostRank
 from archipelago.islands.inner import begin, require_sound
 from archipelago.islands.mesh.shape import MeshShape
 from archipelago.islands.sync import recovery
@@ -32,8 +29,7 @@ from archipelago.islands.sync.state_tree import decode
 from archipelago.islands.worker import Island
 from tests.islands.mesh.sharded_runs import CONFIG, MeshRun, manifest, on_mesh
 
-#: The mesh of each part, by name.
-PARTS = {"square": MeshShape(data=2, fsdp=2), "split": MeshShape(fsdp=4)}
+SHAPE = MeshShape(fsdp=4)
 KEY = b"test"
 STEPS = 10
 
@@ -41,19 +37,17 @@ STEPS = 10
 # -- the leader --------------------------------------------------------------------------------------------------------
 
 
-def lead(place: Membership, folder: Path) -> None:
-    """Play all parts as the leader."""
-    leading = Leading(place, {}, KEY)
-    leading.assemble(manifest(), 300.0, lambda: False)
+def lead(here: HostRank, folder: Path) -> None:
+    """Play whole islands as the leader."""
+    leader = HostLeader(here, {}, KEY)
+    leader.assemble(manifest(), 300.0, lambda: False)
     try:
-        for name, shape in PARTS.items():
-            found = play(name, shape, leading.team, folder / name)
-            (folder / f"{name}.bytes").write_bytes(flat(found).tobytes())
-            leading.team.tell("part")
+        found = play(leader, folder / "checkpoints")
+        (folder / "params.bytes").write_bytes(flat(found).tobytes())
     except BaseException as error:
-        leading.end(error=error)
+        leader.end(error=error)
         raise
-    leading.end()
+    leader.end()
 
 
 def flat(params: dict[str, Any]) -> NDArray[np.float32]:
@@ -61,11 +55,9 @@ def flat(params: dict[str, Any]) -> NDArray[np.float32]:
     return np.concatenate([np.asarray(params[name], np.float32).reshape(-1) for name in sorted(params)])
 
 
-def play(name: str, shape: MeshShape, team: Team, folder: Path) -> dict[str, Any]:
-    """Train, restore, and return the parameters before and after."""
-    computes = partial(LeadingComputation, team)
-    run = MeshRun()
-    island = run.island(shape, computes=computes, relay=relay_to(team))
+def play(leader: HostLeader, folder: Path) -> dict[str, Any]:
+    """Train, restore, and return the parameters after training."""
+    run, island = begun(leader)
     run.play(island, STEPS)
     store = IslandStore(folder, run.manifest)
     store.save(cut(island, 7))
@@ -73,7 +65,7 @@ def play(name: str, shape: MeshShape, team: Team, folder: Path) -> dict[str, Any
     found = {name: np.asarray(x) for name, x in before["inner"]["params"].items()}
     encoded = body_of(island.measured(0, "int4"))
 
-    whole = come_back(shape, team, store)
+    _, whole = begun(leader)  # it has nothing but its checkpoints
     held = store.find(7)
     assert held is not None
     assert store.restore_whole(held, whole)
@@ -81,11 +73,9 @@ def play(name: str, shape: MeshShape, team: Team, folder: Path) -> dict[str, Any
     assert body_of(whole.measured(0, "int4")) == encoded
     require_places(whole)
     whole.advance()
-    if name != "square":
-        return found
 
     # An island that comes back, with no peer there, takes its optimiser's state only.
-    again = come_back(shape, team, store)
+    _, again = begun(leader)
     assert store.restore_moments(again)
     require_same(before["inner"]["optimizer"], again.computation.copies()["inner"]["optimizer"])
     again.advance()
@@ -102,9 +92,10 @@ def play(name: str, shape: MeshShape, team: Team, folder: Path) -> dict[str, Any
     return found
 
 
-def come_back(shape: MeshShape, team: Team, store: IslandStore) -> Island:
-    """Return an island that has nothing but its checkpoints."""
-    return MeshRun(store.manifest).island(shape, computes=partial(LeadingComputation, team), relay=relay_to(team))
+def begun(leader: HostLeader) -> tuple[MeshRun, Island]:
+    """Return an island that begins in a run of its own."""
+    run = MeshRun()
+    return run, run.island(SHAPE, computes=partial(LeadingComputation, leader))
 
 
 def require_same(one: Any, other: Any) -> None:
@@ -127,34 +118,20 @@ def require_places(island: Island) -> None:
 # -- the other process -------------------------------------------------------------------------------------------------
 
 
-class Part(Seat):
-    """The connection to the leader until a part ends. One computation follows several islands of it."""
-
-    def __init__(self, seat: Seat) -> None:
-        self._seat = seat
-
-    def next(self) -> Frame:
-        """Wait for the next message."""
-        frame = self._seat.next()
-        return Frame("end", ("", 0)) if frame.kind == "part" else frame
-
-
-def follow_all(place: Membership) -> None:
-    """Follow the leader through all parts."""
-    seat = come(place, {}, KEY, 300.0, lambda: False)
-    connect_devices(place, seat)
-    of = manifest()
-    for shape in PARTS.values():
-        placement, steps = on_mesh(shape, CONFIG)
-        computation = SharedComputation(of, steps, partial(begin, CONFIG.inner), placement)
-        follow(Part(seat), computation, of, np.zeros(0))
-    assert seat.next().kind == "end"
+def follow_all(here: HostRank) -> None:
+    """Follow the leader. One computation follows all its islands."""
+    leader = joined(here, {}, KEY, 300.0)
+    leader.start()
+    leader.connect_devices(here)
+    placement, steps = on_mesh(SHAPE, CONFIG)
+    computation = SharedComputation(manifest(), steps, partial(begin, CONFIG.inner), placement)
+    assert follow(leader.next, computation, manifest(), np.zeros(0)) == 0
     leave()
 
 
 if __name__ == "__main__":
     rank, port = int(sys.argv[1]), int(sys.argv[2])
-    here = Membership("127.0.0.1", port, 2, rank)
+    here = HostRank("127.0.0.1", port, 2, rank)
     if here.leads:
         lead(here, Path(sys.argv[3]))
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,8 +23,7 @@ from archipelago.broker.footprint import state_on_device
 from archipelago.broker.manifest import Corpus, Manifest, Tensor
 from archipelago.islands.checkpoint import IslandStore, cut
 from archipelago.islands.hosts.computing import SharedComputation, follow
-from archipelago.islands.hosts.frames import Frame
-from archipelago.islands.hosts.seat import Seat
+from archipelago.islands.hosts.messages import Frame
 from archipelago.islands.inner import begin, compile_steps, require_sound
 from archipelago.islands.mesh.placement import own_rows, placement_of
 from archipelago.islands.mesh.shape import MeshShape
@@ -234,16 +234,6 @@ def test_a_model_that_one_device_cannot_hold_is_split_by_default(
     assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == [MeshShape(fsdp=4)]
 
 
-class Told(Seat):
-    """What a leader says, one message after another."""
-
-    def __init__(self, *frames: Frame) -> None:
-        self._told = [*frames, Frame("end", ("", 0))]
-
-    def next(self) -> Frame:
-        return self._told.pop(0)
-
-
 def test_a_host_takes_its_own_sequences_of_a_batch_and_no_others() -> None:
     placement, _ = on_mesh(FOUR, CONFIG)
     assert placement is not None
@@ -252,16 +242,16 @@ def test_a_host_takes_its_own_sequences_of_a_batch_and_no_others() -> None:
     computation.step = lambda batches_n, *about: taken.append(placement.place_batches(batches_n))  # type: ignore[method-assign, assignment]
     batch = np.arange(2 * 8 * 3, dtype=np.uint8).reshape(2, 8, 3)
 
-    def told(values: tuple[int, ...]) -> Told:
-        return Told(Frame("step", (0, 100, *values), (batch,)))
+    def told(size: int) -> Callable[[], Frame]:
+        return iter([Frame("step", (0, 100, size), (batch,)), Frame("end", ("", 0))]).__next__
 
     for size in (8, -1):
-        assert follow(told((size,)), computation, manifest(), batch) == 0
+        assert follow(told(size), computation, manifest(), batch) == 0
         np.testing.assert_array_equal(taken[-1], batch)
         assert taken[-1].sharding == placement.place_batches(batch).sharding
     for wrong in (0, 4, 7, 12, 32, 1 << 60):
         with failing(WireError, "hosts.message"):
-            follow(told((wrong,)), computation, manifest(), batch)
+            follow(told(wrong), computation, manifest(), batch)
     assert len(taken) == 2
 
 

@@ -30,7 +30,6 @@ from archipelago.islands.mesh.placement import Placement, placement_of
 from archipelago.islands.mesh.shape import MeshShape
 from archipelago.islands.models.interface import Model, Params
 from archipelago.islands.models.layers import mean_cross_entropy
-from archipelago.islands.sync.connection.snapshots import Download
 from archipelago.islands.worker import Island
 from tests.harness.played import PlayedRun
 from tests.harness.tiny import NO_DECODER
@@ -111,13 +110,11 @@ class MeshRun(PlayedRun):
         on_marker: Callable[[Island, int], None] | None = None,
         batch_size: int = CONFIG.data.batch_size,
         computes: Callable[..., Computation] = Computation,
-        relay: Callable[[Download], None] = lambda download: None,
     ) -> Island:
-        """Return an island on a mesh that has joined and leased a shard. `relay` gets what came over the wire."""
+        """Return an island on a mesh that has joined and leased a range of the text."""
         config = self.manifest.config
         own = replace(config, data=replace(config.data, batch_size=batch_size))
         link = self.link(f"{name}/x", shard_order(config.data.shards, config.seed))
-        link.channels[0].inbox.snapshots.relay = relay
         arrivals, (placement, steps) = link.join(), on_mesh(shape, config)
         island = Island(
             name, self.manifest, steps,

@@ -1,37 +1,60 @@
-"""Messages between the processes of an island: a bounded msgpack header, and the bytes of arrays."""
+"""Messages between the processes of an island, what they prove to each other, and how they end when one is lost.
+
+A message is a bounded msgpack header and the bytes of arrays.
+"""
 
 from __future__ import annotations
 
+import hmac
 import math
+import os
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgpack
 import numpy as np
+from annotated_types import Ge, Lt, MaxLen
 from numpy.typing import NDArray
+from pydantic import Strict, TypeAdapter
 
-from archipelago.broker.errors import WireError
+from archipelago.broker.errors import ConfigError, WireError
+from archipelago.broker.observe import logs
+from archipelago.broker.process import OUTAGE, USER_ERROR
 
 #: A header is at most this long. It has a few numbers, and the dtype and shape of each array.
 HEADER_MAX = 1 << 20
-DIMENSIONS_MAX = 16
 #: An array is sent in pieces of this size. The time limit of a socket holds for each call, however much it sends.
 PIECE_BYTES = 4 << 20
-#: An array of any other dtype is refused, above all one of Python objects. JAX adds the narrow floats to numpy.
-DTYPES = frozenset(
-    [
-        "bool",
-        *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
-        *("float16", "float32", "float64", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
-    ]
-)
+#: A process that has just connected says who it is within this time.
+HELLO_SECONDS = 10.0
+#: A process that has been silent for this long is lost. One that ends closes its connection, which is noticed at once.
+SILENCE_SECONDS = 15.0
+BEAT_SECONDS = 1.0
+#: How often a process looks for a signal, and for processes that are not there yet.
+POLL_SECONDS = 0.2
+#: The exit status of all processes of an island that has lost one.
+LOST_STATUS = OUTAGE
+
 #: A value of a message. Texts are short.
 Value = int | float | str | bool | None
-TEXT_MAX = 1 << 19
+#: An array of any other dtype is refused, above all one of Python objects. JAX adds the narrow floats to numpy.
+_Dtype = Literal[
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+    "float16", "float32", "float64", "bfloat16", "float8_e4m3fn", "float8_e5m2",
+]  # fmt: skip
+_Shape = Annotated[list[Annotated[int, Strict(), Ge(0), Lt(1 << 48)]], MaxLen(16)]
+_HEADER = TypeAdapter(
+    tuple[
+        Annotated[str, MaxLen(40)],
+        list[int | float | Annotated[str, MaxLen(1 << 19)] | bool | None],
+        list[tuple[_Dtype, _Shape]],
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -88,12 +111,12 @@ class Connection:
                 for start in range(0, len(content), PIECE_BYTES):
                     self._socket.sendall(content[start : start + PIECE_BYTES])
 
-    def receive(self, most: Callable[[], int], seconds: float | None = None) -> Frame:
+    def receive(self, seconds: float, most: Callable[[], int] = int) -> Frame:
         """Return the next message.
 
         Args:
-            most: Returns the largest number of bytes of all its arrays.
-            seconds: The longest silence; None for no limit.
+            seconds: The longest silence.
+            most: Returns the largest number of bytes of all its arrays. By default there are none.
 
         Raises:
             OSError: The connection is lost, or silent for too long (TimeoutError).
@@ -108,7 +131,7 @@ class Connection:
         for dtype, shape in shapes:
             bytes_ = math.prod(shape) * dtype.itemsize
             if bytes_ > left:
-                raise unfit(f"{kind[:40]!r} is larger than {most():,} bytes")
+                raise unfit(f"{kind!r} is larger than {most():,} bytes")
             left -= bytes_
             arrays.append(np.frombuffer(self._exactly(bytes_), dtype).reshape(shape))
         return Frame(kind, values, tuple(arrays))
@@ -132,23 +155,53 @@ class Connection:
 
 def _header(data: bytes) -> tuple[str, tuple[Value, ...], list[tuple[np.dtype[Any], tuple[int, ...]]]]:
     try:
-        kind, values, about = msgpack.unpackb(data, strict_map_key=True, max_map_len=0, max_bin_len=0, max_ext_len=0)
-        shapes = [(name, tuple(shape)) for name, shape in about]
+        unpacked = msgpack.unpackb(data, strict_map_key=True, max_map_len=0, max_bin_len=0, max_ext_len=0)
+        kind, values, arrays = _HEADER.validate_python(unpacked)
+        return kind, tuple(values), [(np.dtype(name), tuple(shape)) for name, shape in arrays]
     except (ValueError, TypeError, msgpack.exceptions.UnpackException, RecursionError) as error:
+        # `np.dtype` raises TypeError for a narrow float before JAX was loaded.
         raise unfit(f"its header is no header ({type(error).__name__})") from None
-    if not isinstance(kind, str) or not isinstance(values, list):
-        raise unfit("its header has no kind")
-    for value in values:
-        if not isinstance(value, Value) or (isinstance(value, str) and len(value) > TEXT_MAX):
-            raise unfit(f"a value of {kind[:40]!r} is of no known type")
-    found = []
-    for name, shape in shapes:
-        if not isinstance(name, str) or name not in DTYPES or len(shape) > DIMENSIONS_MAX:
-            raise unfit(f"an array of {kind[:40]!r} has the dtype {name!r:.40}")
-        if not all(type(size) is int and 0 <= size < 1 << 48 for size in shape):
-            raise unfit(f"an array of {kind[:40]!r} has no shape")
-        try:
-            found.append((np.dtype(name), shape))
-        except TypeError:
-            raise unfit(f"an array of {kind[:40]!r} has the dtype {name!r:.40}, before JAX was loaded") from None
-    return kind, tuple(values), found
+
+
+# -- proofs ------------------------------------------------------------------------------------------------------------
+
+
+def proof(key: bytes, *parts: str) -> str:
+    """Return what only a process can compute that knows the key."""
+    return hmac.new(key, "\0".join(parts).encode(), "sha256").hexdigest()
+
+
+def require_proof(found: str, key: bytes, *parts: str) -> None:
+    """Raise ConfigError (`hosts.stranger`) for another proof, after a time that tells nothing about the key."""
+    if not hmac.compare_digest(found.encode(), proof(key, *parts).encode()):
+        raise ConfigError(
+            "the two processes do not know the same Redis",
+            "Check --coordinator, and give all hosts of an island the same Redis URL or join file.",
+            code="hosts.stranger",
+        )
+
+
+# -- a lost process ----------------------------------------------------------------------------------------------------
+
+
+def in_words(error: Exception) -> str:
+    """Return the reason of a lost connection."""
+    if isinstance(error, TimeoutError):
+        return f"silent for {SILENCE_SECONDS:g} s"
+    if isinstance(error, OSError):
+        return (error.strerror or str(error) or type(error).__name__).lower()
+    return str(error)
+
+
+def say_lost(sentence: str, status: int) -> None:
+    """Say which process was lost, or why it has ended."""
+    restart = ". All its processes end with status 75. Start all of them again." if status == LOST_STATUS else ""
+    logs.say_error(sentence + restart, "hosts.lost")
+
+
+def exit_now(status: int) -> None:
+    """End this process, although its main thread may wait for another host."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status if status else USER_ERROR)
