@@ -20,7 +20,7 @@ from archipelago.broker.manifest import LossUnit, Manifest
 from archipelago.broker.published import newest
 from archipelago.broker.transport import ReaderTransport
 from archipelago.islands.data.corpus import OpenCorpus
-from archipelago.islands.data.sharding import held_out
+from archipelago.islands.data.ranges import held_out
 from archipelago.islands.data.tokenizer import Tokens
 from archipelago.islands.models.interface import Model, Params
 

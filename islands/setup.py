@@ -92,7 +92,7 @@ def own_placement(options: IslandOptions, manifest: Manifest, device_bytes: int 
             f"this island has {jax.device_count()} devices on {jax.process_count()} hosts, and its mesh has "
             f"{placement.shape.devices if placement else 1}",
             "Give a --mesh of all of them, or a --batch-size that their number divides.",
-            code="hosts.mesh",
+            code="mesh.devices",
         )
     return placement
 

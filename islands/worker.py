@@ -19,7 +19,7 @@ from archipelago.broker.codecs import Parts
 from archipelago.broker.errors import ConfigError, DivergedError
 from archipelago.broker.manifest import Manifest
 from archipelago.islands.computation import Computation
-from archipelago.islands.data.supply import Supply
+from archipelago.islands.data.batches import Supply
 from archipelago.islands.inner import InnerState, InnerSteps, MomentBounds, begin, moment_bounds
 from archipelago.islands.mesh.placement import Placement
 from archipelago.islands.models.interface import Params

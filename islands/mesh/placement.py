@@ -1,8 +1,12 @@
-"""Where an island's arrays are on a mesh of its devices: parameters, optimiser state, batches and results."""
+"""Where an island's arrays are on a mesh of its devices: parameters, optimiser state, batches and results.
+
+One table, `RULES`, says how tensors are split.
+"""
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -14,15 +18,69 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
+from archipelago.broker.errors import ConfigError
 from archipelago.broker.footprint import memory_text, state_on_device
 from archipelago.broker.manifest import Manifest, Tensor
 from archipelago.islands.inner import InnerState, InnerSteps
-from archipelago.islands.mesh.rules import specs
 from archipelago.islands.mesh.shape import AXES, MeshShape, by_default, require_divided, require_present
 from archipelago.islands.models.interface import Params
 from archipelago.islands.sync.arrays import put
 
 log = logging.getLogger(__name__)
+
+#: From a pattern of the tensor's name to the axes that split each of its dimensions. The first row that is found
+#: counts. The optimiser's state and gradients are split as their parameters are. Where only the first dimension is
+#: split, a device has a contiguous piece of its fragment, which is cut without moving anything between devices.
+RULES: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
+    # The inputs of attention heads and of hidden units. Each device computes its heads and units.
+    (r"\.(query|key|value|gate|up)\.kernel$", (("fsdp",), ("tensor",))),
+    # The outputs of heads and units, which devices add up; and rows of a vocabulary.
+    (r"\.(out|down)\.kernel$|(^|\.)embedding$", (("tensor", "fsdp"),)),
+    # Any other matrix, such as a router, and those of users' tasks.
+    (r"", (("fsdp",),)),
+)
+
+
+def axes_of(tensor: Tensor, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
+    """Return the axes that split each dimension of a tensor.
+
+    Vectors, such as the scales of norms, stay whole. An axis that does not divide a dimension leaves it whole, too.
+
+    Args:
+        tensor: The tensor.
+        sizes: The size of each axis of the mesh.
+    """
+    if len(tensor.shape) < 2:
+        return ()
+    wanted = next(axes for pattern, axes in RULES if re.search(pattern, tensor.name))
+    return tuple(_dividing(size, axes, sizes) for size, axes in zip(tensor.shape, wanted, strict=False))
+
+
+def _dividing(size: int, axes: Sequence[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
+    chosen: tuple[str, ...] = ()
+    for axis in axes:
+        if sizes[axis] > 1 and size % sizes[axis] == 0:
+            chosen, size = (*chosen, axis), size // sizes[axis]
+    return chosen
+
+
+def specs(tensors: Sequence[Tensor], shape: MeshShape) -> dict[str, PartitionSpec]:
+    """Return how each tensor is split, by name.
+
+    Raises:
+        ConfigError: No tensor can be split over an axis of the mesh (`mesh.size`).
+    """
+    axes = {tensor.name: axes_of(tensor, shape.sizes()) for tensor in tensors}
+    used = {axis for each in axes.values() for dimension in each for axis in dimension}
+    for axis in ("fsdp", "tensor"):
+        if shape.sizes()[axis] > 1 and axis not in used:
+            raise ConfigError(
+                f"--mesh {shape} splits tensors into {shape.sizes()[axis]} parts over {axis}, which divides no tensor "
+                "of this model",
+                f"Choose a size of {axis} that divides the model's dimensions, such as 2.",
+                code="mesh.size",
+            )
+    return {name: _spec(*(dimension or None for dimension in each)) for name, each in axes.items()}
 
 
 @dataclass(frozen=True)
@@ -52,7 +110,7 @@ class Placement:
     """
 
     def __init__(self, shape: MeshShape, tensors: Sequence[Tensor], devices: Sequence[jax.Device]) -> None:
-        """Build the mesh. Raises ConfigError (`mesh.model`) for an axis that splits no tensor."""
+        """Build the mesh. Raises ConfigError (`mesh.size`) for an axis that splits no tensor."""
         sizes = tuple(shape.sizes().values())
         self.shape = shape
         self.mesh = jax.make_mesh(sizes, AXES, (AxisType.Auto,) * len(AXES), devices=devices[: shape.devices])
@@ -76,7 +134,7 @@ class Placement:
     # -- parameters and optimiser state -------------------------------------------------------------------------------
 
     def place(self, params: Mapping[str, Any]) -> Params:
-        """Return parameters on the mesh. Each device gets its own shards only."""
+        """Return parameters on the mesh. Each device gets its own pieces only."""
         placed: Params = put(dict(params), {name: self._places[name] for name in params})
         return placed
 
@@ -204,8 +262,7 @@ def placement_of(
         device_bytes: The memory of each; 0 if it is not known.
 
     Raises:
-        ConfigError: The mesh does not fit the devices (`mesh.devices`), the batch (`mesh.batch`) or the model
-            (`mesh.model`).
+        ConfigError: The mesh does not fit the devices (`mesh.devices`), the batch or the model (`mesh.size`).
     """
     if shape is None:
         needed = state_on_device(manifest)

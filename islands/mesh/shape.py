@@ -50,8 +50,8 @@ def parsed(text: str) -> MeshShape:
     """Return the shape in a text such as `data=2,fsdp=2`.
 
     Raises:
-        ConfigError: It is no list of axes (`mesh.text`), has an unknown axis or one twice (`mesh.axis`), or a size that
-            is no number from 1 on (`mesh.size`).
+        ConfigError: It is no list of axes, has an unknown axis or one twice, or a size that is no number from 1 on
+            (`mesh.text`).
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
@@ -65,13 +65,13 @@ def parsed(text: str) -> MeshShape:
             raise ConfigError(
                 f"--mesh has {'the axis' if axis not in AXES else 'twice the axis'} {axis!r:.40}",
                 f"Give each of {', '.join(AXES)} at most once.",
-                code="mesh.axis",
+                code="mesh.text",
             )
         if not re.fullmatch(r"[0-9]{1,4}", size) or not 1 <= int(size) <= DEVICES_MAX:
             raise ConfigError(
                 f"--mesh gives {axis} the size {size!r:.40}",
                 f"Give a number of devices from 1 to {DEVICES_MAX}.",
-                code="mesh.size",
+                code="mesh.text",
             )
         sizes[axis] = int(size)
     return MeshShape(**sizes)
@@ -91,13 +91,13 @@ def by_default(devices: int, batch_size: int, state_bytes: int = 0, device_bytes
 
 
 def require_divided(shape: MeshShape, batch_size: int) -> None:
-    """Raise ConfigError (`mesh.batch`) unless each device gets equally many sequences of a batch."""
+    """Raise ConfigError (`mesh.size`) unless each device gets equally many sequences of a batch."""
     if batch_size % shape.batch_parts:
         raise ConfigError(
             f"--mesh {shape} splits a batch into {shape.batch_parts} parts, and a batch (or micro-batch) has "
             f"{batch_size} sequences",
             "Choose sizes of data and fsdp whose product divides that number.",
-            code="mesh.batch",
+            code="mesh.size",
         )
 
 

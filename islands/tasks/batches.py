@@ -11,7 +11,7 @@ import numpy as np
 
 from archipelago.broker.config import OWN_TOKENS_PER_STEP_MAX
 from archipelago.broker.ranges import ReadPosition, parse_positions
-from archipelago.islands.data.supply import Supply
+from archipelago.islands.data.batches import Supply
 from archipelago.islands.tasks.file import NamedTask
 from archipelago.islands.tasks.shards import Shard, TaskRun
 

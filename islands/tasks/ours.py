@@ -17,7 +17,7 @@ from archipelago.broker.transport import IslandTransport
 from archipelago.islands.creation import describe, require_readable
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.corpus import OpenCorpus, open_corpus
-from archipelago.islands.data.sharding import shard_order
+from archipelago.islands.data.ranges import range_order
 from archipelago.islands.evaluation import CorpusEvaluation
 from archipelago.islands.evaluator import run_corpus
 from archipelago.islands.models.interface import Params
@@ -73,7 +73,7 @@ def our_task(
     measured = measured if pinned else measured or corpus
 
     def batches(run: TaskRun) -> Batches:
-        run.offer(shard_order(config.data.shards, config.seed, pinned))
+        run.offer(range_order(config.data.shards, config.seed, pinned))
         return reader(corpus.train, config, run.lease, fallback=run.seed)
 
     model = build(config.model)

@@ -15,7 +15,7 @@ import numpy as np
 from archipelago.broker.errors import ConfigError, MismatchError
 from archipelago.broker.ranges import POSITIONS_MAX, RANGES_MAX, ReadPosition
 from archipelago.islands.data.batches import PRIVATE_PASSES
-from archipelago.islands.data.sharding import shard_order
+from archipelago.islands.data.ranges import range_order
 
 #: How long an island waits for its first shard. Later it reads data without a lease instead.
 FIRST_SECONDS = 5.0
@@ -155,7 +155,7 @@ class TaskRun:
                 code="task.other-shards",
                 what=f"the data of this task has {count:,} shards, and {known:,} in the run",
             )  # fmt: skip
-        self.offer(shard_order(count, self._run_seed))
+        self.offer(range_order(count, self._run_seed))
         empty: set[int] = set()
         while len(empty) < count:
             if threading.get_ident() != self._thread:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from archipelago.islands.own_loop.tensors import EMBEDDINGS, KindOf
 
 if TYPE_CHECKING:
-    from archipelago.islands.data.supply import Supply
+    from archipelago.islands.data.batches import Supply
     from archipelago.islands.evaluation import Sliced
     from archipelago.islands.tasks.shards import TaskRun
 

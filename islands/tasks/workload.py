@@ -19,7 +19,7 @@ from archipelago.broker.config import OWN_MODEL, DataConfig, InnerConfig, ModelC
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.manifest import Manifest, balanced, installed_versions
 from archipelago.islands.accumulation import accumulated
-from archipelago.islands.data.supply import Supply
+from archipelago.islands.data.batches import Supply
 from archipelago.islands.evaluation import Measures, Sliced, Slices
 from archipelago.islands.inner import InnerState, InnerSteps, MomentBounds, begin, compiled_scan, descent
 from archipelago.islands.models.interface import Params

@@ -24,7 +24,7 @@ from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Transport
 from archipelago.broker.wire import pack
 from archipelago.islands.data.batches import Batches
-from archipelago.islands.data.sharding import shard_order
+from archipelago.islands.data.ranges import range_order
 from archipelago.islands.inner import InnerState
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.worker import Island
@@ -251,7 +251,7 @@ def _train(pipe: Connection, url: str, name: str, size: Size) -> None:
     return_freed_memory()  # The real island does this too.
     transport = connect(url, RUN)
     manifest = transport.reader.manifest()
-    link = Link(transport, manifest, f"{name}/bench", shard_order(manifest.config.data.shards, manifest.config.seed))
+    link = Link(transport, manifest, f"{name}/bench", range_order(manifest.config.data.shards, manifest.config.seed))
     batches = Batches(np.zeros(TEXT_BYTES, np.uint8), manifest.config, link.lease)
     steps = stand_in(manifest, sum(name.encode()), 0.0 if manifest.config.sync == AT_ONCE else size.step_seconds)
     island = Island(name, manifest, steps, batches, link, link.join(), incarnation="bench")

@@ -28,7 +28,7 @@ from archipelago.broker.config import RunConfig, from_json
 from archipelago.broker.files import write_atomically
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.corpus import open_corpus
-from archipelago.islands.data.sharding import lease_all
+from archipelago.islands.data.ranges import lease_all
 from archipelago.islands.inner import InnerState, begin, descent, gradient
 from archipelago.islands.models.registry import build
 from archipelago.islands.turn_log import Pacer

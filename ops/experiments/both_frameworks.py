@@ -17,10 +17,9 @@ from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.ranges import ReadPosition
-from archipelago.islands.data.batches import Batches
+from archipelago.islands.data.batches import Batches, Supply
 from archipelago.islands.data.corpus import OpenCorpus
-from archipelago.islands.data.sharding import gather
-from archipelago.islands.data.supply import Supply
+from archipelago.islands.data.ranges import gather
 from archipelago.islands.data.tokenizer import Tokens
 from archipelago.islands.models import llama
 from archipelago.islands.models.llama import DENSE

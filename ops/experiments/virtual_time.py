@@ -22,7 +22,7 @@ from archipelago.broker.transport import (
 )
 from archipelago.islands.checkpoint import Found
 from archipelago.islands.creation import first_snapshots
-from archipelago.islands.data.supply import Supply
+from archipelago.islands.data.batches import Supply
 from archipelago.islands.rejoin import Rejoin
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.snapshots import Arrival

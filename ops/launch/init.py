@@ -165,7 +165,7 @@ def require_usable(config: RunConfig, weights: Path | None = None) -> tuple[RunC
     from archipelago.islands.creation import fitted, require_readable
     from archipelago.islands.data.batches import Batches
     from archipelago.islands.data.corpus import open_corpus
-    from archipelago.islands.data.sharding import held_out
+    from archipelago.islands.data.ranges import held_out
 
     corpus = open_corpus(config.data.corpus)
     config = fitted(config, corpus)

@@ -24,7 +24,7 @@ from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.transport import Transport
 from archipelago.broker.wire import digest_of
 from archipelago.islands.data.batches import Batches
-from archipelago.islands.data.sharding import shard_order
+from archipelago.islands.data.ranges import range_order
 from archipelago.islands.inner import InnerState
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.worker import Island
@@ -102,7 +102,7 @@ class IslandThread:
 
     def __init__(self, url: str, manifest: Manifest, name: str, pause: float, answers: Answers) -> None:
         transport = RecordingTransport(connect(url, manifest.run), name, answers)
-        shards = shard_order(manifest.config.data.shards, manifest.config.seed)
+        shards = range_order(manifest.config.data.shards, manifest.config.seed)
         self.link = Link(transport, manifest, f"{name}/x", shards)
         arrivals = self.link.join()
         batches = Batches(TEXT, manifest.config, self.link.lease)

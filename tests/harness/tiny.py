@@ -14,7 +14,7 @@ import numpy as np
 from archipelago.broker.config import DataConfig, InnerConfig, OuterConfig, RunConfig, SyncConfig, WireConfig
 from archipelago.broker.manifest import Corpus, Manifest, Tensor
 from archipelago.islands.data.batches import Batches
-from archipelago.islands.data.sharding import shard_order
+from archipelago.islands.data.ranges import range_order
 from archipelago.islands.inner import InnerSteps, compile_steps
 from archipelago.islands.models.registry import Model, Params
 from archipelago.islands.worker import Island
@@ -83,7 +83,7 @@ class TinyRun(PlayedRun):
     ) -> Island:
         """Return an island that has joined and leased a shard. A `silent` one has sent nothing yet."""
         if shards is None:
-            shards = shard_order(self.manifest.config.data.shards, self.manifest.config.seed)
+            shards = range_order(self.manifest.config.data.shards, self.manifest.config.seed)
         link = self.link(f"{name}/{incarnation}", shards)
         arrivals = link.join()
         batches = Batches(TEXT, self.manifest.config, link.lease)

@@ -15,7 +15,7 @@ from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Contribution
 from archipelago.broker.ranges import ReadPosition, parse_positions
 from archipelago.broker.transport import Transport
-from archipelago.islands.data.sharding import windows
+from archipelago.islands.data.ranges import windows
 from archipelago.ops.experiments.virtual_time import VirtualClock, VirtualRun
 from archipelago.ops.watch.run_view import observe
 from tests.integration.virtual import ENDLESS, TEXT, work

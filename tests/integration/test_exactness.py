@@ -15,7 +15,7 @@ from archipelago.broker.codecs import CODECS
 from archipelago.broker.config import RunConfig, WireConfig
 from archipelago.broker.redis.transport import connect
 from archipelago.islands.data.batches import Batches
-from archipelago.islands.data.sharding import lease_all
+from archipelago.islands.data.ranges import lease_all
 from archipelago.islands.models.registry import Params
 from archipelago.ops.experiments.virtual_time import VirtualRun
 from tests.integration.virtual import CONFIG, PLAIN, TEXT, LateRun, bits, closed, work

@@ -19,7 +19,7 @@ from archipelago.broker.manifest import Corpus
 from archipelago.broker.messages import Event
 from archipelago.broker.transport import IslandTransport, ReaderClient
 from archipelago.islands.data.batches import Batches
-from archipelago.islands.data.sharding import shard_order
+from archipelago.islands.data.ranges import range_order
 from archipelago.islands.models.interface import Params
 from archipelago.islands.tasks.file import NamedTask
 from archipelago.islands.tasks.shards import TaskRun
@@ -75,7 +75,7 @@ def work(config: RunConfig = CONFIG, text: NDArray[np.uint8] = TEXT, rows: int =
     """Return the task with these settings, on this text. Its tensors have `rows` rows of eight."""
 
     def batches(run: TaskRun) -> Batches:
-        run.offer(shard_order(config.data.shards, config.seed))
+        run.offer(range_order(config.data.shards, config.seed))
         return Batches(text, config, run.lease, fallback=run.seed)
 
     task = Task(_init_of(rows), _loss, batches, tokens=config.tokens_per_step)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from archipelago.broker.config import DataConfig
 from archipelago.islands.data.corpus import OpenCorpus
-from archipelago.islands.data.sharding import held_out
+from archipelago.islands.data.ranges import held_out
 from archipelago.islands.evaluation import Measures, SlicedMeasures, Slices, published
 from archipelago.islands.evaluator import (
     DEVICE_SHARE,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.islands.data.batches import Batches
-from archipelago.islands.data.sharding import shard_order
+from archipelago.islands.data.ranges import range_order
 from archipelago.islands.rejoin import Rejoin
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.worker import Island
@@ -79,7 +79,7 @@ def begin() -> RedisTransport:
 
 def island_of(transport: RedisTransport) -> Island:
     config = MANIFEST.config
-    link = Link(transport, MANIFEST, "a/x", shard_order(config.data.shards, config.seed))
+    link = Link(transport, MANIFEST, "a/x", range_order(config.data.shards, config.seed))
     arrivals = link.join()
     island = Island("a", MANIFEST, tiny.STEPS, Batches(tiny.TEXT, config, link.lease), link, arrivals, incarnation="x")
     island.beat("training")

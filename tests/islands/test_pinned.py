@@ -13,7 +13,7 @@ from archipelago.broker.transport import Transport
 from archipelago.islands.creation import describe
 from archipelago.islands.data.corpus import OpenCorpus, open_corpus
 from archipelago.islands.data.preparation import prepare_text
-from archipelago.islands.data.sharding import shard_order
+from archipelago.islands.data.ranges import range_order
 from archipelago.islands.tasks.ours import register_text, training_text
 from tests import samples
 from tests.harness import tiny
@@ -21,7 +21,7 @@ from tests.harness.tiny import TinyRun
 from tests.small import SMALL
 
 CONFIG = replace(tiny.CONFIG, data=replace(tiny.CONFIG.data, sequence_length=32))
-PINNED = shard_order(CONFIG.data.shards, CONFIG.seed, "site")
+PINNED = range_order(CONFIG.data.shards, CONFIG.seed, "site")
 
 
 @pytest.fixture

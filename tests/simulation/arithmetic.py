@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 import archipelago.islands.checkpoint
 import archipelago.islands.computation
 import archipelago.islands.data.batches
-import archipelago.islands.data.sharding
+import archipelago.islands.data.ranges
 import archipelago.islands.sync.heartbeat
 import archipelago.islands.sync.replica
 import archipelago.islands.worker
@@ -87,7 +87,7 @@ def install() -> None:
     _replace(archipelago.islands.sync.heartbeat, platform=SimpleNamespace(node=lambda: "storm"))
     _replace(archipelago.islands.sync.replica, _compiled_measure=cache(_measure), _compiled_adopt=cache(_adopt))
     _replace(
-        archipelago.islands.data.batches, windows=cache(archipelago.islands.data.sharding.windows)
+        archipelago.islands.data.batches, windows=cache(archipelago.islands.data.ranges.windows)
     )  # All storms read the same text.
     np.seterr(all="raise", under="ignore")
 

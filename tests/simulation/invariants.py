@@ -24,8 +24,9 @@ from archipelago.broker.messages import (
     to_fields,
 )
 from archipelago.broker.presence import Presence
-from archipelago.broker.ranges import parse_positions
+from archipelago.broker.ranges import ReadPosition, parse_positions
 from archipelago.broker.wire import digest_of, unpack
+from archipelago.islands.data.batches import PRIVATE_PASSES
 from archipelago.islands.sync.connection.outbox import ContributionHeader
 from archipelago.islands.sync.ledger import closed_rounds
 from archipelago.islands.worker import Island
@@ -136,13 +137,12 @@ class Invariants:
         assert epoch >= self.epoch, f"a merger of epoch {epoch} wrote after one of epoch {self.epoch}"
         self.epoch = epoch
 
-    def began(self, who: str, text: str, size: int) -> None:
-        """An island begins a pass, which `text` names as in a checkpoint."""
-        shard, pass_number, position, repeat = text.rsplit(":", 3)
-        if repeat == "0" and int(pass_number) < 1 << 41:
-            start = min(int(position), size)
-            is_excused = self.leases.get((who, shard)) != self.simulation.losses
-            self.readers[shard, int(pass_number)].append(Reader(who, start, size, start, is_excused))
+    def began(self, who: str, at: ReadPosition, size: int) -> None:
+        """An island begins a pass over a range."""
+        if at.pass_number < PRIVATE_PASSES:
+            start = min(at.position, size)
+            is_excused = self.leases.get((who, at.range)) != self.simulation.losses
+            self.readers[at.range, at.pass_number].append(Reader(who, start, size, start, is_excused))
 
     def sent(self, who: str, contribution: ContributionHeader) -> None:
         """An island sends a contribution, which says how far it has read."""

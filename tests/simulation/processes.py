@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from archipelago.broker.errors import BrokerError, FencedError, UnknownRunError
+from archipelago.broker.ranges import ReadPosition
 from archipelago.broker.shards.transport import claim_checkpoint, of_shard, whole
 from archipelago.islands.data.batches import Batches
-from archipelago.islands.data.sharding import shard_order
+from archipelago.islands.data.ranges import range_order
 from archipelago.islands.inner import InnerSteps
 from archipelago.islands.rejoin import Rejoin
 from archipelago.islands.sync.connection.link import Link
@@ -126,7 +127,7 @@ class IslandProcess(Process):
         self.incarnation = f"i{simulation.births}"
         self.who = f"{name}/{self.incarnation}"
         simulation.alive.add(self.who)
-        shards = shard_order(config.data.shards, config.seed)
+        shards = range_order(config.data.shards, config.seed)
         link = Link(self.connection, simulation.manifest, self.who, shards, simulation.clock, wall=simulation.clock)
         arrivals = link.join()
         batches = Batches(TEXT, config, link.lease, fallback=simulation.births)
@@ -155,9 +156,9 @@ class IslandProcess(Process):
         begin, send, resume = batches._begin, link.send, link.resume
         shard_of = simulation.manifest.shard_layout.place
 
-        def begun(start: Any) -> Any:
-            found = begin(start)
-            simulation.invariants[0].began(self.who, str(start), len(found.starts))
+        def begun(at: ReadPosition) -> Any:
+            found = begin(at)
+            simulation.invariants[0].began(self.who, at, len(found.starts))
             return found
 
         def sent(draft: Draft) -> None:

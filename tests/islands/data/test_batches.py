@@ -1,11 +1,10 @@
-"""Batches: shards tile the text, leases are read once, and every supply can be restored exactly."""
+"""Batches: ranges tile the text, leases are read once, and what is leased is restored exactly."""
 
 from __future__ import annotations
 
 import json
-from collections import deque
-from collections.abc import Callable, Iterable
-from itertools import pairwise, repeat
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, count, pairwise, repeat, tee
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +16,10 @@ from numpy.typing import NDArray
 from archipelago.broker.config import DataConfig, RunConfig
 from archipelago.broker.errors import DataError
 from archipelago.broker.ranges import PASSES_MAX, POSITIONS_MAX, ReadPosition, parse_positions
-from archipelago.islands.data import preparation, sharding
+from archipelago.islands.data import preparation, ranges
 from archipelago.islands.data.batches import PRIVATE_PASSES, Batches
-from archipelago.islands.data.sharding import shard_order
+from archipelago.islands.data.ranges import range_order
 from tests.failing import failing
-from tests.tiers import examples
 
 Bytes = NDArray[np.uint8]
 
@@ -57,25 +55,25 @@ def fresh(*shards: int, pass_number: int = 0) -> Callable[[], ReadPosition | Non
 TEXT, CONFIG = positions(4000), configured(batch=1)
 
 
-def rows(shard: str, pass_number: int, repeats: int = 0) -> Bytes:
+def rows(name: str, pass_number: int) -> Bytes:
     """Return the windows of a pass over TEXT, in the order of use."""
-    return sharding.gather(TEXT, sharding.windows(4000, 4, 8, 0, shard, pass_number, repeats), 8)
+    return np.asarray(ranges.gather(TEXT, ranges.windows(4000, 4, 8, 0, name, pass_number), 8), np.uint8)
 
 
-# -- shards and windows -----------------------------------------------------------------------------------------------
+# -- ranges and windows -----------------------------------------------------------------------------------------------
 
 
 @given(st.integers(1, 300), st.integers(0, (1 << 31) - 1), st.sampled_from(["", "site"]))
 def test_the_order_names_every_shard_once(shards: int, seed: int, name: str) -> None:
-    order = shard_order(shards, seed, name)
+    order = range_order(shards, seed, name)
     assert sorted(order) == sorted(f"{name}/{number}" if name else str(number) for number in range(shards))
 
 
 def test_the_order_of_shards_and_windows_is_the_same_on_every_machine() -> None:
     # Recorded values. If they change, islands of two versions train on the same windows.
-    assert shard_order(8, seed=1) == ["0", "6", "2", "1", "3", "7", "4", "5"]
-    assert sharding.windows(200, 3, 16, 1, "1", 5).tolist() == [7, 55, 151, 103]
-    assert sharding.windows(200, 3, 16, 1, "site/1", 5).tolist() == [7, 55, 151, 103], "only the number counts"
+    assert range_order(8, seed=1) == ["0", "6", "2", "1", "3", "7", "4", "5"]
+    assert ranges.windows(200, 3, 16, 1, "1", 5).tolist() == [7, 55, 151, 103]
+    assert ranges.windows(200, 3, 16, 1, "site/1", 5).tolist() == [7, 55, 151, 103], "only the number counts"
 
 
 @given(
@@ -86,7 +84,7 @@ def test_the_order_of_shards_and_windows_is_the_same_on_every_machine() -> None:
     pass_number=st.integers(0, 5) | st.sampled_from([PASSES_MAX, PRIVATE_PASSES]),
 )
 def test_the_windows_of_a_pass_tile_the_text(size: int, shards: int, length: int, seed: int, pass_number: int) -> None:
-    dealt = [sharding.windows(size, shards, length, seed, str(shard), pass_number) for shard in range(shards)]
+    dealt = [ranges.windows(size, shards, length, seed, str(shard), pass_number) for shard in range(shards)]
     assert all(len(starts) >= 1 for starts in dealt)
     assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
     ordered = np.sort(np.concatenate(dealt))
@@ -95,21 +93,20 @@ def test_the_windows_of_a_pass_tile_the_text(size: int, shards: int, length: int
     assert 0 <= size - (ordered[-1] + length + 1) < length  # no further window fits
 
 
-def test_windows_differ_between_shards_seeds_passes_and_repeats() -> None:
-    entropies = [(0, "0", 0, 0), (1, "0", 0, 0), (0, "1", 0, 0), (0, "0", 1, 0), (0, "0", 1 << 40, 0), (0, "0", 0, 1)]
-    found = [sharding.windows(10_000, 4, 16, *entropy) for entropy in entropies]
+def test_windows_differ_between_ranges_seeds_and_passes() -> None:
+    entropies = [(0, "0", 0), (1, "0", 0), (0, "1", 0), (0, "0", 1), (0, "0", 1 << 40)]
+    found = [ranges.windows(10_000, 4, 16, *entropy) for entropy in entropies]
     assert len({tuple(np.argsort(starts)) for starts in found}) == len(entropies)
-    assert np.array_equal(np.sort(found[0]), np.sort(found[-1])), "a repeat has the windows of its pass"
-    # A shard is a sample of the whole text.
-    starts = sharding.windows(100_000, 10, 8, 0, "3", 0)
+    # A range is a sample of the whole text.
+    starts = ranges.windows(100_000, 10, 8, 0, "3", 0)
     quarters = np.histogram(starts, bins=4, range=(0, 100_000))[0]
     assert quarters.min() > 0.99 * len(starts) / 4
 
 
 def test_an_unknown_shard_is_refused() -> None:
     for shard in ("3", "-1", "", "site/3", "2/site", "02", "²"):
-        with failing(DataError, "data.no-such-shard"):
-            pytest.fail(f"{shard}: {sharding.windows(900, 3, 8, 0, shard, 1)}")
+        with failing(DataError, "data.bad-position"):
+            pytest.fail(f"{shard}: {ranges.windows(900, 3, 8, 0, shard, 1)}")
 
 
 @settings(deadline=None)
@@ -118,9 +115,9 @@ def test_held_out_windows_are_spread_and_do_not_overlap(size: int, sequences: in
     text = positions(size)
     if size <= length:
         with failing(DataError, "data.too-small"):
-            sharding.held_out(text, sequences, length)
+            ranges.held_out(text, sequences, length)
         return
-    out = sharding.held_out(text, sequences, length)
+    out = ranges.held_out(text, sequences, length)
     assert out.shape == (min(sequences, (size - 1) // length), length + 1)
     assert out.dtype == np.uint8
     starts = [found(text, row) for row in out]
@@ -133,8 +130,8 @@ def test_held_out_text_is_never_trained_on(tmp_path: Path, monkeypatch: pytest.M
     opened = preparation.prepare_text(tmp_path / "text", "letters")
     trained_on = Batches(opened.train, configured(), fresh(0, 1, 2, 3)).next(11_000)
     assert set(trained_on.tobytes()) == set(b"t")
-    assert set(sharding.held_out(opened.valid, 10_000, 8).tobytes()) == set(b"v")
-    assert set(sharding.held_out(opened.test, 10_000, 8).tobytes()) == set(b"x")
+    assert set(ranges.held_out(opened.valid, 10_000, 8).tobytes()) == set(b"v")
+    assert set(ranges.held_out(opened.test, 10_000, 8).tobytes()) == set(b"x")
 
 
 def test_a_text_too_short_for_its_shards_is_refused() -> None:
@@ -146,14 +143,13 @@ def test_a_text_too_short_for_its_shards_is_refused() -> None:
     Batches(text, configured(shards=9, length=100), fresh(*range(9))).next(1)
 
 
-# -- reading leased shards --------------------------------------------------------------------------------------------
+# -- reading leased ranges --------------------------------------------------------------------------------------------
 
 
 def test_a_leased_shard_is_read_once_from_its_cursor() -> None:
     supply = Batches(TEXT, CONFIG, leases([ReadPosition("2", 0, 0), ReadPosition("site/0", 5, 17)]))
     for expected in (rows("2", 0), rows("0", 5)[17:]):
         assert np.array_equal(supply.next(len(expected))[:, 0], expected)
-    assert supply.repeats == 0
     assert supply.places() == (ReadPosition("2", 0, 0, ended=True), ReadPosition("site/0", 5, 0, ended=True))
     together, again = (Batches(TEXT, configured(), fresh(0, 1)) for _ in range(2))
     batches = together.next(6)
@@ -162,19 +158,7 @@ def test_a_leased_shard_is_read_once_from_its_cursor() -> None:
     assert np.array_equal(batches, np.concatenate([again.next(n) for n in (1, 2, 3)]))
 
 
-def test_without_a_lease_the_last_shard_is_repeated_in_another_order() -> None:
-    supply = Batches(TEXT, CONFIG, leases([ReadPosition("3", 1, 9), None, None, None, ReadPosition("1", 0, 0)]))
-    for number in range(3):
-        expected = rows("3", 1, number)[9 if number == 0 else 0 :]
-        assert np.array_equal(supply.next(len(expected))[:, 0], expected)
-        assert supply.repeats == number
-        assert supply.places() == (ReadPosition("3", 1, 0, ended=True),)
-    supply.next(1)
-    assert supply.places() == (ReadPosition("3", 1, 0, ended=True), ReadPosition("1", 0, 1))
-    assert supply.repeats == 2
-
-
-def test_without_any_lease_an_island_begins_with_a_private_pass() -> None:
+def test_without_a_lease_an_island_reads_private_passes() -> None:
     supplies = [Batches(TEXT, CONFIG, fresh(), fallback=number) for number in range(6)]
     batches = [supply.next(1)[0] for supply in supplies]
     assert len({batch.tobytes() for batch in batches}) == 6
@@ -182,6 +166,12 @@ def test_without_any_lease_an_island_begins_with_a_private_pass() -> None:
         assert np.array_equal(batch, rows(str(n % 4), PRIVATE_PASSES + n // 4)[: len(batch)])
     assert [supply.places() for supply in supplies] == [()] * 6
     assert PASSES_MAX < PRIVATE_PASSES
+    supply = Batches(TEXT, CONFIG, leases([ReadPosition("3", 1, 9), None, None, None, ReadPosition("1", 0, 0)]))
+    for expected in (rows("3", 1)[9:], rows("0", PRIVATE_PASSES), rows("1", PRIVATE_PASSES)):
+        assert np.array_equal(supply.next(len(expected))[:, 0], expected)
+        assert supply.places() == (ReadPosition("3", 1, 0, ended=True),)
+    supply.next(1)
+    assert supply.places() == (ReadPosition("3", 1, 0, ended=True), ReadPosition("1", 0, 1))
 
 
 def test_a_private_pass_ends_with_the_first_lease() -> None:
@@ -208,7 +198,7 @@ def test_places_report_the_position_in_each_lease(leased: list[tuple[int, int, i
         left += 3 * size
     expected = []
     for place in given_out if left else []:
-        count = len(sharding.windows(4000, 21, 8, 0, place.range, place.pass_number))
+        count = len(ranges.windows(4000, 21, 8, 0, place.range, place.pass_number))
         position = min(count, place.position + left)
         expected.append(
             ReadPosition(place.range, place.pass_number, 0 if position == count else position, position == count)
@@ -224,7 +214,7 @@ def test_places_report_the_position_in_each_lease(leased: list[tuple[int, int, i
 def test_only_the_newest_places_are_reported_until_they_are_forgotten() -> None:
     shards = POSITIONS_MAX + 8
     supply = Batches(TEXT, configured(shards=shards, batch=1), fresh(*range(shards)))
-    windows = [len(sharding.windows(4000, shards, 8, 0, str(shard), 0)) for shard in range(shards)]
+    windows = [len(ranges.windows(4000, shards, 8, 0, str(shard), 0)) for shard in range(shards)]
     supply.next(sum(windows[:-1]) + 1)
     assert supply.held() == [str(shard) for shard in range(8, shards)]
     assert supply.places()[-1] == ReadPosition(str(shards - 1), 0, 1)
@@ -239,24 +229,11 @@ def test_a_lost_lease_is_not_read_further() -> None:
     assert supply.places() == ()
     assert np.array_equal(supply.next(4)[:, 0], rows("1", 0)[:4])
     assert supply.places() == (ReadPosition("1", 0, 4),)
-    assert supply.repeats == 0
     supply.forget(["0", "7"])
     assert supply.places() == (ReadPosition("1", 0, 4),), "forgetting an ended pass does not end the next"
     supply.forget({"1"})
-    assert np.array_equal(supply.next(4)[:, 0], rows("1", 0, 1)[:4]), "without a successor it is repeated"
+    assert np.array_equal(supply.next(4)[:, 0], rows("0", PRIVATE_PASSES)[:4])
     assert supply.places() == ()
-    assert supply.repeats == 1
-
-
-def test_a_repeat_continues_when_its_pass_is_forgotten() -> None:
-    supply = Batches(TEXT, CONFIG, leases([ReadPosition("0", 0, 0), None, None, ReadPosition("0", 1, 0)]))
-    count = len(rows("0", 0))
-    supply.next(count + 3)
-    supply.forget({"0"})
-    assert np.array_equal(supply.next(4)[:, 0], rows("0", 0, 1)[3:7])
-    assert supply.places() == ()
-    supply.next(2)
-    assert supply.places() == (ReadPosition("0", 1, 2),)
 
 
 def test_a_shard_that_is_leased_again_has_only_its_newest_place() -> None:
@@ -277,7 +254,7 @@ def test_a_cursor_beyond_the_pass_ends_it() -> None:
         ReadPosition("1", 0, 4),
     )
     endless = Batches(TEXT, CONFIG, leases(repeat(ReadPosition("0", 0, 10**9))))
-    assert np.array_equal(endless.next(4)[:, 0], rows("0", 0, 1)[:4])
+    assert np.array_equal(endless.next(4)[:, 0], rows("0", PRIVATE_PASSES)[:4])
     assert endless.places() == (ReadPosition("0", 0, 0, ended=True),)
 
 
@@ -286,7 +263,7 @@ def test_a_cursor_beyond_the_pass_ends_it() -> None:
 PLACES = st.builds(
     ReadPosition, st.integers(0, 7).map(str) | st.just("site/3"), st.integers(0, 4), st.integers(0, 9) | st.just(10**12)
 )
-ANSWERS = st.lists(st.none() | PLACES, max_size=12)
+ANSWERS = st.lists(PLACES, max_size=12)
 #: The actions of an island: read the batches of some steps, or forget shards.
 ACTIONS = st.lists(st.integers(0, 30) | st.sets(st.sampled_from([*map(str, range(8)), "site/3"])), max_size=12)
 
@@ -303,20 +280,18 @@ def do(supply: Batches, actions: Iterable[int | set[str]]) -> bytes:
 
 
 @settings(deadline=None)
-@given(before=ACTIONS, after=ACTIONS, answers=ANSWERS, seed=st.integers(0, 99), fallback=st.integers(0, 1 << 62))
-def test_a_restored_supply_gives_the_same_batches(
-    before: list[int | set[str]],
-    after: list[int | set[str]],
-    answers: list[ReadPosition | None],
-    seed: int,
-    fallback: int,
+@given(before=ACTIONS, after=ACTIONS, answers=ANSWERS, seed=st.integers(0, 99))
+def test_a_restored_supply_gives_the_same_batches_of_what_it_has_leased(
+    before: list[int | set[str]], after: list[int | set[str]], answers: list[ReadPosition], seed: int
 ) -> None:
     text, config = positions(2000), configured(shards=8, length=16, batch=3, seed=seed)
-    waiting = deque(answers)
-    original = Batches(text, config, lambda: waiting.popleft() if waiting else None, fallback)
+    endless = (ReadPosition(str(number % 8), number // 8, 0) for number in count())
+    waiting: Iterator[ReadPosition] = chain(answers, endless)
+    original = Batches(text, config, lambda: next(waiting))
     do(original, before)
     state = json.loads(json.dumps(original.state()))
-    restored = Batches(text, config, leases(list(waiting)), fallback)
+    waiting, following = tee(waiting)
+    restored = Batches(text, config, lambda: next(following))
     restored.restore(state)
     assert restored.state() == state
     assert restored.places() == original.places()
@@ -326,15 +301,11 @@ def test_a_restored_supply_gives_the_same_batches(
 
 
 DAMAGE: list[dict[str, int | str]] = [
-    {"now": "3:0:10000:0"},
-    {"now": "3:0:-1:0"},
-    {"now": "4:0:0:0"},
-    {"now": "3:0"},
+    {"places": "3:0:10000"},
+    {"places": "3:0:-1"},
+    {"places": "4:0:0"},
     {"places": "3:0:x"},
-    {"now": "1:0:end:0"},
-    {"now": "1:٣:0:0"},
-    {"repeats": -1},
-    {"repeats": "many"},
+    {"places": "1:٣:0"},
     {"text": "another"},
 ]
 
@@ -343,6 +314,7 @@ def test_a_position_outside_the_text_or_under_another_config_is_refused() -> Non
     supply = Batches(TEXT, configured(), fresh(3))
     supply.next(2)
     state = supply.state()
+    supply.restore(state | {"now": "3:0:1:0", "repeats": 0})  # as version 0.2 wrote it
     for damage in DAMAGE:
         without = {key: value for key, value in state.items() if key not in damage}
         for damaged in (state | damage, without):
@@ -357,11 +329,3 @@ def test_a_position_outside_the_text_or_under_another_config_is_refused() -> Non
     ):
         with failing(DataError, "data.bad-position"):
             Batches(text, config, fresh(3)).restore(state)
-
-
-@settings(deadline=None, max_examples=examples(25))
-@given(st.integers(1, 60), st.integers(1, 20), st.integers(0, 5), st.integers(0, 3))
-def test_the_shards_of_a_pass_hold_each_window_once(count: int, shards: int, seed: int, pass_number: int) -> None:
-    dealt = [sharding.dealt(count, shards, seed, str(shard), pass_number).tolist() for shard in range(shards)]
-    assert sorted(number for shard in dealt for number in shard) == list(range(count))
-    assert max(map(len, dealt)) - min(map(len, dealt)) <= 1

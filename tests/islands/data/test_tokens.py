@@ -21,7 +21,7 @@ from archipelago.islands.creation import describe, first_snapshots, fitted, requ
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.corpus import OpenCorpus, open_corpus
 from archipelago.islands.data.preparation import prepare_text, prepare_tokens
-from archipelago.islands.data.sharding import held_out, lease_all
+from archipelago.islands.data.ranges import held_out, lease_all
 from archipelago.islands.data.tokenizer import byte_tokenizer
 from archipelago.islands.evaluation import assemble, compile_evaluation
 from archipelago.islands.models.registry import Model, Params, build, learning_rate

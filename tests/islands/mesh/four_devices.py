@@ -212,8 +212,8 @@ def test_a_checkpoint_is_restored_on_another_mesh(tmp_path: Path, before: MeshSh
 def test_a_mesh_that_does_not_fit_is_refused() -> None:
     for shape, batch, code in (
         (MeshShape(data=8), 8, "mesh.devices"),
-        (MeshShape(data=3), 8, "mesh.batch"),
-        (MeshShape(fsdp=2, data=2), 6, "mesh.batch"),
+        (MeshShape(data=3), 8, "mesh.size"),
+        (MeshShape(fsdp=2, data=2), 6, "mesh.size"),
     ):
         with failing(code=code):
             placement_of(shape, manifest(), batch, jax.local_devices())

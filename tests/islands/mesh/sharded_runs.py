@@ -24,7 +24,7 @@ from archipelago.broker.messages import Snapshot
 from archipelago.broker.wire import digest, pack
 from archipelago.islands.computation import Computation
 from archipelago.islands.data.batches import Batches
-from archipelago.islands.data.sharding import shard_order
+from archipelago.islands.data.ranges import range_order
 from archipelago.islands.inner import InnerSteps, compile_steps
 from archipelago.islands.mesh.placement import Placement, placement_of
 from archipelago.islands.mesh.shape import MeshShape
@@ -114,7 +114,7 @@ class MeshRun(PlayedRun):
         """Return an island on a mesh that has joined and leased a range of the text."""
         config = self.manifest.config
         own = replace(config, data=replace(config.data, batch_size=batch_size))
-        link = self.link(f"{name}/x", shard_order(config.data.shards, config.seed))
+        link = self.link(f"{name}/x", range_order(config.data.shards, config.seed))
         arrivals, (placement, steps) = link.join(), on_mesh(shape, config)
         island = Island(
             name, self.manifest, steps,

@@ -11,7 +11,7 @@ import pytest
 from archipelago.broker.config import DataConfig, InnerConfig, ModelConfig, RunConfig, SyncConfig
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.data.preparation import prepare_text
-from archipelago.islands.data.sharding import held_out
+from archipelago.islands.data.ranges import held_out
 from archipelago.islands.evaluation import Measures, published
 from archipelago.islands.models import moe, registry
 from archipelago.islands.models.llama import Size

@@ -11,7 +11,7 @@ from archipelago.broker.config import ModelConfig
 from archipelago.broker.errors import MismatchError
 from archipelago.islands.creation import describe
 from archipelago.islands.data.corpus import OpenCorpus
-from archipelago.islands.data.sharding import shard_order
+from archipelago.islands.data.ranges import range_order
 from archipelago.islands.inner import compile_steps
 from archipelago.islands.models.registry import build
 from archipelago.islands.tasks.ours import our_task, our_work
@@ -72,7 +72,7 @@ def test_a_pinned_text_has_shards_of_its_own_and_no_evaluation() -> None:
             offered.extend(map(str, shards))  # type: ignore[call-overload]
 
     our_task(SMALL, CORPUS, "site").task.batches(TaskRun("a", 1, link=Noted()))
-    assert offered == shard_order(SMALL.data.shards, SMALL.seed, "site")
+    assert offered == range_order(SMALL.data.shards, SMALL.seed, "site")
     assert our_task(SMALL, CORPUS, "site").task.evaluate is None
     assert our_task(SMALL, CORPUS, "site", measured=CORPUS).task.evaluate is not None
 

@@ -13,7 +13,7 @@ from archipelago.islands.creation import describe, first_snapshots
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.corpus import open_corpus
 from archipelago.islands.data.preparation import prepare_text
-from archipelago.islands.data.sharding import shard_order
+from archipelago.islands.data.ranges import range_order
 from archipelago.islands.worker import Island
 from archipelago.merger import record as records
 from archipelago.merger.beside import at_once
@@ -43,7 +43,7 @@ class Recorded(PlayedRun):
         self.merger = self.new_merger(checkpointer=checkpointer)
 
     def join(self, name: str) -> None:
-        link = self.link(f"{name}/x", shard_order(CONFIG.data.shards, CONFIG.seed))
+        link = self.link(f"{name}/x", range_order(CONFIG.data.shards, CONFIG.seed))
         arrivals = link.join()
         batches = Batches(open_corpus("public").train, CONFIG, link.lease)
         island = Island(name, self.manifest, compiled(CONFIG), batches, link, arrivals, self.clock, incarnation="x")

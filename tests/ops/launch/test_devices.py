@@ -118,8 +118,8 @@ def test_a_standby_replaces_only_an_island_with_its_devices(monkeypatch: pytest.
 def test_mistakes_are_reported_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(up, "accelerators", lambda: FOUR)
     for options, code in (
-        (UpOptions(mesh="rows=2"), "mesh.axis"),
-        (UpOptions(mesh="data=x"), "mesh.size"),
+        (UpOptions(mesh="rows=2"), "mesh.text"),
+        (UpOptions(mesh="data=x"), "mesh.text"),
         (UpOptions(mesh="data"), "mesh.text"),
         (UpOptions(mesh="fsdp=8", islands=2), "mesh.devices"),
     ):

@@ -18,7 +18,7 @@ from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Call, Contribution, Event, Marker, Refusal, Resume, Snapshot
 from archipelago.broker.transport import Memory, Transport
 from archipelago.broker.wire import pack
-from archipelago.islands.data.sharding import shard_order
+from archipelago.islands.data.ranges import range_order
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.outbox import ContributionHeader, Draft
 from archipelago.islands.sync.connection.snapshots import Arrival
@@ -35,7 +35,7 @@ Announced = TypeVar("Announced", Call, Resume, Marker)
 
 def shards_of(manifest: Manifest) -> list[str]:
     """Return the shards of a run in the order of preference of an island."""
-    return shard_order(manifest.config.data.shards, manifest.config.seed)
+    return range_order(manifest.config.data.shards, manifest.config.seed)
 
 
 class FaultyTransport(Intercepted):
