@@ -25,9 +25,9 @@ from archipelago.islands.options import IslandOptions
 from archipelago.islands.setup import own_placement, own_settings
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.snapshots import Arrival
-from archipelago.islands.tasks.file import TaskFile
+from archipelago.islands.tasks.batches import TaskRun
 from archipelago.islands.tasks.ours import OurTask, register_text, task_here
-from archipelago.islands.tasks.shards import TaskRun
+from archipelago.islands.tasks.task import TaskFile
 from archipelago.islands.tasks.workload import Workload
 from archipelago.islands.worker import Island
 

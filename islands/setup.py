@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from archipelago.broker.manifest import Manifest
     from archipelago.islands.mesh.placement import Placement
     from archipelago.islands.options import IslandOptions
-    from archipelago.islands.tasks.file import TaskFile
+    from archipelago.islands.tasks.task import TaskFile
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def own_task(options: IslandOptions, manifest: Manifest) -> TaskFile | None:
         )
     keep_compiled()
 
-    from archipelago.islands.tasks.file import task_of
+    from archipelago.islands.tasks.task import task_of
 
     return task_of(options.task, manifest, "`archipelago island`")
 

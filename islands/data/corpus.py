@@ -28,23 +28,23 @@ from archipelago.broker.errors import ConfigError, DataError
 from archipelago.broker.files import require_local
 from archipelago.broker.manifest import Corpus
 from archipelago.broker.redis.keys import checked_name, is_name
-from archipelago.islands.data.bucket import (
+from archipelago.islands.data.copies import (
+    CARD_BYTES_MAX,
     DATA_VARIABLE,
     bucket_of_corpora,
     corpora_in_bucket,
     download_corpus,
     folder_in_front_of,
+    is_verified,
 )
 from archipelago.islands.data.documents import Reading
 from archipelago.islands.data.tokenizer import FILE as TOKENIZER_FILE
 from archipelago.islands.data.tokenizer import TextTokenizer, Tokens, byte_tokenizer, dtype_of, from_file
-from archipelago.islands.data.verification import is_verified
 
 STDLIB, ENWIK8 = "stdlib", "enwik8"
 #: Corpora that `archipelago prepare` makes by their name alone.
 KNOWN = (STDLIB, ENWIK8)
 TEXT_FILE, CARD_FILE = "text.bin", "corpus.json"
-_CARD_BYTES_MAX = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -182,9 +182,8 @@ def open_corpus(name: str) -> OpenCorpus:
     """Open the corpus of that name. `stdlib` is prepared on first use.
 
     Raises:
-        DataError: It is not there (`data.missing`), its files do not fit each other (`data.damaged`), or its data is
-            not what its card says (`data.altered`).
-        ConfigError: No corpus can have that name, or it is the path of a text (`data.not-prepared`).
+        DataError: It is not there (`data.missing`), or its files do not fit each other (`data.damaged`).
+        ConfigError: No corpus can have that name, or it is the path or the address of a text (`data.not-prepared`).
     """
     is_path = os.path.exists(name)  # noqa: PTH110 - it takes any text
     if is_path and not is_name(name):
@@ -197,7 +196,7 @@ def open_corpus(name: str) -> OpenCorpus:
         raise ConfigError(
             f"{name!r} is an address, and not the name of a corpus",
             "Set ARCHIPELAGO_DATA to the address of the folder that holds the corpora, and give the corpus's name.",
-            code="data.address",
+            code="data.not-prepared",
         )
     if not is_prepared(name) and not download_corpus(data_folder() / name, CARD_FILE, TEXT_FILE):
         if name == STDLIB:
@@ -222,7 +221,7 @@ def open_corpus(name: str) -> OpenCorpus:
                 f"the corpus {name!r} holds other data than it says ({TEXT_FILE} does not have digest {card.digest})",
                 f"Delete {folder}, and run `archipelago prepare` again or copy the folder from a machine where "
                 "`archipelago doctor` accepts it.",
-                code="data.altered",
+                code="data.damaged",
             )
         data: Tokens = np.memmap(folder / TEXT_FILE, dtype=dtype_of(card.vocabulary), mode="r")
     except OSError as error:
@@ -238,17 +237,11 @@ def _read_card(folder: Path) -> Card:
     """Read `corpus.json`. Raises DataError (`data.damaged`) unless it describes the corpus of its folder."""
     try:
         with (folder / CARD_FILE).open("rb") as file:
-            card = _CARD.validate_json(file.read(_CARD_BYTES_MAX))
+            card = _CARD.validate_json(file.read(CARD_BYTES_MAX))
     except OSError as error:
         raise _damaged(folder, f"{CARD_FILE} cannot be read: {error.strerror}") from None
     except ValidationError as error:
         raise _damaged(folder, f"{CARD_FILE}: {error.errors()[0]['msg'].lower()}") from None
-    if card.example_bytes:
-        raise DataError(
-            f"the corpus {folder.name!r} was made by version 0.2 of examples, and this version trains on text only",
-            f"Delete {folder}, and name a corpus of text.",
-            code="data.damaged",
-        )
     splits, dtype = asdict(card.splits).values(), dtype_of(card.vocabulary)
     is_tokenised = card.vocabulary > BYTES
     is_consistent = (
@@ -256,9 +249,10 @@ def _read_card(folder: Path) -> Card:
         and sum(splits) * dtype.itemsize == card.bytes
         and dtype.name == card.dtype
         and is_tokenised == bool(card.tokenizer) == bool(card.text_bytes)
+        and not card.example_bytes
     )
     if not is_consistent:
-        raise _damaged(folder, f"{CARD_FILE} contradicts itself or its folder's name")
+        raise _damaged(folder, f"{CARD_FILE} contradicts itself or its folder's name, or is of examples")
     return card
 
 

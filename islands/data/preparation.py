@@ -22,6 +22,7 @@ from archipelago.broker.config import BYTES
 from archipelago.broker.errors import DataError
 from archipelago.broker.files import staged_folder
 from archipelago.broker.redis.keys import checked_name
+from archipelago.islands.data.copies import record_verified
 from archipelago.islands.data.corpus import (
     CARD_FILE,
     STDLIB,
@@ -45,7 +46,6 @@ from archipelago.islands.data.documents import (
 )
 from archipelago.islands.data.tokenizer import FILE as TOKENIZER_FILE
 from archipelago.islands.data.tokenizer import TextTokenizer, character_start, dtype_of, pieces, train
-from archipelago.islands.data.verification import record_verified
 
 MINIMUM_BYTES = 64 << 10
 CHUNK_BYTES = 1 << 20
@@ -272,10 +272,10 @@ def prepare_tokens(of: OpenCorpus, name: str, encoding: Encoding) -> OpenCorpus:
     """Prepare a corpus of text again, as tokens, with the same splits.
 
     Raises:
-        DataError: `of` holds tokens (`data.not-text`), or one of the errors of `create`.
+        DataError: `of` holds tokens (`data.no-source`), or one of the errors of `create`.
     """
     if of.tokenizer:
-        raise DataError(f"the corpus {of.name!r} is not a text of bytes", "Name a text.", code="data.not-text")
+        raise DataError(f"the corpus {of.name!r} is not a text of bytes", "Name a text.", code="data.no-source")
 
     def fill(writer: TextWriter) -> Filled:
         for split in (of.train, of.valid, of.test):

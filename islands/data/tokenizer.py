@@ -161,7 +161,7 @@ def train(texts: Iterable[str], vocabulary: int) -> TextTokenizer:
         vocabulary: The number of tokens. The 256 bytes are among them, so that any text can be encoded.
 
     Raises:
-        DataError: The text has too few pairs for that vocabulary (`tokenizer.too-large`).
+        DataError: The text has too few pairs for that vocabulary (`tokenizer.bad-name`).
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -177,7 +177,7 @@ def train(texts: Iterable[str], vocabulary: int) -> TextTokenizer:
         raise DataError(
             f"the text gives only {made.vocabulary:,} tokens, and --tokenizer asks for {vocabulary:,}",
             f"Write bpe:{made.vocabulary}, or name a larger text.",
-            code="tokenizer.too-large",
+            code="tokenizer.bad-name",
         )
     return made
 
@@ -186,7 +186,7 @@ def from_file(path: Path) -> TextTokenizer:
     """Read a `tokenizer.json`.
 
     Raises:
-        DataError: It cannot be read (`tokenizer.missing`), holds no tokenizer (`tokenizer.damaged`), or one whose
+        DataError: It cannot be read (`tokenizer.bad-name`), holds no tokenizer (`tokenizer.damaged`), or one whose
             tokens are not bytes (`tokenizer.not-byte-level`).
     """
     from tokenizers import Tokenizer  # here, because most corpora need none
@@ -197,7 +197,7 @@ def from_file(path: Path) -> TextTokenizer:
         inner = Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise DataError(
-            f"the tokenizer {path} cannot be read ({error.strerror})", "Check the path.", code="tokenizer.missing"
+            f"the tokenizer {path} cannot be read ({error.strerror})", "Check the path.", code="tokenizer.bad-name"
         ) from None
     except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
         raise DataError(

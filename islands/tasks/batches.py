@@ -1,24 +1,253 @@
-"""The batches of a task, as the worker takes them."""
+"""The batches of a task: shards of its data, each read by one island at a time, and batches as the worker takes them.
+
+Where a shard was read to follows what was merged.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 from archipelago.broker.config import OWN_TOKENS_PER_STEP_MAX
-from archipelago.broker.ranges import ReadPosition, parse_positions
-from archipelago.islands.data.batches import Supply
-from archipelago.islands.tasks.file import NamedTask
-from archipelago.islands.tasks.shards import Shard, TaskRun
+from archipelago.broker.errors import ConfigError, MismatchError
+from archipelago.broker.ranges import POSITIONS_MAX, RANGES_MAX, ReadPosition, parse_positions
+from archipelago.islands.data.batches import PRIVATE_PASSES, Supply
+from archipelago.islands.data.ranges import range_order
+from archipelago.islands.tasks.task import NamedTask
 
+#: How long an island waits for its first shard. Later it reads data without a lease instead.
+FIRST_SECONDS = 5.0
+POLL_SECONDS = 0.02
 #: The kinds of numpy dtypes that are not numbers: objects, texts and times. Records are not numbers either.
 _NO_NUMBERS = "OSUMm"
 
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class Shard:
+    """One pass over one shard of a task's data.
+
+    Attributes:
+        number: The number of the shard, from 0.
+        of: How many shards there are.
+        pass_number: The number of the pass, from 0. Passes without a lease have large numbers.
+        position: The batches of this pass that are merged already. Skip them.
+        seed: A seed for the order of the data in this pass. All readers of the pass have the same.
+    """
+
+    number: int
+    of: int
+    pass_number: int
+    position: int
+    seed: int
+    _read: int = field(default=0, repr=False)
+    _ended: bool = field(default=False, repr=False)
+
+    @property
+    def is_leased(self) -> bool:
+        """Whether the run keeps account of this pass. Without a lease, other islands may read the same data."""
+        return self.pass_number < PRIVATE_PASSES
+
+    def place(self) -> ReadPosition:
+        """Return the place in this pass, as contributions report it."""
+        return ReadPosition(
+            str(self.number), self.pass_number, 0 if self._ended else self.position + self._read, self._ended
+        )
+
+    def read(self) -> None:
+        """Count a batch that the island trains on."""
+        self._read += 1
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the whole pass has given no batch."""
+        return self._ended and self.position + self._read == 0
+
+    def end(self) -> None:
+        """Note that all batches of the pass were drawn."""
+        self._ended = True
+
+
+class Leases(Protocol):
+    """What leases shards: the link of an island, or a baseline that has all of them."""
+
+    @property
+    def is_started(self) -> bool:
+        """Whether threads lease shards meanwhile, so that it helps to wait."""
+
+    def offer(self, shards: Sequence[str], /) -> None:
+        """Set the shards that may be leased, in the order of preference."""
+
+    def lease(self) -> ReadPosition | None:
+        """Return the next leased shard, or None if none is free now."""
+
+    def register_shards(self, count: int, /) -> int:
+        """Register how many shards the data has, and return what other islands have registered."""
+
+
+class TaskRun:
+    """What the `batches` of a task may ask: who reads, and shards of the data.
+
+    Attributes:
+        island: The name of the island.
+        seed: A random seed that differs between islands, and between restarts of one.
+    """
+
+    def __init__(
+        self,
+        island: str,
+        seed: int,
+        run_seed: int = 0,
+        link: Leases | None = None,
+        pause: Callable[[float], None] | None = None,
+    ) -> None:
+        """Note where shards are leased.
+
+        Args:
+            island: The name of the island.
+            seed: A number of this process.
+            run_seed: The seed of the run.
+            link: Leases shards. None reads without leases, as a check of the task does.
+            pause: Lets some seconds pass until the first shard is leased. The default sleeps if the link has threads.
+        """
+        self.island, self.seed = island, seed
+        self._run_seed, self._link, self._pause = run_seed, link, pause
+        self._thread = threading.get_ident()
+        self._held: dict[str, Shard] = {}
+        self._restored: deque[ReadPosition] = deque()
+        self._private, self._is_sharded = 0, False
+        #: The shard that is read now.
+        self.current: Shard | None = None
+
+    def shards(self, count: int) -> Iterator[Shard]:
+        """Yield shards of the data without an end, pass after pass. No other island reads a leased shard meanwhile.
+
+            for shard in run.shards(64):
+                mine = np.random.default_rng(shard.seed).permutation(len(data))[shard.number :: shard.of]
+                yield from batches_of(data[mine])[shard.position :]
+
+        Draw the batches of a shard before the next shard, in the thread that trains: the position in a shard counts
+        the batches that the island trained on.
+
+        Args:
+            count: How many shards the data has. It must be the same on all islands.
+
+        Raises:
+            ConfigError: There cannot be that many, all of them are empty, or this was called before (`task.shards`), or
+                this is another thread (`task.shards`).
+            MismatchError: Other islands of the run have another number of shards (`task.shards`).
+        """
+        if not hasattr(count, "__index__") or not 1 <= count <= RANGES_MAX:
+            raise ConfigError(f"a task cannot have {count!r} shards", f"Give 1 to {RANGES_MAX:,}.", code="task.shards")
+        if self._is_sharded:
+            raise ConfigError(
+                "`run.shards` was called twice, and the shards of both calls have the same numbers",
+                "Call it once. Let a shard hold a part of each data set.",
+                code="task.shards",
+            )
+        self._is_sharded = True
+        known = self._link.register_shards(count) if self._link is not None else count
+        if known != count:
+            raise MismatchError(
+                "shards", known, count,
+                "A shard is another part of the data now. Restore the number in `run.shards`, or begin another run.",
+                code="task.shards",
+                what=f"the data of this task has {count:,} shards, and {known:,} in the run",
+            )  # fmt: skip
+        self.offer(range_order(count, self._run_seed))
+        empty: set[int] = set()
+        while len(empty) < count:
+            if threading.get_ident() != self._thread:
+                raise ConfigError(
+                    "`run.shards` was used in another thread than the one that trains",
+                    "A position counts the batches that the island trained on, so a loader that reads ahead cannot "
+                    "lease shards. Read them in the generator itself.",
+                    code="task.shards",
+                )
+            place = self._next_place()
+            self.current = shard = self._shard_at(place, count) if place else self._private_shard(count)
+            if shard.is_leased:
+                self._held.pop(str(shard.number), None)
+                self._held[str(shard.number)] = shard
+            yield shard
+            shard.end()
+            (empty.add if shard.is_empty else empty.discard)(shard.number)
+        raise ConfigError(
+            f"none of the {count:,} shards of the data gives a batch",
+            "Cut the data into fewer shards (`run.shards`), or make the batches smaller.",
+            code="task.shards",
+        )
+
+    def offer(self, shards: Sequence[str]) -> None:
+        """Set the shards that this island may lease, in its order of preference. `shards` does it for a generator."""
+        if self._link is not None:
+            self._link.offer(shards)
+
+    def lease(self) -> ReadPosition | None:
+        """Return the next leased shard, and the position in it; None if none is leased yet."""
+        return self._link.lease() if self._link is not None else None
+
+    def _next_place(self) -> ReadPosition | None:
+        """Return the next shard of the run; None if none is free, or too many ends of shards are not merged yet."""
+        if self._link is None:
+            return None
+        while self._restored:
+            restored = self._restored.popleft()
+            if restored.range in self._held:  # its lease was not lost meanwhile
+                return restored
+        if len(self._held) >= POSITIONS_MAX:
+            return None
+        place, waited = self.lease(), 0.0
+        pause = self._pause or (time.sleep if self._link.is_started else None)
+        while place is None and self.current is None and pause is not None and waited < FIRST_SECONDS:
+            pause(POLL_SECONDS)
+            waited += POLL_SECONDS
+            place = self.lease()
+        return place
+
+    def _shard_at(self, place: ReadPosition, count: int) -> Shard:
+        number, (pass_number, position) = int(place.range), place.cursor
+        return Shard(number, count, pass_number, position, self._seed_of(number, pass_number))
+
+    def _private_shard(self, count: int) -> Shard:
+        """Return a shard to read without a lease, because none is free now."""
+        number, pass_number = (self.seed + self._private) % count, PRIVATE_PASSES + self._private
+        self._private += 1
+        return Shard(number, count, pass_number, 0, self._seed_of(number, pass_number + self.seed))
+
+    def _seed_of(self, number: int, pass_number: int) -> int:
+        return int(np.random.SeedSequence((self._run_seed, number, pass_number)).generate_state(1)[0])
+
+    # -- reports to the broker ----------------------------------------------------------------------------------------
+
+    def places(self) -> tuple[ReadPosition, ...]:
+        """Return the places in the leased passes that are not forgotten, in order of leasing: at most POSITIONS_MAX."""
+        return tuple(shard.place() for shard in self._held.values())
+
+    def restore(self, places: Sequence[ReadPosition]) -> None:
+        """Go on at the `places()` of a checkpoint. `shards` is then called once more."""
+        self._is_sharded, self.current = False, None
+        self._held = {
+            place.range: Shard(int(place.range), 0, place.pass_number, place.position, 0, _ended=place.ended)
+            for place in places
+        }
+        self._restored = deque(place for place in places if not place.ended)
+
+    def forget(self, shards: Collection[str]) -> None:
+        """Forget leases that have ended or were lost. The rest of a pass whose lease was lost is read all the same."""
+        for name in shards:
+            shard = self._held.pop(name, None)
+            if shard is not None and not shard.place().ended:
+                log.warning("the lease of shard %s was lost; another island may read it too", name)
 
 
 class TaskBatches(Supply):

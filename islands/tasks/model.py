@@ -18,7 +18,7 @@ from archipelago.islands.inner import Descent, InnerState, gradient
 from archipelago.islands.models.interface import Params
 from archipelago.islands.own_loop.tensors import kinds_by
 from archipelago.islands.own_loop.tree import TreeLayout
-from archipelago.islands.tasks.file import NamedTask
+from archipelago.islands.tasks.task import NamedTask
 
 
 class TaskModel:

@@ -22,9 +22,8 @@ from archipelago.islands.evaluation import CorpusEvaluation
 from archipelago.islands.evaluator import run_corpus
 from archipelago.islands.models.interface import Params
 from archipelago.islands.models.registry import build
-from archipelago.islands.tasks.file import NamedTask
-from archipelago.islands.tasks.shards import TaskRun
-from archipelago.islands.tasks.task import Task
+from archipelago.islands.tasks.batches import TaskRun
+from archipelago.islands.tasks.task import NamedTask, Task
 from archipelago.islands.tasks.workload import Workload
 
 

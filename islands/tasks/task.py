@@ -1,20 +1,35 @@
 """A task: what our worker needs to train a model. Our own models are tasks too (`tasks.ours`).
 
-It does not import JAX, so that a task's file decides what is loaded.
+The file of a user's task, `FILE.py:NAME`, is imported, and what goes wrong in it becomes one clear error. This module
+does not import JAX, so that a task's file decides what is loaded.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from archipelago.broker.config import RunConfig
+from archipelago.broker.errors import ArchipelagoError, ConfigError, MismatchError
+from archipelago.broker.manifest import NO_CORPUS, Corpus, Manifest
+from archipelago.broker.redis.keys import checked_name
 from archipelago.islands.own_loop.tensors import EMBEDDINGS, KindOf
 
 if TYPE_CHECKING:
     from archipelago.islands.data.batches import Supply
     from archipelago.islands.evaluation import Sliced
-    from archipelago.islands.tasks.shards import TaskRun
+    from archipelago.islands.tasks.batches import TaskRun
+
+#: The name that is looked up where `--task` gives a file only.
+DEFAULT = "task"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,3 +68,225 @@ class Task:
     tokens: int | Callable[[Any], int] | None = None
     name: str = ""
     shapes: Any = None
+
+
+@dataclass(frozen=True)
+class NamedTask:
+    """A task, and what a run knows about it. Errors of our own tasks are faults of this package, and stay as they are.
+
+    Attributes:
+        task: The task.
+    """
+
+    task: Task
+
+    @property
+    def name(self) -> str:
+        """The name of the task in its run. It is empty for a model that the settings of the run name."""
+        return self.task.name
+
+    @property
+    def data(self) -> Corpus:
+        """The data that all islands must have, as the run knows it."""
+        return NO_CORPUS
+
+    def under(self, config: RunConfig) -> NamedTask:
+        """Return the task with other settings of its run. That of a user does not depend on them."""
+        return self
+
+    def call(self, what: str, function: Callable[..., T], *args: Any) -> T:
+        """Return what a function of the task returns. `what` names that part of the task in errors."""
+        return function(*args)
+
+    def wrong(self, what: str, fault: str, remedy: str) -> ConfigError:
+        """Return the error (`task.WHAT`) for a part of the task that gives something wrong."""
+        return ConfigError(f"{what} of the task {self.name!r} {fault}", remedy, code=f"task.{what}")
+
+
+@dataclass(frozen=True)
+class TaskFile(NamedTask):
+    """A task in a user's file.
+
+    Attributes:
+        path: The file.
+        variable: Its name in the file.
+    """
+
+    path: Path
+    variable: str
+
+    @property
+    def name(self) -> str:
+        """The name of the task in its run."""
+        return self.task.name or self.path.stem
+
+    @property
+    def flag(self) -> str:
+        """The value of `--task` that finds this task from any folder."""
+        return f"{self.path}:{self.variable}"
+
+    def call(self, what: str, function: Callable[..., T], *args: Any) -> T:
+        """Return what a function of the task returns.
+
+        Raises:
+            ConfigError: The function failed (`task.WHAT`). The error names the line in the user's file.
+        """
+        try:
+            return function(*args)
+        except ArchipelagoError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a user's code may raise anything
+            raise self.failure(what, error) from None
+
+    def failure(self, what: str, error: BaseException) -> ConfigError:
+        """Return the error (`task.WHAT`) for a failure in that part of the task."""
+        return ConfigError(
+            f"{what} of the task {self.name!r} failed{_line_of(error, self.path)}: {_in_words(error)}",
+            f"Correct {self.path}.",
+            code=f"task.{what}",
+        )
+
+    def wrong(self, what: str, fault: str, remedy: str) -> ConfigError:
+        """Return the error (`task.WHAT`) for a part of the task that gives something wrong."""
+        return ConfigError(f"{what} of the task {self.name!r} ({self.path}) {fault}", remedy, code=f"task.{what}")
+
+
+def load_task(text: str) -> TaskFile:
+    """Import a task.
+
+    Args:
+        text: `FILE.py:NAME`, or `FILE.py` for the name `task`.
+
+    Raises:
+        ConfigError: There is no such file (`task.file`), importing it failed (`task.import`), it has no task of that
+            name (`task.name`), or one of its parts is of a wrong type.
+    """
+    where, colon, variable = text.rpartition(":")
+    if not colon or variable.endswith(".py"):
+        where, variable = text, DEFAULT
+    if where and not variable:
+        raise ConfigError(
+            f"--task {text} has no name after the colon",
+            f"Give --task {where}:NAME, or --task {where} for the name {DEFAULT!r}.",
+            code="task.file",
+        )
+    path = Path(where).expanduser().absolute()
+    if path.suffix != ".py" or not path.is_file():
+        raise ConfigError(
+            f"there is no Python file {where} with a task",
+            "Give --task FILE.py:NAME, such as --task train_mine.py:task.",
+            code="task.file",
+        )
+    module = _imported(path)
+    if not hasattr(module, variable):
+        names = [name for name, value in vars(module).items() if isinstance(value, Task)]
+        raise ConfigError(
+            f"{path} has no {variable!r}",
+            f"Its tasks are: {', '.join(names)}." if names else f"Write `{variable} = archipelago.Task(…)` into it.",
+            code="task.name",
+        )
+    task = getattr(module, variable)
+    if not isinstance(task, Task):
+        raise ConfigError(
+            f"{variable!r} in {path} is of the type {type(task).__name__!r}, and not a task",
+            f"Write `{variable} = archipelago.Task(init, loss, batches)`.",
+            code="task.name",
+        )
+    found = TaskFile(task, path, variable)
+    _require_parts(found)
+    return found
+
+
+def task_of(flag: str | None, manifest: Manifest, verb: str) -> TaskFile | None:
+    """Return the task that a verb needs for a run; None for a run of our models.
+
+    Args:
+        flag: The value of `--task`.
+        manifest: The run.
+        verb: What the user called, as the beginning of a sentence.
+
+    Raises:
+        ConfigError: The run trains a task, and none was given, or it trains none (`task.other`), or scripts
+            (`model.own`).
+        MismatchError: It trains another one (`task.other`).
+    """
+    if flag is None:
+        if manifest.task:
+            raise ConfigError(
+                f"the run {manifest.run!r} trains the users' task {manifest.task!r}",
+                "Give the file of that task: --task FILE.py:NAME.",
+                code="task.other",
+            )
+        manifest.require_own_code(verb)
+        return None
+    if not manifest.task:
+        raise ConfigError(
+            f"the run {manifest.run!r} trains no task",
+            "Leave --task out, or name the run of the task with --run.",
+            code="task.other",
+        )
+    found = load_task(flag)
+    if found.name != manifest.task:
+        raise MismatchError(
+            "task", manifest.task, found.name,
+            "Give the file of the run's task, or name another run with --run.",
+            code="task.other",
+        )  # fmt: skip
+    return found
+
+
+def _imported(path: Path) -> ModuleType:
+    """Import a file as Python does with a script: its folder comes first on the path."""
+    folder, name = str(path.parent), path.stem
+    for known in (name, f"archipelago_task_{name}"):
+        if getattr(sys.modules.get(known), "__file__", "") == str(path):
+            return sys.modules[known]  # a standby loads the task before it becomes an island
+    if name in sys.modules:
+        name = f"archipelago_task_{name}"
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # noqa: S101 - the file ends in .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # a loader with processes of its own imports it by name
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's code may raise anything
+        del sys.modules[name]
+        raise ConfigError(
+            f"{path} cannot be imported{_line_of(error, path)}: {_in_words(error)}",
+            f"`python {path.name}` in its folder shows the whole error.",
+            code="task.import",
+        ) from None
+    return module
+
+
+def _require_parts(found: TaskFile) -> None:
+    task = found.task
+    for what in ("init", "loss", "batches"):
+        if not callable(getattr(task, what)):
+            raise found.wrong(what, "is not a function", "Give a function.")
+    if task.evaluate is not None and not callable(task.evaluate):
+        raise found.wrong("evaluate", "is not a function", "Give a function, or leave it out.")
+    if task.optimizer is not None and not all(hasattr(task.optimizer, name) for name in ("init", "update")):
+        raise found.wrong("optimizer", "is not an optax transformation", "Give one, such as optax.adamw(1e-3).")
+    if not callable(task.tokens) and task.tokens is not None and not _is_count(task.tokens):
+        raise found.wrong("tokens", f"is {task.tokens!r}", "Give a whole number from 1 on, or a function of a batch.")
+    checked_name(found.name, "the name of the task")
+
+
+def _is_count(value: Any) -> bool:
+    return hasattr(value, "__index__") and value >= 1
+
+
+def _line_of(error: BaseException, path: Path) -> str:
+    """Return the last line of the user's file that an error passed through, as words; empty if there is none."""
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        return f" in line {error.lineno}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return f" in line {lines[-1]}" if lines else ""
+
+
+def _in_words(error: BaseException) -> str:
+    said = " ".join(str(error).split())
+    return f"{type(error).__name__}: {said:.400}" if said else type(error).__name__

@@ -26,10 +26,9 @@ from archipelago.islands.models.interface import Params
 from archipelago.islands.own_loop.tensors import require_same_tensors
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.snapshots import Arrival
-from archipelago.islands.tasks.batches import TaskBatches
-from archipelago.islands.tasks.file import NamedTask, TaskFile
+from archipelago.islands.tasks.batches import TaskBatches, TaskRun
 from archipelago.islands.tasks.model import TaskModel
-from archipelago.islands.tasks.shards import TaskRun
+from archipelago.islands.tasks.task import NamedTask, TaskFile
 from archipelago.islands.worker import Island
 
 #: The peak of the learning rate of a task without an optimiser, if the settings do not give one.

@@ -283,7 +283,7 @@ def train_only(pipe: Connection, url: str, cores: set[int], scan_steps: int, cou
     keep_to(cores)
     return_freed_memory()
     from archipelago.islands.models.registry import build
-    from archipelago.islands.tasks.shards import TaskRun
+    from archipelago.islands.tasks.batches import TaskRun
 
     _, prepared = _prepared(url, None)
     work, config = prepared.workload, prepared.manifest.config

@@ -103,7 +103,7 @@ def _refused(processes: RunProcesses) -> frozenset[Identity]:
 
 def _held_out_loss(plan: Plan, transport: ReaderTransport) -> float:
     """Return the held-out loss of the final parameters; NaN for a script, or a task without `evaluate`."""
-    from archipelago.islands.tasks.file import load_task
+    from archipelago.islands.tasks.task import load_task
 
     if plan.script or (plan.task and load_task(plan.task).task.evaluate is None):
         return math.nan

@@ -21,8 +21,8 @@ from archipelago.broker.config import RunConfig
 from archipelago.broker.ranges import ReadPosition
 from archipelago.islands.evaluation import compile_validation, measured
 from archipelago.islands.models.interface import Params
+from archipelago.islands.tasks.batches import TaskRun
 from archipelago.islands.tasks.ours import OurTask
-from archipelago.islands.tasks.shards import TaskRun
 from archipelago.islands.tasks.workload import Workload, compiled_steps
 
 EVALUATIONS = 12

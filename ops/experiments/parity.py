@@ -21,7 +21,7 @@ from archipelago.broker.errors import ConfigError, require_number
 from archipelago.broker.files import make_untracked
 from archipelago.broker.manifest import LossUnit, loss_unit
 from archipelago.broker.process import keep_compiled
-from archipelago.islands.tasks.file import TaskFile
+from archipelago.islands.tasks.task import TaskFile
 from archipelago.islands.tasks.workload import Workload, require_trainable
 from archipelago.ops.bench.output import OutputOptions, finish
 from archipelago.ops.experiments.baselines import Point, data_parallel

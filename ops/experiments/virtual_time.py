@@ -26,7 +26,7 @@ from archipelago.islands.data.batches import Supply
 from archipelago.islands.rejoin import Rejoin
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.snapshots import Arrival
-from archipelago.islands.tasks.shards import TaskRun
+from archipelago.islands.tasks.batches import TaskRun
 from archipelago.islands.tasks.workload import Workload
 from archipelago.islands.worker import Island
 from archipelago.merger.service import Merger

@@ -21,7 +21,7 @@ from archipelago.broker.shards.transport import opened
 from archipelago.broker.transport import ReaderTransport
 
 if TYPE_CHECKING:
-    from archipelago.islands.tasks.file import TaskFile
+    from archipelago.islands.tasks.task import TaskFile
     from archipelago.islands.tasks.workload import Workload
 
 log = logging.getLogger("archipelago.ops.launch.final_loss")  # `__name__` is `__main__` in a process of its own.
@@ -46,7 +46,7 @@ def measure(transport: ReaderTransport, task: str | None = None) -> Evaluation:
 
     from archipelago.islands.evaluation import measured, published
     from archipelago.islands.evaluator import tokens_trained
-    from archipelago.islands.tasks.file import task_of
+    from archipelago.islands.tasks.task import task_of
 
     work = _workload(manifest, task_of(task, manifest, "measuring the held-out loss"))
     compiled = work.require_evaluation()

@@ -274,8 +274,8 @@ def workload_of(config: RunConfig, task: str | None, weights: Path | None = None
         ConfigError: The model is not known, or the task is wrong. The code names the part.
         DataError: The corpus is missing or too small, or the weights do not fit the model.
     """
-    from archipelago.islands.tasks.file import load_task
     from archipelago.islands.tasks.ours import our_work
+    from archipelago.islands.tasks.task import load_task
     from archipelago.islands.tasks.workload import Workload, task_config
 
     if task is None:
@@ -307,7 +307,7 @@ def require_same(found: Manifest, config: RunConfig, go_on: str = "", task: str 
     `go_on` is the command that continues the run, without the flags of its settings (`require_own_settings`), and
     `task` the task that the user gives.
     """
-    from archipelago.islands.tasks.file import task_of
+    from archipelago.islands.tasks.task import task_of
 
     task_of(task, found, "Starting islands of ours")
     work = workload_of(config, task)

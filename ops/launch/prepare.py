@@ -45,7 +45,7 @@ class PrepareOptions:
 
 def main(options: PrepareOptions) -> int:
     """Prepare one corpus, and print a summary."""
-    from archipelago.islands.data.bucket import bucket_of_corpora, upload_corpus
+    from archipelago.islands.data.copies import bucket_of_corpora, upload_corpus
     from archipelago.islands.data.corpus import CARD_FILE, data_folder
 
     bucket = bucket_of_corpora()  # an unknown scheme shows before the work begins
@@ -81,7 +81,7 @@ def main(options: PrepareOptions) -> int:
 
 
 def _prepare(options: PrepareOptions) -> OpenCorpus:
-    from archipelago.islands.data.bucket import fetch_text
+    from archipelago.islands.data.copies import fetch_text
     from archipelago.islands.data.corpus import KNOWN
     from archipelago.islands.data.preparation import is_bytes, prepare_text, prepare_tokens
     from archipelago.islands.data.tokenizer import encoding_of
@@ -129,7 +129,7 @@ def _require_useful(options: PrepareOptions, *, is_known: bool, is_tokenised: bo
 
 def _prepare_known(options: PrepareOptions) -> OpenCorpus:
     """Prepare the public data set that `source` names."""
-    from archipelago.islands.data.bucket import download_corpus
+    from archipelago.islands.data.copies import download_corpus
     from archipelago.islands.data.corpus import CARD_FILE, TEXT_FILE, data_folder, is_prepared
     from archipelago.islands.data.enwik8 import prepare_enwik8
     from archipelago.islands.data.preparation import prepare_stdlib

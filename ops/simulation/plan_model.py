@@ -38,8 +38,8 @@ def tensors_of(model: str) -> Sequence[Tensor]:
     if _is_number(model):
         return decoder(_number(model, "--model"))
     if ".py" in model:
-        from archipelago.islands.tasks.file import load_task
         from archipelago.islands.tasks.model import TaskModel
+        from archipelago.islands.tasks.task import load_task
 
         return TaskModel(load_task(model), 0).tensors
     from archipelago.islands.models.registry import build
@@ -68,8 +68,8 @@ def measured_step(flag: str) -> tuple[int, float]:
     import jax
 
     from archipelago.broker.config import RunConfig
-    from archipelago.islands.tasks.file import load_task
-    from archipelago.islands.tasks.shards import TaskRun
+    from archipelago.islands.tasks.batches import TaskRun
+    from archipelago.islands.tasks.task import load_task
     from archipelago.islands.tasks.workload import Workload, require_trainable, task_config
 
     file = load_task(flag)

@@ -16,7 +16,7 @@ from archipelago.broker.transport import Transport
 from archipelago.islands.checkpoint import IslandStore, cut
 from archipelago.islands.rejoin import Rejoin
 from archipelago.islands.sync.connection.link import Link
-from archipelago.islands.tasks.shards import TaskRun
+from archipelago.islands.tasks.batches import TaskRun
 from archipelago.islands.tasks.workload import Workload
 from archipelago.islands.worker import Island
 from archipelago.merger.beside import at_once

@@ -26,7 +26,7 @@ from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.islands.creation import first_snapshots
 from archipelago.islands.options import IslandOptions
 from archipelago.islands.running import run_island
-from archipelago.islands.tasks.file import load_task
+from archipelago.islands.tasks.task import load_task
 from archipelago.islands.tasks.workload import Workload, task_config
 from archipelago.merger.main import MergerOptions, main
 from archipelago.merger.service import Merger

@@ -21,9 +21,8 @@ from archipelago.broker.transport import IslandTransport, ReaderClient
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.ranges import range_order
 from archipelago.islands.models.interface import Params
-from archipelago.islands.tasks.file import NamedTask
-from archipelago.islands.tasks.shards import TaskRun
-from archipelago.islands.tasks.task import Task
+from archipelago.islands.tasks.batches import TaskRun
+from archipelago.islands.tasks.task import NamedTask, Task
 from archipelago.islands.tasks.workload import Workload
 from archipelago.ops.experiments.virtual_time import ChangedTransport, VirtualRun
 from tests.small import SMALL

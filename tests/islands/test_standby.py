@@ -30,7 +30,7 @@ from archipelago.islands.models.transformer import transformer
 from archipelago.islands.prepared import PreparedIsland
 from archipelago.islands.setup import own_settings, require_batch
 from archipelago.islands.tasks import ours
-from archipelago.islands.tasks.shards import TaskRun
+from archipelago.islands.tasks.batches import TaskRun
 from archipelago.islands.worker import Island
 from tests.failing import failing
 from tests.islands.models import mini

@@ -15,9 +15,8 @@ import redis
 from archipelago.broker.config import InnerConfig, MergeConfig, RunConfig, SyncConfig
 from archipelago.islands.data.corpus import OpenCorpus, open_corpus
 from archipelago.islands.data.preparation import prepare_text
-from archipelago.islands.tasks.file import TaskFile
-from archipelago.islands.tasks.shards import TaskRun
-from archipelago.islands.tasks.task import Task
+from archipelago.islands.tasks.batches import TaskRun
+from archipelago.islands.tasks.task import Task, TaskFile
 from archipelago.islands.tasks.workload import Workload, task_config
 from archipelago.ops.launch.embedded_redis import Server
 from tests.servers import empty_database

@@ -110,8 +110,7 @@ def corpus(name: str, wanted: Corpus | None) -> Finding:
             return problem("corpus.missing", what, f"{how}, or see `island --corpus`.")
         found = open_corpus(name)
     except ArchipelagoError as error:
-        kind = "corpus.altered" if error.code == "data.altered" else "corpus.damaged"
-        return problem(kind, error.what, error.remedy)
+        return problem("corpus.damaged", error.what, error.remedy)
     if wanted is not None and found.digest != wanted.digest:
         return problem(
             "corpus.different",

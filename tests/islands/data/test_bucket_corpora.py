@@ -110,5 +110,5 @@ def test_text_is_written_to_its_folder_only(corpora: BucketFolder, tmp_path: Pat
     with failing(BucketError, "bucket.damaged"):
         main(PrepareOptions(f"{corpora.address}/texts"))
     assert not outside.exists()
-    with failing(ConfigError, "data.address"):
+    with failing(ConfigError, "data.not-prepared"):
         open_corpus("s3://bucket/corpora/mine")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from archipelago.broker.errors import ConfigError, DataError
 from archipelago.broker.manifest import Corpus
-from archipelago.islands.data import corpus, documents, preparation, verification
+from archipelago.islands.data import copies, corpus, documents, preparation
 from tests.failing import failing
 
 LINE = "Ein Boot, zwei Häfen, drei Inseln.\n"
@@ -134,7 +134,7 @@ def test_a_text_of_another_size_or_with_other_bytes_is_refused(tmp_path: Path, d
         file.seek(middle)
         file.write(b"?")
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # as after a copy that keeps the times
-    with failing(DataError, "data.altered"):
+    with failing(DataError, "data.damaged"):
         corpus.open_corpus("mine")
     write(path, TEXT)
     assert whole(corpus.open_corpus("mine")) == TEXT.encode()
@@ -151,18 +151,18 @@ def test_a_text_is_read_in_full_only_once(tmp_path: Path, data: Path, monkeypatc
     shutil.copytree(data / "mine", data / "copy")
     write(data / "copy" / "corpus.json", (data / "mine" / "corpus.json").read_text().replace("mine", "copy"))
     read: list[str] = []
-    digest = verification._digest
+    digest = copies._digest
 
     def counted(file: BufferedReader, path: Path) -> str:
         read.append(path.parent.name)
         return digest(file, path)
 
-    monkeypatch.setattr(verification, "_digest", counted)
+    monkeypatch.setattr(copies, "_digest", counted)
     for name in ("mine", "copy", "mine", "copy"):
         corpus.open_corpus(name)
     assert read == ["copy"]  # the first corpus was hashed when it was written
     for content in ("", "{}", "[" * 2000, '{"digest": 1}'):
-        write(data / "mine" / verification.RECORD_FILE, content)
+        write(data / "mine" / copies.RECORD_FILE, content)
         corpus.open_corpus("mine")
     assert read == ["copy", *["mine"] * 4]
 
@@ -174,10 +174,10 @@ def test_a_folder_that_cannot_be_written_is_verified_at_each_opening(
         raise OSError(30, "Read-only file system")
 
     preparation.prepare_text(write(tmp_path / "text.txt"), "mine")
-    (data / "mine" / verification.RECORD_FILE).unlink()
-    monkeypatch.setattr(verification, "write_atomically", refuse)
+    (data / "mine" / copies.RECORD_FILE).unlink()
+    monkeypatch.setattr(copies, "write_atomically", refuse)
     assert whole(corpus.open_corpus("mine")) == TEXT.encode()
-    assert not (data / "mine" / verification.RECORD_FILE).exists()
+    assert not (data / "mine" / copies.RECORD_FILE).exists()
 
 
 def test_a_card_that_contradicts_itself_or_is_not_json_is_damaged(tmp_path: Path, data: Path) -> None:

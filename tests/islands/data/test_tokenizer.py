@@ -48,7 +48,7 @@ def test_training_compresses_and_is_deterministic() -> None:
     again = train(LINES, 400)
     assert (again.digest, again.to_json()) == (LEARNED.digest, LEARNED.to_json())
     assert train(LINES[:-1] + ["something else entirely\n"] * 9, 400).digest != LEARNED.digest
-    with failing(DataError, "tokenizer.too-large") as caught:
+    with failing(DataError, "tokenizer.bad-name") as caught:
         train(["aa aa aa"], 300)
     assert "bpe:258" in caught.value.remedy
 
@@ -70,7 +70,7 @@ def test_a_file_holds_the_same_tokenizer_and_a_damaged_one_is_refused(tmp_path: 
         path.write_bytes(content)
         with failing(DataError, "tokenizer.damaged"):
             tokenizer.from_file(path)
-    with failing(DataError, "tokenizer.missing"):
+    with failing(DataError, "tokenizer.bad-name"):
         tokenizer.from_file(tmp_path / "absent")
 
 

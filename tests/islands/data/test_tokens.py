@@ -84,7 +84,7 @@ def test_the_tokenizer_does_not_depend_on_held_out_text(tmp_path: Path, tokens: 
 def test_a_prepared_text_gives_the_same_tokens(tmp_path: Path, tokens: OpenCorpus) -> None:
     again = prepare_tokens(open_corpus("text"), "again", VOCABULARY)
     assert (again.digest, again.tokenizer) == (tokens.digest, tokens.tokenizer)
-    with failing(DataError, "data.not-text"):
+    with failing(DataError, "data.no-source"):
         prepare_tokens(tokens, "twice", VOCABULARY)
     (tmp_path / "text").write_text(TEXT, encoding="utf-8")
     with failing(DataError, "data.taken"):

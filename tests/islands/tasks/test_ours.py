@@ -14,8 +14,8 @@ from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.data.ranges import range_order
 from archipelago.islands.inner import compile_steps
 from archipelago.islands.models.registry import build
+from archipelago.islands.tasks.batches import TaskRun
 from archipelago.islands.tasks.ours import our_task, our_work
-from archipelago.islands.tasks.shards import TaskRun
 from archipelago.islands.tasks.workload import require_trainable
 from archipelago.ops.experiments.baselines import AllShards
 from tests.failing import failing

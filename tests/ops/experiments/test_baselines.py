@@ -13,7 +13,7 @@ import pytest
 from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.islands.data.corpus import OpenCorpus
-from archipelago.islands.tasks.shards import TaskRun
+from archipelago.islands.tasks.batches import TaskRun
 from archipelago.ops.experiments import baselines
 from archipelago.ops.experiments.baselines import AllShards, Point, Reader
 from archipelago.ops.experiments.single_process import SingleProcessOptions, run

@@ -230,7 +230,7 @@ def test_a_corpus_is_the_runs_or_missing_or_different(corpus: OpenCorpus) -> Non
     assert (other.code, "00000000" in other.what) == ("corpus.different", True)
     path = data_folder() / "small-text" / "text.bin"
     path.write_bytes(b"?" + path.read_bytes()[1:])
-    assert doctor_site.corpus("small-text", corpus.identity).code == "corpus.altered"
+    assert doctor_site.corpus("small-text", corpus.identity).code == "corpus.damaged"
     missing = doctor_site.corpus("nowhere", None)
     assert (missing.code, "small-text" in missing.what) == ("corpus.missing", True)
     assert doctor_site.corpus("enwik8", None).code == "corpus.ok"  # `prepare enwik8` makes this corpus.
