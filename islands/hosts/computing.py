@@ -12,18 +12,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from archipelago.broker.codecs import CODECS, Parts
-from archipelago.broker.manifest import Manifest
+from archipelago.broker.codecs import Parts
 from archipelago.islands.computation import Computation
 from archipelago.islands.hosts.leader import HostLeader
-from archipelago.islands.hosts.messages import Frame, Value, unfit
+from archipelago.islands.hosts.messages import Frame, unfit
 from archipelago.islands.inner import InnerState
-from archipelago.islands.mesh.placement import OwnSequences
 from archipelago.islands.sync.arrays import put
 from archipelago.islands.sync.connection.snapshots import Arrival
-
-#: In the place of the size of a whole batch, for an array that each host gets as it is.
-WHOLE = -1
 
 
 class SharedComputation(Computation):
@@ -86,26 +81,13 @@ class LeadingComputation(SharedComputation):
 
     def step(self, batches_n: Any, schedule_step: int, length: int) -> jax.Array:
         """Dispatch inner steps in all processes."""
-        self._tell_batches("step", (schedule_step, length), batches_n)
+        self._leader.tell("step", (schedule_step, length), jax.tree.leaves(batches_n))
         return super().step(batches_n, schedule_step, length)
 
     def try_steps(self, batches_n: Any, length: int) -> None:
         """Compile in all processes."""
-        self._tell_batches("try", (length,), batches_n)
+        self._leader.tell("try", (length,), jax.tree.leaves(batches_n))
         super().try_steps(batches_n, length)
-
-    def _tell_batches(self, kind: str, values: Sequence[Value], batches_n: Any) -> None:
-        """Tell the others of batches. Each gets the sequences of its own devices, and the size of a whole batch."""
-        placement, leaves = self.placement, [np.asarray(leaf) for leaf in jax.tree.leaves(batches_n)]
-        assert placement is not None  # noqa: S101 - several hosts have several devices
-
-        def frame(process: int) -> Frame:
-            rows = [placement.sequences_of(leaf.shape, process) for leaf in leaves]
-            sizes = [WHOLE if own is None else leaf.shape[1] for own, leaf in zip(rows, leaves, strict=True)]
-            arrays = [leaf if own is None else leaf[:, own] for own, leaf in zip(rows, leaves, strict=True)]
-            return Frame(kind, (*values, *sizes), tuple(arrays))
-
-        self._leader.tell_each(frame)
 
     def measure(self, fragment: int, codec: str) -> Parts:
         """Measure a fragment in all processes. The leader has the encoded bytes."""
@@ -145,13 +127,12 @@ class LeadingComputation(SharedComputation):
         self.restore_all(arrays)
 
 
-def follow(next_frame: Callable[[], Frame], computation: SharedComputation, manifest: Manifest, sample: Any) -> int:
+def follow(next_frame: Callable[[], Frame], computation: SharedComputation, sample: Any) -> int:
     """Do what the leader says until the island ends, and return the exit status.
 
     Args:
         next_frame: Waits for the next message of the leader.
         computation: This process's part.
-        manifest: The run.
         sample: A batch, whose tree is that of the leader's batches.
 
     Raises:
@@ -159,67 +140,19 @@ def follow(next_frame: Callable[[], Frame], computation: SharedComputation, mani
     """
     structure: Any = jax.tree.structure(sample)
 
-    def batches(frame: Frame, first: int) -> Any:
-        """Return the batches of a message whose values from `first` on are the sizes of a whole batch."""
-        if len(frame.arrays) != structure.num_leaves:
-            raise unfit(f"{frame.kind} has {len(frame.arrays)} arrays of a batch")
-        leaves = [own_sequences(array, frame.number(first + at)) for at, array in enumerate(frame.arrays)]
-        return jax.tree.unflatten(structure, leaves)
-
-    def own_sequences(array: Any, size: int) -> Any:
-        placement = computation.placement
-        if size == WHOLE or placement is None:
-            return array
-        if array.ndim < 2 or not 0 < size <= array.shape[1] * placement.shape.batch_parts:
-            raise unfit(f"a batch of {size} sequences is none of this mesh")
-        found = OwnSequences(array, size)
-        rows = placement.sequences_of(found.shape, jax.process_index())
-        if rows is None or rows.size != array.shape[1]:
-            raise unfit(f"{array.shape[1]} sequences of {size} are not those of this host")
-        return found
-
-    def fragment(frame: Frame) -> int:
-        found = frame.number(0)
-        if not 0 <= found < len(manifest.sizes):
-            raise unfit(f"there is no fragment {found}")
-        return found
-
-    def vectors(frame: Frame, sizes: Sequence[int]) -> list[Any]:
-        if [(x.shape, x.dtype) for x in frame.arrays] != [((size,), np.dtype(np.float32)) for size in sizes]:
-            raise unfit(f"{frame.kind} has arrays of other sizes than {sizes}")
-        return list(frame.arrays)
-
-    def adopt(frame: Frame) -> None:
-        p = fragment(frame)
-        computation.adopt_vector(p, *vectors(frame, manifest.sizes[p : p + 1]))
-
-    def measure(frame: Frame) -> None:
-        if frame.text(1) not in CODECS:
-            raise unfit(f"there is no codec {frame.text(1)[:40]!r}")
-        computation.measure(fragment(frame), frame.text(1))
-
-    def require_alike(frame: Frame, tree: Any) -> None:
-        if [(x.shape, x.dtype) for x in frame.arrays] != [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]:
-            raise unfit("the state is that of another model")
-
-    def take(frame: Frame) -> None:
-        require_alike(frame, computation.inner.optimizer)
-        computation.use_optimizer(frame.arrays)
-
-    def restore(frame: Frame) -> None:
-        require_alike(frame, (computation.inner, computation.replica.references))
-        computation.restore_all(frame.arrays)
+    def batches(frame: Frame) -> Any:
+        return jax.tree.unflatten(structure, frame.arrays)
 
     doings: dict[str, Callable[[Frame], Any]] = {
-        "begin": lambda frame: computation.begin_at(vectors(frame, manifest.sizes)),
-        "try": lambda frame: computation.try_steps(batches(frame, 1), frame.number(0)),
-        "step": lambda frame: computation.step(batches(frame, 2), frame.number(0), frame.number(1)),
-        "measure": measure,
-        "adopt": adopt,
+        "begin": lambda frame: computation.begin_at(frame.arrays),
+        "try": lambda frame: computation.try_steps(batches(frame), frame.number(0)),
+        "step": lambda frame: computation.step(batches(frame), frame.number(0), frame.number(1)),
+        "measure": lambda frame: computation.measure(frame.number(0), frame.text(1)),
+        "adopt": lambda frame: computation.adopt_vector(frame.number(0), frame.arrays[0]),
         "give": lambda frame: computation.optimizer_leaves(),
-        "take": take,
+        "take": lambda frame: computation.use_optimizer(frame.arrays),
         "copies": lambda frame: computation.copies(),
-        "restore": restore,
+        "restore": lambda frame: computation.restore_all(frame.arrays),
     }
     while (frame := next_frame()).kind != "end":
         if frame.kind not in doings:

@@ -49,15 +49,14 @@ def start_coordinator(here: HostRank) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
 
-def connect(here: HostRank) -> tuple[str, int, int]:
+def connect(here: HostRank) -> tuple[str, int]:
     """Connect this process's JAX to the others. Call this before anything that uses a device.
 
     JAX aborts the process if the others do not connect within START_SECONDS. Afterwards `jax.devices()` are those of
     all processes.
 
     Returns:
-        The number and kind of this process's devices, the bytes of memory of one, 0 if it is not known, and JAX's
-        number of the process.
+        The number and kind of this process's devices, and the bytes of memory of one; 0 if it is not known.
     """
     import jax
     from jax._src import distributed
@@ -86,7 +85,7 @@ def connect(here: HostRank) -> tuple[str, int, int]:
     )
     state.client.connect()
     devices = jax.local_devices()
-    return f"{len(devices)} of {devices[0].device_kind}", device_memory(), jax.process_index()
+    return f"{len(devices)} of {devices[0].device_kind}", device_memory()
 
 
 def leave() -> None:

@@ -196,6 +196,6 @@ def follow_leader(options: IslandOptions, here: HostRank, stopped: Callable[[], 
     except ArchipelagoError as error:
         leader.fail(error.what, supervised_status(error))
         raise
-    status = follow(leader.next, computation, manifest, sample)
+    status = follow(leader.next, computation, sample)
     leave()
     return status

@@ -72,8 +72,6 @@ class _OtherHost:
 
     def __init__(self, rank: int, connection: Connection) -> None:
         self.rank, self.connection = rank, connection
-        #: JAX's number of the process, which is the rank unless a cluster numbers them itself.
-        self.process = rank
         self.frames: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
         self.is_stopping = self.has_ended = False
         self.said: queue.SimpleQueue[Frame] = queue.SimpleQueue()
@@ -192,11 +190,11 @@ class HostLeader:
         self.gather(seconds, stopped)
         self._coordinator = start_coordinator(self._here)
         self.tell("run", (json.dumps(manifest.to_fields()),))
-        own, memory, _ = connect(self._here)
-        for other, said in self.ask_all("devices", DEVICES_SECONDS):
+        own, memory = connect(self._here)
+        for rank, said in self.ask_all("devices", DEVICES_SECONDS).items():
             if said.text(0) != own:
-                raise disagreement("devices", own, other.rank, said.text(0))
-            memory, other.process = min(memory, said.number(1)), said.number(2)
+                raise disagreement("devices", own, rank, said.text(0))
+            memory = min(memory, said.number(1))
         self.device_bytes = memory  # all hosts choose the same mesh by it
         self.tell("go", (memory,))
 
@@ -205,20 +203,16 @@ class HostLeader:
     def tell(self, kind: str, values: Sequence[Value] = (), arrays: Sequence[Any] = ()) -> None:
         """Tell the other processes what to do next. This never waits."""
         frame = Frame(kind, tuple(values), tuple(arrays))
-        self.tell_each(lambda process: frame)
-
-    def tell_each(self, frame: Callable[[int], Frame]) -> None:
-        """Tell each of the other processes something else, by JAX's number of it. This never waits."""
         for other in self._others.values():
-            other.frames.put(frame(other.process))
+            other.frames.put(frame)
 
-    def ask_all(self, kind: str, seconds: float) -> list[tuple[_OtherHost, Frame]]:
-        """Return what each of the others says next. Raises HostError (`hosts.missing`)."""
-        found = []
+    def ask_all(self, kind: str, seconds: float) -> dict[int, Frame]:
+        """Return what each of the others says next, by rank. Raises HostError (`hosts.missing`)."""
+        found = {}
         deadline = time.monotonic() + seconds
         for rank, other in sorted(self._others.items()):
             try:
-                found.append((other, other.said.get(timeout=max(0.0, deadline - time.monotonic()))))
+                found[rank] = other.said.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 raise HostError(
                     f"host {rank} of this island has not said its {kind} in {seconds:g} s",

@@ -8,15 +8,13 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from numpy.typing import NDArray
 
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.footprint import memory_text, state_on_device
@@ -81,24 +79,6 @@ def specs(tensors: Sequence[Tensor], shape: MeshShape) -> dict[str, PartitionSpe
                 code="mesh.size",
             )
     return {name: _spec(*(dimension or None for dimension in each)) for name, each in axes.items()}
-
-
-@dataclass(frozen=True)
-class OwnSequences:
-    """The sequences of an array of batches that one process computes.
-
-    Attributes:
-        values: They, [n, own sequences, …].
-        size: The sequences of a whole batch.
-    """
-
-    values: NDArray[Any]
-    size: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the whole array, [n, B, …]."""
-        return (self.values.shape[0], self.size, *self.values.shape[2:])
 
 
 class Placement:
@@ -179,42 +159,14 @@ class Placement:
     def place_batches(self, batches_n: Any) -> Any:
         """Return batches, arrays [n, B, …], on the mesh. Each device gets its own sequences only.
 
-        An array whose second dimension is not that of the batch, such as a scalar of a task, is on each device. Where
-        several hosts share an island, an array may be `OwnSequences` of this process.
+        An array whose second dimension is not that of the batch, such as a scalar of a task, is on each device.
         """
-        leaves, structure = jax.tree.flatten(batches_n)
-        arrays = [leaf if isinstance(leaf, OwnSequences) else np.asarray(leaf) for leaf in leaves]
-        if not any(isinstance(leaf, OwnSequences) for leaf in arrays):
-            return jax.tree.unflatten(structure, put(arrays, [self._batch_place(leaf.shape) for leaf in arrays]))
-        return jax.tree.unflatten(structure, [self._placed_batch(leaf) for leaf in arrays])
-
-    def _placed_batch(self, leaf: NDArray[Any] | OwnSequences) -> jax.Array:
-        place = self._batch_place(leaf.shape)
-        if isinstance(leaf, OwnSequences):
-            rows = own_rows(place, leaf.shape, jax.process_index())
-            numbers = np.arange(leaf.size)
-
-            def values(index: Any) -> NDArray[Any]:
-                found: NDArray[Any] = leaf.values[:, np.searchsorted(rows, numbers[index[1]])]
-                return found
-
-            return jax.make_array_from_callback(leaf.shape, place, values)
-        placed: jax.Array = put(leaf, place)
-        return placed
+        arrays = jax.tree.map(np.asarray, batches_n)
+        return put(arrays, jax.tree.map(lambda leaf: self._batch_place(leaf.shape), arrays))
 
     def _batch_place(self, shape: Sequence[int]) -> NamedSharding:
         is_split = len(shape) > 1 and shape[1] % self.shape.batch_parts == 0
         return NamedSharding(self.mesh, _spec(None, ("data", "fsdp"))) if is_split else self._everywhere
-
-    def sequences_of(self, shape: Sequence[int], process: int) -> NDArray[np.intp] | None:
-        """Return the numbers of the sequences that a process of JAX computes; None for a whole array.
-
-        Args:
-            shape: The shape of an array of batches, [n, B, …].
-            process: JAX's number of the process.
-        """
-        place = self._batch_place(shape)
-        return None if place is self._everywhere else own_rows(place, tuple(shape), process)
 
     def steps(self, steps: InnerSteps) -> InnerSteps:
         """Return inner steps whose results are in their places, so that no program is compiled again."""
@@ -228,15 +180,6 @@ class Placement:
             return found
 
         return placed
-
-
-@cache
-def own_rows(place: NamedSharding, shape: tuple[int, ...], process: int) -> NDArray[np.intp]:
-    """Return the numbers along the second dimension that the devices of a process have, in order."""
-    indices: Mapping[Any, Any] = place.devices_indices_map(shape)
-    numbers = np.arange(shape[1])
-    own = [numbers[index[1]] for device, index in indices.items() if device.process_index == process]
-    return np.unique(np.concatenate([numbers[:0], *own]))
 
 
 def _spec(*parts: Any) -> PartitionSpec:

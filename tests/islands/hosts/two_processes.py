@@ -125,7 +125,7 @@ def follow_all(here: HostRank) -> None:
     leader.connect_devices(here)
     placement, steps = on_mesh(SHAPE, CONFIG)
     computation = SharedComputation(manifest(), steps, partial(begin, CONFIG.inner), placement)
-    assert follow(leader.next, computation, manifest(), np.zeros(0)) == 0
+    assert follow(leader.next, computation, np.zeros(0)) == 0
     leave()
 
 

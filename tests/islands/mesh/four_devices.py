@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,7 @@ from archipelago.islands.checkpoint import IslandStore, cut
 from archipelago.islands.hosts.computing import SharedComputation, follow
 from archipelago.islands.hosts.messages import Frame
 from archipelago.islands.inner import begin, compile_steps, require_sound
-from archipelago.islands.mesh.placement import own_rows, placement_of
+from archipelago.islands.mesh.placement import placement_of
 from archipelago.islands.mesh.shape import MeshShape
 from archipelago.islands.models.registry import build
 from archipelago.islands.options import IslandOptions
@@ -50,21 +49,6 @@ TREE: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {
     "g": ((130, 256), (None, "y")),
     "h": ((7, 512), (None, ("y", "x"))),
 }
-
-
-class SimpleDevice(NamedTuple):
-    number: int
-    process_index: int
-
-
-class SimplePlace:
-    """A sharding over these devices."""
-
-    def __init__(self, devices: dict[SimpleDevice, Any]) -> None:
-        self._devices = devices
-
-    def devices_indices_map(self, shape: tuple[int, ...]) -> dict[SimpleDevice, Any]:
-        return self._devices
 
 
 def tree_run(codec: str) -> Manifest:
@@ -234,32 +218,19 @@ def test_a_model_that_one_device_cannot_hold_is_split_by_default(
     assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == [MeshShape(fsdp=4)]
 
 
-def test_a_host_takes_its_own_sequences_of_a_batch_and_no_others() -> None:
+def test_a_follower_does_what_its_leader_says_and_nothing_else() -> None:
     placement, _ = on_mesh(FOUR, CONFIG)
     assert placement is not None
     taken: list[Any] = []
     computation = SharedComputation(manifest(), None, None, placement)  # type: ignore[arg-type]
     computation.step = lambda batches_n, *about: taken.append(placement.place_batches(batches_n))  # type: ignore[method-assign, assignment]
     batch = np.arange(2 * 8 * 3, dtype=np.uint8).reshape(2, 8, 3)
-
-    def told(size: int) -> Callable[[], Frame]:
-        return iter([Frame("step", (0, 100, size), (batch,)), Frame("end", ("", 0))]).__next__
-
-    for size in (8, -1):
-        assert follow(told(size), computation, manifest(), batch) == 0
-        np.testing.assert_array_equal(taken[-1], batch)
-        assert taken[-1].sharding == placement.place_batches(batch).sharding
-    for wrong in (0, 4, 7, 12, 32, 1 << 60):
-        with failing(WireError, "hosts.message"):
-            follow(told(wrong), computation, manifest(), batch)
-    assert len(taken) == 2
-
-
-def test_the_sequences_of_a_process_are_those_of_its_devices() -> None:
-    rows = [(0, slice(0, 2)), (0, slice(2, 4)), (1, slice(4, 6)), (1, slice(0, 2)), (1, slice(4, 6))]
-    devices = {SimpleDevice(number, process): (slice(None), row) for number, (process, row) in enumerate(rows)}
-    place: Any = SimplePlace(devices)
-    assert [own_rows(place, (1, 6), process).tolist() for process in (0, 1, 2)] == [[0, 1, 2, 3], [0, 1, 4, 5], []]
+    frames = [Frame("step", (0, 100), (batch,)), Frame("end", ("", 3)), Frame("dance")]
+    assert follow(iter(frames).__next__, computation, batch) == 3
+    np.testing.assert_array_equal(taken[-1], batch)
+    assert {shard.data.shape for shard in taken[-1].addressable_shards} == {(2, 2, 3)}
+    with failing(WireError, "hosts.message"):
+        follow(iter(frames[2:]).__next__, computation, batch)
 
 
 @pytest.mark.full
