@@ -25,11 +25,11 @@ from archipelago.islands.models.llama import DENSE, Size
 from archipelago.islands.models.moe import Routing
 from archipelago.islands.models.transformer import Depth, transformer
 
-__all__ = ["MODELS", "Entry", "Model", "Params", "build", "default_compute_dtype", "learning_rate"]
+__all__ = ["MODELS", "Model", "NamedModel", "Params", "build", "default_compute_dtype", "learning_rate"]
 
 
 @dataclass(frozen=True)
-class Entry:
+class NamedModel:
     """One row of `MODELS`.
 
     Attributes:
@@ -44,24 +44,24 @@ class Entry:
     dense: Size | None = None
 
 
-def _dense(size: str, learning_rate: float) -> Entry:
-    return Entry(partial(transformer, DENSE[size]), learning_rate, dense=DENSE[size])
+def _dense(size: str, learning_rate: float) -> NamedModel:
+    return NamedModel(partial(transformer, DENSE[size]), learning_rate, dense=DENSE[size])
 
 
 #: The learning rates of `tiny` and `tiny-moe` are the best of those that we measured, that of `small` is the only one
 #: measured with isotropic merging (docs/results/learning.md). Those of `base` and larger models are from GPT-3
 #: (arXiv 2005.14165, table 2.1); we tried no others. In a mixture, `hidden` is the width of one expert: two experts do
 #: the work of the MLP of the dense size.
-MODELS: dict[str, Entry] = {
+MODELS: dict[str, NamedModel] = {
     "tiny": _dense("tiny", SMALLEST_RATE),
     "small": _dense("small", 1e-3),
     "base": _dense("base", 6e-4),
     "124m": _dense("124m", 6e-4),
     "1b": _dense("1b", 2e-4),
-    "tiny-moe": Entry(
+    "tiny-moe": NamedModel(
         partial(moe.transformer, Size(width=64, layers=2, heads=2, hidden=88), Routing(experts=8, choices=2))
     ),
-    "small-moe": Entry(
+    "small-moe": NamedModel(
         partial(moe.transformer, Size(width=128, layers=5, heads=4, hidden=176), Routing(experts=8, choices=2)), 1e-3
     ),
 }

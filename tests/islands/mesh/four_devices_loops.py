@@ -57,11 +57,10 @@ def merged_after(params: Any) -> Values:
 
 @pytest.mark.full
 def test_any_sharding_comes_back_and_gives_the_bits_of_one_device() -> None:
-    alone = merged_after(plain(jnp.float32))
-    for spread in (on_mesh(AxisType.Auto, jnp.float32), mixed(jnp.float32)):
-        together = merged_after(spread)
+    for dtype, spread in (
+        (jnp.float32, mixed(jnp.float32)),
+        (jnp.bfloat16, on_mesh(AxisType.Explicit, jnp.bfloat16)),
+    ):
+        alone, together = merged_after(plain(dtype)), merged_after(spread)
         for name, value in alone.items():
             np.testing.assert_array_equal(together[name], value, err_msg=name)
-    alone, together = merged_after(plain(jnp.bfloat16)), merged_after(on_mesh(AxisType.Explicit, jnp.bfloat16))
-    for name, value in alone.items():
-        np.testing.assert_array_equal(together[name], value, err_msg=name)

@@ -70,18 +70,6 @@ def test_the_program_of_a_layer_is_compiled_once() -> None:
     assert matrix_products(4, Depth(scan=True)) == matrix_products(2, Depth(scan=True))
 
 
-@pytest.mark.full
-def test_rematerialisation_takes_less_memory() -> None:
-    tokens = jnp.zeros((16, 129), jnp.uint8)
-
-    def temporary_bytes(depth: Depth) -> int:
-        model = transformer(Size(32, 6, 2, 48), jnp.float32, depth=depth)
-        program = jax.jit(jax.grad(model.loss)).lower(mini.params_of(model), tokens).compile()
-        return int(program.memory_analysis().temp_size_in_bytes)  # type: ignore[union-attr]
-
-    assert temporary_bytes(BOTH) < 0.5 * temporary_bytes(Depth())
-
-
 def test_the_settings_of_a_run_choose_the_passage_and_the_dtype() -> None:
     params = mini.params_of(build("tiny"))
 

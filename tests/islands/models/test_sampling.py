@@ -71,7 +71,7 @@ def naive(prompt: list[int], context: int, count: int) -> list[int]:
     return seen[len(prompt) :]
 
 
-@pytest.mark.parametrize(("prompt_length", "context"), [(5, 16), (40, 16), pytest.param(3, 2, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("prompt_length", "context"), [(5, 16), (40, 16)])
 def test_generation_continues_beyond_the_context(text: list[int], prompt_length: int, context: int) -> None:
     prompt = text[:prompt_length]
     assert generated(prompt, context, GREEDY, 0, 30) == naive(prompt, context, 30)
