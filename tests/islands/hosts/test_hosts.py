@@ -293,7 +293,7 @@ class SlowLeader(HostLeader):
 
 def test_a_stranger_and_a_host_that_joins_twice_are_refused_and_disturb_nobody(here: HostRank) -> None:
     """Of two that come at once with one rank, one is let in."""
-    leader = SlowLeader(here, ABOUT, KEY)
+    leader = SlowLeader(here, ABOUT, KEY, lambda status: None)
     found = both(leader, lambda: tried(here), lambda: tried(here))
     assert [each for each in found if isinstance(each, str)] == ["hosts.flags"]
     (follower,) = (each for each in found if isinstance(each, HostFollower))

@@ -20,9 +20,8 @@ from archipelago.broker.config import (
     WireConfig,
 )
 from archipelago.broker.manifest import Corpus, Manifest, Tensor, balanced
-from archipelago.broker.messages import Snapshot
-from archipelago.broker.wire import digest, pack
 from archipelago.islands.computation import Computation
+from archipelago.islands.creation import first_snapshots
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.ranges import range_order
 from archipelago.islands.inner import InnerSteps, compile_steps
@@ -84,16 +83,10 @@ def manifest(config: RunConfig = CONFIG) -> Manifest:
     return Manifest("meshes", config, TENSORS, fragments, Corpus("text", "0" * 32, TEXT.size), {})
 
 
-def first_snapshots(of: Manifest) -> list[tuple[Snapshot, bytes]]:
-    """Return version 0 of each fragment."""
+def _first(of: Manifest) -> Params:
     rng = np.random.default_rng(1)
-    made = {t.name: rng.standard_normal(t.shape) / 5 for t in of.tensors}
-    made["norm.scale"] = np.ones(24)
-    out = []
-    for p, rows in enumerate(of.layout):
-        payload = pack(np.concatenate([made[t.name].ravel() for t, _ in rows]).astype(np.float32), "float32", 1)
-        out.append((Snapshot(0, p, 0, 0, "float32", len(payload), digest(payload), ""), payload))
-    return out
+    made = {t.name: jnp.asarray(rng.standard_normal(t.shape) / 5, jnp.float32) for t in of.tensors}
+    return made | {"norm.scale": jnp.ones(24)}
 
 
 class MeshRun(PlayedRun):
@@ -101,13 +94,12 @@ class MeshRun(PlayedRun):
 
     def __init__(self, of: Manifest | None = None) -> None:
         of = of or manifest()
-        super().__init__(of, first_snapshots(of))
+        super().__init__(of, first_snapshots(of, _first(of)))
 
     def island(
         self,
         shape: MeshShape,
         name: str = "a",
-        on_marker: Callable[[Island, int], None] | None = None,
         batch_size: int = CONFIG.data.batch_size,
         computes: Callable[..., Computation] = Computation,
     ) -> Island:
@@ -118,7 +110,7 @@ class MeshRun(PlayedRun):
         arrivals, (placement, steps) = link.join(), on_mesh(shape, config)
         island = Island(
             name, self.manifest, steps,
-            Batches(TEXT, own, link.lease), link, arrivals, self.clock, "x", on_marker=on_marker,
+            Batches(TEXT, own, link.lease), link, arrivals, self.clock, "x",
             placement=placement, computes=computes,
         )  # fmt: skip
         island.beat("joining")
