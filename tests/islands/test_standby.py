@@ -74,7 +74,7 @@ def test_any_other_line_is_refused() -> None:
 def _small() -> Iterator[None]:
     """Train a small model on a text in memory. This process keeps its signal handlers, its allocator and its caches."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(registry.MODELS, "mini", registry.Entry(partial(transformer, mini.SIZE)))
+        patch.setitem(registry.MODELS, "mini", registry.NamedModel(partial(transformer, mini.SIZE)))
         for module in (main, running):
             patch.setattr(module, "keep_compiled", lambda: None)
         patch.setattr(ours, "training_text", lambda *_: CORPUS)
