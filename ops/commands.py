@@ -29,8 +29,8 @@ VERBS: Verbs = {
     "prepare": Verb("archipelago.ops.launch.prepare", "PrepareOptions", "Make a corpus ready for islands to read."),
     "replay": Verb("archipelago.ops.experiments.replay", "ReplayOptions", "Merge a recorded run again."),
     "chaos": Verb("archipelago.ops.chaos.main", "ChaosOptions", "Train through injected faults and report."),
-    "bench": Group("archipelago.ops.bench.main", "Measure loss, speed, memory and traffic; run studies."),
-    "simulate": Group("archipelago.ops.simulation.main", "Plan a run; the paper's tables of failures and links."),
+    "bench": Group("archipelago.ops.bench", "Measure loss, speed, memory and traffic; run studies."),
+    "simulate": Group("archipelago.ops.simulation", "Plan a run; the paper's tables of failures and links."),
 }
 
 

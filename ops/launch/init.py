@@ -31,7 +31,7 @@ from archipelago.islands.sync.connection.same_run import require_no_islands as r
 from archipelago.merger.spectra import default_threads
 from archipelago.merger.storage import MergerFolder, fetched
 from archipelago.ops.settings import say, setting_text
-from archipelago.ops.simulation.spectra_load import SHARE_MAX, THREAD_RATE, spectra_load
+from archipelago.ops.simulation.cycle import SHARE_MAX, THREAD_RATE, spectra_load
 from archipelago.ops.watch.formatting import seconds_text
 from archipelago.ops.weights.safetensors_files import WeightFiles
 from archipelago.ops.weights.tokenizers import require_tokenizer

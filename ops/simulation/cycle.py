@@ -1,9 +1,9 @@
 """Predict what a run takes in memory, bytes and time while each fragment is merged once, on one or more shards.
 
-Memory comes from `broker.footprint` and bytes from the codecs. Times are seconds of a processor, without spectra
-(`ops.simulation.spectra_load`) and without links (`ops.simulation.links`). New memory has a part of its own in them,
-because its price differs between machines more than that of arithmetic. `archipelago bench largest` prints the
-prediction beside what it measures. `measured_machine` measures this machine; all else is pure.
+Memory comes from `broker.footprint` and bytes from the codecs. Times are seconds of a processor, without links; those
+of spectra are a prediction of their own (`spectra_load`). New memory has a part of its own in the times, because its
+price differs between machines more than that of arithmetic. `archipelago bench largest` prints the prediction beside
+what it measures. `measured_machine` measures this machine; all else is pure.
 """
 
 from __future__ import annotations
@@ -11,17 +11,19 @@ from __future__ import annotations
 import math
 import mmap
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 
 from archipelago.broker.codecs import codec
-from archipelago.broker.config import RunConfig
+from archipelago.broker.config import MergeConfig, RunConfig
 from archipelago.broker.footprint import has_momentum, memory_text, merger_parts, redis_parts
+from archipelago.broker.manifest import Tensor
 from archipelago.broker.process import RETURNED_BYTES
 from archipelago.broker.transport import MEMORY_SHARE_MAX
-from archipelago.ops.simulation.spectra_load import SHARE_MAX
+from archipelago.merger.spectra import cycle_operations
 from archipelago.ops.watch.formatting import seconds_text
 
 # Processor time on the machine of docs/results/performance.md apart from new memory, and new memory, measured by
@@ -51,6 +53,10 @@ LEASE_SECONDS: Final = 5.0
 REDIS_BASE: Final = 9_000_000
 #: The share of a machine's memory that a merger may fill.
 MERGER_SHARE_MAX: Final = 0.9
+#: A merger that spends more of an interval on spectra has too little time for contributions, commits and checkpoints.
+SHARE_MAX: Final = 0.7
+#: Operations a second of one of several threads (docs/results/performance.md). `archipelago doctor` measures its own.
+THREAD_RATE: Final = 30e9
 #: A run has no more fragments (`sync.fragments`).
 FRAGMENTS_MAX: Final = 4096
 #: The elements and the trials of `trial_seconds`.
@@ -259,3 +265,86 @@ def new_memory_seconds(size: int) -> float:
         for page in range(0, size, mmap.PAGESIZE):
             memory[page] = 1
         return time.thread_time() - began
+
+
+# -- spectra ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SpectraLoad:
+    """The spectra of one cycle, in which each fragment is merged once.
+
+    Attributes:
+        operations: The floating-point operations; 0 if no rule of the run changes spectra.
+        threads: The threads of the merger.
+        seconds: The time that they take.
+        interval_seconds: H times the time of an inner step; NaN if that is unknown.
+        side_max: The largest `merge.isotropic_side_max` with which the merger keeps up; the run's own if it does.
+        coarser: The settings of coarser merge rules with which the merger keeps up, as few as possible.
+    """
+
+    operations: float
+    threads: int
+    seconds: float
+    interval_seconds: float
+    side_max: int
+    coarser: str
+
+    @property
+    def share(self) -> float:
+        """The share of the interval."""
+        return self.seconds / self.interval_seconds
+
+    @property
+    def fits(self) -> bool:
+        """Whether the merger keeps up, as far as that is known."""
+        return not self.share > SHARE_MAX
+
+    @property
+    def remedy(self) -> str:
+        """What to do if the merger does not keep up."""
+        count = math.ceil(self.threads * self.share / SHARE_MAX)
+        side = f", or only large ones with --merge.isotropic-side-max {self.side_max}" if self.side_max > 1 else ""
+        return (
+            f"Run the merger on a machine with {count} such cores (--threads {count}). Or merge matrices by a "
+            f"coarser rule in a new run: {self.coarser}{side}."
+        )
+
+    def describe(self) -> str:
+        """Return the cost in words."""
+        where = f"{self.threads} thread{'s' * (self.threads != 1)}"
+        what = f"spectra take {self.operations / 1e12:.2g} TFLOP a cycle, {seconds_text(self.seconds)} on {where}"
+        if math.isnan(self.interval_seconds):
+            return what
+        return f"{what}: {self.share:.0%} of the interval of {seconds_text(self.interval_seconds)}"
+
+
+def spectra_load(
+    tensors: Sequence[Tensor], config: MergeConfig, threads: int, rate: float, interval_seconds: float
+) -> SpectraLoad:
+    """Predict the spectra of a run.
+
+    Args:
+        tensors: The tensors of the model.
+        config: The merge rules.
+        threads: The threads of the merger.
+        rate: The operations a second of all of them together.
+        interval_seconds: H times the time of an inner step; NaN if that is unknown.
+    """
+    sides = {min(tensor.shape[-2:]) for tensor in tensors if len(tensor.shape) > 1 and tensor.size}
+    limits = [config.isotropic_side_max, *sorted((s for s in sides if s < config.isotropic_side_max), reverse=True), 1]
+
+    def seconds(side_max: int) -> float:
+        return cycle_operations(tensors, replace(config, isotropic_side_max=side_max)) / rate
+
+    fitting = next(side for side in limits if side == 1 or not seconds(side) > SHARE_MAX * interval_seconds)
+    own = cycle_operations(tensors, config)
+    embeddings_left = cycle_operations(tensors, replace(config, rest="rda")) / rate > SHARE_MAX * interval_seconds
+    coarser = "--merge.rest rda" + " --merge.embedding rda" * embeddings_left
+    return SpectraLoad(own, threads, own / rate, interval_seconds, fitting, coarser)
+
+
+def decoder(parameters: float) -> tuple[Tensor, ...]:
+    """Return the matrices of a usual decoder: 12 w² parameters a layer and w/64 layers of width w, as squares."""
+    width = max(1, round((16.0 * parameters / 3.0) ** (1.0 / 3.0)))
+    return (Tensor("layers", (max(1, round(parameters / width**2)), width, width)),)

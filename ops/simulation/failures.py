@@ -68,7 +68,7 @@ class FailureModel:
 
     @property
     def slice_failures_a_second(self) -> float:
-        """Failures per second of one slice while it steps."""
+        """SliceFailures per second of one slice while it steps."""
         return self.chips / self.slices / (self.years_between * YEAR_SECONDS)
 
     def slices_of(self, island: int) -> int:
@@ -114,7 +114,7 @@ def _unit_mean(shape: float, power: float) -> float:
     return float(np.trapezoid(values, y))
 
 
-class Failures:
+class SliceFailures:
     """The failures of one island, a Poisson process in the time that its slices step; they return after delays."""
 
     def __init__(self, model: FailureModel, rng: np.random.Generator) -> None:
@@ -149,7 +149,7 @@ class _Steps:
 
 
 def stretches(
-    model: FailureModel, slices: int, failures: Failures, seconds: float, rng: np.random.Generator
+    model: FailureModel, slices: int, failures: SliceFailures, seconds: float, rng: np.random.Generator
 ) -> Iterator[Stretch]:
     """Yield the stretches of one island in virtual `seconds`. Between two stretches it pauses or stalls."""
     steps, now, live = _Steps(model, rng), 0.0, slices
@@ -212,5 +212,5 @@ def simulate(model: FailureModel, seconds: float, rng: np.random.Generator) -> O
     """Simulate all islands for virtual `seconds`, with all random draws from `rng`."""
     _require(0 < seconds < math.inf, "days", seconds / 86400.0, "a positive number")
     sizes = tuple(model.slices_of(island) for island in range(model.islands))
-    islands = tuple(list(stretches(model, size, Failures(model, rng), seconds, rng)) for size in sizes)
+    islands = tuple(list(stretches(model, size, SliceFailures(model, rng), seconds, rng)) for size in sizes)
     return Outcome(seconds, islands, sizes)

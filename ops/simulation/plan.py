@@ -10,15 +10,23 @@ from typing import NamedTuple
 
 import numpy as np
 
+from archipelago.broker.codecs import codec
 from archipelago.broker.config import MergeConfig, checked
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.process import print_json
 from archipelago.ops.settings import say
-from archipelago.ops.simulation.cycle import REFERENCE, Cycle, cycle, shards_needed
+from archipelago.ops.simulation.cycle import (
+    REFERENCE,
+    THREAD_RATE,
+    Cycle,
+    SpectraLoad,
+    cycle,
+    shards_needed,
+    spectra_load,
+)
 from archipelago.ops.simulation.failures import YEAR_SECONDS, FailureModel, simulate
-from archipelago.ops.simulation.links import Load, data_parallel_gbits, load
-from archipelago.ops.simulation.plan_model import measured_step, parameters_of, tensors_of, tokens_of
-from archipelago.ops.simulation.spectra_load import THREAD_RATE, SpectraLoad, spectra_load
+from archipelago.ops.simulation.paper import data_parallel_gbits
+from archipelago.ops.simulation.plan_text import measured_step, parameters_of, tensors_of, tokens_of
 
 #: The defaults are tuned for up to this number of islands, and the paper has no more.
 ISLANDS_MAX = 16
@@ -55,7 +63,7 @@ LADDER = (
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Plan a run on one page: M, H, P, S and codec for the machines and links that you have.
+    """RunPlan a run on one page: M, H, P, S and codec for the machines and links that you have.
 
     The answer comes from the model of `archipelago simulate tables`; docs/results/simulation.md lists its assumptions.
     """
@@ -121,7 +129,49 @@ class Fleet(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Load:
+    """Bytes per second of our own run, whose islands share one Redis, before zstd.
+
+    Attributes:
+        up: From one island to Redis.
+        down: From Redis to one island.
+        redis_in: Into Redis, from all islands and from the merger beside it.
+        redis_out: Out of Redis, to all islands and to the merger.
+        fragment_up_seconds: How long one fragment takes up an island's link; infinite without a link.
+    """
+
+    up: float
+    down: float
+    redis_in: float
+    redis_out: float
+    fragment_up_seconds: float
+
+
+def load(
+    parameters: int,
+    islands: int,
+    step_seconds: float,
+    interval: int,
+    fragments: int,
+    up: str,
+    down: str,
+    link_bytes_a_second: float,
+) -> Load:
+    """Return the load of a run. `interval` is H, `fragments` is P, `up` and `down` are names of codecs."""
+    interval_seconds = interval * step_seconds
+    up_bytes, down_bytes = (codec(name).encoded_size(parameters) for name in (up, down))
+    each_up, each_down = up_bytes / interval_seconds, down_bytes / interval_seconds
+    return Load(
+        up=each_up,
+        down=each_down,
+        redis_in=islands * each_up + each_down,
+        redis_out=islands * (each_up + each_down),
+        fragment_up_seconds=up_bytes / fragments / link_bytes_a_second if link_bytes_a_second else float("inf"),
+    )
+
+
+@dataclass(frozen=True)
+class RunPlan:
     """The answer.
 
     Attributes:
@@ -153,8 +203,8 @@ class Plan:
 
 
 def main(options: PlanOptions) -> int:
-    """Plan, and print one page."""
-    from archipelago.ops.simulation.plan_page import page
+    """RunPlan, and print one page."""
+    from archipelago.ops.simulation.plan_text import page
 
     if options.task is not None:
         options = of_task(options, options.task)
@@ -175,7 +225,7 @@ def of_task(options: PlanOptions, task: str) -> PlanOptions:
     return dataclasses.replace(options, model=task, batch_tokens=batch_tokens, tokens_per_second=tokens / seconds)
 
 
-def plan(options: PlanOptions) -> Plan:
+def plan(options: PlanOptions) -> RunPlan:
     """Choose the fewest islands that have most of the goodput, and the first way of LADDER that the links carry."""
     _check(options)
     parameters = parameters_of(options.model)
@@ -190,7 +240,7 @@ def plan(options: PlanOptions) -> Plan:
     shards, tensors = need_of_cycle.shards, tensors_of(options.model)
     rate = 1e9 * options.thread_gflops * options.merger_threads * shards
     spectra = spectra_load(tensors, options.merge, options.merger_threads, rate, way.interval * step_seconds)
-    return Plan(
+    return RunPlan(
         parameters=parameters,
         tokens=tokens,
         fleets=tuple(fleets),

@@ -18,7 +18,7 @@ from archipelago.broker.process import print_json
 from archipelago.ops.plots import can_draw, pyplot
 from archipelago.ops.settings import say, table_console
 from archipelago.ops.simulation.failures import FailureModel
-from archipelago.ops.simulation.published import (
+from archipelago.ops.simulation.paper import (
     BANDWIDTH,
     CHIPS,
     GOODPUT,
@@ -26,7 +26,7 @@ from archipelago.ops.simulation.published import (
     UPTIME,
     UTILISATION,
     Cells,
-    Site,
+    PaperSite,
     bandwidth,
     bandwidth_rms,
     covered,
@@ -78,7 +78,7 @@ def main(options: TablesOptions) -> int:
     return 0
 
 
-def _tell(summary: Mapping[str, float], gbits: Mapping[Site, Mapping[str, Sequence[float]]]) -> None:
+def _tell(summary: Mapping[str, float], gbits: Mapping[PaperSite, Mapping[str, Sequence[float]]]) -> None:
     say(f"rms of the differences: goodput {summary['goodput_rms_points']:.2f} points, uptime "
         f"{summary['uptime_rms_points']:.2f} points, bandwidth {100 * summary['bandwidth_rms']:.1f} % (data-parallel "
         f"{100 * bandwidth_rms(gbits, ['data-parallel']):.1f} %, fragments "
@@ -100,7 +100,7 @@ def availability_rows(goodput: Cells, uptime: Cells) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def bandwidth_rows(found: Mapping[Site, Mapping[str, Sequence[float]]]) -> list[dict[str, Any]]:
+def bandwidth_rows(found: Mapping[PaperSite, Mapping[str, Sequence[float]]]) -> list[dict[str, Any]]:
     """Return a row for each cell of Table 13, published and by formula, Gbit/s."""
     return [
         {"step_seconds": site.step_seconds, "sites": site.sites, "kind": kind, "utilisation": utilisation,
@@ -110,7 +110,7 @@ def bandwidth_rows(found: Mapping[Site, Mapping[str, Sequence[float]]]) -> list[
     ]  # fmt: skip
 
 
-def tables(goodput: Cells, uptime: Cells, found: Mapping[Site, Mapping[str, Sequence[float]]]) -> list[Table]:
+def tables(goodput: Cells, uptime: Cells, found: Mapping[PaperSite, Mapping[str, Sequence[float]]]) -> list[Table]:
     """Return the tables for a terminal. Each cell is published / simulated."""
     return [
         _table("goodput, %, published / simulated", GOODPUT, goodput),
@@ -134,7 +134,7 @@ def _table(title: str, published: Cells, found: Cells) -> Table:
     return table
 
 
-def _bandwidth_table(found: Mapping[Site, Mapping[str, Sequence[float]]]) -> Table:
+def _bandwidth_table(found: Mapping[PaperSite, Mapping[str, Sequence[float]]]) -> Table:
     table = _new("Gbit/s between sites, published / by formula", ["utilisation", *(f"{u:.0%}" for u in UTILISATION)])
     for site, kinds in BANDWIDTH.items():
         for kind, published in kinds.items():
@@ -150,7 +150,7 @@ def _bandwidth_table(found: Mapping[Site, Mapping[str, Sequence[float]]]) -> Tab
 _COLOURS = ("#7f7f7f", "#d62728", "#ff7f0e", "#2ca02c", "#1f77b4", "#9467bd")
 
 
-def draw(path: Path, goodput: Cells, uptime: Cells, found: Mapping[Site, Mapping[str, Sequence[float]]]) -> None:
+def draw(path: Path, goodput: Cells, uptime: Cells, found: Mapping[PaperSite, Mapping[str, Sequence[float]]]) -> None:
     """Draw goodput, uptime and bandwidth. Marks are published, lines are simulated."""
     plt = pyplot()
     plt.style.use("default")
@@ -176,7 +176,7 @@ def draw(path: Path, goodput: Cells, uptime: Cells, found: Mapping[Site, Mapping
 _KINDS = {"data-parallel": "#7f7f7f", "M = 8, bf16": "#1f77b4", "M = 8, int4": "#2ca02c"}
 
 
-def _draw_bandwidth(axes: Any, found: Mapping[Site, Mapping[str, Sequence[float]]]) -> None:
+def _draw_bandwidth(axes: Any, found: Mapping[PaperSite, Mapping[str, Sequence[float]]]) -> None:
     x = [100 * u for u in UTILISATION]
     for site, style in zip(BANDWIDTH, ("-", "--", "-.", ":"), strict=True):
         for kind, colour in _KINDS.items():

@@ -19,9 +19,8 @@ from archipelago.broker.footprint import memory_text
 from archipelago.broker.manifest import Tensor
 from archipelago.broker.redis.checkup import Bandwidth
 from archipelago.merger.spectra import cycle_operations, default_threads, measured_rate
-from archipelago.ops.simulation.cycle import Cycle
-from archipelago.ops.simulation.links import Load, load
-from archipelago.ops.simulation.spectra_load import SHARE_MAX, SpectraLoad, spectra_load
+from archipelago.ops.simulation.cycle import SHARE_MAX, Cycle, SpectraLoad, spectra_load
+from archipelago.ops.simulation.plan import Load, load
 from archipelago.ops.watch.doctor.checks import Finding, ok, warning
 from archipelago.ops.watch.formatting import seconds_text, size
 

@@ -16,10 +16,9 @@ import pytest
 from archipelago.broker.codecs import codec
 from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import BrokerError
-from archipelago.ops.bench import joining, merge
+from archipelago.ops.bench import VERBS, joining, merge
 from archipelago.ops.bench.accelerator import settled
 from archipelago.ops.bench.joining import start_times
-from archipelago.ops.bench.main import VERBS
 from archipelago.ops.bench.process import OF_MERGER
 from archipelago.ops.bench.sync import TORCHFT_PYTHON, in_pieces, sync
 from archipelago.ops.bench.two_islands import FRAGMENTS, Size

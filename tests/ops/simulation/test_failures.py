@@ -11,9 +11,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archipelago.broker.errors import ConfigError
-from archipelago.ops.simulation.failures import Delays, FailureModel, Failures, Outcome, Stretch, simulate, stretches
-from archipelago.ops.simulation.links import data_parallel_gbits, fragments_gbits, load, ring_factor
-from archipelago.ops.simulation.published import BANDWIDTH, UTILISATION, bandwidth, bandwidth_rms, covered
+from archipelago.ops.simulation.failures import (
+    Delays,
+    FailureModel,
+    Outcome,
+    SliceFailures,
+    Stretch,
+    simulate,
+    stretches,
+)
+from archipelago.ops.simulation.paper import (
+    BANDWIDTH,
+    UTILISATION,
+    bandwidth,
+    bandwidth_rms,
+    covered,
+    data_parallel_gbits,
+    fragments_gbits,
+    ring_factor,
+)
+from archipelago.ops.simulation.plan import load
 from tests.failing import failing
 from tests.tiers import examples
 
@@ -85,7 +102,7 @@ def test_delays_are_exponentiated_weibull() -> None:
 # -- small cases by hand ----------------------------------------------------------------------------------------------
 
 
-class Outages(Failures):
+class Outages(SliceFailures):
     """Failures at given times: (failed, returned) of each outage, in seconds."""
 
     def __init__(self, outages: list[tuple[float, float]]) -> None:

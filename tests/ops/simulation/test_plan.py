@@ -21,8 +21,7 @@ from archipelago.ops.simulation.plan import (
     of_task,
     plan,
 )
-from archipelago.ops.simulation.plan_model import parameters_of, tokens_of
-from archipelago.ops.simulation.plan_page import page
+from archipelago.ops.simulation.plan_text import page, parameters_of, tokens_of
 from tests.failing import failing
 
 SPOT = PlanOptions(model="1e8", tokens="2B", sites=2, chips=16, slice_chips=1, hours_between=2.0, batch_tokens=100_000)

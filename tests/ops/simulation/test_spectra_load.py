@@ -11,7 +11,7 @@ from archipelago.broker.config import MergeConfig, ModelConfig
 from archipelago.broker.manifest import Tensor
 from archipelago.islands.models.registry import build
 from archipelago.merger.spectra import cycle_operations
-from archipelago.ops.simulation.spectra_load import SHARE_MAX, THREAD_RATE, decoder, spectra_load
+from archipelago.ops.simulation.cycle import SHARE_MAX, THREAD_RATE, decoder, spectra_load
 
 ISOTROPIC = MergeConfig(embedding="isotropic", rest="isotropic", embedding_exponent=0.5, rest_exponent=0.0)
 TENSORS = (Tensor("embedding", (256, 64), "embedding"), Tensor("a", (64, 64)), Tensor("b", (3, 100, 400)))

@@ -16,8 +16,7 @@ from archipelago.broker.footprint import memory_text
 from archipelago.broker.manifest import Corpus, Tensor
 from archipelago.broker.redis.checkup import Bandwidth, NodeFacts, ServerFacts
 from archipelago.islands.data.corpus import OpenCorpus, data_folder
-from archipelago.ops.simulation.cycle import cycle
-from archipelago.ops.simulation.spectra_load import SpectraLoad
+from archipelago.ops.simulation.cycle import SpectraLoad, cycle
 from archipelago.ops.watch.doctor import checks, estimate
 from archipelago.ops.watch.doctor import site as doctor_site
 from archipelago.ops.watch.doctor.checks import Finding
