@@ -8,9 +8,7 @@ except that sums are taken in the order of one machine.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -24,30 +22,13 @@ from archipelago.islands.models.interface import Params
 from archipelago.islands.tasks.batches import TaskRun
 from archipelago.islands.tasks.ours import OurTask
 from archipelago.islands.tasks.workload import Workload, compiled_steps
+from archipelago.ops.experiments.trial import CurvePoint, Progress
 
 EVALUATIONS = 12
 #: With more held-out sequences than this, evaluations would take longer than training, so that there are fewer of them.
 LONG_TEXT, EVALUATIONS_OF_LONG_TEXT = 1024, 3
 #: Inner steps of one compiled scan.
 CHUNK_STEPS = 8
-
-
-@dataclass(frozen=True)
-class Point:
-    """One evaluation of a run.
-
-    Attributes:
-        tokens: Tokens trained on so far.
-        bits_per_byte: Loss on the validation text, which is used to choose rates and rules.
-        test_bits_per_byte: Loss on the test text, which is not used for any choice.
-    """
-
-    tokens: int
-    bits_per_byte: float
-    test_bits_per_byte: float = math.nan
-
-
-Progress = Callable[[Point], None]
 
 
 def evaluations(config: RunConfig) -> int:
@@ -103,19 +84,19 @@ def tokens_per_step(work: Workload) -> int:
     return reader.tokens
 
 
-def one_process(work: Workload, tokens: int, progress: Progress, params: Params | None = None) -> list[Point]:
+def one_process(work: Workload, tokens: int, progress: Progress, params: Params | None = None) -> list[CurvePoint]:
     """Train one process on `tokens`, with the schedule stretched over them. Begin with `params` if given."""
     return list(_train(work, 1, max(1, tokens // tokens_per_step(work)), progress, params))
 
 
-def data_parallel(work: Workload, workers: int, progress: Progress | None = None, steps: int = 0) -> list[Point]:
+def data_parallel(work: Workload, workers: int, progress: Progress | None = None, steps: int = 0) -> list[CurvePoint]:
     """Train with the global batch of `workers`, for as many steps as each of them would make, or for `steps`."""
     return list(_train(work, workers, steps or work.config.inner.steps, progress))
 
 
 def _train(
     work: Workload, workers: int, steps: int, progress: Progress | None, params: Params | None = None
-) -> Iterator[Point]:
+) -> Iterator[CurvePoint]:
     if not work.model.has_own_optimizer:
         work = work.changed(inner=dataclasses.replace(work.config.inner, steps=steps))
     config, model = work.config, work.model
@@ -135,7 +116,7 @@ def _train(
             yield _reported(point(reader.tokens, state.params), progress)
 
 
-def scoring(work: Workload) -> Callable[[int, Params], Point]:
+def scoring(work: Workload) -> Callable[[int, Params], CurvePoint]:
     """Return a function that evaluates parameters on held-out data: for our models, on both held-out texts.
 
     Raises:
@@ -146,12 +127,12 @@ def scoring(work: Workload) -> Callable[[int, Params], Point]:
         valid, test = (
             compile_validation(work.config, named.corpus, t) for t in (named.corpus.valid, named.corpus.test)
         )
-        return lambda tokens, params: Point(tokens, valid(params), test(params))
+        return lambda tokens, params: CurvePoint(tokens, valid(params), test(params))
     compiled = work.require_evaluation()
-    return lambda tokens, params: Point(tokens, measured(compiled(params), params).bits)
+    return lambda tokens, params: CurvePoint(tokens, measured(compiled(params), params).bits)
 
 
-def _reported(point: Point, progress: Progress | None) -> Point:
+def _reported(point: CurvePoint, progress: Progress | None) -> CurvePoint:
     if progress:
         progress(point)
     return point

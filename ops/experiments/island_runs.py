@@ -1,18 +1,36 @@
-"""Play runs of islands in virtual time to their end, and evaluate their merged parameters."""
+"""Play runs of islands in virtual time to their end, and evaluate their merged parameters. Some may be hostile.
+
+A hostile island follows the protocol: it joins, adopts snapshots and answers every round. Only what it sends is wrong,
+or the labels on which it trains.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from functools import cache
+from typing import Any, cast
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from archipelago.broker.codecs import Vector
+from archipelago.broker.config import InnerConfig, ModelConfig
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.messages import Contribution
+from archipelago.broker.transport import IslandClient, IslandTransport
+from archipelago.broker.wire import digest, pack, unpack
 from archipelago.islands.evaluation import published
-from archipelago.islands.models.interface import Params
+from archipelago.islands.inner import InnerSteps, compile_steps
+from archipelago.islands.models.interface import Model, Params
+from archipelago.islands.models.registry import build
 from archipelago.islands.tasks.ours import OurTask, our_work
 from archipelago.islands.tasks.workload import Workload
-from archipelago.ops.experiments.baselines import Point, Progress, evaluations, scoring
-from archipelago.ops.experiments.hostile import compiled_wrong
-from archipelago.ops.experiments.trial import Trial
-from archipelago.ops.experiments.virtual_time import VirtualRun, are_slow, paces
+from archipelago.ops.experiments.baselines import evaluations, scoring
+from archipelago.ops.experiments.trial import CurvePoint, Progress, Trial
+from archipelago.ops.experiments.virtual_time import ChangedTransport, VirtualRun, are_slow, paces
 
 
 class LockstepRun(VirtualRun):
@@ -36,7 +54,23 @@ class LockstepRun(VirtualRun):
             self._train(island)
 
 
-def islands(work: Workload, trial: Trial, progress: Progress | None = None) -> tuple[list[Point], VirtualRun]:
+class HostileRun(VirtualRun):
+    """A run in which hostile islands replace what they send. `attacks` names the attack of each, by its name."""
+
+    def __init__(self, attacks: Mapping[str, str], *args: Any, **named: Any) -> None:
+        self._attacks = attacks
+        super().__init__(*args, **named)
+
+    def connect_island(self, name: str) -> IslandTransport:
+        """Return the connection of an island."""
+        transport = super().connect_island(name)
+        if attack := self._attacks.get(name):
+            hostile = HostileClient(transport.island, self.manifest, attack, seed=self._born)
+            return ChangedTransport(transport.run, cast(IslandClient, hostile), transport.reader)
+        return transport
+
+
+def islands(work: Workload, trial: Trial, progress: Progress | None = None) -> tuple[list[CurvePoint], VirtualRun]:
     """Play a run of islands to its end, without failing chips. Return the evaluations, and the finished run.
 
     Args:
@@ -56,24 +90,30 @@ def islands(work: Workload, trial: Trial, progress: Progress | None = None) -> t
     if trial.attack == "labels":
         wrong = compiled_wrong(work.config.model, work.config.inner)
         others |= {name: dataclasses.replace(others.get(name, work), steps=wrong) for name in attacks}
-    run = VirtualRun(work, seconds, sending_seconds=on_the_way, attacks=attacks, others=others)
-    return play(run, scoring(work), progress), run
+    run = HostileRun(attacks, work, seconds, sending_seconds=on_the_way, others=others)
+    return play(run, scoring(work), progress, hostile=attacks), run
 
 
-def play(run: VirtualRun, point: Callable[[int, Params], Point], progress: Progress | None = None) -> list[Point]:
+def play(
+    run: VirtualRun,
+    point: Callable[[int, Params], CurvePoint],
+    progress: Progress | None = None,
+    hostile: Collection[str] = (),
+) -> list[CurvePoint]:
     """Play a run to its end. Return evaluations of its merged parameters over the tokens of all honest islands.
 
     Args:
         run: The run.
         point: Evaluates parameters (`baselines.scoring`).
         progress: Receives each evaluation.
+        hostile: The names of hostile islands, whose tokens do not count.
     """
     config = run.manifest.config
     trained: dict[str, int] = {}
-    points: list[Point] = []
+    points: list[CurvePoint] = []
 
     def note() -> None:
-        trained.update({name: island.totals.tokens for name, island in run.islands.items() if name not in run.attacks})
+        trained.update({name: island.totals.tokens for name, island in run.islands.items() if name not in hostile})
         points.append(point(sum(trained.values()), published(run.transport, run.manifest)[0]))
         if progress:
             progress(points[-1])
@@ -86,7 +126,7 @@ def play(run: VirtualRun, point: Callable[[int, Params], Point], progress: Progr
         note()
     last = dict(run.islands)
     run.finish()
-    trained.update({name: island.totals.tokens for name, island in last.items() if name not in run.attacks})
+    trained.update({name: island.totals.tokens for name, island in last.items() if name not in hostile})
     note()
     return points
 
@@ -110,3 +150,93 @@ def staleness(run: VirtualRun) -> tuple[float, int]:
     """Return the mean and the maximum staleness of merged contributions, in versions of their fragment."""
     found = [member.staleness for entry in run.transport.reader.tape(1 << 30) for member in entry.members]
     return sum(found) / max(1, len(found)), max(found, default=0)
+
+
+# -- hostile islands --------------------------------------------------------------------------------------------------
+
+#: From a fragment's outer gradient, its tensors' lengths and random numbers to what the island sends.
+Forgery = Callable[[Vector, list[int], np.random.Generator], Vector]
+#: The attack `claims` multiplies its tokens by this. A merger admits batches that are this much larger than usual.
+CLAIMED = 64
+
+
+def _noise(delta_N: Vector, lengths: list[int], random: np.random.Generator) -> Vector:
+    """Return noise in which every tensor has the norm that it had."""
+    out = random.standard_normal(delta_N.size, np.float32)
+    at = 0
+    for length in lengths:
+        part = slice(at, at + length)
+        out[part] *= np.linalg.norm(delta_N[part]) / max(1e-30, float(np.linalg.norm(out[part])))
+        at += length
+    return out
+
+
+def _collude(delta_N: Vector, lengths: list[int], random: np.random.Generator) -> Vector:
+    """Return the same noise for every island, so that hostile islands agree with each other more than honest ones."""
+    return _noise(delta_N, lengths, np.random.default_rng(1))
+
+
+def _same(delta_N: Vector, lengths: list[int], random: np.random.Generator) -> Vector:
+    return delta_N
+
+
+#: What an island sends by the name of the attack. `labels` trains on wrong labels instead (`wrong_labels`), and
+#: `claims` also claims CLAIMED times its tokens. `stale` claims a base that is two versions older.
+FORGERIES: dict[str, Forgery] = {
+    "flip": lambda delta_N, lengths, random: -delta_N,
+    "noise": _noise,
+    "scale": lambda delta_N, lengths, random: 3 * delta_N,
+    "collude": _collude,
+    "labels": _same,
+    "claims": lambda delta_N, lengths, random: -100 * delta_N,
+    "stale": lambda delta_N, lengths, random: -delta_N,
+}
+
+
+class HostileClient:
+    """An island's client that replaces each contribution by a forgery.
+
+    Args:
+        client: The honest client.
+        manifest: The run.
+        attack: A name of FORGERIES.
+        seed: The seed of its random numbers.
+    """
+
+    def __init__(self, client: IslandClient, manifest: Manifest, attack: str, seed: int) -> None:
+        self._client, self._manifest, self._attack = client, manifest, attack
+        self._random = np.random.default_rng(seed)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def publish(self, contribution: Contribution, payload: bytes) -> str:
+        """Publish the forgery, with a header that fits it."""
+        p, codec = contribution.fragment, contribution.codec
+        lengths = [tensor.size for tensor, _ in self._manifest.layout[p]]
+        delta_N = unpack(payload, self._manifest.sizes[p], codec)
+        forged_N = FORGERIES[self._attack](delta_N, lengths, self._random)
+        sent = pack(forged_N, codec, self._manifest.config.wire.zstd_level)
+        header = dataclasses.replace(contribution, bytes=len(sent), digest=digest(sent))
+        if self._attack == "claims":
+            header = dataclasses.replace(header, tokens=CLAIMED * header.tokens)
+        if self._attack == "stale":
+            header = dataclasses.replace(header, base=max(0, header.base - 2))
+        return self._client.publish(header, sent)
+
+
+def wrong_labels(model: Model) -> Model:
+    """Return a text model that is trained to predict the tokens of each sequence in reverse order."""
+
+    def loss(params: Params, tokens_BxT1: jax.Array) -> jax.Array:
+        logits_BxTxV = model.logits(params, tokens_BxT1[:, :-1])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, tokens_BxT1[:, :0:-1])
+        return jnp.mean(losses)
+
+    return model._replace(loss=loss, loss_and_penalty=None)
+
+
+@cache
+def compiled_wrong(model: ModelConfig, inner: InnerConfig) -> InnerSteps:
+    """Return the inner steps of an island that trains on wrong labels."""
+    return compile_steps(wrong_labels(build(model)), inner)

@@ -20,13 +20,10 @@ from archipelago.broker.errors import ConfigError
 from archipelago.broker.files import make_untracked
 from archipelago.broker.machine import require_extra
 from archipelago.broker.process import keep_compiled
-from archipelago.islands.creation import fitted
 from archipelago.islands.data.corpus import OpenCorpus, open_corpus
-from archipelago.islands.tasks.ours import our_work
 from archipelago.ops.bench.output import OutputOptions, finish
-from archipelago.ops.experiments.baselines import Point, scoring
-from archipelago.ops.experiments.island_runs import play
 from archipelago.ops.experiments.parity import Arm, mean_curve
+from archipelago.ops.experiments.trial import CurvePoint
 from archipelago.ops.plots import add_grid_and_legend, can_draw, pyplot
 from archipelago.ops.settings import say
 
@@ -58,6 +55,8 @@ def main(options: MixedOptions) -> int:
     keep_compiled()
     import torch
 
+    from archipelago.islands.creation import fitted
+
     torch.set_num_threads(1)  # with threads of its own, JAX and PyTorch would wait for each other's
     corpus = open_corpus(config.data.corpus)
     found = compared(fitted(config, corpus), corpus, options.islands, options.seeds or (config.seed,), options.output)
@@ -77,7 +76,10 @@ def compared(config: RunConfig, corpus: OpenCorpus, islands: int, seeds: Sequenc
     Returns:
         Plain data with `rows`, `curves` and `losses`.
     """
+    from archipelago.islands.tasks.ours import our_work
+    from archipelago.ops.experiments.baselines import scoring
     from archipelago.ops.experiments.both_frameworks import MixedRun, require_both
+    from archipelago.ops.experiments.island_runs import play
 
     require_both(config)
     configs = [dataclasses.replace(config, seed=seed) for seed in seeds]
@@ -125,7 +127,7 @@ def rows(arms: Mapping[str, Arm]) -> list[dict[str, Any]]:
     ]
 
 
-def differences(curve: Sequence[Point], base: Sequence[Point]) -> list[float]:
+def differences(curve: Sequence[CurvePoint], base: Sequence[CurvePoint]) -> list[float]:
     """Return how many per cent the loss is above that of another curve, at each point."""
     return [100.0 * (one.bits_per_byte / other.bits_per_byte - 1.0) for one, other in zip(curve, base, strict=True)]
 

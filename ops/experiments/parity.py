@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -22,16 +22,15 @@ from archipelago.broker.files import make_untracked
 from archipelago.broker.manifest import LossUnit, loss_unit
 from archipelago.broker.process import keep_compiled
 from archipelago.islands.tasks.task import TaskFile
-from archipelago.islands.tasks.workload import Workload, require_trainable
 from archipelago.ops.bench.output import OutputOptions, finish
-from archipelago.ops.experiments.baselines import Point, data_parallel
-from archipelago.ops.experiments.island_runs import islands, participation
-from archipelago.ops.experiments.trial import Trial, work_of
+from archipelago.ops.experiments.trial import ISLANDS_MAX, CurvePoint, Trial, work_of
 from archipelago.ops.launch.init import workload_of
 from archipelago.ops.plots import add_grid_and_legend, can_draw, pyplot
 from archipelago.ops.settings import say
 
-ISLANDS_MAX = 64
+if TYPE_CHECKING:
+    from archipelago.islands.tasks.workload import Workload
+
 #: The steps of a quick comparison.
 QUICK_STEPS, QUICK_WARMUP_STEPS = 400, 40
 
@@ -66,23 +65,20 @@ class ParityOptions(OutputOptions):
 def main(options: ParityOptions) -> int:
     """Compare, and write the results."""
     config = checked(options.settings)
-    require_counts("--islands", options.islands)
+    for count in options.islands or (0,):
+        if not 1 <= count <= ISLANDS_MAX:
+            raise ConfigError(f"--islands cannot be {count}", f"Give numbers from 1 to {ISLANDS_MAX}.", code="config.value")
     require_number("--slow", options.slow, "Give a factor of at least 1.", 1.0)
     keep_compiled()
     work = workload_of(config, options.task)
     if isinstance(work.named, TaskFile):
+        from archipelago.islands.tasks.workload import require_trainable
+
         require_trainable(work)
     if options.quick:
         work = work.changed(inner=replace(work.config.inner, steps=QUICK_STEPS, warmup_steps=QUICK_WARMUP_STEPS))
     found = parity(work, options.islands, options.intervals, options.slow, options.output, say, options.seeds)
     return finish("parity", found, options)
-
-
-def require_counts(flag: str, counts: Sequence[int], most: int = ISLANDS_MAX) -> None:
-    """Raise ConfigError unless all numbers of islands are from 1 to `most`, and there is at least one."""
-    if not counts or not all(1 <= count <= most for count in counts):
-        shown = " ".join(map(str, counts)) or "empty"
-        raise ConfigError(f"{flag} cannot be {shown}", f"Give numbers from 1 to {most}.", code="config.value")
 
 
 @dataclass(frozen=True)
@@ -100,7 +96,7 @@ class Arm:
 
     name: str
     islands: int
-    curves: tuple[list[Point], ...]
+    curves: tuple[list[CurvePoint], ...]
     rounds: int = 0
     per_round: float = 0.0
     interval: int = 0
@@ -168,6 +164,9 @@ def _arms(
     work: Workload, count: int, intervals: Sequence[int], slow: float, seeds: Sequence[int], unit: LossUnit, say: Say
 ) -> list[Arm]:
     """Train data-parallel, and islands with each interval."""
+    from archipelago.ops.experiments.baselines import data_parallel
+    from archipelago.ops.experiments.island_runs import islands, participation
+
     config, trial = work.config, Trial.of({}, islands=count, slow=slow)
     works = [work.changed(seed=seed) for seed in seeds] or [work]
     steps = max(1, round(config.inner.steps * work_of(trial) / count))  # as many tokens as the islands
@@ -220,10 +219,10 @@ def _has_ratios(arms: Sequence[Arm]) -> bool:
     return all(loss > 0 for arm in arms if not arm.interval for loss in arm.losses)
 
 
-def mean_curve(curves: Sequence[Sequence[Point]]) -> list[Point]:
+def mean_curve(curves: Sequence[Sequence[CurvePoint]]) -> list[CurvePoint]:
     """Return the mean curve: tokens and loss, point by point."""
     return [
-        Point(round(fmean(p.tokens for p in points)), fmean(p.bits_per_byte for p in points))
+        CurvePoint(round(fmean(p.tokens for p in points)), fmean(p.bits_per_byte for p in points))
         for points in zip(*curves, strict=False)
     ]
 

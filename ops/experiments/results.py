@@ -32,7 +32,7 @@ TITLE_WIDTH, HEAD_WIDTH = 90, 36
 
 
 @dataclass(frozen=True)
-class Row:
+class TrialRow:
     """A trial with its results for all seeds, sorted by seed."""
 
     #: The settings, and the values of OWN.
@@ -63,7 +63,7 @@ class Row:
         """Mean loss over the seeds, infinite when one of them diverged."""
         return fmean(self.losses.values()) if self.losses else float("inf")
 
-    def ratios(self, other: Row | None, text: str = "bits_per_byte") -> list[float]:
+    def ratios(self, other: TrialRow | None, text: str = "bits_per_byte") -> list[float]:
         """Return the ratio of this loss to the other's, for each seed that both have."""
         others = other.by_seed(text) if other else {}
         return [loss / others[seed] for seed, loss in self.by_seed(text).items() if seed in others]
@@ -91,30 +91,31 @@ def show(study: Study, known: Mapping[str, Record], folder: Path, quiet: bool = 
     return shown | {"picture": str(picture)}
 
 
-def grouped(records: Iterable[Record]) -> list[Row]:
+def grouped(records: Iterable[Record]) -> list[TrialRow]:
     """Group the records into rows: the same trial with different seeds is one row."""
     by: defaultdict[str, list[Record]] = defaultdict(list)
     for record in records:
         by[key_of({**record, "seed": 0})].append(record)
     return [
-        Row({**{name: r[0].get(name, usual) for name, usual in OWN.items()}, **r[0]["settings"]},
+        TrialRow({**{name: r[0].get(name, usual) for name, usual in OWN.items()}, **r[0]["settings"]},
             tuple(sorted(r, key=lambda record: record["seed"])))
         for r in by.values()
     ]  # fmt: skip
 
 
-def baseline(row: Row, rows: Sequence[Row]) -> Row | None:
+def baseline(row: TrialRow, rows: Sequence[TrialRow]) -> TrialRow | None:
     """Return the row that a row is compared with.
 
     For a row with hostile islands this is the run in which they are absent, and for an honest row with the merger's
-    scores the same row without them. All others are compared with the best data-parallel row with the same number of
-    islands and of tokens.
+    scores the same row without them, if the study has it. All others are compared with the best data-parallel row with
+    the same number of islands and of tokens.
     """
     honest = [other for other in rows if not other.settings["hostile"] and _identity(other) == _identity(row)]
     if row.settings["hostile"] or row.settings.get("merge.scores"):
         without = [other for other in honest if not other.settings.get("merge.scores")]
         cap = row.settings.get("merge.share_cap")
-        return min(without, key=lambda other: other.settings.get("merge.share_cap") != cap, default=None)
+        if without or row.settings["hostile"]:
+            return min(without, key=lambda other: other.settings.get("merge.share_cap") != cap, default=None)
     same = [
         other for other in rows
         if other.settings["kind"] == "parallel" and other.settings["islands"] == row.settings["islands"]
@@ -123,18 +124,18 @@ def baseline(row: Row, rows: Sequence[Row]) -> Row | None:
     return min(same, key=lambda other: other.mean, default=None)
 
 
-def _identity(row: Row) -> tuple[Any, ...]:
+def _identity(row: TrialRow) -> tuple[Any, ...]:
     """Return what a row shares with the row that it is compared with: all but the attack and the merger's rule."""
     others = {k: v for k, v in row.settings.items() if k not in ("islands", "hostile", "attack", *_RULES)}
     honest = row.settings["islands"] - row.settings["hostile"]
     return honest, sorted(others.items(), key=str)
 
 
-def _order(row: Row) -> tuple[Any, ...]:
+def _order(row: TrialRow) -> tuple[Any, ...]:
     return row.settings["islands"], row.mean
 
 
-def _plain(row: Row, rows: Sequence[Row], varying: Sequence[str]) -> dict[str, Any]:
+def _plain(row: TrialRow, rows: Sequence[TrialRow], varying: Sequence[str]) -> dict[str, Any]:
     losses, best = list(row.losses.values()), baseline(row, rows)
     ratios, tests = row.ratios(best), row.ratios(best, "test")
     rounds = [r["rounds"] for r in row.records if "rounds" in r]
@@ -169,7 +170,7 @@ def _table(found: Sequence[Mapping[str, Any]], varying: Sequence[str]) -> Table:
     return table
 
 
-def _draw(path: Path, study: Study, rows: Sequence[Row], varying: Sequence[str]) -> None:
+def _draw(path: Path, study: Study, rows: Sequence[TrialRow], varying: Sequence[str]) -> None:
     plt = pyplot()
     compared = [(row, row.ratios(baseline(row, rows))) for row in sorted(rows, key=_order)]
     shown = [(row, ratios) for row, ratios in compared if ratios][:ROWS_MAX]
@@ -190,7 +191,7 @@ def _draw(path: Path, study: Study, rows: Sequence[Row], varying: Sequence[str])
     plt.close(figure)
 
 
-def _lines(axes: Any, study: Study, shown: Sequence[tuple[Row, list[float]]], varying: Sequence[str]) -> None:
+def _lines(axes: Any, study: Study, shown: Sequence[tuple[TrialRow, list[float]]], varying: Sequence[str]) -> None:
     by: defaultdict[str, list[tuple[float, float, float]]] = defaultdict(list)
     for row, ratios in shown:
         label = " ".join([row.settings["kind"], *(str(row.settings.get(name, "")) for name in study.lines)]).strip()
@@ -208,12 +209,12 @@ def _lines(axes: Any, study: Study, shown: Sequence[tuple[Row, list[float]]], va
     axes.legend(frameon=False, fontsize="small")
 
 
-def _label(row: Row, varying: Sequence[str]) -> str:
+def _label(row: TrialRow, varying: Sequence[str]) -> str:
     values = [row.settings[name] for name in varying if name in row.settings]
     return "  ".join(str(value) if isinstance(value, str | bool) else f"{value:g}" for value in values)
 
 
-def _dots(axes: Any, study: Study, shown: Sequence[tuple[Row, list[float]]], varying: Sequence[str]) -> None:
+def _dots(axes: Any, study: Study, shown: Sequence[tuple[TrialRow, list[float]]], varying: Sequence[str]) -> None:
     heads = textwrap.fill("  ".join(name.removeprefix("outer.") for name in varying), HEAD_WIDTH)
     labels = [heads, *(_label(row, varying) for row, _ in shown)]
     places = list(range(len(shown), 0, -1))

@@ -15,6 +15,7 @@ from archipelago.broker.errors import require_number
 from archipelago.broker.files import write_atomically
 from archipelago.broker.manifest import loss_unit
 from archipelago.broker.process import guarded, keep_compiled
+from archipelago.ops.experiments.trial import CurvePoint
 from archipelago.ops.launch.init import workload_of
 from archipelago.ops.settings import say
 from archipelago.ops.verbs import parse
@@ -46,14 +47,14 @@ def run(options: SingleProcessOptions) -> int:
     require_number("--tokens", options.tokens, "Give a positive number.", 1)
     keep_compiled()
 
-    from archipelago.ops.experiments.baselines import Point, one_process
+    from archipelago.ops.experiments.baselines import one_process
 
     work = workload_of(config, options.task, options.from_)
     params = WeightFiles(options.from_).load(work.model.tensors) if options.from_ else None
 
     unit = loss_unit(work.named.data)
 
-    def progress(point: Point) -> None:
+    def progress(point: CurvePoint) -> None:
         say(f"{point.tokens:>13,} tokens  held-out {unit.from_evaluation(point.bits_per_byte):.4f} {unit.name}")
 
     points = one_process(work, options.tokens, progress, params)

@@ -12,9 +12,8 @@ A TOML file names trials as grids, and a file beside it holds the results, one J
     slow = 1.0                          # how many times longer the steps of the last island take
     slowed = 1                          # how many islands are slow
     sending = 0                         # for how many steps each contribution of these is on its way
-    chips = 0                           # islands fail as on a simulated tape of this many chips; 0: they do not fail
     hostile = 0                         # how many islands are hostile
-    attack = "flip"                     # what they do, see ops/experiments/hostile.py
+    attack = "flip"                     # what they do, see ops/experiments/island_runs.py
     apart = false                       # each island reads a part of the text of its own
     lockstep = false                    # all islands step at once, and adopt at once what they have sent
     seeds = [0]                         # instead of the study's
@@ -244,6 +243,12 @@ def run(study: Study, folder: Path, jobs: int, known: Mapping[str, Record], most
         The number of trials that ran.
     """
     due = [trial for trial in study.trials if trial.key not in known]
+    if any(trial.chips for trial in due):
+        raise ConfigError(
+            "islands of a study no longer fail as on a tape of `chips`, and only old results have it",
+            "Leave chips out. `archipelago simulate plan` predicts failures, and `archipelago chaos` makes real ones.",
+            code="study.trial",
+        )
     say(f"{study.name}: {len(study.trials)} trials, {len(due)} to run")
     due = due[:most] if most else due
     began, done = time.monotonic(), 0

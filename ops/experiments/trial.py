@@ -36,9 +36,9 @@ _MATTERS = {
     "one": ("model", "data", "inner"),
 }
 
-#: Length of a simulated tape. A longer run starts it again from the beginning.
-TAPE_SECONDS = 12 * 3600.0
-#: What hostile islands do: `hostile.FORGERIES` names the same.
+#: The most islands of a run in virtual time.
+ISLANDS_MAX = 64
+#: What hostile islands do: `island_runs.FORGERIES` names the same.
 ATTACKS = ("flip", "noise", "scale", "collude", "labels", "claims", "stale")
 #: Settings by dotted name, such as `outer.rule`.
 Settings = Mapping[str, Any]
@@ -53,11 +53,10 @@ class Trial:
         islands: The number of islands M, or of workers.
         slow: How many times longer the steps of the last `slowed` islands take.
         slowed: How many islands are slow.
-        chips: Islands leave and join as on a simulated tape of this many chips, and train on as many tokens as without.
-            Slow islands can be among them.
+        chips: Islands failed as on a simulated tape of this many chips. Only records of earlier versions have this.
         sending: How long each contribution of a slow island is on its way, in steps of a fast island.
         hostile: How many of the islands are hostile.
-        attack: What they do, a name of `hostile.FORGERIES`.
+        attack: What they do, a name of `island_runs.FORGERIES`.
         apart: Each island reads a part of the text of its own.
         lockstep: All islands step at once, and adopt at the same step boundary what they have sent (`LockstepRun`).
         seed: The seed of the run.
@@ -98,43 +97,25 @@ class Trial:
         )
 
     def _require_possible(self) -> None:
-        """Raise ConfigError for a combination that no study can have."""
-        if self.kind not in KINDS:
-            raise ConfigError(
-                f"there is no kind of run {self.kind!r}", f"Choose one of {', '.join(KINDS)}.", code="study.kind"
-            )
-        if type(self.islands) is not int or not 1 <= self.islands <= 64 or not 1.0 <= self.slow < math.inf:
-            raise ConfigError(
-                f"a study cannot have {self.islands} islands, the last {self.slow} times slower",
-                "Give 1 to 64 islands, and a factor of 1 or more.",
-                code="study.islands",
-            )
-        if (
-            type(self.slowed) is not int
-            or not 1 <= self.slowed <= max(1, self.islands - 1)
-            or not 0.0 <= self.chips <= 1e8
-            or not 0.0 <= self.sending < math.inf
-            or (self.chips and self.sending)
-        ):
-            raise ConfigError(
-                f"a study cannot have {self.slowed} slow islands of {self.islands}, sending = {self.sending} and "
-                f"chips = {self.chips:g}",
-                "Up to M − 1 of M islands can be slow. A tape has up to 1e8 chips, and nothing on it is late.",
-                code="study.slow",
-            )
-        is_possible = type(self.hostile) is int and 0 <= self.hostile < self.islands
-        if not is_possible or (self.hostile and (self.chips or self.attack not in ATTACKS)):
-            raise ConfigError(
-                f"a study cannot have {self.hostile} of {self.islands} islands hostile with the attack {self.attack!r}",
-                f"At least one island is honest, none fails (chips), and the attack is one of {', '.join(ATTACKS)}.",
-                code="study.attack",
-            )
-        if self.lockstep and (self.slow > 1.0 or self.sending or self.chips or self.hostile or self.apart):
-            raise ConfigError(
-                "a study cannot have lockstep = true with slow, failing, late or hostile islands, or with apart = true",
-                "Leave out lockstep, or the others.",
-                code="study.lockstep",
-            )
+        """Raise ConfigError for a combination that no study can have (`study.trial`)."""
+        m, slowed = self.islands, f"{self.slowed} slow islands of {self.islands}"
+        is_counted = type(m) is int and 1 <= m <= ISLANDS_MAX
+        for holds, what, remedy in (
+            (self.kind in KINDS, f"runs of the kind {self.kind!r}", f"Choose one of {', '.join(KINDS)}."),
+            (is_counted and 1.0 <= self.slow < math.inf, f"{m} islands, the last {self.slow} times slower",
+             f"Give 1 to {ISLANDS_MAX} islands, and a factor of 1 or more."),
+            (type(self.slowed) is int and 1 <= self.slowed <= max(1, m - 1), slowed,
+             "At least one is slow, and at least one is not."),
+            (0.0 <= self.sending < math.inf, f"sending = {self.sending}", "Give a number of steps."),
+            (type(self.hostile) is int and 0 <= self.hostile < m and (not self.hostile or self.attack in ATTACKS),
+             f"{self.hostile} of {m} islands hostile with the attack {self.attack!r}",
+             f"At least one island is honest, and the attack is one of {', '.join(ATTACKS)}."),
+            (not self.lockstep or not (self.slow > 1.0 or self.sending or self.hostile or self.apart),
+             "lockstep = true with slow, late or hostile islands, or with apart = true",
+             "Leave out lockstep, or the others."),
+        ):  # fmt: skip
+            if not holds:
+                raise ConfigError(f"a study cannot have {what}", remedy, code="study.trial")
 
     @property
     def config(self) -> RunConfig:
@@ -170,23 +151,47 @@ def key_of(record: Mapping[str, Any]) -> str:
     return json.dumps(own | {k: record.get(k, v) for k, v in _OPTIONAL.items()}, sort_keys=True)
 
 
-def measure(trial: Trial) -> dict[str, Any]:
-    """Run the trial and return its record. A run that diverges is a result too, with null as its loss."""
+@dataclass(frozen=True)
+class CurvePoint:
+    """One evaluation of a run.
+
+    Attributes:
+        tokens: Tokens trained on so far.
+        bits_per_byte: Loss on the validation text, which is used to choose rates and rules.
+        test_bits_per_byte: Loss on the test text, which is not used for any choice.
+    """
+
+    tokens: int
+    bits_per_byte: float
+    test_bits_per_byte: float = math.nan
+
+
+#: Receives each evaluation of a run.
+Progress = Callable[[CurvePoint], None]
+Play = Callable[["Trial", "Workload", Progress], dict[str, Any]]
+
+
+def measure(trial: Trial, play: Play | None = None) -> dict[str, Any]:
+    """Run the trial and return its record. A run that diverges is a result too, with null as its loss.
+
+    Args:
+        trial: The trial.
+        play: Trains it, and reports each evaluation; by default as its kind says.
+    """
     from archipelago.islands.creation import fitted
     from archipelago.islands.data.corpus import open_corpus
     from archipelago.islands.tasks.ours import our_work
-    from archipelago.ops.experiments.baselines import Point
 
     config = trial.config
     corpus = open_corpus(config.data.corpus)
     config = fitted(config, corpus)
-    points: list[Point] = []
+    points: list[CurvePoint] = []
     found: dict[str, Any] = {}
     began, used = time.perf_counter(), time.process_time()
     try:
-        found = _RUNS[trial.kind](trial, our_work(config, corpus), points.append)
+        found = (play or _played)(trial, our_work(config, corpus), points.append)
     except DivergedError:
-        points.append(Point(points[-1].tokens, math.nan))
+        points.append(CurvePoint(points[-1].tokens, math.nan))
     last, first = points[-1].bits_per_byte, points[0].bits_per_byte
     diverged = not (math.isfinite(last) and last < first)
     return {
@@ -208,65 +213,28 @@ def measure(trial: Trial) -> dict[str, Any]:
     }
 
 
-Note = Callable[[Any], None]
-
-
-def _islands(trial: Trial, workload: Workload, note: Note) -> dict[str, Any]:
+def _played(trial: Trial, workload: Workload, note: Progress) -> dict[str, Any]:
+    """Train as the trial says, and report each evaluation. Return what the record has of islands."""
+    from archipelago.ops.experiments import baselines
     from archipelago.ops.experiments.island_runs import islands, participation, staleness
 
-    if trial.chips:
-        return _along_tape(trial, workload, note)
+    config = workload.config
+    steps = config.inner.steps * work_of(trial)  # Baselines train on as many tokens as the islands.
+    if trial.kind == "parallel":
+        baselines.data_parallel(workload, trial.islands, note, round(steps / trial.islands))
+        return {}
+    if trial.kind == "one":
+        baselines.one_process(workload, round(steps) * config.tokens_per_step, note)
+        return {}
     _, run = islands(workload, trial, note)
     rounds, per_round = participation(run)
     mean, most = staleness(run)
     return {"rounds": rounds, "per_round": round(per_round, 4), "staleness": round(mean, 4), "staleness_max": most}
 
 
-def _along_tape(trial: Trial, workload: Workload, note: Note) -> dict[str, Any]:
-    import numpy as np
-
-    from archipelago.ops.experiments.island_runs import participation
-    from archipelago.ops.experiments.tape_run import follow, taped
-    from archipelago.ops.simulation.failures import FailureModel, simulate
-
-    model = FailureModel(chips=trial.chips, islands=trial.islands)
-    tape = taped(simulate(model, TAPE_SECONDS, np.random.default_rng(trial.seed)), model.step_seconds)
-    config = workload.config
-    tokens = config.inner.steps * config.tokens_per_step * work_of(trial)
-    run, goodput, first, last = follow(workload, tape, tokens, trial.slow, trial.slowed)
-    note(first)
-    note(last)
-    rounds, per_round = participation(run)
-    return {"rounds": rounds, "per_round": round(per_round, 4), "goodput": round(goodput, 4), "deaths": run.deaths}
-
-
-def _parallel(trial: Trial, workload: Workload, note: Note) -> dict[str, Any]:
-    from archipelago.ops.experiments.baselines import data_parallel
-
-    # It trains on as many tokens as the islands.
-    steps = round(workload.config.inner.steps * work_of(trial) / trial.islands)
-    data_parallel(workload, trial.islands, note, steps)
-    return {}
-
-
-def _one(trial: Trial, workload: Workload, note: Note) -> dict[str, Any]:
-    from archipelago.ops.experiments.baselines import one_process
-
-    config = workload.config
-    one_process(workload, round(config.inner.steps * work_of(trial)) * config.tokens_per_step, note)
-    return {}
-
-
 def work_of(trial: Trial) -> float:
     """Return the steps that all islands make together, in units of the steps of the fastest one."""
     return trial.islands - trial.slowed + trial.slowed / trial.slow
-
-
-_RUNS: dict[str, Callable[[Trial, Workload, Note], dict[str, Any]]] = {
-    "islands": _islands,
-    "parallel": _parallel,
-    "one": _one,
-}
 
 
 @cache

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from typing import Literal
 
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.memory.transport import MemoryBroker
@@ -30,7 +30,6 @@ from archipelago.islands.tasks.batches import TaskRun
 from archipelago.islands.tasks.workload import Workload
 from archipelago.islands.worker import Island
 from archipelago.merger.service import Merger
-from archipelago.ops.experiments.hostile import HostileClient
 
 
 @dataclass
@@ -78,7 +77,6 @@ class VirtualRun:
         run: The name of the run.
         sending_seconds: How long each contribution of each island is on its way, one after another. Their rounds close
             without them, and the contributions are merged stale.
-        attacks: The attack of each hostile island, by its name (`hostile.FORGERIES`).
         others: What some islands train instead, by name, such as on other data.
         shards: The number of shards, each with a merger of its own.
     """
@@ -91,7 +89,6 @@ class VirtualRun:
         clock: VirtualClock | None = None,
         run: str = "virtual",
         sending_seconds: Sequence[float] = (),
-        attacks: Mapping[str, str] | None = None,
         others: Mapping[str, Workload] | None = None,
         shards: int = 1,
     ) -> None:
@@ -99,7 +96,6 @@ class VirtualRun:
         broker = MemoryBroker(self.clock)
         self._connect: Callable[[], Transport] = connect or (lambda: broker.connect(run))
         self._work, self._others = work, dict(others or {})
-        self.attacks = dict(attacks or {})
         home = self.connect_as("admin")
         self.manifest: Manifest = replace(work.describe(run), shards=shards)
         create(home, self.manifest, first_snapshots(self.manifest, work.model.init()))
@@ -119,12 +115,8 @@ class VirtualRun:
         return self._connect()
 
     def connect_island(self, name: str) -> IslandTransport:
-        """Return the connection of an island to all shards. A hostile one replaces what it sends."""
-        transport: IslandTransport = whole(self.connect_as(name), self.manifest)
-        if attack := self.attacks.get(name):
-            hostile = HostileClient(transport.island, self.manifest, attack, seed=self._born)
-            return ChangedTransport(transport.run, cast(IslandClient, hostile), transport.reader)
-        return transport
+        """Return the connection of an island to all shards."""
+        return whole(self.connect_as(name), self.manifest)
 
     @property
     def merger(self) -> Merger:

@@ -24,7 +24,7 @@ from archipelago.ops.chaos.processes import Plan, await_ready
 from archipelago.ops.chaos.report.goodput import pauses
 from archipelago.ops.chaos.schedule import Fault
 from archipelago.ops.experiments import baselines
-from archipelago.ops.experiments.baselines import Point
+from archipelago.ops.experiments.trial import CurvePoint
 from archipelago.ops.launch.supervisor import Child
 from tests.failing import failing
 from tests.small import SMALL
@@ -153,9 +153,9 @@ def in_one_process(monkeypatch: pytest.MonkeyPatch, config: RunConfig, corpus: O
     """Return the parameters that data-parallel training in one process evaluates at its end."""
     seen: list[Params] = []
 
-    def point(tokens: int, params: Params) -> Point:
+    def point(tokens: int, params: Params) -> CurvePoint:
         seen.append({name: jnp.array(tensor) for name, tensor in params.items()})
-        return Point(tokens, 0.0)
+        return CurvePoint(tokens, 0.0)
 
     with monkeypatch.context() as patch:
         patch.setattr(baselines, "scoring", lambda work: point)

@@ -15,8 +15,9 @@ from archipelago.broker.errors import ConfigError
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.tasks.batches import TaskRun
 from archipelago.ops.experiments import baselines
-from archipelago.ops.experiments.baselines import AllShards, Point, Reader
+from archipelago.ops.experiments.baselines import AllShards, Reader
 from archipelago.ops.experiments.single_process import SingleProcessOptions, run
+from archipelago.ops.experiments.trial import CurvePoint
 from tests.failing import failing
 from tests.islands.tasks.task_runs import BATCHES, EXAMPLES, SHARDS
 from tests.ops.experiments.trials import task_work
@@ -30,7 +31,7 @@ def config() -> RunConfig:
     )
 
 
-def quiet(_: Point) -> None:
+def quiet(_: CurvePoint) -> None:
     pass
 
 
@@ -63,8 +64,8 @@ def test_a_reader_without_a_run_reads_all_shards_pass_after_pass() -> None:
 
 
 def test_the_curve_is_written(config: RunConfig, corpus: OpenCorpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    def trained(work: Any, tokens: int, progress: Any, params: Any) -> list[Point]:
-        points = [Point(0, 8.0), Point(tokens, 2.0)]
+    def trained(work: Any, tokens: int, progress: Any, params: Any) -> list[CurvePoint]:
+        points = [CurvePoint(0, 8.0), CurvePoint(tokens, 2.0)]
         for point in points:
             progress(point)
         return points

@@ -10,7 +10,7 @@ import pytest
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.wire import digest, pack, unpack
 from archipelago.islands.data.corpus import OpenCorpus
-from archipelago.ops.experiments.hostile import CLAIMED, FORGERIES, HostileClient
+from archipelago.ops.experiments.island_runs import CLAIMED, FORGERIES, HostileClient
 from archipelago.ops.experiments.results import baseline, grouped
 from archipelago.ops.experiments.trial import ATTACKS, Trial, key_of, measure
 from tests import samples

@@ -16,9 +16,9 @@ from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.inner import begin
 from archipelago.islands.models.registry import build
 from archipelago.ops.experiments import mixed
-from archipelago.ops.experiments.baselines import Point
 from archipelago.ops.experiments.mixed import BOTH, JAX, TORCH, MixedOptions, differences, frameworks, rows
 from archipelago.ops.experiments.parity import Arm
+from archipelago.ops.experiments.trial import CurvePoint
 from tests import pytorch
 from tests.failing import failing
 from tests.small import SMALL, compiled
@@ -26,12 +26,12 @@ from tests.small import SMALL, compiled
 
 def test_the_table() -> None:
     losses = {JAX: (2.0, 4.0), TORCH: (1.0, 4.0), BOTH: (3.0, 2.0)}
-    arms = {name: Arm(name, 2, tuple([Point(10, loss)] for loss in each)) for name, each in losses.items()}
+    arms = {name: Arm(name, 2, tuple([CurvePoint(10, loss)] for loss in each)) for name, each in losses.items()}
     one, other, both = rows(arms)
     assert (one["to_jax"], other["to_jax"], both["to_jax"]) == (1.0, 0.75, 1.0)
     assert (one["to_pytorch"], other["to_pytorch"], both["to_pytorch"]) == (1.5, 1.0, 1.75)
     assert (both["bits_per_byte"], both["spread"]) == (2.5, pytest.approx(0.5**0.5))
-    assert differences([Point(10, 1.5)], [Point(10, 2.0)]) == [-25.0]
+    assert differences([CurvePoint(10, 1.5)], [CurvePoint(10, 2.0)]) == [-25.0]
 
 
 def test_every_second_island_of_the_mixed_run_is_in_pytorch() -> None:

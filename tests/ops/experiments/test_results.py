@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from archipelago.ops.experiments import study as studies
-from archipelago.ops.experiments.results import Row, baseline, grouped, show
+from archipelago.ops.experiments.results import TrialRow, baseline, grouped, show
 from archipelago.ops.experiments.trial import Trial
 from tests.ops.experiments.trials import STUDY, record_of, trial_of
 
 
-def results(*losses: tuple[Trial, float | None, int]) -> list[Row]:
+def results(*losses: tuple[Trial, float | None, int]) -> list[TrialRow]:
     return grouped(record_of(one, loss, tokens) for one, loss, tokens in losses)
 
 
@@ -42,6 +42,11 @@ def test_the_baseline_is_the_best_with_as_many_islands_and_tokens() -> None:
     found = baseline(rows[-1], rows)
     assert found is not None
     assert found.settings["inner.learning_rate"] == 2e-3
+
+
+def test_a_row_with_scores_is_compared_with_data_parallel_where_no_row_is_without() -> None:
+    parallel, scored = results((trial_of("parallel"), 2.0, 1000), (trial_of(merge__scores=True), 2.1, 1000))
+    assert baseline(scored, [parallel, scored]) is parallel
 
 
 def test_a_row_with_a_diverged_seed_has_no_mean() -> None:

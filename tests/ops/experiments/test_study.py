@@ -43,11 +43,11 @@ def test_a_grid_is_the_product_of_its_lists_with_the_first_seed_first(folder: Pa
 def test_a_wrong_study_is_refused_before_anything_runs(folder: Path) -> None:
     for text, code in (
         ("grids = 1", "study.shape"),
-        ('[[grid]]\nkind = "serial"', "study.kind"),
-        ("[[grid]]\nislands = 0", "study.islands"),
-        ("[[grid]]\nislands = 4.5", "study.islands"),
-        ("[[grid]]\nslow = inf", "study.islands"),
-        ("[[grid]]\nslow = 2.0\nslowed = 1.5", "study.slow"),
+        ('[[grid]]\nkind = "serial"', "study.trial"),
+        ("[[grid]]\nislands = 0", "study.trial"),
+        ("[[grid]]\nislands = 4.5", "study.trial"),
+        ("[[grid]]\nslow = inf", "study.trial"),
+        ("[[grid]]\nslow = 2.0\nslowed = 1.5", "study.trial"),
         ("base = 5\n[[grid]]", "study.unreadable"),
         ("[[grid]]\nseeds = 3", "study.shape"),
         ("[[grid]]\nlate = 2", "study.shape"),
@@ -59,6 +59,14 @@ def test_a_wrong_study_is_refused_before_anything_runs(folder: Path) -> None:
         (folder / "wrong.toml").write_text(text, encoding="utf-8")
         with failing(ConfigError, code):
             studies.load(folder, "wrong")
+
+
+def test_only_old_results_have_islands_that_fail_on_a_tape(folder: Path) -> None:
+    (folder / "rates.toml").write_text("[[grid]]\nchips = 1e6", encoding="utf-8")
+    study = studies.load(folder, "rates")
+    with failing(ConfigError, "study.trial"):
+        run_rest(study, folder)
+    assert studies.run(study, folder, 1, {study.trials[0].key: record_of(study.trials[0])}) == 0
 
 
 def test_the_shipped_studies_can_be_loaded() -> None:
