@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import ipaddress
-import math
 import re
-import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from archipelago.broker.address import Kind
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.invitation import Members, Role
-from archipelago.broker.redis.checkup import Bandwidth, ServerFacts
-from archipelago.broker.redis.failures import OLDEST
+from archipelago.broker.redis.checkup import NodeFacts, ServerFacts
+from archipelago.broker.redis.failures import KEEPS_ALL, OLDEST
 from archipelago.broker.transport import MEMORY_SHARE_MAX
-from archipelago.ops.watch.formatting import seconds_text, size
+from archipelago.ops.watch.formatting import size
 
 Level = Literal["ok", "warning", "problem"]
 
 #: Above this share of the memory limit the doctor warns. Above `MEMORY_SHARE_MAX`, islands stop sending.
 TIGHT_SHARE = 0.6
-#: Above this round trip, rounds wait longer for their announcements than for anything else.
-SLOW_SECONDS = 0.5
 SKEW_SECONDS = 1.0
 #: Credentials that end within this time are worth a warning.
 SOON_SECONDS = 24 * 3600
@@ -41,7 +38,7 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        level: How serious it is.
+        level: How serious it is: with a warning training still works, and a problem has to be fixed first.
         code: A stable name, SUBJECT.FAULT or SUBJECT.ok. Programs and tests compare codes, never sentences.
         what: The fact, and why it matters.
         remedy: The action for the user. Empty if all is well.
@@ -73,103 +70,6 @@ def problem(code: str, what: str, remedy: str) -> Finding:
     return Finding("problem", code, what, remedy)
 
 
-def is_local(host: str) -> bool:
-    """Return whether connections to a host stay on this machine. An empty host is a socket's path."""
-    try:
-        return not host or host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
-
-
-def quantile(samples: Sequence[float], share: float) -> float:
-    """Return the smallest sample that at least this share of the samples do not exceed."""
-    ordered = sorted(samples)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
-
-
-def latency(samples: Sequence[float]) -> Finding:
-    """Judge round trips, in seconds."""
-    median, slowest = statistics.median(samples), quantile(samples, 0.99)
-    what = f"The round trip takes {seconds_text(median)}, p99 {seconds_text(slowest)} ({len(samples)} pings)."
-    if median < SLOW_SECONDS:
-        return ok("latency", what)
-    return warning(
-        "latency.slow",
-        f"{what} Islands do not wait for it, but learn about each round that much later.",
-        "Choose longer intervals (--sync.interval).",
-    )
-
-
-def bandwidth(found: Bandwidth) -> Finding:
-    """Judge the rates of one connection."""
-    if found.why_not:
-        return warning(
-            "bandwidth.unknown",
-            f"The bandwidth was not measured ({found.why_not}).",
-            "Free memory there, then run doctor again.",
-        )
-    both = (f"{_megabits(rate)} Mbit/s {way}" for rate, way in ((found.up, "up"), (found.down, "down")))
-    return ok("bandwidth", f"One connection carries {', '.join(both)}.")
-
-
-def _megabits(bytes_a_second: float) -> str:
-    rate = 8e-6 * bytes_a_second
-    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
-
-
-def server_checks(
-    facts: ServerFacts, host: str, *, has_tls: bool, role: Role | None = None, shards: int = 1
-) -> list[Finding]:
-    """Return all findings about a server, in the order of the report.
-
-    `shards` is the number of the run's shards that the server holds.
-
-    What the server does not tell to a member is not that member's business, so it is left out.
-    """
-    found = _all_server_checks(facts, host, has_tls=has_tls, user_role=role, shards=shards)
-    return [finding for finding in found if role is None or not finding.code.endswith(".unknown")]
-
-
-def _all_server_checks(
-    facts: ServerFacts, host: str, *, has_tls: bool, user_role: Role | None, shards: int
-) -> list[Finding]:
-    return [
-        version(facts.info),
-        *role(facts.info),
-        persistence(facts),
-        *disk_trouble(facts.info),
-        memory(facts.info),
-        policy(facts),
-        *evictions(facts.info),
-        clients(facts, shards),
-        *buffers(facts.settings),
-        rights(facts.denied, facts.excess, user_role),
-        encryption(host, has_tls=has_tls),
-        password(facts.needs_password, host),
-        clock(facts.clock_ahead_seconds),
-    ]
-
-
-_ASK_INFO = "Allow this user INFO and CONFIG GET: ACL SETUSER NAME +info +config|get."
-
-
-def version(info: Mapping[str, Any]) -> Finding:
-    """Compare with the oldest version that has the commands that we need."""
-    redis = str(info.get("redis_version", ""))
-    if not redis:
-        return warning("version.unknown", "The server does not tell its version.", _ASK_INFO)
-    name = f"Valkey {info['valkey_version']}" if "valkey_version" in info else f"Redis {redis}"
-    numbers = tuple(int(part) for part in re.findall(r"\d+", redis)[:2])
-    oldest = ".".join(map(str, OLDEST))
-    if numbers < OLDEST:
-        return problem(
-            "version.too-old",
-            f"{name} lacks commands that we need.",
-            f"Upgrade to Redis {oldest} or Valkey 7.2, or newer.",
-        )
-    return ok("version", f"The server is {name}. We need {oldest} or newer.")
-
-
 #: The subject and fault of what the connection already refuses, by its code.
 _UNUSABLE = {
     "broker.address": "role.address", "broker.permission": "rights.denied",
@@ -182,47 +82,96 @@ def unusable(error: BrokerError) -> Finding:
     return problem(_UNUSABLE.get(error.code, "reach.failed"), error.what, error.remedy)
 
 
-def role(info: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield problems of a server that is not a primary with its own keys."""
+# -- the server --------------------------------------------------------------------------------------------------------
+
+
+def server_checks(
+    facts: ServerFacts, host: str, *, has_tls: bool, role: Role | None = None, shards: int = 1
+) -> list[Finding]:
+    """Return all findings about a server, in the order of the report.
+
+    Args:
+        facts: What the server tells. What it does not tell to a member is not that member's business.
+        host: Its host.
+        has_tls: Whether the connection is encrypted.
+        role: The role of the user; None for an administrator.
+        shards: How many of the run's shards the server holds.
+    """
+    info = facts.info
+    return [
+        *version(info),
+        *persistence(facts),
+        *memory(info),
+        *evictions(facts),
+        *clients(facts, shards),
+        *buffers(facts.settings),
+        *([] if role else untold(facts)),
+        rights(facts.denied, facts.excess, role),
+        *privacy(facts.needs_password, host, has_tls=has_tls),
+        clock(facts.clock_ahead_seconds),
+    ]
+
+
+def untold(facts: ServerFacts) -> Iterator[Finding]:
+    """Yield a warning that names what the server does not tell. Managed servers forbid INFO and CONFIG."""
+    named = {
+        "its version": "redis_version", "whether it keeps an append-only file": "aof_enabled",
+        "how much memory it uses": "used_memory", "its maxmemory-policy": "maxmemory_policy",
+        "how many clients are connected": "connected_clients",
+    }  # fmt: skip
+    configured = {"aof_enabled": "appendonly", "maxmemory_policy": "maxmemory-policy"}
+    missing = [
+        what for what, name in named.items() if not (name in facts.info or configured.get(name) in facts.settings)
+    ]
+    missing += ["whether it asks for a password"] if facts.needs_password is None else []
+    if missing:
+        yield warning(
+            "server.untold",
+            f"The server does not tell {', '.join(missing)}.",
+            "Allow this user INFO and CONFIG GET: ACL SETUSER NAME +info +config|get. Check the rest by yourself.",
+        )
+
+
+def version(info: Mapping[str, Any]) -> Iterator[Finding]:
+    """Compare with the oldest version that has the commands that we need, and find a replica."""
+    if redis := str(info.get("redis_version", "")):
+        name = f"Valkey {info['valkey_version']}" if "valkey_version" in info else f"Redis {redis}"
+        oldest = ".".join(map(str, OLDEST))
+        if tuple(int(part) for part in re.findall(r"\d+", redis)[:2]) >= OLDEST:
+            yield ok("version", f"The server is {name}. We need {oldest} or newer.")
+        else:
+            what = f"{name} lacks commands that we need."
+            yield problem("version.too-old", what, f"Upgrade to Redis {oldest} or Valkey 7.2, or newer.")
     if info.get("role") == "slave":
         yield problem("role.replica", "This server is a replica, which takes no writes.", "Name its primary instead.")
 
 
-def persistence(facts: ServerFacts) -> Finding:
-    """Judge whether the data survives a restart of the server."""
+def persistence(facts: ServerFacts) -> Iterator[Finding]:
+    """Judge whether the data survives a restart of the server, and whether its last writes to disk failed."""
     on = facts.settings.get("appendonly") or {0: "no", 1: "yes"}.get(facts.info.get("aof_enabled", -1), "")
     fsync = facts.settings.get("appendfsync", "")
-    if not on:
-        return warning(
-            "persistence.unknown", "The server does not tell whether it keeps an append-only file.", _ASK_INFO
-        )
-    if on != "yes":
-        fault, kept = "snapshots", "only occasional snapshots (save)"
-        if not facts.settings.get("save"):
-            fault, kept = "none", "nothing on disk"
-        return warning(
-            f"persistence.{fault}",
-            f"The server keeps no append-only file: it keeps {kept}. A restart of the server sets the run back.",
-            "CONFIG SET appendonly yes, and set it in the configuration file. `merger --resume` recovers a run.",
-        )
-    if fsync == "no":
-        return warning(
+    if on == "yes" and fsync == "no":
+        yield warning(
             "persistence.no-fsync",
             "The server keeps an append-only file, but appendfsync is no. A crash may lose half a minute.",
             "CONFIG SET appendfsync everysec.",
         )
-    return ok("persistence", f"The server keeps an append-only file{f' (appendfsync {fsync})' if fsync else ''}.")
-
-
-def disk_trouble(info: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield failures of the server's last writes to disk."""
-    names = {
+    elif on == "yes":
+        yield ok("persistence", f"The server keeps an append-only file{f' (appendfsync {fsync})' if fsync else ''}.")
+    elif on:
+        kept = "only occasional snapshots (save)" if facts.settings.get("save") else "nothing on disk"
+        yield warning(
+            "persistence.snapshots" if facts.settings.get("save") else "persistence.none",
+            f"The server keeps no append-only file: it keeps {kept}. A restart of the server sets the run back.",
+            "CONFIG SET appendonly yes, and set it in the configuration file. `merger --resume` recovers a run.",
+        )
+    writes = {
         "rdb_last_bgsave_status": ("snapshot", "snapshot"),
         "aof_last_write_status": ("append", "append to its append-only file"),
         "aof_last_bgrewrite_status": ("rewrite", "rewrite of its append-only file"),
     }
-    for name, (fault, what) in names.items():
-        if info.get(name, "ok") != "ok":
+    for name, (fault, what) in writes.items():
+        if facts.info.get(name, "ok") != "ok":
             yield problem(
                 f"disk.{fault}-failed",
                 f"The server's last {what} failed ({name}). It may refuse writes now.",
@@ -230,64 +179,55 @@ def disk_trouble(info: Mapping[str, Any]) -> Iterator[Finding]:
             )
 
 
-def memory(info: Mapping[str, Any]) -> Finding:
+def memory(info: Mapping[str, Any]) -> Iterator[Finding]:
     """Compare the memory in use with the server's limit, or with the machine's memory."""
     used, limit = int(info.get("used_memory", 0)), int(info.get("maxmemory", 0))
     machine = int(info.get("total_system_memory", 0))
-    if not used:
-        return warning("memory.unknown", "The server does not tell how much memory it uses.", _ASK_INFO)
-    whole = limit or machine
-    share = used / whole if whole else 0.0
+    share = used / (limit or machine) if limit or machine else 0.0
     of = f"of {size(limit)} (maxmemory)" if limit else f"without a limit, on a machine with {size(machine)}"
     what, hold_back = f"The server uses {size(used)} {of}.", f"Islands send nothing above {MEMORY_SHARE_MAX:.0%}."
-    if share >= MEMORY_SHARE_MAX:
-        return problem("memory.full", f"{what} {hold_back}", "Remove other data there, or raise maxmemory.")
+    remedy = "Raise maxmemory, or remove other data there."
     if share >= TIGHT_SHARE:
-        return warning("memory.tight", f"{what} {hold_back}", "Raise maxmemory, or remove other data there.")
-    return ok("memory", what)
-
-
-def policy(facts: ServerFacts) -> Finding:
-    """Judge the policy at the memory limit. The server must refuse writes and evict nothing."""
-    found = str(facts.settings.get("maxmemory-policy") or facts.info.get("maxmemory_policy", ""))
-    if not found:
-        return warning("eviction.unknown", "The server does not tell its maxmemory-policy.", _ASK_INFO)
-    if found == "noeviction":
-        return ok(
-            "eviction", "The server evicts nothing (maxmemory-policy noeviction). At its limit it refuses writes."
+        is_full = share >= MEMORY_SHARE_MAX
+        yield (problem if is_full else warning)(
+            f"memory.{'full' if is_full else 'tight'}", f"{what} {hold_back}", remedy
         )
-    is_limited = bool(int(facts.info.get("maxmemory", 0)))
-    return Finding(
-        "problem" if is_limited else "warning",
-        "eviction.policy",
-        f"maxmemory-policy is {found}. At its limit the server deletes keys, even contributions and parameters.",
-        "CONFIG SET maxmemory-policy noeviction, and set it in the server's configuration file.",
-    )
+    elif used:
+        yield ok("memory", what)
 
 
-def evictions(info: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a warning if the server has evicted keys."""
-    if count := int(info.get("evicted_keys", 0)):
+def evictions(facts: ServerFacts) -> Iterator[Finding]:
+    """Judge the policy at the memory limit. The server must refuse writes and evict nothing."""
+    policy = str(facts.settings.get("maxmemory-policy") or facts.info.get("maxmemory_policy", ""))
+    if policy == KEEPS_ALL:
+        what = f"The server evicts nothing (maxmemory-policy {KEEPS_ALL}). At its limit it refuses writes."
+        yield ok("eviction", what)
+    elif policy:
+        yield (problem if int(facts.info.get("maxmemory", 0)) else warning)(
+            "eviction.policy",
+            f"maxmemory-policy is {policy}. At its limit the server deletes keys, even contributions and parameters.",
+            f"CONFIG SET maxmemory-policy {KEEPS_ALL}, and set it in the server's configuration file.",
+        )
+    if count := int(facts.info.get("evicted_keys", 0)):
         yield warning(
             "eviction.happened",
             f"The server has evicted {count:,} keys since it started.",
-            "Check its runs with `archipelago status`, and set maxmemory-policy noeviction.",
+            f"Check its runs with `archipelago status`, and set maxmemory-policy {KEEPS_ALL}.",
         )
 
 
-def clients(facts: ServerFacts, shards: int = 1) -> Finding:
+def clients(facts: ServerFacts, shards: int = 1) -> Iterator[Finding]:
     """Compare the connections with the server's limit. `shards` is the number of the run's shards there."""
     connected = int(facts.info.get("connected_clients", 0))
     most = int(facts.info.get("maxclients") or facts.settings.get("maxclients") or 0)
-    if not connected:
-        return warning("clients.unknown", "The server does not tell how many clients are connected.", _ASK_INFO)
-    if not most:
-        return ok("clients", f"{connected:,} clients are connected.")
     left = max(0, most - connected) // (CONNECTIONS_AN_ISLAND + CONNECTIONS_A_SHARD * (shards - 1))
     what = f"{connected:,} of {most:,} connections are in use. There is room for about {left:,} islands."
-    if connected > CLIENTS_SHARE * most or not left:
-        return warning("clients.many", what, "CONFIG SET maxclients to a larger number.")
-    return ok("clients", what)
+    if connected and not most:
+        yield ok("clients", f"{connected:,} clients are connected.")
+    elif connected > CLIENTS_SHARE * most or (connected and not left):
+        yield warning("clients.many", what, "CONFIG SET maxclients to a larger number.")
+    elif connected:
+        yield ok("clients", what)
 
 
 def buffers(settings: Mapping[str, str]) -> Iterator[Finding]:
@@ -302,21 +242,32 @@ def buffers(settings: Mapping[str, str]) -> Iterator[Finding]:
         )
 
 
+def clock(ahead_seconds: float) -> Finding:
+    """Compare the server's clock with ours. Training never compares clocks."""
+    if abs(ahead_seconds) < SKEW_SECONDS:
+        return ok("clock", f"The server's clock is within {1e3 * abs(ahead_seconds):.0f} ms of this machine's.")
+    way = "ahead of" if ahead_seconds > 0 else "behind"
+    return warning(
+        "clock.skewed",
+        f"The server's clock is {abs(ahead_seconds):,.1f} s {way} this machine's. Only times in logs are affected.",
+        "Synchronise both with NTP.",
+    )
+
+
+# -- users -------------------------------------------------------------------------------------------------------------
+
+
 def rights(denied: Sequence[str], excess: Sequence[str] = (), role: Role | None = None) -> Finding:
     """Judge whether this user may run all commands of its role, and no others. None is an administrator."""
     who = f"a member with the role {role} needs" if role else "workers need"
-    if denied and role:
-        return problem(
-            "rights.denied",
-            f"This user may not run {', '.join(denied)} on all keys of this run that {who}.",
-            "Ask for new credentials: `archipelago invite NAME --replace`, with the version that the run uses.",
-        )
     if denied:
         names = " ".join(f"+{name.lower()}" for name in denied)
         return problem(
             "rights.denied",
-            f"This user may not run {', '.join(denied)} on this run's keys.",
-            f"ACL SETUSER NAME {names}, with ~{{RUN:* and ~archipelago:* among its keys. "
+            f"This user may not run {', '.join(denied)} on all keys of this run that {who}.",
+            "Ask for new credentials: `archipelago invite NAME --replace`, with the version that the run uses."
+            if role
+            else f"ACL SETUSER NAME {names}, with ~{{RUN:* and ~archipelago:* among its keys. "
             "`archipelago invite` makes users with exactly the rights of a role.",
         )
     if excess:
@@ -325,24 +276,21 @@ def rights(denied: Sequence[str], excess: Sequence[str] = (), role: Role | None 
             f"This user may do more than {who}: {', '.join(excess)} on keys that others write.",
             "Use Redis 7 or newer, or Valkey: before, a Redis cannot tell reading from writing.",
         )
-    return ok(
-        "rights", f"This user may run every command that {who} on this run's keys{', and no others' * bool(role)}."
-    )
+    only = ", and no others" if role else ""
+    return ok("rights", f"This user may run every command that {who} on this run's keys{only}.")
 
 
 def credentials(role: Role, name: str, expires: float | None, now: float) -> Finding:
     """Say whose credentials these are, and how long they last."""
-    what = f"These are the credentials of {name!r} with the role {role}."
+    what = f"These are the credentials of {name!r} with the role {role}"
     if expires is None:
-        return ok("credentials", what)
-    what = f"{what[:-1]}, until {time.strftime('%Y-%m-%d %H:%M', time.localtime(expires))}."
-    if expires - now > SOON_SECONDS:
-        return ok("credentials", what)
-    ended = expires <= now
-    return Finding(
-        "problem" if ended else "warning", f"credentials.{'expired' if ended else 'expire-soon'}", what,
-        "Ask for new ones: `archipelago invite NAME --replace --expires 4w`.",
-    )  # fmt: skip
+        return ok("credentials", f"{what}.")
+    what = f"{what}, until {time.strftime('%Y-%m-%d %H:%M', time.localtime(expires))}."
+    remedy = "Ask for new ones: `archipelago invite NAME --replace --expires 4w`."
+    if expires <= now:
+        return problem("credentials.expired", what, remedy)
+    soon = expires - now <= SOON_SECONDS
+    return warning("credentials.expire-soon", what, remedy) if soon else ok("credentials", what)
 
 
 def members(found: Members, now: float) -> Iterator[Finding]:
@@ -361,41 +309,91 @@ def members(found: Members, now: float) -> Iterator[Finding]:
         )
 
 
-def encryption(host: str, *, has_tls: bool) -> Finding:
-    """Judge whether others can read the traffic."""
+def is_local(host: str) -> bool:
+    """Return whether connections to a host stay on this machine. An empty host is a socket's path."""
+    try:
+        return not host or host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def privacy(needs_password: bool | None, host: str, *, has_tls: bool) -> Iterator[Finding]:
+    """Judge whether others can read the traffic, and whether the server requires a password."""
     if has_tls:
-        return ok("encryption", "The connection uses TLS.")
-    if is_local(host):
-        return ok("encryption", "The connection stays on this machine and needs no encryption.")
-    return warning(
-        "encryption.none",
-        "The connection is not encrypted. The password and the parameters travel as plain text.",
-        "Use rediss://, or a tunnel or private network that encrypts.",
-    )
+        yield ok("encryption", "The connection uses TLS.")
+    elif is_local(host):
+        yield ok("encryption", "The connection stays on this machine and needs no encryption.")
+    else:
+        yield warning(
+            "encryption.none",
+            "The connection is not encrypted. The password and the parameters travel as plain text.",
+            "Use rediss://, or a tunnel or private network that encrypts.",
+        )
+    if needs_password:
+        yield ok("password", "The server asks for a password.")
+    elif needs_password is False:
+        who = "Anyone on this machine" if is_local(host) else "Anyone who reaches the port"
+        yield (warning if is_local(host) else problem)(
+            "password.none",
+            f"The server has no password. {who} may write.",
+            "CONFIG SET requirepass SECRET, set it in the configuration file, and use redis://:SECRET@HOST:PORT.",
+        )
 
 
-def password(needed: bool | None, host: str) -> Finding:
-    """Judge whether the server requires a password."""
-    if needed:
-        return ok("password", "The server asks for a password.")
-    if needed is None:
-        return warning("password.unknown", "We could not find out whether the server asks for a password.",
-                       "Set requirepass.")  # fmt: skip
-    remedy = (
-        "CONFIG SET requirepass SECRET, set it in the server's configuration file, and use redis://:SECRET@HOST:PORT."
-    )
-    if is_local(host):
-        return warning("password.none-local", "The server has no password. Anyone on this machine may write.", remedy)
-    return problem("password.none", "The server has no password. Anyone who reaches the port may write.", remedy)
+# -- all servers of an address -----------------------------------------------------------------------------------------
+
+_NAMES = {"server": "one server", "cluster": "a Redis Cluster", "sentinel": "a primary that Sentinels watch"}
 
 
-def clock(ahead_seconds: float) -> Finding:
-    """Compare the server's clock with ours. Training never compares clocks."""
-    if abs(ahead_seconds) < SKEW_SECONDS:
-        return ok("clock", f"The server's clock is within {1e3 * abs(ahead_seconds):.0f} ms of this machine's.")
-    way = "ahead of" if ahead_seconds > 0 else "behind"
-    return warning(
-        "clock.skewed",
-        f"The server's clock is {abs(ahead_seconds):,.1f} s {way} this machine's. Only times in logs are affected.",
-        "Synchronise both with NTP.",
-    )
+def topology(kind: Kind, nodes: Sequence[NodeFacts], min_replicas: str) -> Iterator[Finding]:
+    """Yield the findings about all servers of an address: copies, and what a failover would lose.
+
+    Args:
+        kind: The kind of the address.
+        nodes: All servers.
+        min_replicas: The setting of the primary that holds the run; empty if it does not tell.
+    """
+    holder = next((node for node in nodes if node.is_holder), None)
+    copies = f", {_count(holder.replicas)} of it" if holder else ""
+    where = f" This run's keys lie on {holder.where}{copies}." if holder and kind != "server" else ""
+    primaries, others = sum(node.is_primary for node in nodes), sum(bool(node.primary) for node in nodes)
+    seen = f" of {primaries} primaries and {_count(others)}" if kind == "cluster" else ""
+    yield ok("topology", f"The address names {_NAMES[kind]}{seen}.{where}")
+    if holder and not holder.replicas and kind != "server":
+        what = f"No replica follows {holder.where}, so nothing takes over when it fails."
+        yield warning("topology.no-replica", what, "Start a replica of it.")
+    elif holder and holder.replicas and min_replicas in ("", "0"):
+        unknown = " (the server does not tell the setting)" if not min_replicas else ""
+        yield warning(
+            "topology.min-replicas",
+            f"{holder.where} takes writes without any replica{unknown}. Cut off from them, it would acknowledge writes "
+            "that a failover forgets. The run then repeats the lost rounds.",
+            "CONFIG SET min-replicas-to-write 1 and min-replicas-max-lag 10 on every server that may become primary.",
+        )
+    for node in nodes:
+        if node.error == "refused":
+            yield problem(
+                "topology.refused",
+                f"{node.where} refuses this user, so it could not go on with the run after a failover. Each server has "
+                "users of its own.",
+                "Invite the member again (`archipelago invite NAME --replace`), which makes its user on all servers, "
+                "or copy the users there.",
+            )
+        elif node.error:
+            yield warning("topology.silent", f"{node.where} does not answer.", "Start it, or remove it.")
+        elif node.policy not in ("", KEEPS_ALL) and not node.is_holder:
+            yield problem(
+                "topology.evicts",
+                f"maxmemory-policy of {node.where} is {node.policy}. As the primary it would delete keys at its limit.",
+                f"CONFIG SET maxmemory-policy {KEEPS_ALL} there, and set it in its configuration file.",
+            )
+    if missing := [node.where for node in nodes if node.has_log is False and not node.is_holder]:
+        yield warning(
+            "topology.no-log",
+            f"{', '.join(missing)} keep{'s' * (len(missing) == 1)} no append-only file.",
+            "CONFIG SET appendonly yes there, and set it in the configuration file.",
+        )
+
+
+def _count(replicas: int) -> str:
+    return f"{replicas} replica{'s' * (replicas != 1)}"

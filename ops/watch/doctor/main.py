@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 from rich.console import Console
@@ -20,7 +20,6 @@ from rich.text import Text
 from archipelago.broker.address import redacted
 from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.errors import ArchipelagoError, BadUrlError, BrokerError, ConfigError
-from archipelago.broker.footprint import available_here
 from archipelago.broker.invitation import ADMIN, Invitation, Role
 from archipelago.broker.manifest import NO_CORPUS, Manifest, balanced, installed_versions
 from archipelago.broker.presence import Presence
@@ -28,12 +27,9 @@ from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, invitation_at
 from archipelago.broker.redis.checkup import Bandwidth, NodeFacts, RedisCheckup
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.shards.reader import numbered
-from archipelago.ops.simulation.cycle import cycle, measured_machine
-from archipelago.ops.watch.doctor import checks, estimate
+from archipelago.ops.watch.doctor import checks
 from archipelago.ops.watch.doctor import site as doctor_site
 from archipelago.ops.watch.doctor.checks import Finding, ok, problem
-from archipelago.ops.watch.doctor.estimate import Estimate
-from archipelago.ops.watch.doctor.topology import topology
 from archipelago.ops.watch.formatting import plain
 
 PINGS = 200
@@ -43,8 +39,6 @@ SECONDS_MAX = 120.0
 MARKS = {"ok": Text("ok", "green"), "warning": Text("warning", "bold yellow"), "problem": Text("PROBLEM", "bold red")}
 #: The run name of the connection if the user names no run.
 NO_RUN = "any"
-#: The fewest contributions to a round that are assumed, because a run without islands will have some.
-ISLANDS_MIN = 2
 
 
 @dataclass(frozen=True)
@@ -71,8 +65,8 @@ class DoctorOptions:
 
 
 @dataclass
-class Server:
-    """The findings about a Redis, and facts for the estimate."""
+class CheckedServer:
+    """The findings about a Redis, and what the checks of this machine read."""
 
     findings: list[Finding]
     manifest: Manifest | None = None
@@ -80,64 +74,59 @@ class Server:
     link: Bandwidth = field(default_factory=Bandwidth)
     round_trip_seconds: float = 0.0
 
-    @property
-    def can_be_estimated(self) -> bool:
-        """Return whether the server answered and has the run, if one was named."""
-        is_missing = any(finding.code == "run.missing" for finding in self.findings)
-        return self.round_trip_seconds > 0.0 and not is_missing
-
 
 def main(options: DoctorOptions) -> int:
     """Check everything, and print it part by part. Return 1 if there is a problem."""
     config = checked(options.settings)
     if not 0.0 <= options.seconds <= SECONDS_MAX:
         raise ConfigError(
-            f"--seconds cannot be {options.seconds}", f"Choose 0 to {SECONDS_MAX:g}.", code="doctor.bad-flag"
+            f"--seconds cannot be {options.seconds}", f"Choose 0 to {SECONDS_MAX:g}.", code="config.value"
         )
     url, run = options.url or os.environ.get(URL_VARIABLE), options.run or os.environ.get(RUN_VARIABLE)
     invited = invitation_at(url or "")
     url, run = (invited.url, run or invited.run) if invited else (url, run)
     out = Console(highlight=False, quiet=options.json)
     busy = Console(stderr=True, quiet=options.json)
-    server = Server([])
+    server = CheckedServer([])
     if url:
         with busy.status("asking the Redis, and measuring the link"):
             server = check_server(url, run, options.seconds, invited)
         out.print(section(f"redis  {redacted(url)}", server.findings), "")
+    site = dataclasses.replace(
+        doctor_site.measure(options.folder), link=server.link, round_trip_seconds=server.round_trip_seconds
+    )
     manifest = server.manifest
-    config = manifest.config if manifest else config
-    site = doctor_site.measure(options.folder)
-    here = check_machine(site, options.folder, config, manifest)
-    with busy.status("loading JAX"):
+    with busy.status("loading JAX, and measuring this machine"):
         keep_compiled()
-        here.append(doctor_site.accelerators())
+        here = check_machine(site, options.folder, config, server)
     out.print(section("this machine", here), "")
-    found: Estimate | None = None
-    if server.can_be_estimated and here[-1].level != "problem":
-        with busy.status("trying a few inner steps"):
-            found, whose = estimated(config, server, site.cores)
-        if found:
-            out.print(estimate_section(found, whose, config, manifest), "")
-    merging = check_merging(config, server, found)
-    if merging:
-        out.print(section("merging", merging), "")
-    findings = [*server.findings, *here, *merging]
-    problems = sum(finding.level == "problem" for finding in findings)
+    findings = [*server.findings, *here]
+    problems, warnings = (sum(f.level == level for f in findings) for level in ("problem", "warning"))
     if options.json:
-        print_json(_as_json(url, manifest, findings, found))
-    out.print(verdict(findings))
+        print_json({
+            "redis": redacted(url) if url else None,
+            "run": manifest.run if manifest else None,
+            "problems": problems,
+            "warnings": warnings,
+            "findings": [dataclasses.asdict(finding) | {"subject": finding.subject} for finding in findings],
+        })  # fmt: skip
+    noted = f", {warnings} warning{'s' * (warnings > 1)}" if warnings else ""
+    if problems:
+        out.print(f"{problems} problem{'s' * (problems > 1)} to fix first", style="bold red")
+    else:
+        out.print(f"ready{noted}", style="bold yellow" if warnings else "bold green")
     return 1 if problems else 0
 
 
-def check_server(url: str, run: str | None, seconds: float, invited: Invitation | None = None) -> Server:
+def check_server(url: str, run: str | None, seconds: float, invited: Invitation | None = None) -> CheckedServer:
     """Check a Redis. A server that does not answer is a finding too. Raise BadUrlError."""
     try:
         transport = connect(url, run or NO_RUN, invited)
     except BadUrlError:
         raise
     except BrokerError as error:
-        return Server([checks.unusable(error)])
-    found = Server([])
+        return CheckedServer([checks.unusable(error)])
+    found = CheckedServer([])
     try:
         transport = _check_run(transport, url, run, found)
         role, name = _check_members(transport, found) if found.manifest else (None, NO_RUN)
@@ -153,7 +142,7 @@ def check_server(url: str, run: str | None, seconds: float, invited: Invitation 
     return found
 
 
-def _check_run(transport: RedisTransport, url: str, run: str | None, found: Server) -> RedisTransport:
+def _check_run(transport: RedisTransport, url: str, run: str | None, found: CheckedServer) -> RedisTransport:
     """Return a connection to the run to check: the named one, or the only one there."""
     try:
         runs = transport.reader.runs()
@@ -177,7 +166,7 @@ def _check_run(transport: RedisTransport, url: str, run: str | None, found: Serv
     return transport
 
 
-def _check_members(transport: RedisTransport, found: Server) -> tuple[Role | None, str]:
+def _check_members(transport: RedisTransport, found: CheckedServer) -> tuple[Role | None, str]:
     """Find out whose credentials these are. Return the role and the name; None and any name for an administrator."""
     members, now = transport.membership.all(), time.time()
     invited, user = transport.invitation, RedisCheckup(transport.connection).options.get("username")
@@ -213,7 +202,7 @@ def _numbers(shards: Sequence[RedisTransport]) -> list[int]:
     return [shard.connection.shard or 0 for shard in shards]
 
 
-def _check_other_server(shards: Sequence[RedisTransport], role: Role | None, name: str, found: Server) -> None:
+def _check_other_server(shards: Sequence[RedisTransport], role: Role | None, name: str, found: CheckedServer) -> None:
     """Check a server that holds shards of the run, but not the first. What is well there is not told."""
     numbers = _numbers(shards)
     checkup = RedisCheckup(shards[0].connection, role=role, name=name, shards=numbers)
@@ -228,72 +217,47 @@ def _check_other_server(shards: Sequence[RedisTransport], role: Role | None, nam
     ]
 
 
-def _check_link(checkup: RedisCheckup, seconds: float, found: Server, shards: int) -> None:
+def _check_link(checkup: RedisCheckup, seconds: float, found: CheckedServer, shards: int) -> None:
     samples = checkup.round_trips(seconds * PING_SHARE, PINGS)
     found.round_trip_seconds = statistics.median(samples)
-    found.findings.append(checks.latency(samples))
+    found.findings.append(doctor_site.latency(samples))
     facts = checkup.facts()
     if seconds and checkup.may_write:
-        found.link = _bandwidth(checkup, seconds * (1 - PING_SHARE) / 2, found.round_trip_seconds)
-        found.findings.append(checks.bandwidth(found.link))
+        try:
+            found.link = checkup.bandwidth(seconds * (1 - PING_SHARE) / 2, found.round_trip_seconds)
+        except BrokerError as error:
+            found.link = Bandwidth(why_not=error.what)
+        found.findings.append(doctor_site.bandwidth(found.link))
     kind, nodes = checkup.servers()
     host = next((node.host for node in nodes if node.is_holder), str(checkup.options.get("host", "")))
     found.findings += checks.server_checks(facts, host, has_tls=checkup.has_tls, role=checkup.role, shards=shards)
-    found.findings += topology(kind, nodes, facts.settings.get("min-replicas-to-write", ""))
+    found.findings += checks.topology(kind, nodes, facts.settings.get("min-replicas-to-write", ""))
 
 
-def _bandwidth(checkup: RedisCheckup, seconds: float, round_trip_seconds: float) -> Bandwidth:
-    try:
-        return checkup.bandwidth(seconds, round_trip_seconds)
-    except BrokerError as error:
-        return Bandwidth(why_not=error.what)
-
-
-def check_machine(site: doctor_site.Site, folder: Path, config: RunConfig, manifest: Manifest | None) -> list[Finding]:
-    """Check this machine without loading JAX."""
-    named = (manifest.corpus.name, manifest.corpus) if manifest else (config.data.corpus, None)
-    return [
-        *doctor_site.checks(site, folder, manifest.parameters if manifest else 0),
-        doctor_site.own_data(manifest.task if manifest else "") if config.has_own_loops else doctor_site.corpus(*named),
+def check_machine(site: doctor_site.Site, folder: Path, config: RunConfig, server: CheckedServer) -> list[Finding]:
+    """Check this machine, and what an island and a merger of the run would do here."""
+    manifest = server.manifest
+    config, parameters = (manifest.config, manifest.parameters) if manifest else (config, 0)
+    name, wanted = (manifest.corpus.name, manifest.corpus) if manifest else (config.data.corpus, None)
+    task = manifest.task if manifest else ""
+    found = [
+        doctor_site.machine(site, parameters),
+        doctor_site.disk(site, folder, parameters),
+        doctor_site.own_data(task) if config.has_own_loops else doctor_site.corpus(name, wanted),
         doctor_site.versions(installed_versions(), manifest.versions if manifest else None),
+        doctor_site.accelerators(),
     ]
-
-
-def estimated(config: RunConfig, server: Server, cores: int) -> tuple[Estimate | None, str]:
-    """Return the estimate, and where its step time comes from. It is None if a step could not be timed."""
-    manifest = server.manifest or _as_if_created(config)
-    sizes, parameters = manifest.sizes, manifest.parameters
+    is_missing = any(finding.code == "run.missing" for finding in server.findings)
+    try:
+        manifest = manifest or _as_if_created(config)
+    except ArchipelagoError:
+        return found
     steps = [p.heartbeat.step_seconds for p in server.presences if p.is_training and p.heartbeat.step_seconds > 0]
-    whose = f"the median of the run's {len(steps)} islands" if steps else "measured here"
-    try:
-        step_seconds = statistics.median(steps) if steps else estimate.step_seconds_here(config, parameters, cores)
-    except ArchipelagoError:
-        return None, ""
-    if math.isnan(step_seconds):
-        return None, ""
-    return estimate.estimate(config, sizes, step_seconds, server.link, server.round_trip_seconds), whose
-
-
-def check_merging(config: RunConfig, server: Server, found: Estimate | None) -> list[Finding]:
-    """Judge whether a merger on this machine would have the memory, and keep up with the run's islands."""
-    try:
-        manifest = server.manifest or _as_if_created(config)
-    except ArchipelagoError:
-        return []
-    largest = _largest_shard(manifest)
-    step_seconds = found.step_seconds if found else math.nan
+    step_seconds = statistics.median(steps) if steps else math.nan
+    if server.round_trip_seconds and not is_missing:
+        found.append(doctor_site.sync(site, config, manifest.sizes, step_seconds))
     live = sum(presence.is_live for presence in server.presences)
-    need = cycle(
-        config,
-        manifest.shards * largest.parameters,
-        manifest.shards * len(largest.fragments),
-        max(ISLANDS_MIN, live),
-        manifest.shards,
-        largest=max(largest.sizes, default=0),
-        machine=measured_machine(),
-    )
-    merger = estimate.merger_finding(need, available_here(), config.sync.interval * step_seconds)
-    return [merger, *filter(None, [estimate.spectra(largest.tensors, config, step_seconds)])]
+    return [*found, *doctor_site.merging(manifest, live, step_seconds)]
 
 
 def _as_if_created(config: RunConfig) -> Manifest:
@@ -304,59 +268,15 @@ def _as_if_created(config: RunConfig) -> Manifest:
     return Manifest(NO_RUN, config, tensors, balanced(tensors, config.sync.fragments), NO_CORPUS, {})
 
 
-def _largest_shard(manifest: Manifest) -> Manifest:
-    """Return what one merger has to merge: the largest shard."""
-    return max((manifest.of_shard(shard) for shard in range(manifest.shards)), key=lambda own: own.parameters)
-
-
-# -- the report --------------------------------------------------------------------------------------------------------
-
-
 def section(title: str, findings: Sequence[Finding]) -> Table:
     """Return one part of the report: a line for each finding, with the remedy below it."""
-    table = _section(title)
+    table = Table(box=None, pad_edge=False, show_header=False, title=Text(title, "bold"), title_justify="left")
+    table.add_column(min_width=7, no_wrap=True)
+    table.add_column(style="dim", min_width=11, no_wrap=True)
+    table.add_column(overflow="fold")
     for finding in findings:
         text = Text(plain(finding.what))
         if finding.remedy:
             text.append(f"\n→ {finding.remedy}", "italic")
         table.add_row(MARKS[finding.level], finding.subject, text)
     return table
-
-
-def _section(title: str) -> Table:
-    table = Table(box=None, pad_edge=False, show_header=False, title=Text(title, "bold"), title_justify="left")
-    table.add_column(min_width=7, no_wrap=True)
-    table.add_column(style="dim", min_width=11, no_wrap=True)
-    table.add_column(overflow="fold")
-    return table
-
-
-def estimate_section(found: Estimate, whose: str, config: RunConfig, manifest: Manifest | None) -> Table:
-    """Return the part of the report about an island on this machine."""
-    name = f"run {manifest.run}" if manifest else f"a run of model {config.model.size} with these settings"
-    table = _section(f"an island here, in {name}")
-    for label, text in estimate.lines(found, whose):
-        table.add_row("", label, text)
-    return table
-
-
-def verdict(findings: Sequence[Finding]) -> Text:
-    """Return the last line of the report."""
-    problems, warnings = (sum(f.level == level for f in findings) for level in ("problem", "warning"))
-    if problems:
-        return Text(f"{problems} problem{'s' * (problems > 1)} to fix first", "bold red")
-    noted = f", {warnings} warning{'s' * (warnings > 1)}" if warnings else ""
-    return Text(f"ready{noted}", "bold yellow" if warnings else "bold green")
-
-
-def _as_json(
-    url: str | None, manifest: Manifest | None, findings: Sequence[Finding], found: Estimate | None
-) -> dict[str, Any]:
-    return {
-        "redis": redacted(url) if url else None,
-        "run": manifest.run if manifest else None,
-        "problems": sum(finding.level == "problem" for finding in findings),
-        "warnings": sum(finding.level == "warning" for finding in findings),
-        "findings": [dataclasses.asdict(finding) | {"subject": finding.subject} for finding in findings],
-        "estimate": dataclasses.asdict(found) if found else None,
-    }

@@ -1,24 +1,30 @@
-"""Check this machine for `archipelago doctor`: disk, memory, corpus, packages, accelerators.
+"""Judge this machine and its link for `archipelago doctor`: what an island and a merger here would have, and need.
 
 Only `accelerators` loads JAX.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
+import statistics
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
-
+from archipelago.broker.codecs import codec
+from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import ArchipelagoError
+from archipelago.broker.footprint import available_here, memory_text
 from archipelago.broker.machine import install_hint, usable_cores
-from archipelago.broker.manifest import MISSING, Corpus
+from archipelago.broker.manifest import MISSING, Corpus, Manifest
+from archipelago.broker.redis.checkup import Bandwidth
+from archipelago.merger.spectra import cycle_operations, default_threads, measured_rate
+from archipelago.ops.simulation.cycle import SHARE_MAX, Cycle, SpectraLoad, cycle, measured_machine, spectra_load
 from archipelago.ops.watch.doctor.checks import Finding, ok, problem, warning
-from archipelago.ops.watch.formatting import size
+from archipelago.ops.watch.formatting import seconds_text, size
 
 #: Packages whose other minor versions may round differently, or cannot read the files of the run's version.
 MINOR_MATTERS = ("jax", "flax", "archipelago-train")
@@ -29,51 +35,48 @@ CHECKPOINT_BYTES = 72
 #: The least bytes of training per parameter: parameters, gradients, two moments and the link's copies, in float32.
 TRAINING_BYTES = 28
 NVIDIA = Path("/proc/driver/nvidia/version")
+#: Above this round trip, rounds wait longer for their announcements than for anything else.
+SLOW_SECONDS = 0.5
+#: The fewest contributions to a round that are assumed, because a run without islands will have some.
+ISLANDS_MIN = 2
 
 
 @dataclass(frozen=True)
 class Site:
-    """This machine in numbers.
+    """This machine and its link to the Redis.
 
     Attributes:
         cores: The cores that this process may use.
-        memory_bytes: All memory.
         available_bytes: Memory that is available now.
         disk_free_bytes: Free space on the disk of the runs.
+        round_trip_seconds: The median round trip to the Redis; 0 without one.
+        link: The rates of the link.
     """
 
     cores: int
-    memory_bytes: int
     available_bytes: int
     disk_free_bytes: int
+    round_trip_seconds: float = 0.0
+    link: Bandwidth = field(default_factory=Bandwidth)
 
 
 def measure(folder: Path) -> Site:
     """Measure this machine, and the disk that `folder` is or will be on."""
     existing = next((path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()), Path("/"))
-    memory = psutil.virtual_memory()
-    return Site(usable_cores(), memory.total, memory.available, shutil.disk_usage(existing).free)
-
-
-def checks(site: Site, folder: Path, parameters: int) -> list[Finding]:
-    """Compare the machine with a model of that many parameters. 0 means that no model is known."""
-    return [machine(site, parameters), disk(site, folder, parameters)]
+    return Site(usable_cores(), available_here(), shutil.disk_usage(existing).free)
 
 
 def machine(site: Site, parameters: int) -> Finding:
-    """Compare cores and memory with the needs of an island."""
+    """Compare cores and memory with the needs of an island. 0 parameters mean that no model is known."""
     what = (
-        f"This machine has {site.cores} cores and {size(site.memory_bytes)} of memory, of which "
-        f"{size(site.available_bytes)} are free, and Python {sys.version.split()[0]}."
+        f"This machine has {site.cores} cores, {size(site.available_bytes)} of free memory, and Python "
+        f"{sys.version.split()[0]}."
     )
     need = TRAINING_BYTES * parameters
-    if need > site.available_bytes:
-        return warning(
-            "machine.small",
-            f"{what} An island on this processor needs at least {size(need)}.",
-            "Train on an accelerator, or choose a smaller model.",
-        )
-    return ok("machine", what)
+    if need <= site.available_bytes:
+        return ok("machine", what)
+    what += f" An island on this processor needs at least {size(need)}."
+    return warning("machine.small", what, "Train on an accelerator, or choose a smaller model.")
 
 
 def disk(site: Site, folder: Path, parameters: int) -> Finding:
@@ -84,9 +87,8 @@ def disk(site: Site, folder: Path, parameters: int) -> Finding:
     remedy = "Free some space, or keep the run elsewhere (--folder)."
     if site.disk_free_bytes < need:
         return problem("disk.full", what, remedy)
-    if site.disk_free_bytes < need + DISK_BYTES:
-        return warning("disk.tight", what, remedy)
-    return ok("disk", what)
+    tight = site.disk_free_bytes < need + DISK_BYTES
+    return warning("disk.tight", what, remedy) if tight else ok("disk", what)
 
 
 def own_data(task: str) -> Finding:
@@ -177,3 +179,105 @@ def accelerators() -> Finding:
     limit = (devices[0].memory_stats() or {}).get("bytes_limit", 0) if devices[0].platform != "cpu" else 0
     each = f" with {size(limit)} each" if limit else ""
     return ok("devices", f"JAX finds {found}{each}. An island uses all of them, unless --mesh says otherwise.")
+
+
+# -- the link ----------------------------------------------------------------------------------------------------------
+
+
+def latency(samples: Sequence[float]) -> Finding:
+    """Judge round trips, in seconds."""
+    median, slowest = statistics.median(samples), sorted(samples)[math.ceil(0.99 * len(samples)) - 1]
+    what = f"The round trip takes {seconds_text(median)}, p99 {seconds_text(slowest)} ({len(samples)} pings)."
+    if median < SLOW_SECONDS:
+        return ok("latency", what)
+    what += " Islands do not wait for it, but learn about each round that much later."
+    return warning("latency.slow", what, "Choose longer intervals (--sync.interval).")
+
+
+def bandwidth(link: Bandwidth) -> Finding:
+    """Judge the rates of one connection."""
+    if link.why_not:
+        what = f"The bandwidth was not measured ({link.why_not})."
+        return warning("bandwidth.unknown", what, "Free memory there, then run doctor again.")
+    up, down = (f"{8e-6 * rate:,.{0 if rate > 12.5e6 else 2}f} Mbit/s" for rate in (link.up, link.down))
+    return ok("bandwidth", f"One connection carries {up} up, {down} down.")
+
+
+def sync(site: Site, config: RunConfig, sizes: Sequence[int], step_seconds: float) -> Finding:
+    """Predict what an island here sends and receives in a sync of the largest fragment, and whether steps hide it.
+
+    Args:
+        site: The link.
+        config: The run's config.
+        sizes: The elements of each fragment.
+        step_seconds: The time of an inner step; NaN if it is unknown.
+    """
+    wire, link, stride = config.wire, site.link, step_seconds * config.sync.interval / len(sizes)
+    up, down = (codec(name).encoded_size(max(sizes)) for name in (wire.up, wire.down))
+    what = f"An island here sends {size(up)} and receives {size(down)} in a sync of the largest fragment"
+    what += "." if math.isnan(stride) else f", every {seconds_text(stride)}."
+    if not (link.up and link.down):
+        return ok("sync", what)
+    seconds = max(up / link.up, down / link.down)  # Both directions run at once.
+    ways = (f"{seconds_text(site.round_trip_seconds + each)}" for each in (up / link.up, down / link.down))
+    what += " That takes {} up and {} down on this link.".format(*ways)
+    if math.isnan(stride):
+        return ok("sync", f"{what} Syncs should be at least {seconds_text(seconds)} apart (--sync.interval).")
+    if seconds <= stride:
+        return ok("sync", what)
+    thin = codec(wire.thin).encoded_size(max(sizes)) if wire.thin else up
+    if max(thin / link.up, down / link.down) <= stride:
+        return ok("sync", f"{what} It would send {size(thin)} instead ({wire.thin}), because this is a thin link.")
+    return warning(
+        "sync.slow",
+        f"{what} Inner steps hide {stride / seconds:.0%} of it: intervals would stretch {seconds / stride:.1f} times.",
+        "Begin a run with a longer interval (--sync.interval) or fewer bits (--wire.up, --wire.down).",
+    )
+
+
+# -- a merger here -----------------------------------------------------------------------------------------------------
+
+
+def merging(manifest: Manifest, live: int, step_seconds: float) -> Iterator[Finding]:
+    """Judge whether a merger on this machine would have the memory, and keep up with the run's islands.
+
+    Args:
+        manifest: The run. The merger of its largest shard is meant.
+        live: The islands that are live.
+        step_seconds: The time of an inner step; NaN if it is unknown.
+    """
+    config, shards = manifest.config, manifest.shards
+    largest = max((manifest.of_shard(shard) for shard in range(shards)), key=lambda own: own.parameters)
+    interval_seconds = config.sync.interval * step_seconds
+    need = cycle(
+        config, shards * largest.parameters, shards * len(largest.fragments), max(ISLANDS_MIN, live), shards,
+        largest=max(largest.sizes, default=0), machine=measured_machine(),
+    )  # fmt: skip
+    yield merger(need, available_here(), interval_seconds)
+    if cycle_operations(largest.tensors, config.merge):
+        threads = default_threads()
+        rate = measured_rate(threads)
+        yield spectra(spectra_load(largest.tensors, config.merge, threads, rate, interval_seconds))
+
+
+def merger(found: Cycle, available: int, interval_seconds: float) -> Finding:
+    """Compare what a merger takes in a cycle, without spectra, with the available memory and with the interval."""
+    whose = f"A merger here, of one of {found.shards} shards:" if found.shards > 1 else "A merger here:"
+    what, more = f"{whose} {found.describe()}.", f"begin a run of more shards (`init --shards {2 * found.shards}`)."
+    if found.merger_bytes > available:
+        what += f" {memory_text(available)} are available: it may be killed."
+        return warning("merger.memory", what, f"Run the merger on a machine with more memory, or {more}")
+    if found.merge_seconds > SHARE_MAX * interval_seconds:
+        what += f" The interval is {seconds_text(interval_seconds)}: islands would wait for it, and stretch it."
+        return warning("merger.slow", what, more.capitalize())
+    return ok("merger", what)
+
+
+def spectra(found: SpectraLoad) -> Finding:
+    """Judge whether a merger would keep up with the spectra of a cycle."""
+    what = f"A merger here: {found.describe()}."
+    if not found.fits:
+        return warning("spectra.slow", f"{what} Islands would wait for it, and stretch their interval.", found.remedy)
+    if math.isnan(found.interval_seconds):
+        what += f" Intervals should take at least {seconds_text(found.seconds / SHARE_MAX)}."
+    return ok("spectra", what)
