@@ -3,7 +3,8 @@
 For each model: an inner step with syncing over one without, its processor time and memory, tokens a second beside the
 same model in plain JAX, and a profile of syncs, in which one can see whether copies hide behind steps. Then the time to
 quantise the elements of 124 M parameters to int4, against a copy of the same memory. On request also what syncing costs
-a user's own loop, and what starting an island costs.
+a user's own loop, and what starting an island costs. Each start is a process: the first one finds empty caches; the
+others find its caches, like an island that was killed and restarts, and take turns with the same model in plain JAX.
 
 A real island with its link, a merger and a Redis, each a process. In the island's process, steps with syncing and steps
 without take turns, each over whole intervals, so that other work on the machine slows both. A second process only
@@ -13,33 +14,42 @@ and the island on the other, because in a real run they are different machines. 
 
 from __future__ import annotations
 
+import json
+import os
 import statistics
-from collections.abc import Callable, Sequence
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
+from pydantic import TypeAdapter
 
 from archipelago.broker.config import DataConfig, ModelConfig, RunConfig, WireConfig, checked
-from archipelago.broker.process import keep_compiled
+from archipelago.broker.errors import BrokerError
+from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, keep_compiled
 from archipelago.islands.mesh.shape import parsed
-from archipelago.ops.bench.joining import LoopFound, start_times, sync_own_loop
-from archipelago.ops.bench.measured_run import own_redis, serve_merger
-from archipelago.ops.bench.output import OutputOptions, finish
-from archipelago.ops.bench.process import child, halves_of_the_cores, keep_to, require_linux
-from archipelago.ops.bench.turns import (
+from archipelago.ops.bench.accelerator_processes import (
     CODEC,
+    JOINED_RUN,
     RUN,
-    Found,
-    Turn,
+    IslandTurns,
+    LoopFound,
+    TimedTurn,
     create_run,
     quantise_and_copy,
     say_backend,
     sync_and_not,
+    sync_own_loop,
     train_only,
 )
+from archipelago.ops.bench.harness import child, halves_of_the_cores, own_redis, require_linux, serve_merger
+from archipelago.ops.bench.output import OutputOptions, finish
+from archipelago.ops.launch import parent_death
 from archipelago.ops.settings import say
 
 Part = Literal["steps", "quantiser", "loop", "start"]
@@ -155,7 +165,9 @@ def _what(config: RunConfig) -> str:
     return f"{sizes}, {wire.up}/{wire.down}"
 
 
-def measured_turns(config: RunConfig, options: AcceleratorOptions, profile: Path, say: Say) -> tuple[Found, Turn]:
+def measured_turns(
+    config: RunConfig, options: AcceleratorOptions, profile: Path, say: Say
+) -> tuple[IslandTurns, TimedTurn]:
     """Let steps with syncing and without take turns. Return what was found, and the turn of a process that only trains.
 
     Args:
@@ -168,7 +180,7 @@ def measured_turns(config: RunConfig, options: AcceleratorOptions, profile: Path
     pairs, seconds = (TURNS_QUICK, TURN_SECONDS_QUICK) if options.quick else (TURNS, TURN_SECONDS)
     with ExitStack() as held:
         server = held.enter_context(own_redis())
-        keep_to(others, server.pid)
+        os.sched_setaffinity(server.pid, others)
         with child(create_run, server.url, config) as creating:
             creating.receive()
         held.enter_context(child(serve_merger, server.url, RUN, others)).receive()
@@ -176,17 +188,17 @@ def measured_turns(config: RunConfig, options: AcceleratorOptions, profile: Path
         with child(sync_and_not, server.url, mine, pairs, seconds, options.mesh, str(profile.absolute())) as trainer:
             for number in range(pairs):
                 say(f"{number + 1} of {pairs}: {float(trainer.receive()):.3f} of the time without")
-            found: Found = trainer.receive()
+            found: IslandTurns = trainer.receive()
         say(f"profile: {profile} (open it with xprof or TensorBoard); now the same training without syncing")
         with child(train_only, server.url, mine, found.scan_steps, found.steps) as trainer:
-            alone: Turn = trainer.receive()
+            alone: TimedTurn = trainer.receive()
     return found, alone
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------
 
 
-def summary(found: Found, alone_peak: int) -> dict[str, Any]:
+def summary(found: IslandTurns, alone_peak: int) -> dict[str, Any]:
     """Return the figures: medians over pairs of neighbouring turns.
 
     Args:
@@ -196,7 +208,7 @@ def summary(found: Found, alone_peak: int) -> dict[str, Any]:
     pairs = list(zip(found.on, found.off, strict=True))
     ratios = [on.seconds / off.seconds for on, off in pairs]
 
-    def of_a_step(name: str, turns: Sequence[Turn]) -> float:
+    def of_a_step(name: str, turns: Sequence[TimedTurn]) -> float:
         return float(statistics.median(getattr(turn, name) for turn in turns)) / found.steps
 
     return {
@@ -277,3 +289,98 @@ def _row(
         assert not isinstance(theirs, str)  # noqa: S101
         ratio = ours / theirs
     return {"what": what, "ours": ours, "against": against, "theirs": theirs, "ratio": ratio, "goal": goal}
+
+
+# -- starts ------------------------------------------------------------------------------------------------------------
+
+WAIT_SECONDS = 600.0
+#: An island that tells when its first step has ended, and then leaves as if somebody had stopped it.
+ISLAND = """
+import os, runpy, signal, time
+import jax
+from archipelago.islands.worker import Island
+
+advance = Island.advance
+
+def first(island):
+    Island.advance = advance
+    advance(island)
+    jax.block_until_ready(island.inner)
+    print(time.process_time(), flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+Island.advance = first
+runpy.run_module("archipelago.islands", run_name="__main__")
+"""
+PLAIN = """
+import sys, time
+import jax, numpy
+from pydantic import TypeAdapter
+from archipelago.broker.config import RunConfig
+from archipelago.islands.inner import begin, compile_steps
+from archipelago.islands.models.registry import build
+
+config = TypeAdapter(RunConfig).validate_json(sys.argv[1])
+model = build(config.model)
+state = begin(config.inner, model.init(config.seed))
+batch = numpy.zeros((1, config.data.batch_size, config.data.sequence_length + 1), numpy.uint8)
+jax.block_until_ready(compile_steps(model, config.inner)(state, batch, numpy.int32(0)))
+print(time.process_time())
+"""
+
+
+def start_times(config: RunConfig, starts: int, say: Callable[[str], None]) -> dict[str, float]:
+    """Measure a start with empty caches, and `starts` with warm ones.
+
+    Returns:
+        Medians in seconds of processor time: of an island in all (`total`) and by part, of plain JAX (`plain`), and of
+        both with empty caches (`cold`, `plain_cold`).
+    """
+    with tempfile.TemporaryDirectory() as folder, own_redis() as server:
+        with child(create_run, server.url, config, JOINED_RUN) as creating:
+            creating.receive()
+        environment = {
+            **os.environ,
+            URL_VARIABLE: server.url,
+            RUN_VARIABLE: JOINED_RUN,
+            "JAX_COMPILATION_CACHE_DIR": str(Path(folder) / "cache"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+        cold, plain_cold = _island(folder, environment), _plain(config, environment)
+        say(f"a start with empty caches: {cold['total']:.2f} s of processor time; plain JAX: {plain_cold:.2f} s")
+        islands, plain = [], []
+        for number in range(starts):
+            islands.append(_island(folder, environment))
+            plain.append(_plain(config, environment))
+            say(f"again, {number + 1} of {starts}: {islands[-1]['total']:.2f} s; plain JAX: {plain[-1]:.2f} s")
+    medians = {part: statistics.median(island[part] for island in islands) for part in cold}
+    return {**medians, "plain": statistics.median(plain), "cold": cold["total"], "plain_cold": plain_cold}
+
+
+def _island(folder: str, environment: Mapping[str, str]) -> dict[str, float]:
+    """Return the parts of an island's start, and their sum."""
+    flags = ["--name", "island", "--folder", f"{folder}/island", "--scan-steps", "1", "--evaluate-every", "0"]
+    total, summary = _output([ISLAND, *flags, "--no-tensorboard", "--json"], environment).split("\n", 1)
+    parts: dict[str, float] = json.loads(summary)["start_seconds"]
+    return {"total": float(total), **parts, "first_step": max(0.0, float(total) - sum(parts.values()))}
+
+
+def _plain(config: RunConfig, environment: Mapping[str, str]) -> float:
+    return float(_output([PLAIN, TypeAdapter(RunConfig).dump_json(config).decode()], environment))
+
+
+def _output(script: list[str], environment: Mapping[str, str]) -> str:
+    """Run a script with its arguments, and return its output. Raise BrokerError if it fails."""
+    command: list[Any] = parent_death.command([sys.executable, "-P", "-c", *script])
+    try:
+        found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WAIT_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise BrokerError(
+            f"a process of the measurement made no step for {WAIT_SECONDS:g} s", f"It wrote: {error.stderr!r:.300}",
+            code="bench.timeout",
+        ) from None  # fmt: skip
+    if found.returncode:
+        last = " / ".join(found.stderr.splitlines()[-3:]) or "nothing"
+        raise BrokerError("a process of the measurement failed", f"It wrote: {last}", code="bench.process-failed")
+    return found.stdout

@@ -19,19 +19,19 @@ from typing import Any
 
 from archipelago.broker.codecs import codec
 from archipelago.broker.errors import BrokerError, ConfigError, require_number
-from archipelago.broker.footprint import memory_text
+from archipelago.broker.footprint import available_here, memory_text
 from archipelago.broker.process import keep_compiled
-from archipelago.ops.bench.largest_islands import RUN, Passed, config_of, pass_all
-from archipelago.ops.bench.measured_run import own_redis, serve_merger
-from archipelago.ops.bench.output import OutputOptions, finish
-from archipelago.ops.bench.process import (
-    Child,
-    available_bytes,
+from archipelago.ops.bench.harness import (
+    MeasuredProcess,
     child,
+    own_redis,
     peak_bytes,
     require_linux,
     resident_bytes,
+    serve_merger,
 )
+from archipelago.ops.bench.largest_islands import RUN, Passed, config_of, pass_all
+from archipelago.ops.bench.output import OutputOptions, finish
 from archipelago.ops.settings import say
 from archipelago.ops.simulation.cycle import (
     FIRST_MERGE_BYTES,
@@ -188,7 +188,7 @@ class _Memory:
     def look(self) -> None:
         """Note the present sizes. Raise BrokerError if the machine has hardly any memory left."""
         self.together = max(self.together, sum(resident_bytes(pid) for pid in self.processes.values()))
-        if available_bytes() < FLOOR_BYTES:
+        if available_here() < FLOOR_BYTES:
             raise BrokerError(
                 "the measurement ended because this machine has hardly any memory left",
                 "Give fewer --parameters, or stop another program first.",
@@ -204,7 +204,7 @@ class _Memory:
         """The larger peak of the two mergers."""
         return max(size for name, size in self.peaks.items() if "merger" in name)
 
-    def await_(self, process: Child) -> Any:
+    def await_(self, process: MeasuredProcess) -> Any:
         """Return the process's next message, and look meanwhile."""
         while (message := process.receive(WATCH_SECONDS)) is None:
             self.look()
@@ -218,12 +218,10 @@ def largest(
     """Pass a model of `parameters` elements. Return plain data with `rows`. Raise ConfigError if it does not fit."""
     require_linux()
     if not 1 <= parameters < 1e15:
-        raise ConfigError(
-            f"--parameters cannot be {parameters}", "Give a number such as 2.5e8.", code="bench.parameters"
-        )
+        raise ConfigError(f"--parameters cannot be {parameters}", "Give a number such as 2.5e8.", code="config.value")
     size = max(1, math.ceil(parameters / fragments))
     needed = predict(size * fragments, fragments, islands, Machine())
-    require_room(needed, available_bytes())
+    require_room(needed, available_here())
     say(f"all of the memory is taken once before: {memory_text(needed.together_bytes)}")
     # The host of a virtual machine takes back memory that is free, and takes long to find it again.
     first_seconds = new_memory_seconds(needed.together_bytes) / needed.together_bytes

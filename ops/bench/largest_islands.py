@@ -6,26 +6,25 @@ begins with the same numbers, because in a real run an accelerator holds the par
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from archipelago.broker.codecs import Vector, codec
+from archipelago.broker.codecs import Vector
 from archipelago.broker.config import MergeConfig, OuterConfig, RunConfig, SyncConfig, WireConfig
 from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.manifest import Manifest, Tensor
-from archipelago.broker.messages import Member, Refusal, Resume, Snapshot
+from archipelago.broker.messages import Refusal, Resume, Snapshot
 from archipelago.broker.process import return_freed_memory
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Transport
 from archipelago.broker.wire import pack
-from archipelago.ops.bench import measured_run
-from archipelago.ops.bench.measured_run import INCARNATION, first_version, heartbeat_of
-from archipelago.ops.bench.process import cpu_seconds
+from archipelago.ops.bench.harness import INCARNATION, cpu_seconds, first_version, heartbeat_of, manifest_of
 
 if TYPE_CHECKING:
     from archipelago.islands.sync.connection.outbox import ContributionHeader
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
 
 RUN = "bench-largest"
 BEAT_SECONDS = 1.0
-#: The first step of Nesterov momentum has a formula of one line, and its state is as large as that of `scheduled`.
-RATE, MOMENTUM = 0.7, 0.9
 #: The parts of a pass over a fragment.
 PARTS = ("publish", "merge", "adopt")
 #: The time limit for one fragment, and for a merger to begin.
@@ -78,24 +75,15 @@ def config_of(fragments: int, islands: int) -> RunConfig:
     return RunConfig(
         sync=SyncConfig(fragments=fragments, window=1, quorum=islands),
         merge=MergeConfig(embedding="rda", rest="rda"),
-        outer=OuterConfig(rule="nesterov", learning_rate=RATE, momentum=MOMENTUM),
+        outer=OuterConfig(rule="nesterov"),
         wire=WireConfig(up="int4", thin="", down="int4"),
     )
 
 
-def manifest_of(size: int, fragments: int, islands: int) -> Manifest:
+def manifest_of_equal(size: int, fragments: int, islands: int) -> Manifest:
     """Return a manifest of equal fragments, each of one tensor."""
     tensors = [Tensor(f"t{p:04}", (size,)) for p in range(fragments)]
-    return measured_run.manifest_of(RUN, config_of(fragments, islands), tensors, [[t.name] for t in tensors])
-
-
-def create(url: str, manifest: Manifest, first_N: Vector) -> None:
-    """Create the run with the same numbers in all fragments."""
-    down = manifest.config.wire.full
-    payload = pack(first_N, down, manifest.config.wire.full_zstd_level)
-    transport = connect(url, RUN)
-    transport.create(manifest, [first_version(p, payload, down) for p in range(len(manifest.fragments))])
-    transport.close()
+    return manifest_of(RUN, config_of(fragments, islands), tensors, [[t.name] for t in tensors])
 
 
 def pass_all(pipe: Connection, url: str, size: int, fragments: int, islands: int) -> None:
@@ -105,10 +93,13 @@ def pass_all(pipe: Connection, url: str, size: int, fragments: int, islands: int
     merger, and answers with the time of the kill and the next merger's id. At the end it receives the `Passed`.
     """
     return_freed_memory()  # as `archipelago island` does
-    passed, manifest = Passed(fragments, islands), manifest_of(size, fragments, islands)
+    passed, manifest = Passed(fragments, islands), manifest_of_equal(size, fragments, islands)
     first_N = np.random.default_rng(0).standard_normal(size, np.float32) * np.float32(0.02)
-    create(url, manifest, first_N)
-    fleet = Fleet(url, manifest, first_N)
+    full = manifest.config.wire.full
+    payload = pack(first_N, full, manifest.config.wire.full_zstd_level)
+    with contextlib.closing(connect(url, RUN)) as transport:
+        transport.create(manifest, [first_version(p, payload, full) for p in range(fragments)])
+    fleet = WireIslands(url, manifest, first_N)
     pipe.send("created")
     merger, began = pipe.recv(), time.perf_counter()
     fleet.hear(Resume)
@@ -125,11 +116,11 @@ def pass_all(pipe: Connection, url: str, size: int, fragments: int, islands: int
     pipe.poll(None)  # Stay alive, so that the parent can read the peak of memory.
 
 
-class Fleet:
+class WireIslands:
     """All islands. They act one after the other, so that the seconds of each part are separate."""
 
     def __init__(self, url: str, manifest: Manifest, first_N: Vector) -> None:
-        self.islands = [Island(url, manifest, number, first_N) for number in range(manifest.config.sync.quorum)]
+        self.islands = [WireIsland(url, manifest, number, first_N) for number in range(manifest.config.sync.quorum)]
         self._manifest = manifest
         self._beat_at = float("-inf")
 
@@ -138,8 +129,10 @@ class Fleet:
         for island in self.islands:
             island.train()
         parts: dict[str, Callable[[], None]] = {
-            "publish": lambda: self.publish(p), "merge": lambda: self.hear(Snapshot), "adopt": lambda: self.adopt(p)
-        }  # fmt: skip
+            "publish": lambda: self.publish(p),
+            "merge": lambda: self.hear(Snapshot),
+            "adopt": lambda: self.adopt(p),
+        }
         before_all = cpu_seconds(merger)
         for part, work in parts.items():
             began, before = time.perf_counter(), time.process_time()
@@ -147,17 +140,6 @@ class Fleet:
             passed.seconds[part].append(time.perf_counter() - began)
             passed.cpu_seconds[part].append(time.process_time() - before)
         passed.cpu_seconds["merge"][-1] = cpu_seconds(merger) - before_all
-        self.require_merged(p)
-
-    def publish(self, p: int) -> None:
-        """Publish the contributions of all islands to fragment `p`."""
-        for island in self.islands:
-            island.publish(p)
-
-    def adopt(self, p: int) -> None:
-        """Let all islands adopt fragment `p`."""
-        for island in self.islands:
-            island.adopt(p)
 
     def passes_over_a_kill(self, p: int, passed: Passed, pipe: Connection) -> int:
         """Pass fragment `p`, whose merger the parent kills when it has one contribution. Return the next one's id."""
@@ -173,7 +155,6 @@ class Fleet:
         passed.restart_seconds = time.monotonic() - killed_at
         passed.restart_cpu_seconds = cpu_seconds(merger)
         self.adopt(p)
-        self.require_merged(p)
         return int(merger)
 
     def hear(self, kind: type[Resume | Snapshot]) -> None:
@@ -191,7 +172,7 @@ class Fleet:
                 if isinstance(event, kind):
                     return
                 if isinstance(event, Refusal):
-                    raise WireError(f"the merger refused a fragment: {event.reason}", code="bench.refused")
+                    raise WireError(f"the merger refused a fragment: {event.reason}", code="bench.wrong-result")
         raise BrokerError(
             f"the merger did not answer for {PATIENCE_SECONDS:g} s", "See its output above.", code="bench.timeout"
         )
@@ -202,15 +183,20 @@ class Fleet:
             for island in self.islands:
                 island.transport.island.heartbeat(heartbeat_of(island.name))
 
-    def require_merged(self, p: int) -> None:
-        """Raise WireError unless all islands hold the same first version of fragment `p`, which is the right one."""
-        (entry,) = self.islands[0].transport.reader.tape(1)
-        first, *others = self.islands
-        sent = {island.name: island.sent_N for island in self.islands}
-        require_version(p, first.arrival)
-        require_merge(first.first_N, sent, entry.members, first.arrival.params_N, self._manifest.config.wire.down)
-        if not all(np.array_equal(first.arrival.params_N, other.arrival.params_N) for other in others):
-            raise WireError(f"the islands hold different values of fragment {p}", code="bench.wrong-values")
+    def publish(self, p: int) -> None:
+        """Publish the contributions of all islands to fragment `p`."""
+        for island in self.islands:
+            island.publish(p)
+
+    def adopt(self, p: int) -> None:
+        """Let all islands adopt fragment `p`. Raise WireError unless they hold the same first version of it then."""
+        for island in self.islands:
+            island.adopt(p)
+        arrivals = [island.arrival for island in self.islands]
+        same = all(np.array_equal(arrival.params_N, arrivals[0].params_N) for arrival in arrivals)
+        versions = {(arrival.snapshot.fragment, arrival.snapshot.version) for arrival in arrivals}
+        if versions != {(p, 1)} or not same:
+            raise WireError(f"the islands hold different values of fragment {p}: {versions}", code="bench.wrong-result")
 
     def require_nothing_lost(self) -> None:
         """Raise WireError unless each contribution was merged once, and each fragment has one new version."""
@@ -218,16 +204,14 @@ class Fleet:
         books, versions = reader.books(), [head.version if head else None for head in reader.heads()]
         sent = fragments * len(self.islands)
         if (books.published, books.merged, books.refused) != (sent, sent, 0) or versions != [1] * fragments:
-            raise WireError(
-                f"{sent} contributions were sent, but Redis says: {books}, versions {versions}", code="bench.lost"
-            )
+            what = f"{sent} contributions were sent, but Redis says: {books}, versions {versions}"
+            raise WireError(what, code="bench.wrong-result")
 
 
-class Island:
+class WireIsland:
     """An island's end of the wire, with the replica of one fragment.
 
     Attributes:
-        sent_N: Where its contribution led from `first_N`, as the merger reads it.
         arrival: The snapshot that it adopted last.
     """
 
@@ -239,7 +223,7 @@ class Island:
         self.transport: Transport = connect(url, RUN)
         self.transport.island.claim_name(self.name, INCARNATION)
         self.link = Link(self.transport, manifest, f"{self.name}/{INCARNATION}", shards=[])
-        self.sent_N, self.arrival = first_N, _version_0(manifest, 0, first_N)
+        self.arrival = _version_0(manifest, 0, first_N)
         self._manifest = manifest
         own = np.random.default_rng(number + 1).standard_normal(first_N.size, np.float32)
         self._progress_N = own * np.float32(1e-3)
@@ -260,7 +244,6 @@ class Island:
         parts = self._replica.measure(0, self._params)
         self.link.send(Draft(self._header(p), parts, self.first_N.size))
         self.link.pump_send()
-        self.sent_N = np.asarray(self._replica.references[0])  # adopting replaces the reference
 
     def adopt(self, p: int) -> None:
         """Fetch the new version of fragment `p` as a difference, and adopt it."""
@@ -288,43 +271,3 @@ def _version_0(manifest: Manifest, p: int, first_N: Vector) -> Arrival:
     from archipelago.islands.sync.connection.snapshots import Arrival
 
     return Arrival(Snapshot(0, p, 0, 0, manifest.config.wire.full, 1, "0" * 32, merged=""), first_N)
-
-
-def require_version(p: int, arrival: Arrival) -> None:
-    """Raise WireError unless the arrival is the first version of fragment `p`."""
-    found = arrival.snapshot
-    if (found.fragment, found.version) != (p, 1):
-        raise WireError(
-            f"version {found.version} of fragment {found.fragment} arrived instead of {p}'s first",
-            code="bench.wrong-version",
-        )
-
-
-def require_merge(
-    first_N: Vector, sent: Mapping[str, Vector], members: Sequence[Member], arrived_N: Vector, down: str
-) -> None:
-    """Compare with the merge of the contributions by RDA and a first Nesterov step, as numpy computes them.
-
-    Args:
-        first_N: The fragment before the round.
-        sent: Where each island's contribution led, by its name.
-        members: The contributions with the weights that the merger gave them.
-        arrived_N: What the islands hold after the round.
-        down: The codec of the difference, whose error is allowed.
-
-    Raises:
-        WireError: The values are others.
-    """
-    deltas = {member.island: first_N - sent[member.island] for member in members}
-    lengths = {name: float(np.linalg.norm(delta_N)) for name, delta_N in deltas.items()}
-    direction_N = np.zeros_like(first_N)
-    for member in members:
-        direction_N += np.float32(member.weight / lengths[member.island]) * deltas[member.island]
-    length = sum(m.weight * lengths[m.island] for m in members) / float(np.linalg.norm(direction_N))
-    step_N = np.float32(-RATE * (1.0 + MOMENTUM) * length) * direction_N
-    if set(deltas) != set(sent) or not _is_near(arrived_N - first_N, step_N, codec(down).error_bound(step_N)):
-        raise WireError("a fragment arrived with other values than the merged ones", code="bench.wrong-values")
-
-
-def _is_near(found_N: Vector, wanted_N: Vector, error_N: Vector) -> bool:
-    return bool((np.abs(found_N - wanted_N) <= np.float32(1.01) * error_N + np.float32(1e-7)).all())

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -31,17 +30,27 @@ from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Transport
 from archipelago.broker.wire import pack, unpack, unpack_encoded
 from archipelago.merger.spectrum import with_power
-from archipelago.ops.bench.measured_run import (
+from archipelago.ops.bench.harness import (
     INCARNATION,
+    child,
     contribution_of,
+    cpu_seconds,
     first_version,
     heartbeat_of,
     manifest_of,
     own_redis,
     serve_merger,
+    wait_until,
 )
-from archipelago.ops.bench.output import OutputOptions, finish, with_picture
-from archipelago.ops.bench.process import child, cpu_seconds, wait_until
+from archipelago.ops.bench.output import (
+    Compared,
+    OutputOptions,
+    compared,
+    finish,
+    seconds_of,
+    taking_turns,
+    with_picture,
+)
 from archipelago.ops.launch.supervisor import ONE_THREAD
 
 RUN = "bench-merge"
@@ -72,24 +81,15 @@ def merge(quick: bool) -> dict[str, Any]:
     return {"rows": json.loads(done.stdout) + many_islands(few, many, MANY_ELEMENTS, contributions)}
 
 
-def ratio_of(floor: Callable[[], object], ours: Callable[[], object], rounds: int) -> tuple[float, float, float]:
-    """Let both take turns. Return their median seconds and the median of the ratio; the first round does not count."""
-    pairs = [(_seconds(floor), _seconds(ours)) for _ in range(rounds + 1)][1:]
-    seconds = [statistics.median(side) for side in zip(*pairs, strict=True)]
-    return seconds[0], seconds[1], statistics.median(theirs / mine for theirs, mine in pairs)
+def ratio_of(floor: Callable[[], object], ours: Callable[[], object], rounds: int) -> Compared:
+    """Let both take turns, and compare their seconds."""
+    return compared(*taking_turns([lambda: seconds_of(floor), lambda: seconds_of(ours)], rounds))
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
-
-
-def _row(what: str, against: str, found: tuple[float, float, float], goal: float | str = "") -> dict[str, Any]:
-    theirs, mine, ratio = found
+def _row(what: str, against: str, found: Compared, goal: float | str = "") -> dict[str, Any]:
     return {
-        "what": what, "against": against, "milliseconds": 1e3 * mine, "theirs_milliseconds": 1e3 * theirs,
-        "ratio": ratio, "goal": goal,
+        "what": what, "against": against, "milliseconds": 1e3 * found.ours, "theirs_milliseconds": 1e3 * found.theirs,
+        "ratio": found.ratio, "goal": goal,
     }  # fmt: skip
 
 
@@ -248,8 +248,9 @@ def many_islands(few: int, many: int, elements: int, contributions: int) -> list
     contributes to every round with a payload that was encoded before.
     """
     theirs, mine = (_merger_seconds(islands, elements, max(1, contributions // islands)) for islands in (few, many))
+    found = compared([theirs], [mine])
     what = f"a contribution of {elements:,} with {many} islands, merger's processor time"
-    return [_row(what, f"with {few} islands", (theirs, mine, theirs / mine), GOAL_MANY)]
+    return [_row(what, f"with {few} islands", found, GOAL_MANY)]
 
 
 def _merger_seconds(islands: int, elements: int, rounds: int) -> float:
@@ -299,7 +300,7 @@ class _Played:
         self._beat()
         for entry, event in self._transport.reader.events(self._after, 0.1):
             if isinstance(event, Refusal):
-                raise BrokerError(f"a contribution was refused: {event.reason}", code="bench.refused")
+                raise BrokerError(f"a contribution was refused: {event.reason}", code="bench.wrong-result")
             self._after, self._closed = entry, event.round if isinstance(event, Snapshot) else self._closed
         return self._closed >= goal
 

@@ -1,12 +1,14 @@
-"""Write the results of a measurement: JSON for programs, a table for people, a picture of ratios."""
+"""The turns and the results of a measurement: JSON for programs, a table for people, a picture of ratios."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple, TypeVar
 
 from rich.table import Table
 
@@ -14,6 +16,40 @@ from archipelago.broker.files import make_untracked
 from archipelago.broker.process import finite, print_json
 from archipelago.ops.plots import can_draw
 from archipelago.ops.settings import say, table_console
+
+Result = TypeVar("Result")
+
+
+def taking_turns(sides: Sequence[Callable[[], Result]], rounds: int, warm_ups: int = 1) -> list[list[Result]]:
+    """Let all sides work in turn, so that other work on the machine slows all. Return each side's results by round.
+
+    The first rounds warm everything up, and do not count.
+    """
+    found = [[side() for side in sides] for _ in range(warm_ups + rounds)]
+    return [list(side) for side in zip(*found[warm_ups:], strict=True)]
+
+
+class Compared(NamedTuple):
+    """Median seconds of both sides, and the median and the range of the ratio of their seconds to ours, by round."""
+
+    theirs: float
+    ours: float
+    ratio: float
+    ratio_from: float
+    ratio_to: float
+
+
+def compared(theirs: Sequence[float], ours: Sequence[float]) -> Compared:
+    """Compare the seconds of two sides that took turns."""
+    ratios = [their / our for their, our in zip(theirs, ours, strict=True)]
+    return Compared(median(theirs), median(ours), median(ratios), min(ratios), max(ratios))
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """Return the seconds that a call takes."""
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from archipelago.broker.errors import BrokerError
-from archipelago.ops.bench.output import OutputOptions, finish
-from archipelago.ops.bench.process import wait_until
+from archipelago.ops.bench.harness import wait_until
+from archipelago.ops.bench.output import OutputOptions, compared, finish, taking_turns
 from archipelago.ops.bench.two_islands import (
     AT_ONCE,
     FRAGMENTS,
@@ -143,19 +143,13 @@ def on_loopback(size: Size, python: str, say: Say) -> list[dict[str, Any]]:
 def _turns(size: Size, ours: TwoIslands, theirs: Torchft, say: Say) -> list[dict[str, Any]]:
     """Let both systems sync in turn."""
     sides: list[Callable[[], Synced]] = [ours.sync, theirs.sync] if theirs.usable else [ours.sync]
-    found: list[list[Synced]] = [[] for _ in sides]
-    for number in range(WARM_UPS + size.rounds):
-        for side, syncs in zip(sides, found, strict=True):
-            syncs.append(side())
-        times = ", ".join(f"{syncs[-1].seconds:.3f} s" for syncs in found)
-        say(f"loopback, {'warm-up' if number < WARM_UPS else 'round'}: {times}")
-    counted = [syncs[WARM_UPS:] for syncs in found]
-    rows = [_row("archipelago", "loopback", counted[0])]
-    if not theirs.usable:
+    mine, *others = taking_turns(sides, size.rounds, WARM_UPS)
+    rows = [_row("archipelago", "loopback", mine)]
+    say(f"loopback: {rows[0]['seconds']:.3f} s a sync, median of {size.rounds}")
+    if not others:
         return [*rows, _missing(theirs)]
-    ratios = [their.seconds / our.seconds for our, their in zip(*counted, strict=True)]
-    rows[0]["speed_to_torchft"] = statistics.median(ratios)
-    return [*rows, _row(theirs.name, "loopback", counted[1])]
+    rows[0]["speed_to_torchft"] = compared([each.seconds for each in others[0]], [each.seconds for each in mine]).ratio
+    return [*rows, _row(theirs.name, "loopback", others[0])]
 
 
 def over_thin_link(size: Size, torchft_row: dict[str, Any], say: Say) -> list[dict[str, Any]]:
@@ -240,7 +234,7 @@ class Torchft:
             raise BrokerError(
                 f"torchft ended: {found['error']}",
                 "Leave --torchft-python out to measure without it.",
-                code="bench.torchft-ended",
+                code="bench.process-failed",
             )
         return Synced(found["seconds"], found["committed"])
 

@@ -28,8 +28,18 @@ from archipelago.islands.data.ranges import range_order
 from archipelago.islands.inner import InnerState
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.worker import Island
-from archipelago.ops.bench.measured_run import first_version, manifest_of, own_redis, serve_merger
-from archipelago.ops.bench.process import OF_ISLAND, Child, Pieces, Spent, child, wait_until
+from archipelago.ops.bench.harness import (
+    OF_ISLAND,
+    MeasuredProcess,
+    Pieces,
+    Spent,
+    child,
+    first_version,
+    manifest_of,
+    own_redis,
+    serve_merger,
+    wait_until,
+)
 from archipelago.ops.chaos.proxy import LOOPBACK, Proxy
 from archipelago.ops.launch.supervisor import thread_environment
 
@@ -157,7 +167,12 @@ class TwoIslands:
     """The run seen from outside: commands to its islands, and what Redis says about it."""
 
     def __init__(
-        self, transport: Transport, proxy: Proxy | None, merger: Child, islands: Sequence[Child], size: Size
+        self,
+        transport: Transport,
+        proxy: Proxy | None,
+        merger: MeasuredProcess,
+        islands: Sequence[MeasuredProcess],
+        size: Size,
     ) -> None:
         self.transport, self.proxy, self.size = transport, proxy, size
         self.merger, self.islands = merger, islands
@@ -237,7 +252,7 @@ class Counts:
     bytes: int
 
 
-def _ask(processes: Sequence[Child], command: str) -> list[Any]:
+def _ask(processes: Sequence[MeasuredProcess], command: str) -> list[Any]:
     """Send all processes a command at once, and collect their answers."""
     for process in processes:
         process.pipe.send(command)

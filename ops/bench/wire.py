@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import BrokerError, WireError
@@ -22,13 +21,11 @@ from archipelago.broker.machine import LOOPBACK
 from archipelago.broker.manifest import Tensor
 from archipelago.broker.messages import Refusal
 from archipelago.broker.redis.transport import connect
-from archipelago.ops.bench.measured_run import contribution_of, first_version, manifest_of, own_redis
-from archipelago.ops.bench.output import OutputOptions, finish, with_picture
-from archipelago.ops.bench.process import Child, child
+from archipelago.ops.bench.harness import MeasuredProcess, child, contribution_of, first_version, manifest_of, own_redis
+from archipelago.ops.bench.output import OutputOptions, compared, finish, taking_turns, with_picture
 from archipelago.ops.settings import say
 
 RUN = "bench-wire"
-PRODUCERS = 8
 GOAL = 0.8
 
 
@@ -42,23 +39,31 @@ class WireOptions(OutputOptions):
 
 def main(options: WireOptions) -> int:
     """Measure, and write the results."""
-    return finish("wire", with_picture("wire", wire(options.quick, say), options), options)
+    return finish("wire", with_picture("wire", wire(QUICK if options.quick else WireSize(), say), options), options)
 
 
-def wire(quick: bool, say: Callable[[str], None]) -> dict[str, Any]:
-    """Measure one producer against a bare relay, and PRODUCERS at once against one. Return plain data with `rows`."""
-    size, count, rounds = (16 << 20, 4, 3) if quick else (64 << 20, 8, 5)
+class WireSize(NamedTuple):
+    """The bytes of a payload, how many one producer sends in a round, the rounds, and the producers at once."""
+
+    payload_bytes: int = 64 << 20
+    payloads: int = 8
+    rounds: int = 5
+    producers: int = 8
+
+
+QUICK = WireSize(16 << 20, payloads=4, rounds=3)
+
+
+def wire(size: WireSize, say: Callable[[str], None]) -> dict[str, Any]:
+    """Measure one producer against a bare relay, and several at once against one. Return plain data with `rows`."""
     rows = []
     for append_only, where in ((False, "in memory"), (True, "append-only file")):
         with own_redis(append_only=append_only) as server:
-            _make_run(server.url, size)
+            _make_run(server.url, size.payload_bytes)
             say(f"{where}: {server.program.kind} {server.program.version}")
-            found = [
-                _against_relay(server.url, size, count, rounds),
-                _fan_in(server.url, size // 4, max(1, count // 4), rounds),
-            ]
+            found = [_against_relay(server.url, size), _fan_in(server.url, size)]
         rows += [{"server": where, **row} for row in found]
-    return {"payload_bytes": size, "rows": rows}
+    return {"payload_bytes": size.payload_bytes, "rows": rows}
 
 
 def _make_run(url: str, size: int) -> None:
@@ -69,43 +74,43 @@ def _make_run(url: str, size: int) -> None:
     transport.close()
 
 
-def _against_relay(url: str, size: int, count: int, rounds: int) -> dict[str, Any]:
+def _against_relay(url: str, size: WireSize) -> dict[str, Any]:
+    payload_bytes, count = size.payload_bytes, size.payloads
     with contextlib.ExitStack() as held:
-        bare = _Line([held.enter_context(child(_send_bare, size))], held.enter_context(child(_receive_bare, size)))
-        held.enter_context(_relay(bare, size))
+        bare = _Line(
+            [held.enter_context(child(_send_bare, payload_bytes))],
+            held.enter_context(child(_receive_bare, payload_bytes)),
+        )
+        held.enter_context(_relay(bare, payload_bytes))
         ours = _Line(
-            [held.enter_context(child(_publish, url, size, "island-0"))], held.enter_context(child(_take, url))
+            [held.enter_context(child(_publish, url, payload_bytes, "island-0"))], held.enter_context(child(_take, url))
         )
-        theirs, mine = _taking_turns([lambda: bare.seconds(count), lambda: ours.seconds(count)], rounds)
-    return _row("one producer", "store-and-forward relay", count * size, mine, theirs)
+        found = taking_turns([lambda: bare.seconds(count), lambda: ours.seconds(count)], size.rounds)
+    return row("one producer", "store-and-forward relay", count * payload_bytes, *found)
 
 
-def _fan_in(url: str, size: int, count: int, rounds: int) -> dict[str, Any]:
+def _fan_in(url: str, size: WireSize) -> dict[str, Any]:
+    each, count, producers = size.payload_bytes // 4, max(1, size.payloads // 4), size.producers
     with contextlib.ExitStack() as held:
-        producers = [held.enter_context(child(_publish, url, size, f"i{n}")) for n in range(PRODUCERS)]
+        sending = [held.enter_context(child(_publish, url, each, f"i{n}")) for n in range(producers)]
         consumer = held.enter_context(child(_take, url))
-        one, all_of_them = _Line(producers[:1], consumer), _Line(producers, consumer)
-        alone, together = _taking_turns(
-            [lambda: one.seconds(PRODUCERS * count), lambda: all_of_them.seconds(count)], rounds
-        )
-    return _row(f"{PRODUCERS} producers at once", "one producer", PRODUCERS * count * size, together, alone)
+        one, all_of_them = _Line(sending[:1], consumer), _Line(sending, consumer)
+        sides = [lambda: one.seconds(producers * count), lambda: all_of_them.seconds(count)]
+        found = taking_turns(sides, size.rounds)
+    return row(f"{producers} producers at once", "one producer", producers * count * each, *found)
 
 
-def _taking_turns(sides: Sequence[Callable[[], float]], rounds: int) -> list[list[float]]:
-    """Return the seconds of each side in each round. The first round only warms everything up."""
-    return [list(side) for side in zip(*([side() for side in sides] for _ in range(rounds + 1)), strict=True)]
-
-
-def _row(what: str, against: str, size: int, mine: list[float], theirs: list[float]) -> dict[str, Any]:
-    ratios = [their / my for my, their in zip(mine[1:], theirs[1:], strict=True)]
+def row(what: str, against: str, total_bytes: int, theirs: list[float], ours: list[float]) -> dict[str, Any]:
+    """Return a line of the table. Both sides moved `total_bytes` in these seconds, round by round."""
+    found = compared(theirs, ours)
     return {
         "what": what,
         "against": against,
-        "MB_a_second": round(size / 1e6 / statistics.median(mine[1:])),
-        "theirs_MB_a_second": round(size / 1e6 / statistics.median(theirs[1:])),
-        "ratio": statistics.median(ratios),
-        "ratio_from": min(ratios),
-        "ratio_to": max(ratios),
+        "MB_a_second": round(total_bytes / 1e6 / found.ours),
+        "theirs_MB_a_second": round(total_bytes / 1e6 / found.theirs),
+        "ratio": found.ratio,
+        "ratio_from": found.ratio_from,
+        "ratio_to": found.ratio_to,
         "goal": GOAL,
     }
 
@@ -113,7 +118,7 @@ def _row(what: str, against: str, size: int, mine: list[float], theirs: list[flo
 class _Line:
     """Producers and a consumer, each a process behind a pipe that receives a count and answers with a time."""
 
-    def __init__(self, producers: Sequence[Child], consumer: Child) -> None:
+    def __init__(self, producers: Sequence[MeasuredProcess], consumer: MeasuredProcess) -> None:
         self.producers, self.consumer = producers, consumer
 
     def seconds(self, count: int) -> float:

@@ -18,7 +18,7 @@ from archipelago.merger import spectra, spectrum
 from archipelago.merger.round_merge import RoundMerge, RoundSum
 from archipelago.merger.service import LEASE_SECONDS, Merger
 from archipelago.merger.weights import path
-from archipelago.ops.bench.largest_islands import manifest_of
+from archipelago.ops.bench.largest_islands import manifest_of_equal
 from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests import samples
 from tests.conftest import Until
@@ -47,7 +47,7 @@ def test_equal_fragments_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> N
         return begin(rules, p, *rest)
 
     monkeypatch.setattr(RoundMerge, "begin", counted)
-    manifest = manifest_of(16, 3, 2)
+    manifest = manifest_of_equal(16, 3, 2)
     equal = MemoryBroker().connect(manifest.run)
     equal.create(manifest, samples.first_snapshots(manifest))
     Merger(equal).warm_up()

@@ -17,10 +17,10 @@ from archipelago.broker.config import DataConfig, ModelConfig, RunConfig, WireCo
 from archipelago.broker.errors import ConfigError
 from archipelago.ops import plots
 from archipelago.ops.bench import accelerator, largest, wire
-from archipelago.ops.bench.joining import LoopFound
+from archipelago.ops.bench.accelerator_processes import IslandTurns, LoopFound, TimedTurn
 from archipelago.ops.bench.merge import _BareNesterov, ratio_of
-from archipelago.ops.bench.output import OutputOptions, finish, table, with_picture
-from archipelago.ops.bench.turns import Found, Turn
+from archipelago.ops.bench.output import OutputOptions, finish, table, taking_turns, with_picture
+from archipelago.ops.simulation.cycle import Machine
 from tests.failing import failing
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
@@ -35,7 +35,7 @@ def test_impossible_options_are_refused_before_anything_is_measured() -> None:
         with failing(ConfigError, code):
             main()
     for parameters in (0.0, -1.0, float("nan"), float("inf")):
-        with failing(ConfigError, "bench.parameters"):
+        with failing(ConfigError, "config.value"):
             largest.largest(parameters, lambda line: None)
 
 
@@ -79,7 +79,8 @@ def test_a_result_without_matplotlib_has_no_picture(tmp_path: Path, monkeypatch:
 
 
 def test_the_first_round_of_the_wire_does_not_count_and_the_ratio_is_a_median() -> None:
-    row = wire._row("ours", "theirs", 8_000_000, mine=[100.0, 2.0, 4.0, 8.0], theirs=[1.0, 1.0, 1.0, 6.0])
+    theirs, ours = iter([1.0, 1.0, 1.0, 6.0]), iter([100.0, 2.0, 4.0, 8.0])
+    row = wire.row("ours", "theirs", 8_000_000, *taking_turns([lambda: next(theirs), lambda: next(ours)], 3))
     assert (row["ratio"], row["ratio_from"], row["ratio_to"]) == (0.5, 0.25, 0.75)
     assert (row["MB_a_second"], row["theirs_MB_a_second"]) == (2, 8)
 
@@ -95,9 +96,13 @@ def test_merging_takes_turns_with_a_nesterov_step_in_bare_numpy() -> None:
 
 
 def test_the_figures_of_an_island_are_medians_of_pairs_and_differences_of_peaks() -> None:
-    on = [Turn(1.1, 2.5, 900 << 20, 1000), Turn(1.2, 3.0, 700 << 20, 1000), Turn(1.5, 4.0, 800 << 20, 500)]
-    off = [Turn(1.0, 2.0, 600 << 20), Turn(1.0, 2.0, 500 << 20), Turn(1.0, 2.0, 550 << 20)]
-    turns = Found(1, 10, 1000, 25 << 18, on, off, held_bytes=100 << 20)
+    on = [
+        TimedTurn(1.1, 2.5, 900 << 20, 1000),
+        TimedTurn(1.2, 3.0, 700 << 20, 1000),
+        TimedTurn(1.5, 4.0, 800 << 20, 500),
+    ]
+    off = [TimedTurn(1.0, 2.0, 600 << 20), TimedTurn(1.0, 2.0, 500 << 20), TimedTurn(1.0, 2.0, 550 << 20)]
+    turns = IslandTurns(1, 10, 1000, 25 << 18, on, off, held_bytes=100 << 20)
     found = accelerator.summary(turns, alone_peak=400 << 20)
     assert (found["step_ratio"], found["step_ratio_from"], found["step_ratio_to"]) == (1.2, 1.1, 1.5)
     assert (found["step_seconds_on"], found["cpu_ratio"]) == pytest.approx((0.12, 1.5))
@@ -132,3 +137,21 @@ def test_batches_and_codecs_of_an_island_have_defaults_and_settings_win() -> Non
     mine = replace(RunConfig(), model=ModelConfig("tiny-moe"), wire=WireConfig(up="int8"), data=data)
     kept = accelerator.settled(mine, backend="cpu")
     assert (kept.model, kept.wire, kept.data) == (mine.model, mine.wire, mine.data)
+
+
+# -- predictions of `largest` ------------------------------------------------------------------------------------------
+
+
+def test_a_billion_parameters_fit_a_machine_of_24_gib() -> None:
+    largest.require_room(largest.predict(10**9, 128, 2, Machine()), 20 << 30)
+    with failing(ConfigError, "bench.memory") as refused:
+        largest.require_room(largest.predict(10**9, 128, 2, Machine()), 16 << 30)
+    share = float(refused.value.remedy.split()[2])
+    assert 0.5 < share < 1.0
+    largest.require_room(largest.predict(int(0.98 * share * 10**9), 128, 2, Machine()), 16 << 30)
+
+
+def test_memory_grows_with_the_parameters_and_with_the_size_of_a_fragment() -> None:
+    many, few, twice = (largest.predict(*sizes, 2, Machine()) for sizes in ((10**9, 128), (10**9, 16), (2 * 10**9, 16)))
+    assert many.together_bytes < few.together_bytes < twice.together_bytes
+    assert few.restart_seconds < twice.restart_seconds

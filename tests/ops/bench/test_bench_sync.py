@@ -80,5 +80,5 @@ def test_a_python_without_torchft_is_named(tmp_path: Path) -> None:
 
 def test_a_torchft_that_ends_is_an_error(tmp_path: Path) -> None:
     ends = _script(tmp_path, '#!/bin/sh\necho \'{"torchft": "9.9"}\'\nread -r line\nexit 3\n')
-    with torchft(TINY, ends) as found, failing(BrokerError, "bench.torchft-ended"):
+    with torchft(TINY, ends) as found, failing(BrokerError, "bench.process-failed"):
         found.sync()

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,12 @@ from typing import Any
 import pytest
 
 from archipelago.broker.codecs import codec
-from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import BrokerError
-from archipelago.ops.bench import VERBS, joining, merge
-from archipelago.ops.bench.accelerator import settled
-from archipelago.ops.bench.joining import start_times
-from archipelago.ops.bench.process import OF_MERGER
+from archipelago.ops.bench import VERBS, accelerator, merge
+from archipelago.ops.bench.harness import OF_MERGER
 from archipelago.ops.bench.sync import TORCHFT_PYTHON, in_pieces, sync
 from archipelago.ops.bench.two_islands import FRAGMENTS, Size
+from archipelago.ops.bench.wire import WireSize, wire
 from archipelago.ops.commands import run
 from tests.failing import failing
 
@@ -31,20 +28,23 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="memory and processor time are read from /proc"),
 ]
 
-#: The smallest flags of each verb, and some figures that it measures beside its table.
+#: The smallest flags of the verbs that have small ones, with few programs to compile.
 SMALLEST = {
-    "accelerator": (("--quick", "--sizes", "tiny", "--parts", "steps", "quantiser", "loop"), ("quantise_seconds",)),
-    "largest": (("--parameters", "15000", "--fragments", "3"), ("restart_seconds", "bytes_up", "bytes_down")),
-    "wire": (("--quick",), ("payload_bytes",)),
+    "accelerator": (
+        *("--quick", "--sizes", "tiny", "--parts", "steps", "quantiser", "loop", "start", "--sync.interval", "4"),
+        *("--sync.fragments", "1", "--merge.embedding", "average", "--merge.rest", "average"),
+    ),
+    "largest": ("--parameters", "15000", "--fragments", "3"),
 }
 #: Verbs that `tests/ops/experiments` runs, and verbs whose smallest size is too large, which are measured below.
-ELSEWHERE = {"parity", "study", "mixed", "sync", "merge"}
+ELSEWHERE = {"parity", "study", "mixed", "sync", "merge", "wire"}
 
 
-def measured(verb: str, folder: Path, *flags: str) -> dict[str, Any]:
-    """Run a verb, and return its JSON."""
-    assert run(["bench", verb, *flags, "--output", str(folder)]) == 0
+def measured(verb: str, folder: Path) -> dict[str, Any]:
+    """Run a verb, and return its JSON. The measurements check themselves, such as that all contributions are merged."""
+    assert run(["bench", verb, *SMALLEST[verb], "--output", str(folder)]) == 0
     found: dict[str, Any] = json.loads((folder / f"{verb}.json").read_text(encoding="utf-8"))
+    assert len({tuple(row) for row in found["rows"]}) == 1, "the rows are printed as one table"
     return found
 
 
@@ -52,18 +52,10 @@ def test_all_verbs_are_measured() -> None:
     assert SMALLEST.keys() | ELSEWHERE == VERBS.keys()
 
 
-@pytest.mark.parametrize("verb", SMALLEST)
-def test_a_verb_measures_everything(verb: str, tmp_path: Path) -> None:
-    """The measurements check themselves, such as that all contributions are merged and no value is wrong."""
-    flags, figures = SMALLEST[verb]
-    found = measured(verb, tmp_path, *flags)
-    assert len({tuple(row) for row in found["rows"]}) == 1, "the rows are printed as one table"
-    assert all(found[name] > 0 for name in figures), {name: found[name] for name in figures}
-    if verb in CHECKS:
-        CHECKS[verb](found)
-
-
-def _of_accelerator(found: Mapping[str, Any]) -> None:
+def test_what_an_island_costs_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator, "STARTS_QUICK", 1)
+    found = measured("accelerator", tmp_path)
+    assert found["quantise_seconds"] > 0
     island = found["models"]["tiny"]
     assert island["synced_parameters_a_turn"] > 0
     assert island["step_ratio_from"] <= island["step_ratio"] <= island["step_ratio_to"]
@@ -71,9 +63,14 @@ def _of_accelerator(found: Mapping[str, Any]) -> None:
     assert island["held_bytes"] == 4 * island["parameters"]
     assert list(Path(island["profile"]).rglob("*.xplane.pb")), "the profile"
     assert all(min(seconds) > 0 for seconds in island["loop_seconds"].values())
+    start = island["start"]
+    parts = sum(start[part] for part in ("imports", "joining", "programs", "state", "first_step"))
+    assert start["total"] == pytest.approx(parts, abs=0.05)
+    assert start["plain"] < start["total"] < start["cold"]
 
 
-def _of_largest(found: Mapping[str, Any]) -> None:
+def test_a_model_is_passed_whose_merger_is_killed(tmp_path: Path) -> None:
+    found = measured("largest", tmp_path)
     assert (found["parameters"], found["fragments"], found["islands"]) == (15_000, 3, 2)
     for part, seconds in found["seconds"].items():
         assert len(seconds) == len(found["cpu_seconds"][part]) == 2 and min(seconds) > 0, part
@@ -86,15 +83,18 @@ def _of_largest(found: Mapping[str, Any]) -> None:
     assert max(peaks.values()) < found["together_bytes"] < sum(peaks.values())
 
 
-CHECKS = {"accelerator": _of_accelerator, "largest": _of_largest}
-
-
 # -- smaller than the verbs allow -------------------------------------------------------------------------------------
+
+
+def test_payloads_are_measured_in_memory_and_with_an_append_only_file() -> None:
+    rows = wire(WireSize(1 << 20, payloads=4, rounds=1, producers=2), quiet)["rows"]
+    assert [row["server"] for row in rows] == ["in memory", "in memory", "append-only file", "append-only file"]
+    assert all(row["MB_a_second"] > 0 and row["ratio"] > 0 for row in rows)
 
 
 def test_codecs_merging_and_spectra_are_measured() -> None:
     rows = merge.codecs(10_000, 1) + merge.merging(10_000, 1) + merge.spectra(1 << 14)
-    rows += merge.many_islands(2, 4, 64, 400)
+    rows += merge.many_islands(2, 4, 64, 40)
     assert len({tuple(row) for row in rows}) == 1, "the rows are printed as one table"
     assert all(row["milliseconds"] > 0 and row["ratio"] > 0 for row in rows)
     assert {row["against"] for row in rows} >= {"merging 4 int4 of it, RDA"}
@@ -129,14 +129,7 @@ def test_the_pieces_of_a_sync_with_a_merger_that_is_far_from_its_redis() -> None
     assert rows["island", "upload"]["calls"] == FRAGMENTS
 
 
-def test_a_start_takes_longer_than_plain_jax_and_its_parts_add_up(tmp_path: Path) -> None:
-    found = start_times(settled(RunConfig(), "cpu"), 1, quiet)
-    parts = sum(found[part] for part in ("imports", "joining", "programs", "state", "first_step"))
-    assert found["total"] == pytest.approx(parts, abs=0.05)
-    assert found["plain"] < found["total"] < found["cold"]
-
-
 def test_the_error_of_an_island_that_ends_early_quotes_its_log() -> None:
     with failing(BrokerError, "bench.process-failed") as caught:
-        joining._output([joining.ISLAND, "--json"], {**os.environ, "ARCHIPELAGO_URL": "http://nowhere"})
+        accelerator._output([accelerator.ISLAND, "--json"], {**os.environ, "ARCHIPELAGO_URL": "http://nowhere"})
     assert "nowhere" in caught.value.remedy

@@ -17,14 +17,13 @@ import numpy as np
 import pytest
 
 from archipelago.broker.errors import BrokerError
-from archipelago.ops.bench import process
-from archipelago.ops.bench.process import (
+from archipelago.ops.bench import harness
+from archipelago.ops.bench.harness import (
     OF_ISLAND,
     OF_MERGER,
     WHOLE,
     Pieces,
     Spent,
-    available_bytes,
     child,
     cpu_seconds,
     forget_peak,
@@ -67,7 +66,7 @@ def test_processor_time_counts_all_threads_of_a_process(until: Callable[..., Non
     finally:
         started.kill()
         started.wait()
-    with failing(BrokerError, "bench.process-gone"):
+    with failing(BrokerError, "bench.process-failed"):
         cpu_seconds(started.pid)
 
 
@@ -83,7 +82,6 @@ def test_a_peak_of_memory_stays_until_it_is_forgotten() -> None:
     assert after - before > 0.9 * size
     forget_peak()
     assert peak_bytes(os.getpid()) < after - 0.5 * size
-    assert available_bytes() > 0
 
 
 @linux
@@ -119,7 +117,7 @@ class FakeTime:
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Any:
     clock, made = FakeTime(), types.ModuleType(NAME)
-    monkeypatch.setattr(process, "time", clock)
+    monkeypatch.setattr(harness, "time", clock)
 
     class Outer:
         def run(self) -> str:

@@ -1,4 +1,4 @@
-"""The processes of `archipelago bench accelerator`: an island that syncs in every other turn, and plain training.
+"""The processes of `archipelago bench accelerator`: an island that syncs in every other turn, and others to compare.
 
 Only these processes load JAX, so that each of them has the accelerator to itself.
 """
@@ -13,15 +13,16 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from archipelago.broker.codecs import codec
-from archipelago.broker.config import RunConfig
+from archipelago.broker.config import RunConfig, SyncConfig
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.process import return_freed_memory
 from archipelago.broker.redis.transport import connect
-from archipelago.ops.bench.measured_run import INCARNATION
-from archipelago.ops.bench.process import forget_peak, keep_to, peak_bytes
+from archipelago.ops.bench.harness import INCARNATION, forget_peak, peak_bytes, wait_until
 
 if TYPE_CHECKING:
     import jax
@@ -33,15 +34,17 @@ if TYPE_CHECKING:
     from archipelago.islands.sync.connection.link import Link
     from archipelago.islands.worker import Island
 
-RUN = "bench-island"
+RUN, JOINED_RUN = "bench-island", "bench-joining"
 CODEC = "int4"
 SETTLE_SECONDS, POLL_SECONDS = 120.0, 0.02
 #: How often a program of the quantiser runs, after one run that compiles.
 TIMES = 20
+#: Training steps of a user's loop, calls of `sync` after each of them, and how often the model is sent and adopted.
+LOOP_STEPS, LOOP_CALLS, TRANSFERS = 20, 500, 5
 
 
 @dataclass(frozen=True)
-class Turn:
+class TimedTurn:
     """A number of inner steps in one process.
 
     Attributes:
@@ -58,7 +61,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Found:
+class IslandTurns:
     """The measurements of the island's process.
 
     Attributes:
@@ -75,8 +78,8 @@ class Found:
     steps: int
     parameters: int
     largest: int
-    on: list[Turn]
-    off: list[Turn]
+    on: list[TimedTurn]
+    off: list[TimedTurn]
     held_bytes: int
 
 
@@ -106,7 +109,7 @@ def sync_and_not(
     mesh: str | None,
     profile: str,
 ) -> None:
-    """Take turns with syncing and without, each over whole intervals. Send the ratio of each pair, then a `Found`.
+    """Take turns with syncing and without, each over whole intervals. Send each ratio, then an `IslandTurns`.
 
     Args:
         pipe: Where the results go.
@@ -117,7 +120,7 @@ def sync_and_not(
         mesh: The devices; None for one.
         profile: The folder for JAX's profile of one interval with syncing after all turns.
     """
-    keep_to(cores)
+    os.sched_setaffinity(0, cores)
     return_freed_memory()  # as `archipelago island` does
     import jax
 
@@ -131,12 +134,15 @@ def sync_and_not(
     steps = interval * max(1, math.ceil(turn_seconds / first.seconds))
     turns = []
     for _ in range(pairs):
-        on, off = _synced_turn(island, steps), _plain_turn(island, steps)
+        on = _synced_turn(island, steps)
+        island.inner, off = plain(
+            island.steps, island.inner, island.batches.next, steps, island.scan_steps, island.placement
+        )
         turns.append((on, off))
         pipe.send(on.seconds / off.seconds)
     with jax.profiler.trace(profile):
         _synced_turn(island, interval)
-    found = Found(
+    found = IslandTurns(
         scan_steps=island.scan_steps,
         steps=steps,
         parameters=island.manifest.parameters,
@@ -164,11 +170,11 @@ def _prepared(url: str, mesh: str | None) -> tuple[Transport, PreparedIsland]:
     return transport, prepare(manifest, None, None, placement_of(shape, manifest, batch_size, jax.devices()))
 
 
-def _synced_turn(island: Island, steps: int) -> Turn:
+def _synced_turn(island: Island, steps: int) -> TimedTurn:
     """Make `steps` inner steps with syncing, and wait until everything that was sent is merged and adopted."""
     import jax
 
-    synced = _Synced(island)
+    sequence, versions = island.sequence, [count.version for count in island.ledger.counts]
     jax.block_until_ready(island.inner)  # type: ignore[no-untyped-call]
     forget_peak()
     cpu, began = time.process_time(), time.perf_counter()
@@ -183,44 +189,27 @@ def _synced_turn(island: Island, steps: int) -> Turn:
         island.boundary()  # It adopts what has arrived, and may send contributions that the window held back.
         jax.block_until_ready(island.inner)  # type: ignore[no-untyped-call]
         seconds += time.perf_counter() - began
-    return Turn(seconds, time.process_time() - cpu, peak_bytes(os.getpid()), synced.parameters())
-
-
-class _Synced:
-    """A counter of the parameters that an island sends and adopts, from the versions in its ledger."""
-
-    def __init__(self, island: Island) -> None:
-        self._island = island
-        self._sent, self._versions = island.sequence, self._now()
-
-    def _now(self) -> list[int]:
-        return [count.version for count in self._island.ledger.counts]
-
-    def parameters(self) -> int:
-        """Return the count since construction. The only island of a run adopts all that it sends."""
-        sizes = self._island.manifest.sizes
-        sent = self._island.sequence - self._sent
-        closed = [new - old for new, old in zip(self._now(), self._versions, strict=True)]
-        if sum(closed) != sent or not sum(closed):
-            raise BrokerError(
-                f"{sent} contributions went up and {sum(closed)} snapshots came down",
-                "A turn must hold whole syncs. Run the measurement again when the machine is less busy.",
-                code="bench.half-sync",
-            )
-        return 2 * sum(size * count for size, count in zip(sizes, closed, strict=True))
+    sent = island.sequence - sequence
+    closed = [count.version - version for count, version in zip(island.ledger.counts, versions, strict=True)]
+    if sum(closed) != sent or not sent:  # The only island of a run adopts all that it sends.
+        raise BrokerError(
+            f"{sent} contributions went up and {sum(closed)} snapshots came down",
+            "A turn must hold whole syncs. Run the measurement again when the machine is less busy.",
+            code="bench.timeout",
+        )
+    synced = 2 * sum(size * count for size, count in zip(island.manifest.sizes, closed, strict=True))
+    return TimedTurn(seconds, time.process_time() - cpu, peak_bytes(os.getpid()), synced)
 
 
 def _settle(link: Link) -> None:
     """Wait until the link has nothing more to do."""
-    deadline = time.monotonic() + SETTLE_SECONDS
-    while _has_work(link):
+
+    def is_settled() -> bool:
         if link.failure is not None:
             raise link.failure
-        if time.monotonic() > deadline:
-            raise BrokerError(
-                f"the merger did not answer for {SETTLE_SECONDS:g} s", "See its output above.", code="bench.timeout"
-            )
-        time.sleep(POLL_SECONDS)
+        return not _has_work(link)
+
+    wait_until(is_settled, "answer of the merger", SETTLE_SECONDS, POLL_SECONDS)
 
 
 def _has_work(link: Link) -> bool:
@@ -232,14 +221,6 @@ def _is_busy(island: Island) -> bool:
     return _has_work(island.link) or island.ledger.staleness > 0 or bool(island.link.channels[0].inbox._arrivals)
 
 
-def _plain_turn(island: Island, steps: int) -> Turn:
-    """Make `steps` inner steps of the same island without using the link."""
-    island.inner, turn = plain(
-        island.steps, island.inner, island.batches.next, steps, island.scan_steps, island.placement
-    )
-    return turn
-
-
 def plain(
     steps: InnerSteps,
     state: InnerState,
@@ -247,7 +228,7 @@ def plain(
     count: int,
     scan_steps: int,
     placement: Placement | None = None,
-) -> tuple[InnerState, Turn]:
+) -> tuple[InnerState, TimedTurn]:
     """Train `count` steps and do nothing else. One call of `steps` is in flight, as in an island.
 
     Args:
@@ -275,12 +256,12 @@ def plain(
             in_flight.block_until_ready()
         in_flight = losses_n
     jax.block_until_ready(state)  # type: ignore[no-untyped-call]
-    return state, Turn(time.perf_counter() - began, time.process_time() - cpu, peak_bytes(os.getpid()))
+    return state, TimedTurn(time.perf_counter() - began, time.process_time() - cpu, peak_bytes(os.getpid()))
 
 
 def train_only(pipe: Connection, url: str, cores: set[int], scan_steps: int, count: int) -> None:
     """Train the same in a process that loads an island's code but syncs nothing. Send its turn."""
-    keep_to(cores)
+    os.sched_setaffinity(0, cores)
     return_freed_memory()
     from archipelago.islands.models.registry import build
     from archipelago.islands.tasks.batches import TaskRun
@@ -322,3 +303,54 @@ def timed(seconds: list[float]) -> Iterator[None]:
     began = time.perf_counter()
     yield
     seconds.append(time.perf_counter() - began)
+
+
+# -- a user's own loop -------------------------------------------------------------------------------------------------
+
+
+class LoopFound(NamedTuple):
+    """Seconds in a user's own loop: of steps, of calls of `sync` without an event, and of sending and adopting all."""
+
+    steps: list[float]
+    calls: list[float]
+    send: list[float]
+    adopt: list[float]
+
+
+def sync_own_loop(pipe: Connection, url: str, config: RunConfig) -> None:
+    """Join a run as a user's script does, call `sync` after its training steps, and send a `LoopFound`.
+
+    No merger serves, and no round is due before the measurement ends: nothing happens in a call. Then one fragment,
+    which holds the whole model, is sent and adopted several times.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from archipelago.islands.inner import begin, compile_steps
+    from archipelago.islands.models.registry import build
+    from archipelago.islands.own_loop.creation import create
+    from archipelago.islands.own_loop.joining import join
+
+    model, found = build(config.model), LoopFound([], [], [], [])
+    params, steps = model.init(config.seed), compile_steps(model, config.inner)
+    batch = jnp.zeros((1, config.data.batch_size, config.data.sequence_length + 1), jnp.uint8)
+    create(url, JOINED_RUN, params, sync=SyncConfig(interval=1 << 20, fragments=1), steps=1 << 20)
+    with join(url, JOINED_RUN, params, island=INCARNATION) as run:
+        state, _ = steps(begin(config.inner, jax.tree.map(jnp.copy, run.params)), batch, jnp.int32(0))
+        for _ in range(LOOP_STEPS):
+            with timed(found.steps):
+                state, _ = steps(state, batch, jnp.int32(0))
+                jax.block_until_ready(state)  # type: ignore[no-untyped-call]
+            for _ in range(LOOP_CALLS):
+                with timed(found.calls):
+                    run.sync(state.params, tokens=config.tokens_per_step, loss=1.0)
+        replica, named = run._replica, dict(state.params)
+        assert replica is not None  # noqa: S101 - the run is joined
+        new_N = np.concatenate([np.asarray(x).reshape(-1) for x in replica.references[0].values()])
+        for _ in range(TRANSFERS):
+            with timed(found.send):
+                jax.block_until_ready(replica.measure(0, named))  # type: ignore[no-untyped-call]
+            with timed(found.adopt):
+                named = dict(replica.adopt(0, named, new_N))
+                jax.block_until_ready(named)  # type: ignore[no-untyped-call]
+    pipe.send(found)

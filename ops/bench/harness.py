@@ -1,6 +1,7 @@
-"""Tools to measure processes: a child behind a pipe, its memory, processor time and cores, and the time of functions.
+"""The harness of measurements: processes behind pipes, what they take, and a run of their own.
 
-Memory is the resident set as Linux counts it, which includes file pages.
+Memory is the resident set as Linux counts it, which includes file pages. Islands of a measurement that train nothing
+send the messages at the end of this module.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import importlib
 import multiprocessing
 import os
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,14 +25,22 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import ArchipelagoError, BrokerError, ConfigError
+from archipelago.broker.manifest import Corpus, Manifest, Tensor
+from archipelago.broker.messages import Contribution, Heartbeat, Snapshot
+from archipelago.broker.process import keep_freed_memory
+from archipelago.broker.redis.transport import connect
+from archipelago.broker.wire import digest
+from archipelago.ops.launch.embedded_redis import Server, start_server
+from archipelago.ops.launch.supervisor import thread_environment
 
 _SPAWN = multiprocessing.get_context("spawn")
 POLL_SECONDS = 0.001
 
 
 @dataclass(frozen=True)
-class Child:
+class MeasuredProcess:
     """A process that works until this one closes its pipe."""
 
     pipe: Connection
@@ -62,14 +72,14 @@ class Child:
 
 
 @contextlib.contextmanager
-def child(work: Callable[..., None], *arguments: Any) -> Iterator[Child]:
+def child(work: Callable[..., None], *arguments: Any) -> Iterator[MeasuredProcess]:
     """Run `work(pipe, *arguments)` in a new process, and kill that process at the end of the block."""
     parent_end, child_end = _SPAWN.Pipe()
     process = _SPAWN.Process(target=_work, args=(work, child_end, *arguments), daemon=True)
     process.start()
     child_end.close()
     try:
-        yield Child(parent_end, process.pid or 0)
+        yield MeasuredProcess(parent_end, process.pid or 0)
     finally:
         process.kill()
         process.join()
@@ -119,18 +129,13 @@ def cpu_seconds(pid: int) -> float:
         return float(times.user + times.system)
 
 
-def available_bytes() -> int:
-    """Return how much memory the machine can still give without swapping."""
-    return int(psutil.virtual_memory().available)
-
-
 @contextlib.contextmanager
 def _alive(pid: int) -> Iterator[None]:
     """Raise BrokerError if the block finds that the process has ended. A dead one has no memory."""
     try:
         yield
     except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError, IndexError):
-        raise BrokerError(f"process {pid} has ended", "See its output above.", code="bench.process-gone") from None
+        raise BrokerError(f"process {pid} has ended", "See its output above.", code="bench.process-failed") from None
 
 
 def forget_peak() -> None:
@@ -149,11 +154,6 @@ def halves_of_the_cores() -> tuple[set[int], set[int]]:
     cores = sorted(os.sched_getaffinity(0))
     half = len(cores) // 2
     return (set(cores[half:]), set(cores[:half])) if half else (set(cores), set(cores))
-
-
-def keep_to(cores: set[int], pid: int = 0) -> None:
-    """Restrict a process (by default this one) and its future threads to these cores."""
-    os.sched_setaffinity(pid, cores)
 
 
 # -- where the time of a sync goes ------------------------------------------------------------------------------------
@@ -241,3 +241,94 @@ class Pieces:
                 self._local.inner = Spent(0, outer.seconds + taken.seconds, outer.cpu_seconds + taken.cpu_seconds)
 
         return timed
+
+
+# -- a run -------------------------------------------------------------------------------------------------------------
+
+#: The incarnation of all islands of a measurement.
+INCARNATION = "bench"
+CORPUS_BYTES = 1 << 22
+
+
+@contextlib.contextmanager
+def own_redis(*, append_only: bool = True) -> Iterator[Server]:
+    """Start a Redis as `archipelago up` does, in a temporary folder."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        start_server(Path(folder) / "redis", append_only=append_only) as server,
+    ):
+        yield server
+
+
+def serve_merger(
+    pipe: Connection,
+    url: str,
+    run: str,
+    cores: Collection[int] = (),
+    processes: int = 1,
+    threads: int = 0,
+    counts_pieces: bool = False,
+) -> None:
+    """The merger's process: say "ready", serve until it is killed, and answer any message with the time of its pieces.
+
+    Args:
+        pipe: The connection to the parent.
+        url: The Redis.
+        run: The name of the run, which exists.
+        cores: The only cores to use; empty for all.
+        processes: The processes that share these cores.
+        threads: The threads that change spectra; 0 for the default.
+        counts_pieces: Whether to count the time of the pieces of a merge.
+    """
+    if cores:
+        os.sched_setaffinity(0, set(cores))
+    os.environ |= {"JAX_PLATFORMS": "cpu", **thread_environment(processes)}  # before JAX looks at its devices
+    keep_freed_memory()
+
+    from archipelago.merger.beside import in_background
+    from archipelago.merger.service import Merger
+    from archipelago.merger.serving import serve
+    from archipelago.merger.standby import has_ended_here, merger_name
+
+    pieces = Pieces(OF_MERGER if counts_pieces else {})
+    merger = Merger(
+        connect(url, run), holder=merger_name(), threads=threads, is_gone=has_ended_here, beside=in_background
+    )
+    pipe.send("ready")
+
+    def stopped() -> bool:
+        if pipe.poll():
+            pipe.recv()
+            pipe.send(pieces.spent())
+        return False
+
+    serve(merger, stopped)
+
+
+def manifest_of(run: str, config: RunConfig, tensors: Sequence[Tensor], fragments: Sequence[Sequence[str]]) -> Manifest:
+    """Return the manifest of a run without a corpus."""
+    corpus = Corpus("none", "0" * 32, CORPUS_BYTES)
+    return Manifest(run, config, tuple(tensors), tuple(map(tuple, fragments)), corpus, {})
+
+
+def first_version(fragment: int, payload: bytes, codec: str = "float32") -> tuple[Snapshot, bytes]:
+    """Return version 0 of a fragment, with its payload."""
+    return Snapshot(0, fragment, 0, 0, codec, len(payload), digest(payload), merged=""), payload
+
+
+def contribution_of(island: str, payload: bytes = b"", codec: str = "int4") -> Contribution:
+    """Return the header of an island's contribution of one step to the first round."""
+    return Contribution(
+        island=island, incarnation=INCARNATION, sequence=0, round=1, fragment=0, base=0, tokens=1, steps=1,
+        global_step=0, loss=1.0, step_seconds=1.0, farewell=False, codec=codec, bytes=len(payload),
+        digest=digest(payload),
+    )  # fmt: skip
+
+
+def heartbeat_of(island: str) -> Heartbeat:
+    """Return the heartbeat of an island that trains and has made no step yet."""
+    return Heartbeat(
+        island=island, incarnation=INCARNATION, state="training", host="bench", pid=os.getpid(), device="none",
+        steps=0, global_step=0, tokens=0, tokens_per_second=1.0, step_seconds=0.1, loss=2.0, staleness=0.0, backlog=0,
+        sent=0, refused=0, last_refusal="", bytes_up=0, bytes_down=0, link="ok",
+    )  # fmt: skip
