@@ -1,23 +1,15 @@
-"""`archipelago replay RUN`: merge the rounds of a recorded run again, without Redis and without clocks.
-
-By the run's own rules, the result has the same bits. By other rules, it shows what these would have made of the same
-contributions.
-"""
+"""`archipelago replay RUN`: merge the rounds of a recorded run again to the same bits, without Redis and clocks."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import tyro
 
-from archipelago.broker.commits import Delivery
-from archipelago.broker.config import RunConfig, checked, differences
-from archipelago.broker.errors import ArchipelagoError, ConfigError
+from archipelago.broker.errors import ConfigError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import TapeEntry
 from archipelago.broker.observe.progress import progress
@@ -27,15 +19,12 @@ from archipelago.merger import record as records
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.settings import say
 
-ALIASES = {"lr": "learning_rate"}
-#: The sections of the config that only the merger's rules read. Changing them leaves recorded contributions valid.
-WHAT_IF = ("merge", "outer")
 Part = TypeVar("Part")
 
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """Merge the rounds of a recorded run again, and compare every digest; or merge them by other rules.
+    """Merge the rounds of a recorded run again, and compare every digest.
 
     `up --record` and `init --record` keep records.
     """
@@ -45,40 +34,32 @@ class ReplayOptions:
     folder: Path = Path("runs")
     """The folder of the runs. The record is FOLDER/RUN/merger/record, and FOLDER/RUN/merger/shard-K/record for a
     further shard K."""
-    set: tuple[str, ...] = ()
-    """Apply other rules of the merger to the recorded contributions, such as outer.lr=0.5 merge.rest=average."""
     json: bool = False
     """Print one JSON object."""
 
 
 def main(options: ReplayOptions) -> int:
-    """Replay. Return 0 if nothing differs or other rules were requested, and 1 if something differs."""
+    """Replay. Return 0 if nothing differs, and 1 if something does."""
     with progress("reading the record"):
         recorded = read(options.folder / options.run / "merger")
-    manifest = recorded[0].manifest
-    if options.set:
-        manifest.require_own_code("Comparing other rules by their held-out loss")
-    config = with_settings(manifest.config, options.set)
     keep_compiled()
-    found = what_if(recorded, config, [_key(setting) for setting in options.set]) if options.set else repeat(recorded)
+    found = repeat(recorded)
     if options.json:
         print_json(found)
-    elif options.set:
-        _tell_what_if(found)
     else:
         _tell(found)
-    return 0 if found["same"] or options.set else 1
+    return 0 if found["same"] else 1
 
 
 class RecordedShard:
     """The merger's state in the record of a run, or of one of its shards, which advances round by round."""
 
-    def __init__(self, record: records.Record, config: RunConfig) -> None:
+    def __init__(self, record: records.Record) -> None:
         from archipelago.merger.round_merge import RoundMerge, new_state
         from archipelago.merger.state import RunState
 
         self.record = record
-        self.manifest = replace(record.manifest, config=config)
+        self.manifest = record.manifest
         self.rules = RoundMerge.of(self.manifest)
         self.state = RunState()
         vectors = [unpack(data, size) for (_, data), size in zip(record.beginning, self.manifest.sizes, strict=True)]
@@ -103,16 +84,6 @@ class RecordedShard:
         p = tape.fragment
         self.fragments[p] = replay_round(self.rules, self.state, self.fragments[p], tape, deliveries)
 
-    def merge_differently(self, tape: TapeEntry, deliveries: Sequence[Delivery], pinned: Collection[str]) -> None:
-        """Merge one round by other rules, and compare nothing. Steering applies, except to `pinned` settings."""
-        from archipelago.merger.replay import apply_steering, merge_recorded
-
-        p = tape.fragment
-        apply_steering(self.rules, self.state, tape, pinned)
-        merged, round_sum = merge_recorded(self.rules, self.state, self.fragments[p], tape, deliveries)
-        self.rules.advance(self.state, tape.round, tape.step, merged, round_sum)
-        self.fragments[p] = merged.state
-
     def digests(self) -> list[str]:
         """Return the digest of each fragment's parameters."""
         import numpy as np
@@ -132,7 +103,7 @@ def repeat(recorded: Sequence[records.Record]) -> dict[str, Any]:
     from archipelago.merger.replay import DifferenceError
 
     manifest = run_of(recorded)
-    shards = [RecordedShard(record, manifest.config) for record in recorded]
+    shards = [RecordedShard(record) for record in recorded]
     rounds = [shard.rounds() for shard in shards]
     count, contributions, found = sum(map(len, rounds)), 0, list[str]()
     with progress("repeating the rounds", count) as repeating:
@@ -161,57 +132,6 @@ def repeat(recorded: Sequence[records.Record]) -> dict[str, Any]:
     }
 
 
-def what_if(recorded: Sequence[records.Record], config: RunConfig, pinned: Collection[str] = ()) -> dict[str, Any]:
-    """Merge the recorded contributions by the rules of another config.
-
-    Args:
-        recorded: The record of each shard of the run.
-        config: The run's config with other rules for the merger.
-        pinned: Settings that keep the config's value where the run was steered.
-
-    Returns:
-        Plain data: the changes, and the held-out loss by both sets of rules.
-    """
-    from archipelago.merger.replay import DifferenceError
-
-    manifest = run_of(recorded)
-    shards = [RecordedShard(record, manifest.config) for record in recorded]
-    others = [RecordedShard(record, config) for record in recorded]
-    with progress("merging the rounds by both sets of rules", sum(len(each.rounds()) for each in shards)) as merging:
-        for shard, other in zip(shards, others, strict=True):
-            for tape, deliveries in shard.rounds():
-                try:
-                    shard.merge(tape, deliveries)
-                except DifferenceError as error:
-                    raise ArchipelagoError(
-                        f"the record does not replay: {error.what}",
-                        "Run `archipelago replay` on it without --set.",
-                        code="replay.difference",
-                    ) from None
-                other.merge_differently(tape, deliveries, pinned)
-                merging.done += 1
-    return {
-        "run": manifest.run,
-        "rounds": sum(shard.state.closed for shard in shards),
-        "changed": differences(manifest.config, config),
-        "bits_per_byte_recorded": bits_per_byte(manifest, shards),
-        "bits_per_byte_what_if": bits_per_byte(manifest, others),
-        "same": [shard.digests() for shard in shards] == [other.digests() for other in others],
-    }
-
-
-def bits_per_byte(manifest: Manifest, shards: Sequence[RecordedShard]) -> float:
-    """Return the held-out loss of the run's present parameters."""
-    import numpy as np
-
-    from archipelago.islands.data.corpus import open_corpus
-    from archipelago.islands.evaluation import assemble, compile_validation
-
-    measure = compile_validation(manifest.config, open_corpus(manifest.config.data.corpus))
-    vectors = [[np.asarray(fragment.published_N) for fragment in shard.fragments] for shard in shards]
-    return measure(assemble(manifest, in_order(manifest, vectors)))
-
-
 def run_of(recorded: Sequence[records.Record]) -> Manifest:
     """Return the manifest of the run whose shards these are."""
     first = recorded[0].manifest
@@ -232,40 +152,6 @@ def read(folder: Path) -> list[records.Record]:
     return [first, *(records.read(part.recorder.folder) for part in others)]
 
 
-def with_settings(config: RunConfig, settings: Sequence[str]) -> RunConfig:
-    """Return the config with some of the merger's rules changed.
-
-    Args:
-        config: The config of the run.
-        settings: Changes such as `outer.lr=0.5`.
-
-    Raises:
-        ConfigError: A change is not one of the merger's rules.
-    """
-    values = dataclasses.asdict(config)
-    for setting in settings:
-        _, equals, text = setting.partition("=")
-        section, _, name = _key(setting).partition(".")
-        if not equals or section not in WHAT_IF or name not in values[section]:
-            known = [f"{part}.{key}" for part in WHAT_IF for key in values[part]]
-            raise ConfigError(
-                f"--set {setting!r} names no rule of the merger",
-                f"Set one of {', '.join(known)}.",
-                code="replay.unknown-rule",
-            )
-        try:
-            values[section][name] = json.loads(text)
-        except ValueError:
-            values[section][name] = text
-    return checked(values, "--set")
-
-
-def _key(setting: str) -> str:
-    """Return the section and the name in `section.name=value`, as the config spells them."""
-    section, _, name = setting.partition("=")[0].strip().partition(".")
-    return f"{section}.{ALIASES.get(name, name.replace('-', '_'))}"
-
-
 def _tell(found: Mapping[str, Any]) -> None:
     say(f"run {found['run']!r}: {found['rounds']} of {found['rounds_recorded']} rounds repeated, with "
         f"{found['contributions']} contributions")  # fmt: skip
@@ -273,12 +159,3 @@ def _tell(found: Mapping[str, Any]) -> None:
         same = "same" if fragment["digest"] == fragment["recorded"] else f"recorded {fragment['recorded'] or 'nothing'}"
         say(f"  fragment {fragment['fragment']}: {fragment['digest']}  {same}")
     say(f"first difference: {found['first_difference']}" if found["first_difference"] else "no bit differs")
-
-
-def _tell_what_if(found: Mapping[str, Any]) -> None:
-    say(f"run {found['run']!r}: {found['rounds']} rounds with their recorded contributions")
-    for change in found["changed"]:
-        say(f"  {change}")
-    say(f"held-out bits per byte: {found['bits_per_byte_recorded']:.4f} as recorded, "
-        f"{found['bits_per_byte_what_if']:.4f} by these rules")  # fmt: skip
-    say("The islands trained from the parameters published then. The more the rules differ, the less this means.")

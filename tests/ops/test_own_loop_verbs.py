@@ -78,8 +78,6 @@ def test_replay_merges_the_run_of_a_script_exactly(served: Served, capsys: pytes
     assert found["same"]
     assert found["rounds"] == served.run.merger.state.closed >= 4
     assert replay(ReplayOptions("own")) == 0
-    with failing(ConfigError, "model.own"):
-        replay(ReplayOptions("own", set=("outer.lr=0.5",)))
 
 
 def test_status_doctor_and_steer_work(served: Served, capsys: pytest.CaptureFixture[str]) -> None:

@@ -117,16 +117,3 @@ def test_a_record_without_its_steering_differs() -> None:
     found = replay.repeat([record])
     assert not found["same"]
     assert found["first_difference"]
-
-
-@pytest.mark.usefixtures("data")
-def test_other_rules_are_steered_except_for_the_settings_that_they_name(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(replay, "bits_per_byte", lambda manifest, shards: 0.0)
-    record = records.read(RECORD)
-    assert replay.what_if([record], CONFIG)["same"], "the run's own rate, with its steering"
-    assert replay.main(replay.ReplayOptions("taped", set=("outer.lr=0.7",), json=True)) == 0
-    all_the_time = json.loads(capsys.readouterr().out)
-    assert not all_the_time["same"], "the run's own rate without its steering"
-    assert all_the_time["rounds"] == len(record.rounds)
