@@ -24,7 +24,7 @@ from archipelago.broker.invitation import ADMIN, Invitation, Role
 from archipelago.broker.manifest import NO_CORPUS, Manifest, balanced, installed_versions
 from archipelago.broker.presence import Presence
 from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, invitation_at, keep_compiled, print_json
-from archipelago.broker.redis.checkup import Bandwidth, NodeFacts, RedisCheckup
+from archipelago.broker.redis.checkup import Bandwidth, RedisCheckup
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.shards.reader import numbered
 from archipelago.ops.watch.doctor import checks
@@ -130,11 +130,12 @@ def check_server(url: str, run: str | None, seconds: float, invited: Invitation 
     try:
         transport = _check_run(transport, url, run, found)
         role, name = _check_members(transport, found) if found.manifest else (None, NO_RUN)
-        here, *elsewhere = _shards_by_server(transport, found.manifest.shards if found.manifest else 1)
-        checkup = RedisCheckup(transport.connection, role=role, name=name, shards=_numbers(here))
-        _check_link(checkup, seconds, found, len(here))
-        for mine in elsewhere:
-            _check_other_server(mine, role, name, found)
+        for mine in _shards_by_server(transport, found.manifest.shards if found.manifest else 1):
+            numbers = [shard.connection.shard or 0 for shard in mine]
+            checkup = RedisCheckup(mine[0].connection, role=role, name=name, shards=numbers)
+            if mine[0] is transport:
+                _check_link(checkup, seconds, found)
+            _check_one(checkup, numbers, found, is_first=mine[0] is transport)
     except BrokerError as error:
         found.findings.append(problem("reach.failed", error.what, error.remedy))
     finally:
@@ -198,40 +199,33 @@ def _shards_by_server(transport: RedisTransport, shards: int) -> list[list[Redis
     return list(out.values())
 
 
-def _numbers(shards: Sequence[RedisTransport]) -> list[int]:
-    return [shard.connection.shard or 0 for shard in shards]
-
-
-def _check_other_server(shards: Sequence[RedisTransport], role: Role | None, name: str, found: CheckedServer) -> None:
-    """Check a server that holds shards of the run, but not the first. What is well there is not told."""
-    numbers = _numbers(shards)
-    checkup = RedisCheckup(shards[0].connection, role=role, name=name, shards=numbers)
-    _, nodes = checkup.servers()
-    node = next((each for each in nodes if each.is_holder), NodeFacts("that has no address"))
-    judged = checks.server_checks(checkup.facts(), node.host, has_tls=checkup.has_tls, role=role, shards=len(shards))
-    found.findings.append(ok("shards", f"The server {node.where} holds {numbered('shard', numbers)} of the run."))
-    found.findings += [
-        dataclasses.replace(each, what=f"The server of {numbered('shard', numbers)}: {each.what}")
-        for each in judged
-        if each.level != "ok"
-    ]
-
-
-def _check_link(checkup: RedisCheckup, seconds: float, found: CheckedServer, shards: int) -> None:
+def _check_link(checkup: RedisCheckup, seconds: float, found: CheckedServer) -> None:
     samples = checkup.round_trips(seconds * PING_SHARE, PINGS)
     found.round_trip_seconds = statistics.median(samples)
     found.findings.append(doctor_site.latency(samples))
-    facts = checkup.facts()
     if seconds and checkup.may_write:
         try:
             found.link = checkup.bandwidth(seconds * (1 - PING_SHARE) / 2, found.round_trip_seconds)
         except BrokerError as error:
             found.link = Bandwidth(why_not=error.what)
         found.findings.append(doctor_site.bandwidth(found.link))
-    kind, nodes = checkup.servers()
-    host = next((node.host for node in nodes if node.is_holder), str(checkup.options.get("host", "")))
-    found.findings += checks.server_checks(facts, host, has_tls=checkup.has_tls, role=checkup.role, shards=shards)
-    found.findings += checks.topology(kind, nodes, facts.settings.get("min-replicas-to-write", ""))
+
+
+def _check_one(checkup: RedisCheckup, shards: Sequence[int], found: CheckedServer, *, is_first: bool) -> None:
+    """Check a server that holds shards of the run. If it does not hold the first, what is well there is not told."""
+    facts, (kind, nodes) = checkup.facts(), checkup.servers()
+    node = next((node for node in nodes if node.is_holder), None)
+    host = node.host if node else str(checkup.options.get("host", ""))
+    judged = checks.server_checks(facts, host, has_tls=checkup.has_tls, role=checkup.role, shards=len(shards))
+    if is_first:
+        found.findings += judged
+        found.findings += checks.topology(kind, nodes, facts.settings.get("min-replicas-to-write", ""))
+        return
+    which = numbered("shard", shards)
+    found.findings.append(ok("shards", f"The server {node.where if node else host} holds {which} of the run."))
+    found.findings += [
+        dataclasses.replace(each, what=f"The server of {which}: {each.what}") for each in judged if each.level != "ok"
+    ]
 
 
 def check_machine(site: doctor_site.Site, folder: Path, config: RunConfig, server: CheckedServer) -> list[Finding]:
