@@ -28,7 +28,8 @@ import psutil
 from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import ArchipelagoError, BrokerError, ConfigError
 from archipelago.broker.manifest import Corpus, Manifest, Tensor
-from archipelago.broker.messages import Contribution, Heartbeat, Snapshot
+from archipelago.broker.messages import Contribution, Snapshot
+from archipelago.broker.presence import Heartbeat
 from archipelago.broker.process import keep_freed_memory
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.wire import digest

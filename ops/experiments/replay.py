@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeVar
 
 import tyro
 
+from archipelago.broker.commits import Delivery
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import TapeEntry
