@@ -135,9 +135,9 @@ def two_islands(config: SyncConfig, size: Size, proxied: bool = False) -> Iterat
             address, port = urlsplit(server.url), held.enter_context(proxy).port
             return address._replace(netloc=f":{address.password or ''}@{LOOPBACK}:{port}").geturl()
 
-        proxy = Proxy(LOOPBACK, server.port) if proxied else None
+        proxy = Proxy(server.port) if proxied else None
         delay_seconds = size.merger_rtt_ms / 2e3
-        of_merger = through(Proxy(LOOPBACK, server.port, delay_seconds=delay_seconds)) if delay_seconds else server.url
+        of_merger = through(Proxy(server.port, delay_seconds=delay_seconds)) if delay_seconds else server.url
         urls = [server.url, through(proxy) if proxy else server.url]
         # While the merger works, the islands wait, so its spectra may use all cores.
         merger = held.enter_context(child(serve_merger, of_merger, RUN, (), PROCESSES, usable_cores(), size.pieces))

@@ -14,7 +14,6 @@ import asyncio
 import dataclasses
 import json
 import statistics
-import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -23,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from archipelago.ops.chaos.injection import FaultInjector, Worker
-from archipelago.ops.chaos.processes import Plan, await_ready
-from archipelago.ops.chaos.proxy import LOOPBACK, Proxy
-from archipelago.ops.chaos.report.goodput import MethodFigures, pauses
+from archipelago.ops.chaos.figures import MethodFigures, pauses
+from archipelago.ops.chaos.injection import FaultInjector, FaultTarget
+from archipelago.ops.chaos.processes import StormPlan, await_ready
+from archipelago.ops.chaos.proxy import LOOPBACK, LoopServer, Proxy
 from archipelago.ops.chaos.schedule import ON_LINKS, Fault
 from archipelago.ops.launch.init import require_usable
 from archipelago.ops.launch.supervisor import Child, thread_environment
@@ -54,19 +53,9 @@ class GroupProgress:
     made: list[float] = field(default_factory=list)
     lost: list[float] = field(default_factory=list)
 
-    def commit(self, saved: int, now: float) -> None:
-        """Count the next step, for which the gradients of all workers have arrived."""
-        self.step, self.saved = self.step + 1, saved
-        self.made.append(now)
 
-    def roll_back(self, now: float) -> None:
-        """Return to the last checkpoint."""
-        self.step = self.saved
-        self.lost.append(now)
-
-
-class Hub:
-    """The exchange of a process group. It runs on an event loop in its own thread.
+class Hub(LoopServer):
+    """The exchange of a process group.
 
     A worker connects and sends its name. Once all are connected, each receives the step of the checkpoint to load.
     Then each sends the step of its last checkpoint and its gradient, and receives the mean of all gradients, again and
@@ -81,28 +70,16 @@ class Hub:
     """
 
     def __init__(self, names: Sequence[str], progress: GroupProgress) -> None:
+        super().__init__("hub")
         self._names, self._progress = tuple(names), progress
         self._members: dict[str, Member] = {}
         self._idle = asyncio.Event()  # no exchange runs
         self._idle.set()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="hub", daemon=True)
         self.port = 0
 
-    def __enter__(self) -> Hub:
-        self._thread.start()
-        self._server = self._call(asyncio.start_server(self._serve, LOOPBACK, 0))
+    async def _begin(self) -> None:
+        self._server = await asyncio.start_server(self._serve, LOOPBACK, 0)
         self.port = self._server.sockets[0].getsockname()[1]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._call(self._end())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def _call(self, what: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(what, self._loop).result()
 
     async def _end(self) -> None:
         self._server.close()
@@ -130,24 +107,21 @@ class Hub:
 
     async def _exchange(self, members: Mapping[str, Member]) -> None:
         self._idle.clear()
+        progress = self._progress
         try:
-            await self._send(members, b"%d\n" % self._progress.saved)
+            await _send(members, b"%d\n" % progress.saved)
             while True:
                 saved, gradients = zip(*await _all(_receive(reader) for reader, _ in members.values()), strict=True)
                 mean_N = np.mean(gradients, axis=0, dtype=np.float32)
-                self._progress.commit(saved[0], time.monotonic())
-                await self._send(members, mean_N.tobytes())
+                progress.step, progress.saved = progress.step + 1, saved[0]
+                progress.made.append(time.monotonic())
+                await _send(members, mean_N.tobytes())
         except* (OSError, asyncio.IncompleteReadError):
-            self._progress.roll_back(time.monotonic())
+            progress.step = progress.saved  # All return to the last checkpoint.
+            progress.lost.append(time.monotonic())
         finally:
             self._drop(members)
             self._idle.set()
-
-    @staticmethod
-    async def _send(members: Mapping[str, Member], message: bytes) -> None:
-        for _, writer in members.values():
-            writer.write(message)
-        await _all(writer.drain() for _, writer in members.values())
 
     def _drop(self, members: Mapping[str, Member]) -> None:
         for name, member in list(members.items()):
@@ -160,6 +134,12 @@ async def _receive(reader: asyncio.StreamReader) -> tuple[int, Any]:
     """Return the step of a worker's last checkpoint, and its gradient: float32 [N]."""
     saved, count = map(int, (await reader.readuntil()).split())
     return saved, np.frombuffer(await reader.readexactly(count), np.float32)
+
+
+async def _send(members: Mapping[str, Member], message: bytes) -> None:
+    for _, writer in members.values():
+        writer.write(message)
+    await _all(writer.drain() for _, writer in members.values())
 
 
 async def _all(calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
@@ -177,33 +157,28 @@ def worker_faults(faults: Iterable[Fault], names: Sequence[str]) -> tuple[Fault,
     )
 
 
-class ProcessGroup(FaultInjector):
-    """The workers of the baseline, and the faults that are injected into them."""
-
-    def __init__(self, plan: Plan, faults: Sequence[Fault], stack: ExitStack) -> None:
-        super().__init__()
-        names = tuple(plan.step_seconds)
-        self.progress = GroupProgress()
-        hub = stack.enter_context(Hub(names, self.progress))
-        plan.folder.mkdir(parents=True)
-        settings = {
-            "config": plan.config.to_json(), "step_seconds": dict(plan.step_seconds),
-            "checkpoint_seconds": plan.checkpoint_seconds,
-        }  # fmt: skip
-        (plan.folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
-        linked = {fault.target for fault in faults if fault.kind in ON_LINKS}
-        self.workers = []
-        for name in names:
-            proxy = stack.enter_context(Proxy(LOOPBACK, hub.port)) if name in linked else None
-            argv = ["-m", "archipelago.ops.chaos.baseline_worker", str(plan.folder), name]
-            argv.append(str(proxy.port if proxy else hub.port))
-            child = Child(name, argv, thread_environment(len(names)), plan.folder / "logs" / f"{name}.log")
-            self.workers.append(Worker(child, proxy))
-        self.targets = {worker.name: worker for worker in self.workers}
-        stack.callback(self.end)
+def start_group(plan: StormPlan, faults: Sequence[Fault], hub: Hub, stack: ExitStack) -> FaultInjector:
+    """Start the workers of a process group. Return the injector of their faults."""
+    group, names = FaultInjector(), tuple(plan.step_seconds)
+    plan.folder.mkdir(parents=True)
+    settings = {
+        "config": plan.config.to_json(), "step_seconds": dict(plan.step_seconds),
+        "checkpoint_seconds": plan.checkpoint_seconds,
+    }  # fmt: skip
+    (plan.folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
+    linked = {fault.target for fault in faults if fault.kind in ON_LINKS}
+    stack.callback(group.end)
+    for name in names:
+        proxy = stack.enter_context(Proxy(hub.port)) if name in linked else None
+        port = str(proxy.port if proxy else hub.port)
+        argv = ["-m", "archipelago.ops.chaos.baseline_worker", str(plan.folder), name, port]
+        child = Child(name, argv, thread_environment(len(names)), plan.folder / "logs" / f"{name}.log")
+        group.targets[name] = FaultTarget(name, child, proxy)
+        group.start(group.targets[name])
+    return group
 
 
-def run_baseline(plan: Plan, stopped: Callable[[], bool]) -> MethodFigures:
+def run_baseline(plan: StormPlan, stopped: Callable[[], bool]) -> MethodFigures:
     """Train data-parallel under the faults of a storm, and return the figures.
 
     Args:
@@ -214,16 +189,15 @@ def run_baseline(plan: Plan, stopped: Callable[[], bool]) -> MethodFigures:
         ArchipelagoError: The workers do not begin to train, or a signal interrupted them.
     """
     config, _ = require_usable(plan.config)
-    faults = worker_faults(plan.faults, tuple(plan.step_seconds))
+    faults, progress = worker_faults(plan.faults, tuple(plan.step_seconds)), GroupProgress()
     with ExitStack() as stack:
-        group = ProcessGroup(dataclasses.replace(plan, config=config), faults, stack)
-        for worker in group.workers:
-            group.start(worker)
-        await_ready(group, group.workers, lambda _: group.progress.made)
-        first = group.progress.step
+        hub = stack.enter_context(Hub(tuple(plan.step_seconds), progress))
+        group = start_group(dataclasses.replace(plan, config=config), faults, hub, stack)
+        await_ready(group, dict.fromkeys(plan.step_seconds, lambda: progress.made))
+        first = progress.step
         begin, end = group.carry_out(faults, lambda begin: time.monotonic() >= begin + plan.seconds, stopped)
-        useful = group.progress.step - first
-    return summarise(group.progress, useful, begin, end, plan.step_seconds)
+        useful = progress.step - first
+    return summarise(progress, useful, begin, end, plan.step_seconds)
 
 
 def summarise(

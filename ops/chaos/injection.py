@@ -1,7 +1,4 @@
-"""Targets of faults, and the injector that kills, stops and restarts them and disturbs their links when that is due.
-
-Subclasses add the faults of disks and clocks.
-"""
+"""Targets of faults, and the injector that carries out a schedule: it begins each fault when due, and undoes it."""
 
 from __future__ import annotations
 
@@ -14,13 +11,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from archipelago.broker.errors import ArchipelagoError, ConfigError
+import psutil
+
+from archipelago.broker.errors import ArchipelagoError
 from archipelago.broker.files import write_atomically
 from archipelago.ops.chaos.proxy import Proxy
-from archipelago.ops.chaos.report.record import ProcessEvent
+from archipelago.ops.chaos.record import ProcessEvent
 from archipelago.ops.chaos.schedule import Fault
+from archipelago.ops.launch.embedded_redis import Server
 from archipelago.ops.launch.supervisor import Child
 from archipelago.ops.settings import say
 
@@ -33,61 +35,43 @@ FOLDERS = ("/usr/lib/*/faketime", "/usr/lib/faketime", "/usr/local/lib/faketime"
 REFRESH_SECONDS = 1
 
 
+@dataclass(eq=False)
 class FaultTarget:
     """A process that faults are injected into.
 
     Attributes:
         name: The name by which schedules refer to it.
+        process: An island, a merger or a worker of the baseline; or Redis, whose folder gives it the same data, port
+            and password at each start.
+        proxy: The proxy before Redis, if the link has faults.
+        clock: The time of day of the process, if that has faults.
+        own_files: The files and folders that the process writes for the storm and not for the run.
         started: How many times it was started.
         stopped: Whether SIGSTOP holds it.
         dead: Whether it has no running process.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.started = 0
-        self.stopped = False
-        self.dead = True
+    name: str
+    process: Child | Server
+    proxy: Proxy | None = None
+    clock: FakeClock | None = None
+    own_files: tuple[Path, ...] = ()
+    started: int = 0
+    stopped: bool = False
+    dead: bool = True
 
     @property
     def pid(self) -> int:
         """The process ID of the newest process."""
-        raise NotImplementedError
-
-    def start(self) -> None:
-        """Start a process."""
-        raise NotImplementedError
-
-    def alive(self) -> bool:
-        """Return whether its process runs. Reap a process that has ended."""
-        raise NotImplementedError
+        if isinstance(self.process, Server):
+            return self.process.pid
+        assert self.process.process is not None  # noqa: S101
+        return self.process.process.pid
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the process, if it still exists."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, number)
-
-
-class Worker(FaultTarget):
-    """An island or the merger, with a proxy before Redis if its link has faults."""
-
-    def __init__(self, child: Child, proxy: Proxy | None) -> None:
-        super().__init__(child.name)
-        self.child, self.proxy = child, proxy
-
-    @property
-    def pid(self) -> int:
-        """The process ID of the newest process."""
-        assert self.child.process is not None  # noqa: S101
-        return self.child.process.pid
-
-    def start(self) -> None:
-        """Start a process. Call this from the main thread."""
-        self.child.start()
-
-    def alive(self) -> bool:
-        """Return whether its process runs."""
-        return self.child.process is not None and self.child.process.poll() is None
 
 
 class FaultInjector:
@@ -119,7 +103,9 @@ class FaultInjector:
     def start(self, target: FaultTarget) -> None:
         """Start a target for the first time, or restart it."""
         self.note(target.name, "start")
-        target.start()
+        if isinstance(target.process, Server):
+            target.process.stop()  # This unlocks its folder.
+        target.process.start()
         target.dead, target.stopped, target.started = False, False, target.started + 1
 
     def carry_out(
@@ -155,28 +141,17 @@ class FaultInjector:
             heapq.heappop(self._due)[2]()
         while self._faults and self._faults[0][0] <= time.monotonic():
             fault = self._faults.popleft()[1]
-            self.inject(self.targets[fault.target], fault)
+            self._inject(self.targets[fault.target], fault)
         for target in self.targets.values():
-            if target.started and not target.dead and not target.alive():
+            if target.started and not target.dead and not target.process.alive():
                 target.dead = True
                 self.note(target.name, "died")
-                self._start_later(target, UNPLANNED_SECONDS)
+                self._call_later(UNPLANNED_SECONDS, self._starting(target))
 
     @property
     def is_busy(self) -> bool:
         """Return whether a fault is still scheduled or active."""
         return bool(self._faults or self._due) or any(target.dead or target.stopped for target in self.targets.values())
-
-    def inject(self, target: FaultTarget, fault: Fault) -> None:
-        """Inject a fault now. Subclasses handle the other kinds."""
-        match fault.kind:
-            case "kill":
-                self._kill(target, fault)
-            case "stop":
-                self._stop(target, fault)
-            case _:
-                assert isinstance(target, Worker)  # noqa: S101
-                self._disturb_link(target, fault)
 
     def end_faults(self) -> None:
         """Drop the faults that are still scheduled, and undo the active ones now."""
@@ -184,77 +159,106 @@ class FaultInjector:
         while self._due:
             heapq.heappop(self._due)[2]()
 
-    def call_later(self, seconds: float, action: Callable[[], None]) -> None:
+    def end(self) -> None:
+        """End all processes but Redis. Continue stopped processes, so that they can end."""
+        for target in self.targets.values():
+            if target.started and target.process.alive():
+                target.signal(signal.SIGCONT)
+        for target in self.targets.values():
+            if isinstance(target.process, Child):
+                target.process.stop(5.0)
+
+    def _call_later(self, seconds: float, action: Callable[[], None]) -> None:
         """Call `action` after `seconds`, or earlier when the faults end."""
         heapq.heappush(self._due, (time.monotonic() + seconds, next(self._count), action))
 
-    def _kill(self, target: FaultTarget, fault: Fault) -> None:
-        if target.dead:
-            self.note(target.name, "spared", "kill: it is dead")
+    def _inject(self, target: FaultTarget, fault: Fault) -> None:
+        """Begin a fault now, and undo it after its time. A dead process is spared."""
+        if fault.kind in ("kill", "stop", "disk") and (target.dead or (fault.kind == "stop" and target.stopped)):
+            self.note(target.name, "spared", f"{fault.kind}: it is dead or stopped")
             return
-        self.note(target.name, "kill")
-        target.signal(signal.SIGKILL)
-        target.dead = True
-        while target.alive():  # The next process needs its name and folder, so we wait until it is reaped.
-            time.sleep(0.001)
-        self._start_later(target, fault.seconds)
+        self.note(target.name, fault.kind, f"{fault.value:g}" if fault.value else "")
+        if (undo := self._begin(target, fault)) is not None:
+            self._call_later(fault.seconds, undo)
 
-    def _start_later(self, target: FaultTarget, seconds: float) -> None:
+    def _begin(self, target: FaultTarget, fault: Fault) -> Callable[[], None] | None:
+        """Begin a fault. Return the function that undoes it; None for a fault that has no end."""
+        match fault.kind:
+            case "kill":
+                target.signal(signal.SIGKILL)
+                target.dead = True
+                while target.process.alive():  # The next process needs its name and folder.
+                    time.sleep(0.001)
+                return self._starting(target)
+            case "stop":
+                target.signal(signal.SIGSTOP)
+                target.stopped = True
+                return self._of_process(target, "continue", lambda: _continue(target))
+            case "disk":
+                _limit_files(target, int(fault.value))
+                return self._of_process(target, "disk over", lambda: _limit_files(target, None))
+            case "clock":
+                assert target.clock is not None  # noqa: S101
+                target.clock.jump(fault.value)
+                undo: Callable[[], None] | None = partial(target.clock.jump, 0.0)
+            case _:
+                assert target.proxy is not None  # noqa: S101
+                undo = _disturb(target.proxy, fault)
+        if undo is None:
+            return None
+
+        def end() -> None:
+            undo()
+            self.note(target.name, f"{fault.kind} over")
+
+        return end
+
+    def _starting(self, target: FaultTarget) -> Callable[[], None]:
+        """Return the function that starts a dead target again, unless another start has come before it."""
         started = target.started
 
         def start_again() -> None:
             if target.dead and target.started == started:
                 self.start(target)
 
-        self.call_later(seconds, start_again)
+        return start_again
 
-    def _stop(self, target: FaultTarget, fault: Fault) -> None:
-        if target.dead or target.stopped:
-            self.note(target.name, "spared", "stop: it is dead or stopped")
-            return
-        self.note(target.name, "stop")
-        target.signal(signal.SIGSTOP)
-        target.stopped = True
+    def _of_process(self, target: FaultTarget, what: str, undo: Callable[[], None]) -> Callable[[], None]:
+        """Return a function that undoes a fault which ends with the process, and notes `what`."""
         started = target.started
-        self.call_later(fault.seconds, lambda: self._continue(target, started))
-
-    def _continue(self, target: FaultTarget, started: int) -> None:
-        if target.stopped and not target.dead and target.started == started:
-            target.signal(signal.SIGCONT)
-            target.stopped = False
-            self.note(target.name, "continue")
-
-    def _disturb_link(self, worker: Worker, fault: Fault) -> None:
-        assert worker.proxy is not None  # noqa: S101
-        self.note(worker.name, fault.kind, f"{fault.value:g}" if fault.value else "")
-        undo = _disturb(worker.proxy, fault)
-        if undo is None:
-            return
 
         def end() -> None:
-            undo()
-            self.note(worker.name, f"{fault.kind} over")
+            if not target.dead and target.started == started:
+                undo()
+                self.note(target.name, what)
 
-        self.call_later(fault.seconds, end)
+        return end
 
-    def end(self) -> None:
-        """End all workers. Continue stopped processes, so that they can end."""
-        for target in self.targets.values():
-            if target.started and target.alive():
-                target.signal(signal.SIGCONT)
-        for target in self.targets.values():
-            if isinstance(target, Worker):
-                target.child.stop(5.0)
+
+def _continue(target: FaultTarget) -> None:
+    target.signal(signal.SIGCONT)
+    target.stopped = False
+
+
+def _limit_files(target: FaultTarget, room: int | None) -> None:
+    """Limit the size of a target's files, which stands in for a full disk: writes fail with EFBIG, not ENOSPC.
+
+    `room` bytes fit into each file, beyond the largest of the target's own. None restores the limit that the process
+    started with.
+    """
+    with suppress(psutil.NoSuchProcess):  # It may have ended just now.
+        process = psutil.Process(target.pid)
+        _, hard = process.rlimit(psutil.RLIMIT_FSIZE)
+        own = [file for path in target.own_files for file in (path, *path.rglob("*")) if file.is_file()]
+        limit = hard if room is None else room + max((file.stat().st_size for file in own), default=0)
+        process.rlimit(psutil.RLIMIT_FSIZE, (limit, hard))
 
 
 def _disturb(proxy: Proxy, fault: Fault) -> Callable[[], None] | None:
     """Disturb a link. Return the function that undoes it; None for a fault that has no end."""
     match fault.kind:
-        case "partition":
-            proxy.cut()
-            return proxy.heal
-        case "reset":
-            proxy.cut(reset=True)
+        case "partition" | "reset":
+            proxy.cut(reset=fault.kind == "reset")
             return proxy.heal
         case "throttle":
             proxy.set_rates(fault.value, fault.value)
@@ -272,35 +276,21 @@ def library() -> Path | None:
     return next((path for folder in FOLDERS for path in Path("/").glob(f"{folder[1:]}/{LIBRARY}")), None)
 
 
-def require_library() -> Path:
-    """Return the path of libfaketime. Raise ConfigError if it is not installed."""
-    if (found := library()) is None:
-        raise ConfigError(
-            "the fault `clock` needs libfaketime, which is not installed here",
-            "Install it (Debian: `apt install libfaketime`), or leave `clock` out of --kinds.",
-            code="chaos.no-libfaketime",
-        )
-    return found
-
-
 class FakeClock:
     """The time of day of one program, which libfaketime shifts. Its monotonic clock, and so its intervals, stay right.
 
     Args:
         file: The file that holds the offset. It is created with an offset of zero.
-
-    Raises:
-        ConfigError: libfaketime is not installed.
     """
 
     def __init__(self, file: Path) -> None:
-        self._library, self._file = require_library(), file.absolute()
+        self._file = file.absolute()
         self.jump(0.0)
 
     def environment(self) -> dict[str, str]:
         """Return the environment variables that the program must be started with."""
         return {
-            "LD_PRELOAD": str(self._library),
+            "LD_PRELOAD": str(library()),
             "FAKETIME_TIMESTAMP_FILE": str(self._file),
             "FAKETIME_CACHE_DURATION": str(REFRESH_SECONDS),
             "FAKETIME_DONT_FAKE_MONOTONIC": "1",

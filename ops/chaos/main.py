@@ -21,13 +21,12 @@ from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.shards.layout import SHARDS_MAX
 from archipelago.ops.chaos import schedule as schedules
 from archipelago.ops.chaos.baseline import run_baseline
-from archipelago.ops.chaos.injection import require_library
-from archipelago.ops.chaos.processes import Plan
-from archipelago.ops.chaos.report.figures import Figures, figures
-from archipelago.ops.chaos.report.page import COLUMNS, PAGE, PICTURE, REPORT, comparison, headlines, write
-from archipelago.ops.chaos.report.record import StormRecord
+from archipelago.ops.chaos.figures import StormFigures, figures
+from archipelago.ops.chaos.injection import library
+from archipelago.ops.chaos.page import COLUMNS, PAGE, PICTURE, REPORT, comparison, headlines, write
+from archipelago.ops.chaos.processes import StormPlan, parse_script
+from archipelago.ops.chaos.record import StormRecord
 from archipelago.ops.chaos.schedule import REDIS, Fault, FaultRates, Kind, merger_names
-from archipelago.ops.chaos.script import parsed
 from archipelago.ops.chaos.storm import run_storm
 from archipelago.ops.launch.init import require_usable, workload_of
 from archipelago.ops.launch.standbys import require_standbys
@@ -102,10 +101,9 @@ class ChaosOptions:
 
 def main(options: ChaosOptions) -> int:
     """Run the storm. Return 0, or BROKEN if an invariant is broken."""
-    config, script = checked(options.settings), parsed(options.script)
+    config, script = checked(options.settings), parse_script(options.script)
     folder = options.folder / checked_name(options.run, "the run name")
     _require_sensible(options)
-    _require_own(options)
     faults = _faults(options)
     if script is None:
         keep_compiled()
@@ -119,37 +117,39 @@ def main(options: ChaosOptions) -> int:
 
 
 def _require_sensible(options: ChaosOptions) -> None:
+    """Raise ConfigError for values out of range (`chaos.bad-value`) and options that do not go together."""
     positive = ("seconds", "mean_seconds_between", "slow")
     for name in (*positive, "return_seconds", "every", "step_seconds", "checkpoint_every", "settle_seconds"):
         value = getattr(options, name)
         least = math.nextafter(0.0, 1.0) if name in positive else 0.0
         require_number(f"--{name.replace('_', '-')}", value, "Give a positive number.", least)
-    if not 1 <= options.islands <= 256:
-        raise ConfigError(f"--islands cannot be {options.islands}", "Choose 1 to 256.", code="config.value")
-    if not 1 <= options.shards <= SHARDS_MAX:
-        raise ConfigError(f"--shards cannot be {options.shards}", f"Choose 1 to {SHARDS_MAX}.", code="config.value")
+    for flag, count, most in (("--islands", options.islands, 256), ("--shards", options.shards, SHARDS_MAX)):
+        if not 1 <= count <= most:
+            raise _bad_value(flag, count, f"Choose 1 to {most}.")
     require_standbys(options.standbys)
-    for flag, is_set in (("--slow", options.slow != 1.0), ("--baseline", options.baseline)):
-        if is_set and not options.step_seconds:
-            raise ConfigError(
-                f"{flag} needs a step duration", "Give --step-seconds, such as 0.05.", code="chaos.no-step-seconds"
-            )
+    everything = [REDIS, *merger_names(options.shards), *_names(options)]
+    if unknown := set(options.spare) - set(everything):
+        raise _bad_value("--spare", min(unknown), f"Name some of {', '.join(everything)}.")
+    _require_compatible(options)
 
 
-def _require_own(options: ChaosOptions) -> None:
-    """Raise ConfigError (`chaos.conflict`) for an option that a user's script or task cannot have."""
-    baseline = {"--baseline": options.baseline}
-    not_of_scripts = {"--task": bool(options.task), "--standbys": options.standbys > 0, "--shards": options.shards > 1}
-    for own, is_own, others in (
-        ("--script", options.script, {**not_of_scripts, **baseline}),
-        ("--task", options.task, baseline),
+def _bad_value(flag: str, value: object, remedy: str) -> ConfigError:
+    return ConfigError(f"{flag} cannot be {value}", remedy, code="chaos.bad-value")
+
+
+def _require_compatible(options: ChaosOptions) -> None:
+    """Raise ConfigError (`chaos.conflict`) for options that do not go together."""
+    needs_steps = {"--slow": options.slow != 1.0, "--baseline": options.baseline}
+    needs_our_model = {"--baseline": options.baseline}
+    needs_our_loop = {"--task": bool(options.task), "--standbys": options.standbys > 0, "--shards": options.shards > 1}
+    for other, is_set, flags in (
+        ("--step-seconds 0", not options.step_seconds, needs_steps),
+        ("--script", bool(options.script), needs_our_loop | needs_our_model),
+        ("--task", bool(options.task), needs_our_model),
     ):
-        wrong = [flag for flag, is_set in others.items() if is_set]
-        if is_own and wrong:
+        if is_set and (wrong := [flag for flag, is_given in flags.items() if is_given]):
             raise ConfigError(
-                f"{wrong[0]} and {own} exclude each other: it needs our model or our loop",
-                "Leave one of them out.",
-                code="chaos.conflict",
+                f"{wrong[0]} and {other} exclude each other", "Leave one of them out.", code="chaos.conflict"
             )
 
 
@@ -169,33 +169,26 @@ def _names(options: ChaosOptions) -> list[str]:
 
 def _faults(options: ChaosOptions) -> list[Fault]:
     """Return the schedule. Raise ConfigError for a file that cannot be read, or a fault that this machine lacks."""
-    islands = _names(options)
-    everything = [REDIS, *merger_names(options.shards), *islands]
-    if unknown := set(options.spare) - set(everything):
-        raise ConfigError(
-            f"--spare cannot be {min(unknown)}", f"Name some of {', '.join(everything)}.", code="chaos.unknown-process"
-        )
+    everything = [REDIS, *merger_names(options.shards), *_names(options)]
     targets = [name for name in everything if name not in options.spare]
-    islands = [name for name in islands if name in targets]
+    islands = [name for name in _names(options) if name in targets]
     if options.schedule:
-        found = schedules.from_text(_read(options.schedule), everything)
+        found = schedules.from_file(options.schedule, everything)
     elif options.every and islands:
         found = schedules.periodic(options.every, islands, options.return_seconds, options.seconds, options.fault_seed)
     else:
         rates = FaultRates(options.mean_seconds_between, options.kinds, options.return_seconds)
         found = schedules.poisson(rates, targets, options.seconds, options.fault_seed)
-    if sys.platform != "linux" and any(fault.kind == "disk" for fault in found):
-        raise ConfigError("the fault `disk` needs Linux", "Leave `disk` out of --kinds.", code="chaos.no-disk-faults")
-    if any(fault.kind == "clock" for fault in found):
-        require_library()
+    kinds = {fault.kind for fault in found}
+    for kind, needed, is_there in (
+        ("disk", "Linux", sys.platform == "linux"),
+        ("clock", "libfaketime (Debian: `apt install libfaketime`)", library() is not None),
+    ):
+        if kind in kinds and not is_there:
+            raise ConfigError(
+                f"the fault `{kind}` needs {needed}", f"Leave `{kind}` out of --kinds.", code="chaos.no-such-fault"
+            )
     return found
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read ({error})", "Check the path.", code="chaos.unreadable-file") from None
 
 
 def _prepare_folder(folder: Path) -> None:
@@ -212,39 +205,35 @@ def _prepare_folder(folder: Path) -> None:
 
 def _storm(
     options: ChaosOptions, config: RunConfig, folder: Path, faults: Sequence[Fault], stopped: Callable[[], bool]
-) -> Figures:
+) -> StormFigures:
     """Run a storm and, as the options say, the same run without faults and the baseline. Write the report."""
     names = _names(options)
     step_seconds = dict.fromkeys(names, options.step_seconds)
     step_seconds[names[-1]] *= options.slow
     (folder / SCHEDULE).write_text(schedules.to_text(faults), encoding="utf-8")
     long = dataclasses.replace(config, inner=dataclasses.replace(config.inner, steps=_enough_steps(options, config)))
-    plan = Plan(
+    plan = StormPlan(
         folder.name, folder / "storm", long, step_seconds, options.seconds, tuple(faults), options.checkpoint_every,
-        options.settle_seconds, options.standbys, script=parsed(options.script), task=options.task,
+        options.settle_seconds, options.standbys, script=parse_script(options.script), task=options.task,
         shards=options.shards,
     )  # fmt: skip
     say(f"{len(names)} islands, {len(faults)} faults in {options.seconds:g} s, seed {options.fault_seed}; {folder}")
-    storm = run_storm(plan, stopped)
-    control = _control(plan, folder, storm, stopped) if options.undisturbed else None
+    command = " ".join(["archipelago", *sys.argv[1:]])
+    storm, control = run_storm(plan, stopped), None
+    if options.undisturbed:
+        say("the same run without faults, up to as many merged tokens, for comparison")
+        merged = storm.books.merged_tokens // storm.layout.count
+        calm = dataclasses.replace(plan, folder=folder / "undisturbed", faults=(), merged_tokens=merged, standbys=0)
+        control = figures(run_storm(calm, stopped))
     found = figures(storm, control)
-    write(folder, storm, found, _command())
+    write(folder, storm, found, command)
     if options.baseline:  # The report of the storm is already written, in case this fails.
         say("data-parallel training under the same faults, for comparison")
         own = dataclasses.replace(plan, folder=folder / "baseline", seconds=storm.seconds)
         found = figures(storm, control, run_baseline(own, stopped))
-        write(folder, storm, found, _command())
+        write(folder, storm, found, command)
     _print(storm, found, folder)
     return found
-
-
-def _control(plan: Plan, folder: Path, storm: StormRecord, stopped: Callable[[], bool]) -> Figures:
-    say("the same run without faults, up to as many merged tokens, for comparison")
-    merged = storm.books.merged_tokens // storm.fragments
-    undisturbed = dataclasses.replace(
-        plan, folder=folder / "undisturbed", faults=(), merged_tokens=merged, standbys=0
-    )  # fmt: skip
-    return figures(run_storm(undisturbed, stopped))
 
 
 def _enough_steps(options: ChaosOptions, config: RunConfig) -> int:
@@ -259,11 +248,7 @@ def _enough_steps(options: ChaosOptions, config: RunConfig) -> int:
     )
 
 
-def _command() -> str:
-    return " ".join(["archipelago", *sys.argv[1:]])
-
-
-def _print(storm: StormRecord, found: Figures, folder: Path) -> None:
+def _print(storm: StormRecord, found: StormFigures, folder: Path) -> None:
     say()
     for name, value in headlines(found):
         say(f"  {name:<64} {value}")

@@ -1,21 +1,22 @@
-"""The real processes of a storm: Redis, the merger and the islands, and the faults of their links, disks and clocks."""
+"""The real processes of a storm: Redis, the mergers and the islands, which are ours or a user's script."""
 
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import psutil
-
 from archipelago.broker.config import RunConfig
 from archipelago.broker.control import checked_changes
-from archipelago.broker.errors import ArchipelagoError, BrokerError
+from archipelago.broker.errors import ArchipelagoError, BrokerError, ConfigError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import TapeEntry
 from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE
@@ -24,22 +25,66 @@ from archipelago.broker.shards.transport import opened, whole
 from archipelago.broker.transport import ReaderTransport
 from archipelago.islands.turn_log import STEP_VARIABLE
 from archipelago.islands.turn_log import VARIABLE as TURN_LOG_VARIABLE
-from archipelago.ops.chaos.injection import TICK_SECONDS, FakeClock, FaultInjector, FaultTarget, Worker
-from archipelago.ops.chaos.proxy import Proxy
-from archipelago.ops.chaos.report.record import STANDBY_USED, Turn
+from archipelago.ops.chaos.injection import TICK_SECONDS, FakeClock, FaultInjector, FaultTarget
+from archipelago.ops.chaos.proxy import LOOPBACK, Proxy
+from archipelago.ops.chaos.record import STANDBY_USED, LoggedTurn
 from archipelago.ops.chaos.schedule import ON_LINKS, REDIS, Fault, merger_names
-from archipelago.ops.chaos.script import Script
-from archipelago.ops.launch.embedded_redis import Server, start_server
+from archipelago.ops.launch.embedded_redis import start_server
 from archipelago.ops.launch.init import create
 from archipelago.ops.launch.standbys import ISLAND, Standbys
 from archipelago.ops.launch.supervisor import Child, thread_environment
 from archipelago.ops.settings import say
 
 JOIN_SECONDS, LEAVE_SECONDS, DRAIN_SECONDS = 180.0, 30.0, 60.0
+#: Stands for the name of the island in the words of a script.
+ISLAND_WORD = "{island}"
 
 
 @dataclass(frozen=True)
-class Plan:
+class Script:
+    """A user's training script and its arguments. `{island}` in one of them stands for the name of the island."""
+
+    path: Path
+    arguments: tuple[str, ...]
+
+    def argv(self, island: str) -> list[str]:
+        """Return the arguments for the Python interpreter."""
+        return [str(self.path.absolute()), *(word.replace(ISLAND_WORD, island) for word in self.arguments)]
+
+    def environment(self) -> dict[str, str]:
+        """Return what the script needs to import the modules beside it, as when it is started by hand."""
+        paths = [str(self.path.absolute().parent), os.environ.get("PYTHONPATH", "")]
+        return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def parse_script(text: str) -> Script | None:
+    """Return the script that `--script` names, with its arguments, as in a shell; None for an empty text.
+
+    Without `{island}`, the name of the island is added at the end.
+
+    Raises:
+        ConfigError: There is no such script (`chaos.script`).
+    """
+    if not text:
+        return None
+    try:
+        path, *arguments = shlex.split(text) or [""]
+        why = "" if Path(path).is_file() else f"there is no script {path!r}"
+    except ValueError as error:
+        path, arguments, why = "", [], f"--script {text!r}: {error}"
+    if why:
+        raise ConfigError(
+            why,
+            'Give a Python file and its arguments, such as --script "train.py --name {island}".',
+            code="chaos.script",
+        )
+    if not any(ISLAND_WORD in word for word in arguments):
+        arguments.append(ISLAND_WORD)
+    return Script(Path(path), tuple(arguments))
+
+
+@dataclass(frozen=True)
+class StormPlan:
     """One storm before it begins.
 
     Attributes:
@@ -78,52 +123,22 @@ class Plan:
         return self.script is not None or self.task is not None
 
 
-class RedisTarget(FaultTarget):
-    """The Redis server. Its folder gives it the same data, port and password at each start."""
-
-    def __init__(self, folder: Path, stack: ExitStack, clock: FakeClock | None = None) -> None:
-        super().__init__(REDIS)
-        self.folder, self._stack, self.clock = folder, stack, clock
-        self.server: Server | None = None
-
-    @property
-    def pid(self) -> int:
-        """The process ID of the server itself."""
-        assert self.server is not None  # noqa: S101
-        return self.server.pid
-
-    def start(self) -> None:
-        """Start the server and wait until it answers."""
-        if self.server is not None:
-            self.server.stop()
-        environment = self.clock.environment() if self.clock else None
-        self.server = self._stack.enter_context(start_server(self.folder, environment=environment))
-
-    def alive(self) -> bool:
-        """Return whether the server runs."""
-        return self.server is not None and self.server.alive()
-
-
 class RunProcesses(FaultInjector):
     """All processes of one plan, and the faults that are injected into them."""
 
-    def __init__(self, plan: Plan, stack: ExitStack) -> None:
+    def __init__(self, plan: StormPlan, stack: ExitStack) -> None:
         super().__init__()
-        self.plan = plan
+        self.plan, self._stack = plan, stack
         self._turn_logs = plan.folder / "turns"
         self._turn_logs.mkdir(parents=True)
-        has_clock_faults = any(fault.kind == "clock" for fault in plan.faults)
-        clock = FakeClock(plan.folder / "clock") if has_clock_faults else None
-        self.redis = RedisTarget(plan.folder / "redis", stack, clock)
-        self.start(self.redis)
-        assert self.redis.server is not None  # noqa: S101
-        self.url = self.redis.server.url
         self._linked = {fault.target for fault in plan.faults if fault.kind in ON_LINKS}
+        self._threads = thread_environment(len(plan.step_seconds))
+        self.redis = self._redis()
         environment = {URL_VARIABLE: self.url, RUN_VARIABLE: plan.run, **self._threads}
         flags = [*self._task_flags, *self._step_flags(min(plan.step_seconds.values()))]
         self.standbys = Standbys(plan.standbys, flags, environment, plan.folder / "logs")
-        self.islands = [self._island(name, stack) for name in plan.step_seconds]
-        self.targets = {t.name: t for t in (self.redis, *self.islands)}
+        self.islands = [self._island(name) for name in plan.step_seconds]
+        self.targets = {target.name: target for target in (self.redis, *self.islands)}
         stack.callback(self.end)
         self.run = self._created_run()
         self.home = connect(self.url, self.run)
@@ -131,12 +146,23 @@ class RunProcesses(FaultInjector):
         self.manifest = self._manifest()
         self.transport: ReaderTransport = whole(self.home, self.manifest)
         options = ["--folder", str(plan.folder / "merger"), "--checkpoint-every", str(plan.checkpoint_seconds)]
-        options += ["--run", self.run]
-        argv = ["-m", "archipelago.merger", *options]
-        self.mergers = [self._worker(name, argv, stack) for name in merger_names(plan.shards)]
+        argv = ["-m", "archipelago.merger", *options, "--run", self.run]
+        self.mergers = [self._worker(name, argv) for name in merger_names(plan.shards)]
         self.targets |= {merger.name: merger for merger in self.mergers}
 
     # -- starting -----------------------------------------------------------------------------------------------------
+
+    def _redis(self) -> FaultTarget:
+        """Start the server, whose clock jumps if the schedule has such faults."""
+        has_clock_faults = any(fault.kind == "clock" for fault in self.plan.faults)
+        clock = FakeClock(self.plan.folder / "clock") if has_clock_faults else None
+        folder = self.plan.folder / "redis"
+        self.note(REDIS, "start")
+        server = start_server(folder, environment=clock.environment() if clock else None)
+        self._stack.enter_context(server)
+        self.note(REDIS, "ready")
+        self.url, self._port = server.url, server.port
+        return FaultTarget(REDIS, server, clock=clock, own_files=(folder,), started=1, dead=False)
 
     def _created_run(self) -> str:
         """Return the name of the run. A user's script chooses it, so its first island is started to see it."""
@@ -146,7 +172,7 @@ class RunProcesses(FaultInjector):
         self.start(first)
         transport = connect(self.url, self.plan.run)
         try:
-            await_ready(self, (first,), lambda _: transport.reader.runs())
+            await_ready(self, {first.name: transport.reader.runs})
             return transport.reader.runs()[0]
         finally:
             transport.close()
@@ -161,14 +187,12 @@ class RunProcesses(FaultInjector):
             transport.reader.steer(checked_changes(manifest.config, {"inner.steps": str(steps)}))
         return manifest
 
-    def _island(self, name: str, stack: ExitStack) -> Worker:
-        if self.plan.script is not None:
-            return self._worker(name, self.plan.script.argv(name), stack)
+    def _island(self, name: str) -> FaultTarget:
+        step_seconds, script = self.plan.step_seconds[name], self.plan.script
+        if script is not None:
+            return self._worker(name, script.argv(name), {STEP_VARIABLE: str(step_seconds), **script.environment()})
         argv = [*ISLAND, "--evaluate-every", "0", "--name", name, "--folder", str(self.plan.folder / "islands" / name)]
-        argv += self._task_flags
-        worker = self._worker(name, [*argv, *self._step_flags(self.plan.step_seconds[name])], stack)
-        worker.child.stand_in = self.standbys.stand_in
-        return worker
+        return self._worker(name, [*argv, *self._task_flags, *self._step_flags(step_seconds)], {}, self.standbys)
 
     @property
     def _task_flags(self) -> list[str]:
@@ -182,28 +206,44 @@ class RunProcesses(FaultInjector):
         """
         return ["--scan-steps", "1", "--step-seconds-min", str(step_seconds)] if step_seconds else []
 
-    @property
-    def _threads(self) -> dict[str, str]:
-        return thread_environment(len(self.plan.step_seconds))
-
-    def _worker(self, name: str, argv: Sequence[str], stack: ExitStack) -> Worker:
-        assert self.redis.server is not None  # noqa: S101
-        proxy = stack.enter_context(Proxy("127.0.0.1", self.redis.server.port)) if name in self._linked else None
+    def _worker(
+        self, name: str, argv: Sequence[str], more: Mapping[str, str] | None = None, standbys: Standbys | None = None
+    ) -> FaultTarget:
+        proxy = self._stack.enter_context(Proxy(self._port)) if name in self._linked else None
+        log, turn_log = self.plan.folder / "logs" / f"{name}.log", self.turn_log(name)
         environment = {
-            URL_VARIABLE: _through(proxy, self.url), RUN_VARIABLE: self.plan.run,
-            TURN_LOG_VARIABLE: str(self.turn_log(name)), **self._threads,
+            URL_VARIABLE: _through(proxy, self.url), RUN_VARIABLE: self.plan.run, TURN_LOG_VARIABLE: str(turn_log),
+            **self._threads, **(more or {}),
         }  # fmt: skip
-        if self.plan.script is not None and name in self.plan.step_seconds:
-            environment |= {STEP_VARIABLE: str(self.plan.step_seconds[name]), **self.plan.script.environment()}
-        return Worker(Child(name, argv, environment, self.plan.folder / "logs" / f"{name}.log"), proxy)
+        child = Child(name, argv, environment, log, stand_in=standbys.stand_in if standbys else None)
+        return FaultTarget(name, child, proxy, own_files=(log, turn_log))
 
     def start(self, target: FaultTarget) -> None:
         """Start a target for the first time, or restart it."""
         super().start(target)
         if target is self.redis:
             self.note(REDIS, "ready")
-        if isinstance(target, Worker) and target.child.stood_in:
+        if isinstance(target.process, Child) and target.process.stood_in:
             self.note(target.name, STANDBY_USED)
+
+    def await_all(self) -> None:
+        """Start what does not run yet, and wait until the mergers serve, the islands train and the standbys wait."""
+        workers = (*self.mergers, *self.islands)
+        for worker in workers:
+            if not worker.started:
+                self.start(worker)
+        await_ready(self, {worker.name: partial(self._is_ready, worker.name) for worker in workers})
+        self.standbys.start()
+        await_ready(self, {"a standby": self.standbys.are_ready})
+
+    def _is_ready(self, name: str) -> bool:
+        """Return whether that island has made a turn of its loop. Mergers are ready once every shard is served."""
+        if name in self.plan.step_seconds:
+            return bool(read_turn_log(self.turn_log(name)))
+        status = self.transport.reader.merger_status()
+        return status is not None and bool(status.holder)
+
+    # -- running and ending -------------------------------------------------------------------------------------------
 
     def poll(self) -> None:
         """Inject and undo the faults that are due, and restart standbys that have died."""
@@ -214,60 +254,6 @@ class RunProcesses(FaultInjector):
     def turn_log(self, name: str) -> Path:
         """Return the file into which an island writes each turn of its loop."""
         return self._turn_logs / f"{name}.jsonl"
-
-    def is_ready(self, name: str) -> bool:
-        """Return whether that island has made a turn of its loop. Mergers are ready once every shard is served."""
-        if name in self.plan.step_seconds:
-            return bool(read_turn_log(self.turn_log(name)))
-        status = self.transport.reader.merger_status()
-        return status is not None and bool(status.holder)
-
-    # -- faults -------------------------------------------------------------------------------------------------------
-
-    def inject(self, target: FaultTarget, fault: Fault) -> None:
-        """Inject a fault now."""
-        match fault.kind:
-            case "disk":
-                self._fill_disk(target, fault)
-            case "clock":
-                self._jump(fault)
-            case _:
-                super().inject(target, fault)
-
-    def _fill_disk(self, target: FaultTarget, fault: Fault) -> None:
-        """Limit the size of the target's files, which stands in for a full disk: writes fail with EFBIG, not ENOSPC.
-
-        Its turn log and its log belong to this storm and not to the run, so the limit leaves room for them.
-        """
-        if target.dead:
-            self.note(target.name, "spared", "disk: it is dead")
-            return
-        own = [self.turn_log(target.name), self.plan.folder / "logs" / f"{target.name}.log"]
-        own += self.redis.folder.rglob("*") if target is self.redis else []
-        limit = int(fault.value) + max(path.stat().st_size if path.is_file() else 0 for path in own)
-        _limit_files(target.pid, limit)
-        self.note(target.name, "disk", f"files end at {limit:,} bytes")
-        started = target.started
-        self.call_later(fault.seconds, lambda: self._free_disk(target, started))
-
-    def _free_disk(self, target: FaultTarget, started: int) -> None:
-        if not target.dead and target.started == started:
-            _limit_files(target.pid, None)
-            self.note(target.name, "disk over")
-
-    def _jump(self, fault: Fault) -> None:
-        clock = self.redis.clock
-        assert clock is not None  # noqa: S101
-        clock.jump(fault.value)
-        self.note(REDIS, "clock", f"{fault.value:+g} s")
-
-        def undo() -> None:
-            clock.jump(0.0)
-            self.note(REDIS, "clock over")
-
-        self.call_later(fault.seconds, undo)
-
-    # -- ending -------------------------------------------------------------------------------------------------------
 
     def is_well(self) -> bool:
         """Return whether no fault is left, all islands train, and a round has closed since the last event."""
@@ -294,7 +280,8 @@ class RunProcesses(FaultInjector):
                 island.signal(signal.SIGTERM)
         deadline = time.monotonic() + LEAVE_SECONDS
         for island in self.islands:
-            island.child.wait(deadline - time.monotonic())
+            assert isinstance(island.process, Child)  # noqa: S101
+            island.process.wait(deadline - time.monotonic())
             island.dead = True
         deadline = time.monotonic() + DRAIN_SECONDS
         while time.monotonic() < deadline:
@@ -311,40 +298,24 @@ class RunProcesses(FaultInjector):
         super().end()
 
 
-def await_ready(injector: FaultInjector, workers: Sequence[Worker], is_ready: Callable[[str], object]) -> None:
-    """Wait until `is_ready` holds for the name of each worker.
+def await_ready(injector: FaultInjector, waiting: Mapping[str, Callable[[], object]]) -> None:
+    """Wait until each of the conditions holds, which are given by the name of the process.
 
     Raises:
-        ArchipelagoError: A worker ended, or the workers took longer than JOIN_SECONDS.
+        ArchipelagoError: One of the processes ended, or they took longer than JOIN_SECONDS (`chaos.not-ready`).
     """
     deadline = time.monotonic() + JOIN_SECONDS
-    waiting = {worker.name: worker for worker in workers}
+    targets = [injector.targets[name] for name in waiting if name in injector.targets]
     while waiting:
         injector.poll()
-        waiting = {name: worker for name, worker in waiting.items() if not is_ready(name)}
-        ended = [worker for worker in workers if worker.dead]
+        waiting = {name: is_ready for name, is_ready in waiting.items() if not is_ready()}
+        ended = [target.name for target in targets if target.dead]
         if ended or (waiting and time.monotonic() > deadline):
-            late = ended[0] if ended else waiting[min(waiting)]
-            raise ArchipelagoError(
-                f"{late.name} is not ready: {late.child.last_words()}",
-                f"Its log is {late.child.log}.",
-                code="chaos.not-ready",
-            )
-        time.sleep(TICK_SECONDS)
-
-
-def await_standbys(processes: RunProcesses) -> None:
-    """Wait until all standbys are ready. Raise ArchipelagoError if they take longer than JOIN_SECONDS."""
-    processes.standbys.start()
-    deadline = time.monotonic() + JOIN_SECONDS
-    while not processes.standbys.are_ready():
-        processes.poll()
-        if time.monotonic() > deadline:
-            raise ArchipelagoError(
-                "the standbys are not ready in time",
-                f"Their logs are in {processes.plan.folder / 'logs'}.",
-                code="chaos.no-standbys",
-            )
+            late = ended[0] if ended else min(waiting)
+            process = injector.targets[late].process if late in injector.targets else None
+            said = f": {process.last_words()}" if isinstance(process, Child) else ""
+            log = f"Its log is {process.log}." if isinstance(process, Child) else "Read the logs in the storm's folder."
+            raise ArchipelagoError(f"{late} is not ready{said}", log, code="chaos.not-ready")
         time.sleep(TICK_SECONDS)
 
 
@@ -353,21 +324,13 @@ def monotonic(entry: TapeEntry) -> float:
     return entry.unix_seconds - time.time() + time.monotonic()
 
 
-def read_turn_log(path: Path) -> list[Turn]:
+def read_turn_log(path: Path) -> list[LoggedTurn]:
     """Read an island's turn log. Skip a line that a kill cut short."""
     out = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         with suppress(ValueError, TypeError):
-            out.append(Turn(**json.loads(line)))
+            out.append(LoggedTurn(**json.loads(line)))
     return out
-
-
-def _limit_files(pid: int, limit: int | None) -> None:
-    """Limit the size of a process's files in bytes; None restores the limit that it started with."""
-    with suppress(psutil.NoSuchProcess):  # It may have ended just now.
-        process = psutil.Process(pid)
-        _, hard = process.rlimit(psutil.RLIMIT_FSIZE)
-        process.rlimit(psutil.RLIMIT_FSIZE, (hard if limit is None else limit, hard))
 
 
 def _through(proxy: Proxy | None, url: str) -> str:
@@ -375,4 +338,4 @@ def _through(proxy: Proxy | None, url: str) -> str:
     if proxy is None:
         return url
     address = urlsplit(url)
-    return address._replace(netloc=f":{address.password or ''}@127.0.0.1:{proxy.port}").geturl()
+    return address._replace(netloc=f":{address.password or ''}@{LOOPBACK}:{proxy.port}").geturl()

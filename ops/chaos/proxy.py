@@ -14,8 +14,7 @@ import threading
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 LOOPBACK = "127.0.0.1"
 #: Bytes that pass at a time. Pieces are small, so that connections take turns and a new rate applies at once.
@@ -24,7 +23,7 @@ PIECE_BYTES = 8 << 10
 PIECES_IN_FLIGHT = 64
 #: A direction that was idle may send the bytes of at most this time at once.
 BURST_SECONDS = 0.02
-START_SECONDS = 10.0
+CALL_SECONDS = 10.0
 #: The value of SO_LINGER with which closing a socket resets its connection.
 LINGER_OFF = struct.pack("ii", 1, 0)
 
@@ -62,75 +61,75 @@ class Direction:
         self.bytes_per_second, self.free_at = bytes_per_second, now
 
 
+class LoopServer:
+    """A server on an event loop in a thread of its own. It serves within its `with` block."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def __enter__(self) -> Self:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True)
+        self._thread.start()
+        self._call(self._begin())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End all connections and the thread. A second call does nothing."""
+        if (loop := self._loop) is not None:
+            self._call(self._end())
+            self._loop = None
+            loop.call_soon_threadsafe(loop.stop)
+            self._thread.join()
+            loop.close()
+
+    def _call(self, what: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine on the loop, from another thread."""
+        assert self._loop is not None  # noqa: S101
+        asyncio.run_coroutine_threadsafe(what, self._loop).result(CALL_SECONDS)
+
+    async def _begin(self) -> None:
+        raise NotImplementedError
+
+    async def _end(self) -> None:
+        raise NotImplementedError
+
+
 #: Pieces of one connection and direction, and when each is due. An empty piece is the end.
 _Pieces = asyncio.Queue[tuple[float, bytes]]
 
 
-class Proxy:
-    """A proxy that listens on a port of loopback and forwards connections to a target.
+class Proxy(LoopServer):
+    """A proxy that listens on a port of loopback and forwards connections to another one.
 
     `up` is the direction to the target, and `down` the direction back. Methods may be called from any thread.
 
     Args:
-        target_host, target_port: The target.
-        megabits_up, megabits_down: The rate of each direction in Mbit/s.
+        target_port: The port of the target, on loopback.
         delay_seconds: The delay that is added to each direction.
-
-    Raises:
-        ValueError: A rate is not positive.
 
     Attributes:
         port: The port on which it listens.
         delay_seconds: The delay, which may be changed at any time and applies to later bytes.
     """
 
-    def __init__(
-        self,
-        target_host: str,
-        target_port: int,
-        megabits_up: float = math.inf,
-        megabits_down: float = math.inf,
-        delay_seconds: float = 0.0,
-    ) -> None:
-        self.target = (target_host, target_port)
+    def __init__(self, target_port: int, delay_seconds: float = 0.0) -> None:
+        super().__init__("proxy")
+        self._target_port = target_port
         self.delay_seconds = delay_seconds
-        self._up = Direction(bytes_per_second(megabits_up))
-        self._down = Direction(bytes_per_second(megabits_down))
-        self._socket = _bound(0)
-        self.port: int = self._socket.getsockname()[1]
+        self._up, self._down = Direction(math.inf), Direction(math.inf)
+        self.port = 0
         self._open = asyncio.Event()
         self._server: asyncio.Server | None = None
         self._writers: dict[asyncio.Task[Any], set[asyncio.StreamWriter]] = {}
         self._forgotten: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="proxy", daemon=True)
 
     # -- from any thread --------------------------------------------------------------------------------------------
-
-    def start(self) -> Proxy:
-        """Begin to listen."""
-        self._thread.start()
-        self.heal()
-        return self
-
-    def stop(self) -> None:
-        """End all connections and the thread. A second call does nothing."""
-        if self._thread.is_alive():
-            self._call(self._end())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-        self._socket.close()
-        if not self._loop.is_closed():
-            self._loop.close()
-
-    def __enter__(self) -> Proxy:
-        return self.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.stop()
 
     def set_rates(self, megabits_up: float, megabits_down: float) -> None:
         """Change the rates in Mbit/s, also for waiting bytes. Raise ValueError for a rate that is not positive."""
@@ -156,14 +155,12 @@ class Proxy:
         """The number of connections, including stalled ones."""
         return len(self._writers)
 
-    def _call(self, what: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(what, self._loop).result(START_SECONDS)
-
     # -- on the loop ------------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
+    async def _begin(self) -> None:
+        self._socket = _bound(0)
+        self.port = self._socket.getsockname()[1]
+        await self._heal()
 
     async def _change(self, up: float, down: float) -> None:
         for direction, rate in ((self._up, up), (self._down, down)):
@@ -177,7 +174,11 @@ class Proxy:
             self._server = None
             self._socket = _bound(self.port)  # This keeps the port without listening.
         if reset:
-            self._reset_all()
+            for both in self._writers.values():
+                for writer in both:
+                    _reset(writer)
+            for task in self._tasks:
+                task.cancel()
 
     async def _heal(self) -> None:
         if self._server is None:
@@ -189,14 +190,8 @@ class Proxy:
         for writer in self._forgotten:
             _reset(writer)
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._socket.close()
         await asyncio.sleep(0)  # Closed transports free their sockets in the next turn of the loop.
-
-    def _reset_all(self) -> None:
-        for both in self._writers.values():
-            for writer in both:
-                _reset(writer)
-        for task in self._tasks:
-            task.cancel()
 
     async def _forget(self) -> None:
         for task, both in self._writers.items():
@@ -217,7 +212,7 @@ class Proxy:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection, until both directions have ended or one side is gone."""
         try:
-            far_reader, far_writer = await asyncio.open_connection(*self.target)
+            far_reader, far_writer = await asyncio.open_connection(LOOPBACK, self._target_port)
         except OSError:
             _reset(writer)
             return

@@ -14,9 +14,10 @@ import itertools
 import json
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from pathlib import Path
+from typing import Literal, cast
 
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -94,6 +95,9 @@ class FaultRates:
     return_seconds: float = 2.0
 
 
+_ADAPTER = TypeAdapter(Fault)
+
+
 def applies_to(kind: str, target: str) -> bool:
     """Return whether that kind of fault applies to a target.
 
@@ -104,21 +108,16 @@ def applies_to(kind: str, target: str) -> bool:
 
 def poisson(rates: FaultRates, targets: Sequence[str], seconds: float, seed: int) -> list[Fault]:
     """Draw the faults of a storm of `seconds`. The faults of one target do not depend on the other targets."""
-    delays = Delays(rates.return_seconds, RETURN_SHAPE, RETURN_POWER)
-    found = [_poisson(rates, target, seconds, delays, _generator(seed, target)) for target in targets]
-    return in_order(itertools.chain.from_iterable(found))
-
-
-def _poisson(
-    rates: FaultRates, target: str, seconds: float, delays: Delays, rng: np.random.Generator
-) -> Iterator[Fault]:
-    kinds = [kind for kind in rates.kinds if applies_to(kind, target)]
-    now = rng.exponential(rates.mean_seconds_between) if kinds else math.inf
-    while now < seconds:
-        kind = kinds[int(rng.integers(len(kinds)))]
-        fault = _fault(round(now, 3), kind, target, round(delays(rng), 3))
-        yield fault
-        now = fault.until + rng.exponential(rates.mean_seconds_between)
+    delays, found = Delays(rates.return_seconds, RETURN_SHAPE, RETURN_POWER), []
+    for target in targets:
+        rng = _generator(seed, target)
+        kinds = [kind for kind in rates.kinds if applies_to(kind, target)]
+        now = rng.exponential(rates.mean_seconds_between) if kinds else math.inf
+        while now < seconds:
+            kind = kinds[int(rng.integers(len(kinds)))]
+            found.append(_fault(round(now, 3), kind, target, round(delays(rng), 3)))
+            now = found[-1].until + rng.exponential(rates.mean_seconds_between)
+    return in_order(found)
 
 
 def periodic(every: float, targets: Sequence[str], away_seconds: float, seconds: float, seed: int) -> list[Fault]:
@@ -145,42 +144,45 @@ def to_text(faults: Sequence[Fault]) -> str:
     return "".join(json.dumps(dataclasses.asdict(fault)) + "\n" for fault in faults)
 
 
+def from_file(path: Path, targets: Sequence[str]) -> list[Fault]:
+    """Read a file of `to_text`. Raise ConfigError (`chaos.schedule`) for one that cannot be read or used."""
+    try:
+        return from_text(path.read_text(encoding="utf-8"), targets)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read ({error})", "Check the path.", code="chaos.schedule") from None
+
+
 def from_text(text: str, targets: Sequence[str]) -> list[Fault]:
     """Read the lines of `to_text`. Skip empty lines and those that begin with #. Raise ConfigError for others."""
-    numbered = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip() and line.strip()[0] != "#"]
-    return in_order(_from_line(number, line, targets) for number, line in numbered)
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip() and line.strip()[0] != "#":
+            try:
+                found.append(_from_line(line, targets))
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(
+                    f"line {number} of the schedule cannot be used ({error})",
+                    'Write {"at": 12.5, "kind": "kill", "target": "island-1", "seconds": 2}; kinds: '
+                    + ", ".join(KINDS) + ".",
+                    code="chaos.schedule",
+                ) from None  # fmt: skip
+    return in_order(found)
 
 
-_ADAPTER = TypeAdapter(Fault)
-
-
-def _from_line(number: int, line: str, targets: Sequence[str]) -> Fault:
+def _from_line(line: str, targets: Sequence[str]) -> Fault:
+    """Return the fault of one line. Raise ValueError if it is none."""
     try:
-        values: Any = json.loads(line)
-        fault = _ADAPTER.validate_python(values)
+        fault = _ADAPTER.validate_python(json.loads(line))
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise _unreadable(number, f"{where}: {first['msg'].lower()}") from None
-    except (ValueError, RecursionError) as error:
-        raise _unreadable(number, str(error)) from None
-    if fault.kind in VALUES and not fault.value:
-        fault = dataclasses.replace(fault, value=VALUES[fault.kind])
+        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}") from None
     if fault.target not in targets:
-        raise _unreadable(number, f"the target {fault.target!r} is none of {', '.join(targets)}")
+        raise ValueError(f"the target {fault.target!r} is none of {', '.join(targets)}")
     if not applies_to(fault.kind, fault.target):
-        raise _unreadable(number, f"the fault {fault.kind} does not apply to {fault.target}")
+        raise ValueError(f"the fault {fault.kind} does not apply to {fault.target}")
     if not (0 <= fault.at <= SECONDS_MAX and 0 <= fault.seconds <= SECONDS_MAX and fault.value >= 0):
-        raise _unreadable(number, f"times must be from 0 to {SECONDS_MAX:g} and values not negative")
-    return fault
-
-
-def _unreadable(number: int, why: str) -> ConfigError:
-    return ConfigError(
-        f"line {number} of the schedule cannot be used ({why})",
-        'Write {"at": 12.5, "kind": "kill", "target": "island-1", "seconds": 2}; kinds: ' + ", ".join(KINDS) + ".",
-        code="chaos.schedule-line",
-    )
+        raise ValueError(f"times must be from 0 to {SECONDS_MAX:g} and values not negative")
+    return dataclasses.replace(fault, value=fault.value or VALUES.get(fault.kind, 0.0))
 
 
 def _generator(seed: int, target: str) -> np.random.Generator:

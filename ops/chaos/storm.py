@@ -7,8 +7,9 @@ its turn log, and the time at which the merger closed each round.
 from __future__ import annotations
 
 import math
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 
 from archipelago.broker.commits import START
@@ -17,16 +18,17 @@ from archipelago.broker.manifest import loss_unit
 from archipelago.broker.messages import Refusal, TapeEntry
 from archipelago.broker.shards.transport import of_shard
 from archipelago.broker.transport import ReaderTransport
-from archipelago.ops.chaos.processes import Plan, RunProcesses, await_ready, await_standbys, monotonic, read_turn_log
-from archipelago.ops.chaos.report.record import Identity, StormRecord
-from archipelago.ops.chaos.script import own_step_seconds
+from archipelago.ops.chaos.processes import RunProcesses, StormPlan, monotonic, read_turn_log
+from archipelago.ops.chaos.record import Identity, LoggedTurn, StormRecord, step_seconds
 from archipelago.ops.launch.final_loss import measure
 from archipelago.ops.settings import say
 
 EVERYTHING = 1 << 20
+#: A measured step duration of a script that exceeds the minimum by less than this share is the minimum.
+TIMER_SHARE = 0.05
 
 
-def run_storm(plan: Plan, stopped: Callable[[], bool]) -> StormRecord:
+def run_storm(plan: StormPlan, stopped: Callable[[], bool]) -> StormRecord:
     """Run a plan to its end.
 
     Args:
@@ -38,19 +40,15 @@ def run_storm(plan: Plan, stopped: Callable[[], bool]) -> StormRecord:
     """
     with ExitStack() as stack:
         processes = RunProcesses(plan, stack)
-        for worker in (*processes.mergers, *processes.islands):
-            if not worker.started:
-                processes.start(worker)
-        await_ready(processes, (*processes.mergers, *processes.islands), processes.is_ready)
-        await_standbys(processes)
+        processes.await_all()
         begin, end = processes.carry_out(plan.faults, lambda begin: _is_over(plan, processes, begin), stopped)
         processes.end_faults()
         if not processes.drain():
             say("  some contributions were not merged in time")
-        return _record(plan, processes, begin, end, _held_out_loss(plan, processes.transport))
+        return _record(plan, processes, begin, end)
 
 
-def _is_over(plan: Plan, processes: RunProcesses, begin: float) -> bool:
+def _is_over(plan: StormPlan, processes: RunProcesses, begin: float) -> bool:
     if plan.merged_tokens:
         with suppress(BrokerError):  # Redis may be too busy to answer; the next look asks again.
             merged = processes.transport.reader.books().merged_tokens
@@ -60,7 +58,7 @@ def _is_over(plan: Plan, processes: RunProcesses, begin: float) -> bool:
     return left <= 0 and (left <= -plan.settle_seconds or processes.is_well())
 
 
-def _record(plan: Plan, processes: RunProcesses, begin: float, end: float, held_out_loss: float) -> StormRecord:
+def _record(plan: StormPlan, processes: RunProcesses, begin: float, end: float) -> StormRecord:
     transport = processes.transport
     config, tape = processes.manifest.config, tuple(transport.reader.tape(EVERYTHING))
     turns = {island.name: read_turn_log(processes.turn_log(island.name)) for island in processes.islands}
@@ -79,11 +77,25 @@ def _record(plan: Plan, processes: RunProcesses, begin: float, end: float, held_
         books=transport.reader.books(),
         pending=transport.reader.pending(),
         refused=_refused(processes),
-        held_out_loss=held_out_loss,
+        held_out_loss=_held_out_loss(plan, transport),
         unit=loss_unit(processes.manifest.corpus).name,
         standbys=plan.standbys,
         mergers=tuple(merger.name for merger in processes.mergers),
     )
+
+
+def own_step_seconds(asked: Mapping[str, float], turns: Mapping[str, Sequence[LoggedTurn]]) -> dict[str, float]:
+    """Return the step duration of each island of a script: the minimum that was asked for, or what the script takes.
+
+    Args:
+        asked: The minimum duration by island; 0 for none.
+        turns: The turn logs by island.
+    """
+    measured = [seconds for each in turns.values() for seconds in step_seconds(each)]
+    usual, least = statistics.median(measured or [0.0]), min(asked.values())
+    if usual <= least * (1 + TIMER_SHARE):
+        return dict(asked)
+    return {island: max(seconds, usual) for island, seconds in asked.items()}
 
 
 def _tokens_per_step(tape: Sequence[TapeEntry]) -> float:
@@ -101,7 +113,7 @@ def _refused(processes: RunProcesses) -> frozenset[Identity]:
     )
 
 
-def _held_out_loss(plan: Plan, transport: ReaderTransport) -> float:
+def _held_out_loss(plan: StormPlan, transport: ReaderTransport) -> float:
     """Return the held-out loss of the final parameters; NaN for a script, or a task without `evaluate`."""
     from archipelago.islands.tasks.task import load_task
 

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import ArchipelagoError
-from archipelago.islands.data.corpus import OpenCorpus
-from archipelago.islands.models.registry import Params, build
-from archipelago.islands.tasks.ours import our_work
 from archipelago.ops.chaos.baseline import GroupProgress, Hub, run_baseline, summarise, worker_faults
 from archipelago.ops.chaos.baseline_worker import DataParallelWorker
-from archipelago.ops.chaos.injection import FaultInjector, Worker
-from archipelago.ops.chaos.processes import Plan, await_ready
-from archipelago.ops.chaos.report.goodput import pauses
+from archipelago.ops.chaos.figures import pauses
+from archipelago.ops.chaos.injection import FaultInjector, FaultTarget
+from archipelago.ops.chaos.processes import StormPlan, await_ready
 from archipelago.ops.chaos.schedule import Fault
-from archipelago.ops.experiments import baselines
-from archipelago.ops.experiments.trial import CurvePoint
 from archipelago.ops.launch.supervisor import Child
 from tests.failing import failing
 from tests.small import SMALL
 
 ISLANDS = ("island-0", "island-1")
-WORKERS, SAVE_EVERY = 2, 4
+WORKERS = 2
+SECONDS = 6.0
 
 
 @pytest.fixture
@@ -43,14 +39,6 @@ def config() -> RunConfig:
 
 
 # -- rules ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_group_returns_to_its_last_checkpoint() -> None:
-    progress = GroupProgress()
-    for number in range(9):
-        progress.commit(number // SAVE_EVERY * SAVE_EVERY, float(number))
-    progress.roll_back(9.0)
-    assert (progress.step, progress.saved, len(progress.made), progress.lost) == (8, 8, 9, [9.0])
 
 
 def test_steps_that_were_rolled_back_are_lost() -> None:
@@ -149,26 +137,16 @@ def test_a_hub_averages_gradients_and_forms_the_group_again_after_a_loss() -> No
 # -- numbers ----------------------------------------------------------------------------------------------------------
 
 
-def in_one_process(monkeypatch: pytest.MonkeyPatch, config: RunConfig, corpus: OpenCorpus) -> Params:
-    """Return the parameters that data-parallel training in one process evaluates at its end."""
-    seen: list[Params] = []
-
-    def point(tokens: int, params: Params) -> CurvePoint:
-        seen.append({name: jnp.array(tensor) for name, tensor in params.items()})
-        return CurvePoint(tokens, 0.0)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(baselines, "scoring", lambda work: point)
-        baselines.data_parallel(our_work(config, corpus), WORKERS, lambda point: None)
-    return seen[-1]
-
-
 @pytest.mark.full
-def test_workers_that_load_checkpoints_train_as_one_process_does(
-    config: RunConfig, corpus: OpenCorpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("corpus")
+def test_workers_that_load_checkpoints_train_as_one_process_does(config: RunConfig, tmp_path: Path) -> None:
     """The position in the text and the moments roll back with the parameters. The last two checkpoints are kept."""
-    wanted = in_one_process(monkeypatch, config, corpus)
+    whole = replace(config, data=replace(config.data, batch_size=WORKERS * config.data.batch_size))
+    alone = DataParallelWorker(whole, 0, 1, tmp_path, math.inf)
+    initial = {name: np.array(tensor) for name, tensor in alone.state.params.items()}
+    alone.load(0)
+    for _ in range(16):
+        alone.apply(alone.gradient())
     workers = [DataParallelWorker(config, number, WORKERS, tmp_path, 0.0) for number in range(WORKERS)]
     for first, last in ((0, 6), (5, 11), (11, 16)):
         for worker in workers:
@@ -177,7 +155,7 @@ def test_workers_that_load_checkpoints_train_as_one_process_does(
             mean_N = np.mean([worker.gradient() for worker in workers], axis=0)
             for worker in workers:
                 worker.apply(mean_N)
-    initial = build(config.model).init(config.seed)
+    wanted = alone.state.params
     for worker in workers:
         for name in wanted:
             np.testing.assert_allclose(worker.state.params[name], wanted[name], atol=2e-5, err_msg=name)
@@ -187,18 +165,14 @@ def test_workers_that_load_checkpoints_train_as_one_process_does(
 # -- real processes ---------------------------------------------------------------------------------------------------
 
 
-def plan_of(folder: Path, config: RunConfig, seconds: float, *faults: Fault) -> Plan:
-    return Plan("storm", folder, config, dict.fromkeys(ISLANDS, 0.05), seconds, faults, checkpoint_seconds=0.1)
-
-
 @pytest.mark.processes
 def test_a_worker_that_ends_before_it_is_ready_is_an_error(tmp_path: Path) -> None:
     injector = FaultInjector()
-    worker = Worker(Child("island-0", ["-c", "raise SystemExit('no text')"], {}, tmp_path / "island-0.log"), None)
-    injector.targets = {worker.name: worker}
-    injector.start(worker)
+    child = Child("island-0", ["-c", "raise SystemExit('no text')"], {}, tmp_path / "island-0.log")
+    injector.targets["island-0"] = FaultTarget("island-0", child)
+    injector.start(injector.targets["island-0"])
     with failing(ArchipelagoError, "chaos.not-ready"):
-        await_ready(injector, (worker,), lambda name: False)
+        await_ready(injector, {"island-0": lambda: False})
 
 
 @pytest.mark.full
@@ -211,10 +185,12 @@ def test_a_group_survives_a_storm(config: RunConfig, tmp_path: Path) -> None:
         Fault(0.5, "stop", "island-0", 0.5), Fault(1.2, "half-open", "island-0"),
         Fault(2.0, "partition", "island-0", 0.5), Fault(3.0, "kill", "island-1", 0.2),
     )  # fmt: skip
-    found = run_baseline(plan_of(tmp_path / "storm", config, 20.0, *faults), lambda: False)
+    folder = tmp_path / "storm"
+    plan = StormPlan("storm", folder, config, dict.fromkeys(ISLANDS, 0.05), SECONDS, faults, checkpoint_seconds=0.1)
+    found = run_baseline(plan, lambda: False)
     assert found.steps_useful > 0 and found.steps_lost >= 0
-    assert found.goodput == pytest.approx(found.steps_useful * 0.05 / (2 * 20.0), rel=0.01)
+    assert found.goodput == pytest.approx(found.steps_useful * 0.05 / (2 * SECONDS), rel=0.03)
     assert 0 < found.uptime < 1
     assert found.pause_seconds_worst >= 0.4, "the others did not wait for the stopped worker"
-    log = (tmp_path / "storm" / "logs" / "island-0.log").read_text()
+    log = (folder / "logs" / "island-0.log").read_text()
     assert log.count("connecting again") >= 2, "the group did not form again"

@@ -112,5 +112,5 @@ def test_a_line_that_cannot_be_used_is_refused() -> None:
         '{"at": 1e400, "kind": "kill", "target": "redis"}',
         '{"at": 1, "kind": "kill", "target": "redis", "more": 1}',
     ):
-        with failing(ConfigError, "chaos.schedule-line"):
+        with failing(ConfigError, "chaos.schedule"):
             from_text(line, TARGETS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import itertools
 import json
 import math
@@ -15,13 +16,11 @@ from hypothesis import strategies as st
 from archipelago.broker.messages import Books, Member, Pending, TapeEntry
 from archipelago.broker.process import finite
 from archipelago.broker.shards.layout import Layout
-from archipelago.ops.chaos.report.figures import as_method, figures
-from archipelago.ops.chaos.report.goodput import MethodFigures, merged_steps, rejoins, shares, stalls
-from archipelago.ops.chaos.report.invariants import checks
-from archipelago.ops.chaos.report.page import COLUMNS, comparison, headlines, page, write
-from archipelago.ops.chaos.report.record import ProcessEvent, StormRecord, Turn
-from archipelago.ops.chaos.report.timelines import Span, timelines, uptime
+from archipelago.ops.chaos.figures import MethodFigures, as_method, figures, merged_steps, rejoins, shares, stalls
+from archipelago.ops.chaos.page import COLUMNS, comparison, headlines, page, write
+from archipelago.ops.chaos.record import LoggedTurn, ProcessEvent, Span, StormRecord, checks, timelines, uptime
 from archipelago.ops.chaos.schedule import Fault
+from archipelago.ops.chaos.storm import own_step_seconds
 
 STEP, TOKENS, FRAGMENTS = 0.1, 10, 2
 
@@ -38,9 +37,9 @@ def entry(number: int, *members: Member, epoch: int = 1) -> TapeEntry:
     )  # fmt: skip
 
 
-def life(who: str, first: float, count: int, idle: float = 0.0) -> list[Turn]:
+def life(who: str, first: float, count: int, idle: float = 0.0) -> list[LoggedTurn]:
     """Return a step every STEP seconds. The first ends at `first`."""
-    return [Turn(first + n * STEP, who, n + 1, idle, 0.0) for n in range(count)]
+    return [LoggedTurn(first + n * STEP, who, n + 1, idle, 0.0) for n in range(count)]
 
 
 def storm() -> StormRecord:
@@ -175,91 +174,73 @@ def test_shares_sum_to_one_for_any_events(marks: list[tuple[float, str]]) -> Non
 # -- invariants: each check finds its violation ---------------------------------------------------------------------
 
 
-def broken(one: StormRecord) -> list[str]:
-    return [check.key for check in checks(one) if not check.holds]
-
-
-def test_a_consistent_storm_breaks_no_invariant() -> None:
-    assert broken(storm()) == []
-
-
-def test_a_contribution_that_is_merged_twice_is_found() -> None:
-    one = storm()
-    again = entry(5, member("a", "a1", 0, 1))
-    books = replace(one.books, merged=9, published=9, merged_tokens=one.books.merged_tokens + TOKENS,
-                    published_tokens=one.books.published_tokens + TOKENS)  # fmt: skip
-    assert {"merged-once", "steps"} <= set(broken(replace(one, tape=(*one.tape, again), books=books)))
-
-
 def test_each_violation_breaks_its_own_invariant() -> None:
     one = storm()
     first, *others, last = one.tape
+    again = entry(5, member("a", "a1", 0, 1))
+    tokens = one.books.merged_tokens + TOKENS
     for keys, changes in (
+        ([], {}),
         (["books"], {"books": replace(one.books, published=9)}),
         (["tokens"], {"books": replace(one.books, published_tokens=1)}),
         (["books", "tokens", "drained"], {"pending": Pending(1, 5)}),
         (["tape"], {"books": replace(one.books, merged=7, refused=1)}),
+        (["merged-once", "steps"], {"tape": (*one.tape, again), "books": Books(9, tokens, 9, tokens)}),
         (["steps"], {"turns": {**one.turns, "b": one.turns["b"][:-1]}}),
         (["epochs"], {"tape": (replace(first, epoch=2), *others, last)}),
         (["rounds"], {"tape": (first, *others, replace(last, round=9))}),
         (["refused"], {"refused": frozenset({(0, "a", "a1", 0)})}),
         (["progress"], {"closed_at": {}}),
     ):
-        assert broken(replace(one, **changes)) == keys, changes
+        found = checks(replace(one, **changes))
+        assert [check.key for check in found if not check.holds] == keys, changes
 
 
-# -- the baseline ------------------------------------------------------------------------------------------------------
-
+# -- the report -------------------------------------------------------------------------------------------------------
 
 #: Figures of data-parallel training.
 BASELINE = MethodFigures(goodput=0.2, uptime=0.4, steps_useful=40, steps_lost=12, pause_seconds_worst=4.5)
 
 
-def test_islands_have_the_figures_of_the_baseline() -> None:
-    one = storm()
-    found = as_method(one, figures(one))
-    assert (found.steps_useful, found.steps_lost, found.uptime) == (170, 10, 1.0)
-    assert found.goodput == pytest.approx(0.85)
-    assert found.pause_seconds_worst == pytest.approx(0.1)
-
-
-def test_report_and_page_compare_with_the_baseline(tmp_path: Path) -> None:
-    one = storm()
-    found = figures(one, None, BASELINE)
+def test_report_and_page_compare_with_the_baseline_and_load_nothing(tmp_path: Path) -> None:
+    one, command = storm(), "archipelago chaos <&>"
+    found = figures(one, figures(one), BASELINE)
+    ours = as_method(one, found)
+    assert (ours.steps_useful, ours.steps_lost, ours.uptime) == (170, 10, 1.0)
     rows = comparison(one, found)
-    assert all(len(row) == len(COLUMNS) for row in rows)
     assert [row[1:] for row in rows] == [
         ("85.0%", "100.0%", "170", "10", "0.1 s"),
         ("20.0%", "40.0%", "40", "12", "4.5 s"),
     ]
-    write(tmp_path, one, found, "archipelago chaos --baseline")
-    assert json.loads((tmp_path / "report.json").read_text())["baseline"] == asdict(BASELINE)
-    text = (tmp_path / "storm.html").read_text()
-    for row in (COLUMNS, *rows):
-        assert all(cell in text for cell in row), row
-    assert not comparison(one, figures(one))
-
-
-# -- picture and page -------------------------------------------------------------------------------------------------
-
-
-def test_the_page_contains_its_pictures_and_loads_nothing(tmp_path: Path) -> None:
-    one = storm()
-    found = figures(one, figures(one))
-    write(tmp_path, one, found, "archipelago chaos <&>")
+    write(tmp_path, one, found, command)
     data = json.loads((tmp_path / "report.json").read_text())
-    assert data["goodput"] == pytest.approx(0.85)
-    assert data == finite({"command": "archipelago chaos <&>", **json.loads(json.dumps(finite(asdict(found))))})
+    assert data == finite({"command": command, **json.loads(json.dumps(finite(asdict(found))))})
     assert (tmp_path / "storm.png").read_bytes().startswith(b"\x89PNG")
     text = (tmp_path / "storm.html").read_text()
-    assert "archipelago chaos &lt;&amp;&gt;" in text
     assert "://" not in text, "the page loads something"
-    assert "class=yes" in text
-    assert "class=no" not in text
-    for name, value in headlines(found):
-        assert name.replace("'", "&#x27;") in text
-        assert value.replace("'", "&#x27;") in text
-    assert "ata-parallel" not in text, "no baseline ran"
+    assert "class=yes" in text and "class=no>" not in text
+    for cell in itertools.chain([command], COLUMNS, *rows, *headlines(found)):
+        assert html.escape(cell) in text, cell
+    alone = figures(one)
+    assert not comparison(one, alone)
+    assert "ata-parallel" not in page(one, alone, b"", command), "no baseline ran"
+
+
+def test_without_a_held_out_loss_the_training_loss_is_shown() -> None:
+    record = replace(storm(), held_out_loss=math.nan)
+    found = figures(record, figures(record))
+    assert found.training_loss == pytest.approx(2.0)
+    rows = dict(headlines(found))
+    assert not any("bits per byte" in text for row in rows.items() for text in row)
+    assert sum("2.0000" in text for text in rows.values()) == 2
+
+
+def test_a_slow_script_has_its_own_step_duration() -> None:
+    asked = {"a": 0.05, "b": 0.1}
+    for seconds, expected in ((0.051, asked), (0.3, {"a": 0.3, "b": 0.3})):
+        turns = [LoggedTurn(seconds * n, "a", n, 0.0, 0.0) for n in range(1, 4)]
+        assert own_step_seconds(asked, {"a": turns}) == pytest.approx(expected)
+    assert own_step_seconds(asked, {}) == asked
 
 
 def test_the_page_marks_broken_invariants_and_measured_step_durations() -> None:

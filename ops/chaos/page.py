@@ -1,0 +1,249 @@
+"""The report of a storm: report.json, a picture, and an HTML page that contains the picture and loads nothing."""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from archipelago.broker.process import finite
+from archipelago.ops.chaos.figures import Stalls, StormFigures, as_method
+from archipelago.ops.chaos.record import StormRecord, Timelines, timelines
+from archipelago.ops.chaos.schedule import KINDS
+from archipelago.ops.plots import pyplot
+from archipelago.ops.watch.formatting import number, size
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+REPORT, PICTURE, PAGE = "report.json", "storm.png", "storm.html"
+SHARE_LABELS = {
+    "useful": "merged", "lost": "trained, never merged", "idle": "slower than the step duration",
+    "stopped": "stopped", "recovering": "starting again", "dead": "dead",
+}  # fmt: skip
+#: The columns of the comparison with the baseline.
+COLUMNS = ("", "goodput", "uptime", "inner steps kept", "inner steps lost", "longest time without a step")
+STATE_COLOURS = {"training": "#4c9f70", "stopped": "#e0b040", "recovering": "#6fa8dc", "dead": "#c0504d"}
+MARKS = {"kill": "x", "died": "x", "stop": "s", "disk": "d", "clock": "*"}
+OTHER_MARK = "v"
+SHARE_COLOURS = {**STATE_COLOURS, "useful": STATE_COLOURS["training"], "lost": "#8064a2", "idle": "#b8b8b8"}
+
+
+def write(folder: Path, storm: StormRecord, found: StormFigures, command: str) -> None:
+    """Write report.json, storm.png and storm.html into the folder. `command` is the one that ran the storm."""
+    data = {"command": command, **asdict(found)}
+    (folder / REPORT).write_text(json.dumps(finite(data), indent=2) + "\n", encoding="utf-8")
+    draw(folder / PICTURE, storm, found)
+    (folder / PAGE).write_text(page(storm, found, (folder / PICTURE).read_bytes(), command), encoding="utf-8")
+
+
+# -- figures as text --------------------------------------------------------------------------------------------------
+
+
+def headlines(found: StormFigures) -> list[tuple[str, str]]:
+    """Return the name and the value of each figure."""
+    ceiling = "" if found.ceiling > 0.999 else f" (at most {found.ceiling:.1%}: an island is slow)"
+    rows = [
+        ("goodput: merged inner steps over possible ones", f"{found.goodput:.1%}{ceiling}"),
+        ("goodput of the time in which islands trained", f"{found.goodput_of_live_time:.1%}"),
+        ("lost to restarts: dead, and starting again", f"{found.shares.dead + found.shares.recovering:.1%}"),
+        ("uptime: at least one island trains", f"{found.uptime:.1%}"),
+        ("rounds, per minute", f"{found.rounds:,}, {found.rounds_per_minute:.0f}"),
+        ("contributions per round", f"{found.contributions_per_round:.2f}"),
+        ("tokens trained", f"{found.tokens_trained:,} = merged {found.tokens_merged:,} + refused "
+                           f"{found.tokens_refused:,} + pending {found.tokens_pending:,} + lost {found.tokens_lost:,}"),
+        ("from a kill to the first merged contribution", f"{number(found.rejoin_seconds_median, 1)} s median, "
+                                                         f"{number(found.rejoin_seconds_worst, 1)} s worst"),
+        ("device idle for over 10 ms", _idle(found.stalls)),
+        ("bytes up, down", f"{size(found.bytes_up)}, {size(found.bytes_down)}"),
+        _loss(found),
+    ]  # fmt: skip
+    if (control := found.control) is None:
+        return rows
+    name, loss = _loss(control)
+    return [
+        *rows,
+        (f"the same run without faults, after {control.tokens_merged:,} merged tokens",
+         f"{name} {loss}, goodput {control.goodput:.1%}"),
+        ("its device idle for over 10 ms", _idle(control.stalls)),
+    ]  # fmt: skip
+
+
+def _loss(found: StormFigures) -> tuple[str, str]:
+    if math.isnan(found.held_out_loss):  # only the user's script can compute its model
+        return "training loss in the last tenth of the rounds", number(found.training_loss, 4)
+    return f"held-out {found.unit}", number(found.held_out_loss, 4)
+
+
+def _idle(stalls: Stalls) -> str:
+    return (
+        f"{stalls.over_10_ms:,} of {stalls.turns:,}, worst {stalls.worst_seconds * 1e3:.0f} ms; without waits for a "
+        f"core {stalls.net_over_10_ms:,}, worst {stalls.net_worst_seconds * 1e3:.0f} ms"
+    )
+
+
+def comparison(storm: StormRecord, found: StormFigures) -> list[tuple[str, ...]]:
+    """Return a row of COLUMNS for the islands and one for the baseline; nothing if the baseline did not run."""
+    if found.baseline is None:
+        return []
+    return [
+        (
+            name, f"{one.goodput:.1%}", f"{one.uptime:.1%}", f"{one.steps_useful:,.0f}", f"{one.steps_lost:,.0f}",
+            f"{one.pause_seconds_worst:.1f} s",
+        )
+        for name, one in (("islands, this storm", as_method(storm, found)), ("data-parallel", found.baseline))
+    ]  # fmt: skip
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+
+_STYLE = """body{font:15px/1.45 system-ui,sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222}
+h1{font-size:1.5em}h2{font-size:1.15em;margin-top:1.6em}img{max-width:100%}
+table{border-collapse:collapse}td,th{padding:.2em .8em .2em 0;text-align:left;vertical-align:top}
+td:first-child{white-space:nowrap}.no{color:#b00;font-weight:bold}.yes{color:#2a7a4a}
+code{background:#f3f3f3;padding:.1em .3em}p.note{color:#555}"""
+_OF_BASELINE = (
+    "The baseline ran after the islands, in real processes under the same schedule. A step needs the gradients of all "
+    "workers. After a death or a lost connection, all load the last checkpoint. The baseline has it easier than the "
+    "islands: its hub never fails, learns of a death at once, and forms the group again without a delay. Faults of "
+    "Redis, the merger, disks and clocks do not affect it."
+)
+
+
+def page(storm: StormRecord, found: StormFigures, picture: bytes, command: str) -> str:
+    """Return the page. `picture` is the PNG image of the storm, and `command` the one that ran it."""
+    image = base64.b64encode(picture).decode()
+    kind, verdict = ("yes", "all invariants hold") if found.holds else ("no", "an invariant is broken")
+    title, compared = f"A storm over {found.islands} islands", comparison(storm, found)
+    return "\n".join([
+        "<!doctype html>", '<html lang="en"><head><meta charset="utf-8">',
+        f"<title>{title}</title><style>{_STYLE}</style></head><body>",
+        f"<h1>{title}: <span class={kind}>{verdict}</span></h1>",
+        f"<p><code>{html.escape(command)}</code></p>",
+        f'<img alt="timeline of the storm" src="data:image/png;base64,{image}">',
+        "<h2>Figures</h2>", _table(headlines(found)), f'<p class="note">{_note(storm, found)}</p>',
+        "<h2>Where the time went</h2>",
+        _table([(label, f"{getattr(found.shares, name):.2%}") for name, label in SHARE_LABELS.items()]),
+        *(("<h2>Data-parallel training under the same faults</h2>", _table(compared, COLUMNS),
+           f'<p class="note">{_OF_BASELINE}</p>') if compared else ()),
+        "<h2>Invariants</h2>",
+        _table([("holds" if check.holds else "BROKEN", check.name, check.found) for check in found.checks]),
+        "<h2>Islands that were killed</h2>",
+        _table([
+            (r.island, *map(_seconds, (r.at, r.away_seconds, r.start_seconds, r.merge_seconds, r.total_seconds)))
+            for r in found.rejoins
+        ], ("island", "killed at", "away", "until it trains", "until it is merged", "total")),
+        "<h2>Faults</h2>",
+        _table([(_seconds(f.at), f.target, f.kind, _seconds(f.seconds), KINDS[f.kind]) for f in storm.faults]),
+        "</body></html>", "",
+    ])  # fmt: skip
+
+
+def _table(rows: Sequence[Sequence[str]], columns: Sequence[str] = ()) -> str:
+    """Return a table. A cell that says that an invariant is broken is marked."""
+
+    def line(tag: str, values: Sequence[str]) -> str:
+        cells = (f"<{tag}{' class=no' * (value == 'BROKEN')}>{html.escape(value)}</{tag}>" for value in values)
+        return f"<tr>{''.join(cells)}</tr>"
+
+    head = line("th", columns) if columns else ""
+    return f"<table>{head}{''.join(line('td', row) for row in rows)}</table>"
+
+
+def _seconds(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.1f} s"
+
+
+def _note(storm: StormRecord, found: StormFigures) -> str:
+    if any(storm.step_seconds.values()):
+        text = (
+            f"Inner steps had a minimum duration of {found.step_seconds * 1e3:g} ms, so that islands do not compete "
+            "for this machine's cores. The time that a step takes beyond it counts as idle."
+        )
+    else:
+        text = (
+            f"Inner steps had no minimum duration; their median, {found.step_seconds * 1e3:.1f} ms, is used as the "
+            "step duration. The islands compete for this machine's cores, so goodput says little. Set --step-seconds."
+        )
+    if found.standbys:
+        text += (
+            f" Standby processes: {found.standbys}. They had loaded everything and became islands that were started "
+            f"again ({found.standbys_used} times). Their own time is not allocated, but their cost to islands counts."
+        )
+    return text
+
+
+# -- the picture ------------------------------------------------------------------------------------------------------
+
+
+def draw(path: Path, storm: StormRecord, found: StormFigures) -> None:
+    """Draw timelines and faults, rounds per minute, staleness and shares of time."""
+    plt = pyplot()
+    states = timelines(storm)
+    heights = [0.45 * len(states) + 0.6, 1.5, 1.6]
+    figure, axes = plt.subplot_mosaic(
+        [["states", "states"], ["pace", "pace"], ["stale", "shares"]],
+        figsize=(11, sum(heights) + 1.2), dpi=110, layout="constrained", height_ratios=heights,
+    )  # fmt: skip
+    _draw_timelines(axes["states"], storm, states)
+    _draw_round_rate(axes["pace"], storm)
+    axes["stale"].bar([str(lag) for lag in found.staleness], list(found.staleness.values()), color="#4472c4")
+    axes["stale"].set(xlabel="staleness when merged", ylabel="contributions")
+    _draw_shares(axes["shares"], found)
+    for name in ("states", "pace"):
+        axes[name].set_xlim(0.0, storm.seconds)
+    for one in axes.values():
+        one.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(
+        f"{found.islands} islands, {found.step_seconds * 1e3:.0f} ms steps, {len(storm.faults)} faults in "
+        f"{found.seconds:.0f} s: goodput {found.goodput:.1%}, {found.goodput_of_live_time:.1%} of live time, "
+        f"uptime {found.uptime:.1%}"
+    )
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def _draw_timelines(axes: Axes, storm: StormRecord, states: Timelines) -> None:
+    from matplotlib.patches import Patch
+
+    names = list(states)
+    for row, name in enumerate(names):
+        for span in states[name]:
+            begin = span.begin - storm.begin
+            axes.broken_barh([(begin, span.end - span.begin)], (row - 0.32, 0.64), color=STATE_COLOURS[span.state])
+    for event in storm.events:
+        if event.what in KINDS or event.what == "died":
+            place = event.at - storm.begin, names.index(event.process) - 0.42
+            mark = MARKS.get(event.what, OTHER_MARK)
+            axes.plot(*place, marker=mark, color="black", markersize=5, clip_on=False)
+            if event.what not in ("kill", "stop", "died"):
+                axes.annotate(event.what, place, xytext=(4, -2), textcoords="offset points", fontsize=7)
+    axes.set(yticks=range(len(names)), yticklabels=names, ylim=(len(names) - 0.5, -0.7))
+    labels = {"training": "training (redis, merger: serving)"}
+    handles = [Patch(color=colour, label=labels.get(state, state)) for state, colour in STATE_COLOURS.items()]
+    axes.legend(handles=handles, ncols=len(handles), frameon=False, fontsize=8, loc="lower right",
+                bbox_to_anchor=(1.0, 1.0), title="✕ kill  ■ stop  ▼ link  ◆ disk  ★ clock",
+                title_fontsize=8)  # fmt: skip
+
+
+def _draw_round_rate(axes: Axes, storm: StormRecord, bin_seconds: float = 2.0) -> None:
+    times = [at - storm.begin for at in storm.closed_at.values() if storm.begin <= at < storm.end]
+    bins = max(1, round(storm.seconds / bin_seconds))
+    width = storm.seconds / bins
+    axes.hist(times, bins=bins, range=(0.0, storm.seconds), weights=[60.0 / width] * len(times), color="#4472c4")
+    axes.set(xlabel="seconds", ylabel="rounds per minute")
+
+
+def _draw_shares(axes: Axes, found: StormFigures) -> None:
+    left = 0.0
+    for name, label in SHARE_LABELS.items():
+        share = getattr(found.shares, name)
+        axes.barh(0, max(0.0, share), left=left, color=SHARE_COLOURS[name], label=f"{label} {share:.1%}")
+        left += max(0.0, share)
+    axes.set(xlim=(0, 1), ylim=(-0.5, 3.0), yticks=[], xlabel="share of the islands' allocated time")
+    axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper left")

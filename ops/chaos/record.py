@@ -1,0 +1,335 @@
+"""The record of one run under faults, the states of its processes, and the invariants of the drained run. Pure.
+
+All times are seconds of one monotonic clock.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from archipelago.broker.messages import Books, Pending, TapeEntry
+from archipelago.broker.shards.layout import Layout
+from archipelago.ops.chaos.schedule import MERGER, REDIS, Fault
+
+#: The `start` event of an island that took over a standby's process is followed by this event.
+STANDBY_USED = "was a standby"
+#: The state of an island that trains, and of Redis or a merger that serves.
+SERVING = "training"
+STOPPED, RECOVERING, DEAD = "stopped", "recovering", "dead"
+_MARKS = {"start", "ready", "kill", "died", "stop", "continue"}
+#: Shard, island, incarnation and sequence number of a contribution. Sequence numbers count by shard.
+Identity = tuple[int, str, str, int]
+
+
+@dataclass(frozen=True)
+class ProcessEvent:
+    """An event of a process: its start, its end, or a fault.
+
+    Attributes:
+        at: Its time.
+        process: `redis`, the name of a merger or of an island.
+        what: `start`, `ready`, `kill`, `stop`, `continue`, `died`, or a fault of its link, disk or clock that begins
+            or is over.
+        detail: Further information, for people.
+    """
+
+    at: float
+    process: str
+    what: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class LoggedTurn:
+    """One turn of an island's training loop, from its turn log.
+
+    Attributes:
+        at: When it ended.
+        who: The incarnation of the island.
+        steps: Inner steps of that incarnation so far.
+        idle: Seconds that the device had no work before this step.
+        waited: Seconds that the training thread was ready to run and had no core.
+    """
+
+    at: float
+    who: str
+    steps: int
+    idle: float
+    waited: float
+
+
+@dataclass(frozen=True)
+class StormRecord:
+    """One run under faults.
+
+    Attributes:
+        begin, end: The measured window, from when all islands train and a merger serves until the faults end.
+        islands: The names of the islands.
+        step_seconds: Minimum duration of an inner step, by island; 0 where none is set.
+        tokens_per_step: Tokens of one inner step of one island; their mean, where batches differ.
+        layout: The fragments of each shard.
+        faults: The schedule.
+        events: The events of all processes.
+        turns: The turn log of each island.
+        closed_at: When each round closed.
+        tape: All rounds.
+        books: Counts of published, merged and refused contributions.
+        pending: Contributions that were still waiting at the end.
+        refused: Refused contributions, as far as the stream still holds the refusals.
+        held_out_loss: Held-out loss of the final parameters; NaN if only a user's script can compute it.
+        unit: Its unit.
+        standbys: Number of standby processes.
+        mergers: The names of the merger processes.
+    """
+
+    begin: float
+    end: float
+    islands: tuple[str, ...]
+    step_seconds: Mapping[str, float]
+    tokens_per_step: float
+    layout: Layout
+    faults: tuple[Fault, ...]
+    events: tuple[ProcessEvent, ...]
+    turns: Mapping[str, Sequence[LoggedTurn]]
+    closed_at: Mapping[int, float]
+    tape: tuple[TapeEntry, ...]
+    books: Books
+    pending: Pending
+    refused: frozenset[Identity] = frozenset()
+    held_out_loss: float = math.nan
+    unit: str = "bits per byte"
+    standbys: int = 0
+    mergers: tuple[str, ...] = (MERGER,)
+
+    @property
+    def tapes(self) -> list[list[TapeEntry]]:
+        """The tape of each shard. Its rounds are those of the run."""
+        out: list[list[TapeEntry]] = [[] for _ in range(self.layout.shards)]
+        for entry in self.tape:
+            out[self.layout.shard_of(entry.round)].append(entry)
+        return out
+
+    @property
+    def seconds(self) -> float:
+        """Length of the window."""
+        return self.end - self.begin
+
+    @property
+    def shortest_step_seconds(self) -> float:
+        """The run's step duration: the shortest that was set, or else the median of the measured ones."""
+        given = min(self.step_seconds.values())
+        if given > 0:
+            return given
+        return statistics.median([s for turns in self.turns.values() for s in step_seconds(turns)] or [math.nan])
+
+    @property
+    def rounds_in_window(self) -> int:
+        """Rounds that closed within the window."""
+        return sum(self.begin <= at < self.end for at in self.closed_at.values())
+
+    def steps_between(self, island: str, begin: float, end: float) -> int:
+        """Count the inner steps that the island ended in that time."""
+        out, last = 0, Counter[str]()
+        for turn in self.turns.get(island, ()):
+            out += turn.steps - last[turn.who] if begin <= turn.at < end else 0
+            last[turn.who] = turn.steps
+        return out
+
+
+def step_seconds(turns: Sequence[LoggedTurn]) -> Iterator[float]:
+    """Yield the duration of an inner step in each turn but the first of its incarnation."""
+    for before, after in itertools.pairwise(turns):
+        if before.who == after.who and after.steps > before.steps:
+            yield (after.at - before.at) / (after.steps - before.steps)
+
+
+# -- the states of processes ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Span:
+    """A period in which a process has one state."""
+
+    begin: float
+    end: float
+    state: str
+
+
+Timelines = Mapping[str, Sequence[Span]]
+
+
+def timelines(storm: StormRecord) -> dict[str, list[Span]]:
+    """Return the states of each process, without gaps from its first start to the end of the storm."""
+    return {name: _timeline(storm, name) for name in (REDIS, *storm.mergers, *storm.islands)}
+
+
+def _timeline(storm: StormRecord, process: str) -> list[Span]:
+    marks = [(e.at, e.what) for e in storm.events if e.process == process and e.what in _MARKS]
+    marks += [(at, "ready") for at in _ready_times(storm, process)]
+    out: list[Span] = []
+    state, since, before_stop = "", 0.0, ""
+    for at, what in [*sorted(marks), (storm.end, "end")]:
+        at = min(at, storm.end)
+        new = _state_after(what, state, before_stop)
+        if new == state:
+            continue
+        if state and at > since:
+            continues = bool(out) and out[-1].state == state
+            begin = out.pop().begin if continues else since
+            out.append(Span(begin, at, state))
+        before_stop = state if new == STOPPED else before_stop
+        state, since = new, at
+    return out
+
+
+def _state_after(what: str, state: str, before_stop: str) -> str:
+    """Return the state after an event. `before_stop` is the state that a stopped process returns to."""
+    match what:
+        case "start":
+            return RECOVERING
+        case "ready" if state == RECOVERING:
+            return SERVING
+        case "kill" | "died":
+            return DEAD
+        case "stop" if state not in (DEAD, ""):
+            return STOPPED
+        case "continue" if state == STOPPED:
+            return before_stop
+        case "end":
+            return ""
+    return state
+
+
+def _ready_times(storm: StormRecord, process: str) -> list[float]:
+    """Return when a process became ready: a merger with each round, an island with the first turn of an incarnation.
+
+    Redis has its own `ready` events.
+    """
+    if process in storm.mergers:
+        return list(storm.closed_at.values())
+    first: dict[str, float] = {}
+    for turn in storm.turns.get(process, ()):
+        first.setdefault(turn.who, turn.at)
+    return list(first.values())
+
+
+def seconds_in(spans: Sequence[Span], state: str, begin: float, end: float) -> float:
+    """Return the seconds of a window in which a process had that state."""
+    return sum(max(0.0, min(s.end, end) - max(s.begin, begin)) for s in spans if s.state == state)
+
+
+def uptime(storm: StormRecord, states: Timelines) -> float:
+    """Return the share of the window in which at least one island was training."""
+    spans = sorted((s.begin, s.end) for island in storm.islands for s in states[island] if s.state == SERVING)
+    covered, reached = 0.0, storm.begin
+    for begin, end in spans:
+        covered += max(0.0, min(end, storm.end) - max(begin, reached))
+        reached = max(reached, end)
+    return covered / storm.seconds if storm.seconds else math.nan
+
+
+# -- invariants -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Check:
+    """The result of one check.
+
+    Attributes:
+        key: A stable name, for programs.
+        name: What must hold, for people.
+        holds: Whether it holds.
+        found: The observed values, for people.
+    """
+
+    key: str
+    name: str
+    holds: bool
+    found: str
+
+
+def checks(storm: StormRecord) -> list[Check]:
+    """Check all invariants."""
+    books, pending, tapes = storm.books, storm.pending, storm.tapes
+    merged = Counter(
+        (shard, m.island, m.incarnation, m.sequence)
+        for shard, tape in enumerate(tapes)
+        for entry in tape
+        for m in entry.members
+    )
+    twice = [identity for identity, count in merged.items() if count > 1]
+    both = sorted(storm.refused & merged.keys())
+    tokens = sum(member.tokens for entry in storm.tape for member in entry.members)
+    over, incarnations = _merged_beyond_steps(storm)
+    in_order = all(
+        entry.round == storm.layout.run_round(shard, n)
+        for shard, tape in enumerate(tapes)
+        for n, entry in enumerate(tape, 1)
+    )
+    epochs = [[entry.epoch for entry in tape] for tape in tapes]
+    rounds = storm.rounds_in_window
+    return [
+        Check(
+            "books", "the books balance: published = merged + refused + pending",
+            books.published == books.merged + books.refused + pending.contributions,
+            f"{books.published:,} = {books.merged:,} + {books.refused:,} + {pending.contributions:,}",
+        ),
+        Check(
+            "tokens", "the books balance in tokens",
+            books.published_tokens == books.merged_tokens + books.refused_tokens + pending.tokens,
+            f"{books.published_tokens:,} = {books.merged_tokens:,} + {books.refused_tokens:,} + {pending.tokens:,}",
+        ),
+        Check(
+            "drained", "no contribution waits after all islands have left",
+            pending.contributions == 0, f"{pending.contributions:,} wait",
+        ),
+        Check(
+            "merged-once", "no contribution is merged twice: the identities on the tape are unique",
+            not twice, _examples(twice, len(merged)),
+        ),
+        Check(
+            "tape", "the tape and the books agree", (books.merged, books.merged_tokens) == (merged.total(), tokens),
+            f"{merged.total():,} contributions of {tokens:,} tokens on the tape",
+        ),
+        Check(
+            "refused", "no contribution is both merged and refused", not both, _examples(both, len(storm.refused)),
+        ),
+        Check(
+            "steps", "no inner step is merged twice: no incarnation has more merged steps of a fragment than it made",
+            not over, _examples(over, incarnations),
+        ),
+        Check("rounds", "every round is on the tape once, in order", in_order, f"{len(storm.tape):,} rounds"),
+        Check(
+            "epochs", "an older merger never writes after a newer one", all(of == sorted(of) for of in epochs),
+            f"{sum(len(set(of)) for of in epochs)} epochs closed rounds, "
+            f"the last is {max(of[-1] if of else 0 for of in epochs)}",
+        ),
+        Check("progress", "the run made progress: rounds closed in the storm", rounds > 0, f"{rounds:,} rounds"),
+    ]  # fmt: skip
+
+
+def _merged_beyond_steps(storm: StormRecord) -> tuple[list[str], int]:
+    """Return the incarnations with more merged steps of a fragment than their turn logs have, and how many there are.
+
+    Each incarnation has all of its steps in the last turn of its log.
+    """
+    made = {(island, turn.who): turn.steps for island, turns in storm.turns.items() for turn in turns}
+    merged: Counter[tuple[str, str, int]] = Counter()
+    for entry in storm.tape:
+        for m in entry.members:
+            merged[m.island, m.incarnation, entry.fragment] += m.steps
+    over = [
+        f"{island}/{who} fragment {p}: {steps} merged of {made.get((island, who), 0)}"
+        for (island, who, p), steps in merged.items()
+        if steps > made.get((island, who), 0)
+    ]
+    return over, len({(island, who) for island, who, _ in merged})
+
+
+def _examples(wrong: Sequence[object], of: int) -> str:
+    return f"none of {of:,}" if not wrong else f"{len(wrong)} of {of:,}, such as {wrong[0]}"
