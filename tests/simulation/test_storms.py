@@ -1,4 +1,4 @@
-"""Simulated runs under faults, one a seed. `FaultRates` has the faults, and `Invariants` what must hold.
+"""Simulated runs under faults and attacks, one a seed. `FaultRates` has the faults, and `Invariants` what must hold.
 
 ARCHIPELAGO_SEEDS is the number of seeds, and ARCHIPELAGO_FIRST_SEED the first one. `make soak` never ends.
 """
@@ -11,15 +11,16 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
-from tests.simulation import storm
+from tests.simulation import attacked, storm
 
 FIRST = int(os.environ.get("ARCHIPELAGO_FIRST_SEED", "0"))
 #: The quick tier plays this number of seeds, and the full tier FULL_SEEDS more.
 QUICK_SEEDS = int(os.environ.get("ARCHIPELAGO_SEEDS", "20"))
-SEEDS_OF_A_TEST = 60
-FULL_SEEDS = 0 if "ARCHIPELAGO_SEEDS" in os.environ else 120
-#: Seeds of runs that write compactions, so that their processes come to each failpoint.
-FAILPOINT_SEEDS = (1, pytest.param(8, marks=pytest.mark.full), pytest.param(16, marks=pytest.mark.full))
+FULL_SEEDS = 0 if "ARCHIPELAGO_SEEDS" in os.environ else 60
+#: The seed of a run that writes compactions, so that its processes come to each failpoint.
+FAILPOINT_SEED = 1
+#: Each seed makes the attacks in another order, and with other claims.
+ATTACK_SEEDS = (1, pytest.param(2, marks=pytest.mark.full))
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +42,18 @@ def test_storms(workers: ProcessPoolExecutor) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("first", range(FIRST + QUICK_SEEDS, FIRST + QUICK_SEEDS + FULL_SEEDS, SEEDS_OF_A_TEST))
-def test_more_storms(workers: ProcessPoolExecutor, first: int) -> None:
-    play(workers, first, min(SEEDS_OF_A_TEST, FIRST + QUICK_SEEDS + FULL_SEEDS - first))
+def test_more_storms(workers: ProcessPoolExecutor) -> None:
+    play(workers, FIRST + QUICK_SEEDS, FULL_SEEDS)
 
 
-@pytest.mark.parametrize("seed", FAILPOINT_SEEDS)
-def test_processes_die_at_each_failpoint(workers: ProcessPoolExecutor, seed: int) -> None:
-    assert workers.submit(storm.die_at_each_failpoint, seed).result() == [], "no process has come to these failpoints"
+def test_processes_die_at_each_failpoint(workers: ProcessPoolExecutor) -> None:
+    missed = workers.submit(storm.die_at_each_failpoint, FAILPOINT_SEED).result()
+    assert missed == [], "no process has come to these failpoints"
+
+
+@pytest.mark.parametrize("seed", ATTACK_SEEDS)
+def test_no_attack_harms_a_run(workers: ProcessPoolExecutor, seed: int) -> None:
+    workers.submit(attacked.play, seed).result()
 
 
 def test_a_seed_plays_the_same_storm_again(workers: ProcessPoolExecutor) -> None:

@@ -1,6 +1,6 @@
 """Attacks on a simulated run: real mergers and islands in virtual time at a fake Redis, and an attacker between them.
 
-Arithmetic is that of `tests.simulation.arithmetic`, so this runs in processes of its own (`tests.simulation.storm`).
+The attacker adds events to `Simulation`, and exceptions to its invariants for what it has sent itself.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from archipelago.broker.messages import Contribution, Member, Refusal, TapeEntry
 from archipelago.broker.ranges import parse_positions
 from archipelago.broker.wire import digest
 from archipelago.merger.service import LEASE_SECONDS
+from archipelago.ops.watch.run_view import observe
 from tests.hostile.attacker import Attacker
 from tests.hostile.attacks import ATTACKS, Attack, contributions, heartbeat, leases, make
-from tests.hostile.process_run import status
 from tests.simulation.faults import FaultRates
 from tests.simulation.invariants import Invariants
 from tests.simulation.processes import RUN
@@ -140,7 +140,7 @@ class AttackedSimulation(Simulation):
     def check_unharmed(self) -> None:
         """Check that the run makes progress, and that an operator can read it."""
         require_progress(self)
-        view = status(self.broker.connect(RUN))
+        view = observe(self.broker.connect(RUN), self.manifest)
         assert view.balanced
         assert view.live <= len(self.wanted) + 1
 
