@@ -9,12 +9,11 @@ answered, and the members of a round depend neither on speed nor on which proces
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from archipelago.broker.config import InnerConfig, RunConfig, WireConfig
 from archipelago.broker.errors import UnknownRunError
 from archipelago.broker.failpoints import VARIABLE
 from archipelago.broker.manifest import Corpus, Manifest, Tensor, balanced
-from archipelago.broker.messages import Contribution, Refusal, Snapshot, TapeEntry
+from archipelago.broker.messages import Contribution, Refusal, TapeEntry
 from archipelago.broker.published import newest
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.wire import digest, pack
@@ -35,10 +34,11 @@ from archipelago.merger.round_merge import RoundMerge
 from archipelago.merger.state import FragmentState
 from tests import samples
 from tests.conftest import Until
+from tests.harness.processes import Processes
 
 ROOT = Path(__file__).parents[2]
 ISLANDS = ("a", "b", "c")
-ROUNDS = 6
+ROUNDS = 10
 #: The duration of an inner step that the islands report, so that the grace window outlasts every test.
 STEP_SECONDS = 1e4
 Answer = tuple[Contribution, bytes]
@@ -71,29 +71,6 @@ def damaged(of: Manifest, number: int) -> Answer:
     return replace(said, sequence=100 + number, digest="0" * 32), payload
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The result of a run, without wall-clock times, entry ids, and what depends on the times of checkpoints.
-
-    Attributes:
-        snapshots: The header of each fragment's newest version, without what depends on the times of compactions.
-        payloads: The digest of each fragment's newest published parameters.
-        outers: The digest of each outer state, as a merger that starts now has it.
-        tape: All rounds.
-        cursors: The merged position in each data shard.
-        books: Counts of contributions.
-        state: The merger's state.
-    """
-
-    snapshots: list[Snapshot]
-    payloads: list[str]
-    outers: list[str]
-    tape: list[TapeEntry]
-    cursors: dict[str, tuple[int, int]]
-    books: dict[str, int]
-    state: dict[str, Any]
-
-
 def _loaded(transport: RedisTransport, manifest: Manifest) -> list[FragmentState]:
     """Return the fragments as a merger that starts has them, although another one may write a compaction meanwhile."""
     while True:
@@ -103,64 +80,48 @@ def _loaded(transport: RedisTransport, manifest: Manifest) -> list[FragmentState
             return found
 
 
-def outcome(transport: RedisTransport) -> Outcome:
-    """Return the result of a run. Assert that the merger remembers all merged contributions."""
+def outcome(transport: RedisTransport) -> dict[str, Any]:
+    """Return the result of a run, without wall-clock times, entry ids, and what depends on the times of checkpoints.
+
+    Assert that the merger remembers all merged contributions.
+    """
     manifest = transport.reader.manifest()
     fragments = [newest(transport.reader, manifest, p) for p in range(2)]
-    loaded = _loaded(transport, manifest)
     tape = transport.reader.tape(1000)
     state = json.loads(transport.reader.merger_state())
-    for entry in tape:
-        assert all(_has_seen(state, m.island, m.sequence) for m in entry.members), "a retry would be merged again"
-    books = asdict(transport.reader.books()) | {"bytes_down": 0, "kept": 0}
+    for member in (member for entry in tape for member in entry.members):
+        floor, *above = state["seen"][f"{member.island}/x"]
+        assert member.sequence < floor or member.sequence in above, "a retry would be merged again"
     # The accounts hold times. Refusals by code that a merger counted after its last commit die with it. The digest is
     # that of the whole state.
     changing = {"timing", "covered", "seen", "accounts", "refused", "digest"}
-    timeless = {key: state[key] for key in state.keys() - changing}
-    return Outcome(
-        snapshots=[replace(found.snapshot, bytes=0, digest=found.snapshot.held) for found in fragments],
-        payloads=[digest(np.asarray(found.params_N).tobytes()) for found in fragments],
-        outers=[digest(outer.dump(fragment.params_N, fragment.outer)) for fragment in loaded],
-        tape=[_timeless(entry) for entry in tape],
-        cursors=transport.reader.cursors(),
-        books=books,
-        state=timeless,
-    )
-
-
-def _has_seen(state: dict[str, Any], island: str, sequence: int) -> bool:
-    floor, *above = state["seen"][f"{island}/x"]
-    return sequence < floor or sequence in above
+    return {
+        "snapshots": [replace(found.snapshot, bytes=0, digest=found.snapshot.held) for found in fragments],
+        "payloads": [digest(np.asarray(found.params_N).tobytes()) for found in fragments],
+        "outer states": [digest(outer.dump(each.params_N, each.outer)) for each in _loaded(transport, manifest)],
+        "tape": [_timeless(entry) for entry in tape],
+        "cursors": transport.reader.cursors(),
+        "books": asdict(transport.reader.books()) | {"bytes_down": 0, "kept": 0},
+        "state": {key: state[key] for key in state.keys() - changing},
+    }
 
 
 def _timeless(entry: TapeEntry) -> TapeEntry:
+    times = {name: 0.0 for name in vars(entry) if name.endswith("_seconds")}
     members = tuple(replace(member, entry="") for member in entry.members)
-    times = {
-        "quorum_seconds": 0.0,
-        "grace_seconds": 0.0,
-        "open_seconds": 0.0,
-        "merge_seconds": 0.0,
-        "spectra_seconds": 0.0,
-        "busy_seconds": 0.0,
-        "unix_seconds": 0.0,
-    }
     return replace(entry, epoch=0, members=members, **times)  # type: ignore[arg-type]
 
 
-@dataclass
 class ScriptedRun:
     """One run at `url`. `folder` holds the mergers' folder and the logs."""
 
-    url: str
-    run: str
-    folder: Path
-    until: Until
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.manifest = manifest(self.run)
-        self.transport = connect(self.url, self.run)
+    def __init__(self, url: str, run: str, folder: Path, until: Until) -> None:
+        self.url, self.run, self.folder, self.until = url, run, folder, until
+        folder.mkdir(parents=True, exist_ok=True)
+        self.processes = Processes(folder, PYTHONPATH=str(ROOT))
+        self.said = self.processes.said
+        self.manifest = manifest(run)
+        self.transport = connect(url, run)
         self._beaten_at = float("-inf")
 
     def create(self) -> None:
@@ -170,39 +131,22 @@ class ScriptedRun:
 
     def end(self) -> None:
         """End all processes and the connection."""
-        for process in self.processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
+        self.processes.end()
         self.transport.close()
 
     # -- processes --------------------------------------------------------------------------------------------------
 
-    def merger(self, *options: str, failpoint: str = "") -> subprocess.Popen[bytes]:
+    def merger(self, *options: str, failpoint: str = "") -> subprocess.Popen[str]:
         """Start a merger, which is killed at that failpoint."""
         where = ["--run", self.run, "--folder", str(self.folder / "merger"), "--lease-seconds", "0.5"]
-        return self._start(["-m", "archipelago.merger", self.url, *where, *options], failpoint)
+        return self.processes.python("-m", "archipelago.merger", self.url, *where, *options, **{VARIABLE: failpoint})
 
-    def island(self, number: int, island: str, failpoint: str = "") -> subprocess.Popen[bytes]:
+    def island(self, number: int, island: str, failpoint: str = "") -> subprocess.Popen[str]:
         """Start a process that publishes one contribution, and is killed at that failpoint."""
-        return self._start(["-m", "tests.chaos.scripted_run", self.url, self.run, str(number), island], failpoint)
+        argv = ("-m", "tests.chaos.scripted_run", self.url, self.run, str(number), island)
+        return self.processes.python(*argv, **{VARIABLE: failpoint})
 
-    def _start(self, argv: Sequence[str], failpoint: str) -> subprocess.Popen[bytes]:
-        with self._log(len(self.processes)).open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, *argv], cwd=ROOT, env={**os.environ, VARIABLE: failpoint}, stdout=log, stderr=log
-            )
-        self.processes.append(process)
-        return process
-
-    def _log(self, index: int) -> Path:
-        return self.folder / f"process-{index}.log"
-
-    def said(self, process: subprocess.Popen[bytes]) -> str:
-        """Return what a process has printed so far."""
-        return self._log(self.processes.index(process)).read_text()
-
-    def ended(self, process: subprocess.Popen[bytes]) -> int:
+    def ended(self, process: subprocess.Popen[str]) -> int:
         """Wait for the end of a process while the islands stay alive. Return its exit status."""
 
         def over() -> bool:

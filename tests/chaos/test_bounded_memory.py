@@ -24,7 +24,7 @@ from archipelago.broker.transport import MEMORY_SHARE_MAX
 from archipelago.merger.service import Merger
 from archipelago.ops.experiments.virtual_time import VirtualRun
 from archipelago.ops.launch.embedded_redis import Server, start_server
-from tests.chaos.island_threads import Identity
+from tests.chaos.threaded_run import Identity
 from tests.conftest import Until
 from tests.integration import virtual
 

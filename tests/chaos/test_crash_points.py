@@ -1,9 +1,10 @@
-"""A real process is killed at each failpoint, between two writes. The run still gives the same bits."""
+"""Real processes of one run are killed at failpoints, between two writes. The run still gives the same bits."""
 
 from __future__ import annotations
 
 import signal
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,139 +15,74 @@ from archipelago.broker.messages import Snapshot
 from archipelago.broker.redis.keys import Keys
 from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.ops.launch.embedded_redis import Server
-from tests.chaos.scripted_run import ISLANDS, ROUNDS, Outcome, ScriptedRun, answer, manifest, outcome
+from tests.chaos.scripted_run import ISLANDS, ROUNDS, ScriptedRun, answer, manifest, outcome
 from tests.conftest import Until
 
 pytestmark = [pytest.mark.full, pytest.mark.processes]
 
-#: The failpoints at which real processes die. The simulation has them all (`tests.simulation.storm`).
-REAL = (
-    "publish.placed", "publish.done", "acquire.done", "refuse.done", "compact.placed-outer", "commit.watched",
-    "commit.done", "announce.done", "restore.placed", "checkpoint.done",
-)  # fmt: skip
-#: At which visit a merger dies: once there is state to lose, and in a round whose payloads are chunks.
-TIMES = {"acquire": 1, "announce": 3, "checkpoint": 2, "refuse": 3, "commit": 3, "compact": 1}
-#: The round in which the process of an island dies.
-CRASH_ROUND = 3
+RUN = "crashed"
 NO_CHECKPOINTS = ("--checkpoint-every", "10000")
 #: A compaction is due after two versions of a fragment.
 COMPACTIONS = ("--restart-seconds", "0")
 CHECKPOINTS = ("--checkpoint-every", "0.1")
+#: The failpoints at which the mergers of a run die, one after the other, and their options. The simulation has all
+#: failpoints (`tests.simulation.storm`).
+MERGERS = (
+    ("acquire.done", NO_CHECKPOINTS), ("refuse.done", NO_CHECKPOINTS), ("announce.done:2", NO_CHECKPOINTS),
+    ("commit.watched", NO_CHECKPOINTS), ("commit.done", NO_CHECKPOINTS),
+    ("compact.placed-outer", (*NO_CHECKPOINTS, *COMPACTIONS)), ("checkpoint.done:2", (*CHECKPOINTS, *COMPACTIONS)),
+    ("", (*CHECKPOINTS, *COMPACTIONS)),
+)  # fmt: skip
+#: The failpoints at which the process of island b dies while it publishes, by round. Payloads of odd rounds are chunks.
+#: The island publishes the same again.
+PUBLISHERS = {3: "publish.placed", 5: "publish.done"}
+#: After this round, Redis loses everything, and a merger dies while it restores the run from its checkpoint.
+LOST_AFTER = 8
 
 
-class Victim:
-    """A merger that dies at a failpoint, and the merger that is started after it."""
+class Victims:
+    """The mergers of a run. Each dies at its failpoint, and the next one follows it."""
 
-    def __init__(self, scripted: ScriptedRun, failpoint: str, *options: str) -> None:
-        self.scripted, self.options = scripted, options
-        self.first = self.process = scripted.merger(*options, failpoint=failpoint)
+    def __init__(self, scripted: ScriptedRun) -> None:
+        self.scripted, self.left = scripted, list(MERGERS)
+        self._start()
+
+    def _start(self) -> None:
+        self.failpoint, options = self.left.pop(0)
+        self.process = self.scripted.merger(*options, failpoint=self.failpoint)
 
     def tend(self) -> None:
-        """Start the second merger when the first is dead."""
+        """Start the next merger when one is dead."""
         if self.process.poll() is not None:
-            assert self.process is self.first, f"the second merger died as well: {self.scripted.said(self.process)}"
-            assert self.first.returncode == -signal.SIGKILL, self.scripted.said(self.first)
-            self.process = self.scripted.merger(*self.options)
-
-    def leave(self) -> None:
-        """End the merger in order."""
-        self.process.terminate()
-        assert self.scripted.ended(self.process) == 0, self.scripted.said(self.process)
+            said = self.scripted.said(self.process)
+            assert self.failpoint and self.process.returncode == -signal.SIGKILL, said
+            self._start()
 
 
-def merger_dies(scripted: ScriptedRun, name: str) -> None:
-    """Kill a merger at its n-th visit of a failpoint, and let another one continue."""
-    family = name.partition(".")[0]
-    covers = family == "checkpoint"
-    options = (*(CHECKPOINTS if covers else NO_CHECKPOINTS), *(COMPACTIONS if family == "compact" else ()))
-    victim = Victim(scripted, f"{name}:{TIMES[family]}", *options)
-    for number in range(1, ROUNDS + 1):
-        scripted.publish(number)
-        scripted.await_round(number, victim.tend)
-        if covers and number == ROUNDS:
-            scripted.await_cover(victim.tend)
-        # Compactions go on beside the rounds, which may be faster.
-        if (family, number) == ("compact", ROUNDS - 1):
-            scripted.wait(lambda: victim.first.poll() is not None, "the death of the first merger")
-    assert victim.process is not victim.first, f"it never reached {name}"
-    assert victim.first.returncode == -signal.SIGKILL
-    if covers:
-        victim.leave()  # It writes the last checkpoint.
-        image = CheckpointStore(scripted.folder / "merger" / "checkpoints").load()
-        assert image is not None
-        newest_held = [head.held for head in scripted.transport.reader.heads() if head is not None]
-        assert [snapshot.held for snapshot, _ in image.snapshots] == newest_held
-
-
-def island_dies(scripted: ScriptedRun, name: str) -> None:
-    """Kill an island while it publishes; then publish the same again."""
-    scripted.merger(*NO_CHECKPOINTS)
-    for number in range(1, ROUNDS + 1):
-        if number == CRASH_ROUND:
-            scripted.publish(number, ["a"])
-            assert scripted.ended(dying := scripted.island(number, "b", name)) == -signal.SIGKILL, scripted.said(dying)
-            assert scripted.ended(again := scripted.island(number, "b")) == 0, scripted.said(again)
-            scripted.publish(number, ["c"], with_damaged=False)
-        else:
-            scripted.publish(number)
-        scripted.await_round(number)
-
-
-def restorer_dies(scripted: ScriptedRun, name: str) -> None:
-    """Kill a merger while it restores a run into an empty server. The next merger completes it."""
-    scripted.beat()  # The islands train on while Redis is empty.
-    dying = scripted.merger("--resume", *NO_CHECKPOINTS, failpoint=name)
-    assert scripted.ended(dying) == -signal.SIGKILL, scripted.said(dying)
-    assert not scripted.exists(), "the run was restored in part"
-    scripted.merger("--resume", *NO_CHECKPOINTS)
-    scripted.wait(scripted.exists, "the run to be restored")
-    finish_from_halfway(scripted)
-
-
-def halfway(scripted: ScriptedRun) -> None:
-    """Close four rounds and begin the fifth; then let the merger leave with a checkpoint."""
-    scripted.create()
-    merger = scripted.merger(*NO_CHECKPOINTS)
-    for number in range(1, 5):
-        scripted.publish(number)
-        scripted.await_round(number)
-    scripted.publish(5, ISLANDS[:1])
-    scripted.wait(
-        lambda: len(scripted.refused()) == 5 and scripted.transport.merger.unacknowledged() != [],
-        "the call of the fifth round",
-    )
-    merger.terminate()
-    assert scripted.ended(merger) == 0, scripted.said(merger)
-
-
-def finish_from_halfway(scripted: ScriptedRun) -> None:
-    scripted.publish(5, ISLANDS[1:], with_damaged=False)
-    scripted.await_round(5)
-    scripted.publish(6)
-    scripted.await_round(6)
-
-
-def undisturbed(scripted: ScriptedRun) -> None:
-    scripted.merger(*NO_CHECKPOINTS)
-    for number in range(1, ROUNDS + 1):
-        scripted.publish(number)
-        scripted.await_round(number)
+def publish(scripted: ScriptedRun, number: int) -> None:
+    """Publish the answers to a round. In some rounds, the process of an island dies meanwhile."""
+    if (name := PUBLISHERS.get(number)) is None:
+        return scripted.publish(number)
+    scripted.publish(number, ["a"])
+    assert scripted.ended(dying := scripted.island(number, "b", name)) == -signal.SIGKILL, scripted.said(dying)
+    with redis.Redis.from_url(scripted.url) as client:
+        uploads = [key for key in chunks(client, scripted.run)[1] if ":c:b:x." in key]
+        assert uploads or name != "publish.placed", "chunks without an entry must expire"
+    assert scripted.ended(again := scripted.island(number, "b")) == 0, scripted.said(again)
+    return scripted.publish(number, ["c"], with_damaged=False)
 
 
 # -- checks -----------------------------------------------------------------------------------------------------
 
 
-def check_stream(scripted: ScriptedRun, name: str) -> None:
+def check_stream(scripted: ScriptedRun, first: int, last: int) -> None:
     """Assert that each round was announced once, each damaged contribution refused once, and no chunk is left over."""
-    first = 5 if name.startswith("restore.") else 1
-    assert [snapshot.round for snapshot in scripted.events(Snapshot)] == list(range(first, ROUNDS + 1))
-    assert scripted.refused() == [f"a/x/{100 + number}" for number in range(first + (first > 1), ROUNDS + 1)]
+    assert [snapshot.round for snapshot in scripted.events(Snapshot)] == list(range(first, last + 1))
+    assert scripted.refused() == [f"a/x/{100 + number}" for number in range(first, last + 1)]
     with redis.Redis.from_url(scripted.url) as client:
         # A compaction may be written meanwhile.
         run = scripted.run
         scripted.wait(lambda: chunks(client, run)[0] == pointed_to(client, run), "no chunk that is left over")
-        uploads = {key.rpartition(":")[0] for key in chunks(client, run)[1] if ":c:b:x." in key}
-        assert len(uploads) == (name == "publish.placed"), "chunks without an entry must expire"
 
 
 def chunks(client: Any, run: str) -> tuple[set[str], set[str]]:
@@ -167,72 +103,64 @@ def pointed_to(client: Any, run: str) -> set[str]:
     return {keys.chunk(name, index, owner) for owner, name, count in found for index in range(count)}
 
 
-# -- the tests -------------------------------------------------------------------------------------------------------
-
-
-class CrashRuns:
-    """Plays whole runs, each to its outcome."""
-
-    def __init__(self, url: str, folder: Path, until: Until) -> None:
-        self.url, self.folder, self.until = url, folder, until
-
-    def undisturbed(self) -> Outcome:
-        """Play a run in which no process dies."""
-        scripted = self._scripted("undisturbed")
-        try:
-            scripted.create()
-            undisturbed(scripted)
-            return outcome(scripted.transport)
-        finally:
-            scripted.end()
-
-    def disturbed(self, name: str) -> Outcome:
-        """Play a run in which a process dies at that failpoint."""
-        scripted = self._restored(name) if name.startswith("restore.") else self._scripted(name)
-        try:
-            if name.startswith("restore."):
-                restorer_dies(scripted, name)
-            else:
-                scripted.create()
-                (island_dies if name.startswith("publish.") else merger_dies)(scripted, name)
-            check_stream(scripted, name)
-            return outcome(scripted.transport)
-        finally:
-            scripted.end()
-
-    def _scripted(self, name: str) -> ScriptedRun:
-        return ScriptedRun(self.url, f"crash-{name}", self.folder / name, self.until)
-
-    def _restored(self, name: str) -> ScriptedRun:
-        """Return a run whose merger's folder is halfway, and whose Redis is empty: another database of the server."""
-        before = self._scripted(name)
-        try:
-            halfway(before)
-        finally:
-            before.end()
-        return ScriptedRun(self.url.removesuffix("/0") + "/1", before.run, before.folder, self.until)
-
-
-@pytest.fixture(scope="module")
-def runs(server: Server, tmp_path_factory: pytest.TempPathFactory, until: Until) -> CrashRuns:
-    return CrashRuns(server.url, tmp_path_factory.mktemp("crashes"), until)
-
-
-@pytest.fixture(scope="module")
-def expected(runs: CrashRuns) -> Outcome:
-    """Return the outcome of the run in which no process dies."""
-    return runs.undisturbed()
-
-
-@pytest.mark.parametrize("name", REAL)
-def test_a_run_that_is_killed_there_gives_the_same_bits(name: str, runs: CrashRuns, expected: Outcome) -> None:
-    found = runs.disturbed(name)
-    books = with_a_retry(expected.books) if name == "publish.done" else expected.books
-    assert found == replace(expected, books=books)
-
-
 def with_a_retry(books: dict[str, int]) -> dict[str, int]:
     """Return the books after island b published again, which was refused as a retry."""
-    sent, payload = answer(manifest("any"), CRASH_ROUND, "b")
+    (number,) = (number for number, name in PUBLISHERS.items() if name == "publish.done")
+    sent, payload = answer(manifest("any"), number, "b")
     more = {"published": 1, "published_tokens": sent.tokens, "refused": 1, "refused_tokens": sent.tokens}
     return books | {key: books[key] + count for key, count in (more | {"bytes_up": len(payload)}).items()}
+
+
+# -- the test ---------------------------------------------------------------------------------------------------
+
+
+def test_a_run_whose_processes_are_killed_gives_the_same_bits(server: Server, tmp_path: Path, until: Until) -> None:
+    @contextmanager
+    def scripted(name: str) -> Iterator[ScriptedRun]:
+        """Play in a database of its own, which is empty."""
+        url = server.url.removesuffix("/0") + "/1"
+        with redis.Redis.from_url(url) as client:
+            client.flushdb()
+        made = ScriptedRun(url, RUN, tmp_path / name, until)
+        try:
+            yield made
+        finally:
+            made.end()
+
+    with scripted("undisturbed") as run:
+        run.create()
+        run.merger(*NO_CHECKPOINTS)
+        for number in range(1, ROUNDS + 1):
+            run.publish(number)
+            run.await_round(number)
+        expected = outcome(run.transport)
+
+    with scripted("crashed") as run:
+        run.create()
+        victims = Victims(run)
+        for number in range(1, LOST_AFTER + 1):
+            publish(run, number)
+            run.await_round(number, victims.tend)
+        run.await_cover(victims.tend)
+        assert not victims.left, "some mergers have not died"
+        image = CheckpointStore(run.folder / "merger" / "checkpoints").load()
+        assert image is not None
+        newest_held = [head.held for head in run.transport.reader.heads() if head is not None]
+        assert [snapshot.held for snapshot, _ in image.snapshots] == newest_held
+        check_stream(run, 1, LOST_AFTER)
+        victims.process.terminate()
+        assert run.ended(victims.process) == 0, run.said(victims.process)
+
+    with scripted("crashed") as run:
+        run.beat()  # The islands train on while Redis is empty.
+        dying = run.merger("--resume", *NO_CHECKPOINTS, failpoint="restore.placed")
+        assert run.ended(dying) == -signal.SIGKILL, run.said(dying)
+        assert not run.exists(), "the run was restored in part"
+        run.merger("--resume", *NO_CHECKPOINTS)
+        run.wait(run.exists, "the run to be restored")
+        for number in range(LOST_AFTER + 1, ROUNDS + 1):
+            run.publish(number)
+            run.await_round(number)
+        check_stream(run, LOST_AFTER + 1, ROUNDS)
+        found = outcome(run.transport)
+    assert found == {**expected, "books": with_a_retry(expected["books"])}

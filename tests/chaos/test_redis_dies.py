@@ -1,11 +1,13 @@
-"""A primary is killed, and its replica takes over without the newest writes; or Sentinels decide.
+"""Redis is killed and starts again; or a replica takes over without the newest writes; or Sentinels decide.
 
 What islands sent is merged once, and two mergers never both write one history.
 """
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,9 +19,9 @@ import pytest
 from archipelago.broker.errors import FencedError, UnreachableError
 from archipelago.broker.redis import chunks, merger
 from archipelago.broker.redis.transport import RedisTransport, connect
+from archipelago.ops.launch.embedded_redis import start_server
 from tests import samples
-from tests.chaos.island_threads import IslandThreads, check, create
-from tests.chaos.test_redis_killed import WIDTH, MergerThread, closed, void
+from tests.chaos.threaded_run import ThreadedRun, void
 from tests.clusters import Cluster, Watched
 from tests.conftest import Until
 
@@ -34,9 +36,9 @@ def copied(tmp_path_factory: pytest.TempPathFactory, until: Until) -> Iterator[C
     made.end()
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make chunks small, so that payloads have several."""
+    """Make chunks small, so that payloads have several and restarts still load little."""
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 64 << 10)
 
 
@@ -59,46 +61,30 @@ class Moments:
             self.done.set()
 
 
-class Run:
-    """A run of three islands and a merger, on threads of this process."""
+@pytest.fixture
+def seed() -> int:
+    """Return a new seed each time. Failures print it."""
+    return random.SystemRandom().randrange(1 << 32)
 
-    def __init__(self, url: str, name: str, folder: Path, until: Until) -> None:
-        self.until = until
-        manifest = create(url, name, WIDTH)
-        self.transport = connect(url, name)
-        self.merger = MergerThread(url, name, folder / "merger")
-        self.islands = IslandThreads(url, manifest, ["a", "b", "c"], pause=0.01)
 
-    def goes_on(self, what: str, rounds: int = 1) -> None:
-        """Wait for further rounds and contributions."""
-        taken = len(self.islands.acknowledged)
-        self.until(lambda: closed(self.transport) >= 0, f"an answer {what}")
-        before = closed(self.transport)
-        self.until(lambda: closed(self.transport) >= before + rounds, f"rounds {what}")
-        self.until(lambda: len(self.islands.acknowledged) > taken, f"a contribution {what}")
+def at_a_moment_within(seconds: float, chance: random.Random, until: Until) -> None:
+    moment = time.monotonic() + seconds * chance.random()
+    until(lambda: time.monotonic() >= moment, "the moment of the kill")
 
-    def _has_heard_all(self, after: int) -> bool:
-        """Return whether each island has heard of the newest rounds, and takes part in some after that one."""
-        heard = [thread.link.channels[0].inbox.heard_round for thread in self.islands.threads]
-        part = {
-            member.island
-            for entry in self.transport.reader.tape(100)
-            if entry.round > after
-            for member in entry.members
-        }
-        return min(heard) > after and len(part) == len(heard)
 
-    def end(self, what: str) -> None:
-        """Let all islands leave, and assert that nothing was lost and nothing merged twice."""
-        self.goes_on(what, rounds=20)
-        before = closed(self.transport)
-        # An island that leaves before it has heard of a failover cannot send again what that has undone.
-        self.until(lambda: self._has_heard_all(before), f"each island to hear of rounds {what}")
-        self.islands.leave()
-        self.until(lambda: self.transport.reader.backlog() == 0, f"everything to be merged {what}")
-        self.merger.stop()
-        check(self.transport, self.islands)
-        self.transport.close()
+def test_no_contribution_is_lost_when_redis_is_killed(tmp_path: Path, until: Until, seed: int) -> None:
+    """The server starts again on its folder, while contributions arrive, merge and are checkpointed."""
+    chance, kills = random.Random(seed), 8
+    with start_server(tmp_path / "redis") as server:
+        run = ThreadedRun(server.url, "killed", tmp_path, until)
+        for kill in range(kills):
+            run.goes_on(f"before kill {kill} (seed {seed})")
+            at_a_moment_within(0.4, chance, until)
+            os.kill(server.pid, signal.SIGKILL)
+            until(lambda: not server.alive(), "the end of the server")
+            server.tend()
+        run.end(f"after the last kill (seed {seed})")
+        assert len(run.acknowledged) > 4 * kills
 
 
 #: Of these kills some come in the middle of a commit, some lose writes, and after some the others elect the replica.
@@ -106,11 +92,10 @@ KILLS = 5
 
 
 def test_no_contribution_is_lost_when_replicas_take_over_without_the_newest_writes(
-    copied: Cluster, tmp_path: Path, until: Until, monkeypatch: pytest.MonkeyPatch, small_chunks: None
+    copied: Cluster, tmp_path: Path, until: Until, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    seed = random.SystemRandom().randrange(1 << 32)
     chance, moments = random.Random(seed), Moments(monkeypatch)
-    run = Run(copied.url, "killed", tmp_path, until)
+    run = ThreadedRun(copied.url, "killed", tmp_path, until)
     for kill in range(KILLS):
         what = f"before kill {kill} (seed {seed})"
         run.goes_on(what)
@@ -123,8 +108,7 @@ def test_no_contribution_is_lost_when_replicas_take_over_without_the_newest_writ
                 moments.arm(old.kill)
                 until(moments.done.is_set, f"a commit {what}")
             else:
-                moment = time.monotonic() + 0.1 * chance.random()
-                until(lambda moment=moment: time.monotonic() >= moment, "the moment of the kill")
+                at_a_moment_within(0.1, chance, until)
                 old.kill()
             if kill % 5:
                 copied.promote(new)
@@ -133,13 +117,13 @@ def test_no_contribution_is_lost_when_replicas_take_over_without_the_newest_writ
         old.start()
         until(old.is_synced, f"the killed one to follow {what}")
     run.end(f"after the last kill (seed {seed})")
-    assert len(run.islands.acknowledged) > 4 * KILLS
+    assert len(run.acknowledged) > 4 * KILLS
 
 
-def test_a_run_goes_on_when_sentinels_replace_its_primary(tmp_path: Path, until: Until, small_chunks: None) -> None:
+def test_a_run_goes_on_when_sentinels_replace_its_primary(tmp_path: Path, until: Until) -> None:
     watched = Watched(tmp_path / "watched", until)
     try:
-        run = Run(watched.url, "watched", tmp_path, until)
+        run = ThreadedRun(watched.url, "watched", tmp_path, until)
         run.goes_on("before the failover")
         with watched.replica.cut_off():
             run.goes_on("that will be lost")
