@@ -135,7 +135,7 @@ class RunProcesses(FaultInjector):
         self._threads = thread_environment(len(plan.step_seconds))
         self.redis = self._redis()
         environment = {URL_VARIABLE: self.url, RUN_VARIABLE: plan.run, **self._threads}
-        flags = [*self._task_flags, *self._step_flags(min(plan.step_seconds.values()))]
+        flags = self._flags(min(plan.step_seconds.values()))
         self.standbys = Standbys(plan.standbys, flags, environment, plan.folder / "logs")
         self.islands = [self._island(name) for name in plan.step_seconds]
         self.targets = {target.name: target for target in (self.redis, *self.islands)}
@@ -192,19 +192,15 @@ class RunProcesses(FaultInjector):
         if script is not None:
             return self._worker(name, script.argv(name), {STEP_VARIABLE: str(step_seconds), **script.environment()})
         argv = [*ISLAND, "--evaluate-every", "0", "--name", name, "--folder", str(self.plan.folder / "islands" / name)]
-        return self._worker(name, [*argv, *self._task_flags, *self._step_flags(step_seconds)], {}, self.standbys)
+        return self._worker(name, [*argv, *self._flags(step_seconds)], {}, self.standbys)
 
-    @property
-    def _task_flags(self) -> list[str]:
-        return ["--task", self.plan.task] if self.plan.task else []
-
-    @staticmethod
-    def _step_flags(step_seconds: float) -> list[str]:
-        """Return the flags of steps with a minimum duration, which run one by one.
+    def _flags(self, step_seconds: float) -> list[str]:
+        """Return the flags of what our islands train, and of steps with a minimum duration, which run one by one.
 
         Without a duration, the island measures how many steps to run at once.
         """
-        return ["--scan-steps", "1", "--step-seconds-min", str(step_seconds)] if step_seconds else []
+        task = ["--task", self.plan.task] if self.plan.task else []
+        return [*task, *(["--scan-steps", "1", "--step-seconds-min", str(step_seconds)] if step_seconds else [])]
 
     def _worker(
         self, name: str, argv: Sequence[str], more: Mapping[str, str] | None = None, standbys: Standbys | None = None
