@@ -24,7 +24,7 @@ test-all: $(LINKED) $(TORCH)  ## the rest: crash points, takeovers, the browser,
 	ARCHIPELAGO_TESTS=full $(PYTEST) -m "full or hypothesis" $(ARGS)
 
 storm: $(LINKED)  ## a minute of faults on real processes, always the same; fails when an invariant breaks
-	$(BIN)/archipelago chaos --run storm --seconds 60 --fault-seed 683 --mean-seconds-between 20 --no-undisturbed \
+	$(BIN)/archipelago chaos --run storm --seconds 60 --fault-seed 683 --mean-seconds-between 20 --no-undisturbed --settle-seconds 60 \
 		--standbys 1 --kinds kill stop partition reset half-open throttle delay disk $(ARGS)
 
 soak: $(LINKED)  ## simulated storms on all cores, with new seeds, until one fails; it prints that seed

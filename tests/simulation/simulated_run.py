@@ -34,7 +34,6 @@ from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests import samples
 from tests.simulation.brokers import SimulatedMemory, SimulatedRedis
 from tests.simulation.disks import Jobs, Record
-from tests.simulation.failover import OldPrimary
 from tests.simulation.faults import (
     DISKS,
     EVERYTHING,
@@ -45,6 +44,7 @@ from tests.simulation.faults import (
     Crash,
     FaultRates,
     FaultyConnection,
+    OldPrimary,
     deliver,
 )
 from tests.simulation.invariants import Invariants
