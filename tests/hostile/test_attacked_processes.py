@@ -26,6 +26,9 @@ from tests.conftest import Until
 from tests.harness.processes import SETTINGS, Processes, view
 from tests.hostile.attacker import Attacker, as_island
 from tests.hostile.attacks import ATTACKS, OWN, make, own_stream
+from tests.integration.conftest import corpus_folder
+
+__all__ = ["corpus_folder"]
 
 pytestmark = [pytest.mark.full, pytest.mark.processes]
 
