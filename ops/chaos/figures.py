@@ -211,19 +211,6 @@ def pauses(times: Iterable[float], begin: float, end: float) -> list[tuple[float
     return list(itertools.pairwise([begin, *inside, end]))
 
 
-def as_method(storm: StormRecord, found: StormFigures) -> MethodFigures:
-    """Return the figures of the islands that the baseline has, too."""
-    useful = merged_steps(storm)
-    turns = [turn.at for island in storm.islands for turn in storm.turns.get(island, ())]
-    return MethodFigures(
-        goodput=found.goodput,
-        uptime=found.uptime,
-        steps_useful=useful,
-        steps_lost=sum(storm.steps_between(island, storm.begin, storm.end) for island in storm.islands) - useful,
-        pause_seconds_worst=max(after - before for before, after in pauses(turns, storm.begin, storm.end)),
-    )
-
-
 # -- all figures ------------------------------------------------------------------------------------------------------
 
 
@@ -233,6 +220,7 @@ class StormFigures:
 
     Attributes:
         step_seconds: The run's step duration.
+        steps_useful, steps_lost, pause_seconds_worst: As in MethodFigures.
         ceiling: The highest possible goodput, which is below one if an island is slow.
         goodput_of_live_time: Merged inner steps over those that fit into the time in which islands trained.
         rounds: Rounds that closed in the window.
@@ -255,6 +243,9 @@ class StormFigures:
     goodput: float
     goodput_of_live_time: float
     uptime: float
+    steps_useful: float
+    steps_lost: float
+    pause_seconds_worst: float
     shares: TimeShares
     rounds: int
     rounds_per_minute: float
@@ -298,14 +289,18 @@ def figures(
     live = sum(seconds_in(states[i], SERVING, storm.begin, storm.end) / own_step[i] for i in storm.islands)
     losses = [entry.loss for entry in storm.tape[-max(1, len(storm.tape) // 10) :] if math.isfinite(entry.loss)]
     members = [member for entry in storm.tape for member in entry.members]
+    useful, turned = merged_steps(storm), [turn.at for island in storm.islands for turn in storm.turns.get(island, ())]
     return StormFigures(
         seconds=storm.seconds,
         islands=len(storm.islands),
         step_seconds=step,
         ceiling=statistics.fmean(step / seconds for seconds in own_step.values()),
         goodput=spent.useful,
-        goodput_of_live_time=merged_steps(storm) / live if live else math.nan,
+        goodput_of_live_time=useful / live if live else math.nan,
         uptime=uptime(storm, states),
+        steps_useful=useful,
+        steps_lost=sum(storm.steps_between(i, storm.begin, storm.end) for i in storm.islands) - useful,
+        pause_seconds_worst=max(after - before for before, after in pauses(turned, storm.begin, storm.end)),
         shares=spent,
         rounds=storm.rounds_in_window,
         rounds_per_minute=storm.rounds_in_window / storm.seconds * 60,

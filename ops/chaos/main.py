@@ -25,8 +25,7 @@ from archipelago.ops.chaos.figures import StormFigures, figures
 from archipelago.ops.chaos.injection import library
 from archipelago.ops.chaos.page import COLUMNS, PAGE, PICTURE, REPORT, comparison, headlines, write
 from archipelago.ops.chaos.processes import StormPlan, parse_script
-from archipelago.ops.chaos.record import StormRecord
-from archipelago.ops.chaos.schedule import REDIS, Fault, FaultRates, Kind, merger_names
+from archipelago.ops.chaos.schedule import REDIS, Fault, Kind, merger_names
 from archipelago.ops.chaos.storm import run_storm
 from archipelago.ops.launch.init import require_usable, workload_of
 from archipelago.ops.launch.standbys import require_standbys
@@ -177,8 +176,10 @@ def _faults(options: ChaosOptions) -> list[Fault]:
     elif options.every and islands:
         found = schedules.periodic(options.every, islands, options.return_seconds, options.seconds, options.fault_seed)
     else:
-        rates = FaultRates(options.mean_seconds_between, options.kinds, options.return_seconds)
-        found = schedules.poisson(rates, targets, options.seconds, options.fault_seed)
+        found = schedules.poisson(
+            targets, options.seconds, options.fault_seed, options.mean_seconds_between, options.kinds,
+            options.return_seconds,
+        )  # fmt: skip
     kinds = {fault.kind for fault in found}
     for kind, needed, is_there in (
         ("disk", "Linux", sys.platform == "linux"),
@@ -232,7 +233,7 @@ def _storm(
         own = dataclasses.replace(plan, folder=folder / "baseline", seconds=storm.seconds)
         found = figures(storm, control, run_baseline(own, stopped))
         write(folder, storm, found, command)
-    _print(storm, found, folder)
+    _print(found, folder)
     return found
 
 
@@ -248,13 +249,13 @@ def _enough_steps(options: ChaosOptions, config: RunConfig) -> int:
     )
 
 
-def _print(storm: StormRecord, found: StormFigures, folder: Path) -> None:
+def _print(found: StormFigures, folder: Path) -> None:
     say()
     for name, value in headlines(found):
         say(f"  {name:<64} {value}")
     for check in found.checks:
         say(f"  {'holds ' if check.holds else 'BROKEN'} {check.name}: {check.found}")
-    if rows := comparison(storm, found):
+    if rows := comparison(found):
         widths = [max(map(len, cells)) + 3 for cells in zip(COLUMNS, *rows, strict=True)]
         for row in (COLUMNS, *rows):
             say("  " + "".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from archipelago.broker.process import finite
-from archipelago.ops.chaos.figures import Stalls, StormFigures, as_method
+from archipelago.ops.chaos.figures import Stalls, StormFigures
 from archipelago.ops.chaos.record import StormRecord, Timelines, timelines
 from archipelago.ops.chaos.schedule import KINDS
 from archipelago.ops.plots import pyplot
@@ -87,7 +87,7 @@ def _idle(stalls: Stalls) -> str:
     )
 
 
-def comparison(storm: StormRecord, found: StormFigures) -> list[tuple[str, ...]]:
+def comparison(found: StormFigures) -> list[tuple[str, ...]]:
     """Return a row of COLUMNS for the islands and one for the baseline; nothing if the baseline did not run."""
     if found.baseline is None:
         return []
@@ -96,7 +96,7 @@ def comparison(storm: StormRecord, found: StormFigures) -> list[tuple[str, ...]]
             name, f"{one.goodput:.1%}", f"{one.uptime:.1%}", f"{one.steps_useful:,.0f}", f"{one.steps_lost:,.0f}",
             f"{one.pause_seconds_worst:.1f} s",
         )
-        for name, one in (("islands, this storm", as_method(storm, found)), ("data-parallel", found.baseline))
+        for name, one in (("islands, this storm", found), ("data-parallel", found.baseline))
     ]  # fmt: skip
 
 
@@ -119,7 +119,7 @@ def page(storm: StormRecord, found: StormFigures, picture: bytes, command: str) 
     """Return the page. `picture` is the PNG image of the storm, and `command` the one that ran it."""
     image = base64.b64encode(picture).decode()
     kind, verdict = ("yes", "all invariants hold") if found.holds else ("no", "an invariant is broken")
-    title, compared = f"A storm over {found.islands} islands", comparison(storm, found)
+    title, compared = f"A storm over {found.islands} islands", comparison(found)
     return "\n".join([
         "<!doctype html>", '<html lang="en"><head><meta charset="utf-8">',
         f"<title>{title}</title><style>{_STYLE}</style></head><body>",

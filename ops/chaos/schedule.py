@@ -78,23 +78,6 @@ class Fault:
         return round(self.at + self.seconds, 6)
 
 
-@dataclass(frozen=True)
-class FaultRates:
-    """The distribution of faults of each process (Decoupled DiLoCo, Appendix E).
-
-    Faults are a Poisson process while the target is up. Each lasts for an exponentiated Weibull delay.
-
-    Attributes:
-        mean_seconds_between: Mean time that a process is up before its next fault.
-        kinds: The kinds to choose from.
-        return_seconds: Mean duration of a fault.
-    """
-
-    mean_seconds_between: float
-    kinds: tuple[str, ...] = ("kill", "stop")
-    return_seconds: float = 2.0
-
-
 _ADAPTER = TypeAdapter(Fault)
 
 
@@ -106,17 +89,36 @@ def applies_to(kind: str, target: str) -> bool:
     return kind not in ON_LINKS if target == REDIS else kind != "clock"
 
 
-def poisson(rates: FaultRates, targets: Sequence[str], seconds: float, seed: int) -> list[Fault]:
-    """Draw the faults of a storm of `seconds`. The faults of one target do not depend on the other targets."""
-    delays, found = Delays(rates.return_seconds, RETURN_SHAPE, RETURN_POWER), []
+def poisson(
+    targets: Sequence[str],
+    seconds: float,
+    seed: int,
+    mean_seconds_between: float,
+    kinds: Sequence[str] = ("kill", "stop"),
+    return_seconds: float = 2.0,
+) -> list[Fault]:
+    """Draw the faults of a storm (Decoupled DiLoCo, Appendix E).
+
+    The faults of each target are a Poisson process while it is up, and do not depend on the other targets. Each lasts
+    for an exponentiated Weibull delay.
+
+    Args:
+        targets: The processes.
+        seconds: The length of the storm.
+        seed: The same seed gives the same faults.
+        mean_seconds_between: Mean time that a process is up before its next fault.
+        kinds: The kinds to choose from.
+        return_seconds: Mean duration of a fault.
+    """
+    delays, found = Delays(return_seconds, RETURN_SHAPE, RETURN_POWER), []
     for target in targets:
         rng = _generator(seed, target)
-        kinds = [kind for kind in rates.kinds if applies_to(kind, target)]
-        now = rng.exponential(rates.mean_seconds_between) if kinds else math.inf
+        applicable = [kind for kind in kinds if applies_to(kind, target)]
+        now = rng.exponential(mean_seconds_between) if applicable else math.inf
         while now < seconds:
-            kind = kinds[int(rng.integers(len(kinds)))]
+            kind = applicable[int(rng.integers(len(applicable)))]
             found.append(_fault(round(now, 3), kind, target, round(delays(rng), 3)))
-            now = found[-1].until + rng.exponential(rates.mean_seconds_between)
+            now = found[-1].until + rng.exponential(mean_seconds_between)
     return in_order(found)
 
 
