@@ -116,7 +116,7 @@ def main(options: ChaosOptions) -> int:
 
 
 def _require_sensible(options: ChaosOptions) -> None:
-    """Raise ConfigError for values out of range (`chaos.bad-value`) and options that do not go together."""
+    """Raise ConfigError for values out of range (`config.value`) and options that do not go together."""
     positive = ("seconds", "mean_seconds_between", "slow")
     for name in (*positive, "return_seconds", "every", "step_seconds", "checkpoint_every", "settle_seconds"):
         value = getattr(options, name)
@@ -133,7 +133,7 @@ def _require_sensible(options: ChaosOptions) -> None:
 
 
 def _bad_value(flag: str, value: object, remedy: str) -> ConfigError:
-    return ConfigError(f"{flag} cannot be {value}", remedy, code="chaos.bad-value")
+    return ConfigError(f"{flag} cannot be {value}", remedy, code="config.value")
 
 
 def _require_compatible(options: ChaosOptions) -> None:

@@ -15,16 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from archipelago.broker.commits import START
 from archipelago.broker.config import STEPS_MAX, DataConfig, InnerConfig, RunConfig, SyncConfig
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.manifest import Corpus, Manifest, Tensor, balanced
 from archipelago.broker.messages import Event, Refusal
 from archipelago.broker.published import newest
 from archipelago.broker.redis.transport import RedisTransport, connect
-from archipelago.broker.transport import START
 from archipelago.broker.wire import digest_of
 from archipelago.islands.data.batches import Batches
-from archipelago.islands.data.sharding import shard_order
+from archipelago.islands.data.ranges import range_order
 from archipelago.islands.inner import InnerState
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.worker import Island
@@ -118,7 +118,7 @@ class IslandThread(Background):
     def __init__(self, url: str, manifest: Manifest, name: str, run: ThreadedRun) -> None:
         super().__init__(name)
         transport = RecordingTransport(connect(url, manifest.run), name, run)
-        shards = shard_order(manifest.config.data.shards, manifest.config.seed)
+        shards = range_order(manifest.config.data.shards, manifest.config.seed)
         self.link = Link(transport, manifest, f"{name}/x", shards)
         arrivals = self.link.join()
         batches = Batches(TEXT, manifest.config, self.link.lease)
