@@ -39,7 +39,7 @@ SUM_PER_PARAMETER: Final = 4
 MERGER_PER_FRAGMENT: Final = 60
 #: Bytes per element in Redis of a compaction: a full snapshot, and the exact parameters and momentum.
 REDIS_PER_PARAMETER: Final = 12
-#: Contributions and differences since the last compaction, as a multiple of its bytes, at most (`merger.compaction`).
+#: Contributions and differences since the last compaction, as a multiple of its bytes, at most (`merger.committing`).
 REDIS_LOG: Final = 2
 #: Bytes per element of the full snapshot that a compaction has replaced, which readers may still be reading.
 REPLACED_PER_PARAMETER: Final = 4

@@ -236,6 +236,14 @@ class Manifest:
         """Return the version of the round's fragment after that round. Rounds of a fragment close in order."""
         return (round_number - 1) // len(self.fragments) + 1
 
+    def version_at(self, closed: int, fragment: int) -> int:
+        """Return the version of a fragment once round `closed` has closed: how many of its rounds have."""
+        return (closed - fragment - 1) // len(self.fragments) + 1
+
+    def round_of(self, version: int, fragment: int) -> int:
+        """Return the round that published this version of a fragment; 0 for version 0."""
+        return fragment + 1 + (version - 1) * len(self.fragments) if version else 0
+
     @cached_property
     def tree_digest(self) -> str:
         """Sixteen hexadecimal digits that identify the tensors, their split into fragments, and frozen tensors."""

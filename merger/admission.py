@@ -22,13 +22,15 @@ from archipelago.broker.ranges import RANGES_MAX, advanced, parse_positions
 from archipelago.broker.transport import MergerTransport
 from archipelago.merger import claims
 from archipelago.merger.beside import Spawn, at_once
-from archipelago.merger.round_merge import WAITING_MAX, Opened, RoundMerge, RoundSum
+from archipelago.merger.round_merge import Opened, RoundMerge, RoundSum
 from archipelago.merger.state import FragmentState, RunState
 from archipelago.merger.steering import EXPELLED
 
 #: A contribution may be ahead of the last closed round by this many times the number of fragments.
 ROUNDS_AHEAD_MAX = 2
 REASON_CHARACTERS_MAX = 500
+#: Contributions of one island that can wait for one round. An honest island sends one for each version that it holds.
+WAITING_MAX = 32
 #: Contributions that are downloaded at once. If the Redis is far away, most of a download is the round trip.
 AHEAD = 4
 #: How many refusals of one batch are logged one by one.
@@ -64,7 +66,7 @@ def reason_to_refuse(contribution: Contribution, manifest: Manifest, closed: int
     c, config, fragments = contribution, manifest.config, len(manifest.fragments)
     if c.fragment >= fragments or manifest.fragment_of(c.round) != c.fragment:
         return Reason("fragment", f"round {c.round} does not sync fragment {c.fragment}")
-    version = version_after(closed, c.fragment, fragments)
+    version = manifest.version_at(closed, c.fragment)
     if c.round > closed + ROUNDS_AHEAD_MAX * fragments:
         ahead, last = manifest.run_round(c.round), manifest.described(closed)
         return Reason("ahead", f"round {ahead} is far ahead of {last}, the last one closed")
@@ -80,11 +82,6 @@ def reason_to_refuse(contribution: Contribution, manifest: Manifest, closed: int
     if staleness > config.sync.staleness_cap:
         return Reason("stale", f"staleness {staleness} is over the cap of {config.sync.staleness_cap}")
     return None
-
-
-def version_after(closed: int, p: int, fragments: int) -> int:
-    """Return the version of fragment `p` once round `closed` has closed: how many of its rounds have."""
-    return (closed - p - 1) // fragments + 1
 
 
 def _fault_of_places(data: str, shards: int) -> str:
@@ -296,7 +293,7 @@ class Inbox:
 
     def _sum(self, p: int, fragments: Sequence[FragmentState], state: RunState) -> RoundSum:
         if p not in self._sums:
-            version = version_after(state.closed, p, len(fragments))
+            version = self.rules.manifest.version_at(state.closed, p)
             self._sums[p] = self.rules.begin(p, fragments[p], version, state.steered)
         return self._sums[p]
 

@@ -10,7 +10,7 @@ import logging
 import re
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,10 +21,10 @@ from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Books, Snapshot, TapeEntry
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.transport import MergerTransport
-from archipelago.broker.wire import digest, digest_of, pack
-from archipelago.merger import outer
+from archipelago.broker.wire import digest_of
 from archipelago.merger.beside import Spawn
 from archipelago.merger.checkpoint import CheckpointStore
+from archipelago.merger.committing import compaction_of
 from archipelago.merger.one_cut import Following, Leading
 from archipelago.merger.record import Recorder
 from archipelago.merger.state import FragmentState
@@ -223,17 +223,13 @@ class Checkpointer:
         recorder.append(rounds)
 
     def _image(self, cut: CheckpointCut, tape: Sequence[TapeEntry]) -> Image:
-        wire = cut.manifest.config.wire
-        outers, snapshots = [], []
-        for fragment, snapshot in zip(cut.fragments, cut.snapshots, strict=True):
-            payload = pack(np.asarray(fragment.published_N), wire.full, wire.full_zstd_level)
-            snapshots.append((replace(snapshot, bytes=len(payload), digest=digest(payload)), payload))
-            outers.append(outer.dump(fragment.params_N, fragment.outer) if snapshot.version else b"")
+        both = zip(cut.fragments, cut.snapshots, strict=True)
+        full = [compaction_of(cut.manifest, snapshot, fragment) for fragment, snapshot in both]
         return Image(
             manifest=cut.manifest,
             number=cut.number,
-            snapshots=tuple(snapshots),
-            outers=tuple(outers),
+            snapshots=tuple((each.snapshot, each.payload) for each in full),
+            outers=tuple(each.outer for each in full),
             state=cut.state,
             books=cut.books,
             cursors=cut.cursors,

@@ -12,14 +12,14 @@ The bounds are far above what honest islands do. They limit how much a false cla
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from bisect import bisect_left, insort
+from collections.abc import Collection, ItemsView, Iterable, Mapping
+from dataclasses import replace
 
 from archipelago.broker.config import BATCH_FACTOR_MAX, OWN_TOKENS_PER_STEP_MAX, RunConfig
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Contribution
 from archipelago.broker.ranges import ReadPosition, parse_positions
-from archipelago.merger.step_times import StepTimes, is_step_seconds
 
 #: An island may be this much faster than the median of at least two others.
 SPEED_MAX = 16.0
@@ -29,56 +29,18 @@ SPEED_MAX_OF_TWO = 256.0
 STEP_SECONDS_MIN = 1e-4
 #: A report of a step time that is this much shorter than what the merger saw is not believed.
 SEEN_SLACK = 4.0
-#: A contribution may have the steps of this many sync intervals more than the merger saw time for: it may have waited.
-BURST_INTERVALS = 8
-#: The same for an island's first contribution to a fragment, which may have trained before the merger heard of it.
-FIRST_BURST_INTERVALS = 64
 #: While no round closes, the run's step may advance this much faster than the median of the other islands.
 SCHEDULE_SPEED_MAX = 4.0
 #: Each round may advance the run's step by this many strides of H/P steps, however little time has passed.
 STRIDES_OF_A_ROUND = 2
-#: Batches may grow by this factor after an island's first contribution.
-BATCH_SLACK = 4.0
 #: An island may have read this many times the text of its steps, because contributions of it may have been lost.
 DATA_SLACK = 4
 #: At most this share of a corpus is held out.
 HELD_OUT_SHARE_MAX = 0.5
 #: How many cursors there can be of shards of corpora that only some islands have.
 OTHER_CURSORS_MAX = 8192
-#: For so long after its start a merger may be reading what waited for it.
-CATCH_UP_SECONDS = 60.0
 #: Gaps longer than this count as this long.
 ELAPSED_MAX = 30 * 86400.0
-#: How many islands have an account. Those that were silent longest are forgotten first.
-ACCOUNTS_MAX = 1024
-#: How the average of seen step times changes with each contribution.
-_SMOOTHING = 0.8
-
-
-#: The step times that islands report, by island.
-Reported = Mapping[str, float] | StepTimes
-
-
-@dataclass(frozen=True)
-class Account:
-    """The last accepted contribution of an island. Every commit stores it, so that a restarted merger knows it.
-
-    Attributes:
-        incarnation: The incarnation that sent it.
-        round: The last closed round at that time.
-        unix_seconds: The merger's wall clock at that time.
-        since: The wall clock when the island last sent the fragment that it has not sent for the longest time. Its next
-            contribution to that fragment holds the work since then.
-        global_step: The global step that it claimed.
-        batch: Tokens a step in the first contribution of that incarnation; of a user's own loop, the most so far.
-    """
-
-    incarnation: str
-    round: int
-    unix_seconds: float
-    since: float
-    global_step: int
-    batch: float
 
 
 def contradiction(contribution: Contribution, config: RunConfig) -> tuple[str, str] | None:
@@ -103,47 +65,82 @@ def refused_tokens(contribution: Contribution, config: RunConfig) -> int:
 # -- speed -----------------------------------------------------------------------------------------------------------
 
 
-def fastest_step_seconds(island: str, reported: Reported) -> float:
-    """Return the shortest time of an inner step that is plausible for an island.
+def is_step_seconds(seconds: float) -> bool:
+    """Return whether this is a measured time of an inner step."""
+    return seconds > 0.0 and math.isfinite(seconds)
 
-    The lower median of the other islands decides, so a minority can neither speed the bound up nor slow it down.
 
-    Args:
-        island: The island.
-        reported: The step times that islands report.
+class StepTimes:
+    """The seconds per inner step that islands report, and those that were measured in order.
+
+    Each contribution is judged by the median of the other islands. Sorting all of them again for each would make a
+    round's work quadratic in its islands.
     """
-    times = StepTimes.of(reported)
-    usual = times.median_of_others(island)
-    if usual is None:
-        return STEP_SECONDS_MIN
-    factor = SPEED_MAX if times.count_of_others(island) > 1 else SPEED_MAX_OF_TWO
-    return max(STEP_SECONDS_MIN, usual / factor)
 
+    def __init__(self, reported: Mapping[str, float]) -> None:
+        self._by_island = dict(reported)
+        self._ordered = sorted(filter(is_step_seconds, reported.values()))
 
-def believed_step_seconds(reported: Reported, seen: Mapping[str, float]) -> dict[str, float]:
-    """Return the step times that decide how long rounds wait.
+    def items(self) -> ItemsView[str, float]:
+        """Return the pairs of an island and what it reports."""
+        return self._by_island.items()
 
-    A report is raised to the fastest plausible time. A report that contradicts what the merger saw is replaced by that,
-    or by the lower median of the others if that is shorter.
+    def put(self, island: str, seconds: float) -> None:
+        """Set what an island reports."""
+        self.drop(island)
+        self._by_island[island] = seconds
+        if is_step_seconds(seconds):
+            insort(self._ordered, seconds)
 
-    Args:
-        reported: The step times that islands report.
-        seen: The seconds between two contributions of an island, over the steps between them.
-    """
-    believed, times = {}, StepTimes.of(reported)
-    for island, seconds in times.items():
-        if not is_step_seconds(seconds):
-            continue
-        believed[island] = max(seconds, fastest_step_seconds(island, times))
-        usual = times.median_of_others(island)
-        if usual is not None and seconds * SEEN_SLACK < seen.get(island, 0.0):
-            believed[island] = max(believed[island], min(seen[island], usual))
-    return believed
+    def drop(self, island: str) -> None:
+        """Forget an island."""
+        before = self._by_island.pop(island, 0.0)
+        if is_step_seconds(before):
+            del self._ordered[bisect_left(self._ordered, before)]
 
+    def count_of_others(self, island: str) -> int:
+        """Return how many other islands have measured a time."""
+        return len(self._ordered) - is_step_seconds(self._by_island.get(island, 0.0))
 
-def _clock(then: float, now: float, unix_seconds: float) -> float:
-    """Return a time of the wall clock by the merger's clock, which shows `now` when the wall shows `unix_seconds`."""
-    return now - min(max(unix_seconds - then, 0.0), ELAPSED_MAX)
+    def median_of_others(self, island: str) -> float | None:
+        """Return the lower median of the times that the other islands have measured; None if there are none."""
+        count = self.count_of_others(island)
+        if not count:
+            return None
+        middle = (count - 1) // 2
+        if count < len(self._ordered) and bisect_left(self._ordered, self._by_island[island]) <= middle:
+            middle += 1
+        return self._ordered[middle]
+
+    def fastest(self, island: str) -> float:
+        """Return the shortest time of an inner step that is plausible for an island.
+
+        The lower median of the other islands decides, so a minority can neither speed the bound up nor slow it down.
+        """
+        usual = self.median_of_others(island)
+        if usual is None:
+            return STEP_SECONDS_MIN
+        factor = SPEED_MAX if self.count_of_others(island) > 1 else SPEED_MAX_OF_TWO
+        return max(STEP_SECONDS_MIN, usual / factor)
+
+    def believed(self, seen: Mapping[str, float]) -> dict[str, float]:
+        """Return the step times that decide how long rounds wait.
+
+        A report is raised to the fastest plausible time. A report that contradicts what the merger saw is replaced by
+        that, or by the lower median of the others if that is shorter.
+
+        Args:
+            seen: The seconds between two contributions of an island, over the steps between them.
+        """
+        believed = {}
+        for island, seconds in self.items():
+            if not is_step_seconds(seconds):
+                continue
+            believed[island] = max(seconds, self.fastest(island))
+            usual = self.median_of_others(island)
+            if usual is not None and seconds * SEEN_SLACK < seen.get(island, 0.0):
+                believed[island] = max(believed[island], min(seen[island], usual))
+        return believed
 
 
 # -- the schedule ----------------------------------------------------------------------------------------------------
@@ -152,7 +149,7 @@ def _clock(then: float, now: float, unix_seconds: float) -> float:
 def next_step(
     step: int,
     members: Iterable[Contribution],
-    reported: Reported,
+    reported: StepTimes,
     elapsed: float,
     stride: float,
     live: Collection[str] = (),
@@ -173,9 +170,9 @@ def next_step(
     """
     least = math.ceil(STRIDES_OF_A_ROUND * stride)
     elapsed = min(max(elapsed, 0.0), ELAPSED_MAX)
-    furthest, times = step, StepTimes.of(reported)
+    furthest = step
     for c in members:
-        possible = least + int(elapsed / _schedule_step_seconds(c.island, times, live))
+        possible = least + int(elapsed / _schedule_step_seconds(c.island, reported, live))
         furthest = max(furthest, min(c.global_step, step + possible))
     return furthest
 
@@ -253,161 +250,3 @@ def shard_sequences(manifest: Manifest) -> int:
     corpus, data = manifest.corpus, manifest.config.data
     tokens = (corpus.tokens or corpus.bytes) * (1.0 - HELD_OUT_SHARE_MAX)
     return max(0, int(tokens / (data.sequence_length + 1)) // data.shards - 1)
-
-
-# -- accounts --------------------------------------------------------------------------------------------------------
-
-
-class Accounts:
-    """What the merger has seen of each island, by its own clock.
-
-    Args:
-        config: The run's config.
-        fragments: P, the number of fragments.
-    """
-
-    def __init__(self, config: RunConfig, fragments: int) -> None:
-        self.config, self.fragments = config, fragments
-        #: Seconds between two contributions of an island, over the steps between them, as a moving average.
-        self.seen: dict[str, float] = {}
-        self._accounts: dict[str, Account] = {}
-        self._heard: dict[str, float] = {}  # when an island was last heard, by this merger's clock
-        self._since: dict[str, float] = {}  # since when it may have trained on fragments that it has not sent yet
-        #: Since when no merger has seen who trains and sends; None once this merger has read all that waited for it.
-        self._unwatched_since: float | None = None
-        self._loaded_at = 0.0
-        self._sent: dict[tuple[str, int], float] = {}  # when it last sent a fragment
-
-    def load(
-        self, accounts: Mapping[str, Account], now: float, unix_seconds: float, unwatched_seconds: float = 0.0
-    ) -> None:
-        """Continue from the accounts of the last commit. A clock that was set back makes gaps shorter, not longer.
-
-        Args:
-            accounts: The accounts.
-            now: The merger's clock.
-            unix_seconds: The wall clock.
-            unwatched_seconds: How long no merger has merged anything. An island that is there when this merger begins
-                may have trained as long, even if no merger has heard of it, and what waits may have been sent as long
-                ago. Call `caught_up` when the merger has read it.
-        """
-        self._unwatched_since = now - min(max(unwatched_seconds, 0.0), ELAPSED_MAX)
-        self._loaded_at = now
-        self._accounts = dict(accounts)
-        self.seen.clear()
-        self._sent.clear()
-        self._heard = {name: _clock(a.unix_seconds, now, unix_seconds) for name, a in accounts.items()}
-        self._since = {name: _clock(a.since, now, unix_seconds) for name, a in accounts.items()}
-
-    def last_heard_at(self, now: float) -> float:
-        """Return when any island was last heard, by the merger's clock; `now` if none was."""
-        return max(self._heard.values(), default=now)
-
-    def stored(self) -> dict[str, Account]:
-        """Return the accounts for the commit."""
-        return dict(self._accounts)
-
-    def meet(self, islands: Iterable[str], now: float) -> None:
-        """Note islands that send heartbeats, from which on they may have trained."""
-        for island in islands:
-            if island not in self._since and len(self._since) < 2 * ACCOUNTS_MAX:
-                self._since[island] = self._there_since(now)
-
-    def caught_up(self) -> None:
-        """Note that everything that waited when the merger began was read. What arrives now has just been sent."""
-        self._unwatched_since = None
-
-    def _there_since(self, now: float) -> float:
-        """Return when an island that is met now may have begun to train, and what is read now may have been sent."""
-        if self._unwatched_since is None or now - self._loaded_at > CATCH_UP_SECONDS:
-            return now
-        return self._unwatched_since
-
-    def bounded(self, contribution: Contribution, reported: Reported, now: float) -> tuple[Contribution, list[str]]:
-        """Return the contribution with claims that its island can have fulfilled, and the names of the lowered claims.
-
-        Args:
-            contribution: A contribution without a `contradiction`.
-            reported: The step times that islands report.
-            now: The merger's clock.
-        """
-        c = contribution
-        steps = min(c.steps, self._steps_possible(c, reported, now))
-        tokens = max(1, min(c.tokens * steps // c.steps, int(steps * self._tokens_per_step(c))))
-        lowered = [name for name, before, after in (("steps", c.steps, steps), ("tokens", c.tokens, tokens))
-                   if after < before]  # fmt: skip
-        return (replace(c, steps=steps, tokens=tokens) if lowered else c), lowered
-
-    def steps_read(self, contribution: Contribution, reported: Reported, now: float) -> int:
-        """Return in how many steps the island may have read the text that a contribution claims.
-
-        That is more than the steps of the contribution if the island trained on after its last one and waited for
-        snapshots, as it does while no merger serves: the work of that time is lost, and the text was read.
-
-        Args:
-            contribution: A `bounded` contribution.
-            reported: The step times that islands report.
-            now: The merger's clock.
-        """
-        c, known = contribution, self._accounts.get(contribution.island)
-        if known is None or known.incarnation != c.incarnation:
-            return c.steps
-        return max(c.steps, self._steps_possible(c, reported, now))
-
-    def accept(self, contribution: Contribution, closed: int, now: float, unix_seconds: float) -> None:
-        """Note a contribution that is going to be merged."""
-        c, known = contribution, self._accounts.pop(contribution.island, None)
-        if known is not None and known.incarnation == c.incarnation:
-            self._note_speed(c, known, now)
-            # The batches of a user's own loop may grow without an end, but not faster than BATCH_SLACK allows.
-            batch = max(known.batch, c.tokens / c.steps) if self.config.has_own_loops else known.batch
-        else:
-            batch = c.tokens / c.steps
-        self._heard[c.island] = now
-        self._sent[c.island, c.fragment] = self._there_since(now)
-        began = self._since.setdefault(c.island, self._there_since(now))
-        oldest = min(self._sent.get((c.island, p), began) for p in range(self.fragments))
-        since = unix_seconds - (now - oldest)
-        self._accounts[c.island] = Account(c.incarnation, closed, unix_seconds, since, c.global_step, batch)
-        while len(self._accounts) > ACCOUNTS_MAX:
-            self._forget(next(iter(self._accounts)))
-
-    def round_of(self, island: str) -> int | None:
-        """Return the last closed round when the island was last heard, or None for an unknown island."""
-        account = self._accounts.get(island)
-        return None if account is None else account.round
-
-    def heard_at(self, island: str) -> float | None:
-        """Return when the island was last heard, by the merger's clock, or None for an unknown island."""
-        return self._heard.get(island)
-
-    def _forget(self, island: str) -> None:
-        del self._accounts[island]
-        self._heard.pop(island, None)
-        self._since.pop(island, None)
-        self.seen.pop(island, None)
-        for p in range(self.fragments):
-            self._sent.pop((island, p), None)
-
-    def _steps_possible(self, c: Contribution, reported: Reported, now: float) -> int:
-        sent = self._sent.get((c.island, c.fragment))
-        since = self._since.get(c.island, self._there_since(now)) if sent is None else sent
-        elapsed = min(max(now - since, 0.0), ELAPSED_MAX)
-        burst = (FIRST_BURST_INTERVALS if sent is None else BURST_INTERVALS) * self.config.sync.interval
-        return burst + int(elapsed / fastest_step_seconds(c.island, reported))
-
-    def _tokens_per_step(self, c: Contribution) -> float:
-        """Return the most tokens a step. Until an island has declared its batch, it may be any that is admitted."""
-        known = self._accounts.get(c.island)
-        if known is None or known.incarnation != c.incarnation:
-            return float(tokens_per_step_max(self.config))
-        usual = 1 if self.config.has_own_loops else self.config.tokens_per_step
-        return BATCH_SLACK * max(known.batch, usual)
-
-    def _note_speed(self, c: Contribution, known: Account, now: float) -> None:
-        steps = c.global_step - known.global_step
-        if steps <= 0:  # sent at the same step boundary, or out of order
-            return
-        sample = max(0.0, now - self._heard.get(c.island, now)) / steps
-        before = self.seen.get(c.island, sample)
-        self.seen[c.island] = _SMOOTHING * before + (1.0 - _SMOOTHING) * sample

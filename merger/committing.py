@@ -1,25 +1,54 @@
-"""Build the commit of a merged round: the difference, the tape entry and the merger's small state. Pure functions.
+"""What a merger writes: the commit of each round, with its log, and from time to time a fragment's full state.
 
-The full state of a fragment is far larger than all of these. It is written as a compaction (`merger.compaction`).
+A round commits only what it changes: the difference, the tape entry, the merger's small state, and the log from which
+the round can be merged again. The full state of a fragment is far larger, and is written beside the rounds as a
+compaction. Until one covers a round, a merger that starts merges that round again. So a compaction is due once as many
+bytes were written in contributions and differences as it has itself, and once merging again would take long
+(`restart_seconds`) or twice as many bytes were written. Never do more bytes go into compactions than into contributions
+and differences, except that a run that stands still gets one compaction of each fragment. Islands that cannot read a
+difference could not go on otherwise, and no round would close.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import logging
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from archipelago.broker.codecs import codec
-from archipelago.broker.commits import Commit, Compaction
+from archipelago.broker.commits import DIFFERENCES_KEPT, Commit, Compaction, Placed
+from archipelago.broker.errors import ArchipelagoError, ConfigError, WireError
+from archipelago.broker.footprint import REDIS_LOG
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.messages import Snapshot, TapeEntry
+from archipelago.broker.messages import Member, Snapshot, TapeEntry, from_fields, to_fields
+from archipelago.broker.transport import MergerTransport
 from archipelago.broker.wire import digest, digest_of, pack, pack_body
 from archipelago.merger import outer
-from archipelago.merger.round_log import log_of
-from archipelago.merger.round_merge import MergedRound, RoundSum, mean_loss
+from archipelago.merger.beside import Spawn
+from archipelago.merger.round_merge import MergedRound, RoundSum
 from archipelago.merger.rounds import Close
 from archipelago.merger.state import FragmentState, RunState
+
+#: Larger losses count as this one in a mean, which must stay finite whatever an island claims.
+LOSS_MAX = 1e9
+#: How long a restart may take to merge again what compactions do not cover.
+RESTART_SECONDS = 5.0
+#: Seconds until a compaction that failed is tried again.
+RETRY_SECONDS = 5.0
+#: A run in which no round has closed for this long stands still.
+IDLE_SECONDS = 10.0
+#: Beyond this many times the bytes of a compaction, it is due in any case, so that Redis keeps no more contributions.
+MOST = REDIS_LOG
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -143,3 +172,181 @@ def _tape_entry(
         busy_seconds=max(0.0, record.busy_seconds),
         steered=record.steered,
     )
+
+
+def mean_loss(members: Sequence[Member]) -> float:
+    """Return the mean of the members' losses weighted by tokens, or NaN when no member measured one."""
+    known = [(max(-LOSS_MAX, min(m.loss, LOSS_MAX)), m.tokens) for m in members if not math.isnan(m.loss)]
+    return statistics.fmean([v for v, _ in known], [n for _, n in known]) if known else math.nan
+
+
+class RoundLog(NamedTuple):
+    """The log of one round.
+
+    Attributes:
+        tape: The round's tape entry.
+        before: The run's state before the round, as far as the merge depends on it.
+    """
+
+    tape: TapeEntry
+    before: RunState
+
+
+def log_of(before: RunState, tape: TapeEntry) -> str:
+    """Return the log of the round of that tape entry, as text. `before` is the run's state before the round."""
+    p = tape.fragment
+    part = RunState(
+        closed=before.closed,
+        step=before.step,
+        staleness=before.staleness,
+        norms={p: before.norms[p]} if p in before.norms else {},
+        scores=before.scores,
+        steered=before.steered,
+    )
+    return json.dumps({"tape": to_fields(tape), "before": part.to_json()})
+
+
+def parse_log(text: str) -> RoundLog:
+    """Return the log that `log_of` wrote. Raises WireError for anything else."""
+    try:
+        values = json.loads(text)
+        return RoundLog(from_fields(TapeEntry, values["tape"]), RunState.from_json(values["before"]))
+    except (ValueError, KeyError, TypeError, RecursionError, ConfigError) as error:
+        raise WireError(f"the log of a round cannot be read ({type(error).__name__})") from None
+
+
+# -- compactions -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Uncovered:
+    """What a fragment's rounds since its newest compaction have cost.
+
+    Attributes:
+        round: The round of that compaction; 0 for version 0.
+        version: The version of that compaction.
+        bytes: Bytes of contributions and differences since then.
+        seconds: How long the merger took to merge them.
+    """
+
+    round: int = 0
+    version: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+    def add(self, tape: TapeEntry, difference_bytes: int) -> None:
+        """Add a merged round."""
+        self.bytes += tape.bytes_up + difference_bytes
+        self.seconds += tape.merge_seconds
+
+
+class Compactor:
+    """Writes compactions of one run, one at a time.
+
+    Args:
+        transport: The connection to the run.
+        manifest: The run.
+        clock: Monotonic seconds.
+        spawn: Runs an upload beside the rounds.
+        restart_seconds: How long a restart may take to merge rounds again.
+    """
+
+    def __init__(
+        self,
+        transport: MergerTransport,
+        manifest: Manifest,
+        clock: Callable[[], float],
+        spawn: Spawn,
+        restart_seconds: float,
+    ) -> None:
+        self.transport, self.manifest, self.clock = transport, manifest, clock
+        self.restart_seconds = restart_seconds
+        self._spawn = spawn
+        self._job: Future[Placed] | None = None
+        self._not_before = float("-inf")
+        self._committed_at = clock()
+        self.fragments = [Uncovered() for _ in manifest.fragments]
+
+    def load(self, full: Sequence[Snapshot], uncovered: Sequence[TapeEntry], newest: Sequence[Snapshot]) -> None:
+        """Begin with a loaded run: the newest full snapshots, the rounds that they do not cover, and the heads.
+
+        An upload in progress is forgotten, because it may be of rounds that Redis has lost.
+        """
+        self._job, self._committed_at = None, self.clock()
+        self.fragments = [Uncovered(snapshot.round, snapshot.version) for snapshot in full]
+        for tape in uncovered:
+            self.fragments[tape.fragment].add(tape, newest[tape.fragment].difference_bytes)
+
+    def carries_full(self, p: int, version: int) -> bool:
+        """Return whether the commit of this version must carry the fragment's full state.
+
+        So it must in runs without differences, whose islands need the full snapshot. In other runs it must if no
+        compaction could be written for long, because the oldest difference is deleted next.
+        """
+        has_differences = self.manifest.config.wire.sends_differences
+        return not has_differences or version - self.fragments[p].version >= DIFFERENCES_KEPT
+
+    def committed(self, tape: TapeEntry, snapshot: Snapshot, *, is_full: bool) -> None:
+        """Note a committed round."""
+        self._committed_at = self.clock()
+        if not is_full:
+            self.fragments[tape.fragment].add(tape, snapshot.difference_bytes)
+
+    def covered(self, snapshot: Snapshot) -> None:
+        """Note that Redis holds the full state of a fragment at this version, or will with the next write.
+
+        If that write fails, the merger loads the run again.
+        """
+        self.covered_by(snapshot.round, snapshot.version)
+
+    def covered_by(self, number: int, version: int) -> None:
+        """The same, for the version of a round."""
+        self.fragments[self.manifest.fragment_of(number)] = Uncovered(number, version)
+
+    def is_compacted(self, number: int) -> bool:
+        """Return whether the full state in Redis includes that round."""
+        return number <= self.fragments[self.manifest.fragment_of(number)].round
+
+    def placed(self) -> Placed | None:
+        """Return a compaction whose upload has ended, once. One that failed is tried again later.
+
+        One that is no longer newer than the full state in Redis is dropped.
+        """
+        if self._job is None or not self._job.done():
+            return None
+        job, self._job = self._job, None
+        try:
+            placed = job.result()
+        except ArchipelagoError as error:
+            self._not_before = self.clock() + RETRY_SECONDS
+            log.warning("a compaction could not be uploaded: %s", error, extra={"code": "compaction.failed"})
+            return None
+        return placed if placed.snapshot.version > self.fragments[placed.snapshot.fragment].version else None
+
+    def begin(self, epoch: int, fragments: Sequence[FragmentState], snapshots: Sequence[Snapshot]) -> None:
+        """Begin to upload the compaction that is due most, if one is. The arrays never change, so nothing is copied."""
+        if self._job is not None or self.clock() < self._not_before:
+            return
+        due = [p for p, snapshot in enumerate(snapshots) if self._is_due(p, fragments[p], snapshot)]
+        if due:
+            p = max(due, key=lambda each: snapshots[each].version - self.fragments[each].version)
+            fragment, snapshot, place = fragments[p], snapshots[p], self.transport.merger.place
+            self._job = self._spawn(lambda: place(epoch, compaction_of(self.manifest, snapshot, fragment)))
+
+    def _is_due(self, p: int, fragment: FragmentState, snapshot: Snapshot) -> bool:
+        since, size = self.fragments[p], state_bytes(fragment)
+        if snapshot.version <= since.version:
+            return False
+        if self.clock() - self._committed_at >= IDLE_SECONDS:
+            return True
+        if since.bytes < size:
+            return False
+        is_slow = since.seconds >= self.restart_seconds / len(self.fragments)
+        is_long = snapshot.version - since.version >= DIFFERENCES_KEPT // 2
+        return is_slow or is_long or since.bytes >= MOST * size
+
+
+def state_bytes(fragment: FragmentState) -> int:
+    """Return the size of a fragment's compaction, without headers: all of it is stored as it is."""
+    leaves = jax.tree.leaves((fragment.params_N, fragment.published_N, fragment.outer))
+    return sum(int(leaf.nbytes) for leaf in leaves)

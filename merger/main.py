@@ -29,7 +29,7 @@ from archipelago.broker.process import (
 )
 from archipelago.broker.shards.transport import of_shard, whole
 from archipelago.broker.transport import ReaderTransport
-from archipelago.merger.standby import has_ended_here, merger_name
+from archipelago.merger.serving import has_ended_here, merger_name
 from archipelago.merger.storage import KEEP, MergerFolder
 
 LINGER_SECONDS = 0.5

@@ -6,7 +6,7 @@ float32, and subnormal numbers (below 1.2e-38) count as zero. Everything runs on
 accelerator. A fragment compiles once per codec, whatever the number of its contributions.
 
 To add a rule, write its three functions, register them in MERGE_RULES, and add the name to `MergeConfig`. Which rule
-merges which tensor is decided in `merger.groups`.
+merges which tensor is decided in `merger.spectra`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ from numpy.typing import NDArray
 
 from archipelago.broker.codecs import codec as codec_of
 from archipelago.broker.wire import Body
-from archipelago.merger.groups import Group
-from archipelago.merger.spectra import Spectra
-from archipelago.merger.spectrum import Multiply, with_power
+from archipelago.merger.spectra import Group, Multiply, Spectra, with_power
 
 #: The pytree of arrays that a rule keeps for one tensor.
 Accumulator = Any

@@ -6,33 +6,24 @@ What Redis has lost is rebuilt from a checkpoint, the tape and its entries.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Sequence
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import numpy as np
 
-from archipelago.broker.codecs import codec
-from archipelago.broker.commits import START, Repair
 from archipelago.broker.errors import ArchipelagoError, ConfigError, WireError
-from archipelago.broker.messages import Snapshot, TapeEntry
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.messages import Snapshot
 from archipelago.broker.published import newest
 from archipelago.broker.transport import MergerTransport
 from archipelago.broker.wire import digest, digest_of, unpack
-from archipelago.merger.admission import version_after
 from archipelago.merger.checkpoint import CheckpointStore
-from archipelago.merger.committing import compaction_of
-from archipelago.merger.rebuild import fragment_of, merge_again, rebuild, with_norms
-from archipelago.merger.replay import DifferenceError
-from archipelago.merger.round_log import RoundLog, parse_log
+from archipelago.merger.committing import RoundLog, parse_log
+from archipelago.merger.repair import Found, Loaded, repaired
+from archipelago.merger.replay import DifferenceError, fragment_of, merge_again, rebuild, with_norms
 from archipelago.merger.round_merge import RoundMerge, new_state
 from archipelago.merger.state import FragmentState, RunState
 
-#: More events than the broker keeps.
-EVENTS_SEARCHED = 1 << 16
-#: The keys of one fragment, by the first part of their names. The number of the fragment follows.
-OF_FRAGMENTS = frozenset(["head", "fragment", "outer", "log", "difference"])
 REMEDY = (
     "Run `archipelago merger --run {run} --folder FOLDER` with the folder of its checkpoints, "
     "or begin another run with `archipelago init`."
@@ -40,59 +31,6 @@ REMEDY = (
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A run between two rounds.
-
-    Attributes:
-        snapshots: The header of each fragment's newest version.
-        full: The header of each fragment's full state in Redis.
-        uncovered: The rounds that were merged after these full states, in order.
-        repair: What Redis has lost, or holds differently, and must be written back.
-    """
-
-    state: RunState
-    fragments: list[FragmentState]
-    snapshots: list[Snapshot]
-    full: list[Snapshot]
-    uncovered: list[TapeEntry] = field(default_factory=list)
-    repair: Repair = field(default_factory=Repair)
-
-
-@dataclass(frozen=True)
-class Found:
-    """What Redis holds of a run, as far as it can be read.
-
-    Attributes:
-        state: The merger's state; a fresh one if it cannot be read.
-        fault: Why the state cannot be read.
-        closed: The last closed round, on which most of the records agree.
-        heads: The header of each fragment's newest version; None if it is lost.
-        full: The header of each fragment's newest full snapshot; None if that is lost.
-        logs: The rounds of each fragment after that; fewer if some are lost.
-        fragments: Each fragment whose own state can be read; None if it is lost.
-    """
-
-    state: RunState
-    fault: ConfigError | None
-    closed: int
-    heads: list[Snapshot | None]
-    full: list[Snapshot | None]
-    logs: list[list[RoundLog]]
-    fragments: list[FragmentState | None]
-
-    @property
-    def lost_state(self) -> bool:
-        """Whether the state cannot be used."""
-        return self.fault is not None or self.state.closed != self.closed
-
-    @property
-    def lost(self) -> list[int]:
-        """The fragments of which anything is lost."""
-        of_each = enumerate(zip(self.heads, self.full, self.fragments, strict=True))
-        return [p for p, parts in of_each if None in parts]
 
 
 def load(
@@ -118,29 +56,23 @@ def load(
     """
     found = _found(transport, rules, between)
     if not (found.lost or found.lost_state):
-        return Loaded(found.state, _whole(found.fragments), _whole(found.heads), _whole(found.full), _uncovered(found))
+        return Loaded(found.state, _whole(found.fragments), _whole(found.heads), _whole(found.full), found.uncovered())
     recovered = _recovered(transport, rules, store, found)
     return recovered if recovered is not None else _from_what_is_left(transport, rules, found)
-
-
-def _uncovered(found: Found, but: Container[int] = ()) -> list[TapeEntry]:
-    """Return the rounds that no full state includes, in order, except those of the fragments `but`."""
-    rounds = [log.tape for logs in found.logs for log in logs if log.tape.fragment not in but]
-    return sorted(rounds, key=lambda tape: tape.round)
 
 
 def _found(transport: MergerTransport, rules: RoundMerge, between: Callable[[], object]) -> Found:
     """Read one fragment after another: the payloads of all of them would take a third of the merger's memory."""
     state, fault = _state(transport)
-    heads, count = transport.reader.heads(), len(rules.manifest.fragments)
+    heads, manifest = transport.reader.heads(), rules.manifest
     # A missing state says round 0. It is no witness against the tape.
     closed = _last_round(transport, None if fault else state.closed or None, heads)
     full: list[Snapshot | None] = []
     fragments: list[FragmentState | None] = []
     logs: list[list[RoundLog]] = []
-    for p in range(count):
-        version, head, held = version_after(closed, p, count), heads[p], _full(transport, rules, p)
-        if head is None or (head.fragment, head.round, head.version) != (p, round_of(version, p, count), version):
+    for p in range(len(manifest.fragments)):
+        version, head, held = manifest.version_at(closed, p), heads[p], _full(transport, manifest, p)
+        if head is None or (head.fragment, head.round, head.version) != (p, manifest.round_of(version, p), version):
             _log_lost(f"the header of fragment {p}", f"it is not of version {version}, and round {closed} was closed")
             heads[p] = None
         if held is not None and held[0].version > version:
@@ -168,26 +100,21 @@ def _logs(transport: MergerTransport, p: int, versions: Sequence[int]) -> list[R
     return out
 
 
-def _full(transport: MergerTransport, rules: RoundMerge, p: int) -> tuple[Snapshot, bytes] | None:
+def _full(transport: MergerTransport, manifest: Manifest, p: int) -> tuple[Snapshot, bytes] | None:
     """Return the newest full snapshot of a fragment and its payload, or None if it is lost or damaged."""
     try:
         snapshot, payload = transport.reader.fragment(p)
         if snapshot.fragment != p or digest(payload) != snapshot.digest:
             raise WireError("its payload is not the published one")
-        if snapshot.round != round_of(snapshot.version, p, len(rules.manifest.fragments)):
+        if snapshot.round != manifest.round_of(snapshot.version, p):
             raise WireError(f"round {snapshot.round} does not give version {snapshot.version}")
-        params_N = unpack(payload, rules.manifest.sizes[p])
+        params_N = unpack(payload, manifest.sizes[p])
         if snapshot.held and digest_of(params_N) != snapshot.held:
             raise WireError("its parameters are not the published ones")
     except WireError as error:
         _log_lost(f"the snapshot of fragment {p}", error.reason)
         return None
     return snapshot, payload
-
-
-def round_of(version: int, p: int, fragments: int) -> int:
-    """Return the round that published this version of fragment `p`; 0 for version 0."""
-    return p + 1 + (version - 1) * fragments if version else 0
 
 
 def _last_round(transport: MergerTransport, stated: int | None, heads: Sequence[Snapshot | None]) -> int:
@@ -282,78 +209,7 @@ def _recovered(
     )
     if not found.lost_state:
         state = found.state  # the state in Redis also has refusals and timings
-    return _repaired(transport, rules, found, state, fragments)
-
-
-def _repaired(
-    transport: MergerTransport, rules: RoundMerge, found: Found, state: RunState, fragments: list[FragmentState]
-) -> Loaded:
-    """Return the run with a repair that writes back whatever was not found.
-
-    A fragment of which more than the header is lost gets a new full state, at its newest version.
-    """
-    announced = _announced(transport, found)
-    snapshots, full, compactions, heads = [], [], [], []
-    for p, fragment in enumerate(fragments):
-        held, head = found.full[p], found.heads[p]
-        version = version_after(found.closed, p, len(fragments))
-        snapshot = head or _snapshot(rules, p, fragment, version, announced.get((p, version)), state)
-        if held is None or found.fragments[p] is None:
-            compactions.append(compaction_of(rules.manifest, snapshot, fragment))
-            snapshot = compactions[-1].snapshot
-            full.append(snapshot)
-        else:
-            full.append(held)
-            heads += [] if head else [snapshot]
-        snapshots.append(snapshot)
-    written = {compaction.snapshot.fragment for compaction in compactions}
-    repair = Repair(state.to_json() if found.lost_state else None, compactions, heads)
-    return Loaded(state, fragments, snapshots, full, _uncovered(found, written), repair)
-
-
-def repair_from(
-    rules: RoundMerge,
-    state: RunState,
-    fragments: Sequence[FragmentState],
-    snapshots: Sequence[Snapshot],
-    damaged: AbstractSet[str],
-) -> Repair:
-    """Return the repair of damaged keys, by their names, from the memory of the merger that serves the run.
-
-    A lost header is written again. For any other key, the fragment gets a new full state, so that nothing depends on
-    its logs and differences.
-    """
-    parts = [name.split(":") for name in damaged]
-    numbers = {part[1] for part in parts if part[0] in OF_FRAGMENTS - {"head"}}
-    heads = {part[1] for part in parts if part[0] == "head"} - numbers
-    both = zip(fragments, snapshots, strict=True)
-    compactions = [
-        compaction_of(rules.manifest, snapshot, fragment)
-        for fragment, snapshot in both
-        if str(snapshot.fragment) in numbers
-    ]
-    lost = [snapshot for snapshot in snapshots if str(snapshot.fragment) in heads]
-    return Repair(state.to_json() if state.closed else None, compactions, lost, state.cursors)
-
-
-def _announced(transport: MergerTransport, found: Found) -> dict[tuple[int, int], Snapshot]:
-    """Return the announcements of the versions that are lost, as far as they are still among the newest events."""
-    if None not in found.heads:
-        return {}
-    entries = transport.reader.events(START, 0.0, EVENTS_SEARCHED)
-    return {(event.fragment, event.version): event for _, event in entries if isinstance(event, Snapshot)}
-
-
-def _snapshot(
-    rules: RoundMerge, p: int, fragment: FragmentState, version: int, announced: Snapshot | None, state: RunState
-) -> Snapshot:
-    wire, held = rules.manifest.config.wire, digest_of(np.asarray(fragment.published_N))
-    if announced is not None and announced.held == held:
-        return announced
-    number = round_of(version, p, len(rules.manifest.fragments))
-    size = codec(wire.full).encoded_size(fragment.published_N.size)
-    step, merged = (announced.step, announced.merged) if announced else (state.step if version else 0, "")
-    return Snapshot(number, p, version, step, wire.full, size, held, merged, held if version else "")
+    return repaired(transport, rules.manifest, found, state, fragments)
 
 
 def _from_what_is_left(transport: MergerTransport, rules: RoundMerge, found: Found) -> Loaded:
@@ -389,7 +245,7 @@ def _from_what_is_left(transport: MergerTransport, rules: RoundMerge, found: Fou
             extra={"code": "restore.published"},
         )
     state = RunState() if found.lost_state else found.state  # before the first round, the state is a fresh one
-    return _repaired(transport, rules, found, state, fragments)
+    return repaired(transport, rules.manifest, found, state, fragments)
 
 
 def _published_fragment(transport: MergerTransport, rules: RoundMerge, found: Found, p: int) -> FragmentState:

@@ -1,6 +1,6 @@
 """Take checkpoints when they are due, and keep merged entries in the stream until nothing needs them.
 
-A merger that starts needs the entries that no compaction covers (`merger.compaction`). If Redis loses the run's state,
+A merger that starts needs the entries that no compaction covers (`merger.committing`). If Redis loses the run's state,
 a merger needs those that no checkpoint covers.
 """
 
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from archipelago.broker.commits import Delivery
 from archipelago.broker.messages import Marker, TapeEntry
 from archipelago.broker.transport import MergerTransport
 from archipelago.merger.checkpointer import CheckpointCut, Checkpointer
-from archipelago.merger.rebuild import WHOLE_TAPE
+from archipelago.merger.replay import WHOLE_TAPE
 from archipelago.merger.state import RunState
 from archipelago.merger.steering import OperatorControls
 
@@ -90,9 +91,20 @@ class Retention:
                 log.warning("%s contributions were never merged", len(again), extra={"code": "repair.redelivered"})
                 self.transport.merger.redeliver(epoch, again)
 
-    def holds(self, entry: str) -> bool:
-        """Return whether that entry was merged and is kept."""
-        return any(entry in merged.entries for merged in self.kept)
+    def unmerged(self, deliveries: Iterable[Delivery], state: RunState, epoch: int) -> Iterator[Delivery]:
+        """Yield the deliveries except merged entries that are kept, which a lost consumer group delivers again.
+
+        A merger that starts needs them, so they must not be refused as repeats, which deletes them.
+        """
+        again: list[str] = []
+        for delivery in deliveries:
+            c, entry = delivery.contribution, delivery.entry
+            if c is not None and state.has_seen(c.identity) and any(entry in merged.entries for merged in self.kept):
+                again.append(entry)
+            else:
+                yield delivery
+        if again:
+            self.transport.merger.acknowledge(epoch, again)
 
     def keep(self, merged: MergedEntries, state: RunState) -> list[str]:
         """Keep the entries of a merged round, and return the entries to trim with its commit."""

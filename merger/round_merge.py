@@ -11,39 +11,27 @@ so a difference includes the rounding that earlier ones left out, and rounding e
 from __future__ import annotations
 
 import math
-import statistics
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
 from archipelago.broker import control
-from archipelago.broker.codecs import body_of, codec
 from archipelago.broker.commits import Delivery
 from archipelago.broker.config import MergeConfig, WireConfig
 from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Contribution, Member
-from archipelago.broker.wire import Body, digest, unpack_encoded
+from archipelago.broker.wire import Body, digest, encoded, unpack_encoded
 from archipelago.merger import merge_rules, outer, weights
-from archipelago.merger.groups import Group, groups
-from archipelago.merger.outer import OuterOptimizer, Round
+from archipelago.merger.outer import OuterOptimizer, Round, publish
 from archipelago.merger.scores import Judgement, Score, Sent, judge, unjudged
-from archipelago.merger.spectra import Spectra
+from archipelago.merger.spectra import Group, Spectra, groups
 from archipelago.merger.state import FragmentState, RunState
 from archipelago.merger.weights import NormWindow, RunningMean
-
-#: Contributions of one island that can wait for one round. An honest island sends one for each version that it holds.
-WAITING_MAX = 32
-
-#: Larger losses count as this one in a mean, which must stay finite whatever an island claims.
-LOSS_MAX = 1e9
 
 Vector = jax.Array | NDArray[np.float32]
 
@@ -106,7 +94,6 @@ class RoundSum:
         spectra: Spectra | None = None,
     ) -> None:
         self.addends: list[Addend] = []
-        self._waiting: Counter[str] = Counter()  # addends of each island
         self.total_weight = 0.0
         self.version = version
         self._groups, self._config = groups, config
@@ -118,8 +105,6 @@ class RoundSum:
     def add(self, entry: str, contribution: Contribution, body: Body) -> None:
         """Decode a contribution into the sum. Raises WireError, and adds nothing, if a value is NaN or too large."""
         c = contribution
-        if self._waiting[c.island] >= WAITING_MAX:
-            raise WireError(f"{WAITING_MAX} contributions of {c.island} wait already", code="wire.waiting")
         own = weights.effective((c.tokens, c.steps, self.version - c.base), self._config)
         largest = max(own, self._largest)
         weight, keep = own / largest, self._largest / largest
@@ -132,12 +117,6 @@ class RoundSum:
             raise WireError(f"{found}; norms up to {merge_rules.NORM_MAX:.0e} can be merged", code="wire.not-finite")
         self._largest, self.total_weight = largest, keep * self.total_weight + weight
         self.addends.append(Addend(entry, contribution, taken.norm, taken.clip, path, own, body))
-        self._waiting[c.island] += 1
-
-    def warm_up(self, body: Body) -> None:
-        """Compile the program that adds a contribution of that codec. The sum stays as it is."""
-        acc = self._acc or merge_rules.begin(self._groups)
-        self._acc = merge_rules.accumulate(acc, body, self._groups, weight=0.0).acc
 
     def merged(self, gain: float) -> jax.Array:
         """Return the merged outer gradient (float32 [N]), times `gain`. See `merge_rules.finish`."""
@@ -224,6 +203,23 @@ class RoundMerge:
         of_fragments = tuple(groups(rows, config.merge) for rows in manifest.layout)
         return cls(manifest, of_fragments, outer.build(config.outer), spectra)
 
+    def warm_up(self) -> None:
+        """Compile the merge of every fragment, so that the first rounds take no longer than later ones.
+
+        Equal fragments share their programs, and a large model has many of them.
+        """
+        wire = self.manifest.config.wire
+        different = dict.fromkeys(zip(self.manifest.sizes, self.groups, strict=True))
+        for size, of_fragment in different:
+            zeros_N = np.zeros(size, np.float32)
+            fragment = new_state(zeros_N, self.outer)
+            acc = merge_rules.begin(of_fragment)
+            for name in {wire.up, wire.thin} - {""}:
+                acc = merge_rules.accumulate(acc, encoded(zeros_N, name), of_fragment, weight=0.0).acc
+            merged_N = merge_rules.finish(acc, of_fragment, spectra=self.spectra)
+            params_N, _ = self.outer.step(fragment.params_N, fragment.outer, merged_N, Round())
+            publish(wire, fragment.published_N, params_N)
+
     def begin(
         self, p: int, fragment: FragmentState, version: int, settings: Mapping[str, float] | None = None
     ) -> RoundSum:
@@ -240,10 +236,6 @@ class RoundMerge:
             path=lambda c: weights.path(config, c.steps, c.global_step),
             spectra=self.spectra,
         )
-
-    def add(self, round_sum: RoundSum, delivery: Delivery) -> None:
-        """Add a delivery to the sum. Raises WireError, and adds nothing, when its payload is not as announced."""
-        round_sum.add(*self.opened(delivery))
 
     def opened(self, delivery: Delivery) -> Opened:
         """Return what a delivery holds. Raises WireError when its payload is not as announced."""
@@ -324,7 +316,7 @@ def merge_round(
             _member(addend, version, 0.0, score, 0.0)
             for addend, score in zip(round_sum.addends, judged.values, strict=True)
         )
-        kept = _with_published(fragment, published_N)
+        kept = replace(fragment, published_N=published_N)
         return MergedRound(kept, staleness, members, 0.0, judged.scores, difference)
     factors = _final_factors(round_sum, judged.factors, config.share_cap)
     round_sum.reweigh(factors, judged.limits)
@@ -365,10 +357,6 @@ def _participation(now: Round, addends: Sequence[Addend], judged: Sequence[float
     return now._replace(participation=present / islands, islands=present)
 
 
-def _with_published(fragment: FragmentState, published_N: jax.Array) -> FragmentState:
-    return FragmentState(fragment.params_N, fragment.outer, fragment.norms, published_N)
-
-
 def _member(addend: Addend, version: int, share: float, score: float, factor: float) -> Member:
     contribution = addend.contribution
     return Member(
@@ -389,12 +377,6 @@ def _member(addend: Addend, version: int, share: float, score: float, factor: fl
     )
 
 
-def mean_loss(members: Sequence[Member]) -> float:
-    """Return the mean of the members' losses weighted by tokens, or NaN when no member measured one."""
-    known = [(max(-LOSS_MAX, min(m.loss, LOSS_MAX)), m.tokens) for m in members if not math.isnan(m.loss)]
-    return statistics.fmean([v for v, _ in known], [n for _, n in known]) if known else math.nan
-
-
 def outer_step(
     outer: OuterOptimizer, fragment: FragmentState, merged_N: jax.Array, now: Round
 ) -> tuple[jax.Array, Any]:
@@ -406,35 +388,3 @@ def new_state(params_N: Vector, outer: OuterOptimizer) -> FragmentState:
     """Return the state of a fragment before its first round."""
     params = jax.numpy.asarray(params_N)
     return FragmentState(params, outer.init(params), NormWindow(), params)
-
-
-def publish(wire: WireConfig, held_N: jax.Array, exact_N: jax.Array) -> tuple[jax.Array, bytes]:
-    """Return what islands hold after the next snapshot, and the body of the difference that takes them there.
-
-    Args:
-        wire: The codecs. Without differences the snapshot is rounded by its own codec, and the body is empty.
-        held_N: What the islands hold now (float32 [N]).
-        exact_N: The merger's own parameters (float32 [N]).
-    """
-    if not wire.sends_differences:
-        if wire.full == "float32":
-            return exact_N, b""
-        chosen = codec(wire.full)
-        return jnp.asarray(chosen.decode(chosen.encode(np.asarray(exact_N)), exact_N.size)), b""
-    measure, quantise, add = _difference_programs(wire.down)
-    parts = quantise(measure(held_N, exact_N))
-    return add(held_N, parts), body_of(parts)
-
-
-@cache
-def _difference_programs(name: str) -> tuple[Any, Any, Any]:
-    """Return three programs: measure the difference, quantise it, and add it.
-
-    In one program, XLA would find the scale of a block once for each of its elements, which takes four times as long.
-    """
-    chosen = codec(name)
-    return (
-        jax.jit(lambda held_N, exact_N: exact_N - held_N),
-        jax.jit(lambda difference_N: chosen.quantise(difference_N, jnp)),
-        jax.jit(lambda held_N, parts: held_N + chosen.restore(parts, held_N.size, jnp)),
-    )

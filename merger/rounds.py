@@ -19,9 +19,8 @@ from dataclasses import dataclass, field
 
 from archipelago.broker.config import SyncConfig
 from archipelago.broker.messages import Contribution
-from archipelago.merger.claims import believed_step_seconds
+from archipelago.merger.claims import StepTimes
 from archipelago.merger.state import RoundTiming, RunState, put_bounded
-from archipelago.merger.step_times import StepTimes
 
 #: No round waits longer than this after its quorum, however long the steps are that islands report.
 GRACE_SECONDS_MAX = 86400.0
@@ -70,7 +69,7 @@ class Rounds:
         config: When rounds close.
         fragments: P, the number of fragments.
         state: The run as last committed. It owns the number of the last closed round.
-        seen_seconds: The step times of islands as the merger saw them (`merger.claims.Accounts.seen`).
+        seen_seconds: The step times of islands as the merger saw them (`merger.accounts.Accounts.seen`).
     """
 
     def __init__(
@@ -201,7 +200,7 @@ class Rounds:
                 found.grace_seconds = self._grace_seconds(live)
 
     def _grace_seconds(self, live: AbstractSet[str]) -> float:
-        believed = believed_step_seconds(self.reported(live), self._seen_seconds or {})
+        believed = self.reported(live).believed(self._seen_seconds or {})
         stride = stride_seconds(believed, live, self.config.interval, self.fragments)
         return grace_seconds(self.config.grace, slack(self.window, stride, self.timing))
 

@@ -14,28 +14,22 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
-
 from archipelago.broker.commits import START, Commit, Delivery, never_gone
 from archipelago.broker.control import STEPS
 from archipelago.broker.errors import UnreachableError
 from archipelago.broker.messages import Call, Contribution, Resume, Snapshot, TapeEntry
 from archipelago.broker.transport import MergerTransport
-from archipelago.broker.wire import encoded, payload_bytes_max
-from archipelago.merger import claims
+from archipelago.broker.wire import payload_bytes_max
+from archipelago.merger import claims, repair
+from archipelago.merger.accounts import Accounts, Liveness
 from archipelago.merger.admission import AHEAD, Inbox
-from archipelago.merger.beside import Beside, in_virtual_time
-from archipelago.merger.busy_time import BusyTime
+from archipelago.merger.beside import Beside, BusyTime, in_virtual_time
 from archipelago.merger.checkpointer import CheckpointCut, Checkpointer
-from archipelago.merger.claims import Accounts
-from archipelago.merger.committing import RoundRecord, build_commit
-from archipelago.merger.compaction import RESTART_SECONDS, Compactor
-from archipelago.merger.liveness import Liveness
-from archipelago.merger.outer import Round
+from archipelago.merger.committing import RESTART_SECONDS, Compactor, RoundRecord, build_commit
 from archipelago.merger.record import Recorder
-from archipelago.merger.restore import OF_FRAGMENTS, Loaded, load, repair_from
+from archipelago.merger.restore import load
 from archipelago.merger.retention import MergedEntries, Retention
-from archipelago.merger.round_merge import RoundMerge, new_state, publish
+from archipelago.merger.round_merge import RoundMerge
 from archipelago.merger.rounds import Close, Rounds
 from archipelago.merger.scores import Score
 from archipelago.merger.spectra import Spectra
@@ -45,8 +39,6 @@ from archipelago.merger.steering import OperatorControls
 LEASE_SECONDS = 5.0
 LIVE_POLL_SECONDS = 0.5
 BLOCK_SECONDS = 0.25
-#: The keys, by the first part of their names, that a serving merger can write again.
-IN_MEMORY = frozenset(["state", "data", "snapshots"]) | OF_FRAGMENTS
 #: Payload bytes that are read at once. Each payload is added to its round's sum and dropped, so memory stays bounded.
 READ_BYTES = 64 << 20
 READ_COUNT_MAX = 64
@@ -93,7 +85,7 @@ class Merger:
         wall: Seconds of the wall clock, for the tape and for notes.
         on_round: Called with the tape entry and the snapshot after each commit.
         threads: The threads that change spectra; 0 for the default (`merger.spectra`).
-        restart_seconds: How long a restart may take to merge rounds again (`merger.compaction`).
+        restart_seconds: How long a restart may take to merge rounds again (`merger.committing`).
         is_gone: Returns whether another merger has ended, given its name, so that its lease need not expire first.
         beside: Runs what is done beside the rounds; by default there are no threads, as in virtual time.
     """
@@ -146,12 +138,10 @@ class Merger:
         self._read_count = max(1, min(READ_COUNT_MAX, READ_BYTES // largest))
         self._live_at = self._renewed_at = self._heard_at = float("-inf")
         self._closed_at = clock()
-        self._idle: frozenset[str] = frozenset()
         self._instance = ""
         #: Whether an island was live when heartbeats were read last.
         self._has_islands = True
         self._finished_at: float | None = None
-        self._is_warm = False
         self._commits = beside("commit")
         self._under_way: Future[Committed] | None = None
         self._waited = 0  # contributions that were there at `load`, and were not read yet
@@ -172,17 +162,17 @@ class Merger:
         self.busy.take()
         self._under_way = None  # of an earlier epoch, so that Redis refuses it unless it is in what we load
         checkpointer = self.retention.checkpointer
-        self._put_aside()
+        repair.put_aside(self.transport, self.controls, self.manifest, self.epoch)
         status = self.transport.reader.merger_status()
         found = load(self.transport, self.rules, checkpointer.store if checkpointer else None, self._renew)
-        self._write_back(found)
+        repair.write_back(self.transport, found, self.epoch)
         self.state, self.fragments, self.snapshots = found.state, found.fragments, found.snapshots
         if checkpointer is not None:
             checkpointer.forget()
             self._continue_record(checkpointer.recorder)
         now, unix_seconds = self.clock(), self.wall()
         self.accounts.load(self.state.accounts, now, unix_seconds, status.still_seconds if status else 0.0)
-        self._closed_at = self.accounts.last_heard_at(now)
+        self._closed_at = max(self.accounts.heard.values(), default=now)
         self.liveness.clear()
         self.rounds = Rounds(self.config.sync, len(self.fragments), self.state, self.accounts.seen)
         self.inbox.clear()
@@ -198,40 +188,18 @@ class Merger:
         # Last, because this event ends everything that an earlier merger announced.
         self.transport.merger.announce(self.epoch, Resume(self.state.closed, self.epoch))
 
-    def _put_aside(self) -> list[str]:
-        """Move keys of another type aside, and return their names."""
-        damaged = self.transport.merger.put_aside(self.epoch, self.manifest)
-        if damaged:
-            self.controls.note("repaired", f"moved aside or written again: {', '.join(damaged)}")
-        return damaged
-
     def _keep_sound(self) -> None:
         """Write keys again that are damaged or gone. While this merger serves, its memory is what Redis should hold."""
-        damaged = {*self._put_aside(), *self.transport.merger.lost(self.state.closed)}
-        damaged = {name for name in damaged if name.partition(":")[0] in IN_MEMORY}
+        damaged = repair.lost_in_memory(self.transport, self.controls, self.manifest, self.epoch, self.state.closed)
         if not damaged:
             return
-        log.warning("writing damaged keys again: %s", ", ".join(sorted(damaged)), extra={"code": "repair.again"})
-        repair = repair_from(self.rules, self.state, self.fragments, self.snapshots, damaged)
-        self.transport.merger.write_back(self.epoch, repair)
-        for compaction in repair.compactions:
+        written = repair.repair_from(self.manifest, self.state, self.fragments, self.snapshots, damaged)
+        self.transport.merger.write_back(self.epoch, written)
+        for compaction in written.compactions:
             self.compactor.covered(compaction.snapshot)
             self.snapshots[compaction.snapshot.fragment] = compaction.snapshot
         if "snapshots" in damaged:  # islands then send again what they may have missed the decision on
             self.transport.merger.announce(self.epoch, Resume(self.state.closed, self.epoch))
-
-    def _write_back(self, found: Loaded) -> None:
-        """Write what was rebuilt, and what Redis holds differently from the merger's own state."""
-        state, books = found.state, self.transport.reader.books()
-        # The books count the tokens that contributions claim, which may be more than the merger believes.
-        is_right = books.merged == state.merged and books.merged_tokens >= state.tokens
-        repair = replace(
-            found.repair,
-            cursors=state.cursors if self.transport.reader.cursors() != state.cursors else None,
-            books={} if is_right else {"merged": state.merged, "merged_tokens": state.tokens},
-        )
-        if repair:
-            self.transport.merger.write_back(self.epoch, repair)
 
     def _continue_record(self, recorder: Recorder | None) -> None:
         if recorder is None:
@@ -239,24 +207,6 @@ class Merger:
         if self.state.closed == 0:
             recorder.begin(self.manifest, [self.transport.reader.fragment(p) for p in range(len(self.fragments))])
         recorder.go_back(self.state.closed)  # a Redis that died may have lost the rounds after that one
-
-    def warm_up(self) -> None:
-        """Compile the merge of every fragment, so that the first rounds take no longer than later ones. Do it once.
-
-        Equal fragments share their programs, and a large model has many of them.
-        """
-        if self._is_warm:
-            return
-        self._is_warm = True
-        different = {(size, self.rules.groups[p]): p for p, size in enumerate(self.manifest.sizes)}
-        for (size, _), p in different.items():
-            zeros_N = np.zeros(size, np.float32)
-            fragment = new_state(zeros_N, self.rules.outer)
-            round_sum = self.rules.begin(p, fragment, 0)
-            for codec in {self.config.wire.up, self.config.wire.thin} - {""}:
-                round_sum.warm_up(encoded(zeros_N, codec))
-            params_N, _ = self.rules.outer.step(fragment.params_N, fragment.outer, round_sum.merged(1.0), Round())
-            publish(self.config.wire, fragment.published_N, params_N)
 
     # -- one turn ---------------------------------------------------------------------------------------------------
 
@@ -358,17 +308,8 @@ class Merger:
             presences = [p for p in self.transport.reader.presences() if not self.controls.refuses(p.heartbeat.island)]
             self.live = self.liveness.look(presences, self.clock(), self.state.closed)
             self._has_islands = any(presence.is_live for presence in presences)
-            self._warn_of_idle()
+            self.controls.tell_of_idle(self.liveness.idle)
             self._live_at = self.clock()
-
-    def _warn_of_idle(self) -> None:
-        """Log and note when more islands are live without counting."""
-        idle = self.liveness.idle
-        if idle - self._idle:
-            text = f"rounds no longer wait for {len(idle)} islands that send heartbeats and contribute nothing"
-            log.warning("%s, such as %s", text, min(idle), extra={"code": "islands.idle"})
-            self.controls.note("idle", f"{text}, such as {min(idle)}")
-        self._idle = idle
 
     def _follow_controls(self) -> None:
         """Apply the operator's requests if they have changed."""
@@ -380,7 +321,8 @@ class Merger:
             self._receive(self._orphans())
 
     def _receive(self, deliveries: Iterable[Delivery]) -> None:
-        for contribution in self.inbox.receive(self._unmerged(deliveries), self.state, self.fragments, self.epoch):
+        unmerged = self.retention.unmerged(deliveries, self.state, self.epoch)
+        for contribution in self.inbox.receive(unmerged, self.state, self.fragments, self.epoch):
             island, now = contribution.island, self.clock()
             self.accounts.accept(contribution, self.state.closed, now, self.wall())
             self.rounds.answer(contribution, now)
@@ -388,21 +330,6 @@ class Merger:
             # Sending counts as a heartbeat. Else a round could close with a first contribution alone between two polls.
             if (island in self.live) == contribution.farewell:
                 self.live = self.live ^ {island}
-
-    def _unmerged(self, deliveries: Iterable[Delivery]) -> Iterator[Delivery]:
-        """Yield the deliveries except merged entries that are kept, which a lost consumer group delivers again.
-
-        A merger that starts needs them, so they must not be refused as repeats, which deletes them.
-        """
-        again: list[str] = []
-        for delivery in deliveries:
-            c = delivery.contribution
-            if c is not None and self.state.has_seen(c.identity) and self.retention.holds(delivery.entry):
-                again.append(delivery.entry)
-            else:
-                yield delivery
-        if again:
-            self.transport.merger.acknowledge(self.epoch, again)
 
     def _believed(self, contribution: Contribution) -> tuple[Contribution, list[str]]:
         """Return the contribution with the claims that the merger believes, and the names of the lowered ones."""
@@ -506,10 +433,6 @@ class Merger:
             books=self.transport.reader.books(),
             waiting=tuple(self.inbox.entries()),
         )
-
-    def checkpoint(self) -> None:
-        """Start a checkpoint now."""
-        self.retention.take(self.state, self.epoch)
 
     def finish(self, pause: Callable[[float], None] = time.sleep) -> None:
         """Take a last checkpoint and wait for it. `pause` waits that many seconds."""

@@ -14,7 +14,7 @@ from archipelago.broker.errors import ConfigError
 from archipelago.broker.messages import COUNT_MAX, Contribution
 from archipelago.broker.ranges import advanced, parse_positions
 from archipelago.broker.wire import digest
-from archipelago.merger.claims import ACCOUNTS_MAX, Account
+from archipelago.merger.accounts import ACCOUNTS_MAX, Account
 from archipelago.merger.scores import Score
 from archipelago.merger.weights import NormWindow, RunningMean
 

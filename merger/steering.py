@@ -41,6 +41,7 @@ class OperatorControls:
         self._shards: Sequence[ReaderTransport] = run.shards if isinstance(run, WholeRun) else [run]
         self.control = Control()
         self._fields: dict[str, str] | None = None
+        self._idle: frozenset[str] = frozenset()  # the islands of the last `tell_of_idle`
 
     def resume_from(self, state: RunState) -> None:
         """Continue from the requests that an earlier merger acted on, without noting them again."""
@@ -114,6 +115,14 @@ class OperatorControls:
                 continue
             text = f"{island}: its weight was lowered in {after[island].lowered} rounds in a row (merge.expel_after)"
             self._warn_and_note("expelled", text)
+
+    def tell_of_idle(self, idle: frozenset[str]) -> None:
+        """Log and note when more islands are live without counting."""
+        if idle - self._idle:
+            text = f"rounds no longer wait for {len(idle)} islands that send heartbeats and contribute nothing"
+            log.warning("%s, such as %s", text, min(idle), extra={"code": "islands.idle"})
+            self.note("idle", f"{text}, such as {min(idle)}")
+        self._idle = idle
 
     def _expel(self, island: str) -> bool:
         """Expel an island from all shards: islands hear shard 0, and each merger its own. Return whether one did."""

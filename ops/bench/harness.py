@@ -288,8 +288,7 @@ def serve_merger(
 
     from archipelago.merger.beside import in_background
     from archipelago.merger.service import Merger
-    from archipelago.merger.serving import serve
-    from archipelago.merger.standby import has_ended_here, merger_name
+    from archipelago.merger.serving import has_ended_here, merger_name, serve
 
     pieces = Pieces(OF_MERGER if counts_pieces else {})
     merger = Merger(

@@ -29,7 +29,7 @@ from archipelago.broker.process import keep_freed_memory
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Transport
 from archipelago.broker.wire import pack, unpack, unpack_encoded
-from archipelago.merger.spectrum import with_power
+from archipelago.merger.spectra import with_power
 from archipelago.ops.bench.harness import (
     INCARNATION,
     child,

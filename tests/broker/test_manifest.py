@@ -68,6 +68,11 @@ def test_rounds_cycle_through_the_fragments() -> None:
     assert [manifest.fragment_of(t) for t in range(1, 8)] == [0, 1, 2, 0, 1, 2, 0]
     assert [manifest.version_after(t) for t in range(1, 8)] == [1, 1, 1, 2, 2, 2, 3]
     assert [MANIFEST.version_after(t) for t in range(1, 6)] == [1, 1, 2, 2, 3]
+    assert [[MANIFEST.version_at(closed, p) for closed in range(5)] for p in range(2)] == [
+        [0, 1, 1, 2, 2],
+        [0, 0, 1, 1, 2],
+    ]
+    assert [MANIFEST.round_of(version, 1) for version in range(3)] == [0, 2, 4]
     assert [Tensor("matrix", (3, 5)).size, Tensor("scalar", ()).size] == [15, 1]
 
 

@@ -264,6 +264,11 @@ class Later:
                 future.set_result(done.result())
 
 
+def take_checkpoint(merger: Merger) -> None:
+    """Take a checkpoint now, as an operator's request does."""
+    merger.retention.take(merger.state, merger.epoch)
+
+
 def compact_now(merger: Merger, p: int) -> None:
     """Write the full state of fragment `p` at its newest version, unless it is written."""
     full = compaction_of(merger.manifest, merger.snapshots[p], merger.fragments[p])

@@ -29,7 +29,6 @@ from archipelago.broker.redis.repair import kinds_of
 from archipelago.broker.redis.replies import GROUP
 from archipelago.broker.redis.transport import RedisTransport
 from archipelago.broker.wire import digest_of
-from archipelago.merger.admission import version_after
 from archipelago.merger.beside import at_once
 from archipelago.merger.checkpointer import Checkpointer
 from archipelago.merger.service import Merger
@@ -38,7 +37,7 @@ from archipelago.merger.storage import MergerFolder
 from archipelago.ops.experiments.virtual_time import VirtualClock
 from archipelago.ops.watch.run_view import observe
 from tests import samples
-from tests.harness.merger_run import CONFIG, Shelf, values
+from tests.harness.merger_run import CONFIG, Shelf, take_checkpoint, values
 from tests.intercept import Intercepted
 
 RUN, ISLANDS = "sample", "ab"
@@ -185,7 +184,7 @@ class DamagedRun:
             if pending and turns > 2:
                 pending.pop()()
             if self.closed == checkpoint and not any(image.round == checkpoint for image in self.store.images.values()):
-                self.merger.checkpoint()
+                take_checkpoint(self.merger)
             if self.closed >= until and not pending:
                 raise Died
             self._act(min(self.closed + 1, until))
@@ -213,7 +212,7 @@ class DamagedRun:
         p = (number - 1) % 2
         contribution, payload = samples.packed(
             values(2 * number + ord(island)),
-            island=island, round=number, fragment=p, base=version_after(number - 1, p, 2), sequence=number,
+            island=island, round=number, fragment=p, base=self.manifest.version_at(number - 1, p), sequence=number,
             tokens=100 + number, data=f"{ord(island) - 97}:0:{number}",
         )  # fmt: skip
         self.sent[island, number] = self.transport.island.publish(contribution, payload)

@@ -21,7 +21,7 @@ from archipelago.broker.transport import Transport
 from archipelago.broker.wire import digest_of, unpack
 from archipelago.islands.creation import first_snapshots
 from archipelago.islands.sync.arrays import flatten
-from archipelago.merger.round_merge import publish
+from archipelago.merger.outer import publish
 from archipelago.ops.experiments.virtual_time import VirtualClock, VirtualRun
 from archipelago.ops.launch.embedded_redis import Server
 from tests.harness.merger_run import compact_now

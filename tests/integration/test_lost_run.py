@@ -23,6 +23,7 @@ from archipelago.ops.watch.run_view import RunView, observe
 from tests import samples
 from tests.failing import failing
 from tests.harness import tiny
+from tests.harness.merger_run import take_checkpoint
 from tests.harness.tiny import TinyRun
 
 
@@ -37,7 +38,7 @@ class LostRun(TinyRun):
         self.serve()
         self.trained = self.island()
         self.play(self.trained, 12)
-        self.merger.checkpoint()
+        take_checkpoint(self.merger)
         self.play(self.trained, 18)  # more rounds than the contributions that an island keeps after they were merged
         self.closed = self.merger.state.closed
         self.redis.connection.redis.flushall()

@@ -17,8 +17,8 @@ from archipelago.broker.messages import Contribution, Refusal
 from archipelago.broker.ranges import POSITIONS_MAX
 from archipelago.broker.transport import Transport
 from archipelago.merger import admission
-from archipelago.merger.admission import ANNOUNCED_MAX, Inbox, reason_to_refuse, version_after
-from archipelago.merger.round_merge import WAITING_MAX, RoundMerge, new_state
+from archipelago.merger.admission import ANNOUNCED_MAX, WAITING_MAX, Inbox, reason_to_refuse
+from archipelago.merger.round_merge import RoundMerge, new_state
 from archipelago.merger.service import READ_COUNT_MAX
 from archipelago.merger.state import FragmentState, RunState
 from tests import samples
@@ -77,11 +77,6 @@ def test_reasons_quote_only_a_part_of_a_hostile_header() -> None:
         reason = reason_to_refuse(samples.contribution(**changes), MANIFEST, 0)
         assert reason is not None
         assert len(reason.text) < 100
-
-
-def test_a_version_is_the_number_of_closed_rounds_of_a_fragment() -> None:
-    assert [version_after(closed, 0, 2) for closed in range(5)] == [0, 1, 1, 2, 2]
-    assert [version_after(closed, 1, 2) for closed in range(5)] == [0, 0, 1, 1, 2]
 
 
 def test_without_a_codec_for_thin_links_only_the_runs_own_is_admitted() -> None:

@@ -32,6 +32,7 @@ from tests.harness.merger_run import (
     constant,
     logged_codes,
     outer_states,
+    take_checkpoint,
     values,
 )
 from tests.intercept import EVERY
@@ -58,7 +59,7 @@ def test_a_checkpoint_holds_the_run_at_its_cut() -> None:
     waiting = run.send("a", 4, values(1)), run.send("b", 5, values(2))
     merger.turn(0.0)
     state = run.transport.reader.merger_state()
-    merger.checkpoint()
+    take_checkpoint(merger)
     assert run.events(Marker) == [Marker(3, 3)]
     kinds = [type(event).__name__ for _, event in run.transport.reader.events(START, 0.0)]
     assert kinds[-1] == "Marker"
@@ -139,7 +140,7 @@ def test_entries_stay_until_a_finished_checkpoint_covers_them() -> None:
     store, later, run = Shelf(), Later(), MergerRun(quorum=2)
     merger = serving(run, store, spawn=later)
     run.play(merger, 1, 2, 3)
-    merger.checkpoint()
+    take_checkpoint(merger)
     run.play(merger, 4, 5)
     later.do_all()
     assert run.kept_rounds() == [1, 2, 3, 4, 5]  # the merger has not noticed yet
@@ -150,7 +151,7 @@ def test_entries_stay_until_a_finished_checkpoint_covers_them() -> None:
     merger = serving(run, store)
     assert [kept.round for kept in merger.retention.kept] == [4, 5, 6], "a new merger knows the kept entries"
     assert sum(kept.bytes for kept in merger.retention.kept) == sum(len(payload) for _, payload in run.sent[6:])
-    merger.checkpoint()
+    take_checkpoint(merger)
     merger.turn(0.0)
     assert (run.kept_rounds(), run.transport.reader.books().kept) == ([], 0)
     run.balance()
@@ -279,7 +280,7 @@ def test_a_checkpoint_in_progress_is_ignored_after_a_reload(written: str) -> Non
     stored = run.stored
     earlier = dict(stored.fragments), dict(stored.outer), stored.state, list(stored.tape), set(stored.kept)
     run.play(merger, 3)
-    merger.checkpoint()
+    take_checkpoint(merger)
     if written == "before":
         later.do_all()
     stored.fragments, stored.outer, stored.state, stored.tape, stored.kept = earlier
@@ -295,7 +296,7 @@ def test_a_checkpoint_in_progress_fails_when_redis_has_gone_back_to_the_first_ro
     store, later, run = Shelf(), Later(), MergerRun(quorum=2)
     merger = serving(run, store, spawn=later)
     run.play(merger, 1)
-    merger.checkpoint()
+    take_checkpoint(merger)
     run.stored.tape.clear()
     later.do_all()
     assert store.images == {}
@@ -363,12 +364,12 @@ def test_a_redis_that_lost_rounds_cuts_the_record_back(tmp_path: Path) -> None:
     run, store = MergerRun(quorum=2), Shelf()
     merger = serving(run, store, Recorder(tmp_path))
     run.play(merger, 1, 2)
-    merger.checkpoint()
+    take_checkpoint(merger)
     merger.turn(0.0)
     stored = run.stored
     earlier = dict(stored.fragments), dict(stored.outer), stored.state, list(stored.tape)
     run.play(merger, 3)
-    merger.checkpoint()
+    take_checkpoint(merger)
     stored.fragments, stored.outer, stored.state, stored.tape = earlier
     merger = serving(run, store, Recorder(tmp_path))
     run.live("a")

@@ -10,17 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archipelago.broker.config import (
-    OWN_MODEL,
-    OWN_TOKENS_PER_STEP_MAX,
     DataConfig,
     InnerConfig,
-    ModelConfig,
     RunConfig,
     SyncConfig,
 )
 from archipelago.broker.messages import Contribution
 from archipelago.broker.ranges import advanced, parse_positions
 from archipelago.merger import claims
+from archipelago.merger.claims import StepTimes
 from tests import samples
 from tests.tiers import examples
 
@@ -66,14 +64,14 @@ def test_a_minority_moves_the_fastest_plausible_speed_only_among_honest_speeds(
     """The others of an island are the honest ones and a smaller number of hostile ones."""
     hostile = (len(honest) - 1) // 2
     reported = {f"h{i}": s for i, s in enumerate(honest)} | {f"x{i}": false for i in range(hostile)}
-    fastest = claims.fastest_step_seconds("me", reported)
+    fastest = StepTimes(reported).fastest("me")
     assert claims.STEP_SECONDS_MIN <= fastest <= max(honest) / claims.SPEED_MAX + claims.STEP_SECONDS_MIN
     assert fastest >= min(min(honest) / claims.SPEED_MAX, 1.0) or fastest == claims.STEP_SECONDS_MIN
 
 
 def test_an_island_alone_is_bounded_only_by_the_shortest_step() -> None:
     for reported in ({}, {"a": 5.0}, {"b": math.nan, "c": 0.0, "d": math.inf}):
-        assert claims.fastest_step_seconds("a", reported) == claims.STEP_SECONDS_MIN
+        assert StepTimes(reported).fastest("a") == claims.STEP_SECONDS_MIN
 
 
 @given(st.dictionaries(st.sampled_from("abcdef"), st.floats(0.1, 1.6), min_size=1))
@@ -81,15 +79,15 @@ def test_honest_step_times_are_believed(reported: dict[str, float]) -> None:
     """Islands differ 16-fold, and the merger saw each at about its speed, or jumps of the global step."""
     for factor in (0.01, 0.5, 1.0, 2.0):
         seen = {island: factor * seconds for island, seconds in reported.items()}
-        assert claims.believed_step_seconds(reported, seen) == reported
+        assert StepTimes(reported).believed(seen) == reported
 
 
 def test_false_step_times_are_not_believed() -> None:
     reported = {"a": 1.0, "b": 1.1, "c": 1.2, "x": 1e-300}
-    assert claims.believed_step_seconds(reported, {})["x"] == 1.1 / claims.SPEED_MAX
+    assert StepTimes(reported).believed({})["x"] == 1.1 / claims.SPEED_MAX
     # The island contributes like the others, so its steps cannot be that short.
-    assert claims.believed_step_seconds(reported, {"x": 1.0})["x"] == 1.0
-    assert claims.believed_step_seconds(reported, {"x": 1e9})["x"] == 1.1
+    assert StepTimes(reported).believed({"x": 1.0})["x"] == 1.0
+    assert StepTimes(reported).believed({"x": 1e9})["x"] == 1.1
 
 
 # -- the schedule ----------------------------------------------------------------------------------------------------
@@ -98,7 +96,7 @@ def test_false_step_times_are_not_believed() -> None:
 @settings(max_examples=examples(100))
 @given(st.floats(0.05, 5.0), st.lists(st.floats(1.0, 16.0), max_size=6), st.integers(1, 40))
 def test_the_schedule_follows_the_fastest_island(fast: float, slower: list[float], rounds: int) -> None:
-    reported = {"fast": fast} | {f"s{i}": fast * factor for i, factor in enumerate(slower)}
+    reported = StepTimes({"fast": fast} | {f"s{i}": fast * factor for i, factor in enumerate(slower)})
     step = 0
     for number in range(1, rounds + 1):
         member = claim(island="fast", global_step=math.ceil(number * STRIDE), step_seconds=fast)
@@ -108,7 +106,7 @@ def test_the_schedule_follows_the_fastest_island(fast: float, slower: list[float
 
 @given(st.integers(1, (1 << 31) - 1), st.lists(st.floats(0.0, 100.0), min_size=1, max_size=20))
 def test_one_of_three_islands_cannot_end_the_run(claimed: int, gaps: list[float]) -> None:
-    reported = {"a": 0.5, "b": 0.6, "x": 1e-9}
+    reported = StepTimes({"a": 0.5, "b": 0.6, "x": 1e-9})
     step = 0
     for gap in gaps:
         members = [claim(island="x", global_step=claimed), claim(island="a", global_step=step + 1)]
@@ -120,91 +118,25 @@ def test_one_of_three_islands_cannot_end_the_run(claimed: int, gaps: list[float]
 def test_before_others_report_a_step_time_only_rounds_advance_the_schedule() -> None:
     members = [claim(island="x", global_step=1 << 30)]
     least = math.ceil(claims.STRIDES_OF_A_ROUND * STRIDE)
-    assert claims.next_step(0, members, {"x": 1e-9}, 60.0, STRIDE, {"x", "a"}) == least
-    assert claims.next_step(0, members, {"x": 1e-9, "a": 1.0}, 60.0, STRIDE, {"x", "a"}) <= 60 * 4 + 2 * STRIDE + 1
+    assert claims.next_step(0, members, StepTimes({"x": 1e-9}), 60.0, STRIDE, {"x", "a"}) == least
+    assert (
+        claims.next_step(0, members, StepTimes({"x": 1e-9, "a": 1.0}), 60.0, STRIDE, {"x", "a"})
+        <= 60 * 4 + 2 * STRIDE + 1
+    )
 
 
 def test_the_schedule_catches_up_with_an_island_that_was_cut_off() -> None:
     """It trained alone for hours at the speed of the others, and its step was lowered at first."""
-    reported = dict.fromkeys("abc", 1.0)
+    reported = StepTimes(dict.fromkeys("abc", 1.0))
     step, alone, rounds = 1000, 10_000, 0
     while step < alone:
         alone, rounds = alone + int(STRIDE), rounds + 1
         step = claims.next_step(step, [claim(island="a", global_step=alone)], reported, STRIDE, STRIDE)
         assert rounds < 1000
-    after_an_outage = claims.next_step(10, [claim(island="a", global_step=7210)], {"a": 0.5, "b": 0.5}, 3600.0, STRIDE)
+    after_an_outage = claims.next_step(
+        10, [claim(island="a", global_step=7210)], StepTimes({"a": 0.5, "b": 0.5}), 3600.0, STRIDE
+    )
     assert after_an_outage == 7210
-
-
-# -- steps and tokens ------------------------------------------------------------------------------------------------
-
-
-@st.composite
-def histories(draw: st.DrawFn) -> list[tuple[float, int, float]]:
-    """Draw an honest island's contributions: the gap before each, its fragment, and its batch over the run's."""
-    count = draw(st.integers(1, 20))
-    gaps = st.one_of(st.floats(0.0, 20.0), st.floats(3600.0, 90_000.0))
-    parts = st.tuples(gaps, st.integers(0, P - 1), st.floats(0.75, 2.0))
-    return draw(st.lists(parts, min_size=count, max_size=count))
-
-
-@settings(max_examples=examples(100))
-@given(histories(), st.floats(0.01, 2.0), st.floats(1.0, 16.0), st.floats(1.0, 32.0), st.sets(st.integers(0, 20)))
-def test_honest_contributions_are_never_lowered(
-    history: list[tuple[float, int, float]], seconds: float, slower: float, batch: float, restarts: set[int]
-) -> None:
-    """The island is up to 16 times as fast as the others, and mergers restart between its contributions."""
-    accounts = claims.Accounts(CONFIG, P)
-    reported = {"a": seconds, "b": seconds * slower, "c": seconds * slower}
-    now, wall, sent = 1000.0, 5e8, [1000.0] * P
-    accounts.meet(["a"], now)
-    for index, (gap, p, factor) in enumerate(history):
-        now, wall = now + gap, wall + gap
-        if index in restarts and accounts.stored():
-            stored = accounts.stored()
-            accounts, now, sent = claims.Accounts(CONFIG, P), 0.0, [at - now for at in sent]  # another machine's clock
-            accounts.load(stored, now, wall)
-        steps = max(1, int((now - sent[p]) / seconds))
-        tokens = max(1, int(steps * BATCH * batch * factor))
-        c = claim(fragment=p, steps=steps, tokens=tokens, global_step=steps + 10**6, step_seconds=seconds)
-        assert claims.contradiction(c, CONFIG) is None
-        assert accounts.bounded(c, reported, now) == (c, [])
-        accounts.accept(c, index, now, wall)
-        sent[p] = now
-
-
-@given(st.integers(1, (1 << 31) - 1), st.integers(1, 1 << 53), st.lists(st.floats(0.0, 50.0), max_size=12))
-def test_false_claims_of_work_are_lowered(steps: int, tokens: int, gaps: list[float]) -> None:
-    accounts, reported, now = claims.Accounts(CONFIG, P), {"a": 0.5, "b": 0.5, "x": 1e-300}, 0.0
-    accounts.meet(["x"], now)
-    first = claim(island="x", steps=1, tokens=BATCH, global_step=1)
-    accounts.accept(accounts.bounded(first, reported, now)[0], 0, now, 0.0)
-    for number, gap in enumerate(gaps):
-        now += gap
-        c = claim(island="x", fragment=number % P, steps=steps, tokens=tokens, global_step=steps)
-        found, _ = accounts.bounded(c, reported, now)
-        burst = claims.BURST_INTERVALS if number >= P else claims.FIRST_BURST_INTERVALS
-        assert 1 <= found.steps <= burst * H + now * claims.SPEED_MAX / 0.5
-        assert 1 <= found.tokens <= found.steps * BATCH * claims.BATCH_SLACK
-        accounts.accept(found, 0, now, now)
-
-
-def test_the_oldest_accounts_are_forgotten_first() -> None:
-    accounts = claims.Accounts(CONFIG, P)
-    for number in range(claims.ACCOUNTS_MAX + 5):
-        accounts.accept(claim(island=f"i{number}"), 0, float(number), float(number))
-    assert len(accounts.stored()) == claims.ACCOUNTS_MAX
-    assert accounts.round_of("i4") is None
-    assert accounts.round_of("i5") == 0
-
-
-def test_a_changed_clock_makes_gaps_neither_negative_nor_endless() -> None:
-    for unix_seconds in (-1e9, 0.0, 1e12):
-        accounts = claims.Accounts(CONFIG, P)
-        accounts.load({"a": claims.Account("x", 3, 1e9, 1e9, 40, 16.0)}, 50.0, unix_seconds)
-        heard = accounts.heard_at("a")
-        assert heard is not None
-        assert 50.0 - claims.ELAPSED_MAX <= heard <= 50.0
 
 
 # -- data ------------------------------------------------------------------------------------------------------------
@@ -257,65 +189,7 @@ def test_an_island_that_reads_on_moves_the_cursor_to_the_end_of_its_shard(
     assert cursors["0"] == parse_positions(place)[0].cursor
 
 
-def test_an_island_that_waited_for_snapshots_may_have_read_on() -> None:
-    """While no merger serves, an island trains on. Its next contribution has few steps, and says all that was read."""
-    accounts, reported = claims.Accounts(CONFIG, P), {"a": 1.0, "b": 1.0, "c": 1.0}
-    accounts.meet(["a"], 0.0)
-    for p in range(P):
-        accounts.accept(claim(fragment=p, steps=4, global_step=4), 0, 40.0, 40.0)
-    waited = claim(steps=1, tokens=BATCH, global_step=4)
-    assert accounts.steps_read(waited, reported, 42.0) == claims.BURST_INTERVALS * H + 2 * claims.SPEED_MAX
-    assert accounts.steps_read(replace(waited, incarnation="other"), reported, 42.0) == 1
-
-
 def test_the_shards_of_a_corpus_have_at_least_the_stated_sequences() -> None:
     manifest = samples.manifest(config=CONFIG)
     manifest = replace(manifest, corpus=replace(manifest.corpus, bytes=1_000_000))
     assert 0 < claims.shard_sequences(manifest) < 1_000_000 / 8 / CONFIG.data.shards
-
-
-def test_gaps_of_an_account_are_measured_for_each_fragment() -> None:
-    """After an outage, each fragment's first contribution has the steps of the whole outage."""
-    accounts, reported = claims.Accounts(CONFIG, P), {"a": 1.0, "b": 16.0, "c": 16.0}
-    accounts.meet(["a"], 0.0)
-    for p in range(P):
-        accounts.accept(claim(fragment=p, steps=4, global_step=4), 0, float(p), float(p))
-    for p in range(P):
-        c = claim(fragment=p, steps=7000, tokens=7000 * BATCH, global_step=8000)
-        assert accounts.bounded(c, reported, 7200.0 + p)[1] == []
-        accounts.accept(c, 0, 7200.0 + p, 7200.0 + p)
-
-
-def test_an_island_that_trained_before_any_merger_is_not_lowered() -> None:
-    """A loop of short steps makes many of them while no merger serves. One that comes later has no such excuse."""
-    reported, unwatched = {"a": 1e-3, "b": 1e-3, "c": 1e-3}, 600.0
-    first = claim(island="a", steps=4, tokens=4 * BATCH, fragment=0)
-    long = claim(island="a", steps=600_000, tokens=600_000 * BATCH, fragment=1)
-    accounts = claims.Accounts(CONFIG, P)
-    accounts.load({}, 100.0, 5e8, unwatched)
-    accounts.meet(["a", "b"], 100.0)
-    assert accounts.bounded(first, reported, 100.0)[1] == []
-    accounts.accept(first, 0, 100.0, 5e8)
-    assert accounts.bounded(long, reported, 101.0) == (long, [])
-    again = claims.Accounts(CONFIG, P)
-    again.load(accounts.stored(), 0.0, 5e8 + 1.0)
-    assert again.bounded(long, reported, 0.0) == (long, []), "a merger that takes over knows it"
-    assert accounts.bounded(replace(long, fragment=0), reported, 101.0)[1] == [], "it was sent long ago"
-    accounts.caught_up()
-    accounts.meet(["late"], 101.0)
-    late = replace(long, island="late", incarnation="late")
-    assert accounts.bounded(late, reported, 102.0)[1] == ["steps", "tokens"]
-
-
-def test_batches_of_a_users_own_loop_have_any_size_and_may_grow() -> None:
-    own = replace(CONFIG, model=ModelConfig(size=OWN_MODEL))
-    accounts, now, tokens = claims.Accounts(own, P), 0.0, 3_000
-    for sequence in range(8):
-        c = claim(sequence=sequence, steps=4, tokens=4 * tokens)
-        assert claims.contradiction(c, own) is None
-        assert accounts.bounded(c, {}, now) == (c, [])
-        accounts.accept(c, sequence, now, now)
-        now, tokens = now + 1.0, int(claims.BATCH_SLACK * tokens)
-    assert accounts.bounded(claim(sequence=8, steps=4, tokens=400 * tokens), {}, now)[1] == ["tokens"]
-    impossible = claim(steps=1, tokens=OWN_TOKENS_PER_STEP_MAX + 1)
-    assert claims.contradiction(impossible, own) is not None

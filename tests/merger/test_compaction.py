@@ -17,10 +17,10 @@ from archipelago.broker.published import newest
 from archipelago.broker.wire import digest_of
 from archipelago.merger import outer
 from archipelago.merger.beside import Spawn, T, at_once
-from archipelago.merger.compaction import IDLE_SECONDS, MOST, Compactor, state_bytes
-from archipelago.merger.restore import repair_from
+from archipelago.merger.committing import IDLE_SECONDS, MOST, Compactor, state_bytes
+from archipelago.merger.repair import repair_from
 from archipelago.merger.service import Merger
-from tests.harness.merger_run import CONFIG, MergerRun, Shelf, logged_codes, served_run
+from tests.harness.merger_run import CONFIG, MergerRun, Shelf, logged_codes, served_run, take_checkpoint
 
 SMALL = replace(CONFIG, wire=WireConfig(up="float32", thin="int4", down="int8"))
 ISOTROPIC = replace(SMALL, merge=replace(SMALL.merge, embedding="isotropic", rest="isotropic"))
@@ -174,7 +174,7 @@ def test_what_is_lost_before_a_restart_is_rebuilt_from_a_checkpoint() -> None:
         store = Shelf()
         run, merger = served_run(SMALL, quorum=2, store=store)
         run.play(merger, *range(1, 12))
-        merger.checkpoint()
+        take_checkpoint(merger)
         run.play(merger, *range(12, 22))
         if name == "state":
             run.stored.state = ""
@@ -201,7 +201,7 @@ def test_a_run_that_was_written_with_full_states_in_each_round_loads() -> None:
     run, merger = served_run(SMALL, quorum=2)
     run.play(merger, 1, 2, 3)
     damaged = {f"fragment:{p}" for p in range(2)}
-    repair = repair_from(merger.rules, merger.state, merger.fragments, merger.snapshots, damaged)
+    repair = repair_from(merger.manifest, merger.state, merger.fragments, merger.snapshots, damaged)
     merger.transport.merger.write_back(merger.epoch, repair)
     run_heads = run.stored.heads
     run_heads.update({p: snapshot for p, (snapshot, _) in run.stored.fragments.items()})

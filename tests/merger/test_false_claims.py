@@ -8,7 +8,8 @@ from typing import Any
 
 from archipelago.broker.messages import MERGED_MAX, Books, Refusal, Snapshot, from_fields, to_fields
 from archipelago.broker.wire import pack
-from archipelago.merger.claims import BURST_INTERVALS, FIRST_BURST_INTERVALS, SPEED_MAX
+from archipelago.merger.accounts import BURST_INTERVALS, FIRST_BURST_INTERVALS
+from archipelago.merger.claims import SPEED_MAX
 from archipelago.merger.service import Merger
 from archipelago.merger.state import RunState
 from archipelago.ops.watch.run_view import observe

@@ -20,8 +20,8 @@ from archipelago.broker.config import MergeConfig
 from archipelago.broker.manifest import Tensor
 from archipelago.broker.wire import encoded
 from archipelago.merger import merge_rules
-from archipelago.merger.groups import Group, groups
 from archipelago.merger.merge_rules import MERGE_RULES, NORM_MAX, MergeRule
+from archipelago.merger.spectra import Group, groups
 from tests.tiers import examples
 
 Vector = NDArray[np.float32]

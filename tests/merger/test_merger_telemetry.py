@@ -19,7 +19,7 @@ from archipelago.broker.observe.curves import CurveWriter
 from archipelago.broker.observe.metrics import new_registry
 from archipelago.broker.redis.transport import connect
 from archipelago.merger import main, merge_rules
-from archipelago.merger.busy_time import BusyTime
+from archipelago.merger.beside import BusyTime
 from archipelago.merger.service import Merger
 from archipelago.merger.telemetry import MergerCollector, RoundMetrics, RoundTelemetry, values
 from archipelago.ops.experiments.virtual_time import VirtualClock

@@ -34,6 +34,7 @@ from tests.harness.merger_run import (
     logged_codes,
     served_run,
     state_of,
+    take_checkpoint,
     values,
 )
 
@@ -73,7 +74,7 @@ def begun(config: RunConfig, store: CheckpointStore) -> tuple[MergerRun, Merger]
     """Run seven rounds, and take a checkpoint of the first three."""
     run, merger = served_run(config, quorum=2, store=store)
     run.play(merger, 1, 2, 3)
-    merger.checkpoint()
+    take_checkpoint(merger)
     run.play(merger, 4, 5, 6, 7)
     assert run.transport.reader.books().kept == 8
     return run, merger
@@ -117,7 +118,7 @@ def test_entries_that_a_complete_checkpoint_covers_leave_the_stream() -> None:
         store = Shelf()
         run, first = served_run(store=store, quorum=2)
         run.play(first, 1, 2, 3)
-        first.checkpoint()  # the merger dies before the turn in which it would trim
+        take_checkpoint(first)  # the merger dies before the turn in which it would trim
         DAMAGE[damage](run.stored)
         second = run.merger(store=store)
         assert run.transport.reader.books().kept == 0
@@ -267,7 +268,7 @@ def test_a_checkpoint_of_rounds_that_redis_has_lost_is_not_used(caplog: pytest.L
     stored = run.stored
     earlier = (dict(stored.fragments), dict(stored.outer), stored.state, list(stored.tape))
     run.play(merger, 3)
-    merger.checkpoint()
+    take_checkpoint(merger)
     stored.fragments, stored.outer, stored.state, stored.tape = earlier
     stored.outer.clear()
     assert run.merger(store=store).state.closed == 2

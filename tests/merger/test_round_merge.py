@@ -15,15 +15,14 @@ from archipelago.broker.errors import WireError
 from archipelago.broker.messages import Contribution
 from archipelago.broker.wire import digest_of, encoded
 from archipelago.merger import outer
-from archipelago.merger.groups import Group
+from archipelago.merger.committing import mean_loss
 from archipelago.merger.round_merge import (
-    WAITING_MAX,
     MergedRound,
     RoundSum,
-    mean_loss,
     merge_round,
     new_state,
 )
+from archipelago.merger.spectra import Group
 from archipelago.merger.state import FragmentState
 from archipelago.merger.weights import NormWindow, RunningMean
 from tests import samples
@@ -221,15 +220,6 @@ def test_a_round_in_which_nothing_has_any_weight_changes_nothing() -> None:
     assert closed.gain == 0.0
     assert not np.asarray(closed.state.published_N).any()
     assert closed.state.norms == begin.norms
-
-
-def test_one_island_cannot_fill_a_round() -> None:
-    round_sum = gather(NormWindow(), *(part("a", vector(1, 0), sequence=n) for n in range(WAITING_MAX)))
-    more, other = part("a", vector(1, 0), sequence=WAITING_MAX), part("b", vector(1, 0))
-    with failing(WireError, "wire.waiting"):
-        round_sum.add("more", more.contribution, encoded(more.delta_N, "float32"))
-    round_sum.add("other", other.contribution, encoded(other.delta_N, "float32"))
-    assert len(round_sum.addends) == WAITING_MAX + 1
 
 
 def test_the_outer_rule_gets_participation() -> None:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from archipelago.broker.config import SyncConfig
 from archipelago.broker.messages import Contribution
-from archipelago.merger.claims import ACCOUNTS_MAX
+from archipelago.merger.accounts import ACCOUNTS_MAX
+from archipelago.merger.claims import StepTimes, is_step_seconds
 from archipelago.merger.rounds import Close, Rounds, grace_seconds, slack, stride_seconds
 from archipelago.merger.state import RoundTiming, RunState
-from archipelago.merger.step_times import StepTimes, is_step_seconds
 from tests import samples
 from tests.tiers import examples
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from archipelago.broker.redis.keys import is_name
-from archipelago.merger import standby
-from archipelago.merger.standby import has_ended_here, merger_name, numbering
+from archipelago.merger import serving
+from archipelago.merger.serving import has_ended_here, merger_name, numbering
 from tests.conftest import Until
 from tests.harness.merger_run import MergerRun
 
-NAME = "from archipelago.merger.standby import merger_name; print(merger_name(), flush=True)"
+NAME = "from archipelago.merger.serving import merger_name; print(merger_name(), flush=True)"
 
 pytestmark = pytest.mark.skipif(not numbering(), reason="this system does not tell what numbers its processes")
 
@@ -47,7 +47,7 @@ def test_processes_that_are_numbered_elsewhere_are_unknown(
         ("_BOOT", "boot", True), ("_NAMESPACE", "pid", True), ("_BOOT", "no such file", False),
     ):  # fmt: skip
         with monkeypatch.context() as patch:
-            patch.setattr(standby, where, tmp_path / file)
+            patch.setattr(serving, where, tmp_path / file)
             numbering.cache_clear()
             assert not has_ended_here(dead), file
             assert bool(numbering()) == is_known, file

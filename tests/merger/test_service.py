@@ -10,17 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archipelago.broker.errors import FencedError
-from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Call, Resume, Snapshot
 from archipelago.broker.presence import LIVE_SECONDS
 from archipelago.broker.wire import digest
-from archipelago.merger import spectra, spectrum
-from archipelago.merger.round_merge import RoundMerge, RoundSum
-from archipelago.merger.service import LEASE_SECONDS, Merger
+from archipelago.merger import merge_rules, spectra
+from archipelago.merger.round_merge import RoundMerge
+from archipelago.merger.service import LEASE_SECONDS
 from archipelago.merger.weights import path
 from archipelago.ops.bench.largest_islands import manifest_of_equal
 from archipelago.ops.experiments.virtual_time import VirtualClock
-from tests import samples
 from tests.conftest import Until
 from tests.harness.merger_run import (
     CONFIG,
@@ -39,26 +37,18 @@ from tests.tiers import examples
 
 
 def test_equal_fragments_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    warmed: list[int] = []
-    begin = RoundMerge.begin
+    warmed: list[object] = []
+    begin = merge_rules.begin
 
-    def counted(rules: RoundMerge, p: int, *rest: Any) -> RoundSum:
-        warmed.append(p)
-        return begin(rules, p, *rest)
+    def counted(groups: Any) -> Any:
+        warmed.append(groups)
+        return begin(groups)
 
-    monkeypatch.setattr(RoundMerge, "begin", counted)
-    manifest = manifest_of_equal(16, 3, 2)
-    equal = MemoryBroker().connect(manifest.run)
-    equal.create(manifest, samples.first_snapshots(manifest))
-    Merger(equal).warm_up()
+    monkeypatch.setattr(merge_rules, "begin", counted)
+    RoundMerge.of(manifest_of_equal(16, 3, 2)).warm_up()
     assert len(warmed) == 1
-    warmed.clear()
-    run = MergerRun()
-    assert len({*run.manifest.sizes}) == 1, "equal sizes, and other tensors"
-    merger = run.idle_merger()
-    for _ in range(2):
-        merger.warm_up()
-    assert sorted(warmed) == [0, 1]
+    RoundMerge.of(MergerRun().manifest).warm_up()
+    assert len(warmed) == 3, "fragments of equal sizes, and other tensors"
 
 
 def test_a_round_of_one_island() -> None:
@@ -280,7 +270,7 @@ def test_a_long_merge_renews_the_lease(monkeypatch: pytest.MonkeyPatch, until: U
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(spectra, "BETWEEN_SECONDS", 0.001)
     first = run.merger("first")
-    product, epoch, slept = spectrum.product, first.epoch, 0
+    product, epoch, slept = spectra.product, first.epoch, 0
 
     def slow(*factors: Any) -> Any:
         nonlocal slept
@@ -289,7 +279,7 @@ def test_a_long_merge_renews_the_lease(monkeypatch: pytest.MonkeyPatch, until: U
         until(lambda: run.clock.now - first._renewed_at < LEASE_SECONDS / 3, "the lease to be renewed")
         return product(*factors)
 
-    monkeypatch.setattr(spectrum, "product", slow)
+    monkeypatch.setattr(spectra, "product", slow)
     run.play(first, 1, 2)
     assert slept > 6, "the merge took at least two leases"
     assert not run.idle_merger("second").acquire()

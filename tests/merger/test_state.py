@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import archipelago.merger.state
 from archipelago.broker.errors import ConfigError
-from archipelago.merger.claims import Account
+from archipelago.merger.accounts import Account
 from archipelago.merger.scores import Score
 from archipelago.merger.state import (
     INCARNATIONS_OF_AN_ISLAND,

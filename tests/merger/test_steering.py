@@ -13,15 +13,25 @@ from archipelago.broker.control import GRACE, OUTER_RATE, QUORUM, SETTINGS, STEP
 from archipelago.broker.messages import Refusal
 from archipelago.merger import outer
 from archipelago.merger.checkpointer import RETRY_SECONDS
-from archipelago.merger.rebuild import rebuild
-from archipelago.merger.replay import DifferenceError
+from archipelago.merger.replay import DifferenceError, rebuild
 from archipelago.merger.scores import Score
 from archipelago.merger.service import Merger
 from archipelago.merger.state import RunState
 from archipelago.merger.steering import EXPELLED, OperatorControls
 from archipelago.merger.weights import ENOUGH
 from tests.failing import failing
-from tests.harness.merger_run import CONFIG, SIZE, MergerRun, Shelf, bits, constant, outer_states, served_run, state_of
+from tests.harness.merger_run import (
+    CONFIG,
+    SIZE,
+    MergerRun,
+    Shelf,
+    bits,
+    constant,
+    outer_states,
+    served_run,
+    state_of,
+    take_checkpoint,
+)
 from tests.intercept import EVERY
 from tests.merger.test_replay import recorded, replayed
 from tests.tiers import examples
@@ -131,7 +141,7 @@ def test_a_restart_from_checkpoint_and_tape_has_the_same_bits() -> None:
     run, merger = served_run(quorum=2, store=shelf)
     run.transport.reader.steer({OUTER_RATE: "0.25"})
     run.play(merger, 1, 2)
-    merger.checkpoint()
+    take_checkpoint(merger)
     run.play(merger, 3)
     run.transport.reader.steer({OUTER_RATE: "0.125"})
     run.play(merger, 4)
@@ -150,7 +160,7 @@ def test_a_restored_redis_has_the_requests_again() -> None:
     run, merger = served_run(quorum=1, store=shelf)
     run.transport.reader.steer({OUTER_RATE: "0.25", "island.c": "expel", QUORUM: "many"})
     run.play(merger, 1)
-    merger.checkpoint()
+    take_checkpoint(merger)
     run.broker.runs.clear()
     run.transport.restore(shelf.images[1])
     assert run.transport.reader.control() == {OUTER_RATE: "0.25", "island.c": "expel"}

@@ -17,7 +17,7 @@ from archipelago.merger.state import RunState
 from archipelago.merger.storage import MergerFolder
 from tests.broker.buckets.faulty_bucket import FaultyFileSystem, no_fault
 from tests.failing import failing
-from tests.harness.merger_run import CONFIG, MergerRun, bits, values
+from tests.harness.merger_run import CONFIG, MergerRun, bits, take_checkpoint, values
 
 
 def serving(run: MergerRun, path: Path, bucket: BucketFolder | None = None) -> Merger:
@@ -33,7 +33,7 @@ def begun(path: Path, *, record: bool = False) -> MergerRun:
     run.live("a", "b")
     run.send("b", 4, values(4))
     merger.turn(0.0)
-    merger.checkpoint()
+    take_checkpoint(merger)
     return run
 
 
@@ -148,7 +148,7 @@ def test_another_machine_continues_from_the_bucket(bucket: BucketFolder, tmp_pat
     run = MergerRun(replace(CONFIG, record=True), quorum=2)
     merger = serving(run, tmp_path / "one", bucket)
     run.play(merger, 1, 2, 3)
-    merger.checkpoint()
+    take_checkpoint(merger)
     assert turn_of_copier(merger) == 0
     kept = MergerFolder(tmp_path / "one").store.load()
     run.broker.runs.clear()  # both the Redis and the first machine are lost
@@ -172,7 +172,7 @@ def test_rounds_that_the_run_has_lost_leave_the_record(bucket: BucketFolder, tmp
     run = MergerRun(replace(CONFIG, record=True), quorum=2)
     merger = serving(run, tmp_path / "one", bucket)
     run.play(merger, 1, 2)
-    merger.checkpoint()
+    take_checkpoint(merger)
     turn_of_copier(merger)
     run.play(merger, 3, 4)
     merger.finish()
@@ -203,7 +203,7 @@ def test_a_failing_bucket_stops_only_restores(bucket: BucketFolder, tmp_path: Pa
     merger = serving(run, tmp_path, bucket)
     for t in (1, 3, 5):
         run.play(merger, t, t + 1)
-        merger.checkpoint()
+        take_checkpoint(merger)
         assert turn_of_copier(merger) > 0
     merger.turn(0.0)
     assert merger.state.covered == 6
@@ -227,7 +227,7 @@ def test_a_standby_with_the_same_folder_copies_nothing(bucket: BucketFolder, tmp
     run = MergerRun(CONFIG, quorum=2)
     merger = serving(run, tmp_path, bucket)
     run.play(merger, 1, 2)
-    merger.checkpoint()
+    take_checkpoint(merger)
     for serves in (False, True):
         transport = run.broker.connect("sample")
         standby = MergerFolder(tmp_path, bucket=bucket).checkpointer(transport, run.manifest, 1e9, at_once)
@@ -243,13 +243,13 @@ def test_a_second_machine_numbers_above_the_bucket(bucket: BucketFolder, tmp_pat
     run = MergerRun(CONFIG, quorum=2)
     merger = serving(run, tmp_path / "one", bucket)
     run.play(merger, 1, 2, 3, 4)
-    merger.checkpoint()
+    take_checkpoint(merger)
     turn_of_copier(merger)
     run = MergerRun(CONFIG, quorum=2)
     merger = serving(run, tmp_path / "two", bucket)
     turn_of_copier(merger)  # as at the start of the process
     run.play(merger, 1)
-    merger.checkpoint()
+    take_checkpoint(merger)
     turn_of_copier(merger)
     other = MergerFolder(tmp_path / "other", bucket=bucket)
     other.fetch()

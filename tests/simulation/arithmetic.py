@@ -57,11 +57,7 @@ _LOSSES_n = np.ones(1, np.float32).view(OnDevice)
 
 def install() -> None:
     """Replace JAX in this process for good. Only call this in a process that does nothing else."""
-    for module in (
-        archipelago.islands.sync.replica,
-        archipelago.merger.outer,
-        archipelago.merger.round_merge,
-    ):
+    for module in (archipelago.islands.sync.replica, archipelago.merger.outer):
         _replace(module, jnp=np)
     host = SimpleNamespace(
         device_put=_put,
@@ -78,11 +74,12 @@ def install() -> None:
         archipelago.islands.worker,
     ):
         _replace(module, jax=host)
-    _replace(archipelago.merger.round_merge, jax=SimpleNamespace(numpy=np, jit=lambda f: f))
+    _replace(archipelago.merger.round_merge, jax=SimpleNamespace(numpy=np))
     _replace(
         archipelago.merger.merge_rules, begin=lambda groups: (np.float32(-0.0),), accumulate=_accumulate, finish=_finish
     )
-    _replace(archipelago.merger.outer, build=_outer, _on_cpu=lambda tree: tree)
+    uncompiled = SimpleNamespace(jit=lambda f: f, tree=jax.tree, tree_util=jax.tree_util)
+    _replace(archipelago.merger.outer, jax=uncompiled, build=_outer, _on_cpu=lambda tree: tree)
     _replace(archipelago.islands.worker, begin=_begin)
     _replace(archipelago.islands.sync.heartbeat, platform=SimpleNamespace(node=lambda: "storm"))
     _replace(archipelago.islands.sync.replica, _compiled_measure=cache(_measure), _compiled_adopt=cache(_adopt))

@@ -31,7 +31,7 @@ from archipelago.islands.sync.connection.outbox import ContributionHeader
 from archipelago.islands.sync.ledger import closed_rounds
 from archipelago.islands.worker import Island
 from archipelago.merger import outer
-from archipelago.merger.claims import BURST_INTERVALS
+from archipelago.merger.accounts import BURST_INTERVALS
 from archipelago.merger.replay import replay_round
 from archipelago.merger.round_merge import RoundMerge, new_state
 from archipelago.merger.service import Merger

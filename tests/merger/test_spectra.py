@@ -7,6 +7,7 @@ import operator
 import os
 import subprocess
 import sys
+import threading
 from itertools import product as product_of
 from pathlib import Path
 
@@ -16,12 +17,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from archipelago.merger import spectrum
-from archipelago.merger.spectrum import ERROR_MAX, FLOOR, fine_product, product, with_power
+from archipelago.broker.config import MergeConfig
+from archipelago.broker.manifest import Tensor
+from archipelago.broker.wire import encoded
+from archipelago.merger import merge_rules, spectra
+from archipelago.merger.spectra import (
+    FLOOR,
+    Group,
+    Spectra,
+    cycle_operations,
+    fine_product,
+    measured_rate,
+    operations,
+    product,
+    with_power,
+)
 from tests.tiers import examples
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPONENTS = (0.0, 0.25, 0.5)
+#: The largest error of a singular value from FLOOR on, as a share of the largest result.
+ERROR_MAX = 1e-3
 Wide = NDArray[np.float64]
 
 SIDES = st.integers(1, 40)
@@ -107,7 +123,7 @@ def test_degenerate_matrices() -> None:
 def test_the_polynomials_take_all_singular_values_from_the_floor_on_to_one() -> None:
     """Each is also the best for the interval that its predecessor leaves: its error alternates at four points."""
     values, low, high = np.geomspace(FLOOR, 1.0, 200_001), FLOOR, 1.0
-    for a, b, c in spectrum._STEPS:
+    for a, b, c in spectra._STEPS:
         inside = np.roots([5 * c, 0, 3 * b, 0, a])
         inside = np.sort(inside[np.isreal(inside)].real)
         points = np.array([low, *inside[(inside > low) & (inside < high)], high])
@@ -131,17 +147,17 @@ def test_operations_are_those_of_the_products(monkeypatch: pytest.MonkeyPatch) -
             counted += left.shape[0] * left.shape[1] * right.shape[1] * (1 if is_symmetric else 2)
             return left @ right
 
-    integers = spectrum._integers
+    integers = spectra._integers
 
     def counting(values: Wide, bits: int) -> tuple[Wide, float]:
         found, unit = integers(np.asarray(values), bits)
         return found.view(Counted), unit
 
-    monkeypatch.setattr(spectrum, "_integers", counting)
+    monkeypatch.setattr(spectra, "_integers", counting)
     for shape, exponent in product_of(((5, 3), (3, 5), (4, 4), (2, 9)), EXPONENTS):
         counted = 0.0
         with_power(made(*shape, 0), exponent, operator.matmul)
-        assert counted == spectrum.operations(shape, exponent), (shape, exponent)
+        assert counted == operations(shape, exponent), (shape, exponent)
 
 
 # -- exact products ------------------------------------------------------------------------------------------------
@@ -152,8 +168,8 @@ def test_operations_are_those_of_the_products(monkeypatch: pytest.MonkeyPatch) -
 def test_a_product_is_the_exact_one_of_its_rounded_factors(rows: int, terms: int, columns: int, seed: int) -> None:
     random = np.random.default_rng(seed)
     left, right = random.standard_normal((rows, terms)), random.standard_normal((terms, columns)) * 1e-9
-    bits = spectrum._bits(terms)
-    (a, a_unit), (b, b_unit) = spectrum._integers(left, bits), spectrum._integers(right, bits)
+    bits = spectra._bits(terms)
+    (a, a_unit), (b, b_unit) = spectra._integers(left, bits), spectra._integers(right, bits)
     exact = [[sum(int(x) * int(y) for x, y in zip(row, column, strict=True)) for column in b.T] for row in a]
     assert (product(left, right) / (a_unit * b_unit)).tolist() == exact
     order = random.permutation(terms)
@@ -170,6 +186,102 @@ def test_a_fine_product_is_right_to_forty_bits(rows: int, terms: int, columns: i
     np.testing.assert_allclose(fine_product(left, right), exact, rtol=0, atol=terms * 2.0**-36)
 
 
+# -- many matrices ---------------------------------------------------------------------------------------------------
+
+ISOTROPIC = MergeConfig(embedding="isotropic", rest="isotropic", embedding_exponent=0.5, rest_exponent=0.0)
+STACK = (Group(0, 7 * 20 * 15, "isotropic", (7, 20, 15)), Group(2100, 50 * 30, "isotropic", (50, 30), 0.5))
+
+
+def test_the_number_of_threads_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spectra, "_LARGE", 2e4)  # Threads then share rows of these products, too.
+    delta_N = np.random.default_rng(0).standard_normal(STACK[-1].end, np.float32)
+
+    def merged(threads: int) -> bytes:
+        acc = merge_rules.accumulate(merge_rules.begin(STACK), encoded(delta_N, "float32"), STACK).acc
+        return np.asarray(merge_rules.finish(acc, STACK, spectra=Spectra(threads=threads))).tobytes()
+
+    assert merged(1) == merged(2) == merged(5)
+
+
+def test_matrices_are_changed_at_the_same_time_on_several_threads() -> None:
+    both = threading.Barrier(2, timeout=30)
+    Spectra(threads=2).change(lambda *_: both.wait(), [(np.zeros((2, 2), np.float32), 0.0)] * 2)
+
+
+def test_an_error_of_one_matrix_is_raised() -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("no spectrum")
+
+    with pytest.raises(ValueError, match="no spectrum"):
+        Spectra(threads=2).change(fail, [(np.zeros((2, 2), np.float32), 0.0)] * 4)
+
+
+def test_the_caller_is_called_back_while_a_matrix_is_changed_and_can_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spectra, "BETWEEN_SECONDS", 0.001)
+    on, called, changed = threading.Event(), list[str](), list[float]()
+
+    def between() -> None:
+        called.append(threading.current_thread().name)
+        if len(called) == 3:
+            on.set()
+            raise RuntimeError("the lease is lost")
+
+    def work(matrix_RC: object, exponent: float, multiply: object) -> None:
+        assert on.wait(30)
+        changed.append(exponent)
+
+    with pytest.raises(RuntimeError, match="lease"):
+        Spectra(between, threads=1).change(work, [(np.zeros((2, 2), np.float32), 0.0)] * 100)
+    assert set(called) == {threading.current_thread().name}
+    assert len(changed) < 100, "the rest is left out"
+
+
+def test_the_time_of_spectra_is_that_of_the_clock() -> None:
+    now = 5.0
+
+    def work(*_: object) -> None:
+        nonlocal now
+        now += 2.0
+
+    found = Spectra(clock=lambda: now, threads=1)
+    found.change(work, [(np.zeros((2, 2), np.float32), 0.0)] * 3)
+    found.change(work, [(np.zeros((2, 2), np.float32), 0.0)])
+    assert found.seconds == 8.0
+
+
+def test_the_environment_says_how_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in ("", "0", "many"):
+        monkeypatch.setenv("OMP_NUM_THREADS", value)
+        assert 1 <= Spectra().threads <= (os.cpu_count() or 1)
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert Spectra().threads == 5
+    assert Spectra(threads=3).threads == 3
+
+
+TENSORS = (
+    Tensor("embedding", (300, 16), "embedding"),
+    Tensor("norm", (16,)),
+    Tensor("row", (1, 16)),
+    Tensor("experts", (4, 16, 40)),
+    Tensor("kernel", (2000, 1100)),
+    Tensor("none", (0, 4)),
+)
+
+
+def test_a_cycle_costs_what_its_matrices_cost() -> None:
+    """The last matrix is so large that its class is merged by `rda`."""
+    small = operations((300, 16), 0.5) + 4 * operations((16, 40), 0.0)
+    assert cycle_operations(TENSORS, MergeConfig(embedding="average", rest="rda")) == 0.0
+    assert cycle_operations(TENSORS, ISOTROPIC) == small
+    whole = MergeConfig(**{**vars(ISOTROPIC), "isotropic_side_max": 1100})
+    assert cycle_operations(TENSORS, whole) == small + operations((2000, 1100), 0.0)
+
+
+@pytest.mark.full
+def test_the_rate_of_this_machine_is_that_of_a_processor() -> None:
+    assert 1e7 < measured_rate(1) < 1e13
+
+
 # -- other machines ------------------------------------------------------------------------------------------------
 
 _MERGE = """
@@ -178,7 +290,7 @@ from archipelago.broker.config import MergeConfig
 from archipelago.broker.manifest import Tensor
 from archipelago.broker.wire import digest_of, encoded
 from archipelago.merger import merge_rules
-from archipelago.merger.groups import groups as fragment_groups
+from archipelago.merger.spectra import groups as fragment_groups
 tensors = (Tensor("e", (96, 40), "embedding"), Tensor("k", (64, 130)), Tensor("x", (3, 20, 33)), Tensor("v", (77,)))
 offsets = np.cumsum([0, *(tensor.size for tensor in tensors)])
 layout = tuple(zip(tensors, map(int, offsets), strict=False))

@@ -1,0 +1,312 @@
+"""Accounts: what the merger has seen of each island, by its own clock, and which islands rounds wait for. Pure.
+
+`Accounts` notes contributions, and bounds what an island claims about its own work (`merger.claims`). A claim that is
+larger than its bound is lowered to it, because honest clocks may differ and an outage may have hidden an island from
+the merger. The tape records the lowered values, so a replay merges the same.
+
+`Liveness` watches heartbeats. A heartbeat says how old it is by the broker's clock and for how long the broker keeps
+it, and both can be forged. The merger therefore also looks at whether heartbeats still arrive. An island that sends
+heartbeats but never contributes counts for a limited time, because each counted island makes rounds wait and shrinks
+the step of rounds without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from archipelago.broker.config import RunConfig
+from archipelago.broker.messages import Contribution
+from archipelago.broker.presence import LIVE_SECONDS, Heartbeat, Presence
+from archipelago.merger.claims import ELAPSED_MAX, StepTimes, tokens_per_step_max
+
+#: A contribution may have the steps of this many sync intervals more than the merger saw time for: it may have waited.
+BURST_INTERVALS = 8
+#: The same for an island's first contribution to a fragment, which may have trained before the merger heard of it.
+FIRST_BURST_INTERVALS = 64
+#: Batches may grow by this factor after an island's first contribution.
+BATCH_SLACK = 4.0
+#: For so long after its start a merger may be reading what waited for it.
+CATCH_UP_SECONDS = 60.0
+#: How many islands have an account. Those that were silent longest are forgotten first.
+ACCOUNTS_MAX = 1024
+#: How the average of seen step times changes with each contribution.
+_SMOOTHING = 0.8
+#: An island counts until this many rounds have closed without it, and for at least SILENT_SECONDS.
+SILENT_ROUNDS = 64
+SILENT_SECONDS = 60.0
+#: An island whose steps are long may be silent for this many of them, but no longer than SILENT_SECONDS_MAX.
+SILENT_STEPS = 8
+SILENT_SECONDS_MAX = 900.0
+#: Besides the islands that have contributed, this many newcomers count, or as many as those islands.
+NEWCOMERS_MIN = 8
+
+
+@dataclass(frozen=True)
+class Account:
+    """The last accepted contribution of an island. Every commit stores it, so that a restarted merger knows it.
+
+    Attributes:
+        incarnation: The incarnation that sent it.
+        round: The last closed round at that time.
+        unix_seconds: The merger's wall clock at that time.
+        since: The wall clock when the island last sent the fragment that it has not sent for the longest time. Its next
+            contribution to that fragment holds the work since then.
+        global_step: The global step that it claimed.
+        batch: Tokens a step in the first contribution of that incarnation; of a user's own loop, the most so far.
+    """
+
+    incarnation: str
+    round: int
+    unix_seconds: float
+    since: float
+    global_step: int
+    batch: float
+
+
+def _clock(then: float, now: float, unix_seconds: float) -> float:
+    """Return a time of the wall clock by the merger's clock, which shows `now` when the wall shows `unix_seconds`."""
+    return now - min(max(unix_seconds - then, 0.0), ELAPSED_MAX)
+
+
+class Accounts:
+    """What the merger has seen of each island, by its own clock.
+
+    Args:
+        config: The run's config.
+        fragments: P, the number of fragments.
+    """
+
+    def __init__(self, config: RunConfig, fragments: int) -> None:
+        self.config, self.fragments = config, fragments
+        #: Seconds between two contributions of an island, over the steps between them, as a moving average.
+        self.seen: dict[str, float] = {}
+        self._accounts: dict[str, Account] = {}
+        #: When each island was last heard, by this merger's clock.
+        self.heard: dict[str, float] = {}
+        self._since: dict[str, float] = {}  # since when it may have trained on fragments that it has not sent yet
+        #: Since when no merger has seen who trains and sends; None once this merger has read all that waited for it.
+        self._unwatched_since: float | None = None
+        self._loaded_at = 0.0
+        self._sent: dict[tuple[str, int], float] = {}  # when it last sent a fragment
+
+    def load(
+        self, accounts: Mapping[str, Account], now: float, unix_seconds: float, unwatched_seconds: float = 0.0
+    ) -> None:
+        """Continue from the accounts of the last commit. A clock that was set back makes gaps shorter, not longer.
+
+        Args:
+            accounts: The accounts.
+            now: The merger's clock.
+            unix_seconds: The wall clock.
+            unwatched_seconds: How long no merger has merged anything. An island that is there when this merger begins
+                may have trained as long, even if no merger has heard of it, and what waits may have been sent as long
+                ago. Call `caught_up` when the merger has read it.
+        """
+        self._unwatched_since = now - min(max(unwatched_seconds, 0.0), ELAPSED_MAX)
+        self._loaded_at = now
+        self._accounts = dict(accounts)
+        self.seen.clear()
+        self._sent.clear()
+        self.heard = {name: _clock(a.unix_seconds, now, unix_seconds) for name, a in accounts.items()}
+        self._since = {name: _clock(a.since, now, unix_seconds) for name, a in accounts.items()}
+
+    def stored(self) -> dict[str, Account]:
+        """Return the accounts for the commit."""
+        return dict(self._accounts)
+
+    def meet(self, islands: Iterable[str], now: float) -> None:
+        """Note islands that send heartbeats, from which on they may have trained."""
+        for island in islands:
+            if island not in self._since and len(self._since) < 2 * ACCOUNTS_MAX:
+                self._since[island] = self._there_since(now)
+
+    def caught_up(self) -> None:
+        """Note that everything that waited when the merger began was read. What arrives now has just been sent."""
+        self._unwatched_since = None
+
+    def _there_since(self, now: float) -> float:
+        """Return when an island that is met now may have begun to train, and what is read now may have been sent."""
+        if self._unwatched_since is None or now - self._loaded_at > CATCH_UP_SECONDS:
+            return now
+        return self._unwatched_since
+
+    def bounded(self, contribution: Contribution, reported: StepTimes, now: float) -> tuple[Contribution, list[str]]:
+        """Return the contribution with claims that its island can have fulfilled, and the names of the lowered claims.
+
+        Args:
+            contribution: A contribution without a `contradiction`.
+            reported: The step times that islands report.
+            now: The merger's clock.
+        """
+        c = contribution
+        steps = min(c.steps, self._steps_possible(c, reported, now))
+        tokens = max(1, min(c.tokens * steps // c.steps, int(steps * self._tokens_per_step(c))))
+        lowered = [name for name, before, after in (("steps", c.steps, steps), ("tokens", c.tokens, tokens))
+                   if after < before]  # fmt: skip
+        return (replace(c, steps=steps, tokens=tokens) if lowered else c), lowered
+
+    def steps_read(self, contribution: Contribution, reported: StepTimes, now: float) -> int:
+        """Return in how many steps the island may have read the text that a contribution claims.
+
+        That is more than the steps of the contribution if the island trained on after its last one and waited for
+        snapshots, as it does while no merger serves: the work of that time is lost, and the text was read.
+
+        Args:
+            contribution: A `bounded` contribution.
+            reported: The step times that islands report.
+            now: The merger's clock.
+        """
+        c, known = contribution, self._accounts.get(contribution.island)
+        if known is None or known.incarnation != c.incarnation:
+            return c.steps
+        return max(c.steps, self._steps_possible(c, reported, now))
+
+    def accept(self, contribution: Contribution, closed: int, now: float, unix_seconds: float) -> None:
+        """Note a contribution that is going to be merged."""
+        c, known = contribution, self._accounts.pop(contribution.island, None)
+        if known is not None and known.incarnation == c.incarnation:
+            self._note_speed(c, known, now)
+            # The batches of a user's own loop may grow without an end, but not faster than BATCH_SLACK allows.
+            batch = max(known.batch, c.tokens / c.steps) if self.config.has_own_loops else known.batch
+        else:
+            batch = c.tokens / c.steps
+        self.heard[c.island] = now
+        self._sent[c.island, c.fragment] = self._there_since(now)
+        began = self._since.setdefault(c.island, self._there_since(now))
+        oldest = min(self._sent.get((c.island, p), began) for p in range(self.fragments))
+        since = unix_seconds - (now - oldest)
+        self._accounts[c.island] = Account(c.incarnation, closed, unix_seconds, since, c.global_step, batch)
+        while len(self._accounts) > ACCOUNTS_MAX:
+            self._forget(next(iter(self._accounts)))
+
+    def round_of(self, island: str) -> int | None:
+        """Return the last closed round when the island was last heard, or None for an unknown island."""
+        account = self._accounts.get(island)
+        return None if account is None else account.round
+
+    def _forget(self, island: str) -> None:
+        del self._accounts[island]
+        self.heard.pop(island, None)
+        self._since.pop(island, None)
+        self.seen.pop(island, None)
+        for p in range(self.fragments):
+            self._sent.pop((island, p), None)
+
+    def _steps_possible(self, c: Contribution, reported: StepTimes, now: float) -> int:
+        sent = self._sent.get((c.island, c.fragment))
+        since = self._since.get(c.island, self._there_since(now)) if sent is None else sent
+        elapsed = min(max(now - since, 0.0), ELAPSED_MAX)
+        burst = (FIRST_BURST_INTERVALS if sent is None else BURST_INTERVALS) * self.config.sync.interval
+        return burst + int(elapsed / reported.fastest(c.island))
+
+    def _tokens_per_step(self, c: Contribution) -> float:
+        """Return the most tokens a step. Until an island has declared its batch, it may be any that is admitted."""
+        known = self._accounts.get(c.island)
+        if known is None or known.incarnation != c.incarnation:
+            return float(tokens_per_step_max(self.config))
+        usual = 1 if self.config.has_own_loops else self.config.tokens_per_step
+        return BATCH_SLACK * max(known.batch, usual)
+
+    def _note_speed(self, c: Contribution, known: Account, now: float) -> None:
+        steps = c.global_step - known.global_step
+        if steps <= 0:  # sent at the same step boundary, or out of order
+            return
+        sample = max(0.0, now - self.heard.get(c.island, now)) / steps
+        before = self.seen.get(c.island, sample)
+        self.seen[c.island] = _SMOOTHING * before + (1.0 - _SMOOTHING) * sample
+
+
+# -- heartbeats ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Sighting:
+    """What the merger saw of one island's heartbeats.
+
+    Attributes:
+        heartbeat: The last heartbeat.
+        age_seconds: Its age when the merger last looked, by the broker's clock.
+        arrived_at: When the merger last noticed that a heartbeat had arrived.
+        first_at: When the merger first saw the island.
+        first_round: The last closed round at that time.
+    """
+
+    heartbeat: Heartbeat
+    age_seconds: float
+    arrived_at: float
+    first_at: float
+    first_round: int
+
+
+class Liveness:
+    """Watches heartbeats.
+
+    Args:
+        accounts: What the merger knows of the islands' contributions.
+    """
+
+    def __init__(self, accounts: Accounts) -> None:
+        self.accounts = accounts
+        #: Live islands that do not count, because they have not contributed for too long or are too many newcomers.
+        self.idle: frozenset[str] = frozenset()
+        self._sightings: dict[str, Sighting] = {}
+
+    def clear(self) -> None:
+        """Forget all heartbeats."""
+        self._sightings.clear()
+        self.idle = frozenset()
+
+    def look(self, presences: Iterable[Presence], now: float, closed: int) -> frozenset[str]:
+        """Return the islands that rounds wait for.
+
+        Args:
+            presences: The heartbeats that the broker holds.
+            now: The merger's clock.
+            closed: The last closed round.
+        """
+        before, self._sightings = self._sightings, {}
+        live = []
+        for presence in presences:
+            island = presence.heartbeat.island
+            sighting = self._sightings[island] = _updated(before.get(island), presence, now, closed)
+            if presence.is_training and now - sighting.arrived_at < LIVE_SECONDS:
+                live.append(sighting)
+        counted = self._counted(live, now, closed)
+        self.idle = frozenset(s.heartbeat.island for s in live) - counted
+        self.accounts.meet((s.heartbeat.island for s in live), now)
+        return counted
+
+    def _counted(self, live: Sequence[Sighting], now: float, closed: int) -> frozenset[str]:
+        known = [s for s in live if self._is_heard(s, now, closed)]
+        new = [s for s in live if self.accounts.round_of(s.heartbeat.island) is None and _is_new(s, now, closed)]
+        new.sort(key=lambda s: (s.first_at, s.heartbeat.island))
+        chosen = known + new[: max(NEWCOMERS_MIN, len(known))]
+        return frozenset(s.heartbeat.island for s in chosen)
+
+    def _is_heard(self, sighting: Sighting, now: float, closed: int) -> bool:
+        """Return whether the island has contributed, and not too long ago."""
+        island = sighting.heartbeat.island
+        round_number, at = self.accounts.round_of(island), self.accounts.heard.get(island)
+        if round_number is None or at is None:
+            return False
+        at = max(at, sighting.first_at)  # the merger itself may have been away
+        return closed - max(round_number, sighting.first_round) <= SILENT_ROUNDS or now - at < _patience(sighting)
+
+
+def _updated(before: Sighting | None, presence: Presence, now: float, closed: int) -> Sighting:
+    beat, age = presence.heartbeat, presence.age_seconds
+    if before is None:
+        return Sighting(beat, age, now, now, closed)
+    # The age of a heartbeat grows until the next one arrives, which also says that the same text was written again.
+    has_arrived = beat != before.heartbeat or age < before.age_seconds
+    arrived_at = now if has_arrived else before.arrived_at
+    return Sighting(beat, age, arrived_at, before.first_at, before.first_round)
+
+
+def _is_new(sighting: Sighting, now: float, closed: int) -> bool:
+    return closed - sighting.first_round <= SILENT_ROUNDS or now - sighting.first_at < _patience(sighting)
+
+
+def _patience(sighting: Sighting) -> float:
+    return min(max(SILENT_SECONDS, SILENT_STEPS * sighting.heartbeat.step_seconds), SILENT_SECONDS_MAX)
