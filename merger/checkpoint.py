@@ -63,7 +63,7 @@ class CheckpointStore:
         """Return the numbers of finished checkpoints, ascending. Does not load Orbax.
 
         Raises:
-            ConfigError: The folder cannot be listed (`checkpoint.folder`).
+            ConfigError: The folder cannot be listed (`checkpoint.unreadable`).
         """
         try:
             # Orbax renames a checkpoint to its number when all of it is written.
@@ -74,7 +74,7 @@ class CheckpointStore:
             raise ConfigError(
                 f"the checkpoints in {self.folder} cannot be listed ({error})",
                 "May this user read the folder?",
-                code="checkpoint.folder",
+                code="checkpoint.unreadable",
             ) from None
 
     def complete(self) -> list[int]:
@@ -95,14 +95,14 @@ class CheckpointStore:
         In a run with several shards, the newest one that is complete stays, too.
 
         Raises:
-            ConfigError: A newer one exists (`checkpoint.late`), or it cannot be written (`checkpoint.write`).
+            ConfigError: A newer one exists, or it cannot be written (`checkpoint.write`).
         """
         newest = max(self.numbers(), default=0)
         if image.number <= newest:
             raise ConfigError(
                 f"checkpoint {image.number} is too late: {self.folder} already holds {newest}",
                 "Does another merger serve this run? Then this one may stop.",
-                code="checkpoint.late",
+                code="checkpoint.write",
             )
         failpoint("checkpoint.before")
         try:

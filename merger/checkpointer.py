@@ -60,14 +60,6 @@ class CheckpointCut:
     waiting: Sequence[str]
 
 
-@dataclass(frozen=True)
-class Covered:
-    """The extent of a finished checkpoint: all rounds up to `round`."""
-
-    number: int
-    round: int
-
-
 class Checkpointer:
     """Writes a run's checkpoints every `every_seconds`, and its record if there is a recorder.
 
@@ -93,7 +85,7 @@ class Checkpointer:
         self.leading, self.following = leading, following
         self.every_seconds = every_seconds
         self._spawn = spawn
-        self._job: Future[Covered] | None = None
+        self._job: Future[CheckpointCut] | None = None
         self._due_at: float | None = None
         self._urgent_at = float("-inf")  # when an urgent checkpoint may be taken
         self._may_copy = False
@@ -136,13 +128,19 @@ class Checkpointer:
             self._failed(error, now)
             return None
 
-    def forget(self) -> None:
-        """Ignore the checkpoint in progress. The run was loaded again, so it may hold rounds that never happened."""
+    def load(self, manifest: Manifest, closed: int) -> None:
+        """Begin with a loaded run. A checkpoint in progress is ignored: it may hold rounds that never happened."""
         self._job = None
         if self.following is not None:
             self.following.start()
         if self.leading is not None:
             self.leading.start()
+        if self.recorder is None:
+            return
+        if closed == 0:
+            reader = self.transport.reader
+            self.recorder.begin(manifest, [reader.fragment(p) for p in range(len(manifest.fragments))])
+        self.recorder.go_back(closed)  # a Redis that died may have lost the rounds after that one
 
     def begin(self, cut: CheckpointCut, now: float) -> None:
         """Start writing a cut to disk."""
@@ -150,8 +148,8 @@ class Checkpointer:
         self._due_at = now + self.every_seconds
         self._job = self._spawn(lambda: self._keep(cut))
 
-    def finished(self, now: float, *, wait: bool = False) -> Covered | None:
-        """Return what the last checkpoint covers, once, when it is on disk. A failed one is tried again soon."""
+    def finished(self, now: float, *, wait: bool = False) -> CheckpointCut | None:
+        """Return the cut of the last checkpoint, once, when it is on disk. A failed one is tried again soon."""
         if self._job is None or not (wait or self._job.done()):
             return None
         job, self._job = self._job, None
@@ -179,10 +177,6 @@ class Checkpointer:
             self._may_copy = False
             self.copier.start()
 
-    def news(self) -> list[str]:
-        """Return what operators should read about the bucket, once."""
-        return self.copier.news() if self.copier else []
-
     def close(self) -> None:
         """Wait for the copy of the last checkpoint, for some time."""
         if self.copier is not None:
@@ -199,7 +193,7 @@ class Checkpointer:
         level = logging.DEBUG if again else logging.WARNING
         log.log(level, "no checkpoint was written, training continues: %s", error, extra={"code": "checkpoint.failed"})
 
-    def _keep(self, cut: CheckpointCut) -> Covered:
+    def _keep(self, cut: CheckpointCut) -> CheckpointCut:
         newest = self.transport.reader.tape(cut.round - cut.covered + 2 * TAPE_IN_IMAGE)
         tape = [entry for entry in newest if entry.round <= cut.round]
         _require_same(cut, tape)
@@ -209,7 +203,7 @@ class Checkpointer:
         self.store.save(self._image(cut, tape[-TAPE_IN_IMAGE:]))
         if self.copier is not None:
             self.copier.offer(cut.number)
-        return Covered(cut.number, cut.round)
+        return cut
 
     def _record(self, recorder: Recorder, tape: Sequence[TapeEntry]) -> None:
         rounds = []

@@ -60,7 +60,7 @@ class Recorder:
                 raise ConfigError(
                     f"{self.folder} holds the record of another run {manifest.run!r}",
                     "Move it away, or name another folder with --folder.",
-                    code="record.other-run",
+                    code="record.folder",
                 )
             return
         try:
@@ -69,7 +69,7 @@ class Recorder:
             raise ConfigError(
                 f"the record cannot be written to {self.folder} ({error})",
                 "Name another folder with --folder.",
-                code="record.write",
+                code="record.folder",
             ) from None
 
     def append(self, rounds: Sequence[Round]) -> None:

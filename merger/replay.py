@@ -30,12 +30,11 @@ from archipelago.merger.weights import NormWindow
 class DifferenceError(ArchipelagoError):
     """A replayed round differs from the tape. `what` names the first difference.
 
-    The codes are `replay.round` and `replay.fragment` (the entry is not of the run's next round), `replay.steering`,
-    `replay.contribution` (one cannot be read), and `replay.members`, `replay.member`, `replay.gain`, `replay.digest`,
-    `replay.step`.
+    Other codes are `replay.round` (the entry is not of the run's next round), and `replay.contribution` (one cannot be
+    read).
     """
 
-    code = "replay"
+    code = "replay.difference"
 
 
 def replay_round(
@@ -51,12 +50,12 @@ def replay_round(
         raise DifferenceError(f"{where} is on the tape where round {state.closed + 1} should be", code="replay.round")
     if tape.fragment != rules.manifest.fragment_of(tape.round):
         raise DifferenceError(
-            f"{where} does not sync fragment {tape.fragment}, which the tape names", code="replay.fragment"
+            f"{where} does not sync fragment {tape.fragment}, which the tape names", code="replay.round"
         )
     try:
         apply_steering(rules, state, tape)
     except WireError as error:
-        raise DifferenceError(f"{where}: {error.reason}", code="replay.steering") from None
+        raise DifferenceError(f"{where}: {error.reason}") from None
     try:
         merged, round_sum = merge_recorded(rules, state, fragment, tape, deliveries)
     except WireError as error:
@@ -65,7 +64,7 @@ def replay_round(
         ) from None
     require_same(tape, merged)
     if not state.step <= tape.step <= max([state.step, *(a.contribution.global_step for a in round_sum.addends)]):
-        raise DifferenceError(f"{where}: no member explains step {tape.step}", code="replay.step")
+        raise DifferenceError(f"{where}: no member explains step {tape.step}")
     rules.advance(state, tape.round, tape.step, merged, round_sum)
     return merged.state
 
@@ -106,22 +105,18 @@ def require_same(tape: TapeEntry, merged: MergedRound) -> None:
     replayed = {member.identity_text: member for member in merged.members}
     recorded = {member.identity_text: member for member in tape.members}
     if replayed.keys() != recorded.keys():
-        raise DifferenceError(
-            f"{where}: the tape has members {sorted(recorded)}, the replay {sorted(replayed)}", code="replay.members"
-        )
+        raise DifferenceError(f"{where}: the tape has members {sorted(recorded)}, the replay {sorted(replayed)}")
     for name, member in recorded.items():
         for f in fields(member):
             old, new = getattr(member, f.name), getattr(replayed[name], f.name)
             both_nan = old != old and new != new
             if f.name != "entry" and old != new and not both_nan:
-                raise DifferenceError(
-                    f"{where}: the tape has {f.name} {old} for {name}, the replay {new}", code="replay.member"
-                )
+                raise DifferenceError(f"{where}: the tape has {f.name} {old} for {name}, the replay {new}")
     if tape.gain != merged.gain:
-        raise DifferenceError(f"{where}: the tape has gain {tape.gain}, the replay {merged.gain}", code="replay.gain")
+        raise DifferenceError(f"{where}: the tape has gain {tape.gain}, the replay {merged.gain}")
     found = digest_of(np.asarray(merged.state.published_N))
     if found != tape.digest:
-        raise DifferenceError(f"{where}: the tape has digest {tape.digest}, the replay {found}", code="replay.digest")
+        raise DifferenceError(f"{where}: the tape has digest {tape.digest}, the replay {found}")
 
 
 #: More rounds than any tape holds.

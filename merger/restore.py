@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from archipelago.broker.errors import ArchipelagoError, ConfigError, WireError
+from archipelago.broker.errors import ConfigError, WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Snapshot
 from archipelago.broker.published import newest
@@ -52,7 +52,7 @@ def load(
         between: Called after each fragment and each round, because they may take long and the lease must be renewed.
 
     Raises:
-        ConfigError: Redis has lost what no checkpoint can restore (`config.lost-state`, `config.lost-fragment`).
+        ConfigError: Redis has lost what no checkpoint can restore (`config.lost-state`).
     """
     found = _found(transport, rules, between)
     if not (found.lost or found.lost_state):
@@ -151,17 +151,13 @@ def _stored_fragment(
         fragment = merge_again(rules, fragment, logs, transport, between)
     except DifferenceError as error:
         what = "the rounds of fragment %s after version %s cannot be merged again: %s"
-        log.warning(what, p, first, error.what, extra=_code(error))
+        log.warning(what, p, first, error.what, extra={"code": error.code})
         return None
     return with_norms(fragment, state, p)
 
 
 def _log_lost(what: str, why: str) -> None:
     log.warning("%s cannot be read from Redis (%s)", what, why, extra={"code": "restore.lost"})
-
-
-def _code(error: ArchipelagoError) -> dict[str, str]:
-    return {"code": error.code}
 
 
 def _whole(parts: Sequence[T | None]) -> list[T]:
@@ -188,11 +184,11 @@ def _recovered(
     try:
         store.fetch()
     except ConfigError as error:
-        log.warning("%s", error.what, extra=_code(error))
+        log.warning("%s", error.what, extra={"code": error.code})
     try:
         image = store.load()
     except ConfigError as error:
-        log.warning("%s", error.what, extra=_code(error))
+        log.warning("%s", error.what, extra={"code": error.code})
         return None
     if image is None:
         return None
@@ -200,7 +196,9 @@ def _recovered(
         state, fragments = rebuild(rules, image, transport, found.closed)
         _require_published(found, state, fragments)
     except (DifferenceError, WireError, ConfigError) as error:
-        log.warning("checkpoint %s and the tape cannot restore the run: %s", image.number, error, extra=_code(error))
+        log.warning(
+            "checkpoint %s and the tape cannot restore the run: %s", image.number, error, extra={"code": error.code}
+        )
         return None
     log.warning(
         "rebuilt from checkpoint %s and the tape after it, bit for bit",
@@ -224,7 +222,7 @@ def _from_what_is_left(transport: MergerTransport, rules: RoundMerge, found: Fou
         raise ConfigError(
             f"Redis has lost the merger's state of run {run!r} ({why}), and no checkpoint can restore it",
             REMEDY.format(run=run),
-            code="config.merger-state" if found.fault else "config.lost-state",
+            code="config.lost-state",
         )
     fragments, fresh = [], []
     for p, fragment in enumerate(found.fragments):
@@ -252,13 +250,13 @@ def _published_fragment(transport: MergerTransport, rules: RoundMerge, found: Fo
     """Return a fragment with its newest published parameters that can be read, and without momentum.
 
     Raises:
-        ConfigError: None can be read (`config.lost-fragment`).
+        ConfigError: None can be read (`config.lost-state`).
     """
     if found.full[p] is None:
         raise ConfigError(
             f"Redis has lost fragment {p} of run {rules.manifest.run!r}, and no checkpoint can restore it",
             REMEDY.format(run=rules.manifest.run),
-            code="config.lost-fragment",
+            code="config.lost-state",
         )
     try:
         return new_state(newest(transport.reader, rules.manifest, p).params_N, rules.outer)
@@ -271,10 +269,6 @@ def _require_published(found: Found, state: RunState, fragments: Sequence[Fragme
     """Raise DifferenceError unless the rebuilt run ends with the last closed round, and equals what was published."""
     for p, (head, fragment) in enumerate(zip(found.heads, fragments, strict=True)):
         if head is not None and head.held and digest_of(np.asarray(fragment.published_N)) != head.held:
-            raise DifferenceError(
-                f"fragment {p} differs from what round {head.round} published", code="replay.published"
-            )
+            raise DifferenceError(f"fragment {p} differs from what round {head.round} published")
     if state.closed != found.closed:
-        raise DifferenceError(
-            f"the tape ends with round {state.closed}, and round {found.closed} was closed", code="replay.published"
-        )
+        raise DifferenceError(f"the tape ends with round {state.closed}, and round {found.closed} was closed")

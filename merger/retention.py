@@ -204,7 +204,7 @@ class Retention:
         """Trim the entries that a finished checkpoint covers. With `wait`, first wait for the one in progress."""
         if self.checkpointer is None:
             return
-        for text in self.checkpointer.news():
+        for text in self.checkpointer.copier.news() if self.checkpointer.copier else ():
             self.controls.note("bucket", text)
         if (covered := self.checkpointer.finished(self.clock(), wait=wait)) is None:
             return

@@ -188,21 +188,21 @@ def judge(known: Mapping[str, Score], sent: Sequence[Sent], spans: Spans, live: 
         live: The number of live islands.
     """
     islands = _by_island(sent)
-    if max(live, len(islands)) < JUDGES_LEAST:
+    if not sent or max(live, len(islands)) < JUDGES_LEAST:
         return unjudged(known, len(sent))
     fresh = {n: kept for n, own in islands.items() if (kept := [i for i in own if sent[i].staleness <= FRESH])}
-    scores, away, norms = dict(known), frozenset[int](), _Norms.of(sent, islands)
+    scores, away, (norms, usual) = dict(known), frozenset[int](), _norms(sent, islands)
     if len(fresh) >= JUDGES_LEAST:
         scores, away = _compared(scores, sent, fresh, spans)
         losses, pointing_away = _ratios_of_losses(sent, islands), {sent[i].island for i in away}
         for name in islands:
             before = scores.pop(name, Score())  # inserted again at the end, which keeps the order of last use
-            ratios = before.with_ratios(norms.ratio(name), losses[name])
+            ratios = before.with_ratios(norms[name], losses[name])
             is_lowered = ratios.factor < 1.0 or name in pointing_away
             scores[name] = replace(ratios, lowered=ratios.lowered + 1 if is_lowered else 0)
     of = [scores.get(one.island, Score()) for one in sent]
     factors = tuple(0.0 if i in away else score.factor for i, score in enumerate(of))
-    limits = tuple(norms.limit(one) if s.norm > NORM_LARGE else math.inf for one, s in zip(sent, of, strict=True))
+    limits = tuple(norm if score.norm > NORM_LARGE else math.inf for norm, score in zip(usual, of, strict=True))
     newest = dict(list(scores.items())[-SCORES_MAX:])
     return Judgement(factors, tuple(score.value for score in of), limits, newest)
 
@@ -280,8 +280,6 @@ def _compared(
 
 def drawn(names: Sequence[str], seed: bytes) -> list[str]:
     """Return the islands that judge the others, by name: all of them, or JUDGES_MOST drawn by the seed."""
-    if len(names) <= JUDGES_MOST:
-        return sorted(names)
     return sorted(sorted(names, key=lambda name: hashlib.sha256(seed + name.encode()).digest())[:JUDGES_MOST])
 
 
@@ -298,30 +296,16 @@ def upper_median(values: Sequence[float] | NDArray[np.float64]) -> float:
     return float(sorted(values, reverse=True)[(len(values) - 1) // 2])
 
 
-@dataclass(frozen=True)
-class _Norms:
-    """The norms over path of a round's islands, made comparable, and the usual one."""
-
-    by_island: Mapping[str, float]
-    usual: float
-    usual_tokens: float
-
-    @classmethod
-    def of(cls, sent: Sequence[Sent], islands: Mapping[str, Sequence[int]]) -> _Norms:
-        if not islands:
-            return cls({}, 0.0, 1.0)
-        usual_tokens = upper_median([max(sent[i].tokens for i in own) for own in islands.values()])
-        own = {
-            name: max(sent[i].norm * expected(sent[i].tokens, usual_tokens) for i in positions)
-            for name, positions in islands.items()
-        }
-        return cls(own, upper_median(list(own.values())), usual_tokens)
-
-    def ratio(self, name: str) -> float:
-        return self.by_island[name] / self.usual if self.usual > 0.0 else 1.0
-
-    def limit(self, one: Sent) -> float:
-        return self.usual / expected(one.tokens, self.usual_tokens) if self.usual > 0.0 else math.inf
+def _norms(sent: Sequence[Sent], islands: Mapping[str, Sequence[int]]) -> tuple[dict[str, float], list[float]]:
+    """Return each island's norm over path relative to the usual one, and the usual one for each contribution."""
+    usual_tokens = upper_median([max(sent[i].tokens for i in own) for own in islands.values()])
+    of = {
+        name: max(sent[i].norm * expected(sent[i].tokens, usual_tokens) for i in own) for name, own in islands.items()
+    }
+    usual = upper_median(list(of.values()))
+    if usual <= 0.0:
+        return dict.fromkeys(of, 1.0), [math.inf] * len(sent)
+    return {name: norm / usual for name, norm in of.items()}, [usual / expected(o.tokens, usual_tokens) for o in sent]
 
 
 def _ratios_of_losses(sent: Sequence[Sent], islands: Mapping[str, Sequence[int]]) -> dict[str, float]:

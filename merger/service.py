@@ -9,10 +9,9 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import NamedTuple
 
 from archipelago.broker.commits import START, Commit, Delivery, never_gone
 from archipelago.broker.control import STEPS
@@ -26,12 +25,10 @@ from archipelago.merger.admission import AHEAD, Inbox
 from archipelago.merger.beside import Beside, BusyTime, in_virtual_time
 from archipelago.merger.checkpointer import CheckpointCut, Checkpointer
 from archipelago.merger.committing import RESTART_SECONDS, Compactor, RoundRecord, build_commit
-from archipelago.merger.record import Recorder
 from archipelago.merger.restore import load
 from archipelago.merger.retention import MergedEntries, Retention
 from archipelago.merger.round_merge import RoundMerge
 from archipelago.merger.rounds import Close, Rounds
-from archipelago.merger.scores import Score
 from archipelago.merger.spectra import Spectra
 from archipelago.merger.state import FragmentState, RunState, saturated
 from archipelago.merger.steering import OperatorControls
@@ -48,26 +45,6 @@ FINISHED_SECONDS = 3.0
 log = logging.getLogger(__name__)
 Clock = Callable[[], float]
 OnRound = Callable[[TapeEntry, Snapshot], None]
-
-
-class Committed(NamedTuple):
-    """A round that was committed.
-
-    Attributes:
-        commit: What was written.
-        is_full: Whether it carried the fragment's full state.
-        scores: The islands' scores before it.
-        seconds: The time since the round was closed.
-    """
-
-    commit: Commit
-    is_full: bool
-    scores: Mapping[str, Score]
-    seconds: float
-
-
-def _ignore_round(entry: TapeEntry, snapshot: Snapshot) -> None:
-    pass
 
 
 class Merger:
@@ -100,7 +77,7 @@ class Merger:
         checkpointer: Checkpointer | None = None,
         lease_seconds: float = LEASE_SECONDS,
         wall: Clock = time.time,
-        on_round: OnRound = _ignore_round,
+        on_round: OnRound = lambda entry, snapshot: None,
         threads: int = 0,
         restart_seconds: float = RESTART_SECONDS,
         is_gone: Callable[[str], bool] = never_gone,
@@ -143,7 +120,9 @@ class Merger:
         self._has_islands = True
         self._finished_at: float | None = None
         self._commits = beside("commit")
-        self._under_way: Future[Committed] | None = None
+        #: The commit under way and the seconds from the close of its round to its end, and the state before the round.
+        self._under_way: Future[tuple[Commit, float]] | None = None
+        self._before = RunState()
         self._waited = 0  # contributions that were there at `load`, and were not read yet
 
     # -- beginning --------------------------------------------------------------------------------------------------
@@ -168,8 +147,7 @@ class Merger:
         repair.write_back(self.transport, found, self.epoch)
         self.state, self.fragments, self.snapshots = found.state, found.fragments, found.snapshots
         if checkpointer is not None:
-            checkpointer.forget()
-            self._continue_record(checkpointer.recorder)
+            checkpointer.load(self.manifest, self.state.closed)
         now, unix_seconds = self.clock(), self.wall()
         self.accounts.load(self.state.accounts, now, unix_seconds, status.still_seconds if status else 0.0)
         self._closed_at = max(self.accounts.heard.values(), default=now)
@@ -201,13 +179,6 @@ class Merger:
         if "snapshots" in damaged:  # islands then send again what they may have missed the decision on
             self.transport.merger.announce(self.epoch, Resume(self.state.closed, self.epoch))
 
-    def _continue_record(self, recorder: Recorder | None) -> None:
-        if recorder is None:
-            return
-        if self.state.closed == 0:
-            recorder.begin(self.manifest, [self.transport.reader.fragment(p) for p in range(len(self.fragments))])
-        recorder.go_back(self.state.closed)  # a Redis that died may have lost the rounds after that one
-
     # -- one turn ---------------------------------------------------------------------------------------------------
 
     def turn(self, block_seconds: float = BLOCK_SECONDS) -> bool:
@@ -216,7 +187,8 @@ class Merger:
             return self._turn(block_seconds)
 
     def _turn(self, block_seconds: float) -> bool:
-        self._keep_lease()
+        if self._renew():
+            self._keep_sound()
         self._poll_islands()
         self.retention.release(
             self.state, self.epoch, wait=False
@@ -253,7 +225,7 @@ class Merger:
 
     def _is_finished(self) -> bool:
         """Return whether the run has made all its steps, its islands have left, and nothing waits to be merged."""
-        is_done = self.state.closed > 0 and self.state.step >= self.controls.run_steps(self.state)
+        is_done = self.state.closed > 0 and self.state.step >= self.controls.next_config(self.state).inner.steps
         return is_done and not self._has_islands and self.transport.reader.backlog() == 0
 
     def is_over(self) -> bool:
@@ -283,24 +255,15 @@ class Merger:
         if self.transport.reader.backlog() > len(self.inbox):
             yield from (delivery for delivery in self._unacknowledged() if delivery.entry not in self.inbox)
 
-    def _keep_lease(self) -> None:
-        """Renew the lease if it is time, and look after the keys of the run as often."""
-        if self._renew():
-            self._keep_sound()
-
     def _renew(self) -> bool:
         """Renew the lease if it is held and it is time, and return whether it was."""
         if not self.epoch or self.clock() - self._renewed_at < self.lease_seconds / 4:
             return False
         self.transport.merger.renew(self.epoch, self.holder, self.lease_seconds)
         self._renewed_at = self.clock()
-        self._require_same_broker()
-        return True
-
-    def _require_same_broker(self) -> None:
-        """Raise UnreachableError if the broker was restarted between two calls, because it may have lost writes."""
         if self.transport.reader.instance() != self._instance:
             raise UnreachableError("the Redis was started again, and may have lost its newest writes")
+        return True
 
     def _poll_islands(self) -> None:
         if self.clock() - self._live_at >= self.live_poll_seconds:
@@ -315,8 +278,9 @@ class Merger:
         """Apply the operator's requests if they have changed."""
         if not self.controls.poll(self.state):
             return
-        self.rounds.config, self.rounds.is_paused = self.controls.sync(self.state), self.controls.control.is_paused
-        self.rounds.forget(self.controls.control.expelled)
+        control = self.controls.control
+        self.rounds.config, self.rounds.is_paused = self.controls.next_config(self.state).sync, control.is_paused
+        self.rounds.forget(control.expelled)
         if self.inbox.drop_expelled():
             self._receive(self._orphans())
 
@@ -373,13 +337,13 @@ class Merger:
         )
         before, epoch = self.state, self.epoch
 
-        def commit() -> Committed:
+        def commit() -> tuple[Commit, float]:
             made = build_commit(self.manifest, record, merged, round_sum, before, after, trim, is_full)
             self.transport.merger.commit(epoch, made)
-            return Committed(made, is_full, before.scores, self.clock() - began)
+            return made, self.clock() - began
 
         self._under_way = self._commits(commit)
-        self.state, self.fragments[p] = after, merged.state
+        self._before, self.state, self.fragments[p] = before, after, merged.state
         self.rounds.advance(after)
         self._closed_at = began
 
@@ -392,12 +356,12 @@ class Merger:
         if self._under_way is None:
             return
         under_way, self._under_way = self._under_way, None
-        commit, is_full, scores, seconds = under_way.result()
+        commit, seconds = under_way.result()
         tape, snapshot = commit.tape, commit.snapshot
-        self.compactor.committed(tape, snapshot, is_full=is_full)
+        self.compactor.committed(tape, snapshot, is_full=bool(commit.payload))
         self.snapshots[snapshot.fragment] = snapshot
         self.rounds.committed(seconds)
-        self.controls.tell_of_scores(scores, self.state.scores)
+        self.controls.tell_of_scores(self._before.scores, self.state.scores)
         if tape.steered:
             number = self.manifest.run_round(tape.round)
             log.info("steered from round %s on: %s", number, tape.steered)
@@ -433,8 +397,3 @@ class Merger:
             books=self.transport.reader.books(),
             waiting=tuple(self.inbox.entries()),
         )
-
-    def finish(self, pause: Callable[[float], None] = time.sleep) -> None:
-        """Take a last checkpoint and wait for it. `pause` waits that many seconds."""
-        if self.fragments:
-            self.retention.finish(self.state, self.epoch, pause)

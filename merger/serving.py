@@ -42,7 +42,8 @@ def serve(
     merger: Merger,
     stopped: Callable[[], bool],
     pause: Callable[[float], None] = time.sleep,
-    share: Share | None = None,
+    may_take: Callable[[], bool] = lambda: True,
+    is_to_hand_over: Callable[[], bool] = lambda: False,
 ) -> bool:
     """Serve until `stopped` or the end of the run, through outages, and as a standby while another merger serves.
 
@@ -50,7 +51,8 @@ def serve(
         merger: The merger. It has neither acquired the lease nor loaded.
         stopped: Whether to stop.
         pause: Waits that many seconds between two tries.
-        share: Decides whether this process may serve the merger's shard, of several; by default it may.
+        may_take: Whether to take the lease if it is free. A process that serves several shards may leave it to others.
+        is_to_hand_over: Whether to release the lease now, for another process.
 
     Returns:
         Whether the run is finished, and everything that islands sent is merged and in a checkpoint.
@@ -62,65 +64,49 @@ def serve(
     """
     merger.rules.warm_up()  # before it takes the lease, so that a standby is ready when it is needed
     standing = Standing(merger.transport, merger.holder, merger.clock)
+    loaded, is_over, troubles = False, False, Troubles()
     try:
-        return _serve(merger, stopped, pause, standing, share or Share())
+        while not is_over and not stopped():
+            try:
+                if merger.epoch and is_to_hand_over():
+                    _hand_over(merger)
+                    loaded = False
+                if not merger.epoch and not (may_take() and merger.acquire()):
+                    standing.wait()
+                    pause(min(RETRY_SECONDS, merger.lease_seconds / 4))
+                    continue
+                standing.take_over()
+                if not loaded:
+                    with progress("loading the run's state"):
+                        merger.load()
+                    loaded = True
+                    closed = merger.manifest.run_round(merger.state.closed)
+                    log.info("serving from round %s, epoch %s", closed, merger.epoch, extra={"round": closed})
+                if merger.turn():
+                    troubles.end()
+                is_over = merger.is_over()
+            except FencedError as error:
+                loaded, merger.epoch = False, 0
+                if not _serves_again(merger, pause):
+                    text = "another merger holds the lease and serves this run; this one leaves (%s)"
+                    log.warning(text, error.what)
+                    merger.controls.note("left", "another merger serves")
+                    return False
+                log.warning("%s", error)
+            except UnknownRunError:
+                raise
+            except (BrokerError, WireError) as error:  # an outage, full memory or damage, after which we can continue
+                # We cannot know which writes arrived. We load what Redis holds, in an epoch that fences writes in
+                # flight.
+                loaded, merger.epoch = False, 0
+                pause(troubles.seconds(error))
+        if merger.epoch:
+            last = merger.manifest.described(merger.state.closed)
+            why = "the run is finished" if is_over else f"it was stopped after {last}"
+            _leave(merger, loaded, why, pause)
+        return is_over
     finally:
         standing.end()
-
-
-class Share:
-    """What a process may serve of its run. A process that is alone with one shard may serve it always."""
-
-    def may_take(self) -> bool:
-        """Return whether to take the lease if it is free."""
-        return True
-
-    def is_to_hand_over(self) -> bool:
-        """Return whether to release the lease now, for another process."""
-        return False
-
-
-def _serve(
-    merger: Merger, stopped: Callable[[], bool], pause: Callable[[float], None], standing: Standing, share: Share
-) -> bool:
-    loaded, is_over, troubles = False, False, Troubles()
-    while not is_over and not stopped():
-        try:
-            if merger.epoch and share.is_to_hand_over():
-                _hand_over(merger)
-                loaded = False
-            if not merger.epoch and not (share.may_take() and merger.acquire()):
-                standing.wait()
-                pause(min(RETRY_SECONDS, merger.lease_seconds / 4))
-                continue
-            standing.take_over()
-            if not loaded:
-                with progress("loading the run's state"):
-                    merger.load()
-                loaded = True
-                closed = merger.manifest.run_round(merger.state.closed)
-                log.info("serving from round %s, epoch %s", closed, merger.epoch, extra={"round": closed})
-            if merger.turn():
-                troubles.end()
-            is_over = merger.is_over()
-        except FencedError as error:
-            loaded, merger.epoch = False, 0
-            if not _serves_again(merger, pause):
-                log.warning("another merger holds the lease and serves this run; this one leaves (%s)", error.what)
-                merger.controls.note("left", "another merger serves")
-                return False
-            log.warning("%s", error)
-        except UnknownRunError:
-            raise
-        except (BrokerError, WireError) as error:  # an outage, full memory or damage, after which we can continue
-            # We cannot know which writes arrived. We load what Redis holds, in an epoch that fences writes in flight.
-            loaded, merger.epoch = False, 0
-            pause(troubles.seconds(error))
-    if merger.epoch:
-        last = merger.manifest.described(merger.state.closed)
-        why = "the run is finished" if is_over else f"it was stopped after {last}"
-        _leave(merger, loaded, why, pause)
-    return is_over
 
 
 class Troubles:
@@ -171,7 +157,7 @@ def _hand_over(merger: Merger) -> None:
 def _leave(merger: Merger, loaded: bool, why: str, pause: Callable[[float], None]) -> None:
     try:
         if loaded:
-            merger.finish(pause)
+            merger.retention.finish(merger.state, merger.epoch, pause)
         merger.transport.merger.release(merger.epoch)
         merger.controls.note("left", why)
     except BrokerError as error:

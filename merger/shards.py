@@ -17,12 +17,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from archipelago.broker.errors import ArchipelagoError, BrokerError
 from archipelago.broker.observe.logs import SHARD_THREAD
 from archipelago.broker.transport import MergerTransport
 from archipelago.merger.service import Clock, Merger
-from archipelago.merger.serving import Share, serve
+from archipelago.merger.serving import serve
 
 #: How often a process reads who serves and who stands by.
 LOOK_SECONDS = 1.0
@@ -129,21 +130,6 @@ class Sharing:
         return True
 
 
-class _ShareOfShard(Share):
-    """What `serve` asks about one shard."""
-
-    def __init__(self, sharing: Sharing, shard: int) -> None:
-        self._sharing, self._shard = sharing, shard
-
-    def may_take(self) -> bool:
-        """See `Sharing.may_take`."""
-        return self._sharing.may_take(self._shard)
-
-    def is_to_hand_over(self) -> bool:
-        """See `Sharing.is_to_hand_over`."""
-        return self._sharing.is_to_hand_over(self._shard)
-
-
 class _ShardThread(threading.Thread):
     """Serves one shard until the run is finished, `stopped`, or an error that it cannot repair."""
 
@@ -151,7 +137,9 @@ class _ShardThread(threading.Thread):
         super().__init__(name=f"{SHARD_THREAD}{shard}", daemon=True)
         self.is_over = False
         self.error: Exception | None = None
-        self._merger, self._share, self._stopped = merger, _ShareOfShard(sharing, shard), stopped
+        self._merger, self._stopped = merger, stopped
+        self._may_take = partial(sharing.may_take, shard)
+        self._is_to_hand_over = partial(sharing.is_to_hand_over, shard)
 
     @property
     def has_defect(self) -> bool:
@@ -162,7 +150,9 @@ class _ShardThread(threading.Thread):
         """Serve. After another process has taken the shard, stand by for it again."""
         try:
             while not self.is_over and not self._stopped():
-                self.is_over = serve(self._merger, self._stopped, share=self._share)
+                self.is_over = serve(
+                    self._merger, self._stopped, may_take=self._may_take, is_to_hand_over=self._is_to_hand_over
+                )
         except ArchipelagoError as error:
             log.error("this process no longer serves its shard: %s", error, extra={"code": error.code})
             self.error = error

@@ -209,7 +209,7 @@ class RunState:
         """Return the state that `to_json` wrote, or a fresh one for empty text.
 
         Raises:
-            ConfigError: The text is anything else (`config.merger-state`).
+            ConfigError: The text is anything else (`config.lost-state`).
         """
         if not text:
             return cls()
@@ -242,5 +242,5 @@ class RunState:
             raise ConfigError(
                 f"the merger's state cannot be read ({error!r})",
                 "A merger with the --folder of its checkpoints rebuilds it, unless another version has written it.",
-                code="config.merger-state",
+                code="config.lost-state",
             ) from None

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from archipelago.broker import control
-from archipelago.broker.config import RunConfig, SyncConfig
+from archipelago.broker.config import RunConfig
 from archipelago.broker.control import CHECKPOINT, EXPEL, IN_WORDS, Control, island_field
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.manifest import Manifest
@@ -60,15 +60,8 @@ class OperatorControls:
         self._note_changes(before)
         return True
 
-    def sync(self, state: RunState) -> SyncConfig:
-        """Return the sync settings for the next round: the config with the operator's changes."""
-        return self._next(state).sync
-
-    def run_steps(self, state: RunState) -> int:
-        """Return the length of the run, also before a round has closed with a change of it."""
-        return self._next(state).inner.steps
-
-    def _next(self, state: RunState) -> RunConfig:
+    def next_config(self, state: RunState) -> RunConfig:
+        """Return the config of the next round, with the operator's changes."""
         return control.steered(self.config, control.in_force(self.config, state.steered, self.control))
 
     def apply_settings(self, state: RunState) -> str:
@@ -103,18 +96,18 @@ class OperatorControls:
         """Note whose weight a round has lowered or restored, and expel those whom the run's rule expels."""
         for island in newly_lowered(before, after):
             found = after[island]
-            self._warn_and_note(
-                "lowered",
+            text = (
                 f"{island}: its contributions disagree with those of the others (score {found.value:.2f}, norm "
-                f"{found.norm:.1f} and loss {found.loss:.1f} times the usual ones), so its weight is lowered",
+                f"{found.norm:.1f} and loss {found.loss:.1f} times the usual ones), so its weight is lowered"
             )
+            self._tell("lowered", text, logging.WARNING)
         for island in restored(before, after):
-            self._log_and_note("restored", f"{island}: its contributions agree with those of the others again")
+            self._tell("restored", f"{island}: its contributions agree with those of the others again")
         for island in to_expel(before, after, self.config.merge.expel_after):
             if not self._expel(island):
                 continue
             text = f"{island}: its weight was lowered in {after[island].lowered} rounds in a row (merge.expel_after)"
-            self._warn_and_note("expelled", text)
+            self._tell("expelled", text, logging.WARNING)
 
     def tell_of_idle(self, idle: frozenset[str]) -> None:
         """Log and note when more islands are live without counting."""
@@ -135,8 +128,9 @@ class OperatorControls:
                 log.warning("%s could not be expelled: %s", island, error.what, extra={"code": "scores.not-expelled"})
         return found
 
-    def _warn_and_note(self, kind: str, text: str) -> None:
-        log.warning("%s", text, extra={"code": f"scores.{kind}"})
+    def _tell(self, kind: str, text: str, level: int = logging.INFO) -> None:
+        """Log a change of an island's weight, and note it."""
+        log.log(level, "%s", text, extra={"code": f"scores.{kind}"})
         self.note(kind, text)
 
     def _note_changes(self, before: Control) -> None:
@@ -164,7 +158,3 @@ class OperatorControls:
         log.info("%s %s", kind, text)
         if self._is_home:
             self.note(kind, text)
-
-    def _log_and_note(self, kind: str, text: str) -> None:
-        log.info("%s %s", kind, text)
-        self.note(kind, text)

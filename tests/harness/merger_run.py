@@ -22,7 +22,7 @@ from archipelago.broker.transport import Transport
 from archipelago.broker.wire import pack
 from archipelago.merger.beside import Spawn, at_once
 from archipelago.merger.checkpoint import CheckpointStore
-from archipelago.merger.checkpointer import Checkpointer, Covered
+from archipelago.merger.checkpointer import CheckpointCut, Checkpointer
 from archipelago.merger.committing import compaction_of
 from archipelago.merger.record import Recorder
 from archipelago.merger.service import Merger
@@ -236,10 +236,10 @@ class Shelf(CheckpointStore):
         return self.images[number or max(self.images)] if self.images else None
 
 
-class PendingJob(Future[Covered]):
+class PendingJob(Future[CheckpointCut]):
     """A pending future. Waiting for it fails the test instead of blocking it."""
 
-    def result(self, timeout: float | None = None) -> Covered:
+    def result(self, timeout: float | None = None) -> CheckpointCut:
         assert self.done(), "the code waits for a job that the test has not run yet"
         return super().result(timeout)
 
@@ -248,9 +248,9 @@ class Later:
     """A `Spawn` that runs its jobs when the test calls `do_all`."""
 
     def __init__(self) -> None:
-        self.jobs: list[tuple[Future[Covered], Callable[[], Covered]]] = []
+        self.jobs: list[tuple[Future[CheckpointCut], Callable[[], CheckpointCut]]] = []
 
-    def __call__(self, job: Callable[[], Covered]) -> Future[Covered]:
+    def __call__(self, job: Callable[[], CheckpointCut]) -> Future[CheckpointCut]:
         self.jobs.append((PendingJob(), job))
         return self.jobs[-1][0]
 
@@ -267,6 +267,11 @@ class Later:
 def take_checkpoint(merger: Merger) -> None:
     """Take a checkpoint now, as an operator's request does."""
     merger.retention.take(merger.state, merger.epoch)
+
+
+def finish(merger: Merger) -> None:
+    """Take a last checkpoint and wait for it, as a merger that ends does."""
+    merger.retention.finish(merger.state, merger.epoch, lambda seconds: None)
 
 
 def compact_now(merger: Merger, p: int) -> None:

@@ -24,6 +24,7 @@ from archipelago.merger.service import Merger
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.experiments.replay import read, repeat
 from archipelago.ops.experiments.virtual_time import VirtualClock, VirtualRun
+from tests.harness.merger_run import finish
 from tests.integration.virtual import CONFIG, work
 
 EVERY = 12.0
@@ -118,7 +119,7 @@ def test_a_lost_run_goes_on_from_one_cut_and_is_replayed(tmp_path: Path) -> None
     run.finish()
     assert run.complete()[-1] > images[0].number
     for merger in run.mergers:
-        merger.finish()
+        finish(merger)
     closed = [merger.state.closed for merger in run.mergers]
     assert [image.round for image in run.folder.newest()] == closed, "the last checkpoint lacks rounds"
 

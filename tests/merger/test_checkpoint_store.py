@@ -133,7 +133,7 @@ def test_the_newest_are_kept_and_the_newest_of_all_is_loaded_by_default(tmp_path
     assert store.load() == image(8, 1, 1)
     assert store.load(7) == image(7, 1)
     for number in (7, 8):
-        with failing(ConfigError, "checkpoint.late"):
+        with failing(ConfigError, "checkpoint.write"):
             store.save(image(number, 1))
     for folder, number in ((tmp_path, 5), (tmp_path / "missing", 1)):
         with failing(ConfigError, "checkpoint.missing"):

@@ -30,6 +30,7 @@ from tests.harness.merger_run import (
     Shelf,
     bits,
     constant,
+    finish,
     logged_codes,
     outer_states,
     take_checkpoint,
@@ -123,13 +124,13 @@ def test_only_one_checkpoint_is_written_at_a_time() -> None:
 def test_a_last_checkpoint_is_taken_on_leaving() -> None:
     store, run = Shelf(), MergerRun(quorum=2)
     merger = serving(run, store)
-    merger.finish()
+    finish(merger)
     assert store.images == {}  # nothing has closed yet
     run.play(merger, 1, 2, 3)
-    merger.finish()
+    finish(merger)
     assert RunState.from_json(store.images[3].state).closed == 3
     assert run.transport.reader.books().kept == 0
-    merger.finish()
+    finish(merger)
     assert list(store.images) == [3]
 
 
@@ -267,7 +268,7 @@ def test_neither_an_unreadable_folder_nor_an_outage_ends_the_merger(caplog: pyte
         run.play(merger, 3)
         assert logged_codes(caplog).count("checkpoint.failed") == 1, is_outage
         assert bool(run.events(Marker)) == is_outage
-        merger.finish()
+        finish(merger)
         assert run.kept_rounds() == [1, 2, 3]
 
 
@@ -316,7 +317,7 @@ def test_every_round_is_recorded_before_its_entries_are_trimmed(tmp_path: Path) 
 
     merger = serving(run, Shelf(), Recorder(tmp_path), run.faulty(before=recorded), every=0.0)
     run.play(merger, *range(1, 8))
-    merger.finish()
+    finish(merger)
     assert len(trimmed) == len(set(trimmed)) == 14
     found = record.read(tmp_path)
     assert [entry for entry, _ in found.rounds.values()] == run.transport.reader.tape(100)
@@ -347,15 +348,15 @@ def test_the_record_misses_only_rounds_whose_contributions_are_gone(
     run, store = MergerRun(quorum=2), Shelf()
     merger = serving(run, store, Recorder(tmp_path))
     run.play(merger, 1, 2, 3)
-    merger.finish()
+    finish(merger)
     assert RunState.from_json(run.transport.reader.merger_state()).covered == 0
     merger = serving(run, store, Recorder(tmp_path))
     run.play(merger, 4, 5)
-    merger.finish()
+    finish(merger)
     assert (sorted(record.read(tmp_path).rounds), caplog.records) == ([1, 2, 3, 4, 5], [])
     run.play(merger, 6, 7)
     merger.transport.merger.trim(merger.epoch, [run.transport.reader.tape(2)[0].members[0].entry])
-    merger.finish()
+    finish(merger)
     assert "record.gone" in logged_codes(caplog)
     assert sorted(record.read(tmp_path).rounds) == [1, 2, 3, 4, 5, 7]
 
@@ -376,7 +377,7 @@ def test_a_redis_that_lost_rounds_cuts_the_record_back(tmp_path: Path) -> None:
     run.live("b", state="left")
     run.send("a", 3, constant(0.5))
     merger.turn(0.0)
-    merger.finish()
+    finish(merger)
     found = record.read(tmp_path).rounds
     assert sorted(found) == [1, 2, 3]
     assert len(found[3][1]) == 1
@@ -405,5 +406,5 @@ def test_rounds_close_while_a_checkpoint_is_written(until: Until) -> None:
         go.set()
     until(lambda: merger.turn(0.0) or run.transport.reader.books().kept == 4, "the merger to notice the checkpoint")
     assert run.kept_rounds() == [2, 3]
-    merger.finish()
+    finish(merger)
     assert run.kept_rounds() == []

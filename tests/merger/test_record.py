@@ -115,7 +115,7 @@ def test_a_folder_of_another_runs_record_is_refused(tmp_path: Path) -> None:
     recorder = recorded(tmp_path, [1])
     others = ((replace(MANIFEST, versions={"jax": "2"}), FIRST), (MANIFEST, samples.first_snapshots(MANIFEST, 0.25)))
     for manifest, first in others:
-        with failing(ConfigError, "record.other-run"):
+        with failing(ConfigError, "record.folder"):
             recorder.begin(manifest, first)
     assert sorted(read(tmp_path).rounds) == [1]
 
@@ -125,7 +125,7 @@ def test_a_folder_of_another_runs_record_is_refused(tmp_path: Path) -> None:
 
 def test_a_missing_record_and_a_folder_that_cannot_be_written_are_errors(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with failing(ConfigError, "record.write"):
+    with failing(ConfigError, "record.folder"):
         begun(tmp_path / "file" / "record")
     with failing(ConfigError, "record.missing"):
         read(tmp_path)

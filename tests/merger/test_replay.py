@@ -110,16 +110,16 @@ def with_member(entry: TapeEntry, **changes: object) -> TapeEntry:
 
 #: Changes to a tape entry, and the code of the difference that they make.
 BENDS: dict[str, tuple[Callable[[TapeEntry], TapeEntry], str]] = {
-    "member": (lambda e: replace(e, members=e.members[:1]), "replay.members"),
-    "name": (lambda e: with_member(e, island="z"), "replay.members"),
-    "weight": (lambda e: with_member(e, weight=0.25), "replay.member"),
-    "clip": (lambda e: with_member(e, clip=0.5), "replay.member"),
-    "loss": (lambda e: with_member(e, loss=1.5), "replay.member"),
-    "staleness": (lambda e: with_member(e, staleness=3), "replay.member"),
-    "gain": (lambda e: replace(e, gain=0.5), "replay.gain"),
-    "digest": (lambda e: replace(e, digest="0" * 32), "replay.digest"),
-    "fragment": (lambda e: replace(e, fragment=0), "replay.fragment"),
-    "far fragment": (lambda e: replace(e, fragment=1 << 40), "replay.fragment"),
+    "member": (lambda e: replace(e, members=e.members[:1]), "replay.difference"),
+    "name": (lambda e: with_member(e, island="z"), "replay.difference"),
+    "weight": (lambda e: with_member(e, weight=0.25), "replay.difference"),
+    "clip": (lambda e: with_member(e, clip=0.5), "replay.difference"),
+    "loss": (lambda e: with_member(e, loss=1.5), "replay.difference"),
+    "staleness": (lambda e: with_member(e, staleness=3), "replay.difference"),
+    "gain": (lambda e: replace(e, gain=0.5), "replay.difference"),
+    "digest": (lambda e: replace(e, digest="0" * 32), "replay.difference"),
+    "fragment": (lambda e: replace(e, fragment=0), "replay.round"),
+    "far fragment": (lambda e: replace(e, fragment=1 << 40), "replay.round"),
 }
 
 
@@ -149,12 +149,12 @@ def test_other_beginnings_rounds_and_contributions_are_differences() -> None:
     first, _, third, _ = rounds = recorded(run)
     entry, (one, other) = first
     moved = new_state(np.asarray(fragments[0].params_N) + np.float32(1e-3), rules.outer)
-    with failing(DifferenceError, "replay.digest"):
+    with failing(DifferenceError, "replay.difference"):
         replay_round(rules, state, moved, *first)
     for again in (first, third):
         with failing(DifferenceError, "replay.round"):
             replayed(run, [first, again])
-    with failing(DifferenceError, "replay.members"):
+    with failing(DifferenceError, "replay.difference"):
         replayed(run, [(entry, [other])])
     gone = replace(one, contribution=None, fault="it is gone")
     for wrong in (replace(one, payload=other.payload), gone):

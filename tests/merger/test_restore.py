@@ -31,6 +31,7 @@ from tests.harness.merger_run import (
     Shelf,
     bits,
     constant,
+    finish,
     logged_codes,
     served_run,
     state_of,
@@ -166,7 +167,7 @@ def test_kept_entries_stay_in_the_stream_after_a_restore() -> None:
     merger = run.merger(store=store)
     run.play(merger, 8, 9, 10)
     assert bits(run) == undisturbed(CONFIG)
-    merger.finish()
+    finish(merger)
     assert run.transport.reader.books().kept == 0
 
 
@@ -176,7 +177,7 @@ def test_a_restart_has_the_published_parameters_bit_for_bit() -> None:
     store = Shelf()
     run.play(run.merger(store=store), 1, 2, 3)
     merger = run.merger(store=store)
-    merger.finish()
+    finish(merger)
     assert list(store.images) == [3]
     run.live("a", "b", state="left")
     run.send("a", 5, values(1), farewell=True)
@@ -221,7 +222,7 @@ def test_without_a_checkpoint_a_state_that_is_lost_or_of_another_version_is_an_e
         for added in ("cursors", "step_seconds", "island_tokens", "covered"):
             del older[added]
         run.stored.state = json.dumps(older)
-        with failing(ConfigError, "config.merger-state"):
+        with failing(ConfigError, "config.lost-state"):
             run.merger(store=store)
         assert run.digests() == before
 
@@ -252,7 +253,7 @@ def test_a_tape_that_ends_early_is_logged(caplog: pytest.LogCaptureFixture) -> N
     merger.turn(0.0)
     assert [len(entry.members) for entry in run.transport.reader.tape(2)] == [0, 1]
     run.stored.tape[-2:] = run.stored.tape[-1:]  # a gap, first
-    for code in ("replay.round", "replay.published"):
+    for code in ("replay.round", "replay.difference"):
         run.stored.outer.clear()
         caplog.clear()
         run.merger(store=store)

@@ -98,7 +98,7 @@ def test_a_number_of_any_part_or_announcement_is_not_used_again(folder: MergerFo
     assert epoch is not None
     home.merger.announce(epoch, Marker(12, 1))
     checkpointer = folder.checkpointer(home, MANIFEST.of_shard(0), 1.0, at_once)
-    checkpointer.forget()  # as a merger does that loads the run
+    checkpointer.load(MANIFEST.of_shard(0), 1)
     assert checkpointer.next_number(0.0) == 13
 
 

@@ -98,7 +98,7 @@ def test_only_an_undamaged_state_is_read() -> None:
     }
     damaged = [json.dumps(values | {name: value}) for name, all_ in wrong.items() for value in all_]
     for text in ("{", "[]", "[" * 100_000, changed, *incomplete, *damaged):
-        with failing(ConfigError, "config.merger-state"):
+        with failing(ConfigError, "config.lost-state"):
             RunState.from_json(text)
 
 

@@ -126,7 +126,7 @@ def test_a_takeover_and_a_replay_keep_changed_settings() -> None:
 
 def test_other_settings_on_the_tape_are_a_difference() -> None:
     run = steered_run(takeover=False)
-    for rate, code in (("0.26", "replay.digest"), ("-1", "replay.steering"), (None, "replay.digest")):
+    for rate, code in (("0.26", "replay.difference"), ("-1", "replay.difference"), (None, "replay.difference")):
         rounds = [
             (replace(entry, steered="" if rate is None else entry.steered.replace("0.25", rate)), deliveries)
             for entry, deliveries in recorded(run)

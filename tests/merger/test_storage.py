@@ -17,7 +17,7 @@ from archipelago.merger.state import RunState
 from archipelago.merger.storage import MergerFolder
 from tests.broker.buckets.faulty_bucket import FaultyFileSystem, no_fault
 from tests.failing import failing
-from tests.harness.merger_run import CONFIG, MergerRun, bits, take_checkpoint, values
+from tests.harness.merger_run import CONFIG, MergerRun, bits, finish, take_checkpoint, values
 
 
 def serving(run: MergerRun, path: Path, bucket: BucketFolder | None = None) -> Merger:
@@ -79,7 +79,7 @@ def test_rounds_after_the_checkpoint_are_run_again_and_leave_the_record(tmp_path
     run.live("a", "b")
     run.send("a", 4, values(99))
     assert merger.turn(0.0)
-    merger.finish()
+    finish(merger)
     before, rounds = bits(run), sorted(record.read(tmp_path / "record").rounds)
     (tmp_path / "checkpoints" / "4").rename(tmp_path / "aside")  # the newest checkpoint is of an earlier round
     with pytest.raises(RunExistsError):
@@ -94,7 +94,7 @@ def test_rounds_after_the_checkpoint_are_run_again_and_leave_the_record(tmp_path
     assert sorted(record.read(tmp_path / "record").rounds) == [1, 2, 3]
     merger = serving(run, tmp_path)
     go_on(run, merger)
-    merger.finish()
+    finish(merger)
     found = record.read(tmp_path / "record").rounds
     assert sorted(found) == [1, 2, 3, 4, 5, 6]
     assert [found[n][0] for n in (4, 5, 6)] == run.transport.reader.tape(3)
@@ -160,7 +160,7 @@ def test_another_machine_continues_from_the_bucket(bucket: BucketFolder, tmp_pat
     assert sorted(record.read(tmp_path / "two" / "record").rounds) == [1, 2, 3]
     merger = serving(run, tmp_path / "two", bucket)
     run.play(merger, 4, 5)
-    merger.finish()
+    finish(merger)
     assert turn_of_copier(merger) == 0
     assert sorted(record.read(tmp_path / "two" / "record").rounds) == [1, 2, 3, 4, 5]
     third = MergerFolder(tmp_path / "three", bucket=bucket)
@@ -175,7 +175,7 @@ def test_rounds_that_the_run_has_lost_leave_the_record(bucket: BucketFolder, tmp
     take_checkpoint(merger)
     turn_of_copier(merger)
     run.play(merger, 3, 4)
-    merger.finish()
+    finish(merger)
     newest = MergerFolder(tmp_path / "one").store.numbers()[-1]
 
     def reset(request: str, path: str) -> None:

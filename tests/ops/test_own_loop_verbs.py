@@ -35,6 +35,7 @@ from archipelago.ops.weights.export import main as export
 from archipelago.ops.weights.generate import GenerateOptions
 from archipelago.ops.weights.generate import main as generate
 from tests.failing import failing
+from tests.harness.merger_run import finish
 from tests.islands.own_loop.any_framework import CONFIG
 from tests.islands.own_loop.own_runs import OwnRun, only_kernels_trained, tree
 from tests.islands.own_loop.own_runs import trained as every_leaf_trained
@@ -53,7 +54,7 @@ class Served:
         )
         self.island = self.run.island("oslo")
         self.island.play(12, every_leaf_trained if trained is None else only_kernels_trained)
-        self.run.merger.finish()
+        finish(self.run.merger)
 
 
 @pytest.fixture(scope="module")

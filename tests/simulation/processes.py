@@ -107,7 +107,8 @@ class MergerProcess(Process):
     def _leave(self) -> None:
         if self.merger.epoch:
             if self.loaded:
-                self.merger.finish(lambda seconds: self.simulation.go_on_without(self, 1))
+                merger, go_on = self.merger, lambda seconds: self.simulation.go_on_without(self, 1)
+                merger.retention.finish(merger.state, merger.epoch, go_on)
             self.connection.merger.release(self.merger.epoch)
         raise Crash("it left")
 

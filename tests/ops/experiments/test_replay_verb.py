@@ -19,6 +19,7 @@ from archipelago.merger import record as records
 from archipelago.merger.beside import at_once
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.experiments import replay
+from tests.harness.merger_run import finish
 from tests.harness.played import PlayedRun
 from tests.small import SMALL, compiled
 
@@ -80,7 +81,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run.step_in_turn(4)
         run.transport.reader.steer({"outer.learning_rate": "", STEPS_FIELD: str(2 * CONFIG.inner.steps)})
         run.step_in_turn(6)
-        run.merger.finish()
+        finish(run.merger)
     return folder
 
 
