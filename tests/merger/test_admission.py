@@ -79,12 +79,6 @@ def test_reasons_quote_only_a_part_of_a_hostile_header() -> None:
         assert len(reason.text) < 100
 
 
-def test_without_a_codec_for_thin_links_only_the_runs_own_is_admitted() -> None:
-    manifest = replace(MANIFEST, config=replace(MANIFEST.config, wire=WireConfig(up="int4", thin="")))
-    found = {codec: code_of({"codec": codec}, manifest=manifest) for codec in ("int4", "top3", "float32")}
-    assert found == {"int4": "", "top3": "codec", "float32": "codec"}
-
-
 def begun() -> tuple[Transport, int, RoundMerge, list[FragmentState]]:
     """Create the run. Return the connection and the epoch of its merger, its rules, and its fragments."""
     transport = MemoryBroker().connect("sample")

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ import jax
 import numpy as np
 import pytest
 
-import archipelago.merger.checkpoint
 from archipelago.broker.commits import Image
 from archipelago.broker.config import OuterConfig
 from archipelago.broker.errors import ConfigError
@@ -159,8 +157,7 @@ def dies():
 def at_failpoint(wanted):
     archipelago.merger.checkpoint.failpoint = lambda name: dies() if name == wanted else None
 
-def at_change(count):
-    left = count
+def at_change(left):
     def hook(event, args):
         nonlocal left
         if event in CHANGES or event == "open" and args[2] & os.O_CREAT:
@@ -181,9 +178,9 @@ def survives(base, name, prepare):
 base = Path(sys.argv[1])
 for name in ("checkpoint.before", "checkpoint.done"):
     assert not survives(base, name, lambda: at_failpoint(name))
-count = 0
+count = 1
 while not survives(base, f"change {count}", lambda: at_change(count)):
-    count += 2  # every second one
+    count += 5  # every fifth one
 """
 
 
@@ -206,25 +203,7 @@ def test_a_death_leaves_the_checkpoint_before_or_after(tmp_path: Path) -> None:
         assert directories(folder) == sorted(map(str, store.numbers())), folder.name
 
 
-def test_leftovers_of_a_death_are_removed_by_the_next_save(tmp_path: Path) -> None:
-    store = saved(tmp_path, image(1))
-    shutil.copytree(tmp_path / "1", tmp_path / "2.orbax-checkpoint-tmp")
-    assert store.numbers() == [1]
-    store.save(image(3))
-    assert directories(tmp_path) == ["1", "3"]
-
-
 # -- damage ------------------------------------------------------------------------------------------------------------
-
-
-def _mutations(content: bytes) -> Iterator[bytes | None]:
-    """Yield mutations of the file: deleted, truncated, and with a flipped bit."""
-    middle = len(content) // 2
-    yield from (None, content[:middle], content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 @pytest.mark.full
@@ -232,14 +211,17 @@ def test_damage_to_any_file_is_detected(tmp_path: Path) -> None:
     """Then the older checkpoint is loaded, or the newest if it does not need the damaged part."""
     saved(tmp_path, image(1, 1, 1), image(2, 2, 1))
     noticed = set()
-    for path in _files(tmp_path / "2"):
+    for number, path in enumerate(sorted(each for each in (tmp_path / "2").rglob("*") if each.is_file())):
         content = path.read_bytes()
-        for mutation in _mutations(content):
-            path.unlink() if mutation is None else path.write_bytes(mutation)
-            found = CheckpointStore(tmp_path).load()
-            assert found in (image(1, 1, 1), image(2, 2, 1)), path
-            noticed |= {path.name} if found == image(1, 1, 1) else set()
-            path.write_bytes(content)
+        middle = len(content) // 2
+        flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+        path.write_bytes((flipped, content[:middle])[number % 2])
+        if number % 3 == 0:
+            path.unlink()
+        found = CheckpointStore(tmp_path).load()
+        assert found in (image(1, 1, 1), image(2, 2, 1)), path
+        noticed |= {path.name} if found == image(1, 1, 1) else set()
+        path.write_bytes(content)
     assert "manifest.ocdbt" in noticed
     assert CheckpointStore(tmp_path).load() == image(2, 2, 1)
 
@@ -263,20 +245,6 @@ def test_a_checkpoint_that_is_damaged_or_not_its_own_is_skipped_with_one_warning
 
 
 # -- disks that fail ---------------------------------------------------------------------------------------------------
-
-
-def test_a_full_disk_is_an_error_and_keeps_earlier_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    store = saved(tmp_path, image(1))
-    with monkeypatch.context() as patched:
-        patched.setattr(archipelago.merger.checkpoint, "_save", full)
-        with failing(ConfigError, "checkpoint.write"):
-            store.save(image(2, 1))
-    assert store.load() == image(1)
-    store.save(image(2, 1, 1))
-    assert store.load() == image(2, 1, 1)
 
 
 LIMITED = """
@@ -331,14 +299,12 @@ def test_concurrent_readers_see_only_complete_checkpoints(tmp_path: Path) -> Non
 
     reader = threading.Thread(target=read)
     reader.start()
-    for number in range(2, 8):
-        store.save(image(number, number // 3 + 1, number // 2 + 1))
+    for number in (2, 3, 4):
+        store.save(image(number, 1, number))
     done.set()
     reader.join()
     assert found
-    for each in found:
-        assert each is not None
-        assert each == image(each.number, each.number // 3 + 1, each.number // 2 + 1)
+    assert all(each is not None and each == image(each.number, 1, each.number) for each in found)
 
 
 def test_listing_checkpoints_loads_neither_orbax_nor_jax() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,25 +10,22 @@ from typing import Any
 import pytest
 
 import archipelago.merger.retention
-from archipelago.broker.commits import START, Image
+from archipelago.broker.commits import START
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.messages import Evaluation, Marker
 from archipelago.broker.transport import Transport
 from archipelago.broker.wire import digest, unpack
 from archipelago.merger import record
-from archipelago.merger.beside import at_once, in_background
+from archipelago.merger.beside import at_once
 from archipelago.merger.checkpointer import RETRY_SECONDS, Checkpointer
 from archipelago.merger.record import Recorder
 from archipelago.merger.service import Merger
 from archipelago.merger.state import RunState
-from tests.conftest import Until
 from tests.harness.merger_run import (
     SIZE,
     Later,
     MergerRun,
     Shelf,
-    bits,
-    constant,
     finish,
     logged_codes,
     outer_states,
@@ -79,14 +75,6 @@ def test_a_checkpoint_holds_the_run_at_its_cut() -> None:
     for p, (snapshot, payload) in enumerate(image.snapshots):
         assert (snapshot.version, snapshot.bytes, snapshot.digest) == (other.version(p), len(payload), digest(payload))
         assert unpack(payload, SIZE).tolist() == other.parameters(p)
-
-
-def test_checkpoints_change_no_bit() -> None:
-    often, never = MergerRun(quorum=2), MergerRun(quorum=2)
-    often.play(serving(often, Shelf(), every=0.0), 1, 2, 3, 4, 5)
-    never.play(never.merger(), 1, 2, 3, 4, 5)
-    found, expected = bits(often), bits(never)
-    assert found == expected
 
 
 # -- schedule --------------------------------------------------------------------------------------------------------
@@ -156,29 +144,6 @@ def test_entries_stay_until_a_finished_checkpoint_covers_them() -> None:
     merger.turn(0.0)
     assert (run.kept_rounds(), run.transport.reader.books().kept) == ([], 0)
     run.balance()
-
-
-def test_without_checkpoints_merged_entries_are_trimmed_at_once() -> None:
-    run = MergerRun(quorum=2)
-    run.play(serving(run, Shelf()), 1, 2)
-    assert run.transport.reader.books().kept == 4
-    run.play(run.merger(), 3)  # a merger that takes none follows one that did
-    assert (run.kept_rounds(), run.transport.reader.books().kept) == ([], 0)
-    run.balance()
-
-
-def test_many_kept_bytes_make_the_next_checkpoint_urgent(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, run = Shelf(), MergerRun(quorum=2)
-    merger = serving(run, store)
-    run.play(merger, 1)
-    one_round = sum(len(payload) for _, payload in run.sent)
-    monkeypatch.setattr(archipelago.merger.retention, "KEPT_BYTES_MAX", 4 * one_round + 100)
-    run.play(merger, 2)
-    assert store.images == {}  # exactly half
-    run.play(merger, 3)
-    assert list(store.images) == [3]
-    merger.turn(0.0)
-    assert run.transport.reader.books().kept == 0
 
 
 def test_the_oldest_entries_are_trimmed_above_the_limit(
@@ -293,16 +258,6 @@ def test_a_checkpoint_in_progress_is_ignored_after_a_reload(written: str) -> Non
     assert run.kept_rounds()[:2] == [1, 2]
 
 
-def test_a_checkpoint_in_progress_fails_when_redis_has_gone_back_to_the_first_round() -> None:
-    store, later, run = Shelf(), Later(), MergerRun(quorum=2)
-    merger = serving(run, store, spawn=later)
-    run.play(merger, 1)
-    take_checkpoint(merger)
-    run.stored.tape.clear()
-    later.do_all()
-    assert store.images == {}
-
-
 # -- the record ------------------------------------------------------------------------------------------------------
 
 
@@ -361,50 +316,4 @@ def test_the_record_misses_only_rounds_whose_contributions_are_gone(
     assert sorted(record.read(tmp_path).rounds) == [1, 2, 3, 4, 5, 7]
 
 
-def test_a_redis_that_lost_rounds_cuts_the_record_back(tmp_path: Path) -> None:
-    run, store = MergerRun(quorum=2), Shelf()
-    merger = serving(run, store, Recorder(tmp_path))
-    run.play(merger, 1, 2)
-    take_checkpoint(merger)
-    merger.turn(0.0)
-    stored = run.stored
-    earlier = dict(stored.fragments), dict(stored.outer), stored.state, list(stored.tape)
-    run.play(merger, 3)
-    take_checkpoint(merger)
-    stored.fragments, stored.outer, stored.state, stored.tape = earlier
-    merger = serving(run, store, Recorder(tmp_path))
-    run.live("a")
-    run.live("b", state="left")
-    run.send("a", 3, constant(0.5))
-    merger.turn(0.0)
-    finish(merger)
-    found = record.read(tmp_path).rounds
-    assert sorted(found) == [1, 2, 3]
-    assert len(found[3][1]) == 1
-
-
 # -- concurrency -----------------------------------------------------------------------------------------------------
-
-
-def test_rounds_close_while_a_checkpoint_is_written(until: Until) -> None:
-    entered, go = threading.Event(), threading.Event()
-
-    class Slow(Shelf):
-        def save(self, image: Image) -> None:
-            entered.set()
-            go.wait()
-            super().save(image)
-
-    store, run = Slow(), MergerRun(quorum=2)
-    merger = serving(run, store, every=0.0, spawn=in_background("checkpoint"))
-    try:
-        run.play(merger, 1)
-        until(entered.is_set, "the checkpoint to begin")
-        run.play(merger, 2, 3)
-        assert store.images == {}
-    finally:
-        go.set()
-    until(lambda: merger.turn(0.0) or run.transport.reader.books().kept == 4, "the merger to notice the checkpoint")
-    assert run.kept_rounds() == [2, 3]
-    finish(merger)
-    assert run.kept_rounds() == []

@@ -18,9 +18,8 @@ from archipelago.broker.wire import digest_of
 from archipelago.merger import outer
 from archipelago.merger.beside import Spawn, T, at_once
 from archipelago.merger.committing import IDLE_SECONDS, MOST, Compactor, state_bytes
-from archipelago.merger.repair import repair_from
 from archipelago.merger.service import Merger
-from tests.harness.merger_run import CONFIG, MergerRun, Shelf, logged_codes, served_run, take_checkpoint
+from tests.harness.merger_run import CONFIG, MergerRun, logged_codes, served_run
 
 SMALL = replace(CONFIG, wire=WireConfig(up="float32", thin="int4", down="int8"))
 ISOTROPIC = replace(SMALL, merge=replace(SMALL.merge, embedding="isotropic", rest="isotropic"))
@@ -153,60 +152,6 @@ def test_a_failed_upload_is_tried_again(caplog: pytest.LogCaptureFixture) -> Non
         run.play(merger, number)
     assert logged_codes(caplog) == ["compaction.failed"]
     assert max(full_versions(run)) > 0
-
-
-def test_what_is_lost_while_a_merger_serves_is_covered_by_a_full_state() -> None:
-    for name in ("heads", "fragments", "logs", "differences"):
-        run, merger = served_run(SMALL, quorum=2)
-        run.play(merger, 1, 2, 3, 4, 5)
-        getattr(run.stored, name).clear()
-        run.clock.now += 10.0
-        merger.turn(0.0)
-        assert run.transport.merger.lost(5) == [], name
-        assert memory(run.merger()) == memory(merger), name
-        for p in range(2):
-            found = newest(run.transport.reader, run.manifest, p)
-            assert digest_of(found.params_N) == digest_of(np.asarray(merger.fragments[p].published_N))
-
-
-def test_what_is_lost_before_a_restart_is_rebuilt_from_a_checkpoint() -> None:
-    for name in ("heads", "fragments", "outer", "logs", "tape", "state"):
-        store = Shelf()
-        run, merger = served_run(SMALL, quorum=2, store=store)
-        run.play(merger, *range(1, 12))
-        take_checkpoint(merger)
-        run.play(merger, *range(12, 22))
-        if name == "state":
-            run.stored.state = ""
-        else:
-            getattr(run.stored, name).clear()
-        assert memory(run.merger(store=store)) == memory(merger), name
-
-
-def test_without_a_checkpoint_lost_contributions_cost_the_momentum_only(caplog: pytest.LogCaptureFixture) -> None:
-    run, merger = served_run(SMALL, quorum=2)
-    run.play(merger, 1, 2, 3, 4)
-    published = [np.asarray(f.published_N).tolist() for f in merger.fragments]
-    for number in list(run.stored.kept):
-        run.stored.kept.remove(number)
-        del run.stored.updates[number]
-    again = run.merger()
-    assert "restore.fresh" in logged_codes(caplog)
-    assert [np.asarray(f.params_N).tolist() for f in again.fragments] == published
-    run.play(again, 5, 6)
-
-
-def test_a_run_that_was_written_with_full_states_in_each_round_loads() -> None:
-    """Earlier versions wrote no heads, and the full state of each round."""
-    run, merger = served_run(SMALL, quorum=2)
-    run.play(merger, 1, 2, 3)
-    damaged = {f"fragment:{p}" for p in range(2)}
-    repair = repair_from(merger.manifest, merger.state, merger.fragments, merger.snapshots, damaged)
-    merger.transport.merger.write_back(merger.epoch, repair)
-    run_heads = run.stored.heads
-    run_heads.update({p: snapshot for p, (snapshot, _) in run.stored.fragments.items()})
-    again = run.merger()
-    assert memory(again) == memory(merger)
 
 
 def test_a_run_that_stands_still_gets_full_snapshots_once() -> None:

@@ -103,20 +103,6 @@ def leading(other: Shard, parts: Container[int] = (), home: Shard | None = None)
     return Leading(cast(ReaderClient, home or Shard()), [cast(ReaderClient, other)], missing)
 
 
-def test_a_number_that_was_announced_is_not_used_again() -> None:
-    home = Shard()
-    leader = leading(Shard(), home=home)
-    leader.start()
-    assert leader.announced == 0
-    home.announced += [Marker(9, 0), *[Call(3, 0)] * EVENTS_AT_ONCE]
-    leader.start()
-    assert leader.announced == 9
-    leader.begin(12, 0.0)
-    home.announced.clear()  # a Redis that died may have lost them
-    leader.start()
-    assert leader.announced == 12
-
-
 def test_a_checkpoint_is_lacking_until_it_has_all_parts_and_rounds() -> None:
     other, parts = Shard(), set[int]()
     leader = leading(other, parts)
@@ -169,13 +155,3 @@ def test_a_missing_part_is_logged_once(caplog: pytest.LogCaptureFixture) -> None
         if number == 3:
             parts.add(number)
         assert logged_codes(caplog) == ["checkpoint.incomplete"] * logged, number
-
-
-def test_the_end_waits_for_what_other_shards_have_to_merge() -> None:
-    other = Shard()
-    leader = leading(other)
-    assert not leader.has_backlog()
-    other.waiting = 1
-    assert leader.has_backlog()
-    other.waiting, other.is_away = 0, True
-    assert leader.has_backlog()

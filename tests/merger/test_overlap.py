@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 from archipelago.broker.errors import UnreachableError
-from archipelago.merger.beside import Spawn, at_once, in_background
+from archipelago.merger.beside import Spawn, at_once
 from tests.harness.merger_run import MergerRun, bits
 from tests.harness.played import started
 from tests.intercept import Faulty
@@ -82,17 +81,3 @@ def test_overlapping_rounds_have_the_bits_of_rounds_one_by_one_also_when_a_commi
             assert faulty.broken == 1
             run.balance()
             assert bits(run) == expected, (commit, when)
-
-
-def test_a_commit_runs_on_a_thread_of_its_own() -> None:
-    run, threads = MergerRun(quorum=2), list[str]()
-
-    def note(name: str, *_: object) -> None:
-        if name == "commit":
-            threads.append(threading.current_thread().name)
-
-    merger = run.merger(transport=run.faulty(before=note), beside=in_background)
-    send_two(run, 1)
-    assert merger.turn(0.0)
-    assert [name.partition("_")[0] for name in threads] == ["commit", "commit"]
-    run.balance()

@@ -60,16 +60,6 @@ def test_a_record_is_read_back(tmp_path: Path) -> None:
     assert [found.rounds[n] for n in (1, 2, 3)] == rounds
 
 
-def test_a_record_without_rounds_has_only_version_0(tmp_path: Path) -> None:
-    recorder = begun(tmp_path)
-    before = sorted(tmp_path.iterdir())
-    recorder.append([])  # which writes no file
-    begun(tmp_path)  # again
-    assert sorted(tmp_path.iterdir()) == before
-    found = read(tmp_path)
-    assert (found.rounds, recorder.last_round()) == ({}, 0)
-
-
 def test_segments_may_overlap(tmp_path: Path) -> None:
     recorder = recorded(tmp_path, [1, 2, 3], [2, 3, 4, 5])
     found = read(tmp_path)
@@ -100,15 +90,6 @@ def test_going_back_deletes_lost_rounds(tmp_path: Path) -> None:
         recorder.go_back(to)
         assert sorted(read(tmp_path / f"{to}").rounds) == left
     Recorder(tmp_path / "nowhere").go_back(2)  # without a record this does nothing
-
-
-def test_other_files_are_left_alone(tmp_path: Path) -> None:
-    recorder = recorded(tmp_path, [1, 2])
-    (tmp_path / "rounds-of-mine.bin").write_text("notes")
-    (tmp_path / ".rounds-00000003-00000004.bin.77").write_text("half a segment of a dead process")
-    recorder.go_back(0)
-    assert (tmp_path / "rounds-of-mine.bin").exists()
-    assert read(tmp_path).rounds == {}
 
 
 def test_a_folder_of_another_runs_record_is_refused(tmp_path: Path) -> None:

@@ -93,39 +93,6 @@ def test_a_repeat_is_merged_once() -> None:
     run.balance()
 
 
-def test_a_repeat_that_was_read_before_a_restart_is_merged_once() -> None:
-    run = MergerRun()
-    run.live("a", "b")
-    run.merger().turn(0.0)
-    run.send("a", 1, constant(1.0))
-    run.publish(*run.sent[0])
-    run.transport.merger.updates(0.0)  # a merger reads both and dies
-    merger = run.merger()
-    assert (run.transport.reader.backlog(), run.transport.reader.books().refused) == (1, 1)
-    run.send("b", 1, constant(1.0))
-    assert merger.turn(0.0)
-    assert sorted(run.merged()) == [("a", "x", 0), ("b", "x", 0)]
-    run.balance()
-
-
-def test_a_refused_contribution_is_refused_again() -> None:
-    """A repeat of a refused contribution must not be merged in a later state, nor after a restart."""
-    run, merger = served_run()
-    run.live("a")
-    run.send("a", 6, constant(1.0))  # the limit is 4 rounds ahead
-    merger.turn(0.0)
-    for number in (1, 2, 3):
-        run.send("a", number, constant(1.0))
-        merger.turn(0.0)
-    run.publish(*run.sent[0])
-    merger.turn(0.0)
-    run.publish(*run.sent[0])
-    run.merger().turn(0.0)
-    assert run.transport.reader.books().refused == 3
-    assert ("a", "x", 0) not in run.merged()
-    run.balance()
-
-
 # -- any mix -------------------------------------------------------------------------------------------------------
 
 ISLANDS = st.sampled_from("abc")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -14,14 +13,12 @@ import pytest
 from archipelago.broker.config import RunConfig, WireConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.memory.state import MemoryRun
-from archipelago.broker.messages import Snapshot
 from archipelago.broker.wire import digest_of, unpack
 from archipelago.merger import outer
 from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.merger.restore import load
 from archipelago.merger.round_merge import RoundMerge
 from archipelago.merger.service import Merger
-from archipelago.merger.state import RunState
 from tests.failing import failing
 from tests.harness.merger_run import (
     CONFIG,
@@ -114,19 +111,6 @@ def test_lost_state_is_rebuilt_to_the_same_bits(caplog: pytest.LogCaptureFixture
         run.balance()
 
 
-def test_entries_that_a_complete_checkpoint_covers_leave_the_stream() -> None:
-    for damage in ("state missing", "everything missing"):
-        store = Shelf()
-        run, first = served_run(store=store, quorum=2)
-        run.play(first, 1, 2, 3)
-        take_checkpoint(first)  # the merger dies before the turn in which it would trim
-        DAMAGE[damage](run.stored)
-        second = run.merger(store=store)
-        assert run.transport.reader.books().kept == 0
-        run.play(second, 4)
-        run.balance()
-
-
 def test_nothing_is_rebuilt_when_nothing_is_lost(caplog: pytest.LogCaptureFixture) -> None:
     class Untouched(Shelf):
         def load(self, number: int | None = None) -> None:
@@ -141,18 +125,6 @@ def test_nothing_is_rebuilt_when_nothing_is_lost(caplog: pytest.LogCaptureFixtur
 
 
 # -- state that Redis still has is newer than the checkpoint's -------------------------------------------------------
-
-
-def test_refusals_are_remembered_if_the_state_is_not_lost() -> None:
-    store = Shelf()
-    run, merger = begun(CONFIG, store)
-    run.send("a", 8, constant(float("nan")))
-    refused = run.sent[-1][0]
-    run.play(merger, 8)
-    run.stored.outer.clear()
-    again = run.merger(store=store)
-    assert again.state.has_seen(refused.identity)
-    assert again.state.timing == RunState.from_json(run.transport.reader.merger_state()).timing
 
 
 def test_kept_entries_stay_in_the_stream_after_a_restore() -> None:
@@ -261,21 +233,6 @@ def test_a_tape_that_ends_early_is_logged(caplog: pytest.LogCaptureFixture) -> N
         del run.stored.tape[-1:]
 
 
-def test_a_checkpoint_of_rounds_that_redis_has_lost_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
-    """Redis was restarted and has lost its last second. The checkpoint holds rounds that Redis does not have."""
-    store = Shelf()
-    run, merger = served_run(quorum=2, store=store)
-    run.play(merger, 1, 2)
-    stored = run.stored
-    earlier = (dict(stored.fragments), dict(stored.outer), stored.state, list(stored.tape))
-    run.play(merger, 3)
-    take_checkpoint(merger)
-    stored.fragments, stored.outer, stored.state, stored.tape = earlier
-    stored.outer.clear()
-    assert run.merger(store=store).state.closed == 2
-    assert any(code.startswith("replay.") for code in logged_codes(caplog))
-
-
 class Broken(Shelf):
     """A folder whose checkpoints cannot be read."""
 
@@ -298,10 +255,3 @@ def test_checkpoints_that_cannot_be_read_or_are_of_another_run_are_not_used(capl
         run.stored.state = ""
         with failing(ConfigError, "config.lost-state"):
             run.merger(store=store)
-
-
-def test_a_run_without_rounds_is_loaded_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING)
-    run, merger = served_run(store=Shelf())
-    assert (merger.state, run.events(Snapshot)) == (RunState(), [])
-    assert not caplog.records

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from archipelago.broker.config import SyncConfig
 from archipelago.broker.messages import Contribution
-from archipelago.merger.accounts import ACCOUNTS_MAX
 from archipelago.merger.claims import StepTimes, is_step_seconds
 from archipelago.merger.rounds import Close, Rounds, grace_seconds, slack, stride_seconds
 from archipelago.merger.state import RoundTiming, RunState
@@ -83,13 +82,6 @@ def test_a_departing_island_does_not_call_a_round() -> None:
     assert some.calls() == [1]
 
 
-def test_the_window_is_at_most_the_number_of_fragments() -> None:
-    some = rounds(window=64, fragments=3)
-    for number in (1, 2, 3, 4):
-        some.answer(samples.contribution(round=number, fragment=(number - 1) % 3), 0.0)
-    assert (some.window, some.calls()) == (3, [1, 2, 3])
-
-
 # -- closing by answers --------------------------------------------------------------------------------------------
 
 
@@ -122,15 +114,6 @@ def test_farewells_and_answers_of_dead_islands_count_and_repeats_do_not() -> Non
     assert some.close(2.0, frozenset("a"), waiting(1)) == Close(1, 2.0, 0.0, 2.0), "a dead island does not count"
 
 
-def test_a_quorum_is_at_most_the_number_of_live_islands() -> None:
-    some = rounds(quorum=5, grace=0.0)
-    some.answer(answered("a"), 0.0)
-    assert some.close(0.0, LIVE, waiting(1)) is None
-    assert some.close(1e6, LIVE, waiting(1)) is None  # two islands are live, one has answered
-    close = some.close(1e6, frozenset("a"), waiting(1))  # the other island died
-    assert close == Close(1, quorum_seconds=1e6, grace_seconds=0.0, open_seconds=1e6)
-
-
 # -- closing by the clock ------------------------------------------------------------------------------------------
 
 
@@ -154,21 +137,6 @@ def test_grace_by_hand() -> None:
     some.answer(answered("b", step_seconds=0.001), 1.0)  # would leave almost no slack
     assert some.close(1.0, live, waiting(1)) is None
     assert some.deadline() == 2.0, "grace is fixed at the quorum"
-
-
-def test_the_averages_move_with_every_round() -> None:
-    some = rounds(timing=RoundTiming(quorum_seconds=0.5, sync_seconds=0.5))
-    live = frozenset({"fast", "silent"})
-    some.answer(answered("fast"), 10.0)
-    assert some.close(11.0, live, waiting(1)) is None  # noted a second late: T_quorum
-    close = some.close(20.0, live, waiting(1))
-    assert close == Close(1, quorum_seconds=1.0, grace_seconds=1.5, open_seconds=10.0)
-    commit(some, close, 1.5)
-    assert some.timing.quorum_seconds == pytest.approx(0.6)  # 0.8 · 0.5 + 0.2 · 1
-    assert some.timing.sync_seconds == pytest.approx(0.7)  # 0.8 · 0.5 + 0.2 · 1.5
-    some.answer(answered("fast", 2), 30.0)
-    assert some.close(30.0, live, waiting(2)) is None
-    assert some.deadline() == pytest.approx(31.35)  # ½ · (4 − 1.3)
 
 
 def test_without_grace_or_slack_a_round_closes_at_its_quorum_and_never_before() -> None:
@@ -345,26 +313,6 @@ def test_stride_by_hand() -> None:
     assert stride_seconds({"fast": 1.0}, ["fast"], 2, 6) == pytest.approx(1 / 3)  # a stride may be less than a step
 
 
-@given(st.floats(0.0, 1.0), st.integers(1, 64), SECONDS, SECONDS, SECONDS, SECONDS)
-def test_grace_is_never_negative_and_shrinks_with_late_rounds(
-    gamma: float, window: int, stride: float, quorum: float, sync: float, more: float
-) -> None:
-    grace = grace_seconds(gamma, slack(window, stride, RoundTiming(quorum, sync)))
-    assert 0.0 <= grace <= gamma * (window * stride)
-    assert grace_seconds(gamma, slack(window + 1, stride, RoundTiming(quorum, sync))) >= grace
-    assert grace_seconds(gamma, slack(window, stride, RoundTiming(quorum + more, sync))) <= grace
-    assert grace_seconds(gamma, slack(window, stride, RoundTiming(quorum, sync + more))) <= grace
-
-
-@given(st.lists(SECONDS, min_size=1, max_size=20), st.floats(0.0, 0.99))
-def test_an_average_stays_between_its_samples(samples: list[float], smoothing: float) -> None:
-    timing = RoundTiming()
-    for sample in samples:
-        timing = timing.after_quorum(sample, smoothing)
-    assert timing.quorum_seconds is not None
-    assert min(samples) * (1 - 1e-9) <= timing.quorum_seconds <= max(samples) * (1 + 1e-9)
-
-
 # -- step times of islands, kept in order as contributions arrive ------------------------------------------------------
 
 NAMES = "abcde"
@@ -409,12 +357,3 @@ def test_reports_of_live_islands_are_kept_as_they_arrive(
         require_equal(some.reported(live), {name: s for name, s in known.items() if name in live} or known)
     for others in (frozenset(NAMES), frozenset(NAMES) - live):
         require_equal(some.reported(others), {name: s for name, s in known.items() if name in others} or known)
-
-
-def test_islands_that_were_forgotten_count_no_more() -> None:
-    some, live = rounds(), frozenset(f"i{n}" for n in range(ACCOUNTS_MAX + 1))
-    for n in range(ACCOUNTS_MAX + 1):
-        some.answer(answered(f"i{n}"), 0.0)
-        some.reported(live)
-    assert "i0" not in dict(some.reported(live).items())
-    assert some.reported(live).count_of_others("stranger") == ACCOUNTS_MAX

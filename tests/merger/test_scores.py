@@ -67,11 +67,6 @@ def after(rounds: int, forged: Mapping[str, Forge], known: Mapping[str, Score] |
     return judged
 
 
-def test_the_upper_median_by_hand() -> None:
-    for values, median in (([3.0], 3), ([1.0, 2.0], 2), ([1.0, 5.0, 2.0], 2), ([4.0, 1.0, 2.0, 3.0], 3)):
-        assert upper_median(values) == median
-
-
 def test_honest_islands_keep_their_weight_exactly() -> None:
     for agreement in (0.05, 0.3, 0.9):
         scores: Mapping[str, Score] = {}
@@ -109,12 +104,6 @@ def test_three_islands_can_judge_and_two_cannot() -> None:
         names = HONEST[:count]
         judged = judge({}, contributions(0, {"a": FLIP}, names), SPANS, count)
         assert judged.factors == ((1.0, 1.0) if count < JUDGES_LEAST else (0.0, 1.0, 1.0))
-
-
-def test_a_lowered_island_stays_so_in_a_round_without_judges() -> None:
-    scores, alone = after(5, {"a": FLIP}).scores, contributions(9, {}, ("a",))
-    assert judge(scores, alone, SPANS, 8).factors == (0.0,)
-    assert judge(scores, alone, SPANS, 2).factors == (1.0,), "with two live islands nobody knows who is right"
 
 
 def test_norms_that_stay_large_are_clipped_to_the_usual_one() -> None:

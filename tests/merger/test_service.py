@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archipelago.broker.errors import FencedError
-from archipelago.broker.messages import Call, Resume, Snapshot
-from archipelago.broker.presence import LIVE_SECONDS
+from archipelago.broker.messages import Call, Snapshot
 from archipelago.broker.wire import digest
 from archipelago.merger import merge_rules, spectra
 from archipelago.merger.round_merge import RoundMerge
@@ -107,31 +106,6 @@ def test_a_late_contribution_joins_the_next_round_of_its_fragment() -> None:
     run.balance()
 
 
-def test_the_published_step_is_the_largest_of_all_contributions() -> None:
-    run, merger = served_run()
-    run.live("fast", "slow")
-    for number, (fast, slow) in enumerate([(20, 10), (25, 30), (15, 20)], start=1):
-        run.clock.now += 5.0
-        run.send("fast", number, constant(1.0), global_step=fast)
-        run.send("slow", number, constant(1.0), global_step=slow)
-        merger.turn(0.0)
-    assert [s.step for s in run.events(Snapshot)] == [20, 30, 30]
-    assert [entry.step for entry in run.transport.reader.tape(3)] == [20, 30, 30]
-
-
-def test_live_islands_train_and_have_a_recent_heartbeat() -> None:
-    run, merger = served_run()
-    run.live("silent")
-    run.clock.now = 0.1
-    run.live("slow")
-    run.clock.now = LIVE_SECONDS
-    run.live("trains")
-    for state in ("joining", "leaving", "left", "done"):
-        run.live(state, state=state)
-    merger.turn(0.0)
-    assert merger.live == {"trains", "slow"}
-
-
 # -- restarts ------------------------------------------------------------------------------------------------------
 
 ISLANDS = st.sampled_from("abc")
@@ -190,18 +164,6 @@ def test_a_restart_keeps_the_measured_round_times() -> None:
     assert graces[0] > graces[1] > 0.0
 
 
-def test_each_start_of_a_merger_is_announced() -> None:
-    run = MergerRun()
-    run.live("a")
-    first = run.merger()
-    for number in (1, 2):
-        run.send("a", number, constant(1.0))
-        first.turn(0.0)
-    second = run.merger()
-    assert run.events(Resume) == [Resume(0, first.epoch), Resume(2, second.epoch)]
-    assert second.epoch > first.epoch
-
-
 # -- two mergers ---------------------------------------------------------------------------------------------------
 
 
@@ -251,17 +213,6 @@ def test_entries_that_a_fenced_merger_had_read_are_merged() -> None:
     new.turn(0.0)
     assert sorted(run.merged()) == [("a", "x", 0), ("b", "x", 0)]
     run.balance()
-
-
-def test_turns_renew_the_lease_which_expires_without_them() -> None:
-    run = MergerRun()
-    first, second = run.merger("first"), run.idle_merger("second")
-    for _ in range(20):
-        run.clock.now += LEASE_SECONDS / 3
-        first.turn(0.0)
-        assert not second.acquire()
-    run.clock.now += LEASE_SECONDS
-    assert second.acquire()
 
 
 def test_a_long_merge_renews_the_lease(monkeypatch: pytest.MonkeyPatch, until: Until) -> None:

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import logging
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError
 from archipelago.broker.messages import Snapshot
+from archipelago.broker.redis.keys import is_name
+from archipelago.merger import serving
 from archipelago.merger.service import LEASE_SECONDS, Merger
-from archipelago.merger.serving import serve
+from archipelago.merger.serving import has_ended_here, merger_name, numbering, serve
 from archipelago.merger.state import RunState
+from tests.conftest import Until
 from tests.harness.merger_run import CONFIG, MergerRun, Shelf, constant, served_run, values
-from tests.intercept import EVERY, Faulty
+from tests.intercept import Faulty
 
 # -- outages -------------------------------------------------------------------------------------------------------
 
@@ -87,13 +94,6 @@ def test_broken_calls_lose_and_repeat_nothing(when: str) -> None:
     assert outcome(served(("renew", 0, when), *((method, 2, when) for method in METHODS))) == undisturbed()
 
 
-def test_the_merger_waits_while_the_broker_refuses_writes() -> None:
-    """A full Redis, for example, is reachable, and its refusals are temporary."""
-    course = served(*(("commit", n, "before") for n in range(3)), error=BrokerError("out of memory"))
-    assert course.transport.broken == 3
-    assert outcome(course) == undisturbed()
-
-
 def test_the_merger_ends_when_the_run_is_deleted() -> None:
     run, merger = served_run()
     run.broker.runs.clear()
@@ -149,14 +149,6 @@ def test_a_standby_is_listed_until_it_takes_over_when_the_lease_runs_out(caplog:
     turns = iter([False, False, True])
     serve(run.idle_merger("fourth", transport=run.faulty()), lambda: next(turns), lambda seconds: None)
     assert run.transport.reader.standbys() == [], "a standby that is stopped leaves the list"
-
-
-def test_the_merger_can_be_stopped_during_an_outage() -> None:
-    run = MergerRun()
-    merger = run.idle_merger(transport=run.faulty(("release", EVERY, "before")))
-    turns = iter([False, False, True])
-    serve(merger, lambda: next(turns), lambda seconds: None)
-    assert merger.epoch == 1
 
 
 # -- the end of a run ------------------------------------------------------------------------------------------------
@@ -229,11 +221,6 @@ def test_a_finished_run_is_served_while_an_island_is_live_or_its_work_waits() ->
     run.balance()
 
 
-def test_a_run_that_is_not_finished_waits_for_islands() -> None:
-    run = MergerRun()
-    assert not serve(idle(run), Turns(run, most=100))
-
-
 def test_the_merger_of_a_finished_run_waits_until_its_last_checkpoint_is_written() -> None:
     run = finished_run()
     run.live("a", state="left")
@@ -249,3 +236,66 @@ def test_an_extended_run_is_served_again() -> None:
     assert serve(idle(run), Turns(run))
     run.transport.reader.steer({"inner.steps": str(2 * STEPS)})
     assert not serve(idle(run, "later"), Turns(run, most=50))
+
+
+# -- mergers on one machine: one that was killed frees the lease at once -----------------------------------------------
+
+NAME = "from archipelago.merger.serving import merger_name; print(merger_name(), flush=True)"
+
+numbered = pytest.mark.skipif(not numbering(), reason="this system does not tell what numbers its processes")
+
+
+@pytest.fixture(scope="module")
+def dead() -> str:
+    """The name of a merger that has ended."""
+    done = subprocess.run([sys.executable, "-c", NAME], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+@numbered
+def test_a_killed_process_has_ended_before_its_parent_takes_note(until: Until) -> None:
+    """A supervisor may take its time for that."""
+    with subprocess.Popen([sys.executable, "-c", f"{NAME}; input()"], stdin=-1, stdout=-1, text=True) as process:
+        assert process.stdout is not None
+        name = process.stdout.readline().strip()
+        assert not has_ended_here(name)
+        assert not has_ended_here(merger_name()), "this process lives"
+        process.kill()
+        until(lambda: has_ended_here(name), "the end of the process")
+
+
+@numbered
+def test_processes_that_are_numbered_elsewhere_are_unknown(
+    dead: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "boot").write_text("other", encoding="ascii")
+    (tmp_path / "pid").symlink_to("pid:[1]")
+    for where, file, is_known in (
+        ("_BOOT", "boot", True), ("_NAMESPACE", "pid", True), ("_BOOT", "no such file", False),
+    ):  # fmt: skip
+        with monkeypatch.context() as patch:
+            patch.setattr(serving, where, tmp_path / file)
+            numbering.cache_clear()
+            assert not has_ended_here(dead), file
+            assert bool(numbering()) == is_known, file
+            assert re.fullmatch(r"[A-Za-z0-9-]+-[0-9]+-([0-9a-f]{8}-)?[0-9a-f]{6}", merger_name())
+        numbering.cache_clear()
+
+
+@numbered
+def test_other_names_are_unknown_and_those_of_mergers_can_be_parts_of_keys() -> None:
+    for name in ("", "merger", "a-1-b", "a-99999999999-00000000-abcdef", "x" * 300, "é-1-2-3"):
+        assert not has_ended_here(name)
+    assert is_name(merger_name())
+    assert merger_name() != merger_name()
+
+
+@numbered
+def test_the_lease_of_a_dead_merger_is_taken_at_once_and_its_epoch_has_ended(dead: str) -> None:
+    run = MergerRun()
+    before = run.merger(dead)
+    assert not run.idle_merger("elsewhere").acquire()
+    here = run.idle_merger(merger_name(), is_gone=has_ended_here)
+    assert here.acquire()
+    assert here.epoch == before.epoch + 1
+    assert not run.idle_merger(merger_name(), is_gone=has_ended_here).acquire(), "the one that serves now lives"

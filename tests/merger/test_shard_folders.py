@@ -59,15 +59,6 @@ def path_of(folder: MergerFolder, shard: int, number: int) -> Path:
     return folder.of_shard(MANIFEST, shard).store.path_of(number)
 
 
-def test_parts_have_folders_of_their_own(folder: MergerFolder) -> None:
-    assert sorted(path.relative_to(folder.path).as_posix() for path in folder.path.glob("**/checkpoints")) == [
-        "checkpoints", "shard-1/checkpoints",
-    ]  # fmt: skip
-    assert folder.of_shard(MANIFEST, 0) is folder
-    assert folder.of_shard(MANIFEST, 1) is folder.of_shard(MANIFEST, 1)
-    assert MergerFolder(folder.path).of_shard(samples.manifest(), 0).path == folder.path
-
-
 @pytest.mark.parametrize("shard", [0, 1])
 def test_only_a_complete_and_sound_checkpoint_is_restored(folder: MergerFolder, shard: int) -> None:
     assert folder.store.complete() == [4, 7]
@@ -125,16 +116,6 @@ def test_an_interrupted_restore_is_completed_from_the_same_checkpoint_only(folde
     assert home.reader.uid() is None
     restore(home, images(4))
     assert claim_checkpoint(whole(home, MANIFEST), "a") == (4, [1, 1])
-
-
-def test_people_read_the_whole_run(folder: MergerFolder) -> None:
-    image = folder.load()
-    assert image is not None
-    assert image.manifest == MANIFEST
-    assert [snapshot.fragment for snapshot, _ in image.snapshots] == [0, 1]
-    assert [entry.round for entry in image.tape] == [1, 2]
-    assert image.books.merged == 4
-    assert json.loads(image.state)["island_tokens"] == {"a": 20}
 
 
 def test_mergers_on_two_machines_share_a_bucket(bucket: BucketFolder, written: Path, tmp_path: Path) -> None:

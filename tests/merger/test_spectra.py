@@ -27,7 +27,6 @@ from archipelago.merger.spectra import (
     Spectra,
     cycle_operations,
     fine_product,
-    measured_rate,
     operations,
     product,
     with_power,
@@ -203,19 +202,6 @@ def test_the_number_of_threads_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -
     assert merged(1) == merged(2) == merged(5)
 
 
-def test_matrices_are_changed_at_the_same_time_on_several_threads() -> None:
-    both = threading.Barrier(2, timeout=30)
-    Spectra(threads=2).change(lambda *_: both.wait(), [(np.zeros((2, 2), np.float32), 0.0)] * 2)
-
-
-def test_an_error_of_one_matrix_is_raised() -> None:
-    def fail(*_: object) -> None:
-        raise ValueError("no spectrum")
-
-    with pytest.raises(ValueError, match="no spectrum"):
-        Spectra(threads=2).change(fail, [(np.zeros((2, 2), np.float32), 0.0)] * 4)
-
-
 def test_the_caller_is_called_back_while_a_matrix_is_changed_and_can_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spectra, "BETWEEN_SECONDS", 0.001)
     on, called, changed = threading.Event(), list[str](), list[float]()
@@ -234,19 +220,6 @@ def test_the_caller_is_called_back_while_a_matrix_is_changed_and_can_end_it(monk
         Spectra(between, threads=1).change(work, [(np.zeros((2, 2), np.float32), 0.0)] * 100)
     assert set(called) == {threading.current_thread().name}
     assert len(changed) < 100, "the rest is left out"
-
-
-def test_the_time_of_spectra_is_that_of_the_clock() -> None:
-    now = 5.0
-
-    def work(*_: object) -> None:
-        nonlocal now
-        now += 2.0
-
-    found = Spectra(clock=lambda: now, threads=1)
-    found.change(work, [(np.zeros((2, 2), np.float32), 0.0)] * 3)
-    found.change(work, [(np.zeros((2, 2), np.float32), 0.0)])
-    assert found.seconds == 8.0
 
 
 def test_the_environment_says_how_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,11 +248,6 @@ def test_a_cycle_costs_what_its_matrices_cost() -> None:
     assert cycle_operations(TENSORS, ISOTROPIC) == small
     whole = MergeConfig(**{**vars(ISOTROPIC), "isotropic_side_max": 1100})
     assert cycle_operations(TENSORS, whole) == small + operations((2000, 1100), 0.0)
-
-
-@pytest.mark.full
-def test_the_rate_of_this_machine_is_that_of_a_processor() -> None:
-    assert 1e7 < measured_rate(1) < 1e13
 
 
 # -- other machines ------------------------------------------------------------------------------------------------

@@ -27,11 +27,6 @@ from archipelago.merger.weights import NormWindow, RunningMean
 from tests import samples
 from tests.failing import failing
 
-COUNT = st.integers(0, 1 << 62)
-SECONDS = st.none() | st.floats(0.0, 1e9)
-NAMES = st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,5}\Z")
-NORMS = st.lists(st.floats(0.0, 1e300), max_size=6).map(lambda norms: NormWindow(tuple(norms)))
-IDENTITIES = st.tuples(NAMES, NAMES, st.integers(0, 9))
 FULL = RunState(
     closed=7,
     step=40,
@@ -50,35 +45,10 @@ FULL = RunState(
 )
 
 
-@st.composite
-def states(draw: st.DrawFn) -> RunState:
-    state = RunState(
-        closed=draw(COUNT),
-        step=draw(COUNT),
-        tokens=draw(COUNT),
-        staleness=RunningMean(draw(st.floats(1e-6, 1.0))),
-        timing=RoundTiming(draw(SECONDS), draw(SECONDS)),
-        norms=draw(st.dictionaries(st.integers(0, 20), NORMS, max_size=4)),
-        cursors=draw(st.dictionaries(NAMES, st.tuples(COUNT, COUNT), max_size=4)),
-        step_seconds=draw(st.dictionaries(NAMES, st.floats(0.0, 1e9), max_size=4)),
-        island_tokens=draw(st.dictionaries(NAMES, COUNT, max_size=4)),
-        covered=draw(COUNT),
-    )
-    for identity in draw(st.lists(IDENTITIES, max_size=12)):
-        state.see(identity)
-    return state
-
-
-@given(states())
-def test_json_keeps_every_bit(state: RunState) -> None:
-    again = RunState.from_json(state.to_json())
-    assert again == state
-    assert again.to_json() == state.to_json()
-
-
 def test_only_an_undamaged_state_is_read() -> None:
     assert RunState.from_json("") == RunState()
     assert RunState.from_json(FULL.to_json()) == FULL
+    assert RunState.from_json(FULL.to_json()).to_json() == FULL.to_json()
     values: dict[str, Any] = json.loads(FULL.to_json())
     changed = json.dumps(values | {"tokens": FULL.tokens + 1})
     del values["digest"]  # so that each part is judged by itself
@@ -151,22 +121,6 @@ def test_the_order_of_arrival_changes_no_bit(parts: list[tuple[str, str, int, fl
 
 
 # -- the memory of seen contributions is bounded -------------------------------------------------------------------
-
-
-def test_the_least_recent_incarnations_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(archipelago.merger.state, "INCARNATIONS_MAX", 3)
-    state = RunState()
-    for life in ("p", "q", "r"):
-        state.see(("a", life, 0))
-    state.see(("a", "p", 1))  # so that q is the least recent
-    state = RunState.from_json(state.to_json())  # a restart keeps the order
-    state.see(("a", "s", 0))
-    assert list(state.seen) == ["a/r", "a/p", "a/s"]
-    assert state.seen["a/p"] == Sequences(2)
-    assert not state.has_seen(("a", "q", 0))
-    state.has_seen(("a", "r", 0))  # asking does not change the order
-    state.see(("a", "t", 0))
-    assert list(state.seen) == ["a/p", "a/s", "a/t"]
 
 
 def test_the_incarnations_of_one_island_do_not_displace_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,13 +13,11 @@ from archipelago.broker.control import GRACE, OUTER_RATE, QUORUM, SETTINGS, STEP
 from archipelago.broker.messages import Refusal
 from archipelago.merger import outer
 from archipelago.merger.checkpointer import RETRY_SECONDS
-from archipelago.merger.replay import DifferenceError, rebuild
 from archipelago.merger.scores import Score
 from archipelago.merger.service import Merger
 from archipelago.merger.state import RunState
 from archipelago.merger.steering import EXPELLED, OperatorControls
 from archipelago.merger.weights import ENOUGH
-from tests.failing import failing
 from tests.harness.merger_run import (
     CONFIG,
     SIZE,
@@ -32,7 +30,6 @@ from tests.harness.merger_run import (
     state_of,
     take_checkpoint,
 )
-from tests.intercept import EVERY
 from tests.merger.test_replay import recorded, replayed
 from tests.tiers import examples
 
@@ -122,37 +119,6 @@ def test_a_takeover_and_a_replay_keep_changed_settings() -> None:
     state, fragments = replayed(other, recorded(other))
     assert [outer.dump(f.params_N, f.outer) for f in fragments] == outer_states(other)
     assert state.steered == state_of(other).steered == {GRACE: 0.125}
-
-
-def test_other_settings_on_the_tape_are_a_difference() -> None:
-    run = steered_run(takeover=False)
-    for rate, code in (("0.26", "replay.difference"), ("-1", "replay.difference"), (None, "replay.difference")):
-        rounds = [
-            (replace(entry, steered="" if rate is None else entry.steered.replace("0.25", rate)), deliveries)
-            for entry, deliveries in recorded(run)
-        ]
-        with failing(DifferenceError, code):
-            replayed(run, rounds)
-
-
-def test_a_restart_from_checkpoint_and_tape_has_the_same_bits() -> None:
-    """The checkpoint has one learning rate; the tape after it has two others."""
-    shelf = Shelf()
-    run, merger = served_run(quorum=2, store=shelf)
-    run.transport.reader.steer({OUTER_RATE: "0.25"})
-    run.play(merger, 1, 2)
-    take_checkpoint(merger)
-    run.play(merger, 3)
-    run.transport.reader.steer({OUTER_RATE: "0.125"})
-    run.play(merger, 4)
-    expected = outer_states(run)
-    assert RunState.from_json(shelf.images[2].state).steered == {OUTER_RATE: 0.25}
-    state, fragments = rebuild(merger.rules, shelf.images[2], run.transport)
-    assert [outer.dump(f.params_N, f.outer) for f in fragments] == expected
-    assert state.steered == {OUTER_RATE: 0.125}
-    del run.stored.outer[0]
-    again = run.merger(store=shelf)
-    assert [outer.dump(f.params_N, f.outer) for f in again.fragments] == expected
 
 
 def test_a_restored_redis_has_the_requests_again() -> None:
@@ -381,14 +347,6 @@ def test_no_request_stops_the_merger_or_breaks_a_replay(requests: list[dict[str,
     for p in range(2):
         if run.version(p):
             assert outer.dump(fragments[p].params_N, fragments[p].outer) == run.transport.merger.outer(p)
-
-
-def test_a_lost_note_does_not_stop_the_merger() -> None:
-    run = MergerRun()
-    merger = run.merger(transport=run.faulty(("note", EVERY, "before")))
-    run.transport.reader.steer({OUTER_RATE: "0.25"})
-    play_one(run, merger, 1)
-    assert steered_on_tape(run) == ["outer.learning_rate=0.25"]
 
 
 def test_the_operator_is_told_once_of_a_lowered_weight_and_the_rule_expels() -> None:
