@@ -13,20 +13,22 @@ import numpy as np
 import pytest
 
 from archipelago.broker.codecs import Vector
-from archipelago.broker.commits import START, Image
+from archipelago.broker.commits import START, Delivery, Image
 from archipelago.broker.config import MergeConfig, OuterConfig, RunConfig, SyncConfig, WireConfig
 from archipelago.broker.memory.state import MemoryRun
-from archipelago.broker.messages import Contribution, Refusal
+from archipelago.broker.messages import Contribution, Refusal, TapeEntry
 from archipelago.broker.published import newest
 from archipelago.broker.transport import Transport
-from archipelago.broker.wire import pack
+from archipelago.broker.wire import pack, unpack
 from archipelago.merger.beside import Spawn, at_once
 from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.merger.checkpointer import CheckpointCut, Checkpointer
 from archipelago.merger.committing import compaction_of
 from archipelago.merger.record import Recorder
+from archipelago.merger.replay import replay_round
+from archipelago.merger.round_merge import RoundMerge, new_state
 from archipelago.merger.service import Merger
-from archipelago.merger.state import RoundTiming, RunState
+from archipelago.merger.state import FragmentState, RoundTiming, RunState
 from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests import samples
 from tests.harness.played import CreatedRun, started
@@ -206,6 +208,30 @@ def bits(run: MergerRun) -> list[Any]:
     state.covered, state.timing = 0, RoundTiming()
     tape = [(e.round, e.version, e.digest, e.members, e.gain) for e in run.transport.reader.tape(10_000)]
     return [tape, run.digests(), outer_states(run), state]
+
+
+Rounds = list[tuple[TapeEntry, list[Delivery]]]
+
+
+def recorded(run: MergerRun) -> Rounds:
+    """Return each tape entry with the contributions that it merged, which are still in the stream."""
+    return [
+        (entry, run.transport.merger.read([m.entry for m in entry.members]))
+        for entry in run.transport.reader.tape(1000)
+    ]
+
+
+def beginning(run: MergerRun) -> tuple[RoundMerge, RunState, list[FragmentState]]:
+    rules = RoundMerge.of(run.manifest)
+    first = [unpack(payload, SIZE) for _, payload in samples.first_snapshots(run.manifest)]
+    return rules, RunState(), [new_state(params_N, rules.outer) for params_N in first]
+
+
+def replayed(run: MergerRun, rounds: Rounds) -> tuple[RunState, list[FragmentState]]:
+    rules, state, fragments = beginning(run)
+    for tape, deliveries in rounds:
+        fragments[tape.fragment] = replay_round(rules, state, fragments[tape.fragment], tape, deliveries)
+    return state, fragments
 
 
 def logged_codes(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -26,11 +26,12 @@ from tests.harness.merger_run import (
     bits,
     constant,
     outer_states,
+    recorded,
+    replayed,
     served_run,
     state_of,
     take_checkpoint,
 )
-from tests.merger.test_replay import recorded, replayed
 from tests.tiers import examples
 
 STEERED = {OUTER_RATE: "0.25", QUORUM: "3", GRACE: "0.125"}
@@ -160,25 +161,6 @@ def test_a_pause_closes_no_round_and_loses_nothing() -> None:
     assert run.notes("paused")
     assert len(run.notes("resumed")) == 1
     run.balance()
-
-
-def test_a_pause_does_not_change_the_measured_round_times() -> None:
-    """The time to a quorum excludes the rest of a pause. Otherwise no slack would be left afterwards."""
-    run, merger = served_run(quorum=2)
-    run.transport.reader.steer({"merging": "paused"})
-    run.live("a", "b", "c")
-    run.send("a", 1, constant(1.0))
-    merger.turn(0.0)
-    run.clock.now += 1.0
-    run.send("b", 1, constant(1.0))
-    merger.turn(0.0)
-    run.clock.now += 10_000.0
-    run.live("a", "b", "c")
-    run.transport.reader.steer({"merging": ""})
-    assert merger.turn(0.0)
-    (entry,) = run.transport.reader.tape(9)
-    assert (entry.quorum_seconds, entry.open_seconds) == (1.0, 10_001.0)
-    assert state_of(run).timing.quorum_seconds == 1.0
 
 
 # -- checkpoints ----------------------------------------------------------------------------------
