@@ -292,15 +292,11 @@ class Compactor:
         if not is_full:
             self.fragments[tape.fragment].add(tape, snapshot.difference_bytes)
 
-    def covered(self, snapshot: Snapshot) -> None:
-        """Note that Redis holds the full state of a fragment at this version, or will with the next write.
+    def covered(self, number: int, version: int) -> None:
+        """Note that Redis holds the full state of a round's fragment at this version, or will with the next write.
 
         If that write fails, the merger loads the run again.
         """
-        self.covered_by(snapshot.round, snapshot.version)
-
-    def covered_by(self, number: int, version: int) -> None:
-        """The same, for the version of a round."""
         self.fragments[self.manifest.fragment_of(number)] = Uncovered(number, version)
 
     def is_compacted(self, number: int) -> bool:

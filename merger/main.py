@@ -109,7 +109,7 @@ def main(options: MergerOptions) -> int:
     mergers, checkpointers = [], []
     for shard, own_manifest in enumerate(shards):
         own = of_shard(transport, manifest, shard)
-        checkpointer = folder.of_shard(manifest, shard).checkpointer(own, own_manifest, every) if every > 0 else None
+        checkpointer = folder.parts(manifest)[shard].checkpointer(own, own_manifest, every) if every > 0 else None
         checkpointers.append(checkpointer)
         make = partial(
             Merger,  # reads the manifest

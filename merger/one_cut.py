@@ -71,15 +71,12 @@ class Following:
         try:
             if not self._after:
                 self._after = self._home.last_event()
-            return self._read()
+            self._after, number = _newest_marker(self._home, self._after)
+            return number
         except BrokerError as error:
             log.debug("no checkpoint is taken with shard 0, which cannot be read: %s", error)
             self._after, self._retry_at = "", now + RETRY_SECONDS
             return None
-
-    def _read(self) -> int | None:
-        self._after, number = _newest_marker(self._home, self._after)
-        return number
 
 
 def _newest_marker(reader: ReaderClient, after: str) -> tuple[str, int | None]:

@@ -106,11 +106,6 @@ class Retention:
         if again:
             self.transport.merger.acknowledge(epoch, again)
 
-    def keep(self, merged: MergedEntries, state: RunState) -> list[str]:
-        """Keep the entries of a merged round, and return the entries to trim with its commit."""
-        self.kept.append(merged)
-        return self.not_needed(state)
-
     def not_needed(self, state: RunState) -> list[str]:
         """Return the entries that may be deleted now, once.
 

@@ -174,7 +174,7 @@ class Merger:
         written = repair.repair_from(self.manifest, self.state, self.fragments, self.snapshots, damaged)
         self.transport.merger.write_back(self.epoch, written)
         for compaction in written.compactions:
-            self.compactor.covered(compaction.snapshot)
+            self.compactor.covered(compaction.snapshot.round, compaction.snapshot.version)
             self.snapshots[compaction.snapshot.fragment] = compaction.snapshot
         if "snapshots" in damaged:  # islands then send again what they may have missed the decision on
             self.transport.merger.announce(self.epoch, Resume(self.state.closed, self.epoch))
@@ -218,7 +218,7 @@ class Merger:
         """Point to the compaction whose upload has ended, if there is one, and begin with the next that is due."""
         placed = self.compactor.placed()
         if placed is not None:
-            self.compactor.covered(placed.snapshot)
+            self.compactor.covered(placed.snapshot.round, placed.snapshot.version)
             trim = self.retention.not_needed(self.state)
             self.transport.merger.compact(self.epoch, placed, self.state.closed, trim)
         self.compactor.begin(self.epoch, self.fragments, self.snapshots)
@@ -330,8 +330,9 @@ class Merger:
         snapshot_version = self.manifest.version_after(close.round)
         is_full = self.compactor.carries_full(p, snapshot_version)
         if is_full:
-            self.compactor.covered_by(close.round, snapshot_version)
-        trim = self.retention.keep(MergedEntries(close.round, entries, size), self.state)
+            self.compactor.covered(close.round, snapshot_version)
+        self.retention.kept.append(MergedEntries(close.round, entries, size))
+        trim = self.retention.not_needed(self.state)
         record = RoundRecord(
             close, self.epoch, len(self.live), steered, self.wall(), merge_seconds, spectra_seconds, self.busy.take()
         )

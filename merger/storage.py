@@ -67,10 +67,6 @@ class MergerFolder:
                 part.store.parts = [each.store for each in parts]
         return self._parts
 
-    def of_shard(self, manifest: Manifest, shard: int) -> MergerFolder:
-        """Return the folder of one shard of a run. That of a run with one shard is this one."""
-        return self.parts(manifest)[shard]
-
     @property
     def place(self) -> str:
         """The folder, and the bucket if there is one, in words."""

@@ -100,7 +100,7 @@ class VirtualRun:
         self.manifest: Manifest = replace(work.describe(run), shards=shards)
         create(home, self.manifest, first_snapshots(self.manifest, work.model.init()))
         self.transport: ReaderTransport = whole(home, self.manifest)
-        self.mergers: list[Merger] = [self._merger_of(shard) for shard in range(shards)]
+        self.mergers: list[Merger] = [self.merger_of(shard) for shard in range(shards)]
         self.islands: dict[str, Island] = {}
         self._step_seconds: dict[str, float] = {}
         self._sending_seconds = {f"island-{i}": seconds for i, seconds in enumerate(sending_seconds) if seconds}
@@ -123,12 +123,8 @@ class VirtualRun:
         """The merger of the run, or of its shard 0."""
         return self.mergers[0]
 
-    def new_merger(self, shard: int = 0) -> Merger:
-        """Let another merger take the lease of a shard and load it. The run continues with it."""
-        self.mergers[shard] = self._merger_of(shard)
-        return self.mergers[shard]
-
-    def _merger_of(self, shard: int) -> Merger:
+    def merger_of(self, shard: int) -> Merger:
+        """Return another merger, which has taken the lease of a shard and loaded it."""
         transport = of_shard(self.connect_as("merger"), self.manifest, shard)
         merger = Merger(transport, self.clock, holder="virtual", live_poll_seconds=0.0, wall=self.clock)
         merger.acquire()

@@ -90,7 +90,8 @@ def played(
     while run.islands:
         run.play_one()
         if waiting and closed(run)[-1] >= waiting[0]:
-            epochs.add(run.new_merger(shards - 1).epoch)
+            run.mergers[-1] = run.merger_of(shards - 1)
+            epochs.add(run.mergers[-1].epoch)
             waiting.pop(0)
     run.turn()
     assert len(epochs) == 1 + len(replaced_after)

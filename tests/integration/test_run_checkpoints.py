@@ -40,9 +40,9 @@ class CheckpointedRun(VirtualRun):
         self.broker = MemoryBroker(clock)
         super().__init__(of, [1.0, 1.7], lambda: self.broker.connect(RUN), clock, RUN, shards=2)
 
-    def _merger_of(self, shard: int) -> Merger:
+    def merger_of(self, shard: int) -> Merger:
         transport = of_shard(self.connect_as("merger"), self.manifest, shard)
-        part = self.folder.of_shard(self.manifest, shard)
+        part = self.folder.parts(self.manifest)[shard]
         checkpointer = part.checkpointer(transport, self.manifest.of_shard(shard), EVERY, at_once)
         merger = Merger(
             transport, self.clock, "virtual", live_poll_seconds=0.0, checkpointer=checkpointer, wall=self.clock
@@ -89,7 +89,7 @@ class CheckpointedRun(VirtualRun):
         """Restore the run, and begin all processes again. Return the number of the checkpoint."""
         self.folder = MergerFolder(self.path / "merger")
         assert self.folder.find_or_bring_back(self.connect_as("admin"), resume=True) == self.manifest
-        self.mergers = [self._merger_of(shard) for shard in range(self.manifest.shards)]
+        self.mergers = [self.merger_of(shard) for shard in range(self.manifest.shards)]
         for name, seconds in self._step_seconds.items():
             self.add_island(name, seconds)
         assert {island.moments for island in self.islands.values()} == {"own checkpoint"}

@@ -116,7 +116,7 @@ def test_signing_and_a_takeover_change_no_bit(run: SignedRun) -> None:
     assert bits(plain) == honest()
     assert len(honest()) > 6
     run.close_until(5)
-    run.new_merger()
+    run.mergers[0] = run.merger_of(0)
     run.finish()
     assert bits(run) == honest()
 

@@ -180,7 +180,7 @@ def test_a_shard_without_a_merger_stops_only_its_fragments() -> None:
     stride = config.sync.interval / len(run.manifest.shard_layout.fragments[0])
     assert 12 * stride * 0.8 <= taken <= 12 * stride * 1.5, "the strides of the shard were spent on the other one"
     run.mergers = [alive, dead]
-    run.new_merger(1)
+    run.mergers[1] = run.merger_of(1)
     run.advance_until(lambda: run.mergers[1].rounds.closed >= stopped_at + 6)
     run.finish()
     require_balanced(run)

@@ -98,17 +98,6 @@ def test_a_checkpoint_is_taken_at_each_interval_with_new_rounds() -> None:
     assert list(store.images[1].outers) == [store.images[1].outers[0], b""], "fragment 1 has no outer state yet"
 
 
-def test_only_one_checkpoint_is_written_at_a_time() -> None:
-    store, later, run = Shelf(), Later(), MergerRun(quorum=2)
-    merger = serving(run, store, every=0.0, spawn=later)
-    run.play(merger, 1, 2, 3)
-    assert len(later.jobs) == 1
-    later.do_all()
-    merger.turn(0.0)
-    assert len(later.jobs) == 1  # the second job starts once the first is done
-    assert RunState.from_json(store.images[1].state).closed == 1
-
-
 def test_a_last_checkpoint_is_taken_on_leaving() -> None:
     store, run = Shelf(), MergerRun(quorum=2)
     merger = serving(run, store)

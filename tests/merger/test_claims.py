@@ -1,22 +1,42 @@
-"""What islands claim is bounded by what the merger sees, and honest claims are never lowered."""
+"""What islands claim is bounded by what the merger sees, and rounds wait for islands that send and contribute."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archipelago.broker.config import (
+    OWN_MODEL,
+    OWN_TOKENS_PER_STEP_MAX,
     DataConfig,
     InnerConfig,
+    ModelConfig,
     RunConfig,
     SyncConfig,
 )
+from archipelago.broker.corpus_shards import parse_positions
 from archipelago.broker.messages import Contribution
+from archipelago.broker.presence import LIVE_SECONDS, Presence
 from archipelago.broker.ranges import advanced, parse_positions
 from archipelago.merger import claims
+from archipelago.merger.accounts import (
+    ACCOUNTS_MAX,
+    BATCH_SLACK,
+    BURST_INTERVALS,
+    FIRST_BURST_INTERVALS,
+    NEWCOMERS_MIN,
+    SILENT_ROUNDS,
+    SILENT_SECONDS,
+    SILENT_SECONDS_MAX,
+    Account,
+    Accounts,
+    Liveness,
+)
 from archipelago.merger.claims import StepTimes
 from tests import samples
 from tests.tiers import examples
@@ -174,3 +194,215 @@ def test_an_island_that_reads_on_moves_the_cursor_to_the_end_of_its_shard(
             break
         cursors |= advanced(cursors, parse_positions(claims.believed_data(c, c.steps, cursors, {}, CONFIG, size // 2)))
     assert cursors["0"] == parse_positions(place)[0].cursor
+
+
+# -- accounts: steps and tokens ----------------------------------------------------------------------------------------
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[tuple[float, int, float]]:
+    """Draw an honest island's contributions: the gap before each, its fragment, and its batch over the run's."""
+    count = draw(st.integers(1, 20))
+    gaps = st.one_of(st.floats(0.0, 20.0), st.floats(3600.0, 90_000.0))
+    parts = st.tuples(gaps, st.integers(0, P - 1), st.floats(0.75, 2.0))
+    return draw(st.lists(parts, min_size=count, max_size=count))
+
+
+@settings(max_examples=examples(100))
+@given(histories(), st.floats(0.01, 2.0), st.floats(1.0, 16.0), st.floats(1.0, 32.0), st.sets(st.integers(0, 20)))
+def test_honest_contributions_are_never_lowered(
+    history: list[tuple[float, int, float]], seconds: float, slower: float, batch: float, restarts: set[int]
+) -> None:
+    """The island is up to 16 times as fast as the others, and mergers restart between its contributions."""
+    accounts = Accounts(CONFIG, P)
+    reported = StepTimes({"a": seconds, "b": seconds * slower, "c": seconds * slower})
+    now, wall, sent = 1000.0, 5e8, [1000.0] * P
+    accounts.meet(["a"], now)
+    for index, (gap, p, factor) in enumerate(history):
+        now, wall = now + gap, wall + gap
+        if index in restarts and accounts.stored():
+            stored = accounts.stored()
+            accounts, now, sent = Accounts(CONFIG, P), 0.0, [at - now for at in sent]  # another machine's clock
+            accounts.load(stored, now, wall)
+        steps = max(1, int((now - sent[p]) / seconds))
+        tokens = max(1, int(steps * BATCH * batch * factor))
+        c = claim(fragment=p, steps=steps, tokens=tokens, global_step=steps + 10**6, step_seconds=seconds)
+        assert claims.contradiction(c, CONFIG) is None
+        assert accounts.bounded(c, reported, now) == (c, [])
+        accounts.accept(c, index, now, wall)
+        sent[p] = now
+
+
+@given(st.integers(1, (1 << 31) - 1), st.integers(1, 1 << 53), st.lists(st.floats(0.0, 50.0), max_size=12))
+def test_false_claims_of_work_are_lowered(steps: int, tokens: int, gaps: list[float]) -> None:
+    accounts, reported, now = Accounts(CONFIG, P), StepTimes({"a": 0.5, "b": 0.5, "x": 1e-300}), 0.0
+    accounts.meet(["x"], now)
+    first = claim(island="x", steps=1, tokens=BATCH, global_step=1)
+    accounts.accept(accounts.bounded(first, reported, now)[0], 0, now, 0.0)
+    for number, gap in enumerate(gaps):
+        now += gap
+        c = claim(island="x", fragment=number % P, steps=steps, tokens=tokens, global_step=steps)
+        found, _ = accounts.bounded(c, reported, now)
+        burst = BURST_INTERVALS if number >= P else FIRST_BURST_INTERVALS
+        assert 1 <= found.steps <= burst * H + now * claims.SPEED_MAX / 0.5
+        assert 1 <= found.tokens <= found.steps * BATCH * BATCH_SLACK
+        accounts.accept(found, 0, now, now)
+
+
+def test_the_oldest_accounts_are_forgotten_first() -> None:
+    accounts = Accounts(CONFIG, P)
+    for number in range(ACCOUNTS_MAX + 5):
+        accounts.accept(claim(island=f"i{number}"), 0, float(number), float(number))
+    assert len(accounts.stored()) == ACCOUNTS_MAX
+    assert accounts.round_of("i4") is None
+    assert accounts.round_of("i5") == 0
+
+
+def test_a_changed_clock_makes_gaps_neither_negative_nor_endless() -> None:
+    for unix_seconds in (-1e9, 0.0, 1e12):
+        accounts = Accounts(CONFIG, P)
+        accounts.load({"a": Account("x", 3, 1e9, 1e9, 40, 16.0)}, 50.0, unix_seconds)
+        assert 50.0 - claims.ELAPSED_MAX <= accounts.heard["a"] <= 50.0
+
+
+def test_an_island_that_waited_for_snapshots_may_have_read_on() -> None:
+    """While no merger serves, an island trains on. Its next contribution has few steps, and says all that was read."""
+    accounts, reported = Accounts(CONFIG, P), StepTimes({"a": 1.0, "b": 1.0, "c": 1.0})
+    accounts.meet(["a"], 0.0)
+    for p in range(P):
+        accounts.accept(claim(fragment=p, steps=4, global_step=4), 0, 40.0, 40.0)
+    waited = claim(steps=1, tokens=BATCH, global_step=4)
+    assert accounts.steps_read(waited, reported, 42.0) == BURST_INTERVALS * H + 2 * claims.SPEED_MAX
+    assert accounts.steps_read(replace(waited, incarnation="other"), reported, 42.0) == 1
+
+
+def test_gaps_of_an_account_are_measured_for_each_fragment() -> None:
+    """After an outage, each fragment's first contribution has the steps of the whole outage."""
+    accounts, reported = Accounts(CONFIG, P), StepTimes({"a": 1.0, "b": 16.0, "c": 16.0})
+    accounts.meet(["a"], 0.0)
+    for p in range(P):
+        accounts.accept(claim(fragment=p, steps=4, global_step=4), 0, float(p), float(p))
+    for p in range(P):
+        c = claim(fragment=p, steps=7000, tokens=7000 * BATCH, global_step=8000)
+        assert accounts.bounded(c, reported, 7200.0 + p)[1] == []
+        accounts.accept(c, 0, 7200.0 + p, 7200.0 + p)
+
+
+def test_an_island_that_trained_before_any_merger_is_not_lowered() -> None:
+    """A loop of short steps makes many of them while no merger serves. One that comes later has no such excuse."""
+    reported, unwatched = StepTimes({"a": 1e-3, "b": 1e-3, "c": 1e-3}), 600.0
+    first = claim(island="a", steps=4, tokens=4 * BATCH, fragment=0)
+    long = claim(island="a", steps=600_000, tokens=600_000 * BATCH, fragment=1)
+    accounts = Accounts(CONFIG, P)
+    accounts.load({}, 100.0, 5e8, unwatched)
+    accounts.meet(["a", "b"], 100.0)
+    assert accounts.bounded(first, reported, 100.0)[1] == []
+    accounts.accept(first, 0, 100.0, 5e8)
+    assert accounts.bounded(long, reported, 101.0) == (long, [])
+    again = Accounts(CONFIG, P)
+    again.load(accounts.stored(), 0.0, 5e8 + 1.0)
+    assert again.bounded(long, reported, 0.0) == (long, []), "a merger that takes over knows it"
+    assert accounts.bounded(replace(long, fragment=0), reported, 101.0)[1] == [], "it was sent long ago"
+    accounts.caught_up()
+    accounts.meet(["late"], 101.0)
+    late = replace(long, island="late", incarnation="late")
+    assert accounts.bounded(late, reported, 102.0)[1] == ["steps", "tokens"]
+
+
+def test_batches_of_a_users_own_loop_have_any_size_and_may_grow() -> None:
+    own = replace(CONFIG, model=ModelConfig(size=OWN_MODEL))
+    accounts, now, tokens = Accounts(own, P), 0.0, 3_000
+    for sequence in range(8):
+        c = claim(sequence=sequence, steps=4, tokens=4 * tokens)
+        assert claims.contradiction(c, own) is None
+        assert accounts.bounded(c, StepTimes({}), now) == (c, [])
+        accounts.accept(c, sequence, now, now)
+        now, tokens = now + 1.0, int(BATCH_SLACK * tokens)
+    assert accounts.bounded(claim(sequence=8, steps=4, tokens=400 * tokens), StepTimes({}), now)[1] == ["tokens"]
+    impossible = claim(steps=1, tokens=OWN_TOKENS_PER_STEP_MAX + 1)
+    assert claims.contradiction(impossible, own) is not None
+
+
+# -- heartbeats ------------------------------------------------------------------------------------------------------
+
+
+class Watch:
+    """A merger that looks at heartbeats each second. Islands that are not `frozen` send one each second."""
+
+    def __init__(self) -> None:
+        self.accounts = Accounts(RunConfig(), 2)
+        self.liveness = Liveness(self.accounts)
+        self.now, self.closed = 0.0, 0
+
+    def look(self, islands: Iterable[str], frozen: Iterable[str] = (), age: float = 0.5, **changes: Any) -> set[str]:
+        self.now += 1.0
+        beats = [Presence(samples.heartbeat(island, tokens=int(self.now), **changes), 0.5) for island in islands]
+        beats += [Presence(samples.heartbeat(island), age) for island in frozen]
+        return set(self.liveness.look(beats, self.now, self.closed))
+
+    def contribute(self, *islands: str) -> None:
+        for island in islands:
+            self.accounts.accept(samples.contribution(island=island), self.closed, self.now, self.now)
+
+
+def test_a_heartbeat_that_never_changes_counts_for_ten_seconds() -> None:
+    watch = Watch()
+    found = [watch.look("a", frozen=["x"], age=0.25) for _ in range(int(LIVE_SECONDS) + 5)]
+    assert found[0] == {"a", "x"}
+    assert found[-1] == {"a"}
+    assert Watch().look("a", frozen=["x"], age=-1e9) == {"a"}, "a life cannot be endless"
+    watch, ages = Watch(), [0.1, 0.9, 0.2, 0.8] * 10
+    again = [watch.look([], frozen=["a"], age=age) for age in ages]
+    assert again == [{"a"}] * 40, "it may be written again with the same text"
+
+
+def test_islands_that_never_contribute_stop_counting() -> None:
+    watch = Watch()
+    watch.contribute("a", "b")
+    idle = [f"x{i:03}" for i in range(1000)]
+    assert len(watch.look(["a", "b", *idle])) == 2 + NEWCOMERS_MIN
+    for _ in range(SILENT_ROUNDS + 1):
+        watch.closed += 1
+        watch.contribute("a", "b")
+    watch.now += SILENT_SECONDS
+    assert watch.look(["a", "b", *idle]) == {"a", "b"}
+    assert len(watch.liveness.idle) == 1000
+
+
+def test_an_island_that_stops_contributing_stops_counting_and_returns() -> None:
+    watch = Watch()
+    watch.contribute("a", "b")
+    for _ in range(SILENT_ROUNDS + 1):
+        assert watch.look("ab") == {"a", "b"}
+        watch.closed += 1
+        watch.contribute("a")
+    watch.now += SILENT_SECONDS
+    watch.contribute("a")
+    assert watch.look("ab") == {"a"}
+    watch.contribute("b")
+    assert watch.look("ab") == {"a", "b"}
+
+
+def test_nobody_stops_counting_while_no_round_closes() -> None:
+    """A pause, or an outage of all other islands, may take days."""
+    watch = Watch()
+    watch.contribute("a", "b")
+    watch.look("ab")
+    for _ in range(10):
+        watch.now += 5.0
+        assert watch.look("abc") == {"a", "b", "c"}
+    watch.now += 1e6
+    assert watch.look("abc") == {"a", "b", "c"}
+
+
+def test_slow_islands_have_more_time() -> None:
+    watch = Watch()
+    watch.contribute("a")
+    for _ in range(600):
+        assert "slow" in watch.look(["slow"], step_seconds=1e9)
+        watch.closed += 1
+    watch.now += 5.0
+    for _ in range(int(SILENT_SECONDS_MAX)):
+        watch.look(["slow"], step_seconds=1e9)
+        watch.closed += 1
+    assert watch.look(["slow"], step_seconds=1e9) == set()

@@ -142,16 +142,6 @@ def test_rda_by_hand() -> None:
     np.testing.assert_allclose(result, [math.sqrt(2), math.sqrt(2), 0, 1, 1, 0], rtol=3e-7)
 
 
-@settings(max_examples=examples(50))
-@given(st.lists(DELTA, min_size=5, max_size=5), WEIGHTS)
-def test_the_norm_of_rda_is_the_mean_of_norms(deltas: list[Vector], weights: list[float]) -> None:
-    shares = [w / sum(weights) for w in weights]
-    norms = [norm(delta_N) for delta_N in deltas]
-    direction = sum(w / n * d.astype(np.float64) for w, n, d in zip(shares, norms, deltas, strict=True) if n > 0)
-    assume(np.linalg.norm(direction) > 1e-3)
-    assert norm(merged(deltas, shares, RDA)) == pytest.approx(sum(map(float.__mul__, shares, norms)), rel=2e-6)
-
-
 def test_rda_of_zeros_of_opposite_directions_and_of_extreme_values() -> None:
     zero, one = np.zeros(6, np.float32), vector(3, 0, 0, 0, 4, 0)
     assert merged([zero, zero], [0.5, 0.5], RDA).tolist() == [0.0] * 6

@@ -23,7 +23,6 @@ from archipelago.merger.one_cut import EVENTS_AT_ONCE, LOOK_SECONDS, RETRY_SECON
 from archipelago.merger.storage import MergerFolder
 from tests import samples
 from tests.failing import failing
-from tests.harness.merger_run import logged_codes
 
 
 class Shard:
@@ -156,16 +155,6 @@ def test_another_checkpoint_waits_for_the_parts_of_the_last_one() -> None:
     assert waits == [2, 4, 8, 8, 8, 8, 2, 4], "the wait ends, and grows until the parts are there"
 
 
-def test_a_missing_part_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    parts = set[int]()
-    leader = leading(Shard(), parts)
-    for number, logged in ((1, 0), (2, 1), (3, 1), (4, 1), (5, 2)):
-        leader.begin(number, 0.0)
-        if number == 3:
-            parts.add(number)
-        assert logged_codes(caplog) == ["checkpoint.incomplete"] * logged, number
-
-
 # -- the folders of the shards -----------------------------------------------------------------------------------------
 
 
@@ -204,7 +193,7 @@ def number_of(parts: Sequence[Image]) -> int:
 
 
 def path_of(folder: MergerFolder, shard: int, number: int) -> Path:
-    return folder.of_shard(MANIFEST, shard).store.path_of(number)
+    return folder.parts(MANIFEST)[shard].store.path_of(number)
 
 
 @pytest.mark.parametrize("shard", [0, 1])
@@ -229,7 +218,7 @@ def test_the_last_complete_checkpoint_is_kept_beside_the_newest(folder: MergerFo
 
 
 def test_a_number_of_any_part_or_announcement_is_not_used_again(folder: MergerFolder) -> None:
-    folder.of_shard(MANIFEST, 1).store.save(images(9)[1])
+    folder.parts(MANIFEST)[1].store.save(images(9)[1])
     assert folder.store.next_number() == 10
     home = MemoryBroker().connect("sample")
     restore(home, images(4))
@@ -269,7 +258,7 @@ def test_an_interrupted_restore_is_completed_from_the_same_checkpoint_only(folde
 def test_mergers_on_two_machines_share_a_bucket(bucket: BucketFolder, written: Path, tmp_path: Path) -> None:
     for k, name in enumerate(("checkpoints", "shard-1")):
         shutil.copytree(written / name, tmp_path / f"machine-{k}" / name)
-        part = MergerFolder(tmp_path / f"machine-{k}", bucket=bucket).of_shard(MANIFEST, k)
+        part = MergerFolder(tmp_path / f"machine-{k}", bucket=bucket).parts(MANIFEST)[k]
         for number in (4, 7) if k == 0 else (4,):
             copier = part._copier(MANIFEST.of_shard(k))
             copier.offer(number)

@@ -190,16 +190,6 @@ def test_a_loaded_state_continues_with_the_same_bits(rule_name: str) -> None:
     assert loaded_N.devices() == {jax.local_devices(backend="cpu")[0]}
 
 
-def test_every_bit_pattern_survives() -> None:
-    # Minus zero, the smallest subnormal, infinity, and NaNs with payloads.
-    patterns = np.array([1 << 31, 1, 0x7F800000, 0x7FC00001, 0xFFC12345, 0x3F800000], np.uint32).view(np.float32)
-    rule = of("nesterov")
-    state = jax.tree.map(lambda leaf: jax.device_put(patterns), rule.init(patterns))
-    loaded_N, loaded = load(rule.init(patterns), dump(patterns, state), 6)
-    assert bits(loaded_N) == bits(patterns)
-    assert [bits(leaf) for leaf in jax.tree.leaves(loaded)] == [bits(patterns)]
-
-
 def test_every_damaged_byte_and_every_truncation_is_detected() -> None:
     params_N, state = trained(of("scheduled"))
     data = dump(params_N, state)
@@ -234,19 +224,15 @@ FORGED: list[Any] = [
     [EIGHT, EIGHT],
     {"params": EIGHT},
     {"params": EIGHT, TRACE: EIGHT, "more": EIGHT},
-    {"params": EIGHT, TRACE: np.ones(7, np.float32)},
     {"params": np.ones(7, np.float32), TRACE: EIGHT},
     {"params": EIGHT.reshape(2, 4), TRACE: EIGHT},
-    {"params": EIGHT.astype(np.float64), TRACE: EIGHT},
     {"params": EIGHT, TRACE: EIGHT.view(np.int32)},
     {"params": 1.0, TRACE: EIGHT},
     {"params": [[1.0], [2.0, 3.0]], TRACE: EIGHT},
     {"params": EIGHT, TRACE: {"__msgpack_chunked_array__": True, "shape": {"0": 8}, "chunks": {"0": 5}}},
-    {"params": EIGHT, TRACE: {"__msgpack_chunked_array__": True, "shape": 8, "chunks": {}}},
     array_of([1 << 62], "float32", b""),
     array_of([8], "object", b"\0" * 64),
     array_of([8], ",", b"\0" * 32),
-    array_of([8], 5, b"\0" * 32),
     array_of("x", "float32", b"\0" * 32),
 ]
 
@@ -323,17 +309,6 @@ def test_every_rule_finds_the_optimum_at_every_staleness(rule: str, seed: int) -
     first = float(np.linalg.norm(start_N - optimum_N))
     assert (found[:, -1] < 2e-3 * first).all(), found[:, -1] / first
     assert (found < 3.0 * first).all(), "the distance grew too much on the way"
-
-
-def test_stale_runs_diverge_with_momentum_and_converge_without() -> None:
-    """This is a negative control: at the same rate and staleness, SGD converges and Nesterov does not."""
-    start_N, optimum_N, pull_N = quadratic(1)
-    rates_S = np.full(STALENESS_MAX + 1, 0.15, np.float32)
-    first = float(np.linalg.norm(start_N - optimum_N))
-    plain, heavy = (np.asarray(distances(r, 0.5)(start_N, optimum_N, pull_N, rates_S)) for r in ("sgd", "nesterov"))
-    assert (plain[:, -1] < 1e-3 * first).all()
-    assert heavy[0, -1] < 1e-3 * first, "momentum converges without staleness"
-    assert not (heavy[STALENESS_MAX, -1] < first), "momentum diverges at staleness 8"
 
 
 def trajectory(rule: str) -> list[list[float]]:

@@ -18,7 +18,6 @@ from archipelago.broker.config import RunConfig, WireConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.memory.state import MemoryRun
 from archipelago.broker.messages import TapeEntry
-from archipelago.broker.wire import digest_of, unpack
 from archipelago.merger import outer
 from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.merger.replay import DifferenceError, replay_round
@@ -152,24 +151,6 @@ def test_kept_entries_stay_in_the_stream_after_a_restore() -> None:
     assert bits(run) == undisturbed(CONFIG)
     finish(merger)
     assert run.transport.reader.books().kept == 0
-
-
-def test_a_restart_has_the_published_parameters_bit_for_bit() -> None:
-    """Snapshots are rounded, and the next round may be empty, or a checkpoint may come before it."""
-    run = MergerRun(ROUNDED, quorum=2)
-    store = Shelf()
-    run.play(run.merger(store=store), 1, 2, 3)
-    merger = run.merger(store=store)
-    finish(merger)
-    assert list(store.images) == [3]
-    run.live("a", "b", state="left")
-    run.send("a", 5, values(1), farewell=True)
-    merger.turn(0.0)
-    second, _, empty, _ = run.transport.reader.tape(4)
-    assert (second.round, empty.round, empty.members) == (2, 4, ())
-    assert empty.digest == second.digest
-    for entry in run.transport.reader.tape(2):
-        assert entry.digest == digest_of(unpack(run.transport.reader.fragment(entry.fragment)[1], SIZE))
 
 
 # -- losses that cannot be restored ----------------------------------------------------------------------------------

@@ -328,17 +328,3 @@ def test_the_median_of_the_others_is_that_of_a_sorted_list(
             times.put(island, seconds)
             reported[island] = seconds
         require_equal(times, reported)
-
-
-@settings(max_examples=examples(100))
-@given(st.frozensets(st.sampled_from(NAMES)), st.lists(st.tuples(st.sampled_from(NAMES), REPORTED), max_size=12))
-def test_reports_of_live_islands_are_kept_as_they_arrive(
-    live: frozenset[str], reports: list[tuple[str, float]]
-) -> None:
-    some, known = rounds(), dict[str, float]()
-    for island, seconds in reports:
-        some.answer(answered(island, step_seconds=seconds), 0.0)
-        known[island] = seconds
-        require_equal(some.reported(live), {name: s for name, s in known.items() if name in live} or known)
-    for others in (frozenset(NAMES), frozenset(NAMES) - live):
-        require_equal(some.reported(others), {name: s for name, s in known.items() if name in others} or known)

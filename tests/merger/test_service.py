@@ -202,24 +202,6 @@ def test_the_older_merger_is_fenced_and_writes_nothing() -> None:
         run.balance()
 
 
-def test_entries_that_a_fenced_merger_had_read_are_merged() -> None:
-    """A machine wakes up and reads entries that are meant for its successor before it learns that it was replaced."""
-    run = MergerRun()
-    run.live("a", "b")
-    old = run.merger("old", clock=VirtualClock())
-    run.clock.now += LEASE_SECONDS
-    run.live("a", "b")
-    new = run.merger("new")
-    run.send("a", 1, constant(1.0))
-    with pytest.raises(FencedError):
-        old.turn(0.0)
-    run.send("b", 1, constant(1.0))
-    new.turn(0.0)
-    new.turn(0.0)
-    assert sorted(run.merged()) == [("a", "x", 0), ("b", "x", 0)]
-    run.balance()
-
-
 def test_a_long_merge_renews_the_lease(monkeypatch: pytest.MonkeyPatch, until: Until) -> None:
     """The spectra of a large fragment take longer than a lease. Another thread changes them meanwhile."""
     run = MergerRun(ISOTROPIC)

@@ -1,19 +1,37 @@
-"""Shares, staleness and gain: results worked out by hand, and properties that hold for all numbers."""
+"""Weights and scores: by hand, bounded, and nobody can win by numbers or names."""
 
 from __future__ import annotations
 
 import json
 import math
 import statistics
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from random import Random
 from typing import get_args, get_type_hints
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from archipelago.broker.codecs import CODECS, Vector, body_of, codec
 from archipelago.broker.config import OWN_MODEL, InnerConfig, MergeConfig, ModelConfig, RunConfig, SyncConfig
+from archipelago.broker.wire import digest, encoded
+from archipelago.merger.scores import (
+    JUDGES_LEAST,
+    JUDGES_MOST,
+    SAMPLE,
+    SCORES_MAX,
+    Judgement,
+    Score,
+    Sent,
+    direction,
+    drawn,
+    expected,
+    judge,
+    upper_median,
+)
 from archipelago.merger.weights import (
     ENOUGH,
     GAIN_MAX,
@@ -44,8 +62,8 @@ def test_raw_weights_and_staleness_factors_by_hand() -> None:
     assert raw_weight(tokens=10, steps=4) == 25.0  # 10 · 2.5
     factors = {"none": {0: 1.0, 99: 1.0}, "polynomial": {0: 1.0, 3: 0.5, 8: 1 / 3}}  # (1 + staleness)^−½
     for name, by_hand in factors.items():
-        for staleness, expected in by_hand.items():
-            assert STALENESS[name](staleness) == pytest.approx(expected, rel=1e-15), (name, staleness)
+        for staleness, wanted in by_hand.items():
+            assert STALENESS[name](staleness) == pytest.approx(wanted, rel=1e-15), (name, staleness)
     assert set(get_args(get_type_hints(MergeConfig)["staleness"])) == set(STALENESS) == set(factors)
 
 
@@ -190,3 +208,209 @@ def test_the_path_of_a_users_own_loop_is_its_steps() -> None:
     assert path(own, 24, 10) == path(own, 24, 5000) == 24.0
     assert path(own, 0, 0) == 1.0
     assert path(own, 1 << 40, 500) == INTERVALS_MOST * 24
+
+
+# -- scores: honest islands keep their weight exactly, others lose it --------------------------------------------------
+
+
+SPANS = ((0, 2048), (2048, 64), (2112, 6080))
+SIZE = 8192
+HONEST = tuple("abcdefgh")
+
+Forge = Callable[[Vector, np.random.Generator], Vector]
+FLIP: Forge = lambda delta_N, random: -delta_N  # noqa: E731
+NOISE: Forge = lambda delta_N, random: random.standard_normal(SIZE, np.float32)  # noqa: E731
+SAME_NOISE: Forge = lambda delta_N, random: np.random.default_rng(12345).standard_normal(SIZE, np.float32)  # noqa: E731
+TRIPLE: Forge = lambda delta_N, random: 3 * delta_N  # noqa: E731
+
+
+def sent(name: str, values_N: Vector, *, tokens: int = 100, staleness: int = 0, loss: float = 2.0) -> Sent:
+    norm = float(np.linalg.norm(values_N))
+    return Sent(name, staleness, tokens, norm, loss, digest(values_N.tobytes()), encoded(values_N, "float32"))
+
+
+def contributions(
+    number: int, forged: Mapping[str, Forge], islands: tuple[str, ...] = HONEST, agreement: float = 0.3, **changes: int
+) -> list[Sent]:
+    """Return one contribution of each island to a round. Two honest ones have this cosine."""
+    random = np.random.default_rng(number)
+    common_N = random.standard_normal(SIZE, np.float32)
+    out = []
+    for name in islands:
+        own_N = random.standard_normal(SIZE, np.float32)
+        delta_N = math.sqrt(agreement) * common_N + math.sqrt(1 - agreement) * own_N
+        delta_N = forged[name](delta_N, random) if name in forged else delta_N
+        out.append(sent(name, delta_N.astype(np.float32), **changes))
+    return out
+
+
+def after(rounds: int, forged: Mapping[str, Forge], known: Mapping[str, Score] | None = None) -> Judgement:
+    """Return the last of so many rounds."""
+    judged = Judgement((), (), (), known or {})
+    for number in range(rounds):
+        judged = judge(judged.scores, contributions(number, forged), SPANS, len(HONEST))
+    return judged
+
+
+def test_honest_islands_keep_their_weight_exactly() -> None:
+    for agreement in (0.05, 0.3, 0.9):
+        scores: Mapping[str, Score] = {}
+        for number in range(20):
+            judged = judge(scores, contributions(number, {}, agreement=agreement), SPANS, 8)
+            assert judged.factors == (1.0,) * 8, (agreement, number)
+            assert judged.limits == (math.inf,) * 8
+            scores = judged.scores
+        assert all(score.value == pytest.approx(1.0, abs=0.2) for score in scores.values())
+
+
+def test_hostile_islands_lose_their_weight_in_the_first_round() -> None:
+    for forge in (FLIP, NOISE, SAME_NOISE):
+        for hostile in ("a", "ab"):
+            wanted = tuple(0.0 if name in hostile else 1.0 for name in HONEST)
+            assert after(1, dict.fromkeys(hostile, forge)).factors == wanted
+            judged = after(6, dict.fromkeys(hostile, forge))
+            assert judged.factors == wanted
+            assert [judged.scores[name].lowered for name in HONEST] == [6 if name in hostile else 0 for name in HONEST]
+
+
+def test_an_island_that_behaves_gets_its_weight_back() -> None:
+    bad = after(10, {"a": FLIP}).scores
+    assert bad["a"].factor == 0.0
+    good = after(20, {}, bad)
+    assert good.factors == (1.0,) * 8
+    assert good.scores["a"].lowered == 0
+    judged = judge(good.scores, contributions(99, {"a": FLIP}), SPANS, 8)
+    assert judged.factors == (0.0, *(1.0,) * 7), "one contribution that points away is left out of its round"
+    assert judged.scores["a"].factor == 1.0, "its past still counts"
+
+
+def test_three_islands_can_judge_and_two_cannot() -> None:
+    for count in (2, 3):
+        names = HONEST[:count]
+        judged = judge({}, contributions(0, {"a": FLIP}, names), SPANS, count)
+        assert judged.factors == ((1.0, 1.0) if count < JUDGES_LEAST else (0.0, 1.0, 1.0))
+
+
+def test_norms_that_stay_large_are_clipped_to_the_usual_one() -> None:
+    judged = after(10, {"a": TRIPLE})
+    assert judged.factors == (1.0,) * 8
+    assert judged.limits[1:] == (math.inf,) * 7
+    usual = upper_median([one.norm for one in contributions(9, {"a": TRIPLE})])
+    assert judged.limits[0] == pytest.approx(usual)
+
+
+def test_a_slow_island_is_expected_to_agree_less() -> None:
+    assert expected(25, 100) == 0.5
+    assert expected(300, 100) == 1.0
+    scores: Mapping[str, Score] = {}
+    for number in range(20):
+        random = np.random.default_rng(number)
+        common_N = random.standard_normal(SIZE, np.float32)
+        # A sixteenth of the steps: the common part is 16 times smaller and the noise 4 times.
+        parts = [(name, 1.0, 1600) for name in HONEST[1:]] + [("a", 0.25, 100)]
+        round_ = [
+            sent(name, (0.6 * share * common_N + random.standard_normal(SIZE)).astype(np.float32), tokens=tokens)
+            for name, share, tokens in parts
+        ]
+        judged = judge(scores, round_, SPANS, 8)
+        scores = judged.scores
+        assert judged.factors == (1.0,) * 8
+
+
+def test_unrelated_stale_contributions_cost_nothing_and_do_not_judge() -> None:
+    stale = contributions(0, {}, ("w", "x", "y", "z"), staleness=2)
+    fresh = contributions(1, {}, ("a", "b", "c"))
+    judged = judge({}, [*stale, *fresh], SPANS, 7)
+    assert judged.factors == (1.0,) * 7
+    assert [judged.scores[name].usual > 0.0 for name in "awxyz"] == [True, False, False, False, False]
+
+
+def test_an_old_base_hides_no_attack() -> None:
+    liar = [replace(one, staleness=3) for one in contributions(0, {"h": FLIP})[-1:]]
+    judged = judge({}, [*contributions(0, {})[:-1], *liar], SPANS, 8)
+    assert judged.factors == (*(1.0,) * 7, 0.0)
+    assert judged.scores["h"].lowered == 1
+    round_, scores = contributions(0, {"h": TRIPLE}), dict[str, Score]()
+    for _ in range(5):
+        judged = judge(scores, [*round_[:-1], replace(round_[-1], staleness=3)], SPANS, 8)
+        scores = dict(judged.scores)
+    assert judged.limits[:-1] == (math.inf,) * 7
+    assert judged.limits[-1] < 0.5 * round_[-1].norm
+
+
+def test_the_order_of_arrival_changes_nothing() -> None:
+    arrived = contributions(3, {"b": NOISE, "c": TRIPLE})
+    one = judge({}, arrived, SPANS, 8)
+    places = list(range(8))
+    Random(1).shuffle(places)
+    other = judge({}, [arrived[i] for i in places], SPANS, 8)
+    assert other.factors == tuple(one.factors[i] for i in places)
+    assert other.scores == one.scores
+
+
+def test_a_large_fragment_is_sampled_where_nobody_can_know() -> None:
+    spans = ((0, 8 * SAMPLE), (8 * SAMPLE, 32))
+    random = np.random.default_rng(0)
+    one_N, other_N = (random.standard_normal(8 * SAMPLE + 32, np.float32) for _ in range(2))
+    near_N = one_N + other_N
+    first = [direction(encoded(x_N, "int4"), spans, b"first") for x_N in (one_N, near_N, other_N)]
+    assert first[0].size < 2 * SAMPLE
+    assert float(first[0] @ first[1]) == pytest.approx(math.sqrt(0.5), abs=0.03)
+    assert float(first[0] @ first[2]) == pytest.approx(0.0, abs=0.03)
+    assert not np.array_equal(first[0], direction(encoded(one_N, "int4"), spans, b"second"))
+
+
+def test_a_sample_has_the_elements_of_the_decoded_contribution() -> None:
+    spans = ((0, 100), (100, 2 * SAMPLE), (2 * SAMPLE + 100, 77))
+    values_N = np.random.default_rng(1).standard_normal(2 * SAMPLE + 177, np.float32)
+    for name in CODECS:
+        body = encoded(values_N, name)
+        decoded_N = codec(name).decode(body_of(body.parts), values_N.size)
+        of_body, of_decoded = (direction(each, spans, b"seed") for each in (body, encoded(decoded_N, "float32")))
+        assert of_body.size < values_N.size
+        assert np.array_equal(of_body, of_decoded)
+        for part in (slice(100), slice(-77, None)):  # the small tensors as a whole, apart from their norms
+            sampled, found = of_body[part], decoded_N[part]
+            assert sampled * np.linalg.norm(found) == pytest.approx(found * np.linalg.norm(sampled))
+
+
+def test_contributions_of_zeros_and_without_a_loss_are_judged_too() -> None:
+    round_ = [sent(name, np.zeros(SIZE, np.float32), loss=math.nan) for name in "abc"]
+    assert judge({}, round_, SPANS, 3).factors == (1.0, 1.0, 1.0)
+    mixed = [*contributions(0, {}), sent("z", np.zeros(SIZE, np.float32))]
+    assert judge({}, mixed, SPANS, 9).factors == (*(1.0,) * 8, 0.0)
+
+
+def test_scores_survive_json_and_are_bounded() -> None:
+    scores = after(3, {"a": NOISE}).scores
+    text = json.dumps({name: score.to_list() for name, score in scores.items()})
+    assert {name: Score.from_list(values) for name, values in json.loads(text).items()} == scores
+    crowd = {f"island-{number}": Score() for number in range(SCORES_MAX)}
+    kept = judge(crowd, contributions(0, {}), SPANS, 8).scores
+    assert len(kept) == SCORES_MAX
+    assert set(HONEST) <= set(kept)
+    for wrong in ([1.0], [math.nan, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0]):
+        with pytest.raises(ValueError):
+            Score.from_list(wrong)
+
+
+# -- many islands ----------------------------------------------------------------------------------------------------
+
+
+def test_judges_are_drawn_anew_and_by_nothing_that_an_island_can_choose() -> None:
+    names = [f"i{n:03}" for n in range(256)]
+    seats = [drawn(names, bytes([n])) for n in range(64)]
+    assert all(len(set(seat)) == JUDGES_MOST for seat in seats)
+    assert len(set(map(tuple, seats))) == len(seats)
+    assert {name for seat in seats for name in seat} == set(names)
+    assert drawn(names[::-1], b"x") == drawn(names, b"x")
+    assert drawn(names[:JUDGES_MOST], b"x") == names[:JUDGES_MOST]
+
+
+def test_a_fifth_of_many_islands_is_found_by_the_judges() -> None:
+    names = tuple(f"i{n:02}" for n in range(80))
+    forged = dict.fromkeys(names[::5], FLIP)
+    known: Mapping[str, Score] = {}
+    for number in range(4):
+        known = judge(known, contributions(number, forged, names), SPANS, len(names)).scores
+    assert {name for name in names if known[name].factor < 1.0} == set(forged)

@@ -203,7 +203,7 @@ def test_requests_are_noted_once_and_notes_name_the_rounds_of_the_run(small_task
     run.transport.reader.steer({"merging": "paused"})
     run.turn()
     assert [note.kind for note in run.transport.reader.notes(50)].count("paused") == 1
-    run.new_merger(1)
+    run.mergers[1] = run.merger_of(1)
     assert run.transport.reader.notes(1)[0].text == f"epoch 2 begins after round {behind} of shard 1"
 
 

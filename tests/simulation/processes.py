@@ -68,7 +68,7 @@ class MergerProcess(Process):
         self.connection = of_shard(self.home, simulation.manifest, shard)
         folder = folder_on(simulation.disks, simulation.records, simulation.manifest, simulation.may_crash)
         manifest = folder.find_or_bring_back(self.home, resume=simulation.rates.loses == EVERYTHING)
-        part = folder.of_shard(manifest, shard)
+        part = folder.parts(manifest)[shard]
         checkpointer = (
             part.checkpointer(self.connection, manifest.of_shard(shard), 6.0 / manifest.shards, self.jobs.submit)
             if simulation.rates.checkpoints

@@ -157,7 +157,7 @@ def steered_run(work: Workload, *, takeover: bool) -> VirtualRun:
     run.transport.reader.steer({OUTER_RATE: "0.25", QUORUM: "2", GRACE: "0.5"})
     run.advance_until(closed(run, 8))
     if takeover:
-        run.new_merger()
+        run.mergers[0] = run.merger_of(0)
     run.advance_until(closed(run, 11))
     run.transport.reader.steer({OUTER_RATE: ""})
     run.finish()
