@@ -15,10 +15,10 @@ import jax
 import numpy as np
 
 from archipelago.broker import control
-from archipelago.broker.commits import Delivery
+from archipelago.broker.commits import Delivery, Image
 from archipelago.broker.errors import ArchipelagoError, WireError
 from archipelago.broker.messages import Member, TapeEntry
-from archipelago.broker.transport import Image, MergerTransport
+from archipelago.broker.transport import MergerTransport
 from archipelago.broker.wire import digest_of, pack, unpack
 from archipelago.merger import outer
 from archipelago.merger.committing import RoundLog

@@ -19,7 +19,6 @@ from archipelago.broker.config import (
     RunConfig,
     SyncConfig,
 )
-from archipelago.broker.corpus_shards import parse_positions
 from archipelago.broker.messages import Contribution
 from archipelago.broker.presence import LIVE_SECONDS, Presence
 from archipelago.broker.ranges import advanced, parse_positions

@@ -12,12 +12,12 @@ from typing import Any, cast
 import pytest
 
 from archipelago.broker.buckets.folder import BucketFolder
-from archipelago.broker.commits import START
+from archipelago.broker.commits import START, Image
 from archipelago.broker.errors import ConfigError, RunExistsError, UnknownRunError, UnreachableError
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Call, Event, Marker
 from archipelago.broker.shards.transport import claim_checkpoint, of_shard, restore, whole
-from archipelago.broker.transport import Image, ReaderClient
+from archipelago.broker.transport import ReaderClient
 from archipelago.merger.beside import at_once
 from archipelago.merger.one_cut import EVENTS_AT_ONCE, LOOK_SECONDS, RETRY_SECONDS, Following, Leading
 from archipelago.merger.storage import MergerFolder
