@@ -205,8 +205,9 @@ class Alone:
     """An island of one process: a thread of the first process."""
 
     def __init__(self, url: str) -> None:
-        self.moments, self._url = "", url
-        self._stop, self._thread = threading.Event(), threading.Thread(target=self._train)
+        # The model is made here, because all threads take random numbers from one generator.
+        self.moments, self._url, self._model = "", url, tuned()
+        self._stop, self._thread = threading.Event(), threading.Thread(target=self._train, daemon=True)
 
     def has_begun(self) -> bool:
         """Begin, and return whether the island trains."""
@@ -215,7 +216,7 @@ class Alone:
         return bool(self.moments)
 
     def _train(self) -> None:
-        model = tuned()
+        model = self._model
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         with archipelago.pytorch.join(self._url, "island", model, optimizer, island="alone") as run:
             self.moments = run.moments
@@ -341,8 +342,15 @@ def replicated(url: str) -> dict[str, Any]:
 SCENARIOS = [bits, refused, replicated, island, stopped, deaf, lost]
 
 
+def end(failure: threading.ExceptHookArgs) -> None:
+    """Tell of the error of a thread, for which the other ones would wait, and end this process."""
+    threading.__excepthook__(failure)
+    os._exit(1)
+
+
 def main(folder: Path, url: str) -> None:
-    """Play all scenarios in two processes."""
+    """Play all scenarios in two processes. A failure of any thread ends them."""
+    threading.excepthook = end
     rank = 0 if (child := os.fork()) else 1
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
