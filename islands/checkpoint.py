@@ -33,8 +33,8 @@ from archipelago.broker.messages import Contribution, from_fields, to_fields
 from archipelago.broker.wire import digest
 from archipelago.islands.sync.arrays import by_tensor, is_spread
 from archipelago.islands.sync.connection.outbox import Draft, Published
+from archipelago.islands.sync.heartbeat import Totals
 from archipelago.islands.sync.ledger import closed_rounds
-from archipelago.islands.sync.progress import Totals
 from archipelago.islands.worker import Island
 
 KEPT = 3

@@ -12,8 +12,8 @@ from archipelago.broker.errors import ConfigError
 from archipelago.broker.manifest import Corpus, Manifest, balanced, installed_versions
 from archipelago.broker.messages import Snapshot
 from archipelago.broker.wire import digest, pack
-from archipelago.islands.accumulation import require_divisible
 from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.islands.inner import require_divisible
 from archipelago.islands.models.interface import Params
 from archipelago.islands.models.registry import build, learning_rate
 from archipelago.islands.sync.arrays import flatten

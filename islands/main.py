@@ -27,9 +27,8 @@ from archipelago.broker.process import guarded, keep_compiled, return_freed_memo
 from archipelago.broker.shards.transport import whole
 from archipelago.islands.hosts.ranks import host_rank
 from archipelago.islands.options import IslandOptions as IslandOptions
-from archipelago.islands.options import require_valid
+from archipelago.islands.options import own_task, require_valid
 from archipelago.islands.running import run_island
-from archipelago.islands.setup import own_task
 
 if TYPE_CHECKING:
     from archipelago.islands.prepared import PreparedIsland
@@ -142,7 +141,6 @@ def prepared_here(options: IslandOptions) -> PreparedIsland:
 
         import orbax.checkpoint  # noqa: F401 - load it now, so that the island need not
 
-        from archipelago.islands import telemetry  # noqa: F401
         from archipelago.islands.prepared import prepared_for
 
         with progress("loading and compiling everything that an island needs"):

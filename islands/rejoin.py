@@ -18,9 +18,9 @@ from archipelago.broker.transport import IslandTransport
 from archipelago.islands.checkpoint import Found, IslandStore
 from archipelago.islands.inner import require_sound
 from archipelago.islands.sync import recovery
+from archipelago.islands.sync.arrays import decode_tree
 from archipelago.islands.sync.connection.snapshots import Arrival
-from archipelago.islands.sync.newcomer import Newcomer
-from archipelago.islands.sync.state_tree import decode
+from archipelago.islands.sync.recovery import Newcomer
 from archipelago.islands.worker import Island
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Rejoin(Newcomer):
             return None
         check = partial(require_sound, bounds=self.island.moment_bounds)
         like = self.island.computation.optimizer_like()
-        return self.received(lambda about, payload: decode(about, payload, like, check))
+        return self.received(lambda about, payload: decode_tree(about, payload, like, check))
 
     def _lease_again(self) -> None:
         """Lease the restored shards again. Give up those that another island holds by now."""

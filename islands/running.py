@@ -1,32 +1,47 @@
-"""The life of one island: connect, prepare, join, train, leave."""
+"""The life of one island: connect, prepare, join, train, leave. Its metrics for Prometheus and its curves.
+
+An island whose name was taken over by a newer process records that. Without the record, a supervisor that restarts it
+would let it take the name back, its rival would leave and be restarted too, and so on. While the rival lives, an island
+of this name does not start in the same folder.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
+import math
 import os
+import platform
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from archipelago.broker.control import require_welcome
-from archipelago.broker.files import make_untracked
+from archipelago.broker.errors import ConfigError
+from archipelago.broker.files import make_untracked, write_atomically
+from archipelago.broker.machine import has_ended
+from archipelago.broker.manifest import loss_unit
 from archipelago.broker.observe.curves import CurveWriter
 from archipelago.broker.observe.health import Health
 from archipelago.broker.observe.logs import Origin
+from archipelago.broker.observe.metrics import family
 from archipelago.broker.observe.progress import progress
+from archipelago.broker.presence import Heartbeat, Presence
 from archipelago.broker.process import REPLACED, keep_compiled, print_json
 from archipelago.broker.shards.transport import claim_checkpoint, whole
-from archipelago.islands.options import IslandOptions, own_bucket, require_valid
-from archipelago.islands.own_loop.identity import island_name
-from archipelago.islands.replaced import remember, require_free
-from archipelago.islands.setup import own_task, tell_of_device
+from archipelago.islands.options import IslandOptions, own_bucket, own_task, require_valid, tell_of_device
+from archipelago.islands.own_loop.session import island_name
+from archipelago.islands.worker import Island
 
 if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
     from archipelago.broker.transport import IslandTransport
     from archipelago.islands.evaluator import Evaluator
     from archipelago.islands.hosts.leader import HostLeader
@@ -83,7 +98,6 @@ def run_named(
     if leader is not None:
         leader.assemble(manifest, awaited.seconds, stopped)
 
-    from archipelago.islands import telemetry
     from archipelago.islands.checkpoint import IslandStore
     from archipelago.islands.prepared import prepared_for
     from archipelago.islands.rejoin import Rejoin
@@ -118,8 +132,8 @@ def run_named(
     rejoin.ask()
     island.beat("joining")
     if registry is not None:
-        registry.register(telemetry.IslandCollector(island))
-    curves = CurveWriter(sinks, lambda: telemetry.point(island))
+        registry.register(IslandCollector(island))
+    curves = CurveWriter(sinks, lambda: point(island))
     island.pacer.step_seconds_min = options.step_seconds_min
     link.start()
     evaluator = _evaluator(options, prepared, transport, link, curves)
@@ -203,3 +217,101 @@ def _evaluator(
     )
     evaluator.start()
     return evaluator
+
+
+RECORD_FILE = "replaced.json"
+
+
+def remember(folder: Path, name: str, incarnation: str) -> None:
+    """Record that the incarnation of a newer process has the name. An empty one is unknown, and not recorded."""
+    try:
+        if incarnation:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(folder / RECORD_FILE, json.dumps({"island": name, "by": incarnation}) + "\n")
+    except OSError as error:
+        log.warning("the loss of the name cannot be recorded in %s: %s", folder, error.strerror)
+
+
+def require_free(folder: Path, name: str, presences: Sequence[Presence]) -> None:
+    """Raise ConfigError if the process that took this island's name over still lives.
+
+    Args:
+        folder: The folder of the island.
+        name: Its name.
+        presences: The islands of the run.
+    """
+    path = folder / RECORD_FILE
+    rival = _rival(path, name)
+    if rival is None:
+        return
+    for beat in (presence.heartbeat for presence in presences if presence.is_live):
+        if (beat.island, beat.incarnation) == (name, rival) and not _has_ended_here(beat):
+            raise ConfigError(
+                f"another process has taken over the name {name!r}: process {beat.pid} on {beat.host!r:.80}",
+                f"Stop that process, or give this island another --name. Delete {path} to take the name back.",
+                code="island.replaced",
+            )
+    path.unlink(missing_ok=True)
+
+
+def _rival(path: Path, name: str) -> str | None:
+    try:
+        found = json.loads(path.read_bytes()[:4096])
+        return str(found["by"]) if found["island"] == name else None
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
+
+
+def _has_ended_here(beat: Heartbeat) -> bool:
+    """Return whether the process ran on this machine and has ended, although its heartbeat is recent."""
+    return beat.host == platform.node()[:200] and has_ended(beat.pid)
+
+
+def point(island: Island) -> tuple[int, Mapping[str, float]] | None:
+    """Return the global step and the values that curves show, or None while the island does not train."""
+    beat = island.link.heartbeat
+    if beat is None or beat.state != "training":
+        return None
+    return beat.global_step, {
+        "loss": loss_unit(island.manifest.corpus).from_nats(beat.loss),
+        "learning_rate": island.learning_rate,
+        "tokens_per_second": beat.tokens_per_second,
+        "step_seconds": beat.step_seconds or math.nan,
+        "staleness": beat.staleness,
+    }
+
+
+@dataclass(frozen=True)
+class IslandCollector:
+    """Reads an island's state at each scrape; yields nothing before its first heartbeat."""
+
+    island: Island
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield one family for each metric."""
+        island = self.island
+        beat = island.link.heartbeat
+        if beat is None:
+            return
+        unit = loss_unit(island.manifest.corpus)
+        since = island.link.clock() - island.link.channels.arrived_at
+        labels = {"run": island.manifest.run, "island": beat.island}
+        for name, documentation, value in (
+            ("steps_total", "Inner steps made, including those before the island rejoined.", beat.steps),
+            ("tokens_total", "Tokens trained on, including those before the island rejoined.", beat.tokens),
+            ("tokens_per_second", "Training speed, moving average.", beat.tokens_per_second),
+            ("step_seconds", "Time of an inner step, moving average.", beat.step_seconds),
+            ("global_step", "Global step of the run, as the island knows it.", beat.global_step),
+            ("learning_rate", "Inner learning rate.", island.learning_rate),
+            ("loss", f"Training loss in {unit.name}, mean since the last contribution.", unit.from_nats(beat.loss)),
+            ("staleness_versions", "Newest version announced minus version held, mean over fragments.", beat.staleness),
+            ("backlog_contributions", "Contributions that wait to be sent.", beat.backlog),
+            ("sent_contributions_total", "Contributions that the broker has acknowledged.", beat.sent),
+            ("refused_contributions_total", "Contributions that the merger has refused.", beat.refused),
+            ("ignored_events_total", "Announcements that no merger of the run can have sent.", beat.ignored),
+            ("sent_bytes_total", "Payload bytes sent.", beat.bytes_up),
+            ("received_bytes_total", "Payload bytes received.", beat.bytes_down),
+            ("link_up", "1 while the broker answers, else 0.", float(not island.link.trouble)),
+            ("snapshot_age_seconds", "Time since the last snapshot arrived.", since if since < math.inf else math.nan),
+        ):
+            yield family(f"archipelago_island_{name}", documentation, labels, [(labels, value)])

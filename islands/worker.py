@@ -26,7 +26,7 @@ from archipelago.islands.models.interface import Params
 from archipelago.islands.sync.arrays import Tensors
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.snapshots import Arrival
-from archipelago.islands.sync.memory_use import MemoryMeter, measured
+from archipelago.islands.sync.heartbeat import MemoryMeter, measured
 from archipelago.islands.sync.participant import DIVERGED_MAX as DIVERGED_MAX
 from archipelago.islands.sync.participant import Host, Participant
 from archipelago.islands.sync.recovery import Received

@@ -33,8 +33,7 @@ from archipelago.islands.hosts.messages import (
     unfit,
 )
 from archipelago.islands.hosts.ranks import HostRank, alike, key_of
-from archipelago.islands.options import IslandOptions, require_valid
-from archipelago.islands.setup import own_task
+from archipelago.islands.options import IslandOptions, own_task, require_valid
 
 #: Batches, and the optimiser's state, may have this many bytes in addition to those of the model's copies.
 SPARE_BYTES = 1 << 30

@@ -3,18 +3,91 @@
 from __future__ import annotations
 
 import math
+import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
+from archipelago.broker.config import OWN_TOKENS_PER_STEP_MAX
+from archipelago.broker.errors import ConfigError
 from archipelago.broker.manifest import Manifest
-from archipelago.islands.own_loop.soundness import is_sound
+from archipelago.islands.sync.adoption import AnyReplica
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.outbox import Draft
 from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.connection.uplink import averaged
-from archipelago.islands.sync.participant import Host, Measures, Participant
-from archipelago.islands.sync.progress import SMOOTHING
+from archipelago.islands.sync.heartbeat import SMOOTHING
+from archipelago.islands.sync.participant import Host, Participant
+
+#: No call stands for more steps. A larger number is most likely the count of all steps so far.
+CALL_STEPS_MAX = 1 << 24
+#: The kinds of numpy's dtypes that a loss may have; V stands for bfloat16.
+_NUMBERS = "biufV"
+
+
+def checked_counts(steps: Any, tokens: Any) -> tuple[int, int]:
+    """Return the steps of a call and their tokens, at least one of each. Without tokens, each step is one.
+
+    Raises:
+        ConfigError: These are no numbers, or impossible ones (`loop.tokens`).
+    """
+    try:
+        whole = operator.index(steps)
+        count = whole if tokens is None else _whole(tokens)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # an array of several numbers gives any of these
+        whole, count = 0, 0
+    if not 1 <= whole <= CALL_STEPS_MAX or not 0 <= count <= whole * OWN_TOKENS_PER_STEP_MAX:
+        raise ConfigError(
+            f"steps={_shown(steps)} with tokens={_shown(tokens)} are impossible",
+            f"Give the steps since the last call, 1 to {CALL_STEPS_MAX:,}, and the tokens that they trained on, at "
+            f"most {OWN_TOKENS_PER_STEP_MAX:,} for each step.",
+            code="loop.tokens",
+        )
+    return whole, max(count, 1)
+
+
+def _whole(tokens: Any) -> int:
+    if isinstance(tokens, str | bytes):
+        raise TypeError(tokens)
+    return int(tokens)
+
+
+def require_loss(loss: Any) -> None:
+    """Raise ConfigError (`loop.loss`) unless this is a number, an array of numbers that is not empty, or None."""
+    if loss is None or isinstance(loss, int | float):
+        return
+    dtype = getattr(loss, "dtype", None)
+    is_number = hasattr(loss, "__array__") if dtype is None else getattr(dtype, "kind", "?") in _NUMBERS
+    if not is_number or getattr(loss, "size", 1) == 0:
+        raise ConfigError(
+            f"loss={_shown(loss)} is not a number",
+            "Give the loss of these steps: a number, or an array or tensor of numbers, or leave it out.",
+            code="loop.loss",
+        )
+
+
+def _shown(value: Any) -> str:
+    """Return a value in words. An array is not read, because a device may still compute it."""
+    return repr(value)[:60] if isinstance(value, int | float | complex | str | None) else f"a {type(value).__name__}"
+
+
+#: The exponent of a bfloat16 number. All its bits are set in NaN and in infinity.
+_EXPONENT = np.uint16(0x7F80)
+
+
+def is_sound(draft: Draft) -> bool:
+    """Return whether no value of a contribution is NaN or infinite.
+
+    The first array of every codec holds either the numbers themselves, as float32 or the bits of bfloat16, or the
+    scales of its blocks as the bits of bfloat16. A block with a NaN or an infinity has the scale NaN.
+    """
+    first = np.asarray(draft.parts[0])
+    if first.dtype == np.uint16:
+        return not bool(np.any((first & _EXPONENT) == _EXPONENT))
+    return bool(np.all(np.isfinite(first)))
+
 
 #: Seconds between two heartbeats that the loop prepares. Preparing one costs more than everything else of a call.
 BEAT_SECONDS = 0.5
@@ -51,7 +124,7 @@ class OwnLoop(Participant):
         name: str,
         manifest: Manifest,
         link: Link,
-        replica: Measures,
+        replica: AnyReplica,
         parameters: Parameters,
         arrivals: Sequence[Arrival],
         host: Host,
@@ -65,7 +138,7 @@ class OwnLoop(Participant):
             name: The island's name.
             manifest: The run.
             link: The connection to the broker.
-            replica: Measures and adopts the parameters.
+            replica: AnyReplica and adopts the parameters.
             parameters: The parameters of the loop.
             arrivals: One snapshot of every fragment.
             host: The machine.

@@ -33,7 +33,7 @@ from archipelago.broker.shards.transport import create
 from archipelago.broker.transport import Memory, Transport
 from archipelago.broker.wire import digest, pack
 from archipelago.islands.own_loop.tensors import require_same_tensors
-from archipelago.islands.sync.connection.same_run import require_no_islands
+from archipelago.islands.sync.connection.watch import require_no_islands
 
 #: From the name of a tensor to its first values, as one float32 vector in the memory of the host.
 FirstValues = Callable[[str], Vector]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import threading
 import uuid
 from abc import ABC, abstractmethod
@@ -19,22 +20,50 @@ from archipelago.broker.errors import ArchipelagoError, ConfigError
 from archipelago.broker.frozen import FrozenValues, require_same_frozen
 from archipelago.broker.manifest import Manifest, Tensor
 from archipelago.broker.observe.progress import progress
-from archipelago.broker.process import Patience, connect_to, reading_from_replica
+from archipelago.broker.process import (
+    URL_VARIABLE,
+    Patience,
+    connect_to,
+    invitation_at,
+    reading_from_replica,
+    require_role,
+)
 from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.redis.transport import RedisTransport
 from archipelago.broker.shards.transport import whole
-from archipelago.islands.own_loop.identity import island_name
-from archipelago.islands.own_loop.leaving import frozen_fault, leave_after, leave_cleanly
-from archipelago.islands.own_loop.loop import OwnLoop
-from archipelago.islands.own_loop.reported import checked_counts, require_loss
-from archipelago.islands.own_loop.signals import StopSignal
+from archipelago.islands.own_loop.leaving import StopSignal, frozen_fault, leave_after, leave_cleanly
+from archipelago.islands.own_loop.loop import OwnLoop, checked_counts, require_loss
 from archipelago.islands.own_loop.tensors import require_same_tensors
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.snapshots import Arrival
-from archipelago.islands.sync.newcomer import Newcomer
+from archipelago.islands.sync.recovery import Newcomer
 from archipelago.islands.turn_log import MeasuredTurns
 
 log = logging.getLogger(__name__)
+
+
+def island_name(address: str | None, given: str | None, option: str = "`island=`") -> str:
+    """Return the island's name. An invited island has the name in its join file.
+
+    Args:
+        address: The URL of the Redis, or the path of a join file; None for $ARCHIPELAGO_URL.
+        given: The name that the user gives; None for that of the join file, or a random one.
+        option: What the user gives it with.
+
+    Raises:
+        ConfigError: The name cannot be used, or is not the one in the join file (`invitation.other`).
+    """
+    invited = invitation_at(address or os.environ.get(URL_VARIABLE, ""))
+    require_role(invited, "island")
+    if invited is not None and given not in (None, invited.name):
+        raise ConfigError(
+            f"the join file is the one of the island {invited.name!r}, not of {given!r}",
+            f"Leave out {option}, or use the join file of that island.",
+            code="invitation.other",
+        )
+    random = f"{platform.node().split('.')[0][:20] or 'island'}-{uuid.uuid4().hex[:4]}"
+    return checked_name(given or (invited.name if invited else random), "the island name")
+
 
 #: The runs that scripts in this process have joined. Usually it is one.
 _joined: list[Session] = []
@@ -126,7 +155,7 @@ class Session(ABC):
         arrivals = awaited(link.join)
         self._loop = loop = self._begin(name, manifest, link, arrivals)
         newcomer = Newcomer(transport, loop)
-        newcomer.ask(peers=self._has_state)
+        newcomer.ask(wants_state=self._has_state)
         loop.beat("joining")
         link.start()
         self._warm_up()

@@ -18,17 +18,15 @@ from archipelago.islands.models.llama import Names
 from archipelago.islands.own_loop.loop import OwnLoop
 from archipelago.islands.own_loop.new_run import create_run, settings
 from archipelago.islands.own_loop.session import Session
-from archipelago.islands.own_loop.tensors import EMBEDDINGS, KindOf, kinds_by
-from archipelago.islands.own_loop.trained import Trained
+from archipelago.islands.own_loop.tensors import EMBEDDINGS, KindOf, Trained, kinds_by
 from archipelago.islands.pytorch.host import HostCopy, torch_host
-from archipelago.islands.pytorch.module import ModuleParameters
-from archipelago.islands.pytorch.named import unwrapped
+from archipelago.islands.pytorch.module import ModuleParameters, unwrapped
 from archipelago.islands.pytorch.replica import TorchReplica
 from archipelago.islands.pytorch.shards import mesh_of
 from archipelago.islands.pytorch.state import OptimizerState
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.snapshots import Arrival
-from archipelago.islands.sync.newcomer import Newcomer
+from archipelago.islands.sync.recovery import Newcomer
 
 if TYPE_CHECKING:
     from archipelago.islands.pytorch.parallel import Follower

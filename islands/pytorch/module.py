@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -13,15 +14,22 @@ from archipelago.broker.errors import ConfigError, DivergedError
 from archipelago.broker.frozen import FrozenValues
 from archipelago.broker.manifest import Tensor
 from archipelago.islands.models.llama import Names, misnamed, place_of
-from archipelago.islands.own_loop.tensors import KindOf, not_finite
-from archipelago.islands.own_loop.trained import Trained, frozen_changed, nothing_trained, trained_by, trained_error
-from archipelago.islands.pytorch.frozen import FrozenTensors
-from archipelago.islands.pytorch.named import COMPILED, named_tensors, require_known, unwrapped
+from archipelago.islands.own_loop.tensors import (
+    KindOf,
+    Trained,
+    frozen_changed,
+    not_finite,
+    nothing_trained,
+    trained_by,
+    trained_error,
+)
+from archipelago.islands.pytorch.host import FrozenTensors
 from archipelago.islands.pytorch.shards import Spread, mesh_of, own_part, put_back
 
-MERGED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 log = logging.getLogger(__name__)
+
+
+MERGED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class ModuleParameters:
@@ -276,3 +284,38 @@ def _require_kind(name: str, was: Kind, now: Kind) -> None:
         "Convert or move the model before `join`.",
         code=code,
     )
+
+
+#: `torch.compile` puts this name before those of the module that it wraps.
+COMPILED = "_orig_mod."
+
+
+def unwrapped(model: Any) -> tuple[Any, Any]:
+    """Return the module inside of its wrappers, and the process group of DistributedDataParallel, if it is one."""
+    group = None
+    while True:
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            group = model.process_group
+        elif not isinstance(model, torch.nn.DataParallel):
+            if not hasattr(model, "_orig_mod"):
+                return model, group
+            model = model._orig_mod
+            continue
+        model = model.module
+
+
+def named_tensors(model: Any, *, all_names: bool = False) -> Iterator[tuple[str, Any]]:
+    """Yield every parameter and buffer once, under the first of its names; or once for each name of it."""
+    once = not all_names
+    for name, tensor in (*model.named_parameters(remove_duplicate=once), *model.named_buffers(remove_duplicate=once)):
+        yield name.replace(COMPILED, ""), tensor
+
+
+def require_known(names: Names | None, model: Any) -> None:
+    """Raise ConfigError (`loop.names`) if a table names a parameter that the module does not have."""
+    known = {name for name, _ in named_tensors(model, all_names=True)}
+    unknown = sorted(set(names) - known, key=str) if isinstance(names, Mapping) else []
+    if unknown:
+        near = difflib.get_close_matches(str(unknown[0]), known, 1)
+        said = f", but {near[0]!r}" if near else ""
+        raise misnamed(f"names {unknown[0]!r}, and the model has no such parameter or buffer{said}")

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from archipelago.broker.errors import ConfigError
-from archipelago.islands.own_loop.signals import StoppedBySignal, StopSignal
+from archipelago.islands.own_loop.leaving import StoppedBySignal, StopSignal
 from archipelago.islands.pytorch.joining import JoinedRun, Joining
 from archipelago.islands.pytorch.module import ModuleParameters
 from archipelago.islands.pytorch.state import OptimizerState

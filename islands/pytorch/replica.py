@@ -1,4 +1,4 @@
-"""The replica of a PyTorch module: it measures contributions and adopts snapshots, in place, on the module's device.
+"""The replicas of a PyTorch module: they measure contributions and adopt snapshots, in place, on the module's device.
 
 The arithmetic is that of `islands.sync.replica`. As in JAX, the rounding of a dtype narrower than float32 is no
 progress: the reference moves by it, or each round would pull the run's parameters to the numbers that this dtype has.
@@ -6,7 +6,7 @@ progress: the reference moves by it, or each round would pull the run's paramete
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from archipelago.islands.pytorch.codecs import Parts as TorchParts
 from archipelago.islands.pytorch.codecs import TorchCodec
 from archipelago.islands.pytorch.codecs import codec as codec_of
 from archipelago.islands.pytorch.host import HostCopy, on_device
-from archipelago.islands.pytorch.shards import own_part
+from archipelago.islands.pytorch.module import ModuleParameters
+from archipelago.islands.pytorch.shards import Courier, own_part
 from archipelago.islands.sync.adoption import build
 
 #: The tensors of one fragment with their offsets in its vector.
@@ -97,3 +98,84 @@ def _flatten(rows: Rows, params: Tensors) -> Any:
 def _write(rows: Rows, params: Tensors, vector_N: Any) -> None:
     for tensor, offset in rows:
         own_part(params[tensor.name]).copy_(vector_N[offset : offset + tensor.size].view(tensor.shape))
+
+
+#: Called in the leader before all processes adopt (True) or measure (False) a fragment.
+Tell = Callable[[bool, int], None]
+
+
+def _follow(is_adoption: bool, fragment: int) -> None:
+    """Do nothing: a process that follows was told by the leader."""
+
+
+class ShardReplica(TorchReplica):
+    """The parts of all references in this process. The leader alone has whole fragments, one at a time."""
+
+    def __init__(
+        self, manifest: Manifest, parameters: ModuleParameters, courier: Courier, tell: Tell = _follow
+    ) -> None:
+        """Begin without references.
+
+        Args:
+            manifest: The run.
+            parameters: The parameters of the model in this process.
+            courier: Carries tensors between the processes.
+            tell: Tells the others what to do; the leader's.
+        """
+        super().__init__(manifest, parameters.device)
+        self._whole, self._courier, self._tell = manifest.layout, courier, tell
+        self._spreads = parameters.spreads
+        self.layout = tuple(_own_rows(rows, parameters) for rows in manifest.layout)
+        self._own_sizes = [sum(tensor.size for tensor, _ in rows) for rows in self.layout]
+
+    def take_changed(self) -> list[str]:
+        """Return nothing, because the other processes have adopted their parts themselves."""
+        return []
+
+    def measure(self, fragment: int, params: Tensors, codec: str = "") -> Parts:
+        """Return a fragment's outer gradient as the codec's parts, in the leader. The references move everywhere."""
+        self._tell(False, fragment)
+        return super().measure(fragment, params, codec)
+
+    def adopt(self, fragment: int, params: Tensors, new_N: Vector | None) -> Tensors:
+        """Adopt a fragment's snapshot, which only the leader gives."""
+        self._tell(True, fragment)
+        return super().adopt(fragment, params, new_N)
+
+    def _placed(self, fragment: int, vector_N: Any) -> Any:
+        """Return this process's part of a fragment, which the leader has in the memory of its host."""
+        return self._scattered(fragment, None if vector_N is None else on_device(vector_N, torch.device("cpu")))
+
+    def _quantised(self, fragment: int, chosen: TorchCodec, delta_N: Any) -> tuple[TorchParts, Any]:
+        parts, restored_N, size = (), None, sum(tensor.size for tensor, _ in self._whole[fragment])
+        whole_N = delta_N.new_empty(size) if self._courier.leads else None
+        for name, own, whole in self._pieces(fragment, delta_N, whole_N):
+            self._courier.gather(self._spreads[name], own, whole)
+        if whole_N is not None:
+            parts = chosen.quantise(whole_N)
+            restored_N = chosen.restore(parts, size)
+        return parts, self._scattered(fragment, restored_N)
+
+    def _scattered(self, fragment: int, whole_N: Any) -> Any:
+        own_N = torch.empty(self._own_sizes[fragment], dtype=torch.float32, device=self.device)
+        for name, own, whole in self._pieces(fragment, own_N, whole_N):
+            self._courier.scatter(self._spreads[name], whole, own)
+        return own_N
+
+    def _pieces(self, fragment: int, own_N: Any, whole_N: Any) -> list[tuple[str, Any, Any]]:
+        """Return views of each tensor of a fragment: its name, this process's part, and the whole tensor or None."""
+        found = []
+        for (tensor, offset), (own, start) in zip(self._whole[fragment], self.layout[fragment], strict=True):
+            whole = None if whole_N is None else whole_N[offset : offset + tensor.size].view(tensor.shape)
+            found.append((tensor.name, own_N[start : start + own.size].view(own.shape), whole))
+        return found
+
+
+def _own_rows(rows: Rows, parameters: ModuleParameters) -> Rows:
+    """Return this process's parts of a fragment's tensors, with their offsets in its own vector."""
+    offset, found, views = 0, [], parameters.views()
+    for tensor, _ in rows:
+        part = Tensor(tensor.name, tuple(own_part(views[tensor.name]).shape), tensor.kind)
+        found.append((part, offset))
+        offset += part.size
+    return tuple(found)

@@ -19,9 +19,9 @@ import torch
 from archipelago.broker.config import STEPS_MAX
 from archipelago.broker.errors import ConfigError, WireError
 from archipelago.broker.messages import Handover
-from archipelago.islands.own_loop.handover import decode, layout_digest
 from archipelago.islands.pytorch.host import HostCopy
 from archipelago.islands.pytorch.shards import joined_like, own_part
+from archipelago.islands.sync import recovery
 
 #: The names under which the optimisers of PyTorch keep what is never negative.
 NOT_NEGATIVE = frozenset({"step", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "sum"})
@@ -171,7 +171,9 @@ class OptimizerState:
     @property
     def digest(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """The digest of the layout, 16 bytes."""
-        return layout_digest((f"{e.name}/{e.key}", e.placeholder.shape, str(e.placeholder.dtype)) for e in self.entries)
+        return recovery.layout_digest(
+            (f"{e.name}/{e.key}", e.placeholder.shape, str(e.placeholder.dtype)) for e in self.entries
+        )
 
     def copies(self) -> list[Any] | None:
         """Return the digest and copies of all values that no later step changes; None if they cannot travel."""
@@ -187,7 +189,7 @@ class OptimizerState:
         """Return the values that a peer sent, as tensors of the host. Raises WireError if they do not fit."""
         if not self.can_travel:
             raise WireError("this optimiser takes no state from peers", code="handover.shape")
-        values = decode(handover, payload, self.digest, [entry.placeholder for entry in self.entries])
+        values = recovery.decode(handover, payload, [entry.placeholder for entry in self.entries], self.digest)
         self._require_sound(values)
         return [torch.from_numpy(np.array(each)) for each in values]
 

@@ -1,5 +1,7 @@
 """Adopt rules: combine an arriving snapshot with the island's own parameters. Each rule is one pure function.
 
+`AnyReplica` is what applies them, in the framework of the loop.
+
 A rule works on each element by itself. It sees three float32 arrays, of a fragment's N elements or of one tensor: the
 snapshot's parameters, the island's own parameters, and the reference from which the next contribution is measured (the
 last snapshot, or the point of the last sending). They are arrays of JAX or tensors of PyTorch.
@@ -10,8 +12,9 @@ To add a rule, write the function, register it in `RULES` and name it in `AdoptC
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+from archipelago.broker.codecs import Parts, Vector
 from archipelago.broker.config import AdoptConfig
 
 #: A vector of any framework.
@@ -56,3 +59,17 @@ RULES: dict[str, AdoptRule] = {
 def build(config: AdoptConfig) -> AdoptRule:
     """Return the rule that the config names."""
     return RULES[config.rule]
+
+
+class AnyReplica(Protocol):
+    """A replica: it measures contributions and adopts snapshots. `params` are those that the loop keeps."""
+
+    @property
+    def rule(self) -> AdoptRule:
+        """The run's adopt rule."""
+
+    def measure(self, fragment: int, params: Any, codec: str = "") -> Parts:
+        """Return a fragment's outer gradient as the codec's parts."""
+
+    def adopt(self, fragment: int, params: Any, new_N: Vector) -> Any:
+        """Return the parameters after a fragment's snapshot was adopted."""

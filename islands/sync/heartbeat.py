@@ -1,14 +1,22 @@
-"""The heartbeat of an island: its state as it reports it about once a second."""
+"""What an island measures of itself and reports: its speed, losses, totals and memory, in a heartbeat each second."""
 
 from __future__ import annotations
 
 import math
 import os
 import platform
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import psutil
 
 from archipelago.broker import machine
+from archipelago.broker.messages import COUNT_MAX
 from archipelago.broker.presence import Heartbeat
+from archipelago.islands.sync.connection.uplink import averaged
 
 if TYPE_CHECKING:
     from archipelago.islands.sync.participant import Participant
@@ -57,3 +65,118 @@ def heartbeat(island: Participant, state: str) -> Heartbeat:
 def _rate(seconds_a_byte: float) -> float:
     """Return bytes per second; NaN before the first measurement."""
     return 1.0 / seconds_a_byte if seconds_a_byte > 0.0 else math.nan
+
+
+SMOOTHING = 0.9
+#: The most losses that are kept. They are removed when a contribution is sent, and without rounds none is sent.
+LOSSES_KEPT = 256
+
+
+@dataclass
+class Speed:
+    """A moving average of the seconds that an inner step takes."""
+
+    step_seconds: float = 0.0
+
+    def stepped(self, steps: int, seconds: float) -> None:
+        """Record that `steps` inner steps took `seconds`."""
+        self.step_seconds = averaged(self.step_seconds, seconds / steps, SMOOTHING)
+
+
+@dataclass
+class Losses:
+    """The losses of the inner steps since the last contribution.
+
+    Attributes:
+        mean: The mean loss that was taken last; NaN if it was not finite, or before the first one.
+        diverged: The number of consecutive means that were not finite.
+    """
+
+    mean: float = math.nan
+    diverged: int = 0
+    _pending: deque[Any] = field(default_factory=lambda: deque(maxlen=LOSSES_KEPT))
+
+    def add(self, losses_n: Any) -> None:
+        """Add the losses of n steps: a number, or an array of any framework that numpy can read."""
+        self._pending.append(losses_n)
+
+    def take_mean(self) -> float:
+        """Return the mean loss of the steps since the last call, or the last mean if there were none.
+
+        Losses that a device still computes wait for the next call, so that the training thread need not.
+        """
+        ready = []
+        while self._pending and _is_ready(self._pending[0]):  # a device computes them in order
+            ready.append(self._pending.popleft())
+        if ready:
+            mean = float(np.mean([np.mean(np.asarray(losses_n)) for losses_n in ready]))
+            self.mean = mean if math.isfinite(mean) else math.nan  # messages carry no infinite numbers
+            self.diverged = 0 if math.isfinite(mean) else self.diverged + 1
+        return self.mean
+
+
+def _is_ready(losses: Any) -> bool:
+    """Return whether a value can be read without waiting for a device."""
+    asked = getattr(losses, "is_ready", None)
+    return asked is None or bool(asked())
+
+
+@dataclass
+class Totals:
+    """Inner steps and tokens of an island over all its incarnations."""
+
+    steps: int = 0
+    tokens: int = 0
+
+
+#: Seconds for which a measurement is reported again.
+FRESH_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes in use, and the limits; 0 where the machine does not report them.
+
+    Attributes:
+        process: Resident memory of this process.
+        host: Memory in use on the host, by all processes.
+        device: Memory in use on this process's devices, by this process.
+    """
+
+    process: int = 0
+    host: int = 0
+    host_limit: int = 0
+    device: int = 0
+    device_limit: int = 0
+
+
+def measured(devices: Sequence[Any] = ()) -> MemoryUse:
+    """Measure the memory in use now. A machine that does not report some of it gives 0.
+
+    Args:
+        devices: The accelerators of this process. Each has `memory_stats`, as JAX's devices do.
+    """
+    try:
+        process, host = psutil.Process().memory_info().rss, psutil.virtual_memory()
+        used, limit = host.total - host.available, host.total
+    except (psutil.Error, OSError):
+        process = used = limit = 0
+    stats = [device.memory_stats() or {} for device in devices]
+    device, device_limit = (sum(int(each.get(name, 0)) for each in stats) for name in ("bytes_in_use", "bytes_limit"))
+    found = (process, used, limit, device, device_limit)
+    return MemoryUse(*(min(COUNT_MAX, max(0, value)) for value in found))
+
+
+class MemoryMeter:
+    """Measures the memory now and then, because heartbeats are prepared after every inner step."""
+
+    def __init__(self, clock: Callable[[], float], measure: Callable[[], MemoryUse] = measured) -> None:
+        self._clock, self._measure = clock, measure
+        self._due = -math.inf
+        self._newest = MemoryUse()
+
+    def newest(self) -> MemoryUse:
+        """Return a measurement that is at most a few seconds old."""
+        if self._clock() >= self._due:
+            self._newest, self._due = self._measure(), self._clock() + FRESH_SECONDS
+        return self._newest

@@ -12,21 +12,20 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from archipelago.broker.codecs import Parts, Vector, codec
+from archipelago.broker.codecs import Parts, codec
 from archipelago.broker.control import DRAIN, EXPEL, IN_WORDS
 from archipelago.broker.errors import DivergedError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Marker, Resume
+from archipelago.islands.sync.adoption import AnyReplica
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.outbox import ContributionHeader, Draft
 from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.connection.uplink import averaged
-from archipelago.islands.sync.heartbeat import heartbeat
+from archipelago.islands.sync.heartbeat import SMOOTHING, Losses, MemoryMeter, Speed, Totals, heartbeat
 from archipelago.islands.sync.ledger import Ledger
-from archipelago.islands.sync.memory_use import MemoryMeter
-from archipelago.islands.sync.progress import SMOOTHING, Losses, Speed, Totals
 from archipelago.islands.sync.recovery import StateForPeer
 
 FLUSH_SECONDS = 10.0
@@ -35,28 +34,6 @@ FAREWELL_SECONDS = 2.0
 DIVERGED_MAX = 3
 
 log = logging.getLogger(__name__)
-
-
-class Keeps(Protocol):
-    """What the ledger needs to know of an adopt rule."""
-
-    @property
-    def keeps_progress(self) -> bool:
-        """Whether unsent progress stays in the parameters after an adoption."""
-
-
-class Measures(Protocol):
-    """A replica: it measures contributions and adopts snapshots. `params` are those that the loop keeps."""
-
-    @property
-    def rule(self) -> Keeps:
-        """The run's adopt rule."""
-
-    def measure(self, fragment: int, params: Any, codec: str = "") -> Parts:
-        """Return a fragment's outer gradient as the codec's parts."""
-
-    def adopt(self, fragment: int, params: Any, new_N: Vector) -> Any:
-        """Return the parameters after a fragment's snapshot was adopted."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +58,7 @@ class Participant(ABC):
         name: str,
         manifest: Manifest,
         link: Link,
-        replica: Measures,
+        replica: AnyReplica,
         arrivals: Sequence[Arrival],
         host: Host,
         clock: Callable[[], float] = time.monotonic,
@@ -93,7 +70,7 @@ class Participant(ABC):
             name: The island's name.
             manifest: The run.
             link: The connection to the broker.
-            replica: Measures and adopts the parameters.
+            replica: AnyReplica and adopts the parameters.
             arrivals: One snapshot of every fragment.
             host: The machine.
             clock: Monotonic seconds.

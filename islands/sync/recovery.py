@@ -1,26 +1,36 @@
 """Inner optimiser state for a newcomer, handed over by a peer through Redis while the giver trains (the paper's E.3).
 
 Parameters always come from the merger; a fresh island lacks only optimiser state. The giver copies its state on its
-device between two steps, and another thread sends the copy. It is sent in full precision.
+device between two steps, and another thread sends the copy. It is sent in full precision. In users' loops, a digest of
+the layout comes first, because the state of another optimiser may have as many bytes.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from archipelago.broker.errors import WireError
+from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.messages import Handover
 from archipelago.broker.presence import Presence
 from archipelago.broker.transport import IslandTransport
 from archipelago.broker.wire import digest
+from archipelago.islands.sync.heartbeat import Totals
+
+if TYPE_CHECKING:
+    from archipelago.islands.sync.participant import Participant
+
+log = logging.getLogger(__name__)
+
 
 #: How long a newcomer waits for a peer's answer once it is ready to train.
 ASK_SECONDS = 10.0
@@ -30,7 +40,6 @@ ASK_AGAIN_SECONDS = 4.0
 #: How many answers that it cannot use a newcomer asks for. Each costs a peer a copy of its state.
 ANSWERS_MAX = 8
 
-log = logging.getLogger(__name__)
 
 #: Inner optimiser state in whatever form the loop keeps it, such as a tree of arrays.
 State = Any
@@ -69,17 +78,28 @@ def encode(state: StateForPeer, giver: str) -> tuple[Handover, bytes]:
     return Handover(island, incarnation, state.global_step, len(payload), digest(payload)), payload
 
 
-def decode(handover: Handover, payload: bytes, like: Sequence[Any]) -> list[NDArray[Any]]:
+def layout_digest(layout: Iterable[tuple[str, Sequence[int], str]]) -> NDArray[np.uint8]:
+    """Return 16 bytes that stand for the names, shapes and dtypes of arrays in order."""
+    listed = [[name, list(shape), dtype] for name, shape, dtype in layout]
+    return np.frombuffer(hashlib.sha256(json.dumps(listed).encode()).digest()[:16], np.uint8)
+
+
+def decode(
+    handover: Handover, payload: bytes, like: Sequence[Any], layout: NDArray[np.uint8] | None = None
+) -> list[NDArray[Any]]:
     """Return the arrays in a payload.
 
     Args:
         handover: The message that announces the payload.
         payload: What a peer sent.
         like: Arrays of the expected shapes and dtypes.
+        layout: The digest of the layout that must come before them, which users' loops send.
 
     Raises:
         WireError: The payload does not fit the announcement or the model, or a value is not finite.
     """
+    if layout is not None:
+        like = [layout, *like]
     if len(payload) != handover.bytes or digest(payload) != handover.digest:
         raise WireError("the peer's optimiser state is not the announced one", code="handover.digest")
     expected = sum(leaf.nbytes for leaf in like)
@@ -96,7 +116,11 @@ def decode(handover: Handover, payload: bytes, like: Sequence[Any]) -> list[NDAr
             raise WireError("NaN or infinity in the peer's optimiser state", code="handover.not-finite")
         out.append(values)
         start += leaf.nbytes
-    return out
+    if layout is None:
+        return out
+    if out[0].tobytes() != layout.tobytes():
+        raise WireError("the peer's optimiser state is of another optimiser or model", code="handover.shape")
+    return out[1:]
 
 
 def peers(presences: list[Presence], name: str) -> list[str]:
@@ -163,3 +187,78 @@ def receive(
             pause(POLL_SECONDS)
     finally:
         transport.island.withdraw_request(who)
+
+
+#: The largest total that an island takes over from its last heartbeat.
+TOTAL_MAX = 1 << 60
+
+
+class Newcomer:
+    """The start of one incarnation. Call `ask` before its first heartbeat, and the rest after compilation."""
+
+    def __init__(
+        self,
+        transport: IslandTransport,
+        island: Participant,
+        seconds: float = ASK_SECONDS,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Store the parts; this contacts no peer.
+
+        Args:
+            transport: The connection to the broker.
+            island: The island.
+            seconds: How long `received` waits for a peer's answer.
+            pause: Sleeps for some seconds.
+        """
+        self.transport, self.island = transport, island
+        self.seconds, self.pause = seconds, pause
+        self._asked = False
+        self._before = Totals()  # totals of earlier incarnations, from their last heartbeat
+
+    @property
+    def who(self) -> str:
+        """The island and its incarnation."""
+        return f"{self.island.name}/{self.island.incarnation}"
+
+    def ask(self, *, wants_state: bool = True) -> None:
+        """Look for peers, and ask them for optimiser state unless the run is at its beginning."""
+        island = self.island
+        try:
+            presences = self.transport.reader.presences()
+            if wants_state and island.ledger.global_step and peers(presences, island.name):
+                self.transport.island.request_state(self.who)
+                self._asked = True
+        except BrokerError as error:
+            log.warning("no peer can be asked for optimiser state: %s", error.what)
+            return
+        for beat in (presence.heartbeat for presence in presences):
+            if beat.island == island.name and beat.incarnation != island.incarnation:
+                # Anyone may have written this heartbeat. Larger totals could not be reported any more.
+                self._before = Totals(min(beat.steps, TOTAL_MAX), min(beat.tokens, TOTAL_MAX))
+
+    def received(self, decode: Decode) -> Received | None:
+        """Wait for a peer's state if one was asked, and return it; None if there is none that can be used."""
+        if not self._asked:
+            return None
+        island = self.island
+        try:
+            return receive(
+                self.transport, self.who, decode, lambda: island.beat("joining"), self.seconds, island.clock, self.pause
+            )
+        except (BrokerError, WireError) as error:
+            log.warning("no optimiser state from a peer: %s", error.what)
+            return None
+
+    def withdraw(self) -> None:
+        """Withdraw the request to the peers."""
+        try:
+            if self._asked:
+                self.transport.island.withdraw_request(self.who)
+        except BrokerError as error:
+            log.warning("the request to the peers could not be withdrawn: %s", error.what)
+
+    def count_earlier(self) -> None:
+        """Continue the totals of earlier incarnations. What they did and lost was trained, too."""
+        totals = self.island.totals
+        totals.steps, totals.tokens = max(totals.steps, self._before.steps), max(totals.tokens, self._before.tokens)

@@ -9,15 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from archipelago.broker.codecs import Codec, Parts
+from archipelago.islands.sync.arrays import spec
 from archipelago.islands.sync.cuts import CutPlan, Segment, Spread
-
-
-def spec(*parts: Any) -> PartitionSpec:
-    """Return how the dimensions of an array are spread over the axes of a mesh."""
-    return PartitionSpec(*parts)  # type: ignore[no-untyped-call]
 
 
 def encode(

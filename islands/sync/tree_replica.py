@@ -7,27 +7,169 @@ pull the run's parameters back to the numbers that the narrow dtype has.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, Sharding
 
 from archipelago.broker.codecs import Parts, Vector
+from archipelago.broker.codecs import codec as codec_of
+from archipelago.broker.config import AdoptConfig
 from archipelago.broker.manifest import Manifest
-from archipelago.islands.sync.arrays import Tensors, put
-from archipelago.islands.sync.homes import at_home, home_of, own_copy, settled, sharding_of
-from archipelago.islands.sync.replica import Replica
-from archipelago.islands.sync.tree_programs import (
-    TreeAdopt,
-    TreeMeasure,
-    cut_of,
-    thin_measure,
-    tree_adopt,
-    tree_measure,
-    whole_measure,
+from archipelago.islands.sync.adoption import build
+from archipelago.islands.sync.arrays import (
+    Home,
+    Rows,
+    Tensors,
+    at_home,
+    flatten,
+    home_of,
+    own_copy,
+    put,
+    settled,
+    sharding_of,
+    spec,
+    unflatten,
 )
+from archipelago.islands.sync.cuts import CutPlan, Placed, plan
+from archipelago.islands.sync.replica import (
+    Replica,
+    in_steps,
+    moved,
+    outer_gradient,
+    padded_gradient,
+    quantised,
+    settle,
+)
+from archipelago.islands.sync.sharded_cut import AssembledPart, encode
+
+#: The dtype of each tensor of a fragment, in the order of its rows.
+Dtypes = tuple[str, ...]
+#: From the references and the tensors of a fragment to the codec's parts and the next references.
+TreeMeasure = Callable[[Tensors, Tensors], tuple[Parts, Tensors]]
+#: From a snapshot's tensors, a fragment's, and its references to the next tensors and references.
+TreeAdopt = Callable[[Tensors, Tensors, Tensors], tuple[Tensors, Tensors]]
+
+
+@cache
+def cut_of(rows: Rows, home: Home, codec: str) -> CutPlan:
+    """Return how a fragment is cut for a codec."""
+    placed = [_place(there) for there in home.tensors]
+    return plan(rows, placed, dict(home.mesh.shape) if home.mesh else {}, codec_of(codec).block)
+
+
+def _place(there: Sharding | None) -> Placed:
+    if not isinstance(there, NamedSharding):
+        return Placed()
+    return Placed(tuple((part,) if isinstance(part, str) else tuple(part or ()) for part in there.spec))
+
+
+@cache
+def compiled_tree_measure(rows: Rows, codec: str, home: Home) -> Any:
+    """Return the program that encodes a fragment where its shards lie, on a mesh, and moves its references."""
+    assert home.mesh is not None  # noqa: S101
+    chosen, cut = codec_of(codec), cut_of(rows, home, codec)
+
+    def measure(reference: Tensors, part: Tensors) -> tuple[Parts, Tensors]:
+        names = [tensor.name for tensor, _ in rows]
+        values = {name: reference[name] - part[name].astype(jnp.float32) for name in names}
+        parts, restored = encode(chosen, cut, home.mesh, values)
+        return parts, {name: reference[name] - restored[name] for name in names}
+
+    # The leader of several hosts sends what all of them have encoded.
+    is_here = all(device.process_index == jax.process_index() for device in home.mesh.devices.flat)
+    encoded = NamedSharding(home.mesh, spec(cut.axes) if cut.axes and is_here else spec())
+    return jax.jit(measure, out_shardings=(encoded, _named(rows, home)))
+
+
+def tree_measure(rows: Rows, codec: str, home: Home) -> TreeMeasure:
+    """Return what measures a fragment, and puts together on the host what several devices have encoded."""
+    chosen, cut = codec_of(codec), cut_of(rows, home, codec)
+    compiled = compiled_tree_measure(rows, codec, home)
+
+    def measured(reference: Tensors, part: Tensors) -> tuple[Parts, Tensors]:
+        parts, after = compiled(reference, part)
+        if cut.spread:
+            parts = tuple(AssembledPart(i, chosen, cut, each) for i, each in enumerate(parts))
+        return parts, after
+
+    return measured
+
+
+@cache
+def whole_measure(rows: Rows, codec: str) -> TreeMeasure:
+    """Measure tensors that are all on one device."""
+
+    def cut(reference: Tensors, part: Tensors) -> jax.Array:
+        return outer_gradient(rows, flatten(rows, reference), part)
+
+    def move(reference: Tensors, parts: Parts) -> Tensors:
+        return unflatten(rows, moved(codec, flatten(rows, reference), parts))
+
+    return in_steps(cut, codec, move)
+
+
+@cache
+def thin_measure(rows: Rows, codec: str, size: int, shared_size: int) -> TreeMeasure:
+    """Measure tensors that no device has a part of, with the program of the thin codec that fragments share."""
+    cut = jax.jit(lambda reference, part: padded_gradient(rows, shared_size, flatten(rows, reference), part))
+
+    def settled(reference: Tensors, parts_M: Parts, restored_M: jax.Array) -> tuple[Parts, Tensors]:
+        parts, next_N = settle(codec, size, flatten(rows, reference), parts_M, restored_M)
+        return parts, unflatten(rows, next_N)
+
+    finish = jax.jit(settled)
+
+    def measured(reference: Tensors, part: Tensors) -> tuple[Parts, Tensors]:
+        parts, after = finish(reference, *quantised(codec, cut(reference, part)))
+        return parts, after
+
+    return measured
+
+
+@cache
+def tree_adopt(rows: Rows, config: AdoptConfig, dtypes: Dtypes, home: Home) -> TreeAdopt:
+    """Return what adopts a fragment's snapshot by the run's rule."""
+    adopt, settle = partial(_adopt, rows, config, dtypes), _rounded
+    if home.mesh is None:
+        adopting, settling = jax.jit(adopt), jax.jit(settle)
+    else:
+        named = _named(rows, home)
+        adopting, settling = jax.jit(adopt, out_shardings=(named, named, named)), jax.jit(settle, out_shardings=named)
+    is_exact = all(dtype == "float32" for dtype in dtypes)
+
+    def adopted(new: Tensors, part: Tensors, reference: Tensors) -> tuple[Tensors, Tensors]:
+        held, next_reference, own = adopting(new, part, reference)
+        # This is a program of its own: within one, XLA may leave out a rounding whose result becomes float32 again.
+        return held, next_reference if is_exact else settling(next_reference, own, held)
+
+    return adopted
+
+
+def _adopt(
+    rows: Rows, config: AdoptConfig, dtypes: Dtypes, new: Tensors, part: Tensors, reference: Tensors
+) -> tuple[Tensors, Tensors, Tensors]:
+    """Return the next tensors, and the next references and the next parameters as they are before rounding."""
+    rule = build(config)
+    exact, after = {}, {}
+    for tensor, _ in rows:
+        name = tensor.name
+        exact[name], after[name] = rule.adopt(new[name], part[name].astype(jnp.float32), reference[name])
+    held = {t.name: exact[t.name].astype(dtype) for (t, _), dtype in zip(rows, dtypes, strict=True)}
+    return held, after, exact
+
+
+def _rounded(reference: Tensors, own: Tensors, held: Tensors) -> Tensors:
+    """Return the references, moved by what rounding did to the parameters."""
+    return {name: x + (held[name].astype(jnp.float32) - own[name]) for name, x in reference.items()}
+
+
+def _named(rows: Rows, home: Home) -> dict[str, Sharding | None]:
+    return {tensor.name: there for (tensor, _), there in zip(rows, home.tensors, strict=True)}
 
 
 class TreeReplica(Replica):

@@ -18,10 +18,9 @@ import numpy as np
 from archipelago.broker.config import OWN_MODEL, DataConfig, InnerConfig, ModelConfig, RunConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.manifest import Manifest, balanced, installed_versions
-from archipelago.islands.accumulation import accumulated
 from archipelago.islands.data.batches import Supply
 from archipelago.islands.evaluation import Measures, Sliced, Slices
-from archipelago.islands.inner import InnerState, InnerSteps, MomentBounds, begin, compiled_scan, descent
+from archipelago.islands.inner import InnerState, InnerSteps, MomentBounds, accumulated, begin, compiled_scan, descent
 from archipelago.islands.models.interface import Params
 from archipelago.islands.own_loop.tensors import require_same_tensors
 from archipelago.islands.sync.connection.link import Link

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
         WireError,
     )
     from archipelago.broker.redis.transport import connect
-    from archipelago.islands.own_loop.creation import create
-    from archipelago.islands.own_loop.joining import JoinedRun, join
+    from archipelago.islands.own_loop.joining import JoinedRun, create, join
     from archipelago.islands.tasks.task import Task
 
     __version__: str
@@ -54,7 +53,7 @@ _HOMES = {
     "WireConfig": _CONFIG,
     "WireError": _ERRORS,
     "connect": "archipelago.broker.redis.transport",
-    "create": "archipelago.islands.own_loop.creation",
+    "create": "archipelago.islands.own_loop.joining",
     "join": "archipelago.islands.own_loop.joining",
 }
 

@@ -328,8 +328,7 @@ def sync_own_loop(pipe: Connection, url: str, config: RunConfig) -> None:
 
     from archipelago.islands.inner import begin, compile_steps
     from archipelago.islands.models.registry import build
-    from archipelago.islands.own_loop.creation import create
-    from archipelago.islands.own_loop.joining import join
+    from archipelago.islands.own_loop.joining import create, join
 
     model, found = build(config.model), LoopFound([], [], [], [])
     params, steps = model.init(config.seed), compile_steps(model, config.inner)

@@ -174,7 +174,7 @@ class VirtualRun:
             asks_peers: Whether it asks the others for that state. They answer at once.
             found: The checkpoint with which it goes on.
         """
-        rejoin.ask(peers=asks_peers)
+        rejoin.ask(wants_state=asks_peers)
         island.beat("joining")
         island.link.pump()
         if asks_peers:

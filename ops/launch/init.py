@@ -27,7 +27,7 @@ from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.shards.transport import create as create_run
 from archipelago.broker.transport import Memory, Transport
 from archipelago.islands.data.corpus import OpenCorpus
-from archipelago.islands.sync.connection.same_run import require_no_islands as require_no_islands
+from archipelago.islands.sync.connection.watch import require_no_islands as require_no_islands
 from archipelago.merger.spectra import default_threads
 from archipelago.merger.storage import MergerFolder, fetched
 from archipelago.ops.settings import say, setting_text

@@ -12,7 +12,7 @@ from archipelago.broker.errors import ConfigError, RunExistsError, UnknownRunErr
 from archipelago.broker.redis.keys import REGISTRY
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.islands.rejoin import Rejoin
-from archipelago.islands.sync.connection.merged import KEPT_MIN
+from archipelago.islands.sync.connection.outbox import KEPT_MIN
 from archipelago.islands.worker import Island
 from archipelago.merger.beside import at_once
 from archipelago.merger.service import Merger
@@ -161,7 +161,7 @@ def test_each_return_of_an_island_loses_what_it_had_not_sent(lost: LostRun) -> N
         discarded += lost.accounts().tokens_unsent
         island = lost.island(incarnation=f"y{number}", silent=True)
         rejoin = Rejoin(lost.connect(), None, island, [])
-        rejoin.ask(peers=False)
+        rejoin.ask(wants_state=False)
         rejoin.complete(None)
         island.beat("joining")
         island.link.pump()

@@ -11,11 +11,11 @@ import pytest
 
 from archipelago.broker.config import InnerConfig
 from archipelago.broker.footprint import ON_DEVICE
-from archipelago.islands import device
-from archipelago.islands.device import memory_in_words, unused_devices
+from archipelago.islands import prepared
 from archipelago.islands.inner import begin, compile_steps
 from archipelago.islands.mesh.shape import MeshShape
 from archipelago.islands.models.registry import build
+from archipelago.islands.prepared import memory_in_words, unused_devices
 from tests.harness import tiny
 
 
@@ -44,14 +44,14 @@ def test_the_command_for_the_other_devices_is_said() -> None:
 def test_a_run_that_does_not_fit_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     manifest, (cpu,), (gpu,) = tiny.manifest(), devices(1, "cpu"), cast(Any, devices(1, "gpu"))
     gpu.memory_stats = lambda: {"bytes_limit": 1}
-    monkeypatch.setattr(device, "available_here", lambda: 64 << 30)
+    monkeypatch.setattr(prepared, "available_here", lambda: 64 << 30)
     said, troubles = memory_in_words(manifest, cpu)
     assert "merger" in said
     assert not troubles
     said, (trouble,) = memory_in_words(manifest, gpu)
     assert "on the device" in said
     assert "device" in trouble
-    monkeypatch.setattr(device, "available_here", lambda: 1 << 20)
+    monkeypatch.setattr(prepared, "available_here", lambda: 1 << 20)
     assert len(memory_in_words(manifest, cpu)[1]) == 1
 
 

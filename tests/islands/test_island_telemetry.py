@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from archipelago.broker.config import InnerConfig
 from archipelago.broker.errors import UnreachableError
 from archipelago.broker.observe.metrics import new_registry
-from archipelago.islands import inner, telemetry
+from archipelago.islands import inner, running
 from archipelago.islands.worker import Island
 from tests.harness import tiny
 from tests.harness.tiny import TinyRun
@@ -32,7 +32,7 @@ def test_the_exported_learning_rate_is_that_of_the_inner_step() -> None:
 
 def scraped(island: Island) -> dict[str, float]:
     registry = new_registry()
-    registry.register(telemetry.IslandCollector(island))
+    registry.register(running.IslandCollector(island))
     text = generate_latest(registry).decode()
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     assert {tuple(sorted(sample.labels.items())) for sample in samples} <= {(("island", "a"), ("run", "tiny"))}
@@ -42,17 +42,17 @@ def scraped(island: Island) -> dict[str, float]:
 def test_there_is_no_curve_point_before_training() -> None:
     run = TinyRun()
     island = run.island()
-    assert telemetry.point(island) is None
+    assert running.point(island) is None
     assert scraped(island)["steps_total"] == 0
     silent = run.island("b", silent=True)
-    assert telemetry.point(silent) is None
+    assert running.point(silent) is None
     assert scraped(silent) == {}
 
 
 def test_a_training_island_exports_all_metrics() -> None:
     run, island = tiny.played(9)
     run.pass_boundary(island)
-    found = telemetry.point(island)
+    found = running.point(island)
     assert found is not None
     step, values = found
     assert step == island.ledger.global_step == 9

@@ -86,7 +86,7 @@ def test_the_curves_of_a_diverged_island_are_complete(
 def test_a_start_loads_no_optional_library() -> None:
     """Importing one of these would delay each start by a large part of a second."""
     late = {"orbax", "tokenizers", "tensorboardX", "wandb", "matplotlib", "fakeredis"}
-    imports = "import sys; from archipelago.islands import checkpoint, main, prepared, telemetry, worker"
+    imports = "import sys; from archipelago.islands import checkpoint, main, prepared, running, worker"
     code = f"{imports}; print(*({late} & sys.modules.keys()))"
     found = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.split() == []

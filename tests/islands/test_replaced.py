@@ -13,7 +13,7 @@ import psutil
 
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.presence import Presence
-from archipelago.islands.replaced import RECORD_FILE, remember, require_free
+from archipelago.islands.running import RECORD_FILE, remember, require_free
 from tests import samples
 from tests.conftest import Until
 from tests.failing import failing

@@ -12,10 +12,8 @@ import pytest
 
 from archipelago.broker.config import OWN_MODEL, DataConfig, InnerConfig, ModelConfig, RunConfig
 from archipelago.broker.errors import ConfigError
-from archipelago.islands.accumulation import accumulated
-from archipelago.islands.inner import begin, compile_steps, gradient
-from archipelago.islands.options import IslandOptions
-from archipelago.islands.setup import own_settings
+from archipelago.islands.inner import accumulated, begin, compile_steps, gradient
+from archipelago.islands.options import IslandOptions, own_settings
 from tests.failing import failing
 from tests.islands.models import mini
 

@@ -27,8 +27,8 @@ from archipelago.islands.creation import describe, first_snapshots
 from archipelago.islands.main import Assignment, assignment
 from archipelago.islands.models import registry
 from archipelago.islands.models.transformer import transformer
+from archipelago.islands.options import own_settings, require_batch
 from archipelago.islands.prepared import PreparedIsland
-from archipelago.islands.setup import own_settings, require_batch
 from archipelago.islands.tasks import ours
 from archipelago.islands.tasks.batches import TaskRun
 from archipelago.islands.worker import Island

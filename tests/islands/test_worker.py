@@ -15,7 +15,7 @@ from archipelago.broker.control import STEPS
 from archipelago.broker.errors import DivergedError
 from archipelago.broker.messages import Marker
 from archipelago.broker.ranges import parse_positions
-from archipelago.islands import device
+from archipelago.islands import prepared
 from archipelago.islands.inner import InnerState, InnerSteps
 from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.ledger import AHEAD_STEPS_MIN
@@ -214,9 +214,9 @@ def test_a_slow_device_is_measured_with_two_steps(monkeypatch: pytest.MonkeyPatc
         return found
 
     island.steps = cast(InnerSteps, counted)
-    monkeypatch.setattr(device, "LONG_SECONDS", 0.0)
-    monkeypatch.setattr(device, "DISPATCH_MATTERS_SECONDS", 0.0)
-    assert device.best_scan_steps(island) == 1
+    monkeypatch.setattr(prepared, "LONG_SECONDS", 0.0)
+    monkeypatch.setattr(prepared, "DISPATCH_MATTERS_SECONDS", 0.0)
+    assert prepared.best_scan_steps(island) == 1
     island.warm_up(has_stepped=True)
     assert calls == 2
     compiled = steps._cache_size()

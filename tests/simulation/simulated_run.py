@@ -28,7 +28,7 @@ from archipelago.broker.manifest import Manifest
 from archipelago.broker.memory.state import key_of
 from archipelago.broker.messages import Contribution, Marker
 from archipelago.broker.shards.transport import create, of_shard, whole
-from archipelago.islands.sync.connection.merged import KEPT_SECONDS
+from archipelago.islands.sync.connection.outbox import KEPT_SECONDS
 from archipelago.merger.service import LEASE_SECONDS
 from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests import samples

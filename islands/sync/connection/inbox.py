@@ -15,9 +15,9 @@ from archipelago.broker.messages import Event, Marker, Refusal, Resume, Snapshot
 from archipelago.broker.transport import IslandTransport
 from archipelago.islands.sync.connection.announcements import Heads, fault_in, judged, last_round
 from archipelago.islands.sync.connection.outbox import Outbox
-from archipelago.islands.sync.connection.same_run import require_same_run
 from archipelago.islands.sync.connection.snapshots import Arrival, Snapshots
 from archipelago.islands.sync.connection.uplink import Uplink
+from archipelago.islands.sync.connection.watch import require_same_run
 
 EVENTS_AT_ONCE = 256
 #: How often an island looks whether another server answers.
@@ -86,10 +86,6 @@ class Inbox:
             taken = list(self._events), list(self._arrivals.values())
             self._events, self._arrivals = deque(), {}
         return taken
-
-    def want(self, p: int) -> None:
-        """Download fragment `p` at the next pump."""
-        self._wanted.add(p)
 
     def pump(self, block_seconds: float = 0.0) -> None:
         """Read events, and download the fragments that they announce.

@@ -27,15 +27,13 @@ from archipelago.broker.ranges import ReadPosition
 from archipelago.broker.shards.transport import shards_of
 from archipelago.broker.transport import IslandTransport
 from archipelago.islands.sync import recovery
-from archipelago.islands.sync.connection.channel import Channel
-from archipelago.islands.sync.connection.channels import Channels
+from archipelago.islands.sync.connection.channels import Channel, Channels
 from archipelago.islands.sync.connection.leases import ShardLeases
 from archipelago.islands.sync.connection.outbox import Draft, Published
 from archipelago.islands.sync.connection.pumps import Pump, Pumps
-from archipelago.islands.sync.connection.same_run import require_same_run
-from archipelago.islands.sync.connection.serving import MergerWatch
 from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.connection.uplink import Uplink
+from archipelago.islands.sync.connection.watch import MergerWatch, require_same_run
 from archipelago.islands.sync.recovery import StateForPeer
 
 BLOCK_SECONDS = 1.0

@@ -24,8 +24,8 @@ from archipelago.islands.hosts.ranks import HostRank
 from archipelago.islands.inner import begin, require_sound
 from archipelago.islands.mesh.shape import MeshShape
 from archipelago.islands.sync import recovery
+from archipelago.islands.sync.arrays import decode_tree
 from archipelago.islands.sync.recovery import Received, StateForPeer
-from archipelago.islands.sync.state_tree import decode
 from archipelago.islands.worker import Island
 from tests.islands.mesh.sharded_runs import CONFIG, MeshRun, manifest, on_mesh
 
@@ -83,7 +83,7 @@ def play(leader: HostLeader, folder: Path) -> dict[str, Any]:
     # A peer has the state of this island, and this island takes it.
     about, payload = recovery.encode(StateForPeer("a/y", jax.tree.leaves(before["inner"]["optimizer"]), 10), "a/x")
     check = partial(require_sound, bounds=whole.moment_bounds)
-    taken = decode(about, payload, again.computation.optimizer_like(), check)
+    taken = decode_tree(about, payload, again.computation.optimizer_like(), check)
     again.use_state_of_peer(Received(about, taken))
     require_same(before["inner"]["optimizer"], again.optimizer_leaves())
     require_places(again)

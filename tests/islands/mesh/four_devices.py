@@ -27,12 +27,11 @@ from archipelago.islands.inner import begin, compile_steps, require_sound
 from archipelago.islands.mesh.placement import placement_of
 from archipelago.islands.mesh.shape import MeshShape
 from archipelago.islands.models.registry import build
-from archipelago.islands.options import IslandOptions
-from archipelago.islands.setup import own_placement
-from archipelago.islands.sync import recovery, tree_programs
+from archipelago.islands.options import IslandOptions, own_placement
+from archipelago.islands.sync import recovery, tree_replica
+from archipelago.islands.sync.arrays import decode_tree
 from archipelago.islands.sync.recovery import Received, StateForPeer
 from archipelago.islands.sync.replica import Replica
-from archipelago.islands.sync.state_tree import decode
 from archipelago.islands.sync.tree_replica import TreeReplica
 from archipelago.islands.worker import Island
 from tests.failing import failing
@@ -97,7 +96,7 @@ def test_no_device_gathers_a_tensor(capfd: pytest.CaptureFixture[str]) -> None:
     of = tree_run("int4")
     replica = TreeReplica(of, templates())
     params = replica.begin([np.zeros(of.sizes[0], np.float32)])
-    program = tree_programs.compiled_tree_measure(of.layout[0], "int4", replica._homes[0])
+    program = tree_replica.compiled_tree_measure(of.layout[0], "int4", replica._homes[0])
     text = program.lower(replica.references[0], replica._part(0, params)).compile().as_text()
     shapes = [tuple(map(int, found.split(","))) for found in re.findall(r"f32\[([0-9,]+)\]", text)]
     assert sum(of.sizes) / 4 < max(map(math.prod, shapes)) < sum(of.sizes) / 2
@@ -148,7 +147,7 @@ def test_one_device_joins_four_with_its_own_batch_and_takes_their_optimiser_stat
     run.play(four, 9)
     one = run.island(ONE, "one", batch_size=2)
     about, payload = recovery.encode(StateForPeer("one/x", four.optimizer_leaves(), 9), "four/x")
-    taken = decode(about, payload, one.inner.optimizer, partial(require_sound, bounds=one.moment_bounds))
+    taken = decode_tree(about, payload, one.inner.optimizer, partial(require_sound, bounds=one.moment_bounds))
     one.use_state_of_peer(Received(about, taken))
     for theirs, own in zip(jax.tree.leaves(four.inner.optimizer), jax.tree.leaves(one.inner.optimizer), strict=True):
         assert np.asarray(theirs).tobytes() == np.asarray(own).tobytes()
@@ -161,7 +160,9 @@ def test_one_device_joins_four_with_its_own_batch_and_takes_their_optimiser_stat
     # and the other way round
     square = run.island(SQUARE, "square")
     about, payload = recovery.encode(StateForPeer("square/x", one.optimizer_leaves(), 9), "one/x")
-    square.use_state_of_peer(Received(about, decode(about, payload, square.inner.optimizer, lambda state, like: None)))
+    square.use_state_of_peer(
+        Received(about, decode_tree(about, payload, square.inner.optimizer, lambda state, like: None))
+    )
     assert moment(square, "mu", "embedding").sharding == square.params["embedding"].sharding
     run.play(square, 2)
 

@@ -35,8 +35,9 @@ from archipelago.broker.redis.transport import connect
 from archipelago.islands.own_loop.loop import OwnLoop
 from archipelago.islands.own_loop.new_run import first_snapshots
 from archipelago.islands.own_loop.session import Session
-from archipelago.islands.sync.memory_use import MemoryMeter, MemoryUse
-from archipelago.islands.sync.participant import Host, Measures
+from archipelago.islands.sync.adoption import AnyReplica
+from archipelago.islands.sync.heartbeat import MemoryMeter, MemoryUse
+from archipelago.islands.sync.participant import Host
 from archipelago.merger.beside import at_once
 from archipelago.merger.service import Merger
 from archipelago.merger.storage import MergerFolder
@@ -116,7 +117,7 @@ class LoopIsland(ABC):
         run: LoopRun,
         name: str,
         parameters: Any,
-        replica: Measures,
+        replica: AnyReplica,
         begin: Callable[[Sequence[Vector]], None],
         optimizer_leaves: Callable[[], Sequence[Any] | None] | None = None,
     ) -> None:

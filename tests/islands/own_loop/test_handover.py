@@ -14,7 +14,7 @@ import pytest
 from archipelago.broker.config import STEPS_MAX
 from archipelago.broker.errors import WireError
 from archipelago.broker.messages import Handover
-from archipelago.islands.own_loop.state import LoopState
+from archipelago.islands.own_loop.parameters import LoopState
 from archipelago.islands.sync import recovery
 from tests.failing import failing
 

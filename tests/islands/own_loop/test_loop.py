@@ -18,8 +18,8 @@ from archipelago.broker.config import AdoptConfig, WireConfig
 from archipelago.broker.errors import ConfigError, DivergedError
 from archipelago.broker.presence import LIVE_SECONDS
 from archipelago.islands.own_loop import loop as own_loop
-from archipelago.islands.own_loop.soundness import is_sound
-from archipelago.islands.sync.homes import at_home
+from archipelago.islands.own_loop.loop import is_sound
+from archipelago.islands.sync.arrays import at_home
 from tests.failing import failing
 from tests.islands.own_loop.any_framework import CONFIG, STEP, Framework, LoopIsland
 from tests.islands.own_loop.own_runs import OwnIsland, OwnRun, trained, tree

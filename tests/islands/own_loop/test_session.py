@@ -23,7 +23,7 @@ from archipelago.broker.config import AdoptConfig, MergeConfig
 from archipelago.broker.errors import ConfigError, DivergedError, MismatchError, UnknownRunError
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Memory
-from archipelago.islands.own_loop.reported import CALL_STEPS_MAX
+from archipelago.islands.own_loop.loop import CALL_STEPS_MAX
 from tests import samples
 from tests.conftest import Until
 from tests.failing import failing

@@ -12,8 +12,7 @@ import pytest
 from archipelago import SyncConfig, create, join
 from archipelago.broker.errors import ConfigError, MismatchError
 from archipelago.broker.redis.transport import connect
-from archipelago.islands.own_loop.frozen import FrozenLeaves
-from archipelago.islands.own_loop.tree import TreeLayout
+from archipelago.islands.own_loop.tree import FrozenLeaves, TreeLayout
 from tests.failing import failing
 from tests.islands.own_loop.own_runs import OwnRun, only_kernels_trained
 

@@ -20,7 +20,7 @@ from tests.islands.own_loop.any_framework import served
 
 torch = pytorch.required()
 
-from archipelago.islands.pytorch.frozen import FrozenTensors  # noqa: E402 - it imports torch
+from archipelago.islands.pytorch.host import FrozenTensors  # noqa: E402 - it imports torch
 from archipelago.islands.pytorch.module import ModuleParameters  # noqa: E402 - it imports torch
 from tests.islands.pytorch.torch_runs import module  # noqa: E402
 

@@ -29,9 +29,8 @@ from archipelago.broker.config import AdoptConfig, RunConfig, WireConfig
 from archipelago.broker.errors import ArchipelagoError
 from archipelago.broker.manifest import NO_CORPUS, Manifest, balanced
 from archipelago.islands.pytorch.module import ModuleParameters
-from archipelago.islands.pytorch.replica import TorchReplica
-from archipelago.islands.pytorch.shard_replica import ShardReplica
-from archipelago.islands.pytorch.shard_team import ShardTeam
+from archipelago.islands.pytorch.replica import ShardReplica, TorchReplica
+from archipelago.islands.pytorch.sharded import ShardTeam
 from archipelago.islands.pytorch.shards import Courier, own_part
 
 SYNC = archipelago.SyncConfig(interval=8, fragments=3)

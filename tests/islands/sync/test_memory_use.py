@@ -6,7 +6,7 @@ import psutil
 
 from archipelago.broker.messages import COUNT_MAX, from_fields, to_fields
 from archipelago.broker.presence import Heartbeat
-from archipelago.islands.sync.memory_use import FRESH_SECONDS, MemoryMeter, MemoryUse, measured
+from archipelago.islands.sync.heartbeat import FRESH_SECONDS, MemoryMeter, MemoryUse, measured
 from tests import samples
 
 

@@ -24,9 +24,8 @@ from archipelago.broker.wire import digest
 from archipelago.islands.inner import begin, counts, moment_bounds, require_sound
 from archipelago.islands.models.registry import Params
 from archipelago.islands.sync import recovery
-from archipelago.islands.sync.arrays import device_copy
+from archipelago.islands.sync.arrays import decode_tree, device_copy
 from archipelago.islands.sync.recovery import StateForPeer, encode, peers, receive
-from archipelago.islands.sync.state_tree import decode
 from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests import samples
 from tests.failing import failing
@@ -69,7 +68,7 @@ def raw(state: Any) -> bytes:
 
 def test_the_state_is_decoded_bit_for_bit() -> None:
     assert raw(STATE) != raw(LIKE)
-    found = decode(HANDOVER, PAYLOAD, LIKE, require_sound)
+    found = decode_tree(HANDOVER, PAYLOAD, LIKE, require_sound)
     assert tiny.leaf_bytes(found) == tiny.leaf_bytes(STATE)
     assert str(jax.tree.structure(found)) == str(jax.tree.structure(LIKE))
     assert [leaf.dtype for leaf in jax.tree.leaves(found)] == [leaf.dtype for leaf in jax.tree.leaves(LIKE)]
@@ -80,7 +79,7 @@ def test_received_state_continues_training_with_the_same_bits() -> None:
     """A copy survives steps with the original."""
     batch, step = jnp.zeros((1, 2, 5), jnp.uint8), jnp.asarray(3, jnp.int32)
     after = []
-    for optimizer in (device_copy(STATE), decode(HANDOVER, PAYLOAD, LIKE, require_sound)):
+    for optimizer in (device_copy(STATE), decode_tree(HANDOVER, PAYLOAD, LIKE, require_sound)):
         kept, before = device_copy(optimizer), raw(optimizer)
         state, _ = tiny.STEPS(begin(tiny.CONFIG.inner, fresh())._replace(optimizer=optimizer), batch, step)
         after.append(tiny.leaf_bytes(state))
@@ -110,10 +109,10 @@ MALFORMED = {
 def test_malformed_state_is_refused() -> None:
     for what, (payload, code) in MALFORMED.items():
         with failing(WireError, code):
-            pytest.fail(f"{what}: {decode(announced(payload), payload, LIKE, require_sound)}")
+            pytest.fail(f"{what}: {decode_tree(announced(payload), payload, LIKE, require_sound)}")
     for payload in (PAYLOAD[:-1] + b"?", PAYLOAD + b"?"):
         with failing(WireError, "handover.digest"):
-            decode(HANDOVER, payload, LIKE, require_sound)
+            decode_tree(HANDOVER, payload, LIKE, require_sound)
 
 
 @settings(max_examples=examples(100))
@@ -122,7 +121,7 @@ def test_damaged_state_is_refused_or_finite_and_of_the_right_shape(flips: dict[i
     """A hostile peer can compute a valid digest of forged state."""
     payload = bytes(byte ^ flips.get(index, 0) for index, byte in enumerate(PAYLOAD))
     try:
-        found = decode(announced(payload), payload, LIKE, require_sound)
+        found = decode_tree(announced(payload), payload, LIKE, require_sound)
     except WireError:
         return
     assert str(jax.tree.structure(found)) == str(jax.tree.structure(LIKE))
@@ -143,7 +142,7 @@ def test_a_decompression_bomb_takes_no_memory() -> None:
     """It declares its true size, or that of the state."""
     for payload in (compressed(bytes(1 << 26)), lying(SIZE, bytes(1 << 26))):
         with memory_below(1 << 20), pytest.raises(WireError):
-            decode(announced(payload), payload, LIKE, require_sound)
+            decode_tree(announced(payload), payload, LIKE, require_sound)
 
 
 # -- asking ---------------------------------------------------------------------------------------------------------
@@ -175,7 +174,8 @@ class Waiting:
 
     def receive(self, transport: MemoryTransport | None = None, seconds: float = 5.0) -> Any:
         return receive(
-            transport or self.transport, "new/z", lambda about, payload: decode(about, payload, LIKE, require_sound),
+            transport or self.transport, "new/z",
+            lambda about, payload: decode_tree(about, payload, LIKE, require_sound),
             self._beat, seconds, self.clock, self._pause,
         )  # fmt: skip
 
@@ -327,13 +327,13 @@ def test_moments_that_no_steps_can_produce_are_refused() -> None:
     ]
     for changes in impossible:
         with failing(WireError, "handover.unsound"):
-            decode(*forged(STATE, **changes), STATE, check)
+            decode_tree(*forged(STATE, **changes), STATE, check)
     for name in ("nu", "count"):
         with failing(WireError, "handover.unsound"):
-            decode(*forged(STATE, **{name: negative}), STATE, require_sound)
+            decode_tree(*forged(STATE, **{name: negative}), STATE, require_sound)
     for name in ("nu", "count", "ns_coeffs"):
         with failing(WireError, "handover.unsound"):
-            decode(*forged(muon_state(1), **{name: negative}), muon_state(1), require_sound)
+            decode_tree(*forged(muon_state(1), **{name: negative}), muon_state(1), require_sound)
 
 
 def test_moments_of_real_steps_are_within_the_bounds() -> None:
@@ -356,13 +356,13 @@ def muon_state(steps: int) -> Any:
 def test_muons_state_is_decoded_bit_for_bit_and_is_smaller_than_adams() -> None:
     given, like = muon_state(3), begin(tiny.MUON.inner, fresh()).optimizer
     handover, payload = encode(StateForPeer("new/z", jax.tree.leaves(given), 40), "a/x")
-    found = decode(handover, payload, like, require_sound)
+    found = decode_tree(handover, payload, like, require_sound)
     assert tiny.leaf_bytes(found) == tiny.leaf_bytes(given) != tiny.leaf_bytes(like)
     assert str(jax.tree.structure(found)) == str(jax.tree.structure(given))
     assert [int(count) for count in counts(found)] == [3, 3]
     kernel, scale, rest = 6 * 4, 2 * 5 * 4, 2 * 4 + 3 * 4
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(found)) == kernel + scale + rest
     with failing(WireError, "handover.shape"):
-        decode(handover, payload, LIKE, require_sound)
+        decode_tree(handover, payload, LIKE, require_sound)
     with failing(WireError, "handover.shape"):
-        decode(HANDOVER, PAYLOAD, like, require_sound)
+        decode_tree(HANDOVER, PAYLOAD, like, require_sound)

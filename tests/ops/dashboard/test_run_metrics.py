@@ -10,7 +10,7 @@ import numpy as np
 
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.observe.merge_load import BUSY_SHARE, STRETCH
-from archipelago.islands.telemetry import IslandCollector
+from archipelago.islands.running import IslandCollector
 from archipelago.merger.telemetry import RoundMetrics
 from archipelago.ops.dashboard import metrics
 from archipelago.ops.watch.run_view import observe

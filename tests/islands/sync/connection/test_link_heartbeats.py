@@ -9,10 +9,10 @@ import pytest
 from archipelago.broker.errors import UnreachableError
 from archipelago.broker.ranges import ReadPosition
 from archipelago.islands.inner import require_sound
+from archipelago.islands.sync.arrays import decode_tree
 from archipelago.islands.sync.connection.link import FRESH_SECONDS
-from archipelago.islands.sync.connection.serving import REMIND_SECONDS
+from archipelago.islands.sync.connection.watch import REMIND_SECONDS
 from archipelago.islands.sync.recovery import StateForPeer
-from archipelago.islands.sync.state_tree import decode
 from tests import samples
 from tests.harness import tiny
 from tests.islands.sync.connection.link_run import Harness, heartbeat, raising, send, shards_of
@@ -197,7 +197,7 @@ def test_optimiser_state_is_handed_over_once(harness: Harness) -> None:
         assert found is not None
         handover, payload = found
         assert (handover.giver, handover.incarnation, handover.global_step) == ("a", "x", 40)
-        assert tiny.leaf_bytes(decode(handover, payload, MOMENTS, require_sound)) == tiny.leaf_bytes(MOMENTS)
+        assert tiny.leaf_bytes(decode_tree(handover, payload, MOMENTS, require_sound)) == tiny.leaf_bytes(MOMENTS)
 
 
 # -- the name, and the merger --------------------------------------------------------------------------------------

@@ -11,8 +11,7 @@ from archipelago.broker.errors import UnreachableError
 from archipelago.broker.messages import Marker, Resume
 from archipelago.islands.sync.connection.inbox import INSTANCE_SECONDS
 from archipelago.islands.sync.connection.link import Link
-from archipelago.islands.sync.connection.merged import KEPT_BYTES_MAX, KEPT_MIN, KEPT_SECONDS, Merged
-from archipelago.islands.sync.connection.outbox import Published
+from archipelago.islands.sync.connection.outbox import KEPT_BYTES_MAX, KEPT_MIN, KEPT_SECONDS, Merged, Published
 from tests.islands.sync.connection.link_run import Harness, draft, raising, received, send, unresolved
 
 
