@@ -32,7 +32,7 @@ from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Contribution, from_fields, to_fields
 from archipelago.broker.wire import digest
 from archipelago.islands.sync.arrays import by_tensor, is_spread
-from archipelago.islands.sync.connection.outbox import Draft, Published
+from archipelago.islands.sync.connection.outbox import Draft, SentContribution
 from archipelago.islands.sync.heartbeat import Totals
 from archipelago.islands.sync.ledger import closed_rounds
 from archipelago.islands.worker import Island
@@ -50,12 +50,12 @@ class IslandCut:
 
     arrays: dict[str, Any]
     rest: dict[str, Any]
-    in_flight: Sequence[Published]
+    in_flight: Sequence[SentContribution]
     queued: Sequence[Draft]
 
 
 @dataclass(frozen=True)
-class Found:
+class IslandCheckpoint:
     """A checkpoint on disk whose `rest` was read and is sound."""
 
     step: int
@@ -181,7 +181,7 @@ class IslandStore:
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
-    def find(self, number: int | None = None, last_rounds: Sequence[int] | None = None) -> Found | None:
+    def find(self, number: int | None = None, last_rounds: Sequence[int] | None = None) -> IslandCheckpoint | None:
         """Return the newest sound checkpoint of this run, or None.
 
         Args:
@@ -194,14 +194,14 @@ class IslandStore:
         if number is not None:
             self._fetch(KEPT)
 
-        def fits(found: Found) -> bool:
+        def fits(found: IslandCheckpoint) -> bool:
             known = closed_rounds(found.rest["ledger"])
             is_known = all(known[shard] <= last for shard, last in enumerate(allowed))
             return (number is None or found.number == number) and is_known
 
         return next(self._found(fits), None)
 
-    def _found(self, wanted: Callable[[Found], bool]) -> Iterator[Found]:
+    def _found(self, wanted: Callable[[IslandCheckpoint], bool]) -> Iterator[IslandCheckpoint]:
         if self._is_empty():
             return  # without importing Orbax
         import orbax.checkpoint as ocp
@@ -212,7 +212,7 @@ class IslandStore:
                     rest = manager.restore(step, args=ocp.args.Composite(rest=ocp.args.JsonRestore()))["rest"]
                     if rest["rest_digest"] != _rest_digest(rest):
                         raise ValueError("its JSON is damaged")
-                    found = Found(step, rest)
+                    found = IslandCheckpoint(step, rest)
                     ours = (self.manifest.run, self.manifest.tree_digest, self.manifest.uid)
                     is_ours = (rest["run"], rest["tree"], rest["uid"]) == ours
                     if not is_ours:
@@ -246,7 +246,7 @@ class IslandStore:
                 return True
         return False
 
-    def restore_whole(self, found: Found, island: Island) -> bool:
+    def restore_whole(self, found: IslandCheckpoint, island: Island) -> bool:
         """Restore the island's whole state under its new incarnation. Return False if the checkpoint is damaged."""
         host = self._arrays(found, island)
         payloads = self._payloads(found)
@@ -263,14 +263,14 @@ class IslandStore:
         island.link.resume(payloads)
         return True
 
-    def _arrays(self, found: Found, island: Island) -> dict[str, Any] | None:
+    def _arrays(self, found: IslandCheckpoint, island: Island) -> dict[str, Any] | None:
         host: dict[str, Any] | None = self._restored(found, "arrays", island.computation.examples())
         if host is not None and _digest(host) != found.rest["digest"]:
             self._skip(found.step, "its arrays are damaged")
             return None
         return host
 
-    def _payloads(self, found: Found) -> list[Published] | None:
+    def _payloads(self, found: IslandCheckpoint) -> list[SentContribution] | None:
         try:
             sent = [from_fields(Contribution, fields) for fields in found.rest["in_flight"]]
         except WireError as error:
@@ -280,13 +280,13 @@ class IslandStore:
         payloads = self._restored(found, "payloads", like)
         if payloads is None:
             return None
-        published = [Published(c, bytes(data), entry="") for c, data in zip(sent, payloads, strict=False)]
+        published = [SentContribution(c, bytes(data), entry="") for c, data in zip(sent, payloads, strict=False)]
         if any(digest(p.payload) != p.contribution.digest for p in published):
             self._skip(found.step, "its payloads are damaged")
             return None
         return published
 
-    def _restored(self, found: Found, item: str, like: Any) -> Any:
+    def _restored(self, found: IslandCheckpoint, item: str, like: Any) -> Any:
         import orbax.checkpoint as ocp
 
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)

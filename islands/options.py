@@ -129,7 +129,7 @@ def own_settings(options: IslandOptions, config: RunConfig) -> RunConfig:
     Such an island contributes the same up to rounding, so it shares a run with the others.
 
     Raises:
-        ConfigError: They cannot be used here (`config.micro-batches`, `config.own-memory`).
+        ConfigError: They cannot be used here (`config.micro-batches`, `task.setting`).
     """
     parts, again = options.micro_batches, options.rematerialise
     inner = config.inner if parts is None else replace(config.inner, micro_batches=parts)
@@ -148,7 +148,7 @@ def own_settings(options: IslandOptions, config: RunConfig) -> RunConfig:
         raise ConfigError(
             "only a task itself can rematerialise its layers",
             "Use jax.checkpoint in its loss.",
-            code="config.own-memory",
+            code="task.setting",
         )
     return own
 

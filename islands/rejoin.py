@@ -15,7 +15,7 @@ from functools import partial
 
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.transport import IslandTransport
-from archipelago.islands.checkpoint import Found, IslandStore
+from archipelago.islands.checkpoint import IslandCheckpoint, IslandStore
 from archipelago.islands.inner import require_sound
 from archipelago.islands.sync import recovery
 from archipelago.islands.sync.arrays import decode_tree
@@ -53,7 +53,7 @@ class Rejoin(Newcomer):
         super().__init__(transport, island, seconds, pause)
         self.store, self.arrivals = store, arrivals
 
-    def complete(self, whole: Found | None) -> None:
+    def complete(self, whole: IslandCheckpoint | None) -> None:
         """Bring the island to its starting state.
 
         Args:

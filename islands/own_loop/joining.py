@@ -65,7 +65,7 @@ def create(
 
     Raises:
         ConfigError: The tree cannot be merged (`loop.nothing`, `loop.unnamed`, `loop.dtype`), `trained` does not fit it
-            (`loop.trained`), the Redis is too small (`loop.too-large`), or islands of a lost run of that name are alive
+            (`loop.argument`), the Redis is too small (`loop.too-large`), or islands of a lost run of that name live
             (`init.islands-live`).
         MismatchError: The run exists with other tensors (`loop.other-tensors`) or settings (`config.other-settings`).
         DivergedError: A leaf holds NaN or infinity (`loop.not-finite`).

@@ -31,7 +31,7 @@ def checked_counts(steps: Any, tokens: Any) -> tuple[int, int]:
     """Return the steps of a call and their tokens, at least one of each. Without tokens, each step is one.
 
     Raises:
-        ConfigError: These are no numbers, or impossible ones (`loop.tokens`).
+        ConfigError: These are no numbers, or impossible ones (`loop.argument`).
     """
     try:
         whole = operator.index(steps)
@@ -43,7 +43,7 @@ def checked_counts(steps: Any, tokens: Any) -> tuple[int, int]:
             f"steps={_shown(steps)} with tokens={_shown(tokens)} are impossible",
             f"Give the steps since the last call, 1 to {CALL_STEPS_MAX:,}, and the tokens that they trained on, at "
             f"most {OWN_TOKENS_PER_STEP_MAX:,} for each step.",
-            code="loop.tokens",
+            code="loop.argument",
         )
     return whole, max(count, 1)
 
@@ -55,7 +55,7 @@ def _whole(tokens: Any) -> int:
 
 
 def require_loss(loss: Any) -> None:
-    """Raise ConfigError (`loop.loss`) unless this is a number, an array of numbers that is not empty, or None."""
+    """Raise ConfigError (`loop.argument`) unless this is a number, an array of numbers that is not empty, or None."""
     if loss is None or isinstance(loss, int | float):
         return
     dtype = getattr(loss, "dtype", None)
@@ -64,7 +64,7 @@ def require_loss(loss: Any) -> None:
         raise ConfigError(
             f"loss={_shown(loss)} is not a number",
             "Give the loss of these steps: a number, or an array or tensor of numbers, or leave it out.",
-            code="loop.loss",
+            code="loop.argument",
         )
 
 

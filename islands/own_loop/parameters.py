@@ -57,8 +57,8 @@ class TreeParameters:
         """Return the arrays that are merged, by name.
 
         Raises:
-            ConfigError: The tree is not that of the run (`loop.other-tree`, `loop.shape`, `loop.dtype`,
-                `loop.deleted`), or a step changed a frozen leaf (`loop.frozen-changed`).
+            ConfigError: The tree is not that of the run (`loop.other-tree`, `loop.other-tree`, `loop.dtype`,
+                `loop.meta`), or a step changed a frozen leaf (`loop.frozen-changed`).
         """
         if self._named is None:
             self._named = self._opened()
@@ -134,13 +134,13 @@ def _require_like(name: str, leaf: Any, template: Any) -> None:
             f"the leaf {name!r} has the shape {list(shape) if shape is not None else type(leaf).__name__}, and "
             f"{list(template.shape)} in `join`",
             "Give the parameters that the step returned.",
-            code="loop.shape",
+            code="loop.other-tree",
         )
     if dtype != template.dtype:
         raise ConfigError(
             f"the leaf {name!r} is of {dtype}, and of {template.dtype} in `join`",
             "Let the step keep the dtypes of its parameters.",
-            code="loop.dtype",
+            code="loop.other-tree",
         )
     require_values(name, leaf)
     require_not_donated(name, leaf, "Give `sync` the parameters that the step returned.")

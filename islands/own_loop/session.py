@@ -129,7 +129,7 @@ class Session(ABC):
 
         Raises:
             ConfigError: The run has other tensors (`loop.other-tensors`, `loop.other-frozen`), this process has joined
-                it under this name already (`loop.joined-twice`), or the join file or the settings cannot be used.
+                it under this name already (`loop.two-runs`), or the join file or the settings cannot be used.
             BrokerError: The Redis cannot be reached, or has no such run.
         """
         if self._has_left or self._loop is not None:
@@ -193,7 +193,7 @@ class Session(ABC):
                 raise ConfigError(
                     f"this process has joined the run {manifest.run!r} as {name!r} already",
                     "Leave the first `with` block before, or give each its own `island=`.",
-                    code="loop.joined-twice",
+                    code="loop.two-runs",
                 )
             self._joined_as = joined_as
             _joined.append(self)

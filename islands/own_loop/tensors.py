@@ -24,7 +24,7 @@ def kinds_by(kinds: str | KindOf) -> KindOf:
         kinds: Such a function, or a regular expression that is found in the names of embeddings, in any case.
 
     Raises:
-        ConfigError: The expression cannot be read (`loop.kinds`).
+        ConfigError: The expression cannot be read (`loop.argument`).
     """
     if not isinstance(kinds, str):
         return lambda name: _checked(kinds(name), name)
@@ -34,7 +34,7 @@ def kinds_by(kinds: str | KindOf) -> KindOf:
         raise ConfigError(
             f"kinds={kinds!r} is no regular expression ({error})",
             "Give one that is found in the names of embeddings, such as 'embed|wte', or a function.",
-            code="loop.kinds",
+            code="loop.argument",
         ) from None
     return lambda name: "embedding" if pattern.search(name) else "rest"
 
@@ -42,7 +42,7 @@ def kinds_by(kinds: str | KindOf) -> KindOf:
 def _checked(kind: TensorKind, name: str) -> TensorKind:
     if kind not in get_args(TensorKind):
         raise ConfigError(
-            f"kinds gives {kind!r} for the tensor {name!r}", 'Return "embedding" or "rest".', code="loop.kinds"
+            f"kinds gives {kind!r} for the tensor {name!r}", 'Return "embedding" or "rest".', code="loop.argument"
         )
     return kind
 
@@ -121,7 +121,7 @@ def trained_by(trained: Trained) -> IsTrained:
         trained: Such a function, or a regular expression that is found in the names, in any case.
 
     Raises:
-        ConfigError: It is something else, or the expression cannot be read (`loop.trained`).
+        ConfigError: It is something else, or the expression cannot be read (`loop.argument`).
     """
     if not isinstance(trained, str):
         if not callable(trained):
@@ -135,8 +135,8 @@ def trained_by(trained: Trained) -> IsTrained:
 
 
 def trained_error(what: str) -> ConfigError:
-    """Return the error (`loop.trained`) for a choice of tensors that cannot be used."""
-    return ConfigError(what, _REMEDY, code="loop.trained")
+    """Return the error (`loop.argument`) for a choice of tensors that cannot be used."""
+    return ConfigError(what, _REMEDY, code="loop.argument")
 
 
 def nothing_trained(trained: object, names: Sequence[str]) -> ConfigError:

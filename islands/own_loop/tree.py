@@ -62,8 +62,8 @@ class TreeLayout:
 
         Raises:
             ConfigError: A leaf has no name of its own (`loop.unnamed`), a dtype that cannot be merged (`loop.dtype`),
-                or is on another host (`loop.several-hosts`), no leaf is a floating-point array or none is trained
-                (`loop.nothing`), or `trained` does not fit the tree (`loop.trained`).
+                or is on another host (`loop.sharded`), no leaf is a floating-point array or none is trained
+                (`loop.nothing`), or `trained` does not fit the tree (`loop.argument`).
         """
         pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
         names, leaves = [name_of(path) for path, _ in pairs], [leaf for _, leaf in pairs]
@@ -100,7 +100,7 @@ class TreeLayout:
         return {self.names[place]: leaves[place] for place in self.merged}
 
     def frozen_values(self) -> list[FrozenValues]:
-        """Return the frozen leaves. Raises ConfigError for one without values (`loop.meta`, `loop.deleted`)."""
+        """Return the frozen leaves. Raises ConfigError for one without values (`loop.meta`, `loop.meta`)."""
         return [
             FrozenValues(
                 name, tuple(template.shape), str(template.dtype), partial(pieces, _present(name, self.own[name]))
@@ -195,15 +195,15 @@ def _is_merged(name: str, leaf: Any) -> bool:
         raise ConfigError(
             f"the leaf {name!r} is spread over several hosts",
             "An island of one host with several devices works. Let each host join as an island of its own.",
-            code="loop.several-hosts",
+            code="loop.sharded",
         )
     return True
 
 
 def require_not_donated(name: str, leaf: Any, remedy: str) -> None:
-    """Raise ConfigError (`loop.deleted`) for a leaf that a computation has taken."""
+    """Raise ConfigError (`loop.meta`) for a leaf that a computation has taken."""
     if isinstance(leaf, jax.Array) and leaf.is_deleted():
-        raise ConfigError(f"the leaf {name!r} was donated to a computation", remedy, code="loop.deleted")
+        raise ConfigError(f"the leaf {name!r} was donated to a computation", remedy, code="loop.meta")
 
 
 def require_values(name: str, leaf: Any) -> None:
@@ -230,7 +230,7 @@ def chosen(trained: Any, names: Sequence[str], named: Callable[[Any], Mapping[st
         named: Returns the leaves of such a tree by name.
 
     Raises:
-        ConfigError: It does not fit the tree (`loop.trained`).
+        ConfigError: It does not fit the tree (`loop.argument`).
     """
     is_tree = not jax.tree_util.treedef_is_leaf(jax.tree.structure(trained)) and jax.tree.leaves(trained)
     if not is_tree:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from archipelago.islands.own_loop.tensors import frozen_changed
-from archipelago.islands.pytorch.shards import own_part
+from archipelago.islands.pytorch.pieces import own_piece
 from archipelago.islands.sync.heartbeat import MemoryMeter, measured
 from archipelago.islands.sync.participant import Host
 
@@ -132,7 +132,7 @@ def _version(tensor: Any) -> int:
 
 def _sum(tensor: Any) -> Any:
     """Return the sum of the bits of what this process holds of a tensor, as a tensor of one integer."""
-    flat = own_part(tensor).detach().reshape(-1).view(torch.uint8)
+    flat = own_piece(tensor).detach().reshape(-1).view(torch.uint8)
     widths = (torch.int64, torch.int32, torch.int16, torch.uint8)  # wide integers are added up faster
     fitting = (width for width in widths if not (flat.numel() | flat.storage_offset()) % width.itemsize)
     return flat.view(next(fitting)).sum(dtype=torch.int64)

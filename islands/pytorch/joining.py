@@ -21,8 +21,8 @@ from archipelago.islands.own_loop.session import Session
 from archipelago.islands.own_loop.tensors import EMBEDDINGS, KindOf, Trained, kinds_by
 from archipelago.islands.pytorch.host import HostCopy, torch_host
 from archipelago.islands.pytorch.module import ModuleParameters, unwrapped
+from archipelago.islands.pytorch.pieces import mesh_of
 from archipelago.islands.pytorch.replica import TorchReplica
-from archipelago.islands.pytorch.shards import mesh_of
 from archipelago.islands.pytorch.state import OptimizerState
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.snapshots import Arrival
@@ -266,7 +266,7 @@ def join(
 
     Raises:
         ConfigError: The model cannot be merged (the codes of `ModuleParameters`), or the optimiser is not the model's
-            (`loop.optimizer`). The `with` also refuses a Llama that computes something else than the run's model
+            (`loop.argument`). The `with` also refuses a Llama that computes something else than the run's model
             (`llama.different`).
     """
     several = [] if optimizer is None else list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
@@ -275,7 +275,7 @@ def join(
             raise ConfigError(
                 f"the optimiser is a {type(each).__name__}, which has no `param_groups`",
                 "Give an optimiser of PyTorch, or a list of them.",
-                code="loop.optimizer",
+                code="loop.argument",
             )
     given = Joining(url, name, model, several, buffers, trained, names, island, wait_seconds)
     inner, group = unwrapped(model)

@@ -24,7 +24,7 @@ from archipelago.islands.own_loop.tensors import (
     trained_error,
 )
 from archipelago.islands.pytorch.host import FrozenTensors
-from archipelago.islands.pytorch.shards import Spread, mesh_of, own_part, put_back
+from archipelago.islands.pytorch.pieces import Pieces, mesh_of, own_piece, put_back
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class ModuleParameters:
         frozen: The parameters that are not trained, by name. They may be on any devices.
         transposed: The names of those whose axes are swapped in the run.
         device: The device of all merged tensors.
-        spreads: How each tensor is split over processes, by name.
+        pieces: How each tensor is split over processes, by name.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class ModuleParameters:
             names: From the module's names to those of the run, and whether the axes are swapped there.
 
         Raises:
-            ConfigError: A parameter is on another device than the first (`loop.mixed-devices`), has no values yet
+            ConfigError: A parameter is on another device than the first (`loop.sharded`), has no values yet
                 (`loop.meta`), is spread over processes in a way that cannot be gathered (`loop.sharded`), or has a
                 dtype that is not merged (`loop.dtype`); there is nothing to train (`loop.nothing`), no such buffer
-                (`loop.buffer`), `trained` cannot be read (`loop.trained`), or `names` does not fit the module
+                (`loop.argument`), `trained` cannot be read (`loop.argument`), or `names` does not fit the module
                 (`loop.names`).
         """
         self._model, _ = unwrapped(model)
@@ -72,7 +72,7 @@ class ModuleParameters:
         self._names = names
         if isinstance(buffers, str):
             raise ConfigError(
-                f"`buffers` is the text {buffers!r}", f"Give a list of names: [{buffers!r}].", code="loop.buffer"
+                f"`buffers` is the text {buffers!r}", f"Give a list of names: [{buffers!r}].", code="loop.argument"
             )
         self._buffers = frozenset(buffers)
         require_known(names, self._model)
@@ -86,7 +86,7 @@ class ModuleParameters:
                 raise ConfigError(
                     f"the model has no buffer {name!r}",
                     f"It has {', '.join(list(dict(self._model.named_buffers()))[:8]) or 'none'}.",
-                    code="loop.buffer",
+                    code="loop.argument",
                 )
         self.tensors = {name: tensor for name, tensor in found.items() if self._is_merged(name, tensor)}
         if not self.tensors and trained is not None:
@@ -122,10 +122,10 @@ class ModuleParameters:
                 raise ConfigError(
                     f"the parameter {name!r} is on {tensor.device}, and {first!r} on {self.device}",
                     "Move the whole model to one device: `model.to(device)`.",
-                    code="loop.mixed-devices",
+                    code="loop.sharded",
                 )
         self._kinds = {name: _kind(tensor) for name, tensor in self.tensors.items()}
-        self.spreads = {name: Spread.of(name, view, mesh) for name, view in self.views().items()}
+        self.pieces = {name: Pieces.of(name, view, mesh) for name, view in self.views().items()}
 
     def _is_merged(self, name: str, tensor: Any) -> bool:
         is_parameter = isinstance(tensor, torch.nn.Parameter)
@@ -157,12 +157,12 @@ class ModuleParameters:
     def frozen_values(self) -> list[FrozenValues]:
         """Return the parameters that are not trained."""
         return [
-            FrozenValues(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), partial(pieces, tensor))
+            FrozenValues(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), partial(chunks, tensor))
             for name, tensor in self._views(self.frozen).items()
         ]
 
     def require_not_optimized(self, optimizers: Sequence[Any]) -> None:
-        """Raise ConfigError (`loop.trained`) if an optimiser changes a parameter that the run does not train."""
+        """Raise ConfigError (`loop.argument`) if an optimiser changes a parameter that the run does not train."""
         names = {id(tensor): name for name, tensor in self.frozen.items() if tensor.requires_grad}
         for optimizer in optimizers:
             for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
@@ -213,7 +213,7 @@ class ModuleParameters:
 
         Raises:
             ConfigError: A parameter is another object than it was in `join` (`loop.other-tree`), or has another shape
-                (`loop.shape`), dtype (`loop.dtype`) or device (`loop.mixed-devices`), or a frozen parameter was changed
+                (`loop.other-tree`), dtype (`loop.dtype`) or device (`loop.sharded`), or a frozen parameter was changed
                 (`loop.frozen-changed`).
         """
         put_back(self._model)
@@ -251,19 +251,19 @@ class ModuleParameters:
 
     def not_finite(self, candidates: Sequence[str]) -> DivergedError:
         """Return the error that names a parameter with NaN or infinity."""
-        found = [name for name, tensor in self.tensors.items() if not bool(torch.isfinite(own_part(tensor)).all())]
+        found = [name for name, tensor in self.tensors.items() if not bool(torch.isfinite(own_piece(tensor)).all())]
         return not_finite("parameter", found, candidates)
 
 
 #: The bytes of a tensor that are copied to the host at a time.
-PIECE_BYTES = 1 << 26
+CHUNK_BYTES = 1 << 26
 
 
-def pieces(tensor: Any) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor, piece by piece."""
+def chunks(tensor: Any) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor, chunk by chunk."""
     flat = tensor.detach().reshape(-1).view(torch.uint8)
-    for start in range(0, flat.numel(), PIECE_BYTES):
-        yield flat[start : start + PIECE_BYTES].cpu().numpy().data
+    for start in range(0, flat.numel(), CHUNK_BYTES):
+        yield flat[start : start + CHUNK_BYTES].cpu().numpy().data
 
 
 #: Shape, dtype and device of a tensor.
@@ -277,7 +277,7 @@ def _kind(tensor: Any) -> Kind:
 def _require_kind(name: str, was: Kind, now: Kind) -> None:
     if was == now:
         return
-    codes = ("loop.shape", "loop.dtype", "loop.mixed-devices")
+    codes = ("loop.other-tree", "loop.dtype", "loop.sharded")
     code, before, after = next((code, a, b) for code, a, b in zip(codes, was, now, strict=True) if a != b)
     raise ConfigError(
         f"the parameter {name!r} has changed since `join`, from {before} to {after}",

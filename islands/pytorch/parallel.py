@@ -51,7 +51,7 @@ class Said:
     about: int = 0
 
 
-class Team:
+class ProcessTeam:
     """The processes of one island. Messages go over the hosts' memory, and parameters over the processes' own group."""
 
     def __init__(self, group: Any, ranks: Sequence[int] = ()) -> None:
@@ -105,7 +105,7 @@ class Leader(JoinedRun):
     def __init__(self, group: Any, given: Joining) -> None:
         super().__init__(given)
         self._group = group
-        self._team: Team | None = None
+        self._team: ProcessTeam | None = None
         self._said = Said()
 
     def __enter__(self) -> Self:
@@ -124,10 +124,10 @@ class Leader(JoinedRun):
             raise
         return self
 
-    def _new_team(self) -> Team:
-        return Team(self._group)
+    def _new_team(self) -> ProcessTeam:
+        return ProcessTeam(self._group)
 
-    def _share(self, team: Team) -> None:
+    def _share(self, team: ProcessTeam) -> None:
         """Hand the first parameters and the optimisers' state to the others."""
         team.share(list(self._parameters.tensors.values()))
         if self._said.has_state and self._state is not None:
@@ -188,7 +188,7 @@ class Follower:
     def __init__(self, group: Any, given: Joining) -> None:
         self._group = group
         self._parameters, self._state = given.parts()
-        self._team: Team | None = None
+        self._team: ProcessTeam | None = None
         self._said = Said()
         self._stop = StopSignal()
         self.island, self.moments = "", "fresh"
@@ -208,14 +208,14 @@ class Follower:
         self._stop.watch()
         return self
 
-    def _new_team(self) -> Team:
-        return Team(self._group)
+    def _new_team(self) -> ProcessTeam:
+        return ProcessTeam(self._group)
 
     def _rehearse(self) -> None:
         if self._state is not None:
             self._state.rehearse()
 
-    def _share(self, team: Team) -> None:
+    def _share(self, team: ProcessTeam) -> None:
         """Take the first parameters and the optimisers' state."""
         team.share(list(self._parameters.tensors.values()))
         if self._said.has_state and self._state is not None:
@@ -253,7 +253,7 @@ class Follower:
             self._team.share_chosen(self._parameters, [], self._said.changed)
         self._stop.require_heard(self._said.stopping)
 
-    def _hear(self, team: Team) -> None:
+    def _hear(self, team: ProcessTeam) -> None:
         self._said = team.exchange(Said(stopping=self._stop.has_arrived))
         if self._said.has_left:
             raise ConfigError(

@@ -18,7 +18,7 @@ from archipelago.islands.pytorch.codecs import TorchCodec
 from archipelago.islands.pytorch.codecs import codec as codec_of
 from archipelago.islands.pytorch.host import HostCopy, on_device
 from archipelago.islands.pytorch.module import ModuleParameters
-from archipelago.islands.pytorch.shards import Courier, own_part
+from archipelago.islands.pytorch.pieces import Courier, own_piece
 from archipelago.islands.sync.adoption import build
 
 #: The tensors of one fragment with their offsets in its vector.
@@ -92,12 +92,12 @@ class TorchReplica:
 
 def _flatten(rows: Rows, params: Tensors) -> Any:
     """Return a fragment's tensors as one new float32 vector [N], in the manifest's order."""
-    return torch.cat([own_part(params[tensor.name]).detach().reshape(-1).to(torch.float32) for tensor, _ in rows])
+    return torch.cat([own_piece(params[tensor.name]).detach().reshape(-1).to(torch.float32) for tensor, _ in rows])
 
 
 def _write(rows: Rows, params: Tensors, vector_N: Any) -> None:
     for tensor, offset in rows:
-        own_part(params[tensor.name]).copy_(vector_N[offset : offset + tensor.size].view(tensor.shape))
+        own_piece(params[tensor.name]).copy_(vector_N[offset : offset + tensor.size].view(tensor.shape))
 
 
 #: Called in the leader before all processes adopt (True) or measure (False) a fragment.
@@ -108,7 +108,7 @@ def _follow(is_adoption: bool, fragment: int) -> None:
     """Do nothing: a process that follows was told by the leader."""
 
 
-class ShardReplica(TorchReplica):
+class SplitReplica(TorchReplica):
     """The parts of all references in this process. The leader alone has whole fragments, one at a time."""
 
     def __init__(
@@ -124,12 +124,12 @@ class ShardReplica(TorchReplica):
         """
         super().__init__(manifest, parameters.device)
         self._whole, self._courier, self._tell = manifest.layout, courier, tell
-        self._spreads = parameters.spreads
+        self._pieces_by_name = parameters.pieces
         self.layout = tuple(_own_rows(rows, parameters) for rows in manifest.layout)
         self._own_sizes = [sum(tensor.size for tensor, _ in rows) for rows in self.layout]
 
     def take_changed(self) -> list[str]:
-        """Return nothing, because the other processes have adopted their parts themselves."""
+        """Return nothing, because the other processes have adopted their pieces themselves."""
         return []
 
     def measure(self, fragment: int, params: Tensors, codec: str = "") -> Parts:
@@ -143,14 +143,14 @@ class ShardReplica(TorchReplica):
         return super().adopt(fragment, params, new_N)
 
     def _placed(self, fragment: int, vector_N: Any) -> Any:
-        """Return this process's part of a fragment, which the leader has in the memory of its host."""
+        """Return this process's piece of a fragment, which the leader has in the memory of its host."""
         return self._scattered(fragment, None if vector_N is None else on_device(vector_N, torch.device("cpu")))
 
     def _quantised(self, fragment: int, chosen: TorchCodec, delta_N: Any) -> tuple[TorchParts, Any]:
         parts, restored_N, size = (), None, sum(tensor.size for tensor, _ in self._whole[fragment])
         whole_N = delta_N.new_empty(size) if self._courier.leads else None
         for name, own, whole in self._pieces(fragment, delta_N, whole_N):
-            self._courier.gather(self._spreads[name], own, whole)
+            self._courier.gather(self._pieces_by_name[name], own, whole)
         if whole_N is not None:
             parts = chosen.quantise(whole_N)
             restored_N = chosen.restore(parts, size)
@@ -159,11 +159,11 @@ class ShardReplica(TorchReplica):
     def _scattered(self, fragment: int, whole_N: Any) -> Any:
         own_N = torch.empty(self._own_sizes[fragment], dtype=torch.float32, device=self.device)
         for name, own, whole in self._pieces(fragment, own_N, whole_N):
-            self._courier.scatter(self._spreads[name], whole, own)
+            self._courier.scatter(self._pieces_by_name[name], whole, own)
         return own_N
 
     def _pieces(self, fragment: int, own_N: Any, whole_N: Any) -> list[tuple[str, Any, Any]]:
-        """Return views of each tensor of a fragment: its name, this process's part, and the whole tensor or None."""
+        """Return views of each tensor of a fragment: its name, this process's piece, and the whole tensor or None."""
         found = []
         for (tensor, offset), (own, start) in zip(self._whole[fragment], self.layout[fragment], strict=True):
             whole = None if whole_N is None else whole_N[offset : offset + tensor.size].view(tensor.shape)
@@ -172,10 +172,10 @@ class ShardReplica(TorchReplica):
 
 
 def _own_rows(rows: Rows, parameters: ModuleParameters) -> Rows:
-    """Return this process's parts of a fragment's tensors, with their offsets in its own vector."""
+    """Return this process's pieces of a fragment's tensors, with their offsets in its own vector."""
     offset, found, views = 0, [], parameters.views()
     for tensor, _ in rows:
-        part = Tensor(tensor.name, tuple(own_part(views[tensor.name]).shape), tensor.kind)
+        part = Tensor(tensor.name, tuple(own_piece(views[tensor.name]).shape), tensor.kind)
         found.append((part, offset))
         offset += part.size
     return tuple(found)

@@ -1,8 +1,8 @@
 """One island of several processes whose parameters are split by FSDP2 (`fully_shard`).
 
-The references are split as the parameters are. To send a fragment, each process measures its own part, and the leader
+The references are split as the parameters are. To send a fragment, each process measures its own piece, and the leader
 gathers that one fragment, quantises it, and hands back what the merger will read. To adopt a fragment, the leader hands
-each process its part. All the arithmetic is done element by element, so the bits are those of one device.
+each process its piece. All the arithmetic is done element by element, so the bits are those of one device.
 
 The leader decides at each step boundary. It says what all do next, fragment by fragment, until its turn ends.
 """
@@ -30,10 +30,10 @@ from archipelago.islands.own_loop.leaving import StoppedBySignal
 from archipelago.islands.own_loop.new_run import FirstValues, Frozen
 from archipelago.islands.pytorch.host import HostCopy
 from archipelago.islands.pytorch.joining import Joining
-from archipelago.islands.pytorch.module import ModuleParameters, pieces
-from archipelago.islands.pytorch.parallel import Follower, Leader, Said, Team
-from archipelago.islands.pytorch.replica import ShardReplica
-from archipelago.islands.pytorch.shards import Courier, Spread, own_part
+from archipelago.islands.pytorch.module import ModuleParameters, chunks
+from archipelago.islands.pytorch.parallel import Follower, Leader, ProcessTeam, Said
+from archipelago.islands.pytorch.pieces import Courier, Pieces, own_piece
+from archipelago.islands.pytorch.replica import SplitReplica
 from archipelago.islands.pytorch.state import OptimizerState
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Work(IntEnum):
     GIVE_TENSOR = 5
 
 
-class ShardTeam(Team):
+class SplitTeam(ProcessTeam):
     """The processes of one mesh.
 
     Attributes:
@@ -113,7 +113,7 @@ class ShardTeam(Team):
     def gather_state(self, state: OptimizerState) -> list[Any]:
         """Return whole copies of all values in the leader's memory, and nothing in the others'."""
         return [
-            self._gathered(Spread.of(entry.name, entry.example, self.mesh), entry.present(), tuple(entry.tensor.shape))
+            self._gathered(Pieces.of(entry.name, entry.example, self.mesh), entry.present(), tuple(entry.tensor.shape))
             for entry in state.entries
         ]
 
@@ -121,8 +121,8 @@ class ShardTeam(Team):
         """Replace the optimisers' state by values that the leader has."""
         for number, entry in enumerate(state.entries):
             own = torch.empty_like(entry.present(), device="cpu")
-            spread = Spread.of(entry.name, entry.example, self.mesh)
-            self.on_host.scatter(spread, values[number] if values else None, own)
+            pieces = Pieces.of(entry.name, entry.example, self.mesh)
+            self.on_host.scatter(pieces, values[number] if values else None, own)
             entry.put(own)
 
     # -- whole tensors of the model, for `create` and for digests -----------------------------------------------------
@@ -130,7 +130,7 @@ class ShardTeam(Team):
     def gather_tensor(self, parameters: ModuleParameters, place: int) -> Any:
         """Return one whole tensor in the memory of the leader's host, and None in the others'."""
         name, view = list(parameters.views().items())[place]
-        return self._gathered(parameters.spreads[name], own_part(view).detach(), tuple(view.shape))
+        return self._gathered(parameters.pieces[name], own_piece(view).detach(), tuple(view.shape))
 
     def whole(self, parameters: ModuleParameters, name: str) -> Any:
         """Return one whole tensor in the memory of the leader's host. Only the leader calls this."""
@@ -142,13 +142,13 @@ class ShardTeam(Team):
         """Return the parameters that are not trained. The leader gathers those that are read, one at a time."""
 
         def read(name: str) -> Iterator[memoryview]:
-            yield from pieces(self.whole(parameters, name))
+            yield from chunks(self.whole(parameters, name))
 
         return [replace(values, pieces=partial(read, values.name)) for values in parameters.frozen_values()]
 
-    def _gathered(self, spread: Spread, own: Any, shape: tuple[int, ...]) -> Any:
+    def _gathered(self, pieces: Pieces, own: Any, shape: tuple[int, ...]) -> Any:
         whole = torch.empty(shape, dtype=own.dtype) if self.leads else None
-        self.on_host.gather(spread, own.cpu(), whole)
+        self.on_host.gather(pieces, own.cpu(), whole)
         return whole
 
 
@@ -167,7 +167,7 @@ def create_together(
         ConfigError: The leader has failed (`loop.leader-left`), or another process does something else
             (`loop.not-together`).
     """
-    team = ShardTeam(mesh, parameters.device, purpose)
+    team = SplitTeam(mesh, parameters.device, purpose)
 
     def first(name: str) -> Vector:
         vector: Vector = team.whole(parameters, name).to(torch.float32).reshape(-1).numpy()
@@ -195,29 +195,29 @@ def create_together(
 def joined(mesh: Any, given: Joining) -> Leader | Follower:
     """Return the membership of this process of a mesh."""
     if dist.get_rank() == int(mesh.mesh.flatten()[0]):
-        return ShardLeader(mesh, given)
-    return ShardFollower(mesh, given)
+        return SplitLeader(mesh, given)
+    return SplitFollower(mesh, given)
 
 
-class ShardLeader(Leader):
+class SplitLeader(Leader):
     """The island's membership, in the process that leads."""
 
     def __init__(self, mesh: Any, given: Joining) -> None:
         super().__init__(None, given)
         self._mesh = mesh
-        self._shards: Any = None  # the team, while this process is in the run
+        self._split_team: Any = None  # the team, while this process is in the run
         self._from_peer: Sequence[Any] = ()
 
-    def _new_team(self) -> Team:
-        self._shards = team = ShardTeam(self._mesh, self._parameters.device, f"join {self._run}")
+    def _new_team(self) -> ProcessTeam:
+        self._split_team = team = SplitTeam(self._mesh, self._parameters.device, f"join {self._run}")
         return team
 
     def _frozen(self) -> Sequence[FrozenValues]:
-        values: list[FrozenValues] = self._shards.frozen_values(self._parameters)
+        values: list[FrozenValues] = self._split_team.frozen_values(self._parameters)
         return values
 
-    def _new_replica(self, manifest: Manifest) -> ShardReplica:
-        team = self._shards
+    def _new_replica(self, manifest: Manifest) -> SplitReplica:
+        team = self._split_team
         largest, fragments = max(manifest.sizes), len(manifest.fragments)
         if 2 * largest > manifest.parameters > 0 and len(team.ranks) > 1:
             log.warning(
@@ -229,21 +229,21 @@ class ShardLeader(Leader):
         def tell(is_adoption: bool, fragment: int) -> None:
             team.tell(Work.ADOPT if is_adoption else Work.MEASURE, fragment)
 
-        return ShardReplica(manifest, self._parameters, team.courier, tell)
+        return SplitReplica(manifest, self._parameters, team.courier, tell)
 
     def _state_copies(self) -> Sequence[Any] | None:
-        if self._state is None or self._shards is None or not self._state.still_travels():
+        if self._state is None or self._split_team is None or not self._state.still_travels():
             return None
-        self._shards.tell(Work.GIVE_STATE)
-        return [self._state.digest, *map(HostCopy, self._shards.gather_state(self._state))]
+        self._split_team.tell(Work.GIVE_STATE)
+        return [self._state.digest, *map(HostCopy, self._split_team.gather_state(self._state))]
 
     def _use_state(self, values: Sequence[Any]) -> None:
-        """Keep a peer's values until the others wait for their parts."""
+        """Keep a peer's values until the others wait for their pieces."""
         self._from_peer = values
 
-    def _share(self, team: Team) -> None:
-        if self._said.has_state and self._state is not None and self._shards is not None:
-            self._shards.scatter_state(self._state, self._from_peer)
+    def _share(self, team: ProcessTeam) -> None:
+        if self._said.has_state and self._state is not None and self._split_team is not None:
+            self._split_team.scatter_state(self._state, self._from_peer)
         self._from_peer = ()
 
     def _tell_of_error(self) -> None:
@@ -253,7 +253,7 @@ class ShardLeader(Leader):
 
     def _leave(self, error: BaseException | None) -> None:
         """Leave the run. Without an error, all processes do, and send the newest progress together."""
-        if self._has_left or self._loop is None or self._shards is None:
+        if self._has_left or self._loop is None or self._split_team is None:
             return
         if error is not None and not isinstance(error, StoppedBySignal):  # the others have stopped to follow
             is_ours = isinstance(error, Exception)
@@ -263,26 +263,26 @@ class ShardLeader(Leader):
             super()._leave(error)
         finally:
             with suppress(RuntimeError):  # the others may be gone
-                self._shards.exchange(Said(finished=True))
+                self._split_team.exchange(Said(finished=True))
 
 
-class ShardFollower(Follower):
+class SplitFollower(Follower):
     """The island's membership, in a process that follows the leader."""
 
     def __init__(self, mesh: Any, given: Joining) -> None:
         super().__init__(None, given)
         self._mesh, self._run = mesh, given.run
-        self._shards: Any = None  # the team, while this process is in the run
-        self._replica: ShardReplica | None = None
+        self._split_team: Any = None  # the team, while this process is in the run
+        self._replica: SplitReplica | None = None
 
-    def _new_team(self) -> Team:
-        self._shards = team = ShardTeam(self._mesh, self._parameters.device, f"join {self._run}")
+    def _new_team(self) -> ProcessTeam:
+        self._split_team = team = SplitTeam(self._mesh, self._parameters.device, f"join {self._run}")
         return team
 
     def _rehearse(self) -> None:
         """Wait with this until the leader does it, because a step of the optimiser may need all processes."""
 
-    def _hear(self, team: Team) -> None:
+    def _hear(self, team: ProcessTeam) -> None:
         """Do what the leader says, until its turn ends."""
         super()._hear(team)
         while self._said.work:
@@ -290,10 +290,10 @@ class ShardFollower(Follower):
             super()._hear(team)
 
     def _do(self, said: Said) -> None:
-        team, replica = self._shards, self._replica
+        team, replica = self._split_team, self._replica
         if said.work == Work.BEGIN:
             manifest = team.share_manifest(None, said.about)
-            self._replica = ShardReplica(manifest, self._parameters, team.courier)
+            self._replica = SplitReplica(manifest, self._parameters, team.courier)
             if self._state is not None:
                 self._state.rehearse()
             self._replica.begin(self._parameters.named(), [None] * len(manifest.fragments))
@@ -306,9 +306,9 @@ class ShardFollower(Follower):
         elif said.work == Work.GIVE_STATE and self._state is not None:
             team.gather_state(self._state)
 
-    def _share(self, team: Team) -> None:
-        if self._said.has_state and self._state is not None and self._shards is not None:
-            self._shards.scatter_state(self._state, ())
+    def _share(self, team: ProcessTeam) -> None:
+        if self._said.has_state and self._state is not None and self._split_team is not None:
+            self._split_team.scatter_state(self._state, ())
 
     def leave(self) -> None:
         """Send the newest progress together with the leader, and follow it no longer."""

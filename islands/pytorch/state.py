@@ -20,7 +20,7 @@ from archipelago.broker.config import STEPS_MAX
 from archipelago.broker.errors import ConfigError, WireError
 from archipelago.broker.messages import Handover
 from archipelago.islands.pytorch.host import HostCopy
-from archipelago.islands.pytorch.shards import joined_like, own_part
+from archipelago.islands.pytorch.pieces import joined_like, own_piece
 from archipelago.islands.sync import recovery
 
 #: The names under which the optimisers of PyTorch keep what is never negative.
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Entry:
+class StateEntry:
     """One value of the state.
 
     Attributes:
@@ -69,8 +69,8 @@ class Entry:
         """Return a copy of what this process holds of it, as it travels; zeros if the optimiser has not made it yet."""
         value = self.states.get(self.parameter, {}).get(self.key)
         if value is None:
-            value = torch.zeros(own_part(self.tensor).shape, dtype=self.tensor.dtype)
-        own = own_part(value) if torch.is_tensor(value) else torch.as_tensor(value)
+            value = torch.zeros(own_piece(self.tensor).shape, dtype=self.tensor.dtype)
+        own = own_piece(value) if torch.is_tensor(value) else torch.as_tensor(value)
         return own.detach().to(_WIDE.get(own.dtype, own.dtype), copy=True)
 
     def put(self, own: Any) -> None:
@@ -98,18 +98,18 @@ class OptimizerState:
             tensors: The tensors of the module by name.
 
         Raises:
-            ConfigError: An optimiser has none of the module's parameters (`loop.optimizer`).
+            ConfigError: An optimiser has none of the module's parameters (`loop.argument`).
         """
         self._optimizers = optimizers
         self._names = {id(tensor): name for name, tensor in tensors.items()}
-        self.entries: tuple[Entry, ...] = ()
+        self.entries: tuple[StateEntry, ...] = ()
         self.can_travel = False
         for optimizer in optimizers:
             if not any(id(p) in self._names for group in optimizer.param_groups for p in group["params"]):
                 raise ConfigError(
                     "the optimiser has none of the model's parameters",
                     "Make it with `model.parameters()` of the model that joins, after the model was moved or wrapped.",
-                    code="loop.optimizer",
+                    code="loop.argument",
                 )
 
     def rehearse(self) -> None:
@@ -129,7 +129,7 @@ class OptimizerState:
             for optimizer in fresh:
                 optimizer.state.clear()
 
-    def _found(self) -> Iterator[Entry]:
+    def _found(self) -> Iterator[StateEntry]:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 for number, parameter in enumerate(group["params"]):
@@ -142,7 +142,7 @@ class OptimizerState:
                             raise TypeError(f"{key!r} is a {type(value).__name__}, not a tensor or a number")
                         if torch.is_tensor(value):
                             value = torch.empty_like(value, device="meta")
-                        yield Entry(group, optimizer.state, parameter, name, key, value)
+                        yield StateEntry(group, optimizer.state, parameter, name, key, value)
 
     def still_travels(self) -> bool:
         """Return whether the state has the layout that it had at first. Otherwise no peer could use it from now on."""
@@ -221,7 +221,7 @@ def _layout(value: Any) -> str:
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
 
-def _home(entry: Entry) -> Any:
+def _home(entry: StateEntry) -> Any:
     """Return the device of a value. Counts stay on the CPU unless the optimiser runs in a graph or in one kernel."""
     is_count = entry.key == "step" and not (entry.group.get("capturable") or entry.group.get("fused"))
     return torch.device("cpu") if is_count else entry.parameter.device

@@ -129,7 +129,7 @@ class CutPlan:
         return out
 
 
-class Placed(NamedTuple):
+class TensorAxes(NamedTuple):
     """Where a tensor is: the axes of each of its dimensions."""
 
     by_dimension: tuple[tuple[str, ...], ...] = ()
@@ -140,7 +140,7 @@ class Placed(NamedTuple):
         return tuple(axis for axes in self.by_dimension for axis in axes)
 
 
-def spread_of(tensor: Tensor, offset: int, placed: Placed, mesh: Mapping[str, int], block: int) -> Spread | None:
+def spread_of(tensor: Tensor, offset: int, placed: TensorAxes, mesh: Mapping[str, int], block: int) -> Spread | None:
     """Return how a tensor is cut; None for one that every device has whole, or that is too small to be cut."""
     used = [dimension for dimension, axes in enumerate(placed.by_dimension) if axes]
     if not used:
@@ -211,7 +211,7 @@ class _Planner:
         return int(np.ravel_multi_index([own.get(axis, 0) for axis in self.axes], [self.mesh[a] for a in self.axes]))
 
 
-def plan(rows: Rows, placed: Sequence[Placed], mesh: Mapping[str, int], block: int) -> CutPlan:
+def plan(rows: Rows, placed: Sequence[TensorAxes], mesh: Mapping[str, int], block: int) -> CutPlan:
     """Return the cut of a fragment.
 
     Args:

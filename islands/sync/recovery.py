@@ -101,19 +101,19 @@ def decode(
     if layout is not None:
         like = [layout, *like]
     if len(payload) != handover.bytes or digest(payload) != handover.digest:
-        raise WireError("the peer's optimiser state is not the announced one", code="handover.digest")
+        raise WireError("the peer's optimiser state is not the announced one", code="handover.unsound")
     expected = sum(leaf.nbytes for leaf in like)
     try:
         if zstandard.get_frame_parameters(payload).content_size != expected:
             raise WireError("the peer's optimiser state does not fit this model", code="handover.shape")
         data = zstandard.ZstdDecompressor().decompress(payload, max_output_size=expected, allow_extra_data=False)
     except zstandard.ZstdError as error:
-        raise WireError(f"the peer's optimiser state is not zstd ({error})", code="handover.zstd") from None
+        raise WireError(f"the peer's optimiser state is not zstd ({error})", code="handover.unsound") from None
     out, start = [], 0
     for leaf in like:
         values = np.frombuffer(data, leaf.dtype, leaf.size, start).reshape(leaf.shape)
         if not np.isfinite(values).all():
-            raise WireError("NaN or infinity in the peer's optimiser state", code="handover.not-finite")
+            raise WireError("NaN or infinity in the peer's optimiser state", code="handover.unsound")
         out.append(values)
         start += leaf.nbytes
     if layout is None:

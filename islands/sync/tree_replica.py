@@ -35,7 +35,7 @@ from archipelago.islands.sync.arrays import (
     spec,
     unflatten,
 )
-from archipelago.islands.sync.cuts import CutPlan, Placed, plan
+from archipelago.islands.sync.cuts import CutPlan, TensorAxes, plan
 from archipelago.islands.sync.replica import (
     Replica,
     in_steps,
@@ -62,10 +62,10 @@ def cut_of(rows: Rows, home: Home, codec: str) -> CutPlan:
     return plan(rows, placed, dict(home.mesh.shape) if home.mesh else {}, codec_of(codec).block)
 
 
-def _place(there: Sharding | None) -> Placed:
+def _place(there: Sharding | None) -> TensorAxes:
     if not isinstance(there, NamedSharding):
-        return Placed()
-    return Placed(tuple((part,) if isinstance(part, str) else tuple(part or ()) for part in there.spec))
+        return TensorAxes()
+    return TensorAxes(tuple((part,) if isinstance(part, str) else tuple(part or ()) for part in there.spec))
 
 
 @cache

@@ -20,7 +20,7 @@ from archipelago.broker.transport import (
     ReaderTransport,
     Transport,
 )
-from archipelago.islands.checkpoint import Found
+from archipelago.islands.checkpoint import IslandCheckpoint
 from archipelago.islands.creation import first_snapshots
 from archipelago.islands.data.batches import Supply
 from archipelago.islands.rejoin import Rejoin
@@ -163,7 +163,7 @@ class VirtualRun:
         step_seconds: float,
         *,
         asks_peers: bool = False,
-        found: Found | None = None,
+        found: IslandCheckpoint | None = None,
     ) -> Island:
         """Let an island that has joined begin to train.
 

@@ -37,7 +37,7 @@ def test_settings_that_cannot_be_used_are_refused() -> None:
     for config, micro_batches, rematerialise, code in (
         (CONFIG, 3, None, "config.micro-batches"),
         (TASK, 0, None, "config.micro-batches"),
-        (TASK, None, True, "config.own-memory"),
+        (TASK, None, True, "task.setting"),
     ):
         with failing(ConfigError, code):
             own_settings(IslandOptions(micro_batches=micro_batches, rematerialise=rematerialise), config)

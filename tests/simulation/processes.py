@@ -15,7 +15,7 @@ from archipelago.islands.data.ranges import range_order
 from archipelago.islands.inner import InnerSteps
 from archipelago.islands.rejoin import Rejoin
 from archipelago.islands.sync.connection.link import Link
-from archipelago.islands.sync.connection.outbox import Draft, Published
+from archipelago.islands.sync.connection.outbox import Draft, SentContribution
 from archipelago.islands.worker import Island
 from archipelago.merger.beside import at_once
 from archipelago.merger.service import Merger
@@ -169,7 +169,7 @@ class IslandProcess(Process):
                 simulation.invariants[0].sent(self.who, draft.header)
             send(draft)
 
-        def resumed(in_flight: Sequence[Published]) -> None:
+        def resumed(in_flight: Sequence[SentContribution]) -> None:
             again = [(shard_of(p.contribution.fragment)[0], p.identity_text) for p in in_flight]
             simulation.sent[self.who] += again
             resume(in_flight)

@@ -12,8 +12,8 @@ from dataclasses import replace
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Contribution, Event
 from archipelago.broker.transport import IslandTransport
-from archipelago.islands.sync.connection.inbox import Inbox
-from archipelago.islands.sync.connection.outbox import Draft, Outbox, Published
+from archipelago.islands.sync.connection.inbox import Announcements
+from archipelago.islands.sync.connection.outbox import Draft, Outbox, SentContribution
 from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.connection.uplink import Uplink
 
@@ -42,7 +42,7 @@ class Channel:
         self.transport, self.shard = transport, shard
         self._layout = manifest.shard_layout
         self.outbox = Outbox(transport, manifest.config.wire, uplink, clock, changed)
-        self.inbox = Inbox(transport, manifest.of_shard(shard), self.outbox, uplink, clock)
+        self.inbox = Announcements(transport, manifest.of_shard(shard), self.outbox, uplink, clock)
 
     # -- sending --------------------------------------------------------------------------------------------------
 
@@ -53,7 +53,7 @@ class Channel:
         header = replace(header, round=self._layout.own_round(header.round), fragment=own)
         self.outbox.queue(replace(draft, header=header))
 
-    def resume(self, in_flight: Sequence[Published]) -> None:
+    def resume(self, in_flight: Sequence[SentContribution]) -> None:
         """Send those contributions of an earlier incarnation again that belong to this shard."""
         mine = [
             replace(each, contribution=self._layout.in_shard(each.contribution))
@@ -62,7 +62,7 @@ class Channel:
         ]
         self.outbox.resume(mine)
 
-    def in_flight(self, marker: int) -> tuple[list[Published], list[Draft]]:
+    def in_flight(self, marker: int) -> tuple[list[SentContribution], list[Draft]]:
         """Return the contributions that were undecided at that marker, and the queue."""
         published, drafts = self.outbox.in_flight(marker)
         sent = [replace(each, contribution=self._in_run(each.contribution)) for each in published]
@@ -193,7 +193,7 @@ class Channels(tuple[Channel, ...]):
         """Return the rounds of a shard whose contributions are queued, or not decided yet."""
         return self[shard].unresolved_rounds()
 
-    def in_flight(self, marker: int = 0) -> tuple[list[Published], list[Draft]]:
+    def in_flight(self, marker: int = 0) -> tuple[list[SentContribution], list[Draft]]:
         """Return the contributions that were undecided at the mergers' checkpoint `marker`, and the queue."""
         found = [channel.in_flight(marker) for channel in self]
         return [each for sent, _ in found for each in sent], [draft for _, queued in found for draft in queued]

@@ -26,7 +26,7 @@ INSTANCE_SECONDS = 2.0
 log = logging.getLogger(__name__)
 
 
-class Inbox:
+class Announcements:
     """Announcements and snapshots of one island, received by one thread and taken by the training thread.
 
     A snapshot is handed over only after the announcements of all rounds up to its own. Announcements that no merger

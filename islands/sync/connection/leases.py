@@ -14,7 +14,7 @@ from archipelago.broker.transport import IslandTransport
 LOOKS_SKIPPED_MAX = 8
 
 
-class ShardLeases:
+class RangeLeases:
     """Leases of one island. The training thread takes and holds shards, the heartbeat thread renews the leases."""
 
     def __init__(self, transport: IslandTransport, who: str, shards: Sequence[str]) -> None:

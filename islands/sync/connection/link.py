@@ -28,8 +28,8 @@ from archipelago.broker.shards.transport import shards_of
 from archipelago.broker.transport import IslandTransport
 from archipelago.islands.sync import recovery
 from archipelago.islands.sync.connection.channels import Channel, Channels
-from archipelago.islands.sync.connection.leases import ShardLeases
-from archipelago.islands.sync.connection.outbox import Draft, Published
+from archipelago.islands.sync.connection.leases import RangeLeases
+from archipelago.islands.sync.connection.outbox import Draft, SentContribution
 from archipelago.islands.sync.connection.pumps import Pump, Pumps
 from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.connection.uplink import Uplink
@@ -120,7 +120,7 @@ class Link:
                 for k, shard in enumerate(shards_of(transport))
             ],
         )
-        self.leases = ShardLeases(transport, who, shards)
+        self.leases = RangeLeases(transport, who, shards)
         self._notes: deque[Note] = deque()
         self._handovers: deque[StateForPeer] = deque()
         self._asked_by: deque[str] = deque()
@@ -163,7 +163,7 @@ class Link:
         self._handovers.append(state)
         self._handing_over.wake.set()
 
-    def resume(self, in_flight: Sequence[Published]) -> None:
+    def resume(self, in_flight: Sequence[SentContribution]) -> None:
         """Send the undecided contributions of an earlier incarnation again."""
         for channel, sending in zip(self.channels, self._sending, strict=True):
             channel.resume(in_flight)

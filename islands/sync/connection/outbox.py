@@ -84,7 +84,7 @@ class Merged(Generic[Kind]):
         return out
 
 
-#: The value of `Published.entry` for a contribution that a broker has lost.
+#: The value of `SentContribution.entry` for a contribution that a broker has lost.
 LOST = "lost"
 
 
@@ -135,7 +135,7 @@ class Draft:
 
 
 @dataclass(frozen=True)
-class Published:
+class SentContribution:
     """A contribution that the broker has or may have, kept until the merger has decided about it.
 
     Attributes:
@@ -184,9 +184,9 @@ class Outbox:
         self.bytes_up = 0
         self.sent = 0
         self._queue: deque[Draft] = deque()
-        self._unresolved: dict[str, Published] = {}
-        self._merged: Merged[Published] = Merged()
-        self._at_marker: dict[int, dict[str, Published]] = {}
+        self._unresolved: dict[str, SentContribution] = {}
+        self._merged: Merged[SentContribution] = Merged()
+        self._at_marker: dict[int, dict[str, SentContribution]] = {}
         self._encoded: tuple[Draft, Contribution, bytes] | None = None
         self._attempted = ""  # identity of the contribution that was published last, successfully or not
         self._must_resend = False
@@ -204,7 +204,7 @@ class Outbox:
             part.copy_to_host_async()  # only the compressed arrays leave the device
         self._queue.append(draft)
 
-    def in_flight(self, marker: int = 0) -> tuple[list[Published], list[Draft]]:
+    def in_flight(self, marker: int = 0) -> tuple[list[SentContribution], list[Draft]]:
         """Return the contributions that are not in the merger's checkpoint `marker`, and the queue.
 
         They were undecided at the marker, or sent after it.
@@ -220,7 +220,7 @@ class Outbox:
         with self._lock:
             return queued | {published.contribution.round for published in self._unresolved.values()}
 
-    def resume(self, in_flight: Sequence[Published]) -> None:
+    def resume(self, in_flight: Sequence[SentContribution]) -> None:
         """Send contributions of an earlier incarnation again. Their identities make retries idempotent."""
         with self._lock:
             self._unresolved |= {p.identity_text: replace(p, entry=LOST) for p in in_flight}
@@ -304,7 +304,7 @@ class Outbox:
         with self._lock:  # noted first, because the merger's decision may arrive before the broker's acknowledgement
             if self._attempted == identity and identity not in self._unresolved:
                 return False
-            self._unresolved[identity] = Published(contribution, payload, entry="")
+            self._unresolved[identity] = SentContribution(contribution, payload, entry="")
             self._attempted = identity
             return True
 

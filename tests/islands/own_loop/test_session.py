@@ -138,10 +138,10 @@ def test_what_is_no_number_is_one_error_and_nothing_is_lost(framework: Framework
         with framework.join(url) as script:
             script.step()
             for tokens, steps in [*NO_COUNTS, (array([1, 2, 3]), 1), (array(math.nan), 1)]:
-                with failing(ConfigError, "loop.tokens"):
+                with failing(ConfigError, "loop.argument"):
                     script.sync(tokens=tokens, steps=steps)
             for loss in [*NO_LOSSES, array(1j), array([])]:
-                with failing(ConfigError, "loop.loss"):
+                with failing(ConfigError, "loop.argument"):
                     script.sync(loss=loss)
             before = script.loop.totals.tokens
             for tokens in (np.int64(3), 3.0, array(3.0), np.full((), 3, np.float32)):
@@ -225,7 +225,7 @@ def test_a_run_of_other_tensors_or_without_a_server_refuses_a_script(url: str) -
 
 def test_joining_twice_under_one_name_is_refused(made: str) -> None:
     with join(made, "own", tree(), island="a") as run:
-        with failing(ConfigError, "loop.joined-twice"), join(made, "own", tree(), island="a"):
+        with failing(ConfigError, "loop.two-runs"), join(made, "own", tree(), island="a"):
             pass
         with join(made, "own", tree(), island="b") as other:
             assert (run.island, other.island) == ("a", "b")

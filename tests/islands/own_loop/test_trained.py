@@ -49,7 +49,7 @@ def test_only_the_chosen_leaves_are_tensors_of_the_run() -> None:
 def test_a_choice_that_cannot_be_used_is_refused() -> None:
     wrongs: dict[str, list[Any]] = {
         "loop.nothing": ["nowhere", lambda name: False, jax.tree.map(lambda _: False, tree())],
-        "loop.trained": [
+        "loop.argument": [
             "(", True, {}, {"lora": {"a": True}}, {**MASK, "head": True}, {**MASK, "count": 0.5},
             {"count": np.ones(2, bool)},
         ],
@@ -119,7 +119,7 @@ def test_another_choice_than_the_runs_is_refused(made: str) -> None:
 def test_frozen_leaves_without_values_are_named(made: str) -> None:
     donated = tree()
     donated["base"]["kernel"].delete()
-    for params, code in ((jax.eval_shape(tree), "loop.meta"), (donated, "loop.deleted")):
+    for params, code in ((jax.eval_shape(tree), "loop.meta"), (donated, "loop.meta")):
         with failing(ConfigError, code) as caught, join(made, "own", params):
             pass
         assert "base.kernel" in caught.value.what

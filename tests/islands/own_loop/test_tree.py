@@ -73,9 +73,9 @@ def test_kinds_are_a_pattern_or_a_function() -> None:
     assert kinds_by("EMBED|wte")("model.wte.weight") == "embedding"
     assert kinds_by("embed")("layers.0.kernel") == "rest"
     assert kinds_by(lambda name: "embedding" if name == "x" else "rest")("x") == "embedding"
-    with failing(ConfigError, "loop.kinds"):
+    with failing(ConfigError, "loop.argument"):
         kinds_by("(")
-    with failing(ConfigError, "loop.kinds"):
+    with failing(ConfigError, "loop.argument"):
         kinds_by(lambda name: "bias")("x")  # type: ignore[arg-type, return-value]
     for name in ("params.Embed_0.embedding", "model.embed_tokens.weight", "transformer.wte.weight"):
         assert kinds_by(EMBEDDINGS)(name) == "embedding"

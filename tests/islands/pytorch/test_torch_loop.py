@@ -43,9 +43,9 @@ def test_named_buffers_are_merged() -> None:
         island.turn()
     assert run.merged()["1.running_mean"].min() > 1.0
     assert "1.running_var" not in run.merged()
-    with failing(ConfigError, "loop.buffer"):
+    with failing(ConfigError, "loop.argument"):
         ModuleParameters(module(), ["1.nothing"])
-    with failing(ConfigError, "loop.buffer") as caught:
+    with failing(ConfigError, "loop.argument") as caught:
         ModuleParameters(module(), "1.running_mean")
     assert "['1.running_mean']" in caught.value.remedy
 
@@ -76,7 +76,7 @@ def test_what_cannot_be_merged_is_named() -> None:
         (with_bias(torch.nn.Parameter(torch.zeros(4, device="meta"))), "loop.meta", "'2.bias'"),
         (with_bias(torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))), "loop.dtype", "'2.bias'"),
         (with_bias(torch.nn.Parameter(torch.zeros(4, dtype=torch.complex64))), "loop.dtype", "'2.bias'"),
-        (with_bias(elsewhere(torch.zeros(4))), "loop.mixed-devices", "'2.bias'"),
+        (with_bias(elsewhere(torch.zeros(4))), "loop.sharded", "'2.bias'"),
         (torch.nn.Sequential(torch.nn.LazyLinear(3)), "loop.meta", "'0.weight'"),
         *((model, "loop.nothing", "") for model in nothing),
     ]
@@ -107,7 +107,7 @@ def test_a_parameter_that_changed_since_the_join_is_named() -> None:
     for number, (change, code, named) in enumerate([
         (_replaced, "loop.other-tree", "'2.bias'"),
         (_removed, "loop.other-tree", "'2.bias'"),
-        (_of_another_shape, "loop.shape", "'2.bias'"),
+        (_of_another_shape, "loop.other-tree", "'2.bias'"),
         (_halved, "loop.dtype", "'2.weight'"),
     ]):  # fmt: skip
         island = run.island(str(number))

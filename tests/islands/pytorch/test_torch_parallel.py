@@ -35,7 +35,7 @@ class Alone:
 
 
 def test_a_leader_without_its_team_leaves_the_run(monkeypatch: pytest.MonkeyPatch, until: Until) -> None:
-    monkeypatch.setattr("archipelago.islands.pytorch.parallel.Team", lambda group: Alone())
+    monkeypatch.setattr("archipelago.islands.pytorch.parallel.ProcessTeam", lambda group: Alone())
     url = f"fakeredis://{uuid.uuid4().hex}"
     assert archipelago.pytorch.create(url, "own", module(), steps=10)
     before = threading.active_count()
@@ -50,7 +50,7 @@ def test_a_leader_without_its_team_leaves_the_run(monkeypatch: pytest.MonkeyPatc
 
 def test_all_processes_read_the_same_length_of_the_run(monkeypatch: pytest.MonkeyPatch, until: Until) -> None:
     monkeypatch.setattr(Alone, "share", lambda self, tensors: None)
-    monkeypatch.setattr("archipelago.islands.pytorch.parallel.Team", lambda group: Alone())
+    monkeypatch.setattr("archipelago.islands.pytorch.parallel.ProcessTeam", lambda group: Alone())
     url = f"fakeredis://{uuid.uuid4().hex}"
     assert archipelago.pytorch.create(url, "own", module(), steps=10)
     with Leader(None, Joining(url, "own", module(), island="both")) as run:
@@ -71,7 +71,7 @@ class Lost:
 
 
 def test_a_process_whose_leader_has_left_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("archipelago.islands.pytorch.parallel.Team", lambda *_: Lost())
+    monkeypatch.setattr("archipelago.islands.pytorch.parallel.ProcessTeam", lambda *_: Lost())
     follower = Follower(None, Joining(None, "own", module()))
     with failing(ConfigError, "loop.left"):
         follower.sync()

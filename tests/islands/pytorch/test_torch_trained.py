@@ -112,10 +112,10 @@ def test_a_choice_that_cannot_be_used_is_refused() -> None:
     packed.packed = torch.nn.Parameter(torch.ones(4, dtype=torch.int8), requires_grad=False)
     for trained, code in (
         ("nowhere", "loop.nothing"),
-        ("(", "loop.trained"),
+        ("(", "loop.argument"),
         ("packed", "loop.dtype"),
-        (True, "loop.trained"),
-        (["packed"], "loop.trained"),
+        (True, "loop.argument"),
+        (["packed"], "loop.argument"),
     ):
         with failing(ConfigError, code):
             archipelago.pytorch.join("fakeredis://never", "own", packed, trained=trained)
@@ -129,9 +129,9 @@ def test_an_optimiser_that_does_not_fit_is_refused() -> None:
     model = module()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for wrong in ("adam", module().parameters(), [None], torch.optim.SGD(module().parameters(), lr=0.1)):
-        with failing(ConfigError, "loop.optimizer"):
+        with failing(ConfigError, "loop.argument"):
             archipelago.pytorch.join("fakeredis://never", "own", model, wrong)
-    with failing(ConfigError, "loop.trained"):
+    with failing(ConfigError, "loop.argument"):
         archipelago.pytorch.join("fakeredis://never", "own", model, optimizer, trained="^2")
 
 

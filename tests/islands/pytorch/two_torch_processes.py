@@ -29,9 +29,9 @@ from archipelago.broker.config import AdoptConfig, RunConfig, WireConfig
 from archipelago.broker.errors import ArchipelagoError
 from archipelago.broker.manifest import NO_CORPUS, Manifest, balanced
 from archipelago.islands.pytorch.module import ModuleParameters
-from archipelago.islands.pytorch.replica import ShardReplica, TorchReplica
-from archipelago.islands.pytorch.sharded import ShardTeam
-from archipelago.islands.pytorch.shards import Courier, own_part
+from archipelago.islands.pytorch.pieces import Courier, own_piece
+from archipelago.islands.pytorch.replica import SplitReplica, TorchReplica
+from archipelago.islands.pytorch.sharded import SplitTeam
 
 SYNC = archipelago.SyncConfig(interval=8, fragments=3)
 #: The codec, the adopt rule, the dtype and the shape of the mesh of each comparison with one device.
@@ -92,9 +92,9 @@ def compared(codec: Any, rule: Any, dtype: Any, shape: tuple[int, ...]) -> tuple
     config = RunConfig(adopt=AdoptConfig(rule=rule), wire=WireConfig(up=codec))
     tensors = ours.manifest_tensors(lambda name: "rest")
     manifest = Manifest("own", config, tensors, balanced(tensors, 3), NO_CORPUS, {})
-    team = ShardTeam(mesh_of(parts), ours.device, "compare")
+    team = SplitTeam(mesh_of(parts), ours.device, "compare")
     watched = Watched(team.courier)
-    alone, together = TorchReplica(manifest, one.device), ShardReplica(manifest, ours, watched)
+    alone, together = TorchReplica(manifest, one.device), SplitReplica(manifest, ours, watched)
     random = np.random.default_rng(7)
 
     def snapshot(size: int) -> Any:
@@ -120,7 +120,7 @@ def compared(codec: Any, rule: Any, dtype: Any, shape: tuple[int, ...]) -> tuple
             alone.adopt(fragment, one.named(), new_N.copy())
             together.adopt(fragment, ours.named(), given(new_N))
     for name, tensor in one.named().items():
-        if not torch.equal(ours.spreads[name].part(tensor, team.on_host.rank), own_part(ours.named()[name])):
+        if not torch.equal(ours.pieces[name].piece(tensor, team.on_host.rank), own_piece(ours.named()[name])):
             different.append(f"{codec} {name}")
     return different, watched.largest, [max(manifest.sizes), manifest.parameters]
 
@@ -131,8 +131,8 @@ def step(random: Any, one: ModuleParameters, ours: ModuleParameters, rank: int) 
         for name, tensor in one.named().items():
             change = torch.from_numpy(random.normal(size=tensor.shape).astype(np.float32)).to(tensor.dtype)
             tensor += change
-            own = own_part(ours.named()[name])
-            own += ours.spreads[name].part(change, rank)
+            own = own_piece(ours.named()[name])
+            own += ours.pieces[name].piece(change, rank)
 
 
 class Watched(Courier):
@@ -142,13 +142,13 @@ class Watched(Courier):
         self.__dict__.update(courier.__dict__)
         self.largest = 0
 
-    def gather(self, spread: Any, own: Any, whole: Any) -> None:
+    def gather(self, pieces: Any, own: Any, whole: Any) -> None:
         self._note(whole)
-        super().gather(spread, own, whole)
+        super().gather(pieces, own, whole)
 
-    def scatter(self, spread: Any, whole: Any, own: Any) -> None:
+    def scatter(self, pieces: Any, whole: Any, own: Any) -> None:
         self._note(whole)
-        super().scatter(spread, whole, own)
+        super().scatter(pieces, whole, own)
 
     def _note(self, whole: Any) -> None:
         if whole is not None:

@@ -94,14 +94,14 @@ WITH_INF = jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(jnp.inf) if x.dtype ==
 
 
 MALFORMED = {
-    "empty": (b"", "handover.zstd"),
-    "text": (b"no zstd at all", "handover.zstd"),
-    "cut": (PAYLOAD[:-1], "handover.zstd"),
-    "with trailing bytes": (PAYLOAD + b"more", "handover.zstd"),
+    "empty": (b"", "handover.unsound"),
+    "text": (b"no zstd at all", "handover.unsound"),
+    "cut": (PAYLOAD[:-1], "handover.unsound"),
+    "with trailing bytes": (PAYLOAD + b"more", "handover.unsound"),
     "short": (compressed(raw(STATE)[:-4]), "handover.shape"),
     "another tree": (compressed(raw(begin(tiny.CONFIG.inner, fresh(scale=6)).optimizer)), "handover.shape"),
-    "nan": (compressed(raw(WITH_NAN)), "handover.not-finite"),
-    "inf": (compressed(raw(WITH_INF)), "handover.not-finite"),
+    "nan": (compressed(raw(WITH_NAN)), "handover.unsound"),
+    "inf": (compressed(raw(WITH_INF)), "handover.unsound"),
     "of unknown size": (zstandard.ZstdCompressor(write_content_size=False).compress(raw(STATE)), "handover.shape"),
 }
 
@@ -111,7 +111,7 @@ def test_malformed_state_is_refused() -> None:
         with failing(WireError, code):
             pytest.fail(f"{what}: {decode_tree(announced(payload), payload, LIKE, require_sound)}")
     for payload in (PAYLOAD[:-1] + b"?", PAYLOAD + b"?"):
-        with failing(WireError, "handover.digest"):
+        with failing(WireError, "handover.unsound"):
             decode_tree(HANDOVER, payload, LIKE, require_sound)
 
 
@@ -202,7 +202,7 @@ def test_an_answer_is_used_even_if_its_giver_has_left_and_a_forged_one_is_an_err
         if payload == PAYLOAD:
             assert new.receive(seconds=0.0).handover == HANDOVER
         else:
-            with failing(WireError, "handover.digest"):
+            with failing(WireError, "handover.unsound"):
                 new.receive()
         assert new.pauses == 0
         new.assert_withdrawn()

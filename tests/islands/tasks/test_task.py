@@ -192,7 +192,7 @@ MISTAKES = [
     ("task = Task(init, loss, batches, tokens=2**40)", "task.tokens"),
     ("task = Task(init, loss, batches, tokens=lambda batch: -1)", "task.tokens"),
     ("task = Task(init, loss, batches, tokens=lambda batch: np.float32(np.nan))", "task.tokens"),
-    ("task = Task(init, loss, batches, kinds='(')", "loop.kinds"),
+    ("task = Task(init, loss, batches, kinds='(')", "loop.argument"),
     ("task = Task(init, loss, batches, evaluate=lambda params: 1 / 0)", "task.evaluate"),
     ("task = Task(init, loss, batches, evaluate=lambda params: {'accuracy': 0.5})", "task.evaluate"),
 ]

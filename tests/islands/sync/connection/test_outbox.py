@@ -11,7 +11,7 @@ from archipelago.broker.errors import UnreachableError
 from archipelago.broker.messages import Marker, Resume
 from archipelago.islands.sync.connection.inbox import INSTANCE_SECONDS
 from archipelago.islands.sync.connection.link import Link
-from archipelago.islands.sync.connection.outbox import KEPT_BYTES_MAX, KEPT_MIN, KEPT_SECONDS, Merged, Published
+from archipelago.islands.sync.connection.outbox import KEPT_BYTES_MAX, KEPT_MIN, KEPT_SECONDS, Merged, SentContribution
 from tests.islands.sync.connection.link_run import Harness, draft, raising, received, send, unresolved
 
 
@@ -222,7 +222,7 @@ def test_several_markers_may_come_before_the_first_one_is_passed(harness: Harnes
     assert rounds_of(link, 8) == ([], [])
 
 
-def left_behind(harness: Harness, *numbers: int) -> list[Published]:
+def left_behind(harness: Harness, *numbers: int) -> list[SentContribution]:
     """Return contributions of an earlier incarnation to those rounds, which the broker has lost."""
     before = harness.link("a/w")
     send(before, *numbers)

@@ -1,6 +1,6 @@
 """Tensors that are split over the processes of one island (FSDP2), and their way to the leader and back.
 
-Each tensor travels alone. The leader gets one whole tensor at a time, and each other process only its own part.
+Each tensor travels alone. The leader gets one whole tensor at a time, and each other process only its own piece.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def is_split(tensor: Tensor) -> bool:
     return hasattr(tensor, "device_mesh")
 
 
-def own_part(tensor: Tensor) -> Tensor:
+def own_piece(tensor: Tensor) -> Tensor:
     """Return what this process holds of a tensor. Changing it changes the tensor."""
     with torch.no_grad():
         return tensor.to_local() if is_split(tensor) else tensor
@@ -65,21 +65,21 @@ def mesh_of(model: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Spread:
-    """The places of one tensor's parts. Ranks are those of the whole process group.
+class Pieces:
+    """The pieces of one tensor. Ranks are those of the whole process group.
 
     Attributes:
         dim: The dimension that is split; None if each process holds the whole tensor.
-        parts: The start and the length of each rank's part along that dimension. Some parts may be empty.
-        givers: The ranks whose parts make up the whole tensor. With replicas (HSDP), these are the leader's replica.
+        places: The start and the length of each rank's piece along that dimension. Some pieces may be empty.
+        givers: The ranks whose pieces make up the whole tensor. With replicas (HSDP), these are the leader's replica.
     """
 
     dim: int | None
-    parts: Mapping[int, tuple[int, int]]
+    places: Mapping[int, tuple[int, int]]
     givers: Sequence[int]
 
     @classmethod
-    def of(cls, name: str, tensor: Tensor, mesh: Any) -> Spread:
+    def of(cls, name: str, tensor: Tensor, mesh: Any) -> Pieces:
         """Return the places of a tensor.
 
         Args:
@@ -103,19 +103,19 @@ class Spread:
             raise _refused(name, f"as {tensor.placements}")
         size, count = tensor.shape[placement.dim], mesh.size(axis)
         width = -(-size // count)
-        parts, givers = {}, []
+        places, givers = {}, []
         for place in itertools.product(*(range(mesh.size(each)) for each in range(mesh.ndim))):
             rank, start = int(mesh.mesh[place]), min(place[axis] * width, size)
-            parts[rank] = (start, min(width, size - start))
+            places[rank] = (start, min(width, size - start))
             if not any(at for each, at in enumerate(place) if each != axis):
                 givers.append(rank)
-        return cls(placement.dim, parts, givers)
+        return cls(placement.dim, places, givers)
 
-    def part(self, whole: Tensor, rank: int) -> Tensor:
-        """Return a view of a rank's part of the whole tensor."""
+    def piece(self, whole: Tensor, rank: int) -> Tensor:
+        """Return a view of a rank's piece of the whole tensor."""
         if self.dim is None:
             return whole
-        start, length = self.parts[rank]
+        start, length = self.places[rank]
         return whole.narrow(self.dim, start, length)
 
 
@@ -146,27 +146,27 @@ class Courier:
         self.rank: int = dist.get_rank()
         self.leads: bool = self.rank == ranks[0]
 
-    def gather(self, spread: Spread, own: Tensor, whole: Tensor | None) -> None:
-        """Give this process's part to the leader, who writes all parts to `whole`. All processes call this."""
+    def gather(self, pieces: Pieces, own: Tensor, whole: Tensor | None) -> None:
+        """Give this process's piece to the leader, who writes all pieces to `whole`. All processes call this."""
         if self.leads:
-            spread.part(whole, self.rank).copy_(own)
-            for rank in spread.givers[1:]:
-                part = spread.part(whole, rank)
+            pieces.piece(whole, self.rank).copy_(own)
+            for rank in pieces.givers[1:]:
+                part = pieces.piece(whole, rank)
                 if part.numel():
                     arrived = torch.empty(part.shape, dtype=part.dtype, device=own.device)
                     dist.recv(arrived, rank, group=self._group)
                     part.copy_(arrived)
-        elif self.rank in spread.givers and own.numel():
+        elif self.rank in pieces.givers and own.numel():
             dist.send(own.detach().contiguous(), self._ranks[0], group=self._group)
 
-    def scatter(self, spread: Spread, whole: Tensor | None, own: Tensor) -> None:
-        """Write this process's part of the leader's `whole` to `own`. All processes call this."""
+    def scatter(self, pieces: Pieces, whole: Tensor | None, own: Tensor) -> None:
+        """Write this process's piece of the leader's `whole` to `own`. All processes call this."""
         if not self.leads:
             if own.numel():
                 dist.recv(own, self._ranks[0], group=self._group)
             return
-        own.copy_(spread.part(whole, self.rank))
+        own.copy_(pieces.piece(whole, self.rank))
         for rank in self._ranks[1:]:
-            part = spread.part(whole, rank)
+            part = pieces.piece(whole, rank)
             if part.numel():
                 dist.send(part.to(own.device).contiguous(), rank, group=self._group)
