@@ -1,10 +1,10 @@
-"""The scripts of the guide, as they stand, in real processes. One of them is killed and rejoins."""
+"""Scripts of the guide, as they stand, in real processes. `ops/chaos/test_script.py` kills one of them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from archipelago.ops.weights.parameters import from_redis
 from tests import pytorch
 from tests.conftest import Until
 from tests.harness.processes import SETTINGS, Processes
+from tests.islands.own_loop.any_framework import served
 from tests.servers import empty_database
 
 ROOT = Path(__file__).parents[2]
@@ -76,39 +77,6 @@ def scripts(server: Server, tmp_path: Path) -> Iterator[Scripts]:
         started.show()
 
 
-@pytest.mark.full
-@pytest.mark.processes
-def test_a_killed_script_rejoins_and_the_run_ends(scripts: Scripts, until: Until) -> None:
-    script, steps = str(EXAMPLES / "train_jax.py"), 20_000
-    oslo, lima = (scripts.python(script, island) for island in ("oslo", "lima"))
-    until(lambda: all(scripts.beat(island) for island in ("oslo", "lima")), "both islands to join")
-    scripts.steer(1_000_000)  # else one of them could end the run while the other one starts again
-    scripts.start("merger", "--run", "mine")
-    until(lambda: scripts.has_sent("oslo") and scripts.has_sent("lima"), "contributions of both islands")
-    killed = scripts.beat("lima")
-    assert killed is not None
-    lima.kill()
-    lima.wait()
-    lima = scripts.python(script, "lima")
-    until(lambda: scripts.has_sent("lima", incarnation=killed.incarnation), "contributions of the killed island")
-    again = scripts.beat("lima")
-    assert again is not None
-    assert again.moments == "peer oslo"
-    assert again.steps > killed.steps // 2, "its totals go on"
-    steps = max(steps, again.global_step + steps // 10)
-    scripts.steer(steps)
-    for process in (oslo, lima):
-        assert "ends at step" in scripts.ended(process)
-    for island in ("oslo", "lima"):
-        last = scripts.beat(island)
-        assert last is not None
-        assert last.loss < 0.5, "an untrained network has 1.4"
-    transport = connect(scripts.url, "mine")
-    assert transport.reader.tape(1)[-1].step >= 0.9 * steps
-    transport.close()
-    scripts.ended(scripts.python(script, "late"))  # it leaves a run that has ended
-
-
 @dataclass(frozen=True)
 class Example:
     """A script that trains to the end of its run.
@@ -119,7 +87,6 @@ class Example:
         loss: It must reach a smaller one.
         tensors: Some of the tensors of its run.
         parameters: How many parameters are trained and frozen, if some are frozen.
-        launcher: The arguments of Python before the script.
     """
 
     name: str
@@ -127,16 +94,13 @@ class Example:
     loss: float
     tensors: frozenset[str]
     parameters: tuple[int, int] | None = None
-    launcher: tuple[str, ...] = field(default=())
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 TORCH = frozenset({"0.weight", "2.weight", "2.bias", "4.weight", "4.bias"})
+#: Those on FSDP2 and Grain differ from these in what `islands/pytorch/test_torch_processes.py` and Grain itself test.
 EXAMPLES_THAT_TRAIN = [
     Example("train_torch.py", ("torch",), 3.5, TORCH),
-    Example("train_fsdp.py", ("torch",), 4.5, TORCH, launcher=TORCHRUN),
     Example("train_equinox.py", ("equinox", "sklearn"), 0.5, frozenset({"layers.0.weight", "layers.2.bias"})),
-    Example("train_grain.py", ("grain", "sklearn"), 0.5, frozenset({"params.layers_0.kernel"})),
     Example("lora_torch.py", ("torch", "transformers", "peft"), 3.0, frozenset(), (9_728, 115_008)),
     Example("lora_jax.py", (), 0.5, frozenset({"lora.0.a", "lora.2.b"}), (1_104, 5_376)),
 ]
@@ -149,19 +113,19 @@ def test_an_example_trains_to_the_end_of_its_run(example: Example, scripts: Scri
     """One that fine-tunes sends adapters only."""
     for package in example.packages:
         pytorch.required(package)
-    island = scripts.python(*example.launcher, str(EXAMPLES / example.name), "oslo")
+    island = scripts.python(str(EXAMPLES / example.name), "oslo")
     until(lambda: scripts.beat("oslo") or island.poll() is not None, "the island to join")
-    scripts.start("merger", "--run", "mine")
 
     def has_learnt() -> bool:
         found = scripts.beat("oslo")
         return found is not None and found.sent > 12 and found.loss < example.loss
 
-    until(lambda: has_learnt() or island.poll() is not None, "a smaller loss")
-    last = scripts.beat("oslo")
-    assert last is not None
-    scripts.steer(last.global_step + 50)
-    assert "ends at step" in scripts.ended(island)
+    with served(scripts.url, "mine"):
+        until(lambda: has_learnt() or island.poll() is not None, "a smaller loss")
+        last = scripts.beat("oslo")
+        assert last is not None
+        scripts.steer(last.global_step + 50)
+        assert "ends at step" in scripts.ended(island)
     assert has_learnt()
     transport = connect(scripts.url, "mine")
     manifest, books = transport.reader.manifest(), transport.reader.books()
