@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-import jax
 import numpy as np
 
 from archipelago.broker.config import BYTES, RunConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.manifest import Corpus, Manifest, balanced, installed_versions
 from archipelago.broker.messages import Snapshot
-from archipelago.broker.wire import digest, pack
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.inner import require_divisible
 from archipelago.islands.models.interface import Params
 from archipelago.islands.models.registry import build, learning_rate
-from archipelago.islands.sync.arrays import flatten
+from archipelago.islands.own_loop import new_run
 
 
 def describe(run: str, config: RunConfig, corpus: Corpus) -> Manifest:
@@ -63,15 +62,7 @@ def require_readable(config: RunConfig, corpus: OpenCorpus, tokenizer: str | Non
         )
 
 
-def first_snapshots(manifest: Manifest, params: Params | None = None) -> list[tuple[Snapshot, bytes]]:
+def first_snapshots(manifest: Manifest, params: Params | None = None) -> Sequence[tuple[Snapshot, bytes]]:
     """Return version 0 of every fragment with its payload, from `params` or initialised from the run's seed."""
-    config = manifest.config
-    if params is None:
-        params = build(config.model).init(config.seed)
-    out = []
-    for p, rows in enumerate(manifest.layout):
-        first_N = np.asarray(jax.device_get(flatten(rows, params)))
-        payload = pack(first_N, config.wire.full, config.wire.full_zstd_level)
-        snapshot = Snapshot(0, p, 0, 0, config.wire.full, len(payload), digest(payload), merged="")
-        out.append((snapshot, payload))
-    return out
+    values = params if params is not None else build(manifest.config.model).init(manifest.config.seed)
+    return new_run.first_snapshots(manifest, lambda name: np.asarray(values[name], np.float32).reshape(-1))

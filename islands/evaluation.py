@@ -45,12 +45,15 @@ class Measures(NamedTuple):
 
 
 def compile_evaluation(model: Model, held_out_NxT1: Tokens, bytes_per_token: float = 1.0) -> Callable[[Params], float]:
-    """Return a function from parameters to bits per byte over these sequences.
+    """Return a function from parameters to bits per byte over these sequences (see `SlicedMeasures`)."""
+    compiled: list[SlicedMeasures] = []
 
-    It evaluates a whole number of batches of 32, or one batch if there are fewer sequences.
-    """
-    mean_nats = _mean_over(held_out_NxT1, model.loss)
-    return lambda params: float(mean_nats(params)) / math.log(2.0) / bytes_per_token
+    def bits(params: Params) -> float:
+        if not compiled:
+            compiled.append(SlicedMeasures(model, held_out_NxT1, params, BATCH, bytes_per_token))
+        return measured(compiled[0], params).bits
+
+    return bits
 
 
 def compile_validation(config: RunConfig, corpus: OpenCorpus, text: Tokens | None = None) -> Callable[[Params], float]:
@@ -89,7 +92,7 @@ class Slices(Protocol):
 class SlicedMeasures:
     """An evaluation in slices of a few sequences, each of them a short call of the device.
 
-    It reads a whole number of batches of 32 sequences, or one batch if there are fewer, as `compile_evaluation` does.
+    It reads a whole number of batches of 32 sequences, or one batch if there are fewer.
 
     Attributes:
         slices: The number of slices.
@@ -155,21 +158,6 @@ def mean_of(slices: Sequence[Measures]) -> Measures:
     bits = math.fsum(each.bits for each in slices) / len(slices)
     accuracy = math.fsum(each.accuracy for each in slices) / len(slices)
     return Measures(bits if math.isfinite(bits) else math.nan, accuracy)
-
-
-def _mean_over(
-    held_out_NxT1: Tokens, measure: Callable[[Params, jax.Array], jax.Array]
-) -> Callable[[Params], jax.Array]:
-    size = min(BATCH, len(held_out_NxT1))
-    count = len(held_out_NxT1) // size
-    batches = jnp.asarray(held_out_NxT1[: count * size].reshape(count, size, -1))
-
-    @jax.jit
-    def mean(params: Params) -> jax.Array:
-        each: jax.Array = jax.lax.map(lambda tokens: measure(params, tokens.astype(jnp.int32)), batches)
-        return each.mean(axis=0)
-
-    return mean
 
 
 def assemble(manifest: Manifest, vectors: Sequence[Vector], place: Callable[[Any], Params] = jax.device_put) -> Params:

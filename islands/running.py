@@ -135,7 +135,7 @@ def run_named(
         registry.register(IslandCollector(island))
     curves = CurveWriter(sinks, lambda: point(island))
     island.pacer.step_seconds_min = options.step_seconds_min
-    link.start()
+    link.pumps.start()
     evaluator = _evaluator(options, prepared, transport, link, curves)
     with progress("compiling and measuring the inner steps"):
         prepared.warm_up(island, options.scan_steps)
@@ -160,7 +160,7 @@ def run_named(
                 with progress("evaluating the final parameters"):
                     evaluator.finish(stopped)
     finally:
-        link.stop()
+        link.pumps.stop()
         curves.close()  # the last points matter most after a divergence
     if state == "replaced":
         remember(folder, name, link.replaced_by)
@@ -311,7 +311,7 @@ class IslandCollector:
             ("ignored_events_total", "Announcements that no merger of the run can have sent.", beat.ignored),
             ("sent_bytes_total", "Payload bytes sent.", beat.bytes_up),
             ("received_bytes_total", "Payload bytes received.", beat.bytes_down),
-            ("link_up", "1 while the broker answers, else 0.", float(not island.link.trouble)),
+            ("link_up", "1 while the broker answers, else 0.", float(not island.link.pumps.trouble)),
             ("snapshot_age_seconds", "Time since the last snapshot arrived.", since if since < math.inf else math.nan),
         ):
             yield family(f"archipelago_island_{name}", documentation, labels, [(labels, value)])

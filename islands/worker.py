@@ -59,14 +59,9 @@ class Island(Participant):
         """Begin from published snapshots with fresh inner optimiser state.
 
         Args:
-            name: The island's name.
-            manifest: The run.
+            name, manifest, link, arrivals, clock, incarnation: As for a `Participant`.
             steps: The compiled inner steps.
             batches: The supply of training data.
-            link: The connection to the broker.
-            arrivals: One snapshot of every fragment.
-            clock: Monotonic seconds.
-            incarnation: Distinguishes this process from earlier ones of the same name; random by default.
             scan_steps: Inner steps between two boundaries.
             on_marker: Called between two inner steps for each checkpoint of the merger, with its number.
             first_state: Returns the state of the inner optimiser for parameters; that of the run's config by default.

@@ -135,17 +135,10 @@ class OwnLoop(Participant):
         """Begin from published snapshots, which the replica has taken already.
 
         Args:
-            name: The island's name.
-            manifest: The run.
-            link: The connection to the broker.
-            replica: AnyReplica and adopts the parameters.
             parameters: The parameters of the loop.
-            arrivals: One snapshot of every fragment.
-            host: The machine.
             optimizer_leaves: Returns copies of the inner optimiser's arrays, or None if they are not there now. Without
                 it, newcomers ask other islands.
-            clock: Monotonic seconds.
-            incarnation: Distinguishes this process from earlier ones of the same name; random by default.
+            name, manifest, link, replica, arrivals, host, clock, incarnation: As for a `Participant`.
         """
         super().__init__(name, manifest, link, replica, arrivals, host, clock, incarnation)
         link.stall_seconds = STALL_SECONDS

@@ -57,8 +57,8 @@ class TreeParameters:
         """Return the arrays that are merged, by name.
 
         Raises:
-            ConfigError: The tree is not that of the run (`loop.other-tree`, `loop.other-tree`, `loop.dtype`,
-                `loop.meta`), or a step changed a frozen leaf (`loop.frozen-changed`).
+            ConfigError: The tree is not that of the run (`loop.other-tree`), its values are gone (`loop.meta`), or a
+                step changed a frozen leaf (`loop.frozen-changed`).
         """
         if self._named is None:
             self._named = self._opened()
@@ -129,17 +129,11 @@ class TreeParameters:
 
 def _require_like(name: str, leaf: Any, template: Any) -> None:
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
-    if shape != template.shape:
+    if (shape, dtype) != (template.shape, template.dtype):
+        found = f"a {type(leaf).__name__}" if shape is None else f"{dtype}{list(shape)}"
         raise ConfigError(
-            f"the leaf {name!r} has the shape {list(shape) if shape is not None else type(leaf).__name__}, and "
-            f"{list(template.shape)} in `join`",
-            "Give the parameters that the step returned.",
-            code="loop.other-tree",
-        )
-    if dtype != template.dtype:
-        raise ConfigError(
-            f"the leaf {name!r} is of {dtype}, and of {template.dtype} in `join`",
-            "Let the step keep the dtypes of its parameters.",
+            f"the leaf {name!r} is {found}, and {template.dtype}{list(template.shape)} in `join`",
+            "Give the parameters that the step returned, and let it keep their shapes and dtypes.",
             code="loop.other-tree",
         )
     require_values(name, leaf)

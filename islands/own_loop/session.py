@@ -157,7 +157,7 @@ class Session(ABC):
         newcomer = Newcomer(transport, loop)
         newcomer.ask(wants_state=self._has_state)
         loop.beat("joining")
-        link.start()
+        link.pumps.start()
         self._warm_up()
         self._take_state(newcomer)
         newcomer.count_earlier()
@@ -329,7 +329,7 @@ class Session(ABC):
         self._has_left = True
         self._stop.release()
         if self._loop is not None:
-            self._loop.link.stop()
+            self._loop.link.pumps.stop()
         if self._transport is not None:
             self._transport.close()
         with _joining:

@@ -140,10 +140,12 @@ def trained_error(what: str) -> ConfigError:
 
 
 def nothing_trained(trained: object, names: Sequence[str]) -> ConfigError:
-    """Return the error (`loop.nothing`) for a choice without any tensor."""
-    said = f"trained={trained!r}" if isinstance(trained, str) else "`trained`"
+    """Return the error (`loop.nothing`) for a model, or a choice of its tensors, without anything to train."""
+    said = "all of them" if trained is None else f"trained={trained!r}" if isinstance(trained, str) else "`trained`"
     return ConfigError(
-        f"{said} chooses none of the {len(names)} tensors ({', '.join(names[:3])}, …)", _REMEDY, code="loop.nothing"
+        f"of the {len(names)} tensors ({', '.join(names[:3])}, …), {said} gives no floating-point one to train",
+        f"Give what the optimiser trains: `nnx.state(model, nnx.Param)`, or the module. {_REMEDY}",
+        code="loop.nothing",
     )
 
 

@@ -74,14 +74,8 @@ class TreeLayout:
             places = chosen(trained, names, _named)
             merged = [place for place in places if _require_trainable(names[place], leaves[place])]
             frozen = [place for place in sorted({*range(len(names))} - {*places}) if is_weight(leaves[place])]
-            if not merged:
-                raise nothing_trained(trained, names)
         if not merged:
-            raise ConfigError(
-                f"none of the {len(leaves)} leaves of the parameters is a floating-point array",
-                "Give the tree of arrays that the optimiser changes, such as `nnx.state(model, nnx.Param)`.",
-                code="loop.nothing",
-            )
+            raise nothing_trained(trained, names)
         repeated = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
         if repeated:
             raise ConfigError(
@@ -131,18 +125,13 @@ def name_of(path: Sequence[Any]) -> str:
     """Return the name of a leaf, such as `layers.0.kernel`."""
     if path and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value":
         path = path[:-1]  # a variable of flax nnx
-    if not path or any(isinstance(key, jax.tree_util.FlattenedIndexKey) for key in path):
-        where = jax.tree_util.keystr(tuple(path)) or "the whole tree"
-        raise ConfigError(
-            f"a leaf of the parameters has no name ({where})",
-            "Give a dictionary of arrays, or register your class with `jax.tree_util.register_pytree_with_keys`.",
-            code="loop.unnamed",
-        )
-    name = jax.tree_util.keystr(tuple(path), simple=True, separator=".")
+    is_named = path and not any(isinstance(key, jax.tree_util.FlattenedIndexKey) for key in path)
+    name = jax.tree_util.keystr(tuple(path), simple=True, separator=".") if is_named else ""
     if not name or len(name) > NAME_MAX or not name.isprintable():
         raise ConfigError(
-            f"the name {name[:80]!r} of a leaf cannot be used",
-            f"Use 1 to {NAME_MAX} printable characters.",
+            f"a leaf of the parameters has no name that can be used ({jax.tree_util.keystr(tuple(path))[:80]!r})",
+            f"Give a dictionary of arrays, with keys of at most {NAME_MAX} printable characters in all, or register "
+            "your class with `jax.tree_util.register_pytree_with_keys`.",
             code="loop.unnamed",
         )
     return name

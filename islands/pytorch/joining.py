@@ -57,22 +57,12 @@ def create(
         name: The name of the run.
         model: A `torch.nn.Module` on one device. Its parameters that are trained, of float32, bfloat16 and float16, are
             merged, in float32. With `fully_shard` (FSDP2), all its processes call this.
-        steps: The length of the run in global inner steps, which count the steps of the fastest island.
-        sync: How often islands contribute.
-        merge: The rules that merge the contributions of a round.
-        outer: The outer optimiser.
-        adopt: How an island takes a snapshot.
-        wire: The codecs.
-        kinds: Which tensors are embeddings, for which `merge` has a rule of its own: a regular expression that is found
-            in their names, or a function from a name to "embedding" or "rest".
         buffers: The names of buffers that are merged too, such as the means of a batch norm.
         trained: Which parameters are trained: a regular expression that is found in their names, or a function from a
             name to a boolean. One that several layers share is trained if any of its names is chosen. The others are
             frozen: `join` compares them by digest, and they are never sent. None for those that require gradients now.
         names: The names and layouts of the run where they are not those of the module, as in `join`.
-        record: Keep all payloads, so that `archipelago replay` can merge the rounds again.
-        shards: How many mergers share the work, for a model that is too large for one. One process serves all shards
-            until others come.
+        steps, sync, merge, outer, adopt, wire, kinds, record, shards: As in `archipelago.create`.
 
     Returns:
         Whether this call created it: False if the run exists with these tensors and settings.
@@ -135,9 +125,8 @@ class JoinedRun(Session):
         Most calls do nothing. Now and then a fragment is sent, or arrives.
 
         Args:
-            tokens: What these steps trained on, in tokens, examples or any other unit that all islands of the run
-                share. An island's weight in a round follows from it. The default counts steps.
-            loss: The loss of these steps, for display: a number or a tensor, which the device may still compute.
+            tokens: The tokens of these steps, as in JAX.
+            loss: Their loss, for display: a number or a tensor, which the device may still compute.
             steps: How many inner steps this call stands for.
 
         Raises:

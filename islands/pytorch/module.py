@@ -70,10 +70,6 @@ class ModuleParameters:
         self._model, _ = unwrapped(model)
         mesh = mesh_of(self._model)
         self._names = names
-        if isinstance(buffers, str):
-            raise ConfigError(
-                f"`buffers` is the text {buffers!r}", f"Give a list of names: [{buffers!r}].", code="loop.argument"
-            )
         self._buffers = frozenset(buffers)
         require_known(names, self._model)
         self._is_trained = None if trained is None else trained_by(trained)
@@ -81,22 +77,16 @@ class ModuleParameters:
         for name, tensor in named_tensors(self._model, all_names=True):
             self._shared.setdefault(id(tensor), []).append(place_of(names, name).name)
         found = self._all()
-        for name in buffers:
-            if name not in found:
-                raise ConfigError(
-                    f"the model has no buffer {name!r}",
-                    f"It has {', '.join(list(dict(self._model.named_buffers()))[:8]) or 'none'}.",
-                    code="loop.argument",
-                )
-        self.tensors = {name: tensor for name, tensor in found.items() if self._is_merged(name, tensor)}
-        if not self.tensors and trained is not None:
-            raise nothing_trained(trained, list(found))
-        if not self.tensors:
+        unknown = [buffers] if isinstance(buffers, str) else [name for name in buffers if name not in found]
+        if unknown:
             raise ConfigError(
-                f"none of the {len(found)} tensors of the model is a floating-point parameter that requires gradients",
-                "Give the module that the optimiser trains.",
-                code="loop.nothing",
+                f"`buffers` names {unknown[0]!r}, which is no buffer of the model",
+                f"Give a list of names of {', '.join(list(dict(self._model.named_buffers()))[:8]) or 'none'}.",
+                code="loop.argument",
             )
+        self.tensors = {name: tensor for name, tensor in found.items() if self._is_merged(name, tensor)}
+        if not self.tensors:
+            raise nothing_trained(trained, list(found))
         self.frozen = {
             name: tensor
             for name, tensor in found.items()
@@ -212,9 +202,8 @@ class ModuleParameters:
         """Return the tensors by name, with the axes of the run.
 
         Raises:
-            ConfigError: A parameter is another object than it was in `join` (`loop.other-tree`), or has another shape
-                (`loop.other-tree`), dtype (`loop.dtype`) or device (`loop.sharded`), or a frozen parameter was changed
-                (`loop.frozen-changed`).
+            ConfigError: A parameter is another object than it was in `join`, or has another shape, dtype or device
+                (`loop.other-tree`), or a frozen parameter was changed (`loop.frozen-changed`).
         """
         put_back(self._model)
         present = self._all()
@@ -277,12 +266,11 @@ def _kind(tensor: Any) -> Kind:
 def _require_kind(name: str, was: Kind, now: Kind) -> None:
     if was == now:
         return
-    codes = ("loop.other-tree", "loop.dtype", "loop.sharded")
-    code, before, after = next((code, a, b) for code, a, b in zip(codes, was, now, strict=True) if a != b)
+    before, after = next((a, b) for a, b in zip(was, now, strict=True) if a != b)
     raise ConfigError(
         f"the parameter {name!r} has changed since `join`, from {before} to {after}",
         "Convert or move the model before `join`.",
-        code=code,
+        code="loop.other-tree",
     )
 
 

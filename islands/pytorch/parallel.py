@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -24,9 +23,8 @@ from archipelago.islands.pytorch.module import ModuleParameters
 from archipelago.islands.pytorch.state import OptimizerState
 
 
-@dataclass(frozen=True)
-class Said:
-    """What the leader says after a step boundary.
+class Said(NamedTuple):
+    """What the leader says after a step boundary, in numbers.
 
     Attributes:
         has_left: Whether the leader has left because of an error.
@@ -40,13 +38,13 @@ class Said:
         about: The number of the fragment or tensor that the work is about.
     """
 
-    has_left: bool = False
+    has_left: int = 0
     changed: int = 0
-    finished: bool = False
-    stopping: bool = False
+    finished: int = 0
+    stopping: int = 0
     step: int = 0
     steps: int = 0
-    has_state: bool = False
+    has_state: int = 0
     work: int = 0
     about: int = 0
 
@@ -68,12 +66,10 @@ class ProcessTeam:
 
     def exchange(self, said: Said) -> Said:
         """Return what the leader gives to this call. The others give nothing but whether they have to stop."""
-        message = torch.tensor([int(value) for value in vars(said).values()])
+        message = torch.tensor([int(value) for value in said])
         dist.all_reduce(message, group=self.messages)
-        left, changed, finished, stopping, step, steps, state, work, about = message.tolist()
-        return Said(
-            bool(left), changed, bool(finished or stopping), bool(stopping), step, steps, bool(state), work, about
-        )
+        heard = Said(*message.tolist())
+        return heard._replace(finished=heard.finished or heard.stopping)
 
     def share_on_host(self, tensor: Any) -> None:
         """Overwrite a tensor of the host by the leader's."""
@@ -105,7 +101,7 @@ class Leader(JoinedRun):
     def __init__(self, group: Any, given: Joining) -> None:
         super().__init__(given)
         self._group = group
-        self._team: ProcessTeam | None = None
+        self._team: Any = None  # a ProcessTeam, or that of a mesh
         self._said = Said()
 
     def __enter__(self) -> Self:
@@ -155,7 +151,7 @@ class Leader(JoinedRun):
         if changed:
             places = {name: place for place, name in enumerate(self._parameters.tensors)}
             team.share_chosen(self._parameters, [places[name] for name in changed], len(changed))
-        self._stop.require_heard(self._said.stopping)
+        self._stop.require_heard(bool(self._said.stopping))
 
     def _heed_signal(self) -> None:
         """Do nothing yet: all processes heed the signal together, at the end of `sync`."""
@@ -169,7 +165,7 @@ class Leader(JoinedRun):
     @property
     def finished(self) -> bool:
         """Whether to stop training."""
-        return self._said.finished or self._has_left
+        return bool(self._said.finished) or self._has_left
 
     @property
     def step(self) -> int:
@@ -188,7 +184,7 @@ class Follower:
     def __init__(self, group: Any, given: Joining) -> None:
         self._group = group
         self._parameters, self._state = given.parts()
-        self._team: ProcessTeam | None = None
+        self._team: Any = None  # while this process is in the run
         self._said = Said()
         self._stop = StopSignal()
         self.island, self.moments = "", "fresh"
@@ -251,7 +247,7 @@ class Follower:
         self._hear(self._team)
         if self._said.changed:
             self._team.share_chosen(self._parameters, [], self._said.changed)
-        self._stop.require_heard(self._said.stopping)
+        self._stop.require_heard(bool(self._said.stopping))
 
     def _hear(self, team: ProcessTeam) -> None:
         self._said = team.exchange(Said(stopping=self._stop.has_arrived))
@@ -265,7 +261,7 @@ class Follower:
     @property
     def finished(self) -> bool:
         """Whether to stop training."""
-        return self._said.finished or self._team is None
+        return bool(self._said.finished) or self._team is None
 
     @property
     def step(self) -> int:

@@ -189,7 +189,7 @@ def create_together(
             "the leader of this island (rank 0) could not create the run", "See the error of that process.",
             code="loop.leader-left",
         )  # fmt: skip
-    return said.finished
+    return bool(said.finished)
 
 
 def joined(mesh: Any, given: Joining) -> Leader | Follower:
@@ -205,19 +205,17 @@ class SplitLeader(Leader):
     def __init__(self, mesh: Any, given: Joining) -> None:
         super().__init__(None, given)
         self._mesh = mesh
-        self._split_team: Any = None  # the team, while this process is in the run
         self._from_peer: Sequence[Any] = ()
 
     def _new_team(self) -> ProcessTeam:
-        self._split_team = team = SplitTeam(self._mesh, self._parameters.device, f"join {self._run}")
-        return team
+        return SplitTeam(self._mesh, self._parameters.device, f"join {self._run}")
 
     def _frozen(self) -> Sequence[FrozenValues]:
-        values: list[FrozenValues] = self._split_team.frozen_values(self._parameters)
+        values: list[FrozenValues] = self._team.frozen_values(self._parameters)
         return values
 
     def _new_replica(self, manifest: Manifest) -> SplitReplica:
-        team = self._split_team
+        team = self._team
         largest, fragments = max(manifest.sizes), len(manifest.fragments)
         if 2 * largest > manifest.parameters > 0 and len(team.ranks) > 1:
             log.warning(
@@ -232,18 +230,18 @@ class SplitLeader(Leader):
         return SplitReplica(manifest, self._parameters, team.courier, tell)
 
     def _state_copies(self) -> Sequence[Any] | None:
-        if self._state is None or self._split_team is None or not self._state.still_travels():
+        if self._state is None or self._team is None or not self._state.still_travels():
             return None
-        self._split_team.tell(Work.GIVE_STATE)
-        return [self._state.digest, *map(HostCopy, self._split_team.gather_state(self._state))]
+        self._team.tell(Work.GIVE_STATE)
+        return [self._state.digest, *map(HostCopy, self._team.gather_state(self._state))]
 
     def _use_state(self, values: Sequence[Any]) -> None:
         """Keep a peer's values until the others wait for their pieces."""
         self._from_peer = values
 
     def _share(self, team: ProcessTeam) -> None:
-        if self._said.has_state and self._state is not None and self._split_team is not None:
-            self._split_team.scatter_state(self._state, self._from_peer)
+        if self._said.has_state and self._state is not None:
+            self._team.scatter_state(self._state, self._from_peer)
         self._from_peer = ()
 
     def _tell_of_error(self) -> None:
@@ -253,7 +251,7 @@ class SplitLeader(Leader):
 
     def _leave(self, error: BaseException | None) -> None:
         """Leave the run. Without an error, all processes do, and send the newest progress together."""
-        if self._has_left or self._loop is None or self._split_team is None:
+        if self._has_left or self._loop is None or self._team is None:
             return
         if error is not None and not isinstance(error, StoppedBySignal):  # the others have stopped to follow
             is_ours = isinstance(error, Exception)
@@ -263,7 +261,7 @@ class SplitLeader(Leader):
             super()._leave(error)
         finally:
             with suppress(RuntimeError):  # the others may be gone
-                self._split_team.exchange(Said(finished=True))
+                self._team.exchange(Said(finished=True))
 
 
 class SplitFollower(Follower):
@@ -272,12 +270,10 @@ class SplitFollower(Follower):
     def __init__(self, mesh: Any, given: Joining) -> None:
         super().__init__(None, given)
         self._mesh, self._run = mesh, given.run
-        self._split_team: Any = None  # the team, while this process is in the run
         self._replica: SplitReplica | None = None
 
     def _new_team(self) -> ProcessTeam:
-        self._split_team = team = SplitTeam(self._mesh, self._parameters.device, f"join {self._run}")
-        return team
+        return SplitTeam(self._mesh, self._parameters.device, f"join {self._run}")
 
     def _rehearse(self) -> None:
         """Wait with this until the leader does it, because a step of the optimiser may need all processes."""
@@ -286,11 +282,11 @@ class SplitFollower(Follower):
         """Do what the leader says, until its turn ends."""
         super()._hear(team)
         while self._said.work:
-            self._do(self._said)
+            self._do(team, self._said)
             super()._hear(team)
 
-    def _do(self, said: Said) -> None:
-        team, replica = self._split_team, self._replica
+    def _do(self, team: Any, said: Said) -> None:
+        replica = self._replica
         if said.work == Work.BEGIN:
             manifest = team.share_manifest(None, said.about)
             self._replica = SplitReplica(manifest, self._parameters, team.courier)
@@ -307,8 +303,8 @@ class SplitFollower(Follower):
             team.gather_state(self._state)
 
     def _share(self, team: ProcessTeam) -> None:
-        if self._said.has_state and self._state is not None and self._split_team is not None:
-            self._split_team.scatter_state(self._state, ())
+        if self._said.has_state and self._state is not None:
+            self._team.scatter_state(self._state, ())
 
     def leave(self) -> None:
         """Send the newest progress together with the leader, and follow it no longer."""
@@ -317,6 +313,6 @@ class SplitFollower(Follower):
             return
         try:
             while (said := team.exchange(Said())).work:
-                self._do(said)
+                self._do(team, said)
         except RuntimeError as error:
             log.warning("the leader of this island is gone: %s", error)

@@ -143,7 +143,7 @@ class Participant(ABC):
     def finished(self) -> bool:
         """True if the run is at its end. An island that no merger serves does not end the run alone."""
         steps = self.link.run_steps
-        is_served = self.link.is_served is not False
+        is_served = self.link.serving.is_served is not False
         return self.ledger.merged_step >= steps or (is_served and self.ledger.global_step >= steps)
 
     @property
@@ -154,7 +154,7 @@ class Participant(ABC):
     @property
     def is_held(self) -> bool:
         """True while the schedule's clock stands still, because the island is its window ahead of the last merge."""
-        return self.ledger.is_held(is_served=self.link.is_served is not False, stretch=self.stretch)
+        return self.ledger.is_held(is_served=self.link.serving.is_served is not False, stretch=self.stretch)
 
     @property
     def device(self) -> str:
@@ -169,8 +169,8 @@ class Participant(ABC):
         Raises:
             DivergedError: The loss has not been finite for several contributions.
         """
-        if self.link.failure is not None:
-            raise self.link.failure
+        if self.link.pumps.failure is not None:
+            raise self.link.pumps.failure
         self._require_finite_loss()
         self.run_steps = self.link.run_steps
         self._process_news()
@@ -184,7 +184,7 @@ class Participant(ABC):
         for shard, event in news.events:
             match event:
                 case Resume():
-                    self.ledger.resumed(shard, event.round, self.link.channels.unresolved_rounds(shard))
+                    self.ledger.resumed(shard, event.round, self.link.channels[shard].unresolved_rounds())
                 case Marker():
                     arrivals = self._pass_marker(shard, event, arrivals)
                 case _:
@@ -210,7 +210,7 @@ class Participant(ABC):
             # An island that joined after that round is not in the checkpoint.
             if not self.ledger.has_passed(shard, marker.round):
                 self.reached_marker(marker.number)
-        self.link.channels.passed_marker(shard, marker.number)
+        self.link.channels[shard].outbox.passed(marker.number)
         return arrivals
 
     def _is_before(self, arrival: Arrival, shard: int, marker: Marker) -> bool:

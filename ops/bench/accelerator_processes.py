@@ -22,7 +22,7 @@ from archipelago.broker.config import RunConfig, SyncConfig
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.process import return_freed_memory
 from archipelago.broker.redis.transport import connect
-from archipelago.ops.bench.harness import INCARNATION, forget_peak, peak_bytes, wait_until
+from archipelago.ops.bench.harness import INCARNATION, forget_peak, peak_bytes
 
 if TYPE_CHECKING:
     import jax
@@ -127,7 +127,7 @@ def sync_and_not(
     transport, prepared = _prepared(url, mesh)
     link = prepared.link(transport, f"island/{INCARNATION}")
     island = prepared.island("island", INCARNATION, link, link.join())
-    link.start()
+    link.pumps.start()
     prepared.warm_up(island, scan_steps=0)
     interval = max(1, island.config.sync.interval // island.scan_steps) * island.scan_steps
     first = _synced_turn(island, interval)  # This turn pays for everything that happens only once.
@@ -151,7 +151,7 @@ def sync_and_not(
         off=[off for _, off in turns],
         held_bytes=sum(arrival.params_N.nbytes for arrival in island.link.channels[0].inbox.snapshots.held.values()),
     )
-    island.link.stop()
+    island.link.pumps.stop()
     pipe.send(found)
 
 
@@ -203,17 +203,19 @@ def _synced_turn(island: Island, steps: int) -> TimedTurn:
 
 def _settle(link: Link) -> None:
     """Wait until the link has nothing more to do."""
-
-    def is_settled() -> bool:
-        if link.failure is not None:
-            raise link.failure
-        return not _has_work(link)
-
-    wait_until(is_settled, "answer of the merger", SETTLE_SECONDS, POLL_SECONDS)
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while _has_work(link):
+        if link.pumps.failure is not None:
+            raise link.pumps.failure
+        if time.monotonic() > deadline:
+            raise BrokerError(
+                f"the merger did not answer for {SETTLE_SECONDS:g} s", "See its output above.", code="bench.timeout"
+            )
+        time.sleep(POLL_SECONDS)
 
 
 def _has_work(link: Link) -> bool:
-    return bool(link.channels.unresolved_rounds(0) or link.channels[0].inbox._wanted)
+    return bool(link.channels[0].unresolved_rounds() or link.channels[0].inbox._wanted)
 
 
 def _is_busy(island: Island) -> bool:

@@ -270,7 +270,7 @@ def _train(pipe: Connection, url: str, name: str, size: Size) -> None:
     batches = Batches(np.zeros(TEXT_BYTES, np.uint8), manifest.config, link.lease)
     steps = stand_in(manifest, sum(name.encode()), 0.0 if manifest.config.sync == AT_ONCE else size.step_seconds)
     island = Island(name, manifest, steps, batches, link, link.join(), incarnation="bench")
-    link.start()
+    link.pumps.start()
     island.warm_up()
     island.beat("training")
     pipe.send("ready")

@@ -212,12 +212,12 @@ def test_near_the_limit_islands_wait_and_when_redis_is_full_nothing_is_lost(boun
     assert bounded.sent == sent, "islands used the memory that the merger needs"
     assert waiting <= bounded.merged()
     assert bounded.transport.reader.backlog() == 0
-    assert all(island.link.trouble for island in bounded.run.islands.values())
+    assert all(island.link.pumps.trouble for island in bounded.run.islands.values())
 
     bounded.raw.delete(OTHERS)
     bounded.train(40)
     assert bounded.sent > sent + 10
-    assert not any(island.link.trouble for island in bounded.run.islands.values())
+    assert not any(island.link.pumps.trouble for island in bounded.run.islands.values())
     bounded.merged_by(Absent())
     bounded.train(40)
     waiting, sent, closed = bounded.waiting(), bounded.sent, bounded.merger.rounds.closed

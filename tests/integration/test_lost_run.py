@@ -97,7 +97,7 @@ def test_the_run_goes_on_from_the_checkpoint_with_its_islands(lost: LostRun, tmp
         init.main(lost.options(resume=str(lost.folder.path)))
     lost.redis.connection.redis.hset("{tiny:s0}:manifest", "uid", "nonsense")
     lost.trained.link.pump()
-    assert lost.trained.link.failure is None, "a damaged uid is no other run"
+    assert lost.trained.link.pumps.failure is None, "a damaged uid is no other run"
 
 
 def test_a_new_run_does_not_replace_living_islands(lost: LostRun, tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_an_island_trains_on_whatever_it_reads(attacks: list[Any]) -> None:
         attack(transport, *each)
         for _ in range(2):
             island.link.pump()
-            assert island.link.failure is None
+            assert island.link.pumps.failure is None
             if island.must_leave:
                 return  # the operator, or a claim to its name, asked for it
             island.boundary()
@@ -122,7 +122,7 @@ def test_a_starting_island_ends_at_most_with_a_sentence(attacks: list[Any]) -> N
     rejoin.ask()
     rejoin.complete(None)
     island.link.pump()
-    assert island.link.failure is None
+    assert island.link.pumps.failure is None
     if not island.must_leave:
         island.boundary()
         island.advance()

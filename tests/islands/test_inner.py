@@ -153,15 +153,6 @@ def test_three_steps_of_adamw(clip_norm: float, warmup: int, shares: list[float]
     assert_close(state.params, reference.params)
 
 
-def test_the_first_step_by_hand() -> None:
-    state, losses = run(replace(CONFIG, clip_norm=0.0), np.array([[[0, 0]]], np.uint8), global_step=4)
-    assert losses == pytest.approx([0.5 * (1 + 4 + 9 + 16 + 0.25 + 0.25)])
-    # With corrected moments the first step depends on the gradient's sign only. The kernel also decays by 0.1 · 0.2.
-    expected = [[1 - 0.1 - 0.02, 2 - 0.1 - 0.04], [3 - 0.1 - 0.06, 4 - 0.1 - 0.08]]
-    np.testing.assert_allclose(np.asarray(state.params["kernel"]), expected, rtol=1e-6)
-    np.testing.assert_allclose(np.asarray(state.params["bias"]), [0.4, -0.4], rtol=1e-6)
-
-
 def test_moments_that_have_seen_enough_steps_have_no_ramp() -> None:
     """Moments from a peer or a checkpoint have a count, although the island is new."""
     batches, step = jnp.asarray(TOKENS_nxBxT1[3:]), jnp.asarray(3, jnp.int32)
@@ -172,15 +163,6 @@ def test_moments_that_have_seen_enough_steps_have_no_ramp() -> None:
         state, _ = steps(InnerState(fresh(), seasoned.optimizer), batches, step)
         after.append({name: np.asarray(value).tolist() for name, value in state.params.items()})
     assert after[0] == after[1]
-
-
-def test_clipping_uses_the_norm_over_all_tensors() -> None:
-    """The second moments are squares of the clipped gradients."""
-    state, _ = run(CONFIG, np.array([[[0, 0]]], np.uint8))
-    adam: Any = state.optimizer[1]
-    norm = math.sqrt(1 + 4 + 9 + 16 + 0.25 + 0.25)
-    np.testing.assert_allclose(np.asarray(adam.mu["kernel"]), 0.1 * np.array([[1, 2], [3, 4]]) / norm, rtol=1e-6)
-    np.testing.assert_allclose(np.asarray(adam.mu["bias"]), 0.1 * np.array([0.5, -0.5]) / norm, rtol=1e-6)
 
 
 # -- the scan ------------------------------------------------------------------------------------------------------
@@ -218,11 +200,6 @@ def test_steps_compile_once_for_each_length_and_donate_the_given_state() -> None
     assert traces == [first, first, first, first + second, first + second, first + second]
 
 
-def test_tokens_may_be_wider_than_bytes() -> None:
-    wide, bytes_ = (run(CONFIG, TOKENS_nxBxT1.astype(dtype))[0].params["kernel"] for dtype in (np.int32, np.uint8))
-    assert wide.tolist() == bytes_.tolist()
-
-
 # -- Muon ----------------------------------------------------------------------------------------------------------
 
 
@@ -244,18 +221,6 @@ def test_the_first_step_of_muon_by_hand() -> None:
     ahead = 0.9 * 0.1 / (1 - 0.9**2) + 1.0  # β times the corrected moment one step later, plus the corrected gradient
     bias = np.array([0.5, -0.5]) - 0.1 * ahead * np.sign([0.5, -0.5])
     np.testing.assert_allclose(np.asarray(state.params["bias"]), bias, rtol=1e-5)
-
-
-def test_muon_decays_matrices_and_takes_its_momentum_from_the_config() -> None:
-    token = np.array([[[0, 0]]], np.uint8)
-    plain, decayed = run(MUON, token)[0], run(replace(MUON, weight_decay=0.2), token)[0]
-    rate = float(learning_rate(MUON)(0))
-    np.testing.assert_allclose(
-        np.asarray(plain.params["kernel"] - decayed.params["kernel"]), rate * 0.2 * fresh()["kernel"], rtol=1e-4
-    )
-    assert plain.params["bias"].tolist() == decayed.params["bias"].tolist()
-    slow, fast = (run(replace(MUON, muon_momentum=beta), TOKENS_nxBxT1)[0].params["kernel"] for beta in (0.95, 0.1))
-    assert float(jnp.abs(slow - fast).max()) > 1e-3
 
 
 def test_muon_leaves_embeddings_routers_and_outputs_to_adam() -> None:

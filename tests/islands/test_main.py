@@ -5,27 +5,22 @@ from __future__ import annotations
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tensorboardX.proto.event_pb2 import Event  # type: ignore[import-untyped]
 
 from archipelago.broker.config import OWN_MODEL, ModelConfig
-from archipelago.broker.errors import ConfigError, DivergedError
+from archipelago.broker.errors import ConfigError
 from archipelago.broker.manifest import NO_CORPUS
 from archipelago.broker.observe.logs import Origin
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.islands import main, running
-from archipelago.islands.creation import describe, first_snapshots
 from archipelago.islands.data.corpus import OpenCorpus
-from archipelago.islands.worker import Island
 from tests import samples
-from tests.broker.observe.test_curves import events
 from tests.failing import failing
-from tests.small import SMALL
 
 TEXT = np.random.default_rng(0).integers(0, 256, 1 << 16, np.uint8)
 CORPUS = OpenCorpus("noise", "0" * 32, "chance", TEXT, TEXT[:4096], TEXT[:4096])
@@ -56,30 +51,6 @@ def test_an_excluded_island_claims_nothing(url: str, transport: RedisTransport, 
         with failing(ConfigError, "control.unwelcome"):
             run(url, tmp_path)
     assert transport.island.claim_checkpoint("oslo") == (3, 1)
-
-
-def curve_points(folder: Path) -> list[Event]:
-    found = [event for path in folder.glob("tensorboard/*") for event in events(path)]
-    return [event for event in found if event.summary.value]
-
-
-@pytest.mark.full
-def test_the_curves_of_a_diverged_island_are_complete(
-    url: str, transport: RedisTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    manifest = describe("demo", SMALL, CORPUS.identity)
-    transport.create(manifest, first_snapshots(manifest))
-
-    def diverge(island: Island, stopped: Callable[[], bool], turn_log: object) -> str:
-        island.beat("training")
-        raise DivergedError("the loss of oslo was not finite")
-
-    monkeypatch.setattr(running, "keep_compiled", lambda: None)
-    monkeypatch.setattr("archipelago.islands.tasks.ours.training_text", lambda *_: CORPUS)
-    monkeypatch.setattr("archipelago.islands.worker.train", diverge)
-    with pytest.raises(DivergedError):
-        run(url, tmp_path)
-    assert curve_points(tmp_path)
 
 
 @pytest.mark.full

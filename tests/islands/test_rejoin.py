@@ -18,9 +18,8 @@ from archipelago.broker.errors import UnreachableError
 from archipelago.broker.messages import Marker
 from archipelago.broker.wire import digest
 from archipelago.islands.checkpoint import LEAVING, IslandStore, cut
-from archipelago.islands.inner import begin, counts
+from archipelago.islands.inner import begin
 from archipelago.islands.rejoin import Rejoin
-from archipelago.islands.sync import recovery
 from archipelago.islands.sync.connection.outbox import Draft
 from archipelago.islands.worker import Island
 from tests import samples
@@ -95,64 +94,6 @@ def test_a_newcomer_gets_the_givers_moments_and_the_mergers_parameters() -> None
     assert [count.steps for count in island.ledger.counts] == [0, 0]
     stored = run.broker.runs["tiny"]
     assert (stored.requests, stored.handovers) == ({}, {})
-
-
-def test_muons_moments_come_from_a_peer_or_from_its_own_checkpoint(tmp_path: Path) -> None:
-    run = TinyRun(tiny.manifest(config=tiny.MUON))
-    giver = run.island("giver")
-    run.play(giver, 21)
-    island, rejoin = returning(run, meanwhile=lambda: run.play(giver, 1))
-    rejoin.complete(None)
-    assert island.moments == "peer giver"
-    (seen,) = {int(count) for count in counts(island.inner.optimizer)}
-    assert seen in (21, giver.totals.steps)
-    run.play(island, 3)
-    store = IslandStore(tmp_path, run.manifest)
-    store.save(cut(island, LEAVING))
-    kept = optimizer_bytes(island)
-    after = run.island("new", "y")
-    assert optimizer_bytes(after) != kept
-    assert store.restore_moments(after)
-    assert optimizer_bytes(after) == kept
-    assert str(jax.tree.structure(after.inner)) == str(jax.tree.structure(island.inner))
-    run.play(after, 2)
-    assert np.isfinite(np.concatenate(own_params(after))).all()
-
-
-def test_giving_does_not_change_the_giver() -> None:
-    """Its parameters and moments are the same as without a request."""
-    run, alone = TinyRun(), TinyRun()
-    giver, undisturbed = run.island("giver"), alone.island("giver")
-    run.play(giver, 10)
-    alone.play(undisturbed, 10)
-    island, rejoin = returning(run, meanwhile=lambda: run.play(giver, 1))
-    rejoin.complete(None)
-    assert island.moments == "peer giver"
-    for one, other in ((giver, run), (undisturbed, alone)):
-        other.play(one, 30 - one.totals.steps)
-    assert leaf_bytes(giver.inner) == leaf_bytes(undisturbed.inner)
-    assert [e.digest for e in run.transport.reader.tape(99)] == [e.digest for e in alone.transport.reader.tape(99)]
-
-
-def test_no_peer_is_asked_at_the_beginning_of_a_run() -> None:
-    run = TinyRun()
-    run.pass_boundary(run.island("giver"))  # the peer trains, but no round is merged yet
-    island, rejoin = returning(run)
-    assert run.broker.runs["tiny"].requests == {}
-    rejoin.complete(None)
-    assert island.moments == "fresh"
-    assert island.ledger.global_step == 0
-
-
-def test_the_wait_for_a_silent_peer_ends_with_fresh_moments() -> None:
-    run = TinyRun()
-    run.play(run.island("silent"), 10)
-    began, beat = run.clock.now, samples.heartbeat("silent")
-    island, rejoin = returning(run, meanwhile=lambda: run.transport.island.heartbeat(beat))
-    rejoin.complete(None)
-    assert recovery.ASK_SECONDS <= run.clock.now - began < recovery.ASK_SECONDS + 1.0
-    assert (island.moments, optimizer_bytes(island)) == ("fresh", fresh_moments(island))
-    assert run.broker.runs["tiny"].requests == {}
 
 
 # -- from its own checkpoint ----------------------------------------------------------------------------------------

@@ -59,9 +59,3 @@ def test_a_zombie_does_not_keep_the_name(tmp_path: Path, until: Until) -> None:
         process.kill()
         until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE, "the end of the process")
         require_free(tmp_path, "a", beats)
-
-
-def test_a_damaged_record_stops_nobody(tmp_path: Path) -> None:
-    for content in (b"", b"[]", b"{", b"\xff", b'{"by": 1}', b'{"island": "a"}', b"[" * 4000):
-        (tmp_path / RECORD_FILE).write_bytes(content)
-        require_free(tmp_path, "a", rival())

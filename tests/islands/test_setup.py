@@ -29,10 +29,6 @@ def test_an_island_computes_by_the_settings_of_the_run_unless_it_has_its_own() -
     assert own_settings(IslandOptions(micro_batches=1, rematerialise=False), own) == CONFIG
 
 
-def test_a_task_knows_its_batches_itself() -> None:
-    assert own_settings(IslandOptions(micro_batches=3, rematerialise=None), TASK).inner.micro_batches == 3
-
-
 def test_settings_that_cannot_be_used_are_refused() -> None:
     for config, micro_batches, rematerialise, code in (
         (CONFIG, 3, None, "config.micro-batches"),

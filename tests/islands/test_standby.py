@@ -217,15 +217,3 @@ def test_an_assignment_keeps_the_arguments_of_the_standby(
     main.stand_by(options)
     assert capfd.readouterr().out == "ready\n"
     assert became == [replace(options, name="oslo", folder=tmp_path, scan_steps=2, standby=False)]
-
-
-def test_a_standby_ends_with_its_input(
-    prepared: PreparedIsland,
-    stored: Stored,
-    monkeypatch: pytest.MonkeyPatch,
-    standard_input: Callable[[bytes], None],
-) -> None:
-    monkeypatch.setattr(main, "prepared_here", lambda _: prepared)
-    for begun in (b"", b'{"arguments": ["--name"'):
-        standard_input(begun)
-        assert main.stand_by(main.IslandOptions(url=stored.url, run="demo", standby=True)) == 0

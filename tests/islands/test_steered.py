@@ -7,10 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from archipelago.broker.commits import START
 from archipelago.broker.control import STEPS
 from archipelago.broker.errors import BrokerError, ConfigError, UnreachableError
-from archipelago.broker.messages import Note, Refusal
+from archipelago.broker.messages import Note
 from archipelago.islands.worker import Island, train
 from tests.failing import failing
 from tests.harness import tiny
@@ -65,25 +64,6 @@ def test_a_drained_island_writes_a_note_and_loses_nothing() -> None:
     assert books.refused == 0
 
 
-def test_an_expelled_island_is_refused_and_writes_a_note() -> None:
-    run, island = requested("expel")
-    assert notes(run, "a")[-1] == ("expelled", f"after {island.totals.steps} steps: expelled by the operator")
-    refusals = [event for _, event in run.transport.reader.events(START, 0.0, 999) if isinstance(event, Refusal)]
-    assert refusals
-    assert {refusal.reason for refusal in refusals} == {"expelled by the operator"}
-
-
-def test_an_island_writes_notes_when_it_joins_and_leaves() -> None:
-    run, island = tiny.played(2)
-    ((kind, text),) = notes(run, "a")
-    assert kind == "joined"
-    assert text.startswith("after round 0 on ")
-    assert text.endswith("optimiser state: fresh")
-    run.depart(island)
-    assert notes(run, "a")[1:] == [("left", "after 2 steps: it was stopped")]
-    assert run.transport.reader.notes(1)[0].unix_seconds > 0.0
-
-
 def test_a_note_is_kept_during_an_outage_and_dropped_when_the_broker_refuses_it() -> None:
     for error, kept in ((UnreachableError("no room for notes"), ["joined"]), (BrokerError("WRONGTYPE"), [])):
         run = TinyRun()
@@ -98,7 +78,7 @@ def test_a_note_is_kept_during_an_outage_and_dropped_when_the_broker_refuses_it(
         run.play(island, 2)
         assert run.transport.reader.presences()[0].heartbeat.steps == 1, "heartbeats continue"
         assert notes(run, "a") == []
-        assert bool(island.link.trouble) == bool(kept)
+        assert bool(island.link.pumps.trouble) == bool(kept)
         assert run.transport.island.leased(island.link.leases.shards, island.link.who), "the island has leased a shard"
         reader.note = write  # type: ignore[method-assign]
         run.play(island, 1)

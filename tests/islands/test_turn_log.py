@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archipelago.broker.errors import ConfigError
-from archipelago.islands.turn_log import STEP_VARIABLE, VARIABLE, MeasuredTurns, Pacer, TurnLog
+from archipelago.islands.turn_log import VARIABLE, Pacer, TurnLog
 from tests.failing import failing
 from tests.tiers import examples
 
@@ -43,14 +43,6 @@ def test_a_gap_shorter_than_a_step_costs_nothing(turns: list[tuple[float, float]
         assert end == pytest.approx(began + n * STEP)
 
 
-@settings(max_examples=examples(100))
-@given(st.lists(st.tuples(st.floats(0.0, 0.2), st.floats(0.0, 0.2)), min_size=2, max_size=30))
-def test_no_step_is_shorter_than_its_minimum(turns: list[tuple[float, float]]) -> None:
-    ends = played(Pacer(STEP), turns)
-    for n, end in enumerate(ends):
-        assert end >= turns[0][0] + n * STEP - 1e-9
-
-
 def test_a_long_gap_leaves_the_device_idle() -> None:
     pacer = Pacer(STEP)
     pacer.dispatched(1, 10.0)
@@ -63,15 +55,6 @@ def test_a_long_gap_leaves_the_device_idle() -> None:
     assert pacer.delay_seconds(10.4) == 0.0
     pacer.dispatched(1, 10.41)
     assert pacer.delay_seconds(10.41) == pytest.approx(0.04)
-
-
-def test_arithmetic_longer_than_the_minimum_is_not_delayed_and_none_without_a_minimum() -> None:
-    ends = played(Pacer(STEP), [(0.0, 0.2)] * 5)
-    assert ends[-1] == pytest.approx(4 * 0.2)
-    pacer = Pacer()
-    for now in (1.0, 1.5, 1.5, 9.0):
-        pacer.dispatched(4, now)
-        assert pacer.delay_seconds(now) == 0.0
 
 
 # -- the turn log ---------------------------------------------------------------------------------------------------
@@ -96,45 +79,3 @@ def test_without_the_variable_there_is_no_log_and_a_file_that_cannot_be_written_
     assert TurnLog.named_in({VARIABLE: ""}, "who") is None
     with failing(ConfigError, "turn-log"):
         TurnLog.named_in({VARIABLE: str(tmp_path / "nowhere" / "turns.jsonl")}, "x")
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-def test_a_full_disk_does_not_stop_the_log() -> None:
-    TurnLog(Path("/dev/full"), "who").turned(1.0, 1, 0.0)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
-def test_steps_last_as_long_as_the_storm_asks_and_are_logged_before_they_are_sent(tmp_path: Path) -> None:
-    path, clock = tmp_path / "turns.jsonl", Clock()
-    measured = MeasuredTurns(TurnLog(path, "a"), 0.05, clock, clock.sleep)
-    measured.stepped(1)
-    assert len(path.read_text().splitlines()) == 1
-    clock.now += 0.01
-    measured.synced()
-    measured.stepped(2)
-    clock.now += 0.2  # one long step
-    measured.synced()
-    measured.stepped(1)
-    found = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [turn["at"] for turn in found] == pytest.approx([100.05, 100.15, 100.35])
-    assert [turn["steps"] for turn in found] == [1, 3, 4]
-    assert [turn["idle"] for turn in found] == pytest.approx([0.0, 0.01, 0.2])
-
-
-def test_only_a_storm_measures_a_script(tmp_path: Path) -> None:
-    assert MeasuredTurns.asked_for({}, "a") is None
-    environment = {VARIABLE: str(tmp_path / "turns.jsonl")}
-    assert MeasuredTurns.asked_for(environment, "a") is not None
-    for wrong in ("fast", "-1", "nan", "inf"):
-        with failing(ConfigError, "turn-log"):
-            MeasuredTurns.asked_for({**environment, STEP_VARIABLE: wrong}, "a")

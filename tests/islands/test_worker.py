@@ -14,10 +14,8 @@ import pytest
 from archipelago.broker.control import STEPS
 from archipelago.broker.errors import DivergedError
 from archipelago.broker.messages import Marker
-from archipelago.broker.ranges import parse_positions
 from archipelago.islands import prepared
 from archipelago.islands.inner import InnerState, InnerSteps
-from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.ledger import AHEAD_STEPS_MIN
 from archipelago.islands.worker import DIVERGED_MAX, Island, train
 from tests.failing import failing
@@ -93,47 +91,7 @@ def test_snapshots_up_to_the_marker_are_adopted_before_the_checkpoint(
 # -- adopting -------------------------------------------------------------------------------------------------------
 
 
-def test_a_held_version_is_not_adopted_again() -> None:
-    _, island = tiny.played(3)
-    held = island.link.transport.reader.fragment(0)[0]
-    before = tiny.leaf_bytes(island.inner)
-    island.adopt(Arrival(replace(held, version=island.ledger.counts[0].version), np.zeros(6, np.float32)))
-    assert tiny.leaf_bytes(island.inner) == before
-
-
 # -- data -----------------------------------------------------------------------------------------------------------
-
-
-def test_contributions_and_heartbeats_carry_the_position_in_the_text() -> None:
-    run = TinyRun()
-    island = run.island()
-    sent: list[tuple[str, int]] = []
-    send = island.link.send
-
-    def noted(draft: object) -> None:
-        sent.append((draft.header.data, island.totals.steps))  # type: ignore[attr-defined]
-        send(draft)  # type: ignore[arg-type]
-
-    island.link.send = noted  # type: ignore[method-assign]
-    run.play(island, 12)
-    assert len(sent) >= 4
-    for data, steps in sent:
-        (place,) = parse_positions(data)
-        assert place.position == steps * tiny.CONFIG.data.batch_size
-        assert place.range == island.link.leases.shards[0]
-    heard = run.transport.reader.presences()[0].heartbeat.data
-    assert heard == sent[-1][0] or parse_positions(heard)[0].position >= parse_positions(sent[-1][0])[0].position
-
-
-def test_a_lost_shard_is_abandoned() -> None:
-    run, island = tiny.played(2)
-    (shard,) = island.batches.held()
-    run.broker.runs["tiny"].holders[shard] = "thief/t"
-    run.pass_boundary(island)
-    assert island.batches.held() == []
-    island.advance()
-    (following,) = island.batches.held()
-    assert following != shard
 
 
 def test_an_island_sends_its_remaining_progress_at_the_end_of_the_run() -> None:

@@ -187,8 +187,8 @@ class IslandProcess(Process):
 
     def _pump(self) -> None:
         self.island.link.pump()
-        if self.island.link.failure is not None:
-            raise self.island.link.failure
+        if self.island.link.pumps.failure is not None:
+            raise self.island.link.pumps.failure
 
     def act(self) -> None:
         simulation, island = self.simulation, self.island

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.messages import Contribution, Event
+from archipelago.broker.messages import Event
 from archipelago.broker.transport import IslandTransport
 from archipelago.islands.sync.connection.inbox import Announcements
 from archipelago.islands.sync.connection.outbox import Draft, Outbox, SentContribution
@@ -65,7 +65,7 @@ class Channel:
     def in_flight(self, marker: int) -> tuple[list[SentContribution], list[Draft]]:
         """Return the contributions that were undecided at that marker, and the queue."""
         published, drafts = self.outbox.in_flight(marker)
-        sent = [replace(each, contribution=self._in_run(each.contribution)) for each in published]
+        sent = [replace(each, contribution=self._layout.in_run(self.shard, each.contribution)) for each in published]
         fragments = self._layout.fragments[self.shard]
         queued = [
             replace(
@@ -79,9 +79,6 @@ class Channel:
             for draft in drafts
         ]
         return sent, queued
-
-    def _in_run(self, contribution: Contribution) -> Contribution:
-        return self._layout.in_run(self.shard, contribution)
 
     @property
     def unsound(self) -> list[int]:
@@ -189,18 +186,10 @@ class Channels(tuple[Channel, ...]):
         """When the last snapshot arrived."""
         return max(channel.inbox.arrived_at for channel in self)
 
-    def unresolved_rounds(self, shard: int) -> set[int]:
-        """Return the rounds of a shard whose contributions are queued, or not decided yet."""
-        return self[shard].unresolved_rounds()
-
     def in_flight(self, marker: int = 0) -> tuple[list[SentContribution], list[Draft]]:
         """Return the contributions that were undecided at the mergers' checkpoint `marker`, and the queue."""
         found = [channel.in_flight(marker) for channel in self]
         return [each for sent, _ in found for each in sent], [draft for _, queued in found for draft in queued]
-
-    def passed_marker(self, shard: int, number: int) -> None:
-        """Forget the contributions that were undecided at a shard's marker, which the training loop has passed."""
-        self[shard].outbox.passed(number)
 
     def all_held(self) -> list[Arrival]:
         """Return the newest snapshot of every fragment as it was published; an empty list if one is not held."""

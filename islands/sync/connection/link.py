@@ -111,7 +111,8 @@ class Link:
         #: The incarnation of that process.
         self.replaced_by = ""
         self._claim: NameClaim | None = None
-        self._serving = MergerWatch(transport.reader, manifest.run, clock)
+        #: Whether a merger serves the run.
+        self.serving = MergerWatch(transport.reader, manifest.run, clock)
         self._changed = threading.Condition()
         self.channels = Channels(
             manifest,
@@ -125,7 +126,8 @@ class Link:
         self._handovers: deque[StateForPeer] = deque()
         self._asked_by: deque[str] = deque()
         self._answered: dict[str, None] = {}  # newcomers, in order; a flood of repeated requests gets one answer each
-        self._beat: Heartbeat | None = None
+        #: The next heartbeat.
+        self.heartbeat: Heartbeat | None = None
         self._beat_at = 0.0
         self._alive_at = 0.0
         self._is_stalled = False
@@ -196,12 +198,12 @@ class Link:
         """Note that the loop goes on, in that state, and return whether to replace the next heartbeat."""
         self._alive_at = self.clock()
         is_fresh = self._alive_at - self._beat_at < FRESH_SECONDS
-        return self._beat is None or self._beat.state != state or not is_fresh
+        return self.heartbeat is None or self.heartbeat.state != state or not is_fresh
 
     def beat(self, heartbeat: Heartbeat) -> None:
         """Replace the next heartbeat. A change of state is sent at once."""
-        changed = self._beat is None or self._beat.state != heartbeat.state
-        self._beat, self._beat_at = heartbeat, self.clock()
+        changed = self.heartbeat is None or self.heartbeat.state != heartbeat.state
+        self.heartbeat, self._beat_at = heartbeat, self.clock()
         self._alive_at = self._beat_at
         if changed:
             self._wake_heartbeats()
@@ -219,31 +221,6 @@ class Link:
         """The island's name."""
         return self.who.partition("/")[0]
 
-    @property
-    def heartbeat(self) -> Heartbeat | None:
-        """The next heartbeat."""
-        return self._beat
-
-    @property
-    def trouble(self) -> str:
-        """The last error of any failing pump; empty if none fails."""
-        return self.pumps.trouble
-
-    @property
-    def failure(self) -> Exception | None:
-        """An error that a retry cannot fix. The island stops on it."""
-        return self.pumps.failure
-
-    @property
-    def is_served(self) -> bool | None:
-        """Whether a merger serves the run; None if that is not known."""
-        return self._serving.is_served
-
-    @property
-    def unserved(self) -> str:
-        """What to show while no merger serves the run; otherwise empty."""
-        return self._serving.in_words
-
     def join(self) -> list[Arrival]:
         """Return all fragments as they are now. Later events are received from here on.
 
@@ -259,7 +236,7 @@ class Link:
             self._claim = self.transport.island.claim_name(name, incarnation)
         arrivals = self.channels.join()
         if name:
-            self._serving.look(is_over=self._is_over)
+            self.serving.look(is_over=self._is_over)
         return arrivals
 
     # -- pumps --------------------------------------------------------------------------------------------------------
@@ -292,7 +269,7 @@ class Link:
 
     def _tell(self, channel: Channel) -> None:
         """Tell the merger of a further shard that this island lives. A shard that is away misses it."""
-        beat = self._beat
+        beat = self.heartbeat
         if beat is not None and not (self.is_replaced or self._is_stalled):
             try:
                 channel.transport.island.heartbeat(beat)
@@ -302,7 +279,7 @@ class Link:
 
     def _beat_home(self) -> None:
         """Send shard 0 the heartbeat and the notes. Read the operator's request, renew leases, look for newcomers."""
-        beat = self._beat
+        beat = self.heartbeat
         if beat is None:
             return
         if not self._holds_name():
@@ -316,7 +293,7 @@ class Link:
         requests = self.transport.island.heartbeat(beat)
         self.uplink.answered(self.clock() - began)
         self._set_run_steps(requests)
-        self._serving.look(is_over=self._is_over)
+        self.serving.look(is_over=self._is_over)
         request = requests.get(island_field(self.name), "")
         if request in (DRAIN, EXPEL):  # this request is final: the island leaves even if it is withdrawn
             self.operator_request = request
@@ -385,7 +362,7 @@ class Link:
     def _offer_help(self) -> None:
         if not self.gives_state or self.is_replaced or self._is_stalled:
             return
-        if self._beat is None or self._beat.state != "training":
+        if self.heartbeat is None or self.heartbeat.state != "training":
             return
         room = HANDOVERS_AT_ONCE - len(self._asked_by) - len(self._handovers)
         if room <= 0:
@@ -405,24 +382,16 @@ class Link:
         """Whether the pumps' threads were started."""
         return bool(self.pumps.threads)
 
-    def start(self) -> None:
-        """Start the pumps' threads."""
-        self.pumps.start()
-
     def drain(self, seconds: float) -> bool:
         """Wait up to `seconds` until everything queued and the newest heartbeat are sent; return whether they were."""
         self._wake_heartbeats()
         with self._changed:
-            self._changed.wait_for(lambda: self._is_drained or self.failure is not None, timeout=seconds)
+            self._changed.wait_for(lambda: self._is_drained or self.pumps.failure is not None, timeout=seconds)
             return self._is_drained
 
     @property
     def _is_drained(self) -> bool:
-        return (self.is_replaced or not self.channels.backlog) and all(beat is self._beat for beat in self._told)
-
-    def stop(self, seconds: float = 2.0) -> None:
-        """End the threads within `seconds`."""
-        self.pumps.stop(seconds)
+        return (self.is_replaced or not self.channels.backlog) and all(beat is self.heartbeat for beat in self._told)
 
 
 def _named(what: str, channel: Channel) -> str:

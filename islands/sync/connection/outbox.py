@@ -6,7 +6,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Generic, Protocol, TypeVar
 
 from archipelago.broker.codecs import Parts, body_of, codec
 from archipelago.broker.config import WireConfig
@@ -23,34 +22,17 @@ KEPT_SECONDS = 10.0
 KEPT_BYTES_MAX = 64 << 20
 
 
-class Sent(Protocol):
-    """A contribution that was sent."""
-
-    @property
-    def identity_text(self) -> str:
-        """Its identity."""
-        ...
-
-    @property
-    def payload(self) -> bytes:
-        """Its payload."""
-        ...
-
-
-Kind = TypeVar("Kind", bound=Sent)
-
-
-class Merged(Generic[Kind]):
+class Merged:
     """The newest merged contributions of one island, oldest first."""
 
     def __init__(self) -> None:
-        self._kept: deque[tuple[int, float, Kind]] = deque()
+        self._kept: deque[tuple[int, float, SentContribution]] = deque()
         self._bytes = 0
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def add(self, round_number: int, contribution: Kind, now: float) -> None:
+    def add(self, round_number: int, contribution: SentContribution, now: float) -> None:
         """Keep a contribution that was merged in that round, and drop those that are no longer needed."""
         self._kept.append((round_number, now, contribution))
         self._bytes += len(contribution.payload)
@@ -66,7 +48,7 @@ class Merged(Generic[Kind]):
         """The first round that merged one of them; None if there are none."""
         return min((number for number, _, _ in self._kept), default=None)
 
-    def undone(self, closed: int, tape: Mapping[int, Set[str]]) -> list[Kind]:
+    def undone(self, closed: int, tape: Mapping[int, Set[str]]) -> list[SentContribution]:
         """Return the contributions that no round has merged after all, and keep them no longer.
 
         Args:
@@ -75,7 +57,7 @@ class Merged(Generic[Kind]):
         """
         named = frozenset().union(*tape.values())
 
-        def is_undone(number: int, contribution: Kind) -> bool:
+        def is_undone(number: int, contribution: SentContribution) -> bool:
             return contribution.identity_text not in named and (number > closed or number in tape)
 
         out = [contribution for number, _, contribution in self._kept if is_undone(number, contribution)]
@@ -185,7 +167,7 @@ class Outbox:
         self.sent = 0
         self._queue: deque[Draft] = deque()
         self._unresolved: dict[str, SentContribution] = {}
-        self._merged: Merged[SentContribution] = Merged()
+        self._merged = Merged()
         self._at_marker: dict[int, dict[str, SentContribution]] = {}
         self._encoded: tuple[Draft, Contribution, bytes] | None = None
         self._attempted = ""  # identity of the contribution that was published last, successfully or not

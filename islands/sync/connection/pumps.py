@@ -75,7 +75,7 @@ class Pumps:
             thread.start()
             self.threads.append(thread)
 
-    def stop(self, seconds: float) -> None:
+    def stop(self, seconds: float = 2.0) -> None:
         """End the threads within `seconds`. A thread that hangs in a call is left behind and ends with the process."""
         self._stopping.set()
         for pump in self._pumps:

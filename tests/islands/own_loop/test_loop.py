@@ -212,23 +212,6 @@ def test_a_donated_leaf_is_named() -> None:
     assert "layers.1.kernel" in caught.value.what
 
 
-def test_parameters_in_other_containers_of_the_same_leaves_are_taken() -> None:
-    run = OwnRun()
-    island = run.island()
-    for _ in range(8):
-        given = trained(island.params)
-        island.sync({**given, "layers": tuple(given["layers"])})
-    assert isinstance(island.params["layers"], tuple)
-    assert run.merger.state.closed
-
-
-def test_a_loss_that_is_not_finite_ends_the_island() -> None:
-    island = OwnRun().island()
-    with failing(DivergedError):
-        for _ in range(32):
-            island.sync(trained(island.params), loss=jnp.float32(math.nan))
-
-
 def test_a_loss_that_the_device_still_computes_is_not_waited_for() -> None:
     class Later:
         def __init__(self) -> None:
@@ -289,12 +272,3 @@ def test_a_pause_says_nothing_about_the_speed() -> None:
         run.clock.now += seconds - 1.0
         island.sync(trained(island.params))
     assert island.loop.speed.step_seconds == pytest.approx(1.0)
-
-
-def test_an_island_without_state_promises_none_to_newcomers() -> None:
-    run = OwnRun()
-    island = run.island()
-    island.play(2)
-    run.transport.island.request_state("new/z")
-    island.play(2)
-    assert run.transport.island.promise_answer("new/z", "other/y")

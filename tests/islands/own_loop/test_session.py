@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import math
 import os
 import signal
@@ -13,11 +12,9 @@ import weakref
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import archipelago
 from archipelago import SyncConfig, create, join
 from archipelago.broker.config import AdoptConfig, MergeConfig
 from archipelago.broker.errors import ConfigError, DivergedError, MismatchError, UnknownRunError
@@ -183,19 +180,6 @@ def test_a_newcomer_takes_the_state_of_a_peer(framework: Framework, url: str, un
 # -- names and errors -----------------------------------------------------------------------------------------------
 
 
-def test_create_publishes_the_tree_with_its_names(made: str) -> None:
-    manifest = connect(made, "own").reader.manifest()
-    assert {t.name: (t.shape, t.kind) for t in manifest.tensors} == {
-        "embedding": ((8, 4), "embedding"),
-        "layers.0.bias": ((4,), "rest"),
-        "layers.0.kernel": ((4, 4), "rest"),
-        "layers.1.bias": ((4,), "rest"),
-        "layers.1.kernel": ((4, 4), "rest"),
-    }
-    assert manifest.config.inner.steps == 1000
-    assert manifest.config.has_own_loops
-
-
 def test_parameters_may_be_described_instead_of_given(made: str) -> None:
     with join(made, "own", jax.eval_shape(tree)) as run:
         np.testing.assert_array_equal(np.asarray(run.params["embedding"]), np.asarray(tree()["embedding"]))
@@ -259,21 +243,6 @@ def test_only_the_newest_parameters_are_kept(made: str) -> None:
                 del params
         finally:
             gc.unfreeze()
-
-
-def test_own_leaves_are_named_once(made: str, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING), join(made, "own", tree()) as run:
-        for _ in range(3):
-            run.sync(trained(run.params))
-    assert len([record for record in caplog.records if "count" in record.getMessage()]) == 1
-
-
-def test_a_state_that_is_a_value_is_kept_without_a_peer(made: str) -> None:
-    with join(made, "own", tree(), state={"mu": jnp.ones(3)}) as run:
-        assert run.moments == "fresh"
-        assert run.state["mu"].shape == (3,)
-    with join(made, "own", tree()) as run:
-        assert run.state is None
 
 
 # -- how a session ends ---------------------------------------------------------------------------------------------
@@ -342,28 +311,6 @@ def test_sigterm_ends_the_loop_and_sends_its_progress(made: str) -> None:
     assert books_of(made).published >= 4
 
 
-def test_a_handler_of_the_users_stays(made: str) -> None:
-    seen: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
-    try:
-        with join(made, "own", tree()) as run:
-            os.kill(os.getpid(), signal.SIGTERM)
-            run.sync(trained(run.params))
-            assert not run.finished
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert seen == [signal.SIGTERM]
-
-
-def test_the_operator_drains_it(made: str, until: Until) -> None:
-    with join(made, "own", tree(), island="a") as run:
-        run.sync(trained(run.params))
-        connect(made, "own").reader.steer({"island.a": "drain"})
-        until(lambda: run.finished, "the request to arrive")
-    with failing(ConfigError, "control.unwelcome"), join(made, "own", tree(), island="a"):
-        pass
-
-
 def test_a_run_that_is_over_is_said_to_be(url: str, until: Until, caplog: pytest.LogCaptureFixture) -> None:
     create(url, "own", tree(), sync=SYNC, steps=8)
     with served(url) as merger:
@@ -393,7 +340,3 @@ def test_what_a_loop_does_before_a_merger_serves_counts_in_full(url: str, rule: 
             state = merger.state
     assert state.lowered_tokens == 0
     assert not any(code.startswith("claims.steps") for code in state.refused)
-
-
-def test_the_package_names_both() -> None:
-    assert {"create", "join", "SyncConfig"} <= set(dir(archipelago))

@@ -63,18 +63,6 @@ def test_a_choice_that_cannot_be_used_is_refused() -> None:
                 join("fakeredis://never", "own", tree(), trained=choice)
 
 
-def test_the_manifest_has_the_digests_of_the_frozen_leaves(made: str) -> None:
-    manifest = connect(made, "own").reader.manifest()
-    assert {tensor.name for tensor in manifest.tensors} == {"lora.a", "lora.b"}
-    assert [(t.name, t.shape, t.dtype) for t in manifest.frozen] == [
-        ("base.kernel", (8, 4), "bfloat16"),
-        ("base.packed", (4,), "int8"),
-    ]
-    assert (manifest.parameters, manifest.frozen_parameters) == (24, 36)
-    assert manifest.frozen[0].digest != manifest.frozen[1].digest
-    assert not create(made, "own", tree(), sync=SYNC, steps=1000, trained=MASK)
-
-
 def test_an_island_sends_nothing_but_what_is_trained() -> None:
     run = OwnRun(trained="kernel")
     island = run.island()
@@ -114,15 +102,6 @@ def test_another_choice_than_the_runs_is_refused(made: str) -> None:
     with failing(MismatchError, "loop.other-tensors") as caught, join(made, "own", {"other": jnp.ones(2)}):
         pass
     assert "lora.a" in caught.value.what
-
-
-def test_frozen_leaves_without_values_are_named(made: str) -> None:
-    donated = tree()
-    donated["base"]["kernel"].delete()
-    for params, code in ((jax.eval_shape(tree), "loop.meta"), (donated, "loop.meta")):
-        with failing(ConfigError, code) as caught, join(made, "own", params):
-            pass
-        assert "base.kernel" in caught.value.what
 
 
 def test_a_step_that_changes_a_frozen_leaf_is_an_error(made: str) -> None:
@@ -165,19 +144,3 @@ def test_new_arrays_of_the_same_bits_are_no_change() -> None:
         with failing(ConfigError, "loop.frozen-changed") as caught:
             leaves.require_same(waits=True)
         assert changed in caught.value.what
-
-
-def test_a_step_may_return_frozen_leaves_of_another_kind_or_place() -> None:
-    """Arrays of numpy, arrays that JAX may move and arrays of one device all come back as arrays of that device."""
-    device = jax.devices()[0]
-    named = {"a": jnp.ones(2), "b": np.full(3, 2.0), "c": jax.device_put(jnp.ones(4), device), "d": np.float32(3)}
-    placed = {name: jax.device_put(leaf, device) for name, leaf in named.items()}
-    leaves = FrozenLeaves(named)
-    leaves.offer(named)
-    assert not leaves._pending
-    for changed in (placed, {**placed, "b": placed["b"] + 1}):
-        leaves.require_same(waits=True)
-        leaves.offer(changed)
-    with failing(ConfigError, "loop.frozen-changed") as caught:
-        leaves.require_same(waits=True)
-    assert "'b'" in caught.value.what

@@ -48,21 +48,6 @@ def test_a_leader_without_its_team_leaves_the_run(monkeypatch: pytest.MonkeyPatc
         pass
 
 
-def test_all_processes_read_the_same_length_of_the_run(monkeypatch: pytest.MonkeyPatch, until: Until) -> None:
-    monkeypatch.setattr(Alone, "share", lambda self, tensors: None)
-    monkeypatch.setattr("archipelago.islands.pytorch.parallel.ProcessTeam", lambda group: Alone())
-    url = f"fakeredis://{uuid.uuid4().hex}"
-    assert archipelago.pytorch.create(url, "own", module(), steps=10)
-    with Leader(None, Joining(url, "own", module(), island="both")) as run:
-        assert run._loop is not None
-        link = run._loop.link
-        connect(url, "own").reader.steer({"inner.steps": "7"})
-        until(lambda: link.run_steps == 7, "the leader to hear of the change")
-        assert run.steps == 10, "the others were not told yet"
-        run.sync()
-        assert run.steps == 7
-
-
 class Lost:
     """A team whose leader has left."""
 

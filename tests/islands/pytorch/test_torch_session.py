@@ -166,14 +166,6 @@ def test_a_rehearsal_that_fails_keeps_gradients_and_gives_no_state() -> None:
     assert state.copies() is None
 
 
-def test_a_value_that_the_giver_does_not_have_yet_is_zero() -> None:
-    _, optimizer, state = stepped("AdamW", 1)
-    optimizer.state.popitem()
-    _, ours, own = stepped("AdamW", 0)
-    own.use(own.decode(*handover(state)))
-    assert len(ours.state) == len(optimizer.state) + 1
-
-
 def test_state_whose_layout_changes_is_given_no_more(caplog: pytest.LogCaptureFixture) -> None:
     changes: list[dict[str, Any]] = [
         {"exp_avg": torch.zeros(3, 3)},
@@ -190,18 +182,6 @@ def test_state_whose_layout_changes_is_given_no_more(caplog: pytest.LogCaptureFi
         for _ in range(2):
             assert state.copies() is None
         assert len(caplog.records) == 1, changed
-
-
-def test_state_that_numpy_does_not_have_is_not_given() -> None:
-    class Narrow(torch.optim.SGD):  # type: ignore[name-defined, misc]
-        def step(self, closure: Any = None) -> Any:
-            for parameter in self.param_groups[0]["params"]:
-                self.state[parameter]["narrow"] = torch.zeros(3, dtype=torch.float8_e4m3fn)
-
-    model = module()
-    state = OptimizerState([Narrow(model.parameters())], dict(model.named_parameters()))
-    state.rehearse()
-    assert state.copies() is None
 
 
 def test_the_state_of_another_optimiser_is_refused() -> None:

@@ -93,15 +93,6 @@ def test_a_stride_is_h_over_p_steps() -> None:
         assert flat(sent) == list(range(1, 1 + sum(each_step)))
 
 
-def test_on_average_every_fragment_is_sent_every_h_steps() -> None:
-    for interval, fragments in ((24, 6), (5, 2), (200, 6), (10, 7), (3, 7)):
-        sent = flat(train(ledger(fragments, interval, fragments), 20 * interval, closing=True))
-        assert len(sent) == 20 * fragments, (interval, fragments)
-    scanning = ledger(fragments=4, interval=8, window=4)
-    scanning.stepped(6, 60)
-    assert send_due(scanning) == [1, 2, 3]
-
-
 # -- the window ----------------------------------------------------------------------------------------------------
 
 
@@ -139,26 +130,6 @@ def test_a_call_is_answered_at_the_next_boundary_and_settles_the_stride() -> Non
     assert train(slow, 4, closing=True) == [[], [], [], [2]]  # a whole stride later, not three steps later
 
 
-def test_a_call_settles_a_nearly_complete_stride_too() -> None:
-    slow = ledger(fragments=2, interval=8)
-    train(slow, 3, closing=False)
-    slow.heard(Call(1, 0))
-    assert send_due(slow) == [1]
-    assert train(slow, 3, closing=False) == [[], [], []]
-    assert train(slow, 1, closing=False) == [[2]]
-
-
-def test_called_rounds_are_answered_once_and_in_order() -> None:
-    island = ledger(fragments=3, interval=300, window=3)
-    for number in (3, 1, 3):
-        island.heard(Call(number, number - 1))
-    island.stepped(1, TOKENS)
-    assert send_due(island) == [1, 3]
-    island.heard(Call(1, 0))
-    island.stepped(1, TOKENS)
-    assert send_due(island) == []
-
-
 def test_calls_for_closed_rounds_are_ignored_and_lapse_when_their_round_closes() -> None:
     island = ledger()
     island.stepped(1, TOKENS)
@@ -167,18 +138,6 @@ def test_calls_for_closed_rounds_are_ignored_and_lapse_when_their_round_closes()
     island.heard(Call(1, 0))
     island.heard(Call(2, 1))
     assert island.due() is None
-
-
-def test_nothing_is_sent_without_a_step() -> None:
-    island = ledger(fragments=2, interval=1, window=2)
-    island.stepped(1, TOKENS)
-    assert send_due(island) == [1, 2]
-    island.heard(snapshot(island, 1))
-    island.heard(snapshot(island, 2))
-    island.heard(Call(3, 0))
-    assert island.due() is None
-    island.stepped(1, TOKENS)
-    assert send_due(island) == [3, 4]
 
 
 # -- refusals ------------------------------------------------------------------------------------------------------
@@ -234,14 +193,6 @@ def test_after_a_loss_an_island_goes_back_to_the_brokers_round() -> None:
 # -- adoption ------------------------------------------------------------------------------------------------------
 
 
-def test_sending_resets_the_counts_of_its_fragment() -> None:
-    island = ledger(fragments=2, interval=8)
-    train(island, 4, closing=False)
-    assert [(c.steps, c.tokens) for c in island.counts] == [(0, 0), (4, 40)]
-    train(island, 1, closing=False)
-    assert [(c.steps, c.tokens) for c in island.counts] == [(1, 10), (5, 50)]
-
-
 def test_adoption_closes_its_round_and_zeroes_the_counts_unless_progress_is_kept() -> None:
     for keeps_progress, kept in ((False, (0, 0)), (True, (3, 30))):
         island = ledger(fragments=2, interval=2)
@@ -249,17 +200,6 @@ def test_adoption_closes_its_round_and_zeroes_the_counts_unless_progress_is_kept
         island.adopted(snapshot(island, 1), keeps_progress)
         assert [(c.steps, c.tokens, c.version) for c in island.counts] == [(*kept, 1), (3, 30, 0)]
         assert send_due(island)[0] == 2
-
-
-def test_the_global_step_never_decreases() -> None:
-    island = ledger()
-    island.stepped(5, 50)
-    island.adopted(snapshot(island, 1, step=3), keeps_progress=False)
-    assert island.global_step == 5
-    island.adopted(snapshot(island, 2, step=9), keeps_progress=False)
-    assert island.global_step == 9
-    island.stepped(1, TOKENS)
-    assert island.global_step == 10
 
 
 def test_staleness_is_the_mean_lag_behind_the_announced_versions() -> None:

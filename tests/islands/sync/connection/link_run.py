@@ -190,7 +190,7 @@ class Harness:
             faulty.outage = None
             faulty.unblocked.set()
         for link in self.links:
-            link.stop(30.0)
+            link.pumps.stop(30.0)
             assert not any(thread.is_alive() for thread in link.pumps.threads)
 
 

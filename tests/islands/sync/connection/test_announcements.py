@@ -130,7 +130,7 @@ def test_forged_announcements_stop_no_merge(harness: Harness) -> None:
     forge(harness, *(snapshot(number) for number in range(1000, 1200)))
     link.pump()
     assert (link.channels[0].inbox.ignored, harness.faulty.calls["heads"] - before) == (205, 1), "one read for a flood"
-    assert (link.failure, link.trouble) == (None, "")
+    assert (link.pumps.failure, link.pumps.trouble) == (None, "")
 
 
 def test_an_island_returns_from_rounds_that_have_not_closed(harness: Harness) -> None:
@@ -195,7 +195,7 @@ def test_an_island_follows_honest_rounds_among_forged_announcements(forged: list
     harness.close(len(forged) + 1, 99.0)
     link.pump()
     link.pump()  # an island that was misled fetches what it missed at its next pump
-    assert (link.failure, link.trouble) == (None, "")
+    assert (link.pumps.failure, link.pumps.trouble) == (None, "")
     assert link.channels[0].inbox.heard_round == len(forged) + 1
     arrived = {a.snapshot.fragment: a for a in received(link)[1]}
     assert arrived[len(forged) % 2].params_N[0] == 99.0

@@ -5,10 +5,9 @@ from __future__ import annotations
 from archipelago.broker.errors import UnreachableError, WireError
 from archipelago.broker.messages import Event
 from archipelago.broker.transport import MEMORY_SHARE_MAX, Memory
-from archipelago.broker.wire import digest, unpack
 from tests import samples
 from tests.failing import failing
-from tests.islands.sync.connection.link_run import SIZE, Harness, arrived, draft, received, send
+from tests.islands.sync.connection.link_run import SIZE, Harness, arrived, received, send
 
 
 def test_join_returns_all_fragments_and_a_position_in_the_stream(harness: Harness) -> None:
@@ -34,23 +33,6 @@ def test_no_event_during_a_join_is_missed(harness: Harness) -> None:
     events, (arrival,) = received(link)
     assert [event.round for event in events] == [1]
     assert arrival.params_N.tolist() == [5.0] * SIZE
-
-
-def test_contributions_are_published_in_order_with_their_bytes_and_digest(harness: Harness) -> None:
-    link = harness.link()
-    for number in (1, 2, 3):
-        link.send(draft(number))
-    assert link.channels.backlog == 3
-    link.pump()
-    assert harness.rounds() == [1, 2, 3]
-    for delivery in harness.deliveries():
-        assert delivery.contribution.bytes == len(delivery.payload)
-        assert delivery.contribution.digest == digest(delivery.payload)
-        assert unpack(delivery.payload, SIZE).tolist() == [float(delivery.contribution.round)] * SIZE
-    outbox = link.channels[0].outbox
-    assert (link.channels.backlog, outbox.sent) == (0, 3)
-    assert outbox.bytes_up == sum(c.bytes for c in harness.published())
-    assert [sent.payload for sent in outbox.in_flight()[0]] == [d.payload for d in harness.deliveries()]
 
 
 def test_events_arrive_in_order_with_only_the_newest_snapshot_of_each_fragment(harness: Harness) -> None:
@@ -102,17 +84,6 @@ def test_a_snapshot_waits_for_all_earlier_events(harness: Harness) -> None:
     assert harness.faulty.calls["fragment"] - before == 2, "the early snapshot was kept"
 
 
-def test_an_early_snapshot_is_replaced_by_a_newer_one(harness: Harness) -> None:
-    link = harness.link()
-    harness.close(1, 1.0)
-    harness.faulty.before["fragment"] = lambda: harness.close(3, 3.0)
-    link.pump_receive()
-    assert arrived(link) == {}
-    harness.close(5, 5.0)
-    link.pump_receive()
-    assert arrived(link) == {5: 5.0}
-
-
 def test_a_damaged_snapshot_is_fetched_again(harness: Harness) -> None:
     link = harness.link()
     harness.close(1, 1.0)
@@ -156,12 +127,12 @@ def test_an_outage_is_noted_and_loses_nothing(harness: Harness) -> None:
         send(link, number)
     happened: list[Event] = [harness.call(2), harness.close(1, 1.0), harness.close(2, 2.0)]
     link.pump()
-    assert link.trouble == "connection refused"
+    assert link.pumps.trouble == "connection refused"
     assert received(link) == ([], [])
     assert link.channels.backlog == 2
     harness.faulty.outage = None
     link.pump()
-    assert link.trouble == ""
+    assert link.pumps.trouble == ""
     assert harness.rounds() == [1, 2, 3]
     events, arrivals = received(link)
     assert events == happened
@@ -175,12 +146,12 @@ def test_an_island_sends_nothing_to_a_broker_that_is_nearly_full(harness: Harnes
     harness.faulty.room = Memory(int(MEMORY_SHARE_MAX * 1000) + 1, 1000)
     send(link, 1, 2)
     assert (harness.published(), link.channels.backlog) == ([], 2)
-    assert link.trouble
+    assert link.pumps.trouble
     assert harness.transport.reader.presences()  # everything else continues
     harness.faulty.room = Memory(int(MEMORY_SHARE_MAX * 1000), 1000)
     link.pump()
     assert harness.rounds() == [1, 2]
-    assert (link.channels.backlog, link.trouble) == (0, "")
+    assert (link.channels.backlog, link.pumps.trouble) == (0, "")
     harness.faulty.room = Memory(1 << 60, 0)  # no limit
     send(link, 3)
     assert link.channels.backlog == 0

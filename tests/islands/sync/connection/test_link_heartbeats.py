@@ -38,13 +38,6 @@ def test_one_shard_is_leased_ahead_for_each_island(harness: Harness) -> None:
     assert len({place.range for place in found}) == 6
 
 
-def test_only_an_island_that_joins_or_trains_leases_shards(harness: Harness) -> None:
-    link = harness.link()
-    for state, leases in (("leaving", False), ("joining", True), ("training", True), ("leaving", False)):
-        heartbeat(link, state)
-        assert (link.lease() is not None) is leases, state
-
-
 def test_a_held_shard_is_not_leased_again(harness: Harness) -> None:
     link = harness.link(shards=["3", "1"])
     for expected in (ReadPosition("3", 0, 0), ReadPosition("1", 0, 0), None, None):
@@ -68,29 +61,6 @@ def test_a_lost_lease_is_reported_once(harness: Harness) -> None:
     link.leases.hold([])
     heartbeat(link)
     assert link.take().lost_shards == frozenset()
-
-
-def test_an_unused_lease_that_is_lost_is_replaced_without_a_report(harness: Harness) -> None:
-    link = harness.link()
-    heartbeat(link)
-    harness.stored.holders[SHARDS[0]] = "b/y"
-    harness.transport.island.heartbeat(samples.heartbeat("b", incarnation="y"))
-    heartbeat(link)
-    assert link.lease() == ReadPosition(SHARDS[1], 0, 0)
-    assert link.take().lost_shards == frozenset()
-
-
-def test_a_completely_merged_pass_ends_its_lease(harness: Harness) -> None:
-    link = harness.link(shards=["3"])
-    heartbeat(link)
-    assert link.lease() == ReadPosition("3", 0, 0)
-    harness.transport.merger.commit(harness.epoch, samples.commit([], cursors={"3": (1, 0)}))
-    heartbeat(link)
-    assert link.take().lost_shards == {"3"}
-    assert link.lease() is None
-    link.leases.hold([])
-    heartbeat(link)
-    assert link.lease() == ReadPosition("3", 1, 0)
 
 
 def test_a_restored_shard_is_not_also_the_next_one(harness: Harness) -> None:
@@ -189,10 +159,10 @@ def test_optimiser_state_is_handed_over_once(harness: Harness) -> None:
     link.hand_over(StateForPeer("new/z", jax.tree.leaves(MOMENTS), 40))
     harness.faulty.before["hand_over"] = raising(UnreachableError("connection refused"))
     link.pump()
-    assert (link.trouble, harness.transport.island.handed_over("new/z")) == ("connection refused", None)
+    assert (link.pumps.trouble, harness.transport.island.handed_over("new/z")) == ("connection refused", None)
     for _ in range(2):
         link.pump()
-        assert link.trouble == ""
+        assert link.pumps.trouble == ""
         found = harness.transport.island.handed_over("new/z")
         assert found is not None
         handover, payload = found
@@ -231,7 +201,7 @@ def test_a_missing_merger_is_said_now_and_then_until_the_run_is_over(
     harness: Harness, caplog: pytest.LogCaptureFixture
 ) -> None:
     link = harness.link()
-    assert link.is_served
+    assert link.serving.is_served
     harness.transport.merger.release(harness.epoch)
 
     def said() -> int:
@@ -241,7 +211,7 @@ def test_a_missing_merger_is_said_now_and_then_until_the_run_is_over(
         harness.ahead += 2 * REMIND_SECONDS
         for _ in range(2):
             heartbeat(link)
-            assert (link.is_served, said()) == (False, count)
+            assert (link.serving.is_served, said()) == (False, count)
     link.channels[0].inbox.snapshots.step = link.run_steps
     harness.ahead += 2 * REMIND_SECONDS
     heartbeat(link)

@@ -51,7 +51,7 @@ def hang(harness: Harness, link: Link, until: Until) -> None:
     harness.faulty.unblocked.clear()
     link.send(draft(1))
     link.beat(samples.heartbeat())
-    link.start()
+    link.pumps.start()
     until(lambda: harness.faulty.hanging >= 3, "all pumps to hang")
 
 
@@ -89,7 +89,7 @@ def test_threads_hand_state_over_and_resend_without_a_new_contribution(harness: 
     in_flight, _ = before.channels.in_flight()
     harness.forget(harness.deliveries()[0].entry)
     link = harness.link("a/x")
-    link.start()
+    link.pumps.start()
     link.beat(samples.heartbeat())
     assert link.drain(30.0)  # the threads run, and the sending thread is idle
     link.resume(in_flight)
@@ -97,7 +97,7 @@ def test_threads_hand_state_over_and_resend_without_a_new_contribution(harness: 
     harness.transport.island.request_state("new/z")
     link.hand_over(StateForPeer("new/z", jax.tree.leaves({"mu": jnp.ones(2)}), 40))
     until(lambda: harness.transport.island.handed_over("new/z"), "the state to arrive")
-    link.stop(30.0)
+    link.pumps.stop(30.0)
     assert not any(thread.is_alive() for thread in link.pumps.threads)
 
 
@@ -111,7 +111,7 @@ def test_an_unexpected_error_is_kept_as_the_failure_and_ends_a_drain(harness: Ha
     harness.faulty.unblocked.set()
     until(lambda: drained, "the drain to give up")
     assert drained == [False]
-    assert isinstance(link.failure, ZeroDivisionError)
+    assert isinstance(link.pumps.failure, ZeroDivisionError)
     assert at_once(lambda: link.drain(3600.0)) is False
 
 
@@ -119,7 +119,7 @@ def test_stopping_ends_in_time_although_every_pump_hangs(harness: Harness, until
     link = harness.link()
     hang(harness, link, until)
     began = time.monotonic()
-    at_once(lambda: link.stop(0.1))
+    at_once(lambda: link.pumps.stop(0.1))
     hanging = [thread for thread in link.pumps.threads if thread.is_alive()]
     assert len(hanging) >= 3  # the hanging threads remain as daemons
     assert time.monotonic() - began >= 0.1 * len(hanging) / len(link.pumps.threads)
@@ -140,7 +140,7 @@ class Sharded:
         run.reader = ShardedReader([shard.reader for shard in run.shards], manifest)
         self.link = Link(run, manifest, "a/x", shards_of(manifest))
         self.link.join()
-        self.link.start()
+        self.link.pumps.start()
 
     def beat(self, steps: int, state: str = "training") -> None:
         self.link.beat(samples.heartbeat(island="a", steps=steps, state=state))
@@ -156,7 +156,7 @@ def sharded(harness: Harness) -> Iterator[Sharded]:
     made = Sharded()
     yield made
     made.further.unblocked.set()
-    made.link.stop(PATIENCE_SECONDS)
+    made.link.pumps.stop(PATIENCE_SECONDS)
 
 
 def test_a_shard_that_hangs_keeps_no_heartbeat_from_the_others(sharded: Sharded, until: Until) -> None:
@@ -169,7 +169,7 @@ def test_a_shard_that_hangs_keeps_no_heartbeat_from_the_others(sharded: Sharded,
     until(lambda: sharded.further.hanging >= 2, "a heartbeat and a look at events that hang")
     sharded.beat(3)
     until(lambda: sharded.told()[0] == 3, "another heartbeat in shard 0")
-    assert sharded.link.is_served
+    assert sharded.link.serving.is_served
     assert sharded.told()[1] < 3
     sharded.further.unblocked.set()
     until(lambda: sharded.told() == [3, 3], "a heartbeat in the shard that answers again")
@@ -252,11 +252,11 @@ def steps_of(island: Island, count: int) -> None:
 def test_an_island_never_blocks(tiny_harness: Harness, until: Until) -> None:
     island = island_on(tiny_harness)
     tiny_harness.faulty.unblocked.clear()
-    island.link.start()
+    island.link.pumps.start()
     at_once(lambda: steps_of(island, 100))
     tiny_harness.faulty.outage = UnreachableError("connection refused")
     tiny_harness.faulty.unblocked.set()
-    until(lambda: island.link.trouble, "the trouble to be noted")
+    until(lambda: island.link.pumps.trouble, "the trouble to be noted")
     at_once(lambda: steps_of(island, 100))
     assert island.totals.steps == 200
     assert island.ledger.global_step == 4  # the schedule waits for a merger, after two strides of two steps
@@ -284,45 +284,14 @@ def test_an_island_never_blocks(tiny_harness: Harness, until: Until) -> None:
     assert tokens == (2 + 4) * tiny.CONFIG.tokens_per_step  # the strides of 2 steps before the outage
 
 
-def test_the_interval_stretches_with_a_backlog(tiny_harness: Harness) -> None:
-    """An island with a slow link skips rounds that others call, and loses no progress."""
-    tiny_harness.stored.lease = ("merger", float("inf"))
-    island = island_on(tiny_harness)
-    link = island.link
-    link.channels[0].inbox.window = 10  # so that the test can call ten rounds without closing one
-    for number in range(1, 11):
-        tiny_harness.call(number)
-        link.pump_receive()
-        steps_of(island, 1)
-    assert link.channels.backlog == tiny.CONFIG.sync.window
-    link.pump_send()
-    assert tiny_harness.rounds() == [1, 2]
-    steps_of(island, 1)
-    link.pump_send()
-    sent = tiny_harness.published()
-    assert [contribution.round for contribution in sent] == [1, 2, 3, 4]
-    assert sent[2].steps > 5, "it holds the progress of the skipped rounds"
-    assert sent[0].steps + sent[2].steps == island.totals.steps - 1
-
-
 def test_an_island_whose_name_was_taken_over_leaves(tiny_harness: Harness) -> None:
     island = island_on(tiny_harness)
     steps_of(island, 3)
     tiny_harness.link("a/new")
     island.link.pump()
     assert island.must_leave
-    island.link.start()
+    island.link.pumps.start()
     assert train(island, lambda: False) == "replaced"
-    island.link.stop()
+    island.link.pumps.stop()
     assert tiny_harness.transport.reader.notes(1)[0].kind == "replaced"
     assert "a" not in {p.heartbeat.island for p in tiny_harness.transport.reader.presences() if not p.is_live}
-
-
-def test_an_island_ends_when_its_link_fails(tiny_harness: Harness, until: Until) -> None:
-    island = island_on(tiny_harness)
-    tiny_harness.faulty.outage = ZeroDivisionError("a bug")
-    island.link.start()
-    until(lambda: island.link.failure is not None, "the failure to surface")
-    with pytest.raises(ZeroDivisionError):
-        train(island, lambda: False)
-    assert island.totals.steps == 0

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archipelago.islands.sync.connection.uplink import BUSY_SHARE, SMALL_BYTES, TRY_EVERY, Uplink
-from tests.tiers import examples
 
 SECONDS = st.floats(0.0, 1e3)
 SIZES = st.integers(0, 1 << 30)
@@ -83,14 +81,6 @@ def test_a_link_that_becomes_slow_is_noticed_with_the_second_transfer() -> None:
     assert uplink.in_words(2.0, uplink.busy_share(1_000_000, 0, 1.0))
 
 
-def test_the_size_after_compression_counts() -> None:
-    uplink = measured(1e6)
-    for _ in range(20):
-        uplink.packed(1000, 500, 0.001)
-    assert uplink.fits(1_800_000, 1.0)
-    assert not uplink.fits(2_100_000, 1.0)
-
-
 def test_compression_is_retried_from_time_to_time_on_a_fast_link() -> None:
     slow, fast = measured(1e5), measured(1e10)
     for uplink in (slow, fast):
@@ -98,14 +88,3 @@ def test_compression_is_retried_from_time_to_time_on_a_fast_link() -> None:
             uplink.packed(1000, 900, 1000 / 500e6)
     assert all(slow.should_pack() for _ in range(100))
     assert sum(fast.should_pack() for _ in range(10 * TRY_EVERY)) == 10
-
-
-@settings(max_examples=examples(100))
-@given(st.lists(st.tuples(SIZES, SECONDS), max_size=30), SIZES, SECONDS)
-def test_any_measurement_gives_a_decision(measurements: list[tuple[int, float]], size: int, at_hand: float) -> None:
-    uplink = Uplink()
-    for sent, seconds in measurements:
-        uplink.sent(sent, seconds)
-        uplink.packed(sent, sent // 2, seconds)
-    assert uplink.fits(size, at_hand) in (True, False)
-    assert isinstance(uplink.in_words(2.0, uplink.busy_share(size, size, at_hand)), str)
