@@ -34,31 +34,25 @@ InnerSteps = Callable[..., tuple[InnerState, jax.Array]]
 Descent = Callable[..., InnerState]
 
 
-def learning_rate(config: InnerConfig) -> optax.Schedule:
-    """Return the schedule over the global step: linear warm-up, then cosine decay to `final_share` of the peak."""
-    warmup = min(config.warmup_steps, config.steps - 1)
-    return optax.schedules.warmup_cosine_decay_schedule(
-        init_value=config.peak / (warmup + 1),
-        peak_value=config.peak,
-        warmup_steps=warmup,
-        decay_steps=config.steps,
-        end_value=config.peak * config.final_share,
-    )
+def learning_rate(config: InnerConfig, length: jax.Array | None = None) -> optax.Schedule:
+    """Return the schedule over the global step: linear warm-up, then cosine decay to `final_share` of the peak.
 
-
-def rate_with_length(config: InnerConfig, global_step: jax.Array, length: jax.Array) -> jax.Array:
-    """Return the learning rate (float32 []) of a run whose length, int32 [], an operator has changed.
-
-    It is that of a run which had this length from its beginning (`InnerConfig.rate_at`). The length is an argument of
-    the program, so that a further change compiles nothing.
+    Args:
+        config: The inner optimiser (see `InnerConfig.rate_at`).
+        length: The length of the run, int32 [], if an operator has changed it. As an argument of the program, a further
+            change of it compiles nothing.
     """
-    warmup = jnp.minimum(config.warmup_steps, length - 1)
-    step, end, peak = global_step.astype(jnp.float32), length.astype(jnp.float32), jnp.float32(config.peak)
-    start = warmup.astype(jnp.float32)
-    share = jnp.minimum(1.0, (step - start) / (end - start))
-    cosine = 0.5 * (1.0 + jnp.cos(jnp.float32(math.pi) * share))
-    decayed = peak * ((1.0 - config.final_share) * cosine + config.final_share)
-    return jnp.where(global_step < warmup, peak * (1.0 + step) / (start + 1.0), decayed)
+
+    def rate(count: Any) -> jax.Array:
+        end, step = (jnp.asarray(each, jnp.int32) for each in (config.steps if length is None else length, count))
+        warmup = jnp.minimum(config.warmup_steps, end - 1)
+        start, peak = warmup.astype(jnp.float32), jnp.float32(config.peak)
+        share = jnp.minimum(1.0, (step - warmup).astype(jnp.float32) / (end - warmup).astype(jnp.float32))
+        cosine = 0.5 * (1.0 + jnp.cos(jnp.float32(math.pi) * share))
+        decayed = peak * ((1.0 - config.final_share) * cosine + config.final_share)
+        return jnp.where(step < warmup, peak * (1.0 + step.astype(jnp.float32)) / (start + 1.0), decayed)
+
+    return rate
 
 
 #: Muon trains hidden matrices only. The rows or columns of tensors under these names have individual meanings.
@@ -225,15 +219,14 @@ def gradient(model: Trained) -> Gradient:
 
 def descent(config: InnerConfig) -> Descent:
     """Return the second half: from the gradients of a batch, or an average of several, to the next state."""
-    transformation, schedule = optimizer(config), learning_rate(config)
+    transformation = optimizer(config)
 
     def descend(
         state: InnerState, gradients: Params, global_step: jax.Array, length: jax.Array | None = None, /
     ) -> InnerState:
         with jax.numpy_dtype_promotion("standard"):  # optax counts in int32 and computes in float32
             updates, moments = transformation.update(gradients, state.optimizer, state.params)
-            rate = schedule(global_step) if length is None else rate_with_length(config, global_step, length)
-            rate = jnp.asarray(rate, jnp.float32) * _ramp(state.optimizer, config.moments_warmup_steps)
+            rate = learning_rate(config, length)(global_step) * _ramp(state.optimizer, config.moments_warmup_steps)
         return InnerState(jax.tree.map(lambda p, u: p - rate * u, state.params, updates), moments)
 
     return descend

@@ -6,7 +6,6 @@ This module does not import JAX until a function needs it.
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -208,5 +207,5 @@ def tell_of_device(manifest: Manifest, placement: Placement | None) -> None:
     log.info("%s", said)
     for trouble in troubles:
         log.warning("%s", trouble, extra={"code": "island.memory"})
-    if unused := unused_devices(jax.local_devices(), shape, os.environ):
+    if unused := unused_devices(jax.local_devices(), shape):
         log.warning("%s", unused, extra={"code": "island.unused-devices"})

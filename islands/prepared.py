@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -194,11 +194,7 @@ LONG_SECONDS = 1.0
 BOUNDARY_SECONDS = 0.04
 
 
-#: The variable that hides devices from JAX, by platform.
-VISIBLE = {"gpu": "CUDA_VISIBLE_DEVICES", "rocm": "HIP_VISIBLE_DEVICES", "tpu": "TPU_VISIBLE_CHIPS"}
-
-
-def unused_devices(devices: Sequence[jax.Device], shape: MeshShape, environ: Mapping[str, str]) -> str:
+def unused_devices(devices: Sequence[jax.Device], shape: MeshShape) -> str:
     """Return which devices the island does not use, and how to use them; empty if it uses all."""
     if len(devices) <= shape.devices:
         return ""
@@ -206,13 +202,7 @@ def unused_devices(devices: Sequence[jax.Device], shape: MeshShape, environ: Map
     begin = f"this island uses {shape.devices} of {len(devices)} devices: {used.device_kind}, --mesh {shape}"
     if used.platform == "cpu":
         return f"{begin}; the others come from XLA_FLAGS and add no cores: one CPU device uses all that it may use"
-    is_rocm = "rocm" in getattr(used.client, "platform_version", "").lower()
-    variable = VISIBLE.get("rocm" if is_rocm else used.platform, VISIBLE["gpu"])
-    names = [name.strip() for name in environ.get(variable, "").split(",") if name.strip()]
-    if len(names) != len(devices):
-        names = [str(number) for number in range(len(devices))]
-    others = ",".join(names[shape.devices :])
-    return f"{begin}; another mesh can use the others, or another island: {variable}={others} archipelago island"
+    return f"{begin}; another mesh can use the others, or another island that sees them only (CUDA_VISIBLE_DEVICES=…)"
 
 
 def memory_in_words(manifest: Manifest, device: jax.Device, shape: MeshShape | None = None) -> tuple[str, list[str]]:

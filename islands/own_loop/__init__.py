@@ -1,5 +1,5 @@
 """Islands that are training scripts of their users: `archipelago.create` and `archipelago.join`.
 
-`creation`, `frozen`, `joining`, `parameters`, `state` and `tree` are for JAX. The other modules do not
-import it, so that another framework can use them.
+`joining`, `parameters` and `tree` are for JAX. The other modules do not import it, so that another framework can use
+them.
 """

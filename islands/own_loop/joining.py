@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from archipelago.broker.codecs import Vector
 from archipelago.broker.config import AdoptConfig, MergeConfig, OuterConfig, SyncConfig, WireConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.frozen import FrozenValues
 from archipelago.broker.manifest import Manifest, Tensor
-from archipelago.islands.own_loop.loop import OwnLoop
 from archipelago.islands.own_loop.new_run import create_run, settings
 from archipelago.islands.own_loop.parameters import LoopState, TreeParameters
 from archipelago.islands.own_loop.session import Session
 from archipelago.islands.own_loop.tensors import EMBEDDINGS, KindOf, kinds_by
 from archipelago.islands.own_loop.tree import TreeLayout, host_vector, require_values
-from archipelago.islands.sync.connection.link import Link
-from archipelago.islands.sync.connection.snapshots import Arrival
-from archipelago.islands.sync.recovery import Newcomer
+from archipelago.islands.sync.participant import Host
 from archipelago.islands.sync.tree_replica import TreeReplica
 from archipelago.islands.worker import jax_host
 
@@ -89,6 +87,9 @@ class JoinedRun(Session):
         state: The inner optimiser's state to begin with: a peer's, or the one that `join` was given.
     """
 
+    _parameters: TreeParameters
+    _state: LoopState | None
+
     def __init__(
         self,
         url: str | None,
@@ -105,7 +106,7 @@ class JoinedRun(Session):
         self._parameters.tree = params
         newest: Callable[[], Any] = state if callable(state) else lambda: state
         self._gives_state = callable(state)
-        self._loop_state = None if state is None else LoopState(newest)
+        self._state = None if state is None else LoopState(newest)
         self._replica: TreeReplica | None = None
         self.state: Any = None
 
@@ -167,33 +168,22 @@ class JoinedRun(Session):
     def _frozen(self) -> Sequence[FrozenValues]:
         return self._layout.frozen_values()
 
-    @property
-    def _has_state(self) -> bool:
-        return self._loop_state is not None
-
-    def _begin(self, name: str, manifest: Manifest, link: Link, arrivals: Sequence[Arrival]) -> OwnLoop:
+    def _place(self, manifest: Manifest, vectors: Sequence[Vector]) -> TreeReplica:
         self._layout.tell_of_own()
-        self._replica = replica = TreeReplica(manifest, self._layout.templates)
-        self._parameters.start(replica.begin([arrival.params_N for arrival in arrivals]))
-        copies = self._loop_state.copies if self._loop_state and self._gives_state else None
-        return OwnLoop(
-            name, manifest, link, replica, self._parameters, arrivals, jax_host(link.clock), copies, link.clock,
-            self._incarnation,
-        )  # fmt: skip
+        self._replica = TreeReplica(manifest, self._layout.templates)
+        self._parameters.start(self._replica.begin(list(vectors)))
+        self.state = None if self._state is None else self._state.now()
+        return self._replica
+
+    def _host(self, clock: Callable[[], float]) -> Host:
+        return jax_host(clock)
 
     def _warm_up(self) -> None:
         if self._replica is not None:
             self._replica.warm_up(self._parameters.named())
 
-    def _take_state(self, newcomer: Newcomer) -> None:
-        if self._loop_state is None:
-            return
-        received = newcomer.received(self._loop_state.decode)
-        if received is None:
-            self.state = self._loop_state.now()
-            return
-        self.state = received.optimizer
-        newcomer.island.moments = f"peer {received.handover.giver}"
+    def _use_state(self, state: Any) -> None:
+        self.state = state
 
 
 def join(

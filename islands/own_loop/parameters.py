@@ -149,6 +149,8 @@ WIDTH_MAX = 8
 class LoopState:
     """Gives and takes the state of one loop. Leaves that are not numeric arrays stay the island's own."""
 
+    can_travel = True
+
     def __init__(self, newest: Callable[[], State]) -> None:
         self._newest = newest
 

@@ -11,10 +11,11 @@ import platform
 import threading
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from archipelago.broker.codecs import Vector
 from archipelago.broker.control import require_welcome
 from archipelago.broker.errors import ArchipelagoError, ConfigError
 from archipelago.broker.frozen import FrozenValues, require_same_frozen
@@ -34,8 +35,9 @@ from archipelago.broker.shards.transport import whole
 from archipelago.islands.own_loop.leaving import StopSignal, frozen_fault, leave_after, leave_cleanly
 from archipelago.islands.own_loop.loop import OwnLoop, checked_counts, require_loss
 from archipelago.islands.own_loop.tensors import require_same_tensors
+from archipelago.islands.sync.adoption import AnyReplica
 from archipelago.islands.sync.connection.link import Link
-from archipelago.islands.sync.connection.snapshots import Arrival
+from archipelago.islands.sync.participant import Host
 from archipelago.islands.sync.recovery import Newcomer
 from archipelago.islands.turn_log import MeasuredTurns
 
@@ -71,7 +73,12 @@ _joining = threading.Lock()
 
 
 class Session(ABC):
-    """One membership of a script in a run, as a context manager."""
+    """One membership of a script in a run, as a context manager. A framework sets the parameters and the state."""
+
+    _parameters: Any
+    _state: Any
+    #: Whether newcomers may ask for the state.
+    _gives_state: bool
 
     def __init__(self, url: str | None, run: str, island: str | None, wait_seconds: float) -> None:
         """Note what to join. Nothing is contacted before the `with` begins.
@@ -106,21 +113,23 @@ class Session(ABC):
         """Return the tensors that are not trained."""
 
     @abstractmethod
-    def _begin(self, name: str, manifest: Manifest, link: Link, arrivals: Sequence[Arrival]) -> OwnLoop:
-        """Place the run's parameters, and return the loop."""
+    def _place(self, manifest: Manifest, vectors: Sequence[Vector]) -> AnyReplica:
+        """Place the run's parameters, one vector for each fragment, and return the replica."""
 
     @abstractmethod
-    def _warm_up(self) -> None:
+    def _host(self, clock: Callable[[], float]) -> Host:
+        """Return what the island says about its machine."""
+
+    @abstractmethod
+    def _use_state(self, state: Any) -> None:
+        """Go on with the inner optimiser's state of a peer."""
+
+    def _warm_up(self) -> None:  # noqa: B027 - PyTorch runs each operation as it comes
         """Compile what the loop runs, so that no peer waits for it later."""
 
-    @abstractmethod
-    def _take_state(self, newcomer: Newcomer) -> None:
-        """Take over the inner optimiser's state of a peer, if one was asked."""
-
-    @property
-    @abstractmethod
-    def _has_state(self) -> bool:
-        """Whether the script takes and gives inner optimiser state."""
+    def _state_copies(self) -> Sequence[Any] | None:
+        """Return copies of the inner optimiser's arrays for a newcomer; None if they are not there now."""
+        return None if self._state is None else self._state.copies()
 
     # -- joining ------------------------------------------------------------------------------------------------------
 
@@ -153,13 +162,20 @@ class Session(ABC):
         require_welcome(awaited(transport.reader.control), name, manifest.run)
         link = Link(transport, manifest, f"{name}/{self._incarnation}", ())
         arrivals = awaited(link.join)
-        self._loop = loop = self._begin(name, manifest, link, arrivals)
+        replica = self._place(manifest, [arrival.params_N for arrival in arrivals])
+        self._loop = loop = OwnLoop(
+            name, manifest, link, replica, self._parameters, arrivals, self._host(link.clock),
+            self._state_copies if self._gives_state else None, link.clock, self._incarnation,
+        )  # fmt: skip
         newcomer = Newcomer(transport, loop)
-        newcomer.ask(wants_state=self._has_state)
+        state = self._state if self._state is not None and self._state.can_travel else None
+        newcomer.ask(wants_state=state is not None)
         loop.beat("joining")
         link.pumps.start()
         self._warm_up()
-        self._take_state(newcomer)
+        if state is not None and (received := newcomer.received(state.decode)) is not None:
+            self._use_state(received.optimizer)
+            loop.moments = f"peer {received.handover.giver}"
         newcomer.count_earlier()
         self._thread = threading.get_ident()
         self._stop.watch()

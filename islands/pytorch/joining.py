@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from archipelago.broker.codecs import Vector
 from archipelago.broker.config import AdoptConfig, MergeConfig, OuterConfig, SyncConfig, WireConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.frozen import FrozenValues
 from archipelago.broker.manifest import Manifest, Tensor
 from archipelago.islands.models import llama
 from archipelago.islands.models.llama import Names
-from archipelago.islands.own_loop.loop import OwnLoop
 from archipelago.islands.own_loop.new_run import create_run, settings
 from archipelago.islands.own_loop.session import Session
 from archipelago.islands.own_loop.tensors import EMBEDDINGS, KindOf, Trained, kinds_by
@@ -24,9 +24,7 @@ from archipelago.islands.pytorch.module import ModuleParameters, unwrapped
 from archipelago.islands.pytorch.pieces import mesh_of
 from archipelago.islands.pytorch.replica import TorchReplica
 from archipelago.islands.pytorch.state import OptimizerState
-from archipelago.islands.sync.connection.link import Link
-from archipelago.islands.sync.connection.snapshots import Arrival
-from archipelago.islands.sync.recovery import Newcomer
+from archipelago.islands.sync.participant import Host
 
 if TYPE_CHECKING:
     from archipelago.islands.pytorch.parallel import Follower
@@ -77,7 +75,7 @@ def create(
     parameters = ModuleParameters(model, buffers, trained, names)
     named, tensors = parameters.named(), parameters.manifest_tensors(kinds_by(kinds))
     if (mesh := mesh_of(unwrapped(model)[0])) is not None:
-        from archipelago.islands.pytorch.sharded import create_together
+        from archipelago.islands.pytorch.parallel import create_together
 
         return create_together(
             mesh, parameters, partial(create_run, url, name, config, shards, tensors), f"create {name}"
@@ -113,11 +111,14 @@ class Joining:
 class JoinedRun(Session):
     """A run that a PyTorch script has joined, as `join` returns it. Use it as a context manager."""
 
+    _parameters: ModuleParameters
+    _state: OptimizerState | None
+
     def __init__(self, given: Joining) -> None:
         super().__init__(given.url, given.run, given.island, given.wait_seconds)
         self._parameters, self._state = given.parts()
         self._llama_config = _llama_config(given.model) if given.names is llama.from_llama else None
-        self._replica: TorchReplica | None = None
+        self._gives_state = self._state is not None
 
     def sync(self, *, tokens: int | None = None, loss: Any = None, steps: int = 1) -> None:
         """Sync after `optimizer.step()`. It changes the model's parameters in place, and never waits for the run.
@@ -143,35 +144,27 @@ class JoinedRun(Session):
     def _frozen(self) -> Sequence[FrozenValues]:
         return self._parameters.frozen_values()
 
-    @property
-    def _has_state(self) -> bool:
-        return self._state is not None and self._state.can_travel
-
-    def _begin(self, name: str, manifest: Manifest, link: Link, arrivals: Sequence[Arrival]) -> OwnLoop:
+    def _place(self, manifest: Manifest, vectors: Sequence[Vector]) -> TorchReplica:
         self._require_own_model()
         if self._llama_config is not None:
             llama.require_size(self._llama_config, manifest.config.model.size)
         self._parameters.tell_of_own()
         self._parameters.note_frozen()
-        self._replica = replica = self._new_replica(manifest)
+        replica = self._new_replica(manifest)
         if self._state is not None:
             self._state.rehearse()
-        replica.begin(self._parameters.named(), [arrival.params_N for arrival in arrivals])
-        host = torch_host(self._parameters.device, link.clock)
-        copies = self._state_copies if self._state is not None else None
-        return OwnLoop(
-            name, manifest, link, replica, self._parameters, arrivals, host, copies, link.clock, self._incarnation
-        )
+        replica.begin(self._parameters.named(), vectors)
+        return replica
+
+    def _host(self, clock: Callable[[], float]) -> Host:
+        return torch_host(self._parameters.device, clock)
 
     def _new_replica(self, manifest: Manifest) -> TorchReplica:
         return TorchReplica(manifest, self._parameters.device)
 
-    def _state_copies(self) -> Sequence[Any] | None:
-        return None if self._state is None else self._state.copies()
-
-    def _use_state(self, values: Sequence[Any]) -> None:
+    def _use_state(self, state: Sequence[Any]) -> None:
         if self._state is not None:
-            self._state.use(values)
+            self._state.use(state)
 
     def _require_own_model(self) -> None:
         """Raise ConfigError (`loop.two-runs`) if another run trains a parameter of this model."""
@@ -186,17 +179,6 @@ class JoinedRun(Session):
                     "Each run trains parameters of its own: what one run brings would go to the other as progress.",
                     code="loop.two-runs",
                 )
-
-    def _warm_up(self) -> None:
-        """Compile nothing: PyTorch runs each operation as it comes."""
-
-    def _take_state(self, newcomer: Newcomer) -> None:
-        if self._state is None:
-            return
-        received = newcomer.received(self._state.decode)
-        if received is not None:
-            self._use_state(received.optimizer)
-            newcomer.island.moments = f"peer {received.handover.giver}"
 
 
 def _llama_config(model: Any) -> Mapping[str, Any] | None:
@@ -268,12 +250,9 @@ def join(
             )
     given = Joining(url, name, model, several, buffers, trained, names, island, wait_seconds)
     inner, group = unwrapped(model)
-    if (mesh := mesh_of(inner)) is not None:
-        from archipelago.islands.pytorch.sharded import joined
-
-        return joined(mesh, given)
-    if group is None or group.size() == 1:
+    mesh = mesh_of(inner)
+    if mesh is None and (group is None or group.size() == 1):
         return JoinedRun(given)
-    from archipelago.islands.pytorch.parallel import Follower, Leader
+    from archipelago.islands.pytorch.parallel import joined
 
-    return Leader(group, given) if group.rank() == 0 else Follower(group, given)
+    return joined(mesh, group, given)

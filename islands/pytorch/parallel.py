@@ -1,112 +1,123 @@
 """One island of several processes. Only the leader, the first of them, talks to Redis.
 
-This module is for DistributedDataParallel, whose processes all hold the whole model; `sharded` is for FSDP2. At each
-step boundary the leader does what an island does. Then it says in one small message what that was, and hands the
-parameters that it adopted to the others, which all processes hold again in the same bits. The others learn from the
-same message whether to stop. Losing a process means losing the island, as it does for DistributedDataParallel.
+In DistributedDataParallel, all processes hold the whole model. The leader measures and adopts, and hands what it has
+adopted to the others, so that all hold the same bits. With FSDP2 (`fully_shard`), the references are split as the
+parameters are. To send a fragment, each process measures its own piece, and the leader gathers that one fragment,
+quantises it, and hands back what the merger will read. To adopt a fragment, the leader hands each process its piece.
+All the arithmetic is done element by element, so the bits are those of one device.
+
+The leader decides at each step boundary. It says what all do next, fragment by fragment, until its turn ends. The last
+message of a turn says whether to stop. Losing a process means losing the island.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
+from archipelago.broker.codecs import Vector
 from archipelago.broker.errors import ConfigError
+from archipelago.broker.frozen import FrozenValues
+from archipelago.broker.manifest import Manifest
 from archipelago.islands.own_loop.leaving import StoppedBySignal, StopSignal
+from archipelago.islands.own_loop.new_run import FirstValues, Frozen
+from archipelago.islands.pytorch.host import HostCopy
 from archipelago.islands.pytorch.joining import JoinedRun, Joining
 from archipelago.islands.pytorch.module import ModuleParameters
-from archipelago.islands.pytorch.state import OptimizerState
+from archipelago.islands.pytorch.replica import SharedReplica, SplitReplica, Tell
+from archipelago.islands.pytorch.team import ProcessTeam, Said, Work, ranks_of
+
+log = logging.getLogger(__name__)
+
+#: Makes the team, from the device of the model in this process and the call that all processes make, in words.
+NewTeam = Callable[[Any, str], Any]
 
 
-class Said(NamedTuple):
-    """What the leader says after a step boundary, in numbers.
+def create_together(
+    mesh: Any, parameters: ModuleParameters, create: Callable[[FirstValues, Frozen], bool], purpose: str
+) -> bool:
+    """Create a run of a model that is split over processes, all of which call this. Return what `create` returned.
 
-    Attributes:
-        has_left: Whether the leader has left because of an error.
-        changed: The number of tensors that it adopted.
-        finished: Whether to stop.
-        stopping: Whether SIGTERM has arrived in any of the processes. They then all stop at the same step.
-        step: The run's clock.
-        steps: The run's length.
-        has_state: Whether the optimisers' state follows.
-        work: What all processes do together before the turn of the leader goes on; 0 if the turn has ended.
-        about: The number of the fragment or tensor that the work is about.
+    Args:
+        mesh: The mesh of the model.
+        parameters: Its parameters.
+        create: Called in the leader with functions that gather one tensor, and those that are frozen.
+        purpose: The call in words.
+
+    Raises:
+        ConfigError: The leader has failed (`loop.leader-left`), or another process does something else
+            (`loop.not-together`).
     """
+    team = ProcessTeam(mesh, None, parameters.device, purpose)
 
-    has_left: int = 0
-    changed: int = 0
-    finished: int = 0
-    stopping: int = 0
-    step: int = 0
-    steps: int = 0
-    has_state: int = 0
-    work: int = 0
-    about: int = 0
+    def first(name: str) -> Vector:
+        vector: Vector = team.whole(parameters, name).to(torch.float32).reshape(-1).numpy()
+        return vector
+
+    if team.leads:
+        try:
+            is_new = create(first, lambda: team.frozen_values(parameters))
+        except BaseException:
+            with suppress(RuntimeError):  # the others may be gone
+                team.exchange(Said(has_left=True))
+            raise
+        team.exchange(Said(finished=is_new))
+        return is_new
+    while (said := team.exchange(Said())).work:
+        team.gather_tensor(parameters, said.about)
+    if said.has_left:
+        raise _leader_left()
+    return bool(said.finished)
 
 
-class ProcessTeam:
-    """The processes of one island. Messages go over the hosts' memory, and parameters over the processes' own group."""
+def _leader_left() -> ConfigError:
+    return ConfigError(
+        "the leader of this island (rank 0) has left the run, or could not create it",
+        "See the error of that process, and start the island again.",
+        code="loop.leader-left",
+    )
 
-    def __init__(self, group: Any, ranks: Sequence[int] = ()) -> None:
-        """Make the group for messages. All processes of the island do this at the same time.
 
-        Args:
-            group: The processes' own group; None if there is none for all of them.
-            ranks: Their ranks, if there is no group. The first one leads.
-        """
-        self._group = group
-        self.ranks = list(ranks) or dist.get_process_group_ranks(group)
-        self._leader = self.ranks[0]
-        self.messages = dist.new_group(self.ranks, backend="gloo", use_local_synchronization=True)
+def joined(mesh: Any, group: Any, given: Joining) -> Leader | Follower:
+    """Return the membership of this process.
 
-    def exchange(self, said: Said) -> Said:
-        """Return what the leader gives to this call. The others give nothing but whether they have to stop."""
-        message = torch.tensor([int(value) for value in said])
-        dist.all_reduce(message, group=self.messages)
-        heard = Said(*message.tolist())
-        return heard._replace(finished=heard.finished or heard.stopping)
+    Args:
+        mesh: The mesh that the model is split over; None if all processes hold all of it.
+        group: The process group of DistributedDataParallel, without a mesh.
+        given: What the script gives to `join`.
+    """
+    new_team = partial(ProcessTeam, mesh, group)
+    return (Leader if dist.get_rank() == ranks_of(mesh, group)[0] else Follower)(given, new_team)
 
-    def share_on_host(self, tensor: Any) -> None:
-        """Overwrite a tensor of the host by the leader's."""
-        dist.broadcast(tensor, self._leader, group=self.messages)
 
-    def share(self, tensors: Sequence[Any]) -> None:
-        """Overwrite tensors of the model by the leader's, in place."""
-        for tensor in tensors:
-            dist.broadcast(tensor.detach(), self._leader, group=self._group)
-
-    def share_chosen(self, parameters: ModuleParameters, chosen: Sequence[int], count: int) -> None:
-        """Overwrite some tensors of the model by the leader's, who gives their places. All know how many they are."""
-        places = torch.tensor(list(chosen) if chosen else [0] * count)
-        self.share_on_host(places)
-        tensors = list(parameters.tensors.values())
-        self.share([tensors[place] for place in places.tolist()])
-
-    def share_state(self, state: OptimizerState) -> None:
-        """Overwrite the optimisers' state by the leader's."""
-        values = state.values()
-        for value in values:
-            self.share_on_host(value)
-        state.use(values)
+def _replica(
+    manifest: Manifest, parameters: ModuleParameters, team: Any, tell: Tell = lambda is_adoption, fragment: None
+) -> SharedReplica | SplitReplica:
+    if team.mesh is None:
+        return SharedReplica(manifest, parameters, team, tell)
+    return SplitReplica(manifest, parameters, team.courier, tell)
 
 
 class Leader(JoinedRun):
     """The island's membership, in the process that leads."""
 
-    def __init__(self, group: Any, given: Joining) -> None:
+    def __init__(self, given: Joining, new_team: NewTeam) -> None:
         super().__init__(given)
-        self._group = group
-        self._team: Any = None  # a ProcessTeam, or that of a mesh
+        self._new_team = new_team
+        self._team: Any = None
         self._said = Said()
+        self._from_peer: Sequence[Any] = ()
 
     def __enter__(self) -> Self:
         """Join the run, and hand the parameters and the optimisers' state to the others."""
-        self._team = team = self._new_team()
+        self._team = team = self._new_team(self._parameters.device, f"join {self._run}")
         try:
             super().__enter__()
         except BaseException:
@@ -114,44 +125,70 @@ class Leader(JoinedRun):
             raise
         try:
             self._said = team.exchange(Said(has_state=self.moments != "fresh", **self._clock()))
-            self._share(team)
+            if self._said.has_state and self._state is not None:
+                team.scatter_state(self._state, self._from_peer)
         except BaseException as error:  # without the others there is no island, and no `with` block that would end it
             self._leave(error)
             raise
+        self._from_peer = ()
         return self
 
-    def _new_team(self) -> ProcessTeam:
-        return ProcessTeam(self._group)
+    # -- what several processes add to joining ------------------------------------------------------------------------
 
-    def _share(self, team: ProcessTeam) -> None:
-        """Hand the first parameters and the optimisers' state to the others."""
-        team.share(list(self._parameters.tensors.values()))
-        if self._said.has_state and self._state is not None:
-            team.share_state(self._state)
+    def _frozen(self) -> Sequence[FrozenValues]:
+        if self._team.mesh is None:
+            return super()._frozen()
+        values: list[FrozenValues] = self._team.frozen_values(self._parameters)
+        return values
 
-    def _tell_of_error(self) -> None:
-        """Tell the others that the leader leaves because of an error, which may be that they are gone."""
-        with suppress(RuntimeError):
-            if self._team is not None:
-                self._team.exchange(Said(has_left=True))
+    def _new_replica(self, manifest: Manifest) -> SharedReplica | SplitReplica:
+        team = self._team
+        largest, fragments = max(manifest.sizes), len(manifest.fragments)
+        if team.mesh is not None and 2 * largest > manifest.parameters > 0 and len(team.ranks) > 1:
+            log.warning(
+                "the leader gathers up to %.0f %% of the model at a time: the largest of the run's %s fragments",
+                100 * largest / manifest.parameters, fragments,
+            )  # fmt: skip
+        team.share_manifest(manifest)
+
+        def tell(is_adoption: bool, fragment: int) -> None:
+            team.tell(Work.ADOPT if is_adoption else Work.MEASURE, fragment)
+
+        return _replica(manifest, self._parameters, team, tell)
+
+    def _state_copies(self) -> Sequence[Any] | None:
+        if self._team.mesh is None:
+            return super()._state_copies()
+        if self._state is None or not self._state.still_travels():
+            return None
+        self._team.tell(Work.GIVE_STATE)
+        return [self._state.digest, *map(HostCopy, self._team.gather_state(self._state))]
+
+    def _use_state(self, state: Sequence[Any]) -> None:
+        """Keep a peer's values until the others wait for them."""
+        self._from_peer = state
+
+    # -- training -----------------------------------------------------------------------------------------------------
 
     def sync(self, *, tokens: int | None = None, loss: Any = None, steps: int = 1) -> None:
         """Sync, and tell the others. `tokens` counts those of all processes."""
-        team = self._team
         try:
             super().sync(tokens=tokens, loss=loss, steps=steps)
         except BaseException:
             if not self._has_left:
                 self._tell_of_error()
             raise
-        if team is None or self._replica is None:
-            return
-        changed = self._replica.take_changed()
-        self._said = team.exchange(Said(changed=len(changed), **self._clock()))
-        if changed:
-            places = {name: place for place, name in enumerate(self._parameters.tensors)}
-            team.share_chosen(self._parameters, [places[name] for name in changed], len(changed))
+        self._said = self._team.exchange(Said(**self._clock()))
         self._stop.require_heard(bool(self._said.stopping))
+
+    def _tell_of_error(self) -> None:
+        """Tell the others that the leader leaves because of an error, which may be that they are gone.
+
+        If they may wait for a tensor, they hear of it when this process ends.
+        """
+        if not self._is_torn:
+            with suppress(RuntimeError):
+                self._team.exchange(Said(has_left=True))
 
     def _heed_signal(self) -> None:
         """Do nothing yet: all processes heed the signal together, at the end of `sync`."""
@@ -159,6 +196,20 @@ class Leader(JoinedRun):
     def _clock(self) -> dict[str, Any]:
         stopping = self._stop.has_arrived
         return {"finished": super().finished, "stopping": stopping, "step": super().step, "steps": super().steps}
+
+    def _leave(self, error: BaseException | None) -> None:
+        """Leave the run. Without an error, all processes do, and send the newest progress together."""
+        if self._has_left or self._loop is None or self._team is None:
+            return
+        if error is not None and not isinstance(error, StoppedBySignal):  # the others have stopped to follow
+            is_ours = isinstance(error, Exception)
+            super()._leave(error if is_ours else RuntimeError(f"stopped by {type(error).__name__}"))
+            return
+        try:
+            super()._leave(error)
+        finally:
+            with suppress(RuntimeError):  # the others may be gone
+                self._team.exchange(Said(finished=True))
 
     # What the others were told, because all processes must take the same turn.
 
@@ -181,10 +232,11 @@ class Leader(JoinedRun):
 class Follower:
     """The island's membership, in a process that follows the leader."""
 
-    def __init__(self, group: Any, given: Joining) -> None:
-        self._group = group
+    def __init__(self, given: Joining, new_team: NewTeam) -> None:
+        self._new_team, self._run = new_team, given.run
         self._parameters, self._state = given.parts()
         self._team: Any = None  # while this process is in the run
+        self._replica: SharedReplica | SplitReplica | None = None
         self._said = Said()
         self._stop = StopSignal()
         self.island, self.moments = "", "fresh"
@@ -195,27 +247,13 @@ class Follower:
         Raises:
             ConfigError: The leader could not join (`loop.leader-left`).
         """
-        self._team = team = self._new_team()
-        self._rehearse()
+        self._team = team = self._new_team(self._parameters.device, f"join {self._run}")
         self._hear(team)
-        self._share(team)
         if self._said.has_state and self._state is not None:
+            team.scatter_state(self._state, ())
             self.moments = "the leader"
         self._stop.watch()
         return self
-
-    def _new_team(self) -> ProcessTeam:
-        return ProcessTeam(self._group)
-
-    def _rehearse(self) -> None:
-        if self._state is not None:
-            self._state.rehearse()
-
-    def _share(self, team: ProcessTeam) -> None:
-        """Take the first parameters and the optimisers' state."""
-        team.share(list(self._parameters.tensors.values()))
-        if self._said.has_state and self._state is not None:
-            team.share_state(self._state)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -229,11 +267,18 @@ class Follower:
             self._stop.release()
 
     def leave(self) -> None:
-        """Follow the leader no longer."""
-        self._team = None
+        """Send the newest progress together with the leader, and follow it no longer."""
+        team, self._team = self._team, None
+        if team is None:
+            return
+        try:
+            while (said := team.exchange(Said())).work:
+                self._do(team, said)
+        except RuntimeError as error:
+            log.warning("the leader of this island is gone: %s", error)
 
     def sync(self, *, tokens: int | None = None, loss: Any = None, steps: int = 1) -> None:
-        """Take from the leader what it adopted. The arguments are those of the leader's call.
+        """Do with the leader what it does. The arguments are those of the leader's call.
 
         Raises:
             ConfigError: The leader has left (`loop.leader-left`), or this process has (`loop.left`).
@@ -245,18 +290,34 @@ class Follower:
                 code="loop.left",
             )
         self._hear(self._team)
-        if self._said.changed:
-            self._team.share_chosen(self._parameters, [], self._said.changed)
         self._stop.require_heard(bool(self._said.stopping))
 
-    def _hear(self, team: ProcessTeam) -> None:
-        self._said = team.exchange(Said(stopping=self._stop.has_arrived))
-        if self._said.has_left:
-            raise ConfigError(
-                "the leader of this island (rank 0) has left the run",
-                "See the error of that process, and start the island again.",
-                code="loop.leader-left",
-            )
+    def _hear(self, team: Any) -> None:
+        """Do what the leader says, until its turn ends."""
+        while True:
+            self._said = team.exchange(Said(stopping=self._stop.has_arrived))
+            if self._said.has_left:
+                raise _leader_left()
+            if not self._said.work:
+                return
+            self._do(team, self._said)
+
+    def _do(self, team: Any, said: Said) -> None:
+        replica = self._replica
+        if said.work == Work.BEGIN:
+            manifest = team.share_manifest(None, said.about)
+            self._replica = _replica(manifest, self._parameters, team)
+            if self._state is not None:
+                self._state.rehearse()  # with the leader, because a step of the optimiser may need all processes
+            self._replica.begin(self._parameters.named(), [None] * len(manifest.fragments))
+        elif said.work == Work.MEASURE and replica is not None:
+            replica.measure(said.about, self._parameters.named())
+        elif said.work == Work.ADOPT and replica is not None:
+            replica.adopt(said.about, self._parameters.named(), None)
+        elif said.work == Work.GIVE_TENSOR:
+            team.gather_tensor(self._parameters, said.about)
+        elif said.work == Work.GIVE_STATE and self._state is not None:
+            team.gather_state(self._state)
 
     @property
     def finished(self) -> bool:

@@ -42,12 +42,6 @@ class TorchReplica:
         self.codec = manifest.config.wire.up
         self.device = device
         self.references: list[Any] = []
-        self._changed: dict[str, None] = {}
-
-    def take_changed(self) -> list[str]:
-        """Return the names of the tensors that were adopted since the last call."""
-        changed, self._changed = list(self._changed), {}
-        return changed
 
     def begin(self, params: Tensors, vectors: Sequence[Vector | None]) -> None:
         """Set the parameters to these float32 vectors, one for each fragment."""
@@ -75,7 +69,6 @@ class TorchReplica:
             if any(params[tensor.name].dtype != torch.float32 for tensor, _ in rows):
                 reference_N = reference_N + (_flatten(rows, params) - own_N)
         self.references[fragment] = reference_N
-        self._changed |= {tensor.name: None for tensor, _ in rows}
         return params
 
     # -- where a fragment lives ---------------------------------------------------------------------------------------
@@ -104,16 +97,40 @@ def _write(rows: Rows, params: Tensors, vector_N: Any) -> None:
 Tell = Callable[[bool, int], None]
 
 
-def _follow(is_adoption: bool, fragment: int) -> None:
-    """Do nothing: a process that follows was told by the leader."""
+class SharedReplica(TorchReplica):
+    """The replica of a model that all processes hold. The leader measures and adopts; the others take its tensors."""
+
+    def __init__(self, manifest: Manifest, parameters: ModuleParameters, team: Any, tell: Tell) -> None:
+        """Begin without references.
+
+        Args:
+            manifest: The run.
+            parameters: The parameters of the model in this process.
+            team: The processes.
+            tell: Tells the others what to do; the leader's.
+        """
+        super().__init__(manifest, parameters.device)
+        self._tensors, self._team, self._tell = parameters.tensors, team, tell
+
+    def begin(self, params: Tensors, vectors: Sequence[Vector | None]) -> None:
+        """Set the parameters of all processes to the leader's vectors."""
+        if self._team.leads:
+            super().begin(params, vectors)
+        self._team.share(list(self._tensors.values()))
+
+    def adopt(self, fragment: int, params: Tensors, new_N: Vector | None) -> Tensors:
+        """Adopt a fragment's snapshot, which only the leader gives."""
+        self._tell(True, fragment)
+        if self._team.leads:
+            super().adopt(fragment, params, new_N)
+        self._team.share([self._tensors[tensor.name] for tensor, _ in self.layout[fragment]])
+        return params
 
 
 class SplitReplica(TorchReplica):
     """The parts of all references in this process. The leader alone has whole fragments, one at a time."""
 
-    def __init__(
-        self, manifest: Manifest, parameters: ModuleParameters, courier: Courier, tell: Tell = _follow
-    ) -> None:
+    def __init__(self, manifest: Manifest, parameters: ModuleParameters, courier: Courier, tell: Tell) -> None:
         """Begin without references.
 
         Args:
@@ -127,10 +144,6 @@ class SplitReplica(TorchReplica):
         self._pieces_by_name = parameters.pieces
         self.layout = tuple(_own_rows(rows, parameters) for rows in manifest.layout)
         self._own_sizes = [sum(tensor.size for tensor, _ in rows) for rows in self.layout]
-
-    def take_changed(self) -> list[str]:
-        """Return nothing, because the other processes have adopted their pieces themselves."""
-        return []
 
     def measure(self, fragment: int, params: Tensors, codec: str = "") -> Parts:
         """Return a fragment's outer gradient as the codec's parts, in the leader. The references move everywhere."""

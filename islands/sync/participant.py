@@ -70,7 +70,7 @@ class Participant(ABC):
             name: The island's name.
             manifest: The run.
             link: The connection to the broker.
-            replica: AnyReplica and adopts the parameters.
+            replica: Measures and adopts the parameters.
             arrivals: One snapshot of every fragment.
             host: The machine.
             clock: Monotonic seconds.

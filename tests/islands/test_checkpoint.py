@@ -191,23 +191,6 @@ def test_a_restored_island_continues_with_the_same_bits(kept: Kept) -> None:
         assert replace(other.header, **own) == replace(one.header, **own)
 
 
-def test_queued_contributions_are_kept_with_those_in_flight(tmp_path: Path) -> None:
-    island = trained(3)
-    island.link.channels[0].outbox.pump = lambda: None  # type: ignore[method-assign]
-    sent = {p.contribution.identity_text for p in island.link.channels[0].outbox.in_flight()[0]}
-    island.leave(flush_seconds=0.0)
-    taken = cut(island, NUMBER)
-    assert len(taken.queued) == 2
-    store(tmp_path / "k").save(taken)
-    after = fresh()
-    assert whole(tmp_path / "k", after)
-    resumed = {p.contribution.identity_text: p for p in after.link.channels[0].outbox.in_flight()[0]}
-    queued = {draft.header.identity_text: draft for draft in taken.queued}
-    assert resumed.keys() == sent | queued.keys()
-    for identity, draft in queued.items():
-        assert resumed[identity].payload == draft.encoded(1)[1]
-
-
 # -- damage ---------------------------------------------------------------------------------------------------------
 
 

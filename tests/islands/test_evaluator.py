@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal, NoReturn
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -212,16 +210,6 @@ def test_a_failing_evaluation_does_not_stop_the_island() -> None:
         run.transport.island.heartbeat(samples.heartbeat("a", "done"))
         evaluator.finish(lambda: False)
         assert len(run.transport.reader.evaluations()) == evaluated
-
-
-def test_a_loss_that_is_not_finite_is_recorded_as_not_a_number(run: TinyRun) -> None:
-    island = run.island("a")
-    held = [replace(arrival, params_N=np.full_like(arrival.params_N, np.inf)) for arrival in island.link.join()]
-    found = of(run, island, arrivals=lambda: held).turn()
-    assert found is not None
-    assert math.isnan(found.bits_per_byte)
-    (recorded,) = run.transport.reader.evaluations()
-    assert math.isnan(recorded.bits_per_byte)
 
 
 def test_only_the_corpus_of_the_run_is_evaluated() -> None:

@@ -168,16 +168,6 @@ def test_a_rehearsal_writes_nothing_and_its_island_uses_the_prepared_programs(
 
 
 @pytest.mark.full
-def test_a_recreated_run_is_prepared_again(
-    prepared: PreparedIsland, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other = created(replace(LIGHT, inner=replace(LIGHT.inner, beta1=0.8)))
-    island = run(other, prepared, tmp_path, monkeypatch)
-    assert island.manifest == other.manifest != prepared.manifest
-    assert island.steps is not prepared.workload.steps
-
-
-@pytest.mark.full
 def test_an_island_with_less_memory_compiles_its_own_steps(
     prepared: PreparedIsland, stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,3 +207,15 @@ def test_an_assignment_keeps_the_arguments_of_the_standby(
     main.stand_by(options)
     assert capfd.readouterr().out == "ready\n"
     assert became == [replace(options, name="oslo", folder=tmp_path, scan_steps=2, standby=False)]
+
+
+def test_a_standby_ends_with_its_input(
+    prepared: PreparedIsland,
+    stored: Stored,
+    monkeypatch: pytest.MonkeyPatch,
+    standard_input: Callable[[bytes], None],
+) -> None:
+    monkeypatch.setattr(main, "prepared_here", lambda _: prepared)
+    for begun in (b"", b'{"arguments": ["--name"'):
+        standard_input(begun)
+        assert main.stand_by(main.IslandOptions(url=stored.url, run="demo", standby=True)) == 0

@@ -65,18 +65,6 @@ def test_rounding_to_a_narrow_dtype_is_no_progress(framework: Framework, dtype: 
     assert island.dtypes() == {dtype}
 
 
-def test_islands_of_different_dtypes_share_a_run(framework: Framework) -> None:
-    run = framework.run(config=replace(CONFIG, sync=replace(CONFIG.sync, quorum=2)))
-    wide, narrow = run.island("a"), run.island("b", framework.model("bfloat16"))
-    for _ in range(12):
-        wide.train()
-        narrow.train()
-    assert run.transport.reader.books().refused == 0
-    assert run.merger.state.closed >= 4
-    for name, value in wide.values().items():
-        np.testing.assert_allclose(narrow.values()[name], value, atol=0.3)
-
-
 @pytest.mark.parametrize(("codec", "value"), [("bfloat16", math.nan), ("int4", math.inf)])
 def test_nothing_that_is_not_finite_is_sent(framework: Framework, codec: Any, value: float) -> None:
     run = framework.run(config=replace(CONFIG, wire=WireConfig(up=codec, thin="", down="float32")))
@@ -146,17 +134,6 @@ def test_a_call_without_an_event_returns_the_same_object_and_leaves_that_are_not
     assert run.merger.state.closed
     assert int(island.params["count"]) == 7 + 9
     assert "count" not in run.merged()
-
-
-def test_a_call_may_stand_for_several_steps_and_batches_may_grow() -> None:
-    run = OwnRun()
-    island = run.island()
-    for number in range(24):
-        island.sync(trained(island.params, 3 * STEP), 3, tokens=5 << number // 4)
-    assert island.loop.totals.steps == 24 * 3
-    assert island.loop.totals.tokens == 4 * 5 * ((1 << 6) - 1)
-    assert run.merger.state.step <= island.loop.ledger.global_step
-    assert run.transport.reader.books().refused == 0
 
 
 # -- what a loop returns is checked ---------------------------------------------------------------------------------

@@ -180,11 +180,6 @@ def test_a_newcomer_takes_the_state_of_a_peer(framework: Framework, url: str, un
 # -- names and errors -----------------------------------------------------------------------------------------------
 
 
-def test_parameters_may_be_described_instead_of_given(made: str) -> None:
-    with join(made, "own", jax.eval_shape(tree)) as run:
-        np.testing.assert_array_equal(np.asarray(run.params["embedding"]), np.asarray(tree()["embedding"]))
-
-
 def test_leaves_without_values_are_named(url: str, made: str) -> None:
     with failing(ConfigError, "loop.meta") as caught:
         create(url, "new", jax.eval_shape(tree), steps=10)
@@ -309,19 +304,6 @@ def test_sigterm_ends_the_loop_and_sends_its_progress(made: str) -> None:
     finally:
         signal.signal(signal.SIGTERM, before)
     assert books_of(made).published >= 4
-
-
-def test_a_run_that_is_over_is_said_to_be(url: str, until: Until, caplog: pytest.LogCaptureFixture) -> None:
-    create(url, "own", tree(), sync=SYNC, steps=8)
-    with served(url) as merger:
-        with join(url, "own", tree()) as run:
-            while not run.finished:
-                run.sync(run.params)
-        until(lambda: merger.state.step >= 8, "the last merge")
-    assert "loop.finished" not in {getattr(record, "code", "") for record in caplog.records}
-    with join(url, "own", tree()) as run:
-        assert run.finished
-    assert "loop.finished" in {getattr(record, "code", "") for record in caplog.records}
 
 
 @pytest.mark.parametrize("rule", ["overwrite", pytest.param("carry", marks=pytest.mark.full)])

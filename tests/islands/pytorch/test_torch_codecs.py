@@ -63,13 +63,6 @@ def test_the_bits_are_those_of_numpy(name: str, seed: int, elements: int, shares
     assert restored_N.view(np.uint32).tobytes() == reference.decode(body, elements).view(np.uint32).tobytes()
 
 
-@given(seed=SEEDS, kinds=st.integers(1, 400))
-def test_top3_keeps_the_earlier_of_equal_values(seed: int, kinds: int) -> None:
-    random = np.random.default_rng(seed)
-    values_N = random.choice(random.uniform(-1.0, 1.0, kinds), 2 * TOP_BLOCK).astype(np.float32)
-    assert in_torch("top3", values_N)[0] == codec("top3").encode(values_N)
-
-
 def test_every_codec_exists_in_pytorch() -> None:
     assert ours.CODECS.keys() == CODECS.keys()
     with failing(WireError, "wire.codec"):

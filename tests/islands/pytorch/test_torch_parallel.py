@@ -18,34 +18,59 @@ from tests.failing import failing
 torch = pytorch.required()
 
 from archipelago.islands.pytorch.joining import Joining  # noqa: E402 - it imports torch
-from archipelago.islands.pytorch.parallel import Follower, Leader, Said  # noqa: E402 - it imports torch
+from archipelago.islands.pytorch.parallel import Follower, Leader  # noqa: E402 - it imports torch
+from archipelago.islands.pytorch.team import Said  # noqa: E402 - it imports torch
 from tests.islands.pytorch.torch_runs import module  # noqa: E402
 
 pytestmark = pytest.mark.full
 
 
 class Alone:
-    """A team whose other processes end while they take the first parameters."""
+    """A team whose other processes end when they wait for the optimiser's state."""
+
+    mesh, leads = None, True
 
     def exchange(self, said: Said) -> Said:
-        return said
-
-    def share(self, tensors: Any) -> None:
         raise RuntimeError("Connection closed by peer")
 
+    def share(self, tensors: Any) -> None:
+        """Share nothing: nobody else is there."""
 
-def test_a_leader_without_its_team_leaves_the_run(monkeypatch: pytest.MonkeyPatch, until: Until) -> None:
-    monkeypatch.setattr("archipelago.islands.pytorch.parallel.ProcessTeam", lambda group: Alone())
+    def share_manifest(self, manifest: Any) -> None:
+        """Share nothing."""
+
+
+def test_a_leader_without_its_team_leaves_the_run(until: Until) -> None:
     url = f"fakeredis://{uuid.uuid4().hex}"
     assert archipelago.pytorch.create(url, "own", module(), steps=10)
     before = threading.active_count()
-    leader = Leader(None, Joining(url, "own", module(), island="both"))
+    leader = Leader(Joining(url, "own", module(), island="both"), lambda *_: Alone())
     with pytest.raises(RuntimeError, match="closed by peer"), leader:
         pass
     until(lambda: threading.active_count() <= before, "the threads of the link to end")
     assert any("closed by peer" in note.text for note in connect(url, "own").reader.notes(10))
     with archipelago.pytorch.join(url, "own", module(), island="both"):
         pass
+
+
+class Obedient(Alone):
+    """A team whose other processes do what they hear."""
+
+    def exchange(self, said: Said) -> Said:
+        return said
+
+
+def test_all_processes_read_the_same_length_of_the_run(until: Until) -> None:
+    url = f"fakeredis://{uuid.uuid4().hex}"
+    assert archipelago.pytorch.create(url, "own", module(), steps=10)
+    with Leader(Joining(url, "own", module(), island="both"), lambda *_: Obedient()) as run:
+        assert run._loop is not None
+        link = run._loop.link
+        connect(url, "own").reader.steer({"inner.steps": "7"})
+        until(lambda: link.run_steps == 7, "the leader to hear of the change")
+        assert run.steps == 10, "the others were not told yet"
+        run.sync()
+        assert run.steps == 7
 
 
 class Lost:
@@ -55,9 +80,8 @@ class Lost:
         return Said(has_left=True)
 
 
-def test_a_process_whose_leader_has_left_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("archipelago.islands.pytorch.parallel.ProcessTeam", lambda *_: Lost())
-    follower = Follower(None, Joining(None, "own", module()))
+def test_a_process_whose_leader_has_left_says_so() -> None:
+    follower = Follower(Joining(None, "own", module()), lambda *_: Lost())
     with failing(ConfigError, "loop.left"):
         follower.sync()
     with failing(ConfigError, "loop.leader-left"), follower:

@@ -12,7 +12,6 @@ import pytest
 import archipelago
 from archipelago import SyncConfig
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.redis.transport import connect
 from archipelago.islands.own_loop.tree import TreeLayout
 from tests import pytorch
 from tests.failing import failing
@@ -42,15 +41,6 @@ def made() -> str:
     url = f"fakeredis://{uuid.uuid4().hex}"
     assert archipelago.pytorch.create(url, "own", adapted(), sync=SYNC, steps=1000)
     return url
-
-
-def test_what_requires_gradients_is_trained_and_the_rest_is_frozen(made: str) -> None:
-    manifest = connect(made, "own").reader.manifest()
-    assert {tensor.name for tensor in manifest.tensors} == {"2.weight", "2.bias"}
-    assert [tensor.name for tensor in manifest.frozen] == ["0.weight", "1.weight", "1.bias", "3.bias"]
-    chosen = ModuleParameters(module(), trained=r"^2\.")
-    assert set(chosen.tensors) == {"2.weight", "2.bias"}
-    assert [values.named() for values in chosen.frozen_values()] == list(manifest.frozen)
 
 
 def test_only_what_is_trained_moves(made: str) -> None:
@@ -87,24 +77,6 @@ def test_jax_has_the_same_digests() -> None:
         (ours,) = ModuleParameters(model).frozen_values()
         (theirs,) = TreeLayout.of(tree, "adapter").frozen_values()
         assert ours.named() == theirs.named(), dtype
-
-
-def test_a_choice_that_cannot_be_used_is_refused() -> None:
-    packed = module()
-    packed.packed = torch.nn.Parameter(torch.ones(4, dtype=torch.int8), requires_grad=False)
-    for trained, code in (
-        ("nowhere", "loop.nothing"),
-        ("(", "loop.argument"),
-        ("packed", "loop.dtype"),
-        (True, "loop.argument"),
-        (["packed"], "loop.argument"),
-    ):
-        with failing(ConfigError, code):
-            archipelago.pytorch.join("fakeredis://never", "own", packed, trained=trained)
-    sparse = module()
-    sparse.sparse = torch.nn.Parameter(torch.eye(3).to_sparse(), requires_grad=False)
-    with failing(ConfigError, "loop.dtype"):
-        archipelago.pytorch.join("fakeredis://never", "own", sparse)
 
 
 def test_an_optimiser_that_does_not_fit_is_refused() -> None:

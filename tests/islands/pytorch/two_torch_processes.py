@@ -31,7 +31,7 @@ from archipelago.broker.manifest import NO_CORPUS, Manifest, balanced
 from archipelago.islands.pytorch.module import ModuleParameters
 from archipelago.islands.pytorch.pieces import Courier, own_piece
 from archipelago.islands.pytorch.replica import SplitReplica, TorchReplica
-from archipelago.islands.pytorch.sharded import SplitTeam
+from archipelago.islands.pytorch.team import ProcessTeam
 
 SYNC = archipelago.SyncConfig(interval=8, fragments=3)
 #: The codec, the adopt rule, the dtype and the shape of the mesh of each comparison with one device.
@@ -92,9 +92,12 @@ def compared(codec: Any, rule: Any, dtype: Any, shape: tuple[int, ...]) -> tuple
     config = RunConfig(adopt=AdoptConfig(rule=rule), wire=WireConfig(up=codec))
     tensors = ours.manifest_tensors(lambda name: "rest")
     manifest = Manifest("own", config, tensors, balanced(tensors, 3), NO_CORPUS, {})
-    team = SplitTeam(mesh_of(parts), ours.device, "compare")
+    team = ProcessTeam(mesh_of(parts), None, ours.device, "compare")
     watched = Watched(team.courier)
-    alone, together = TorchReplica(manifest, one.device), SplitReplica(manifest, ours, watched)
+    alone, together = (
+        TorchReplica(manifest, one.device),
+        SplitReplica(manifest, ours, watched, lambda is_adoption, fragment: None),
+    )
     random = np.random.default_rng(7)
 
     def snapshot(size: int) -> Any:

@@ -202,18 +202,6 @@ def test_adoption_closes_its_round_and_zeroes_the_counts_unless_progress_is_kept
         assert send_due(island)[0] == 2
 
 
-def test_staleness_is_the_mean_lag_behind_the_announced_versions() -> None:
-    island = ledger(fragments=2)
-    assert island.staleness == 0.0
-    for number in (1, 2, 3):  # versions 1 and 1, then 2 of fragment 0
-        island.heard(snapshot(island, number))
-    assert island.staleness == 1.5
-    island.adopted(snapshot(island, 3), keeps_progress=False)
-    assert island.staleness == 0.5
-    island.adopted(snapshot(island, 4), keeps_progress=False)  # before its announcement is processed
-    assert island.staleness == 0.0
-
-
 # -- leaving -------------------------------------------------------------------------------------------------------
 
 

@@ -209,10 +209,3 @@ def test_a_shared_program_gives_the_bits_of_a_program_for_one_fragment(thin: Any
         parts, reference_N = replica_module._compiled_measure(rows, thin)(replica.references[p], part)
         assert body_of(replica.measure(p, params, thin)) == body_of(parts)
         assert np.asarray(replica.references[p]).tobytes() == np.asarray(reference_N).tobytes()
-
-
-def test_fragments_of_similar_size_are_padded_to_one_size_and_small_ones_are_not() -> None:
-    """With blocks of 4,096, padding by more than a third would cost more than another program."""
-    sizes = (45 * 4096, 41 * 4096 + 1, 35 * 4096, 33 * 4096, 9)
-    padded = [replica_module._padded_size(size, max(sizes)) for size in sizes]
-    assert padded == [45 * 4096, 45 * 4096, 45 * 4096, 33 * 4096, 4096]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archipelago.broker.messages import Call, Event, Marker, Refusal, Resume, Snapshot, TapeEntry
-from archipelago.islands.sync.connection.announcements import Verdict, believable_step, fault_in, judged
+from archipelago.islands.sync.connection.announcements import believable_step, fault_in, judged
 from tests import samples
 from tests.islands.sync.connection.link_run import Harness, received
 from tests.tiers import examples
@@ -25,12 +25,6 @@ def snapshot(number: int, **changes: Any) -> Snapshot:
     """Return the snapshot of a round of the sample run, which has two fragments."""
     good = replace(FIRST, round=number, fragment=(number - 1) % 2, version=(number + 1) // 2)
     return replace(good, **changes)
-
-
-def test_what_a_merger_sends_has_no_fault() -> None:
-    for number in (1, 2, 3, 100):
-        honest = (snapshot(number), Call(number, (number - 1) % 2), Resume(number, 1), Marker(1, number), FIRST)
-        assert [fault_in(event, MANIFEST) for event in honest] == [""] * 5
 
 
 def test_what_contradicts_the_manifest_has_a_fault() -> None:
@@ -78,16 +72,6 @@ def test_an_island_at_round_ten_believes_what_the_headers_confirm() -> None:
         assert bool(verdict.fault) == (expected == "ignored"), event
 
 
-def test_without_any_readable_header_only_expected_rounds_are_believed() -> None:
-    def nothing() -> list[None]:
-        return [None, None]
-
-    assert judged(snapshot(11), 10, 2, nothing) == Verdict((snapshot(11),))
-    assert judged(snapshot(13), 10, 2, nothing).fault
-    assert judged(Resume(8, 1), 10, 2, nothing).events
-    assert judged(Resume(12, 1), 10, 2, nothing).fault
-
-
 def tape_at(step: int | None) -> list[TapeEntry]:
     """Return a tape that has come to that step. Fail if there is none, because the step needs no confirmation."""
     assert step is not None
@@ -131,21 +115,6 @@ def test_forged_announcements_stop_no_merge(harness: Harness) -> None:
     link.pump()
     assert (link.channels[0].inbox.ignored, harness.faulty.calls["heads"] - before) == (205, 1), "one read for a flood"
     assert (link.pumps.failure, link.pumps.trouble) == (None, "")
-
-
-def test_an_island_returns_from_rounds_that_have_not_closed(harness: Harness) -> None:
-    link = harness.link()
-    harness.close(1, 1.0)
-    forge(harness, *(snapshot(number, step=1000) for number in range(2, 40)))
-    link.pump()
-    assert link.channels[0].inbox.heard_round == 1
-    events, _ = received(link)
-    assert events[-1] == Resume(1, 0)
-    harness.close(2, 2.0)
-    link.pump()
-    events, arrivals = received(link)
-    assert [(a.snapshot.round, a.snapshot.step, a.params_N[0]) for a in arrivals][-1:] == [(2, 4, 2.0)]
-    assert link.channels[0].inbox.heard_round == 2
 
 
 def test_an_honest_announcement_ends_the_belief_in_later_rounds(harness: Harness) -> None:

@@ -47,22 +47,6 @@ def test_events_arrive_in_order_with_only_the_newest_snapshot_of_each_fragment(h
     assert received(link) == ([], [])
 
 
-def test_events_are_read_during_a_download(harness: Harness) -> None:
-    """On a thin link a download takes longer than a round. A newer snapshot announced meanwhile is downloaded next."""
-    link = harness.link()
-    harness.faulty.after["fragment"] = lambda: harness.close(3, 3.0)
-    harness.close(1, 1.0)
-    harness.close(2, 2.0)
-    link.pump_receive()
-    events, arrivals = received(link)
-    assert [event.round for event in events] == [1, 2, 3]
-    assert {a.snapshot.fragment: float(a.params_N[0]) for a in arrivals} == {0: 1.0, 1: 2.0}
-    link.pump_receive()
-    assert arrived(link) == {3: 3.0}
-    link.pump_receive()
-    assert received(link) == ([], [])
-
-
 def test_a_snapshot_waits_for_all_earlier_events(harness: Harness) -> None:
     """A download gives the newest snapshot, which may be newer than all processed events."""
     link = harness.link()

@@ -22,22 +22,6 @@ SHARDS = shards_of(samples.manifest())
 # -- shards --------------------------------------------------------------------------------------------------------
 
 
-def test_one_shard_is_leased_ahead_for_each_island(harness: Harness) -> None:
-    one, other = harness.link("a/x"), harness.link("b/y")
-    assert one.lease() is None
-    found: list[ReadPosition] = []
-    for _ in range(3):
-        for link in (one, other):
-            heartbeat(link)
-            place = link.lease()
-            assert place is not None
-            assert link.lease() is None  # the next heartbeat leases another one
-            found.append(place)
-    assert [place.cursor for place in found] == [(0, 0)] * 6
-    assert [place.range for place in found[:2]] == SHARDS[:2]
-    assert len({place.range for place in found}) == 6
-
-
 def test_a_held_shard_is_not_leased_again(harness: Harness) -> None:
     link = harness.link(shards=["3", "1"])
     for expected in (ReadPosition("3", 0, 0), ReadPosition("1", 0, 0), None, None):

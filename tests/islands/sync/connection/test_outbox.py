@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -198,6 +198,18 @@ def test_contributions_sent_after_the_marker_are_in_flight_until_it_is_passed(ha
     assert rounds_of(link, 8) == ([], [])
 
 
+def test_several_markers_may_come_before_the_first_one_is_passed(harness: Harness) -> None:
+    link = harness.link()
+    send(link, 1)
+    harness.announce(Marker(7, 0))
+    harness.close(1, 1.0, *harness.published())  # merged between the markers, so checkpoint 7 lacks it
+    harness.announce(Marker(8, 1))
+    link.pump()
+    assert rounds_of(link, 7) == ([1], [])
+    link.channels[0].outbox.passed(7)
+    assert rounds_of(link, 8) == ([], [])
+
+
 def left_behind(harness: Harness, *numbers: int) -> list[SentContribution]:
     """Return contributions of an earlier incarnation to those rounds, which the broker has lost."""
     before = harness.link("a/w")
@@ -206,25 +218,6 @@ def left_behind(harness: Harness, *numbers: int) -> list[SentContribution]:
     for delivery in harness.deliveries():
         harness.forget(delivery.entry)
     return in_flight
-
-
-def test_contributions_of_an_earlier_incarnation_are_published_again(harness: Harness) -> None:
-    in_flight = left_behind(harness, 1, 2)
-    link = harness.link("a/x")
-    link.resume([replace(p, entry="") for p in in_flight])
-    assert unresolved(link) == {1, 2}
-    harness.faulty.outage = UnreachableError("connection refused")
-    link.pump()
-    harness.faulty.outage = None
-    link.pump()
-    link.pump()
-    assert [d.contribution for d in harness.deliveries()] == [p.contribution for p in in_flight]
-    assert [d.payload for d in harness.deliveries()] == [p.payload for p in in_flight]
-    harness.close(1, 1.0, in_flight[0].contribution)
-    harness.resume(1)  # the broker has both
-    link.pump()
-    assert harness.rounds() == [2]
-    assert unresolved(link) == {2}
 
 
 # -- merged contributions ------------------------------------------------------------------------------------------

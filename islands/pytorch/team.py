@@ -1,0 +1,178 @@
+"""The processes of one island in PyTorch, and what they do together when their leader says so.
+
+Messages and the optimisers' state go over the hosts' memory, and parameters over the processes' own group.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from enum import IntEnum
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from archipelago.broker.errors import ConfigError
+from archipelago.broker.frozen import FrozenValues
+from archipelago.broker.manifest import Manifest
+from archipelago.islands.pytorch.module import ModuleParameters, chunks
+from archipelago.islands.pytorch.pieces import Courier, Pieces, own_piece
+from archipelago.islands.pytorch.state import OptimizerState
+
+
+class Work(IntEnum):
+    """What all processes do together, when the leader says so."""
+
+    BEGIN = 1
+    MEASURE = 2
+    ADOPT = 3
+    GIVE_STATE = 4
+    GIVE_TENSOR = 5
+
+
+class Said(NamedTuple):
+    """What the leader says, in numbers.
+
+    Attributes:
+        has_left: Whether the leader has left because of an error.
+        finished: Whether to stop.
+        stopping: Whether SIGTERM has arrived in any of the processes. They then all stop at the same step.
+        step: The run's clock.
+        steps: The run's length.
+        has_state: Whether the optimisers' state follows.
+        work: What all processes do together before the turn of the leader goes on; 0 if the turn has ended.
+        about: The number of the fragment or tensor that the work is about.
+    """
+
+    has_left: int = 0
+    finished: int = 0
+    stopping: int = 0
+    step: int = 0
+    steps: int = 0
+    has_state: int = 0
+    work: int = 0
+    about: int = 0
+
+
+def ranks_of(mesh: Any, group: Any) -> list[int]:
+    """Return the ranks of an island's processes, the leader's first."""
+    return dist.get_process_group_ranks(group) if mesh is None else [int(rank) for rank in mesh.mesh.flatten()]
+
+
+class ProcessTeam:
+    """The processes of one island.
+
+    Attributes:
+        mesh: The mesh that the model is split over; None if all processes hold all of it.
+        ranks: The ranks of the processes. The first one leads.
+        on_host: Carries tensors of the host.
+        courier: Carries pieces of tensors of the model's device.
+    """
+
+    def __init__(self, mesh: Any, group: Any, device: Any, purpose: str) -> None:
+        """Make the groups. All processes of the island do this at the same time.
+
+        Args:
+            mesh: The mesh.
+            group: The process group of DistributedDataParallel, without a mesh.
+            device: The device of the model in this process.
+            purpose: The call that all processes make, in words.
+
+        Raises:
+            ConfigError: The processes make different calls (`loop.not-together`).
+        """
+        self.mesh, self._group, self.ranks = mesh, group, ranks_of(mesh, group)
+        self._messages = dist.new_group(self.ranks, backend="gloo", use_local_synchronization=True)
+        self.on_host = self.courier = Courier(self._messages, self.ranks)
+        self._require_together(purpose)
+        if mesh is not None and device.type != "cpu":
+            group = mesh.get_group() if mesh.ndim == 1 else dist.new_group(self.ranks, use_local_synchronization=True)
+            self.courier = Courier(group, self.ranks)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the leader."""
+        return self.on_host.leads
+
+    def _require_together(self, purpose: str) -> None:
+        number = int.from_bytes(hashlib.sha256(purpose.encode()).digest()[:6])
+        bounds = torch.tensor([number, -number])
+        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=self._messages)
+        if bounds.tolist() != [number, -number]:
+            raise ConfigError(
+                f"this process calls `{purpose}`, and another process of this island calls something else",
+                "Call `join`, and with FSDP2 `create` too, in every process, in the same order.",
+                code="loop.not-together",
+            )
+
+    def exchange(self, said: Said) -> Said:
+        """Return what the leader gives to this call. The others give nothing but whether they have to stop."""
+        message = torch.tensor([int(value) for value in said])
+        dist.all_reduce(message, group=self._messages)
+        heard = Said(*message.tolist())
+        return heard._replace(finished=heard.finished or heard.stopping)
+
+    def tell(self, work: Work, about: int = 0) -> None:
+        """Say what all processes do now."""
+        self.exchange(Said(work=work, about=about))
+
+    def share(self, tensors: Sequence[Any]) -> None:
+        """Overwrite whole tensors of the model by the leader's, in place."""
+        for tensor in tensors:
+            dist.broadcast(tensor.detach(), self.ranks[0], group=self._group)
+
+    def share_manifest(self, manifest: Manifest | None, size: int = 0) -> Manifest:
+        """Return the leader's manifest. The others give the size of its message."""
+        data = json.dumps(manifest.to_fields()).encode() if manifest is not None else bytes(size)
+        if manifest is not None:
+            self.tell(Work.BEGIN, len(data))
+        message = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        dist.broadcast(message, self.ranks[0], group=self._messages)
+        return manifest or Manifest.from_fields(json.loads(message.numpy().tobytes()))
+
+    # -- the optimisers' state, which travels over the hosts' memory --------------------------------------------------
+
+    def gather_state(self, state: OptimizerState) -> list[Any]:
+        """Return whole copies of all values in the leader's memory, and nothing in the others'."""
+        return [
+            self._gathered(Pieces.of(entry.name, entry.example, self.mesh), entry.present(), tuple(entry.tensor.shape))
+            for entry in state.entries
+        ]
+
+    def scatter_state(self, state: OptimizerState, values: Sequence[Any]) -> None:
+        """Replace the optimisers' state by values that the leader has."""
+        for number, entry in enumerate(state.entries):
+            own = torch.empty_like(entry.present(), device="cpu")
+            pieces = Pieces.of(entry.name, entry.example, self.mesh)
+            self.on_host.scatter(pieces, values[number] if values else None, own)
+            entry.put(own)
+
+    # -- whole tensors of the model, for `create` and for digests -----------------------------------------------------
+
+    def gather_tensor(self, parameters: ModuleParameters, place: int) -> Any:
+        """Return one whole tensor in the memory of the leader's host, and None in the others'."""
+        name, view = list(parameters.views().items())[place]
+        return self._gathered(parameters.pieces[name], own_piece(view).detach(), tuple(view.shape))
+
+    def whole(self, parameters: ModuleParameters, name: str) -> Any:
+        """Return one whole tensor in the memory of the leader's host. Only the leader calls this."""
+        place = list(parameters.views()).index(name)
+        self.tell(Work.GIVE_TENSOR, place)
+        return self.gather_tensor(parameters, place)
+
+    def frozen_values(self, parameters: ModuleParameters) -> list[FrozenValues]:
+        """Return the parameters that are not trained. The leader gathers those that are read, one at a time."""
+
+        def read(name: str) -> Iterator[memoryview]:
+            yield from chunks(self.whole(parameters, name))
+
+        return [replace(values, pieces=partial(read, values.name)) for values in parameters.frozen_values()]
+
+    def _gathered(self, pieces: Pieces, own: Any, shape: tuple[int, ...]) -> Any:
+        whole = torch.empty(shape, dtype=own.dtype) if self.leads else None
+        self.on_host.gather(pieces, own.cpu(), whole)
+        return whole
