@@ -249,7 +249,7 @@ def _seconds_a_step(island: Island, scan_steps: int) -> float:
     best = float("inf")
     for attempt in range(4):
         began = time.perf_counter()
-        state, losses_n = island.steps(state, *arguments)
+        state, losses_n = island.computation.steps(state, *arguments)
         losses_n.block_until_ready()
         if attempt:
             best = min(best, time.perf_counter() - began)

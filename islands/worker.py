@@ -30,7 +30,6 @@ from archipelago.islands.sync.heartbeat import MemoryMeter, measured
 from archipelago.islands.sync.participant import DIVERGED_MAX as DIVERGED_MAX
 from archipelago.islands.sync.participant import Host, Participant
 from archipelago.islands.sync.recovery import Received
-from archipelago.islands.sync.replica import Replica
 from archipelago.islands.turn_log import Pacer, TurnLog
 
 log = logging.getLogger(__name__)
@@ -75,7 +74,7 @@ class Island(Participant):
         self.computation = computes(manifest, steps, fresh, placement)
         self.computation.begin(arrivals)
         host = jax_host(clock, placement)
-        super().__init__(name, manifest, link, self.replica, arrivals, host, clock, incarnation)
+        super().__init__(name, manifest, link, self.computation.replica, arrivals, host, clock, incarnation)
         self.batches = batches
         self.scan_steps = scan_steps
         self.pacer = Pacer()
@@ -91,7 +90,7 @@ class Island(Participant):
         """
         self.beat("joining")
         if has_stepped:
-            self.replica.warm_up(self.params)
+            self.computation.replica.warm_up(self.params)
             self._stepped_at = self.clock()
             return
         self.computation.try_steps(self.batches.sample(self.scan_steps), self.link.run_steps)
@@ -141,25 +140,6 @@ class Island(Participant):
     @inner.setter
     def inner(self, state: InnerState) -> None:
         self.computation.inner = state
-
-    @property
-    def steps(self) -> InnerSteps:
-        """The compiled inner steps."""
-        return self.computation.steps
-
-    @steps.setter
-    def steps(self, steps: InnerSteps) -> None:
-        self.computation.steps = steps
-
-    @property
-    def replica(self) -> Replica:
-        """The references of all fragments."""
-        return self.computation.replica
-
-    @property
-    def placement(self) -> Placement | None:
-        """Where everything is on several devices; None for one device."""
-        return self.computation.placement
 
     # -- what an island of ours adds to a participant -----------------------------------------------------------------
 

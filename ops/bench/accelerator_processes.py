@@ -203,15 +203,13 @@ def _synced_turn(island: Island, steps: int) -> TimedTurn:
 
 def _settle(link: Link) -> None:
     """Wait until the link has nothing more to do."""
-    deadline = time.monotonic() + SETTLE_SECONDS
-    while _has_work(link):
+
+    def is_settled() -> bool:
         if link.pumps.failure is not None:
             raise link.pumps.failure
-        if time.monotonic() > deadline:
-            raise BrokerError(
-                f"the merger did not answer for {SETTLE_SECONDS:g} s", "See its output above.", code="bench.timeout"
-            )
-        time.sleep(POLL_SECONDS)
+        return not _has_work(link)
+
+    wait_until(is_settled, "answer of the merger", SETTLE_SECONDS, POLL_SECONDS)
 
 
 def _has_work(link: Link) -> bool:

@@ -314,7 +314,7 @@ def _synced(island: Island) -> Counts:
         return all(count.version >= version for count, version in zip(island.ledger.counts, goal, strict=True))
 
     wait_until(adopted, "merged version of all fragments", PATIENCE_SECONDS, POLL_SECONDS)
-    jax.block_until_ready((island.inner.params, island.replica.references))  # type: ignore[no-untyped-call]
+    jax.block_until_ready((island.inner.params, island.computation.replica.references))  # type: ignore[no-untyped-call]
     after = _counts(island)
     return Counts(before.at, after.at, after.steps, after.bytes - before.bytes)
 

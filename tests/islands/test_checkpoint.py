@@ -75,7 +75,7 @@ def everything(of: Island) -> dict[str, Any]:
     sent, queued = of.link.channels[0].outbox.in_flight()
     return {
         "inner": leaf_bytes(of.inner),
-        "references": leaf_bytes(of.replica.references),
+        "references": leaf_bytes(of.computation.replica.references),
         "ledger": of.ledger.state(),
         "batches": of.batches.state(),
         "totals": of.totals,

@@ -166,13 +166,13 @@ def test_totals_continue_and_the_global_step_comes_from_the_run(tmp_path: Path, 
     assert (island.totals.steps, island.totals.tokens) == (10, 10 * tiny.CONFIG.tokens_per_step)
     assert island.ledger.global_step == stamped > before.ledger.global_step
     seen: list[int] = []
-    step = island.steps
+    step = island.computation.steps
 
     def noted(state: Any, tokens: jax.Array, global_step: jax.Array) -> Any:
         seen.append(int(global_step))
         return step(state, tokens, global_step)
 
-    island.steps = noted
+    island.computation.steps = noted
     island.advance()
     assert seen == [stamped]
     assert island.totals.steps == 11

@@ -163,7 +163,7 @@ def test_a_rehearsal_writes_nothing_and_its_island_uses_the_prepared_programs(
     monkeypatch.setattr(preparing, "prepare", pytest.fail)
     island = run(stored, prepared, tmp_path, monkeypatch, scan_steps=0)
     assert island.name == "oslo"
-    assert island.steps is prepared.workload.steps
+    assert island.computation.steps is prepared.workload.steps
     assert island.scan_steps == 2
 
 
@@ -176,8 +176,8 @@ def test_an_island_with_less_memory_compiles_its_own_steps(
     assert prepared.fits(manifest, None)
     assert not prepared.fits(manifest, None, settings=own)
     island = run(stored, prepared, tmp_path, monkeypatch, micro_batches=2, rematerialise=True)
-    assert island.steps is preparing.prepare(manifest, None, settings=own).workload.steps
-    assert island.steps is not prepared.workload.steps
+    assert island.computation.steps is preparing.prepare(manifest, None, settings=own).workload.steps
+    assert island.computation.steps is not prepared.workload.steps
     assert island.manifest == manifest
 
 

@@ -32,7 +32,7 @@ def test_a_diverged_island_stops_without_changing_the_run(monkeypatch: pytest.Mo
     run = TinyRun()
     island = run.island("sick")
     monkeypatch.setattr(island.link, "drain", lambda seconds: True)  # no thread would send
-    island.steps = cast(InnerSteps, diverging)
+    island.computation.steps = cast(InnerSteps, diverging)
     turns = itertools.count()
 
     def turn() -> bool:
@@ -160,7 +160,7 @@ def test_a_slow_device_is_measured_with_two_steps(monkeypatch: pytest.MonkeyPatc
     run = TinyRun()
     run.transport.reader.steer({STEPS: "2000"})
     island = run.island("a")
-    steps, calls = cast(Any, island.steps), 0
+    steps, calls = cast(Any, island.computation.steps), 0
 
     def counted(*arguments: object) -> tuple[InnerState, jax.Array]:
         nonlocal calls
@@ -168,7 +168,7 @@ def test_a_slow_device_is_measured_with_two_steps(monkeypatch: pytest.MonkeyPatc
         found: tuple[InnerState, jax.Array] = steps(*arguments)
         return found
 
-    island.steps = cast(InnerSteps, counted)
+    island.computation.steps = cast(InnerSteps, counted)
     monkeypatch.setattr(prepared, "LONG_SECONDS", 0.0)
     monkeypatch.setattr(prepared, "DISPATCH_MATTERS_SECONDS", 0.0)
     assert prepared.best_scan_steps(island) == 1

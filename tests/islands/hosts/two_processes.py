@@ -106,13 +106,13 @@ def require_same(one: Any, other: Any) -> None:
 
 def require_places(island: Island) -> None:
     """Fail unless parameters and references are where the mesh has them."""
-    assert island.placement is not None
-    for name, template in island.placement.templates.items():
+    assert island.computation.placement is not None
+    for name, template in island.computation.placement.templates.items():
         if name in island.params:
             assert island.params[name].sharding == template.sharding, name
-        assert island.replica.references[0][name].sharding.is_equivalent_to(template.sharding, len(template.shape)), (
-            name
-        )
+        assert island.computation.replica.references[0][name].sharding.is_equivalent_to(
+            template.sharding, len(template.shape)
+        ), name
 
 
 # -- the other process -------------------------------------------------------------------------------------------------

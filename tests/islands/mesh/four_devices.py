@@ -179,7 +179,9 @@ def test_a_checkpoint_is_restored_on_another_mesh(tmp_path: Path) -> None:
         assert np.asarray(theirs).tobytes() == np.asarray(own).tobytes()
     fresh = MeshRun().island(ONE)
     assert all(x.sharding == fresh.params[name].sharding for name, x in other.params.items())
-    assert body_of(other.replica.measure(0, other.params)) == body_of(island.replica.measure(0, island.params))
+    assert body_of(other.computation.replica.measure(0, other.params)) == body_of(
+        island.computation.replica.measure(0, island.params)
+    )
     other.advance()
 
 
