@@ -168,12 +168,9 @@ def prepare(
     This asks the broker for nothing.
 
     Args:
-        manifest: The run.
-        pinned: The name of a corpus that replaces the run's here, if any.
         task: The users' task; None for one of our models.
-        placement: Where everything is on several devices; None for one device.
-        batch_size: The sequences of an inner step of our models; 0 for those of the run.
         settings: How this island computes; None for the run's settings.
+        manifest, pinned, placement, batch_size: As in `PreparedIsland`.
 
     Raises:
         MismatchError: The run trains other tensors.

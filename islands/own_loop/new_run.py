@@ -79,14 +79,11 @@ def create_run(
     """Create a run unless it exists with these tensors and settings. Return whether this call created it.
 
     Args:
-        url: The URL of the Redis; None for $ARCHIPELAGO_URL.
-        name: The name of the run.
-        config: Its settings.
-        shards: How many mergers share the work.
         tensors: The tensors that are merged.
         first: Returns their first values.
         frozen: Returns the tensors that are not trained. Their values are read only if this call creates the run,
             because `join` compares them.
+        url, name, config, shards: What the script gives to `create`.
 
     Raises:
         ConfigError: The Redis is too small (`loop.too-large`), islands of a lost run of that name are alive

@@ -51,8 +51,6 @@ def create(
     """Create a run for training scripts in PyTorch, which then `join` it. Its first parameters are the model's.
 
     Args:
-        url: The URL of the Redis (redis://HOST:PORT); None for $ARCHIPELAGO_URL.
-        name: The name of the run.
         model: A `torch.nn.Module` on one device. Its parameters that are trained, of float32, bfloat16 and float16, are
             merged, in float32. With `fully_shard` (FSDP2), all its processes call this.
         buffers: The names of buffers that are merged too, such as the means of a batch norm.
@@ -60,7 +58,7 @@ def create(
             name to a boolean. One that several layers share is trained if any of its names is chosen. The others are
             frozen: `join` compares them by digest, and they are never sent. None for those that require gradients now.
         names: The names and layouts of the run where they are not those of the module, as in `join`.
-        steps, sync, merge, outer, adopt, wire, kinds, record, shards: As in `archipelago.create`.
+        url, name, steps, sync, merge, outer, adopt, wire, kinds, record, shards: As in `archipelago.create`.
 
     Returns:
         Whether this call created it: False if the run exists with these tensors and settings.
@@ -219,8 +217,6 @@ def join(
                     break
 
     Args:
-        url: The URL of the Redis (redis://HOST:PORT), or the path of a join file; None for $ARCHIPELAGO_URL.
-        name: The name of the run, which `create` has made.
         model: A `torch.nn.Module` on one device, in `DistributedDataParallel`, or with `fully_shard` (FSDP2). The
             processes of the latter two all call this, and are one island. The `with` sets its parameters to those of
             the run.
@@ -231,9 +227,7 @@ def join(
         names: The names and layouts of the run where they are not those of the module: a table, or a function, from a
             parameter's name to the one in the run, or to a `Place`, which says whether the axes are swapped. `LLAMA` is
             the one from a Llama of transformers to our dense models. Other arguments and messages use the run's names.
-        island: The name of this island. One that stays the same over restarts continues its counts. The default is
-            that of the join file, or a random one.
-        wait_seconds: How long to wait at the start for a Redis that does not answer.
+        url, name, island, wait_seconds: As in `archipelago.join`.
 
     Raises:
         ConfigError: The model cannot be merged (the codes of `ModuleParameters`), or the optimiser is not the model's
