@@ -106,7 +106,7 @@ class Joining:
         return parameters, OptimizerState(self.optimizers, parameters.tensors) if self.optimizers else None
 
 
-class JoinedRun(Session):
+class TorchRun(Session):
     """A run that a PyTorch script has joined, as `join` returns it. Use it as a context manager."""
 
     _parameters: ModuleParameters
@@ -167,7 +167,7 @@ class JoinedRun(Session):
     def _require_own_model(self) -> None:
         """Raise ConfigError (`loop.two-runs`) if another run trains a parameter of this model."""
         for other in self._others:
-            if not isinstance(other, JoinedRun):
+            if not isinstance(other, TorchRun):
                 continue
             theirs = {id(tensor) for tensor in other._parameters.tensors.values()}
             both = [name for name, tensor in self._parameters.tensors.items() if id(tensor) in theirs]
@@ -203,7 +203,7 @@ def join(
     names: Names | None = None,
     island: str | None = None,
     wait_seconds: float = 30.0,
-) -> JoinedRun | Follower:
+) -> TorchRun | Follower:
     """Make a training script in PyTorch an island of a run.
 
         with archipelago.pytorch.join(url, "mine", model, optimizer) as run:
@@ -246,7 +246,7 @@ def join(
     inner, group = unwrapped(model)
     mesh = mesh_of(inner)
     if mesh is None and (group is None or group.size() == 1):
-        return JoinedRun(given)
+        return TorchRun(given)
     from archipelago.islands.pytorch.parallel import joined
 
     return joined(mesh, group, given)

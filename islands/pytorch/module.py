@@ -24,7 +24,7 @@ from archipelago.islands.own_loop.tensors import (
     trained_error,
 )
 from archipelago.islands.pytorch.host import FrozenTensors
-from archipelago.islands.pytorch.pieces import Pieces, mesh_of, own_piece, put_back
+from archipelago.islands.pytorch.pieces import TensorPieces, mesh_of, own_piece, put_back
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class ModuleParameters:
                     code="loop.sharded",
                 )
         self._kinds = {name: _kind(tensor) for name, tensor in self.tensors.items()}
-        self.pieces = {name: Pieces.of(name, view, mesh) for name, view in self.views().items()}
+        self.pieces = {name: TensorPieces.of(name, view, mesh) for name, view in self.views().items()}
 
     def _is_merged(self, name: str, tensor: Any) -> bool:
         is_parameter = isinstance(tensor, torch.nn.Parameter)

@@ -29,7 +29,7 @@ from archipelago.broker.manifest import Manifest
 from archipelago.islands.own_loop.leaving import StoppedBySignal, StopSignal
 from archipelago.islands.own_loop.new_run import FirstValues, Frozen
 from archipelago.islands.pytorch.host import HostCopy
-from archipelago.islands.pytorch.joining import JoinedRun, Joining
+from archipelago.islands.pytorch.joining import Joining, TorchRun
 from archipelago.islands.pytorch.module import ModuleParameters
 from archipelago.islands.pytorch.replica import SharedReplica, SplitReplica, Tell
 from archipelago.islands.pytorch.team import ProcessTeam, Said, Work, ranks_of
@@ -105,7 +105,7 @@ def _replica(
     return SplitReplica(manifest, parameters, team.courier, tell)
 
 
-class Leader(JoinedRun):
+class Leader(TorchRun):
     """The island's membership, in the process that leads."""
 
     def __init__(self, given: Joining, new_team: NewTeam) -> None:
@@ -198,8 +198,11 @@ class Leader(JoinedRun):
         return {"finished": super().finished, "stopping": stopping, "step": super().step, "steps": super().steps}
 
     def _leave(self, error: BaseException | None) -> None:
-        """Leave the run. Without an error, all processes do, and send the newest progress together."""
-        if self._has_left or self._loop is None or self._team is None:
+        """Leave the run. If the model is split, all processes do without an error, and send the newest progress."""
+        if self._has_left or self._loop is None:
+            return
+        if self._team.mesh is None:
+            super()._leave(error)
             return
         if error is not None and not isinstance(error, StoppedBySignal):  # the others have stopped to follow
             is_ours = isinstance(error, Exception)
@@ -267,9 +270,9 @@ class Follower:
             self._stop.release()
 
     def leave(self) -> None:
-        """Send the newest progress together with the leader, and follow it no longer."""
+        """Follow the leader no longer. If the model is split, send the newest progress together with it first."""
         team, self._team = self._team, None
-        if team is None:
+        if team is None or team.mesh is None:
             return
         try:
             while (said := team.exchange(Said())).work:

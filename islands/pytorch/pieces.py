@@ -65,7 +65,7 @@ def mesh_of(model: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Pieces:
+class TensorPieces:
     """The pieces of one tensor. Ranks are those of the whole process group.
 
     Attributes:
@@ -79,7 +79,7 @@ class Pieces:
     givers: Sequence[int]
 
     @classmethod
-    def of(cls, name: str, tensor: Tensor, mesh: Any) -> Pieces:
+    def of(cls, name: str, tensor: Tensor, mesh: Any) -> TensorPieces:
         """Return the places of a tensor.
 
         Args:
@@ -146,7 +146,7 @@ class Courier:
         self.rank: int = dist.get_rank()
         self.leads: bool = self.rank == ranks[0]
 
-    def gather(self, pieces: Pieces, own: Tensor, whole: Tensor | None) -> None:
+    def gather(self, pieces: TensorPieces, own: Tensor, whole: Tensor | None) -> None:
         """Give this process's piece to the leader, who writes all pieces to `whole`. All processes call this."""
         if self.leads:
             pieces.piece(whole, self.rank).copy_(own)
@@ -159,7 +159,7 @@ class Courier:
         elif self.rank in pieces.givers and own.numel():
             dist.send(own.detach().contiguous(), self._ranks[0], group=self._group)
 
-    def scatter(self, pieces: Pieces, whole: Tensor | None, own: Tensor) -> None:
+    def scatter(self, pieces: TensorPieces, whole: Tensor | None, own: Tensor) -> None:
         """Write this process's piece of the leader's `whole` to `own`. All processes call this."""
         if not self.leads:
             if own.numel():

@@ -20,7 +20,7 @@ from archipelago.broker.errors import ConfigError
 from archipelago.broker.frozen import FrozenValues
 from archipelago.broker.manifest import Manifest
 from archipelago.islands.pytorch.module import ModuleParameters, chunks
-from archipelago.islands.pytorch.pieces import Courier, Pieces, own_piece
+from archipelago.islands.pytorch.pieces import Courier, TensorPieces, own_piece
 from archipelago.islands.pytorch.state import OptimizerState
 
 
@@ -139,7 +139,9 @@ class ProcessTeam:
     def gather_state(self, state: OptimizerState) -> list[Any]:
         """Return whole copies of all values in the leader's memory, and nothing in the others'."""
         return [
-            self._gathered(Pieces.of(entry.name, entry.example, self.mesh), entry.present(), tuple(entry.tensor.shape))
+            self._gathered(
+                TensorPieces.of(entry.name, entry.example, self.mesh), entry.present(), tuple(entry.tensor.shape)
+            )
             for entry in state.entries
         ]
 
@@ -147,7 +149,7 @@ class ProcessTeam:
         """Replace the optimisers' state by values that the leader has."""
         for number, entry in enumerate(state.entries):
             own = torch.empty_like(entry.present(), device="cpu")
-            pieces = Pieces.of(entry.name, entry.example, self.mesh)
+            pieces = TensorPieces.of(entry.name, entry.example, self.mesh)
             self.on_host.scatter(pieces, values[number] if values else None, own)
             entry.put(own)
 
@@ -172,7 +174,7 @@ class ProcessTeam:
 
         return [replace(values, pieces=partial(read, values.name)) for values in parameters.frozen_values()]
 
-    def _gathered(self, pieces: Pieces, own: Any, shape: tuple[int, ...]) -> Any:
+    def _gathered(self, pieces: TensorPieces, own: Any, shape: tuple[int, ...]) -> Any:
         whole = torch.empty(shape, dtype=own.dtype) if self.leads else None
         self.on_host.gather(pieces, own.cpu(), whole)
         return whole

@@ -16,7 +16,8 @@ except ModuleNotFoundError as _error:
 
 from archipelago.islands.models.llama import Place
 from archipelago.islands.models.llama import from_llama as LLAMA  # noqa: N812 - it is used as a table
-from archipelago.islands.pytorch.joining import JoinedRun, create, join
+from archipelago.islands.pytorch.joining import TorchRun as JoinedRun
+from archipelago.islands.pytorch.joining import create, join
 
 del _torch
 

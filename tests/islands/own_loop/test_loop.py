@@ -179,16 +179,6 @@ def test_numpy_leaves_may_be_changed_in_place_after_a_sync() -> None:
     assert moved.flat[0] in range(8, 13), "every step counts once"
 
 
-def test_a_donated_leaf_is_named() -> None:
-    island = OwnRun().island()
-    with failing(ConfigError, "loop.meta") as caught:
-        for _ in range(8):
-            params = tree()
-            params["layers"][1]["kernel"].delete()
-            island.sync(params)
-    assert "layers.1.kernel" in caught.value.what
-
-
 def test_a_loss_that_the_device_still_computes_is_not_waited_for() -> None:
     class Later:
         def __init__(self) -> None:
