@@ -22,7 +22,7 @@ from archipelago.broker.config import RunConfig, SyncConfig
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.process import return_freed_memory
 from archipelago.broker.redis.transport import connect
-from archipelago.ops.bench.harness import INCARNATION, forget_peak, peak_bytes
+from archipelago.ops.bench.harness import INCARNATION, forget_peak, peak_bytes, wait_until
 
 if TYPE_CHECKING:
     import jax
@@ -136,7 +136,12 @@ def sync_and_not(
     for _ in range(pairs):
         on = _synced_turn(island, steps)
         island.inner, off = plain(
-            island.steps, island.inner, island.batches.next, steps, island.scan_steps, island.placement
+            island.computation.steps,
+            island.inner,
+            island.batches.next,
+            steps,
+            island.scan_steps,
+            island.computation.placement,
         )
         turns.append((on, off))
         pipe.send(on.seconds / off.seconds)

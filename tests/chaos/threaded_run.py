@@ -123,7 +123,7 @@ class IslandThread(Background):
         arrivals = self.link.join()
         batches = Batches(TEXT, manifest.config, self.link.lease)
         self.island = Island(name, manifest, cast(Any, steps), batches, self.link, arrivals, incarnation="x")
-        self.link.start()
+        self.link.pumps.start()
         self.start()
 
     def work(self) -> None:
@@ -136,7 +136,7 @@ class IslandThread(Background):
     def finish(self) -> None:
         """Send what the island has, and end."""
         super().finish()
-        self.link.stop()
+        self.link.pumps.stop()
 
 
 class MergerThread(Background):
