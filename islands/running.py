@@ -28,9 +28,8 @@ from archipelago.broker.files import make_untracked, write_atomically
 from archipelago.broker.machine import has_ended
 from archipelago.broker.manifest import loss_unit
 from archipelago.broker.observe.curves import CurveWriter
-from archipelago.broker.observe.health import Health
 from archipelago.broker.observe.logs import Origin
-from archipelago.broker.observe.metrics import family
+from archipelago.broker.observe.metrics import Health, family
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.presence import Heartbeat, Presence
 from archipelago.broker.process import REPLACED, keep_compiled, print_json

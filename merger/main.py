@@ -15,7 +15,7 @@ import tyro
 from archipelago.broker.errors import BrokerError, UnknownRunError, require_number
 from archipelago.broker.files import make_untracked
 from archipelago.broker.observe.curves import CurveWriter
-from archipelago.broker.observe.health import Health
+from archipelago.broker.observe.metrics import Health
 from archipelago.broker.observe.options import WorkerOptions
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import (

@@ -14,8 +14,7 @@ import tomli_w
 from archipelago.broker import config
 from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.observe.logs import as_json
-from archipelago.broker.observe.printable import printable_lines
+from archipelago.broker.observe.logs import as_json, printable_lines
 
 if TYPE_CHECKING:
     from rich.console import Console

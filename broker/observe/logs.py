@@ -1,4 +1,4 @@
-"""Logging of workers: a line for people or, with `--log-json`, one JSON object on each line.
+"""Logging of workers: a line for people or, with `--log-json`, one JSON object on each line; and printable text.
 
 An object has time (ISO 8601, UTC), level, who and message; and run, island, shard, round, code (of an error) and
 exception where they are known. A record states its round with `extra={"round": number}`.
@@ -13,12 +13,11 @@ import threading
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 from pythonjsonlogger.json import JsonFormatter
 
 from archipelago.broker.errors import ArchipelagoError
-from archipelago.broker.observe.printable import printable, printable_lines
 
 LOGGERS = ("archipelago",)
 #: The name of a thread that serves one shard of a run, before the shard's number. What it logs names the shard.
@@ -123,7 +122,7 @@ def message_of(line: str) -> str:
     return str(fields.get("message", line)) if isinstance(fields, dict) else line
 
 
-# -- uncaught errors ------------------------------------------------------------------------------------------------
+# -- uncaught errors -----------------------------------------------------------------------------------------------
 
 
 def _is_news(record: logging.LogRecord) -> bool:
@@ -172,3 +171,26 @@ def _install_hooks() -> None:
             before_unraisable(args)
 
     sys.excepthook, threading.excepthook, sys.unraisablehook = uncaught, uncaught_in_thread, unraisable
+
+
+# -- text that is safe to show in a terminal or a log ------------------------------------------------------------------
+
+# Everyone who can write to a run's Redis chooses names of hosts and devices, notes and reasons. A control character
+# among them could rewrite a terminal's screen or forge a line of a log, and an override of the writing direction could
+# disguise a name.
+_DIRECTIONS = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_SEPARATORS = (0x2028, 0x2029)
+_SURROGATES = range(0xD800, 0xE000)
+#: Maps the characters that are not shown to the replacement character.
+CONTROLS: Final = dict.fromkeys([*range(32), *range(0x7F, 0xA0), *_DIRECTIONS, *_SEPARATORS, *_SURROGATES], "\ufffd")
+_IN_LINES: Final = {code: shown for code, shown in CONTROLS.items() if chr(code) not in "\n\t"}
+
+
+def printable(text: str) -> str:
+    """Return the text with a replacement for every control character, also for line ends."""
+    return text.translate(CONTROLS)
+
+
+def printable_lines(text: str) -> str:
+    """Return the text with a replacement for every control character except line ends and tabs."""
+    return text.translate(_IN_LINES)

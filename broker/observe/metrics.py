@@ -1,4 +1,4 @@
-"""Export metrics to Prometheus: a registry for each worker, and its endpoint.
+"""Metrics of a worker for Prometheus, and the probes of an orchestrator: `/metrics`, `/healthz` and `/readyz`.
 
 A worker counts its work with prometheus-client's own counters, gauges and histograms. Values that are kept elsewhere
 (in a heartbeat, in Redis) are read at each scrape by a collector that yields the families below. A value that is not
@@ -10,21 +10,80 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Final
 
 from archipelago.broker.errors import ConfigError
 
 if TYPE_CHECKING:  # Importing prometheus_client takes a noticeable part of a worker's start.
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
     from prometheus_client import CollectorRegistry
     from prometheus_client.core import Metric
 
-    from archipelago.broker.observe.health import Health
-
 HOST = "127.0.0.1"
 PORT_MAX = 65535
+ALIVE, READY = "/healthz", "/readyz"
+#: A loop that has made no turn for this long hangs. One turn may hold a slow inner step, a compilation, or the merge of
+#: a large fragment, so the bound is far above all of them.
+HANG_SECONDS: Final = 900.0
 
 Samples = Iterable[tuple[Mapping[str, str], float]]
+
+
+class Health:
+    """The health of one worker, for the probes. Its threads may ask at any time.
+
+    `/healthz` fails when the worker's loop has made no turn for a long time, so that it should be killed and started
+    again. `/readyz` holds once the worker has joined the run. Neither depends on Redis: a worker survives any outage of
+    it. The worker is starting, then its loop runs, then it leaves. Only the loop is watched: it makes a turn now and
+    then.
+
+    Args:
+        clock: Monotonic seconds.
+        hang_seconds: The longest turn of a loop that does not hang.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, hang_seconds: float = HANG_SECONDS) -> None:
+        self._clock, self._hang_seconds = clock, hang_seconds
+        self._phase: Callable[[], str] = lambda: "starting"
+        #: When the loop made its last turn; infinity before its first turn and after its last one.
+        self._turned_at = math.inf
+
+    def watched(self, stopped: Callable[[], bool], phase: Callable[[], str]) -> Callable[[], bool]:
+        """Return `stopped` for a loop that asks it once in each turn. The loop runs from its first question on.
+
+        Args:
+            stopped: Whether a signal has arrived.
+            phase: What the loop does, in a few words.
+        """
+
+        def ask() -> bool:
+            if stopped():
+                self.leave()
+                return True
+            self._phase, self._turned_at = phase, self._clock()
+            return False
+
+        return ask
+
+    def leave(self) -> None:
+        """Note that the loop has ended, and that the worker leaves."""
+        self._phase, self._turned_at = lambda: "leaving", math.inf
+
+    def alive(self) -> tuple[bool, str]:
+        """Return whether the loop is alive, or not watched, and what to say about it."""
+        silent = self._clock() - self._turned_at
+        if silent > self._hang_seconds:
+            return False, f"{self._phase()}, but the loop has made no turn for {silent:.0f} s"
+        return True, self._phase()
+
+    def ready(self) -> tuple[bool, str]:
+        """Return whether the worker has joined the run and works, and what to say about it."""
+        is_alive, text = self.alive()
+        return is_alive and self._turned_at < math.inf, text
 
 
 def new_registry() -> CollectorRegistry:
@@ -64,13 +123,44 @@ def serve(port: int, host: str, registry: CollectorRegistry, health: Health) -> 
         ConfigError: The port or the host cannot be used.
     """
     if not 0 <= port <= PORT_MAX:
-        raise ConfigError(f"--metrics-port cannot be {port}", f"Choose 0 to {PORT_MAX}.", code="config.value")
-    from archipelago.broker.observe import endpoint
+        raise _unusable(host, port, OSError(0, f"a port is 0 to {PORT_MAX}"))
+    # Only a worker that serves metrics imports these, because http.server takes a noticeable part of a worker's start.
+    from socketserver import ThreadingMixIn
+    from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+    from prometheus_client import make_wsgi_app
+
+    class Server(ThreadingMixIn, WSGIServer):
+        daemon_threads = True
+
+    class Handler(WSGIRequestHandler):
+        def log_message(self, format: str, *args: object) -> None:
+            """Log nothing: a probe comes every few seconds."""
 
     try:
-        return endpoint.start(host, port, registry, health)
+        Server.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        server = Server((host, port), Handler)
     except (OSError, UnicodeError) as error:
         raise _unusable(host, port, error) from None
+    server.set_app(_with_probes(health, make_wsgi_app(registry)))
+    threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
+    return server.server_port
+
+
+def _with_probes(health: Health, metrics: WSGIApplication) -> WSGIApplication:
+    """Return a web application that answers the probes with status 200 or 503, and hands everything else on."""
+    probes = {ALIVE: health.alive, READY: health.ready}
+
+    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        probe = probes.get(environ.get("PATH_INFO", ""))
+        if probe is None:
+            return metrics(environ, start_response)
+        holds, text = probe()
+        headers = [("Content-Type", "text/plain; charset=utf-8"), ("Cache-Control", "no-store")]
+        start_response("200 OK" if holds else "503 Service Unavailable", headers)
+        return [f"{text}\n".encode()]
+
+    return answer
 
 
 def require_free(host: str, ports: Iterable[int]) -> None:

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 from archipelago.broker.buckets.folder import BucketFolder, chosen, open_bucket
 from archipelago.broker.machine import install_hint
 from archipelago.broker.observe import metrics
-from archipelago.broker.observe.curve_sinks import EventFile, WandbRun, has_tensorboard
-from archipelago.broker.observe.curves import Sink
-from archipelago.broker.observe.health import Health
+from archipelago.broker.observe.curves import EventFile, Sink, WandbRun, has_tensorboard
 from archipelago.broker.observe.logs import Origin, log_to_stderr
+from archipelago.broker.observe.metrics import Health
 from archipelago.broker.process import RUN_VARIABLE
 
 if TYPE_CHECKING:

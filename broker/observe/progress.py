@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from archipelago.broker.observe.printable import printable
+from archipelago.broker.observe.logs import printable
 
 SILENT_SECONDS = 3.0
 EVERY_SECONDS = 10.0

@@ -18,8 +18,8 @@ from archipelago.broker.buckets.copier import FINISH_SECONDS
 from archipelago.broker.buckets.folder import chosen
 from archipelago.broker.errors import ArchipelagoError, BrokerError, UnreachableError
 from archipelago.broker.manifest import Manifest, loss_unit
+from archipelago.broker.observe.logs import printable
 from archipelago.broker.observe.options import WorkerOptions
-from archipelago.broker.observe.printable import printable
 from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE
 from archipelago.broker.transport import MergerStatus, ReaderTransport
 from archipelago.ops.launch.devices import Shares

@@ -11,7 +11,7 @@ import tyro
 from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import ConfigError, require_number
 from archipelago.broker.observe import metrics
-from archipelago.broker.observe.curve_sinks import require_wandb
+from archipelago.broker.observe.curves import require_wandb
 from archipelago.broker.observe.options import WorkerOptions
 from archipelago.ops.launch.administration import ADMIN_FILE
 from archipelago.ops.launch.standbys import require_standbys

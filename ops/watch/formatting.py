@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from archipelago.broker.manifest import shortened
-from archipelago.broker.observe.printable import printable
+from archipelago.broker.observe.logs import printable
 from archipelago.broker.shards.reader import holders_in_words, numbered
 from archipelago.ops.watch.advice import Problem
 from archipelago.ops.watch.health import Health, describe_control

@@ -20,7 +20,7 @@ from rich.live import Live
 from archipelago.broker.errors import ArchipelagoError
 from archipelago.broker.manifest import loss_unit
 from archipelago.broker.messages import Evaluation
-from archipelago.broker.observe.printable import printable
+from archipelago.broker.observe.logs import printable
 from archipelago.broker.process import print_json, stop_on_signals
 from archipelago.broker.shards.transport import opened
 from archipelago.broker.transport import ReaderTransport

@@ -27,7 +27,7 @@ from archipelago.broker.control import (
     steered,
 )
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.observe.printable import printable
+from archipelago.broker.observe.logs import printable
 from archipelago.broker.process import RunAddress, print_json
 from archipelago.broker.shards.transport import opened
 from archipelago.broker.transport import ReaderTransport

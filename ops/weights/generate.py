@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from archipelago.broker.config import BYTES, ModelConfig
 from archipelago.broker.errors import ConfigError, DataError
 from archipelago.broker.invitation import names_redis
-from archipelago.broker.observe.printable import CONTROLS
+from archipelago.broker.observe.logs import CONTROLS
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import keep_compiled, print_json
 from archipelago.ops.settings import say

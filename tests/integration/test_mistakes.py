@@ -87,7 +87,7 @@ MISTAKES = [
     ("island RUNS --corpus nope", "data.missing"),
     ("island RUNS --scan-steps=-1", "config.value"),
     ("island RUNS --wait-seconds=-1", "config.value"),
-    ("island RUNS --metrics-port 99999", "config.value"),
+    ("island RUNS --metrics-port 99999", "config.address"),
     ("island RUNS --metrics-port TAKEN", "config.address"),
     ("island RUNS --evaluate-every=-1", "config.value"),
     ("merger RUNS --lease-seconds 0", "config.value"),

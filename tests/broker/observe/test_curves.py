@@ -17,8 +17,7 @@ from tensorboardX.proto.event_pb2 import Event  # type: ignore[import-untyped]
 from tensorboardX.record_writer import masked_crc32c  # type: ignore[import-untyped]
 
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.observe.curve_sinks import EventFile
-from archipelago.broker.observe.curves import RETRY_SECONDS, WAITING_MAX, CurveWriter, Outlet, Point
+from archipelago.broker.observe.curves import RETRY_SECONDS, WAITING_MAX, CurveWriter, EventFile, Outlet, Point
 from archipelago.broker.observe.options import CurveOptions
 from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests.conftest import Until

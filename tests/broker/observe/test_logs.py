@@ -18,7 +18,7 @@ import pytest
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.observe import logs
 from archipelago.broker.observe import progress as progress_module
-from archipelago.broker.observe.printable import printable, printable_lines
+from archipelago.broker.observe.logs import printable, printable_lines
 from archipelago.broker.observe.progress import Activity, progress
 from archipelago.broker.process import guarded
 from archipelago.ops.settings import say

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.observe import metrics
-from archipelago.broker.observe.health import HANG_SECONDS, Health
+from archipelago.broker.observe.metrics import HANG_SECONDS, Health
 from archipelago.broker.observe.options import WorkerOptions
 from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests.failing import failing
@@ -69,8 +69,8 @@ def test_an_address_that_cannot_be_served_is_an_error_before_anything_starts() -
             metrics.require_free("127.0.0.1", [port])
         for number, host, code in (
             (port, "127.0.0.1", "config.address"),
-            (-1, "127.0.0.1", "config.value"),
-            (65536, "127.0.0.1", "config.value"),
+            (-1, "127.0.0.1", "config.address"),
+            (65536, "127.0.0.1", "config.address"),
             (0, "192.0.2.1", "config.address"),
             (0, "a" * 64, "config.address"),
         ):

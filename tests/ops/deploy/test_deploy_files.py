@@ -16,7 +16,7 @@ import redis
 import yaml
 
 from archipelago.broker.machine import free_port
-from archipelago.broker.observe.endpoint import ALIVE, READY
+from archipelago.broker.observe.metrics import ALIVE, READY
 from archipelago.broker.process import LEAVE_SECONDS, OUTAGE
 from archipelago.islands.sync.participant import FAREWELL_SECONDS, FLUSH_SECONDS
 from archipelago.ops.launch.embedded_redis import find_program

@@ -25,7 +25,7 @@ from archipelago.broker.control import Control
 from archipelago.broker.errors import ConfigError, UnreachableError
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Books, Evaluation, Note, Pending, Refusal
-from archipelago.broker.observe.printable import CONTROLS
+from archipelago.broker.observe.logs import CONTROLS
 from archipelago.broker.presence import Presence
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Memory, MergerStatus, Transport
