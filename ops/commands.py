@@ -16,7 +16,7 @@ VERBS: Verbs = {
     "island": Verb("archipelago.islands.main", "IslandOptions", "Join a run and train."),
     "merger": Verb("archipelago.merger.main", "MergerOptions", "Serve a run: merge what its islands send."),
     "status": Verb("archipelago.ops.watch.status", "StatusOptions", "Show a run, once or live with --watch."),
-    "runs": Verb("archipelago.ops.watch.runs", "RunsOptions", "List the runs of a Redis and of the folder of runs."),
+    "runs": Verb("archipelago.ops.watch.run_list", "RunsOptions", "List the runs of a Redis and of the runs' folder."),
     "rm": Verb("archipelago.ops.launch.rm", "RmOptions", "Delete a run."),
     "dash": Verb("archipelago.ops.dashboard.main", "DashOptions", "Show a run in the browser, and steer it there."),
     "steer": Verb("archipelago.ops.watch.steer", "SteerOptions", "Change the settings of a running run."),

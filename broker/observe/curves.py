@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from archipelago.broker import extras
+from archipelago.broker.machine import is_installed, require_extra
 
 #: The most points that wait to be written. If there are more, the oldest are dropped.
 WAITING_MAX = 4096
@@ -186,7 +186,7 @@ class Outlet:
 
 def has_tensorboard() -> bool:
     """Return whether event files can be written (extra `plots`)."""
-    return extras.is_installed("tensorboardX")
+    return is_installed("tensorboardX")
 
 
 class EventFile:
@@ -274,4 +274,4 @@ class WandbRun:
 
 def require_wandb() -> None:
     """Raise ConfigError unless wandb is installed. A folder named `wandb`, which it makes itself, does not count."""
-    extras.require("wandb", "--wandb")
+    require_extra("wandb", "--wandb")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import json
-import time
-from collections.abc import AsyncIterator, Callable, Collection
+import math
+import platform
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +17,32 @@ from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from archipelago.broker.control import checked_changes
+from archipelago.broker.control import (
+    CHECKPOINT,
+    DRAIN,
+    EXPEL,
+    GRACE,
+    ISLAND,
+    MERGING,
+    OUTER_RATE,
+    QUORUM,
+    checked_changes,
+)
 from archipelago.broker.errors import ArchipelagoError, ConfigError
 from archipelago.ops.dashboard import metrics
-from archipelago.ops.dashboard.actions import sentence, stamped
-from archipelago.ops.dashboard.assets import FILES, PAGE, chart_library
-from archipelago.ops.dashboard.hosts import HostCheck
-from archipelago.ops.dashboard.run_list import RunList
-from archipelago.ops.dashboard.watcher import Board, Watcher, to_json
+from archipelago.ops.dashboard.page_data import FILES, PAGE, chart_library, charts_of, page_of, to_json
+from archipelago.ops.watch.run_list import ComparedRuns
+from archipelago.ops.watch.watcher import Watcher
 
 BODY_BYTES_MAX = 1 << 16
 POLL_SECONDS = 0.2
 #: A ping keeps the connection alive through proxies.
 PING_SECONDS = 5.0
+CHARTS_SECONDS = 2.0
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -38,29 +50,53 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
 }
 FRESH = {**HEADERS, "Cache-Control": "no-store"}
+_NAMES = {OUTER_RATE: "The outer rate", QUORUM: "The quorum K", GRACE: "The grace γ"}
+
+
+class Board:
+    """The newest page and charts of a run as JSON, with one writer and any number of readers.
+
+    Attributes:
+        closed: Whether the server ends, and with it all streams.
+    """
+
+    def __init__(self, watch: Watcher) -> None:
+        self.watch = watch
+        self.page, self.charts = "", ""
+        self.page_number = self.charts_number = 0
+        self.closed = False
+        self._charts_due = -math.inf
+
+    def update(self) -> None:
+        """Read the run once, and publish its page and, less often, its charts."""
+        watch, before = self.watch, self.watch.history
+        if not watch.update() or watch.latest is None:
+            return
+        self.page = to_json(page_of(watch.latest, watch.history, watch.manifest))
+        self.page_number += 1
+        if watch.clock() >= self._charts_due or watch.history is not before:
+            self._charts_due = watch.clock() + CHARTS_SECONDS
+            self.charts = to_json(charts_of(watch.latest, watch.history, watch.manifest))
+            self.charts_number += 1
 
 
 def application(
-    watch: Watcher,
+    board: Board,
     token: str,
-    wall: Callable[[], float] = time.time,
-    clock: Callable[[], float] = time.monotonic,
     names: Collection[str] = ("localhost",),
-    runs: RunList | None = None,
+    runs: ComparedRuns | None = None,
 ) -> Starlette:
     """Return the web application.
 
     Args:
-        watch: The watcher that reads the run.
+        board: The page of the run.
         token: The token that changes need.
-        wall: Unix seconds.
-        clock: Monotonic seconds.
         names: Host names that requests may carry, beside addresses. Other names are refused, so a page of another
             site whose name resolves to this machine cannot read the dashboard.
         runs: The runs that the page compares; None for this run alone.
     """
-    service = _Service(watch, token, wall, clock, runs)
     library = chart_library()
+    service = _Service(board, token, runs)
     files = [Route(at, _file(PAGE / name, FRESH)) for at, name in FILES.items()]
     kept = {**HEADERS, "Cache-Control": "max-age=86400"}
     routes = [
@@ -89,21 +125,15 @@ def _answer(status: int, text: str, **more: str) -> Response:
 
 
 class _Service:
-    def __init__(
-        self, watch: Watcher, token: str, wall: Callable[[], float], clock: Callable[[], float], runs: RunList | None
-    ) -> None:
-        self.watch, self.wall, self.clock, self.run_list = watch, wall, clock, runs
+    def __init__(self, board: Board, token: str, runs: ComparedRuns | None) -> None:
+        self.board, self.watch, self.compared = board, board.watch, runs
         self._token = token.encode()
-
-    @property
-    def board(self) -> Board:
-        return self.watch.board
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
     async def health(self, request: Request) -> Response:
         """Answer 200 while we serve, with the state of Redis in the text."""
-        fault = self.board.fault(self.clock())
+        fault = self.watch.outage()
         return JSONResponse({"serving": True, "redis": fault.what if fault else "answers"}, headers=FRESH)
 
     async def metrics(self, request: Request) -> Response:
@@ -111,11 +141,11 @@ class _Service:
 
         While a shard cannot be reached, they are missing: counters without it would seem to go backwards.
         """
-        fault, view = self.board.fault(self.clock()), self.board.view
+        fault, view = self.watch.outage(), self.watch.latest.view if self.watch.latest else None
         why = fault.what if fault else "not read yet" if view is None else next(iter(view.unreachable.values()), "")
         if view is None or why:
             return Response(f"{why}\n", 503, headers=FRESH)
-        text = await run_in_threadpool(metrics.render, view, self.board.round_seconds)
+        text = await run_in_threadpool(metrics.render, view)
         return Response(text, media_type=metrics.CONTENT_TYPE, headers=FRESH)
 
     async def view(self, request: Request) -> Response:
@@ -127,13 +157,13 @@ class _Service:
         return "{" + ",".join(f'"{name}":{text or "null"}' for name, text in parts.items()) + "}"
 
     def _fault(self) -> str:
-        fault = self.board.fault(self.clock())
+        fault = self.watch.outage()
         return to_json({"since": fault.since_unix_seconds, "what": fault.what, "more": fault.more}) if fault else "null"
 
     async def runs(self, request: Request) -> Response:
         """Answer with the runs of this Redis and of the folder."""
         empty = {"own": self.watch.manifest.run, "folder": "", "runs": []}
-        found = await run_in_threadpool(self.run_list.newest) if self.run_list else empty
+        found = await run_in_threadpool(self.compared.newest) if self.compared else empty
         return Response(to_json(found), media_type="application/json", headers=FRESH)
 
     async def events(self, request: Request) -> Response:
@@ -144,7 +174,7 @@ class _Service:
     async def _stream(self) -> AsyncIterator[str]:
         yield "retry: 1000\n\n"
         sent: dict[str, object] = {"page": 0, "charts": 0, "fault": ""}
-        silent_since = self.clock()
+        silent_since = self.watch.clock()
         while not self.board.closed:
             now: dict[str, tuple[object, str]] = {
                 "page": (self.board.page_number, self.board.page),
@@ -157,9 +187,9 @@ class _Service:
                 sent[name], text = now[name]
                 yield f"event: {name}\ndata: {text}\n\n"
             if changed:
-                silent_since = self.clock()
-            elif self.clock() - silent_since > PING_SECONDS:
-                silent_since = self.clock()
+                silent_since = self.watch.clock()
+            elif self.watch.clock() - silent_since > PING_SECONDS:
+                silent_since = self.watch.clock()
                 yield "event: ping\ndata: 0\n\n"
             await asyncio.sleep(POLL_SECONDS)
 
@@ -172,7 +202,7 @@ class _Service:
                          **{"WWW-Authenticate": "Bearer"})  # fmt: skip
         try:
             wanted = _changes(await _body(request))
-            changes = checked_changes(self.watch.manifest.config, stamped(wanted, self.wall()))
+            changes = checked_changes(self.watch.manifest.config, _stamped(wanted, self.watch.wall()))
             if not changes:
                 return _answer(200, "The token is right.")
             await run_in_threadpool(self.watch.transport.reader.steer, changes)
@@ -182,7 +212,7 @@ class _Service:
             return _answer(503, str(error))
         except ClientDisconnect:  # The browser closed the connection.
             return _answer(400, "The request was cut off.")
-        return _answer(200, sentence(changes))
+        return _answer(200, _sentences(changes))
 
     def _is_authorised(self, request: Request) -> bool:
         kind, _, given = request.headers.get("authorization", "").partition(" ")
@@ -212,3 +242,83 @@ def _changes(body: bytes) -> dict[str, str]:
     raise ConfigError(
         "the request cannot be read", 'Send {"changes": {"sync.quorum": "2"}} as JSON.', code="config.request"
     )
+
+
+def _stamped(changes: Mapping[str, str], unix_seconds: float) -> dict[str, str]:
+    """Return the changes with the time as the value of `checkpoint`, so that each request is a new one."""
+    return {name: f"{unix_seconds:.3f}" if name == CHECKPOINT else value for name, value in changes.items()}
+
+
+def _sentences(changes: Mapping[str, str]) -> str:
+    """Describe checked changes in words. An empty value removes a setting."""
+    return " ".join(_sentence(name, value) for name, value in changes.items()) or "No change was requested."
+
+
+def _sentence(name: str, value: str) -> str:
+    if name in _NAMES:
+        return (
+            f"{_NAMES[name]} is {value} from the next round on."
+            if value
+            else f"{_NAMES[name]} has the run's own value again."
+        )
+    if name == MERGING:
+        return "Merging is paused; islands continue to train." if value else "Merging continues."
+    if name == CHECKPOINT:
+        return "The merger takes a checkpoint now."
+    if name.startswith(ISLAND):
+        return _island_sentence(name.removeprefix(ISLAND), value)
+    return f"{name} is {value}." if value else f"{name} is removed."
+
+
+def _island_sentence(island: str, value: str) -> str:
+    if value == DRAIN:
+        return f"{island} sends its last contributions and leaves."
+    if value == EXPEL:
+        return f"{island} leaves, and its contributions are refused from now on."
+    return f"{island} may join again."
+
+
+# -- the host names under which the dashboard answers -----------------------------------------------------------------
+
+
+def own_names(host: str) -> frozenset[str]:
+    """Return the names of this machine, and the name on which the dashboard listens."""
+    node = platform.node().lower()
+    return frozenset({"localhost", host.lower(), node, node.partition(".")[0]} - {""})
+
+
+def is_allowed(header: str, names: Collection[str]) -> bool:
+    """Return whether the value of a Host header is an address or one of these names, with or without a port."""
+    name = header.strip().lower()
+    if name.startswith("["):
+        name = name[1:].partition("]")[0]
+    elif name.count(":") == 1:
+        name = name.partition(":")[0]
+    name = name.removesuffix(".")
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name in names
+    return True
+
+
+class HostCheck:
+    """Middleware that refuses requests to other host names.
+
+    The page of another site can make its own name resolve to this machine (DNS rebinding), and could then read the
+    dashboard from its visitor's browser. The name in the Host header gives such requests away: it is the other site's.
+    An address in place of a name cannot be rebound, so addresses are always accepted.
+    """
+
+    def __init__(self, app: ASGIApp, names: Collection[str]) -> None:
+        self._app, self._names = app, frozenset(name.lower() for name in names)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer it with status 400."""
+        if scope["type"] == "http":
+            headers = dict(scope["headers"])
+            if not is_allowed(headers.get(b"host", b"").decode("latin-1"), self._names):
+                text = "The dashboard does not answer under this host name. Start it with --name NAME to allow it.\n"
+                await PlainTextResponse(text, 400)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)

@@ -20,9 +20,9 @@ from urllib.parse import quote
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.machine import require_extra
 from archipelago.broker.process import RunAddress, connect_to, print_json, stop_on_signals
-from archipelago.ops.dashboard.run_list import RunList
-from archipelago.ops.dashboard.watcher import Watcher
 from archipelago.ops.settings import say
+from archipelago.ops.watch.run_list import ComparedRuns
+from archipelago.ops.watch.watcher import LOOK_SECONDS, Watcher, repeated
 
 TOKEN_VARIABLE = "ARCHIPELAGO_TOKEN"  # noqa: S105 - only its name
 STOP_SECONDS = 5
@@ -47,10 +47,8 @@ class DashOptions(RunAddress):
     """The folder where runs of `up` keep their reports, which the page compares with this run."""
     open: bool = True
     """Open the page in a browser if this machine has one."""
-    screenshot: Path | None = None
-    """Only write dash-light.png, dash-dark.png and dash-phone.png into this folder, with Chromium."""
     json: bool = False
-    """Print one JSON object: address and token once it serves, or the names of the pictures."""
+    """Print one JSON object, address and token, once it serves."""
 
 
 def main(options: DashOptions) -> int:
@@ -60,18 +58,8 @@ def main(options: DashOptions) -> int:
     token = _token(options.token)
     transport = options.connect()
     try:
-        watch = Watcher(transport, transport.reader.manifest())
-        runs = RunList(lambda name: connect_to(options.url, name), transport.run, options.folder, time.monotonic)
-        if options.screenshot is not None:
-            from archipelago.ops.dashboard.screenshot import take
-
-            with serving(watch, token, "127.0.0.1", 0, runs=runs) as address:
-                paths = [str(path) for path in take(address, token, options.screenshot, stopped)]
-            if options.json:
-                print_json({"files": paths})
-            else:
-                say("\n".join(paths))
-            return 0
+        watch = Watcher(transport)
+        runs = ComparedRuns(lambda name: connect_to(options.url, name), transport.run, options.folder)
         with serving(watch, token, options.host, options.port, options.name, runs) as address:
             _greet(watch.manifest.run, address, token, options)
             while not stopped():
@@ -110,7 +98,7 @@ def _has_screen() -> bool:
 
 @contextmanager
 def serving(
-    watch: Watcher, token: str, host: str, port: int, names: Sequence[str] = (), runs: RunList | None = None
+    watch: Watcher, token: str, host: str, port: int, names: Sequence[str] = (), runs: ComparedRuns | None = None
 ) -> Iterator[str]:
     """Serve the page from threads of this process while the block runs; yield its address. Raise ConfigError.
 
@@ -124,27 +112,23 @@ def serving(
     """
     import uvicorn
 
-    from archipelago.ops.dashboard.app import application
-    from archipelago.ops.dashboard.hosts import own_names
+    from archipelago.ops.dashboard.app import Board, application, own_names
 
-    app = application(watch, token, names=own_names(host).union(names), runs=runs)
-    with _listening(host, port) as listener:
+    board = Board(watch)
+    app = application(board, token, own_names(host).union(names), runs)
+    with _listening(host, port) as listener, repeated(board.update, LOOK_SECONDS):
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=STOP_SECONDS,
             server_header=False, ws="none",
         )  # fmt: skip
         server = uvicorn.Server(config)
-        ended = threading.Event()
-        reader = threading.Thread(target=watch.update_until, args=(ended,), name="watch", daemon=True)
         # Only the main thread receives signals.
         pages = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="pages", daemon=True)
-        reader.start()
         pages.start()
         try:
             yield f"http://{_shown(host)}:{listener.getsockname()[1]}"
         finally:
-            ended.set()
-            watch.board.closed = True
+            board.closed = True
             server.should_exit = True
             pages.join(2 * STOP_SECONDS)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import Metric
@@ -37,6 +35,7 @@ RUN = {
     "archipelago_run_memory_limit_bytes": ("memory_limit_bytes", "Redis's maxmemory; 0 if it has none."),
     "archipelago_run_grace_seconds": ("grace_seconds", "Grace window, mean over the recent rounds."),
     "archipelago_run_open_seconds": ("open_seconds", "Time that a round is open, mean over the recent rounds."),
+    "archipelago_run_round_age_seconds": ("round_seconds", "Time since the last round closed."),
     "archipelago_run_loss": ("loss", f"Training loss in {_UNIT}, mean of the last round of each fragment."),
     "archipelago_run_held_out_loss": ("held_out_last", f"Held-out loss in {_UNIT}, newest evaluation."),
     "archipelago_run_merged_tokens_total": ("tokens_merged", "Tokens merged into every fragment."),
@@ -55,7 +54,6 @@ BOOKS = {
     "archipelago_run_kept_contributions": ("kept", "Merged ones that stay until a checkpoint covers them."),
 }
 
-ROUND_AGE = "archipelago_run_round_age_seconds"
 UNFINISHED = "archipelago_run_unfinished"
 
 #: Maps a metric's name to the attribute of `IslandView` and its documentation. The labels are `run` and `island`.
@@ -83,33 +81,27 @@ RUN_ISLAND = {
 }
 
 
-@dataclass(frozen=True)
 class RunCollector:
-    """A collector of a run's metrics from one reading of Redis.
+    """A collector of a run's metrics from one reading of Redis."""
 
-    Attributes:
-        seconds_since_round: Age of the newest tape entry; NaN if it is not known.
-    """
-
-    view: RunView
-    seconds_since_round: float = math.nan
+    def __init__(self, view: RunView) -> None:
+        self._view = view
 
     def collect(self) -> Iterator[Metric]:
         """Yield one family for each metric."""
-        labels = {"run": self.view.run}
-        for table, source in ((RUN, self.view), (BOOKS, self.view.books)):
+        view, labels = self._view, {"run": self._view.run}
+        for table, source in ((RUN, view), (BOOKS, view.books)):
             for name, (attribute, documentation) in table.items():
                 yield family(name, documentation, labels, [(labels, getattr(source, attribute))])
-        yield family(ROUND_AGE, "Time since the last round closed.", labels, [(labels, self.seconds_since_round)])
-        is_unfinished = float(self.view.step < self.view.steps)
+        is_unfinished = float(view.step < view.steps)
         yield family(UNFINISHED, "1 while the run has steps to make, else 0.", labels, [(labels, is_unfinished)])
         for name, (attribute, documentation) in RUN_ISLAND.items():
-            samples = [(labels | {"island": island.name}, getattr(island, attribute)) for island in self.view.islands]
+            samples = [(labels | {"island": island.name}, getattr(island, attribute)) for island in view.islands]
             yield family(name, documentation, [*labels, "island"], samples)
 
 
-def render(view: RunView, seconds_since_round: float = math.nan) -> bytes:
+def render(view: RunView) -> bytes:
     """Return the run's metrics in Prometheus' text format (`CONTENT_TYPE`)."""
     registry = new_registry()
-    registry.register(RunCollector(view, seconds_since_round))
+    registry.register(RunCollector(view))
     return generate_latest(registry)

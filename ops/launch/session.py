@@ -21,17 +21,17 @@ from archipelago.broker.manifest import Manifest, loss_unit
 from archipelago.broker.observe.logs import printable
 from archipelago.broker.observe.options import WorkerOptions
 from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE
-from archipelago.broker.transport import MergerStatus, ReaderTransport
+from archipelago.broker.transport import ReaderTransport
 from archipelago.ops.launch.devices import Shares
 from archipelago.ops.launch.embedded_redis import Server
 from archipelago.ops.launch.standbys import ISLAND, Standbys
 from archipelago.ops.launch.supervisor import ISLAND_NICENESS, Child, stop_all, thread_environment
 from archipelago.ops.launch.up_options import UpOptions
 from archipelago.ops.settings import say
-from archipelago.ops.watch import formatting, run_summary
+from archipelago.ops.watch import run_summary, terminal
 from archipelago.ops.watch.advice import Problem, problems
-from archipelago.ops.watch.health import Health
-from archipelago.ops.watch.run_view import RunView, observe
+from archipelago.ops.watch.reading import observe
+from archipelago.ops.watch.run_view import RunView
 
 LOOK_SECONDS = 1.0
 LINE_SECONDS = 10.0
@@ -175,17 +175,18 @@ class Session:
         except UnreachableError:
             return line_due
         if live:
-            live.update(formatting.render(view, found=self._problems(view)))
+            live.update(terminal.render(view, self._problems(view)))
         elif now >= line_due:
-            say(f"  {formatting.line(view)}")
+            say(f"  {terminal.line(view)}")
             return now + LINE_SECONDS
         return line_due
 
     def _problems(self, view: RunView) -> list[Problem]:
-        """Return what is wrong with the run, without the absence of our own islands: we start them again."""
-        ours = {"run", *(island.name for island in self.islands)}
-        found = problems(view, Health(MergerStatus()), self.manifest.config)
-        return [each for each in found if each.code not in ("run.no-islands", "island.silent") or each.who not in ours]
+        """Return what is wrong with the run, without the absence of our own processes: we start them again."""
+        ours = {"run", "merger", *(island.name for island in self.islands)}
+        absent = ("run.no-islands", "merger.missing", "shard.no-merger", "island.silent")
+        found = problems(view, self.manifest.config)
+        return [each for each in found if each.code not in absent or each.who not in ours]
 
     def _require_workers(self) -> None:
         """Raise ArchipelagoError if a process has made a fatal error, or if all islands have failed for good."""
@@ -266,7 +267,6 @@ class Session:
             tokens_per_second=tokens / self.seconds if self.seconds else math.nan,
             seconds=self.seconds,
             server=server,
-            interval=self.manifest.config.sync.interval,
         )
 
     def _one_process(self, tokens: int) -> run_summary.Curve:

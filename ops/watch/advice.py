@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -16,17 +16,8 @@ from archipelago.broker.config import RunConfig
 from archipelago.broker.messages import Evaluation, TapeEntry
 from archipelago.broker.observe.merge_load import merge_load
 from archipelago.broker.shards.reader import numbered
-from archipelago.broker.transport import MergerStatus
-from archipelago.ops.watch.health import (
-    Health,
-    in_shards,
-    lacks_merger,
-    stall_seconds,
-    stalled_shards,
-    stride_seconds,
-)
-from archipelago.ops.watch.remedies import refusal_remedy
-from archipelago.ops.watch.run_view import IslandView, RunView
+from archipelago.ops.watch.events import NOTHING, Event, refusal_remedy
+from archipelago.ops.watch.run_view import IslandView, RunView, in_shards
 
 Mood = Literal["bad", "warn", "info"]
 #: An island that has been silent for longer than this is gone. Its row still says so.
@@ -50,6 +41,19 @@ SLOW_TIMES = 3.0
 #: A host that uses more than this share of its memory is about to kill processes.
 HOST_SHARE = 0.95
 _ORDER = ("bad", "warn", "info")
+#: The events about problems that are kept.
+EVENTS_KEPT = 200
+#: Problems of which the merger writes a note when they begin.
+_NOTED = frozenset(["island.refused", "island.lowered", "run.paused"])
+#: What is said when a problem ends, by its code.
+_ENDS = {
+    "island.silent": "It has left, or is silent for so long that it counts as gone.",
+    "merger.missing": "A merger serves again.",
+    "merger.slow": "Rounds no longer wait for the merger.",
+    "run.no-islands": "An island is live again.",
+    "run.stalled": "Rounds close again.",
+    "shard.unreachable": "All shards can be reached again.",
+}
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,6 @@ class Problem:
 
 def problems(
     view: RunView,
-    health: Health,
     config: RunConfig,
     tape: Sequence[TapeEntry] = (),
     evaluations: Sequence[Evaluation] = (),
@@ -85,7 +88,6 @@ def problems(
 
     Args:
         view: The run.
-        health: Its merger, controls and refusals.
         config: The run's settings.
         tape: The recent rounds, oldest first.
         evaluations: All evaluations, oldest first.
@@ -96,18 +98,18 @@ def problems(
         return unreachable
     found = [
         *unreachable,
-        *_run_problems(view, health, config, tape),
+        *_run_problems(view, config, tape),
         *_memory_problems(view),
         *_loss_problems(view, config, tape, evaluations, unix_seconds),
-        *_checkpoint_problems(view, health, tape),
+        *_checkpoint_problems(view, tape),
         *(problem for island in view.islands for problem in _island_problems(island, view)),
-        *_refusal_problems(health, unix_seconds),
+        *_refusal_problems(view, unix_seconds),
     ]
     return tuple(sorted(found, key=lambda problem: _ORDER.index(problem.mood)))
 
 
-def _run_problems(view: RunView, health: Health, config: RunConfig, tape: Sequence[TapeEntry]) -> Iterator[Problem]:
-    status, command = health.merger_status, f"--run {view.run}"
+def _run_problems(view: RunView, config: RunConfig, tape: Sequence[TapeEntry]) -> Iterator[Problem]:
+    status, command = view.merger, f"--run {view.run}"
     another = f"Start one with `archipelago island URL {command}`"
     if config.has_own_loops:
         another = f"{another[:-1]} --task FILE.py:NAME`" if view.task else "Start one of its training scripts"
@@ -117,34 +119,33 @@ def _run_problems(view: RunView, health: Health, config: RunConfig, tape: Sequen
             f"{another}; the run goes on where it is. The log of the last "
             "island says why it ended.", min(island.last_seen_seconds for island in view.islands),
         )  # fmt: skip
-    if health.control.is_paused:
+    if view.control.is_paused:
         yield Problem(
             "run.paused", "warn", "run", "Merging is paused; islands continue to train.",
             "Resume it under Steer, or with `archipelago steer URL merging=`.",
         )  # fmt: skip
-    seconds = stall_seconds(view, config.sync.interval)
-    stalls = status.still_seconds > seconds
-    if lacks_merger(status) and status.holders:
-        yield _shards_without_merger(view, status)
-    elif lacks_merger(status):
+    stalls = status.still_seconds > view.stall_seconds
+    if view.lacks_merger and status.holders:
+        yield _shards_without_merger(view)
+    elif view.lacks_merger:
         yield Problem(
             "merger.missing", "bad", "merger", "No merger serves the run.",
             f"Start one with `archipelago merger URL {command}`. It goes on where the last one stopped. Until then "
             "islands train within their window, and their work waits.", status.still_seconds,
         )  # fmt: skip
-    elif stalls and not health.control.is_paused:
+    elif stalls and not view.control.is_paused:
         yield Problem(
             "run.stalled", "bad", "merger",
-            f"Nothing was merged{in_shards(stalled_shards(status, seconds))} for {status.still_seconds:,.0f} s.",
+            f"Nothing was merged{in_shards(view.stalled_shards)} for {status.still_seconds:,.0f} s.",
             "Look at the merger's log. If it hangs, stop it: a standby or a new one takes over without a loss."
             if view.live else "Start an island.", status.still_seconds,
         )  # fmt: skip
-    is_merging = view.live and not stalls and not health.control.is_paused and not lacks_merger(status)
+    is_merging = view.live and not stalls and not view.control.is_paused and not view.lacks_merger
     for where, entries in _by_shard(view, tape):
         load = merge_load(entries, config.sync.interval)
         if load is not None and load.is_slow and is_merging:
             yield Problem("merger.slow", "warn", "merger", f"{where}{load.describe()}", load.remedy)
-    for name, why in health.control.faults.items():
+    for name, why in view.control.faults.items():
         yield Problem(
             "steer.ignored", "warn", "run", f"The request {name} is ignored: {why}.",
             f"Correct it, or remove it with `archipelago steer URL {name}=`.",
@@ -180,7 +181,8 @@ def _unreachable_shards(view: RunView) -> Iterator[Problem]:
     )  # fmt: skip
 
 
-def _shards_without_merger(view: RunView, status: MergerStatus) -> Problem:
+def _shards_without_merger(view: RunView) -> Problem:
+    status = view.merger
     still = [fragment for shard in status.unserved for fragment in view.shards[shard]]
     return Problem(
         "shard.no-merger", "bad", "merger",
@@ -226,11 +228,11 @@ def _loss_problems(
             "Look at the text and its tokenizer, and at the learning rate: too high and too low look the same. "
             "`archipelago up --islands 1` on the same data shows whether one process learns.",
         )  # fmt: skip
-    yield from _evaluation_problems(view, config, tape, evaluations, unix_seconds)
+    yield from _evaluation_problems(view, tape, evaluations, unix_seconds)
 
 
 def _evaluation_problems(
-    view: RunView, config: RunConfig, tape: Sequence[TapeEntry], evaluations: Sequence[Evaluation], unix_seconds: float
+    view: RunView, tape: Sequence[TapeEntry], evaluations: Sequence[Evaluation], unix_seconds: float
 ) -> Iterator[Problem]:
     if not view.live or not evaluations or evaluations[-1].round >= view.rounds:
         return
@@ -238,7 +240,7 @@ def _evaluation_problems(
     due = newest.unix_seconds
     if tape and tape[0].round <= newest.round + 1:  # The run may have stood still since then.
         due = max(due, min((entry.unix_seconds for entry in tape if entry.round > newest.round), default=due))
-    allowed = max(EVALUATION_SECONDS, EVALUATION_STRIDES * stride_seconds(view, config.sync.interval))
+    allowed = max(EVALUATION_SECONDS, EVALUATION_STRIDES * view.stride_seconds)
     if unix_seconds - due > allowed:
         age = unix_seconds - newest.unix_seconds
         yield Problem(
@@ -264,15 +266,15 @@ def rising(losses: Sequence[float]) -> tuple[float, float] | None:
     return statistics.fmean(before), statistics.fmean(after)
 
 
-def _checkpoint_problems(view: RunView, health: Health, tape: Sequence[TapeEntry]) -> Iterator[Problem]:
-    behind = view.rounds - health.covered
+def _checkpoint_problems(view: RunView, tape: Sequence[TapeEntry]) -> Iterator[Problem]:
+    behind = view.rounds - view.covered
     times = [entry.unix_seconds for entry in tape if entry.unix_seconds]
-    if len(times) < 2 or behind <= 0 or not health.merger_status.holder:
+    if len(times) < 2 or behind <= 0 or not view.merger.holder:
         return
     # The median, because the run may have stood still for a night between two of these rounds.
     seconds = behind * statistics.median(after - before for before, after in pairwise(times))
     if seconds > CHECKPOINT_SECONDS:
-        newest = f"the newest one ends at round {health.covered:,}" if health.covered else "there is none yet"
+        newest = f"the newest one ends at round {view.covered:,}" if view.covered else "there is none yet"
         yield Problem(
             "checkpoint.late", "warn", "merger",
             f"A checkpoint is late: {newest}, and the rounds since then took {seconds / 60:,.0f} min.",
@@ -340,8 +342,8 @@ def _slow_problems(island: IslandView, view: RunView) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-def _refusal_problems(health: Health, unix_seconds: float) -> Iterator[Problem]:
-    newest = {refusal.island: (at, refusal) for at, refusal in health.refusals}
+def _refusal_problems(view: RunView, unix_seconds: float) -> Iterator[Problem]:
+    newest = {refusal.island: (at, refusal) for at, refusal in view.refusals}
     for name, (at, refusal) in newest.items():
         age = unix_seconds - at
         if age < REFUSAL_SECONDS:
@@ -350,3 +352,45 @@ def _refusal_problems(health: Health, unix_seconds: float) -> Iterator[Problem]:
                 f"A contribution to round {refusal.round:,} was refused: {refusal.reason}.",
                 refusal_remedy(refusal.reason), max(0.0, age),
             )  # fmt: skip
+
+
+# -- their beginnings and ends, for the history of the run -------------------------------------------------------------
+
+
+class ProblemLog:
+    """The beginnings and ends of problems, as events, in bounded memory."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[str, str], Problem] = {}
+        self._events: list[Event] = []
+
+    def update(self, found: Iterable[Problem], unix_seconds: float, live: Container[str] = ()) -> None:
+        """Compare the present problems with those of the last call. Those that the merger notes have events already.
+
+        Args:
+            found: The present problems.
+            unix_seconds: The reader's wall clock.
+            live: The names of the live islands.
+        """
+        now = {(each.code, each.who): each for each in found if each.code not in _NOTED}
+        for key, problem in now.items():
+            if key not in self._open:
+                began = unix_seconds - problem.seconds
+                kind = problem.code.partition(".")[2]
+                self._events.append(Event(began, problem.who, kind, problem.text, problem.remedy))
+        for key, problem in self._open.items():
+            if key not in now:
+                self._events.append(_end_of(problem, unix_seconds, live))
+        self._open = now
+        del self._events[:-EVENTS_KEPT]
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """The events, oldest first."""
+        return tuple(self._events)
+
+
+def _end_of(problem: Problem, unix_seconds: float, live: Container[str]) -> Event:
+    if problem.code == "island.silent" and problem.who in live:
+        return Event(unix_seconds, problem.who, "came back", "It sends heartbeats again.", NOTHING)
+    return Event(unix_seconds, problem.who, "over", _ENDS.get(problem.code, f"Over: {problem.text}"), NOTHING)

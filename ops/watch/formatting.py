@@ -1,75 +1,29 @@
-"""Format a run for the terminal: a block of lines for the run and a table of its islands."""
+"""How numbers, bytes, times and tables look in the terminal and in pages. All verbs format with these."""
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Container
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.markup import escape
-from rich.table import Table
-from rich.text import Text
-
-from archipelago.broker.manifest import shortened
-from archipelago.broker.observe.logs import printable
-from archipelago.broker.shards.reader import holders_in_words, numbered
-from archipelago.ops.watch.advice import Problem
-from archipelago.ops.watch.health import Health, describe_control
-from archipelago.ops.watch.remedies import refusal_remedy
-from archipelago.ops.watch.run_view import IslandView, RunView
-
-#: The columns of the table of islands, and what each means. The names are short so that the table fits into 80 columns.
-LEGEND: Final = {
-    "island": "The island's name.",
-    "state": "joining, training, leaving, left, done, or silent: no heartbeat for 10 s.",
-    "steps": "The inner steps that it has made.",
-    "tokens/s": "The tokens that it trains on in a second.",
-    "loss": "Its training loss, as a mean over its newest steps, in the unit of the run.",
-    "lag": "The versions by which its parameters are behind, as a mean over the fragments. Below 1 is usual.",
-    "part": "The share of the recent rounds that merged a contribution of it.",
-    "score": "How well its contributions agree with those of the others: 1 is usual, 0 is unrelated.",
-    "queue": "The contributions that wait in the island to be sent. Above 1, its link is slow.",
-    "up": "The bytes that it has sent.",
-    "down": "The bytes that it has received.",
-    "seen": "The time since its last heartbeat.",
-}
-_COLUMNS = tuple(LEGEND)
-#: Pairs of a terminal width and the columns that are left out from that width on.
-_LEFT_OUT = (
-    (88, ()),
-    (80, ("score",)),
-    (66, ("score", "up", "down")),
-    (58, ("score", "up", "down", "queue", "lag")),
-    (0, ("score", "queue", "up", "down", "lag", "tokens/s")),
-)
-#: From this terminal width on, the share has a bar as well.
-BARS_FROM = 96
-BAR_CELLS = 10
+if TYPE_CHECKING:  # Importing rich takes a noticeable part of a verb's start.
+    from rich.table import Table
 
 
-def render(
-    view: RunView,
-    health: Health | None = None,
-    problem: str = "",
-    found: Sequence[Problem] = (),
-    rows: int | None = None,
-) -> RenderableType:
-    """Return the run's lines, its islands and its problems. `problem` is shown as the last of the run's lines.
+def new_table(*heads: str, numbers: Container[str] = (), **options: Any) -> Table:
+    """Return an empty table without lines. The columns whose heads are in `numbers` are on the right.
 
-    `rows` limits the islands and the problems; a last line counts the rest.
+    Args:
+        heads: The heads of the columns.
+        numbers: The heads of the columns of numbers.
+        options: More arguments of rich's `Table`.
     """
-    lines = troubles(view, health, found)
-    if rows is not None and len(lines) > rows:
-        lines = [*lines[: rows - 1], Text(f"… and {len(lines) - rows + 1:,} more problems", style="dim")]
-    return Group(run_lines(view, health, problem), Islands(view, rows), *lines)
+    from rich.table import Table
 
-
-def plain(text: str) -> str:
-    """Replace control characters, because anyone may have written the text in Redis."""
-    return printable(text)
+    made = Table(box=None, pad_edge=False, header_style="dim", **options)
+    for head in heads:
+        made.add_column(head, justify="right" if head in numbers else "left")
+    return made
 
 
 def size(count: float) -> str:
@@ -86,113 +40,6 @@ def number(value: float, digits: int = 3) -> str:
     return "–" if math.isnan(value) else f"{value:,.{digits}f}"
 
 
-def line(view: RunView) -> str:
-    """Return the run in one line, for logs and pipes."""
-    losses = f"held-out {number(view.held_out_last)}, training {number(view.loss)} {shortened(view.unit)}"
-    joining = sum(island.live and island.state == "joining" for island in view.islands)
-    loading = f", {joining} loading and compiling" if joining else ""
-    return (
-        f"round {view.rounds}  step {view.step}/{view.steps}  {losses}  "
-        f"live {view.live}/{view.known}, {view.participating} participating{loading}  "
-        f"up {size(view.bytes_up)}  down {size(view.bytes_down)}  pending {view.pending}"
-    )
-
-
-def run_lines(
-    view: RunView, health: Health | None = None, problem: str = "", *, briefly: bool = False
-) -> RenderableType:
-    """Return the run in a few lines, `problem` last. `briefly` leaves out the accounts of tokens."""
-    books = view.books
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim")
-    grid.add_column()
-    grid.add_row(
-        "run",
-        f"[bold]{escape(plain(view.run))}[/]  {view.size}, round {view.rounds:,}, step {view.step:,} of {view.steps:,}",
-    )
-    held_out = f"held-out loss [bold]{number(view.held_out_last)}[/] (first {number(view.held_out_first)}), "
-    if view.has_scripts and not view.evaluated_unix_seconds:
-        held_out = ""  # only the scripts know the model
-    grid.add_row("quality", f"{held_out}training loss {number(view.loss)}, in {view.unit}")
-    if held_out:
-        grid.add_row("", Text(plain(evaluated(view, time.time())), style="dim"))
-    grid.add_row(
-        "islands",
-        f"{view.known} known, [bold]{view.live}[/] live, [bold]{view.participating}[/] participating; "
-        f"{view.contributions_per_round:.2f} contributions per round, open {view.open_seconds * 1e3:.0f} ms "
-        f"(grace {view.grace_seconds * 1e3:.0f} ms)",
-    )
-    equals = "=" if view.balanced else "[bold red]≠[/]"
-    grid.add_row(
-        "accounts",
-        f"published {books.published:,} {equals} merged {books.merged:,} + refused {books.refused:,} + pending "
-        f"{view.pending:,}",
-    )
-    if not briefly:
-        _add_tokens(grid, view, equals)
-    limit = view.memory_limit_bytes
-    of = f" of {size(limit)} ({view.memory_bytes / limit:.0%})" if limit else ""
-    traffic = f"up {size(view.bytes_up)}, down {size(view.bytes_down)}, Redis holds {size(view.memory_bytes)}{of}"
-    grid.add_row("bytes", traffic)
-    if health:
-        grid.add_row("merger", _merger(health, is_finished=view.steps <= view.step))
-        if changes := describe_control(health.control):
-            grid.add_row("steered", Text(plain(changes), style="yellow"))
-    if problem:
-        grid.add_row("[bold red]trouble[/]", Text(plain(problem), style="bold red"))
-    return grid
-
-
-def evaluated(view: RunView, now: float) -> str:
-    """Return when the held-out figure was measured and of which round, as a sentence."""
-    if not view.evaluated_unix_seconds:
-        return "not evaluated yet"
-    by = f" by {view.evaluated_by}" if view.evaluated_by else ""
-    behind = view.rounds - view.evaluated_round
-    rounds = f"{behind:,} {'round' if behind == 1 else 'rounds'} ago" if behind > 0 else "the newest"
-    return f"evaluated {ago(now - view.evaluated_unix_seconds)} ago{by}, of round {view.evaluated_round:,} ({rounds})"
-
-
-def _add_tokens(grid: Table, view: RunView, equals: str) -> None:
-    books = view.books
-    grid.add_row(
-        "",
-        f"in tokens {books.published_tokens:,} {equals} {books.merged_tokens:,} + {books.refused_tokens:,} + "
-        f"{view.pending_tokens:,} ({view.fragments} fragments each)",
-    )
-    grid.add_row(
-        "tokens",
-        f"trained {view.tokens_trained:,} = merged {view.tokens_merged:,} + refused {view.tokens_refused:,} + pending "
-        f"{view.tokens_pending:,} + unsent {view.tokens_unsent:,} + "
-        + (f"counted for less {view.tokens_lowered:,} + " if view.tokens_lowered else "")
-        + f"lost {view.tokens_lost:,}"
-        + ("" if math.isnan(view.passes) else f"; {view.passes:.2f} passes over the text"),
-    )
-
-
-def _merger(health: Health, *, is_finished: bool) -> Text:
-    status = health.merger_status
-    whose = " of the slowest shard" if status.shards else ""
-    last = f", the last round{whose} closed {ago(status.still_seconds)} ago" if status.still_seconds else ""
-    names = ", ".join(plain(standby.name) for standby in health.standbys)
-    waiting = f"; standing by: {names}" if names else ""
-    if status.unreachable:
-        waiting = f"; {numbered('shard', status.unreachable)} cannot be reached{waiting}"
-    if status.holder:
-        verb = "serve" if len(status.holders) > 1 else "serves"
-        return Text(f"{plain(status.holder)} {verb} with epoch {status.epoch}{last}{waiting}")
-    if is_finished:
-        return Text(f"the run is finished, so no merger serves it{last}{waiting}")
-    if status.holders:
-        missing = numbered("shard", status.unserved)
-        return Text(
-            f"no merger serves {missing}; the others have {plain(holders_in_words(status))}{last}{waiting}",
-            style="yellow",
-        )
-    past = f" (the last epoch was {status.epoch})" if status.epoch else ""
-    return Text(f"no merger serves the run{past}{last}{waiting}", style="yellow")
-
-
 def ago(seconds: float) -> str:
     """Format a time span in one unit, such as 5 s, 12 min or 3 h."""
     for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
@@ -206,90 +53,3 @@ def seconds_text(seconds: float) -> str:
     if seconds < 1.0:
         return f"{1e3 * seconds:.3g} ms"
     return f"{seconds:.3g} s" if seconds < 120 else f"{seconds / 60:.3g} min"
-
-
-def troubles(
-    view: RunView, health: Health | None = None, found: Sequence[Problem] = (), now: float | None = None
-) -> list[Text]:
-    """Return a line for each problem with what to do about it, and for each island whose work was refused.
-
-    Args:
-        view: The run.
-        health: Its merger, controls and refusals.
-        found: The problems.
-        now: Unix seconds; by default the present.
-    """
-    lines = [f"{each.who}: {each.text} {each.remedy}" for each in found if each.code != "island.refused"]
-    now = time.time() if now is None else now
-    newest = {refusal.island: (at, refusal) for at, refusal in (health.refusals if health else ())}
-    lines += [f"{name}: refused {ago(now - at)} ago, round {refusal.round:,}: {refusal.reason}. "
-              f"{refusal_remedy(refusal.reason)}" for name, (at, refusal) in newest.items()]  # fmt: skip
-    lines += [f"{i.name}: last refused: {i.last_refusal}" for i in view.islands
-              if i.last_refusal and i.name not in newest]  # fmt: skip
-    counts = sorted((health.refused if health else {}).items(), key=lambda each: -each[1])
-    for words, is_lowered in (("refused", False), ("counted for less than they claim", True)):
-        if some := [f"{code} {count:,}" for code, count in counts if code.startswith("claims.") == is_lowered]:
-            lines.append(f"contributions {words} so far: {', '.join(some)}")
-    return [Text(plain(line), style="yellow") for line in lines]
-
-
-@dataclass(frozen=True)
-class Islands:
-    """The table of islands, with as many columns as fit. It has at most `rows` rows; live islands come first."""
-
-    view: RunView
-    rows: int | None = None
-    bars: bool = False
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = options.max_width
-        left_out = next(names for least, names in _LEFT_OUT if width >= least)
-        columns = [column for column in _COLUMNS if column not in left_out]
-        table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="dim")
-        for index, column in enumerate(columns):  # If room is short, names are cut, not numbers.
-            table.add_column(column, justify="left" if index < 2 else "right", no_wrap=index > 0, overflow="ellipsis")
-        shown, rest = self._chosen()
-        for island in shown:
-            cells = _row(island, with_bar=self.bars and width >= BARS_FROM)
-            table.add_row(*(cells[column] for column in columns))
-        yield table
-        if rest:
-            live = sum(island.live for island in rest)
-            yield Text(f"… and {len(rest):,} more, of which {live:,} live", style="dim")
-
-    def _chosen(self) -> tuple[Sequence[IslandView], Sequence[IslandView]]:
-        """Return the islands that are shown, and the rest."""
-        islands = self.view.islands
-        if self.rows is None or len(islands) <= self.rows:
-            return islands, ()
-        ordered = sorted(islands, key=lambda island: (not island.live, island.last_seen_seconds > 60.0))
-        kept = max(1, self.rows - 1)  # The last row counts the rest.
-        return ordered[:kept], ordered[kept:]
-
-
-def bar(share: float, cells: int = BAR_CELLS) -> str:
-    """Draw a share between 0 and 1 as a bar of `cells` cells, to an eighth of a cell."""
-    eighths = round(8 * cells * min(1.0, max(0.0, share)))
-    whole, part = divmod(eighths, 8)
-    return ("█" * whole + (" ▏▎▍▌▋▊▉"[part] if part else "")).ljust(cells)
-
-
-def _row(island: IslandView, *, with_bar: bool = False) -> dict[str, Text | str]:
-    style = "green" if island.live and island.state == "training" else "yellow" if island.live else "dim"
-    state = "silent" if island.is_silent else island.state
-    share = f"{island.participation:.0%}"
-    part = Text.assemble((bar(island.participation), style), f"{share:>5}") if with_bar else share
-    return {
-        "island": island.name,
-        "state": Text(state, style=style),
-        "steps": f"{island.steps:,}",
-        "tokens/s": f"{island.tokens_per_second:,.0f}" if island.live else "–",
-        "loss": number(island.loss),
-        "lag": f"{island.staleness:.2f}",
-        "part": part,
-        "score": Text(number(island.score, 2), style="yellow" if island.factor < 1.0 else ""),
-        "queue": str(island.backlog),
-        "up": size(island.bytes_up),
-        "down": size(island.bytes_down),
-        "seen": ago(island.last_seen_seconds),
-    }

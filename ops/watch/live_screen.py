@@ -11,14 +11,20 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from archipelago.ops.watch import formatting
-from archipelago.ops.watch.health import Event, Health
+from archipelago.broker.observe.logs import printable
+from archipelago.ops.watch.advice import worst
+from archipelago.ops.watch.events import Event
+from archipelago.ops.watch.formatting import ago, number
 from archipelago.ops.watch.run_view import RunView
+from archipelago.ops.watch.terminal import Islands, run_lines
+from archipelago.ops.watch.watcher import Outage, RunReading
 
 TICKS = "▁▂▃▄▅▆▇█"
 #: Seconds that one tick of the history covers.
 BUCKET_SECONDS = 10.0
 EVENTS_SHOWN = 8
+#: Older events are not shown.
+EVENT_SECONDS = 15 * 60.0
 #: Smaller screens leave out the accounts of tokens.
 ROOMY_COLUMNS, ROOMY_LINES = 80, 30
 NAME_CELLS = 16
@@ -28,30 +34,7 @@ CUT_SHARE = 10
 #: Islands that are shown before events take any room.
 ISLANDS_LEAST = 3
 KIND_STYLES = {"refused": "yellow", "diverged": "bold red", "expelled": "red", "paused": "yellow", "left": "dim",
-               "joined": "green", "resumed": "green"}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class LiveReading:
-    """A run at one moment, with its recent history.
-
-    Attributes:
-        problem: Why an operator should look; empty if all is well.
-        closes: Unix seconds at which the last rounds closed.
-        held_out: The held-out losses of all evaluations, oldest first, in the run's unit.
-        events: Recent events, oldest first.
-        unix_seconds: The time of the reading.
-        advice: The worst problem and what to do about it; empty if all is well.
-    """
-
-    view: RunView
-    health: Health
-    problem: str
-    closes: Sequence[float]
-    held_out: Sequence[float]
-    events: Sequence[Event]
-    unix_seconds: float
-    advice: str = ""
+               "joined": "green", "came back": "green", "resumed": "green", "over": "green"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -60,59 +43,54 @@ class Screen:
 
     Attributes:
         reading: The last successful reading, or None.
-        silent_since: Unix seconds of the first failed reading, or 0 while Redis answers.
-        error: The error of the last reading; empty if it succeeded.
+        outage: Why there is no new reading, or None.
         now: Unix seconds.
     """
 
-    reading: LiveReading | None
-    silent_since: float
-    error: str
+    reading: RunReading | None
+    outage: Outage | None
     now: float
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         parts: list[RenderableType] = [self._title()]
-        if self.silent_since:
-            since = time.strftime("%H:%M:%S", time.localtime(self.silent_since))
-            parts.append(Text(f"no answer since {since}: {self.error}", "bold red"))
+        if self.outage:
+            since = time.strftime("%H:%M:%S", time.localtime(self.outage.since_unix_seconds))
+            parts.append(Text(f"no answer since {since}: {printable(self.outage.why)}", "bold red"))
         if self.reading is None:
-            yield Group(*parts, Text("" if self.silent_since else "reading …", "dim"))
+            yield Group(*parts, Text("" if self.outage else "reading …", "dim"))
             return
         view = self.reading.view
         width, height = options.max_width, options.height or console.height
         is_small = width < ROOMY_COLUMNS or height < ROOMY_LINES
         parts.append(progress(view, width))
-        parts.append(formatting.run_lines(view, self.reading.health, self.reading.problem, briefly=is_small))
-        if self.reading.advice and height >= ROOMY_LINES:  # A low screen has no room for it.
-            parts.append(Text(formatting.plain(self.reading.advice), "yellow"))
+        parts.append(run_lines(view, briefly=is_small))
+        if (advice := worst(self.reading.problems)) and height >= ROOMY_LINES:  # A low screen has no room for it.
+            parts.append(Text(printable(advice), "yellow"))
         parts += [histories(self.reading, width)] if is_small else [Text(), histories(self.reading, width), Text()]
         taken = sum(len(console.render_lines(part, options.update(height=None))) for part in parts)
-        islands, events = rooms(height - taken, len(view.islands), self._events_wanted())
+        recent = [each for each in self.reading.events if self.now - each.unix_seconds < EVENT_SECONDS]
+        islands, events = rooms(height - taken, len(view.islands), len(recent))
         if islands:
-            parts.append(formatting.Islands(view, rows=islands, bars=True))
+            parts.append(Islands(view, rows=islands, bars=True))
         if events:
-            parts.append(self._events(events))
+            parts.append(self._events(recent[-events:]))
         yield Group(*parts)
 
     def _title(self) -> Text:
         clock = time.strftime("%H:%M:%S", time.localtime(self.now))
         return Text.assemble(("archipelago status", "bold"), (f"  {clock}  q to quit", "dim"))
 
-    def _events_wanted(self) -> int:
-        return len(self.reading.events) if self.reading else 0
-
-    def _events(self, count: int) -> Group:
-        """Return the newest `count` events, the latest at the bottom, each on its own line."""
-        shown = (self.reading.events if self.reading else ())[-count:]
+    def _events(self, shown: Sequence[Event]) -> Group:
+        """Return events, the latest at the bottom, each on its own line."""
         who_cells = min(NAME_CELLS, max((len(event.who) for event in shown), default=0))
         lines = []
         for event in shown:
-            age = f"{formatting.ago(self.now - event.unix_seconds)} ago"
+            age = f"{ago(self.now - event.unix_seconds)} ago"
             style = KIND_STYLES.get(event.kind, "cyan")
             line = Text(no_wrap=True, overflow="ellipsis")
             line.append(f"{age:>10} ", "dim").append(f"{event.kind:<10} ", style)
-            line.append(f"{formatting.plain(event.who)[:who_cells]:<{who_cells}} ")
-            line.append(formatting.plain(" ".join(event.text.split())))
+            line.append(f"{printable(event.who)[:who_cells]:<{who_cells}} ")
+            line.append(printable(" ".join(event.text.split())))
             lines.append(line)
         return Group(*lines)
 
@@ -136,7 +114,7 @@ def progress(view: RunView, width: int) -> Text:
     return Text.assemble(("━" * done, "bold cyan"), ("─" * (cells - done), "dim"), label)
 
 
-def histories(reading: LiveReading, width: int) -> Table:
+def histories(reading: RunReading, width: int) -> Table:
     """Return rounds per minute and held-out loss over time, as sparklines."""
     room = max(8, width - HISTORY_LABEL_CELLS)
     rates = rates_a_minute(reading.closes, reading.unix_seconds, room)
@@ -149,7 +127,7 @@ def histories(reading: LiveReading, width: int) -> Table:
     if not losses and reading.view.has_scripts:  # only the scripts can evaluate their model
         return table
     early = losses[len(losses) // CUT_SHARE] if losses else math.nan  # The first fall would flatten the rest.
-    last = formatting.number(losses[-1] if losses else math.nan)
+    last = number(losses[-1] if losses else math.nan)
     table.add_row(reading.view.unit, last, Text(sparkline([min(value, early) for value in losses]), "magenta"))
     return table
 

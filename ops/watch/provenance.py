@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import math
 import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 import tomli_w
@@ -17,8 +19,8 @@ from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Evaluation, TapeEntry
 from archipelago.ops.settings import setting_text
 from archipelago.ops.watch.formatting import ago, number, size
+from archipelago.ops.watch.run_summary import syncs_in_words
 from archipelago.ops.watch.run_view import RunView
-from archipelago.ops.watch.syncs import in_words
 
 _TOML = "run.toml"
 
@@ -70,8 +72,7 @@ def provenance(
     return Provenance(
         sections={
             "Run": _run(manifest, view) | _times(tape, evaluations, report),
-            "Result": _result(view, report)
-            | {"syncs": in_words(view.rounds, view.fragments, view.step, manifest.config.sync.interval, view.known)},
+            "Result": _result(view, report) | {"syncs": syncs_in_words(view)},
             "Machines": machines,
             "Versions": dict(manifest.versions),
             "Changed while it ran": {f"round {e.round}": e.steered for e in tape if e.steered},
@@ -210,3 +211,37 @@ def _date(unix_seconds: float) -> str:
 
 def _hours(seconds: float) -> str:
     return ago(seconds) if seconds < 120 else f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min"
+
+
+# -- the part of the page that says it -------------------------------------------------------------------------------
+
+
+def cards(found: Provenance) -> str:
+    """Return the sections as HTML. All text in them is escaped."""
+    facts = "".join(_facts(title, rows) for title, rows in found.sections.items() if rows)
+    picture = ""
+    if found.picture:
+        data = base64.b64encode(found.picture).decode()
+        picture = (
+            f'<div><h3>Loss and baseline</h3><img alt="Loss and baseline" src="data:image/png;base64,{data}"></div>'
+        )
+    settings = "".join(_setting(key, value, key in found.changed) for key, value in found.settings.items())
+    return (
+        f'<section class="card" aria-label="About this run"><div class="head"><h2>About this run</h2></div>'
+        f'<div class="facts">{facts}{picture}</div></section>\n'
+        f'<section class="card" aria-label="Settings"><div class="head"><h2>Settings</h2>'
+        f'<p class="sub">{len(found.changed)} differ from the defaults, in bold</p></div>'
+        f'<dl class="all-settings">{settings}</dl></section>\n'
+        f'<section class="card" aria-label="Repeat this run"><div class="head"><h2>Repeat this run</h2></div>'
+        f'<pre class="script">{escape(found.commands)}</pre></section>\n'
+    )
+
+
+def _facts(title: str, rows: Mapping[str, str]) -> str:
+    inner = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in rows.items())
+    return f"<div><h3>{escape(title)}</h3><dl>{inner}</dl></div>"
+
+
+def _setting(key: str, value: str, changed: bool) -> str:
+    mark = ' class="changed"' if changed else ""
+    return f"<div{mark}><dt>{escape(key)}</dt><dd>{escape(value)}</dd></div>"

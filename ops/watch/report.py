@@ -14,23 +14,22 @@ import tyro
 
 from archipelago.broker.buckets.folder import BucketFolder, is_bucket
 from archipelago.broker.commits import Image
-from archipelago.broker.control import fields_in, run_steps
+from archipelago.broker.control import fields_in
 from archipelago.broker.errors import ArchipelagoError, BrokerError, ConfigError
 from archipelago.broker.files import make_untracked, write_atomically
 from archipelago.broker.invitation import names_redis
+from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Pending
 from archipelago.broker.process import connect_to, print_json
 from archipelago.broker.redis.keys import checked_name
-from archipelago.broker.transport import Memory
-from archipelago.ops.dashboard.assets import PAGE, chart_library
-from archipelago.ops.dashboard.history import History
-from archipelago.ops.dashboard.page_data import Reading, charts_of, page_of
-from archipelago.ops.dashboard.watcher import TAPE_MOST, Watcher, to_json
+from archipelago.ops.dashboard.page_data import PAGE, chart_library, charts_of, page_of, to_json
 from archipelago.ops.settings import say
 from archipelago.ops.watch import run_summary
-from archipelago.ops.watch.provenance import Provenance, provenance
-from archipelago.ops.watch.provenance_page import cards
-from archipelago.ops.watch.run_view import IslandView, RunView, lowered_in, merged_by_island, summarise
+from archipelago.ops.watch.history import History
+from archipelago.ops.watch.provenance import Provenance, cards, provenance
+from archipelago.ops.watch.reading import RECENT_ROUNDS, summarise
+from archipelago.ops.watch.run_view import IslandView, RunView
+from archipelago.ops.watch.watcher import TAPE_MOST, RunReading, Watcher
 
 STYLES = ("page.css", "report.css")
 SCRIPTS = ("charts.js", "page.js")
@@ -56,7 +55,7 @@ class ReportOptions:
 
 
 @dataclass(frozen=True)
-class Figures:
+class ReportData:
     """Everything in a report: the data of the dashboard's page and charts, and where they come from."""
 
     data: dict[str, Any]
@@ -101,14 +100,14 @@ def _is_path(target: str) -> bool:
     return "/" in target and not names_redis(target)
 
 
-def everything(options: ReportOptions) -> Figures:
+def everything(options: ReportOptions) -> ReportData:
     """Return the figures of the run that the options name. Raise ArchipelagoError."""
     if options.target is not None and is_bucket(options.target):
         return of_bucket(options.target)
     if options.target is None or names_redis(options.target):
         transport = connect_to(options.target, options.run)
         try:
-            return of_watch(Watcher(transport, transport.reader.manifest()))
+            return of_watch(Watcher(transport))
         finally:
             transport.close()
     if not _is_path(options.target):
@@ -127,12 +126,17 @@ def everything(options: ReportOptions) -> Figures:
     return of_folder(folder)
 
 
-def of_watch(watch: Watcher, folder: Path | None = None) -> Figures:
+def of_watch(watch: Watcher, folder: Path | None = None) -> ReportData:
     """Return the run as Redis has it now. `folder` has what `up` has left there; None if that is not known."""
     reading = watch.read()
-    data = {"page": watch.page(reading), "charts": watch.charts(reading), "fault": None}
     tape = watch.transport.reader.tape(TAPE_MOST)
-    return Figures(data, provenance(watch.manifest, reading.view, tape, reading.evaluations, *_left_in(folder)))
+    about = provenance(watch.manifest, reading.view, tape, reading.evaluations, *_left_in(folder))
+    return _report(reading, watch.history, watch.manifest, about)
+
+
+def _report(reading: RunReading, history: History, manifest: Manifest, about: Provenance) -> ReportData:
+    page, charts = page_of(reading, history, manifest), charts_of(reading, history, manifest)
+    return ReportData({"page": page, "charts": charts, "fault": None}, about)
 
 
 def _left_in(folder: Path | None) -> tuple[Mapping[str, Any], bytes]:
@@ -146,7 +150,7 @@ def _left_in(folder: Path | None) -> tuple[Mapping[str, Any], bytes]:
     return run_summary.read(folder) or {}, picture
 
 
-def of_folder(folder: Path) -> Figures:
+def of_folder(folder: Path) -> ReportData:
     """Return a run of this machine from its embedded Redis or its data, or from the newest checkpoint."""
     from archipelago.merger.storage import MergerFolder
 
@@ -160,7 +164,7 @@ def of_folder(folder: Path) -> Figures:
     return of_image(image, *_left_in(folder), time.time())
 
 
-def of_bucket(address: str) -> Figures:
+def of_bucket(address: str) -> ReportData:
     """Return a run from its folder in a bucket: the newest checkpoint of its merger, and the report of `up`."""
     from archipelago.merger.storage import fetched
 
@@ -177,7 +181,7 @@ def of_bucket(address: str) -> Figures:
         return of_image(image, *_left_in(folder.path), time.time())
 
 
-def _of_own_server(folder: Path) -> Figures:
+def _of_own_server(folder: Path) -> ReportData:
     from archipelago.ops.launch.embedded_redis import start_server
     from archipelago.ops.watch.run_list import address_of
 
@@ -190,42 +194,29 @@ def _of_own_server(folder: Path) -> Figures:
             ) from None
         transport = connect_to(address, folder.resolve().name)
         stack.callback(transport.close)
-        return of_watch(Watcher(transport, transport.reader.manifest()), folder)
+        return of_watch(Watcher(transport), folder)
 
 
-def of_image(image: Image, report: Mapping[str, Any], picture: bytes, unix_seconds: float) -> Figures:
+def of_image(image: Image, report: Mapping[str, Any], picture: bytes, unix_seconds: float) -> ReportData:
     """Return the run from a checkpoint, and its islands from report.json (`report`). Pure."""
-    history = History(image.manifest.shard_layout)
+    manifest, history = image.manifest, History(image.manifest.shard_layout)
     history.begin(image.books.merged_tokens, image.tape)
     view = _view_of(image, report)
-    newest = history.newest
-    reading = Reading(
-        view=view, unix_seconds=unix_seconds, round_seconds=0.0, epoch=newest.epoch if newest else 0,
-        evaluations=image.evaluations,
-    )  # fmt: skip
-    manifest = image.manifest
-    data = {"page": page_of(reading, history, manifest), "charts": charts_of(reading, history, [], manifest),
-            "fault": None}  # fmt: skip
-    return Figures(data, provenance(manifest, view, image.tape, image.evaluations, report, picture))
+    reading = RunReading(view, unix_seconds, image.tape[-RECENT_ROUNDS:], image.evaluations)
+    about = provenance(manifest, view, image.tape, image.evaluations, report, picture)
+    return _report(reading, history, manifest, about)
 
 
 def _view_of(image: Image, report: Mapping[str, Any]) -> RunView:
     waiting = Pending(len(image.pending), sum(contribution.tokens for contribution, _ in image.pending))
     view = summarise(
-        image.manifest, image.tape, [], image.balanced_books, waiting, image.evaluations,
-        merged_by_island(image.state), image.cursors, Memory(0, 0), lowered_in(image.state),
+        image.manifest, image.tape[-RECENT_ROUNDS:], [], image.balanced_books, waiting, image.evaluations, image.state,
+        image.cursors, control=fields_in(image.state),
     )  # fmt: skip
     islands = tuple(_island_of(fields) for fields in report.get("each_island", ()))
     lost = int(report.get("tokens_lost") or 0)
     trained = view.tokens_trained - view.tokens_lost + lost
-    return dataclasses.replace(
-        view,
-        steps=run_steps(image.manifest.config, fields_in(image.state)),
-        islands=islands,
-        known=len(islands),
-        tokens_lost=lost,
-        tokens_trained=trained,
-    )
+    return dataclasses.replace(view, islands=islands, known=len(islands), tokens_lost=lost, tokens_trained=trained)
 
 
 def _island_of(fields: Mapping[str, Any]) -> IslandView:
@@ -240,7 +231,7 @@ def _island_of(fields: Mapping[str, Any]) -> IslandView:
         ) from None
 
 
-def html(found: Figures, library: str) -> str:
+def html(found: ReportData, library: str) -> str:
     """Return one file with the page, its style, its scripts, the chart library, the data and where they come from."""
     page = (PAGE / "index.html").read_text(encoding="utf-8")
     style = "".join((PAGE / name).read_text(encoding="utf-8") for name in STYLES)

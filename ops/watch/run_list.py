@@ -1,27 +1,39 @@
-"""The runs of a Redis and of a folder, each in one line: what it trains, how far it is, and when it was last active."""
+"""`archipelago runs`, and the runs that the page compares: those of a Redis and of a folder, each in one line."""
 
 from __future__ import annotations
 
 import math
 import os
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
 
 from archipelago.broker import config as run_config
-from archipelago.broker.config import RunConfig
-from archipelago.broker.control import Control, run_steps
+from archipelago.broker.config import RunConfig, differing
 from archipelago.broker.errors import ArchipelagoError, BrokerError, ConfigError
 from archipelago.broker.invitation import is_join_file
-from archipelago.broker.process import URL_VARIABLE, connect_to
+from archipelago.broker.manifest import loss_unit
+from archipelago.broker.observe.logs import printable
+from archipelago.broker.process import URL_VARIABLE, connect_to, print_json
 from archipelago.broker.redis.keys import is_name
 from archipelago.broker.shards.transport import opened
-from archipelago.broker.transport import MergerStatus, ReaderTransport
+from archipelago.broker.transport import ReaderTransport, Transport
 from archipelago.ops.launch.administration import ADMIN_FILE
 from archipelago.ops.launch.embedded_redis import url_of_running
+from archipelago.ops.settings import say, table_console
 from archipelago.ops.watch import run_summary
+from archipelago.ops.watch.formatting import ago, new_table
+from archipelago.ops.watch.history import newest, thinned
+from archipelago.ops.watch.reading import observe
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 #: What only a run writes into its folder. A folder without any of these is none.
 PARTS = (
@@ -30,6 +42,27 @@ PARTS = (
 )  # fmt: skip
 #: The files whose times tell when a run in a folder was last active.
 _ACTIVE = ("logs/*", "merger/checkpoints/*", "islands/*/*", run_summary.TEXT, "config.toml")
+#: Seconds for which the page shows its list again.
+FRESH_SECONDS = 15.0
+#: On the page: runs of each place, and points of each curve and differing settings of each run.
+RUNS_MOST, POINTS_MOST, DIFFERENCES_MOST = 30, 120, 8
+
+
+@dataclass(frozen=True)
+class RunsOptions:
+    """List runs: those of a Redis if you name one, and those that `up` keeps in a folder.
+
+    A run in a folder is read from its own Redis while that runs, and else from its files. The states are: new,
+    starting (no round has closed yet), training, paused, no islands (none is live), no merger, stalled (no round
+    closes), shard away (it cannot be reached), finished, ended (its own Redis does not run) and unreadable.
+    """
+
+    url: Annotated[str | None, tyro.conf.Positional] = None
+    """The URL or join file of a Redis. The default is $ARCHIPELAGO_URL; without both, only the folder is listed."""
+    folder: Path = Path("runs")
+    """The folder with the folders of runs."""
+    json: bool = False
+    """Print one JSON object."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +72,18 @@ class RunEntry:
     Attributes:
         run: Its name.
         where: `redis` for a run at the given Redis, else its folder.
-        state: `new`, `training`, `paused`, `no islands`, `no merger`, `shard away` (it cannot be reached), `finished`,
-            `ended` (its Redis, which is a part of its folder, does not run) or `unreadable`.
+        state: See `RunsOptions`.
         model: The size of its model; empty if unknown.
         parameters: The number of its parameters; 0 if unknown.
         round: The last closed round, or the last one in a checkpoint.
         step, steps: The steps that it has made, and those that it will make.
         live, known: The islands that are live, and those of the last day.
         idle_seconds: Time since a heartbeat arrived or a round closed; NaN if nothing has happened yet.
+        tokens: Tokens that its islands have trained on.
+        unit: The unit of its losses.
+        held_out: Its newest held-out loss; NaN if unknown.
+        curve: Pairs of tokens and held-out loss, in order.
+        config: Its settings; None if unknown.
     """
 
     run: str
@@ -60,6 +97,32 @@ class RunEntry:
     live: int = 0
     known: int = 0
     idle_seconds: float = math.nan
+    tokens: int = 0
+    unit: str = ""
+    held_out: float = math.nan
+    curve: Sequence[Sequence[float]] = ()
+    config: RunConfig | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the run as one object, without its curve and its settings."""
+        found = asdict(self)
+        del found["curve"], found["config"]
+        return found
+
+
+def main(options: RunsOptions) -> int:
+    """List the runs."""
+    has_redis = bool(options.url or os.environ.get(URL_VARIABLE))
+    entries = [*(of_redis(options.url) if has_redis else ()), *of_folder(options.folder)]
+    if options.json:
+        print_json({"runs": [entry.as_json() for entry in entries]})
+    elif entries:
+        table_console().print(_table(entries))
+    else:
+        where = "that Redis and " if has_redis else ""
+        hint = "" if has_redis else f" Name a Redis (redis://HOST:PORT, or ${URL_VARIABLE}) to list its runs."
+        say(f"There are no runs in {where}the folder {options.folder}.{hint}")
+    return 0
 
 
 def of_redis(url: str | None) -> list[RunEntry]:
@@ -111,29 +174,18 @@ def _at(url: str | None, run: str, where: str) -> RunEntry:
         return RunEntry(run, where, "unreadable")
 
 
-def entry_of(transport: ReaderTransport, where: str) -> RunEntry:
+def entry_of(transport: ReaderTransport, where: str = "redis") -> RunEntry:
     """Return the run of a connection. Raise BrokerError, and ConfigError for a damaged manifest."""
     manifest, run = opened(transport, for_display=True)
-    reader = run.reader
-    tape, presences = reader.tape(1), reader.presences()
-    requests = reader.control()
-    status, control = reader.merger_status() or MergerStatus(), Control.of(requests)
-    live = sum(presence.is_live for presence in presences)
-    step = tape[-1].step if tape else 0
-    steps = run_steps(manifest.config, requests)
-    ages = [presence.age_seconds for presence in presences] + [status.still_seconds] * bool(tape)
-    if step >= steps:
-        state = "finished"
-    elif control.is_paused:
-        state = "paused"
-    elif live:
-        state = "shard away" if status.unreachable else "training" if status.holder else "no merger"
-    else:
-        state = "no islands" if tape or presences else "new"
+    evaluations, unit = run.reader.evaluations(), loss_unit(manifest.corpus)
+    view = observe(run, manifest, evaluations=evaluations, briefly=True)
+    ages = [island.last_seen_seconds for island in view.islands] + [view.merger.still_seconds] * bool(view.rounds)
     return RunEntry(
-        run=manifest.run, where=where, state=state, model=manifest.config.model.size, parameters=manifest.parameters,
-        round=tape[-1].round if tape else 0, step=step, steps=steps, live=live, known=len(presences),
-        idle_seconds=max(0.0, min(ages)) if ages else math.nan,
+        run=manifest.run, where=where, state=view.state, model=manifest.config.model.size,
+        parameters=manifest.parameters, round=view.rounds, step=view.step, steps=view.steps, live=view.live,
+        known=view.known, idle_seconds=max(0.0, min(ages)) if ages else math.nan, tokens=view.tokens_trained,
+        unit=unit.name, held_out=view.held_out_last, config=manifest.config,
+        curve=[(e.tokens, unit.from_evaluation(e.bits_per_byte)) for e in thinned(evaluations, POINTS_MOST, newest)],
     )  # fmt: skip
 
 
@@ -141,26 +193,40 @@ def _stopped(path: Path) -> RunEntry:
     """Return a run from the files in its folder."""
     from archipelago.merger.storage import MergerFolder  # the dashboard, which uses this module, needs no merger
 
-    config, report = RunConfig(), {}
-    with suppress(ArchipelagoError):
-        config = run_config.from_toml(path / "config.toml")
-    with suppress(ArchipelagoError, ValueError, OSError):
-        report = run_summary.read(path) or {}
     numbers: list[int] = []
     with suppress(ArchipelagoError):
         numbers = MergerFolder(path / "merger").store.numbers()
-    is_known = (path / "config.toml").exists()
-    return RunEntry(
-        run=path.name,
-        where=str(path),
-        state="finished" if report.get("finished") else "ended",
-        model=config.model.size if is_known else "",
-        round=int(report.get("rounds") or max(numbers, default=0)),
-        step=int(report.get("steps") or 0),
-        steps=config.inner.steps if is_known else 0,
-        known=int(report.get("islands") or 0),
-        idle_seconds=idle_seconds(path),
-    )
+    entry = _reported(path)
+    return replace(entry, round=entry.round or max(numbers, default=0), idle_seconds=idle_seconds(path))
+
+
+def _reported(path: Path) -> RunEntry:
+    """Return a run from the settings and the report in its folder, as far as they can be read."""
+    config: RunConfig | None = None
+    with suppress(ArchipelagoError):
+        config = run_config.from_toml(path / "config.toml") if (path / "config.toml").exists() else None
+    entry = RunEntry(
+        run=path.name, where=str(path), state="ended", model=config.model.size if config else "",
+        steps=config.inner.steps if config else 0, config=config,
+    )  # fmt: skip
+    report = run_summary.read(path) or {}
+    try:
+        curve = [(float(tokens), float(loss)) for tokens, loss in report.get("curve", ())]
+        step = int(report.get("steps") or 0)
+        return replace(
+            entry,
+            state="finished" if report.get("finished") else "ended",
+            round=int(report.get("rounds") or 0),
+            step=step,
+            steps=entry.steps or step,
+            known=int(report.get("islands") or 0),
+            tokens=int(report.get("tokens_trained") or 0),
+            unit=str(report.get("unit", "")),
+            held_out=float(report.get("held_out_last", math.nan)),
+            curve=curve[:: max(1, math.ceil(len(curve) / POINTS_MOST))],
+        )
+    except (TypeError, ValueError, OverflowError):  # This report is of another version.
+        return entry
 
 
 def idle_seconds(path: Path) -> float:
@@ -171,3 +237,91 @@ def idle_seconds(path: Path) -> float:
             with suppress(OSError):
                 times.append(file.stat().st_mtime)
     return max(0.0, time.time() - max(times)) if times else math.nan
+
+
+def _table(entries: Iterable[RunEntry]) -> Table:
+    numbers = ("parameters", "round", "step", "islands", "active")
+    out = new_table("run", "state", "model", *numbers, "where", numbers=numbers)
+    for column in out.columns[:-1]:
+        column.no_wrap = True
+    out.columns[-1].overflow = "fold"
+    for entry in entries:
+        out.add_row(
+            entry.run,
+            entry.state,
+            printable(entry.model) or "–",
+            f"{entry.parameters:,}" if entry.parameters else "–",
+            f"{entry.round:,}",
+            f"{entry.step:,}/{entry.steps:,}" if entry.steps else "–",
+            f"{entry.live}/{entry.known}",
+            "–" if math.isnan(entry.idle_seconds) else f"{ago(entry.idle_seconds)} ago",
+            printable(entry.where),
+        )
+    return out
+
+
+class ComparedRuns:
+    """The runs that the page compares. They are read only while somebody looks at a page.
+
+    Args:
+        connected: Connects to a run of the Redis by name. The caller closes the connection.
+        own: The name of the run of the page.
+        folder: Where runs of `up` keep their reports; None for none.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        connected: Callable[[str], Transport],
+        own: str,
+        folder: Path | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._connected, self._own, self._folder, self._clock = connected, own, folder, clock
+        self._lock = threading.Lock()
+        self._rows: list[dict[str, Any]] = []
+        self._due = -math.inf
+
+    def newest(self) -> dict[str, Any]:
+        """Return the runs, that of the page first. Runs that cannot be read are left out."""
+        with self._lock:
+            if self._clock() >= self._due:
+                entries = list(self._read())
+                own = next((entry.config for entry in entries if entry.run == self._own), None)
+                self._rows = [
+                    entry.as_json() | {"curve": entry.curve, "differs": _differing(entry.config, own)}
+                    for entry in entries
+                ]
+                self._due = self._clock() + FRESH_SECONDS
+        return {"own": self._own, "folder": str(self._folder or ""), "runs": self._rows}
+
+    def _read(self) -> Iterator[RunEntry]:
+        names: list[str] = []
+        with suppress(ArchipelagoError):
+            names = self._with(self._own, lambda transport: transport.reader.runs())
+        names = [self._own, *sorted(name for name in names if name != self._own)][:RUNS_MOST]
+        known = set()
+        for name in names:
+            with suppress(ArchipelagoError):  # It was deleted, or these credentials may not read it.
+                yield self._with(name, entry_of)
+                known.add(name)
+        reports = self._folder.glob(f"*/{run_summary.TEXT}") if self._folder else ()
+        for path in sorted(reports, key=lambda path: path.stat().st_mtime, reverse=True)[:RUNS_MOST]:
+            if path.parent.name not in known and (entry := _reported(path.parent)).curve:
+                yield entry
+
+    def _with(self, name: str, read: Callable[[Transport], Any]) -> Any:
+        transport = self._connected(name)
+        try:
+            return read(transport)
+        finally:
+            transport.close()
+
+
+def _differing(config: RunConfig | None, own: RunConfig | None) -> list[str]:
+    """Return the settings in which a run differs from that of the page, as `NAME: its own → the page's`."""
+    if config is None or own is None:
+        return []
+    # A file of settings leaves out what `init` chose.
+    found = {key: both for key, both in differing(config, own).items() if both[0] is not None}
+    return [f"{key}: {its} → {ours}" for key, (its, ours) in found.items()][:DIFFERENCES_MOST]

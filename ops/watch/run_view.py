@@ -1,24 +1,21 @@
-"""One reading of a run from Redis, as plain data for a table, a page or a program."""
+"""The state of a run, as plain data: what the terminal, the page, the metrics and the report show, and nothing else."""
 
 from __future__ import annotations
 
-import json
 import math
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from archipelago.broker.control import run_steps
-from archipelago.broker.manifest import LossUnit, Manifest, loss_unit
-from archipelago.broker.messages import Books, Evaluation, Member, Pending, TapeEntry
-from archipelago.broker.presence import Presence
-from archipelago.broker.shards.transport import shards_away
-from archipelago.broker.transport import Memory, ReaderTransport
-from archipelago.ops.watch.token_accounts import token_accounts
+from archipelago.broker.control import DRAIN, EXPEL, Control
+from archipelago.broker.messages import Books, Refusal
+from archipelago.broker.shards.reader import numbered
+from archipelago.broker.transport import MergerStatus, Standby
 
-RECENT_ROUNDS = 48
-#: A round that closes during a reading makes its accounts inconsistent, so we read again, at most this often.
-BALANCE_TRIES = 5
+REFUSALS_SHOWN = 3
+#: A run has stalled when it closed no round for this long and for this number of strides.
+STALL_SECONDS = 60.0
+STALL_STRIDES = 3.0
 
 
 @dataclass(frozen=True)
@@ -88,7 +85,7 @@ class IslandView:
 
 @dataclass(frozen=True)
 class RunView:
-    """One run.
+    """The state of one run.
 
     Attributes:
         known: Islands seen in the last day.
@@ -98,7 +95,8 @@ class RunView:
         loss: The training loss.
         held_out_first: The loss on held-out text at the first evaluation.
         held_out_last: The same at the newest evaluation.
-        tokens_merged: These and the following are the run's accounts of tokens (`token_accounts`).
+        interval: H, the inner steps between two contributions to the same fragment.
+        tokens_merged: This and the following are the run's accounts of tokens (`_token_accounts`).
         tokens_trained: The sum of all accounts.
         evaluated_round: The round of the parameters behind `held_out_last`; 0 before the first.
         evaluated_unix_seconds: When they were evaluated, by the clock of the island that evaluated; 0 before the first.
@@ -112,6 +110,12 @@ class RunView:
         balanced: Whether published = merged + refused + pending, in contributions and in tokens.
         memory_limit_bytes: Redis's maxmemory; 0 if it has none.
         unreadable: Records in Redis that this reader could not read and skipped, by name.
+        merger: The merger that holds the lease, and the time since the last round closed.
+        standbys: The mergers that wait for the lease.
+        control: The requests of operators.
+        refusals: The newest refusals without repeats, oldest first, each with the broker's unix time in seconds.
+        refused_by_code: How many contributions were refused, by code; those of `claims.…` were merged for less.
+        covered: The last round in a finished checkpoint; 0 if there is none.
     """
 
     run: str
@@ -155,6 +159,13 @@ class RunView:
     task: str = ""
     shards: tuple[tuple[int, ...], ...] = ()
     unreachable: Mapping[int, str] = field(default_factory=dict, hash=False)
+    interval: int = 1
+    merger: MergerStatus = field(default_factory=MergerStatus)
+    standbys: tuple[Standby, ...] = ()
+    control: Control = field(default_factory=Control, hash=False)
+    refusals: tuple[tuple[float, Refusal], ...] = ()
+    refused_by_code: Mapping[str, int] = field(default_factory=dict, hash=False)
+    covered: int = 0
 
     @property
     def size(self) -> str:
@@ -179,209 +190,88 @@ class RunView:
         """The number of records that could not be read."""
         return len(self.unreadable)
 
+    @property
+    def stride_seconds(self) -> float:
+        """Seconds between two contributions of the fastest live island."""
+        steps = [island.step_seconds for island in self.islands if island.live and island.step_seconds > 0]
+        return min(steps, default=0.0) * self.interval / max(1, self.fragments)
 
-def observe(transport: ReaderTransport, manifest: Manifest) -> RunView:
-    """Return the run as Redis has it now. Raise BrokerError."""
-    for _ in range(BALANCE_TRIES - 1):
-        view = _observe(transport, manifest)
-        if view.balanced:
-            return view
-    return _observe(transport, manifest)
+    @property
+    def stall_seconds(self) -> float:
+        """The seconds without a closed round after which the run counts as stalled."""
+        return max(STALL_SECONDS, STALL_STRIDES * self.stride_seconds)
 
+    @property
+    def stalled_shards(self) -> list[int]:
+        """The shards in which no round has closed for that long, if others do; none for one shard."""
+        shards = self.merger.shards
+        found = [shard for shard, each in enumerate(shards) if each.still_seconds > self.stall_seconds]
+        return found if len(found) < len(shards) else []
 
-def _observe(transport: ReaderTransport, manifest: Manifest) -> RunView:
-    reader = transport.reader
-    view = summarise(
-        manifest, reader.tape(RECENT_ROUNDS), reader.presences(), reader.books(), reader.pending(),
-        reader.evaluations(), merged_by_island(state := reader.merger_state()), reader.cursors(), reader.memory(),
-        lowered_in(state), shards_away(transport),
-    )  # fmt: skip
-    steps = run_steps(manifest.config, reader.control())
-    return replace(view, steps=steps, unreadable=tuple(reader.unreadable()))
+    @property
+    def round_seconds(self) -> float:
+        """Seconds since the newest round of any shard closed; NaN before the first."""
+        known = [each.still_seconds for each in self.merger.shards or (self.merger,) if not each.is_away]
+        return min(known, default=math.nan) if self.rounds else math.nan
 
+    @property
+    def lacks_merger(self) -> bool:
+        """Whether no merger serves a run that had one, or whose islands have sent contributions."""
+        return not self.merger.holder and (self.merger.epoch > 0 or self.merger.still_seconds > 0.0)
 
-def glance(
-    transport: ReaderTransport, manifest: Manifest, tape: Sequence[TapeEntry], evaluations: Sequence[Evaluation]
-) -> RunView:
-    """Return the run cheaply, for a reading every second. Raise BrokerError.
+    @property
+    def state(self) -> str:
+        """The state of the run in one or two words; `training` if all is well."""
+        if self.step >= self.steps and not self.live:
+            return "finished"
+        if self.control.is_paused:
+            return "paused"
+        if not self.live:
+            return "no islands" if self.known or self.rounds else "new"
+        if self.unreachable:
+            return "shard away"
+        if self.step < self.steps:
+            if self.lacks_merger:
+                return "no merger"
+            if self.pending and self.merger.still_seconds > self.stall_seconds:
+                return "stalled"
+        return "training" if self.rounds else "starting"
 
-    Pending contributions are counted without reading the stream. Pending tokens are derived from the accounts, so
-    `balanced` covers contributions only.
+    @property
+    def trouble(self) -> str:
+        """Why an operator should look at the run; empty if it is fine, has ended, or is paused."""
+        if self.unreachable:
+            return f"{numbered('shard', sorted(self.unreachable))} cannot be reached, so its figures are missing"
+        if self.steps <= self.step:
+            return ""
+        if not self.live:
+            return "no island is live"
+        if not self.control.is_paused and self.merger.still_seconds > self.stall_seconds:
+            return f"nothing was merged{in_shards(self.stalled_shards)} for {self.merger.still_seconds:,.0f} s"
+        return ""
 
-    Args:
-        tape: The recent rounds, read already.
-        evaluations: All evaluations, read already.
-    """
-    books, waiting = transport.reader.books(), transport.reader.backlog()
-    for _ in range(BALANCE_TRIES - 1):
-        if books.published == books.merged + books.refused + waiting:
-            break
-        books, waiting = transport.reader.books(), transport.reader.backlog()
-    left_over = max(0, books.published_tokens - books.merged_tokens - books.refused_tokens)
-    view = summarise(
-        manifest, tape[-RECENT_ROUNDS:], transport.reader.presences(), books, Pending(waiting, left_over), evaluations,
-        merged_by_island(state := transport.reader.merger_state()), transport.reader.cursors(),
-        transport.reader.memory(), lowered_in(state), shards_away(transport),
-    )  # fmt: skip
-    steps = run_steps(manifest.config, transport.reader.control())
-    return replace(view, steps=steps, unreadable=tuple(transport.reader.unreadable()))
-
-
-def merged_by_island(state: str) -> dict[str, int]:
-    """Return the merged tokens of each island, summed over the fragments, from the merger's state."""
-    try:
-        found = json.loads(state or "{}").get("island_tokens", {})
-        return {str(island): int(tokens) for island, tokens in found.items()}
-    except (ValueError, AttributeError, TypeError, RecursionError):
-        return {}
-
-
-def lowered_in(state: str) -> int:
-    """Return the tokens that merged contributions claim and that are not counted, summed over the fragments."""
-    try:
-        return max(0, int(json.loads(state or "{}").get("lowered_tokens", 0)))
-    except (ValueError, AttributeError, TypeError, RecursionError, OverflowError):
-        return 0
-
-
-def summarise(
-    manifest: Manifest,
-    tape: Sequence[TapeEntry],
-    presences: Sequence[Presence],
-    books: Books,
-    pending: Pending,
-    evaluations: Sequence[Evaluation],
-    merged: Mapping[str, int],
-    cursors: Mapping[str, tuple[int, int]],
-    memory: Memory,
-    lowered: int = 0,
-    unreachable: Mapping[int, str] | None = None,
-) -> RunView:
-    """Combine the readings into a view. Pure.
-
-    Args:
-        tape: The recent rounds, oldest first.
-        unreachable: The shards that the readings leave out, each with the reason. Means are over the other fragments.
-    """
-    away, layout, unit = unreachable or {}, manifest.shard_layout, loss_unit(manifest.corpus)
-    fragments = layout.count - sum(len(layout.fragments[shard]) for shard in away)
-    parts = parts_by_island(tape)
-    last = {layout.shard_of(entry.round): entry for entry in tape}.values()  # of each shard
-    islands = tuple(
-        _island(each, parts.get(each.heartbeat.island, []), len(tape), merged, fragments, unit) for each in presences
-    )
-    live = [island for island in islands if island.live]
-    shards = manifest.config.data.shards
-    tokens = token_accounts(presences, merged, books, pending, fragments, lowered)
-    return RunView(
-        run=manifest.run,
-        parameters=manifest.parameters,
-        fragments=layout.count,
-        rounds=max((entry.round for entry in last), default=0),
-        step=max((entry.step for entry in last), default=0),
-        steps=manifest.config.inner.steps,
-        known=len(islands),
-        live=len(live),
-        participating=sum(island.participation > 0 for island in live),
-        contributions_per_round=statistics.fmean([len(e.members) for e in tape]) if tape else 0.0,
-        grace_seconds=statistics.fmean([e.grace_seconds for e in tape]) if tape else 0.0,
-        open_seconds=statistics.fmean([e.open_seconds for e in tape]) if tape else 0.0,
-        unit=unit.name,
-        loss=unit.from_nats(_mean([e.loss for e in tape[-fragments:]])),
-        held_out_first=unit.from_evaluation(evaluations[0].bits_per_byte) if evaluations else math.nan,
-        held_out_last=unit.from_evaluation(evaluations[-1].bits_per_byte) if evaluations else math.nan,
-        evaluated_round=evaluations[-1].round if evaluations else 0,
-        evaluated_unix_seconds=evaluations[-1].unix_seconds if evaluations else 0.0,
-        evaluated_by=evaluations[-1].by if evaluations else "",
-        frozen_parameters=manifest.frozen_parameters,
-        task=manifest.task,
-        tokens_merged=tokens.merged,
-        tokens_refused=tokens.refused,
-        tokens_pending=tokens.pending,
-        tokens_unsent=tokens.unsent,
-        tokens_lowered=tokens.lowered,
-        tokens_lost=tokens.lost,
-        tokens_trained=tokens.trained,
-        passes=math.nan
-        if manifest.config.has_own_loops
-        else sum(number for shard, (number, _) in cursors.items() if "/" not in shard) / shards,
-        books=books,
-        pending=pending.contributions,
-        pending_tokens=pending.tokens,
-        balanced=_balanced(books, pending),
-        memory_bytes=memory.used,
-        memory_limit_bytes=memory.limit,
-        shards=layout.fragments if manifest.shards > 1 else (),
-        unreachable=away,
-        bytes_up=books.bytes_up,
-        bytes_down=books.bytes_down,
-        islands=islands,
-    )
+    def as_json(self) -> dict[str, Any]:
+        """Return the view as one object for `print_json`."""
+        found = asdict(self)
+        control = found.pop("control")
+        return found | {
+            "steered": dict(control["fields"]),
+            "steered_words": describe_control(self.control),
+            "refusals": [{"unix_seconds": at, **asdict(refusal)} for at, refusal in self.refusals[-REFUSALS_SHOWN:]],
+            "trouble": self.trouble,
+        }
 
 
-def _balanced(books: Books, pending: Pending) -> bool:
-    contributions = books.merged + books.refused + pending.contributions
-    tokens = books.merged_tokens + books.refused_tokens + pending.tokens
-    return (books.published, books.published_tokens) == (contributions, tokens)
+def in_shards(shards: Sequence[int]) -> str:
+    """Return the words ` in shard 1` for some shards; empty for none."""
+    return f" in {numbered('shard', shards)}" if shards else ""
 
 
-def parts_by_island(tape: Iterable[TapeEntry]) -> dict[str, list[tuple[int, Member]]]:
-    """Return each island's members of the rounds, oldest first, with the place of the round. Reads each member once."""
-    parts: dict[str, list[tuple[int, Member]]] = {}
-    for place, entry in enumerate(tape):
-        for member in entry.members:
-            parts.setdefault(member.island, []).append((place, member))
-    return parts
-
-
-def _island(
-    presence: Presence,
-    parts: Sequence[tuple[int, Member]],
-    rounds: int,
-    merged: Mapping[str, int],
-    fragments: int,
-    unit: LossUnit,
-) -> IslandView:
-    beat = presence.heartbeat
-    mine = [member for _, member in parts]
-    return IslandView(
-        name=beat.island,
-        state=beat.state,
-        live=presence.is_live,
-        last_seen_seconds=presence.age_seconds,
-        host=beat.host,
-        device=beat.device,
-        steps=beat.steps,
-        tokens=beat.tokens,
-        tokens_per_second=beat.tokens_per_second,
-        step_seconds=beat.step_seconds,
-        loss=unit.from_nats(beat.loss),
-        staleness=beat.staleness,
-        participation=len({place for place, _ in parts}) / rounds if rounds else 0.0,
-        score=mine[-1].score if mine else math.nan,
-        factor=mine[-1].factor if mine else math.nan,
-        merged_staleness=_mean([float(member.staleness) for member in mine]),
-        tokens_merged=merged.get(beat.island, 0) // fragments,
-        data=beat.data,
-        moments=beat.moments,
-        backlog=beat.backlog,
-        sent=beat.sent,
-        refused=beat.refused,
-        last_refusal=beat.last_refusal,
-        bytes_up=beat.bytes_up,
-        bytes_down=beat.bytes_down,
-        uplink_bytes_per_second=beat.uplink_bytes_per_second,
-        downlink_bytes_per_second=beat.downlink_bytes_per_second,
-        link=beat.link,
-        machine=beat.machine,
-        memory_bytes=beat.memory_bytes,
-        host_memory_bytes=beat.host_memory_bytes,
-        host_memory_limit_bytes=beat.host_memory_limit_bytes,
-        device_memory_bytes=beat.device_memory_bytes,
-        device_memory_limit_bytes=beat.device_memory_limit_bytes,
-    )
-
-
-def _mean(values: Sequence[float]) -> float:
-    known = [value for value in values if not math.isnan(value)]
-    return statistics.fmean(known) if known else math.nan
+def describe_control(control: Control) -> str:
+    """Describe the requests of operators in words. Return an empty string if there are none."""
+    words = ["merging is paused"] if control.is_paused else []
+    words += [f"{name} = {value}" for name, value in control.settings.items()]
+    for wish, action in ((DRAIN, "is asked to leave"), (EXPEL, "is expelled")):
+        words += [f"{island} {action}" for island, wanted in control.islands.items() if wanted == wish]
+    words += [f"{name} is ignored ({why})" for name, why in control.faults.items()]
+    return ", ".join(words)

@@ -1,23 +1,38 @@
-"""`archipelago status`: show a run once, or live with `--watch`."""
+"""`archipelago status`: show a run once, or live with `--watch`.
+
+A separate thread reads Redis for the live screen, so that keys work even while Redis does not answer.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 from rich.console import Console
 
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.process import RunAddress, print_json
+from archipelago.broker.observe.logs import printable
+from archipelago.broker.process import RunAddress, print_json, stop_on_signals
 from archipelago.broker.shards.transport import opened
+from archipelago.broker.transport import ReaderTransport
 from archipelago.ops.watch.advice import problems
-from archipelago.ops.watch.formatting import LEGEND, render
-from archipelago.ops.watch.health import as_json, read_health, trouble
-from archipelago.ops.watch.run_view import RECENT_ROUNDS, observe
+from archipelago.ops.watch.reading import RECENT_ROUNDS, observe
+from archipelago.ops.watch.terminal import LEGEND, line, render
+from archipelago.ops.watch.watcher import LOOK_SECONDS, Watcher, repeated
 
 #: How many islands and problems are shown.
 ROWS = 40
+#: Seconds between two lines in a pipe.
+LINE_SECONDS = 10.0
+#: The rounds that the live screen reads for its history.
+ROUNDS_READ = 1024
+FRAMES_A_SECOND = 4.0
+QUIT_KEYS = ("q", "Q", "\x03", "\x1b")
 
 
 @dataclass(frozen=True)
@@ -51,19 +66,17 @@ def main(options: StatusOptions) -> int:
         return _print_legend(as_json=options.json)
     transport = options.connect()
     if options.watch:
-        from archipelago.ops.watch import live
-
-        live.watch(transport, options.every, as_json=options.json)
+        _watch(transport, options.every, as_json=options.json)
         return 0
     manifest, run = opened(transport, for_display=True)
-    view, health, reader = observe(run, manifest), read_health(run), run.reader
-    problem = trouble(view, health, manifest.config.sync.interval)
-    found = problems(view, health, manifest.config, reader.tape(RECENT_ROUNDS), reader.evaluations(), time.time())
+    tape, evaluations = run.reader.tape(RECENT_ROUNDS), run.reader.evaluations()
+    view = observe(run, manifest, tape, evaluations)
+    found = problems(view, manifest.config, tape, evaluations, time.time())
     if options.json:
-        print_json(as_json(view, health, problem) | {"problems": [asdict(each) for each in found]})
+        print_json(view.as_json() | {"problems": [asdict(each) for each in found]})
     else:
-        Console(highlight=False).print(render(view, health, problem, found, None if options.all else ROWS))
-    return 1 if problem else 0
+        Console(highlight=False).print(render(view, found, None if options.all else ROWS))
+    return 1 if view.trouble else 0
 
 
 def _print_legend(*, as_json: bool) -> int:
@@ -73,3 +86,77 @@ def _print_legend(*, as_json: bool) -> int:
     for column, meaning in LEGEND.items():
         sys.stdout.write(f"{column:<10}{meaning}\n")
     return 0
+
+
+# -- live -------------------------------------------------------------------------------------------------------------
+
+
+def _watch(transport: ReaderTransport, every_seconds: float | None, *, as_json: bool) -> None:
+    """Show the run until a quit key or a signal. Without a terminal, print lines until the run has ended."""
+    console = Console(highlight=False)
+    stopped = stop_on_signals()
+    watcher = Watcher(transport, ROUNDS_READ)
+    if console.is_terminal and sys.stdin.isatty() and not as_json:
+        with repeated(watcher.update, every_seconds or LOOK_SECONDS):
+            _draw(console, watcher, stopped)
+    else:
+        print_lines(watcher, every_seconds or LINE_SECONDS, stopped, as_json=as_json)
+
+
+def _draw(console: Console, watcher: Watcher, stopped: Callable[[], bool]) -> None:
+    """Draw the live screen until a quit key or a signal."""
+    from rich.live import Live
+
+    from archipelago.ops.watch.live_screen import Screen
+
+    with _keys() as key, Live(console=console, screen=True, auto_refresh=False) as live:
+        while not stopped() and key(1.0 / FRAMES_A_SECOND) not in QUIT_KEYS:
+            live.update(Screen(watcher.latest, watcher.outage(), time.time()), refresh=True)
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Callable[[float], str]]:
+    """Yield a function that waits at most that many seconds for a key. The terminal's mode is restored afterwards."""
+    import termios
+    import tty
+
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+
+    def key(seconds: float) -> str:
+        try:
+            ready, _, _ = select.select([sys.stdin], [], [], seconds)
+        except InterruptedError:
+            return ""
+        return os.read(sys.stdin.fileno(), 1).decode(errors="replace") if ready else ""
+
+    try:
+        yield key
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def print_lines(watcher: Watcher, every_seconds: float, stopped: Callable[[], bool], *, as_json: bool) -> None:
+    """Print each reading, or why there is none, until the run has ended or `stopped` is true."""
+    due = 0.0
+    while not stopped():
+        if time.monotonic() < due:
+            time.sleep(0.1)
+            continue
+        due = time.monotonic() + every_seconds
+        watcher.update()
+        outage, view = watcher.outage(), watcher.latest.view if watcher.latest else None
+        if outage or not view:
+            why = outage.why if outage else ""
+            text = {"error": why} if as_json else why
+        elif as_json:
+            text = view.as_json()
+        else:
+            text = line(view) + (f"  TROUBLE: {view.trouble}" if view.trouble else "")
+        if isinstance(text, str):
+            sys.stdout.write(printable(text) + "\n")
+            sys.stdout.flush()
+        else:
+            print_json(text)
+        if view and view.step >= view.steps and not view.live:
+            return

@@ -15,7 +15,8 @@ import psutil
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.redis.transport import connect
 from archipelago.islands.checkpoint import IslandStore
-from archipelago.ops.watch.run_view import IslandView, RunView, observe
+from archipelago.ops.watch.reading import observe
+from archipelago.ops.watch.run_view import IslandView, RunView
 from tests.conftest import PATIENCE_SECONDS, gone
 
 #: The settings of a small run of the corpus `small-text`.

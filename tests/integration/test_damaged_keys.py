@@ -35,7 +35,7 @@ from archipelago.merger.service import Merger
 from archipelago.merger.serving import serve
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.experiments.virtual_time import VirtualClock
-from archipelago.ops.watch.run_view import observe
+from archipelago.ops.watch.reading import observe
 from tests import samples
 from tests.harness.merger_run import CONFIG, Shelf, take_checkpoint, values
 from tests.intercept import Intercepted

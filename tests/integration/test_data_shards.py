@@ -17,7 +17,7 @@ from archipelago.broker.ranges import ReadPosition, parse_positions
 from archipelago.broker.transport import Transport
 from archipelago.islands.data.ranges import windows
 from archipelago.ops.experiments.virtual_time import VirtualClock, VirtualRun
-from archipelago.ops.watch.run_view import observe
+from archipelago.ops.watch.reading import observe
 from tests.integration.virtual import ENDLESS, TEXT, work
 from tests.intercept import Intercepted
 

@@ -19,7 +19,8 @@ from archipelago.merger.service import Merger
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.launch import init
 from archipelago.ops.launch.init import InitOptions
-from archipelago.ops.watch.run_view import RunView, observe
+from archipelago.ops.watch.reading import observe
+from archipelago.ops.watch.run_view import RunView
 from tests import samples
 from tests.failing import failing
 from tests.harness import tiny

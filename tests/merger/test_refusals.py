@@ -14,7 +14,7 @@ from archipelago.broker.codecs import Vector
 from archipelago.broker.messages import MERGED_MAX, Call, Contribution, Refusal, Snapshot, from_fields, to_fields
 from archipelago.broker.wire import pack
 from archipelago.merger.state import RunState, Sequences
-from archipelago.ops.watch.run_view import observe
+from archipelago.ops.watch.reading import observe
 from tests import samples
 from tests.harness.merger_run import CONFIG, SIZE, MergerRun, constant, logged_codes, served_run, values
 from tests.samples import contribution

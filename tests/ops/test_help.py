@@ -21,8 +21,8 @@ from archipelago.ops import verbs
 from archipelago.ops.commands import VERBS, run
 from archipelago.ops.examples import EXAMPLES
 from archipelago.ops.verbs import Group, Verb, Verbs
-from archipelago.ops.watch.formatting import LEGEND
 from archipelago.ops.watch.status import StatusOptions
+from archipelago.ops.watch.terminal import LEGEND
 
 OPERATING = Path(__file__).parents[2] / "docs" / "guide" / "operating.md"
 

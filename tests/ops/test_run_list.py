@@ -66,7 +66,7 @@ def test_runs_of_a_redis_with_their_state(url: str, raw: Any, capsys: pytest.Cap
     found = {entry["run"]: entry for entry in listed(capsys, url)}
     assert {name: entry["state"] for name, entry in found.items()} == {
         "alone": "no merger", "broken": "unreadable", "fresh": "new", "left": "no islands", "paused": "paused",
-        "served": "training",
+        "served": "starting",
     }  # fmt: skip
     assert (found["alone"]["live"], found["alone"]["known"]) == (2, 2)
     assert found["fresh"]["idle_seconds"] is None

@@ -26,17 +26,15 @@ from archipelago.islands.tasks.ours import our_work
 from archipelago.islands.tasks.workload import Workload
 from archipelago.merger.scores import Score
 from archipelago.ops.commands import run as command
-from archipelago.ops.dashboard import run_list as page_run_list
-from archipelago.ops.dashboard.app import application
-from archipelago.ops.dashboard.run_list import RunList
-from archipelago.ops.dashboard.watcher import Watcher as PageWatcher
+from archipelago.ops.dashboard.app import Board, application
 from archipelago.ops.experiments.virtual_time import VirtualRun
 from archipelago.ops.launch.final_loss import measure
 from archipelago.ops.watch import report, run_list
-from archipelago.ops.watch.live import Watcher as LiveWatcher
-from archipelago.ops.watch.live import print_text
-from archipelago.ops.watch.run_view import observe
-from archipelago.ops.watch.status import StatusOptions
+from archipelago.ops.watch.advice import worst
+from archipelago.ops.watch.reading import observe
+from archipelago.ops.watch.run_list import ComparedRuns
+from archipelago.ops.watch.status import StatusOptions, print_lines
+from archipelago.ops.watch.watcher import Watcher
 from archipelago.ops.weights.parameters import find
 from tests.failing import failing
 from tests.intercept import Intercepted
@@ -69,6 +67,13 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     return found
 
 
+def shown(board: Board) -> tuple[Any, Any]:
+    """Return the page and the charts after one more reading."""
+    board.update()
+    assert board.watch.outage() is None
+    return json.loads(board.page), json.loads(board.charts)
+
+
 # -- reading --------------------------------------------------------------------------------------------------------
 
 
@@ -95,33 +100,30 @@ def test_status_shows_all_shards_and_which_fragments_stand_still(
 
 def test_the_page_shows_all_shards_and_keeps_their_history_in_an_outage(demo: VirtualRun) -> None:
     run = Cut(demo.connect_as("admin"))
-    watcher = PageWatcher(run, demo.manifest)
-    watcher.update()
-    watcher.update()
-    assert watcher.board.fault(watcher.clock()) is None
-    page, charts = json.loads(watcher.board.page), json.loads(watcher.board.charts)
+    watcher = Watcher(run)
+    page, charts = shown(Board(watcher))
     assert len(charts["details"]["round"]) == sum(closed(demo))
     assert page["run"]["rounds"] == newest_round(demo)
     assert page["serving"]["shards"] == "Mergers: one (shard 0), no merger serves shard 1."
     assert charts["lines"]["round"] == sorted(charts["lines"]["round"])
     assert charts["marks"]["text"] == [], "two mergers are no takeover"
     assert {problem["code"] for problem in page["problems"]} >= {"shard.no-merger"}
-    before, transport = watcher._history, watcher.transport
+    before, transport = watcher.history, watcher.transport
     run.cut.add(1)
     watcher.update()
-    assert (watcher._history, watcher.transport) == (before, transport)
+    assert (watcher.history, watcher.transport) == (before, transport)
     assert shards_away(watcher.transport)
     assert len(before.details()["round"]) == sum(closed(demo))
 
 
 def test_the_page_follows_all_shards(small_task: Workload) -> None:
     made = train_sharded(small_task, rounds=2)
-    watcher = PageWatcher(made.transport, made.manifest, made.clock, made.clock)
+    watcher = Watcher(made.transport, clock=made.clock, wall=made.clock)
     watcher.update()
-    first = watcher._history
+    first = watcher.history
     made.advance_until(lambda: min(closed(made)) >= 8)
     watcher.update()
-    assert watcher._history is first, "the history began anew"
+    assert watcher.history is first, "the history began anew"
     assert len(first.details()["round"]) == sum(closed(made))
 
 
@@ -131,7 +133,7 @@ def test_the_runs_of_the_page_and_of_the_verb_are_whole(
     (entry,) = printed(capsys, "runs", url)["runs"]
     newest = demo.transport.reader.tape(1)[0]
     assert (entry["run"], entry["round"], entry["step"]) == ("demo", newest.round, newest.step)
-    runs = RunList(partial(connect, url), "demo", tmp_path, lambda: 0.0)
+    runs = ComparedRuns(partial(connect, url), "demo", tmp_path, lambda: 0.0)
     (row,) = runs.newest()["runs"]
     assert row["tokens"] == printed(capsys, "status", url)["tokens_trained"]
 
@@ -293,27 +295,27 @@ def test_the_live_status_counts_the_rounds_of_all_shards_and_goes_on(
     demo: VirtualRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Cut(demo.connect_as("admin"))
-    watcher = LiveWatcher(run)
+    watcher = Watcher(run)
     for _ in range(2):  # the same rounds are not counted again
-        assert watcher.read(), watcher.error
+        assert watcher.update(), watcher.outage()
         assert watcher.latest is not None
         assert len(watcher.latest.closes) == sum(closed(demo))
         assert watcher.latest.view.rounds == newest_round(demo)
     run.cut.add(1)
-    assert watcher.read(), watcher.error
+    assert watcher.update(), watcher.outage()
     assert watcher.latest is not None
-    assert watcher.latest.advice.startswith("redis: Shard 1 cannot be reached")
+    assert worst(watcher.latest.problems).startswith("redis: Shard 1 cannot be reached")
     assert "unreachable" in [event.kind for event in watcher.latest.events]
     assert len(watcher.latest.closes) == sum(closed(demo)), "the rounds that were read are forgotten"
-    print_text(watcher.latest, "")
+    answers = iter([False, True])
+    print_lines(watcher, 0.0, lambda: next(answers), as_json=False)
     assert "TROUBLE: shard 1 cannot be reached, so its figures are missing" in capsys.readouterr().out
 
 
 def test_the_page_goes_on_and_reads_the_history_of_a_shard_that_returns(demo: VirtualRun, run: Cut) -> None:
-    watcher = PageWatcher(run, demo.manifest)
-    watcher.update()
-    assert watcher.board.fault(watcher.clock()) is None
-    page, charts = json.loads(watcher.board.page), json.loads(watcher.board.charts)
+    watcher = Watcher(run)
+    board = Board(watcher)
+    page, charts = shown(board)
     assert page["problems"][0]["code"] == "shard.unreachable"
     assert (page["state"]["word"], page["state"]["mood"]) == ("shard away", "warn")
     assert page["serving"]["shards"] == "Mergers: one (shard 0), shard 1 cannot be reached."
@@ -322,27 +324,24 @@ def test_the_page_goes_on_and_reads_the_history_of_a_shard_that_returns(demo: Vi
     reader: Any = watcher.transport.reader
     reader._clock, reader._aside = lambda: float("inf"), lambda attempt: attempt()
     watcher.update()  # it asks the shard aside
-    watcher._charts_due = 0.0
-    watcher.update()
-    page, charts = json.loads(watcher.board.page), json.loads(watcher.board.charts)
+    page, charts = shown(board)
     assert "shard.unreachable" not in {each["code"] for each in page["problems"]}
     assert len(charts["details"]["round"]) == sum(closed(demo))
 
 
 def test_a_report_and_the_lists_of_runs_say_what_they_lack(demo: VirtualRun, run: Cut) -> None:
-    found = report.of_watch(PageWatcher(run, demo.manifest))
+    found = report.of_watch(Watcher(run))
     assert found.data["page"]["problems"][0]["code"] == "shard.unreachable"
     assert "Shard 1 cannot be reached" in report.html(found, "")
     assert run_list.entry_of(run, "redis").state == "shard away"
-    assert page_run_list.of_redis(run, None)[0].state == "shard away"
 
 
 def test_metrics_need_all_shards(demo: VirtualRun, run: Cut) -> None:
     """Counters that leave out a shard would seem to go backwards."""
     for status in (503, 200):
-        watcher = PageWatcher(run, demo.manifest)
-        watcher.update()
-        client = TestClient(application(watcher, "token"), base_url="http://localhost")
+        board = Board(Watcher(run))
+        board.update()
+        client = TestClient(application(board, "token"), base_url="http://localhost")
         answer = client.get("/metrics")
         assert (answer.status_code, answer.text == "the node does not answer\n") == (status, status == 503)
         run.cut.clear()

@@ -13,7 +13,7 @@ from archipelago.broker.messages import Contribution, Member, Refusal, TapeEntry
 from archipelago.broker.ranges import parse_positions
 from archipelago.broker.wire import digest
 from archipelago.merger.service import LEASE_SECONDS
-from archipelago.ops.watch.run_view import observe
+from archipelago.ops.watch.reading import observe
 from tests.hostile.attacker import Attacker
 from tests.hostile.attacks import ATTACKS, Attack, contributions, heartbeat, leases, make
 from tests.simulation.faults import FaultRates

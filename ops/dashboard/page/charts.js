@@ -275,9 +275,9 @@ const Charts = (() => {
     [axis, part] = ["tokens", "all"];
     const drawn = compared.map((run, n) => [run, run.curve.map(([x]) => x), run.curve.map(([, y]) => y), COLOURS[n % COLOURS.length]]);
     const scale = scaled(drawn.map(([, x, y]) => [x, y]));
-    draw("chart-runs", drawn.map(([run, x, y, swatch]) => line(run.name.slice(0, 24), x, y, swatch, { mode: x.length > 60 ? "lines" : "lines+markers", marker: { size: 4 }, hovertemplate: "%{y:.4f}" })),
+    draw("chart-runs", drawn.map(([run, x, y, swatch]) => line(run.run.slice(0, 24), x, y, swatch, { mode: x.length > 60 ? "lines" : "lines+markers", marker: { size: 4 }, hovertemplate: "%{y:.4f}" })),
       { xaxis: { ...across([]), title: { text: "tokens trained" } }, yaxis: scale.y }, "The chosen runs have no evaluations yet.");
-    legend("legend-runs", drawn.map(([run, , y, swatch]) => [swatch, run.name.length > 20 ? `${run.name.slice(0, 19)}…` : run.name, fixed(last(known(y)), 3)]));
+    legend("legend-runs", drawn.map(([run, , y, swatch]) => [swatch, run.run.length > 20 ? `${run.run.slice(0, 19)}…` : run.run, fixed(last(known(y)), 3)]));
     [axis, part] = before;
   }
 
@@ -289,7 +289,7 @@ const Charts = (() => {
 
   document.addEventListener("visibilitychange", all);
   return {
-    show(charts) { data = charts; all(); },
+    show(charts) { data = charts; data.lines.smooth = smooth(data.lines.loss); all(); },
     over(name) { axis = name; all(); },
     zoom(name) { part = name; all(); },
     compare(runs) { compared = runs; compare(); },

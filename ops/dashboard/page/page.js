@@ -104,11 +104,11 @@ function ending(seconds) {
 
 function writeTiles(run) {
   put("bits", fixed(run.held_out_last, 4));
-  const { progress } = page, old = progress.held_out_age;
+  const { progress } = page, old = progress.held_out_age, by = run.evaluated_by;
   put("bits-sub", `${run.unit} · training ${fixed(run.loss)}`);
   put("learn-sub", [
     progress.peak_rate === null && !run.task && old === null ? "The islands are training scripts of their users, so nothing is evaluated." :
-    old === null ? (run.task ? "No evaluation yet: one island evaluates as soon as it trains, if the task has an `evaluate`." : "No evaluation yet: one island evaluates as soon as it trains.") : `Held-out: first ${fixed(run.held_out_first)}, newest after round ${count(progress.held_out_round)}${progress.held_out_by ? ` by ${progress.held_out_by}` : ""}, ${span(old)} old.`,
+    old === null ? (run.task ? "No evaluation yet: one island evaluates as soon as it trains, if the task has an `evaluate`." : "No evaluation yet: one island evaluates as soon as it trains.") : `Held-out: first ${fixed(run.held_out_first)}, newest after round ${count(run.evaluated_round)}${by ? ` by ${by}` : ""}, ${span(old)} old.`,
     progress.learning_rate !== null && `Learning rate ${progress.learning_rate.toPrecision(2)} of at most ${progress.peak_rate.toPrecision(2)}.`,
     ending(progress.seconds_left),
   ].filter(Boolean).join(" "));
@@ -139,15 +139,15 @@ function writeTiles(run) {
 }
 
 function writeBooks(books) {
-  const tokens = books.tokens, balanced = books.balanced && (!tokens || tokens.balanced);
+  const { balanced } = books;
   put("balance", balanced ? "balanced" : "not balanced");
   $("balance").dataset.mood = balanced ? "good" : "bad";
   for (const name of ["published", "merged", "refused", "pending"]) {
-    put(`b-${name}`, count(books[name]));
-    put(`t-${name}`, tokens ? short(tokens[name]) : dash);
+    const [contributions, tokens] = books[name];
+    put(`b-${name}`, count(contributions));
+    put(`t-${name}`, short(tokens));
   }
-  put("books-sub", `published ${balanced ? "=" : "≠"} merged + refused + pending` +
-    (tokens ? `; tokens count once for each fragment, as of ${clock(tokens.unix_seconds)}` : ""));
+  put("books-sub", `published ${balanced ? "=" : "≠"} merged + refused + pending; tokens count once for each fragment`);
 }
 
 // -- islands -----------------------------------------------------------------------------------------------------------
@@ -361,9 +361,10 @@ function writeSettings(settings, set) {
 const RUNS_DRAWN = 6;
 const RUN_MOODS = {
   training: "good", new: "idle", paused: "idle", finished: "idle", ended: "warn", "no islands": "warn", "no merger": "warn",
-  "shard away": "warn",
+  "shard away": "warn", stalled: "warn", starting: "busy",
 };
 const chosen = new Map();
+const keyOf = (run) => `${run.where} ${run.run}`;
 let runs = null;
 
 /** Shows the runs of this Redis and of the folder. Alone, a run needs no comparison. */
@@ -374,21 +375,21 @@ function writeRuns(found) {
   put("runs-folder", found.folder);
   put("runs-unit", found.runs[0].unit);
   const rows = found.runs.map((run, n) => {
-    const key = `${run.place} ${run.name}`, row = element("tr"), box = element("input");
+    const key = keyOf(run), row = element("tr"), box = element("input");
     if (!chosen.has(key)) chosen.set(key, n < RUNS_DRAWN && run.unit === found.runs[0].unit);
     box.type = "checkbox";
     box.checked = chosen.get(key);
-    box.setAttribute("aria-label", `draw ${run.name}`);
+    box.setAttribute("aria-label", `draw ${run.run}`);
     box.addEventListener("change", () => { chosen.set(key, box.checked); drawRuns(); });
     const first = element("td"), name = element("td", "name"), state = element("td"), pill = element("span", "pill", run.state);
     first.append(box);
-    name.append(element(run.name === found.own ? "b" : "span", "", run.name));
-    if (run.place !== "redis") name.append(element("small", "", run.place));
+    name.append(element(run.run === found.own ? "b" : "span", "", run.run));
+    if (run.where !== "redis") name.append(element("small", "", run.where));
     if (run.differs.length) name.append(element("small", "", run.differs.join(", ")));
     pill.dataset.mood = RUN_MOODS[run.state] ?? "idle";
     state.append(pill);
     row.append(first, name, state, element("td", "num", fixed(run.held_out)), element("td", "num", `${short(run.step)} of ${short(run.steps)}`),
-      element("td", "num", run.place === "redis" ? `${run.live} of ${run.known}` : count(run.known)), element("td", "num", brief(run.tokens)));
+      element("td", "num", run.where === "redis" ? `${run.live} of ${run.known}` : count(run.known)), element("td", "num", brief(run.tokens)));
     return row;
   });
   $("runs-rows").replaceChildren(...rows);
@@ -396,7 +397,7 @@ function writeRuns(found) {
 }
 
 function drawRuns() {
-  Charts.compare(runs.runs.filter((run) => chosen.get(`${run.place} ${run.name}`) && run.unit === runs.runs[0].unit));
+  Charts.compare(runs.runs.filter((run) => chosen.get(keyOf(run)) && run.unit === runs.runs[0].unit));
 }
 
 async function readRuns() {

@@ -22,6 +22,7 @@ from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.errors import ArchipelagoError, BadUrlError, BrokerError, ConfigError
 from archipelago.broker.invitation import ADMIN, Invitation, Role
 from archipelago.broker.manifest import NO_CORPUS, Manifest, balanced, installed_versions
+from archipelago.broker.observe.logs import printable
 from archipelago.broker.presence import Presence
 from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, invitation_at, keep_compiled, print_json
 from archipelago.broker.redis.checkup import Bandwidth, RedisCheckup
@@ -30,7 +31,6 @@ from archipelago.broker.shards.reader import numbered
 from archipelago.ops.watch.doctor import checks
 from archipelago.ops.watch.doctor import site as doctor_site
 from archipelago.ops.watch.doctor.checks import Finding, ok, problem
-from archipelago.ops.watch.formatting import plain
 
 PINGS = 200
 #: The share of the measuring time for pings. The rest is for the bandwidth, half of it for each direction.
@@ -269,7 +269,7 @@ def section(title: str, findings: Sequence[Finding]) -> Table:
     table.add_column(style="dim", min_width=11, no_wrap=True)
     table.add_column(overflow="fold")
     for finding in findings:
-        text = Text(plain(finding.what))
+        text = Text(printable(finding.what))
         if finding.remedy:
             text.append(f"\n→ {finding.remedy}", "italic")
         table.add_row(MARKS[finding.level], finding.subject, text)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from archipelago.broker.errors import ConfigError
 from archipelago.broker.memory.transport import MemoryBroker, MemoryTransport
 from archipelago.broker.messages import Evaluation, Member, Note, Refusal
 from archipelago.ops.dashboard.main import serving
-from archipelago.ops.dashboard.screenshot import browser
-from archipelago.ops.dashboard.watcher import Watcher
+from archipelago.ops.watch.watcher import Watcher
 from tests import samples
 from tests.conftest import Until
 
@@ -30,17 +30,31 @@ TROUBLE = "thin link at 3.2 Mbit/s up, 12.0 Mbit/s down: fewer bits, interval 2.
 
 @pytest.fixture(scope="package")
 def driver() -> Iterator[WebDriver]:
-    """Return one browser for all tests.
+    """Return one headless Chromium for all tests, which only contacts us.
 
     Without a browser, the tests are skipped. If `CI` is set and ARCHIPELAGO_NO_BROWSER is not, they fail.
     """
-    with ExitStack() as stack:
+    names = ("chromium", "chromium-browser", "google-chrome", "chrome")
+    program, service = next(filter(None, map(shutil.which, names)), None), shutil.which("chromedriver")
+    if program is None or service is None or find_spec("selenium") is None:
+        required = os.environ.get("CI") and not os.environ.get("ARCHIPELAGO_NO_BROWSER")
+        (pytest.fail if required else pytest.skip)("Install chromium, chromium-driver and selenium.")
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = program
+    with tempfile.TemporaryDirectory(prefix="dash-") as profile:
+        for argument in (
+            "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",
+            "--disable-background-networking", "--disable-component-update", "--disable-sync",
+            "--disable-dev-shm-usage", f"--user-data-dir={profile}",
+        ):  # fmt: skip
+            options.add_argument(argument)
+        found = webdriver.Chrome(options, webdriver.ChromeService(service))
         try:
-            found = stack.enter_context(browser())
-        except ConfigError as error:
-            required = os.environ.get("CI") and not os.environ.get("ARCHIPELAGO_NO_BROWSER")
-            (pytest.fail if required else pytest.skip)(str(error))
-        yield found
+            yield found
+        finally:
+            found.quit()
 
 
 def member(island: str, staleness: int = 0) -> Member:
@@ -82,7 +96,7 @@ def transport() -> MemoryTransport:
 @pytest.fixture
 def address(transport: MemoryTransport) -> Iterator[str]:
     """Serve the page of that run, and yield its address."""
-    with serving(Watcher(transport, transport.reader.manifest()), TOKEN, "127.0.0.1", 0) as found:
+    with serving(Watcher(transport), TOKEN, "127.0.0.1", 0) as found:
         yield found
 
 

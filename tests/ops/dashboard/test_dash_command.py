@@ -24,7 +24,7 @@ from archipelago.ops.commands import run
 from archipelago.ops.dashboard import main
 from archipelago.ops.dashboard.app import application
 from archipelago.ops.dashboard.main import TOKEN_VARIABLE, serving
-from archipelago.ops.dashboard.watcher import Watcher
+from archipelago.ops.watch.watcher import Watcher
 from tests import samples
 from tests.failing import failing
 from tests.ops.dashboard.test_dashboard import MANIFEST, TOKEN, a_run, close_round
@@ -58,7 +58,7 @@ def next_event(answer: http.client.HTTPResponse, wanted: str) -> Any:
 
 def test_events_come_live_and_the_stream_ends_with_the_server() -> None:
     transport = a_run(MemoryBroker())
-    watch = Watcher(transport, transport.reader.manifest())
+    watch = Watcher(transport)
     with ExitStack() as server, ExitStack() as page:
         address = server.enter_context(serving(watch, TOKEN, "127.0.0.1", 0))
         answer = page.enter_context(stream(address))

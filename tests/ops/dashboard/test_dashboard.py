@@ -21,20 +21,13 @@ from archipelago.broker.memory.transport import MemoryBroker, MemoryTransport
 from archipelago.broker.messages import Evaluation, Note, Refusal
 from archipelago.broker.transport import Transport
 from archipelago.ops.dashboard import metrics, page_data
-from archipelago.ops.dashboard.app import BODY_BYTES_MAX, application
-from archipelago.ops.dashboard.assets import FILES, PAGE
-from archipelago.ops.dashboard.history import History
+from archipelago.ops.dashboard.app import BODY_BYTES_MAX, Board, application
 from archipelago.ops.dashboard.main import serving
-from archipelago.ops.dashboard.watcher import (
-    PATIENCE_SECONDS,
-    SELDOM_SECONDS,
-    Board,
-    Fault,
-    RareReading,
-    Watcher,
-)
+from archipelago.ops.dashboard.page_data import FILES, PAGE
 from archipelago.ops.experiments.virtual_time import VirtualClock
-from archipelago.ops.watch.run_view import observe
+from archipelago.ops.watch.history import History
+from archipelago.ops.watch.reading import observe
+from archipelago.ops.watch.watcher import PATIENCE_SECONDS, SELDOM_SECONDS, SILENT, Watcher
 from tests import samples
 from tests.intercept import Intercepted
 
@@ -63,13 +56,15 @@ def a_run(broker: MemoryBroker) -> MemoryTransport:
 
 
 class Away(Intercepted):
-    """A connection whose Redis can be away for some methods."""
+    """A connection whose Redis can be away for some methods. `before` is called with the name of each method."""
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner)
         self.away: set[str] = set()
+        self.before: Callable[[str], object] = str
 
     def intercept(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.before(name)
         if name in self.away:
             raise UnreachableError("redis://somewhere does not answer", "Is it running?")
         return method(*args, **kwargs)
@@ -87,13 +82,18 @@ def transport(clock: VirtualClock) -> Away:
 
 @pytest.fixture
 def watch(transport: Away, clock: VirtualClock) -> Watcher:
-    return Watcher(transport, transport.reader.manifest(), clock, clock)
+    return Watcher(transport, clock=clock, wall=clock)
 
 
 @pytest.fixture
-def client(watch: Watcher, clock: VirtualClock) -> Iterator[TestClient]:
-    watch.update()
-    with TestClient(application(watch, TOKEN, clock, clock), "http://localhost") as found:
+def board(watch: Watcher) -> Board:
+    return Board(watch)
+
+
+@pytest.fixture
+def client(board: Board) -> Iterator[TestClient]:
+    board.update()
+    with TestClient(application(board, TOKEN), "http://localhost") as found:
         yield found
 
 
@@ -110,11 +110,10 @@ def test_the_view_contains_everything_that_was_read(client: TestClient) -> None:
     assert page["state"]["word"] == "training"
     assert [(i["name"], i["strip"], i["participation"]) for i in page["islands"]] == [("a", [0], 1), ("b", [-1], 0)]
     assert {name: page["books"][name] for name in ("published", "merged", "refused", "pending", "balanced")} == {
-        "published": 3, "merged": 1, "refused": 1, "pending": 1, "balanced": True,
+        "published": [3, 300], "merged": [1, 100], "refused": [1, 100], "pending": [1, 100], "balanced": True,
     }  # fmt: skip
-    assert (page["books"]["tokens"]["balanced"], page["books"]["tokens"]["pending"]) == (True, 100)
     assert page["serving"] == {
-        "who": "merger", "since": 990, "text": "in epoch 1", "epoch": 1, "held": None, "standbys": [],
+        "who": "merger", "since": 990, "epoch": 1, "held": None, "standbys": [],
     }  # fmt: skip
     assert ("b", "refused", "round 1: the digest is wrong") in {
         (event["who"], event["kind"], event["text"]) for event in page["events"]
@@ -141,16 +140,16 @@ def test_an_extended_run_shows_the_learning_rate_of_its_length(watch: Watcher) -
     before, after = (replace(MANIFEST.config.inner, steps=steps).rate_at(1900) for steps in (2000, 6000))
     assert after > 2 * before
     assert page_data.progress(reading, history, MANIFEST.config)["learning_rate"] == after
-    assert page_data.charts_of(reading, history, [], MANIFEST)["lines"]["rate"] == [before, after]
+    assert page_data.charts_of(reading, history, MANIFEST)["lines"]["rate"] == [before, after]
 
 
-def test_a_foreign_host_name_is_refused(watch: Watcher, clock: VirtualClock) -> None:
+def test_a_foreign_host_name_is_refused(board: Board) -> None:
     """Otherwise a page of that site could read the dashboard from its visitor's machine."""
     hosts = {
         "localhost:8765": 200, "127.0.0.1": 200, "[::1]:8765": 200, "192.0.2.7:8765": 200, "Dash.Example:80": 200,
         "evil.example:8765": 400, "localhost.evil.example": 400, "127.0.0.1.evil.example": 400, "": 400, "[": 400,
     }  # fmt: skip
-    with TestClient(application(watch, TOKEN, clock, clock, names=("localhost", "dash.example"))) as client:
+    with TestClient(application(board, TOKEN, ("localhost", "dash.example"))) as client:
         answers = {host: client.get("/api/view", headers={"host": host}).status_code for host in hosts}
     assert answers == hosts
 
@@ -165,8 +164,8 @@ def test_a_foreign_host_name_is_refused_on_every_address(watch: Watcher) -> None
                     assert connection.getresponse().status == status, (host, name)
 
 
-def test_before_the_first_reading_there_is_no_page_and_no_metric(watch: Watcher, clock: VirtualClock) -> None:
-    with TestClient(application(watch, TOKEN, clock, clock), "http://localhost") as client:
+def test_before_the_first_reading_there_is_no_page_and_no_metric(board: Board) -> None:
+    with TestClient(application(board, TOKEN), "http://localhost") as client:
         assert client.get("/api/view").json() == {"page": None, "charts": None, "fault": None}
         assert client.get("/metrics").status_code == 503
 
@@ -189,9 +188,10 @@ def test_health_and_metrics_are_those_of_the_view(client: TestClient, watch: Wat
     assert answer.headers["content-type"] == metrics.CONTENT_TYPE
     found = {s.name: s.value for family in text_string_to_metric_families(answer.text) for s in family.samples}
     view = observe(transport, MANIFEST)
-    assert set(found) <= {*metrics.RUN, *metrics.BOOKS, metrics.ROUND_AGE, metrics.UNFINISHED, *metrics.RUN_ISLAND}
+    assert set(found) <= {*metrics.RUN, *metrics.BOOKS, metrics.UNFINISHED, *metrics.RUN_ISLAND}
     assert list(found.values()).count(view.held_out_last) >= 1
-    watch.board.end_reading(Fault(1000.0, "Redis does not answer", "gone"))
+    transport.away = {"tape"}
+    watch.update()
     assert client.get("/healthz").json() == {"serving": True, "redis": "Redis does not answer"}
     answer = client.get("/metrics")
     assert (answer.status_code, answer.text) == (503, "Redis does not answer\n")
@@ -267,7 +267,7 @@ def test_a_wrong_value_or_too_large_a_request_is_refused(client: TestClient, tra
     assert transport.reader.control() == {}
 
 
-def test_a_request_that_breaks_off_is_no_error(watch: Watcher, clock: VirtualClock, transport: Away) -> None:
+def test_a_request_that_breaks_off_is_no_error(board: Board, transport: Away) -> None:
     sent: list[Any] = []
 
     async def receive() -> dict[str, Any]:
@@ -278,7 +278,7 @@ def test_a_request_that_breaks_off_is_no_error(watch: Watcher, clock: VirtualClo
 
     scope = {"type": "http", "method": "POST", "path": "/api/steer", "query_string": b"",
              "headers": [(b"authorization", RIGHT["Authorization"].encode())]}  # fmt: skip
-    asyncio.run(application(watch, TOKEN, clock, clock)(scope, receive, send))
+    asyncio.run(application(board, TOKEN)(scope, receive, send))
     assert sent[0]["status"] == 400
     assert transport.reader.control() == {}
 
@@ -294,10 +294,6 @@ def test_steering_while_redis_is_away(client: TestClient, transport: Away) -> No
 # -- the watcher ------------------------------------------------------------------------------------------------------
 
 
-def board(watch: Watcher) -> dict[str, Any]:
-    return {"page": json.loads(watch.board.page), "charts": json.loads(watch.board.charts)}
-
-
 def close_round(transport: Transport, number: int, **changes: Any) -> None:
     epoch = transport.merger.acquire("merger", 10.0)
     assert epoch is not None
@@ -306,64 +302,64 @@ def close_round(transport: Transport, number: int, **changes: Any) -> None:
 
 
 def test_an_outage_is_a_fault_from_its_beginning_to_its_end(
-    watch: Watcher, transport: Away, clock: VirtualClock
+    board: Board, watch: Watcher, transport: Away, clock: VirtualClock
 ) -> None:
-    watch.update()
+    board.update()
     transport.away = {"tape"}
     for _ in range(3):
         clock.now += 1.0
-        watch.update()
-    fault = watch.board.fault(clock())
+        board.update()
+    fault = watch.outage()
     assert fault is not None
-    assert (fault.since_unix_seconds, fault.what) == (1001.0, "Redis does not answer")
+    assert (fault.since_unix_seconds, fault.what) == (1001.0, SILENT)
     assert "redis://somewhere" in fault.more
     transport.away = set()
-    numbers = watch.board.page_number
-    watch.update()
-    assert (watch.board.fault(clock()), watch.board.page_number) == (None, numbers + 1)
-    hangs = Board()
-    hangs.begin_reading(50.0, 7000.0)
-    assert hangs.fault(50.0 + PATIENCE_SECONDS) is None
-    fault = hangs.fault(50.1 + PATIENCE_SECONDS)
-    assert fault is not None
-    assert (fault.since_unix_seconds, fault.what) == (7000.0, "Redis does not answer")
-    hangs.end_reading(None)
-    assert hangs.fault(1e9) is None
+    numbers = board.page_number
+    board.update()
+    assert (watch.outage(), board.page_number) == (None, numbers + 1)
+
+
+def test_a_reading_that_hangs_is_an_outage(watch: Watcher, transport: Away, clock: VirtualClock) -> None:
+    seen: list[str] = []
+
+    def hang(name: str) -> None:
+        for seconds in (PATIENCE_SECONDS, 0.1) if name == "tape" else ():
+            clock.now += seconds
+            seen.append(found.what if (found := watch.outage()) else "")
+
+    transport.before = hang
+    assert watch.update()
+    assert seen[:2] == ["", SILENT]
+    assert watch.outage() is None
 
 
 def test_rounds_are_followed_across_a_gap_and_a_new_run_of_the_same_name_has_a_new_history(clock: VirtualClock) -> None:
     broker = MemoryBroker(clock=clock)
     transport = a_run(broker)
-    watch = Watcher(transport, transport.reader.manifest(), clock, clock)
-    watch.update()
+    board = Board(Watcher(transport, clock=clock, wall=clock))
+    board.update()
     for number in range(2, 80):  # A reading requests fewer entries than this.
         close_round(transport, number, digest=f"{number:032x}")
     clock.now += 10.0
-    watch.update()
-    found = board(watch)
-    assert found["charts"]["lines"]["round"] == list(range(1, 80))
-    assert (found["page"]["run"]["rounds"], found["page"]["round_seconds"]) == (79, 0)
+    board.update()
+    assert json.loads(board.charts)["lines"]["round"] == list(range(1, 80))
+    assert json.loads(board.page)["run"]["rounds"] == 79
     broker.runs.clear()
     a_run(broker)
-    clock.now += 10.0
-    watch.update()
-    assert board(watch)["charts"]["lines"]["round"] == [1]
+    board.update()
+    assert json.loads(board.charts)["lines"]["round"] == [1], "a new history is drawn at once"
 
 
-def test_costly_readings_are_rare(clock: VirtualClock) -> None:
+def test_evaluations_are_read_rarely(watch: Watcher, transport: Away, clock: VirtualClock) -> None:
     made: list[float] = []
 
-    def read() -> float:
-        clock.now += 2.0  # The reading takes this long.
-        made.append(clock.now)
-        return clock.now
+    def slow(name: str) -> None:
+        if name == "evaluations":
+            clock.now += 2.0  # The reading takes this long.
+            made.append(clock.now)
 
-    seldom = RareReading(read, clock)
-    assert [seldom.newest(), seldom.newest()] == [1002.0, 1002.0]
-    clock.now += SELDOM_SECONDS + 30.0  # 2 s of 40 s are the allowed share of a twentieth.
-    assert seldom.newest() == 1002.0
-    clock.now += 10.0
-    assert seldom.newest() == clock.now
-    seldom.forget()
-    assert seldom.newest() == clock.now
-    assert len(made) == 3
+    transport.before = slow
+    for seconds, count in ((0.0, 1), (0.0, 1), (SELDOM_SECONDS + 30.0, 1), (10.0, 2)):
+        clock.now += seconds  # 2 s of 40 s are the allowed share of a twentieth.
+        watch.update()
+        assert len(made) == count, seconds

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import shutil
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,19 +11,16 @@ from typing import Any
 
 import pytest
 
-from archipelago.broker.errors import ConfigError
 from archipelago.broker.memory.transport import MemoryBroker, MemoryTransport
 from archipelago.broker.messages import Evaluation, Note
 from archipelago.broker.redis.transport import connect
-from archipelago.ops.dashboard import screenshot
 from archipelago.ops.dashboard.main import serving
-from archipelago.ops.dashboard.screenshot import PICTURES, take
-from archipelago.ops.dashboard.watcher import Watcher
+from archipelago.ops.dashboard.page_data import chart_library
 from archipelago.ops.launch.embedded_redis import start_server
 from archipelago.ops.watch.report import html, of_watch
+from archipelago.ops.watch.watcher import Watcher
 from tests import samples
-from tests.conftest import PATIENCE_SECONDS, Until
-from tests.failing import failing
+from tests.conftest import Until
 from tests.ops.dashboard.conftest import MANIFEST, NAMES, TOKEN, TROUBLE, Page, close_round
 
 pytestmark = pytest.mark.full  # These tests drive a browser.
@@ -155,13 +151,13 @@ def test_everything_fits_on_each_screen_and_is_readable_in_both_themes(page: Pag
 
 
 def test_the_page_survives_a_restart_of_its_server(page: Page, transport: MemoryTransport, until: Until) -> None:
-    with serving(Watcher(transport, transport.reader.manifest()), TOKEN, "127.0.0.1", 0) as first:
+    with serving(Watcher(transport), TOKEN, "127.0.0.1", 0) as first:
         page.open(first)
         port = int(first.rpartition(":")[2])
     until(lambda: "does not answer" in page.text("#banner"), "the page says that it hears nothing")
     close_round(transport, 41)
     transport.reader.record_evaluation(Evaluation(41, 4, 41_000, time.time(), 2.1))  # An old one would be a problem.
-    with serving(Watcher(transport, transport.reader.manifest()), TOKEN, "127.0.0.1", port):
+    with serving(Watcher(transport), TOKEN, "127.0.0.1", port):
         until(lambda: page.text("#step-sub").startswith("round 41"), "the page goes on")
         until(lambda: not page.is_shown("#banner"), "all is well again")
 
@@ -172,7 +168,7 @@ def test_the_page_survives_a_restart_of_redis(page: Page, tmp_path: Path, until:
         transport = connect(server.url, "sample")
         stack.callback(transport.close)
         transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
-        address = stack.enter_context(serving(Watcher(transport, transport.reader.manifest()), TOKEN, "127.0.0.1", 0))
+        address = stack.enter_context(serving(Watcher(transport), TOKEN, "127.0.0.1", 0))
         page.driver.get(address)
         until(lambda: page.text("#run") == "sample", "the page is there")
         server.stop()
@@ -187,7 +183,7 @@ def test_the_page_survives_a_restart_of_redis(page: Page, tmp_path: Path, until:
 def test_the_page_of_an_empty_run(page: Page, until: Until) -> None:
     transport = MemoryBroker().connect("sample")
     transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
-    with serving(Watcher(transport, transport.reader.manifest()), TOKEN, "127.0.0.1", 0) as address:
+    with serving(Watcher(transport), TOKEN, "127.0.0.1", 0) as address:
         page.driver.get(address)
         until(lambda: page.text("#banner") == "No island has joined yet.", "the page reports it")
         until(lambda: "No round has closed yet." in page.text("#chart-learn"), "empty charts say why")
@@ -222,10 +218,8 @@ def test_the_choice_of_theme_is_kept(page: Page, address: str, until: Until) -> 
 def test_a_report_is_one_file_that_needs_no_network(
     page: Page, until: Until, transport: MemoryTransport, tmp_path: Path
 ) -> None:
-    from archipelago.ops.dashboard.assets import chart_library
-
     transport.reader.note(Note(1.8e9, "</script><script>window.evil = 1</script>", "joined", "<!-- and so on"))
-    found = of_watch(Watcher(transport, transport.reader.manifest()))
+    found = of_watch(Watcher(transport))
     path = tmp_path / "report.html"
     path.write_text(html(found, chart_library().read_text(encoding="utf-8")), encoding="utf-8")
     page.open(path.as_uri())
@@ -240,18 +234,3 @@ def test_a_report_is_one_file_that_needs_no_network(
     page.click("#theme")
     until(lambda: page.run(ticks) != before, "the charts follow the theme")
     assert page.complaints() == []
-
-
-def test_the_pictures(address: str, tmp_path: Path, page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
-    import matplotlib.image
-
-    monkeypatch.setattr(screenshot, "WAIT_SECONDS", PATIENCE_SECONDS)
-    assert page  # The fixture skips the test if there is no browser.
-    paths = take(address, TOKEN, tmp_path / "new" / "pictures", lambda: False)
-    assert [path.name for path in paths] == [f"{name}.png" for name in PICTURES]
-    light, dark, phone = (matplotlib.image.imread(path) for path in paths)
-    assert (light.shape[1], dark.shape[1], phone.shape[1]) == (2880, 2880, 780)
-    assert light[-1, 5, :3].mean() > 0.8 > 0.2 > dark[-1, 5, :3].mean()
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    with failing(ConfigError, "config.no-browser"):
-        take("", TOKEN, tmp_path, lambda: False)

@@ -9,75 +9,77 @@ from typing import Any
 
 import pytest
 
+from archipelago.broker.control import Control
 from archipelago.broker.messages import Books, Note, Pending, Refusal
 from archipelago.broker.presence import Presence
-from archipelago.broker.transport import Memory, MergerStatus
+from archipelago.broker.transport import MergerStatus
 from archipelago.ops.dashboard import page_data
-from archipelago.ops.dashboard.actions import sentence, stamped
-from archipelago.ops.dashboard.page_data import Rate, Reading, events, measured, state_of
+from archipelago.ops.dashboard.app import _sentences, _stamped
+from archipelago.ops.dashboard.page_data import events, state_of, to_json
 from archipelago.ops.dashboard.page_data import serving as lease
-from archipelago.ops.dashboard.watcher import to_json
-from archipelago.ops.watch.run_view import RunView, summarise
+from archipelago.ops.watch.events import events_of
+from archipelago.ops.watch.history import Rate, measured
+from archipelago.ops.watch.reading import summarise
+from archipelago.ops.watch.run_view import RunView
+from archipelago.ops.watch.watcher import RunReading
 from tests import samples
 
 MANIFEST = samples.manifest()
 
 
 def view(**changes: Any) -> RunView:
-    base = summarise(MANIFEST, [], [], Books(), Pending(0, 0), [], {}, {}, Memory(0, 0))
-    return replace(base, **changes)
+    return replace(summarise(MANIFEST, [], [], Books(), Pending(0, 0)), **changes)
 
 
 def test_the_state_of_a_run() -> None:
     live = {"known": 2, "live": 2, "rounds": 3}
     waiting = live | {"pending": 1}
-    for changes, control, seconds, word in (
-        ({}, {}, 0.0, "waiting"),
-        ({"known": 2}, {}, 0.0, "no islands"),
-        ({"rounds": 3}, {}, 0.0, "no islands"),
-        ({"known": 2, "live": 2}, {}, 0.0, "starting"),
-        (live, {}, 1e6, "training"),  # No contribution waits.
-        (waiting, {}, 1.0, "training"),
-        (waiting, {}, 59.0, "training"),  # `status` has the same limit.
-        (waiting, {}, 61.0, "stalled"),
-        (waiting, {"merging": "paused"}, 61.0, "paused"),
-        ({"known": 2, "rounds": 3, "step": 2000}, {}, 0.0, "finished"),
-        ({"known": 2, "rounds": 3, "step": 2000}, {"merging": "paused"}, 0.0, "finished"),
+    ended = {"known": 2, "rounds": 3, "step": 2000}
+    paused = {"control": Control(is_paused=True)}
+    for changes, seconds, word in (
+        ({}, 0.0, "new"),
+        ({"known": 2}, 0.0, "no islands"),
+        ({"rounds": 3}, 0.0, "no islands"),
+        ({"known": 2, "live": 2}, 0.0, "starting"),
+        (live, 1e6, "training"),  # No contribution waits.
+        (waiting, 59.0, "training"),  # `status` has the same limit.
+        (waiting, 61.0, "stalled"),
+        (waiting | paused, 61.0, "paused"),
+        (ended, 0.0, "finished"),
+        (ended | paused, 0.0, "finished"),
+        (live | {"merger": MergerStatus("", 1, 0.0, 0.5)}, 0.0, "no merger"),
+        (live | {"merger": MergerStatus()}, 0.0, "training"),  # This broker does not know its merger.
+        # The islands of a run that has ended are about to leave.
+        (live | {"step": 2000, "merger": MergerStatus("", 1, 0.0, 0.5)}, 0.0, "training"),
     ):
-        reading = Reading(view(**changes), 0.0, seconds, 1, control)
-        assert state_of(reading, interval=24)["word"] == word, (changes, seconds)
-    for status, step, word in (
-        (MergerStatus("m", 1, 4.0, 0.5), 4, "training"),
-        (MergerStatus("", 1, 0.0, 0.5), 4, "no merger"),
-        (MergerStatus(), 4, "training"),  # This broker does not know its merger.
-        (MergerStatus("", 1, 0.0, 0.5), 2000, "training"),  # The islands of a run that has ended are about to leave.
-    ):
-        reading = Reading(view(**live, step=step), 0.0, 0.0, 1, merger_status=status)
-        assert state_of(reading, interval=24)["word"] == word, status
+        merger = changes.get("merger", MergerStatus("m", 1, 4.0, seconds))
+        assert state_of(view(**changes | {"merger": merger}))["word"] == word, (changes, seconds)
+    assert state_of(view(unreachable={1: "gone"}, **live))["sentence"].startswith("Shard 1 cannot")
 
 
 def test_events_are_newest_first_and_repeated_refusals_are_counted() -> None:
     late = [(10.0 + n, Refusal("b", "x", n, n, 0, 100, "too old")) for n in range(3)]
     other = (13.0, Refusal("a", "x", 0, 9, 0, 100, "too old"))
     notes = [Note(1.0, "b", "joined", "new"), Note(11.5, "merger", "served", "in epoch 2")]
-    found = [(e["unix_seconds"], e["who"], e["kind"], e["times"]) for e in events(notes, [*late, other])]
-    assert found == [
+    found = events(events_of(notes, [*late, other]))
+    assert [(e["unix_seconds"], e["who"], e["kind"], e["times"]) for e in found] == [
         (13.0, "a", "refused", 1), (12.0, "b", "refused", 1), (11.5, "merger", "served", 1), (11.0, "b", "refused", 2),
         (1.0, "b", "joined", 1),
     ]  # fmt: skip
 
 
 def test_the_newest_merger_holds_the_lease() -> None:
-    notes = [Note(5.0, "merger-b", "served", "epoch 2"), Note(1.0, "merger-a", "served", "epoch 1")]
-    assert lease(notes, 2)["who"] == "merger-b"
-    assert lease([], 0) == {"who": "", "since": None, "text": "", "epoch": 0, "held": None}
-    assert lease(notes, 2, MergerStatus("00b81fc22d7c", 2))["held"] is True
-    assert lease(notes, 2, MergerStatus("", 2))["held"] is False  # The merger has died without a note.
+    note = Note(5.0, "merger-b", "served", "epoch 2")
+    nobody: dict[str, Any] = {"who": "", "since": None, "epoch": 0, "held": None, "standbys": []}
+    assert lease(RunReading(view(), 0.0), 0) == nobody
+    for holder in ("merger-b", ""):  # It may have died without a note.
+        found = lease(RunReading(view(merger=MergerStatus(holder, 2)), 0.0, served=note), 2)
+        assert (found["who"], found["held"]) == ("merger-b", bool(holder))
 
 
 def islands(**changes: Any) -> Any:
     beats = [Presence(samples.heartbeat("a", **changes), 0.0)]
-    return summarise(MANIFEST, [], beats, Books(), Pending(0, 0), [], {}, {}, Memory(0, 0)).islands
+    return summarise(MANIFEST, [], beats, Books(), Pending(0, 0)).islands
 
 
 def test_rates_converge_and_survive_a_restart() -> None:
@@ -103,9 +105,9 @@ def test_the_use_of_a_link_is_relative_to_its_speed() -> None:
         assert math.isnan(page_data._lane(island, [], Rate(0.0, 0, 0, 50.0, 7.0), {})["up_share"])
 
 
-def test_every_value_becomes_valid_json_and_every_action_a_sentence() -> None:
+def test_every_value_becomes_valid_json_and_every_action_a_sentences() -> None:
     text = to_json({"a": [float("nan"), float("inf"), 1.0, 0.123456789, 1.7e9 + 0.25], "b": (True, None, "x", 7)})
     assert json.loads(text) == {"a": [None, None, 1, 0.12346, 1_700_000_000], "b": [True, None, "x", 7]}
-    assert len(sentence({"merging": "", "island.b": ""}).split(". ")) == 2, "a sentence for each change"
-    assert sentence({})
-    assert stamped({"checkpoint": "now", "merging": "paused"}, 12.5) == {"checkpoint": "12.500", "merging": "paused"}
+    assert len(_sentences({"merging": "", "island.b": ""}).split(". ")) == 2, "a sentence for each change"
+    assert _sentences({})
+    assert _stamped({"checkpoint": "now", "merging": "paused"}, 12.5) == {"checkpoint": "12.500", "merging": "paused"}

@@ -12,11 +12,11 @@ from starlette.testclient import TestClient
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.memory.transport import MemoryBroker, MemoryTransport
 from archipelago.broker.messages import Evaluation
-from archipelago.ops.dashboard.app import application
-from archipelago.ops.dashboard.run_list import FRESH_SECONDS, RUNS_MOST, RunList
-from archipelago.ops.dashboard.watcher import Watcher
+from archipelago.ops.dashboard.app import Board, application
 from archipelago.ops.experiments.virtual_time import VirtualClock
 from archipelago.ops.watch import run_summary
+from archipelago.ops.watch.run_list import FRESH_SECONDS, RUNS_MOST, ComparedRuns
+from archipelago.ops.watch.watcher import Watcher
 from tests import samples
 
 REPORT = {
@@ -39,17 +39,17 @@ def broker() -> MemoryBroker:
     return broker
 
 
-def listed(found: RunList) -> list[tuple[str, str, str, float | None]]:
-    return [(row["name"], row["place"], row["state"], row["held_out"]) for row in found.newest()["runs"]]
+def listed(found: ComparedRuns) -> list[tuple[str, str, str, float | None]]:
+    return [(row["run"], row["where"], row["state"], row["held_out"]) for row in found.newest()["runs"]]
 
 
 def test_the_runs_of_a_redis_and_of_a_folder(broker: MemoryBroker, tmp_path: Path) -> None:
     for name, report in (("old", REPORT), ("sample", REPORT | {"run": "sample"}), ("damaged", {"run": "damaged"})):
         (tmp_path / name).mkdir()
         (tmp_path / name / run_summary.TEXT).write_text(json.dumps(report), encoding="utf-8")
-    found = RunList(broker.connect, "sample", tmp_path, VirtualClock(100.0))
+    found = ComparedRuns(broker.connect, "sample", tmp_path, VirtualClock(100.0))
     assert listed(found) == [
-        ("sample", "redis", "no merger", 7.0), ("fast", "redis", "new", 4.0),
+        ("sample", "redis", "starting", 7.0), ("fast", "redis", "new", 4.0),
         ("old", str(tmp_path / "old"), "finished", 3.0),
     ]  # fmt: skip
     own, fast, old = found.newest()["runs"]
@@ -61,7 +61,7 @@ def test_the_runs_of_a_redis_and_of_a_folder(broker: MemoryBroker, tmp_path: Pat
             raise BrokerError("no permission", "Ask for it.")
         return broker.connect(name)
 
-    assert [name for name, *_ in listed(RunList(opened, "sample", None, VirtualClock(100.0)))] == ["sample"]
+    assert [name for name, *_ in listed(ComparedRuns(opened, "sample", None, VirtualClock(100.0)))] == ["sample"]
 
 
 def test_the_list_is_read_seldom_and_bounded(broker: MemoryBroker) -> None:
@@ -72,7 +72,7 @@ def test_the_list_is_read_seldom_and_bounded(broker: MemoryBroker) -> None:
         count += 1
         return broker.connect(name)
 
-    found = RunList(opened, "sample", None, clock)
+    found = ComparedRuns(opened, "sample", None, clock)
     found.newest()
     before = count
     found.newest()
@@ -85,12 +85,9 @@ def test_the_list_is_read_seldom_and_bounded(broker: MemoryBroker) -> None:
 
 
 def test_the_page_asks_for_the_list(broker: MemoryBroker) -> None:
-    transport = broker.connect("sample")
-    watch, runs = (
-        Watcher(transport, transport.reader.manifest()),
-        RunList(broker.connect, "sample", None, VirtualClock(100.0)),
-    )
-    with TestClient(application(watch, "token", runs=runs), "http://localhost") as client:
-        assert [run["name"] for run in client.get("/api/runs").json()["runs"]] == ["sample", "fast"]
-    with TestClient(application(watch, "token"), "http://localhost") as client:
+    board = Board(Watcher(broker.connect("sample")))
+    runs = ComparedRuns(broker.connect, "sample", None, VirtualClock(100.0))
+    with TestClient(application(board, "token", runs=runs), "http://localhost") as client:
+        assert [run["run"] for run in client.get("/api/runs").json()["runs"]] == ["sample", "fast"]
+    with TestClient(application(board, "token"), "http://localhost") as client:
         assert client.get("/api/runs").json()["runs"] == []

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.observe.merge_load import BUSY_SHARE, STRETCH
+from archipelago.broker.transport import MergerStatus
 from archipelago.islands.running import IslandCollector
 from archipelago.merger.telemetry import RoundMetrics
 from archipelago.ops.dashboard import metrics
-from archipelago.ops.watch.run_view import observe
+from archipelago.ops.watch.reading import observe
 from tests import samples
 from tests.broker.observe.test_metrics import parsed
 
@@ -28,7 +30,7 @@ def test_a_whole_run_is_exported() -> None:
         transport.island.heartbeat(samples.heartbeat(name))
     transport.island.publish(*samples.packed(np.ones(manifest.sizes[0], np.float32)))
     view = observe(transport, manifest)
-    found = parsed(metrics.render(view, 2.5))
+    found = parsed(metrics.render(replace(view, rounds=1, merger=MergerStatus("m", 1, 4.0, 2.5))))
     assert found["archipelago_run_islands_known", ""] == found["archipelago_run_islands_live", ""] == 2
     assert found["archipelago_run_islands_participating", ""] == 0
     assert found["archipelago_run_pending_contributions", ""] == 1
@@ -39,7 +41,7 @@ def test_a_whole_run_is_exported() -> None:
     assert found["archipelago_run_memory_used_bytes", ""] == view.memory_bytes > 0
     assert found["archipelago_run_island_live", "quito"] == 1
     assert found["archipelago_run_island_tokens_total", "oslo"] == 1000
-    exported = {*metrics.RUN, *metrics.BOOKS, metrics.ROUND_AGE, metrics.UNFINISHED, *metrics.RUN_ISLAND}
+    exported = {*metrics.RUN, *metrics.BOOKS, metrics.UNFINISHED, *metrics.RUN_ISLAND}
     not_known = {"archipelago_run_held_out_loss", "archipelago_run_loss"}  # No evaluation, and no round.
     not_known |= {"archipelago_run_island_score", "archipelago_run_island_weight_factor"}
     assert {name for name, _ in found} == exported - not_known
@@ -50,7 +52,7 @@ def test_a_whole_run_is_exported() -> None:
 
 def is_exported(name: str) -> bool:
     """Return whether a worker or the dashboard exports that metric."""
-    if name in {*metrics.RUN, *metrics.BOOKS, metrics.ROUND_AGE, metrics.UNFINISHED, *metrics.RUN_ISLAND}:
+    if name in {*metrics.RUN, *metrics.BOOKS, metrics.UNFINISHED, *metrics.RUN_ISLAND}:
         return True
     sources = [Path(str(module.__code__.co_filename)) for module in (IslandCollector.collect, RoundMetrics.closed)]
     for kind, source in zip(("island", "merger"), sources, strict=True):

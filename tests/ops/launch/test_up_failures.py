@@ -30,7 +30,7 @@ from archipelago.ops.launch.session import (
 from archipelago.ops.launch.supervisor import LAST_LINES, Child
 from archipelago.ops.launch.up import UpOptions
 from archipelago.ops.watch import run_summary
-from archipelago.ops.watch.run_view import summarise
+from archipelago.ops.watch.reading import summarise
 from tests import samples
 from tests.failing import failing
 
@@ -68,7 +68,7 @@ def test_workers_have_the_time_to_copy_their_last_checkpoint(monkeypatch: pytest
 def test_up_does_not_ask_for_islands_that_it_starts_itself(tmp_path: Path) -> None:
     manifest = samples.manifest()
     silent = [Presence(samples.heartbeat(name), 60.0) for name in ("island-0", "oslo")]
-    view = summarise(manifest, [], silent, Books(), Pending(0, 0), [], {}, {}, Memory(6, 10))
+    view = summarise(manifest, [], silent, Books(), Pending(0, 0), memory=Memory(6, 10))
     mine = session(tmp_path)
     mine.manifest = manifest
     assert [(problem.code, problem.who) for problem in Session._problems(mine, view)] == [("island.silent", "oslo")]

@@ -16,17 +16,16 @@ from archipelago.broker.presence import Presence
 from archipelago.broker.shards.reader import combined_status
 from archipelago.broker.transport import Memory, MergerStatus
 from archipelago.ops.watch import advice
-from archipelago.ops.watch.advice import Problem, problems, rising
-from archipelago.ops.watch.health import Event, Health, trouble
-from archipelago.ops.watch.problem_log import ProblemLog
-from archipelago.ops.watch.remedies import NOTHING, remedy_of, with_comebacks
-from archipelago.ops.watch.run_view import RunView, summarise
+from archipelago.ops.watch.advice import Problem, ProblemLog, problems, rising
+from archipelago.ops.watch.events import NOTHING, Event, remedy_of, with_comebacks
+from archipelago.ops.watch.reading import summarise
+from archipelago.ops.watch.run_view import RunView
 from tests import samples
 
 NOW = 1.8e9
 MANIFEST = samples.manifest()
 ROUND = samples.commit([]).tape
-SERVED = Health(MergerStatus("m", 1, 4.0, 0.5), covered=1 << 40)
+SERVED: dict[str, Any] = {"merger": MergerStatus("m", 1, 4.0, 0.5), "covered": 1 << 40}
 
 
 def tape_of(losses: Sequence[float], seconds: float = 1.0) -> list[TapeEntry]:
@@ -38,13 +37,13 @@ def tape_of(losses: Sequence[float], seconds: float = 1.0) -> list[TapeEntry]:
 
 
 def view(*beats: Presence, tape: Sequence[TapeEntry] = (), **changes: Any) -> RunView:
-    """Return a run that is half finished, with two healthy islands and those of `beats`."""
+    """Return a run that is half finished and served, with two healthy islands and those of `beats`."""
     usual = [Presence(samples.heartbeat(name), 0.5) for name in ("a", "b")]
     presences = {each.heartbeat.island: each for each in (*usual, *beats)}
     found = summarise(
-        MANIFEST, tape or tape_of([2.0]), list(presences.values()), Books(), Pending(0, 0), [], {}, {}, Memory(6, 10)
-    )  # fmt: skip
-    return replace(found, **changes)
+        MANIFEST, tape or tape_of([2.0]), list(presences.values()), Books(), Pending(0, 0), memory=Memory(6, 10)
+    )
+    return replace(found, **SERVED | changes)
 
 
 def beat(island: str, age: float = 0.5, **changes: Any) -> Presence:
@@ -55,12 +54,12 @@ def codes(found: Sequence[Problem]) -> list[str]:
     return [problem.code for problem in found]
 
 
-def look(seen: RunView, health: Health = SERVED, **more: Any) -> list[str]:
-    return codes(problems(seen, health, MANIFEST.config, unix_seconds=NOW, **more))
+def look(seen: RunView, **more: Any) -> list[str]:
+    return codes(problems(seen, MANIFEST.config, unix_seconds=NOW, **more))
 
 
-def status(**changes: Any) -> Health:
-    return replace(SERVED, merger_status=replace(SERVED.merger_status, **changes))
+def status(**changes: Any) -> MergerStatus:
+    return replace(MergerStatus("m", 1, 4.0, 0.5), **changes)
 
 
 def test_a_healthy_run_has_no_problem() -> None:
@@ -74,74 +73,71 @@ def test_a_merger_that_cannot_keep_up_is_a_problem() -> None:
     usual = [replace(entry, members=(member,)) for entry in tape_of([2.0] * 40, 10.0)]
     slow = [replace(entry, busy_seconds=9.9, spectra_seconds=9.0) for entry in usual]
     assert look(view(tape=slow), tape=slow) == ["merger.slow"]
-    assert look(view(tape=slow), status(holder=""), tape=slow) == ["merger.missing"], "another problem says more"
-    paused = replace(SERVED, control=replace(SERVED.control, is_paused=True))
-    assert look(view(tape=slow), paused, tape=slow) == ["run.paused"], "the recent rounds say nothing about now"
+    assert look(view(tape=slow, merger=status(holder="")), tape=slow) == ["merger.missing"], "another problem says more"
+    paused = view(tape=slow, control=Control(is_paused=True))
+    assert look(paused, tape=slow) == ["run.paused"], "the recent rounds say nothing about now"
     assert "merger.slow" not in look(view(beat("a", 90.0), beat("b", 90.0), tape=slow), tape=slow), "no island is live"
     waits = [replace(entry, busy_seconds=1.0) for entry in slow]
     assert look(view(tape=waits), tape=waits) == [], "the islands are slow"
     turns = [replace(entry, epoch=n % 2, fragment=n % 2) for n, entry in enumerate(usual)]
     served = shards(MergerStatus("m", 1), MergerStatus("n", 1))
     half = [replace(entry, busy_seconds=10.0) for entry in turns]
-    assert look(SHARDED, served, tape=half) == [], "two mergers that are busy half of the time are not one always busy"
+    assert look(served, tape=half) == [], "two mergers that are busy half of the time are not one always busy"
     one = [replace(entry, busy_seconds=19.9 if entry.fragment else 1.0) for entry in turns]
-    assert look(SHARDED, served, tape=one) == ["merger.slow"]
+    assert look(served, tape=one) == ["merger.slow"]
 
 
 REFUSED = Refusal("a", "x", 0, 7, 0, 100, "staleness 40 is over the cap of 16")
 
 
 LOWERED = replace(tape_of([2.0])[0], members=(replace(ROUND.members[0], island="a", factor=0.2, score=0.1),))
-CASES: list[tuple[RunView, Health, list[str]]] = [
-    (view(beat("a", 90.0), beat("b", 80.0)), SERVED, ["run.no-islands", "island.silent", "island.silent"]),
-    (view(beat("b", 40.0)), SERVED, ["island.silent"]),
-    (view(beat("b", 7200.0)), SERVED, []),  # It is gone for good.
-    (view(beat("b", 40.0, state="left")), SERVED, []),
-    (view(beat("b", link="thin link at 3.2 Mbit/s up: fewer bits")), SERVED, ["island.thin-link"]),
-    (view(beat("b", link="the Redis does not answer")), SERVED, ["island.link"]),
-    (view(beat("b", link="no merger serves the run")), status(holder=""), ["merger.missing"]),
-    (view(beat("b", step_seconds=0.31)), SERVED, ["island.slow"]),
-    (view(beat("b", step_seconds=0.29)), SERVED, []),
-    (view(beat("b", host_memory_bytes=96, host_memory_limit_bytes=100)), SERVED, ["island.memory"]),
-    (view(beat("b", host_memory_bytes=94, host_memory_limit_bytes=100)), SERVED, []),
-    (view(tape=[LOWERED]), SERVED, ["island.lowered"]),
-    (view(memory_bytes=79, memory_limit_bytes=100), SERVED, ["redis.memory"]),
-    (view(unreadable=("x",)), SERVED, ["redis.unreadable"]),
-    (view(), status(holder=""), ["merger.missing"]),
-    (view(), status(still_seconds=61.0), ["run.stalled"]),
-    (view(), replace(status(still_seconds=61.0), control=Control.of({"merging": "paused"})), ["run.paused"]),
-    (view(), replace(SERVED, control=Control.of({"sync.quorum": "many"})), ["steer.ignored"]),
-    (view(), replace(SERVED, refusals=((NOW - 200.0, REFUSED),)), ["island.refused"]),
-    (view(), replace(SERVED, refusals=((NOW - 400.0, REFUSED),)), []),
-    (view(), Health(MergerStatus()), []),  # This broker does not know its merger.
-    (view(beat("a", 90.0), step=2000), status(holder=""), []),  # The run is finished.
+CASES: list[tuple[RunView, list[str]]] = [
+    (view(beat("a", 90.0), beat("b", 80.0)), ["run.no-islands", "island.silent", "island.silent"]),
+    (view(beat("b", 40.0)), ["island.silent"]),
+    (view(beat("b", 7200.0)), []),  # It is gone for good.
+    (view(beat("b", 40.0, state="left")), []),
+    (view(beat("b", link="thin link at 3.2 Mbit/s up: fewer bits")), ["island.thin-link"]),
+    (view(beat("b", link="the Redis does not answer")), ["island.link"]),
+    (view(beat("b", link="no merger serves the run"), merger=status(holder="")), ["merger.missing"]),
+    (view(beat("b", step_seconds=0.31)), ["island.slow"]),
+    (view(beat("b", step_seconds=0.29)), []),
+    (view(beat("b", host_memory_bytes=96, host_memory_limit_bytes=100)), ["island.memory"]),
+    (view(beat("b", host_memory_bytes=94, host_memory_limit_bytes=100)), []),
+    (view(tape=[LOWERED]), ["island.lowered"]),
+    (view(memory_bytes=79, memory_limit_bytes=100), ["redis.memory"]),
+    (view(unreadable=("x",)), ["redis.unreadable"]),
+    (view(merger=status(holder="")), ["merger.missing"]),
+    (view(merger=status(still_seconds=61.0)), ["run.stalled"]),
+    (view(merger=status(still_seconds=61.0), control=Control.of({"merging": "paused"})), ["run.paused"]),
+    (view(control=Control.of({"sync.quorum": "many"})), ["steer.ignored"]),
+    (view(refusals=((NOW - 200.0, REFUSED),)), ["island.refused"]),
+    (view(refusals=((NOW - 400.0, REFUSED),)), []),
+    (view(merger=MergerStatus()), []),  # This broker does not know its merger.
+    (view(beat("a", 90.0), step=2000, merger=status(holder="")), []),  # The run is finished.
 ]
 
 
 def test_each_problem_is_found() -> None:
-    for seen, health, expected in CASES:
-        assert look(seen, health) == expected, (seen, health)
+    for seen, expected in CASES:
+        assert look(seen) == expected, seen
 
 
-SHARDED = replace(view(), shards=((0,), (1,)))
-
-
-def shards(*each: MergerStatus) -> Health:
-    return replace(SERVED, merger_status=combined_status(each) or MergerStatus())
+def shards(*each: MergerStatus) -> RunView:
+    return view(shards=((0,), (1,)), merger=combined_status(each) or MergerStatus())
 
 
 def test_a_shard_without_a_merger_or_at_a_standstill_is_named() -> None:
-    found = problems(SHARDED, shards(MergerStatus("m", 1, 5.0), MergerStatus("", 1, 0.0, 7.0)), MANIFEST.config)
+    found = problems(shards(MergerStatus("m", 1, 5.0), MergerStatus("", 1, 0.0, 7.0)), MANIFEST.config)
     assert [(each.code, each.seconds) for each in found] == [("shard.no-merger", 7.0)]
     assert "Standing still: fragment 1 of 2." in found[0].text
-    assert look(SHARDED, shards(MergerStatus("", 1), MergerStatus("", 1))) == ["merger.missing"]
-    assert look(SHARDED, shards(MergerStatus("m", 1), MergerStatus("n", 1))) == []
+    assert look(shards(MergerStatus("", 1), MergerStatus("", 1))) == ["merger.missing"]
+    assert look(shards(MergerStatus("m", 1), MergerStatus("n", 1))) == []
     one = shards(MergerStatus("m", 1, 5.0, 1.0), MergerStatus("n", 1, 5.0, 90.0))
-    (still,) = problems(SHARDED, one, MANIFEST.config)
+    (still,) = problems(one, MANIFEST.config)
     assert (still.code, still.text) == ("run.stalled", "Nothing was merged in shard 1 for 90 s.")
-    assert trouble(SHARDED, one, MANIFEST.config.sync.interval) == "nothing was merged in shard 1 for 90 s"
+    assert one.trouble == "nothing was merged in shard 1 for 90 s"
     both = shards(MergerStatus("m", 1, 5.0, 80.0), MergerStatus("n", 1, 5.0, 90.0))
-    assert trouble(SHARDED, both, MANIFEST.config.sync.interval) == "nothing was merged for 90 s"
+    assert both.trouble == "nothing was merged for 90 s"
 
 
 def test_each_problem_is_in_the_guide() -> None:
@@ -152,19 +148,19 @@ def test_each_problem_is_in_the_guide() -> None:
 
 
 def test_the_worst_comes_first() -> None:
-    found = problems(view(beat("b", step_seconds=1.0)), status(holder=""), RunConfig(), unix_seconds=NOW)
+    found = problems(view(beat("b", step_seconds=1.0), merger=status(holder="")), RunConfig(), unix_seconds=NOW)
     assert [(problem.mood, problem.who) for problem in found] == [("bad", "merger"), ("info", "b")]
     assert all(problem.text and problem.remedy for problem in found)
 
 
 def test_a_late_checkpoint() -> None:
     tape = tape_of([2.0] * 4, seconds=100.0)
-    assert look(view(tape=tape), replace(SERVED, covered=0), tape=tape) == []  # 4 rounds take 400 s.
+    assert look(view(tape=tape, covered=0), tape=tape) == []  # 4 rounds take 400 s.
     tape = tape_of([2.0] * 7, seconds=100.0)
-    assert look(view(tape=tape), replace(SERVED, covered=0), tape=tape) == ["checkpoint.late"]
-    assert look(view(tape=tape), replace(SERVED, covered=2), tape=tape) == []
+    assert look(view(tape=tape, covered=0), tape=tape) == ["checkpoint.late"]
+    assert look(view(tape=tape, covered=2), tape=tape) == []
     night = [replace(each, unix_seconds=each.unix_seconds - 36_000.0) for each in tape[:3]] + tape[3:]
-    assert look(view(tape=tape), replace(SERVED, covered=2), tape=night) == []
+    assert look(view(tape=tape, covered=2), tape=night) == []
 
 
 def test_a_loss_that_rises_or_does_not_fall_is_a_problem() -> None:
@@ -195,7 +191,7 @@ def test_an_old_evaluation() -> None:
 
 
 def test_the_begin_and_the_end_of_a_problem_are_events() -> None:
-    log, silent = ProblemLog(), problems(view(beat("b", 40.0)), SERVED, RunConfig(), unix_seconds=NOW)
+    log, silent = ProblemLog(), problems(view(beat("b", 40.0)), RunConfig(), unix_seconds=NOW)
     log.update(silent, NOW)
     log.update(silent, NOW + 1)
     log.update([], NOW + 9)

@@ -30,11 +30,13 @@ from archipelago.broker.presence import Presence
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Memory, MergerStatus, Transport
 from archipelago.ops.launch.embedded_redis import Server
-from archipelago.ops.watch import formatting, live, status
-from archipelago.ops.watch.advice import problems
-from archipelago.ops.watch.health import Event, Health, describe_control, events_of, read_health, trouble
-from archipelago.ops.watch.live_screen import LiveReading, Screen, rates_a_minute, rooms, sparkline
-from archipelago.ops.watch.run_view import RunView, summarise
+from archipelago.ops.watch import formatting, status, terminal
+from archipelago.ops.watch.advice import Problem, problems
+from archipelago.ops.watch.events import Event, events_of
+from archipelago.ops.watch.live_screen import Screen, rates_a_minute, rooms, sparkline
+from archipelago.ops.watch.reading import observe, summarise
+from archipelago.ops.watch.run_view import RunView, describe_control
+from archipelago.ops.watch.watcher import Outage, RunReading, Watcher
 from tests import samples
 from tests.failing import failing
 from tests.intercept import Intercepted
@@ -42,7 +44,7 @@ from tests.intercept import Intercepted
 NOW = 1.8e9
 MANIFEST = samples.manifest()
 ROUND = samples.commit([]).tape
-FINE = Health(MergerStatus("00b81fc22d7c", 3, 4.0, 0.5))
+FINE = MergerStatus("00b81fc22d7c", 3, 4.0, 0.5)
 
 
 def view(islands: int = 3, live: int | None = None, **changes: object) -> RunView:
@@ -53,16 +55,14 @@ def view(islands: int = 3, live: int | None = None, **changes: object) -> RunVie
     ]
     member = replace(ROUND.members[0], island="island-0")
     tape = [replace(ROUND, round=70, step=1000, members=(member,))]
-    found = summarise(
-        MANIFEST, tape, presences, Books(), Pending(0, 0), [], {}, {}, Memory(600, 1000)
-    )  # fmt: skip
-    return replace(found, **changes)  # type: ignore[arg-type]
+    found = summarise(MANIFEST, tape, presences, Books(), Pending(0, 0), memory=Memory(600, 1000))
+    return replace(found, **{"merger": FINE, **changes})  # type: ignore[arg-type]
 
 
-def reading(islands: int = 3, events: int = 0, problem: str = "") -> LiveReading:
+def reading(islands: int = 3, events: int = 0, live: int | None = None) -> RunReading:
     happenings = [Event(NOW - 60 + n, f"island-{n}", "refused", "too old " * 20) for n in range(events)]
     closes = [NOW - 300 + 0.5 * n for n in range(600)]
-    return LiveReading(view(islands), FINE, problem, closes, [8.0, 5.0, 3.0, 2.5], happenings, NOW)
+    return RunReading(view(islands, live), NOW, events=happenings, closes=closes, held_out=[8.0, 5.0, 3.0, 2.5])
 
 
 def drawn(screen: Screen, width: int, height: int) -> list[str]:
@@ -77,7 +77,7 @@ def drawn(screen: Screen, width: int, height: int) -> list[str]:
 def test_it_fits_any_terminal() -> None:
     sizes = ((60, 20), (60, 40), (80, 24), (100, 30), (120, 40), (200, 60))
     for (width, height), islands, events in itertools.product(sizes, (0, 1, 3, 200), (0, 30)):
-        lines = drawn(Screen(reading(islands, events), 0.0, "", NOW), width, height)
+        lines = drawn(Screen(reading(islands, events), None, NOW), width, height)
         where = f"{width} x {height}, {islands} islands, {events} events"
         assert max(map(len, lines)) <= width, where
         assert len(lines) <= height, where
@@ -90,26 +90,27 @@ def test_it_fits_any_terminal() -> None:
 def test_live_islands_trouble_and_events_are_shown() -> None:
     mixed = replace(reading(), view=view(50, live=2))
     mixed = replace(mixed, view=replace(mixed.view, islands=tuple(reversed(mixed.view.islands))))
-    text = "\n".join(drawn(Screen(mixed, 0.0, "", NOW), 80, 24))
+    text = "\n".join(drawn(Screen(mixed, None, NOW), 80, 24))
     assert "island-0 " in text and "island-1 " in text, "live islands come first"
     assert "of which 0 live" in text
-    text = "\n".join(drawn(Screen(reading(events=2, problem="no island is live"), 0.0, "", NOW), 80, 40))
+    text = "\n".join(drawn(Screen(reading(events=2, live=0), None, NOW), 80, 40))
     assert re.search("trouble +no island is live", text)
     assert re.search(r"59 s ago refused +island-1 too old .*…$", text, re.MULTILINE)
 
 
 def test_the_worst_problem_and_an_outage_are_shown_above_the_last_reading() -> None:
-    told = replace(reading(), advice="bergen: It sends no heartbeats. Start it again with `--name bergen`.")
+    silent = Problem("island.silent", "warn", "bergen", "It sends no heartbeats.", "Start it again.")
+    told = replace(reading(), problems=[silent])
     for width, height in ((60, 20), (60, 40), (120, 40)):
-        lines = drawn(Screen(told, 0.0, "", NOW), width, height)
+        lines = drawn(Screen(told, None, NOW), width, height)
         assert any(line.startswith("bergen: It sends no heartbeats.") for line in lines) is (height > 20)
         assert (max(map(len, lines)) <= width, len(lines) <= height) == (True, True)
         assert any("█ 100%" in line for line in lines) is (width == 120), "only a wide terminal has room for bars"
     for last in (None, reading()):
-        text = "\n".join(drawn(Screen(last, NOW - 30, "the Redis does not answer (refused)", NOW), 80, 30))
-        assert re.search(r"no answer since \d\d:\d\d:\d\d: the Redis does not answer", text)
+        text = "\n".join(drawn(Screen(last, Outage(NOW - 30, "Redis does not answer", "refused"), NOW), 80, 30))
+        assert re.search(r"no answer since \d\d:\d\d:\d\d: Redis does not answer. refused", text)
         assert ("island-0" in text) is (last is not None)
-    assert "reading …" in drawn(Screen(None, 0.0, "", NOW), 80, 30)[1]
+    assert "reading …" in drawn(Screen(None, None, NOW), 80, 30)[1]
 
 
 def test_islands_and_events_share_the_screen() -> None:
@@ -129,7 +130,7 @@ def test_sparklines_bars_and_spans_of_time() -> None:
     ):  # fmt: skip
         assert sparkline(values, low) == ticks
     for share, text in ((0.0, "    "), (1.0, "████"), (9.0, "████"), (0.5, "██  "), (0.3, "█▎  ")):
-        assert formatting.bar(share, 4) == text
+        assert terminal.bar(share, 4) == text
     spans = {0.4: "0 s", 119: "119 s", 121: "2 min", 7200: "2 h", 259200: "3 d", -3: "0 s"}
     assert {seconds: formatting.ago(seconds) for seconds in spans} == spans
 
@@ -146,24 +147,21 @@ def test_rounds_a_minute_in_whole_spans() -> None:
 # -- troubles --------------------------------------------------------------------------------------------------------
 
 
-def still(seconds: float, **control: str) -> Health:
-    return Health(MergerStatus(still_seconds=seconds), Control.of(control))
-
-
 def test_a_run_in_trouble_has_a_reason() -> None:
-    for found, now, said in (
-        (view(), still(59.0), ""),
-        (view(), still(61.0), "nothing was merged for 61 s"),
-        (view(), still(61.0, merging="paused"), ""),
-        (view(step=2000), still(1e6), ""),
-        (view(live=0), still(0.0), "no island is live"),
-        (view(0), still(0.0), "no island is live"),
-        (view(live=0, step=2000), still(0.0), ""),
+    for changes, seconds, said in (
+        ({}, 59.0, ""),
+        ({}, 61.0, "nothing was merged for 61 s"),
+        ({"control": Control(is_paused=True)}, 61.0, ""),
+        ({"step": 2000}, 1e6, ""),
+        ({"live": 0}, 0.0, "no island is live"),
+        ({"islands": 0}, 0.0, "no island is live"),
+        ({"live": 0, "step": 2000}, 0.0, ""),
+        # With 0.1 s per step, two fragments and H = 2,400, a stride is 120 s. Slow islands have three of them.
+        ({"interval": 2400}, 350.0, ""),
+        ({"interval": 2400}, 361.0, "nothing was merged for 361 s"),
     ):
-        assert trouble(found, now, interval=24) == said, now
-    # With 0.1 s per step, two fragments and H = 2,400, a stride is 120 s. Slow islands have three of them.
-    assert trouble(view(), still(350.0), interval=2400) == ""
-    assert trouble(view(), still(361.0), interval=2400) == "nothing was merged for 361 s"
+        found = view(**changes, merger=MergerStatus(still_seconds=seconds))
+        assert found.trouble == said, (changes, seconds)
 
 
 def test_controls_are_described_in_words() -> None:
@@ -177,22 +175,20 @@ def test_controls_are_described_in_words() -> None:
 def test_notes_and_refusals_are_in_one_order() -> None:
     refusal = Refusal("b", "x", 0, 7, 0, 100, "too old")
     notes = [Note(1.0, "a", "joined", "on cpu"), Note(9.0, "a", "left", "after 3 steps")]
-    found = events_of(notes, [(5.0, refusal), (6.0, replace(refusal, repeat=True))])
+    found = events_of(notes, [(5.0, refusal)])
     assert [(event.who, event.kind) for event in found] == [("a", "joined"), ("b", "refused"), ("a", "left")]
     assert found[1].text == "round 7: too old"
 
 
 def test_control_characters_never_reach_the_terminal() -> None:
     evil = "\x1b]0;mine\x07\x9b2J[/nope]"
-    found = view(run=evil)
+    found = view(run=evil, refusals=((NOW, Refusal("b", "x", 0, 7, 0, 100, evil)),),
+                 control=Control(faults={evil: evil}), merger=MergerStatus(evil, 3, 4.0, 0.5))  # fmt: skip
     found = replace(found, islands=(replace(found.islands[0], link=evil, last_refusal=evil),))
-    refusal = Refusal("b", "x", 0, 7, 0, 100, evil)
-    seen = replace(FINE, refusals=((NOW, refusal),), control=Control(faults={evil: evil}))
-    seen = replace(seen, merger_status=MergerStatus(evil, 3, 4.0, 0.5))
-    shown = LiveReading(found, seen, "", [], [], [Event(NOW, evil, "refused", evil)], NOW)
+    shown = RunReading(found, NOW, events=[Event(NOW, evil, "refused", evil)])
     console = Console(file=StringIO(), width=200, height=60, highlight=False)
-    console.print(formatting.render(found, seen, evil, problems(found, seen, MANIFEST.config)))
-    console.print(Screen(shown, 0.0, "", NOW))
+    console.print(terminal.render(found, problems(found, MANIFEST.config)))
+    console.print(Screen(shown, Outage(NOW, evil), NOW))
     assert isinstance(console.file, StringIO)
     text = console.file.getvalue()
     assert text.count("mine") >= 10
@@ -216,13 +212,12 @@ def test_the_health_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     transport.merger.updates(0.0)
     transport.merger.refuse(epoch, [(entry, Refusal("a", "x", 0, 1, 0, 100, "too old"))])
     transport.reader.steer({"merging": "paused"})
-    found = read_health(transport)
-    assert (found.merger_status.holder, found.merger_status.epoch, found.control.is_paused) == ("merger-1", epoch, True)
+    found = observe(transport, manifest)
+    assert (found.merger.holder, found.merger.epoch, found.control.is_paused) == ("merger-1", epoch, True)
     assert [refusal.reason for _, refusal in found.refusals] == ["too old"]
     transport.close()
     console = Console(record=True, width=80, file=StringIO(), highlight=False)
-    limited = view(memory_bytes=600, memory_limit_bytes=1000)
-    console.print(formatting.render(limited, found, "no island is live"))
+    console.print(terminal.render(replace(found, live=0, memory_bytes=600, memory_limit_bytes=1000)))
     text = " ".join(console.export_text().split())
     assert "Redis holds 600 B of 1.0 kB (60%)" in text
     assert f"merger merger-1 serves with epoch {epoch}" in text
@@ -264,45 +259,44 @@ def closed(transport: Transport, *rounds: int) -> None:
 
 def test_a_watcher_survives_an_outage(flaky: Flaky) -> None:
     times = iter([NOW + n for n in range(100)])
-    watch = live.Watcher(flaky, wall=lambda: next(times))
+    watch = Watcher(flaky, clock=lambda: 0.0, wall=lambda: next(times))
     closed(flaky, 1, 2)
-    assert watch.read()
+    assert watch.update()
     first = watch.latest
     assert first is not None
     assert first.closes == (NOW - 99, NOW - 98)
     flaky.silent = True
-    assert not watch.read()
-    assert not watch.read()
-    assert (watch.latest, watch.silent_since) == (first, NOW + 1)  # The time of the first failed reading.
-    assert watch.error
+    assert not watch.update()
+    since = watch.outage()
+    assert since is not None
+    assert not watch.update()
+    assert (watch.latest, watch.outage()) == (first, since), "the time of the first failed reading"
     flaky.silent = False
     closed(flaky, 3)
     flaky.reader.record_evaluation(Evaluation(3, 1, 1, NOW, 2.5))
-    assert watch.read()
-    assert (watch.silent_since, watch.error) == (0.0, "")
+    assert watch.update()
+    assert watch.outage() is None
     assert watch.latest is not None
     assert watch.latest.closes == (NOW - 99, NOW - 98, NOW - 97)
-    assert watch.latest.held_out == (2.5,)  # After an outage everything is read again.
+    assert watch.latest.held_out == [2.5], "after an outage everything is read again"
 
 
 def test_one_line_or_object_for_each_reading_in_a_pipe(flaky: Flaky, capsys: pytest.CaptureFixture[str]) -> None:
-    watch = live.Watcher(flaky)
-    seen: list[str] = []
+    for as_json in (False, True):
+        watch, seen = Watcher(flaky), list[str]()
 
-    def stopped() -> bool:
-        seen.extend(capsys.readouterr().out.splitlines())
-        flaky.silent = len(seen) == 1
-        return len(seen) >= 3
+        def stopped(seen: list[str] = seen) -> bool:
+            seen.extend(capsys.readouterr().out.splitlines())
+            flaky.silent = len(seen) == 1
+            return len(seen) >= 3
 
-    live.print_lines(watch, 0.001, stopped, live.print_text)
-    assert seen[0].startswith("round 0  step 0/2000")
-    assert "does not answer" in seen[1]
-    assert seen[2].startswith("round 0")
-    live.print_object(watch.latest, "")
-    live.print_object(None, "Redis does not answer")
-    first, second = map(json.loads, capsys.readouterr().out.splitlines())
-    assert (first["run"], first["live"], first["merger"]["epoch"], first["trouble"]) == ("sample", 1, 0, "")
-    assert second == {"error": "Redis does not answer"}
+        status.print_lines(watch, 0.001, stopped, as_json=as_json)
+        assert "does not answer" in (json.loads(seen[1])["error"] if as_json else seen[1])
+        if as_json:
+            first = json.loads(seen[2])
+            assert (first["run"], first["live"], first["merger"]["epoch"], first["trouble"]) == ("sample", 1, 0, "")
+        else:
+            assert (seen[0][:7], seen[2][:7]) == ("round 0", "round 0")
 
 
 def test_an_interval_out_of_range_is_an_error() -> None:

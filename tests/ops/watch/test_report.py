@@ -21,21 +21,30 @@ from archipelago.broker.config import checked
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.manifest import loss_unit
 from archipelago.broker.memory.transport import MemoryBroker
-from archipelago.broker.messages import Evaluation
+from archipelago.broker.messages import Books, Evaluation, Pending
 from archipelago.broker.process import guarded
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.ops.commands import run
-from archipelago.ops.dashboard.assets import PAGE
-from archipelago.ops.dashboard.watcher import Watcher
+from archipelago.ops.dashboard.page_data import PAGE
 from archipelago.ops.launch.embedded_redis import Server, start_server
 from archipelago.ops.watch import report as run_report
 from archipelago.ops.watch import run_summary
-from archipelago.ops.watch.provenance import Provenance, commands
-from archipelago.ops.watch.provenance_page import cards
-from archipelago.ops.watch.report import SCRIPTS, STYLES, Figures, ReportOptions, everything, html, of_image, of_watch
-from archipelago.ops.watch.run_view import observe
-from archipelago.ops.watch.syncs import SYNCS_ENOUGH, in_words, steps_for_enough, syncs_of
+from archipelago.ops.watch.provenance import Provenance, cards, commands
+from archipelago.ops.watch.reading import observe, summarise
+from archipelago.ops.watch.report import (
+    SCRIPTS,
+    STYLES,
+    ReportData,
+    ReportOptions,
+    everything,
+    html,
+    of_image,
+    of_watch,
+)
+from archipelago.ops.watch.run_summary import SYNCS_ENOUGH, steps_for_enough, syncs_in_words, syncs_of
+from archipelago.ops.watch.run_view import RunView
+from archipelago.ops.watch.watcher import Watcher
 from archipelago.ops.weights.parameters import find
 from tests import samples
 from tests.broker.buckets.faulty_bucket import FaultyFileSystem
@@ -90,7 +99,6 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tokens_per_second=1.0,
         seconds=1.0,
         server="none",
-        interval=MANIFEST.config.sync.interval,
     )
     run_summary.write(folder, summary)
     pending = samples.packed(np.zeros(MANIFEST.sizes[0], np.float32))
@@ -126,13 +134,13 @@ def test_a_report_from_redis(
 def test_the_file_loads_nothing_and_data_cannot_end_its_element() -> None:
     transport = MemoryBroker().connect("sample")
     fill(transport)
-    text = html(of_watch(Watcher(transport, MANIFEST)), "var Plotly = '</script><!--';")
+    text = html(of_watch(Watcher(transport)), "var Plotly = '</script><!--';")
     assert not re.search(r'(src|href)="(?!data:,)', text)
     assert "default-src 'none'" in text
     assert text.count("</script>") == text.count("<script") == 2 + len(SCRIPTS)
     assert all((PAGE / name).read_text(encoding="utf-8") in text for name in STYLES)
     data = {"page": {"run": "</script><script>alert(1)</script>"}, "charts": None, "fault": None}
-    assert inlined(html(Figures(data, NOTHING), "")) == data
+    assert inlined(html(ReportData(data, NOTHING), "")) == data
 
 
 def test_a_page_without_the_expected_elements_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -140,7 +148,7 @@ def test_a_page_without_the_expected_elements_is_an_error(monkeypatch: pytest.Mo
         (tmp_path / name).write_text("<html></html>", encoding="utf-8")
     monkeypatch.setattr("archipelago.ops.watch.report.PAGE", tmp_path)
     with pytest.raises(LookupError):
-        html(Figures({}, NOTHING), "")
+        html(ReportData({}, NOTHING), "")
 
 
 def test_a_report_from_a_folder_without_redis(
@@ -159,7 +167,7 @@ def test_a_report_from_a_folder_without_redis(
     assert (page["run"]["known"], page["run"]["live"], page["run"]["tokens_lost"]) == (1, 0, 7)
     assert [(island["name"], island["strip"]) for island in page["islands"]] == [("oslo", [-1, -1])]
     assert {name: page["books"][name] for name in ("published", "merged", "refused", "pending", "balanced")} == {
-        "published": 4, "merged": 2, "refused": 1, "pending": 1, "balanced": True,
+        "published": [4, 400], "merged": [2, 200], "refused": [1, 100], "pending": [1, 100], "balanced": True,
     }  # fmt: skip
 
 
@@ -290,15 +298,16 @@ def test_the_commands_name_several_machines_weights_and_steering() -> None:
 # -- how often a run has synchronised its fragments -------------------------------------------------------------------
 
 
-def test_enough_syncs_take_intervals_of_the_run() -> None:
-    assert (syncs_of(48, 6), syncs_of(0, 6)) == (8.0, 0.0), "a round synchronises one fragment"
-    assert steps_for_enough(48, 6, 192, 24) == 24 * SYNCS_ENOUGH
-    assert steps_for_enough(0, 6, 0, 24) == 24 * SYNCS_ENOUGH
-    assert steps_for_enough(48, 6, 400, 24) == 50 * SYNCS_ENOUGH  # a slow link has stretched the interval
+def trained(rounds: int, step: int, islands: int = 3) -> RunView:
+    """Return a run of six fragments."""
+    view = summarise(MANIFEST, [], [], Books(), Pending(0, 0))
+    return replace(view, rounds=rounds, fragments=6, step=step, interval=24, known=islands)
 
 
-def test_a_short_run_of_several_islands_has_more_to_explain() -> None:
-    short, alone = in_words(48, 6, 192, 24, 3), in_words(9, 6, 40, 24, 1)
-    long = in_words(6 * SYNCS_ENOUGH, 6, 3840, 24, 3)
+def test_the_syncs_of_a_run_and_how_many_steps_would_be_enough() -> None:
+    assert (syncs_of(trained(48, 192)), syncs_of(trained(0, 0))) == (8.0, 0.0), "a round synchronises one fragment"
+    assert steps_for_enough(trained(48, 192)) == steps_for_enough(trained(0, 0)) == 24 * SYNCS_ENOUGH
+    assert steps_for_enough(trained(48, 400)) == 50 * SYNCS_ENOUGH  # a slow link has stretched the interval
+    short, alone = syncs_in_words(trained(48, 192)), syncs_in_words(trained(9, 40, islands=1))
     assert f"{24 * SYNCS_ENOUGH:,}" in short
-    assert len(short) > len(long) > len(alone)
+    assert len(short) > len(syncs_in_words(trained(6 * SYNCS_ENOUGH, 3840))) > len(alone)

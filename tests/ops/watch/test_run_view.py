@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from io import StringIO
 from typing import Any
@@ -15,20 +16,13 @@ from archipelago.broker.config import OWN_MODEL, ModelConfig
 from archipelago.broker.manifest import NO_CORPUS
 from archipelago.broker.messages import Books, Evaluation, Member, Pending, TapeEntry
 from archipelago.broker.presence import LIVE_SECONDS, Presence
-from archipelago.broker.transport import Memory, MergerStatus, Transport
+from archipelago.broker.transport import Memory, Transport
 from archipelago.ops.dashboard.page_data import settings
 from archipelago.ops.watch.advice import problems
-from archipelago.ops.watch.formatting import evaluated, line, number, render, run_lines, size
-from archipelago.ops.watch.health import Health
-from archipelago.ops.watch.run_view import (
-    BALANCE_TRIES,
-    RECENT_ROUNDS,
-    RunView,
-    glance,
-    merged_by_island,
-    observe,
-    summarise,
-)
+from archipelago.ops.watch.formatting import number, size
+from archipelago.ops.watch.reading import BALANCE_TRIES, RECENT_ROUNDS, observe, summarise
+from archipelago.ops.watch.run_view import RunView
+from archipelago.ops.watch.terminal import evaluated, line, render, run_lines
 from tests import samples
 from tests.intercept import Intercepted
 
@@ -62,7 +56,7 @@ PRESENCES = [
 BOOKS = Books(published=10, published_tokens=1000, merged=6, merged_tokens=601, refused=1, refused_tokens=100,
               bytes_up=5_000, bytes_down=6_000_000)  # fmt: skip
 EVALUATIONS = [Evaluation(n, 0, 0, 0.0, bits) for n, bits in enumerate([8.0, 5.0, 4.25])]
-MERGED = {"a": 1801, "b": 400, "d": 140, "e": 4, "unheard-of": 1000}
+MERGED = json.dumps({"island_tokens": {"a": 1801, "b": 400, "d": 140, "e": 4, "unheard-of": 1000}})
 CURSORS = {"0": (2, 0), "1": (1, 96), "2": (0, 7), "site/0": (9, 0)}
 MEMORY = Memory(7_000, 0)
 VIEW = summarise(MANIFEST, TAPE, PRESENCES, BOOKS, Pending(3, 299), EVALUATIONS, MERGED, CURSORS, MEMORY)
@@ -113,10 +107,10 @@ def seen(
     presences: Sequence[Presence] = (),
     books: Books | None = None,
     evaluations: Sequence[Evaluation] = (),
-    merged: Mapping[str, int] | None = None,
+    state: str = "",
 ) -> RunView:
     """Return the view of a run with these rounds and islands, and without anything else unless it is given."""
-    return summarise(MANIFEST, tape, presences, books or Books(), Pending(0, 0), evaluations, merged or {}, {}, MEMORY)
+    return summarise(MANIFEST, tape, presences, books or Books(), Pending(0, 0), evaluations, state, {}, MEMORY)
 
 
 def test_what_is_not_known_yet() -> None:
@@ -177,7 +171,7 @@ class Torn(Intercepted):
 def glanced(transport: Transport) -> RunView:
     """Return the view as the page reads it every second."""
     reader = transport.reader
-    return glance(transport, MANIFEST, reader.tape(RECENT_ROUNDS), reader.evaluations())
+    return observe(transport, MANIFEST, reader.tape(RECENT_ROUNDS), reader.evaluations(), briefly=True)
 
 
 def test_observing_reads_what_is_there_and_a_glance_agrees_without_reading_the_stream() -> None:
@@ -188,7 +182,7 @@ def test_observing_reads_what_is_there_and_a_glance_agrees_without_reading_the_s
     assert glanced(quick) == view
     (newest,) = quick.reader.tape(1)
     old = [replace(newest, round=0, members=()) for _ in range(RECENT_ROUNDS)]
-    (island,) = glance(quick, MANIFEST, [*old, newest], []).islands
+    (island,) = observe(quick, MANIFEST, [*old, newest], [], briefly=True).islands
     assert island.participation == pytest.approx(1 / RECENT_ROUNDS), "only the recent rounds count"
 
 
@@ -203,7 +197,7 @@ def test_an_inconsistent_reading_is_read_again() -> None:
 
 def test_the_data_and_moments_of_an_island() -> None:
     beat = samples.heartbeat("a", data="3:0:end 5:1:96", moments="peer b")
-    (island,) = seen(presences=[Presence(beat, 0.5)], merged=MERGED).islands
+    (island,) = seen(presences=[Presence(beat, 0.5)], state=MERGED).islands
     assert (island.data, island.moments, island.tokens_merged) == ("3:0:end 5:1:96", "peer b", 900)
 
 
@@ -211,7 +205,7 @@ def test_an_island_merged_beyond_its_last_heartbeat_lost_nothing() -> None:
     """The island may have died between two heartbeats."""
     gone = Presence(samples.heartbeat("d", tokens=70), 2 * LIVE_SECONDS)
     books = Books(published=1, published_tokens=200, merged=1, merged_tokens=200)
-    view = seen(presences=[gone], books=books, merged={"d": 200})
+    view = seen(presences=[gone], books=books, state='{"island_tokens": {"d": 200}}')
     assert (view.tokens_trained, view.tokens_merged, view.tokens_lost) == (100, 100, 0)
 
 
@@ -230,15 +224,17 @@ def test_the_books_balance_in_contributions_and_in_tokens() -> None:
         assert ("≠" in words(shown(view, 120))) is not balanced
 
 
-def test_merged_tokens_of_each_island_from_any_state() -> None:
-    assert merged_by_island('{"island_tokens": {"a": 7, "b": 0}}') == {"a": 7, "b": 0}
+def test_a_state_of_any_form_is_read_as_far_as_possible() -> None:
+    state = '{"island_tokens": {"a": 14}, "refused": {"wire.digest": 2}, "covered": "many"}'
+    view = seen(presences=PRESENCES[:1], state=state)
+    assert (view.islands[0].tokens_merged, view.refused_by_code, view.covered) == (7, {"wire.digest": 2}, 0)
     for state in ("", "{}", "[]", "no JSON", '{"island_tokens": 3}', '{"island_tokens": {"a": "many"}}'):
-        assert merged_by_island(state) == {}, state
+        assert seen(presences=PRESENCES[:1], state=state).islands[0].tokens_merged == 0, state
 
 
 def shown(view: RunView, width: int) -> str:
     console = Console(record=True, width=width, file=StringIO(), highlight=False)
-    console.print(render(view, found=problems(view, Health(MergerStatus()), MANIFEST.config)))
+    console.print(render(view, problems(view, MANIFEST.config)))
     text = console.export_text()
     assert max(map(len, text.splitlines())) <= width
     return text
@@ -279,7 +275,7 @@ def test_a_lowered_weight_is_shown_with_its_score() -> None:
     lowered = replace(TAPE[-1], members=tuple(replace(m, score=-0.41, factor=0.0) for m in TAPE[-1].members))
     name = lowered.members[0].island
     presence = Presence(samples.heartbeat(name), 0.0)
-    view = summarise(MANIFEST, [*TAPE[:-1], lowered], [presence], BOOKS, Pending(3, 299), [], {}, {}, MEMORY)
+    view = summarise(MANIFEST, [*TAPE[:-1], lowered], [presence], BOOKS, Pending(3, 299), memory=MEMORY)
     assert (view.islands[0].score, view.islands[0].factor) == (-0.41, 0.0)
     assert f"{name}: Its weight is lowered to 0%" in words(shown(view, 120))
 
@@ -289,7 +285,7 @@ def test_numbers_are_not_cut_in_80_columns() -> None:
         "an-island-with-a-long-name-7", steps=123_456, tokens_per_second=1_234_567.0, loss=2.345, staleness=12.34,
         backlog=12, bytes_up=123_456_789_000, bytes_down=9_876_543, link="[red]no[/] link",
     )  # fmt: skip
-    view = summarise(MANIFEST, TAPE, [Presence(busy, 8.6)], BOOKS, Pending(3, 299), [], {}, {}, MEMORY)
+    view = summarise(MANIFEST, TAPE, [Presence(busy, 8.6)], BOOKS, Pending(3, 299), memory=MEMORY)
     text = words(shown(view, 80))
     assert "training 123,456 1,234,567 3.383 12.34 0% 12 123 GB 9.9 MB 9 s" in text
     assert "an-island-" in text
@@ -336,7 +332,7 @@ def test_a_reading_looks_at_each_member_of_the_tape_once() -> None:
     made = [CountedMember(**vars(member(name))) for name in names]
     tape = [entry(number, made) for number in range(1, 5)]
     CountedMember.reads = 0
-    view = summarise(MANIFEST, tape, presences, BOOKS, Pending(3, 299), [], {}, {}, MEMORY)
+    view = summarise(MANIFEST, tape, presences, BOOKS, Pending(3, 299), memory=MEMORY)
     assert CountedMember.reads == 4 * 256
     assert {island.participation for island in view.islands} == {1.0}
 
@@ -346,7 +342,7 @@ def test_a_status_of_many_islands_says_how_many_more_there_are() -> None:
     presences = [
         Presence(samples.heartbeat(name, last_refusal="too old"), 99.0 * (n < 100)) for n, name in enumerate(names)
     ]
-    view = summarise(MANIFEST, TAPE, presences, BOOKS, Pending(3, 299), [], {}, {}, MEMORY)
+    view = summarise(MANIFEST, TAPE, presences, BOOKS, Pending(3, 299), memory=MEMORY)
     shown, everything = Console(width=80, record=True), Console(width=80, record=True)
     shown.print(render(view, rows=40))
     everything.print(render(view))

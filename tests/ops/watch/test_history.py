@@ -1,4 +1,4 @@
-"""The dashboard's history: every line is checked by hand, and long histories stay small."""
+"""The history of a run: every line is checked by hand, and long histories stay small."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from hypothesis import strategies as st
 
 from archipelago.broker.messages import Evaluation, Member, TapeEntry
 from archipelago.broker.shards.layout import Layout
-from archipelago.ops.dashboard.history import (
+from archipelago.ops.watch.history import (
     DETAIL_ROUNDS,
     ISLAND_POINTS,
     ISLANDS_KEPT,
     POINTS_DRAWN,
+    ROWS_KEPT,
     History,
     IslandRow,
     QueueRow,
     RoundRow,
-    joined_evaluations,
-    joined_losses,
-    joined_queues,
-    joined_rounds,
+    Trail,
+    joined,
+    newest,
+    thinned,
 )
-from archipelago.ops.dashboard.trails import ROWS_KEPT, Trail, smoothed, thinned
-from archipelago.ops.watch.run_view import RECENT_ROUNDS
+from archipelago.ops.watch.reading import RECENT_ROUNDS
 from tests import samples
 
 ROUND = samples.commit([]).tape
@@ -77,9 +77,8 @@ def test_an_island_that_left_stays_known_and_participates_for_some_rounds() -> N
     assert (counts[RECENT_ROUNDS - 1], counts[RECENT_ROUNDS]) == (2, 1)
 
 
-def test_the_parts_in_the_newest_rounds_and_their_staleness() -> None:
+def test_the_staleness_of_the_newest_rounds() -> None:
     seen = history()
-    assert (seen.parts("a"), seen.parts("b"), seen.parts("unknown")) == ([0, 1, -1], [-1, 0, 1], [-1, -1, -1])
     assert history([entry(1, [member("a"), member("b", 3)]), entry(2, [member("a")])]).staleness() == [2, 0, 0, 1]
     assert History(Layout.whole(2)).staleness() == []
     assert seen.extend(TAPE) == 0, "a round is added once"
@@ -109,11 +108,9 @@ def test_changes_and_takeovers_are_marked() -> None:
 
 
 def test_the_length_in_force_at_a_round() -> None:
-    seen = history([replace(each, steered="") for each in TAPE])
-    assert seen.lengths_at([1, 3], own=100, now=200) == [200, 200]  # The tape no longer has the change.
-    steered = [replace(TAPE[0], steered=""), replace(TAPE[1], steered="sync.quorum=2 inner.steps=200.0"), TAPE[2]]
-    assert history(steered).lengths_at([1, 2, 3], own=100, now=200) == [100, 200, 200]
-    assert history([replace(TAPE[0], steered="inner.steps=many")]).lengths_at([1], own=100, now=100) == [100]
+    steered, wrong = "sync.quorum=2 inner.steps=200.0", "inner.steps=many"
+    for change, lengths in (("", [0, 0, 0]), (steered, [0, 200, 200]), (wrong, [0, 0, 0])):
+        assert history([TAPE[0], replace(TAPE[1], steered=change), TAPE[2]]).lines()["length"] == lengths, change
 
 
 def test_the_losses_of_each_island() -> None:
@@ -192,13 +189,11 @@ def test_a_shard_without_new_rounds_breaks_no_history() -> None:
 
 def test_neighbours_are_joined() -> None:
     rows = [RoundRow(1, 10, 4.0, 3, 3, 2), RoundRow(2, 20, math.nan, 4, 1, 1), RoundRow(3, 30, 2.0, 4, 4, 3)]
-    assert joined_rounds([row._replace(unix_seconds=9.0, step=5) for row in rows]) == RoundRow(
-        3, 30, 3.0, 4, 1, 1, 9.0, 5
-    )
-    assert joined_losses([IslandRow(1, 10, 1.0, 4.0), IslandRow(2, 20, 2.0, 2.0)]) == IslandRow(2, 20, 2.0, 3.0)
-    assert joined_queues([QueueRow(1, 5, 100), QueueRow(2, 1, 300)]) == QueueRow(2, 5, 300)
+    assert joined([row._replace(unix_seconds=9.0, step=5) for row in rows]) == RoundRow(3, 30, 3.0, 4, 1, 1, 9.0, 5)
+    assert joined([IslandRow(1, 10, 1.0, 4.0), IslandRow(2, 20, 2.0, 2.0)]) == IslandRow(2, 20, 2.0, 3.0)
+    assert joined([QueueRow(1, 5, 100), QueueRow(2, 1, 300)]) == QueueRow(2, 5, 300)
     first, second = Evaluation(1, 1, 1, 1.0, 8.0), Evaluation(2, 2, 2, 2.0, 4.0)
-    assert joined_evaluations([first, second]) == second
+    assert newest([first, second]) == second
 
 
 @given(st.lists(st.integers(), max_size=400), st.integers(1, 50))
@@ -218,7 +213,7 @@ def test_thinning_keeps_order_and_the_newest(rows: list[int], most: int) -> None
 
 @given(st.integers(0, 3000), st.integers(2, 64).map(lambda half: 2 * half))
 def test_a_trail_is_bounded_even_and_complete(count: int, most: int) -> None:
-    trail: Trail[tuple[int, int]] = Trail(lambda rows: (rows[0][0], rows[-1][1]), most)
+    trail: Trail[tuple[int, int]] = Trail(most, lambda rows: (rows[0][0], rows[-1][1]))
     for n in range(count):
         trail.add((n, n))
     rows = trail.rows
@@ -226,12 +221,6 @@ def test_a_trail_is_bounded_even_and_complete(count: int, most: int) -> None:
     assert [n for first, last in rows for n in range(first, last + 1)] == list(range(count))
     assert {last - first + 1 for first, last in rows[:-1]} <= {trail.span}
     assert count < most or len(rows) >= most // 2  # It is no coarser than necessary.
-
-
-def test_smoothing_is_bias_corrected_and_skips_nan() -> None:
-    assert smoothed([math.nan, 3.0, math.nan, 3.0])[1:] == pytest.approx([3.0, 3.0, 3.0])
-    assert math.isnan(smoothed([math.nan])[0])
-    assert smoothed([0.0, 1.0], 0.5) == pytest.approx([0.0, 2 / 3])
 
 
 def test_a_long_run_stays_small() -> None:

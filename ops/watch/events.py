@@ -1,11 +1,11 @@
-"""What an operator does about each event of a run. Pure."""
+"""The events of a run, in order, and what an operator does about each. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
-from archipelago.ops.watch.health import Event
+from archipelago.broker.messages import Note, Refusal
 
 NOTHING = "Nothing has to be done."
 
@@ -49,6 +49,28 @@ _REMEDIES = {
     "repaired": "Find out who else writes to this Redis, and give each program credentials of its own.",
     "refused": "Look at the island's log.",
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Event:
+    """A note, a refusal or a problem's begin or end, as one line of a run's history.
+
+    Attributes:
+        remedy: What to do about it; empty if its kind says so (`remedy_of`).
+    """
+
+    unix_seconds: float
+    who: str
+    kind: str
+    text: str
+    remedy: str = ""
+
+
+def events_of(notes: Sequence[Note], refusals: Sequence[tuple[float, Refusal]]) -> list[Event]:
+    """Return notes and refusals as one list, oldest first."""
+    out = [Event(note.unix_seconds, note.who, note.kind, note.text) for note in notes]
+    out += [Event(at, each.island, "refused", f"round {each.round:,}: {each.reason}") for at, each in refusals]
+    return sorted(out, key=lambda event: event.unix_seconds)
 
 
 def refusal_remedy(reason: str) -> str:

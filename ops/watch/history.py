@@ -1,0 +1,348 @@
+"""The history of one run in bounded memory: rounds, queues and traffic over time, for charts and screens. Pure.
+
+A trail keeps every row until it is full. Then it joins neighbours, so that half as many rows each represent twice
+as many additions. The page of a run of several weeks is therefore as small as that of an hour.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from typing import Any, Final, Generic, NamedTuple, TypeVar
+
+from archipelago.broker.control import STEPS
+from archipelago.broker.messages import TapeEntry
+from archipelago.broker.shards.layout import Layout
+from archipelago.ops.watch.reading import RECENT_ROUNDS, mean
+from archipelago.ops.watch.run_view import IslandView
+
+#: The most rows of a trail. If there are more, neighbouring rows are joined.
+ROWS_KEPT = 4096
+#: Points of each line: about one for every two pixels.
+POINTS_DRAWN = 360
+#: The number of newest rounds that are drawn one by one.
+DETAIL_ROUNDS = 96
+#: The number of newest rounds in the histogram of staleness.
+STALENESS_ROUNDS = 1024
+MARKS_KEPT = 100
+#: The number of newest rounds whose times of closing are kept.
+CLOSES_KEPT = 4096
+#: The run was paused or stopped if the time between two rounds is this many times as long as usual.
+PAUSE_TIMES = 20.0
+#: Islands whose own losses are kept, and rows and drawn points of each.
+ISLANDS_KEPT, ISLAND_ROWS, ISLAND_POINTS = 64, 512, 120
+#: Time constant over which rates of traffic are averaged.
+SMOOTHING_SECONDS = 8.0
+
+Row = TypeVar("Row")
+
+
+class RoundRow(NamedTuple):
+    """One round, or several neighbouring rounds. NaN marks values that were not measured.
+
+    Attributes:
+        round: The last of the rounds.
+        tokens: Tokens merged so far, each counted once.
+        loss: Mean loss in nats per token.
+        known: The largest number of islands that were known.
+        live: The smallest number of live islands.
+        participating: The smallest number of live islands that recent rounds had merged.
+        unix_seconds: When the last of the rounds closed, by the merger's clock.
+        step: The global step of the last of the rounds.
+        length: The steps of the run that an operator had set by then; 0 if no change was seen yet.
+    """
+
+    round: float
+    tokens: float
+    loss: float
+    known: float
+    live: float
+    participating: float
+    unix_seconds: float = math.nan
+    step: float = math.nan
+    length: float = 0.0
+
+
+class IslandRow(NamedTuple):
+    """One island's loss in nats per token, in one of its merged contributions or in several neighbouring ones."""
+
+    round: float
+    tokens: float
+    unix_seconds: float
+    loss: float
+
+
+class QueueRow(NamedTuple):
+    """One reading of pending contributions and of Redis's memory; the maximum of several neighbours."""
+
+    unix_seconds: float
+    pending: float
+    memory_bytes: float
+
+
+class Detail(NamedTuple):
+    """One round's times.
+
+    Attributes:
+        quorum_seconds: From the first contribution to the quorum.
+        waited_seconds: From the quorum to the close.
+        grace_seconds: The grace window that was allowed.
+    """
+
+    round: int
+    quorum_seconds: float
+    waited_seconds: float
+    merge_seconds: float
+    grace_seconds: float
+    contributions: int
+    live: int
+
+
+class Mark(NamedTuple):
+    """A round in which the merger or a setting changed."""
+
+    round: int
+    tokens: float
+    unix_seconds: float
+    text: str
+
+
+#: How neighbouring rows are joined, by field: a drop in islands and a peak of a queue stay visible. The others keep
+#: the value of the last row.
+_JOINED: Final[Mapping[str, Callable[[list[float]], float]]] = {
+    "loss": mean, "known": max, "live": min, "participating": min, "pending": max, "memory_bytes": max,
+}  # fmt: skip
+
+
+def joined(rows: Sequence[Any]) -> Any:
+    """Join neighbouring rows of one kind into one."""
+    last = rows[-1]
+    names = [name for name in last._fields if name in _JOINED]
+    return last._replace(**{name: _JOINED[name]([getattr(row, name) for row in rows]) for name in names})
+
+
+def thinned(rows: Sequence[Row], most: int, join: Callable[[Sequence[Row]], Row] = joined) -> list[Row]:
+    """Return at most `most` rows, each of which joins equally many neighbours."""
+    span = max(1, math.ceil(len(rows) / most))
+    return [join(rows[start : start + span]) for start in range(0, len(rows), span)]
+
+
+def newest(rows: Sequence[Row]) -> Row:
+    """Join neighbouring rows into their newest one, where a mean would belong to no model."""
+    return rows[-1]
+
+
+def columns(rows: Sequence[Any], kind: Any) -> dict[str, list[Any]]:
+    """Return rows of the named tuple `kind` as one list for each field."""
+    return {name: [row[index] for row in rows] for index, name in enumerate(kind._fields)}
+
+
+class Trail(Generic[Row]):
+    """Rows in order, at most `most` of them, evenly thinned: each represents `span` added rows."""
+
+    def __init__(self, most: int = ROWS_KEPT, join: Callable[[Sequence[Row]], Row] = joined) -> None:
+        self.join, self.most, self.span = join, most, 1
+        self._rows: list[Row] = []
+        self._open: list[Row] = []
+
+    def add(self, row: Row) -> None:
+        """Add the newest row."""
+        self._open.append(row)
+        if len(self._open) < self.span:
+            return
+        self._rows.append(self.join(self._open))
+        self._open = []
+        if len(self._rows) >= self.most:
+            self._rows = thinned(self._rows, self.most // 2, self.join)
+            self.span *= 2
+
+    @property
+    def rows(self) -> list[Row]:
+        """All rows. The last one may represent fewer additions."""
+        return [*self._rows, *([self.join(self._open)] if self._open else [])]
+
+
+class History:
+    """The rounds of one run, from the entries of its tape.
+
+    Args:
+        layout: The fragments of each shard. Rounds of different shards close in any order; on the axis of rounds, each
+            is where the run was when it closed.
+
+    Attributes:
+        closes: Unix seconds at which the newest rounds closed, where they are known.
+        epoch: The epoch of the merger that closed the newest round; 0 before the first.
+        queues: Readings of queue and memory.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.closes: deque[float] = deque(maxlen=CLOSES_KEPT)
+        self.epoch = 0
+        self.queues: Trail[QueueRow] = Trail()
+        self._layout = layout
+        self._newest: dict[int, TapeEntry] = {}  # of each shard
+        self._trail: Trail[RoundRow] = Trail()
+        self._known: set[str] = set()
+        self._recent: deque[set[str]] = deque(maxlen=RECENT_ROUNDS)
+        self._details: deque[Detail] = deque(maxlen=DETAIL_ROUNDS)
+        self._staleness: deque[tuple[int, ...]] = deque(maxlen=STALENESS_ROUNDS)
+        self._marks: deque[Mark] = deque(maxlen=MARKS_KEPT)
+        self._losses: dict[str, Trail[IslandRow]] = {}
+        self._tokens = self._length = 0.0
+        self._round = self._step = 0
+
+    def begin(self, merged_tokens: int, tape: Sequence[TapeEntry]) -> None:
+        """Add the first entries.
+
+        Args:
+            merged_tokens: Tokens merged until the last entry, summed over the fragments.
+            tape: The entries, oldest first.
+        """
+        seen = sum(member.tokens for entry in tape for member in entry.members)
+        self._tokens = max(0.0, (merged_tokens - seen) / self._layout.count)
+        self.extend(tape)
+
+    def follows(self, tape: Sequence[TapeEntry]) -> bool:
+        """Return whether the entries connect to those that were added: none is missing, and no shard has gone back.
+
+        A shard that has closed no round for long may have none among the newest rounds of the run.
+        """
+        if not self._newest or not tape:
+            return not self._newest and not tape
+        last = {self._layout.shard_of(entry.round): entry.round for entry in tape}
+        digests = {entry.round: entry.digest for entry in tape}
+        mine = [(seen, last[shard]) for shard, seen in self._newest.items() if shard in last]
+        return bool(mine) and all(
+            digests.get(seen.round) == seen.digest and seen.round <= newest for seen, newest in mine
+        )
+
+    def extend(self, tape: Sequence[TapeEntry]) -> int:
+        """Add the entries that are new, and return their number. The oldest comes first."""
+        new = [entry for entry in tape if (seen := self._newest_like(entry)) is None or entry.round > seen.round]
+        for entry in new:
+            self._add(entry)
+        return len(new)
+
+    def _newest_like(self, entry: TapeEntry) -> TapeEntry | None:
+        """Return the newest round of the shard of `entry` that was added; None if there is none."""
+        return self._newest.get(self._layout.shard_of(entry.round))
+
+    def _add(self, entry: TapeEntry) -> None:
+        here = {member.island for member in entry.members}
+        self._known |= here
+        self._recent.append(here)
+        self._tokens += sum(member.tokens for member in entry.members) / self._layout.count
+        self._staleness.append(tuple(member.staleness for member in entry.members))
+        self._details.append(
+            Detail(
+                entry.round, entry.quorum_seconds, max(0.0, entry.open_seconds - entry.quorum_seconds),
+                entry.merge_seconds, entry.grace_seconds, len(entry.members), entry.live,
+            )
+        )  # fmt: skip
+        known, live = max(entry.live, len(self._known)), float(entry.live)
+        closed = entry.unix_seconds or math.nan
+        if entry.unix_seconds:
+            self.closes.append(entry.unix_seconds)
+        self._round, self._step = max(self._round, entry.round), max(self._step, entry.step)
+        self._mark(entry, closed)
+        participating = min(live, len(set().union(*self._recent)))
+        self._trail.add(
+            RoundRow(
+                self._round, self._tokens, entry.loss, known, live, participating, closed, self._step, self._length
+            )
+        )
+        for member in entry.members:
+            trail = self._losses.pop(member.island, None) or Trail(ISLAND_ROWS)
+            self._losses[member.island] = trail  # The island that was merged longest ago stays first.
+            trail.add(IslandRow(self._round, self._tokens, closed, member.loss))
+            if len(self._losses) > ISLANDS_KEPT:
+                del self._losses[next(iter(self._losses))]
+        self.epoch = entry.epoch
+        self._newest[self._layout.shard_of(entry.round)] = entry
+
+    def _mark(self, entry: TapeEntry, closed: float) -> None:
+        """Note a takeover, or a change of settings, in the round."""
+        before = self._newest_like(entry)
+        if before and entry.epoch != before.epoch:
+            where = f" in shard {self._layout.shard_of(entry.round)}" if self._layout.shards > 1 else ""
+            self._marks.append(Mark(self._round, self._tokens, closed, f"epoch {entry.epoch} begins{where}"))
+        if entry.steered:
+            self._marks.append(Mark(self._round, self._tokens, closed, f"steered: {entry.steered}"))
+            changes = dict(change.partition("=")[::2] for change in entry.steered.split())
+            with suppress(KeyError, ValueError):
+                self._length = float(changes[STEPS])
+
+    def losses(self, points: int = ISLAND_POINTS) -> dict[str, dict[str, list[float]]]:
+        """Return columns of each island's own loss in nats per token, by the island's name."""
+        return {name: columns(thinned(trail.rows, points), IslandRow) for name, trail in sorted(self._losses.items())}
+
+    def tokens_at(self, rounds: Iterable[float]) -> list[float]:
+        """Return the tokens that were merged at each of these rounds, between two known rounds in proportion."""
+        rows = [RoundRow(0, 0.0, math.nan, 0, 0, 0), *self._trail.rows]
+        numbers = [row.round for row in rows]
+        out = []
+        for number in rounds:
+            n = min(len(rows) - 1, bisect_left(numbers, number))
+            low, high = rows[max(0, n - 1)], rows[n]
+            share = (number - low.round) / (high.round - low.round) if high.round > low.round else 1.0
+            out.append(low.tokens + min(1.0, max(0.0, share)) * (high.tokens - low.tokens))
+        return out
+
+    def steps_per_second(self) -> float:
+        """Return the global steps per second over the recent rounds, since the last pause; NaN if it is not known."""
+        rows = [row for row in self._trail.rows[-RECENT_ROUNDS:] if not math.isnan(row.unix_seconds)]
+        gaps = [after.unix_seconds - before.unix_seconds for before, after in pairwise(rows)]
+        usual = statistics.median(gaps) if gaps else 0.0
+        begin = max((n + 1 for n, gap in enumerate(gaps) if gap > PAUSE_TIMES * usual > 0.0), default=0)
+        seconds = rows[-1].unix_seconds - rows[begin].unix_seconds if rows else 0.0
+        return (rows[-1].step - rows[begin].step) / seconds if seconds > 0.0 else math.nan
+
+    def lines(self, points: int = POINTS_DRAWN) -> dict[str, list[float]]:
+        """Return columns over rounds, thinned to at most `points`."""
+        return columns(thinned(self._trail.rows, points), RoundRow)
+
+    def details(self) -> dict[str, list[Any]]:
+        """Return columns of the newest rounds, one row for each."""
+        return columns(list(self._details), Detail)
+
+    def marks(self) -> dict[str, list[Any]]:
+        """Return columns of the rounds in which a merger took over or a change by an operator took effect."""
+        return columns(list(self._marks), Mark)
+
+    def staleness(self) -> list[int]:
+        """Return how many of the recent contributions were merged at staleness 0, 1, 2 …"""
+        values = [value for members in self._staleness for value in members]
+        counts = [0] * (max(values, default=-1) + 1)
+        for value in values:
+            counts[value] += 1
+        return counts
+
+
+class Rate(NamedTuple):
+    """Bytes per second of one island in both directions, and the counters that the next measurement starts from."""
+
+    unix_seconds: float
+    bytes_up: int
+    bytes_down: int
+    up: float = 0.0
+    down: float = 0.0
+
+
+def measured(before: Mapping[str, Rate], islands: Iterable[IslandView], unix_seconds: float) -> dict[str, Rate]:
+    """Update each island's rates with its counters. The rates of an island that restarted begin at zero."""
+    out = {}
+    for island in islands:
+        counters = (island.bytes_up, island.bytes_down)
+        old = before.get(island.name, Rate(unix_seconds, *counters))
+        if (seconds := unix_seconds - old.unix_seconds) > 0.0:
+            share = min(1.0, seconds / SMOOTHING_SECONDS)
+            speeds = [max(0, now - then) / seconds for now, then in zip(counters, old[1:3], strict=True)]
+            smooth = [rate + share * (speed - rate) for rate, speed in zip(old[3:], speeds, strict=True)]
+            old = Rate(unix_seconds, *counters, *smooth)
+        out[island.name] = old
+    return out

@@ -1,0 +1,272 @@
+"""Read a run from Redis into a view. `observe` reads it, and `summarise` combines what was read."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from archipelago.broker.control import Control, run_steps
+from archipelago.broker.manifest import LossUnit, Manifest, loss_unit
+from archipelago.broker.messages import Books, Evaluation, Member, Pending, TapeEntry
+from archipelago.broker.presence import Heartbeat, Presence
+from archipelago.broker.shards.transport import shards_away
+from archipelago.broker.transport import Memory, MergerStatus, ReaderClient, ReaderTransport
+from archipelago.ops.watch.run_view import IslandView, RunView
+
+RECENT_ROUNDS = 48
+#: A round that closes during a reading makes its accounts inconsistent, so we read again, at most this often.
+BALANCE_TRIES = 5
+REFUSALS_READ = 100
+
+
+def observe(
+    transport: ReaderTransport,
+    manifest: Manifest,
+    tape: Sequence[TapeEntry] | None = None,
+    evaluations: Sequence[Evaluation] | None = None,
+    *,
+    briefly: bool = False,
+) -> RunView:
+    """Return the run as Redis has it now. Raise BrokerError.
+
+    Args:
+        transport: A connection to all shards of the run.
+        manifest: The run's manifest.
+        tape: The recent rounds, if they were read already.
+        evaluations: All evaluations, if they were read already.
+        briefly: For a reading every second: pending contributions are counted without reading the stream. Pending
+            tokens are derived from the accounts, so `balanced` covers contributions only.
+    """
+    reader = transport.reader
+    books, pending = _accounts(reader, briefly)
+    for _ in range(BALANCE_TRIES - 1):
+        if _balanced(books, pending):
+            break
+        books, pending = _accounts(reader, briefly)
+    view = summarise(
+        manifest, (reader.tape(RECENT_ROUNDS) if tape is None else tape)[-RECENT_ROUNDS:], reader.presences(), books,
+        pending, reader.evaluations() if evaluations is None else evaluations, reader.merger_state(), reader.cursors(),
+        reader.memory(), shards_away(transport), reader.control(),
+    )  # fmt: skip
+    return replace(
+        view,
+        merger=reader.merger_status() or MergerStatus(),
+        standbys=tuple(reader.standbys()),
+        refusals=tuple((at, refusal) for at, refusal in reader.refusals(REFUSALS_READ) if not refusal.repeat),
+        unreadable=tuple(reader.unreadable()),
+    )
+
+
+def _accounts(reader: ReaderClient, briefly: bool) -> tuple[Books, Pending]:
+    books = reader.books()
+    if not briefly:
+        return books, reader.pending()
+    left = max(0, books.published_tokens - books.merged_tokens - books.refused_tokens)
+    return books, Pending(reader.backlog(), left)
+
+
+def summarise(
+    manifest: Manifest,
+    tape: Sequence[TapeEntry],
+    presences: Sequence[Presence],
+    books: Books,
+    pending: Pending,
+    evaluations: Sequence[Evaluation] = (),
+    state: str = "",
+    cursors: Mapping[str, tuple[int, int]] | None = None,
+    memory: Memory | None = None,
+    unreachable: Mapping[int, str] | None = None,
+    control: Mapping[str, str] | None = None,
+) -> RunView:
+    """Combine the readings into a view. Pure.
+
+    Args:
+        tape: The recent rounds, oldest first.
+        state: The merger's state.
+        unreachable: The shards that the readings leave out, each with the reason. Means are over the other fragments.
+        control: The requests of operators.
+    """
+    away, layout, unit = unreachable or {}, manifest.shard_layout, loss_unit(manifest.corpus)
+    fragments = layout.count - sum(len(layout.fragments[shard]) for shard in away)
+    parts = parts_by_island(tape)
+    last = {layout.shard_of(entry.round): entry for entry in tape}.values()  # of each shard
+    figures = _figures(state)
+    merged = _counts(figures, "island_tokens")
+    islands = tuple(
+        _island(each, parts.get(each.heartbeat.island, []), len(tape), merged, fragments, unit) for each in presences
+    )
+    live = [island for island in islands if island.live]
+    newest = evaluations[-1] if evaluations else None
+    read = sum(number for part, (number, _) in (cursors or {}).items() if "/" not in part)
+    return RunView(
+        run=manifest.run,
+        parameters=manifest.parameters,
+        fragments=layout.count,
+        rounds=max((entry.round for entry in last), default=0),
+        step=max((entry.step for entry in last), default=0),
+        steps=run_steps(manifest.config, control or {}),
+        known=len(islands),
+        live=len(live),
+        participating=sum(island.participation > 0 for island in live),
+        contributions_per_round=statistics.fmean([len(e.members) for e in tape]) if tape else 0.0,
+        grace_seconds=statistics.fmean([e.grace_seconds for e in tape]) if tape else 0.0,
+        open_seconds=statistics.fmean([e.open_seconds for e in tape]) if tape else 0.0,
+        unit=unit.name,
+        loss=unit.from_nats(mean([e.loss for e in tape[-fragments:]])),
+        held_out_first=unit.from_evaluation(evaluations[0].bits_per_byte) if evaluations else math.nan,
+        held_out_last=unit.from_evaluation(newest.bits_per_byte) if newest else math.nan,
+        evaluated_round=newest.round if newest else 0,
+        evaluated_unix_seconds=newest.unix_seconds if newest else 0.0,
+        evaluated_by=newest.by if newest else "",
+        frozen_parameters=manifest.frozen_parameters,
+        task=manifest.task,
+        passes=math.nan if manifest.config.has_own_loops else read / manifest.config.data.shards,
+        books=books,
+        pending=pending.contributions,
+        pending_tokens=pending.tokens,
+        balanced=_balanced(books, pending),
+        memory_bytes=memory.used if memory else 0,
+        memory_limit_bytes=memory.limit if memory else 0,
+        shards=layout.fragments if manifest.shards > 1 else (),
+        unreachable=away,
+        bytes_up=books.bytes_up,
+        bytes_down=books.bytes_down,
+        islands=islands,
+        interval=manifest.config.sync.interval,
+        control=Control.of(control or {}),
+        refused_by_code=_counts(figures, "refused"),
+        covered=_count(figures, "covered"),
+        **_token_accounts(presences, merged, books, pending, fragments, _count(figures, "lowered_tokens")),
+    )
+
+
+def _figures(state: str) -> Mapping[str, Any]:
+    """Return what the merger's state says; nothing if it cannot be read."""
+    try:
+        found = json.loads(state or "{}")
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _count(figures: Mapping[str, Any], name: str) -> int:
+    try:
+        return max(0, int(figures.get(name, 0)))
+    except (ValueError, TypeError, OverflowError):
+        return 0
+
+
+def _counts(figures: Mapping[str, Any], name: str) -> dict[str, int]:
+    try:
+        return {str(key): int(count) for key, count in figures.get(name, {}).items()}
+    except (ValueError, AttributeError, TypeError, OverflowError):
+        return {}
+
+
+def _balanced(books: Books, pending: Pending) -> bool:
+    contributions = books.merged + books.refused + pending.contributions
+    tokens = books.merged_tokens + books.refused_tokens + pending.tokens
+    return (books.published, books.published_tokens) == (contributions, tokens)
+
+
+def parts_by_island(tape: Iterable[TapeEntry]) -> dict[str, list[tuple[int, Member]]]:
+    """Return each island's members of the rounds, oldest first, with the place of the round. Reads each member once."""
+    parts: dict[str, list[tuple[int, Member]]] = {}
+    for place, entry in enumerate(tape):
+        for member in entry.members:
+            parts.setdefault(member.island, []).append((place, member))
+    return parts
+
+
+def _island(
+    presence: Presence,
+    parts: Sequence[tuple[int, Member]],
+    rounds: int,
+    merged: Mapping[str, int],
+    fragments: int,
+    unit: LossUnit,
+) -> IslandView:
+    beat = presence.heartbeat
+    mine = [member for _, member in parts]
+    found = {name: getattr(beat, name) for name in _SAME} | {"loss": unit.from_nats(beat.loss)}
+    return IslandView(
+        **found,
+        name=beat.island,
+        live=presence.is_live,
+        last_seen_seconds=presence.age_seconds,
+        participation=len({place for place, _ in parts}) / rounds if rounds else 0.0,
+        score=mine[-1].score if mine else math.nan,
+        factor=mine[-1].factor if mine else math.nan,
+        merged_staleness=mean([float(member.staleness) for member in mine]),
+        tokens_merged=merged.get(beat.island, 0) // fragments,
+    )
+
+
+#: The fields that a heartbeat and the view of its island share.
+_SAME = {each.name for each in fields(IslandView)} & {each.name for each in fields(Heartbeat)}
+
+
+def _token_accounts(
+    presences: Iterable[Presence],
+    merged: Mapping[str, int],
+    books: Books,
+    pending: Pending,
+    fragments: int,
+    lowered: int,
+) -> dict[str, Any]:
+    """Return where the run's tokens are: trained = merged + refused + pending + unsent + lowered + lost.
+
+    A token counts once, although each fragment is synchronised on its own: every account is the mean over the
+    fragments.
+
+    - *Trained*: tokens of the inner steps that islands have made, by their heartbeats. Islands that return go on
+      counting. An island of long ago has its merged tokens.
+    - *Merged*, *refused*, *pending*: what became of the contributions, by the books. A run that went back to a
+      checkpoint has the books of that checkpoint.
+    - *Unsent*: work that islands which are alive have not sent yet.
+    - *Lowered*: work that was merged, and that counts for less than its island says (`merger/claims.py`). What no
+      heartbeat has is a false claim, and appears nowhere.
+    - *Lost*: all other trained tokens. They were not sent when their island died, or they were merged after the
+      checkpoint to which the run went back, or the island had to adopt newer parameters over them.
+
+    Heartbeats are up to a second older than the books, so the newest steps may be missing from trained and lost.
+
+    Args:
+        presences: The islands that are known.
+        merged: Merged tokens of each island, summed over the fragments. It also has islands of long ago.
+        books: The run's books.
+        pending: Contributions that wait to be merged.
+        fragments: The number of fragments.
+        lowered: Tokens that merged contributions claim and that are not counted, summed over the fragments.
+    """
+    of_island = {island: tokens // fragments for island, tokens in merged.items()}
+    unsent = 0
+    for presence in presences:
+        beat = presence.heartbeat
+        of_island[beat.island] = max(beat.tokens, of_island.get(beat.island, 0))
+        unsent += beat.tokens_unsent if presence.is_live else 0
+    settled, refused, waiting = (
+        tokens // fragments for tokens in (books.merged_tokens, books.refused_tokens, pending.tokens)
+    )
+    rest = max(0, sum(of_island.values()) - settled - refused - waiting)
+    unsent = min(unsent, rest)
+    uncounted = min(lowered // fragments, rest - unsent)
+    return {
+        "tokens_merged": settled,
+        "tokens_refused": refused,
+        "tokens_pending": waiting,
+        "tokens_unsent": unsent,
+        "tokens_lowered": uncounted,
+        "tokens_lost": rest - unsent - uncounted,
+        "tokens_trained": settled + refused + waiting + rest,
+    }
+
+
+def mean(values: Iterable[float]) -> float:
+    """Return the mean of the values that are not NaN, or NaN if there are none."""
+    known = [value for value in values if not math.isnan(value)]
+    return statistics.fmean(known) if known else math.nan

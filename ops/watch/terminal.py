@@ -1,0 +1,247 @@
+"""Show a run in the terminal: a block of lines for the run, a table of its islands, and its problems."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from archipelago.broker.manifest import shortened
+from archipelago.broker.observe.logs import printable
+from archipelago.broker.shards.reader import holders_in_words, numbered
+from archipelago.ops.watch.advice import Problem
+from archipelago.ops.watch.events import refusal_remedy
+from archipelago.ops.watch.formatting import ago, new_table, number, size
+from archipelago.ops.watch.run_view import REFUSALS_SHOWN, IslandView, RunView, describe_control
+
+#: The columns of the table of islands, and what each means. The names are short so that the table fits into 80 columns.
+LEGEND: Final = {
+    "island": "The island's name.",
+    "state": "joining, training, leaving, left, done, or silent: no heartbeat for 10 s.",
+    "steps": "The inner steps that it has made.",
+    "tokens/s": "The tokens that it trains on in a second.",
+    "loss": "Its training loss, as a mean over its newest steps, in the unit of the run.",
+    "lag": "The versions by which its parameters are behind, as a mean over the fragments. Below 1 is usual.",
+    "part": "The share of the recent rounds that merged a contribution of it.",
+    "score": "How well its contributions agree with those of the others: 1 is usual, 0 is unrelated.",
+    "queue": "The contributions that wait in the island to be sent. Above 1, its link is slow.",
+    "up": "The bytes that it has sent.",
+    "down": "The bytes that it has received.",
+    "seen": "The time since its last heartbeat.",
+}
+_COLUMNS = tuple(LEGEND)
+#: Pairs of a terminal width and the columns that are left out from that width on.
+_LEFT_OUT = (
+    (88, ()),
+    (80, ("score",)),
+    (66, ("score", "up", "down")),
+    (58, ("score", "up", "down", "queue", "lag")),
+    (0, ("score", "queue", "up", "down", "lag", "tokens/s")),
+)
+#: From this terminal width on, the share has a bar as well.
+BARS_FROM = 96
+BAR_CELLS = 10
+
+
+def render(
+    view: RunView,
+    found: Sequence[Problem] = (),
+    rows: int | None = None,
+) -> RenderableType:
+    """Return the run's lines, its islands and its problems.
+
+    `rows` limits the islands and the problems; a last line counts the rest.
+    """
+    lines = problem_lines(view, found)
+    if rows is not None and len(lines) > rows:
+        lines = [*lines[: rows - 1], Text(f"… and {len(lines) - rows + 1:,} more problems", style="dim")]
+    return Group(run_lines(view), Islands(view, rows), *lines)
+
+
+def line(view: RunView) -> str:
+    """Return the run in one line, for logs and pipes."""
+    losses = f"held-out {number(view.held_out_last)}, training {number(view.loss)} {shortened(view.unit)}"
+    joining = sum(island.live and island.state == "joining" for island in view.islands)
+    loading = f", {joining} loading and compiling" if joining else ""
+    return (
+        f"round {view.rounds}  step {view.step}/{view.steps}  {losses}  "
+        f"live {view.live}/{view.known}, {view.participating} participating{loading}  "
+        f"up {size(view.bytes_up)}  down {size(view.bytes_down)}  pending {view.pending}"
+    )
+
+
+def run_lines(view: RunView, *, briefly: bool = False) -> RenderableType:
+    """Return the run in a few lines, its trouble last. `briefly` leaves out the accounts of tokens."""
+    books = view.books
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim")
+    grid.add_column()
+    grid.add_row(
+        "run",
+        f"[bold]{escape(printable(view.run))}[/]  {view.size}, round {view.rounds:,}, "
+        f"step {view.step:,} of {view.steps:,}",
+    )
+    held_out = f"held-out loss [bold]{number(view.held_out_last)}[/] (first {number(view.held_out_first)}), "
+    if view.has_scripts and not view.evaluated_unix_seconds:
+        held_out = ""  # only the scripts know the model
+    grid.add_row("quality", f"{held_out}training loss {number(view.loss)}, in {view.unit}")
+    if held_out:
+        grid.add_row("", Text(printable(evaluated(view, time.time())), style="dim"))
+    grid.add_row(
+        "islands",
+        f"{view.known} known, [bold]{view.live}[/] live, [bold]{view.participating}[/] participating; "
+        f"{view.contributions_per_round:.2f} contributions per round, open {view.open_seconds * 1e3:.0f} ms "
+        f"(grace {view.grace_seconds * 1e3:.0f} ms)",
+    )
+    equals = "=" if view.balanced else "[bold red]≠[/]"
+    grid.add_row(
+        "accounts",
+        f"published {books.published:,} {equals} merged {books.merged:,} + refused {books.refused:,} + pending "
+        f"{view.pending:,}",
+    )
+    if not briefly:
+        _add_tokens(grid, view, equals)
+    limit = view.memory_limit_bytes
+    of = f" of {size(limit)} ({view.memory_bytes / limit:.0%})" if limit else ""
+    traffic = f"up {size(view.bytes_up)}, down {size(view.bytes_down)}, Redis holds {size(view.memory_bytes)}{of}"
+    grid.add_row("bytes", traffic)
+    grid.add_row("merger", _merger(view))
+    if changes := describe_control(view.control):
+        grid.add_row("steered", Text(printable(changes), style="yellow"))
+    if view.trouble:
+        grid.add_row("[bold red]trouble[/]", Text(printable(view.trouble), style="bold red"))
+    return grid
+
+
+def evaluated(view: RunView, now: float) -> str:
+    """Return when the held-out figure was measured and of which round, as a sentence."""
+    if not view.evaluated_unix_seconds:
+        return "not evaluated yet"
+    by = f" by {view.evaluated_by}" if view.evaluated_by else ""
+    behind = view.rounds - view.evaluated_round
+    rounds = f"{behind:,} {'round' if behind == 1 else 'rounds'} ago" if behind > 0 else "the newest"
+    return f"evaluated {ago(now - view.evaluated_unix_seconds)} ago{by}, of round {view.evaluated_round:,} ({rounds})"
+
+
+def _add_tokens(grid: Table, view: RunView, equals: str) -> None:
+    books = view.books
+    grid.add_row(
+        "",
+        f"in tokens {books.published_tokens:,} {equals} {books.merged_tokens:,} + {books.refused_tokens:,} + "
+        f"{view.pending_tokens:,} ({view.fragments} fragments each)",
+    )
+    grid.add_row(
+        "tokens",
+        f"trained {view.tokens_trained:,} = merged {view.tokens_merged:,} + refused {view.tokens_refused:,} + pending "
+        f"{view.tokens_pending:,} + unsent {view.tokens_unsent:,} + "
+        + (f"counted for less {view.tokens_lowered:,} + " if view.tokens_lowered else "")
+        + f"lost {view.tokens_lost:,}"
+        + ("" if math.isnan(view.passes) else f"; {view.passes:.2f} passes over the text"),
+    )
+
+
+def _merger(view: RunView) -> Text:
+    status = view.merger
+    whose = " of the slowest shard" if status.shards else ""
+    last = f", the last round{whose} closed {ago(status.still_seconds)} ago" if status.still_seconds else ""
+    names = ", ".join(printable(standby.name) for standby in view.standbys)
+    waiting = f"; standing by: {names}" if names else ""
+    if status.unreachable:
+        waiting = f"; {numbered('shard', status.unreachable)} cannot be reached{waiting}"
+    if status.holder:
+        verb = "serve" if len(status.holders) > 1 else "serves"
+        return Text(f"{printable(status.holder)} {verb} with epoch {status.epoch}{last}{waiting}")
+    if view.steps <= view.step:
+        return Text(f"the run is finished, so no merger serves it{last}{waiting}")
+    if status.holders:
+        missing = numbered("shard", status.unserved)
+        return Text(
+            f"no merger serves {missing}; the others have {printable(holders_in_words(status))}{last}{waiting}",
+            style="yellow",
+        )
+    past = f" (the last epoch was {status.epoch})" if status.epoch else ""
+    return Text(f"no merger serves the run{past}{last}{waiting}", style="yellow")
+
+
+def problem_lines(view: RunView, found: Sequence[Problem] = ()) -> list[Text]:
+    """Return a line for each problem with what to do about it, and for each island whose work was refused."""
+    lines = [f"{each.who}: {each.text} {each.remedy}" for each in found if each.code != "island.refused"]
+    newest = {refusal.island: (at, refusal) for at, refusal in view.refusals[-REFUSALS_SHOWN:]}
+    lines += [f"{name}: refused {ago(time.time() - at)} ago, round {refusal.round:,}: {refusal.reason}. "
+              f"{refusal_remedy(refusal.reason)}" for name, (at, refusal) in newest.items()]  # fmt: skip
+    lines += [f"{i.name}: last refused: {i.last_refusal}" for i in view.islands
+              if i.last_refusal and i.name not in newest]  # fmt: skip
+    counts = sorted(view.refused_by_code.items(), key=lambda each: -each[1])
+    for words, is_lowered in (("refused", False), ("counted for less than they claim", True)):
+        if some := [f"{code} {count:,}" for code, count in counts if code.startswith("claims.") == is_lowered]:
+            lines.append(f"contributions {words} so far: {', '.join(some)}")
+    return [Text(printable(line), style="yellow") for line in lines]
+
+
+@dataclass(frozen=True)
+class Islands:
+    """The table of islands, with as many columns as fit. It has at most `rows` rows; live islands come first."""
+
+    view: RunView
+    rows: int | None = None
+    bars: bool = False
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width
+        left_out = next(names for least, names in _LEFT_OUT if width >= least)
+        columns = [column for column in _COLUMNS if column not in left_out]
+        table = new_table(*columns, numbers=columns[2:], collapse_padding=True)
+        for index, column in enumerate(table.columns):  # If room is short, names are cut, not numbers.
+            column.no_wrap, column.overflow = index > 0, "ellipsis"
+        shown, rest = self._chosen()
+        for island in shown:
+            cells = _row(island, with_bar=self.bars and width >= BARS_FROM)
+            table.add_row(*(cells[column] for column in columns))
+        yield table
+        if rest:
+            live = sum(island.live for island in rest)
+            yield Text(f"… and {len(rest):,} more, of which {live:,} live", style="dim")
+
+    def _chosen(self) -> tuple[Sequence[IslandView], Sequence[IslandView]]:
+        """Return the islands that are shown, and the rest."""
+        islands = self.view.islands
+        if self.rows is None or len(islands) <= self.rows:
+            return islands, ()
+        ordered = sorted(islands, key=lambda island: (not island.live, island.last_seen_seconds > 60.0))
+        kept = max(1, self.rows - 1)  # The last row counts the rest.
+        return ordered[:kept], ordered[kept:]
+
+
+def bar(share: float, cells: int = BAR_CELLS) -> str:
+    """Draw a share between 0 and 1 as a bar of `cells` cells, to an eighth of a cell."""
+    eighths = round(8 * cells * min(1.0, max(0.0, share)))
+    whole, part = divmod(eighths, 8)
+    return ("█" * whole + (" ▏▎▍▌▋▊▉"[part] if part else "")).ljust(cells)
+
+
+def _row(island: IslandView, *, with_bar: bool = False) -> dict[str, Text | str]:
+    style = "green" if island.live and island.state == "training" else "yellow" if island.live else "dim"
+    state = "silent" if island.is_silent else island.state
+    share = f"{island.participation:.0%}"
+    part = Text.assemble((bar(island.participation), style), f"{share:>5}") if with_bar else share
+    return {
+        "island": island.name,
+        "state": Text(state, style=style),
+        "steps": f"{island.steps:,}",
+        "tokens/s": f"{island.tokens_per_second:,.0f}" if island.live else "–",
+        "loss": number(island.loss),
+        "lag": f"{island.staleness:.2f}",
+        "part": part,
+        "score": Text(number(island.score, 2), style="yellow" if island.factor < 1.0 else ""),
+        "queue": str(island.backlog),
+        "up": size(island.bytes_up),
+        "down": size(island.bytes_down),
+        "seen": ago(island.last_seen_seconds),
+    }

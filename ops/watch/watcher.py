@@ -1,0 +1,213 @@
+"""Read a run again and again, for the live screen, the page and the report."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from archipelago.broker.errors import ArchipelagoError, UnreachableError
+from archipelago.broker.manifest import loss_unit
+from archipelago.broker.messages import Evaluation, Note, TapeEntry
+from archipelago.broker.shards.transport import opened, shards_away, whole
+from archipelago.broker.transport import ReaderTransport
+from archipelago.ops.watch.advice import Problem, ProblemLog, problems
+from archipelago.ops.watch.events import Event, events_of, with_comebacks
+from archipelago.ops.watch.history import History, QueueRow, Rate, measured
+from archipelago.ops.watch.reading import RECENT_ROUNDS, observe
+from archipelago.ops.watch.run_view import RunView
+
+LOOK_SECONDS = 1.0
+#: Evaluations are read again after this time, and so rarely that it takes at most this share of the time.
+SELDOM_SECONDS, SELDOM_SHARE = 5.0, 0.05
+#: A reading that takes longer counts as an outage. The connection itself waits longer.
+PATIENCE_SECONDS = 4.0
+SILENT, CONTINUES = "Redis does not answer", "The display continues by itself."
+TAPE_MOST = 1 << 16
+NOTES_READ = 200
+
+
+@dataclass(frozen=True)
+class RunReading:
+    """A run at one moment, with what is wrong and what happened lately.
+
+    Attributes:
+        unix_seconds: The reader's wall clock.
+        tape: The recent rounds, oldest first.
+        evaluations: All evaluations, oldest first.
+        problems: What is wrong now, the worst first.
+        events: Notes, refusals, and when problems began and ended, oldest first.
+        served: The note of the merger that began to serve last.
+        closes: Unix seconds at which the last rounds closed.
+        held_out: The held-out losses of all evaluations, oldest first, in the run's unit.
+        rates: The traffic of each island.
+    """
+
+    view: RunView
+    unix_seconds: float
+    tape: Sequence[TapeEntry] = ()
+    evaluations: Sequence[Evaluation] = ()
+    problems: Sequence[Problem] = ()
+    events: Sequence[Event] = ()
+    served: Note | None = None
+    closes: Sequence[float] = ()
+    held_out: Sequence[float] = ()
+    rates: Mapping[str, Rate] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outage:
+    """The reason why there is no new reading, and the time at which this began."""
+
+    since_unix_seconds: float
+    what: str
+    more: str = ""
+
+    @property
+    def why(self) -> str:
+        """The reason as sentences."""
+        return f"{self.what}. {self.more}".strip()
+
+
+class Watcher:
+    """A reader that reads one run repeatedly. Only the thread that calls `update` uses the transport.
+
+    Args:
+        transport: A connection to the run.
+        rounds: The most rounds that are read for the history, at the beginning and after a gap.
+        clock: Monotonic seconds.
+        wall: Unix seconds.
+
+    Attributes:
+        history: The rounds of the run, as far as they were read.
+        latest: The last successful reading; None before the first.
+    """
+
+    def __init__(
+        self,
+        transport: ReaderTransport,
+        rounds: int = TAPE_MOST,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self.clock, self.wall = clock, wall
+        self.latest: RunReading | None = None
+        self._primary, self._rounds = transport, rounds
+        self._outage: Outage | None = None
+        #: When the present reading began, by both clocks.
+        self._turn: tuple[float, float] | None = None
+        self._problem_log = ProblemLog()
+        self.manifest, self.transport = opened(transport, for_display=True)
+        self.history = History(self.manifest.shard_layout)
+        #: The shards that the history lacks.
+        self._lacks: frozenset[int] = frozenset()
+        self._evaluations: Sequence[Evaluation] = ()
+        self._evaluations_due = -math.inf
+
+    def update(self) -> bool:
+        """Read the run once. Return False if the broker did not answer, or sent what cannot be decoded."""
+        self._turn = (self.clock(), self.wall())
+        try:
+            self.latest = self.read()
+        except ArchipelagoError as error:
+            since = self._outage.since_unix_seconds if self._outage else self.wall()
+            self._evaluations_due = -math.inf  # After an outage everything is read again.
+            if isinstance(error, UnreachableError):
+                self._outage = Outage(since, SILENT, f"{error.what}. {CONTINUES}")
+            else:
+                self._outage = Outage(since, error.what, error.remedy)
+        else:
+            self._outage = None
+        self._turn = None
+        return self._outage is None
+
+    def outage(self) -> Outage | None:
+        """Return why there is no new reading, if there is none. A reading that hangs is an outage."""
+        turn = self._turn
+        if self._outage is None and turn and self.clock() - turn[0] > PATIENCE_SECONDS:
+            return Outage(turn[1], SILENT, CONTINUES)
+        return self._outage
+
+    def read(self) -> RunReading:
+        """Return the run as Redis has it now. Raise BrokerError and WireError."""
+        tape = self._follow()
+        reader = self.transport.reader
+        view = observe(self.transport, self.manifest, tape, self._newest_evaluations(), briefly=True)
+        now, before = self.wall(), self.latest.rates if self.latest else {}
+        self.history.queues.add(QueueRow(now, view.pending, view.memory_bytes))
+        found = problems(view, self.manifest.config, tape[-RECENT_ROUNDS:], self._evaluations, now)
+        self._problem_log.update(found, now, view.live_names)
+        notes = reader.notes(NOTES_READ)
+        events = [*with_comebacks(events_of(notes, view.refusals)), *self._problem_log.events]
+        return RunReading(
+            view=view,
+            unix_seconds=now,
+            tape=tape[-RECENT_ROUNDS:],
+            evaluations=self._evaluations,
+            problems=found,
+            events=sorted(events, key=lambda event: event.unix_seconds),
+            served=max((note for note in notes if note.kind == "served"), key=lambda n: n.unix_seconds, default=None),
+            closes=tuple(self.history.closes),
+            held_out=[loss_unit(self.manifest.corpus).from_evaluation(e.bits_per_byte) for e in self._evaluations],
+            rates=measured(before, view.islands, now),
+        )
+
+    def _newest_evaluations(self) -> Sequence[Evaluation]:
+        """Return all evaluations. Reading them takes longer as the run goes on, so it is done rarely."""
+        began = self.clock()
+        if began >= self._evaluations_due:
+            self._evaluations = self.transport.reader.evaluations()
+            self._evaluations_due = began + max(SELDOM_SECONDS, (self.clock() - began) / SELDOM_SHARE)
+        return self._evaluations
+
+    def _follow(self) -> Sequence[TapeEntry]:
+        """Add the recent tape to the history and return it. If they do not connect, read the whole tape again.
+
+        The history begins anew when a shard answers that could not be reached when it began.
+        """
+        tape = self.transport.reader.tape(RECENT_ROUNDS)
+        if self._lacks - shards_away(self.transport).keys():
+            return self._begin_again()
+        if not self.history.follows(tape):
+            tape = self.transport.reader.tape(self._rounds)
+            if not self.history.follows(tape):
+                return self._begin_again()
+        self.history.extend(tape)
+        return tape
+
+    def _begin_again(self) -> Sequence[TapeEntry]:
+        """Restart the history: at first, after a return to a checkpoint, or for a new run of the same name.
+
+        Returns:
+            The whole tape.
+        """
+        found = self._primary.reader.manifest()
+        if found != self.manifest:
+            self.manifest, self.transport = found, whole(self._primary, found, for_display=True)
+        tape, queues = self.transport.reader.tape(self._rounds), self.history.queues
+        self.history = History(self.manifest.shard_layout)
+        self.history.queues = queues
+        self.history.begin(self.transport.reader.books().merged_tokens, tape)
+        self._lacks = frozenset(shards_away(self.transport))
+        self._evaluations_due = -math.inf
+        return tape
+
+
+@contextlib.contextmanager
+def repeated(update: Callable[[], object], every_seconds: float, name: str = "watch") -> Iterator[None]:
+    """Call `update` on a daemon thread while the block runs. A reading that hangs does not delay the end."""
+    ended = threading.Event()
+
+    def work() -> None:
+        while not ended.is_set():
+            update()
+            ended.wait(every_seconds)
+
+    threading.Thread(target=work, name=name, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
