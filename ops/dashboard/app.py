@@ -21,21 +21,12 @@ from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from archipelago.broker.control import (
-    CHECKPOINT,
-    DRAIN,
-    EXPEL,
-    GRACE,
-    ISLAND,
-    MERGING,
-    OUTER_RATE,
-    QUORUM,
-    checked_changes,
-)
+from archipelago.broker.control import CHECKPOINT, MERGING, Control, checked_changes
 from archipelago.broker.errors import ArchipelagoError, ConfigError
 from archipelago.ops.dashboard import metrics
 from archipelago.ops.dashboard.page_data import FILES, PAGE, chart_library, charts_of, page_of, to_json
 from archipelago.ops.watch.run_list import ComparedRuns
+from archipelago.ops.watch.run_view import describe_control
 from archipelago.ops.watch.watcher import Watcher
 
 BODY_BYTES_MAX = 1 << 16
@@ -50,7 +41,8 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
 }
 FRESH = {**HEADERS, "Cache-Control": "no-store"}
-_NAMES = {OUTER_RATE: "The outer rate", QUORUM: "The quorum K", GRACE: "The grace γ"}
+#: What it means that a change is removed, where that is not plain.
+_ENDED = {MERGING: "merging continues"}
 
 
 class Board:
@@ -250,32 +242,12 @@ def _stamped(changes: Mapping[str, str], unix_seconds: float) -> dict[str, str]:
 
 
 def _sentences(changes: Mapping[str, str]) -> str:
-    """Describe checked changes in words. An empty value removes a setting."""
-    return " ".join(_sentence(name, value) for name, value in changes.items()) or "No change was requested."
-
-
-def _sentence(name: str, value: str) -> str:
-    if name in _NAMES:
-        return (
-            f"{_NAMES[name]} is {value} from the next round on."
-            if value
-            else f"{_NAMES[name]} has the run's own value again."
-        )
-    if name == MERGING:
-        return "Merging is paused; islands continue to train." if value else "Merging continues."
-    if name == CHECKPOINT:
-        return "The merger takes a checkpoint now."
-    if name.startswith(ISLAND):
-        return _island_sentence(name.removeprefix(ISLAND), value)
-    return f"{name} is {value}." if value else f"{name} is removed."
-
-
-def _island_sentence(island: str, value: str) -> str:
-    if value == DRAIN:
-        return f"{island} sends its last contributions and leaves."
-    if value == EXPEL:
-        return f"{island} leaves, and its contributions are refused from now on."
-    return f"{island} may join again."
+    """Describe checked changes in words. An empty value removes a setting, a pause or a request to an island."""
+    given = {name: value for name, value in changes.items() if value}
+    words = [describe_control(Control.of(given))] if given.keys() - {CHECKPOINT} else []
+    words += ["the merger takes a checkpoint now"] if CHECKPOINT in given else []
+    words += [_ENDED.get(name, f"{name} is removed") for name in changes if name not in given]
+    return f"Done: {', '.join(words)}." if words else "No change was requested."
 
 
 # -- the host names under which the dashboard answers -----------------------------------------------------------------

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -364,7 +364,7 @@ class ProblemLog:
         self._open: dict[tuple[str, str], Problem] = {}
         self._events: list[Event] = []
 
-    def update(self, found: Iterable[Problem], unix_seconds: float, live: Container[str] = ()) -> None:
+    def update(self, found: Iterable[Problem], unix_seconds: float, live: Collection[str] = ()) -> None:
         """Compare the present problems with those of the last call. Those that the merger notes have events already.
 
         Args:
@@ -390,7 +390,9 @@ class ProblemLog:
         return tuple(self._events)
 
 
-def _end_of(problem: Problem, unix_seconds: float, live: Container[str]) -> Event:
+def _end_of(problem: Problem, unix_seconds: float, live: Collection[str]) -> Event:
+    if problem.code == "run.no-islands" and not live:  # The run has made all its steps.
+        return Event(unix_seconds, problem.who, "over", "The run is finished.", NOTHING)
     if problem.code == "island.silent" and problem.who in live:
         return Event(unix_seconds, problem.who, "came back", "It sends heartbeats again.", NOTHING)
     return Event(unix_seconds, problem.who, "over", _ENDS.get(problem.code, f"Over: {problem.text}"), NOTHING)

@@ -99,8 +99,6 @@ class Detail(NamedTuple):
     waited_seconds: float
     merge_seconds: float
     grace_seconds: float
-    contributions: int
-    live: int
 
 
 class Mark(NamedTuple):
@@ -241,7 +239,7 @@ class History:
         self._details.append(
             Detail(
                 entry.round, entry.quorum_seconds, max(0.0, entry.open_seconds - entry.quorum_seconds),
-                entry.merge_seconds, entry.grace_seconds, len(entry.members), entry.live,
+                entry.merge_seconds, entry.grace_seconds,
             )
         )  # fmt: skip
         known, live = max(entry.live, len(self._known)), float(entry.live)

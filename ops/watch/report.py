@@ -115,13 +115,13 @@ def everything(options: ReportOptions) -> ReportData:
     folder = _folder_of(options, options.target)
     if not folder.is_dir():
         raise ConfigError(
-            f"there is no folder {folder}", "Give the URL of the run's Redis, or --folder.", code="report.no-folder"
+            f"there is no folder {folder}", "Give the URL of the run's Redis, or --folder.", code="report.no-data"
         )
     if options.run not in (None, folder.resolve().name):
         raise ConfigError(
             f"the run in {folder} is not {options.run!r:.80}",
             "Leave --run out, or give a URL.",
-            code="report.other-run",
+            code="report.no-data",
         )
     return of_folder(folder)
 

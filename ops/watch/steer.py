@@ -99,7 +99,7 @@ def changes_of(
             raise ConfigError(f"{word!r:.80} is not a change", _EXAMPLES, code="steer.no-change")
         if changes.get(name, value) != value:
             raise ConfigError(
-                f"{name} is given twice, as {changes[name]!r} and {value!r}", "Give it once.", code="steer.twice"
+                f"{name} is given twice, as {changes[name]!r} and {value!r}", "Give it once.", code="steer.no-change"
             )
         changes[name] = value
     removed = {name: "" for name, value in changes.items() if not value and name in present}

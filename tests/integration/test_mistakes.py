@@ -131,7 +131,7 @@ MISTAKES = [
     ("steer RUNS island.oslo=fly", "control.value"),
     ("steer RUNS merging=stopped", "control.value"),
     ("steer RUNS merging", "steer.no-change"),
-    ("report nothing", "report.no-folder"),
+    ("report nothing", "report.no-data"),
     ("report ./empty", "report.no-data"),
     ("report missing.join", "invitation.no-file"),
     ("report RUNS --out /proc/x.html", "report.unwritable"),

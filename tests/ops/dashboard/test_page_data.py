@@ -105,9 +105,10 @@ def test_the_use_of_a_link_is_relative_to_its_speed() -> None:
         assert math.isnan(page_data._lane(island, [], Rate(0.0, 0, 0, 50.0, 7.0), {})["up_share"])
 
 
-def test_every_value_becomes_valid_json_and_every_action_a_sentences() -> None:
+def test_every_value_becomes_valid_json_and_every_action_a_sentence() -> None:
     text = to_json({"a": [float("nan"), float("inf"), 1.0, 0.123456789, 1.7e9 + 0.25], "b": (True, None, "x", 7)})
     assert json.loads(text) == {"a": [None, None, 1, 0.12346, 1_700_000_000], "b": [True, None, "x", 7]}
-    assert len(_sentences({"merging": "", "island.b": ""}).split(". ")) == 2, "a sentence for each change"
+    said = _sentences({"merging": "", "island.b": "expel", "checkpoint": "1"})
+    assert len(said.split(", ")) == 3, "words for each change"
     assert _sentences({})
     assert _stamped({"checkpoint": "now", "merging": "paused"}, 12.5) == {"checkpoint": "12.500", "merging": "paused"}
