@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from archipelago.broker.observe.logs import printable
 
@@ -34,7 +34,6 @@ class Activity:
     what: str
     total: int = 0
     done: int = 0
-    _stopped: threading.Event = field(default_factory=threading.Event, repr=False)
 
     def line(self, seconds: float) -> str:
         """Describe the activity, `seconds` after it began."""
@@ -58,12 +57,12 @@ def progress(what: str, total: int = 0, say: Callable[[str], None] | None = None
         say: Receives each line; by default, the log or standard error.
     """
     said = say or _say
-    activity = Activity(what, total)
+    activity, stopped = Activity(what, total), threading.Event()
     began = time.monotonic()
 
     def watch() -> None:
         pause = SILENT_SECONDS
-        while not activity._stopped.wait(pause):
+        while not stopped.wait(pause):
             said(activity.line(time.monotonic() - began))
             pause = EVERY_SECONDS
 
@@ -72,7 +71,7 @@ def progress(what: str, total: int = 0, say: Callable[[str], None] | None = None
     try:
         yield activity
     finally:
-        activity._stopped.set()
+        stopped.set()
         thread.join()
         if (seconds := time.monotonic() - began) >= SILENT_SECONDS:
             said(f"{what}: ended after {seconds:.0f} s")

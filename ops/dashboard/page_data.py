@@ -15,12 +15,11 @@ from archipelago.broker.control import SETTINGS, STEPS, island_field, own
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.machine import install_hint, is_installed
 from archipelago.broker.manifest import Manifest, loss_unit
-from archipelago.broker.shards.reader import holders_in_words, numbered
-from archipelago.broker.transport import MergerStatus
+from archipelago.broker.shards.reader import numbered
 from archipelago.ops.settings import setting_text
 from archipelago.ops.watch.events import Event, remedy_of
 from archipelago.ops.watch.history import POINTS_DRAWN, History, QueueRow, Rate, columns, newest, thinned
-from archipelago.ops.watch.run_view import IslandView, RunView
+from archipelago.ops.watch.run_view import IslandView, RunView, merger_in_words
 from archipelago.ops.watch.watcher import RunReading
 
 PAGE = Path(__file__).parent / "page"
@@ -58,7 +57,7 @@ def page_of(reading: RunReading, history: History, manifest: Manifest) -> dict[s
     """Return the data that changes with each reading: everything except the charts. The JSON writer replaces NaN."""
     view, config = reading.view, manifest.config
     run = asdict(replace(view, islands=(), refusals=()))
-    control = dict(view.control.fields)
+    control, served = dict(view.control.fields), merger_in_words(view)
     strips = [{member.island: member.staleness for member in entry.members} for entry in reading.tape]
     return {
         "run": {name: value for name, value in run.items() if name not in _ELSEWHERE},
@@ -75,7 +74,7 @@ def page_of(reading: RunReading, history: History, manifest: Manifest) -> dict[s
         ],
         "books": _books(view),
         "events": events(reading.events),
-        "serving": serving(reading, history.epoch),
+        "serving": f"{served[:1].upper() if not view.merger.holder else served[:1]}{served[1:]}.",
         "control": {
             "set": control,
             "own": {name: float(own(config, name)) for name in SETTINGS},
@@ -211,31 +210,6 @@ def events(found: Sequence[Event]) -> list[dict[str, Any]]:
 
 def _alike(event: Mapping[str, Any]) -> tuple[str, str, str]:
     return event["who"], event["kind"], event["text"].partition(": ")[2]  # Compare the text without its round.
-
-
-def serving(reading: RunReading, epoch: int) -> dict[str, Any]:
-    """Return the merger that began to serve last, and whether the lease is held (None if no merger ever did).
-
-    Of a run with several shards, it has a sentence about all of them instead (`shards`). `epoch` is that of the newest
-    round.
-    """
-    status, note = reading.view.merger, reading.served
-    found = {
-        "who": note.who if note else "",
-        "since": note.unix_seconds if note else None,
-        "epoch": epoch,
-        "held": None if status == MergerStatus() else bool(status.holder),
-        "standbys": [standby.name for standby in reading.view.standbys],
-    }
-    return found | ({"shards": _by_shard(status)} if status.shards else {})
-
-
-def _by_shard(status: MergerStatus) -> str:
-    """Return who serves each shard, as a sentence."""
-    missing = [f"no merger serves {numbered('shard', status.unserved)}"] if status.unserved else []
-    missing += [f"{numbered('shard', status.unreachable)} cannot be reached"] if status.unreachable else []
-    words = ", ".join([*([holders_in_words(status)] if status.holders else []), *missing])
-    return f"Mergers: {words}." if len(status.holders) != 1 or missing else f"{words} serves all shards."
 
 
 def to_json(value: Any) -> str:

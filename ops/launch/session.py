@@ -175,7 +175,7 @@ class Session:
         except UnreachableError:
             return line_due
         if live:
-            live.update(terminal.render(view, self._problems(view)))
+            live.update(terminal.render(view, self._problems(view), has_trouble=False))
         elif now >= line_due:
             say(f"  {terminal.line(view)}")
             return now + LINE_SECONDS

@@ -174,13 +174,11 @@ class History:
 
     Attributes:
         closes: Unix seconds at which the newest rounds closed, where they are known.
-        epoch: The epoch of the merger that closed the newest round; 0 before the first.
         queues: Readings of queue and memory.
     """
 
     def __init__(self, layout: Layout) -> None:
         self.closes: deque[float] = deque(maxlen=CLOSES_KEPT)
-        self.epoch = 0
         self.queues: Trail[QueueRow] = Trail()
         self._layout = layout
         self._newest: dict[int, TapeEntry] = {}  # of each shard
@@ -260,7 +258,6 @@ class History:
             trail.add(IslandRow(self._round, self._tokens, closed, member.loss))
             if len(self._losses) > ISLANDS_KEPT:
                 del self._losses[next(iter(self._losses))]
-        self.epoch = entry.epoch
         self._newest[self._layout.shard_of(entry.round)] = entry
 
     def _mark(self, entry: TapeEntry, closed: float) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 
 from archipelago.broker.control import DRAIN, EXPEL, Control
 from archipelago.broker.messages import Books, Refusal
-from archipelago.broker.shards.reader import numbered
+from archipelago.broker.shards.reader import holders_in_words, numbered
 from archipelago.broker.transport import MergerStatus, Standby
+from archipelago.ops.watch.formatting import ago
 
 REFUSALS_SHOWN = 3
 #: A run has stalled when it closed no round for this long and for this number of strides.
@@ -20,26 +21,15 @@ STALL_STRIDES = 3.0
 
 @dataclass(frozen=True)
 class IslandView:
-    """One island.
+    """One island. The fields that a `Heartbeat` has, too, are those of its last one.
 
     Attributes:
-        staleness: Versions that it is behind, mean over the fragments.
         participation: Share of the recent rounds that merged it.
         loss: Its training loss, in the run's unit.
         score: How well its newest merged contribution's island agrees with the others; 1 is usual, 0 unrelated.
         factor: The factor on the weight of its newest merged contribution; below 1 it was lowered.
         merged_staleness: Mean staleness of its recent contributions when they were merged; NaN if there were none.
         tokens_merged: The merged part of its tokens, mean over the fragments.
-        data: The shards that it reads, and its progress in them.
-        moments: Where its inner optimiser state came from.
-        uplink_bytes_per_second: The speed that its link has shown lately; NaN if it is not known.
-        downlink_bytes_per_second: The same in the other direction.
-        machine: Operating system, processor, cores and memory of its host, in words.
-        memory_bytes: Resident memory of its process; 0 if it is not known, as in the fields that follow.
-        host_memory_bytes: Memory in use on its host, by all processes.
-        host_memory_limit_bytes: The memory of its host.
-        device_memory_bytes: Memory in use on its devices, by this process.
-        device_memory_limit_bytes: The memory of its devices that the process may use.
     """
 
     name: str
@@ -265,6 +255,26 @@ class RunView:
 def in_shards(shards: Sequence[int]) -> str:
     """Return the words ` in shard 1` for some shards; empty for none."""
     return f" in {numbered('shard', shards)}" if shards else ""
+
+
+def merger_in_words(view: RunView) -> str:
+    """Return who serves the run, when the last round closed, and who stands by."""
+    status = view.merger
+    whose = " of the slowest shard" if status.shards else ""
+    last = f", the last round{whose} closed {ago(status.still_seconds)} ago" if status.still_seconds else ""
+    waiting = f"; standing by: {', '.join(standby.name for standby in view.standbys)}" if view.standbys else ""
+    if status.unreachable:
+        waiting = f"; {numbered('shard', status.unreachable)} cannot be reached{waiting}"
+    if status.holder:
+        verb = "serve" if len(status.holders) > 1 else "serves"
+        return f"{status.holder} {verb} with epoch {status.epoch}{last}{waiting}"
+    if view.steps <= view.step:
+        return f"the run is finished, so no merger serves it{last}{waiting}"
+    if status.holders:
+        missing = numbered("shard", status.unserved)
+        return f"no merger serves {missing}; the others have {holders_in_words(status)}{last}{waiting}"
+    past = f" (the last epoch was {status.epoch})" if status.epoch else ""
+    return f"no merger serves the run{past}{last}{waiting}"
 
 
 def describe_control(control: Control) -> str:

@@ -32,6 +32,7 @@ from archipelago.broker.process import RunAddress, print_json
 from archipelago.broker.shards.transport import opened
 from archipelago.broker.transport import ReaderTransport
 from archipelago.ops.settings import say
+from archipelago.ops.watch.formatting import new_table
 
 _EXAMPLES = "Write NAME=VALUE, such as outer.learning_rate=0.5, merging=paused or island.oslo=drain; or `checkpoint`."
 
@@ -140,9 +141,7 @@ def _warn(transport: ReaderTransport, changes: Sequence[str]) -> None:
 
 
 def _table(found: Mapping[str, Any]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in (f"run {found['run']}", "set", "in force", "run's own"):
-        table.add_column(column)
+    table = new_table(f"run {found['run']}", "set", "in force", "run's own")
     for name, values in found["settings"].items():
         wish = "–" if values["set"] is None else str(values["set"])
         table.add_row(name, wish, str(values["in_force"]), str(values["own"]))

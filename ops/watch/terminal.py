@@ -15,11 +15,10 @@ from rich.text import Text
 
 from archipelago.broker.manifest import shortened
 from archipelago.broker.observe.logs import printable
-from archipelago.broker.shards.reader import holders_in_words, numbered
 from archipelago.ops.watch.advice import Problem
 from archipelago.ops.watch.events import refusal_remedy
 from archipelago.ops.watch.formatting import ago, new_table, number, size
-from archipelago.ops.watch.run_view import REFUSALS_SHOWN, IslandView, RunView, describe_control
+from archipelago.ops.watch.run_view import REFUSALS_SHOWN, IslandView, RunView, describe_control, merger_in_words
 
 #: The columns of the table of islands, and what each means. The names are short so that the table fits into 80 columns.
 LEGEND: Final = {
@@ -51,18 +50,20 @@ BAR_CELLS = 10
 
 
 def render(
-    view: RunView,
-    found: Sequence[Problem] = (),
-    rows: int | None = None,
+    view: RunView, found: Sequence[Problem] = (), rows: int | None = None, *, has_trouble: bool = True
 ) -> RenderableType:
     """Return the run's lines, its islands and its problems.
 
-    `rows` limits the islands and the problems; a last line counts the rest.
+    Args:
+        view: The run.
+        found: The problems.
+        rows: The most islands, and the most problems; a last line counts the rest.
+        has_trouble: Whether to show the run's trouble.
     """
     lines = problem_lines(view, found)
     if rows is not None and len(lines) > rows:
         lines = [*lines[: rows - 1], Text(f"… and {len(lines) - rows + 1:,} more problems", style="dim")]
-    return Group(run_lines(view), Islands(view, rows), *lines)
+    return Group(run_lines(view, has_trouble=has_trouble), Islands(view, rows), *lines)
 
 
 def line(view: RunView) -> str:
@@ -77,7 +78,7 @@ def line(view: RunView) -> str:
     )
 
 
-def run_lines(view: RunView, *, briefly: bool = False) -> RenderableType:
+def run_lines(view: RunView, *, briefly: bool = False, has_trouble: bool = True) -> RenderableType:
     """Return the run in a few lines, its trouble last. `briefly` leaves out the accounts of tokens."""
     books = view.books
     grid = Table.grid(padding=(0, 2))
@@ -112,10 +113,11 @@ def run_lines(view: RunView, *, briefly: bool = False) -> RenderableType:
     of = f" of {size(limit)} ({view.memory_bytes / limit:.0%})" if limit else ""
     traffic = f"up {size(view.bytes_up)}, down {size(view.bytes_down)}, Redis holds {size(view.memory_bytes)}{of}"
     grid.add_row("bytes", traffic)
-    grid.add_row("merger", _merger(view))
+    is_served = view.merger.holder or view.steps <= view.step
+    grid.add_row("merger", Text(printable(merger_in_words(view)), style="" if is_served else "yellow"))
     if changes := describe_control(view.control):
         grid.add_row("steered", Text(printable(changes), style="yellow"))
-    if view.trouble:
+    if has_trouble and view.trouble:
         grid.add_row("[bold red]trouble[/]", Text(printable(view.trouble), style="bold red"))
     return grid
 
@@ -145,29 +147,6 @@ def _add_tokens(grid: Table, view: RunView, equals: str) -> None:
         + f"lost {view.tokens_lost:,}"
         + ("" if math.isnan(view.passes) else f"; {view.passes:.2f} passes over the text"),
     )
-
-
-def _merger(view: RunView) -> Text:
-    status = view.merger
-    whose = " of the slowest shard" if status.shards else ""
-    last = f", the last round{whose} closed {ago(status.still_seconds)} ago" if status.still_seconds else ""
-    names = ", ".join(printable(standby.name) for standby in view.standbys)
-    waiting = f"; standing by: {names}" if names else ""
-    if status.unreachable:
-        waiting = f"; {numbered('shard', status.unreachable)} cannot be reached{waiting}"
-    if status.holder:
-        verb = "serve" if len(status.holders) > 1 else "serves"
-        return Text(f"{printable(status.holder)} {verb} with epoch {status.epoch}{last}{waiting}")
-    if view.steps <= view.step:
-        return Text(f"the run is finished, so no merger serves it{last}{waiting}")
-    if status.holders:
-        missing = numbered("shard", status.unserved)
-        return Text(
-            f"no merger serves {missing}; the others have {printable(holders_in_words(status))}{last}{waiting}",
-            style="yellow",
-        )
-    past = f" (the last epoch was {status.epoch})" if status.epoch else ""
-    return Text(f"no merger serves the run{past}{last}{waiting}", style="yellow")
 
 
 def problem_lines(view: RunView, found: Sequence[Problem] = ()) -> list[Text]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from archipelago.broker.errors import ArchipelagoError, UnreachableError
 from archipelago.broker.manifest import loss_unit
-from archipelago.broker.messages import Evaluation, Note, TapeEntry
+from archipelago.broker.messages import Evaluation, TapeEntry
 from archipelago.broker.shards.transport import opened, shards_away, whole
 from archipelago.broker.transport import ReaderTransport
 from archipelago.ops.watch.advice import Problem, ProblemLog, problems
@@ -40,7 +40,6 @@ class RunReading:
         evaluations: All evaluations, oldest first.
         problems: What is wrong now, the worst first.
         events: Notes, refusals, and when problems began and ended, oldest first.
-        served: The note of the merger that began to serve last.
         closes: Unix seconds at which the last rounds closed.
         held_out: The held-out losses of all evaluations, oldest first, in the run's unit.
         rates: The traffic of each island.
@@ -52,7 +51,6 @@ class RunReading:
     evaluations: Sequence[Evaluation] = ()
     problems: Sequence[Problem] = ()
     events: Sequence[Event] = ()
-    served: Note | None = None
     closes: Sequence[float] = ()
     held_out: Sequence[float] = ()
     rates: Mapping[str, Rate] = field(default_factory=dict)
@@ -134,14 +132,13 @@ class Watcher:
     def read(self) -> RunReading:
         """Return the run as Redis has it now. Raise BrokerError and WireError."""
         tape = self._follow()
-        reader = self.transport.reader
         view = observe(self.transport, self.manifest, tape, self._newest_evaluations(), briefly=True)
         now, before = self.wall(), self.latest.rates if self.latest else {}
         self.history.queues.add(QueueRow(now, view.pending, view.memory_bytes))
         found = problems(view, self.manifest.config, tape[-RECENT_ROUNDS:], self._evaluations, now)
         self._problem_log.update(found, now, view.live_names)
-        notes = reader.notes(NOTES_READ)
-        events = [*with_comebacks(events_of(notes, view.refusals)), *self._problem_log.events]
+        told = events_of(self.transport.reader.notes(NOTES_READ), view.refusals)
+        events = [*with_comebacks(told), *self._problem_log.events]
         return RunReading(
             view=view,
             unix_seconds=now,
@@ -149,7 +146,6 @@ class Watcher:
             evaluations=self._evaluations,
             problems=found,
             events=sorted(events, key=lambda event: event.unix_seconds),
-            served=max((note for note in notes if note.kind == "served"), key=lambda n: n.unix_seconds, default=None),
             closes=tuple(self.history.closes),
             held_out=[loss_unit(self.manifest.corpus).from_evaluation(e.bits_per_byte) for e in self._evaluations],
             rates=measured(before, view.islands, now),

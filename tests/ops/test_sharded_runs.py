@@ -104,7 +104,7 @@ def test_the_page_shows_all_shards_and_keeps_their_history_in_an_outage(demo: Vi
     page, charts = shown(Board(watcher))
     assert len(charts["details"]["round"]) == sum(closed(demo))
     assert page["run"]["rounds"] == newest_round(demo)
-    assert page["serving"]["shards"] == "Mergers: one (shard 0), no merger serves shard 1."
+    assert page["serving"].startswith("No merger serves shard 1; the others have one (shard 0), ")
     assert charts["lines"]["round"] == sorted(charts["lines"]["round"])
     assert charts["marks"]["text"] == [], "two mergers are no takeover"
     assert {problem["code"] for problem in page["problems"]} >= {"shard.no-merger"}
@@ -318,7 +318,8 @@ def test_the_page_goes_on_and_reads_the_history_of_a_shard_that_returns(demo: Vi
     page, charts = shown(board)
     assert page["problems"][0]["code"] == "shard.unreachable"
     assert (page["state"]["word"], page["state"]["mood"]) == ("shard away", "warn")
-    assert page["serving"]["shards"] == "Mergers: one (shard 0), shard 1 cannot be reached."
+    assert page["serving"].startswith("one (shard 0) serves with epoch ")
+    assert page["serving"].endswith("; shard 1 cannot be reached.")
     assert len(charts["details"]["round"]) == closed(demo)[0]
     run.cut.clear()
     reader: Any = watcher.transport.reader

@@ -82,11 +82,7 @@ function write() {
   writeBooks(page.books);
   writeLanes(page.islands);
   writeEvents(page.events);
-  const { serving } = page;
-  const waiting = serving.standbys?.length ? ` Standing by: ${serving.standbys.join(", ")}.` : "";
-  put("serving", (serving.shards ? serving.shards : serving.held === false ? `No merger serves now${serving.epoch ? `; the last round closed in epoch ${serving.epoch}` : ""}.`
-    : serving.who ? `${serving.who} holds the lease${serving.epoch ? `, epoch ${serving.epoch}` : ""}, since ${clock(serving.since)}.`
-    : serving.epoch ? `The newest round was closed in epoch ${serving.epoch}.` : "No merger has served yet.") + waiting);
+  put("serving", page.serving);
   if (page.progress.peak_rate === null) put("no-lanes", `No island has joined yet. ${run.task ? "Start one with `archipelago island --task FILE.py:NAME`." : "Start one of this run's training scripts."}`);
   else put("join-run", run.run);
   writeKnobs(page.control);

@@ -16,12 +16,10 @@ from archipelago.broker.transport import MergerStatus
 from archipelago.ops.dashboard import page_data
 from archipelago.ops.dashboard.app import _sentences, _stamped
 from archipelago.ops.dashboard.page_data import events, state_of, to_json
-from archipelago.ops.dashboard.page_data import serving as lease
 from archipelago.ops.watch.events import events_of
 from archipelago.ops.watch.history import Rate, measured
 from archipelago.ops.watch.reading import summarise
 from archipelago.ops.watch.run_view import RunView
-from archipelago.ops.watch.watcher import RunReading
 from tests import samples
 
 MANIFEST = samples.manifest()
@@ -66,15 +64,6 @@ def test_events_are_newest_first_and_repeated_refusals_are_counted() -> None:
         (13.0, "a", "refused", 1), (12.0, "b", "refused", 1), (11.5, "merger", "served", 1), (11.0, "b", "refused", 2),
         (1.0, "b", "joined", 1),
     ]  # fmt: skip
-
-
-def test_the_newest_merger_holds_the_lease() -> None:
-    note = Note(5.0, "merger-b", "served", "epoch 2")
-    nobody: dict[str, Any] = {"who": "", "since": None, "epoch": 0, "held": None, "standbys": []}
-    assert lease(RunReading(view(), 0.0), 0) == nobody
-    for holder in ("merger-b", ""):  # It may have died without a note.
-        found = lease(RunReading(view(merger=MergerStatus(holder, 2)), 0.0, served=note), 2)
-        assert (found["who"], found["held"]) == ("merger-b", bool(holder))
 
 
 def islands(**changes: Any) -> Any:

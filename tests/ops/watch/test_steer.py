@@ -7,7 +7,6 @@ import re
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -135,75 +134,14 @@ def test_every_request_for_a_checkpoint_is_a_new_one() -> None:
 # -- runs -------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def work(small_task: Workload) -> Workload:
-    """A workload of 36 steps."""
-    return lasting(small_task, 36)
-
-
-def lasting(work: Workload, steps: int) -> Workload:
-    """Return the workload with that many steps. They need no other program."""
-    config = replace(work.config, inner=replace(work.config.inner, steps=steps))
-    return replace(work, named=work.named.under(config), config=config)
-
-
 def closed(run: VirtualRun, number: int) -> Callable[[], bool]:
     return lambda: run.merger.rounds.closed >= number
 
 
-def steered_run(work: Workload, *, takeover: bool) -> VirtualRun:
-    run = VirtualRun(work, [1.0, 1.1])
-    run.advance_until(closed(run, 5))
-    run.transport.reader.steer({OUTER_RATE: "0.25", QUORUM: "2", GRACE: "0.5"})
-    run.advance_until(closed(run, 8))
-    if takeover:
-        run.mergers[0] = run.merger_of(0)
-    run.advance_until(closed(run, 11))
-    run.transport.reader.steer({OUTER_RATE: ""})
-    run.finish()
-    return run
-
-
-def of_the_run(run: VirtualRun) -> list[Any]:
-    tape = [replace(entry, epoch=0) for entry in run.transport.reader.tape(10_000)]
-    return [tape, run.transport.reader.heads()]
-
-
-@pytest.mark.full
-def test_a_takeover_of_a_steered_run_gives_the_same_bits(work: Workload) -> None:
-    one, other = (steered_run(work, takeover=takeover) for takeover in (False, True))
-    assert of_the_run(one) == of_the_run(other)
-    steered = {entry.round: entry.steered for entry in one.transport.reader.tape(10_000) if entry.steered}
-    assert list(steered.values()) == [
-        "outer.learning_rate=0.25 sync.quorum=2 sync.grace=0.5",
-        "outer.learning_rate=0.7",
-    ]
-    unsteered = VirtualRun(work, [1.0, 1.1])
-    unsteered.finish()
-    assert of_the_run(unsteered)[1] != of_the_run(one)[1]
-
-
-def test_islands_train_during_a_pause_and_are_merged_after_it(work: Workload) -> None:
-    run = VirtualRun(work, [1.0, 1.1])
-    run.advance_until(closed(run, 4))
-    run.transport.reader.steer({"merging": "paused"})
-    run.play_one()
-    rounds, steps = run.merger.rounds.closed, sum(island.totals.steps for island in run.islands.values())
-    for _ in range(30):
-        run.play_one()
-    assert run.merger.rounds.closed == rounds
-    assert sum(island.totals.steps for island in run.islands.values()) >= steps + 25
-    assert run.transport.reader.backlog() <= 2 * work.config.sync.window, "the window bounds what waits"
-    run.transport.reader.steer({"merging": ""})
-    run.finish()
-    books = run.transport.reader.books()
-    assert run.merger.rounds.closed > rounds
-    assert (books.published, books.refused, run.transport.reader.backlog()) == (books.merged, 0, 0)
-
-
 @pytest.mark.parametrize("wish", ["drain", pytest.param("expel", marks=pytest.mark.full)])
-def test_an_island_is_removed_and_the_others_continue(work: Workload, wish: str) -> None:
-    run = VirtualRun(lasting(work, 72), [1.0, 1.0, 1.1])
+def test_an_island_is_removed_and_the_others_continue(small_task: Workload, wish: str) -> None:
+    config = replace(small_task.config, inner=replace(small_task.config.inner, steps=72))
+    run = VirtualRun(replace(small_task, named=small_task.named.under(config), config=config), [1.0, 1.0, 1.1])
     run.advance_until(closed(run, 4))
     run.transport.reader.steer({"island.island-2": wish})
     run.advance_until(lambda: "island-2" not in run.islands)
@@ -223,15 +161,3 @@ def test_an_island_is_removed_and_the_others_continue(work: Workload, wish: str)
     run.finish()
     books = run.transport.reader.books()
     assert books.published == books.merged + books.refused
-
-
-def test_the_notes_of_a_run(work: Workload) -> None:
-    run = VirtualRun(work, [1.0, 1.0])
-    run.advance_until(closed(run, 2))
-    run.transport.reader.steer({"island.island-1": "drain", OUTER_RATE: "0.5"})
-    run.finish()
-    told = [(note.who, note.kind) for note in run.transport.reader.notes(100)]
-    assert told[:3] == [("merger", "served"), ("island-0", "joined"), ("island-1", "joined")]
-    assert sorted(told[3:]) == [("island-0", "left"), ("island-1", "drained"), ("merger", "steered")]
-    seconds = [note.unix_seconds for note in run.transport.reader.notes(100)]
-    assert seconds == sorted(seconds)
