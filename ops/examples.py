@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-
-class Example(NamedTuple):
-    """A command line that a user can type, and what it does."""
-
-    command: str
-    what: str
-
-
-_EXAMPLES: dict[str, dict[str, str]] = {
+#: The command lines that a user can type, each with what it does, by the words after `archipelago`.
+EXAMPLES: dict[str, dict[str, str]] = {
     "up": {
         "archipelago up": "Train the smallest model on this machine, with three islands.",
         "archipelago up --run mine --islands 2 --data.corpus mine --inner.steps 3000": "Train on your own text.",
@@ -122,20 +113,3 @@ _EXAMPLES: dict[str, dict[str, str]] = {
     },
     "simulate tables": {"archipelago simulate tables --days 2": "Compare with the published tables."},
 }
-
-#: The examples of each verb, by the words after `archipelago`.
-EXAMPLES: dict[str, tuple[Example, ...]] = {
-    words: tuple(Example(command, what) for command, what in each.items()) for words, each in _EXAMPLES.items()
-}
-
-
-def examples_text(program: str) -> str:
-    """Return the examples of a verb as the end of its help; empty for a program without any.
-
-    Args:
-        program: The words that select the verb, such as `archipelago bench wire`.
-    """
-    found = EXAMPLES.get(program.partition(" ")[2], ())
-    if not found:
-        return ""
-    return "\nexamples:\n" + "".join(f"  $ {command}\n      {what}\n" for command, what in found)

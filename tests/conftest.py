@@ -21,7 +21,7 @@ import pytest
 from hypothesis import settings
 
 from archipelago.broker.buckets.folder import BucketFolder
-from archipelago.ops.launch.embedded_redis import Server, start_server
+from archipelago.ops.launch.embedded_redis import RedisServer, start_server
 from tests import tiers
 from tests.clusters import Cluster
 from tests.servers import hide_other_servers
@@ -102,7 +102,7 @@ def gone(pid: int) -> bool:
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     """A real Redis or Valkey server for the whole session. It is part of an installed package."""
     with start_server(tmp_path_factory.mktemp("server") / "redis") as running:
         yield running

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from archipelago.ops.launch.embedded_redis import Kind, Program, Server, version_of
+from archipelago.ops.launch.embedded_redis import Kind, Program, RedisServer, version_of
 
 #: The PATH that the session began with.
 PATH_VARIABLE = "ARCHIPELAGO_TEST_PATH"
@@ -62,7 +62,7 @@ def redis_program(folder: Path, kind: Kind = "redis-server") -> Program:
 
 
 @contextmanager
-def empty_database(server: Server, number: int) -> Iterator[str]:
+def empty_database(server: RedisServer, number: int) -> Iterator[str]:
     """Yield the URL of a database of a shared server. It is empty at the beginning and at the end."""
     url = server.url.removesuffix("/0") + f"/{number}"
     with redis.Redis.from_url(url) as client:

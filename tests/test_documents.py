@@ -14,8 +14,7 @@ from archipelago.broker.redis.keys import Keys
 from archipelago.islands.models.registry import MODELS
 from archipelago.merger.merge_rules import MERGE_RULES
 from archipelago.merger.outer import OUTER
-from archipelago.ops.commands import VERBS
-from archipelago.ops.verbs import Group, parse
+from archipelago.ops.commands import VERBS, VerbGroup, parse
 
 ROOT = Path(__file__).parents[1]
 #: These pages describe the past.
@@ -71,7 +70,7 @@ def test_verbs_exist() -> None:
     for page in PRESENT:
         for verb, word in verbs_of(page):
             assert verb in VERBS, f"{page.name} names `archipelago {verb}`"
-            if word and isinstance(group := VERBS[verb], Group):
+            if word and isinstance(group := VERBS[verb], VerbGroup):
                 assert word in importlib.import_module(group.module).VERBS, f"{page.name} names `{verb} {word}`"
 
 
@@ -91,7 +90,7 @@ def commands_in(text: str) -> list[str]:
 def require_parsable(args: list[str], where: str) -> None:
     """Fail unless the verb's own parser reads these arguments."""
     verb, program, rest = VERBS[args[0]], f"archipelago {args[0]}", args[1:]
-    while isinstance(verb, Group):
+    while isinstance(verb, VerbGroup):
         verb, program, rest = importlib.import_module(verb.module).VERBS[rest[0]], f"{program} {rest[0]}", rest[1:]
     options = getattr(importlib.import_module(verb.module), verb.options)
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from archipelago.ops.verbs import Verb, Verbs
+from archipelago.ops.commands import Verb, Verbs
 
 VERBS: Verbs = {
     "parity": Verb("archipelago.ops.experiments.parity", "ParityOptions", "Loss of islands and of data-parallel."),

@@ -33,7 +33,7 @@ from archipelago.broker.presence import Heartbeat
 from archipelago.broker.process import keep_freed_memory
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.wire import digest
-from archipelago.ops.launch.embedded_redis import Server, start_server
+from archipelago.ops.launch.embedded_redis import RedisServer, start_server
 from archipelago.ops.launch.supervisor import thread_environment
 
 _SPAWN = multiprocessing.get_context("spawn")
@@ -252,7 +252,7 @@ CORPUS_BYTES = 1 << 22
 
 
 @contextlib.contextmanager
-def own_redis(*, append_only: bool = True) -> Iterator[Server]:
+def own_redis(*, append_only: bool = True) -> Iterator[RedisServer]:
     """Start a Redis as `archipelago up` does, in a temporary folder."""
     with (
         tempfile.TemporaryDirectory() as folder,

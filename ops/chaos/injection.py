@@ -22,7 +22,7 @@ from archipelago.broker.files import write_atomically
 from archipelago.ops.chaos.proxy import Proxy
 from archipelago.ops.chaos.record import ProcessEvent
 from archipelago.ops.chaos.schedule import Fault
-from archipelago.ops.launch.embedded_redis import Server
+from archipelago.ops.launch.embedded_redis import RedisServer
 from archipelago.ops.launch.supervisor import Child
 from archipelago.ops.settings import say
 
@@ -52,7 +52,7 @@ class FaultTarget:
     """
 
     name: str
-    process: Child | Server
+    process: Child | RedisServer
     proxy: Proxy | None = None
     clock: FakeClock | None = None
     own_files: tuple[Path, ...] = ()
@@ -63,7 +63,7 @@ class FaultTarget:
     @property
     def pid(self) -> int:
         """The process ID of the newest process."""
-        if isinstance(self.process, Server):
+        if isinstance(self.process, RedisServer):
             return self.process.pid
         assert self.process.process is not None  # noqa: S101
         return self.process.process.pid
@@ -103,7 +103,7 @@ class FaultInjector:
     def start(self, target: FaultTarget) -> None:
         """Start a target for the first time, or restart it."""
         self.note(target.name, "start")
-        if isinstance(target.process, Server):
+        if isinstance(target.process, RedisServer):
             target.process.stop()  # This unlocks its folder.
         target.process.start()
         target.dead, target.stopped, target.started = False, False, target.started + 1

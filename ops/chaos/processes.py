@@ -31,8 +31,7 @@ from archipelago.ops.chaos.record import STANDBY_USED, LoggedTurn
 from archipelago.ops.chaos.schedule import ON_LINKS, REDIS, Fault, merger_names
 from archipelago.ops.launch.embedded_redis import start_server
 from archipelago.ops.launch.init import create
-from archipelago.ops.launch.standbys import ISLAND, Standbys
-from archipelago.ops.launch.supervisor import Child, thread_environment
+from archipelago.ops.launch.supervisor import ISLAND, Child, IslandStandbys, thread_environment
 from archipelago.ops.settings import say
 
 JOIN_SECONDS, LEAVE_SECONDS, DRAIN_SECONDS = 180.0, 30.0, 60.0
@@ -136,7 +135,7 @@ class RunProcesses(FaultInjector):
         self.redis = self._redis()
         environment = {URL_VARIABLE: self.url, RUN_VARIABLE: plan.run, **self._threads}
         flags = self._flags(min(plan.step_seconds.values()))
-        self.standbys = Standbys(plan.standbys, flags, environment, plan.folder / "logs")
+        self.standbys = IslandStandbys(plan.standbys, flags, environment, plan.folder / "logs")
         self.islands = [self._island(name) for name in plan.step_seconds]
         self.targets = {target.name: target for target in (self.redis, *self.islands)}
         stack.callback(self.end)
@@ -203,7 +202,11 @@ class RunProcesses(FaultInjector):
         return [*task, *(["--scan-steps", "1", "--step-seconds-min", str(step_seconds)] if step_seconds else [])]
 
     def _worker(
-        self, name: str, argv: Sequence[str], more: Mapping[str, str] | None = None, standbys: Standbys | None = None
+        self,
+        name: str,
+        argv: Sequence[str],
+        more: Mapping[str, str] | None = None,
+        standbys: IslandStandbys | None = None,
     ) -> FaultTarget:
         proxy = self._stack.enter_context(Proxy(self._port)) if name in self._linked else None
         log, turn_log = self.plan.folder / "logs" / f"{name}.log", self.turn_log(name)

@@ -15,10 +15,10 @@ from archipelago.broker.errors import require_number
 from archipelago.broker.files import write_atomically
 from archipelago.broker.manifest import loss_unit
 from archipelago.broker.process import guarded, keep_compiled
+from archipelago.ops.commands import parse
 from archipelago.ops.experiments.trial import CurvePoint
 from archipelago.ops.launch.init import workload_of
 from archipelago.ops.settings import say
-from archipelago.ops.verbs import parse
 from archipelago.ops.weights.safetensors_files import WeightFiles
 
 PROGRAM = "python -m archipelago.ops.experiments.single_process"

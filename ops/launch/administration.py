@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -20,7 +19,7 @@ from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.redis.transport import RedisTransport
 from archipelago.broker.shards.transport import opened
 from archipelago.broker.transport import ReaderClient
-from archipelago.ops.launch.embedded_redis import Server
+from archipelago.ops.launch.embedded_redis import RedisServer
 
 ADMIN_FILE: Final = f"{ADMIN}{SUFFIX}"
 #: The folder, in the run's folder, with the join files of the processes that `up` starts.
@@ -28,40 +27,6 @@ JOINS: Final = "joins"
 PASSWORD_BYTES: Final = 32
 #: The roles whose members sign what they send. The first invitation of one of them turns signatures on.
 SIGNING_ROLES: Final = ("island", "merger")
-
-
-@dataclass(frozen=True)
-class Guest:
-    """Whom to invite.
-
-    Attributes:
-        name: The name of the member.
-        role: What it may do.
-        expires: The Unix time at which its membership ends; None for never.
-        user: The name of its Redis user; empty for the one that we choose.
-        password: The password of a user that was created elsewhere; empty to create the user here.
-        url: The URL under which the member reaches the Redis; empty for the administrator's own.
-    """
-
-    name: str
-    role: Role
-    expires: float | None = None
-    user: str = ""
-    password: str = ""
-    url: str = ""
-
-
-class DeniedError(ConfigError):
-    """The Redis does not let this connection create users. `rules` are the arguments of ACL SETUSER."""
-
-    def __init__(self, user: str, rules: list[str]) -> None:
-        self.user, self.rules = user, rules
-        super().__init__(
-            "this Redis does not let this user create other users",
-            f"Create the user {user} with the rules above where the Redis is managed, and then give its password: "
-            "`--password-file FILE`. Or use the URL of an administrator.",
-            code="invitation.no-admin",
-        )
 
 
 class Administrator:
@@ -78,11 +43,6 @@ class Administrator:
         self._url = url
         self.file = folder / ADMIN_FILE
         self.version = self.membership.version()
-
-    def rules(self, name: str, role: Role) -> list[str]:
-        """Return the arguments of ACL SETUSER for a member, without its password."""
-        shards = self._transport.reader.manifest().shards
-        return roles.rules(role, self.run, name, self.version, shards)
 
     def user_of(self, name: str) -> str:
         """Return the name of the Redis user that a member has, or would get."""
@@ -158,18 +118,33 @@ class Administrator:
 
     # -- members ------------------------------------------------------------------------------------------------------
 
-    def invite(self, guest: Guest, *, may_replace: bool = False) -> Invitation:
+    def invite(
+        self,
+        name: str,
+        role: Role,
+        expires: float | None = None,
+        *,
+        user: str = "",
+        password: str = "",
+        url: str = "",
+        may_replace: bool = False,
+    ) -> Invitation:
         """Make someone a member, and return the invitation.
 
         Args:
-            guest: Whom to invite.
+            name: The name of the member.
+            role: What it may do.
+            expires: The Unix time at which its membership ends; None for never.
+            user: The name of its Redis user; empty for the one that we choose.
+            password: The password of a user that was created elsewhere; empty to create the user here.
+            url: The URL under which the member reaches the Redis; empty for the administrator's own.
             may_replace: Whether a member of that name gets new credentials. The old ones end.
 
         Raises:
-            ConfigError: There is a member of that name, or the key of the mergers is elsewhere.
-            DeniedError: The server does not let us create its user.
+            ConfigError: There is a member of that name, the key of the mergers is elsewhere, or the server does not let
+                us create the user.
         """
-        name = checked_name(guest.name, "the name")
+        checked_name(name, "the name")
         members = self.membership.all()
         if not may_replace and (name in members.by_name or name in members.faults):
             raise ConfigError(
@@ -177,21 +152,28 @@ class Administrator:
                 "Give --replace to replace its credentials (its present join file then ends), or choose another name.",
                 code="invitation.exists",
             )
-        user = guest.user or roles.user_of(self.run, name)
-        password = guest.password or secrets.token_urlsafe(PASSWORD_BYTES)
-        rules = self.rules(name, guest.role)
-        if not guest.password and not self.membership.may_administer():
-            raise DeniedError(user, rules)  # before the run is signed
-        if guest.role in SIGNING_ROLES:
+        user, creates_user = user or roles.user_of(self.run, name), not password
+        password = password or secrets.token_urlsafe(PASSWORD_BYTES)
+        rules = roles.rules(role, self.run, name, self.version, self._transport.reader.manifest().shards)
+        denied = ConfigError(
+            "this Redis does not let this user create other users",
+            f"Create the user {user} where the Redis is managed, and then give its password: `--password-file FILE`. "
+            f"Its rules are {' '.join(rules)}. Or use the URL of an administrator.",
+            code="invitation.no-admin",
+        )
+        if creates_user and not self.membership.may_administer():
+            raise denied  # before the run is signed
+        if role in SIGNING_ROLES:
             self.open()
-        private, public = self._keys_for(guest.role)
-        if not guest.password and not self.membership.set_user(user, password, rules):
-            raise DeniedError(user, rules)
-        self.membership.put(name, Member(guest.role, public, guest.expires, user))
-        self._welcome(name)
+        private, public = self._keys_for(role)
+        if creates_user and not self.membership.set_user(user, password, rules):
+            raise denied
+        self.membership.put(name, Member(role, public, expires, user))
+        if self._reader.control().get(island_field(name)) in (DRAIN, EXPEL):  # one of that name has left earlier
+            self._reader.steer({island_field(name): ""})
         return Invitation(
-            with_user(guest.url or self._url, user, password), self.run, name, guest.role, private,
-            self.membership.all().merger_key, self._authority(), guest.expires,
+            with_user(url or self._url, user, password), self.run, name, role, private,
+            self.membership.all().merger_key, self._authority(), expires,
         )  # fmt: skip
 
     def _keys_for(self, role: Role) -> tuple[str, str]:
@@ -209,11 +191,6 @@ class Administrator:
                 code="invitation.merger-key",
             )
         return kept, public_text(kept)
-
-    def _welcome(self, name: str) -> None:
-        """Take back that an island of that name was drained or expelled."""
-        if self._reader.control().get(island_field(name)) in (DRAIN, EXPEL):
-            self._reader.steer({island_field(name): ""})
 
     def revoke(self, name: str) -> bool | None:
         """End a membership: its user, its connections and its record. An island is expelled, too.
@@ -252,7 +229,7 @@ def public_text(private: str) -> str:
     return key_text(signing.public_key(raw_key(private)))
 
 
-def administrator_at(server: Server, run: str, folder: Path) -> Invitation:
+def administrator_at(server: RedisServer, run: str, folder: Path) -> Invitation:
     """Return what connects to a server of our own as its administrator, with the key of the run's mergers."""
     file = folder / ADMIN_FILE
     private = invitations.read(file).private_key if file.exists() else ""
@@ -273,7 +250,7 @@ def invite_ours(administrator: Administrator, url: str, islands: Iterable[str]) 
     for name, role in [*ours, *((island, "island") for island in islands)]:
         file = (administrator.file.parent / JOINS / f"{name}{SUFFIX}").absolute()
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        invited = administrator.invite(Guest(name, role, url=url), may_replace=file.exists())
+        invited = administrator.invite(name, role, url=url, may_replace=file.exists())
         invitations.write(file, invited)
         joins[name] = str(file)
     administrator.membership.keep()

@@ -65,7 +65,7 @@ def accelerators(environ: Mapping[str, str] = os.environ) -> Accelerators | None
 
 
 @dataclass(frozen=True)
-class Shares:
+class DeviceShares:
     """What each island gets.
 
     Attributes:
@@ -102,7 +102,7 @@ def shared_out(
     *,
     may_share: bool = False,
     mesh: MeshShape | None = None,
-) -> Shares | None:
+) -> DeviceShares | None:
     """Return the share of each island: equally many accelerators; None on a machine without any.
 
     Args:
@@ -138,7 +138,7 @@ def shared_out(
     if mesh is not None:
         require_present(mesh, each, f"its share of {count} × {found.kind}")
     starts = [number * each if islands <= count else number % count for number in range(islands)]
-    return Shares(found, tuple(found.names[start : start + each] for start in starts))
+    return DeviceShares(found, tuple(found.names[start : start + each] for start in starts))
 
 
 def islands_by_default(found: Accelerators | None, islands: int) -> int:

@@ -124,7 +124,7 @@ def version_of(path: str | Path) -> str | None:
 
 
 @dataclass(frozen=True)
-class Address:
+class ServerAddress:
     """How to reach a server of our own on this machine.
 
     Attributes:
@@ -152,7 +152,7 @@ class Address:
         return state_of(self.url(), self.certificate) if self.port else ("away", 0)
 
 
-def last_start(folder: Path) -> tuple[Kind | None, Address]:
+def last_start(folder: Path) -> tuple[Kind | None, ServerAddress]:
     """Return the kind and the address of the last server in a folder: port 0 and a new password if there was none.
 
     Its config file keeps them. A server of another kind might not read the data, or silently start empty.
@@ -163,7 +163,9 @@ def last_start(folder: Path) -> tuple[Kind | None, Address]:
     port = re.search(r"^(tls-)?port ([1-9]\d*)$", text, re.MULTILINE)
     password = re.search(r"^(?:requirepass|# password) ([\w-]+)$", text, re.MULTILINE)
     authority = folder / CERTIFICATES / AUTHORITY if port and port[1] else None
-    return kind, Address(int(port[2]) if port else 0, password[1] if password else secrets.token_urlsafe(24), authority)
+    return kind, ServerAddress(
+        int(port[2]) if port else 0, password[1] if password else secrets.token_urlsafe(24), authority
+    )
 
 
 def url_of_running(folder: Path) -> str:
@@ -176,7 +178,7 @@ def url_of_running(folder: Path) -> str:
     return "" if address.state()[0] == "away" else address.url()
 
 
-def write_config(folder: Path, kind: Kind, address: Address, append_only: bool, opening: Opening | None) -> None:
+def write_config(folder: Path, kind: Kind, address: ServerAddress, append_only: bool, opening: Opening | None) -> None:
     """Write the config file. It holds the password, which must not appear on a command line."""
     own = {"bind": LOOPBACK, "port": str(address.port), "requirepass": address.password}
     settings = opening.settings(folder, address.port, address.password) if opening else own
@@ -237,7 +239,7 @@ def _locked(folder: Path) -> Iterator[None]:
 # -- the server -------------------------------------------------------------------------------------------------------
 
 
-class Server(contextlib.ExitStack):
+class RedisServer(contextlib.ExitStack):
     """A running server. It ends with `stop`, with its `with` block, or with the process that started it.
 
     Attributes:
@@ -261,7 +263,7 @@ class Server(contextlib.ExitStack):
         super().__init__()
         self.program, self.folder, self.opening = program, folder, opening
         self._append_only, self._environment, self._seconds = append_only, environment, timeout_seconds
-        self.port, self.pid, self.address = 0, 0, Address(0, "")
+        self.port, self.pid, self.address = 0, 0, ServerAddress(0, "")
         self._child: Child | None = None
 
     @property
@@ -301,7 +303,7 @@ class Server(contextlib.ExitStack):
         environment = {name: os.environ.get(name, value) for name, value in KEEP_FREED.items()}
         for _ in range(PORT_ATTEMPTS):
             self.port = self.port if self.port and is_free(self.port) else free_port()
-            self.address = Address(self.port, last.password, authority)
+            self.address = ServerAddress(self.port, last.password, authority)
             write_config(self.folder, self.program.kind, self.address, self._append_only, self.opening)
             child = self._child = Child(
                 "redis", [str(self.folder / CONFIG)], {**environment, **self._environment}, log,
@@ -351,7 +353,7 @@ def start_server(
     append_only: bool = True,
     environment: Mapping[str, str] | None = None,
     opening: Opening | None = None,
-) -> Server:
+) -> RedisServer:
     """Start a server in a folder and wait until it answers.
 
     Call this from the main thread: the server ends with the thread that started it (see `parent_death`).
@@ -369,7 +371,7 @@ def start_server(
     """
     folder = path.absolute()
     program = program or find_program(last_start(folder)[0], with_tls=opening is not None)
-    server = Server(program, folder, opening, append_only, environment or {}, timeout_seconds)
+    server = RedisServer(program, folder, opening, append_only, environment or {}, timeout_seconds)
     try:
         server.start()
     except BaseException:

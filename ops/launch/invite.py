@@ -23,7 +23,7 @@ from archipelago.broker.files import make_untracked
 from archipelago.broker.invitation import SUFFIX, Invitation, Members, Role
 from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, connect_to, invitation_at, print_json
 from archipelago.broker.redis import roles
-from archipelago.ops.launch.administration import ADMIN_FILE, Administrator, DeniedError, Guest
+from archipelago.ops.launch.administration import ADMIN_FILE, Administrator
 from archipelago.ops.settings import say, table_console
 from archipelago.ops.watch.doctor.checks import is_local
 
@@ -95,8 +95,6 @@ class InviteOptions(AdministratorOptions):
     address: str | None = None
     """The URL under which the member reaches this Redis, if it is not the administrator's; without user and password.
     """
-    print_rules: bool = False
-    """Print the rules for the user, for a Redis whose users are managed elsewhere, and change nothing."""
     user: str = ""
     """With --password-file: the name of the user that was created elsewhere."""
     password_file: Path | None = None
@@ -122,20 +120,16 @@ def _invite(options: InviteOptions) -> int:
         if not options.name:
             _list(administrator.membership.all(), options)
             return 0
-        if options.print_rules:
-            _print_rules(administrator, options)
-            return 0
         file = options.out or options.folder / administrator.run / f"{administrator.run}.{options.name}{SUFFIX}"
         if not options.replace and str(file) != STANDARD_OUTPUT and file.exists():
             raise ConfigError(
-                f"{file} exists", "Move it away, or choose another file with --out.", code="invitation.file"
+                f"{file} exists", "Move it away, or choose another file with --out.", code="invitation.exists"
             )
         was_signed = administrator.membership.all().is_signed
-        try:
-            invited = administrator.invite(_guest(options, expires), may_replace=options.replace)
-        except DeniedError as error:
-            _print_rules(administrator, options)
-            raise error from None
+        invited = administrator.invite(
+            options.name, options.role, expires, user=options.user, password=_password(options),
+            url=_address(options), may_replace=options.replace,
+        )  # fmt: skip
         _hand_out(invited, file, options)
         if options.json or str(file) == STANDARD_OUTPUT:
             return 0
@@ -190,23 +184,30 @@ def expiry(text: str | None, now: float) -> float | None:
     return now + int(match[1]) * _UNITS[match[2]]
 
 
-def _guest(options: InviteOptions, expires: float | None) -> Guest:
-    password = ""
-    if options.password_file is not None:
-        try:
-            password = options.password_file.read_text(encoding="utf-8").strip()
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"cannot read the password in {options.password_file}: {error}", "Check --password-file."
-            ) from error
-        if not password:
-            raise ConfigError(f"{options.password_file} is empty", "Write the password of the user into it.")
-    if options.address is not None:
-        try:
-            require_address(options.address)
-        except ValueError as error:
-            raise ConfigError(f"--address cannot be used: {error}", "Write rediss://HOST:PORT.") from None
-    return Guest(options.name, options.role, expires, options.user, password, options.address or "")
+def _password(options: InviteOptions) -> str:
+    """Return the password of a user that was created elsewhere; empty without one. Raises ConfigError."""
+    if options.password_file is None:
+        return ""
+    try:
+        password = options.password_file.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"cannot read the password in {options.password_file}: {error}", "Check --password-file."
+        ) from error
+    if not password:
+        raise ConfigError(f"{options.password_file} is empty", "Write the password of the user into it.")
+    return password
+
+
+def _address(options: InviteOptions) -> str:
+    """Return the URL under which the member reaches the Redis; empty for the administrator's. Raises ConfigError."""
+    if options.address is None:
+        return ""
+    try:
+        require_address(options.address)
+    except ValueError as error:
+        raise ConfigError(f"--address cannot be used: {error}", "Write rediss://HOST:PORT.") from None
+    return options.address
 
 
 def _hand_out(invited: Invitation, file: Path, options: InviteOptions) -> None:
@@ -252,15 +253,6 @@ def warnings(administrator: Administrator, invited: Invitation, *, created: bool
         )
     if created and administrator.membership.keep() == "nowhere":
         yield "this Redis forgets its users when it restarts; give it an `aclfile`, or invite again after a restart"
-
-
-def _print_rules(administrator: Administrator, options: InviteOptions) -> None:
-    user = options.user or roles.user_of(administrator.run, options.name)
-    rules = administrator.rules(options.name, options.role)
-    if options.json:
-        print_json({"user": user, "rules": rules})
-    else:
-        print(f"user: {user}\nrules: {' '.join(rules)}")  # noqa: T201 - the result
 
 
 def _list(members: Members, options: InviteOptions) -> None:

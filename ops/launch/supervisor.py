@@ -1,9 +1,13 @@
-"""Child processes that are restarted when they die. Each has a log file and ends with this process."""
+"""Child processes that are restarted when they die. Each has a log file and ends with this process.
+
+A standby is a child that has loaded and compiled an island's programs. It takes the place of an island that dies.
+"""
 
 from __future__ import annotations
 
 import math
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -13,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from archipelago.broker.errors import ArchipelagoError
 from archipelago.broker.machine import usable_cores
 from archipelago.broker.observe.logs import message_of
 from archipelago.broker.process import OUTAGE, REPLACED, USER_ERROR
@@ -30,6 +35,9 @@ _CRASHES = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGI
 
 #: Islands of this machine give way to the merger and to Redis, which take little time and for which all islands wait.
 ISLAND_NICENESS = 5
+ISLAND = ("-m", "archipelago.islands")
+#: Pause before the next standby is loaded, so that the island that has just joined can use the core.
+REPLACED_SECONDS = 1.0
 
 #: The environment of a process that computes on one core only, in XLA and in numpy.
 ONE_THREAD = {
@@ -73,6 +81,8 @@ class Child:
         niceness: How much it gives way to others for a processor (`nice`).
         program: The program: our interpreter, which imports no packages from the working directory.
         folder: The working directory; None for that of this process.
+        is_piped: Whether its standard input and output are connected to this process. Otherwise output goes to the log.
+        again_at: When the next `tend` starts it again; 0 while it runs.
     """
 
     name: str
@@ -90,39 +100,46 @@ class Child:
     niceness: int = 0
     program: Sequence[str] = (sys.executable, "-P")
     folder: Path | None = None
-    _again_at: float = field(default=0.0, repr=False)
+    is_piped: bool = False
+    again_at: float = 0.0
     _began: float = field(default=math.inf, repr=False)
 
     def start(self) -> None:
         """Let a standby take its place, or start a new process. Call this from the main thread."""
-        if not self._takes_stand_in():
+        self._began = time.monotonic()
+        self.stood_in = self.stand_in is not None and self.stand_in(self)
+        if not self.stood_in:
             self.launch()
 
-    def launch(self, *, piped: bool = False) -> None:
-        """Start the process in its own session, so that Ctrl-C reaches only the launcher.
-
-        Args:
-            piped: Connect standard input and output to the launcher. Otherwise output goes to the log.
-        """
+    def launch(self) -> None:
+        """Start the process in its own session, so that Ctrl-C reaches only the launcher."""
+        self.close_pipes()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 parent_death.command([*self.program, *self.argv], niceness=self.niceness),
                 cwd=self.folder,
                 env={**os.environ, **self.environment},
-                stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
-                stdout=subprocess.PIPE if piped else log,
+                stdin=subprocess.PIPE if self.is_piped else subprocess.DEVNULL,
+                stdout=subprocess.PIPE if self.is_piped else log,
                 stderr=log,
                 start_new_session=True,
             )
+
+    def close_pipes(self) -> None:
+        """Close what connects the process to this one."""
+        for pipe in (self.process.stdin, self.process.stdout) if self.process else ():
+            if pipe is not None:
+                with suppress(OSError):  # Closing flushes, which fails if the process is dead.
+                    pipe.close()
 
     def tend(self, now: float) -> str:
         """Restart the process if it has died. Return a message about that, or an empty string."""
         if self.done or self.failed:
             return ""
-        if self._again_at:
-            if now >= self._again_at:
-                self._again_at = 0.0
+        if self.again_at:
+            if now >= self.again_at:
+                self.again_at = 0.0
                 self.start()
             return ""
         if (status := self._poll()) is None:
@@ -141,20 +158,12 @@ class Child:
                 self.failed, self.is_fatal = self.last_words() or _cause(status), True
                 return f"{self.name} cannot continue: {self.failed}"
         self.restarts += 1
-        if self.restarts == 1 and self._takes_stand_in():
+        if self.restarts == 1 and self.stand_in is not None and self.stand_in(self):
+            self._began, self.stood_in = time.monotonic(), True
             return f"{self.name} died ({_cause(status)}), a standby takes its place; its log: {self.log}"
         pause = RESTART_SECONDS[min(self.restarts, len(RESTART_SECONDS)) - 1]
-        self.start_later(now + pause)
+        self.again_at = now + pause
         return f"{self.name} died ({_cause(status)}) and restarts in {pause:.0f} s; its log: {self.log}"
-
-    def start_later(self, at: float) -> None:
-        """Start the process at the first `tend` at that time or later."""
-        self._again_at = at
-
-    def _takes_stand_in(self) -> bool:
-        self._began = time.monotonic()
-        self.stood_in = self.stand_in is not None and self.stand_in(self)
-        return self.stood_in
 
     def alive(self) -> bool:
         """Return whether the process runs."""
@@ -224,3 +233,90 @@ def _is_failure(status: int) -> bool:
 
 def _cause(status: int) -> str:
     return signal.Signals(-status).name if status < 0 else f"status {status}"
+
+
+# -- standbys ---------------------------------------------------------------------------------------------------------
+
+
+class IslandStandbys:
+    """The standbys of one run. Each that becomes an island loads another process after a pause.
+
+    Args:
+        count: The number of standbys.
+        argv: The arguments of Python that load one.
+        environment: Variables of all standbys.
+        logs: The folder of their logs.
+        devices: The variables that show each island its accelerators. A standby holds its programs on those of one
+            island, and can replace only an island with the same ones. The default is that all islands have all.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        argv: Sequence[str],
+        environment: Mapping[str, str],
+        logs: Path,
+        devices: Sequence[Mapping[str, str]] = (),
+    ) -> None:
+        self._devices = [devices[number % len(devices)] if devices else {} for number in range(count)]
+        self.all = [
+            Child(
+                f"standby-{number}", argv, {**environment, **own}, logs / f"standby-{number}.log",
+                niceness=ISLAND_NICENESS, is_piped=True,
+            )
+            for number, own in enumerate(self._devices)
+        ]  # fmt: skip
+
+    def start(self) -> None:
+        """Begin to load all standbys. Call this from the main thread."""
+        for standby in self.all:
+            standby.start()
+
+    def tend(self, now: float) -> list[str]:
+        """Restart the standbys that have died, from the main thread. Return messages about that."""
+        return [event for standby in self.all if (event := standby.tend(now))]
+
+    def are_ready(self) -> bool:
+        """Return whether all standbys wait for an assignment. Raise ArchipelagoError if one cannot be loaded."""
+        for standby in self.all:
+            if standby.failed or standby.done:
+                raise ArchipelagoError(
+                    f"{standby.name} cannot be loaded: {standby.last_words().removeprefix('error: ')}",
+                    f"Its log is {standby.log}.",
+                    code="up.worker-failed",
+                )
+        return all(_waits(standby) for standby in self.all)
+
+    def stand_in(self, island: Child) -> bool:
+        """Give the island the process of a standby that is ready. Return False if none is."""
+        from archipelago.islands.main import Assignment
+
+        assignment = Assignment(tuple(island.argv[len(ISLAND) :]), island.environment, str(island.log.absolute()))
+        for standby, devices in zip(self.all, self._devices, strict=True):
+            has_devices = all(island.environment.get(name) == value for name, value in devices.items())
+            process = standby.process
+            if not has_devices or process is None or process.stdin is None or not _waits(standby):
+                continue
+            try:
+                process.stdin.write(assignment.line())
+                process.stdin.flush()
+            except OSError:
+                continue  # it has just died
+            standby.close_pipes()
+            island.process, standby.process = process, None
+            standby.restarts = standby.failures = 0  # It could be loaded, so earlier failures do not count.
+            standby.again_at = time.monotonic() + REPLACED_SECONDS
+            return True
+        return False
+
+    def end(self) -> None:
+        """Kill the standbys that have not become islands. They have no state that could be lost."""
+        for standby in self.all:
+            standby.stop(0.0)
+            standby.close_pipes()
+
+
+def _waits(standby: Child) -> bool:
+    """Return whether a standby waits for an assignment. It writes nothing else to its output."""
+    output = standby.process.stdout if standby.process is not None and standby.alive() else None
+    return output is not None and bool(select.select([output], [], [], 0.0)[0])

@@ -6,17 +6,22 @@ import math
 import shlex
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import tyro
 
 from archipelago.broker.address import redacted
 from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.control import STEPS, checked_changes, run_steps
-from archipelago.broker.errors import ArchipelagoError, UnknownRunError
+from archipelago.broker.errors import ArchipelagoError, ConfigError, UnknownRunError, require_number
 from archipelago.broker.files import require_writable, write_atomically
 from archipelago.broker.manifest import Manifest
+from archipelago.broker.observe import metrics
+from archipelago.broker.observe.curves import require_wandb
 from archipelago.broker.observe.logs import as_json
+from archipelago.broker.observe.options import WorkerOptions
 from archipelago.broker.process import INTERRUPTED, keep_compiled, print_json, stop_on_signals
 from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.redis.transport import connect
@@ -25,19 +30,72 @@ from archipelago.broker.transport import Transport
 from archipelago.islands.mesh.shape import parsed
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.launch.administration import ADMIN_FILE, Administrator, administrator_at, invite_ours
-from archipelago.ops.launch.devices import Shares, accelerators, islands_by_default, shared_out
-from archipelago.ops.launch.embedded_redis import Server, start_server
+from archipelago.ops.launch.devices import DeviceShares, accelerators, islands_by_default, shared_out
+from archipelago.ops.launch.embedded_redis import RedisServer, start_server
 from archipelago.ops.launch.init import create, require_same, require_usable, text_of, workload_of
+from archipelago.ops.launch.local_run import LocalRun, island_name
 from archipelago.ops.launch.opening import opening_of
-from archipelago.ops.launch.session import Session, island_name
-from archipelago.ops.launch.up_options import UpOptions as UpOptions
-from archipelago.ops.launch.up_options import require_sensible
 from archipelago.ops.plots import can_draw
 from archipelago.ops.settings import is_given, say, to_toml
 from archipelago.ops.watch import formatting, run_summary
 
-#: The most seconds from a signal to the end of everything. The steps of an orderly end (`session`) take less together.
+#: The most seconds from a signal to the end of everything. The steps of an orderly end take less together.
 END_SECONDS = 300.0
+ISLANDS_MAX = 256
+
+
+@dataclass(frozen=True)
+class UpOptions(WorkerOptions):
+    """Train on this machine: start a Redis (unless a URL is given), a merger and islands, and end with a report.
+
+    Ctrl-C ends it in order. The same command continues the run.
+    """
+
+    url: Annotated[str | None, tyro.conf.Positional] = None
+    """A Redis that is already running. Without one, `up` starts its own on loopback."""
+    open_: Annotated[bool, tyro.conf.arg(name="open")] = False
+    """Let other machines join: the Redis of `up` then talks TLS, and everyone needs an invitation (`invite`)."""
+    host: str | None = None
+    """With --open: an address of this machine to listen at, or the name under which others reach it. The default is
+    all.
+    """
+    run: str = "demo"
+    """The name of the run and of its folder."""
+    islands: int = 3
+    """The number of islands on this machine. More can join from other machines."""
+    mesh: str | None = None
+    """How each island uses its devices, such as data=2,fsdp=2 (docs/guide/many-devices.md). The default is all on data.
+    """
+    share_devices: bool = False
+    """Let several islands use one accelerator. Otherwise each island gets accelerators of its own."""
+    shards: int = 1
+    """How many shards a new run has. One process serves all of them (docs/guide/operating.md#shards)."""
+    standbys: int = 0
+    """The processes that have loaded and compiled everything and replace an island that dies."""
+    folder: Path = Path("runs")
+    """The folder with the folders of all runs: logs, data and reports."""
+    resume: bool = False
+    """If the Redis does not have the run, continue from the newest checkpoint in the folder or the bucket."""
+    checkpoint_every: float = 30.0
+    """The seconds between two checkpoints of the whole run, merger and islands. 0 takes none."""
+    merger_threads: int = 0
+    """The threads of the merger that change spectra of matrices (`isotropic`). The default is its share of the cores.
+    """
+    evaluate_every: float = 15.0
+    """The seconds between two evaluations on held-out text, by one of the islands. 0 evaluates at the end only."""
+    one_process: bool = True
+    """Afterwards train one process on as many tokens, for comparison."""
+    metrics_port: int | None = None
+    """Serve Prometheus metrics: the merger's at http://HOST:PORT/metrics, each island's at the next port."""
+    task: str | None = None
+    """A task of your own to train, FILE.py:NAME, in place of one of our models (docs/guide/your-training.md)."""
+    from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None
+    """The weights that a new run begins with: a .safetensors file or its folder, such as `export` writes."""
+    config: Path | None = None
+    """A TOML file with settings. Flags override it."""
+    settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
+    json: bool = False
+    """Print the report as one JSON object."""
 
 
 def main(options: UpOptions) -> int:
@@ -78,23 +136,66 @@ def main(options: UpOptions) -> int:
         joins = invite_ours(administrator, url, names) if administrator else {}
         described = server.describe() if server else redacted(url)
         _require_not_stopped(stopped)
-        session = Session(options, manifest, all_shards, url, folder, stopped, server, joins, shares, has_losses)
-        finished = session.train()
-        report = session.report(described, with_comparison=finished and options.one_process and has_losses)
-    report = _kept_report(folder, report, has_trained=bool(session.seconds))
+        local = LocalRun(options, manifest, all_shards, url, folder, stopped, server, joins, shares, has_losses)
+        finished = local.train()
+        report = local.report(described, with_comparison=finished and options.one_process and has_losses)
+    report = _kept_report(folder, report, has_trained=bool(local.seconds))
     if bucket and (fault := run_summary.copy_run_files(folder, bucket)):
         say(f"warning: the report is in {folder} only: {fault}")
     _farewell(report, finished, folder, options)
     if finished and has_losses and not _has_losses(report):
         raise ArchipelagoError(
             "the run has made all its steps, but nothing has measured its held-out loss",
-            f"See {session.evaluator.log}. `archipelago export` writes the model, to measure it yourself.",
+            f"See {local.evaluator.log}. `archipelago export` writes the model, to measure it yourself.",
             code="up.no-loss",
         )
     return 0 if finished else INTERRUPTED
 
 
-def _with_devices(options: UpOptions) -> tuple[UpOptions, Shares | None]:
+def require_sensible(options: UpOptions) -> None:
+    """Raise ConfigError for options that the workers would refuse, before any of them is started."""
+    if not 1 <= options.islands <= ISLANDS_MAX:
+        raise ConfigError(
+            f"--islands cannot be {options.islands}", f"Choose 1 to {ISLANDS_MAX}.", code="config.islands"
+        )
+    require_number("--standbys", options.standbys, "Give a number; one is usually enough.")
+    _require_openable(options)
+    remedy = "Give a number of seconds, such as 30, or 0 for no checkpoints."
+    require_number("--checkpoint-every", options.checkpoint_every, remedy)
+    require_number("--merger-threads", options.merger_threads, "Give a number, or leave it out.")
+    remedy = "Give a number of seconds such as 15, or 0 to evaluate at the end only."
+    require_number("--evaluate-every", options.evaluate_every, remedy)
+    if options.wandb:
+        require_wandb()
+    last = metrics.PORT_MAX - options.islands  # Each island takes a port after the merger's.
+    if options.metrics_port is not None and not 0 <= options.metrics_port <= last:
+        raise ConfigError(
+            f"--metrics-port cannot be {options.metrics_port}", f"Choose 0 to {last}.", code="config.metrics-port"
+        )
+    if options.metrics_port:
+        metrics.require_free(
+            options.metrics_host, range(options.metrics_port, options.metrics_port + options.islands + 1)
+        )
+
+
+def _require_openable(options: UpOptions) -> None:
+    if options.open_ and options.url:
+        raise ConfigError(
+            "--open starts a Redis of its own, so it takes no URL",
+            "Leave out one of them. With a URL, `archipelago invite` gives others their access.",
+            code="up.open-with-url",
+        )
+    if options.host is not None and not options.open_:
+        raise ConfigError("--host needs --open", "Give both, or neither.", code="up.host-without-open")
+    if not options.open_ and not options.url and (options.folder / options.run / ADMIN_FILE).exists():
+        raise ConfigError(
+            f"the members of the run {options.run!r} have invitations, and its Redis is open to them",
+            f"Continue it with `archipelago up --open --run {options.run}`.",
+            code="up.was-open",
+        )
+
+
+def _with_devices(options: UpOptions) -> tuple[UpOptions, DeviceShares | None]:
     """Return the options with a number of islands that this machine's accelerators allow, and the share of each.
 
     Raises:
@@ -182,7 +283,7 @@ def _extended(
     return same
 
 
-def _server(options: UpOptions, folder: Path, stack: ExitStack) -> tuple[Server | None, str]:
+def _server(options: UpOptions, folder: Path, stack: ExitStack) -> tuple[RedisServer | None, str]:
     if options.url:
         return None, options.url
     opening = opening_of(options.host) if options.open_ else None
@@ -191,7 +292,7 @@ def _server(options: UpOptions, folder: Path, stack: ExitStack) -> tuple[Server 
     return server, server.url
 
 
-def _greet(manifest: Manifest, created: bool, server: Server | None, url: str, folder: Path) -> None:
+def _greet(manifest: Manifest, created: bool, server: RedisServer | None, url: str, folder: Path) -> None:
     corpus = f", corpus {manifest.corpus.name} ({manifest.corpus.bytes:,} bytes)" if not manifest.task else ""
     say(f"run {manifest.run!r} {'begins' if created else 'continues'}: {manifest.parameters:,} parameters "
         f"({manifest.task or manifest.config.model.size}) in {len(manifest.fragments)} fragments{corpus}")  # fmt: skip

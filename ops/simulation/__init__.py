@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from archipelago.ops.verbs import Verb, Verbs
+from archipelago.ops.commands import Verb, Verbs
 
 VERBS: Verbs = {
     "plan": Verb("archipelago.ops.simulation.plan", "PlanOptions", "Choose M, H, P and codec for a run, on one page."),

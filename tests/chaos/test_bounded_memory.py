@@ -23,7 +23,7 @@ from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import MEMORY_SHARE_MAX
 from archipelago.merger.service import Merger
 from archipelago.ops.experiments.virtual_time import VirtualRun
-from archipelago.ops.launch.embedded_redis import Server, start_server
+from archipelago.ops.launch.embedded_redis import RedisServer, start_server
 from tests.chaos.threaded_run import Identity
 from tests.conftest import Until
 from tests.integration import virtual
@@ -40,14 +40,14 @@ SPEEDS = [1.0, 1.0, 1.7]
 
 
 @pytest.fixture(scope="module")
-def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     """Return a server with little memory."""
     with start_server(tmp_path_factory.mktemp("small") / "redis") as running:
         yield running
 
 
 @pytest.fixture
-def raw(small_server: Server) -> Iterator[Any]:
+def raw(small_server: RedisServer) -> Iterator[Any]:
     """Return a client for plain commands. Afterwards the server is empty and has its first limit again."""
     with redis.Redis.from_url(small_server.url) as client:
         client.config_set("maxmemory", LIMIT)
@@ -171,7 +171,7 @@ class BoundedRun:
 
 
 @pytest.fixture
-def bounded(small_server: Server, raw: Any, until: Until) -> BoundedRun:
+def bounded(small_server: RedisServer, raw: Any, until: Until) -> BoundedRun:
     return BoundedRun(small_server.url, raw, until)
 
 

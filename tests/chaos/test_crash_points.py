@@ -14,7 +14,7 @@ import redis
 from archipelago.broker.messages import Snapshot
 from archipelago.broker.redis.keys import Keys
 from archipelago.merger.checkpoint import CheckpointStore
-from archipelago.ops.launch.embedded_redis import Server
+from archipelago.ops.launch.embedded_redis import RedisServer
 from tests.chaos.scripted_run import ISLANDS, ROUNDS, ScriptedRun, answer, manifest, outcome
 from tests.conftest import Until
 
@@ -114,7 +114,9 @@ def with_a_retry(books: dict[str, int]) -> dict[str, int]:
 # -- the test ---------------------------------------------------------------------------------------------------
 
 
-def test_a_run_whose_processes_are_killed_gives_the_same_bits(server: Server, tmp_path: Path, until: Until) -> None:
+def test_a_run_whose_processes_are_killed_gives_the_same_bits(
+    server: RedisServer, tmp_path: Path, until: Until
+) -> None:
     @contextmanager
     def scripted(name: str) -> Iterator[ScriptedRun]:
         """Play in a database of its own, which is empty."""

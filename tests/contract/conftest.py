@@ -12,13 +12,13 @@ import pytest
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Transport
-from archipelago.ops.launch.embedded_redis import Kind, Server, start_server
+from archipelago.ops.launch.embedded_redis import Kind, RedisServer, start_server
 from tests import samples
 from tests.contract.members import Members, MembersTransport
 from tests.contract.transports import WHOLE, WIDTH, Connect
 from tests.servers import PROGRAMS, redis_program
 
-Servers = Callable[[Kind], Server]
+Servers = Callable[[Kind], RedisServer]
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +27,7 @@ def other_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     with ExitStack() as stack:
 
         @cache
-        def started(kind: Kind) -> Server:
+        def started(kind: Kind) -> RedisServer:
             folder = tmp_path_factory.mktemp("other")
             return stack.enter_context(start_server(folder / "redis", redis_program(folder, kind)))
 

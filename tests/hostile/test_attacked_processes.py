@@ -21,7 +21,7 @@ import pytest
 import redis
 
 from archipelago.broker.redis.transport import connect
-from archipelago.ops.launch.embedded_redis import Server
+from archipelago.ops.launch.embedded_redis import RedisServer
 from tests.conftest import Until
 from tests.harness.processes import SETTINGS, Processes, view
 from tests.hostile.attacker import Attacker, as_island
@@ -146,7 +146,7 @@ class AttackedRun:
 
 
 @pytest.fixture
-def attacked(server: Server, tmp_path: Path, corpus_folder: Path, until: Until) -> Iterator[AttackedRun]:
+def attacked(server: RedisServer, tmp_path: Path, corpus_folder: Path, until: Until) -> Iterator[AttackedRun]:
     started = AttackedRun(server.url, tmp_path, corpus_folder, until)
     yield started
     started.transport.close()

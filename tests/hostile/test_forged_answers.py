@@ -9,14 +9,14 @@ import redis
 
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.transport import connect
-from archipelago.ops.launch.embedded_redis import Server
+from archipelago.ops.launch.embedded_redis import RedisServer
 from tests import samples
 from tests.hostile.attacker import as_island
 
 NAME = "mallory"
 
 
-def test_a_newcomer_deletes_the_answer_that_it_took_and_nothing_else(server: Server) -> None:
+def test_a_newcomer_deletes_the_answer_that_it_took_and_nothing_else(server: RedisServer) -> None:
     """A forged answer may point to any chunks of the island that it names. The server refuses nothing meanwhile."""
     run = f"roles-{uuid.uuid4().hex[:8]}"
     creator, keys = connect(server.url, run), Keys(run)

@@ -29,7 +29,7 @@ from archipelago.broker.machine import LOOPBACK
 from archipelago.broker.redis import client
 from archipelago.broker.redis.bulk import HUGE_FROM_BYTES
 from archipelago.broker.redis.transport import connect
-from archipelago.ops.launch.embedded_redis import Server, find_program
+from archipelago.ops.launch.embedded_redis import RedisServer, find_program
 from tests import samples
 from tests.certificates import Certificates, Identity
 from tests.conftest import Until
@@ -115,7 +115,7 @@ def context_of(identity: Identity, asks_for: Identity | None = None) -> ssl.SSLC
 class Secured:
     """A proxy before the server that shows the server's certificate, and its addresses."""
 
-    def __init__(self, server: Server, certificates: Certificates) -> None:
+    def __init__(self, server: RedisServer, certificates: Certificates) -> None:
         self.proxy = TlsProxy(server.port, context_of(certificates.server))
         self._server, self.authority = server, certificates.authority.certificate
         self.port = 0
@@ -128,7 +128,7 @@ class Secured:
 
 
 @pytest.fixture(scope="module")
-def secured(server: Server, certificates: Certificates) -> Iterator[Secured]:
+def secured(server: RedisServer, certificates: Certificates) -> Iterator[Secured]:
     made = Secured(server, certificates)
     with made.proxy.serving() as made.port:
         yield made
@@ -246,7 +246,7 @@ def test_a_server_may_ask_for_a_client_certificate(secured: Secured, certificate
             assert not isinstance(caught.value, UnreachableError)
 
 
-def test_a_server_of_another_protocol(server: Server, secured: Secured, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_of_another_protocol(server: RedisServer, secured: Secured, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BrokerError):
         connect(f"redis://{LOOPBACK}:{secured.port}", "run")
     with socket.create_server((LOOPBACK, 0)) as listening:
@@ -268,7 +268,7 @@ def test_a_server_of_another_protocol(server: Server, secured: Secured, monkeypa
         connect(secured.url(port=server.port), "run")
 
 
-def test_bad_options_of_an_address_are_refused(server: Server, tmp_path: Path) -> None:
+def test_bad_options_of_an_address_are_refused(server: RedisServer, tmp_path: Path) -> None:
     empty = tmp_path / "empty.pem"
     empty.touch()
     for options in (

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from archipelago.broker.machine import free_port
 from archipelago.broker.redis.transport import connect
 from archipelago.islands.checkpoint import IslandStore
-from archipelago.ops.launch.embedded_redis import Server, start_server
+from archipelago.ops.launch.embedded_redis import RedisServer, start_server
 from tests.conftest import Until
 from tests.harness.processes import SETTINGS, Processes, is_written, seen_island, view
 
@@ -27,7 +27,7 @@ RUN = "by-hand"
 
 
 @pytest.fixture
-def own_server(tmp_path: Path) -> Iterator[Server]:
+def own_server(tmp_path: Path) -> Iterator[RedisServer]:
     with start_server(tmp_path / "redis") as running:
         yield running
 
@@ -58,7 +58,9 @@ def require_log(said: str, who: str, island: str | None) -> None:
     assert island or any(line.get("round", 0) > 0 for line in lines)
 
 
-def test_the_single_commands_make_a_run(processes: Processes, server: Server, tmp_path: Path, until: Until) -> None:
+def test_the_single_commands_make_a_run(
+    processes: Processes, server: RedisServer, tmp_path: Path, until: Until
+) -> None:
     """It is watched, a standby replaces its killed merger, an island leaves on SIGTERM, and the run ends."""
     url = server.url
     init = ["init", url, "--run", RUN, "--inner.steps=100000", *SETTINGS]
@@ -109,7 +111,7 @@ def test_the_single_commands_make_a_run(processes: Processes, server: Server, tm
 
 
 def test_an_outage_slows_no_island_and_a_killed_one_gets_its_moments_back(
-    processes: Processes, own_server: Server, tmp_path: Path, until: Until
+    processes: Processes, own_server: RedisServer, tmp_path: Path, until: Until
 ) -> None:
     """Redis is killed and restarts from its append-only file. An island that starts in the outage waits for it.
 

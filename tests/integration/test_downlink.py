@@ -23,7 +23,7 @@ from archipelago.islands.creation import first_snapshots
 from archipelago.islands.sync.arrays import flatten
 from archipelago.merger.outer import publish
 from archipelago.ops.experiments.virtual_time import VirtualClock, VirtualRun
-from archipelago.ops.launch.embedded_redis import Server
+from archipelago.ops.launch.embedded_redis import RedisServer
 from tests.harness.merger_run import compact_now
 from tests.integration.virtual import ENDLESS, LateRun, closed, work
 from tests.intercept import Intercepted
@@ -139,7 +139,7 @@ def require_published(run: VirtualRun) -> None:
             assert digest_of(arrival.params_N) == (arrival.snapshot.held or digest_of(arrival.params_N))
 
 
-def test_islands_hold_the_bits_that_the_merger_published(server: Server) -> None:
+def test_islands_hold_the_bits_that_the_merger_published(server: RedisServer) -> None:
     """This includes an island that joins late and one whose events come late. Fewer bytes go down than in full."""
     run = LateRun(work(CONFIG), [1.0, 1.2], 2.5, connect=partial(connect, server.url, "down"), run="down")
     run.advance_until(lambda: closed(run)[0] >= 24)

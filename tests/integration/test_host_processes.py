@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from archipelago.broker.machine import free_port
-from archipelago.ops.launch.embedded_redis import Server
+from archipelago.ops.launch.embedded_redis import RedisServer
 from tests.conftest import Until
 from tests.harness.processes import SETTINGS, Processes, view
 
@@ -19,7 +19,7 @@ FLAGS = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
 
 
 def test_two_hosts_train_lose_each_other_and_come_back_together(
-    processes: Processes, server: Server, until: Until
+    processes: Processes, server: RedisServer, until: Until
 ) -> None:
     """Their state comes from their checkpoint, and a peer's from them."""
     url = server.url

@@ -19,7 +19,7 @@ from archipelago.broker.observe.logs import LOGGERS
 from archipelago.broker.redis.transport import connect
 from archipelago.islands.data.preparation import prepare_text
 from archipelago.ops.commands import run
-from archipelago.ops.launch.embedded_redis import Server
+from archipelago.ops.launch.embedded_redis import RedisServer
 from tests import samples
 from tests.harness.processes import Processes
 
@@ -187,7 +187,7 @@ class Place:
 
 
 @pytest.fixture(scope="module")
-def place(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def place(server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     """Make the folder, a run, and a port that is taken."""
     folder = tmp_path_factory.mktemp("mistakes")
     for name in ("empty", "full", "data"):

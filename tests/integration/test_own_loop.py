@@ -12,7 +12,7 @@ import pytest
 from archipelago.broker.errors import ArchipelagoError
 from archipelago.broker.presence import Heartbeat
 from archipelago.broker.redis.transport import connect
-from archipelago.ops.launch.embedded_redis import Server
+from archipelago.ops.launch.embedded_redis import RedisServer
 from archipelago.ops.weights.parameters import from_redis
 from tests import pytorch
 from tests.conftest import Until
@@ -69,7 +69,7 @@ class Scripts(Processes):
 
 
 @pytest.fixture
-def scripts(server: Server, tmp_path: Path) -> Iterator[Scripts]:
+def scripts(server: RedisServer, tmp_path: Path) -> Iterator[Scripts]:
     with empty_database(server, 12) as url:
         started = Scripts(url, tmp_path)
         yield started

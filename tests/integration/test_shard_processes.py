@@ -14,7 +14,7 @@ from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.shards.reader import PATIENCE_SECONDS
 from archipelago.broker.shards.transport import WholeRun, whole
-from archipelago.ops.launch.embedded_redis import Server
+from archipelago.ops.launch.embedded_redis import RedisServer
 from tests.clusters import PATIENT_MS, Cluster
 from tests.conftest import Until
 from tests.harness.processes import SETTINGS, Processes
@@ -71,7 +71,7 @@ class Watcher:
 
 
 def test_merger_processes_share_the_shards_and_replace_each_other(
-    processes: Processes, server: Server, until: Until
+    processes: Processes, server: RedisServer, until: Until
 ) -> None:
     url, run = server.url, "shared"
     processes.run("init", url, "--run", run, "--shards=2", "--inner.steps=100000", *SETTINGS)

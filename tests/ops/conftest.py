@@ -18,7 +18,7 @@ from archipelago.islands.data.preparation import prepare_text
 from archipelago.islands.tasks.batches import TaskRun
 from archipelago.islands.tasks.task import Task, TaskFile
 from archipelago.islands.tasks.workload import Workload, task_config
-from archipelago.ops.launch.embedded_redis import Server
+from archipelago.ops.launch.embedded_redis import RedisServer
 from tests.servers import empty_database
 
 
@@ -72,7 +72,7 @@ def handlers() -> Iterator[None]:
 
 
 @pytest.fixture
-def url(server: Server) -> Iterator[str]:
+def url(server: RedisServer) -> Iterator[str]:
     """Return the URL of a database without runs, on a real server."""
     with empty_database(server, 7) as url:
         yield url

@@ -26,8 +26,7 @@ from archipelago.islands.creation import fitted
 from archipelago.islands.data.corpus import open_corpus
 from archipelago.islands.data.preparation import prepare_text
 from archipelago.ops import cli
-from archipelago.ops.commands import VERBS, run
-from archipelago.ops.verbs import Group, Verbs
+from archipelago.ops.commands import VERBS, VerbGroup, Verbs, run
 from tests import samples
 
 SMALL = ["--data.corpus", "small", "--data.shards", "4"]
@@ -124,7 +123,7 @@ def test_help_lists_the_verbs_of_the_command_line_and_of_each_group(call: Call) 
     for args in ([], ["--help"], ["-h"], ["help"]):
         answer = call(*args)
         assert (answer.status, answer.err, listed(answer.out)) == (0, "", list(VERBS)), args
-    for group in (name for name, verb in VERBS.items() if isinstance(verb, Group)):
+    for group in (name for name, verb in VERBS.items() if isinstance(verb, VerbGroup)):
         answer = call(group, "--help")
         assert (answer.status, answer.err) == (0, "")
         assert [[group, name] for name in listed(answer.out)] == [w for w in commands(VERBS) if w[0] == group]
@@ -136,7 +135,7 @@ def test_help_lists_the_verbs_of_the_command_line_and_of_each_group(call: Call) 
 def commands(verbs: Verbs) -> Iterator[list[str]]:
     """Return every command of the command line: the words that select a verb's options."""
     for name, verb in verbs.items():
-        inner = importlib.import_module(verb.module).VERBS if isinstance(verb, Group) else {}
+        inner = importlib.import_module(verb.module).VERBS if isinstance(verb, VerbGroup) else {}
         yield from ([name, *words] for words in (commands(inner) if inner else [[]]))
 
 

@@ -17,10 +17,9 @@ from typing import Any
 import pytest
 
 from archipelago.broker.config import RunConfig, flat
-from archipelago.ops import verbs
-from archipelago.ops.commands import VERBS, run
+from archipelago.ops import commands
+from archipelago.ops.commands import VERBS, Verb, VerbGroup, Verbs, run
 from archipelago.ops.examples import EXAMPLES
-from archipelago.ops.verbs import Group, Verb, Verbs
 from archipelago.ops.watch.status import StatusOptions
 from archipelago.ops.watch.terminal import LEGEND
 
@@ -30,7 +29,7 @@ OPERATING = Path(__file__).parents[2] / "docs" / "guide" / "operating.md"
 def every_verb(table: Verbs, words: str = "") -> Iterator[tuple[str, Verb]]:
     """Yield each verb with the words that select it."""
     for name, verb in table.items():
-        if isinstance(verb, Group):
+        if isinstance(verb, VerbGroup):
             yield from every_verb(importlib.import_module(verb.module).VERBS, f"{words}{name} ")
         else:
             yield words + name, verb
@@ -50,11 +49,11 @@ def help_of(words: str, capsys: pytest.CaptureFixture[str]) -> str:
 def test_the_parser_of_each_verb_reads_its_examples() -> None:
     assert set(EXAMPLES) == set(ALL)
     assert all(EXAMPLES.values())
-    for words, command in ((words, each.command) for words, found in EXAMPLES.items() for each in found):
+    for words, command in ((words, command) for words, found in EXAMPLES.items() for command in found):
         program, *args = shlex.split(command)
         assert (program, args[: len(words.split())]) == ("archipelago", words.split())
         options = getattr(importlib.import_module(ALL[words].module), ALL[words].options)
-        verbs.parse(options, f"archipelago {words}", args[len(words.split()) :])
+        commands.parse(options, f"archipelago {words}", args[len(words.split()) :])
 
 
 def test_help_is_readable_and_ends_with_the_examples(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,7 +62,7 @@ def test_help_is_readable_and_ends_with_the_examples(capsys: pytest.CaptureFixtu
         assert text.startswith(f"usage: archipelago {words} ")
         assert "--json" in text, words
         assert "{None}" not in text and not re.search(r"default:[\s│]*None", text), words
-        assert text.rstrip().endswith(EXAMPLES[words][-1].what)
+        assert text.rstrip().endswith(list(EXAMPLES[words].values())[-1])
         frames = [line for line in text.splitlines() if line.startswith(("│", "╭", "╰"))]
         assert len({len(line) for line in frames}) <= 1, f"the frame of {words} is whole"
 
@@ -99,7 +98,7 @@ def command_lines_in(source: str) -> list[str]:
 
 
 def test_messages_name_flags_that_exist() -> None:
-    root, seen = Path(verbs.__file__).parents[1], 0
+    root, seen = Path(commands.__file__).parents[1], 0
     for path in (file for folder in ("broker", "islands", "merger", "ops") for file in (root / folder).rglob("*.py")):
         for line in command_lines_in(path.read_text(encoding="utf-8")):
             words = next((words for words in ALL if re.match(rf"{words}\b", line)), "")
@@ -113,8 +112,8 @@ def test_messages_name_flags_that_exist() -> None:
 def test_a_url_is_shown_as_such_and_a_name_can_be_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert help_of("status", capsys).splitlines()[0].endswith("[URL]")
     assert "--every FLOAT" in help_of("status", capsys)
-    assert verbs.parse(StatusOptions, "x", []).run is None
-    assert verbs.parse(StatusOptions, "x", ["--run", "None"]).run == "None"
+    assert commands.parse(StatusOptions, "x", []).run is None
+    assert commands.parse(StatusOptions, "x", ["--run", "None"]).run == "None"
 
 
 def test_the_legend_explains_each_column_here_and_in_the_guide(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,20 +12,20 @@ import redis
 
 from archipelago.broker.redis import chunks
 from archipelago.broker.redis.transport import RedisTransport, connect
-from archipelago.ops.launch.embedded_redis import Server
+from archipelago.ops.launch.embedded_redis import RedisServer
 from tests import samples
 from tests.broker.redis.stored_keys import WIDTH
 
 
 @pytest.fixture
-def raw(server: Server) -> Iterator[Any]:
+def raw(server: RedisServer) -> Iterator[Any]:
     """A plain redis-py client of the server."""
     with redis.Redis.from_url(server.url) as client:
         yield client
 
 
 @pytest.fixture
-def connections(server: Server) -> Iterator[Callable[[], RedisTransport]]:
+def connections(server: RedisServer) -> Iterator[Callable[[], RedisTransport]]:
     """A function that opens connections to one run. The run does not exist yet."""
     run = f"run-{uuid.uuid4().hex[:8]}"
     with ExitStack() as stack:

@@ -27,7 +27,7 @@ from archipelago.broker.redis import client, connection, failures
 from archipelago.broker.redis.client import SILENT_SECONDS, SOCKET_SECONDS, client_at
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.transport import Memory
-from archipelago.ops.launch.embedded_redis import Server
+from archipelago.ops.launch.embedded_redis import RedisServer
 from tests.failing import failing
 
 SECRET = "Pa55" + "w0rd"
@@ -108,7 +108,7 @@ def test_a_server_that_does_not_answer_is_unreachable(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems call these options otherwise, or lack them")
-def test_tcp_timeouts_detect_a_silent_host_before_the_socket_timeout(server: Server) -> None:
+def test_tcp_timeouts_detect_a_silent_host_before_the_socket_timeout(server: RedisServer) -> None:
     client = client_at(server.url)
     client.ping()
     connection: Any = client.connection_pool.get_connection()
@@ -129,7 +129,7 @@ def test_a_long_wait_is_kept_below_the_socket_timeout(
     assert connection.block_ms(0.0) is None
 
 
-def test_a_server_of_another_kind_or_of_an_old_version_is_refused(server: Server, tmp_path: Path) -> None:
+def test_a_server_of_another_kind_or_of_an_old_version_is_refused(server: RedisServer, tmp_path: Path) -> None:
     with answering(lambda _: b"HTTP/1.1 400 Bad Request\r\n\r\n") as url, failing(BrokerError, "broker.address"):
         connect(url, "run")
     for version in ("5.0.7", "6.0.16", "4", "unstable"):
@@ -172,7 +172,7 @@ def test_fakeredis_is_accepted_and_does_not_tell_its_memory() -> None:
 # -- passwords ----------------------------------------------------------------------------------------------------
 
 
-def test_a_wrong_password_is_an_access_error(server: Server) -> None:
+def test_a_wrong_password_is_an_access_error(server: RedisServer) -> None:
     for user in ("", f":{SECRET}@", f"somebody:{SECRET}@", f"{SECRET}@"):
         with failing(BrokerError, "broker.access") as caught:
             connect(f"redis://{user}127.0.0.1:{server.port}", "run")
@@ -181,7 +181,7 @@ def test_a_wrong_password_is_an_access_error(server: Server) -> None:
 
 
 def test_a_user_without_permission_gets_an_error_of_its_own(
-    transport: RedisTransport, server: Server, raw: Any
+    transport: RedisTransport, server: RedisServer, raw: Any
 ) -> None:
     raw.acl_setuser("reader", enabled=True, reset=True, passwords=[f"+{SECRET}"], keys=["*"], commands=["+info"])
     reader = connect(f"redis://reader:{SECRET}@127.0.0.1:{server.port}", transport.run)

@@ -8,7 +8,7 @@ import pytest
 import redis
 
 from archipelago.broker.redis.bulk import asked_together
-from archipelago.ops.launch.embedded_redis import Server
+from archipelago.ops.launch.embedded_redis import RedisServer
 
 #: The versions with which large payloads were read without the parser. Before you add a version, run `tests/broker`,
 #: `tests/contract`, `tests/integration/test_addresses.py` and `tests/integration/test_tls_clusters.py` with it: they
@@ -20,7 +20,7 @@ def test_the_installed_version_is_a_tested_one() -> None:
     assert ".".join(version("redis").split(".")[:2]) in TESTED_VERSIONS
 
 
-def test_several_commands_are_answered_after_a_watch_and_the_transaction_goes_on(server: Server) -> None:
+def test_several_commands_are_answered_after_a_watch_and_the_transaction_goes_on(server: RedisServer) -> None:
     with redis.Redis.from_url(server.url, protocol=2) as client, client.pipeline() as pipe:
         client.rpush("list", "x")
         client.set("watched", "1")

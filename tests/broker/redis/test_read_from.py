@@ -19,7 +19,7 @@ from archipelago.broker.redis import bulk
 from archipelago.broker.redis.bulk import ReadReplica
 from archipelago.broker.redis.client import client_at
 from archipelago.broker.redis.transport import RedisTransport
-from archipelago.ops.launch.embedded_redis import Server, start_server
+from archipelago.ops.launch.embedded_redis import RedisServer, start_server
 from tests import samples
 from tests.broker.redis.stored_keys import Connect, chunk_keys
 from tests.failing import failing
@@ -32,13 +32,13 @@ OTHER = PAYLOAD[::-1]
 
 
 @pytest.fixture(scope="module")
-def second(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def second(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     with start_server(tmp_path_factory.mktemp("replica") / "redis", append_only=False) as running:
         yield running
 
 
 @pytest.fixture
-def copy(second: Server) -> Iterator[Any]:
+def copy(second: RedisServer) -> Iterator[Any]:
     """A client of the replica, which is empty."""
     with redis.Redis.from_url(second.url) as client:
         client.flushall()
@@ -46,7 +46,7 @@ def copy(second: Server) -> Iterator[Any]:
 
 
 @pytest.fixture
-def island(transport: RedisTransport, epoch: int, second: Server, connections: Connect) -> RedisTransport:
+def island(transport: RedisTransport, epoch: int, second: RedisServer, connections: Connect) -> RedisTransport:
     """An island of a run with one round, whose payloads it reads from the replica."""
     transport.merger.commit(epoch, samples.commit([], PAYLOAD, difference=PAYLOAD))
     made = connections()

@@ -13,7 +13,7 @@ from archipelago.broker.redis import roles
 from archipelago.broker.redis.keys import REGISTRY, Keys
 from archipelago.broker.redis.membership import Membership
 from archipelago.broker.redis.transport import connect
-from archipelago.ops.launch.embedded_redis import Server, start_server
+from archipelago.ops.launch.embedded_redis import RedisServer, start_server
 from tests.servers import redis_program
 
 KEYS = Keys("demo")
@@ -71,7 +71,7 @@ OWN: dict[Role, list[tuple[str, ...]]] = {"merger": [("SCAN", "0")], "island": [
 class Place(NamedTuple):
     """A server, and an administrator's client of it."""
 
-    server: Server
+    server: RedisServer
     admin: Any
 
 

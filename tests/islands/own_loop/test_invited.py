@@ -12,7 +12,7 @@ from archipelago.broker.errors import ConfigError
 from archipelago.broker.process import connect_to
 from archipelago.merger.service import Merger
 from archipelago.ops.launch import invite
-from archipelago.ops.launch.embedded_redis import Server
+from archipelago.ops.launch.embedded_redis import RedisServer
 from archipelago.ops.launch.invite import InviteOptions
 from tests.conftest import Until
 from tests.failing import failing
@@ -21,7 +21,7 @@ from tests.islands.own_loop.own_runs import trained, tree
 
 @pytest.mark.full
 def test_an_invited_script_trains_and_a_merger_of_the_run_takes_its_work(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, until: Until
+    server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, until: Until
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run = f"own-{uuid.uuid4().hex[:8]}"

@@ -15,7 +15,7 @@ from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.islands.mesh.shape import MeshShape
 from archipelago.ops.launch import devices, up
 from archipelago.ops.launch.devices import Accelerators, accelerators, islands_by_default, shared_out
-from archipelago.ops.launch.session import Session
+from archipelago.ops.launch.local_run import LocalRun
 from archipelago.ops.launch.up import UpOptions, main
 from tests import samples
 from tests.failing import failing
@@ -89,12 +89,12 @@ def test_the_question_is_answered_in_a_real_process() -> None:
     assert asked.stdout.startswith('["cpu", ')
 
 
-def session_of(options: UpOptions) -> Session:
+def session_of(options: UpOptions) -> LocalRun:
     """Return a session of `up` on a machine with four accelerators. It has started nothing."""
     manifest = samples.manifest()
     transport: Any = MemoryBroker().connect(manifest.run)
     folder, shares = Path("runs/demo"), shared_out(FOUR, 2)
-    return Session(options, manifest, transport, "redis://h", folder, lambda: False, None, {}, shares, True)
+    return LocalRun(options, manifest, transport, "redis://h", folder, lambda: False, None, {}, shares, True)
 
 
 def test_islands_and_standbys_get_their_devices_and_their_mesh() -> None:

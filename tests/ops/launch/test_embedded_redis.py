@@ -29,9 +29,9 @@ from archipelago.ops.launch import embedded_redis, parent_death
 from archipelago.ops.launch.embedded_redis import (
     CONFIG,
     LOG,
-    Address,
     Program,
-    Server,
+    RedisServer,
+    ServerAddress,
     find_program,
     start_server,
     url_of_running,
@@ -54,7 +54,7 @@ with start_server(Path(sys.argv[1]), find_program(sys.argv[3])) as server:
 """
 
 
-def ask(server: Server, *words: str) -> object:
+def ask(server: RedisServer, *words: str) -> object:
     """Return the reply to one command."""
     with redis.Redis.from_url(server.url) as client:
         return client.execute_command(*words)
@@ -73,7 +73,7 @@ def valkey() -> Program:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory, valkey: Program) -> Iterator[tuple[Server, Path]]:
+def served(tmp_path_factory: pytest.TempPathFactory, valkey: Program) -> Iterator[tuple[RedisServer, Path]]:
     """A server that no test stops, and its folder."""
     folder = tmp_path_factory.mktemp("served") / "redis"
     with start_server(folder, valkey) as server:
@@ -120,7 +120,7 @@ def test_an_open_server_needs_a_program_with_tls(path_folder: Path) -> None:
 # -- serving ------------------------------------------------------------------------------------------------------
 
 
-def test_the_server_serves_this_machine_by_password_with_our_settings(served: tuple[Server, Path]) -> None:
+def test_the_server_serves_this_machine_by_password_with_our_settings(served: tuple[RedisServer, Path]) -> None:
     server, _ = served
     assert server.alive()
     assert state_of(server.url) == ("ready", server.pid)
@@ -136,7 +136,7 @@ def test_the_server_serves_this_machine_by_password_with_our_settings(served: tu
         assert client.config_get(*wanted) == wanted
 
 
-def test_the_password_is_in_a_private_file_and_on_no_command_line(served: tuple[Server, Path]) -> None:
+def test_the_password_is_in_a_private_file_and_on_no_command_line(served: tuple[RedisServer, Path]) -> None:
     server, folder = served
     password = urlsplit(server.url).password or ""
     config = folder / CONFIG
@@ -174,7 +174,9 @@ def test_the_folder_may_have_any_name(tmp_path: Path, valkey: Program) -> None:
             assert list((tmp_path / name).glob("appendonly*")), name
 
 
-def test_the_hint_names_the_installed_client(path_folder: Path, served: tuple[Server, Path], valkey: Program) -> None:
+def test_the_hint_names_the_installed_client(
+    path_folder: Path, served: tuple[RedisServer, Path], valkey: Program
+) -> None:
     server, _ = served
     named = f"redis://default:{server.url.partition('://:')[2]}"
     assert server.cli_hint() == f"redis-cli -u {named}"
@@ -247,7 +249,7 @@ def test_the_server_dies_with_a_killed_launcher(tmp_path: Path, valkey: Program,
 
 
 def test_a_second_start_in_a_folder_is_refused_also_without_file_locks(
-    tmp_path: Path, served: tuple[Server, Path], valkey: Program, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, served: tuple[RedisServer, Path], valkey: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_locks(_file: object, _flags: int) -> None:
         raise OSError(errno.ENOLCK, "no locks available")
@@ -284,7 +286,7 @@ def test_a_port_that_is_taken_at_another_address_is_replaced(
     monkeypatch.setattr(embedded_redis, "is_free", lambda _port: True)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        last = Address(taken.getsockname()[1], "secret")
+        last = ServerAddress(taken.getsockname()[1], "secret")
         (tmp_path / "redis").mkdir()
         write_config(tmp_path / "redis", valkey.kind, last, append_only=True, opening=None)
         with start_server(tmp_path / "redis", valkey) as server:
@@ -354,6 +356,6 @@ def test_what_is_no_server_of_ours_is_away(tmp_path: Path) -> None:
     assert state_of(f"redis://:secret@127.0.0.1:{free_port()}") == ("away", 0)
     # A missing or damaged certificate must raise nothing here. The next start of the server says what to do about it.
     authority = tmp_path / "authority.pem"
-    assert Address(free_port(), "secret", authority).state() == ("away", 0)
+    assert ServerAddress(free_port(), "secret", authority).state() == ("away", 0)
     authority.write_text("nonsense")
-    assert Address(free_port(), "secret", authority).state() == ("away", 0)
+    assert ServerAddress(free_port(), "secret", authority).state() == ("away", 0)

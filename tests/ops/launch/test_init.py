@@ -18,10 +18,10 @@ from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Transport
 from archipelago.islands.data.preparation import prepare_text
 from archipelago.merger.storage import MergerFolder
+from archipelago.ops.commands import parse
 from archipelago.ops.launch import up
 from archipelago.ops.launch.init import InitOptions, create, own_flags, tell_of_spectra
 from archipelago.ops.launch.up import UpOptions
-from archipelago.ops.verbs import parse
 from tests import samples
 from tests.failing import failing
 from tests.small import SMALL

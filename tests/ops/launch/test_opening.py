@@ -28,9 +28,9 @@ from archipelago.ops.launch.administration import Administrator, administrator_a
 from archipelago.ops.launch.embedded_redis import (
     CONFIG,
     WHEEL,
-    Address,
     Program,
-    Server,
+    RedisServer,
+    ServerAddress,
     find_program,
     has_tls,
     last_start,
@@ -94,7 +94,9 @@ def test_a_damaged_authority_is_an_error(tmp_path: Path) -> None:
 
 
 def test_the_files_of_an_open_server_allow_tls_and_known_users_only(tmp_path: Path) -> None:
-    opened, closed = (Address(7000, "secret", authority) for authority in (tmp_path / "certificates" / AUTHORITY, None))
+    opened, closed = (
+        ServerAddress(7000, "secret", authority) for authority in (tmp_path / "certificates" / AUTHORITY, None)
+    )
     for invited in ([], ["user demo~oslo on"]):  # An invited member stays when the server is started again.
         write_config(tmp_path, "redis-server", opened, append_only=True, opening=OPENING)
         settings = (tmp_path / CONFIG).read_text().splitlines()
@@ -112,7 +114,7 @@ def test_the_files_of_an_open_server_allow_tls_and_known_users_only(tmp_path: Pa
     assert last_start(tmp_path) == ("redis-server", closed)
 
 
-def test_our_processes_get_new_credentials_at_each_start(server: Server, tmp_path: Path) -> None:
+def test_our_processes_get_new_credentials_at_each_start(server: RedisServer, tmp_path: Path) -> None:
     run = f"demo-{uuid.uuid4().hex[:8]}"
     transport = opened(server, tmp_path, run)
     ours = Administrator(transport, server.url, tmp_path)
@@ -129,7 +131,7 @@ def test_our_processes_get_new_credentials_at_each_start(server: Server, tmp_pat
     transport.close()
 
 
-def opened(server: Server, folder: Path, run: str = "demo") -> RedisTransport:
+def opened(server: RedisServer, folder: Path, run: str = "demo") -> RedisTransport:
     """Return the administrator's connection to a run, which is created unless it is there."""
     transport = connect(server.url, run, administrator_at(server, run, folder))
     Administrator(transport, server.url, folder).open()
@@ -151,18 +153,18 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
 
 
 @pytest.fixture(scope="module")
-def hub(program: Program, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def hub(program: Program, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     """An open server."""
     with start_server(tmp_path_factory.mktemp("hub") / "redis", program, opening=OPENING) as server:
         yield server
 
 
-def pinned(server: Server, **changes: str) -> Invitation:
+def pinned(server: RedisServer, **changes: str) -> Invitation:
     return replace(administrator_at(server, "demo", Path("nowhere")), **changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.full
-def test_an_open_server_needs_tls_and_a_user(hub: Server) -> None:
+def test_an_open_server_needs_tls_and_a_user(hub: RedisServer) -> None:
     transport = connect(hub.url, "demo", pinned(hub))
     assert transport.membership.may_administer()
     assert not transport.membership.is_open()
@@ -178,7 +180,7 @@ def test_an_open_server_needs_tls_and_a_user(hub: Server) -> None:
 
 
 @pytest.mark.full
-def test_only_the_own_authority_is_trusted_and_the_host_is_checked(hub: Server, tmp_path: Path) -> None:
+def test_only_the_own_authority_is_trusted_and_the_host_is_checked(hub: RedisServer, tmp_path: Path) -> None:
     renew_certificates(tmp_path, ["localhost", "127.0.0.1"], datetime.datetime.now(datetime.UTC))
     with failing(BrokerError, "broker.tls"):
         connect(hub.url, "demo", pinned(hub, ca_certificate=(tmp_path / AUTHORITY).read_text()))

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from archipelago.broker.errors import ArchipelagoError, ConfigError
-from archipelago.ops.launch import standbys, supervisor
-from archipelago.ops.launch.standbys import Standby, Standbys, require_standbys
-from archipelago.ops.launch.supervisor import LONG_SECONDS, Child, stop_all
+from archipelago.broker.errors import ArchipelagoError
+from archipelago.ops.launch import supervisor
+from archipelago.ops.launch.supervisor import LONG_SECONDS, Child, IslandStandbys, stop_all
 from tests.conftest import Until, gone
 from tests.failing import failing
 
@@ -27,18 +26,17 @@ LIVES = "import os, time; print(os.getpid(), 'began', flush=True); time.sleep(60
 
 
 @pytest.fixture
-def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Standbys]:
+def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[IslandStandbys]:
     """Return a pool of one standby: a small Python program that is not loaded yet."""
     monkeypatch.setattr(supervisor, "RESTART_SECONDS", (0.0,))
-    monkeypatch.setattr(standbys, "REPLACED_SECONDS", 0.0)
-    made = Standbys(0, [], {}, tmp_path)
-    made.all = [Standby("standby-0", ["-c", WAITS], {}, tmp_path / "standby-0.log")]
+    monkeypatch.setattr(supervisor, "REPLACED_SECONDS", 0.0)
+    made = IslandStandbys(1, ["-c", WAITS], {}, tmp_path)
     yield made
     made.end()
 
 
 @pytest.fixture
-def island(pool: Standbys, tmp_path: Path) -> Iterator[Child]:
+def island(pool: IslandStandbys, tmp_path: Path) -> Iterator[Child]:
     """Return a child with two words before its arguments, like `-m archipelago.islands`."""
     made = Child("oslo", ["-c", LIVES, "--name", "oslo"], {"SAID": "hello"}, tmp_path / "oslo.log")
     made.stand_in = pool.stand_in
@@ -60,7 +58,7 @@ def died(child: Child) -> int:
 
 
 def test_a_standby_replaces_a_child_that_dies_and_another_is_loaded(
-    pool: Standbys, island: Child, until: Until, tmp_path: Path
+    pool: IslandStandbys, island: Child, until: Until, tmp_path: Path
 ) -> None:
     pool.all[0].restarts = pool.all[0].failures = 2  # before it could be loaded
     island.start()
@@ -85,7 +83,7 @@ def test_a_standby_replaces_a_child_that_dies_and_another_is_loaded(
     assert not gone(own)
 
 
-def test_without_a_ready_standby_a_child_is_restarted(pool: Standbys, island: Child, until: Until) -> None:
+def test_without_a_ready_standby_a_child_is_restarted(pool: IslandStandbys, island: Child, until: Until) -> None:
     pool.start()
     until(pool.are_ready, "a standby")
     died(pool.all[0])
@@ -101,10 +99,7 @@ def test_without_a_ready_standby_a_child_is_restarted(pool: Standbys, island: Ch
     until(pool.are_ready, "another standby")
 
 
-def test_standbys_that_cannot_be_loaded_or_are_too_many_are_an_error(pool: Standbys, until: Until) -> None:
-    for count in (-1, 65):
-        with failing(ConfigError, "config.value"):
-            require_standbys(count)
+def test_a_standby_that_cannot_be_loaded_is_an_error(pool: IslandStandbys, until: Until) -> None:
     pool.all[0].argv = ["-c", "import sys; sys.stderr.write('error: no such run\\n'); sys.exit(2)"]
     pool.start()
     assert not pool.are_ready()
@@ -115,12 +110,12 @@ def test_standbys_that_cannot_be_loaded_or_are_too_many_are_an_error(pool: Stand
 
     until(failed, "its failure")
     assert pool.all[0].failed == "error: no such run"
-    with failing(ArchipelagoError, "up.standby-failed"):
+    with failing(ArchipelagoError, "up.worker-failed"):
         pool.are_ready()
 
 
 def test_a_child_that_dies_at_every_start_gets_a_standby_only_after_a_pause(
-    pool: Standbys, island: Child, until: Until
+    pool: IslandStandbys, island: Child, until: Until
 ) -> None:
     """The first time it gets one at once; then only after a pause, until it has lived for long."""
     island.start()

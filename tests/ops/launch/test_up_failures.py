@@ -20,11 +20,11 @@ from archipelago.broker.observe.options import WorkerOptions
 from archipelago.broker.presence import Presence
 from archipelago.broker.transport import Memory
 from archipelago.ops.launch import up
-from archipelago.ops.launch.session import (
+from archipelago.ops.launch.local_run import (
     DRAIN_SECONDS,
     EVALUATE_SECONDS,
     KILL_SECONDS,
-    Session,
+    LocalRun,
     leave_seconds,
 )
 from archipelago.ops.launch.supervisor import LAST_LINES, Child
@@ -35,24 +35,24 @@ from tests import samples
 from tests.failing import failing
 
 
-def session(folder: Path, *failed: str, is_fatal: bool = False) -> Session:
+def session(folder: Path, *failed: str, is_fatal: bool = False) -> LocalRun:
     """Return a session of a merger and two islands, of which those named have failed."""
     children = [Child(name, [], {}, folder / f"{name}.log") for name in ("merger", "island-0", "island-1")]
     for child in children:
         child.log.write_text("".join(f"line {n}\n" for n in range(10)) + "error: the port is taken\n")
         if child.name in failed:
             child.failed, child.is_fatal = child.last_words(), is_fatal
-    return cast(Session, SimpleNamespace(merger=children[0], islands=children[1:]))
+    return cast(LocalRun, SimpleNamespace(merger=children[0], islands=children[1:]))
 
 
 def test_a_process_that_cannot_continue_ends_up(tmp_path: Path) -> None:
     for failed, is_fatal in ((["merger"], False), (["island-1"], True), (["island-0", "island-1"], False)):
         with failing(ArchipelagoError, "up.worker-failed") as failure:
-            Session._require_workers(session(tmp_path, *failed, is_fatal=is_fatal))
+            LocalRun._require_workers(session(tmp_path, *failed, is_fatal=is_fatal))
         assert "the port is taken" in failure.value.what
         assert failure.value.remedy.count("\n") == LAST_LINES
-    Session._require_workers(session(tmp_path))
-    Session._require_workers(session(tmp_path, "island-0"))  # It has left its name to another process.
+    LocalRun._require_workers(session(tmp_path))
+    LocalRun._require_workers(session(tmp_path, "island-0"))  # It has left its name to another process.
 
 
 def test_workers_have_the_time_to_copy_their_last_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,7 @@ def test_up_does_not_ask_for_islands_that_it_starts_itself(tmp_path: Path) -> No
     view = summarise(manifest, [], silent, Books(), Pending(0, 0), memory=Memory(6, 10))
     mine = session(tmp_path)
     mine.manifest = manifest
-    assert [(problem.code, problem.who) for problem in Session._problems(mine, view)] == [("island.silent", "oslo")]
+    assert [(problem.code, problem.who) for problem in LocalRun._problems(mine, view)] == [("island.silent", "oslo")]
 
 
 def test_a_call_that_trained_nothing_keeps_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,7 @@ def argv(options: UpOptions) -> dict[str, list[str]]:
     """Return the arguments of each worker."""
     manifest = samples.manifest()
     transport = MemoryBroker().connect(manifest.run)
-    made = Session(options, manifest, transport, "redis://h", Path("runs/demo"), lambda: False, None, {}, None, True)
+    made = LocalRun(options, manifest, transport, "redis://h", Path("runs/demo"), lambda: False, None, {}, None, True)
     return {child.name: list(child.argv) for child in (made.merger, *made.islands)}
 
 

@@ -26,8 +26,8 @@ from archipelago.broker.redis.keys import REGISTRY, Keys
 from archipelago.broker.redis.transport import connect
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.ops.commands import run as command
-from archipelago.ops.launch.administration import Administrator, Guest
-from archipelago.ops.launch.embedded_redis import Server, start_server
+from archipelago.ops.launch.administration import Administrator
+from archipelago.ops.launch.embedded_redis import RedisServer, start_server
 from archipelago.ops.watch.doctor import main
 from tests import samples
 from tests.clusters import PASSWORD, Cluster
@@ -43,14 +43,14 @@ MANIFEST = samples.manifest("sample", PLAIN)
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     """Start a server whose settings these tests may change."""
     with start_server(tmp_path_factory.mktemp("doctor") / "redis") as running:
         yield running
 
 
 @pytest.fixture
-def raw(own: Server) -> Iterator[Any]:
+def raw(own: RedisServer) -> Iterator[Any]:
     """Return a plain client of an empty database, and restore the settings at the end."""
     with redis.Redis.from_url(own.url, decode_responses=True) as client:
         client.flushdb()
@@ -62,7 +62,7 @@ def raw(own: Server) -> Iterator[Any]:
 
 
 @pytest.fixture
-def checkup(own: Server, raw: Any) -> Iterator[RedisCheckup]:
+def checkup(own: RedisServer, raw: Any) -> Iterator[RedisCheckup]:
     """Return a checkup of the run `sample` on that server. Its island says how long a step takes."""
     transport = connect(own.url, "sample")
     transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
@@ -90,7 +90,7 @@ def test_measuring_leaves_nothing_behind(checkup: RedisCheckup, raw: Any, until:
     assert dumped(raw) == before
 
 
-def test_the_facts_of_a_real_server(checkup: RedisCheckup, own: Server, raw: Any) -> None:
+def test_the_facts_of_a_real_server(checkup: RedisCheckup, own: RedisServer, raw: Any) -> None:
     facts = checkup.facts()
     assert facts.needs_password is True
     assert abs(facts.clock_ahead_seconds) < 5.0
@@ -112,13 +112,13 @@ def test_the_facts_of_a_real_server(checkup: RedisCheckup, own: Server, raw: Any
         raw.config_set("requirepass", secret)
 
 
-def restricted(own: Server, raw: Any, *rules: str) -> RedisCheckup:
+def restricted(own: RedisServer, raw: Any, *rules: str) -> RedisCheckup:
     raw.execute_command("ACL", "SETUSER", "guest", "reset", "on", ">secret", *rules)
     transport = connect(re.sub(":[^:@]*@", "guest:secret@", own.url), "sample")
     return RedisCheckup(transport.connection)
 
 
-def test_denied_commands_are_found_by_trying_them_without_effect(own: Server, raw: Any) -> None:
+def test_denied_commands_are_found_by_trying_them_without_effect(own: RedisServer, raw: Any) -> None:
     kept = {"{sample:s0}:lease": "holder", "{sample:s0}:books": "7"}
     raw.mset(kept)
     found = restricted(own, raw, "~*", "+@all", "-xadd", "-eval", "-watch").facts()
@@ -151,7 +151,7 @@ def test_every_command_of_the_transport_is_tried() -> None:
     assert {names.get(name, name) for name in used - not_commands} <= needed
 
 
-def test_the_doctor_checks_what_a_role_needs(own: Server, raw: Any, checkup: RedisCheckup) -> None:
+def test_the_doctor_checks_what_a_role_needs(own: RedisServer, raw: Any, checkup: RedisCheckup) -> None:
     for role in ROLES:
         rules = roles.rules(role, "sample", "oslo", (7, 2))
         found = member(own, raw, role, rules)
@@ -164,7 +164,7 @@ def test_the_doctor_checks_what_a_role_needs(own: Server, raw: Any, checkup: Red
     raw.execute_command("ACL", "DELUSER", "guest")
 
 
-def test_the_doctor_checks_the_rights_in_every_shard(own: Server, raw: Any) -> None:
+def test_the_doctor_checks_the_rights_in_every_shard(own: RedisServer, raw: Any) -> None:
     only_first, everywhere = (roles.rules("island", "sample", "oslo", (7, 2), shards) for shards in (1, 2))
     assert "XADD" in member(own, raw, "island", only_first, (0, 1)).denied
     assert member(own, raw, "island", everywhere, (0, 1)).denied == ()
@@ -177,7 +177,7 @@ def test_the_doctor_checks_the_rights_in_every_shard(own: Server, raw: Any) -> N
     transport.close()
 
 
-def member(own: Server, raw: Any, role: Role, rules: Sequence[str], shards: Sequence[int] = (0,)) -> ServerFacts:
+def member(own: RedisServer, raw: Any, role: Role, rules: Sequence[str], shards: Sequence[int] = (0,)) -> ServerFacts:
     """Return the facts that a member finds out whose user has these rules."""
     raw.execute_command("ACL", "SETUSER", "guest", rules[0], ">secret", *rules[1:])
     transport = connect(re.sub(":[^:@]*@", "guest:secret@", own.url), "sample")
@@ -188,11 +188,11 @@ def member(own: Server, raw: Any, role: Role, rules: Sequence[str], shards: Sequ
 
 
 def test_the_doctor_knows_whose_credentials_it_has(
-    call: Call, own: Server, checkup: RedisCheckup, tmp_path: Path
+    call: Call, own: RedisServer, checkup: RedisCheckup, tmp_path: Path
 ) -> None:
     transport = connect(own.url, "sample")
     administrator = Administrator(transport, own.url, tmp_path)
-    invited = administrator.invite(Guest("oslo", "island", time.time() + 3600))
+    invited = administrator.invite("oslo", "island", time.time() + 3600)
     codes = {finding.code for finding in main.check_server(invited.url, "sample", 0.2, invited).findings}
     assert {"credentials.expire-soon", "rights.ok", "bandwidth.ok"} <= codes
     assert "server.untold" not in codes
@@ -204,7 +204,7 @@ def test_the_doctor_knows_whose_credentials_it_has(
     transport.close()
 
 
-def test_standing_names_the_merger_and_the_time_since_its_last_merge(checkup: RedisCheckup, own: Server) -> None:
+def test_standing_names_the_merger_and_the_time_since_its_last_merge(checkup: RedisCheckup, own: RedisServer) -> None:
     transport = connect(own.url, "sample")
     before = transport.reader.merger_status()
     assert (before.holder, before.still_seconds) == ("", 0.0)
@@ -281,7 +281,9 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
     return made
 
 
-def test_a_healthy_site(call: Call, own: Server, checkup: RedisCheckup, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_healthy_site(
+    call: Call, own: RedisServer, checkup: RedisCheckup, capsys: pytest.CaptureFixture[str]
+) -> None:
     status, found = call(url=own.url, run="sample", seconds=0.4)
     wrong = {finding["code"] for finding in found["findings"] if finding["level"] != "ok"}
     assert wrong == {"corpus.missing", "packages.different"}  # The sample run has JAX version 1.
@@ -296,7 +298,7 @@ def test_a_healthy_site(call: Call, own: Server, checkup: RedisCheckup, capsys: 
 
 
 def test_without_a_server_or_a_run_the_rest_is_still_checked(
-    call: Call, own: Server, raw: Any, corpus: OpenCorpus
+    call: Call, own: RedisServer, raw: Any, corpus: OpenCorpus
 ) -> None:
     config = replace(PLAIN, data=replace(PLAIN.data, corpus=corpus.name))
     status, found = call(settings=config)

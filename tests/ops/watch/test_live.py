@@ -29,7 +29,7 @@ from archipelago.broker.observe.logs import CONTROLS
 from archipelago.broker.presence import Presence
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Memory, MergerStatus, Transport
-from archipelago.ops.launch.embedded_redis import Server
+from archipelago.ops.launch.embedded_redis import RedisServer
 from archipelago.ops.watch import formatting, status, terminal
 from archipelago.ops.watch.advice import Problem, problems
 from archipelago.ops.watch.events import Event, events_of
@@ -310,7 +310,7 @@ def test_an_interval_out_of_range_is_an_error() -> None:
 
 @pytest.mark.full
 @pytest.mark.processes
-def test_q_ends_it_and_leaves_the_terminal_as_it_was(server: Server) -> None:
+def test_q_ends_it_and_leaves_the_terminal_as_it_was(server: RedisServer) -> None:
     run = "terminal"
     transport = connect(server.url, run)
     manifest = samples.manifest(run)

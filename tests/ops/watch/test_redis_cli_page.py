@@ -15,7 +15,7 @@ from archipelago.broker.messages import Evaluation, Note, Refusal, Resume
 from archipelago.broker.ranges import ReadPosition
 from archipelago.broker.redis.keys import REGISTRY
 from archipelago.broker.redis.transport import connect
-from archipelago.ops.launch.embedded_redis import Server
+from archipelago.ops.launch.embedded_redis import RedisServer
 from tests import samples
 from tests.servers import empty_database
 
@@ -55,7 +55,7 @@ def fields(command: str, shown: str) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def url(server: Server) -> Iterator[str]:
+def url(server: RedisServer) -> Iterator[str]:
     """Return the URL of a database with one run that has every kind of record."""
     with empty_database(server, 9) as mine:
         fill(mine)
@@ -121,7 +121,7 @@ def test_each_command_is_answered_with_what_the_page_shows(url: str) -> None:
     assert {"outer.learning_rate", "interval"} <= names
 
 
-def test_the_remove_command_deletes_all_keys_of_the_run(server: Server) -> None:
+def test_the_remove_command_deletes_all_keys_of_the_run(server: RedisServer) -> None:
     with empty_database(server, 10) as mine, redis.Redis.from_url(mine) as client:
         fill(mine)
         client.set("demolition:manifest", "another's")

@@ -27,7 +27,7 @@ from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.ops.commands import run
 from archipelago.ops.dashboard.page_data import PAGE
-from archipelago.ops.launch.embedded_redis import Server, start_server
+from archipelago.ops.launch.embedded_redis import RedisServer, start_server
 from archipelago.ops.watch import report as run_report
 from archipelago.ops.watch import run_summary
 from archipelago.ops.watch.provenance import Provenance, cards, commands
@@ -75,7 +75,7 @@ def inlined(text: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def transport(server: Server) -> Iterator[RedisTransport]:
+def transport(server: RedisServer) -> Iterator[RedisTransport]:
     """Return a run that is the only one in its database."""
     with empty_database(server, 5) as url:
         transport = connect(url, "sample")
@@ -109,7 +109,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_report_from_redis(
-    server: Server, transport: RedisTransport, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    server: RedisServer, transport: RedisTransport, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url = server.url.removesuffix("/0") + "/5"
     path = tmp_path / "new" / "it.html"

@@ -32,7 +32,7 @@ from archipelago.broker.redis.transport import connect
 from archipelago.islands.data.corpus import open_corpus
 from archipelago.islands.models.llama import to_llama
 from archipelago.ops.commands import run
-from archipelago.ops.launch.embedded_redis import Server
+from archipelago.ops.launch.embedded_redis import RedisServer
 from archipelago.ops.weights.export import write
 from archipelago.ops.weights.generate import open_text_model
 from archipelago.ops.weights.parameters import RunParameters, find
@@ -44,7 +44,7 @@ from tests.servers import empty_database
 
 
 @pytest.fixture
-def url(server: Server) -> Iterator[str]:
+def url(server: RedisServer) -> Iterator[str]:
     """Return the URL of a database without runs."""
     with empty_database(server, 9) as url:
         yield url

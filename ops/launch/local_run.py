@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.live import Live
@@ -22,16 +22,25 @@ from archipelago.broker.observe.logs import printable
 from archipelago.broker.observe.options import WorkerOptions
 from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE
 from archipelago.broker.transport import ReaderTransport
-from archipelago.ops.launch.devices import Shares
-from archipelago.ops.launch.embedded_redis import Server
-from archipelago.ops.launch.standbys import ISLAND, Standbys
-from archipelago.ops.launch.supervisor import ISLAND_NICENESS, Child, stop_all, thread_environment
-from archipelago.ops.launch.up_options import UpOptions
+from archipelago.ops.launch.devices import DeviceShares
+from archipelago.ops.launch.embedded_redis import RedisServer
+from archipelago.ops.launch.supervisor import (
+    ISLAND,
+    ISLAND_NICENESS,
+    Child,
+    IslandStandbys,
+    stop_all,
+    thread_environment,
+)
+from archipelago.ops.launch.up import UpOptions
 from archipelago.ops.settings import say
 from archipelago.ops.watch import run_summary, terminal
 from archipelago.ops.watch.advice import Problem, problems
 from archipelago.ops.watch.reading import observe
 from archipelago.ops.watch.run_view import RunView
+
+if TYPE_CHECKING:
+    from archipelago.ops.launch.up import UpOptions
 
 LOOK_SECONDS = 1.0
 LINE_SECONDS = 10.0
@@ -53,7 +62,7 @@ def island_name(number: int) -> str:
     return f"island-{number}"
 
 
-class Session:
+class LocalRun:
     """The merger, the islands and the standbys of a run on this machine, and its last evaluation.
 
     Attributes:
@@ -68,9 +77,9 @@ class Session:
         url: str,
         folder: Path,
         stopped: Callable[[], bool],
-        redis: Server | None,
+        redis: RedisServer | None,
         joins: Mapping[str, str],
-        shares: Shares | None,
+        shares: DeviceShares | None,
         has_losses: bool,
     ) -> None:
         """Note what to start.
@@ -114,8 +123,8 @@ class Session:
             own = devices[number] if devices else None
             argv = [*ISLAND, *where, *mesh, *task, *options.flags(number + 1)]
             self.islands.append(child(name, *argv, devices=own, niceness=ISLAND_NICENESS))
-        flags = [*mesh, *task, *options.curve_flags()]
-        self.standbys = Standbys(options.standbys, flags, environment("standby"), folder / "logs", devices)
+        argv = [*ISLAND, "--standby", *mesh, *task, *options.curve_flags()]
+        self.standbys = IslandStandbys(options.standbys, argv, environment("standby"), folder / "logs", devices)
         for island in self.islands:
             island.stand_in = self.standbys.stand_in
         self.seconds = 0.0
