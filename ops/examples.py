@@ -68,7 +68,7 @@ EXAMPLES: dict[str, dict[str, str]] = {
     },
     "export": {
         "archipelago export runs/demo --out demo-llama": "Write the newest checkpoint as a Llama.",
-        "archipelago export redis://HOST:6379 --run demo --out demo-orbax --format orbax": "Write plain Orbax.",
+        "archipelago export redis://HOST:6379 --run demo --out demo-llama": "Write the newest parameters of a run.",
     },
     "generate": {
         "archipelago generate demo-llama --prompt 'def main(' --tokens 200": "Continue a prompt with an export.",

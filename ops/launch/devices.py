@@ -113,8 +113,8 @@ def shared_out(
         mesh: The mesh of each island, if one is given.
 
     Raises:
-        ConfigError: There are fewer accelerators than islands (`up.devices`), a TPU cannot be shared as asked
-            (`up.tpu`), or the mesh needs more devices than an island gets (`mesh.devices`).
+        ConfigError: There are fewer accelerators than islands or a TPU cannot be shared as asked
+            (`up.devices`), or the mesh needs more devices than an island gets (`mesh.devices`).
     """
     if found is None:
         return None
@@ -133,7 +133,7 @@ def shared_out(
             raise ConfigError(
                 "a standby needs the chips of its island, and two processes cannot use one TPU chip",
                 "Leave --standbys out. An island that dies is started again.",
-                code="up.tpu",
+                code="up.devices",
             )
     if mesh is not None:
         require_present(mesh, each, f"its share of {count} × {found.kind}")

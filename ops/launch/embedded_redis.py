@@ -319,13 +319,13 @@ class RedisServer(contextlib.ExitStack):
                 break
             self.port = 0  # Another process has the port, perhaps at another address than loopback.
         ended = f"did not answer for {self._seconds:g} s"
-        if not (is_alive := self.alive()) and self._child and self._child.process:
+        if not self.alive() and self._child and self._child.process:
             ended = f"ended with status {self._child.process.returncode}"
         raise BrokerError(
             f"the {self.program.kind} {self.program.version} {ended} while starting",
             "Fix what its log reports, or give the URL of a Redis that is already running. "
             + "\n".join([f"{log} ends with:", *(said.splitlines()[-LOG_LINES:] or ["(nothing)"])]),
-            code="broker.start-timeout" if is_alive else "broker.start-failed",
+            code="broker.start-failed",
         )
 
     def _serves(self) -> bool:

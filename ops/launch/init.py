@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
 import uuid
@@ -28,20 +27,13 @@ from archipelago.broker.shards.transport import create as create_run
 from archipelago.broker.transport import Memory, Transport
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.sync.connection.watch import require_no_islands as require_no_islands
-from archipelago.merger.spectra import default_threads
 from archipelago.merger.storage import MergerFolder, fetched
 from archipelago.ops.settings import say, setting_text
-from archipelago.ops.simulation.cycle import SHARE_MAX, THREAD_RATE, spectra_load
-from archipelago.ops.watch.formatting import seconds_text
-from archipelago.ops.weights.safetensors_files import WeightFiles
-from archipelago.ops.weights.tokenizers import require_tokenizer
+from archipelago.ops.weights.safetensors_files import WeightFiles, require_tokenizer
 
 if TYPE_CHECKING:
     from archipelago.islands.models.interface import Params
     from archipelago.islands.tasks.workload import Workload
-
-#: A merger that needs less time for the spectra of a cycle keeps up with any model.
-SPECTRA_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -204,16 +196,6 @@ def tell_of_memory(manifest: Manifest, server: Memory) -> None:
         say(f"warning: {words}.")
 
 
-def tell_of_spectra(manifest: Manifest) -> None:
-    """Say what changing spectra takes, if the interval may be too short for that."""
-    threads = default_threads()
-    found = spectra_load(manifest.tensors, manifest.config.merge, threads, threads * THREAD_RATE, math.nan)
-    if found.seconds > SPECTRA_SECONDS:
-        least = found.seconds / SHARE_MAX / manifest.config.sync.interval
-        say(f"merging: {found.describe()}, as many as this machine has cores. It keeps up with inner steps of at least "
-            f"{seconds_text(least)}; `archipelago doctor` measures that.")  # fmt: skip
-
-
 def create(
     transport: Transport,
     config: RunConfig,
@@ -255,7 +237,6 @@ def create(
         if weights is not None:
             manifest = replace(manifest, versions={**manifest.versions, "weights": WeightFiles(weights).describe()})
         tell_of_memory(manifest, transport.reader.memory())
-        tell_of_spectra(manifest)
         with progress(f"making the first {manifest.parameters:,} parameters"):
             snapshots = first_snapshots(manifest, params)
         with suppress(RunExistsError), progress("writing the first parameters to Redis"):

@@ -155,9 +155,7 @@ def main(options: UpOptions) -> int:
 def require_sensible(options: UpOptions) -> None:
     """Raise ConfigError for options that the workers would refuse, before any of them is started."""
     if not 1 <= options.islands <= ISLANDS_MAX:
-        raise ConfigError(
-            f"--islands cannot be {options.islands}", f"Choose 1 to {ISLANDS_MAX}.", code="config.islands"
-        )
+        raise ConfigError(f"--islands cannot be {options.islands}", f"Choose 1 to {ISLANDS_MAX}.", code="config.value")
     require_number("--standbys", options.standbys, "Give a number; one is usually enough.")
     _require_openable(options)
     remedy = "Give a number of seconds, such as 30, or 0 for no checkpoints."
@@ -170,7 +168,7 @@ def require_sensible(options: UpOptions) -> None:
     last = metrics.PORT_MAX - options.islands  # Each island takes a port after the merger's.
     if options.metrics_port is not None and not 0 <= options.metrics_port <= last:
         raise ConfigError(
-            f"--metrics-port cannot be {options.metrics_port}", f"Choose 0 to {last}.", code="config.metrics-port"
+            f"--metrics-port cannot be {options.metrics_port}", f"Choose 0 to {last}.", code="config.value"
         )
     if options.metrics_port:
         metrics.require_free(
@@ -183,10 +181,10 @@ def _require_openable(options: UpOptions) -> None:
         raise ConfigError(
             "--open starts a Redis of its own, so it takes no URL",
             "Leave out one of them. With a URL, `archipelago invite` gives others their access.",
-            code="up.open-with-url",
+            code="config.value",
         )
     if options.host is not None and not options.open_:
-        raise ConfigError("--host needs --open", "Give both, or neither.", code="up.host-without-open")
+        raise ConfigError("--host needs --open", "Give both, or neither.", code="config.value")
     if not options.open_ and not options.url and (options.folder / options.run / ADMIN_FILE).exists():
         raise ConfigError(
             f"the members of the run {options.run!r} have invitations, and its Redis is open to them",
@@ -199,7 +197,7 @@ def _with_devices(options: UpOptions) -> tuple[UpOptions, DeviceShares | None]:
     """Return the options with a number of islands that this machine's accelerators allow, and the share of each.
 
     Raises:
-        ConfigError: There are not enough accelerators for what was asked (`up.devices`, `up.tpu`, `mesh.devices`).
+        ConfigError: There are not enough accelerators for what was asked (`up.devices`, `mesh.devices`).
     """
     mesh, found = parsed(options.mesh) if options.mesh is not None else None, accelerators()
     if not is_given("--islands"):

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from archipelago.broker.buckets.folder import BucketFolder, is_address
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.files import require_local, staged_folder
+from archipelago.broker.files import staged_folder
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import print_json
 from archipelago.ops.settings import say
 from archipelago.ops.weights.parameters import RunParameters, find, tokenizer_of
-from archipelago.ops.weights.safetensors_files import CONFIG_FILE, ORBAX_FOLDER, TOKENIZER_KEY
+from archipelago.ops.weights.safetensors_files import CONFIG_FILE, TOKENIZER_KEY
 
 if TYPE_CHECKING:
-    import jax
-
     from archipelago.islands.data.tokenizer import TextTokenizer
     from archipelago.islands.models.registry import Params
 
@@ -34,17 +30,15 @@ OWN_KIND = "archipelago"
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """Write a run's newest parameters for other programs: for Hugging Face's `transformers`, or for Orbax."""
+    """Write a run's newest parameters as safetensors, for Hugging Face's `transformers` and other programs."""
 
-    out: str
-    """The folder to write, here or in a bucket (s3://BUCKET/FOLDER). It must be empty or not exist."""
+    out: Path
+    """The folder to write. It must be empty or not exist."""
     source: Annotated[str | None, tyro.conf.Positional] = None
     """A Redis URL such as redis://HOST:PORT (default $ARCHIPELAGO_URL), a join file, or the name or folder of a run
     with checkpoints on this machine."""
     run: str | None = None
     """The name of the run. The default is $ARCHIPELAGO_RUN, or the only run there."""
-    format: Literal["safetensors", "orbax"] = "safetensors"
-    """`orbax` writes a tree of arrays under our own names, for JAX."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype of the numbers in the file."""
     json: bool = False
@@ -53,73 +47,45 @@ class ExportOptions:
 
 def main(options: ExportOptions) -> int:
     """Find the parameters and write them."""
-    bucket = _new_in_bucket(options.out) if is_address(options.out) else None
-    if bucket is None:
-        require_local(Path(options.out), "--out")
-    shown = f"{bucket or options.out}"
-    with ExitStack() as stack:
-        temporary = Path(stack.enter_context(TemporaryDirectory(prefix="archipelago-"))) if bucket else None
-        out = temporary / "export" if temporary else Path(options.out)
-        require_new(out)
-        with progress("reading the parameters"):
-            found = find(options.source, options.run)
-        with progress(f"writing {shown}"):
-            kind = write(found, out, options.format, options.dtype)
-        if bucket:
-            with progress(f"uploading to {bucket}"):
-                paths = {path.relative_to(out).as_posix(): path for path in out.rglob("*") if path.is_file()}
-                last = {CONFIG_FILE: paths.pop(CONFIG_FILE)}  # it shows that the others are there
-                bucket.upload(paths)
-                bucket.upload(last)
-        size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    require_new(options.out)
+    with progress("reading the parameters"):
+        found = find(options.source, options.run)
+    with progress(f"writing {options.out}"):
+        kind = write(found, options.out, options.dtype)
+    size = sum(path.stat().st_size for path in options.out.rglob("*") if path.is_file())
     if options.json:
         print_json({"run": found.manifest.run, "round": found.round, "step": found.step, "origin": found.origin,
-                    "model_type": kind, "format": options.format, "dtype": options.dtype,
+                    "model_type": kind, "dtype": options.dtype,
                     "parameters": found.manifest.parameters,
                     "frozen_parameters": found.manifest.frozen_parameters,
-                    "bytes": size, "folder": shown})  # fmt: skip
+                    "bytes": size, "folder": str(options.out)})  # fmt: skip
         return 0
     say(f"run {found.manifest.run!r} at round {found.round:,}, step {found.step:,}, from {found.origin}: "
-        f"{found.manifest.parameters:,} parameters, {options.dtype}, in {shown} ({size:,} bytes)")  # fmt: skip
-    for line in _uses(found, options, kind) if bucket is None else ["copy the folder to a disk to use it"]:
+        f"{found.manifest.parameters:,} parameters, {options.dtype}, in {options.out} ({size:,} bytes)")  # fmt: skip
+    for line in _uses(found, options.out, kind):
         say(f"  {line}")
     return 0
 
 
-def _new_in_bucket(address: str) -> BucketFolder:
-    """Return the folder of a bucket. Raises BucketError, or ConfigError (`export.exists`) if it has files."""
-    bucket = BucketFolder(address)
-    if bucket.tree():
-        raise ConfigError(
-            f"{bucket} exists and is not empty", "Name another folder with --out, or delete it.", code="export.exists"
-        )
-    bucket.require_usable()  # before the parameters are read
-    return bucket
-
-
-def _uses(found: RunParameters, options: ExportOptions, kind: str) -> Iterator[str]:
+def _uses(found: RunParameters, out: Path, kind: str) -> Iterator[str]:
     """Yield lines that say how to use the export."""
     if found.manifest.frozen:
         yield (
             f"only the trained tensors are in it; {found.manifest.frozen_parameters:,} frozen parameters are those of "
             "the base model, which the run does not have"
         )
-    if options.format == "orbax":
-        path = (Path(options.out) / ORBAX_FOLDER).absolute()
-        yield f"in JAX:  orbax.checkpoint.StandardCheckpointer().restore('{path}')"
-        return
     if found.manifest.config.has_own_loops:
-        yield f"in a script:  safetensors.numpy.load_file('{Path(options.out) / WEIGHTS_FILE}') has the tensors by name"
+        yield f"in a script:  safetensors.numpy.load_file('{out / WEIGHTS_FILE}') has the tensors by name"
         return
     if kind == "llama":
-        yield f"elsewhere:  transformers.AutoModelForCausalLM.from_pretrained('{options.out}')"
+        yield f"elsewhere:  transformers.AutoModelForCausalLM.from_pretrained('{out}')"
     else:
         yield (
             f"the tensors have our own names (model_type {OWN_KIND!r}), because other programs have no model that "
             f"computes the same as {found.manifest.config.model.size!r}"
         )
-    yield f"text:  archipelago generate {options.out} --prompt 'Once'"
-    yield f"continue from here:  archipelago up --from {options.out} --model.size {found.manifest.config.model.size}"
+    yield f"text:  archipelago generate {out} --prompt 'Once'"
+    yield f"continue from here:  archipelago up --from {out} --model.size {found.manifest.config.model.size}"
 
 
 def require_new(out: Path) -> None:
@@ -138,13 +104,12 @@ def require_new(out: Path) -> None:
         )
 
 
-def write(found: RunParameters, out: Path, form: str, dtype: str) -> str:
+def write(found: RunParameters, out: Path, dtype: str) -> str:
     """Write the folder, completely or not at all.
 
     Args:
         found: The parameters.
         out: The folder. It must be empty or not exist.
-        form: `safetensors` or `orbax`.
         dtype: `float32` or `bfloat16`.
 
     Returns:
@@ -157,13 +122,9 @@ def write(found: RunParameters, out: Path, form: str, dtype: str) -> str:
     config = config_of(found, dtype)
     with _staged(out) as stage:
         _write_json(stage / CONFIG_FILE, config)
-        if form == "orbax":
-            _write_orbax(stage / ORBAX_FOLDER, found.params, dtype)
-        else:
-            path = stage / WEIGHTS_FILE
-            meaning = {TOKENIZER_KEY: tokenizer.meaning} if tokenizer else {}
-            _write_safetensors(path, found.params, dtype, meaning, is_llama=config["model_type"] == "llama")
-            path.chmod((stage / CONFIG_FILE).stat().st_mode)  # Safetensors lets only the user read the file.
+        path, meaning = stage / WEIGHTS_FILE, {TOKENIZER_KEY: tokenizer.meaning} if tokenizer else {}
+        _write_safetensors(path, found.params, dtype, meaning, is_llama=config["model_type"] == "llama")
+        path.chmod((stage / CONFIG_FILE).stat().st_mode)  # Safetensors lets only the user read the file.
         if tokenizer is not None:
             _write_tokenizer(stage, tokenizer, found.manifest.config.data.sequence_length)
     return str(config["model_type"])
@@ -205,36 +166,17 @@ def config_of(found: RunParameters, dtype: str) -> dict[str, Any]:
     return {"model_type": OWN_KIND, "torch_dtype": dtype, OWN_KIND: origin}
 
 
-def _cast(params: Params, dtype: str) -> dict[str, jax.Array]:
-    import jax.numpy as jnp
-
-    return {name: value.astype(jnp.dtype(dtype)) for name, value in params.items()}
-
-
 def _write_safetensors(path: Path, params: Params, dtype: str, metadata: Mapping[str, str], *, is_llama: bool) -> None:
+    import jax.numpy as jnp
     from safetensors.flax import save_file
 
     from archipelago.islands.models.llama import to_llama
 
     tensors = {}
-    for name, value in _cast(params, dtype).items():
-        place = to_llama(name) if is_llama else None
+    for name, exact in params.items():
+        value, place = exact.astype(jnp.dtype(dtype)), to_llama(name) if is_llama else None
         tensors[place.name if place else name] = value.T if place and place.transposed else value
     save_file(tensors, str(path), metadata={"format": "pt", **metadata})
-
-
-def _write_orbax(path: Path, params: Params, dtype: str) -> None:
-    import orbax.checkpoint as ocp
-
-    tree: dict[str, Any] = {}
-    for name, value in _cast(params, dtype).items():
-        *parents, leaf = name.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[leaf] = value
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path.absolute(), tree)
 
 
 def _write_tokenizer(folder: Path, tokenizer: TextTokenizer, positions: int) -> None:

@@ -24,8 +24,7 @@ from archipelago.broker.process import keep_compiled, print_json
 from archipelago.ops.settings import say
 from archipelago.ops.weights.export import OWN_KIND
 from archipelago.ops.weights.parameters import find, tokenizer_of
-from archipelago.ops.weights.safetensors_files import CONFIG_FILE, WeightFiles, read_config
-from archipelago.ops.weights.tokenizers import tokenizer_beside
+from archipelago.ops.weights.safetensors_files import CONFIG_FILE, WeightFiles, read_config, tokenizer_beside
 
 if TYPE_CHECKING:
     from archipelago.islands.data.tokenizer import TextTokenizer
@@ -92,9 +91,9 @@ def main(options: GenerateOptions) -> int:
     """Generate and print the text."""
     seed = secrets.randbelow(1 << 31) if options.seed is None else options.seed
     if not 0 <= seed < 1 << 31:
-        raise ConfigError(f"--seed cannot be {seed}", "Choose 0 to 2147483647.", code="generate.bad-flag")
+        raise ConfigError(f"--seed cannot be {seed}", "Choose 0 to 2147483647.", code="config.value")
     if options.tokens < 1:
-        raise ConfigError(f"--tokens cannot be {options.tokens}", "Choose a positive number.", code="generate.bad-flag")
+        raise ConfigError(f"--tokens cannot be {options.tokens}", "Choose a positive number.", code="config.value")
     keep_compiled()
     with progress("reading the parameters"):
         text_model = open_text_model(options.source, options.run)
@@ -122,7 +121,7 @@ def generate(
     """Yield the text that continues the prompt, in pieces, and append the time of each token to `times` (in seconds).
 
     Raises:
-        ConfigError: A sampling option is out of range (`generate.bad-flag`).
+        ConfigError: A sampling option is out of range (`config.option`).
     """
     from archipelago.islands.models.sampling import Sampling, continuation
 
@@ -134,7 +133,7 @@ def generate(
         raise ConfigError(
             f"text cannot be sampled with these options ({'; '.join(faults)})",
             "See `archipelago generate --help`.",
-            code="generate.bad-flag",
+            code="config.value",
         ) from None
     start = text_model.tokenizer.encode(prompt) or text_model.tokenizer.encode("\n")
     endless = continuation(text_model.model.decoder, text_model.params, start, text_model.context, how, seed)
@@ -175,7 +174,7 @@ def open_text_model(source: str | None, run: str | None) -> TextModel:
         raise ConfigError(
             f"{source} is a file, and its folder describes the model",
             "Name the folder that `archipelago export` wrote.",
-            code="generate.file",
+            code="export.foreign",
         )
     if source is not None and not names_redis(source) and read_config(Path(source)):
         return _of_export(Path(source))
@@ -219,7 +218,7 @@ def _described(folder: Path, files: WeightFiles) -> tuple[Model, int]:
             return model, int(own["sequence_length"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise DataError(
-            f"{folder / CONFIG_FILE} is damaged ({error!r:.100})", "Export the run again.", code="export.damaged"
+            f"{folder / CONFIG_FILE} is damaged ({error!r:.100})", "Export the run again.", code="weights.damaged"
         ) from None
     raise ConfigError(
         f"{folder / CONFIG_FILE} describes a {config.get('model_type')!r:.40}, which is not one of our models",

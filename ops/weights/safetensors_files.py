@@ -1,4 +1,7 @@
-"""Read weights from safetensors files: our own exports, and Llamas with our architecture. They are checked first."""
+"""Read weights from safetensors files: our own exports, and Llamas with our architecture. They are checked first.
+
+So is the tokenizer that they were trained with. Under another one, every token would mean something else to them.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,11 @@ from archipelago.broker.errors import DataError
 from archipelago.broker.manifest import Tensor
 
 if TYPE_CHECKING:
+    from archipelago.islands.data.corpus import OpenCorpus
+    from archipelago.islands.data.tokenizer import TextTokenizer
     from archipelago.islands.models.registry import Params
 
 CONFIG_FILE = "config.json"
-ORBAX_FOLDER = "orbax"
 #: Where an export says which tokenizer its weights were trained with, in the metadata of the file.
 TOKENIZER_KEY = "archipelago.tokenizer"
 _CONFIG_BYTES_MAX = 16 << 20
@@ -60,10 +64,6 @@ class WeightFiles:
         self.folder = path if path.is_dir() else path.parent
         self.tokenizer = ""
         self.files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-        if not self.files and (path / ORBAX_FOLDER).is_dir():
-            raise DataError(
-                f"{path} holds an Orbax checkpoint", "Export the run with --format safetensors.", code="weights.orbax"
-            )
         if not self.files or not self.files[0].is_file():
             raise DataError(
                 f"there are no weights in {path}" if path.is_dir() else f"there is no file {path}",
@@ -233,3 +233,68 @@ def _shape(shape: Sequence[int]) -> str:
 def _some(names: Sequence[str]) -> str:
     listed = ", ".join(name[:120] for name in names[:_NAMED])
     return f"{listed} and {len(names) - _NAMED:,} more" if len(names) > _NAMED else listed
+
+
+# -- the tokenizer of weights ------------------------------------------------------------------------------------------
+
+
+def require_tokenizer(files: WeightFiles, corpus: OpenCorpus) -> bool:
+    """Check that a corpus was made with the tokenizer that weights were trained with.
+
+    The weights of `archipelago export` say which it was; for others, it is the `tokenizer.json` beside them.
+
+    Returns:
+        False if the weights do not say it.
+
+    Raises:
+        DataError: It is another tokenizer (`weights.tokenizer`), or its file cannot be used.
+    """
+    from archipelago.islands.data.tokenizer import byte_tokenizer
+
+    path, ours, plain = _file_of(files), corpus.open_tokenizer().meaning, byte_tokenizer().meaning
+    theirs = files.tokenizer or (_read(path).meaning if path else "")
+    if theirs in ("", ours):
+        return bool(theirs)
+    own, other = (
+        "the bytes of text" if each == plain else f"tokens of the tokenizer {each}" for each in (ours, theirs)
+    )
+    how = "without --tokenizer" if theirs == plain else f"with --tokenizer {path or 'THEIR_TOKENIZER_JSON'}"
+    raise DataError(
+        f"the weights in {files.path} were trained on {other}, and the corpus {corpus.name!r} holds {own}",
+        f"Prepare the text for these weights (`archipelago prepare TEXT`, {how}), and name that corpus with "
+        "--data.corpus.",
+        code="weights.tokenizer",
+    )
+
+
+def tokenizer_beside(files: WeightFiles) -> TextTokenizer:
+    """Return the tokenizer in the folder of an export.
+
+    Raises:
+        DataError: It is not the one that the weights were trained with (`weights.tokenizer`), or its file is missing or
+            cannot be used.
+    """
+    from archipelago.islands.data.tokenizer import FILE
+
+    found = _read(_file_of(files) or files.folder / FILE)
+    if files.tokenizer and found.meaning != files.tokenizer:
+        raise DataError(
+            f"{files.folder / FILE} is not the tokenizer that the weights were trained with ({found.meaning}, not "
+            f"{files.tokenizer})",
+            "Restore the file from a copy, or export the run again.",
+            code="weights.tokenizer",
+        )
+    return found
+
+
+def _file_of(files: WeightFiles) -> Path | None:
+    from archipelago.islands.data.tokenizer import FILE
+
+    path = files.folder / FILE
+    return path if path.is_file() else None
+
+
+def _read(path: Path) -> TextTokenizer:
+    from archipelago.islands.data.tokenizer import from_file
+
+    return from_file(path)

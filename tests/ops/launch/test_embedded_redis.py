@@ -317,7 +317,7 @@ def test_a_silent_program_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         monotonic=lambda: 2.0 if marker.exists() and marker.read_text().endswith("\n") else 0.0, sleep=time.sleep
     )
     monkeypatch.setattr(embedded_redis, "time", clock)
-    with failing(BrokerError, "broker.start-timeout"):
+    with failing(BrokerError, "broker.start-failed"):
         start_server(tmp_path / "redis", silent, timeout_seconds=1.5)
     assert gone(int(marker.read_text()))
 
@@ -334,7 +334,7 @@ def test_a_server_may_load_for_longer_than_the_silence_limit(
     )
     with start_server(tmp_path / "first", valkey, timeout_seconds=5.0) as server:
         assert server.pid == 7
-    with failing(BrokerError, "broker.start-timeout"):
+    with failing(BrokerError, "broker.start-failed"):
         start_server(tmp_path / "second", valkey, timeout_seconds=5.0)
 
 

@@ -1,4 +1,4 @@
-"""A run is continued with its own settings or extended, and others are refused by name; slow merging is told."""
+"""A run is continued with its own settings or extended, and others are refused by name."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import pytest
 from archipelago.broker.config import InnerConfig, MergeConfig, ModelConfig, RunConfig, WireConfig, flags
 from archipelago.broker.control import STEPS
 from archipelago.broker.errors import MismatchError
-from archipelago.broker.manifest import Corpus, Tensor
+from archipelago.broker.manifest import Corpus
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Transport
 from archipelago.islands.data.preparation import prepare_text
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.commands import parse
 from archipelago.ops.launch import up
-from archipelago.ops.launch.init import InitOptions, create, own_flags, tell_of_spectra
+from archipelago.ops.launch.init import InitOptions, create, own_flags
 from archipelago.ops.launch.up import UpOptions
 from tests import samples
 from tests.failing import failing
@@ -113,18 +113,3 @@ def test_flags_give_the_config() -> None:
     found = replace(samples.manifest(config=chosen), corpus=Corpus("text", "0" * 32, 1000, "1" * 32, 250))
     again = parse(InitOptions, "archipelago init", shlex.split(own_flags(found)))
     assert again.settings.model.vocabulary == 300
-
-
-def test_spectra_that_take_long_are_told_when_a_run_is_created(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    wide = (Tensor("kernel", (20, 1024, 4096)),)
-    manifest = samples.manifest("sample")
-    isotropic = replace(manifest.config, merge=MergeConfig(rest="isotropic"))
-    by_rda = replace(manifest.config, merge=MergeConfig(embedding="average", rest="rda"))
-    tell_of_spectra(replace(manifest, tensors=wide, config=by_rda))
-    tell_of_spectra(replace(manifest, config=isotropic))
-    assert not capsys.readouterr().err, "it is quick"
-    tell_of_spectra(replace(manifest, tensors=wide, config=isotropic))
-    assert "spectra" in capsys.readouterr().err

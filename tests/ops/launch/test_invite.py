@@ -113,7 +113,7 @@ def test_the_key_of_another_administrator_is_not_replaced(run: RedisTransport, j
 def test_an_invitation_is_not_repeated_but_replaced(run: RedisTransport, join: Invite) -> None:
     old = join("oslo")
     transport = connect_to(str(join_file(run, "oslo")), None)
-    with failing(ConfigError, "invitation.file"):
+    with failing(ConfigError, "invitation.exists"):
         join("oslo")
     with failing(ConfigError, "invitation.exists"):
         join("oslo", out=Path("other.join"))

@@ -241,8 +241,8 @@ def test_options_that_contradict_each_other_or_the_run_are_refused(tmp_path: Pat
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo" / "admin.join").touch()
     for options, code in (
-        (UpOptions(open_=True, url="redis://h"), "up.open-with-url"),
-        (UpOptions(host="hub"), "up.host-without-open"),
+        (UpOptions(open_=True, url="redis://h"), "config.value"),
+        (UpOptions(host="hub"), "config.value"),
         (UpOptions(folder=tmp_path), "up.was-open"),
     ):
         with failing(ConfigError, code):

@@ -45,7 +45,7 @@ def exported(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("exported") / "out"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ARCHIPELAGO_DATA", str(folder))
-        write(found_of(), out, "safetensors", "float32")
+        write(found_of(), out, "float32")
     return out
 
 

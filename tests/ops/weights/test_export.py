@@ -12,7 +12,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
@@ -37,7 +36,6 @@ from archipelago.ops.weights.export import write
 from archipelago.ops.weights.generate import open_text_model
 from archipelago.ops.weights.parameters import RunParameters, find
 from archipelago.ops.weights.safetensors_files import WeightFiles
-from tests.broker.buckets.faulty_bucket import FaultyFileSystem
 from tests.failing import failing
 from tests.ops.weights.small_runs import SMALL, TINY, Call, checkpointed, found_of, of_tokens, same
 from tests.servers import empty_database
@@ -58,7 +56,7 @@ def tensors_in(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("made", [pytest.param(found_of, marks=pytest.mark.full), of_tokens])
 def test_a_dense_model_is_written_as_a_llama(made: Callable[[], RunParameters], tmp_path: Path) -> None:
     found, out = made(), tmp_path / "out"
-    assert write(found, out, "safetensors", "float32") == "llama"
+    assert write(found, out, "float32") == "llama"
     held = tensors_in(out)
     assert held.keys() == {to_llama(name).name for name in found.params}
     assert np.array_equal(held["model.layers.1.mlp.down_proj.weight"], found.params["layers.1.mlp.down.kernel"].T)
@@ -79,7 +77,7 @@ def test_a_dense_model_is_written_as_a_llama(made: Callable[[], RunParameters], 
 
 def test_bfloat16_halves_the_file(tmp_path: Path) -> None:
     found = found_of()
-    write(found, tmp_path / "out", "safetensors", "bfloat16")
+    write(found, tmp_path / "out", "bfloat16")
     loaded = WeightFiles(tmp_path / "out").load(TINY.tensors)
     assert same(loaded, {n: p.astype(jnp.bfloat16).astype(jnp.float32) for n, p in found.params.items()})
     assert (tmp_path / "out" / "model.safetensors").stat().st_size < 2.1 * found.manifest.parameters
@@ -88,25 +86,10 @@ def test_bfloat16_halves_the_file(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_experts_keep_their_own_names(tmp_path: Path) -> None:
     found = found_of(replace(SMALL, model=ModelConfig("tiny-moe")))
-    assert write(found, tmp_path / "out", "safetensors", "float32") == "archipelago"
+    assert write(found, tmp_path / "out", "float32") == "archipelago"
     assert tensors_in(tmp_path / "out").keys() == found.params.keys()
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "archipelago"
     assert same(open_text_model(str(tmp_path / "out"), None).params, found.params)
-
-
-def test_orbax_restores_it_without_us(tmp_path: Path) -> None:
-    found = found_of()
-    write(found, tmp_path / "out", "orbax", "bfloat16")
-    like = {"embedding": np.zeros((256, 64), jnp.bfloat16)}
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        tree = checkpointer.restore(
-            tmp_path / "out" / "orbax",
-            args=ocp.args.PyTreeRestore(like, restore_args={"embedding": ocp.RestoreArgs(restore_type=np.ndarray)},
-                                        partial_restore=True),
-        )  # fmt: skip
-        names = checkpointer.metadata(tmp_path / "out" / "orbax").item_metadata.tree
-    assert np.array_equal(tree["embedding"], np.asarray(found.params["embedding"].astype(jnp.bfloat16)))
-    assert names["layers"]["1"]["mlp"]["down"]["kernel"].shape == (176, 64)
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
@@ -116,7 +99,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
         run(("export", "runs/none", "--out", "out"))
     (tmp_path / "file").write_text("")
     with failing(ConfigError, "export.unwritable"):
-        write(found_of(), tmp_path / "file" / "below", "safetensors", "float32")
+        write(found_of(), tmp_path / "file" / "below", "float32")
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
@@ -125,7 +108,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))  # Python ignores SIGXFSZ, so writes fail.
     try:
         with failing(ConfigError, "export.unwritable"):
-            write(found, tmp_path / "out", "safetensors", "float32")
+            write(found, tmp_path / "out", "float32")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list(tmp_path.iterdir()) == []
@@ -153,20 +136,6 @@ def test_a_checkpoint_is_found_in_a_bucket(bucket: BucketFolder, tmp_path: Path)
         assert found.origin == f"checkpoint 3 in {bucket.child(place)}"
     with failing(ConfigError, "checkpoint.missing"):
         find(bucket.child("other").address, None)
-
-
-def test_an_export_goes_to_a_bucket(bucket: BucketFolder, tmp_path: Path, call: Call) -> None:
-    checkpointed(found_of())
-    out = bucket.child("llama")
-    status, _, said = call("export", "mine", "--out", out.address)
-    assert (status, "llama" in said) == (0, True)
-    assert {"config.json", "model.safetensors"} <= out.tree().keys()
-    puts = [path for request, path in FaultyFileSystem.requests if request == "put"]
-    assert puts[-1].endswith("config.json")  # last, so that part of an export is not taken for one
-    out.download({name: tmp_path / "copy" / name for name in out.tree()})
-    assert same(open_text_model(str(tmp_path / "copy"), None).params, found_of().params)
-    status, _, said = call("export", "mine", "--out", out.address)
-    assert status == 2
 
 
 def test_without_a_redis_the_runs_own_checkpoint_is_read(call: Call) -> None:
@@ -201,7 +170,7 @@ SETTINGS = ["--data.corpus", "small", "--data.shards", "8", "--data.sequence-len
 
 
 def test_a_run_begins_where_an_export_ended(tmp_path: Path, url: str, call: Call) -> None:
-    write(found_of(), tmp_path / "first", "safetensors", "float32")
+    write(found_of(), tmp_path / "first", "float32")
     status, out, _ = call("init", url, "--run", "again", "--from", "first", *SETTINGS, "--json")
     assert (status, json.loads(out)["created"]) == (0, True)
     status, out, _ = call("export", url, "--run", "again", "--out", "second", "--json")
@@ -215,7 +184,7 @@ def test_a_run_begins_where_an_export_ended(tmp_path: Path, url: str, call: Call
 
 
 def test_weights_of_another_model_create_no_run(tmp_path: Path, url: str) -> None:
-    write(found_of(), tmp_path / "first", "safetensors", "float32")
+    write(found_of(), tmp_path / "first", "float32")
     flags = ["--run", "x", "--from", "first", *SETTINGS]
     for command in (["init", url], ["up"]):
         with failing(DataError, "weights.unfit"):
