@@ -40,7 +40,7 @@ EXAMPLES: dict[str, dict[str, str]] = {
     },
     "rm": {
         "archipelago rm old redis://:PASSWORD@HOST:6379": "Delete the keys of the run old, after you typed its name.",
-        "archipelago rm old --yes": "Delete it without a question, for scripts.",
+        "archipelago rm old redis://HOST:6379 --yes": "Delete it without a question, for scripts.",
     },
     "dash": {
         "archipelago dash --run demo --open": "Open the page of the run in the browser.",

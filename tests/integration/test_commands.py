@@ -16,10 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from archipelago.broker.machine import free_port
 from archipelago.broker.redis.transport import connect
-from archipelago.islands.checkpoint import IslandStore
 from archipelago.ops.launch.embedded_redis import RedisServer, start_server
 from tests.conftest import Until
-from tests.harness.processes import SETTINGS, Processes, is_written, seen_island, view
+from tests.harness.processes import SETTINGS, Processes, seen_island, view
 
 pytestmark = [pytest.mark.full, pytest.mark.processes]
 
@@ -58,18 +57,21 @@ def require_log(said: str, who: str, island: str | None) -> None:
     assert island or any(line.get("round", 0) > 0 for line in lines)
 
 
-def test_the_single_commands_make_a_run(
-    processes: Processes, server: RedisServer, tmp_path: Path, until: Until
+def test_the_single_commands_make_a_run_that_survives_an_outage(
+    processes: Processes, own_server: RedisServer, tmp_path: Path, until: Until
 ) -> None:
-    """It is watched, a standby replaces its killed merger, an island leaves on SIGTERM, and the run ends."""
-    url = server.url
-    init = ["init", url, "--run", RUN, "--inner.steps=100000", *SETTINGS]
+    """It is watched, a standby replaces its killed merger, an island leaves on SIGTERM, and the run ends.
+
+    Redis is killed and restarts from its append-only file. An island that starts in the outage waits for it.
+    """
+    url = own_server.url
+    init = ["init", url, "--run", RUN, "--inner.steps=1000000", *SETTINGS]
     assert processes.run(*init)["created"]
     assert not processes.run(*init)["created"]
     ports, seen = (free_port(), free_port()), ["--run", RUN, "--log-json"]
     merger = processes.start("merger", url, *seen, f"--metrics-port={ports[0]}", "--stopped-status=75", "--folder=m0")
-    one = processes.start("island", url, *seen, f"--metrics-port={ports[1]}", "--name=oslo", "--stopped-status=75")
-    two = processes.start("island", "--evaluate-every=1", ARCHIPELAGO_URL=url, ARCHIPELAGO_RUN=RUN)
+    oslo = processes.start("island", url, *seen, f"--metrics-port={ports[1]}", "--name=oslo", "--stopped-status=75")
+    two = processes.start("island", "--evaluate-every=1", "--name=two", ARCHIPELAGO_URL=url, ARCHIPELAGO_RUN=RUN)
     until(lambda: view(url, RUN).participating == 2, "two islands to participate")
     until(lambda: scraped(ports[0]).get("archipelago_merger_round", 0) >= 6, "some rounds")
     until(lambda: scraped(ports[1]).get("archipelago_island_loss", 0) > 0, "a loss")
@@ -89,73 +91,44 @@ def test_the_single_commands_make_a_run(
     until(lambda: view(url, RUN).rounds > rounds + 4, "the second merger to continue")
     require_log(processes.said(merger), "merger", None)
 
-    one.send_signal(signal.SIGTERM)
-    processes.ended(one, status=75)
-    require_log(processes.said(one), "oslo", "oslo")
+    oslo.send_signal(signal.SIGTERM)
+    processes.ended(oslo, status=75)
+    require_log(processes.said(oslo), "oslo", "oslo")
     assert seen_island(view(url, RUN), "oslo").state == "left"
     rounds = view(url, RUN).rounds
     until(lambda: view(url, RUN).evaluated_round > rounds, "the other one to evaluate the published parameters")
     assert view(url, RUN).evaluated_by != "oslo"
     assert any(member.island == "oslo" for entry in transport.reader.tape(100_000) for member in entry.members)
-
-    steps = view(url, RUN).step + 50
-    processes.ended(processes.start("steer", url, "--run", RUN, f"inner.steps={steps}"))
-    processes.ended(two)
-    assert json.loads(processes.ended(standby))["finished"] is True
-    assert transport.reader.standbys() == []
-    assert view(url, RUN).books.refused == 0
-    assert view(url, RUN).balanced
-    assert processes.run("rm", RUN, url, "--yes")["keys"] > 0
-    assert RUN not in transport.reader.runs()
     transport.close()
 
-
-def test_an_outage_slows_no_island_and_a_killed_one_gets_its_moments_back(
-    processes: Processes, own_server: RedisServer, tmp_path: Path, until: Until
-) -> None:
-    """Redis is killed and restarts from its append-only file. An island that starts in the outage waits for it.
-
-    The moments of an island that is killed come from a peer, or else from its own disk.
-    """
-    url = own_server.url
-    processes.run("init", url, "--run", RUN, "--inner.steps=1000000", *SETTINGS)
-    processes.start("merger", url, "--run", RUN, "--checkpoint-every=1")
-    one = processes.start("island", url, "--run", RUN, "--name", "one")
-    until(lambda: view(url, RUN).rounds >= 4, "some rounds")
-    before, printed = view(url, RUN), processes.said(one)
+    before, printed = view(url, RUN), processes.said(two)
     os.kill(own_server.pid, signal.SIGKILL)
-    own_server.stop()
+    own_server.close()
     died = time.monotonic()
-    until(lambda: processes.said(one) != printed, "the island to notice")
-    two = processes.start("island", url, "--run", RUN, "--name", "two")
-    until(lambda: processes.said(two), "the newcomer to notice")
+    until(lambda: processes.said(two) != printed, "the island to notice")
+    newcomer = processes.start("island", url, "--run", RUN, "--name", "new")
+    until(lambda: processes.said(newcomer), "the newcomer to notice")
     until(lambda: time.monotonic() - died > 2.0, "an outage of two seconds")
-    assert one.poll() is None
+    assert two.poll() is None
     with start_server(tmp_path / "redis") as again:
         assert again.url == url
         assert view(url, RUN).rounds >= before.rounds - 1
         until(lambda: view(url, RUN).rounds > before.rounds + 4, "rounds to continue")
-        said = seen_island(before, "one").steps
-        until(lambda: seen_island(view(url, RUN), "one").steps != said, "its next heartbeat")
-        after = seen_island(view(url, RUN), "one")
+        said = seen_island(before, "two").steps
+        until(lambda: seen_island(view(url, RUN), "two").steps != said, "its next heartbeat")
+        after = seen_island(view(url, RUN), "two")
         assert after.steps - said > 0.3 * 2.0 / max(after.step_seconds, 1e-3), "the island stood still"
         until(lambda: view(url, RUN).participating == 2, "the newcomer to participate")
 
+        steps = view(url, RUN).step + 50
+        processes.ended(processes.start("steer", url, "--run", RUN, f"inner.steps={steps}"))
+        for island in (two, newcomer):
+            processes.ended(island)
+        assert json.loads(processes.ended(standby))["finished"] is True
+        assert view(url, RUN).books.refused == 0
+        assert view(url, RUN).balanced
+        assert processes.run("rm", RUN, url, "--yes")["keys"] > 0
         transport = connect(url, RUN)
-        store = IslandStore(tmp_path / "runs" / RUN / "islands" / "one", transport.reader.manifest())
+        assert transport.reader.standbys() == []
+        assert RUN not in transport.reader.runs()
         transport.close()
-        until(lambda: is_written(store), "the island's checkpoint")
-        one.kill()
-        one.wait()
-        one = processes.start("island", url, "--run", RUN, "--name", "one")
-        until(lambda: seen_island(view(url, RUN), "one").moments == "peer two", "moments of a peer")
-        for island in (one, two):
-            island.kill()
-            island.wait()
-        until(lambda: view(url, RUN).live == 0, "both to be gone")
-        rounds = view(url, RUN).rounds
-        processes.start("island", url, "--run", RUN, "--name", "one")
-        until(lambda: seen_island(view(url, RUN), "one").moments == "own checkpoint", "its own moments")
-        until(lambda: view(url, RUN).rounds > rounds + 4, "the run to go on")
-        until(lambda: view(url, RUN).balanced, "balanced books")
-        processes.end()

@@ -14,7 +14,6 @@ from archipelago.broker.redis.transport import connect
 from archipelago.broker.shards.transport import whole
 from archipelago.islands.checkpoint import IslandStore
 from archipelago.merger.storage import MergerFolder
-from tests import pytorch
 from tests.conftest import Until, gone
 from tests.harness.processes import SETTINGS, Processes, UpRun, children, is_written
 
@@ -48,52 +47,6 @@ def begin(run: UpRun, until: Until) -> None:
     set_steps(run, 1_000_000)
 
 
-def require_finished(run: UpRun) -> None:
-    """Fail unless the report says that the run has ended and learnt."""
-    found = run.report
-    assert found["finished"]
-    assert found["pending"] == 0
-    assert found["contributions"] == found["merged"] + found["refused"]
-    assert found["held_out_last"] < 0.7 * found["held_out_first"]
-
-
-def test_a_run_survives_kills_of_its_processes_and_an_interrupt(
-    processes: Processes, tmp_path: Path, until: Until
-) -> None:
-    """A standby takes the name and the log of the island that is killed, and is no island before that."""
-    run, args = UpRun(tmp_path / "runs/job"), ["up", "--run=job", "--no-one-process", *SETTINGS]
-    launcher = processes.start(*args, FIRST, "--islands=2", "--standbys=1", "--evaluate-every=2")
-    begin(run, until)
-    until(lambda: "ready" in run.log("standby-0"), "the standby")
-    until(lambda: sorted(training(run)) == ["island-0", "island-1"], "both islands to train")
-    (standby,) = children(launcher, "--standby")
-    (killed,) = (each for each in children(launcher) if each.pid == training(run)["island-1"])
-    killed.kill()
-    until(lambda: training(run).get("island-1") == standby.pid, "the standby to train as the island")
-    for word in ("archipelago.merger", "server.conf"):
-        before = run.rounds
-        children(launcher, word)[0].kill()
-        until(lambda before=before: run.rounds > before + 4, f"rounds after {word} died")
-
-    set_steps(run, run.view.step + STEPS)
-    started = children(launcher)
-    launcher.send_signal(signal.SIGINT)
-    launcher.wait()  # its status follows from the length that the run had when `up` began
-    assert "Traceback" not in processes.said(launcher)
-    assert all(gone(each.pid) for each in started)
-    interrupted = run.report
-    assert (interrupted["finished"], interrupted["pending"]) == (False, 0)
-
-    processes.ended(processes.start(*args, "--islands=1"))
-    require_finished(run)
-    assert run.report["rounds"] > interrupted["rounds"] > 0
-    for key in ("tokens_per_second", "bytes_up", "bytes_down", "islands"):
-        assert run.report[key] > 0, key
-    assert run.report["tokens_merged"] > interrupted["tokens_merged"]
-    assert (run.folder / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert "optimiser state: own checkpoint" in run.log("island-0") or "optimiser state: peer" in run.log("island-0")
-
-
 class Phoenix(UpRun):
     """A run of two shards with checkpoints."""
 
@@ -122,7 +75,6 @@ class Phoenix(UpRun):
 
     def kill_with_whole_checkpoint(self, launcher: subprocess.Popen[str]) -> int:
         """Kill everything once all islands have their part of a checkpoint. Return the last round in it."""
-        begin(self, self.until)
 
         def stopped() -> bool:
             """Stop the mergers, so that none begins another checkpoint before the kill, and look again."""
@@ -161,11 +113,25 @@ class Phoenix(UpRun):
         return 0 if image is None else max(snapshot.round for snapshot, _ in image.snapshots)
 
 
-def test_a_run_survives_the_loss_of_redis_and_then_of_its_checkpoints(
+def test_a_run_survives_kills_the_loss_of_redis_an_interrupt_and_the_loss_of_its_checkpoints(
     processes: Processes, tmp_path: Path, until: Until
 ) -> None:
+    """A standby takes the name and the log of the island that is killed, and is no island before that."""
     run = Phoenix(processes, tmp_path / "runs/phoenix", until)
-    covered = run.kill_with_whole_checkpoint(run.up(FIRST))
+    launcher = run.up(FIRST, "--standbys=1")
+    begin(run, until)
+    until(lambda: "ready" in run.log("standby-0"), "the standby")
+    until(lambda: sorted(training(run)) == ["island-0", "island-1"], "both islands to train")
+    (standby,) = children(launcher, "--standby")
+    (killed,) = (each for each in children(launcher) if each.pid == training(run)["island-1"])
+    killed.kill()
+    until(lambda: training(run).get("island-1") == standby.pid, "the standby to train as the island")
+    for word in ("archipelago.merger", "server.conf"):
+        before = run.rounds
+        children(launcher, word)[0].kill()
+        until(lambda before=before: run.rounds > before + 4, f"rounds after {word} died")
+
+    covered = run.kill_with_whole_checkpoint(launcher)
     shutil.rmtree(run.folder / "redis")
     processes.ended(run.up(), status=2)
 
@@ -174,13 +140,26 @@ def test_a_run_survives_the_loss_of_redis_and_then_of_its_checkpoints(
     own = {"island-0": "own checkpoint", "island-1": "own checkpoint"}
     until(lambda: {island.name: island.moments for island in run.view.islands} == own, "the islands' own moments")
     set_steps(run, run.view.step + STEPS)
-    run.kill(second)
+    started = children(second)
+    second.send_signal(signal.SIGINT)
+    second.wait()  # its status follows from the length that the run had when `up` began
+    assert all(gone(each.pid) for each in started)
+    interrupted = run.report
+    assert (interrupted["finished"], interrupted["pending"]) == (False, 0)
     shutil.rmtree(run.folder / "merger")
     shutil.rmtree(run.folder / "islands")
 
     processes.ended(run.up())
-    require_finished(run)
-    assert run.report["rounds"] > covered + 4
+    found = run.report
+    assert found["finished"]
+    assert found["pending"] == 0
+    assert found["contributions"] == found["merged"] + found["refused"]
+    assert found["held_out_last"] < 0.7 * found["held_out_first"]
+    assert found["rounds"] > interrupted["rounds"] > covered + 4
+    for key in ("tokens_per_second", "bytes_up", "bytes_down", "islands"):
+        assert found[key] > 0, key
+    assert found["tokens_merged"] > interrupted["tokens_merged"]
+    assert (run.folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert run.covered() > 0, "no checkpoint in the new folder"
     assert "Traceback" not in "".join(path.read_text() for path in (run.folder / "logs").iterdir())
 
@@ -207,14 +186,3 @@ def test_up_trains_the_task_of_the_guide(processes: Processes, tmp_path: Path, u
     assert found["held_out_one_process"] < 3.0, "one process trained on as many tokens"
     assert found["pending"] == 0
     assert "repeat data" not in run.log("island-0")
-
-
-def test_up_trains_the_example_with_images(processes: Processes) -> None:
-    pytorch.required("sklearn")
-    found = processes.run(
-        "up", "--task", str(EXAMPLES / "task_digits.py"), "--run=digits", "--islands=2", "--inner.steps=600",
-        "--inner.learning-rate=0.003", "--evaluate-every=2", "--no-one-process", "--no-tensorboard",
-    )  # fmt: skip
-    assert found["finished"]
-    assert found["held_out_first"] > 2.0, "ten labels have 2.3 nats before training"
-    assert found["held_out_last"] < 0.5

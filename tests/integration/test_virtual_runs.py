@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,15 +14,18 @@ from archipelago.broker.config import AdoptConfig, OuterConfig, SyncConfig
 from archipelago.broker.messages import Snapshot, TapeEntry
 from archipelago.broker.shards.transport import WholeRun
 from archipelago.islands.data.corpus import OpenCorpus
-from archipelago.islands.evaluation import published
+from archipelago.islands.evaluation import measured, published
 from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.tasks.ours import our_work
+from archipelago.islands.tasks.task import load_task
+from archipelago.islands.tasks.workload import Workload, task_config
 from archipelago.islands.worker import Island
 from archipelago.merger.outer import OUTER
 from archipelago.ops.experiments.baselines import data_parallel
 from archipelago.ops.experiments.island_runs import islands
 from archipelago.ops.experiments.trial import Trial
 from archipelago.ops.experiments.virtual_time import VirtualRun
+from tests import pytorch
 from tests.integration.virtual import CONFIG, LateRun, closed, require_balanced, work
 from tests.small import SMALL
 
@@ -145,6 +149,18 @@ def test_three_islands_keep_up_with_data_parallel_although_one_is_slow(corpus: O
     theirs = data_parallel(our_work(parallel, corpus), 3)
     require_balanced(run, pending=0)
     assert ours[-1].bits_per_byte < 1.1 * theirs[-1].bits_per_byte, (ours, theirs)
+
+
+@pytest.mark.full
+def test_the_example_with_images_learns() -> None:
+    pytorch.required("sklearn")
+    file = load_task(str(Path(__file__).parents[2] / "docs" / "examples" / "task_digits.py"))
+    config = replace(CONFIG, inner=replace(CONFIG.inner, steps=200, learning_rate=0.003))
+    made = Workload.of(file, task_config(config, file))
+    run = VirtualRun(made, [1.0, 1.3])
+    run.finish()
+    params = published(run.transport, run.manifest)[0]
+    assert measured(made.require_evaluation()(params), params).accuracy > 0.7, "one in ten is right before training"
 
 
 # -- several shards ---------------------------------------------------------------------------------------------------

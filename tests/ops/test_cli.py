@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from archipelago.broker.config import RunConfig, checked
-from archipelago.broker.errors import ArchipelagoError, BadUrlError, UnknownRunError, UnreachableError
+from archipelago.broker.errors import ArchipelagoError, UnknownRunError
 from archipelago.broker.observe.logs import LOGGERS
 from archipelago.broker.process import OUTAGE, USER_ERROR, guarded
 from archipelago.broker.redis.transport import connect
@@ -145,7 +144,7 @@ def test_help_shows_settings_with_the_defaults_of_the_file(call: Call, tmp_path:
     assert "(default: 12321)" in call("init", "--config", "run.toml", "--help").out
 
 
-# -- mistakes -------------------------------------------------------------------------------------------------------
+# -- addresses and runs ----------------------------------------------------------------------------------------------
 
 
 def unused_port() -> int:
@@ -157,18 +156,6 @@ def unused_port() -> int:
 
 NEED_A_RUN = ["status", "island", "merger"]
 AT_ONCE = {"island": ["--wait-seconds", "0"], "merger": ["--wait-seconds", "0"]}
-
-
-def test_an_address_that_leads_nowhere_is_one_line(call: Call, tmp_path: Path) -> None:
-    nowhere = f"redis://:hidden@127.0.0.1:{unused_port()}"
-    for verb in (*NEED_A_RUN, "init", "up"):
-        wrong = call(verb, "http://localhost", "--run", "x")
-        assert ("http://localhost" in one_line(wrong), wrong.code) == (True, BadUrlError.code), verb
-        silent = call(verb, nowhere, "--run", "x", *AT_ONCE.get(verb, []))
-        assert ("hidden" in one_line(silent), silent.code) == (False, UnreachableError.code), verb
-    for verb in (*NEED_A_RUN, "init"):
-        assert one_line(call(verb)), verb
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_launcher_learns_that_another_try_may_succeed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,80 +195,6 @@ def test_the_only_run_needs_no_name_and_two_runs_are_listed(call: Call, url: str
     create_runs(url, "beta")
     for verb in NEED_A_RUN:
         assert {"alpha", "beta"} <= set(re.findall(r"\w+", one_line(call(verb, url)))), verb
-
-
-WRONG_SETTINGS = [
-    (["--data.corpus", "nope"], "nope"),
-    (["--data.corpus", "../small"], "../small"),
-    (["--model.size", "huge"], "huge"),
-    (["--sync.interval", "0"], "sync.interval"),
-    (["--inner.learning-rate", "nan"], "inner.learning_rate"),
-    (["--wire.zstd-level", "20"], "wire.zstd_level"),
-    (["--run", "a b"], "a b"),
-    (["--run", "{x}"], "{x}"),
-    (["--config", "none.toml"], "none.toml"),
-    (["--config=none.toml"], "none.toml"),
-    (["--config"], "--config"),
-]
-
-
-def test_init_that_fails_leaves_nothing(call: Call, url: str, raw: Any, corpora: Path, tmp_path: Path) -> None:
-    before = sorted(corpora.rglob("*"))
-    for flags, named in WRONG_SETTINGS:
-        assert named in one_line(call("init", url, *SMALL, *flags)), flags
-    assert raw.keys() == []
-    assert sorted(corpora.rglob("*")) == before
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_config_file_that_cannot_be_used_is_one_line(call: Call, url: str, raw: Any, tmp_path: Path) -> None:
-    for text, named in (
-        ("[sync]\nintervall = 3", "sync.intervall"),
-        ("speed = 3", "speed"),
-        ("[sync]\ninterval = 0", "sync.interval"),
-        ("[merge]\nrest = 'mean'", "merge.rest"),
-        ("sync", "TOML"),
-    ):
-        (tmp_path / "run.toml").write_text(text, encoding="utf-8")
-        for verb in ("init", "up"):
-            error = one_line(call(verb, url, "--config", "run.toml"))
-            assert "run.toml" in error and named in error
-    assert raw.keys() == []
-    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
-
-
-def test_an_error_names_the_mistake(call: Call, tmp_path: Path) -> None:
-    for command, named in (
-        ("up --islands 0", "--islands"),
-        ("up --evaluate-every -1", "--evaluate-every"),
-        ("up --evaluate-every nan", "--evaluate-every"),
-        ("island --evaluate-every nan", "--evaluate-every"),
-        ("up --run a/b", "a/b"),
-        ("up --sync.window 0", "sync.window"),
-        ("island --name a/b", "a/b"),
-        ("island --scan-steps -1", "--scan-steps"),
-        ("bench parity --islands 0", "--islands"),
-        ("bench parity --slow 0.5", "--slow"),
-        ("prepare nothing-there", "nothing-there"),
-        ("prepare stdlib --name mine", "stdlib"),
-        ("prepare stdlib --path somewhere", "--path"),
-    ):
-        assert named in one_line(call(*command.split())), command
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_flags_that_cannot_be_parsed_lead_to_the_help(call: Call) -> None:
-    for command in ("init --colour red", "init --seed many", "init --wire.up int2", "bench speed", "status a b"):
-        answer = call(*command.split())
-        assert (answer.status, answer.out) == (2, "")
-        assert f"archipelago {command.split()[0]} --help" in answer.err
-        assert "Traceback" not in answer.err
-
-
-def test_a_mistake_in_a_real_process() -> None:
-    args = [sys.executable, "-P", "-m", "archipelago.ops", "status", "redis:/localhost"]
-    done = subprocess.run(args, capture_output=True, text=True)
-    assert "redis:/localhost" in one_line(Answer(done.returncode, done.stdout, done.stderr))
 
 
 # -- init and status --------------------------------------------------------------------------------------------------

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -121,8 +119,6 @@ def test_a_run_whose_own_redis_runs_is_read_from_it(capsys: pytest.CaptureFixtur
         create(own.url, "mine", "a", state="training").close()
         (entry,) = listed(capsys)
         assert (entry["state"], entry["live"]) == ("no merger", 1)
-        with failing(BrokerError, "run.alive"):
-            run(["rm", "mine", "--yes"])
     assert listed(capsys)[0]["state"] == "ended"
 
 
@@ -189,24 +185,6 @@ def test_rm_asks_for_the_name(url: str, raw: Any, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sys, "stdin", Terminal("old\n"))
     assert run(["rm", "old", url]) == 0
     assert raw.keys() == []
-
-
-def test_rm_without_a_url_deletes_a_folder_that_no_process_writes_into() -> None:
-    folder, other = folder_of("old"), folder_of("old2")
-    foreign = Path("runs/notes/logs")
-    foreign.mkdir(parents=True)
-    for name, code in (("notes", "rm.no-run"), ("missing", "rm.no-run"), ("..", "config.name")):
-        with failing(ConfigError, code):
-            run(["rm", name, "--yes"])
-    with failing(BrokerError, "run.alive"):  # It has no Redis of its own, so its processes use one elsewhere.
-        run(["rm", "old", "--yes"])
-    assert folder.exists()
-    for path in folder.rglob("*"):
-        os.utime(path, (time.time() - 3600.0,) * 2)
-    assert run(["rm", "old", "--yes"]) == 0
-    assert (folder.exists(), other.exists()) == (False, True)
-    assert run(["rm", "old2", "--yes", "--force"]) == 0
-    assert (other.exists(), foreign.exists()) == (False, True)
 
 
 def test_rm_refuses_while_a_merger_serves_a_shard_and_ends_an_interrupted_creation(url: str) -> None:

@@ -171,7 +171,7 @@ def test_the_page_survives_a_restart_of_redis(page: Page, tmp_path: Path, until:
         address = stack.enter_context(serving(Watcher(transport), TOKEN, "127.0.0.1", 0))
         page.driver.get(address)
         until(lambda: page.text("#run") == "sample", "the page is there")
-        server.stop()
+        server.close()
         until(lambda: page.text("#banner").startswith("Redis does not answer since "), "the page reports it")
         assert page.text("#run") == "sample"  # The page still shows the last reading.
         stack.enter_context(start_server(tmp_path / "redis"))

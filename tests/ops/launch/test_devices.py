@@ -106,15 +106,6 @@ def test_islands_and_standbys_get_their_devices_and_their_mesh() -> None:
     assert "CUDA_VISIBLE_DEVICES" not in session.merger.environment
 
 
-def test_a_standby_replaces_only_an_island_with_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    session = session_of(UpOptions(islands=2, standbys=1))
-    (standby,) = session.standbys.all
-    monkeypatch.setattr(standby, "is_ready", lambda: True)
-    monkeypatch.setattr(standby, "become", lambda assignment: object())
-    assert not session.standbys.stand_in(session.islands[1])
-    assert session.standbys.stand_in(session.islands[0])
-
-
 def test_mistakes_are_reported_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(up, "accelerators", lambda: FOUR)
     for options, code in (

@@ -197,8 +197,8 @@ def test_a_dead_server_starts_again_and_stop_may_be_called_twice(tmp_path: Path,
     assert server.tend()
     assert (server.alive(), server.url, server.pid == first, server.tend()) == (True, url, False, "")
     os.kill(server.pid, signal.SIGKILL)
-    server.stop()
-    server.stop()
+    server.close()
+    server.close()
     with start_server(tmp_path / "redis", valkey) as again:
         assert again.url == server.url
 
@@ -223,7 +223,7 @@ def test_stop_kills_a_server_that_does_not_react(
     monkeypatch.setattr(parent_death, "HAS_DEATH_SIGNAL", tie == "death-signal")
     server = start_server(tmp_path / "redis", valkey)
     psutil.Process(server.pid).suspend()
-    server.stop()
+    server.close()
     until(lambda: gone(server.pid), "the suspended server is gone")
 
 
