@@ -1,4 +1,4 @@
-"""Functions that several verbs share: read and write run settings, and print lines for people."""
+"""Functions that several verbs share: read and write run settings, print lines for people, and draw pictures."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import tomli_w
 from archipelago.broker import config
 from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import ConfigError
+from archipelago.broker.extras import hint, require
+from archipelago.broker.machine import is_installed
 from archipelago.broker.observe.logs import as_json, printable_lines
 
 if TYPE_CHECKING:
@@ -88,3 +90,33 @@ def say(text: str = "") -> None:
         return
     sys.stderr.write(printable_lines(text) + "\n")
     sys.stderr.flush()
+
+
+# -- pictures, which only the extra `plots` can draw ----------------------------------------------------------------
+
+
+def can_draw() -> bool:
+    """Return whether pictures can be drawn; if not, tell the user what to install."""
+    if is_installed("matplotlib"):
+        return True
+    say(f"no picture: matplotlib is not installed. {hint('plots')}")
+    return False
+
+
+def pyplot() -> Any:
+    """Return `matplotlib.pyplot`, set up to draw into files. Raise ConfigError if matplotlib is not installed."""
+    if not is_installed("matplotlib"):
+        require("plots", "Drawing a picture")
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    return plt
+
+
+def add_grid_and_legend(axes: Any) -> None:
+    """Give axes the grid and the legend of our pictures of losses."""
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize="small")

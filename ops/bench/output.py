@@ -14,8 +14,7 @@ from rich.table import Table
 
 from archipelago.broker.files import make_untracked
 from archipelago.broker.process import finite, print_json
-from archipelago.ops.plots import can_draw
-from archipelago.ops.settings import say, table_console
+from archipelago.ops.settings import can_draw, say, table_console
 
 Result = TypeVar("Result")
 

@@ -104,7 +104,7 @@ class FaultInjector:
         """Start a target for the first time, or restart it."""
         self.note(target.name, "start")
         if isinstance(target.process, RedisServer):
-            target.process.stop()  # This unlocks its folder.
+            target.process.close()  # This unlocks its folder.
         target.process.start()
         target.dead, target.stopped, target.started = False, False, target.started + 1
 

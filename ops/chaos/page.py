@@ -15,7 +15,7 @@ from archipelago.broker.process import finite
 from archipelago.ops.chaos.figures import Stalls, StormFigures
 from archipelago.ops.chaos.record import StormRecord, Timelines, timelines
 from archipelago.ops.chaos.schedule import KINDS
-from archipelago.ops.plots import pyplot
+from archipelago.ops.settings import pyplot
 from archipelago.ops.watch.formatting import number, size
 
 if TYPE_CHECKING:

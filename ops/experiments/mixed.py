@@ -24,8 +24,7 @@ from archipelago.islands.data.corpus import OpenCorpus, open_corpus
 from archipelago.ops.bench.output import OutputOptions, finish
 from archipelago.ops.experiments.parity import Arm, mean_curve
 from archipelago.ops.experiments.trial import CurvePoint
-from archipelago.ops.plots import add_grid_and_legend, can_draw, pyplot
-from archipelago.ops.settings import say
+from archipelago.ops.settings import add_grid_and_legend, can_draw, pyplot, say
 
 if TYPE_CHECKING:
     from archipelago.ops.experiments.both_frameworks import Framework

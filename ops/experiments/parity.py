@@ -25,8 +25,7 @@ from archipelago.islands.tasks.task import TaskFile
 from archipelago.ops.bench.output import OutputOptions, finish
 from archipelago.ops.experiments.trial import ISLANDS_MAX, CurvePoint, Trial, work_of
 from archipelago.ops.launch.init import workload_of
-from archipelago.ops.plots import add_grid_and_legend, can_draw, pyplot
-from archipelago.ops.settings import say
+from archipelago.ops.settings import add_grid_and_legend, can_draw, pyplot, say
 
 if TYPE_CHECKING:
     from archipelago.islands.tasks.workload import Workload

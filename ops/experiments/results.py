@@ -16,8 +16,7 @@ from rich.table import Table
 from archipelago.ops.experiments import study as studies
 from archipelago.ops.experiments.study import Record, Study
 from archipelago.ops.experiments.trial import OWN, key_of
-from archipelago.ops.plots import can_draw, pyplot
-from archipelago.ops.settings import say, table_console
+from archipelago.ops.settings import can_draw, pyplot, say, table_console
 
 AGAINST = "loss to that of data-parallel at the same tokens"
 AGAINST_ABSENT = "loss to that of the run without hostile islands, or without the rule"

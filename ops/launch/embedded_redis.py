@@ -197,17 +197,9 @@ def _locked(folder: Path) -> Iterator[None]:
 
     The server of a launcher that was just killed ends soon. One that stays is in use.
     """
-    try:
-        make_untracked(folder.parent)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        lock = (folder / LOCK).open("a+")
-    except OSError as error:
-        raise BrokerError(
-            f"cannot write to {folder}: {error.strerror}",
-            "Choose another folder for the run.",
-            code="broker.folder",
-        ) from error
-    with lock:
+    make_untracked(folder.parent)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    with (folder / LOCK).open("a+") as lock:
         owner, last, deadline = "", last_start(folder)[1], time.monotonic() + LEFTOVER_SECONDS
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -185,15 +185,10 @@ def expiry(text: str | None, now: float) -> float | None:
 
 
 def _password(options: InviteOptions) -> str:
-    """Return the password of a user that was created elsewhere; empty without one. Raises ConfigError."""
+    """Return the password of a user that was created elsewhere; empty without one. Raises ConfigError and OSError."""
     if options.password_file is None:
         return ""
-    try:
-        password = options.password_file.read_text(encoding="utf-8").strip()
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"cannot read the password in {options.password_file}: {error}", "Check --password-file."
-        ) from error
+    password = options.password_file.read_text(encoding="utf-8", errors="replace").strip()
     if not password:
         raise ConfigError(f"{options.password_file} is empty", "Write the password of the user into it.")
     return password

@@ -17,8 +17,6 @@ from archipelago.broker.redis.transport import RedisTransport
 from archipelago.broker.shards.transport import opened
 from archipelago.broker.transport import ReaderClient
 from archipelago.ops.settings import say
-from archipelago.ops.watch.formatting import ago
-from archipelago.ops.watch.run_list import entry_of
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ def _remove(options: RmOptions, transport: RedisTransport) -> int:
             "Stop them first, with SIGTERM or Ctrl-C. --force deletes the run nevertheless.",
             code="run.alive",
         )
-    _confirm(options, f"all keys of the run {run!r} at {where}{_described(transport)}")
+    _confirm(options, f"all keys of the run {run!r} at {where}")
     users = deletions[-1].delete_users()
     count = sum(deletion.delete() for deletion in deletions)
     if options.json:
@@ -93,15 +91,6 @@ def living(transport: RedisTransport) -> list[str]:
     out = [f"the merger {holder}" for holder in (status.holders if status else ())]
     out += [f"the standby {standby.name}" for standby in reader.standbys()]
     return out + [f"the island {p.heartbeat.island}" for p in reader.presences() if p.is_live]
-
-
-def _described(transport: RedisTransport) -> str:
-    try:
-        entry = entry_of(transport, "redis")
-    except (BrokerError, ConfigError):
-        return ""
-    active = f", last active {ago(entry.idle_seconds)} ago" if entry.idle_seconds == entry.idle_seconds else ""
-    return f" ({entry.model}, round {entry.round:,}, step {entry.step:,} of {entry.steps:,}{active})"
 
 
 def _confirm(options: RmOptions, what: str) -> None:

@@ -35,8 +35,7 @@ from archipelago.ops.launch.embedded_redis import RedisServer, start_server
 from archipelago.ops.launch.init import create, require_same, require_usable, text_of, workload_of
 from archipelago.ops.launch.local_run import LocalRun, island_name
 from archipelago.ops.launch.opening import opening_of
-from archipelago.ops.plots import can_draw
-from archipelago.ops.settings import is_given, say, to_toml
+from archipelago.ops.settings import can_draw, is_given, say, to_toml
 from archipelago.ops.watch import formatting, run_summary
 
 #: The most seconds from a signal to the end of everything. The steps of an orderly end take less together.

@@ -15,8 +15,7 @@ from rich.table import Table
 from archipelago.broker.errors import require_number
 from archipelago.broker.files import make_untracked
 from archipelago.broker.process import print_json
-from archipelago.ops.plots import can_draw, pyplot
-from archipelago.ops.settings import say, table_console
+from archipelago.ops.settings import can_draw, pyplot, say, table_console
 from archipelago.ops.simulation.failures import FailureModel
 from archipelago.ops.simulation.paper import (
     BANDWIDTH,

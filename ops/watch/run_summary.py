@@ -16,7 +16,7 @@ from archipelago.broker.manifest import LossUnit
 from archipelago.broker.messages import Evaluation
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import finite
-from archipelago.ops.plots import pyplot
+from archipelago.ops.settings import pyplot
 from archipelago.ops.watch.run_view import RunView
 
 TEXT, PICTURE = "report.json", "loss.png"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -89,16 +88,8 @@ def _uses(found: RunParameters, out: Path, kind: str) -> Iterator[str]:
 
 
 def require_new(out: Path) -> None:
-    """Check that nothing would be overwritten.
-
-    Raises:
-        ConfigError: There is something (`export.exists`), or the path cannot be read (`export.unwritable`).
-    """
-    try:
-        is_taken = out.exists() and (not out.is_dir() or any(out.iterdir()))
-    except OSError as error:
-        raise _unwritable(out, error, "Name another folder with --out.") from None
-    if is_taken:
+    """Check that nothing would be overwritten. Raises ConfigError (`export.exists`)."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(
             f"{out} exists and is not empty", "Name another folder with --out, or delete it.", code="export.exists"
         )
@@ -116,11 +107,12 @@ def write(found: RunParameters, out: Path, dtype: str) -> str:
         The model type: `llama` or our own.
 
     Raises:
-        ConfigError: The disk does not take it (`export.unwritable`).
+        ConfigError: The disk does not take it (`file.disk-full`).
+        OSError: The folder cannot be written.
     """
     tokenizer = None if found.manifest.config.has_own_loops else tokenizer_of(found.manifest)
     config = config_of(found, dtype)
-    with _staged(out) as stage:
+    with staged_folder(out) as stage:
         _write_json(stage / CONFIG_FILE, config)
         path, meaning = stage / WEIGHTS_FILE, {TOKENIZER_KEY: tokenizer.meaning} if tokenizer else {}
         _write_safetensors(path, found.params, dtype, meaning, is_llama=config["model_type"] == "llama")
@@ -128,23 +120,6 @@ def write(found: RunParameters, out: Path, dtype: str) -> str:
         if tokenizer is not None:
             _write_tokenizer(stage, tokenizer, found.manifest.config.data.sequence_length)
     return str(config["model_type"])
-
-
-@contextmanager
-def _staged(out: Path) -> Iterator[Path]:
-    """Yield a folder that becomes `out`. Raise ConfigError (`export.unwritable`) if the disk refuses it."""
-    from safetensors import SafetensorError
-
-    try:
-        with staged_folder(out) as stage:
-            yield stage
-    except (OSError, SafetensorError) as error:  # Safetensors wraps errors of the disk in its own.
-        raise _unwritable(out, error, "Check the path, the disk's space and the permissions.") from error
-
-
-def _unwritable(out: Path, error: Exception, remedy: str) -> ConfigError:
-    why = getattr(error, "strerror", None) or error
-    return ConfigError(f"{out} cannot be written ({why})", remedy, code="export.unwritable")
 
 
 def config_of(found: RunParameters, dtype: str) -> dict[str, Any]:
@@ -168,6 +143,7 @@ def config_of(found: RunParameters, dtype: str) -> dict[str, Any]:
 
 def _write_safetensors(path: Path, params: Params, dtype: str, metadata: Mapping[str, str], *, is_llama: bool) -> None:
     import jax.numpy as jnp
+    from safetensors import SafetensorError
     from safetensors.flax import save_file
 
     from archipelago.islands.models.llama import to_llama
@@ -176,7 +152,11 @@ def _write_safetensors(path: Path, params: Params, dtype: str, metadata: Mapping
     for name, exact in params.items():
         value, place = exact.astype(jnp.dtype(dtype)), to_llama(name) if is_llama else None
         tensors[place.name if place else name] = value.T if place and place.transposed else value
-    save_file(tensors, str(path), metadata={"format": "pt", **metadata})
+    try:
+        save_file(tensors, str(path), metadata={"format": "pt", **metadata})
+    except SafetensorError as error:  # It wraps errors of the disk in its own.
+        remedy = "Free some space, or choose a folder on another disk."
+        raise ConfigError(f"{path} cannot be written ({error})", remedy, code="file.disk-full") from error
 
 
 def _write_tokenizer(folder: Path, tokenizer: TextTokenizer, positions: int) -> None:

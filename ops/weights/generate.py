@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -98,27 +97,23 @@ def main(options: GenerateOptions) -> int:
     with progress("reading the parameters"):
         text_model = open_text_model(options.source, options.run)
     prompt = os.fsencode(options.prompt).decode("utf-8", "replace")
-    times: list[float] = []
     pieces = []
-    for piece in generate(text_model, prompt, options.tokens, options.sampling, seed, times):
+    for piece in generate(text_model, prompt, options.tokens, options.sampling, seed):
         pieces.append(piece)
         if not options.json:
             show(piece)
     if not options.json:
         show("\n")
-    speed = tokens_per_second(times)
     if options.json:
-        print_json({"prompt": prompt, "text": "".join(pieces), "tokens": len(times), "seed": seed,
-                    "tokens_per_second": speed, "origin": text_model.origin})  # fmt: skip
+        print_json({"prompt": prompt, "text": "".join(pieces), "tokens": options.tokens, "seed": seed,
+                    "origin": text_model.origin})  # fmt: skip
     else:
-        say(f"{len(times):,} tokens, {speed:,.0f} a second, seed {seed}, by {text_model.origin}")
+        say(f"{options.tokens:,} tokens, seed {seed}, by {text_model.origin}")
     return 0
 
 
-def generate(
-    text_model: TextModel, prompt: str, tokens: int, sampling: SamplingOptions, seed: int, times: list[float]
-) -> Iterator[str]:
-    """Yield the text that continues the prompt, in pieces, and append the time of each token to `times` (in seconds).
+def generate(text_model: TextModel, prompt: str, tokens: int, sampling: SamplingOptions, seed: int) -> Iterator[str]:
+    """Yield the text that continues the prompt, in pieces.
 
     Raises:
         ConfigError: A sampling option is out of range (`config.option`).
@@ -138,22 +133,9 @@ def generate(
     start = text_model.tokenizer.encode(prompt) or text_model.tokenizer.encode("\n")
     endless = continuation(text_model.model.decoder, text_model.params, start, text_model.context, how, seed)
 
-    def timed() -> Iterator[int]:
-        for token in islice(endless, tokens):
-            times.append(time.perf_counter())
-            # A model's vocabulary may be larger than the tokenizer's.
-            yield token if token < text_model.tokenizer.vocabulary else 0
-
-    yield from text_model.tokenizer.decode(timed())
-
-
-def tokens_per_second(times: Sequence[float]) -> float:
-    """Return the rate of tokens that were generated at these times, in seconds, or 0 if there are too few.
-
-    The first two do not count, because programs are compiled for them.
-    """
-    since = times[1:]
-    return (len(since) - 1) / (since[-1] - since[0]) if len(since) > 1 and since[-1] > since[0] else 0.0
+    # A model's vocabulary may be larger than the tokenizer's.
+    vocabulary = text_model.tokenizer.vocabulary
+    yield from text_model.tokenizer.decode(token if token < vocabulary else 0 for token in islice(endless, tokens))
 
 
 def show(piece: str) -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from archipelago.broker.config import DataConfig, ModelConfig, RunConfig, WireConfig
 from archipelago.broker.errors import ConfigError
-from archipelago.ops import plots
+from archipelago.ops import settings
 from archipelago.ops.bench import accelerator, largest, wire
 from archipelago.ops.bench.accelerator_processes import IslandTurns, LoopFound, TimedTurn
 from archipelago.ops.bench.merge import _BareNesterov, ratio_of
@@ -72,7 +72,7 @@ def test_a_result_without_matplotlib_has_no_picture(tmp_path: Path, monkeypatch:
     assert finish("wire", found, options) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["wire.json"]
     with failing(ConfigError, "config.extra"):
-        plots.pyplot()
+        settings.pyplot()
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------

@@ -17,8 +17,6 @@ from tests.ops.deploy.test_deploy_files import DEPLOY, parts, units
 
 pytestmark = pytest.mark.full
 
-#: A folder with definitions of custom resources (JobSet, ScaledJob), which no package has.
-DEFINITIONS = "ARCHIPELAGO_CRDS"
 #: The components of each overlay. The example has a folder of its own.
 OVERLAYS: dict[str, list[str]] = {
     "example": [],
@@ -91,45 +89,6 @@ def test_every_overlay_fits_the_schemas_of_kubernetes(overlays: dict[str, list[d
         secrets |= {each["secretName"] for manifest in found for each in parts(manifest, "secret")}
         assert secrets == needed, "a secret that the guide does not name"
         assert {each["name"] for manifest in found for each in parts(manifest, "configMap")} <= names
-
-
-@pytest.fixture(scope="module")
-def definitions() -> dict[str, Any]:
-    """The schemas of custom resources by their kinds."""
-    if DEFINITIONS not in os.environ:
-        pytest.skip(f"${DEFINITIONS} names no folder with the definitions of JobSet and ScaledJob")
-    found = {}
-    for path in Path(os.environ[DEFINITIONS]).glob("*.yaml"):
-        definition = yaml.load(path.read_text(encoding="utf-8"), yaml.CSafeLoader)["spec"]
-        schema = without_unknown(definition["versions"][0]["schema"]["openAPIV3Schema"])
-        schema["properties"]["metadata"] = {}
-        found[definition["names"]["kind"]] = schema
-    return found
-
-
-def test_custom_resources_fit_their_definitions(
-    definitions: dict[str, Any], overlays: dict[str, list[dict[str, Any]]]
-) -> None:
-    jsonschema = pytest.importorskip("jsonschema")
-    for name, found in overlays.items():
-        custom = [each for each in found if is_custom(each)]
-        assert [each["kind"] for each in custom].count("ScaledJob") == (name == "with-autoscaled")
-        for manifest in custom:
-            jsonschema.Draft202012Validator(definitions[manifest["kind"]]).validate(manifest)
-
-
-def without_unknown(schema: Any) -> Any:
-    """Return the schema of a custom resource as JSON schema that refuses unknown fields."""
-    if isinstance(schema, list):
-        return [without_unknown(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    out = {key: without_unknown(value) for key, value in schema.items()}
-    if out.get("x-kubernetes-int-or-string"):
-        out = {"type": ["integer", "string"]}
-    if out.get("type") == "object" and "properties" in out and not out.get("x-kubernetes-preserve-unknown-fields"):
-        out.setdefault("additionalProperties", False)
-    return out
 
 
 def test_the_number_of_islands_and_the_image_are_those_of_the_overlay(

@@ -275,9 +275,6 @@ def test_a_program_that_fails_or_cannot_run_is_quoted(tmp_path: Path, valkey: Pr
     with failing(BrokerError, "broker.start-failed") as failed:
         start_server(tmp_path / "redis", Program("redis-server", broken, "7.0"))
     assert str(failed.value).endswith("(nothing)"), "earlier starts do not explain this one"
-    (tmp_path / "file").write_text("")
-    with failing(BrokerError, "broker.folder"):
-        start_server(tmp_path / "file" / "redis", valkey)
 
 
 def test_a_port_that_is_taken_at_another_address_is_replaced(

@@ -12,7 +12,7 @@ import pytest
 
 from archipelago.broker.errors import ArchipelagoError, ConfigError
 from archipelago.ops.commands import run
-from archipelago.ops.weights.generate import show, tokens_per_second
+from archipelago.ops.weights.generate import show
 from tests.failing import failing
 from tests.ops.weights.small_runs import Call, checkpointed, of_tokens
 
@@ -75,8 +75,3 @@ def test_a_config_that_is_not_ours_is_refused(tmp_path: Path, exported: Path) ->
         with pytest.raises(ArchipelagoError) as caught:
             run(["generate", "out"])
         assert caught.value.code in {"weights.damaged", "export.foreign", "llama.damaged", "weights.unfit"}, changed
-
-
-def test_the_rate_leaves_out_compilation() -> None:
-    assert tokens_per_second([0.0, 5.0, 5.5, 6.0]) == 2.0
-    assert tokens_per_second([0.0, 5.0]) == tokens_per_second([]) == 0.0
