@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ import pytest
 from hypothesis import settings
 
 from archipelago.broker.buckets.folder import BucketFolder
+from archipelago.broker.observe.logs import LOGGERS
 from archipelago.ops.launch.embedded_redis import RedisServer, start_server
 from tests import tiers
 from tests.clusters import Cluster
@@ -160,9 +162,17 @@ def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _own_logging() -> Iterator[None]:
-    """Remove the handlers that a command has set up. They write to the captured output of the test, which is closed."""
-    root = logging.getLogger()
-    before = list(root.handlers)
+def _own_signals_and_logging() -> Iterator[None]:
+    """Restore the signals and the logging that a command has set up for its process.
+
+    Its handlers of logs write to the captured output of the test, which is closed then.
+    """
+    loggers = [logging.getLogger(name) for name in ("", *LOGGERS)]
+    handlers, levels = list(loggers[0].handlers), [logger.level for logger in loggers]
+    signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
-    root.handlers[:] = before
+    for number, handler in signals.items():
+        signal.signal(number, handler)
+    loggers[0].handlers[:] = handlers
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)

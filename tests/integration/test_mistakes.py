@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import shlex
-import signal
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +13,6 @@ import pytest
 import redis
 
 from archipelago.broker.errors import ArchipelagoError
-from archipelago.broker.observe.logs import LOGGERS
 from archipelago.broker.redis.transport import connect
 from archipelago.islands.data.preparation import prepare_text
 from archipelago.ops.commands import run
@@ -230,19 +227,9 @@ def place(server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @pytest.fixture(autouse=True)
-def _restored(place: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Work in the folder, and restore signals and logging, which verbs set up for their process."""
+def _in_the_folder(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place.folder)
     monkeypatch.setenv("ARCHIPELAGO_DATA", str(place.folder / "data"))
-    signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    root, packages = logging.getLogger(), [logging.getLogger(name) for name in LOGGERS]
-    handlers, levels = list(root.handlers), [logger.level for logger in (root, *packages)]
-    yield
-    for number, handler in signals.items():
-        signal.signal(number, handler)
-    root.handlers[:] = handlers
-    for logger, level in zip((root, *packages), levels, strict=True):
-        logger.setLevel(level)
 
 
 def traces(place: Place) -> tuple[list[Path], list[Any]]:

@@ -105,16 +105,6 @@ def stuttering(transport: RedisTransport, monkeypatch: pytest.MonkeyPatch) -> St
     return made
 
 
-@pytest.fixture
-def handlers() -> Iterator[None]:
-    """Restore the handlers of signals, which a merger sets."""
-    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in kept.items():
-        signal.signal(number, handler)
-
-
-@pytest.mark.usefixtures("handlers")
 def test_a_merger_waits_and_may_end_in_an_outage(
     transport: RedisTransport,
     stuttering: Stuttering,

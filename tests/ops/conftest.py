@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,15 +59,6 @@ def small_task() -> Workload:
         merge=MergeConfig(embedding="average", rest="average"),
     )
     return Workload.of(file, task_config(config, file))
-
-
-@pytest.fixture
-def handlers() -> Iterator[None]:
-    """Restore the signal handlers, which commands replace."""
-    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in kept.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import logging
 import os
 import re
 import signal
@@ -18,7 +17,6 @@ import pytest
 
 from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.errors import ArchipelagoError, UnknownRunError
-from archipelago.broker.observe.logs import LOGGERS
 from archipelago.broker.process import OUTAGE, USER_ERROR, guarded
 from archipelago.broker.redis.transport import connect
 from archipelago.islands.creation import fitted
@@ -44,18 +42,8 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _restored(corpora: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Restore signals and logging, which verbs set up for their process."""
+def _corpora(corpora: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ARCHIPELAGO_DATA", str(corpora))
-    signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    root, packages = logging.getLogger(), [logging.getLogger(name) for name in LOGGERS]
-    handlers, levels = list(root.handlers), [logger.level for logger in (root, *packages)]
-    yield
-    for number, handler in signals.items():
-        signal.signal(number, handler)
-    root.handlers[:] = handlers
-    for logger, level in zip((root, *packages), levels, strict=True):
-        logger.setLevel(level)
 
 
 class Answer(NamedTuple):

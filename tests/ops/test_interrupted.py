@@ -63,7 +63,7 @@ def test_ctrl_c_during_the_start_leaves_no_traceback(module: str, args: list[str
     assert said.splitlines()[-1] == "interrupted"
 
 
-def test_an_interrupted_library_may_raise_another_error(handlers: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_library_may_raise_another_error(capsys: pytest.CaptureFixture[str]) -> None:
     """Extension modules turn KeyboardInterrupt into ImportError when they are interrupted while they load."""
 
     def main() -> int:
@@ -83,7 +83,7 @@ def test_an_interrupted_library_may_raise_another_error(handlers: None, capsys: 
         guarded(failed)
 
 
-def test_ctrl_c_that_a_library_ignores_counts_once_signals_are_handled(handlers: None) -> None:
+def test_ctrl_c_that_a_library_ignores_counts_once_signals_are_handled() -> None:
     """Python drops exceptions that callbacks raise, such as those of the garbage collector while JAX is loaded."""
 
     def main() -> int:

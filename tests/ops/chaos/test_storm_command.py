@@ -147,7 +147,7 @@ class Played:
 
 
 @pytest.fixture
-def played(monkeypatch: pytest.MonkeyPatch, handlers: None) -> Played:
+def played(monkeypatch: pytest.MonkeyPatch) -> Played:
     found = Played()
     monkeypatch.setattr(chaos, "run_storm", found.run_storm)
     monkeypatch.setattr(chaos, "run_baseline", found.run_baseline)

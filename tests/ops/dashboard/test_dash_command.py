@@ -75,7 +75,7 @@ def test_events_come_live_and_the_stream_ends_with_the_server() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "pages"]
 
 
-def test_a_wrong_option_is_an_error(url: str, handlers: None) -> None:
+def test_a_wrong_option_is_an_error(url: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for args, code in (
@@ -135,9 +135,7 @@ def test_it_loads_no_jax_and_no_plotly() -> None:
     assert not loaded & {"jax", "jaxlib", "flax", "optax", "orbax", "islands", "plotly", "matplotlib"}
 
 
-def test_the_dashboard_needs_its_extra_but_other_verbs_do_not(
-    url: str, monkeypatch: pytest.MonkeyPatch, handlers: None
-) -> None:
+def test_the_dashboard_needs_its_extra_but_other_verbs_do_not(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("starlette", "uvicorn", "plotly"):
         with monkeypatch.context() as patch:
             for name in [name for name in sys.modules if name.partition(".")[0] == package or "dashboard" in name]:

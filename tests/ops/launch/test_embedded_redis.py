@@ -25,7 +25,7 @@ import redis
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.machine import free_port
 from archipelago.broker.redis.client import state_of
-from archipelago.ops.launch import embedded_redis, parent_death
+from archipelago.ops.launch import embedded_redis
 from archipelago.ops.launch.embedded_redis import (
     CONFIG,
     LOG,
@@ -45,10 +45,8 @@ pytestmark = pytest.mark.processes
 LAUNCHER = """
 import sys, time
 from pathlib import Path
-from archipelago.ops.launch import parent_death
 from archipelago.ops.launch.embedded_redis import find_program, start_server
-parent_death.HAS_DEATH_SIGNAL = sys.argv[2] == "death-signal"
-with start_server(Path(sys.argv[1]), find_program(sys.argv[3])) as server:
+with start_server(Path(sys.argv[1]), find_program(sys.argv[2])) as server:
     print(server.pid, server.url, flush=True)
     time.sleep(600)
 """
@@ -174,18 +172,6 @@ def test_the_folder_may_have_any_name(tmp_path: Path, valkey: Program) -> None:
             assert list((tmp_path / name).glob("appendonly*")), name
 
 
-def test_the_hint_names_the_installed_client(
-    path_folder: Path, served: tuple[RedisServer, Path], valkey: Program
-) -> None:
-    server, _ = served
-    named = f"redis://default:{server.url.partition('://:')[2]}"
-    assert server.cli_hint() == f"redis-cli -u {named}"
-    for client in ("valkey-cli", "redis-cli"):
-        script(path_folder / client, "")
-        assert server.cli_hint() == f"{client} -u {named}"
-    assert {valkey.version, f"127.0.0.1:{server.port},"} <= set(server.describe().split())
-
-
 # -- ending ---------------------------------------------------------------------------------------------------------
 
 
@@ -203,35 +189,20 @@ def test_a_dead_server_starts_again_and_stop_may_be_called_twice(tmp_path: Path,
         assert again.url == server.url
 
 
-TIES = pytest.mark.parametrize(
-    "tie",
-    [
-        pytest.param(
-            "death-signal",
-            marks=pytest.mark.skipif(not parent_death.HAS_DEATH_SIGNAL, reason="only Linux has a parent-death signal"),
-        ),
-        pytest.param("watch", marks=pytest.mark.full),
-    ],
-)
-
-
-@TIES
 def test_stop_kills_a_server_that_does_not_react(
-    tmp_path: Path, valkey: Program, monkeypatch: pytest.MonkeyPatch, tie: str, until: Until
+    tmp_path: Path, valkey: Program, monkeypatch: pytest.MonkeyPatch, until: Until
 ) -> None:
     monkeypatch.setattr(embedded_redis, "STOP_SECONDS", 0.2)
-    monkeypatch.setattr(parent_death, "HAS_DEATH_SIGNAL", tie == "death-signal")
     server = start_server(tmp_path / "redis", valkey)
     psutil.Process(server.pid).suspend()
     server.close()
     until(lambda: gone(server.pid), "the suspended server is gone")
 
 
-@TIES
-def test_the_server_dies_with_a_killed_launcher(tmp_path: Path, valkey: Program, tie: str, until: Until) -> None:
+def test_the_server_dies_with_a_killed_launcher(tmp_path: Path, valkey: Program, until: Until) -> None:
     folder = tmp_path / "redis"
     with subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, str(folder), tie, valkey.kind], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", LAUNCHER, str(folder), valkey.kind], stdout=subprocess.PIPE, text=True
     ) as launcher:
         assert launcher.stdout is not None
         pid, url = launcher.stdout.readline().split()
@@ -294,16 +265,6 @@ def test_a_port_that_is_taken_at_another_address_is_replaced(
         with failing(BrokerError, "broker.start-failed") as failed:
             start_server(tmp_path / "other", valkey)
         assert os.strerror(errno.EADDRINUSE) in str(failed.value)
-
-
-def test_the_settings_of_memory_give_way_to_those_of_the_user(
-    tmp_path: Path, valkey: Program, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ours, other = embedded_redis.KEEP_FREED
-    monkeypatch.setenv(ours, "1000000")
-    with start_server(tmp_path / "redis", valkey) as server:
-        found = psutil.Process(server.pid).environ()
-    assert (found[ours], found[other]) == ("1000000", embedded_redis.KEEP_FREED[other])
 
 
 def test_a_silent_program_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ CONFIG = replace(SMALL, data=replace(SMALL.data, corpus="text"))
 
 
 def test_the_newest_parameters_are_measured_and_the_result_is_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handlers: None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ARCHIPELAGO_DATA", str(tmp_path / "data"))

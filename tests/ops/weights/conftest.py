@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,14 +26,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _keep_signals_and_loggers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _corpora(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ARCHIPELAGO_DATA", str(folder))
-    signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    handlers = list(logging.getLogger().handlers)
-    yield
-    for number, handler in signals.items():
-        signal.signal(number, handler)
-    logging.getLogger().handlers[:] = handlers
 
 
 @pytest.fixture(scope="package")
