@@ -226,14 +226,6 @@ def test_a_certificate_must_be_of_the_host_and_of_a_trusted_authority(
             connect(good, "run").close()
 
 
-@pytest.mark.processes
-def test_a_command_reports_an_untrusted_certificate_as_a_user_error(secured: Secured) -> None:
-    command = [sys.executable, "-P", "-m", "archipelago.ops", "status", secured.url(), "--run", "run"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-
-
 def test_a_server_may_ask_for_a_client_certificate(secured: Secured, certificates: Certificates) -> None:
     context = context_of(certificates.server, asks_for=certificates.authority)
     island, stranger = certificates.island, certificates.stranger

@@ -21,7 +21,7 @@ FLAGS = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
 def test_two_hosts_train_lose_each_other_and_come_back_together(
     processes: Processes, server: RedisServer, until: Until
 ) -> None:
-    """Their state comes from their checkpoint, and a peer's from them."""
+    """A host that is stopped is as lost as a killed one. Their state comes from their checkpoint."""
     url = server.url
     processes.environment |= {"ARCHIPELAGO_URL": url, "ARCHIPELAGO_RUN": RUN, "JAX_PLATFORMS": "cpu"}
     processes.ended(processes.start("init", f"--run={RUN}", "--inner.steps=100000", *SETTINGS))
@@ -48,9 +48,12 @@ def test_two_hosts_train_lose_each_other_and_come_back_together(
     folder = Path(f"runs/{RUN}/islands/two")
     until(lambda: rounds() >= 2 and any(path.name.isdecimal() for path in folder.glob("*")), "a checkpoint")
     processes.ended(start(1), status=2)  # its rank is taken
-    other.kill()
+    leader.send_signal(signal.SIGSTOP)
+    processes.ended(other, status=75)
+    assert processes.said(other).count("the leader of this island is lost") == 1
+    leader.send_signal(signal.SIGCONT)
     processes.ended(leader, status=75)
-    assert "host 1 of this island is lost" in processes.said(leader)
+    assert processes.said(leader).count("host 1 of this island is lost") == 1
 
     before = rounds()
     leader, other = started()

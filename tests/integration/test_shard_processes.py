@@ -14,7 +14,6 @@ from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.shards.reader import PATIENCE_SECONDS
 from archipelago.broker.shards.transport import WholeRun, whole
-from archipelago.ops.launch.embedded_redis import RedisServer
 from tests.clusters import PATIENT_MS, Cluster
 from tests.conftest import Until
 from tests.harness.processes import SETTINGS, Processes
@@ -70,43 +69,10 @@ class Watcher:
         self.home.close()
 
 
-def test_merger_processes_share_the_shards_and_replace_each_other(
-    processes: Processes, server: RedisServer, until: Until
-) -> None:
-    url, run = server.url, "shared"
-    processes.run("init", url, "--run", run, "--shards=2", "--inner.steps=100000", *SETTINGS)
-    seen = Watcher(url, run)
-    first = processes.start("merger", url, "--run", run, *MERGER)
-    until(lambda: seen.is_served_by(1), "one process to serve both shards")
-    island = processes.start("island", url, "--run", run, "--name", "one", "--scan-steps=1")
-    until(lambda: min(seen.closed(0), seen.closed(1)) >= 4, "rounds of both shards")
-
-    processes.start("merger", url, "--run", run, *MERGER)
-    until(lambda: seen.is_served_by(2), "two processes to share the shards")
-    before = [seen.closed(0), seen.closed(1)]
-    until(lambda: all(seen.closed(k) > before[k] + 4 for k in (0, 1)), "rounds by both processes")
-
-    mine: list[int] = []
-
-    def has_a_shard() -> bool:
-        mine[:] = [shard for shard, holder in enumerate(seen.holders()) if f"-{first.pid}-" in holder]
-        return bool(mine)
-
-    until(has_a_shard, "the first process to serve a shard")
-    dead = mine[0]
-    first.kill()
-    at_death = [seen.closed(0), seen.closed(1)]
-    until(lambda: seen.closed(1 - dead) > at_death[1 - dead] + 4, "rounds of the other shard")
-    until(lambda: seen.closed(dead) > at_death[dead] + 4, "the other process to take the shard")
-    until(lambda: seen.is_served_by(1), "the other process to serve both shards")
-    assert island.poll() is None
-    seen.end(island, processes, until)
-
-
-def test_a_killed_primary_stops_only_the_shards_that_it_holds_and_a_shard_can_move(
+def test_mergers_share_the_shards_and_a_killed_primary_stops_only_its_own_which_can_move(
     processes: Processes, tmp_path: Path, until: Until
 ) -> None:
-    """`status` names a shard whose node hangs, and does not wait for it."""
+    """One merger process replaces another. `status` names a shard whose node hangs, and does not wait for it."""
     cluster = Cluster(tmp_path / "cluster", until, replicas=1, silent_ms=PATIENT_MS)  # the test elects by itself
     try:
         for node in cluster.nodes:
@@ -114,9 +80,20 @@ def test_a_killed_primary_stops_only_the_shards_that_it_holds_and_a_shard_can_mo
         url, run = cluster.url, _apart(cluster)
         processes.run("init", url, "--run", run, "--shards=2", "--inner.steps=100000", *SETTINGS)
         seen = Watcher(url, run)
-        processes.start("merger", url, "--run", run, *MERGER)
+        first = processes.start("merger", url, "--run", run, *MERGER)
+        until(lambda: seen.is_served_by(1), "one process to serve both shards")
         island = processes.start("island", url, "--run", run, "--name", "one", "--scan-steps=1")
         until(lambda: min(seen.closed(0), seen.closed(1)) >= 4, "rounds of both shards")
+
+        processes.start("merger", url, "--run", run, *MERGER)
+        until(lambda: seen.is_served_by(2), "two processes to share the shards")
+        shared_at = [seen.closed(0), seen.closed(1)]
+        until(lambda: all(seen.closed(k) > shared_at[k] + 4 for k in (0, 1)), "rounds by both processes")
+        first.kill()
+        died_at = [seen.closed(0), seen.closed(1)]
+        until(lambda: seen.is_served_by(1), "the other process to serve both shards")
+        until(lambda: all(seen.closed(k) > died_at[k] + 4 for k in (0, 1)), "rounds by the other process")
+        assert island.poll() is None
 
         old, new = cluster.pair(run, shard=1)
         old.kill()

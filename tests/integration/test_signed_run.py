@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 
 from archipelago.broker import invitation
-from archipelago.broker.commits import START
 from archipelago.broker.errors import ConfigError, FencedError, WireError
 from archipelago.broker.invitation import Invitation, Member, key_text
-from archipelago.broker.messages import Call, Contribution, Resume, Snapshot, to_fields
+from archipelago.broker.messages import Call, Resume, Snapshot, to_fields
 from archipelago.broker.published import newest
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.signing import EPOCHS_SKIPPED, MERGER, SignatureError, SigningOn, generate
@@ -343,17 +342,6 @@ def test_a_handover_is_believed_only_if_its_giver_signed_it_for_this_newcomer(
     raw.hset(key.handover("a/y"), mapping=copied)
     with failing(SignatureError, "signature.wrong"):
         newcomer.island.handed_over("a/y")
-
-
-def test_a_refused_forgery_says_why(pair: tuple[Keys, RedisTransport]) -> None:
-    keys, merger = pair
-    merger.create(manifest(keys.run), first_snapshots(manifest(keys.run)))
-    forged: Contribution = contribution(b"gradient", island="a")
-    keys.plain().island.publish(forged, b"gradient")
-    (delivery,) = merger.merger.updates(0.0)
-    assert delivery.contribution is None
-    assert "signature.wrong" in delivery.fault
-    assert not list(merger.reader.events(START, 0.0))
 
 
 def test_chunks_that_were_replaced_after_signing_are_noticed(pair: tuple[Keys, RedisTransport]) -> None:

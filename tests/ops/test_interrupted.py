@@ -50,8 +50,6 @@ MOMENTS = [
     ("archipelago.broker.errors", ["status", NOWHERE]),
     ("archipelago.ops.commands", ["generate", NOWHERE, "a"]),
     pytest.param("pydantic", ["up"], marks=pytest.mark.full),
-    pytest.param("encodings.idna", ["merger", NOWHERE], marks=pytest.mark.full),
-    pytest.param("jax._src.config", ["up"], marks=pytest.mark.full),
 ]
 
 
