@@ -139,8 +139,3 @@ def shared_out(
         require_present(mesh, each, f"its share of {count} × {found.kind}")
     starts = [number * each if islands <= count else number % count for number in range(islands)]
     return DeviceShares(found, tuple(found.names[start : start + each] for start in starts))
-
-
-def islands_by_default(found: Accelerators | None, islands: int) -> int:
-    """Return the number of islands where the user gives none: at most one for each accelerator."""
-    return islands if found is None else min(islands, len(found.names))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,7 +29,7 @@ from archipelago.broker.transport import Transport
 from archipelago.islands.mesh.shape import parsed
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.launch.administration import ADMIN_FILE, Administrator, administrator_at, invite_ours
-from archipelago.ops.launch.devices import DeviceShares, accelerators, islands_by_default, shared_out
+from archipelago.ops.launch.devices import DeviceShares, accelerators, shared_out
 from archipelago.ops.launch.embedded_redis import RedisServer, start_server
 from archipelago.ops.launch.init import create, require_same, require_usable, text_of, workload_of
 from archipelago.ops.launch.local_run import LocalRun, island_name
@@ -112,7 +111,8 @@ def main(options: UpOptions) -> int:
     # Nothing has been started or written before this line.
     stopped = stop_on_signals(END_SECONDS)
     with ExitStack() as stack:
-        _require_not_stopped(stopped)
+        if stopped():
+            raise KeyboardInterrupt
         server, url = _server(options, folder, stack)
         invited = administrator_at(server, name, folder) if server and server.opening else None
         transport = connect(url, name, invited)
@@ -134,7 +134,8 @@ def main(options: UpOptions) -> int:
             say(f"  device  {line}")
         joins = invite_ours(administrator, url, names) if administrator else {}
         described = server.describe() if server else redacted(url)
-        _require_not_stopped(stopped)
+        if stopped():  # From here on, processes have to be ended in order.
+            raise KeyboardInterrupt
         local = LocalRun(options, manifest, all_shards, url, folder, stopped, server, joins, shares, has_losses)
         finished = local.train()
         report = local.report(described, with_comparison=finished and options.one_process and has_losses)
@@ -142,7 +143,7 @@ def main(options: UpOptions) -> int:
     if bucket and (fault := run_summary.copy_run_files(folder, bucket)):
         say(f"warning: the report is in {folder} only: {fault}")
     _farewell(report, finished, folder, options)
-    if finished and has_losses and not _has_losses(report):
+    if finished and has_losses and any(math.isnan(report[f"held_out_{key}"]) for key in ("first", "last")):
         raise ArchipelagoError(
             "the run has made all its steps, but nothing has measured its held-out loss",
             f"See {local.evaluator.log}. `archipelago export` writes the model, to measure it yourself.",
@@ -199,16 +200,10 @@ def _with_devices(options: UpOptions) -> tuple[UpOptions, DeviceShares | None]:
         ConfigError: There are not enough accelerators for what was asked (`up.devices`, `mesh.devices`).
     """
     mesh, found = parsed(options.mesh) if options.mesh is not None else None, accelerators()
-    if not is_given("--islands"):
-        options = replace(options, islands=islands_by_default(found, options.islands))
+    if found is not None and not is_given("--islands"):
+        options = replace(options, islands=min(options.islands, len(found.names)))
     shares = shared_out(found, options.islands, options.standbys, may_share=options.share_devices, mesh=mesh)
     return options, shares
-
-
-def _require_not_stopped(stopped: Callable[[], bool]) -> None:
-    """Raise KeyboardInterrupt if a signal has arrived, as long as there are no processes to end in order."""
-    if stopped():
-        raise KeyboardInterrupt
 
 
 def _require_trainable(config: RunConfig, options: UpOptions) -> bool:
@@ -230,10 +225,6 @@ def _kept_report(folder: Path, report: dict[str, Any], *, has_trained: bool) -> 
         return kept
     run_summary.write(folder, report)
     return report
-
-
-def _has_losses(report: Mapping[str, Any]) -> bool:
-    return not any(math.isnan(report[f"held_out_{key}"]) for key in ("first", "last"))
 
 
 def _find_or_create(

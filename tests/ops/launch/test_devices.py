@@ -14,7 +14,7 @@ import pytest
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.islands.mesh.shape import MeshShape
 from archipelago.ops.launch import devices, up
-from archipelago.ops.launch.devices import Accelerators, accelerators, islands_by_default, shared_out
+from archipelago.ops.launch.devices import Accelerators, accelerators, shared_out
 from archipelago.ops.launch.local_run import LocalRun
 from archipelago.ops.launch.up import UpOptions, main
 from tests import samples
@@ -27,7 +27,6 @@ TPU = Accelerators("tpu", ("0", "1", "2", "3"), "TPU v4")
 def test_each_island_gets_equally_many() -> None:
     assert accelerators({"JAX_PLATFORMS": "cpu"}) is None
     assert shared_out(None, 64, 3, mesh=MeshShape(data=8)) is None
-    assert islands_by_default(None, 3) == 3
     shares = shared_out(FOUR, 2)
     assert shares is not None
     visible = [shares.environment(n) for n in range(2)]
@@ -45,8 +44,12 @@ def test_islands_share_accelerators_only_if_they_may() -> None:
     shares = shared_out(FOUR, 5, may_share=True)
     assert shares is not None
     assert shares.names == (("0",), ("1",), ("2",), ("3",), ("0",))
-    assert islands_by_default(Accelerators("cuda", ("0",), "H100"), 3) == 1
-    assert islands_by_default(FOUR, 3) == 3
+
+
+def test_there_are_no_more_islands_than_accelerators_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    for found, islands in ((None, 3), (Accelerators("cuda", ("0",), "H100"), 1), (FOUR, 3)):
+        monkeypatch.setattr(up, "accelerators", lambda found=found: found)
+        assert up._with_devices(UpOptions())[0].islands == islands
 
 
 def test_chips_of_a_tpu_belong_to_one_process_and_a_mesh_must_fit_into_a_share() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,11 +87,6 @@ def test_a_call_that_trained_nothing_keeps_the_report(tmp_path: Path, monkeypatc
         (tmp_path / run_summary.TEXT).write_text(json.dumps(found))
         assert up._kept_report(tmp_path, report, has_trained=has_trained) == (earlier if is_kept else report)
         assert written == ([] if is_kept else [report])
-
-
-def test_a_report_without_a_loss_is_a_failure() -> None:
-    for first, last, has in ((7.5, 2.0, True), (7.5, math.nan, False), (math.nan, 2.0, False)):
-        assert up._has_losses({"held_out_first": first, "held_out_last": last}) is has
 
 
 # -- options of the workers --------------------------------------------------------------------------------------------
