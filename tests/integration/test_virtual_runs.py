@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from archipelago.broker.config import AdoptConfig, OuterConfig, SyncConfig
+from archipelago.broker.config import AdoptConfig, OuterConfig, RunConfig, SyncConfig
 from archipelago.broker.messages import Snapshot, TapeEntry
 from archipelago.broker.shards.transport import WholeRun
 from archipelago.islands.data.corpus import OpenCorpus
@@ -155,7 +155,7 @@ def test_three_islands_keep_up_with_data_parallel_although_one_is_slow(corpus: O
 def test_the_example_with_images_learns() -> None:
     pytorch.required("sklearn")
     file = load_task(str(Path(__file__).parents[2] / "docs" / "examples" / "task_digits.py"))
-    config = replace(CONFIG, inner=replace(CONFIG.inner, steps=200, learning_rate=0.003))
+    config = RunConfig(inner=replace(CONFIG.inner, steps=200, learning_rate=0.003), sync=CONFIG.sync)
     made = Workload.of(file, task_config(config, file))
     run = VirtualRun(made, [1.0, 1.3])
     run.finish()
