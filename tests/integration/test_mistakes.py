@@ -42,6 +42,8 @@ MISTAKES = [
     # the name of the run
     ("status NONE", "config.which-run"),
     ("status RUNS --run beta", "broker.unknown-run"),
+    ("island RUNS --run beta --wait-seconds 0", "broker.unknown-run"),
+    ("merger RUNS --run beta --wait-seconds 0", "broker.unknown-run"),
     ("invite oslo RUNS --run beta", "broker.unknown-run"),
     ("runs AWAY", "broker.unreachable"),
     ("rm nothing", "config.no-url"),

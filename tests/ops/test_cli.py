@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from archipelago.broker.config import RunConfig, checked
-from archipelago.broker.errors import ArchipelagoError, UnknownRunError
+from archipelago.broker.errors import ArchipelagoError
 from archipelago.broker.process import OUTAGE, USER_ERROR, guarded
 from archipelago.broker.redis.transport import connect
 from archipelago.islands.creation import fitted
@@ -161,20 +161,6 @@ def test_the_first_process_of_a_container_ends_on_sigterm_from_the_start(monkeyp
         monkeypatch.setattr(os, "getpid", lambda pid=pid: pid)
         assert cli.main() == 0
         assert (signal.SIGTERM in handled) == (pid == 1)
-
-
-def test_a_run_that_is_not_there_changes_nothing(call: Call, url: str, raw: Any, tmp_path: Path) -> None:
-    for verb in NEED_A_RUN:
-        assert one_line(call(verb, url)), verb
-    assert raw.keys() == []
-    create_runs(url, "alpha")
-    before = sorted(raw.keys())
-    for verb in NEED_A_RUN:
-        answer = call(verb, url, "--run", "beta")
-        assert {"beta", "alpha"} <= set(re.findall(r"\w+", one_line(answer))), "the run that exists"
-        assert answer.code == UnknownRunError.code
-    assert sorted(raw.keys()) == before
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_only_run_needs_no_name_and_two_runs_are_listed(call: Call, url: str) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import socket
-import ssl
 import stat
 import uuid
 from collections.abc import Iterator
@@ -27,11 +25,9 @@ from archipelago.ops.launch import up
 from archipelago.ops.launch.administration import Administrator, administrator_at, invite_ours
 from archipelago.ops.launch.embedded_redis import (
     CONFIG,
-    WHEEL,
     Program,
     RedisServer,
     ServerAddress,
-    find_program,
     has_tls,
     last_start,
     start_server,
@@ -180,20 +176,6 @@ def test_an_open_server_needs_tls_and_a_user(hub: RedisServer) -> None:
 
 
 @pytest.mark.full
-def test_only_the_own_authority_is_trusted_and_the_host_is_checked(hub: RedisServer, tmp_path: Path) -> None:
-    renew_certificates(tmp_path, ["localhost", "127.0.0.1"], datetime.datetime.now(datetime.UTC))
-    with failing(BrokerError, "broker.tls"):
-        connect(hub.url, "demo", pinned(hub, ca_certificate=(tmp_path / AUTHORITY).read_text()))
-    with failing(BrokerError, "broker.tls"):
-        connect(hub.url, "demo")  # the system's authorities have not signed it
-    context = ssl.create_default_context(cadata=hub.address.certificate)
-    with socket.create_connection(("127.0.0.1", hub.port)) as plain, pytest.raises(ssl.SSLCertVerificationError):
-        context.wrap_socket(plain, server_hostname="elsewhere")
-    with socket.create_connection(("127.0.0.1", hub.port)) as plain:
-        context.wrap_socket(plain, server_hostname=HOST).close()
-
-
-@pytest.mark.full
 def test_users_survive_a_kill_and_the_address_stays(program: Program, tmp_path: Path, until: Until) -> None:
     folder = tmp_path / "redis"
     with start_server(folder, program, opening=OPENING) as server:
@@ -215,13 +197,6 @@ def test_users_survive_a_kill_and_the_address_stays(program: Program, tmp_path: 
     with start_server(folder, program) as closed:  # the same data without --open
         connect(closed.url, "demo").close()
         assert closed.address.certificate == ""
-
-
-def test_a_program_without_tls_is_not_used() -> None:
-    assert not has_tls(find_program(WHEEL)), "then it can serve other machines, too"
-    for kind in (None, WHEEL):  # the suite hides other programs
-        with failing(BrokerError, "broker.no-program"):
-            find_program(kind, with_tls=True)
 
 
 # -- addresses and options --------------------------------------------------------------------------------------------
