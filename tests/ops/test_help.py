@@ -18,8 +18,7 @@ import pytest
 
 from archipelago.broker.config import RunConfig, flat
 from archipelago.ops import commands
-from archipelago.ops.commands import VERBS, Verb, VerbGroup, Verbs, run
-from archipelago.ops.examples import EXAMPLES
+from archipelago.ops.commands import EXAMPLES, VERBS, Verb, VerbGroup, Verbs, run
 from archipelago.ops.watch.status import StatusOptions
 from archipelago.ops.watch.terminal import LEGEND
 
