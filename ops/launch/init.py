@@ -15,7 +15,7 @@ import tyro
 from archipelago.broker import invitation as invitations
 from archipelago.broker.address import redacted
 from archipelago.broker.buckets.folder import is_address
-from archipelago.broker.config import RunConfig, checked, differing, flags
+from archipelago.broker.config import RunConfig, checked, differing
 from archipelago.broker.control import STEPS
 from archipelago.broker.errors import MismatchError, RunExistsError, UnknownRunError
 from archipelago.broker.footprint import available_here, footprint, memory_text, shortage
@@ -171,7 +171,6 @@ def create(
     weights: Path | None = None,
     *,
     may_replace: bool = False,
-    go_on: str = "",
     task: str | None = None,
     shards: int = 1,
 ) -> tuple[Manifest, bool]:
@@ -182,7 +181,6 @@ def create(
         config: The settings of the run.
         weights: The weights to begin with.
         may_replace: Whether to create the run although islands of a lost run of its name are alive.
-        go_on: The command that continues the run, without the flags of its settings.
         task: A task of the user, FILE.py:NAME, in place of one of our models.
         shards: The number of shards.
 
@@ -212,7 +210,7 @@ def create(
             create_run(transport, manifest, snapshots)
             return manifest, True
         found = transport.reader.manifest()
-    require_same(found, config, go_on, task)
+    require_same(found, config, task)
     found.require_shards(shards)
     return found, False
 
@@ -251,17 +249,13 @@ def _new(work: Workload, run: str, weights: Path | None) -> tuple[Manifest, Para
     return manifest, files.load(manifest.tensors)
 
 
-def require_same(found: Manifest, config: RunConfig, go_on: str = "", task: str | None = None) -> None:
-    """Raise MismatchError, with a remedy for the user who starts a run, unless that run has this config.
-
-    `go_on` is the command that continues the run, without the flags of its settings (`require_own_settings`), and
-    `task` the task that the user gives.
-    """
+def require_same(found: Manifest, config: RunConfig, task: str | None = None) -> None:
+    """Raise MismatchError, with a remedy for the user who starts a run, unless it has this config and this task."""
     from archipelago.islands.tasks.task import task_of
 
     task_of(task, found, "Starting islands of ours")
     work = workload_of(config, task)
-    require_own_settings(found, work.config, f"{go_on} --task {task}" if go_on and task else go_on)
+    _require_own_settings(found, work.config)
     if task is not None:
         work.require_same(found)
         return
@@ -276,14 +270,8 @@ def require_same(found: Manifest, config: RunConfig, go_on: str = "", task: str 
         ) from None
 
 
-def require_own_settings(found: Manifest, config: RunConfig, go_on: str = "") -> None:
-    """Raise MismatchError unless the config is the run's. It names each setting that differs, with both values.
-
-    Args:
-        found: The run.
-        config: The settings that the user has given, with what `init` chooses itself.
-        go_on: The command that continues the run, without the flags of its settings; empty if only workers continue it.
-    """
+def _require_own_settings(found: Manifest, config: RunConfig) -> None:
+    """Raise MismatchError unless the config is the run's. It names each setting that differs, with both values."""
     from archipelago.islands.models.registry import learning_rate
 
     changed = differing(found.config, config)
@@ -292,9 +280,7 @@ def require_own_settings(found: Manifest, config: RunConfig, go_on: str = "") ->
         del changed["inner.learning_rate"]  # The user has not given it: `init` chooses it by the model's size.
     if not changed:
         return
-    remedy = "Islands and mergers take the run's own settings: start them as usual."
-    if go_on:
-        remedy = f"To go on with the run's own settings: `{f'{go_on} {own_flags(found)}'.strip()}`."
+    remedy = "To go on with the run, give its own values. Islands and mergers take them by themselves."
     if STEPS in changed:
         remedy += f" To change the length of the run: `archipelago steer {STEPS}=N --run {found.run}`."
     shown = {key: (setting_text(theirs), setting_text(ours)) for key, (theirs, ours) in changed.items()}
@@ -307,16 +293,3 @@ def require_own_settings(found: Manifest, config: RunConfig, go_on: str = "") ->
         code="config.other-settings",
         what=f"the run {found.run!r} has other settings: {said}",
     )
-
-
-def own_flags(found: Manifest) -> str:
-    """Return the flags that give the run's own settings, without the learning rate if `init` has chosen it.
-
-    The vocabulary stays, because the user may have chosen a larger one than that of the tokenizer.
-    """
-    from archipelago.islands.models.registry import learning_rate
-
-    config = found.config
-    if config.inner.learning_rate == learning_rate(config.model.size):
-        config = replace(config, inner=replace(config.inner, learning_rate=None))
-    return shlex.join(flags(config))

@@ -231,26 +231,20 @@ def _find_or_create(
     transport: Transport, config: RunConfig, kept: MergerFolder, options: UpOptions
 ) -> tuple[Manifest, bool]:
     """Return the run's manifest, and whether it was created now. Checkpoints of a run are never overwritten."""
-    how = " URL" if options.url else " --open" if options.open_ else ""
-    go_on = f"archipelago up{how} --run {options.run}{_in(kept.path.parent)}"
     known = transport.run in transport.reader.runs()
     if not known:
         kept.fetch()
     if numbers := kept.store.numbers():
-        config = _extended(
-            transport, kept.find_or_bring_back(transport, resume=options.resume), config, go_on, options.task
-        )
+        config = _extended(transport, kept.find_or_bring_back(transport, resume=options.resume), config, options.task)
         if not known:
             say(f"this Redis did not have the run: it continues from checkpoint {numbers[-1]} in {kept.path}")
     elif known:
         with suppress(UnknownRunError):  # its name is all that is left of it
-            config = _extended(transport, transport.reader.manifest(), config, go_on, options.task)
-    return create(transport, config, options.from_, go_on=go_on, task=options.task, shards=options.shards)
+            config = _extended(transport, transport.reader.manifest(), config, options.task)
+    return create(transport, config, options.from_, task=options.task, shards=options.shards)
 
 
-def _extended(
-    transport: Transport, found: Manifest, config: RunConfig, go_on: str, task: str | None = None
-) -> RunConfig:
+def _extended(transport: Transport, found: Manifest, config: RunConfig, task: str | None) -> RunConfig:
     """Extend a run if the user gives more steps than it has, and return the config with its original number of steps.
 
     The extension is a steered change (`archipelago steer inner.steps=N`), so that the tape records it. Without
@@ -264,7 +258,7 @@ def _extended(
         wanted = now
     same = replace(config, inner=replace(config.inner, steps=own))
     is_shorter = wanted < now and wanted != own
-    require_same(found, config if is_shorter else same, go_on, task)
+    require_same(found, config if is_shorter else same, task)
     if wanted > now:
         whole(transport, found).reader.steer(checked_changes(found.config, {STEPS: str(wanted)}))
         say(f"run {found.run!r} is extended from {now:,} to {wanted:,} steps")
