@@ -264,12 +264,6 @@ class RedisServer(contextlib.ExitStack):
         where = self.opening.describe(self.port) if self.opening else f"{LOOPBACK}:{self.port}"
         return f"{self.program.kind} {self.program.version} on {where}, data in {self.folder}"
 
-    def cli_hint(self) -> str:
-        """Return the command that opens this server at a prompt."""
-        only_valkey = shutil.which("redis-cli") is None and shutil.which("valkey-cli") is not None
-        named = self.url.replace("://:", "://default:", 1)  # redis-cli 7 would send an empty user name.
-        return f"{'valkey-cli' if only_valkey else 'redis-cli'} -u {named}"
-
     def alive(self) -> bool:
         """Return whether the process runs. It may still be too busy to answer."""
         return self._child is not None and self._child.alive()

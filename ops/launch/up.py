@@ -286,7 +286,7 @@ def _greet(manifest: Manifest, created: bool, server: RedisServer | None, url: s
         say(f"  join    archipelago island {manifest.run}.NAME.join{task}   (on another machine, with that file)")
         say(f"  watch   archipelago status {folder / ADMIN_FILE}")
     elif server and not as_json():  # The password belongs on a terminal, not into collected logs.
-        say(f"  inspect {server.cli_hint()}")
+        say(f"  inspect redis-cli -u {url.replace('://:', '://default:', 1)}")  # it would send an empty user name
         task = " --task FILE.py:NAME" if manifest.task else ""
         say(f"  join    archipelago island '{url}' --run {manifest.run}{task}")
     say(f"  folder  {folder}/ (logs, config.toml, report)")
