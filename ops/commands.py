@@ -158,7 +158,6 @@ EXAMPLES: dict[str, dict[str, str]] = {
     },
     "replay": {
         "archipelago replay demo": "Merge the recorded run again, and compare every digest.",
-        "archipelago replay demo --set outer.lr=0.5": "Merge the same contributions by another rule.",
     },
     "chaos": {
         "archipelago chaos --seconds 120 --islands 4": "Train for two minutes while processes are killed.",

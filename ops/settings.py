@@ -14,8 +14,7 @@ import tomli_w
 from archipelago.broker import config
 from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.extras import hint, require
-from archipelago.broker.machine import is_installed
+from archipelago.broker.machine import install_hint, is_installed, require_extra
 from archipelago.broker.observe.logs import as_json, printable_lines
 
 if TYPE_CHECKING:
@@ -99,14 +98,14 @@ def can_draw() -> bool:
     """Return whether pictures can be drawn; if not, tell the user what to install."""
     if is_installed("matplotlib"):
         return True
-    say(f"no picture: matplotlib is not installed. {hint('plots')}")
+    say(f"no picture: matplotlib is not installed. {install_hint('plots')}")
     return False
 
 
 def pyplot() -> Any:
     """Return `matplotlib.pyplot`, set up to draw into files. Raise ConfigError if matplotlib is not installed."""
     if not is_installed("matplotlib"):
-        require("plots", "Drawing a picture")
+        require_extra("plots", "Drawing a picture")
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import uuid
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,7 +17,7 @@ from archipelago.broker.address import redacted
 from archipelago.broker.buckets.folder import is_address
 from archipelago.broker.config import RunConfig, checked, differing
 from archipelago.broker.control import STEPS
-from archipelago.broker.errors import MismatchError, RunExistsError, UnknownRunError
+from archipelago.broker.errors import ConfigError, MismatchError, RunExistsError, UnknownRunError
 from archipelago.broker.footprint import available_here, footprint, memory_text, shortage
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.observe.progress import progress
@@ -27,6 +27,7 @@ from archipelago.broker.shards.transport import create as create_run
 from archipelago.broker.transport import Memory, Transport
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.sync.connection.watch import require_no_islands as require_no_islands
+from archipelago.merger.storage import MergerFolder, fetched
 from archipelago.ops.settings import say, setting_text
 from archipelago.ops.weights.safetensors_files import WeightFiles, require_tokenizer
 
@@ -105,6 +106,31 @@ def next_steps(url: str, run: str, task: str | None = None) -> list[str]:
         f"archipelago merger --run {run}   # on one machine; a second one stands by",
         f"archipelago island --run {run}{flag}   # for every device, on any machine",
     ]
+
+
+def resume(transport: Transport, folder: str) -> Manifest:
+    """Create the run from the newest checkpoint in a merger's folder, here or in a bucket, and return its manifest.
+
+    Raises:
+        ConfigError: The folder holds no checkpoint (`init.no-checkpoint`).
+        BucketError: The bucket cannot be read.
+        RunExistsError: The Redis has the run.
+        UnknownRunError: The checkpoint is of another run (`broker.other-run`).
+    """
+    try:
+        with fetched(folder) if is_address(folder) else nullcontext(MergerFolder(Path(folder))) as kept:
+            image = kept.bring_back(transport)
+    except RunExistsError as error:
+        remedy = "It needs no checkpoint: start `archipelago merger`, and it goes on from where it is."
+        raise RunExistsError(error.what, remedy) from None
+    if image is None:
+        raise ConfigError(
+            f"{folder} holds no checkpoint of a merger",
+            "Name the folder that `archipelago merger` had as --folder: it holds a folder `checkpoints`. The default "
+            "is runs/RUN/merger, below the folder in which the merger was started.",
+            code="init.no-checkpoint",
+        )
+    return image.manifest
 
 
 def text_of(manifest: Manifest) -> str:
