@@ -32,7 +32,6 @@ from archipelago.ops.launch.supervisor import (
     stop_all,
     thread_environment,
 )
-from archipelago.ops.launch.up import UpOptions
 from archipelago.ops.settings import say
 from archipelago.ops.watch import run_summary, terminal
 from archipelago.ops.watch.advice import Problem, problems

@@ -46,7 +46,7 @@ MISTAKES = [
     ("merger RUNS --run beta --wait-seconds 0", "broker.unknown-run"),
     ("invite oslo RUNS --run beta", "broker.unknown-run"),
     ("runs AWAY", "broker.unreachable"),
-    ("rm nothing", "config.no-url"),
+    ("rm nothing", "config.which-run"),
     ("rm a/b RUNS", "config.name"),
     ("rm beta RUNS", "broker.unknown-run"),
     ("init NONE NEW --run 'a b'", "config.name"),
