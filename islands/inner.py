@@ -19,6 +19,7 @@ import optax.contrib
 from archipelago.broker.config import InnerConfig
 from archipelago.broker.errors import ConfigError, WireError
 from archipelago.islands.models.interface import Gradient, Params
+from archipelago.islands.sync.recovery import MOMENTS_SLACK, TINY, adam_ratio
 
 
 class InnerState(NamedTuple):
@@ -116,10 +117,6 @@ def counts(moments: optax.OptState) -> list[jax.Array]:
 
 #: No run makes this many steps, and the counts of steps stay far below the end of int32.
 COUNT_MAX = 1 << 30
-#: A first moment below this moves no parameter, although the square of such a gradient is 0 in float32.
-TINY = 1e-12
-#: The moments of a peer may exceed those that steps can produce by this factor, for rounding.
-MOMENTS_SLACK = 2.0
 
 
 class MomentBounds(NamedTuple):
@@ -139,15 +136,13 @@ class MomentBounds(NamedTuple):
 def moment_bounds(config: InnerConfig) -> MomentBounds:
     """Return the bounds for an optimiser.
 
-    Without them, a peer could hand over moments that are finite and still throw an island's parameters far away. With
-    m = (1 − b1) Σ b1^i g_i and v = (1 − b2) Σ b2^i g_i², the inequality of Cauchy and Schwarz gives
-    m² ≤ (1 − b1)² / ((1 − b1² / b2) (1 − b2)) · v, if b1² < b2. Clipping bounds each g.
+    Without them, a peer could hand over moments that are finite and still throw an island's parameters far away.
+    Clipping bounds each gradient.
     """
     b1, b2, clip = config.beta1, config.beta2, config.clip_norm
     decay = max(b1, config.muon_momentum)
     first, second = (clip / (1.0 - decay), clip**2) if clip else (math.inf, math.inf)
-    ratio = (1.0 - b1) / math.sqrt((1.0 - b1**2 / b2) * (1.0 - b2)) if b1**2 < b2 else math.inf
-    return MomentBounds(MOMENTS_SLACK * first, MOMENTS_SLACK * second, MOMENTS_SLACK * ratio)
+    return MomentBounds(MOMENTS_SLACK * first, MOMENTS_SLACK * second, MOMENTS_SLACK * adam_ratio(b1, b2))
 
 
 def require_sound(state: optax.OptState, like: optax.OptState, bounds: MomentBounds | None = None) -> None:

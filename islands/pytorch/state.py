@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,9 +24,6 @@ from archipelago.islands.sync import recovery
 
 #: The names under which the optimisers of PyTorch keep what is never negative.
 NOT_NEGATIVE = frozenset({"step", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "sum"})
-#: Adam's moments of a peer may exceed those that steps can produce by this factor, for rounding. Smaller ones than TINY
-#: move no parameter.
-SLACK, TINY = 2.0, 1e-12
 #: Narrower floating-point numbers travel as float32, which holds each of them.
 _WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 
@@ -181,10 +177,6 @@ class OptimizerState:
             return None
         return [self.digest, *(HostCopy(entry.present()) for entry in self.entries)]
 
-    def values(self) -> list[Any]:
-        """Return copies of all values as tensors of the host."""
-        return [entry.present().cpu() for entry in self.entries]
-
     def decode(self, handover: Handover, payload: bytes) -> list[Any]:
         """Return the values that a peer sent, as tensors of the host. Raises WireError if they do not fit."""
         if not self.can_travel:
@@ -203,7 +195,10 @@ class OptimizerState:
                 raise WireError("more steps in the peer's optimiser state than in a run", code="handover.unsound")
             second = by_place.get((id(entry.parameter), "exp_avg_sq"))
             if entry.key == "exp_avg" and second is not None and entry.tensor.dtype == torch.float32:
-                largest = SLACK * adam_ratio(*entry.group["betas"]) * np.sqrt(np.abs(second)) + TINY
+                largest = (
+                    recovery.MOMENTS_SLACK * recovery.adam_ratio(*entry.group["betas"]) * np.sqrt(np.abs(second))
+                    + recovery.TINY
+                )
                 if value.shape == second.shape and bool((np.abs(value) > largest).any()):
                     raise WireError("moments in the peer's optimiser state that no steps can produce",
                                     code="handover.unsound")  # fmt: skip
@@ -256,13 +251,3 @@ def _copied(group: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in group.items()
         if key != "params"
     }
-
-
-def adam_ratio(beta1: float, beta2: float) -> float:
-    """Return the largest magnitude of Adam's first moment, as a multiple of the root of its second moment.
-
-    With m = (1 − b1) Σ b1^i g_i and v = (1 − b2) Σ b2^i g_i², the inequality of Cauchy and Schwarz gives it.
-    """
-    if not 0.0 <= beta1 < 1.0 or not beta1**2 < beta2 < 1.0:
-        return math.inf
-    return (1.0 - beta1) / math.sqrt((1.0 - beta1**2 / beta2) * (1.0 - beta2))

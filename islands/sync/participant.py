@@ -189,7 +189,8 @@ class Participant(ABC):
                     arrivals = self._pass_marker(shard, event, arrivals)
                 case _:
                     self.ledger.heard(event)
-        self._adopt_all(arrivals)
+        for arrival in arrivals:
+            self.adopt(arrival)
         if news.lost_shards:
             self.forget_shards(news.lost_shards)
         for who in news.asked_by:
@@ -205,7 +206,9 @@ class Participant(ABC):
         others = [number for k, number in enumerate(self._markers) if k != shard]
         self._markers[shard] = marker.number
         if marker.number > max(others, default=0):
-            self._adopt_all([arrival for arrival in arrivals if self._is_before(arrival, shard, marker)])
+            for arrival in arrivals:
+                if self._is_before(arrival, shard, marker):
+                    self.adopt(arrival)
             arrivals = [arrival for arrival in arrivals if not self._is_before(arrival, shard, marker)]
             # An island that joined after that round is not in the checkpoint.
             if not self.ledger.has_passed(shard, marker.round):
@@ -241,10 +244,6 @@ class Participant(ABC):
             return
         self.take_over(arrival)
         self.ledger.adopted(snapshot, self._measures.rule.keeps_progress)
-
-    def _adopt_all(self, arrivals: Sequence[Arrival]) -> None:
-        for arrival in arrivals:
-            self.adopt(arrival)
 
     def _hand_over(self, who: str) -> None:
         leaves = self.optimizer_leaves()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,11 @@ ASK_AGAIN_SECONDS = 4.0
 #: How many answers that it cannot use a newcomer asks for. Each costs a peer a copy of its state.
 ANSWERS_MAX = 8
 
+
+#: The moments of a peer may exceed those that steps can produce by this factor, for rounding.
+MOMENTS_SLACK = 2.0
+#: A first moment below this moves no parameter, although the square of such a gradient is 0 in float32.
+TINY = 1e-12
 
 #: Inner optimiser state in whatever form the loop keeps it, such as a tree of arrays.
 State = Any
@@ -121,6 +127,16 @@ def decode(
     if out[0].tobytes() != layout.tobytes():
         raise WireError("the peer's optimiser state is of another optimiser or model", code="handover.shape")
     return out[1:]
+
+
+def adam_ratio(beta1: float, beta2: float) -> float:
+    """Return the largest magnitude of Adam's first moment, as a multiple of the root of its second moment.
+
+    With m = (1 − b1) Σ b1^i g_i and v = (1 − b2) Σ b2^i g_i², the inequality of Cauchy and Schwarz gives it.
+    """
+    if not 0.0 <= beta1 < 1.0 or not beta1**2 < beta2 < 1.0:
+        return math.inf
+    return (1.0 - beta1) / math.sqrt((1.0 - beta1**2 / beta2) * (1.0 - beta2))
 
 
 def peers(presences: list[Presence], name: str) -> list[str]:

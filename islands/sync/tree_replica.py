@@ -210,13 +210,6 @@ class TreeReplica(Replica):
             for rows, home, found in zip(self.layout, self._homes, references, strict=True)
         ]
 
-    def shardings(self) -> list[dict[str, Sharding | None]]:
-        """Return where each reference is; None for the default device."""
-        return [
-            {tensor.name: there for (tensor, _), there in zip(rows, home.tensors, strict=True)}
-            for rows, home in zip(self.layout, self._homes, strict=True)
-        ]
-
     def warm_up(self, tensors: Tensors) -> None:
         """Compile both directions of every fragment without changing anything."""
         for p, reference in enumerate(self.references):

@@ -226,7 +226,7 @@ class Announcements:
         The broker has lost rounds or announcements, or this island believed in rounds that have not closed.
         """
         heads = self._known_heads()  # first, because nothing may be forgotten if this fails
-        self.snapshots.forget_announcements()
+        self.snapshots.announced.clear()  # the run went back, and their numbers will be used again
         current = {p for p in self._fragments if self.snapshots.is_current(p, heads)}
         with self._lock:
             later = {p for p, arrival in self._arrivals.items() if arrival.snapshot.round > number}

@@ -61,32 +61,28 @@ class Snapshots:
         self.run_steps = manifest.config.inner.steps
         #: The largest global step that this island believes in.
         self.step = 0
-        self._announced: dict[int, dict[int, Snapshot]] = {}
+        self.announced: dict[int, dict[int, Snapshot]] = {}
         self._known: dict[int, tuple[int, str]] = {}  # version and digest of each fragment that arrived last
 
     def announce(self, snapshot: Snapshot) -> None:
         """Note a version that the merger announced, unless an equal or newer one has arrived."""
         p, version = snapshot.fragment, snapshot.version
         if version > self._known.get(p, (-1, ""))[0]:
-            self._announced.setdefault(p, {})[version] = snapshot
+            self.announced.setdefault(p, {})[version] = snapshot
 
     def newest(self, p: int) -> int:
         """Return the newest announced version of a fragment that was not downloaded, or 0."""
-        return max(self._announced.get(p, {}), default=0)
+        return max(self.announced.get(p, {}), default=0)
 
     def forget(self, p: int) -> None:
         """Forget a fragment, so that its newest version is downloaded in full even if it has arrived before."""
         self.held.pop(p, None)
         self._known.pop(p, None)
-        self._announced.pop(p, None)
+        self.announced.pop(p, None)
 
     def drop(self, p: int) -> None:
         """Note that the last arrival of a fragment was not handed over. Differences may still build on it."""
         self._known.pop(p, None)
-
-    def forget_announcements(self) -> None:
-        """Forget all announced versions, because the run went back and their numbers will be used again."""
-        self._announced.clear()
 
     def all_held(self) -> list[Arrival]:
         """Return the newest snapshot of every fragment as it was published; an empty list if one is not held."""
@@ -108,7 +104,7 @@ class Snapshots:
         began, before = self._clock(), self.bytes_down
         arrival = self._by_differences(p)
         if arrival is None and p in self._known and self.is_current(p, read_heads()):
-            self._announced.pop(p, None)
+            self.announced.pop(p, None)
             return None
         arrival = arrival or self.fetch(p)
         self._uplink.received(self.bytes_down - before, self._clock() - began)
@@ -132,8 +128,8 @@ class Snapshots:
         if self._manifest.config.wire.sends_differences:
             self.held[p] = arrival
         self._known[p] = (arrival.snapshot.version, arrival.snapshot.digest)
-        announced = self._announced.get(p, {})
-        self._announced[p] = {version: s for version, s in announced.items() if version > arrival.snapshot.version}
+        announced = self.announced.get(p, {})
+        self.announced[p] = {version: s for version, s in announced.items() if version > arrival.snapshot.version}
         return arrival
 
     def _with_believable_step(self, snapshot: Snapshot) -> Snapshot:
@@ -180,7 +176,7 @@ class Snapshots:
 
     def _chain(self, p: int, version: int) -> list[Snapshot]:
         """Return the announced versions after `version` if all have a difference and these are worth downloading."""
-        announced = self._announced.get(p, {})
+        announced = self.announced.get(p, {})
         newest = max(announced, default=0)
         chain = [announced.get(each) for each in range(version + 1, newest + 1)]
         known = [snapshot for snapshot in chain if snapshot is not None and snapshot.difference_bytes]
