@@ -23,6 +23,7 @@ from archipelago.broker.errors import BrokerError
 from archipelago.broker.process import return_freed_memory
 from archipelago.broker.redis.transport import connect
 from archipelago.ops.bench.harness import INCARNATION, forget_peak, peak_bytes, wait_until
+from archipelago.ops.bench.output import seconds_of, taking_turns
 
 if TYPE_CHECKING:
     import jax
@@ -288,18 +289,14 @@ def quantise_and_copy(pipe: Connection, elements: int) -> None:
     import jax.numpy as jnp
 
     values_N = jax.random.normal(jax.random.key(0), (elements,), jnp.float32)
-    programs = {
-        "quantise_seconds": jax.jit(lambda values_N: codec(CODEC).quantise(values_N, jnp)),
-        "copy_seconds": jax.jit(jnp.copy),
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in programs}
-    for program in programs.values():
-        jax.block_until_ready(program(values_N))  # type: ignore[no-untyped-call]
-    for _ in range(TIMES):
-        for name, program in programs.items():
-            with timed(seconds[name]):
-                jax.block_until_ready(program(values_N))  # type: ignore[no-untyped-call]
-    pipe.send({name: statistics.median(each) for name, each in seconds.items()})
+    quantise = jax.jit(lambda values_N: codec(CODEC).quantise(values_N, jnp))
+    copy = jax.jit(jnp.copy)
+
+    def seconds(program: Callable[[jax.Array], Any]) -> float:
+        return seconds_of(lambda: jax.block_until_ready(program(values_N)))  # type: ignore[no-untyped-call]
+
+    both = taking_turns([lambda: seconds(quantise), lambda: seconds(copy)], TIMES)
+    pipe.send(dict(zip(("quantise_seconds", "copy_seconds"), map(statistics.median, both), strict=True)))
 
 
 @contextlib.contextmanager

@@ -73,11 +73,20 @@ class MeasuredProcess:
 
 
 @contextlib.contextmanager
-def child(work: Callable[..., None], *arguments: Any) -> Iterator[MeasuredProcess]:
-    """Run `work(pipe, *arguments)` in a new process, and kill that process at the end of the block."""
+def child(
+    work: Callable[..., None], *arguments: Any, environment: Mapping[str, str] | None = None
+) -> Iterator[MeasuredProcess]:
+    """Run `work(pipe, *arguments)` in a new process, and kill that process at the end of the block.
+
+    `environment` has variables that only the new process gets.
+    """
     parent_end, child_end = _SPAWN.Pipe()
     process = _SPAWN.Process(target=_work, args=(work, child_end, *arguments), daemon=True)
+    before = dict(os.environ)
+    os.environ.update(environment or {})  # A spawned process reads the environment when it starts.
     process.start()
+    os.environ.clear()
+    os.environ.update(before)
     child_end.close()
     try:
         yield MeasuredProcess(parent_end, process.pid or 0)

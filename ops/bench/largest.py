@@ -52,6 +52,7 @@ MEMORY_SHARE = 0.95
 #: The measurement ends when the machine has less memory than this.
 FLOOR_BYTES = 1 << 28
 WATCH_SECONDS = 0.25
+MERGERS = ("first merger", "second merger")
 #: Memory of the islands' process before it holds a fragment, and for each island and element of one (both measured).
 ISLANDS_BASE, ISLAND_FRAGMENT_BYTES = 290_000_000, 60
 
@@ -170,7 +171,7 @@ def rows(passed: Passed, memory: _Memory, predicted: Predicted) -> list[dict[str
         row("from the kill to the next closed round", "s", passed.restart_seconds, predicted.restart_seconds),
         gigabytes("bytes up, all islands", passed.bytes_up, islands * need.bytes_up),
         gigabytes("bytes down, all islands", passed.bytes_down, islands * need.bytes_down),
-        gigabytes("peak memory: merger", memory.mergers_peak, need.merger_bytes),
+        gigabytes("peak memory: merger", max(memory.peaks[name] for name in MERGERS), need.merger_bytes),
         gigabytes("peak memory: Redis", memory.peaks["Redis"], need.redis_first_bytes),
         gigabytes("peak memory: islands' process", memory.peaks["islands"], predicted.islands_bytes),
         gigabytes("peak memory: all together", memory.together, predicted.together_bytes),
@@ -185,8 +186,19 @@ class _Memory:
         self.peaks: dict[str, int] = {}
         self.together = 0
 
-    def look(self) -> None:
-        """Note the present sizes. Raise BrokerError if the machine has hardly any memory left."""
+    def await_(self, process: MeasuredProcess) -> Any:
+        """Return the process's next message, and note the sizes meanwhile, and the peaks so far at the end.
+
+        Raises:
+            BrokerError: The machine has hardly any memory left.
+        """
+        while (message := process.receive(WATCH_SECONDS)) is None:
+            self._look()
+        self._look()
+        self.peaks |= {name: peak_bytes(pid) for name, pid in self.processes.items()}
+        return message
+
+    def _look(self) -> None:
         self.together = max(self.together, sum(resident_bytes(pid) for pid in self.processes.values()))
         if available_here() < FLOOR_BYTES:
             raise BrokerError(
@@ -194,22 +206,6 @@ class _Memory:
                 "Give fewer --parameters, or stop another program first.",
                 code="bench.memory",
             )
-
-    def note_peaks(self) -> None:
-        """Note the peak of each process, before one of them ends."""
-        self.peaks |= {name: peak_bytes(pid) for name, pid in self.processes.items()}
-
-    @property
-    def mergers_peak(self) -> int:
-        """The larger peak of the two mergers."""
-        return max(size for name, size in self.peaks.items() if "merger" in name)
-
-    def await_(self, process: MeasuredProcess) -> Any:
-        """Return the process's next message, and look meanwhile."""
-        while (message := process.receive(WATCH_SECONDS)) is None:
-            self.look()
-        self.look()
-        return message
 
 
 def largest(
@@ -234,18 +230,16 @@ def largest(
         memory.await_(players)
         say(f"a run of {size * fragments:,} parameters in {fragments} fragments is in Redis")
         with child(serve_merger, server.url, RUN) as first:
-            memory.processes["first merger"] = first.pid
+            memory.processes[MERGERS[0]] = first.pid
             players.pipe.send(first.pid)
             memory.await_(players)
-            memory.note_peaks()
-            del memory.processes["first merger"]
+            del memory.processes[MERGERS[0]]
             killed_at = time.monotonic()
         say("the merger was killed, and another one starts")
         second = held.enter_context(child(serve_merger, server.url, RUN))
-        memory.processes["second merger"] = second.pid
+        memory.processes[MERGERS[1]] = second.pid
         players.pipe.send((killed_at, second.pid))
         passed: Passed = memory.await_(players)
-        memory.note_peaks()
     # The price of as much memory as the run takes, beside the price afterwards, which the prediction uses.
     prices = 1e9 * first_seconds, 1e9 * predicted.machine.new_byte_seconds
     return {

@@ -8,21 +8,18 @@ through a real merger and Redis.
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 import numpy as np
 
 from archipelago.broker.codecs import CODECS, Vector
 from archipelago.broker.config import InnerConfig, MergeConfig, RunConfig, SyncConfig, WireConfig
-from archipelago.broker.errors import ArchipelagoError, BrokerError
+from archipelago.broker.errors import BrokerError
 from archipelago.broker.manifest import Tensor
 from archipelago.broker.messages import Refusal, Snapshot
 from archipelago.broker.process import keep_freed_memory
@@ -72,13 +69,18 @@ def main(options: MergeOptions) -> int:
 
 def merge(quick: bool) -> dict[str, Any]:
     """Measure arithmetic in a process that has one thread, then many islands. Return plain data with `rows`."""
-    command = [sys.executable, "-P", "-m", "archipelago.ops.bench.merge", *(["--quick"] if quick else [])]
-    done = subprocess.run(command, env={**os.environ, **ONE_THREAD}, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise ArchipelagoError("the measuring process failed", "See its output above.", code="bench.process-failed")
+    with child(_arithmetic, quick, environment=ONE_THREAD) as measuring:
+        rows = measuring.receive()
     few, many = QUICK_MANY if quick else MANY
     contributions = MANY_CONTRIBUTIONS // (16 if quick else 1)
-    return {"rows": json.loads(done.stdout) + many_islands(few, many, MANY_ELEMENTS, contributions)}
+    return {"rows": rows + many_islands(few, many, MANY_ELEMENTS, contributions)}
+
+
+def _arithmetic(pipe: Connection, quick: bool) -> None:
+    keep_freed_memory()  # The merger does this too, and numpy gains as much from it.
+    rounds = 5 if quick else 15
+    found = codecs(10_000_000 if quick else 100_000_000, 3) + merging(1_000_000, rounds) + merging(10_000_000, rounds)
+    pipe.send(found + spectra(QUICK_ELEMENTS if quick else 1 << 30))
 
 
 def ratio_of(floor: Callable[[], object], ours: Callable[[], object], rounds: int) -> Compared:
@@ -315,12 +317,3 @@ class _Played:
 def _payload(elements: int, number: int) -> bytes:
     shared_N, own_N = (np.random.default_rng(seed).standard_normal(elements, np.float32) for seed in (0, number + 1))
     return pack(SHARED * shared_N + (1.0 - SHARED) * own_N, "int4", 0)
-
-
-if __name__ == "__main__":
-    quick = "--quick" in sys.argv[1:]
-    keep_freed_memory()  # The merger does this too, and numpy gains as much from it.
-    rounds = 5 if quick else 15
-    found = codecs(10_000_000 if quick else 100_000_000, 3) + merging(1_000_000, rounds) + merging(10_000_000, rounds)
-    found += spectra(QUICK_ELEMENTS if quick else 1 << 30)
-    sys.stdout.write(json.dumps(found))

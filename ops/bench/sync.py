@@ -34,8 +34,8 @@ from archipelago.ops.bench.two_islands import (
     TRAINING,
     WIRE,
     Rule,
-    Size,
     Synced,
+    SyncSize,
     TwoIslands,
     two_islands,
 )
@@ -48,7 +48,7 @@ TORCHFT_PYTHON = "ARCHIPELAGO_TORCHFT_PYTHON"
 #: It runs in a Python environment that has torchft.
 SCRIPT = Path(__file__).with_name("torchft.py")
 END_SECONDS = 10.0
-QUICK = Size(rounds=3, thin_syncs=2)
+QUICK = SyncSize(rounds=3, thin_syncs=2)
 #: Rounds at the beginning that do not count.
 WARM_UPS = 2
 
@@ -74,7 +74,7 @@ class SyncOptions(OutputOptions):
 def main(options: SyncOptions) -> int:
     """Measure, and write the results."""
     size = replace(
-        QUICK if options.quick else Size(),
+        QUICK if options.quick else SyncSize(),
         rule=options.rule,
         pieces=options.pieces,
         merger_rtt_ms=options.merger_rtt_ms,
@@ -84,7 +84,7 @@ def main(options: SyncOptions) -> int:
     return finish("sync", sync(say, options.torchft_python, size), options)
 
 
-def in_pieces(say: Say, size: Size) -> dict[str, Any]:
+def in_pieces(say: Say, size: SyncSize) -> dict[str, Any]:
     """Measure where the time of a sync goes.
 
     Returns:
@@ -111,7 +111,7 @@ def in_pieces(say: Say, size: Size) -> dict[str, Any]:
     return {"parameters": sum(tensor.size for tensor in size.tensors), "seconds": seconds, "rows": rows}
 
 
-def sync(say: Say, torchft_python: str, size: Size) -> dict[str, Any]:
+def sync(say: Say, torchft_python: str, size: SyncSize) -> dict[str, Any]:
     """Measure both systems, on loopback and over a thin link.
 
     Returns:
@@ -132,7 +132,7 @@ def sync(say: Say, torchft_python: str, size: Size) -> dict[str, Any]:
     }
 
 
-def on_loopback(size: Size, python: str, say: Say) -> list[dict[str, Any]]:
+def on_loopback(size: SyncSize, python: str, say: Say) -> list[dict[str, Any]]:
     """Return a row for each system without a throttle."""
     with two_islands(AT_ONCE, size) as ours, torchft(size, python) as theirs:
         # The merger may close the first rounds before it knows both islands.
@@ -140,7 +140,7 @@ def on_loopback(size: Size, python: str, say: Say) -> list[dict[str, Any]]:
         return _turns(size, ours, theirs, say)
 
 
-def _turns(size: Size, ours: TwoIslands, theirs: Torchft, say: Say) -> list[dict[str, Any]]:
+def _turns(size: SyncSize, ours: TwoIslands, theirs: Torchft, say: Say) -> list[dict[str, Any]]:
     """Let both systems sync in turn."""
     sides: list[Callable[[], Synced]] = [ours.sync, theirs.sync] if theirs.usable else [ours.sync]
     mine, *others = taking_turns(sides, size.rounds, WARM_UPS)
@@ -152,7 +152,7 @@ def _turns(size: Size, ours: TwoIslands, theirs: Torchft, say: Say) -> list[dict
     return [*rows, _row(theirs.name, "loopback", others[0])]
 
 
-def over_thin_link(size: Size, torchft_row: dict[str, Any], say: Say) -> list[dict[str, Any]]:
+def over_thin_link(size: SyncSize, torchft_row: dict[str, Any], say: Say) -> list[dict[str, Any]]:
     """Return a row for each system over a throttled link: ours as measured, torchft's as computed.
 
     Args:
@@ -183,8 +183,10 @@ def _trained(ours: TwoIslands, say: Say, link: str) -> dict[str, Any]:
     with ours.training():
         free, pace = ours.syncs(max(1, size.thin_syncs // 4))
         say(f"unthrottled: {pace:.2f} inner steps a second, {free[0].seconds:.2f} s a sync")
-        with ours.throttled(size.mbit):
-            thin, thin_pace = ours.syncs(size.thin_syncs)
+        assert ours.proxy is not None  # noqa: S101
+        ours.proxy.set_rates(size.mbit, size.mbit)
+        thin, thin_pace = ours.syncs(size.thin_syncs)
+        ours.proxy.set_rates(math.inf, math.inf)
         say(f"{link}: {thin_pace:.2f} inner steps a second, {thin[0].seconds:.2f} s a sync")
     usual = statistics.median(s.seconds for s in free)
     note = f"{usual:.2f} s unthrottled, of {TRAINING.interval * size.step_seconds:.2f} s of inner steps"
@@ -240,7 +242,7 @@ class Torchft:
 
 
 @contextlib.contextmanager
-def torchft(size: Size, python: str) -> Iterator[Torchft]:
+def torchft(size: SyncSize, python: str) -> Iterator[Torchft]:
     """Start torchft with tensors of the same shapes.
 
     Args:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 import jax
@@ -66,7 +66,7 @@ NOISE = 1e-3
 
 
 @dataclass(frozen=True)
-class Size:
+class SyncSize:
     """The size of a measurement.
 
     Attributes:
@@ -116,7 +116,7 @@ class Synced:
 
 
 @contextlib.contextmanager
-def two_islands(config: SyncConfig, size: Size, proxied: bool = False) -> Iterator[TwoIslands]:
+def two_islands(config: SyncConfig, size: SyncSize, proxied: bool = False) -> Iterator[TwoIslands]:
     """Start a Redis as `up` does, a merger and two islands; yield when they are ready to sync.
 
     Args:
@@ -149,7 +149,7 @@ def two_islands(config: SyncConfig, size: Size, proxied: bool = False) -> Iterat
         yield TwoIslands(made, proxy, merger, islands, size)
 
 
-def _create_run(transport: Transport, config: SyncConfig, size: Size) -> None:
+def _create_run(transport: Transport, config: SyncConfig, size: SyncSize) -> None:
     settings = RunConfig(
         data=DataConfig(sequence_length=64, batch_size=4, shards=8),
         inner=InnerConfig(steps=1 << 30),
@@ -172,7 +172,7 @@ class TwoIslands:
         proxy: Proxy | None,
         merger: MeasuredProcess,
         islands: Sequence[MeasuredProcess],
-        size: Size,
+        size: SyncSize,
     ) -> None:
         self.transport, self.proxy, self.size = transport, proxy, size
         self.merger, self.islands = merger, islands
@@ -202,14 +202,6 @@ class TwoIslands:
         yield
         _ask(self.islands, "stop")
 
-    @contextlib.contextmanager
-    def throttled(self, mbit: float) -> Iterator[None]:
-        """Throttle the link of the second island while the block runs, in Mbit/s each way."""
-        assert self.proxy is not None  # noqa: S101
-        self.proxy.set_rates(mbit, mbit)
-        yield
-        self.proxy.set_rates(math.inf, math.inf)
-
     def syncs(self, count: int) -> tuple[list[Synced], float]:
         """Wait for `count` syncs. Return them, and the second island's inner steps per second meanwhile."""
         (before,) = _ask(self.islands[1:], "count")
@@ -235,16 +227,8 @@ class TwoIslands:
 # -- the processes ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Counts:
-    """An island's answer to a command.
-
-    Attributes:
-        began: When the command began, on the monotonic clock of the machine.
-        at: When it ended.
-        steps: Inner steps since the beginning.
-        bytes: Sent and received, in this sync or since the beginning.
-    """
+class Counts(NamedTuple):
+    """An island's answer: when its command began and ended, its steps so far, and bytes, of a sync or in all."""
 
     began: float
     at: float
@@ -259,7 +243,7 @@ def _ask(processes: Sequence[MeasuredProcess], command: str) -> list[Any]:
     return [process.answer(2 * PATIENCE_SECONDS) for process in processes]
 
 
-def _train(pipe: Connection, url: str, name: str, size: Size) -> None:
+def _train(pipe: Connection, url: str, name: str, size: SyncSize) -> None:
     """An island's process: obey commands, and train between them once it was asked to."""
     os.environ |= thread_environment(PROCESSES)  # as the launcher does, and before JAX looks at its devices
     pieces = Pieces(OF_ISLAND if size.pieces else {})
@@ -291,10 +275,8 @@ def _train(pipe: Connection, url: str, name: str, size: Size) -> None:
                 pipe.send(pieces.spent())
             case "train":
                 training = True
-            case "stop":
-                training = False
-                pipe.send(_counts(island))
-            case _:
+            case command:
+                training = training and command != "stop"
                 pipe.send(_counts(island))
 
 

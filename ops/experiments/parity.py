@@ -66,9 +66,8 @@ def main(options: ParityOptions) -> int:
     config = checked(options.settings)
     for count in options.islands or (0,):
         if not 1 <= count <= ISLANDS_MAX:
-            raise ConfigError(
-                f"--islands cannot be {count}", f"Give numbers from 1 to {ISLANDS_MAX}.", code="config.value"
-            )
+            remedy = f"Give numbers from 1 to {ISLANDS_MAX}."
+            raise ConfigError(f"--islands cannot be {count}", remedy, code="config.value")
     require_number("--slow", options.slow, "Give a factor of at least 1.", 1.0)
     keep_compiled()
     work = workload_of(config, options.task)

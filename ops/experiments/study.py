@@ -42,7 +42,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from archipelago.broker.errors import ArchipelagoError, ConfigError
+from archipelago.broker.errors import ArchipelagoError, ConfigError, require_number
 from archipelago.broker.process import finite, keep_compiled, print_json
 from archipelago.ops.experiments.trial import OWN, Trial, key_of, measure
 from archipelago.ops.launch.supervisor import ONE_THREAD
@@ -98,10 +98,8 @@ def main(options: StudyOptions) -> int:
     """Run the trials that have no result yet, then show all results."""
     if not options.name:
         return _overview(options)
-    if options.jobs < 1 or options.most < 0:
-        raise ConfigError(
-            "--jobs or --most is too small", "Give at least one process, and no negative number.", code="config.value"
-        )
+    require_number("--jobs", options.jobs, "Give at least one process.", 1)
+    require_number("--most", options.most, "Give 0 for all trials, or a number of them.")
     study = load(options.studies, options.name)
     if not options.show:
         run(study, options.results, options.jobs, options.known(), options.most)

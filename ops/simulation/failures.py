@@ -68,7 +68,7 @@ class FailureModel:
 
     @property
     def slice_failures_a_second(self) -> float:
-        """SliceFailures per second of one slice while it steps."""
+        """Failures per second of one slice while it steps."""
         return self.chips / self.slices / (self.years_between * YEAR_SECONDS)
 
     def slices_of(self, island: int) -> int:
@@ -78,8 +78,7 @@ class FailureModel:
 
 def _require(holds: bool, name: str, value: object, wanted: str) -> None:
     if not holds:
-        flag = name.replace("_", "-")
-        raise ConfigError(f"--{flag} cannot be {value}", f"Give {wanted}.", code="config.value")
+        raise ConfigError(f"--{name.replace('_', '-')} cannot be {value}", f"Give {wanted}.", code="config.value")
 
 
 class Stretch(NamedTuple):

@@ -12,7 +12,7 @@ import numpy as np
 
 from archipelago.broker.codecs import codec
 from archipelago.broker.config import MergeConfig, checked
-from archipelago.broker.errors import ConfigError
+from archipelago.broker.errors import ConfigError, require_number
 from archipelago.broker.process import print_json
 from archipelago.ops.settings import say
 from archipelago.ops.simulation.cycle import (
@@ -37,6 +37,8 @@ UPTIME_WANTED = 0.99
 LINK_SHARE = 0.7
 FAILURES_SIMULATED = 4000.0
 FRAGMENTS_MAX = 24
+#: The least of what has to be positive.
+TINY = 1e-12
 WINDOW = 2
 
 
@@ -276,20 +278,15 @@ def _check(options: PlanOptions) -> None:
                 "slice_chips", "merger_threads", "thread_gflops", "merger_slowness", "merger_gb",
                 "redis_gb")  # fmt: skip
     for name in positive:
-        if not 0 < getattr(options, name) < math.inf:
-            flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag} cannot be {getattr(options, name)}", "Give more than 0.", code="config.value")
+        require_number(f"--{name.replace('_', '-')}", getattr(options, name), "Give more than 0.", TINY)
+    require_number("--islands", options.islands, "Give a number, or leave it out.")
     most = max(options.sites, options.islands)
     if options.chips < most:
-        raise ConfigError(
+        what, remedy = (
             f"{options.chips} chips are too few for {most} islands",
-            "Each site and each island needs at least one.",
-            code="config.value",
+            "Each site and island needs at least one.",
         )
-    if options.islands < 0:
-        raise ConfigError(
-            f"--islands cannot be {options.islands}", "Give a number, or leave it out.", code="config.value"
-        )
+        raise ConfigError(what, remedy, code="config.value")
 
 
 def _counts(options: PlanOptions) -> list[int]:

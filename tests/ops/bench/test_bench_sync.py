@@ -12,10 +12,10 @@ import pytest
 from archipelago.broker.errors import BrokerError
 from archipelago.ops.bench import sync as bench_sync
 from archipelago.ops.bench.sync import torchft
-from archipelago.ops.bench.two_islands import Size, Synced, TwoIslands
+from archipelago.ops.bench.two_islands import Synced, SyncSize, TwoIslands
 from tests.failing import failing
 
-TINY = Size(parameters=12_000, rounds=2)
+TINY = SyncSize(parameters=12_000, rounds=2)
 STAND_IN = """#!/bin/sh
 echo '{"torchft": "9.9", "torch": "9.9"}'
 while read -r line; do
@@ -32,7 +32,7 @@ def _script(tmp_path: Path, text: str) -> str:
 
 
 def test_tensors_have_one_shape() -> None:
-    assert sum(tensor.size for tensor in Size().tensors) == pytest.approx(10e6, rel=1e-3)
+    assert sum(tensor.size for tensor in SyncSize().tensors) == pytest.approx(10e6, rel=1e-3)
     assert sum(tensor.size for tensor in TINY.tensors) == 12_000
 
 

@@ -17,7 +17,7 @@ from archipelago.broker.errors import BrokerError
 from archipelago.ops.bench import VERBS, accelerator, merge
 from archipelago.ops.bench.harness import OF_MERGER
 from archipelago.ops.bench.sync import TORCHFT_PYTHON, in_pieces, sync
-from archipelago.ops.bench.two_islands import FRAGMENTS, Size
+from archipelago.ops.bench.two_islands import FRAGMENTS, SyncSize
 from archipelago.ops.bench.wire import WireSize, wire
 from archipelago.ops.commands import run
 from tests.failing import failing
@@ -100,7 +100,7 @@ def test_codecs_merging_and_spectra_are_measured() -> None:
     assert {row["against"] for row in rows} >= {"merging 4 int4 of it, RDA"}
 
 
-TINY = Size(parameters=12_000, rounds=2, thin_syncs=2, step_seconds=0.002, mbit=50.0)
+TINY = SyncSize(parameters=12_000, rounds=2, thin_syncs=2, step_seconds=0.002, mbit=50.0)
 
 
 def quiet(line: str) -> None:

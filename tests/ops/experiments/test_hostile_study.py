@@ -78,7 +78,8 @@ def test_a_row_is_compared_with_the_run_without_its_hostile_islands() -> None:
 def test_a_flipped_island_costs_nothing_in_a_whole_run(corpus: OpenCorpus) -> None:
     settings: dict[str, Any] = {
         "data.corpus": "small-text", "data.sequence_length": 32, "data.batch_size": 4, "data.shards": 8,
-        "data.held_out_sequences": 32, "inner.steps": 120, "inner.warmup_steps": 10, "sync.interval": 12,
+        "data.held_out_sequences": 32, "inner.steps": 72, "inner.warmup_steps": 6, "sync.interval": 6,
+        "sync.fragments": 2, "merge.embedding": "rda", "merge.rest": "rda",
     }  # fmt: skip
     attacked = measure(Trial.of(settings, islands=4, hostile=1, attack="flip"))
     absent = measure(Trial.of(settings, islands=3))

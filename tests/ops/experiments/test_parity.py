@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from archipelago.broker.config import RunConfig
+from archipelago.broker.config import MergeConfig, RunConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.ops.experiments import baselines, island_runs, parity
@@ -25,8 +25,10 @@ PARALLEL = "data-parallel, 2× batch"
 
 @pytest.fixture
 def config() -> RunConfig:
+    """Return the settings of a run of 24 steps, with few programs to compile."""
+    data, inner = replace(SMALL.data, corpus="small-text"), replace(SMALL.inner, steps=24, warmup_steps=4)
     return replace(
-        SMALL, data=replace(SMALL.data, corpus="small-text"), inner=replace(SMALL.inner, steps=24, warmup_steps=4)
+        SMALL, data=data, inner=inner, sync=replace(SMALL.sync, fragments=1), merge=MergeConfig("average", "average")
     )
 
 
@@ -114,4 +116,4 @@ def test_what_cannot_be_compared_is_refused(config: RunConfig, tmp_path: Path) -
         parity.parity(task_work(evaluate=None), (2,), (), 1.0, tmp_path, lambda _: None)
     for wrong in ({"islands": ()}, {"islands": (65,)}, {"slow": 0.5}):
         with failing(ConfigError, "config.value"):
-            parity.main(parity.ParityOptions(settings=config, **wrong))
+            parity.main(replace(parity.ParityOptions(settings=config), **wrong))

@@ -136,7 +136,10 @@ def test_trials_run_in_processes_and_learn(folder: Path, corpus: OpenCorpus) -> 
     Two islands, one of them three times slower, make 24 + 8 steps, and baselines get as many tokens.
     """
     study = 'base = "base.toml"\n[[grid]]\nkind = ["parallel", "one", "islands"]\nislands = 2\nslow = 3.0\n'
-    (folder / "kinds.toml").write_text(study + '"outer.rule" = "nesterov"\n', encoding="utf-8")
+    study += (
+        '"outer.rule" = "nesterov"\n"merge.rest" = "average"\n"merge.embedding" = "average"\n"sync.fragments" = 1\n'
+    )
+    (folder / "kinds.toml").write_text(study, encoding="utf-8")
     assert archipelago(["bench", "study", "kinds", "--folder", str(folder)]) == 0
     before = (folder / "kinds.jsonl").read_bytes()
     records = [json.loads(line) for line in before.splitlines()]
@@ -148,7 +151,7 @@ def test_trials_run_in_processes_and_learn(folder: Path, corpus: OpenCorpus) -> 
         assert r["test"] != r["bits_per_byte"], "it is another text"
         assert r["version"].count("+") == 1
     ours = next(r for r in records if r["kind"] == "islands")
-    assert ours["rounds"] >= 12
+    assert ours["rounds"] >= 2
     assert (folder / "kinds.png").stat().st_size > 1000
     assert archipelago(["bench", "study", "kinds", "--folder", str(folder)]) == 0
     assert (folder / "kinds.jsonl").read_bytes() == before

@@ -151,12 +151,8 @@ def test_models_and_tokens_are_given_in_several_ways() -> None:
 
 
 def test_impossible_options_are_refused() -> None:
-    for options in (
-        PlanOptions(chips=1),
-        PlanOptions(link_mbits=0.0),
-        PlanOptions(islands=-1),
-        PlanOptions(hours_between=float("inf")),
-        PlanOptions(chips=4, islands=8),
-    ):
+    for wrong in (
+        {"chips": 1}, {"link_mbits": 0.0}, {"islands": -1}, {"hours_between": float("inf")}, {"chips": 4, "islands": 8}
+    ):  # fmt: skip
         with failing(ConfigError, "config.value"):
-            plan(options)
+            plan(replace(PlanOptions(), **wrong))
