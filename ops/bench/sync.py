@@ -252,13 +252,12 @@ def torchft(size: SyncSize, python: str) -> Iterator[Torchft]:
     if not python:
         yield Torchft("torchft", "no environment: give --torchft-python, or $ARCHIPELAGO_TORCHFT_PYTHON", None)
         return
-    arguments = ["--tensors", str(TENSORS), "--shape", *map(str, size.shape)]
-    arguments += ["--timeout-seconds", str(PATIENCE_SECONDS)]
+    options = json.dumps({"tensors": TENSORS, "shape": size.shape, "timeout_seconds": PATIENCE_SECONDS})
     # -P: without it, Python would put the folder of the script, and so our modules, before its own packages.
     with tempfile.TemporaryFile("w+") as log:
         try:
             process = subprocess.Popen(
-                parent_death.command([python, "-P", str(SCRIPT), *arguments]),
+                parent_death.command([python, "-P", str(SCRIPT), options]),
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
             )  # fmt: skip
         except OSError as error:

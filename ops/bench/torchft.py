@@ -7,7 +7,8 @@ CPython 3.11 or newer:
 
     archipelago bench sync --torchft-python torchft/bin/python
 
-Each empty line on standard input is one round: both replicas move their parameters, then both make one step of
+Its argument is a JSON object: the number of `tensors`, the `shape` of each, and `timeout_seconds`. Each empty line on
+standard input is one round: both replicas move their parameters, then both make one step of
 torchft's `DiLoCo` (quorum, float32 all-reduce of the outer gradients over Gloo, vote, outer Nesterov step). The answer
 is a line of JSON: seconds from the first replica's start to the last one's end, and whether both committed. The first
 line of output has the versions, or an `error` if something is missing. torchft's quantised all-reduce needs Triton, and
@@ -16,13 +17,13 @@ so a GPU.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
 import sys
 import time
 from datetime import timedelta
+from importlib import metadata
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -32,7 +33,7 @@ NOISE = 1e-3
 
 def main() -> int:
     """Read rounds from standard input until its end."""
-    options = _options()
+    options = json.loads(sys.argv[1])
     try:
         import torch
         import torchft
@@ -44,7 +45,7 @@ def main() -> int:
     lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=100, quorum_tick_ms=10)
     pipes = [_start(options, lighthouse.address(), index) for index in range(2)]
     _all(pipes, "ready")
-    _answer({"torch": torch.__version__, "torchft": _version(torchft)})
+    _answer({"torch": torch.__version__, "torchft": metadata.version(torchft.__name__)})
     for _ in sys.stdin:
         _all(pipes, "perturb")
         ends = _all(pipes, "sync")
@@ -56,26 +57,12 @@ def main() -> int:
     return 0
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="one torchft synchronisation for each line on standard input")
-    parser.add_argument("--tensors", type=int, default=12)
-    parser.add_argument("--shape", type=int, nargs=2, default=(833, 1000))
-    parser.add_argument("--timeout-seconds", type=float, default=60.0)
-    return parser.parse_args()
-
-
 def _answer(value: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(value) + "\n")
     sys.stdout.flush()
 
 
-def _version(module: Any) -> str:
-    from importlib import metadata
-
-    return metadata.version(module.__name__)
-
-
-def _start(options: argparse.Namespace, lighthouse: str, index: int) -> Connection:
+def _start(options: dict[str, Any], lighthouse: str, index: int) -> Connection:
     spawn = multiprocessing.get_context("spawn")
     parent_end, child_end = spawn.Pipe()
     spawn.Process(target=_replica, args=(child_end, options, lighthouse, index), daemon=True).start()
@@ -93,7 +80,7 @@ def _all(pipes: list[Connection], command: str) -> list[Any]:
 # -- a replica's process -------------------------------------------------------------------------------------------
 
 
-def _replica(pipe: Connection, options: argparse.Namespace, lighthouse: str, index: int) -> None:
+def _replica(pipe: Connection, options: dict[str, Any], lighthouse: str, index: int) -> None:
     import torch
     from torch import distributed
     from torchft.local_sgd import DiLoCo
@@ -101,11 +88,11 @@ def _replica(pipe: Connection, options: argparse.Namespace, lighthouse: str, ind
     from torchft.process_group import ProcessGroupGloo
 
     torch.manual_seed(0)  # Both replicas begin with the same parameters.
-    model = torch.nn.ParameterList(torch.randn(*options.shape) for _ in range(options.tensors))
+    model = torch.nn.ParameterList(torch.randn(*options["shape"]) for _ in range(options["tensors"]))
     torch.manual_seed(1 + index)
-    noise = [torch.randn(*options.shape) * NOISE for _ in model]
+    noise = [torch.randn(*options["shape"]) * NOISE for _ in model]
     store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    timeout = timedelta(seconds=options.timeout_seconds)
+    timeout = timedelta(seconds=options["timeout_seconds"])
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timeout), load_state_dict=None,

@@ -25,8 +25,8 @@ from archipelago.ops.simulation.cycle import (
     spectra_load,
 )
 from archipelago.ops.simulation.failures import YEAR_SECONDS, FailureModel, simulate
-from archipelago.ops.simulation.paper import data_parallel_gbits
 from archipelago.ops.simulation.plan_text import measured_step, parameters_of, tensors_of, tokens_of
+from archipelago.ops.simulation.tables import data_parallel_gbits
 
 #: The defaults are tuned for up to this number of islands, and the paper has no more.
 ISLANDS_MAX = 16

@@ -20,7 +20,8 @@ from archipelago.ops.simulation.failures import (
     simulate,
     stretches,
 )
-from archipelago.ops.simulation.paper import (
+from archipelago.ops.simulation.plan import load
+from archipelago.ops.simulation.tables import (
     BANDWIDTH,
     UTILISATION,
     bandwidth,
@@ -30,7 +31,6 @@ from archipelago.ops.simulation.paper import (
     fragments_gbits,
     ring_factor,
 )
-from archipelago.ops.simulation.plan import load
 from tests.failing import failing
 from tests.tiers import examples
 

@@ -13,7 +13,7 @@ import pytest
 from archipelago.broker.errors import ConfigError
 from archipelago.ops.commands import run
 from archipelago.ops.simulation.failures import YEAR_SECONDS
-from archipelago.ops.simulation.paper import ROWS
+from archipelago.ops.simulation.tables import ROWS
 from tests.failing import failing
 
 
