@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -53,7 +53,6 @@ from archipelago.ops.launch import parent_death
 from archipelago.ops.settings import say
 
 Part = Literal["steps", "quantiser", "loop", "start"]
-Say = Callable[[str], None]
 
 SIZES, SIZES_QUICK = ("124m", "1b"), ("tiny",)
 PARTS: tuple[Part, ...] = ("steps", "quantiser")
@@ -102,10 +101,10 @@ def main(options: AcceleratorOptions) -> int:
 
     for size in sizes:
         build(ModelConfig(size))  # an unknown one is refused before anything is measured
-    return finish("accelerator", accelerator(config, sizes, options, say), options)
+    return finish("accelerator", accelerator(config, sizes, options), options)
 
 
-def accelerator(config: RunConfig, sizes: Sequence[str], options: AcceleratorOptions, say: Say) -> dict[str, Any]:
+def accelerator(config: RunConfig, sizes: Sequence[str], options: AcceleratorOptions) -> dict[str, Any]:
     """Measure each model, and the quantiser. Return plain data with `rows`."""
     parts = options.parts or PARTS
     with child(say_backend) as probe:
@@ -117,7 +116,7 @@ def accelerator(config: RunConfig, sizes: Sequence[str], options: AcceleratorOpt
         models[size] = {"what": _what(own), "backend": backend}
         if "steps" in parts:
             profile = options.output / f"profile-{size}"
-            found, alone = measured_turns(own, options, profile, say)
+            found, alone = measured_turns(own, options, profile)
             models[size] |= summary(found, alone.peak_bytes) | {
                 "tokens_a_second": own.tokens_per_step * found.steps / statistics.median(on.seconds for on in found.on),
                 "tokens_a_second_plain": own.tokens_per_step * found.steps / alone.seconds,
@@ -131,7 +130,7 @@ def accelerator(config: RunConfig, sizes: Sequence[str], options: AcceleratorOpt
             models[size]["loop_seconds"] = times._asdict()
             rows += loop_rows(size, times)
         if "start" in parts:
-            models[size]["start"] = start_times(own, STARTS_QUICK if options.quick else STARTS, say)
+            models[size]["start"] = start_times(own, STARTS_QUICK if options.quick else STARTS)
             rows += start_rows(size, models[size]["start"])
     if "quantiser" not in parts:
         return {"models": models, "rows": rows}
@@ -165,16 +164,13 @@ def _what(config: RunConfig) -> str:
     return f"{sizes}, {wire.up}/{wire.down}"
 
 
-def measured_turns(
-    config: RunConfig, options: AcceleratorOptions, profile: Path, say: Say
-) -> tuple[IslandTurns, TimedTurn]:
+def measured_turns(config: RunConfig, options: AcceleratorOptions, profile: Path) -> tuple[IslandTurns, TimedTurn]:
     """Let steps with syncing and without take turns. Return what was found, and the turn of a process that only trains.
 
     Args:
         config: The settings of the run.
         options: The mesh, and whether to take fewer and shorter turns.
         profile: The folder for JAX's profile of one more turn with syncing.
-        say: Called with each line for people.
     """
     mine, others = halves_of_the_cores()
     pairs, seconds = (TURNS_QUICK, TURN_SECONDS_QUICK) if options.quick else (TURNS, TURN_SECONDS)
@@ -329,7 +325,7 @@ print(time.process_time())
 """
 
 
-def start_times(config: RunConfig, starts: int, say: Callable[[str], None]) -> dict[str, float]:
+def start_times(config: RunConfig, starts: int) -> dict[str, float]:
     """Measure a start with empty caches, and `starts` with warm ones.
 
     Returns:

@@ -12,7 +12,6 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -80,7 +79,7 @@ def main(options: LargestOptions) -> int:
     require_number("--fragments", options.fragments, "Give 1 or more.", 1)
     require_number("--islands", options.islands, "Give 2 or more.", 2)
     parameters = options.parameters or (PARAMETERS_QUICK if options.quick else PARAMETERS)
-    return finish("largest", largest(parameters, say, options.fragments, options.islands), options)
+    return finish("largest", largest(parameters, options.fragments, options.islands), options)
 
 
 @dataclass(frozen=True)
@@ -208,9 +207,7 @@ class _Memory:
             )
 
 
-def largest(
-    parameters: float, say: Callable[[str], None], fragments: int = FRAGMENTS, islands: int = ISLANDS
-) -> dict[str, Any]:
+def largest(parameters: float, fragments: int = FRAGMENTS, islands: int = ISLANDS) -> dict[str, Any]:
     """Pass a model of `parameters` elements. Return plain data with `rows`. Raise ConfigError if it does not fit."""
     require_linux()
     if not 1 <= parameters < 1e15:

@@ -42,8 +42,6 @@ from archipelago.ops.bench.two_islands import (
 from archipelago.ops.launch import parent_death
 from archipelago.ops.settings import say
 
-Say = Callable[[str], None]
-
 TORCHFT_PYTHON = "ARCHIPELAGO_TORCHFT_PYTHON"
 #: It runs in a Python environment that has torchft.
 SCRIPT = Path(__file__).with_name("torchft.py")
@@ -80,11 +78,11 @@ def main(options: SyncOptions) -> int:
         merger_rtt_ms=options.merger_rtt_ms,
     )
     if options.pieces:
-        return finish("sync-pieces", in_pieces(say, size), options)
-    return finish("sync", sync(say, options.torchft_python, size), options)
+        return finish("sync-pieces", in_pieces(size), options)
+    return finish("sync", sync(options.torchft_python, size), options)
 
 
-def in_pieces(say: Say, size: SyncSize) -> dict[str, Any]:
+def in_pieces(size: SyncSize) -> dict[str, Any]:
     """Measure where the time of a sync goes.
 
     Returns:
@@ -111,7 +109,7 @@ def in_pieces(say: Say, size: SyncSize) -> dict[str, Any]:
     return {"parameters": sum(tensor.size for tensor in size.tensors), "seconds": seconds, "rows": rows}
 
 
-def sync(say: Say, torchft_python: str, size: SyncSize) -> dict[str, Any]:
+def sync(torchft_python: str, size: SyncSize) -> dict[str, Any]:
     """Measure both systems, on loopback and over a thin link.
 
     Returns:
@@ -121,8 +119,8 @@ def sync(say: Say, torchft_python: str, size: SyncSize) -> dict[str, Any]:
         sync over an unthrottled link takes as long as its inner steps do.
     """
     python = torchft_python or os.environ.get(TORCHFT_PYTHON, "")
-    loopback = on_loopback(size, python, say)
-    rows = [*loopback, *over_thin_link(size, loopback[1], say)]
+    loopback = on_loopback(size, python)
+    rows = [*loopback, *over_thin_link(size, loopback[1])]
     return {
         "parameters": sum(tensor.size for tensor in size.tensors),
         "fragments": FRAGMENTS,
@@ -132,15 +130,15 @@ def sync(say: Say, torchft_python: str, size: SyncSize) -> dict[str, Any]:
     }
 
 
-def on_loopback(size: SyncSize, python: str, say: Say) -> list[dict[str, Any]]:
+def on_loopback(size: SyncSize, python: str) -> list[dict[str, Any]]:
     """Return a row for each system without a throttle."""
     with two_islands(AT_ONCE, size) as ours, torchft(size, python) as theirs:
         # The merger may close the first rounds before it knows both islands.
         wait_until(lambda: ours.sync().committed, "sync of both islands", PATIENCE_SECONDS)
-        return _turns(size, ours, theirs, say)
+        return _turns(size, ours, theirs)
 
 
-def _turns(size: SyncSize, ours: TwoIslands, theirs: Torchft, say: Say) -> list[dict[str, Any]]:
+def _turns(size: SyncSize, ours: TwoIslands, theirs: Torchft) -> list[dict[str, Any]]:
     """Let both systems sync in turn."""
     sides: list[Callable[[], Synced]] = [ours.sync, theirs.sync] if theirs.usable else [ours.sync]
     mine, *others = taking_turns(sides, size.rounds, WARM_UPS)
@@ -152,17 +150,16 @@ def _turns(size: SyncSize, ours: TwoIslands, theirs: Torchft, say: Say) -> list[
     return [*rows, _row(theirs.name, "loopback", others[0])]
 
 
-def over_thin_link(size: SyncSize, torchft_row: dict[str, Any], say: Say) -> list[dict[str, Any]]:
+def over_thin_link(size: SyncSize, torchft_row: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a row for each system over a throttled link: ours as measured, torchft's as computed.
 
     Args:
         size: The size of the measurement.
         torchft_row: Its row without a throttle.
-        say: Prints a line of progress.
     """
     link = f"{size.mbit:g} Mbit/s"
     with two_islands(TRAINING, size, proxied=True) as ours:
-        row = _trained(ours, say, link)
+        row = _trained(ours, link)
     unthrottled, megabytes = torchft_row["seconds"], 4e-6 * sum(tensor.size for tensor in size.tensors)
     seconds, steps_seconds = unthrottled + 8 * megabytes / size.mbit, TRAINING.interval * size.step_seconds
     theirs = {
@@ -177,7 +174,7 @@ def over_thin_link(size: SyncSize, torchft_row: dict[str, Any], say: Say) -> lis
     return [row, theirs]
 
 
-def _trained(ours: TwoIslands, say: Say, link: str) -> dict[str, Any]:
+def _trained(ours: TwoIslands, link: str) -> dict[str, Any]:
     """Let both islands train, the second one first without and then with a throttle."""
     size = ours.size
     with ours.training():

@@ -76,7 +76,7 @@ class SyncSize:
         step_seconds: How long an inner step takes.
         mbit: Rate of the thin link each way, in Mbit/s.
         rule: The merge rule of all tensors.
-        pieces: Whether the processes count the time of their pieces (`ops.bench.process`).
+        pieces: Whether the processes count the time of their pieces (`ops.bench.harness`).
         merger_rtt_ms: The round trip between the merger and Redis, in milliseconds; 0 for one without a delay.
     """
 

@@ -10,7 +10,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ class WireOptions(OutputOptions):
 
 def main(options: WireOptions) -> int:
     """Measure, and write the results."""
-    return finish("wire", with_picture("wire", wire(QUICK if options.quick else WireSize(), say), options), options)
+    return finish("wire", with_picture("wire", wire(QUICK if options.quick else WireSize()), options), options)
 
 
 class WireSize(NamedTuple):
@@ -54,7 +54,7 @@ class WireSize(NamedTuple):
 QUICK = WireSize(16 << 20, payloads=4, rounds=3)
 
 
-def wire(size: WireSize, say: Callable[[str], None]) -> dict[str, Any]:
+def wire(size: WireSize) -> dict[str, Any]:
     """Measure one producer against a bare relay, and several at once against one. Return plain data with `rows`."""
     rows = []
     for append_only, where in ((False, "in memory"), (True, "append-only file")):

@@ -8,7 +8,7 @@ simulated. With one seed, a difference below about one per cent means little.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, stdev
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 #: The steps of a quick comparison.
 QUICK_STEPS, QUICK_WARMUP_STEPS = 400, 40
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ def main(options: ParityOptions) -> int:
         require_trainable(work)
     if options.quick:
         work = work.changed(inner=replace(work.config.inner, steps=QUICK_STEPS, warmup_steps=QUICK_WARMUP_STEPS))
-    found = parity(work, options.islands, options.intervals, options.slow, options.output, say, options.seeds)
+    found = parity(work, options.islands, options.intervals, options.slow, options.output, options.seeds)
     return finish("parity", found, options)
 
 
@@ -117,7 +115,6 @@ def parity(
     intervals: Sequence[int],
     slow: float,
     output: Path,
-    say: Say,
     seeds: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Compare islands with data-parallel training, and draw what H and M cost.
@@ -128,7 +125,6 @@ def parity(
         intervals: The intervals H; empty for that of the settings.
         slow: How many times longer the steps of the last island take.
         output: The folder for the picture.
-        say: Prints a line of progress.
         seeds: Seeds to take means over; default the settings' own.
 
     Returns:
@@ -142,7 +138,7 @@ def parity(
     arms = [
         arm
         for count in counts
-        for arm in _arms(work, count, intervals or (work.config.sync.interval,), slow, seeds, unit, say)
+        for arm in _arms(work, count, intervals or (work.config.sync.interval,), slow, seeds, unit)
     ]
     named = work.named.name or work.config.model.size
     found = {
@@ -161,7 +157,7 @@ def parity(
 
 
 def _arms(
-    work: Workload, count: int, intervals: Sequence[int], slow: float, seeds: Sequence[int], unit: LossUnit, say: Say
+    work: Workload, count: int, intervals: Sequence[int], slow: float, seeds: Sequence[int], unit: LossUnit
 ) -> list[Arm]:
     """Train data-parallel, and islands with each interval."""
     from archipelago.ops.experiments.baselines import data_parallel
@@ -172,14 +168,14 @@ def _arms(
     steps = max(1, round(config.inner.steps * work_of(trial) / count))  # as many tokens as the islands
     curves = tuple(data_parallel(each, count, steps=steps) for each in works)
     arms = [Arm(f"data-parallel, {count}× batch", count, curves)]
-    _tell(arms[0], unit, say)
+    _tell(arms[0], unit)
     for interval in intervals:
         wanted = checked(replace(config, sync=replace(config.sync, interval=interval))).sync
         played = [islands(each.changed(sync=wanted), trial) for each in works]
         rounds, per_round = participation(played[0][1])
         name = f"{count} island{'s' * (count > 1)}, H = {interval}"
         arms.append(Arm(name, count, tuple(points for points, _ in played), rounds, per_round, interval))
-        _tell(arms[-1], unit, say)
+        _tell(arms[-1], unit)
     return arms
 
 
@@ -188,7 +184,7 @@ def _spread(arm: Arm, unit: LossUnit) -> float:
     return stdev(map(unit.from_evaluation, arm.losses)) if len(arm.losses) > 1 else 0.0
 
 
-def _tell(arm: Arm, unit: LossUnit, say: Say) -> None:
+def _tell(arm: Arm, unit: LossUnit) -> None:
     loss, spread = unit.from_evaluation(fmean(arm.losses)), _spread(arm, unit)
     shown = f" ± {spread:.4f}" if spread else ""
     say(f"{arm.name}: {loss:.4f}{shown} {unit.name} after {arm.curves[0][-1].tokens:,} tokens")

@@ -36,7 +36,7 @@ def test_impossible_options_are_refused_before_anything_is_measured() -> None:
             main()
     for parameters in (0.0, -1.0, float("nan"), float("inf")):
         with failing(ConfigError, "config.value"):
-            largest.largest(parameters, lambda line: None)
+            largest.largest(parameters)
 
 
 # -- output -----------------------------------------------------------------------------------------------------------

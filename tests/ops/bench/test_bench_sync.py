@@ -48,7 +48,7 @@ class FakeIslands:
 
 def test_both_sides_take_turns_and_warm_ups_do_not_count(tmp_path: Path) -> None:
     with torchft(TINY, _script(tmp_path, STAND_IN)) as other:
-        ours, theirs = bench_sync._turns(TINY, cast(TwoIslands, FakeIslands()), other, lambda line: None)
+        ours, theirs = bench_sync._turns(TINY, cast(TwoIslands, FakeIslands()), other)
     assert (theirs["what"], theirs["seconds"], theirs["committed"]) == ("torchft 9.9", 2.0, "0 of 2")
     assert (ours["seconds"], ours["from"], ours["to"], ours["committed"]) == (2.5, 1.0, 4.0, "2 of 2")
     assert ours["MB"] == 10.0
@@ -61,7 +61,7 @@ def test_options_reach_the_measurement_and_an_unknown_figure_is_null(
     given: list[Any] = []
 
     def measured(*arguments: Any) -> dict[str, Any]:
-        given.extend(arguments[1:])
+        given.extend(arguments)
         return {"rows": [{"what": "archipelago", "seconds": math.nan}]}
 
     monkeypatch.setattr(bench_sync, "sync", measured)

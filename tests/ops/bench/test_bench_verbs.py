@@ -87,7 +87,7 @@ def test_a_model_is_passed_whose_merger_is_killed(tmp_path: Path) -> None:
 
 
 def test_payloads_are_measured_in_memory_and_with_an_append_only_file() -> None:
-    rows = wire(WireSize(1 << 20, payloads=4, rounds=1, producers=2), quiet)["rows"]
+    rows = wire(WireSize(1 << 20, payloads=4, rounds=1, producers=2))["rows"]
     assert [row["server"] for row in rows] == ["in memory", "in memory", "append-only file", "append-only file"]
     assert all(row["MB_a_second"] > 0 and row["ratio"] > 0 for row in rows)
 
@@ -103,13 +103,9 @@ def test_codecs_merging_and_spectra_are_measured() -> None:
 TINY = SyncSize(parameters=12_000, rounds=2, thin_syncs=2, step_seconds=0.002, mbit=50.0)
 
 
-def quiet(line: str) -> None:
-    pass
-
-
 def test_a_sync_without_torchft_names_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TORCHFT_PYTHON, raising=False)
-    found = sync(quiet, "", TINY)
+    found = sync("", TINY)
     ours, theirs, thin, thin_theirs = found["rows"]
     assert found["parameters"] == 12_000
     assert (ours["what"], ours["link"], ours["committed"]) == ("archipelago", "loopback", "2 of 2")
@@ -122,7 +118,7 @@ def test_a_sync_without_torchft_names_the_reason(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_pieces_of_a_sync_with_a_merger_that_is_far_from_its_redis() -> None:
-    found = in_pieces(quiet, replace(TINY, pieces=True, merger_rtt_ms=4.0))
+    found = in_pieces(replace(TINY, pieces=True, merger_rtt_ms=4.0))
     rows = {(row["process"], row["piece"]): row for row in found["rows"]}
     assert rows.keys() >= {("merger", piece) for piece in OF_MERGER.values()}
     assert rows["merger", "transaction"]["ms"] >= 4 * 4.0, "a commit takes more than four round trips"

@@ -42,8 +42,7 @@ def test_ratios_are_taken_seed_by_seed() -> None:
 
 def test_islands_of_a_task_are_compared_at_equal_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(baselines, "EVALUATIONS", 3)
-    said: list[str] = []
-    found = parity.parity(task_work(), (2,), (4, 12), 1.0, tmp_path, said.append)
+    found = parity.parity(task_work(), (2,), (4, 12), 1.0, tmp_path)
     assert [(row["islands"], row["interval"]) for row in found["rows"]] == [(2, 4), (2, 12)]
     for row in found["rows"]:
         assert row["tokens"] == pytest.approx(row["islands"] * 48 * 10, rel=0.1)
@@ -55,7 +54,6 @@ def test_islands_of_a_task_are_compared_at_equal_tokens(tmp_path: Path, monkeypa
     assert found["unit"] == "loss units"
     assert len(found["curves"]["2 islands, H = 4"]) == len(found["curves"]["data-parallel, 2× batch"]) == 4
     assert Path(found["picture"]).read_bytes().startswith(b"\x89PNG")
-    assert len(said) == 3
 
 
 def test_a_negative_loss_has_no_ratios_and_the_interval_is_that_of_the_settings(
@@ -67,7 +65,7 @@ def test_a_negative_loss_has_no_ratios_and_the_interval_is_that_of_the_settings(
     monkeypatch.setattr(island_runs, "islands", lambda *_: (ends_at(-1.0), None))
     monkeypatch.setattr(island_runs, "participation", lambda run: (7, 2.0))
     monkeypatch.setattr(baselines, "data_parallel", lambda *_, **__: ends_at(-2.0))
-    (row,) = parity.parity(task_work(), (2,), (), 1.0, tmp_path, lambda _: None)["rows"]
+    (row,) = parity.parity(task_work(), (2,), (), 1.0, tmp_path)["rows"]
     assert (row["interval"], row["rounds"]) == (4, 7)
     assert row["to_parallel"] != row["to_parallel"], "it is not a number"
     assert row["loss"] > row["data_parallel"]
@@ -113,7 +111,7 @@ def test_a_quick_comparison_makes_few_steps(
 
 def test_what_cannot_be_compared_is_refused(config: RunConfig, tmp_path: Path) -> None:
     with failing(ConfigError, "task.evaluate"):
-        parity.parity(task_work(evaluate=None), (2,), (), 1.0, tmp_path, lambda _: None)
+        parity.parity(task_work(evaluate=None), (2,), (), 1.0, tmp_path)
     for wrong in ({"islands": ()}, {"islands": (65,)}, {"slow": 0.5}):
         with failing(ConfigError, "config.value"):
             parity.main(replace(parity.ParityOptions(settings=config), **wrong))
