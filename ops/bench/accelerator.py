@@ -48,7 +48,7 @@ from archipelago.ops.bench.accelerator_processes import (
     train_only,
 )
 from archipelago.ops.bench.harness import child, halves_of_the_cores, own_redis, require_linux, serve_merger
-from archipelago.ops.bench.output import OutputOptions, finish
+from archipelago.ops.bench.output import OutputOptions, compared, finish
 from archipelago.ops.launch import parent_death
 from archipelago.ops.settings import say
 
@@ -201,26 +201,22 @@ def summary(found: IslandTurns, alone_peak: int) -> dict[str, Any]:
         found: What the island's process measured.
         alone_peak: The peak of memory of the process that only trains, in bytes.
     """
-    pairs = list(zip(found.on, found.off, strict=True))
-    ratios = [on.seconds / off.seconds for on, off in pairs]
-
-    def of_a_step(name: str, turns: Sequence[TimedTurn]) -> float:
-        return float(statistics.median(getattr(turn, name) for turn in turns)) / found.steps
-
+    step = compared([turn.seconds for turn in found.on], [turn.seconds for turn in found.off])
+    cpu = compared([turn.cpu_seconds for turn in found.on], [turn.cpu_seconds for turn in found.off])
     return {
         "scan_steps": found.scan_steps,
         "turn_steps": found.steps,
         "parameters": found.parameters,
-        "step_seconds_on": of_a_step("seconds", found.on),
-        "step_seconds_off": of_a_step("seconds", found.off),
-        "step_ratio": statistics.median(ratios),
-        "step_ratio_from": min(ratios),
-        "step_ratio_to": max(ratios),
-        "cpu_seconds_on": of_a_step("cpu_seconds", found.on),
-        "cpu_seconds_off": of_a_step("cpu_seconds", found.off),
-        "cpu_ratio": statistics.median(on.cpu_seconds / off.cpu_seconds for on, off in pairs),
+        "step_seconds_on": step.first / found.steps,
+        "step_seconds_off": step.second / found.steps,
+        "step_ratio": step.ratio,
+        "step_ratio_from": step.ratio_from,
+        "step_ratio_to": step.ratio_to,
+        "cpu_seconds_on": cpu.first / found.steps,
+        "cpu_seconds_off": cpu.second / found.steps,
+        "cpu_ratio": cpu.ratio,
         "cpu_seconds_a_synced_parameter": statistics.median(
-            (on.cpu_seconds - off.cpu_seconds) / on.synced for on, off in pairs
+            (on.cpu_seconds - off.cpu_seconds) / on.synced for on, off in zip(found.on, found.off, strict=True)
         ),
         "synced_parameters_a_turn": statistics.median(on.synced for on in found.on),
         "largest_fragment_bytes": 4 * found.largest,

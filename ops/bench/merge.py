@@ -90,7 +90,7 @@ def ratio_of(floor: Callable[[], object], ours: Callable[[], object], rounds: in
 
 def _row(what: str, against: str, found: Compared, goal: float | str = "") -> dict[str, Any]:
     return {
-        "what": what, "against": against, "milliseconds": 1e3 * found.ours, "theirs_milliseconds": 1e3 * found.theirs,
+        "what": what, "against": against, "milliseconds": 1e3 * found.second, "theirs_milliseconds": 1e3 * found.first,
         "ratio": found.ratio, "goal": goal,
     }  # fmt: skip
 

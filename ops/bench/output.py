@@ -29,19 +29,19 @@ def taking_turns(sides: Sequence[Callable[[], Result]], rounds: int, warm_ups: i
 
 
 class Compared(NamedTuple):
-    """Median seconds of both sides, and the median and the range of the ratio of their seconds to ours, by round."""
+    """Median seconds of two sides, and the median and the range of the first's seconds over the second's, by round."""
 
-    theirs: float
-    ours: float
+    first: float
+    second: float
     ratio: float
     ratio_from: float
     ratio_to: float
 
 
-def compared(theirs: Sequence[float], ours: Sequence[float]) -> Compared:
+def compared(first: Sequence[float], second: Sequence[float]) -> Compared:
     """Compare the seconds of two sides that took turns."""
-    ratios = [their / our for their, our in zip(theirs, ours, strict=True)]
-    return Compared(median(theirs), median(ours), median(ratios), min(ratios), max(ratios))
+    ratios = [one / other for one, other in zip(first, second, strict=True)]
+    return Compared(median(first), median(second), median(ratios), min(ratios), max(ratios))
 
 
 def seconds_of(work: Callable[[], object]) -> float:

@@ -106,8 +106,8 @@ def row(what: str, against: str, total_bytes: int, theirs: list[float], ours: li
     return {
         "what": what,
         "against": against,
-        "MB_a_second": round(total_bytes / 1e6 / found.ours),
-        "theirs_MB_a_second": round(total_bytes / 1e6 / found.theirs),
+        "MB_a_second": round(total_bytes / 1e6 / found.second),
+        "theirs_MB_a_second": round(total_bytes / 1e6 / found.first),
         "ratio": found.ratio,
         "ratio_from": found.ratio_from,
         "ratio_to": found.ratio_to,

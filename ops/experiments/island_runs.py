@@ -109,12 +109,12 @@ def play(
         hostile: The names of hostile islands, whose tokens do not count.
     """
     config = run.manifest.config
-    trained: dict[str, int] = {}
+    honest = [island for name, island in run.islands.items() if name not in hostile]
     points: list[CurvePoint] = []
 
     def note() -> None:
-        trained.update({name: island.totals.tokens for name, island in run.islands.items() if name not in hostile})
-        points.append(point(sum(trained.values()), published(run.transport, run.manifest)[0]))
+        tokens = sum(island.totals.tokens for island in honest)  # also of those that have left
+        points.append(point(tokens, published(run.transport, run.manifest)[0]))
         if progress:
             progress(points[-1])
 
@@ -124,9 +124,7 @@ def play(
         due = config.inner.steps * mark // marks
         run.advance_until(lambda due=due: run.merger.state.step >= due)  # type: ignore[misc]
         note()
-    last = dict(run.islands)
     run.finish()
-    trained.update({name: island.totals.tokens for name, island in last.items() if name not in hostile})
     note()
     return points
 

@@ -115,7 +115,7 @@ def server_checks(
 def untold(facts: ServerFacts) -> Iterator[Finding]:
     """Yield a warning that names what the server does not tell. Managed servers forbid INFO and CONFIG."""
     named = {
-        "its version": "redis_version", "whether it keeps an append-only file": "aof_enabled",
+        "whether it keeps an append-only file": "aof_enabled",
         "how much memory it uses": "used_memory", "its maxmemory-policy": "maxmemory_policy",
         "how many clients are connected": "connected_clients",
     }  # fmt: skip
@@ -133,15 +133,10 @@ def untold(facts: ServerFacts) -> Iterator[Finding]:
 
 
 def version(info: Mapping[str, Any]) -> Iterator[Finding]:
-    """Compare with the oldest version that has the commands that we need, and find a replica."""
+    """Name the server, and find a replica. The connection has refused a version that is too old."""
     if redis := str(info.get("redis_version", "")):
         name = f"Valkey {info['valkey_version']}" if "valkey_version" in info else f"Redis {redis}"
-        oldest = ".".join(map(str, OLDEST))
-        if tuple(int(part) for part in re.findall(r"\d+", redis)[:2]) >= OLDEST:
-            yield ok("version", f"The server is {name}. We need {oldest} or newer.")
-        else:
-            what = f"{name} lacks commands that we need."
-            yield problem("version.too-old", what, f"Upgrade to Redis {oldest} or Valkey 7.2, or newer.")
+        yield ok("version", f"The server is {name}. We need {'.'.join(map(str, OLDEST))} or newer.")
     if info.get("role") == "slave":
         yield problem("role.replica", "This server is a replica, which takes no writes.", "Name its primary instead.")
 

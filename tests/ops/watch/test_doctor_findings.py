@@ -57,7 +57,6 @@ def test_a_server_within_the_limits_is_fine() -> None:
 
 
 FAULTS = [
-    (info(redis_version="6.0.9"), "problem", "version.too-old"),
     (info(role="slave"), "problem", "role.replica"),
     (setting("appendonly", "no"), "warning", "persistence.none"),
     (replace(GOOD, settings={"appendonly": "no", "save": "60 1", "maxmemory-policy": "noeviction"}), "warning",
