@@ -25,7 +25,7 @@ from archipelago.broker.redis.failures import (
     require_lasting,
 )
 from archipelago.broker.redis.keys import REGISTRY, Keys
-from archipelago.broker.redis.replies import next_id, text_fields
+from archipelago.broker.redis.replies import is_last, next_id, text_fields
 from archipelago.broker.redis.servers import Servers
 from archipelago.broker.signing import Payload, Raw, Signing, Stamps
 from archipelago.broker.transport import Memory
@@ -244,7 +244,7 @@ class RedisConnection:
 
     def pages(self, key: str, after: str = START, count: int = PAGE) -> Iterator[tuple[str, Raw]]:
         """Yield all entries of a stream after that id; each command reads `count` of them."""
-        while True:
+        while not is_last(after):
             with self.translated():
                 found = self.redis.xrange(key, next_id(after), "+", count)
             for entry, raw in found:

@@ -58,8 +58,13 @@ def epoch_in(mark: bytes | None) -> int:
     return epoch if 0 <= epoch <= EPOCH_MAX else 0
 
 
+def is_last(entry: str) -> bool:
+    """Return whether a stream can have no entry after that one. Whoever may append chooses the ids."""
+    return entry_id(entry) == (NUMBER_MAX, NUMBER_MAX)
+
+
 def next_id(entry: str) -> str:
-    """Return the smallest id that is greater than that one."""
+    """Return the smallest id that is greater than that one, which must not be the last."""
     milliseconds, number = entry_id(entry)
     return f"{milliseconds}-{number + 1}" if number < NUMBER_MAX else f"{milliseconds + 1}-0"
 

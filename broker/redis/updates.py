@@ -19,13 +19,12 @@ from archipelago.broker.commits import START, Delivery, arrival, entry_name, par
 from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.messages import Contribution, from_fields
 from archipelago.broker.redis.chunks import PAYLOAD, ChunkStore
-from archipelago.broker.redis.connection import PAGE, RedisConnection, block_ms
-from archipelago.broker.redis.failures import is_gone, is_wrong_kind
+from archipelago.broker.redis.connection import PAGE, RedisConnection
 from archipelago.broker.redis.replies import (
     GROUP,
-    entries_by_stream,
     entry_id,
     group_of,
+    is_last,
     last_delivered,
     names_in,
     next_id,
@@ -198,7 +197,7 @@ class UpdatesStreams:
                 found = self._connection.tolerant(("xpending_range", key, GROUP, first, "+", PAGE))[0]
             ids = [row["message_id"].decode() for row in found or ()]
             yield ids
-            if len(ids) < PAGE:
+            if len(ids) < PAGE or is_last(ids[-1]):
                 return
             first = next_id(ids[-1])
 
