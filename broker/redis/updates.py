@@ -19,9 +19,11 @@ from archipelago.broker.commits import START, Delivery, arrival, entry_name, par
 from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.messages import Contribution, from_fields
 from archipelago.broker.redis.chunks import PAYLOAD, ChunkStore
-from archipelago.broker.redis.connection import PAGE, RedisConnection
+from archipelago.broker.redis.connection import PAGE, RedisConnection, block_ms
+from archipelago.broker.redis.failures import is_gone, is_wrong_kind
 from archipelago.broker.redis.replies import (
     GROUP,
+    entries_by_stream,
     entry_id,
     group_of,
     is_last,
