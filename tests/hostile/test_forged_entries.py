@@ -12,7 +12,7 @@ import redis
 
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.transport import connect
-from archipelago.ops.launch.embedded_redis import Server
+from archipelago.ops.launch.embedded_redis import RedisServer
 from tests import samples
 from tests.hostile.attacker import Attacker, as_island
 from tests.hostile.attacks import the_last_entry
@@ -21,7 +21,7 @@ NAME = "mallory"
 
 
 @pytest.fixture
-def run(server: Server) -> Iterator[str]:
+def run(server: RedisServer) -> Iterator[str]:
     """The name of a run at the server."""
     name = f"roles-{uuid.uuid4().hex[:8]}"
     transport = connect(server.url, name)
@@ -31,13 +31,13 @@ def run(server: Server) -> Iterator[str]:
 
 
 @pytest.fixture
-def raw(server: Server) -> Iterator[Any]:
+def raw(server: RedisServer) -> Iterator[Any]:
     """A client that may do everything."""
     with redis.Redis.from_url(server.url) as client:
         yield client
 
 
-def test_a_newcomer_deletes_the_answer_that_it_took_and_nothing_else(server: Server, run: str, raw: Any) -> None:
+def test_a_newcomer_deletes_the_answer_that_it_took_and_nothing_else(server: RedisServer, run: str, raw: Any) -> None:
     """A forged answer may point to any chunks of the island that it names. The server refuses nothing meanwhile."""
     newcomer, keys = connect(as_island(server.url, run, NAME, raw), run), Keys(run)
     answer, contribution = (keys.chunk(name, 0, "ada") for name in ("h.y.1", "u.y.1"))
@@ -54,7 +54,7 @@ def test_a_newcomer_deletes_the_answer_that_it_took_and_nothing_else(server: Ser
     newcomer.close()
 
 
-def test_an_entry_with_the_last_id_is_read_while_it_waits(server: Server, run: str, raw: Any) -> None:
+def test_an_entry_with_the_last_id_is_read_while_it_waits(server: RedisServer, run: str, raw: Any) -> None:
     """No id follows it, so nobody may ask for the entries after it."""
     transport = connect(server.url, run)
     the_last_entry(Attacker(raw, transport.reader.manifest(), NAME), random.Random(0))
