@@ -94,11 +94,6 @@ def _require_single(url: str) -> None:
         raise AddressError("only the number of a database can follow the host")
 
 
-def require_address(url: str) -> None:
-    """Raise ValueError for a URL that is invalid, or that the Redis client would silently misread."""
-    parse_address(url)
-
-
 def redacted(url: str) -> str:
     """Return the URL without its password, for logs and errors. It may be invalid because of its password."""
     before, at, after = url.rpartition("@")

@@ -74,9 +74,7 @@ class Codec(NamedTuple):
                     part[first : first + found.size] = found
         return body_of(tuple(parts))
 
-    def parts_of(
-        self, body: bytes | memoryview, elements: int, start: int = 0, end: int | None = None
-    ) -> tuple[Any, ...]:
+    def parts_of(self, body: bytes | memoryview, elements: int, start: int = 0, end: int | None = None) -> Parts:
         """Return the arrays in a body of `encoded_size(elements)` bytes, without a copy where possible.
 
         They are those of the elements from `start` to `end`, by default of all. `start` is a multiple of `block`.
@@ -100,11 +98,8 @@ class Codec(NamedTuple):
     def decode_piece(self, body: bytes | memoryview, start: int, base_N: Vector | None, values_N: Vector) -> Vector:
         """Decode up to PIECE elements, from `start` on, into their place in `values_N`. Return that place.
 
-        Args:
-            body: A body, or as much of it as `bytes_until` asks for.
-            start: A multiple of PIECE.
-            base_N: The values are added to it, if it is given.
-            values_N: The vector that is decoded.
+        `start` is a multiple of PIECE. Of the body, as much is needed as `bytes_until` asks for. The values are added
+        to `base_N`, if it is given.
         """
         end = min(start + PIECE, values_N.size)
         parts, piece = self.parts_of(body, values_N.size, start, end), values_N[start:end]
@@ -170,10 +165,6 @@ def _last_apart(quantise: Callable[[Array, Any], Parts], size: int) -> Callable[
     return quantised
 
 
-def _count(elements: int, size: int) -> int:
-    return -(-elements // size)
-
-
 def _to_bfloat16(values: Array, xp: Any) -> Array:
     """Return the upper halves of float32 numbers as uint16, rounded to nearest, ties to even."""
     bits = values.view(np.uint32)
@@ -202,19 +193,18 @@ def _ratios(rows: Array, divisor: Array) -> Array:
     return rows * (np.float32(1) / divisor)[:, None]
 
 
-def _row_tops(magnitudes: Array, xp: Any) -> Array:
-    """Return the maximum of each row, NaN if the row contains one. The row length must be a power of two."""
-    if xp is np:
-        return np.max(magnitudes, axis=1)
-    while magnitudes.shape[1] > 1:  # XLA vectorises the maximum of two halves, but not a reduction along rows
+def _tops(blocks: Array, xp: Any) -> Array:
+    """Return the largest magnitude of each row, at most HUGE; NaN if the row contains NaN or infinity.
+
+    The row length must be a power of two.
+    """
+    magnitudes = xp.abs(blocks)
+    while (
+        xp is not np and magnitudes.shape[1] > 1
+    ):  # XLA vectorises the maximum of two halves, and no reduction of rows
         half = magnitudes.shape[1] // 2
         magnitudes = xp.maximum(magnitudes[:, :half], magnitudes[:, half:])
-    return magnitudes[:, 0]
-
-
-def _tops(blocks: Array, xp: Any) -> Array:
-    """Return the largest magnitude of each row, at most HUGE; NaN if the row contains NaN or infinity."""
-    top = _row_tops(xp.abs(blocks), xp)
+    top = np.max(magnitudes, axis=1) if xp is np else magnitudes[:, 0]
     return xp.where(xp.isfinite(top), xp.minimum(top, HUGE), np.float32(np.nan))
 
 
@@ -236,16 +226,6 @@ def _restore_int8(parts: Parts, elements: int, xp: Any) -> Array:
     bits, codes = parts
     values = codes.reshape(-1, INT8_BLOCK).astype(np.float32) * _from_bfloat16(bits, xp)[:, None]
     return values.reshape(-1)[:elements]
-
-
-def _unpack_nibbles(packed: Array, xp: Any) -> Array:
-    """Return the codes of 0 to 15 (uint8, one block per row) of bytes that hold two each.
-
-    A block's first half is in the low nibbles and its second half in the high ones. Both halves are contiguous, so
-    numpy and XLA can vectorise the work.
-    """
-    rows = packed.reshape(-1, INT4_BLOCK // 2)
-    return xp.concatenate([rows & np.uint8(15), rows >> np.uint8(4)], axis=1)
 
 
 def _quantise_int4(values_N: Array, xp: Any) -> Parts:
@@ -270,7 +250,9 @@ def _int4_codes(ratio: Array, xp: Any) -> Array:
 
 def _restore_int4(parts: Parts, elements: int, xp: Any) -> Array:
     bits, packed = parts
-    codes = _unpack_nibbles(packed, xp).astype(np.float32) - np.float32(8)
+    rows = packed.reshape(-1, INT4_BLOCK // 2)
+    # The low nibbles hold a block's first half, and the high ones its second half: numpy and XLA can vectorise that.
+    codes = xp.concatenate([rows & np.uint8(15), rows >> np.uint8(4)], axis=1).astype(np.float32) - np.float32(8)
     return (codes * _from_bfloat16(bits, xp)[:, None]).reshape(-1)[:elements]
 
 
@@ -352,34 +334,28 @@ def _restore_top(parts: Parts, elements: int, xp: Any) -> Array:
 
 def _block_tops(values_N: Vector, size: int) -> Vector:
     """Return for each element the largest magnitude in its block."""
-    tops: Vector = np.abs(_blocks(values_N, size, np)).max(axis=1)
-    return np.repeat(tops, size)[: values_N.size]
+    return np.repeat(np.abs(_blocks(values_N, size, np)).max(axis=1), size)[: values_N.size]
 
 
 def _bound_of_steps(size: int, steps: int) -> Callable[[Vector], Vector]:
     """Return the bound of an integer codec: half a step, plus the effect of rounding the scale to bfloat16."""
     share = np.float32((0.5 + steps / 256) / steps)
-
-    def bound(values_N: Vector) -> Vector:
-        return np.asarray(_block_tops(values_N, size) * share + TINY * steps, np.float32)
-
-    return bound
+    return lambda values_N: np.asarray(_block_tops(values_N, size) * share + TINY * steps, np.float32)
 
 
 def _bound_top(values_N: Vector) -> Vector:
     """Return the magnitude, which a dropped value loses, or 0.61 of the block's largest, which bounds kept values."""
-    off = np.maximum(np.abs(values_N), _block_tops(values_N, TOP_BLOCK) * np.float32(0.61)) + TINY
-    return np.asarray(off, np.float32)
+    tops = _block_tops(values_N, TOP_BLOCK)
+    return np.asarray(np.maximum(np.abs(values_N), tops * np.float32(0.61)) + TINY, np.float32)
 
 
 def _blocked(size: int, *bytes_a_block: tuple[int, DTypeLike]) -> Callable[[int], tuple[tuple[int, DTypeLike], ...]]:
-    return lambda n: tuple((_count(n, size) * items, kind) for items, kind in bytes_a_block)
+    return lambda n: tuple((-(-n // size) * items, kind) for items, kind in bytes_a_block)
 
 
 #: All codecs by name. In bits per element they take 32, 16, 8.06, 4.13 and 0.44. `int8` and `int4` store integer
-#: multiples of one scale per block. `top3`
-#: stores the largest 3 % of each block in two bits each, after SparseLoCo (arXiv 2508.15706). It is for very slow
-#: links, and the sender adds the dropped part to its next contribution.
+#: multiples of one scale per block. `top3` stores the largest 3 % of each block in two bits each, after SparseLoCo
+#: (arXiv 2508.15706). It is for very slow links, and the sender adds the dropped part to its next contribution.
 CODECS: dict[str, Codec] = {
     "float32": Codec(
         layout=lambda n: ((n, np.float32),),
@@ -419,7 +395,6 @@ CODECS: dict[str, Codec] = {
 
 def codec(name: str) -> Codec:
     """Return the codec of that name. Raises WireError for an unknown one, since names arrive from outside."""
-    try:
-        return CODECS[name]
-    except KeyError:
-        raise WireError(f"codec {name[:32]!r} is unknown", f"Known: {', '.join(CODECS)}.", code="wire.codec") from None
+    if name not in CODECS:
+        raise WireError(f"codec {name[:32]!r} is unknown", f"Known: {', '.join(CODECS)}.", code="wire.codec")
+    return CODECS[name]

@@ -22,7 +22,6 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt, MultipleOf
 from pydantic import ConfigDict, TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails
 
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.ranges import RANGES_MAX
@@ -318,10 +317,6 @@ def _adapter() -> TypeAdapter[RunConfig]:
 _UNKNOWN = "unexpected_keyword_argument"
 
 
-def _key(fault: ErrorDetails) -> str:
-    return ".".join(map(str, fault["loc"]))
-
-
 def _similar(unknown: str) -> str:
     """Return a question about the setting whose name is most similar; empty if there is none."""
     found = difflib.get_close_matches(unknown, flat(RunConfig()), 1)
@@ -338,47 +333,35 @@ def checked(
     try:
         return _adapter().validate_python(values)
     except ValidationError as error:
-        unknown = [_key(fault) for fault in error.errors() if fault["type"] == _UNKNOWN]
-        faults = [f"there is no setting {key}{_similar(key)}" for key in unknown] + [
-            f"{_key(fault)}: {fault['msg'].lower()}, not {fault['input']!r}"
-            for fault in error.errors()
-            if fault["type"] != _UNKNOWN
-        ]
-        raise ConfigError(
-            f"{source} cannot be used: " + "; ".join(faults),
-            remedy,
-            code="config.unknown-key" if unknown else "config.value",
-        ) from None
+        found = [(".".join(map(str, fault["loc"])), fault) for fault in error.errors()]
+        unknown = [key for key, fault in found if fault["type"] == _UNKNOWN]
+        known = [f"{key}: {fault['msg'].lower()}, not {fault['input']!r}" for key, fault in found if key not in unknown]
+        faults = [*(f"there is no setting {key}{_similar(key)}" for key in unknown), *known]
+        code = "config.unknown-key" if unknown else "config.value"
+        raise ConfigError(f"{source} cannot be used: " + "; ".join(faults), remedy, code=code) from None
 
 
 def from_json(text: str | bytes, source: str = "the run's stored config") -> RunConfig:
     """Return the config that `to_json` wrote. Raises ConfigError for other text."""
+    remedy = (
+        "Another version of archipelago created the run. Go on with that version, or export the model with it and "
+        "begin a new run from that (`archipelago init --from FOLDER`)."
+    )
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{source} is not JSON ({error})", "Was the run made by another version?", code="config.manifest"
-        ) from None
-    return checked(
-        values,
-        source,
-        "Another version of archipelago created the run. Go on with that version, or export the model with it and "
-        "begin a new run from that (`archipelago init --from FOLDER`).",
-    )
+        raise ConfigError(f"{source} is not JSON ({error})", remedy, code="config.manifest") from None
+    return checked(values, source, remedy)
 
 
 def from_toml(path: Path) -> RunConfig:
     """Return the config in a TOML file, with defaults for missing keys. Raises ConfigError."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"the config file {path} cannot be read ({error.strerror})", "Check the path.", code="config.file"
-        ) from None
-    except ValueError as error:
-        raise ConfigError(
-            f"the config file {path} is not TOML ({error})", "See https://toml.io.", code="config.file"
-        ) from None
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else f"it is not TOML: {error}"
+        remedy = "Check the path and the file (https://toml.io)."
+        raise ConfigError(f"the config file {path} cannot be read ({why})", remedy, code="config.file") from None
     return checked(values, f"the config file {path}")
 
 
@@ -389,7 +372,6 @@ def differences(theirs: RunConfig, ours: RunConfig) -> list[str]:
 
 def differing(theirs: RunConfig, ours: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Return both values of every setting in which two configs differ, by its name."""
-
     a, b = flat(theirs), flat(ours)
     return {key: (a[key], b[key]) for key in a if a[key] != b[key]}
 

@@ -139,7 +139,7 @@ def checked_value(config: RunConfig, name: str, value: str) -> str:
             code="control.value",
         )
     if name in SETTINGS:
-        return _text(_checked_number(config, name, value))
+        return repr(_checked_number(config, name, value))  # the shortest text that restores the same bits
     allowed = {MERGING: (PAUSED,), CHECKPOINT: (value,)}.get(name, (DRAIN, EXPEL))
     if value not in allowed:
         raise ConfigError(
@@ -173,10 +173,6 @@ def _number(name: str, text: str) -> float:
     return _checked_number(_OWN, name, text)
 
 
-def _text(number: float) -> str:
-    return repr(number)  # the shortest text that restores the same bits
-
-
 # -- settings in force ------------------------------------------------------------------------------------------------
 
 
@@ -205,7 +201,7 @@ def changes_text(config: RunConfig, before: Mapping[str, float], after: Mapping[
     A setting that is no longer steered appears with the value of the run's config.
     """
     old, new = steered(config, before), steered(config, after)
-    return " ".join(f"{name}={_text(own(new, name))}" for name in SETTINGS if own(old, name) != own(new, name))
+    return " ".join(f"{name}={own(new, name)!r}" for name in SETTINGS if own(old, name) != own(new, name))
 
 
 def after_changes(config: RunConfig, before: Mapping[str, float], text: str) -> dict[str, float]:

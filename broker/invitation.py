@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
-from archipelago.broker.address import redacted, require_address
+from archipelago.broker.address import parse_address, redacted
 from archipelago.broker.errors import ConfigError, WireError
 from archipelago.broker.files import PRIVATE, write_atomically
 from archipelago.broker.redis.keys import is_name
@@ -100,7 +100,7 @@ class Invitation:
             if key:
                 raw_key(key)
         try:
-            require_address(self.url)
+            parse_address(self.url)
         except ValueError as error:
             raise WireError(f"its url {redacted(self.url)!r:.80} cannot be used: {error}") from None
 

@@ -146,7 +146,7 @@ class ReaderClient(Protocol):
         ...
 
     def fragment(self, fragment: int, arrived: Arrived = unwatched) -> tuple[Snapshot, bytes]:
-        """Return the newest full snapshot, never torn. Newer versions may exist: see `broker.published`."""
+        """Return the newest full snapshot, never torn. Newer versions may exist: see `broker.wire`."""
         ...
 
     def heads(self) -> list[Snapshot | None]:

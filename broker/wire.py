@@ -3,6 +3,8 @@
 A payload cannot decide how much memory a reader allocates. The manifest gives the number of elements, and the codec
 gives the exact size of the body. The reader compares both with the header and the zstd frame before it decompresses
 anything, and stops at that size. (zstandard itself would not, because a frame may hold more than it declares.)
+
+The newest published parameters of a fragment are its newest full snapshot, and the differences after it (`newest`).
 """
 
 from __future__ import annotations
@@ -16,11 +18,16 @@ import zstandard
 
 from archipelago.broker.codecs import PIECE, Vector, codec, empty_vector
 from archipelago.broker.errors import WireError
+from archipelago.broker.manifest import Manifest
+from archipelago.broker.messages import Snapshot
+from archipelago.broker.transport import ReaderClient
 
 MAGIC = b"ARC1"
 HEADER_BYTES_MAX = 1024
 WINDOW_BYTES_MAX = 8 << 20
 _PREFIX = len(MAGIC) + 2
+#: How often the newest version is read again because a newer full snapshot has replaced differences meanwhile.
+TRIES = 4
 
 
 def digest(data: bytes | memoryview) -> str:
@@ -275,3 +282,68 @@ class _Held:
         self.whole[self.end : end] = data
         self.end = end
         return len(data)
+
+
+class Published(NamedTuple):
+    """A version of a fragment.
+
+    Attributes:
+        snapshot: Its header.
+        params_N: Its parameters, float32.
+        bytes: How many bytes were downloaded.
+    """
+
+    snapshot: Snapshot
+    params_N: Vector
+    bytes: int
+
+
+def newest(reader: ReaderClient, manifest: Manifest, p: int) -> Published:
+    """Download the newest version of fragment `p`.
+
+    Raises:
+        WireError: It cannot be read, or what can be read leads to other parameters (`wire.snapshot`).
+    """
+    tries = 0
+    while True:
+        full = full_snapshot(reader, manifest, p)
+        head = reader.heads()[p]
+        if head is None or head.version <= full.snapshot.version or not manifest.config.wire.sends_differences:
+            is_same = head is not None and head.round == full.snapshot.round and head.held == full.snapshot.held
+            return full._replace(snapshot=head) if is_same and head is not None else full
+        found = _later(reader, manifest, full, head)
+        if found is not None:
+            return found
+        if (tries := tries + 1) == TRIES:
+            version = full.snapshot.version
+            raise WireError(
+                f"the differences of fragment {p} after version {version} do not lead to version {head.version}",
+                code="wire.snapshot",
+            )
+
+
+def full_snapshot(reader: ReaderClient, manifest: Manifest, p: int) -> Published:
+    """Download the newest full snapshot of fragment `p`. Raises WireError for a payload that was not announced."""
+    unpacking = Unpacking(manifest.sizes[p])
+    snapshot, payload = reader.fragment(p, unpacking.arrived)
+    if digest(payload) != snapshot.digest or snapshot.fragment != p:
+        raise WireError(f"the snapshot of fragment {p} is not the announced one", code="wire.snapshot")
+    return Published(snapshot, unpacking.finish(payload), len(payload))
+
+
+def _later(reader: ReaderClient, manifest: Manifest, full: Published, head: Snapshot) -> Published | None:
+    """Return the version of the header, or None if a difference is missing or they lead to other parameters."""
+    vector_N, size = full.params_N, full.bytes
+    for version in range(full.snapshot.version + 1, head.version + 1):
+        unpacking = onto(manifest, head.fragment, vector_N)
+        payload = reader.difference(head.fragment, version, unpacking.arrived)
+        if payload is None:
+            return None
+        vector_N = unpacking.finish(payload)
+        size += len(payload)
+    return Published(head, vector_N, size) if digest_of(vector_N) == head.held else None
+
+
+def onto(manifest: Manifest, p: int, before_N: Vector) -> Unpacking:
+    """Return an Unpacking that adds a difference, as it arrives, to the parameters before it."""
+    return Unpacking(manifest.sizes[p], manifest.config.wire.down, before_N)

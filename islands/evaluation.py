@@ -17,8 +17,8 @@ import numpy as np
 from archipelago.broker.codecs import Vector
 from archipelago.broker.config import RunConfig
 from archipelago.broker.manifest import LossUnit, Manifest
-from archipelago.broker.published import newest
 from archipelago.broker.transport import ReaderTransport
+from archipelago.broker.wire import newest
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.data.ranges import held_out
 from archipelago.islands.data.tokenizer import Tokens

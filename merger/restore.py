@@ -14,9 +14,8 @@ import numpy as np
 from archipelago.broker.errors import ConfigError, WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Snapshot
-from archipelago.broker.published import newest
 from archipelago.broker.transport import MergerTransport
-from archipelago.broker.wire import digest, digest_of, unpack
+from archipelago.broker.wire import digest, digest_of, newest, unpack
 from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.merger.committing import RoundLog, parse_log
 from archipelago.merger.repair import Found, Loaded, repaired

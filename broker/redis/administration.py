@@ -1,19 +1,24 @@
-"""What administrators do to a run at its Redis: sign it when its first member is invited, and delete it."""
+"""The members of a run at its Redis, and what administrators do there: invite them, sign the run, and delete it."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import redis
 
 from archipelago.broker.commits import DIFFERENCES_KEPT
-from archipelago.broker.errors import WireError
+from archipelago.broker.errors import BrokerError, ConfigError, WireError
+from archipelago.broker.invitation import MERGER_KEY, Invitation, Member, Members, raw_key
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Snapshot, from_fields
 from archipelago.broker.redis.chunks import ChunkStore
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.keys import REGISTRY
 from archipelago.broker.redis.lease import Lease
-from archipelago.broker.redis.membership import Membership
 from archipelago.broker.redis.replies import (
     count_in,
     signed_state,
@@ -32,6 +37,12 @@ from archipelago.broker.wire import payload_bytes_max
 
 #: Keys that one command deletes, and keys that one step of a scan looks at.
 BATCH, SCANNED = 500, 1000
+#: Where a server keeps its users over a restart. `nowhere`: it forgets them.
+Kept = Literal["aclfile", "config", "nowhere"]
+#: The server's answers to a command of an administrator that it does not know, or does not permit.
+_NO_ADMIN = "unknown command|unknown subcommand|NOPERM|no permissions|disabled|not allowed|not supported"
+#: The members are read again when they are older than this, so a revoked key is refused within this time.
+FRESH_SECONDS = 1.0
 
 
 def sign_stored(connection: RedisConnection, chunks: ChunkStore, lease: Lease, key: bytes) -> None:
@@ -160,3 +171,163 @@ class Deletion:
                     batch = []
         if batch:
             yield batch
+
+
+class Membership:
+    """Reads the records of a run's members. With an administrator's connection, it also changes them."""
+
+    def __init__(self, connection: RedisConnection) -> None:
+        self._connection = connection
+        self._redis, self._keys = connection.redis, connection.keys
+
+    def all(self) -> Members:
+        """Return all members."""
+        found: Any = {}
+        with self._connection.forgiving(self._keys.members, "a hash"):
+            found = self._redis.hgetall(self._keys.members)
+        return Members.of(text_fields(found))
+
+    def version(self) -> tuple[int, ...]:
+        """Return the version of the server, as Redis counts it."""
+        text = str(self._connection.info("server").get("redis_version", "0"))
+        return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
+
+    # -- records ------------------------------------------------------------------------------------------------------
+
+    def put(self, name: str, member: Member) -> None:
+        """Add a member, or replace its record."""
+        with self._connection.translated():
+            self._redis.hset(self._keys.members, name, member.to_json())
+
+    def remove(self, name: str) -> bool:
+        """Remove a member's record. Return whether there was one."""
+        with self._connection.translated():
+            return bool(self._redis.hdel(self._keys.members, name))
+
+    def offer_merger_key(self, key: str) -> str:
+        """Set the public key of the run's mergers unless there is one, and return the one that holds."""
+        with self._connection.translated():
+            self._redis.hsetnx(self._keys.members, MERGER_KEY, key)
+            found: bytes = self._redis.hget(self._keys.members, MERGER_KEY)
+        return found.decode("utf-8", "replace")
+
+    # -- users --------------------------------------------------------------------------------------------------------
+
+    def may_administer(self) -> bool:
+        """Return whether the server lets this connection read and change its users."""
+        return self._administer("ACL", "USERS") is not None
+
+    def set_user(self, user: str, password: str, rules: Sequence[str]) -> bool:
+        """Create or replace a user. Its present connections end. Return False if a server does not permit that."""
+        begin, *rest = rules  # `reset` removes passwords, so it comes first
+        if None in self._everywhere("ACL", "SETUSER", user, begin, f">{password}", *rest):
+            return False
+        self._everywhere("CLIENT", "KILL", "USER", user)
+        return True
+
+    def remove_user(self, user: str) -> bool | None:
+        """Delete a user, which ends its connections, too.
+
+        Returns:
+            Whether there was such a user; None if a server does not permit it.
+        """
+        gone = self._everywhere("ACL", "DELUSER", user)
+        return None if None in gone else any(gone)
+
+    def is_open(self) -> bool:
+        """Return whether clients without a password may do anything, as far as this connection may know it."""
+        found = self._administer("ACL", "LIST") or []
+        words: list[bytes] = next((line.split() for line in found if line.startswith(b"user default ")), [])
+        return b"on" in words and b"nopass" in words
+
+    def keep(self) -> Kept:
+        """Let the servers write their users to their disks, and return where they are."""
+        if None not in self._everywhere("ACL", "SAVE"):
+            return "aclfile"
+        return "config" if None not in self._everywhere("CONFIG", "REWRITE") else "nowhere"
+
+    def _everywhere(self, *command: str) -> list[Any]:
+        """Return the answers of all servers. Each has users of its own: a replica does not take those of its primary.
+
+        A replica without them would refuse every member once it is promoted.
+        """
+        with self._connection.translated():
+            return [self._administer(*command, node=node) for node in self._connection.servers.nodes()]
+
+    def _administer(self, *command: str, node: Any = None) -> Any:
+        """Return the answer to a command of an administrator; None if the server does not know or permit it."""
+        try:
+            with self._connection.translated():
+                return (node or self._redis).execute_command(*command)
+        except BrokerError as error:
+            cause = error.__cause__
+            denied = isinstance(cause, redis.exceptions.NoPermissionError) or re.search(
+                _NO_ADMIN, str(cause), re.IGNORECASE
+            )
+            no_file = command[1] in ("SAVE", "REWRITE") and isinstance(cause, redis.ResponseError)
+            if denied or no_file:
+                return None
+            raise
+
+
+class KnownMembers:
+    """The members of a run as one process knows them. Threads may share it.
+
+    Args:
+        run: The name of the run.
+        stored: Reads the members from Redis.
+        clock: Monotonic seconds.
+        wall: The wall clock in seconds, by which memberships end.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        stored: Callable[[], Members],
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._run, self._stored = run, stored
+        self._clock, self._wall = clock, wall
+        self._lock = threading.Lock()
+        self._members = Members()
+        self._keys: dict[str, bytes] = {}
+        self._read_at = float("-inf")
+
+    def read(self) -> Members:
+        """Return the members, at most FRESH_SECONDS old."""
+        with self._lock:
+            if self._clock() - self._read_at >= FRESH_SECONDS:
+                self._members = self._stored()
+                self._keys = {name: raw_key(m.key) for name, m in self._members.by_name.items() if m.key}
+                self._read_at = self._clock()
+            return self._members
+
+    def key_of(self, island: str) -> bytes | None:
+        """Return the public key of an island; None for others, and after the end of its membership."""
+        member = self.read().by_name.get(island)
+        if member is None or member.role != "island" or member.has_expired(self._wall()):
+            return None
+        return self._keys.get(island)
+
+    def require_unsigned(self) -> None:
+        """Raise ConfigError if the members of the run sign what they send. This process has no key to do so."""
+        if self.read().merger_key:
+            raise ConfigError(
+                f"the members of the run {self._run!r} sign what they send, and this process has no key",
+                "Start it with a join file, which `archipelago invite` makes, in place of the URL.",
+                code="signature.no-key",
+            )
+
+
+def signing_of(invitation: Invitation | None, run: str, key_of: Callable[[str], bytes | None]) -> Signing:
+    """Return how a process signs and checks messages.
+
+    A process without a join file signs and checks nothing. One with a join file always does if that pins the key of
+    the run's mergers: nothing in Redis can turn it off. Administrators sign as mergers when they create a run.
+    """
+    if invitation is None or not invitation.merger_key:
+        return Signing()
+    name = MERGER if invitation.role in ("merger", "admin") else invitation.name
+    private = raw_key(invitation.private_key) if invitation.private_key else None
+    return SigningOn(run, name, private, raw_key(invitation.merger_key), key_of)

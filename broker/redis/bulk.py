@@ -24,7 +24,7 @@ from typing import Any
 
 import redis
 
-from archipelago.broker.address import redacted, require_address
+from archipelago.broker.address import parse_address, redacted
 from archipelago.broker.errors import BadUrlError
 from archipelago.broker.redis.client import RedisClient, client_at
 from archipelago.broker.redis.failures import tls_fault
@@ -211,7 +211,7 @@ def replica_at(url: str, authority: str = "") -> ReadReplica:
         BadUrlError: The address cannot be used.
     """
     try:
-        require_address(url)
+        parse_address(url)
         client = client_at(url, authority)
     except (ValueError, TypeError):  # the message may quote a part of a password
         raise BadUrlError(

@@ -203,8 +203,11 @@ class RedisCheckup:
         return ServerFacts(info, settings, ahead, self._needs_password(), *self._rights())
 
     def servers(self) -> tuple[Kind, list[NodeFacts]]:
-        """Return the kind of the address, and facts about all its servers."""
-        return self._connection.servers.kind, node_facts(self._connection)
+        """Return the kind of the address, and facts about each server. Raises UnreachableError if none is found."""
+        connection = self._connection
+        with connection.translated():
+            holder = str(connection.info("server").get("run_id", ""))
+            return connection.servers.kind, [_facts(connection, node, holder) for node in connection.servers.nodes()]
 
     @contextmanager
     def _if_allowed(self) -> Iterator[None]:
@@ -326,13 +329,6 @@ class NodeFacts:
     policy: str = ""
     has_log: bool | None = None
     error: str = ""
-
-
-def node_facts(connection: RedisConnection) -> list[NodeFacts]:
-    """Ask each server of the address, with this user's credentials. Raises UnreachableError if none can be found."""
-    with connection.translated():
-        holder = connection.info("server").get("run_id", "")
-        return [_facts(connection, node, str(holder)) for node in connection.servers.nodes()]
 
 
 def _facts(connection: RedisConnection, node: Any, holder: str) -> NodeFacts:

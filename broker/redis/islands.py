@@ -15,16 +15,16 @@ from archipelago.broker.failpoints import failpoint
 from archipelago.broker.messages import COUNT_MAX, Contribution, Handover, from_fields, to_fields
 from archipelago.broker.presence import Heartbeat, NameClaim, newest_claim, next_claim, parse_name_claim
 from archipelago.broker.ranges import ReadPosition
+from archipelago.broker.redis.administration import KnownMembers
 from archipelago.broker.redis.chunks import ChunkStore
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.keys import HANDOVER, is_name
 from archipelago.broker.redis.leases import RangeLeases
-from archipelago.broker.redis.membership import KnownMembers
 from archipelago.broker.redis.reader import REMEMBER_SECONDS, RedisReader
 from archipelago.broker.redis.replies import count_in, text_fields
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import UpdatesStreams
-from archipelago.broker.signing import Raw, Signing
+from archipelago.broker.signing import Raw
 
 #: How long an answer is kept for the island that requested it.
 HANDOVER_SECONDS = 600
@@ -51,11 +51,7 @@ class RedisIsland:
         self._stored, self._chunks, self._updates, self._reader = stored, chunks, updates, reader
         self._leases = RangeLeases(connection, updates)
         self._downloaded: dict[str, int] = {}  # by incarnation: what earlier ones had downloaded
-        self._stamps, self._members = connection.stamps, members
-
-    @property
-    def _signing(self) -> Signing:
-        return self._connection.signing
+        self._stamps, self._members, self._signing = connection.stamps, members, connection.signing
 
     def publish(self, contribution: Contribution, payload: bytes) -> str:
         chunks = self._chunks.of(contribution.island)

@@ -134,23 +134,18 @@ class Keys:
         return key.removeprefix(f"{self.tag}:")
 
     def updates(self, island: str) -> str:
-        """Return the key of the stream of one island's contributions."""
         return f"{self.tag}:updates:{island}"
 
     def leases(self, island: str) -> str:
-        """Return the key of the hash of the ranges of text that one island has leased."""
         return f"{self.tag}:leases:{island}"
 
     def taken(self, name: str) -> str:
-        """Return the key of the mark of the island that leased a range of text last."""
         return f"{self.tag}:taken:{name}"
 
     def island(self, island: str) -> str:
-        """Return the key of one island's heartbeat."""
         return f"{self.tag}:island:{island}"
 
     def name(self, island: str) -> str:
-        """Return the key of the newest claim to the name of an island."""
         return f"{self.tag}:name:{island}"
 
     def handover(self, who: str) -> str:
@@ -158,19 +153,15 @@ class Keys:
         return f"{self.tag}:handover:{who.replace('/', ':')}"
 
     def head(self, fragment: int) -> str:
-        """Return the key of the header of a fragment's newest version."""
         return f"{self.tag}:head:{fragment}"
 
     def fragment(self, fragment: int) -> str:
-        """Return the key of a fragment's newest full snapshot."""
         return f"{self.tag}:fragment:{fragment}"
 
     def difference(self, fragment: int, version: int) -> str:
-        """Return the key of the difference that leads from the previous version to this one."""
         return f"{self.tag}:difference:{fragment}:{version}"
 
     def log(self, fragment: int, version: int) -> str:
-        """Return the key of what a merger needs to merge the round of this version again."""
         return f"{self.tag}:log:{fragment}:{version}"
 
     def outer(self, fragment: int) -> str:

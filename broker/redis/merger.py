@@ -20,18 +20,16 @@ from archipelago.broker.messages import (
     to_fields,
 )
 from archipelago.broker.ranges import cursor_text
+from archipelago.broker.redis.administration import KnownMembers
 from archipelago.broker.redis.chunks import ChunkStore
-from archipelago.broker.redis.compactions import Compactions
+from archipelago.broker.redis.compactions import Compactions, RedisRepair
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.failures import is_full
 from archipelago.broker.redis.lease import Lease
-from archipelago.broker.redis.membership import KnownMembers
 from archipelago.broker.redis.reader import RedisReader
-from archipelago.broker.redis.repair import RedisRepair
 from archipelago.broker.redis.replies import GROUP, counts_in, signed_state
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import FoundEntry, UpdatesConsumer, UpdatesStreams, by_stream
-from archipelago.broker.signing import Signing
 from archipelago.broker.transport import STANDBY_SECONDS
 
 #: The fields of `Books` that mergers count. The others are counted in the streams.
@@ -70,15 +68,11 @@ class RedisMerger:
         self.updates, self.unacknowledged, self.settled = consumer.new, consumer.unacknowledged, updates.settled
         self.lease = Lease(connection, stored)
         self.renew, self.release = self.lease.renew, self.lease.release
-        self._stamps = connection.stamps
+        self._stamps, self._signing = connection.stamps, connection.signing
         self._compactions = Compactions(connection, chunks)
         self.outer, self.log, self.place = self._compactions.outer, self._compactions.log, self._compactions.place
         repair = RedisRepair(connection, stored, self._compactions, updates, self.lease)
         self.put_aside, self.lost, self.write_back = repair.put_aside, repair.lost, repair.write_back
-
-    @property
-    def _signing(self) -> Signing:
-        return self._connection.signing
 
     def acquire(self, holder: str, seconds: float, is_gone: Callable[[str], bool] = never_gone) -> int | None:
         self._require_key()

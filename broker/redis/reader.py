@@ -54,7 +54,7 @@ class RedisReader:
         self, connection: RedisConnection, stored: StoredRun, chunks: ChunkStore, updates: UpdatesStreams
     ) -> None:
         self._connection = connection
-        self._redis, self._keys = connection.redis, connection.keys
+        self._redis, self._keys, self._signing = connection.redis, connection.keys, connection.signing
         self._stored, self._chunks, self._updates = stored, chunks, updates
         self._events = EventStream(connection)
         self.last_event, self.events, self.refusals = self._events.last, self._events.after, self._events.refusals
@@ -71,7 +71,7 @@ class RedisReader:
         with self._connection.forgiving(self._keys.state, "a string"):
             found = self._redis.get(self._keys.state) or b""
         try:
-            return verified_state(self._connection.signing, found)
+            return verified_state(self._signing, found)
         except WireError as error:
             self._connection.warn_once(self._keys.state, error)
             return ""
@@ -90,14 +90,14 @@ class RedisReader:
             if not raw:
                 self._stored.require()
                 raise WireError(f"fragment {fragment} is missing", code="wire.fragment")
-            self._connection.signing.verify("fragment", MERGER, raw, about=str(fragment))
+            self._signing.verify("fragment", MERGER, raw, about=str(fragment))
             snapshot = from_fields(Snapshot, text_fields(raw))
             with self._connection.translated():
                 try:
                     payload = self._chunks.fetch(raw, snapshot.bytes, arrived=arrived)
                 except WireError:
                     continue  # a newer snapshot has replaced it, and its chunks expired during the read
-            self._connection.signing.verify_payload(raw, payload)
+            self._signing.verify_payload(raw, payload)
             self._events.accept_fragment(fragment, raw)
             return snapshot, payload
         raise WireError(f"fragment {fragment} cannot be read whole", code="wire.fragment")
@@ -123,10 +123,10 @@ class RedisReader:
             try:
                 raw = self._redis.hgetall(self._keys.difference(fragment, version))
                 if raw:
-                    self._connection.signing.verify("difference", MERGER, raw, about=f"{fragment}/{version}")
+                    self._signing.verify("difference", MERGER, raw, about=f"{fragment}/{version}")
                 payload = self._chunks.fetch(raw, int(raw[b"bytes"]), arrived=arrived) if raw else None
                 if payload is not None:
-                    self._connection.signing.verify_payload(raw, payload)
+                    self._signing.verify_payload(raw, payload)
             except (WireError, KeyError, ValueError):
                 return None  # it expired during the read, or is damaged; the island takes the full snapshot
             return payload
@@ -136,7 +136,7 @@ class RedisReader:
             return None
         found = {name.encode(): value for name, value in zip(names, values, strict=True) if value is not None}
         try:
-            self._connection.signing.verify(kind, MERGER, found, about=str(p))
+            self._signing.verify(kind, MERGER, found, about=str(p))
             if kind == "head":
                 self._events.accept_head(p, found)
             return from_fields(Snapshot, text_fields(found))
@@ -172,11 +172,11 @@ class RedisReader:
         """Return an island's heartbeat. Raises WireError if it is damaged, or not the newest that the island signed."""
         fields = fields_of(raw)
         if raw != self._verified.get(name):  # a process looks at each heartbeat several times
-            self._connection.signing.verify("heartbeat", name, raw)
-            if self._connection.signing.is_on:
+            self._signing.verify("heartbeat", name, raw)
+            if self._signing.is_on:
                 self._verified[name] = dict(raw)
         presence = Presence(from_fields(Heartbeat, fields), age_seconds)
-        return self._beats.accept(presence, stamp_of(raw)) if self._connection.signing.is_on else presence
+        return self._beats.accept(presence, stamp_of(raw)) if self._signing.is_on else presence
 
     def books(self) -> Books:
         raw: Raw = {}
@@ -210,7 +210,7 @@ class RedisReader:
         return self._newest(self._keys.tape, TapeEntry, count, self._verify_tape)
 
     def _verify_tape(self, raw: Raw) -> None:
-        self._connection.signing.verify("tape", MERGER, raw)
+        self._signing.verify("tape", MERGER, raw)
 
     def control(self) -> dict[str, str]:
         found: Raw = {}

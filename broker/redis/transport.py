@@ -14,7 +14,7 @@ from archipelago.broker.invitation import Invitation
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Contribution, Snapshot, to_fields
 from archipelago.broker.ranges import cursor_text
-from archipelago.broker.redis.administration import sign_stored
+from archipelago.broker.redis.administration import KnownMembers, Membership, signing_of
 from archipelago.broker.redis.bulk import replica_at
 from archipelago.broker.redis.chunks import ChunkStore
 from archipelago.broker.redis.client import RedisClient, fake_client
@@ -22,7 +22,6 @@ from archipelago.broker.redis.compactions import Compactions, outer_fields
 from archipelago.broker.redis.connection import DisturbedError, RedisConnection
 from archipelago.broker.redis.islands import RedisIsland, chunks_name
 from archipelago.broker.redis.keys import REGISTRY
-from archipelago.broker.redis.membership import KnownMembers, Membership, signing_of
 from archipelago.broker.redis.merger import COUNTED, TAPE_KEPT, RedisMerger
 from archipelago.broker.redis.reader import EVALUATIONS_KEPT, RedisReader
 from archipelago.broker.redis.replies import (
@@ -236,10 +235,6 @@ class RedisTransport:
         return RunExistsError(
             f"a run {self.connection.run!r} is at {self.connection.where} already", "Choose another name with --run."
         )
-
-    def sign(self, key: bytes) -> None:
-        """Sign what Redis holds of the run with the private key of its mergers, unless it is signed."""
-        sign_stored(self.connection, self.chunks, self.merger.lease, key)
 
     def read_from(self, url: str) -> None:
         """Read the payloads of snapshots and differences from a replica of this Redis first (`redis.bulk`).

@@ -15,6 +15,7 @@ from archipelago.broker.errors import ConfigError
 from archipelago.broker.files import make_untracked
 from archipelago.broker.invitation import ADMIN, SUFFIX, Invitation, Member, Role, key_text, raw_key
 from archipelago.broker.redis import roles
+from archipelago.broker.redis.administration import sign_stored
 from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.redis.transport import RedisTransport
 from archipelago.broker.shards.transport import opened
@@ -72,7 +73,7 @@ class Administrator:
                     code="invitation.merger-key",
                 )
             for shard in self._shards():
-                shard.sign(raw_key(private))
+                sign_stored(shard.connection, shard.chunks, shard.merger.lease, raw_key(private))
         return created
 
     def _shards(self) -> list[RedisTransport]:

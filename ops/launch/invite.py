@@ -17,7 +17,7 @@ import tyro
 from rich.table import Table
 
 from archipelago.broker import invitation as invitations
-from archipelago.broker.address import require_address
+from archipelago.broker.address import parse_address
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.files import make_untracked
 from archipelago.broker.invitation import SUFFIX, Invitation, Members, Role
@@ -199,7 +199,7 @@ def _address(options: InviteOptions) -> str:
     if options.address is None:
         return ""
     try:
-        require_address(options.address)
+        parse_address(options.address)
     except ValueError as error:
         raise ConfigError(f"--address cannot be used: {error}", "Write rediss://HOST:PORT.") from None
     return options.address

@@ -25,9 +25,8 @@ from archipelago.broker.errors import UnknownRunError
 from archipelago.broker.failpoints import VARIABLE
 from archipelago.broker.manifest import Corpus, Manifest, Tensor, balanced
 from archipelago.broker.messages import Contribution, Refusal, TapeEntry
-from archipelago.broker.published import newest
 from archipelago.broker.redis.transport import RedisTransport, connect
-from archipelago.broker.wire import digest, pack
+from archipelago.broker.wire import digest, newest, pack
 from archipelago.merger import outer
 from archipelago.merger.restore import load
 from archipelago.merger.round_merge import RoundMerge

@@ -20,9 +20,8 @@ from archipelago.broker.config import STEPS_MAX, DataConfig, InnerConfig, RunCon
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.manifest import Corpus, Manifest, Tensor, balanced
 from archipelago.broker.messages import Event, Refusal
-from archipelago.broker.published import newest
 from archipelago.broker.redis.transport import RedisTransport, connect
-from archipelago.broker.wire import digest_of
+from archipelago.broker.wire import digest_of, newest
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.ranges import range_order
 from archipelago.islands.inner import InnerState

@@ -17,9 +17,8 @@ from archipelago.broker.commits import START, Delivery, Image
 from archipelago.broker.config import MergeConfig, OuterConfig, RunConfig, SyncConfig, WireConfig
 from archipelago.broker.memory.state import MemoryRun
 from archipelago.broker.messages import Contribution, Refusal, TapeEntry
-from archipelago.broker.published import newest
 from archipelago.broker.transport import Transport
-from archipelago.broker.wire import pack, unpack
+from archipelago.broker.wire import newest, pack, unpack
 from archipelago.merger.beside import Spawn, at_once
 from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.merger.checkpointer import CheckpointCut, Checkpointer

@@ -21,14 +21,13 @@ import pytest
 
 from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.messages import Snapshot, TapeEntry
-from archipelago.broker.published import full_snapshot, newest
 from archipelago.broker.redis import chunks
 from archipelago.broker.redis.client import fake_client
+from archipelago.broker.redis.compactions import kinds_of
 from archipelago.broker.redis.keys import REGISTRY, Keys
-from archipelago.broker.redis.repair import kinds_of
 from archipelago.broker.redis.replies import GROUP
 from archipelago.broker.redis.transport import RedisTransport
-from archipelago.broker.wire import digest_of
+from archipelago.broker.wire import digest_of, full_snapshot, newest
 from archipelago.merger.beside import at_once
 from archipelago.merger.checkpointer import Checkpointer
 from archipelago.merger.service import Merger

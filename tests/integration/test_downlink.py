@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from archipelago.broker.codecs import codec
 from archipelago.broker.config import WireConfig
 from archipelago.broker.memory.transport import MemoryBroker
-from archipelago.broker.published import newest
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Transport
-from archipelago.broker.wire import digest_of, unpack
+from archipelago.broker.wire import digest_of, newest, unpack
 from archipelago.islands.creation import first_snapshots
 from archipelago.islands.sync.arrays import flatten
 from archipelago.merger.outer import publish

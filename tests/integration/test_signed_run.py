@@ -16,11 +16,10 @@ from archipelago.broker import invitation
 from archipelago.broker.errors import ConfigError, FencedError, WireError
 from archipelago.broker.invitation import Invitation, Member, key_text
 from archipelago.broker.messages import Call, Resume, Snapshot, to_fields
-from archipelago.broker.published import newest
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.signing import EPOCHS_SKIPPED, MERGER, SignatureError, SigningOn, generate
 from archipelago.broker.transport import Transport
-from archipelago.broker.wire import digest, digest_of, pack
+from archipelago.broker.wire import digest, digest_of, newest, pack
 from archipelago.merger.service import Merger
 from archipelago.ops.experiments.virtual_time import VirtualRun
 from archipelago.ops.launch.administration import Administrator
@@ -254,7 +253,7 @@ def test_neither_a_stranger_serves_a_signed_run_nor_is_a_changed_manifest_used(r
 
 
 def test_a_revoked_island_is_refused(run: SignedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("archipelago.broker.redis.membership.FRESH_SECONDS", 0.0)
+    monkeypatch.setattr("archipelago.broker.redis.administration.FRESH_SECONDS", 0.0)
     run.close_until(4)
     run.keys.plain().membership.remove("island-2")
     closed = run.merger.state.closed

@@ -13,8 +13,7 @@ import pytest
 from archipelago.broker.commits import DIFFERENCES_KEPT, Commit, Compaction, Placed
 from archipelago.broker.config import RunConfig, WireConfig
 from archipelago.broker.errors import UnreachableError
-from archipelago.broker.published import newest
-from archipelago.broker.wire import digest_of
+from archipelago.broker.wire import digest_of, newest
 from archipelago.merger import outer
 from archipelago.merger.beside import Spawn, T, at_once
 from archipelago.merger.committing import IDLE_SECONDS, MOST, Compactor, state_bytes

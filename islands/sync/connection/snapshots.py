@@ -10,9 +10,8 @@ from archipelago.broker.codecs import Vector
 from archipelago.broker.errors import BrokerError, UnreachableError, WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Snapshot, TapeEntry
-from archipelago.broker.published import newest, onto
 from archipelago.broker.transport import IslandTransport
-from archipelago.broker.wire import digest_of
+from archipelago.broker.wire import digest_of, newest, onto
 from archipelago.islands.sync.connection.announcements import Heads, believable_step, snapshot_fault
 from archipelago.islands.sync.connection.uplink import Uplink
 

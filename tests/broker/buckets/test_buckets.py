@@ -175,18 +175,6 @@ def test_a_fault_of_this_disk_is_not_one_of_the_bucket(bucket: BucketFolder, tmp
         Bundles(bucket).put(1, tmp_path / "none", ABOUT)
 
 
-def test_an_upload_that_arrives_in_part_is_refused(bucket: BucketFolder, tmp_path: Path) -> None:
-    (tmp_path / "x").write_bytes(b"content")
-    bucket.upload({})
-    FaultyFileSystem.fault = staticmethod(lambda request, path: 5 if path.endswith("y") else None)
-    with failing(BucketError, "bucket.failed") as caught:
-        bucket.upload({"x": tmp_path / "x", "y": tmp_path / "x"})
-    assert "5 of 7 bytes" in str(caught.value)
-    FaultyFileSystem.fault = staticmethod(lambda request, path: 5 if path.endswith(".json") else None)
-    with failing(BucketError, "bucket.failed"):
-        Bundles(bucket).put(1, written(tmp_path, 1), ABOUT)
-
-
 def test_a_manifest_that_is_changed_or_of_another_format_or_names_files_outside_is_damaged(
     bucket: BucketFolder, tmp_path: Path
 ) -> None:

@@ -63,20 +63,16 @@ def damaged(transport: RedisTransport, raw: Any, payload: bytes, index: int, dam
     return delivery.fault
 
 
-def test_a_damaged_chunk_is_a_fault_of_the_delivery(transport: RedisTransport, raw: Any) -> None:
+def test_a_damaged_chunk_is_a_fault_of_the_delivery(
+    transport: RedisTransport, raw: Any, request: pytest.FixtureRequest
+) -> None:
     for name, damage in DAMAGES.items():
         is_readable = name == "longer"  # Bytes beyond the end of a chunk are never read.
         assert bool(damaged(transport, raw, LARGE, 1, damage)) is not is_readable, name
-
-
-@pytest.mark.usefixtures("small_chunks")
-def test_one_damaged_chunk_of_many_is_a_fault_of_the_delivery(transport: RedisTransport, raw: Any) -> None:
+    request.getfixturevalue("small_chunks")
     for name, damage in DAMAGES.items():
         for index in (0, 7, 19):
             assert f"not {len(MANY)} bytes" in damaged(transport, raw, MANY, index, damage), (name, index)
-    transport.island.publish(samples.contribution(MANY, sequence=1), MANY)
-    (after,) = with_payloads(transport.merger.updates(0.0))
-    assert (after.payload, after.fault) == (MANY, "")
 
 
 @pytest.mark.parametrize("is_small", [True, False])
@@ -136,7 +132,6 @@ def test_a_handover_expires(transport: RedisTransport, raw: Any) -> None:
     transport.island.withdraw_request("a/x")
     assert keys(raw, transport.run) == before
     assert Keys("run").handover("a.b/c") != Keys("run").handover("a/b.c"), "dots in names let keys collide"
-    assert Keys("run").handover("a.b/c") != Keys("run").handover("a/b.c"), "dots in names make keys collide"
 
 
 def test_a_damaged_answer_is_an_error_and_can_be_withdrawn(transport: RedisTransport, raw: Any) -> None:
@@ -167,7 +162,6 @@ def test_an_answer_may_hold_two_moments_a_parameter(transport: RedisTransport) -
     transport.island.request_state("a/x")
     transport.island.hand_over("a/x", samples.handover(payload), payload)
     assert transport.island.handed_over("a/x") == (samples.handover(payload), payload)
-    assert transport.island._handover_max() == len(payload) + (1 << 20)
 
 
 # -- how long chunks are kept -------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ import redis
 
 from archipelago.broker.invitation import ROLES, Role
 from archipelago.broker.redis import roles
+from archipelago.broker.redis.administration import Membership
 from archipelago.broker.redis.keys import REGISTRY, Keys
-from archipelago.broker.redis.membership import Membership
 from archipelago.broker.redis.transport import connect
 from archipelago.ops.launch.embedded_redis import RedisServer, start_server
 from tests.servers import redis_program
