@@ -181,7 +181,7 @@ class Lease:
         needed: Sequence[str],
     ) -> list[Any]:
         """Return the answers to the reads, unless one of the conditions of `fenced_reading` does not hold."""
-        rounds = [("HGET", key, "round") for key in self._heads_of(after_round)]
+        rounds = [] if after_round is None else [("HGET", self._keys.head(self._fragment_of(after_round)), "round")]
         names_instance = bool(rounds or needed) and self._connection.has_info
         info = [("INFO", section) for section in INSTANCE if names_instance]
         there = [("EXISTS", *needed)] if needed else []
@@ -191,7 +191,7 @@ class Lease:
         if next(answers) != self.mark(epoch):
             raise DisturbedError
         if after_round is not None:
-            self._require_round(after_round, *islice(answers, len(rounds)))
+            self._require_round(after_round, next(answers))
         if rounds or needed:
             self._require_same_instance(islice(answers, len(info)))
         if needed and next(answers) < len(needed):
@@ -201,18 +201,13 @@ class Lease:
                 raise answer
         return found[len(checks) :]
 
-    def _heads_of(self, number: int | None) -> Sequence[str]:
-        """Return the keys that may hold the last round of the fragment of a round. Earlier versions had no heads."""
-        if number is None:
-            return ()
-        fragment = (number - 1) % len(self._stored.sizes())
-        return self._keys.head(fragment), self._keys.fragment(fragment)
+    def _fragment_of(self, number: int) -> int:
+        return (number - 1) % len(self._stored.sizes())
 
-    def _require_round(self, expected: int, head: bytes | None, full: bytes | None) -> None:
+    def _require_round(self, expected: int, stored: bytes | None) -> None:
         """Raise BrokerError unless `expected` is the last round of its fragment."""
-        fragment, stored = (expected - 1) % len(self._stored.sizes()), full if head is None else head
         if stored != str(expected).encode():
-            found = (stored or b"no").decode("utf-8", "replace")[:20]
+            found, fragment = (stored or b"no").decode("utf-8", "replace")[:20], self._fragment_of(expected)
             raise self._forgotten(
                 f"{{}} holds {found} round of fragment {fragment} although round {expected} was closed last"
             )

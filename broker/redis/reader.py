@@ -6,7 +6,7 @@ import dataclasses
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.messages import (
@@ -104,19 +104,11 @@ class RedisReader:
 
     def heads(self) -> list[Snapshot | None]:
         names = [*(f.name for f in dataclasses.fields(Snapshot)), PAYLOAD_DIGEST, STAMP, SIGNATURE]
-        fragments = range(len(self._stored.sizes()))
         with self._connection.translated(), self._redis.pipeline(transaction=False) as pipe:
-            for key in (*map(self._keys.head, fragments), *map(self._keys.fragment, fragments)):
-                pipe.hmget(key, names)
+            for p in range(len(self._stored.sizes())):
+                pipe.hmget(self._keys.head(p), names)
             answers = pipe.execute(raise_on_error=False)
-        newest, full = answers[: len(fragments)], answers[len(fragments) :]
-        # Earlier versions of this program wrote no heads: each commit carried the full state, and that is the newest.
-        return [
-            self._head("fragment", p, names, whole)
-            if isinstance(head, list) and not any(head)
-            else self._head("head", p, names, head)
-            for p, (head, whole) in enumerate(zip(newest, full, strict=True))
-        ]
+        return [self._head(p, names, answer) for p, answer in enumerate(answers)]
 
     def difference(self, fragment: int, version: int, arrived: Arrived = unwatched) -> bytes | None:
         with self._connection.translated():
@@ -131,14 +123,13 @@ class RedisReader:
                 return None  # it expired during the read, or is damaged; the island takes the full snapshot
             return payload
 
-    def _head(self, kind: Literal["head", "fragment"], p: int, names: Sequence[str], values: Any) -> Snapshot | None:
-        if isinstance(values, Exception):  # another type under that key
+    def _head(self, p: int, names: Sequence[str], values: Any) -> Snapshot | None:
+        if isinstance(values, Exception) or not any(values):  # another type under that key, or nothing
             return None
         found = {name.encode(): value for name, value in zip(names, values, strict=True) if value is not None}
         try:
-            self._signing.verify(kind, MERGER, found, about=str(p))
-            if kind == "head":
-                self._events.accept_head(p, found)
+            self._signing.verify("head", MERGER, found, about=str(p))
+            self._events.accept_head(p, found)
             return from_fields(Snapshot, text_fields(found))
         except WireError as error:
             self._connection.warn_once(f"the header of fragment {p}", error)
