@@ -200,7 +200,7 @@ KINDS = {kind: name for name, kind in EVENTS.items()}
 
 
 @dataclass(frozen=True)
-class Member(Identified):
+class RoundMember(Identified):
     """One contribution's part in a round, as the tape records it.
 
     Attributes:
@@ -267,7 +267,7 @@ class TapeEntry:
     bytes_up: Count
     loss: Measure
     digest: Digest
-    members: tuple[Member, ...]
+    members: tuple[RoundMember, ...]
     unix_seconds: UnixSeconds = 0.0
     merge_seconds: Seconds = 0.0
     spectra_seconds: Seconds = 0.0

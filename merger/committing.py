@@ -28,7 +28,7 @@ from archipelago.broker.commits import DIFFERENCES_KEPT, Commit, Compaction, Pla
 from archipelago.broker.errors import ArchipelagoError, ConfigError, WireError
 from archipelago.broker.footprint import REDIS_LOG
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.messages import Member, Snapshot, TapeEntry, from_fields, to_fields
+from archipelago.broker.messages import RoundMember, Snapshot, TapeEntry, from_fields, to_fields
 from archipelago.broker.transport import MergerTransport
 from archipelago.broker.wire import digest, digest_of, pack, pack_body
 from archipelago.merger import outer
@@ -174,7 +174,7 @@ def _tape_entry(
     )
 
 
-def mean_loss(members: Sequence[Member]) -> float:
+def mean_loss(members: Sequence[RoundMember]) -> float:
     """Return the mean of the members' losses weighted by tokens, or NaN when no member measured one."""
     known = [(max(-LOSS_MAX, min(m.loss, LOSS_MAX)), m.tokens) for m in members if not math.isnan(m.loss)]
     return statistics.fmean([v for v, _ in known], [n for _, n in known]) if known else math.nan

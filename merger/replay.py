@@ -17,7 +17,7 @@ import numpy as np
 from archipelago.broker import control
 from archipelago.broker.commits import Delivery, Image
 from archipelago.broker.errors import ArchipelagoError, WireError
-from archipelago.broker.messages import Member, TapeEntry
+from archipelago.broker.messages import RoundMember, TapeEntry
 from archipelago.broker.transport import MergerTransport
 from archipelago.broker.wire import digest_of, pack, unpack
 from archipelago.merger import outer
@@ -92,7 +92,7 @@ def merge_recorded(
     return rules.close(fragment, state, round_sum, tape.live), round_sum
 
 
-def as_merged(delivery: Delivery, member: Member) -> Delivery:
+def as_merged(delivery: Delivery, member: RoundMember) -> Delivery:
     """Return a delivery with the claims that the merger believed (`merger.claims`), which the tape records."""
     assert delivery.contribution is not None  # noqa: S101 - only readable contributions are merged
     believed = replace(delivery.contribution, tokens=member.tokens, steps=member.steps, data=member.data)

@@ -24,7 +24,7 @@ from archipelago.broker.commits import Delivery
 from archipelago.broker.config import MergeConfig, WireConfig
 from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.messages import Contribution, Member
+from archipelago.broker.messages import Contribution, RoundMember
 from archipelago.broker.wire import Body, digest, encoded, unpack_encoded
 from archipelago.merger import merge_rules, outer, weights
 from archipelago.merger.outer import OuterOptimizer, Round, publish
@@ -174,7 +174,7 @@ class MergedRound:
 
     state: FragmentState
     staleness: RunningMean
-    members: tuple[Member, ...]
+    members: tuple[RoundMember, ...]
     gain: float
     scores: Mapping[str, Score]
     difference: bytes = b""
@@ -357,9 +357,9 @@ def _participation(now: Round, addends: Sequence[Addend], judged: Sequence[float
     return now._replace(participation=present / islands, islands=present)
 
 
-def _member(addend: Addend, version: int, share: float, score: float, factor: float) -> Member:
+def _member(addend: Addend, version: int, share: float, score: float, factor: float) -> RoundMember:
     contribution = addend.contribution
-    return Member(
+    return RoundMember(
         island=contribution.island,
         incarnation=contribution.incarnation,
         sequence=contribution.sequence,

@@ -17,7 +17,7 @@ from archipelago.broker.messages import (
     Contribution,
     Evaluation,
     Handover,
-    Member,
+    RoundMember,
     Snapshot,
     TapeEntry,
     to_fields,
@@ -83,7 +83,7 @@ def heartbeat(island: str = "a", state: str = "training", **changes: Any) -> Hea
 def commit(entries: list[str], payload: bytes = b"new", round_number: int = 1, **changes: Any) -> Commit:
     """Return the commit of a round of fragment 0 that merges `entries`."""
     version = (round_number + 1) // 2
-    member = Member("a", "x", 0, 0, 0, 1.0, 1.0, 100, 4, 2.5)
+    member = RoundMember("a", "x", 0, 0, 0, 1.0, 1.0, 100, 4, 2.5)
     tape = TapeEntry(round_number, 0, version, 1, 4, 1.0, 0.1, 0.2, 0.3, 1, 7, 2.5, digest(payload), (member,))
     snapshot = Snapshot(round_number, 0, version, 4, "float32", len(payload), digest(payload), "a")
     base = Commit(snapshot, payload, b"outer", '{"closed": 1}', tape, entries, 100)

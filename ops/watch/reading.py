@@ -11,7 +11,7 @@ from typing import Any
 
 from archipelago.broker.control import Control, run_steps
 from archipelago.broker.manifest import LossUnit, Manifest, loss_unit
-from archipelago.broker.messages import Books, Evaluation, Member, Pending, TapeEntry
+from archipelago.broker.messages import Books, Evaluation, Pending, RoundMember, TapeEntry
 from archipelago.broker.presence import Heartbeat, Presence
 from archipelago.broker.shards.transport import shards_away
 from archipelago.broker.transport import Memory, MergerStatus, ReaderClient, ReaderTransport
@@ -173,9 +173,9 @@ def _balanced(books: Books, pending: Pending) -> bool:
     return (books.published, books.published_tokens) == (contributions, tokens)
 
 
-def parts_by_island(tape: Iterable[TapeEntry]) -> dict[str, list[tuple[int, Member]]]:
+def parts_by_island(tape: Iterable[TapeEntry]) -> dict[str, list[tuple[int, RoundMember]]]:
     """Return each island's members of the rounds, oldest first, with the place of the round. Reads each member once."""
-    parts: dict[str, list[tuple[int, Member]]] = {}
+    parts: dict[str, list[tuple[int, RoundMember]]] = {}
     for place, entry in enumerate(tape):
         for member in entry.members:
             parts.setdefault(member.island, []).append((place, member))
@@ -184,7 +184,7 @@ def parts_by_island(tape: Iterable[TapeEntry]) -> dict[str, list[tuple[int, Memb
 
 def _island(
     presence: Presence,
-    parts: Sequence[tuple[int, Member]],
+    parts: Sequence[tuple[int, RoundMember]],
     rounds: int,
     merged: Mapping[str, int],
     fragments: int,

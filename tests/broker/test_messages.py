@@ -26,11 +26,11 @@ from archipelago.broker.messages import (
     Handover,
     Marker,
     Measure,
-    Member,
     Name,
     Note,
     Refusal,
     Resume,
+    RoundMember,
     Seconds,
     Snapshot,
     TapeEntry,
@@ -70,8 +70,8 @@ def strategy(annotation: Any) -> st.SearchStrategy[Any]:
         return st.floats(allow_infinity=False)
     if annotation is bool:
         return st.booleans()
-    if annotation == tuple[Member, ...]:
-        return st.lists(message(Member), max_size=3).map(tuple)
+    if annotation == tuple[RoundMember, ...]:
+        return st.lists(message(RoundMember), max_size=3).map(tuple)
     kind, *constraints = get_args(annotation)
     bounds = {type(constraint): constraint for constraint in constraints}
     if kind is str:
@@ -147,7 +147,7 @@ def wrong_values(annotation: Any) -> list[str]:
     if annotation in (Seconds, Measure):
         wrong = ["", "x", "inf", "-Infinity", "1e999", "1,5"]
         return wrong if annotation == Measure else [*wrong, "nan", "-0.001", "1e10"]
-    if annotation == tuple[Member, ...]:
+    if annotation == tuple[RoundMember, ...]:
         member = json.loads(to_fields(TAPE)["members"])[0]
         bad_name, inf, short = {**member, "island": "a b"}, {**member, "weight": math.inf}, {**member}
         del short["clip"]

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from archipelago.broker.codecs import Vector
 from archipelago.broker.errors import UnknownRunError
 from archipelago.broker.manifest import loss_unit
-from archipelago.broker.messages import Member
+from archipelago.broker.messages import RoundMember
 from archipelago.broker.observe.curves import CurveWriter
 from archipelago.broker.observe.metrics import new_registry
 from archipelago.broker.redis.transport import connect
@@ -48,8 +48,8 @@ def scraped(registry: CollectorRegistry) -> dict[str, float]:
     return {name.removeprefix("archipelago_merger_"): value for (name, bucket), value in found.items() if not bucket}
 
 
-def member(staleness: int) -> Member:
-    return Member("a", "x", 0, 0, staleness, 0.5, 1.0, 100, 4, 2.0)
+def member(staleness: int) -> RoundMember:
+    return RoundMember("a", "x", 0, 0, staleness, 0.5, 1.0, 100, 4, 2.0)
 
 
 def test_rounds_are_counted() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from archipelago.broker.commits import Delivery
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.messages import Contribution, Member, TapeEntry, to_fields
+from archipelago.broker.messages import Contribution, RoundMember, TapeEntry, to_fields
 from archipelago.broker.wire import digest
 from archipelago.merger.record import MAGIC, Recorder, Round, read
 from tests import samples
@@ -27,12 +27,12 @@ FIRST = samples.first_snapshots(MANIFEST, 0.5)
 
 def a_round(number: int, members: int = 2, epoch: int = 1) -> Round:
     """Return a round of that many contributions and their deliveries."""
-    deliveries, parts = [], list[Member]()
+    deliveries, parts = [], list[RoundMember]()
     for sequence in range(members):
         values_N = np.full(3, number + sequence, np.float32)
         contribution, payload = samples.packed(values_N, sequence=sequence, round=number, data="3:0:96")
         deliveries.append(Delivery(f"{number}-{sequence}", contribution, payload))
-        parts.append(Member("a", "x", sequence, 0, 0, 0.5, 1.0, 100, 4, 2.5, f"{number}-{sequence}"))
+        parts.append(RoundMember("a", "x", sequence, 0, 0, 0.5, 1.0, 100, 4, 2.5, f"{number}-{sequence}"))
     entry: TapeEntry = replace(samples.commit([], round_number=number).tape, epoch=epoch, members=tuple(parts))
     return entry, tuple(deliveries)
 

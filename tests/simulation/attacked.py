@@ -9,7 +9,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from archipelago.broker.messages import Contribution, Member, Refusal, TapeEntry
+from archipelago.broker.messages import Contribution, Refusal, RoundMember, TapeEntry
 from archipelago.broker.ranges import parse_positions
 from archipelago.broker.wire import digest
 from archipelago.merger.service import LEASE_SECONDS
@@ -77,7 +77,7 @@ class HostileInvariants(Invariants):
         for reader in (reader for readers in self.readers.values() for reader in readers):
             reader.is_excused = True
 
-    def _is_honest(self, member: Member) -> bool:
+    def _is_honest(self, member: RoundMember) -> bool:
         return member.island in self.simulation.wanted
 
     def _check_shares(self, entry: TapeEntry) -> None:
@@ -88,7 +88,7 @@ class HostileInvariants(Invariants):
                 others = len({each.island for each in entry.members}) - 1
                 assert member.weight <= SHARE_CAP / (SHARE_CAP + others) + 1e-6, entry
 
-    def _merge(self, entry: TapeEntry, member: Member, again: bool) -> None:
+    def _merge(self, entry: TapeEntry, member: RoundMember, again: bool) -> None:
         if self._is_honest(member):
             super()._merge(entry, member, again)
             return

@@ -15,9 +15,9 @@ from archipelago.broker.messages import (
     Books,
     Call,
     Contribution,
-    Member,
     Refusal,
     Resume,
+    RoundMember,
     Snapshot,
     TapeEntry,
     from_fields,
@@ -219,7 +219,7 @@ class Invariants:
     def _known(self, run: Any) -> int:
         return self.round - run.tape[0].round + 1 if run.tape and self.round else 0
 
-    def _merge(self, entry: TapeEntry, member: Member, again: bool) -> None:
+    def _merge(self, entry: TapeEntry, member: RoundMember, again: bool) -> None:
         identity = member.identity_text
         assert identity not in self.merged, f"{identity} is merged twice"
         self.merged.add(identity)
@@ -237,7 +237,7 @@ class Invariants:
         for key, reader, position in self.said.get(identity, ()):
             self._cover(key, reader, position)
 
-    def _check_believed(self, member: Member) -> None:
+    def _check_believed(self, member: RoundMember) -> None:
         """Check that the merger believed the claims of an honest contribution, as long as the broker loses nothing.
 
         Only work that the merger did not see, because it was down, may count for less.

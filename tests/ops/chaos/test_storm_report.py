@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from archipelago.broker.messages import Books, Member, Pending, TapeEntry
+from archipelago.broker.messages import Books, Pending, RoundMember, TapeEntry
 from archipelago.broker.process import finite
 from archipelago.broker.shards.layout import Layout
 from archipelago.ops.chaos.figures import MethodFigures, figures, merged_steps, rejoins, shares, stalls
@@ -25,11 +25,11 @@ from archipelago.ops.chaos.storm import own_step_seconds
 STEP, TOKENS, FRAGMENTS = 0.1, 10, 2
 
 
-def member(island: str, who: str, sequence: int, steps: int, staleness: int = 0) -> Member:
-    return Member(island, who, sequence, 0, staleness, 1.0, 1.0, steps * TOKENS, steps, 2.0)
+def member(island: str, who: str, sequence: int, steps: int, staleness: int = 0) -> RoundMember:
+    return RoundMember(island, who, sequence, 0, staleness, 1.0, 1.0, steps * TOKENS, steps, 2.0)
 
 
-def entry(number: int, *members: Member, epoch: int = 1) -> TapeEntry:
+def entry(number: int, *members: RoundMember, epoch: int = 1) -> TapeEntry:
     return TapeEntry(
         round=number, fragment=(number - 1) % FRAGMENTS, version=(number + 1) // FRAGMENTS, epoch=epoch, step=number,
         gain=1.0, quorum_seconds=0.0, grace_seconds=0.0, open_seconds=0.0, live=2, bytes_up=1, loss=2.0,

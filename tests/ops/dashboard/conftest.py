@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from archipelago.broker.memory.transport import MemoryBroker, MemoryTransport
-from archipelago.broker.messages import Evaluation, Member, Note, Refusal
+from archipelago.broker.messages import Evaluation, Note, Refusal, RoundMember
 from archipelago.ops.dashboard.main import serving
 from archipelago.ops.watch.watcher import Watcher
 from tests import samples
@@ -57,8 +57,8 @@ def driver() -> Iterator[WebDriver]:
             found.quit()
 
 
-def member(island: str, staleness: int = 0) -> Member:
-    return Member(island, "x", 0, 0, staleness, 0.5, 1.0, 100, 4, 2.0)
+def member(island: str, staleness: int = 0) -> RoundMember:
+    return RoundMember(island, "x", 0, 0, staleness, 0.5, 1.0, 100, 4, 2.0)
 
 
 def close_round(transport: MemoryTransport, number: int) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from archipelago.broker.messages import Evaluation, Member, TapeEntry
+from archipelago.broker.messages import Evaluation, RoundMember, TapeEntry
 from archipelago.broker.shards.layout import Layout
 from archipelago.ops.watch.history import (
     DETAIL_ROUNDS,
@@ -34,11 +34,11 @@ from tests import samples
 ROUND = samples.commit([]).tape
 
 
-def member(island: str, staleness: int = 0, tokens: int = 100) -> Member:
-    return Member(island, "x", 0, 0, staleness, 0.5, 1.0, tokens, 4, 2.0)
+def member(island: str, staleness: int = 0, tokens: int = 100) -> RoundMember:
+    return RoundMember(island, "x", 0, 0, staleness, 0.5, 1.0, tokens, 4, 2.0)
 
 
-def entry(number: int, members: Sequence[Member], **changes: Any) -> TapeEntry:
+def entry(number: int, members: Sequence[RoundMember], **changes: Any) -> TapeEntry:
     return replace(ROUND, round=number, members=tuple(members), digest=f"{number:032x}", **changes)
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from archipelago.broker.config import OWN_MODEL, ModelConfig
 from archipelago.broker.manifest import NO_CORPUS
-from archipelago.broker.messages import Books, Evaluation, Member, Pending, TapeEntry
+from archipelago.broker.messages import Books, Evaluation, Pending, RoundMember, TapeEntry
 from archipelago.broker.presence import LIVE_SECONDS, Presence
 from archipelago.broker.transport import Memory, Transport
 from archipelago.ops.dashboard.page_data import settings
@@ -30,11 +30,11 @@ MANIFEST = samples.manifest()  # The model has 8·4 + 4·4 + 4·3 + 4 = 64 param
 ROUND = samples.commit([]).tape
 
 
-def member(island: str, staleness: int = 0) -> Member:
-    return Member(island, "x", 0, 0, staleness, 0.5, 1.0, 100, 4, 2.0)
+def member(island: str, staleness: int = 0) -> RoundMember:
+    return RoundMember(island, "x", 0, 0, staleness, 0.5, 1.0, 100, 4, 2.0)
 
 
-def entry(number: int, members: Sequence[Member], **changes: Any) -> TapeEntry:
+def entry(number: int, members: Sequence[RoundMember], **changes: Any) -> TapeEntry:
     return replace(ROUND, round=number, step=10 * number, members=tuple(members), **changes)
 
 
@@ -314,7 +314,7 @@ def test_formatted_sizes_and_numbers() -> None:
     assert (number(1234.5678), number(0.5, 1), number(math.nan)) == ("1,234.568", "0.5", "–")
 
 
-class CountedMember(Member):
+class CountedMember(RoundMember):
     """A member that counts how often its island is read."""
 
     reads = 0
