@@ -1,4 +1,4 @@
-"""Leases and cursors: text round trips, cursors that only advance, and the choice of a shard."""
+"""Leases and cursors: text round trips, cursors that only advance, and the choice of a range."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_places_have_the_documented_text() -> None:
     assert parse_positions("") == ()
 
 
-#: `017` would be a second name of shard 17.
+#: `017` would be a second name of range 17.
 INVALID = [
     "17", "17:0", "17:0:", "17:0:1:2", "17:0:-1", "17:0:END", "17:0:1e3", "017:0:1", "١٧:0:1", "17:٠:1", "17:0:١",
     "12345678:0:1", "17:1234567890123:1", "17:0:1234567890123456", "/17:0:1", "site/:0:1", "a/b/17:0:1", ".site/17:0:1",
@@ -104,10 +104,10 @@ SMALL = st.integers(0, 3)
 )
 def test_cursors_go_forwards_only(cursors: dict[str, tuple[int, int]], places: list[ReadPosition]) -> None:
     moved = advanced(cursors, places)
-    for shard, cursor in moved.items():
-        assert cursor > cursors.get(shard, (0, 0))
+    for name, cursor in moved.items():
+        assert cursor > cursors.get(name, (0, 0))
         assert cursor[0] < PASSES_MAX
-        assert cursor in [place.cursor for place in places if place.range == shard]
+        assert cursor in [place.cursor for place in places if place.range == name]
     after = {**cursors, **moved}
     for place in places:
         assert place.cursor <= after.get(place.range, (0, 0)) or place.cursor[0] >= PASSES_MAX
@@ -121,29 +121,29 @@ def test_every_reachable_cursor_can_be_written_as_a_place(cursor: tuple[int, int
         assert parse_positions(str(place)) == (place,)
 
 
-# -- choice of a shard ------------------------------------------------------------------------------------------------
+# -- choice of a range ------------------------------------------------------------------------------------------------
 
 ISLANDS = ["a/1", "a/2", "b/1", "c/1"]
-SHARDS = st.lists(st.sampled_from([*map(str, range(6)), "site/0", "site/1"]), unique=True, max_size=8)
+RANGES = st.lists(st.sampled_from([*map(str, range(6)), "site/0", "site/1"]), unique=True, max_size=8)
 
 
 @st.composite
 def situations(draw: st.DrawFn) -> tuple[list[str], dict[str, tuple[int, int]], dict[str, str], set[str]]:
-    """Draw shards, cursors, holders, and the holders that are gone."""
-    shards = draw(SHARDS)
-    cursors = draw(st.dictionaries(st.sampled_from(shards), st.tuples(SMALL, SMALL))) if shards else {}
-    holders = draw(st.dictionaries(st.sampled_from(shards), st.sampled_from(["", *ISLANDS]))) if shards else {}
-    return shards, cursors, holders, draw(st.sets(st.sampled_from(ISLANDS)))
+    """Draw ranges, cursors, holders, and the holders that are gone."""
+    ranges = draw(RANGES)
+    cursors = draw(st.dictionaries(st.sampled_from(ranges), st.tuples(SMALL, SMALL))) if ranges else {}
+    holders = draw(st.dictionaries(st.sampled_from(ranges), st.sampled_from(["", *ISLANDS]))) if ranges else {}
+    return ranges, cursors, holders, draw(st.sets(st.sampled_from(ISLANDS)))
 
 
 @given(situations())
-def test_a_shard_is_chosen_by_the_rules(
+def test_a_range_is_chosen_by_the_rules(
     situation: tuple[list[str], dict[str, tuple[int, int]], dict[str, str], set[str]],
 ) -> None:
-    shards, cursors, holders, gone = situation
-    chosen = choose(shards, cursors, holders, "a/3", gone.__contains__)
-    passes = {name: cursors.get(name, (0, 0))[0] for name in shards}
-    free = [name for name in shards if not holders.get(name) or holders[name] in gone]
+    ranges, cursors, holders, gone = situation
+    chosen = choose(ranges, cursors, holders, "a/3", gone.__contains__)
+    passes = {name: cursors.get(name, (0, 0))[0] for name in ranges}
+    free = [name for name in ranges if not holders.get(name) or holders[name] in gone]
     within = [name for name in free if passes[name] <= min(passes.values()) + 1]
     if chosen is None:
         assert not within
@@ -155,16 +155,16 @@ def test_a_shard_is_chosen_by_the_rules(
     assert chosen == (own or fewest)[0]
 
 
-def test_the_choice_of_a_shard_by_hand() -> None:
+def test_the_choice_of_a_range_by_hand() -> None:
     def nobody(holder: str) -> bool:
         return False
 
     assert choose([], {}, {}, "a/1", nobody) is None
     assert choose(["0"], {}, {"0": "a/2"}, "a/1", nobody) is None
     assert choose(["0"], {}, {"0": "a/1"}, "a/1", nobody) == "0", "the island lost the answer to its lease"
-    # A held shard that is a pass behind blocks the pass after the next.
+    # A held range that is a pass behind blocks the pass after the next.
     assert choose(["1"], {"1": (2, 0)}, {"0": "a/1"}, "a/1", nobody) is None
-    # An island prefers the shard of its earlier incarnation, and `ab` is another island.
+    # An island prefers the range of its earlier incarnation, and `ab` is another island.
     holders = {"1": "ab/1", "2": "a/1"}
     assert choose(["0", "1", "2"], {}, holders, "a/2", lambda _: True) == "2"
     assert choose(["0", "1", "2"], {"2": (1, 0)}, holders, "a/2", lambda _: True) == "0"
@@ -183,7 +183,7 @@ def test_the_last_turn_of_the_present_pass_counts() -> None:
         "b": {"0": claim("b/y", turn=1), "1": claim("b/y"), "2": claim("b/y", turn=9, pass_number=1)},
     }
     found = claims_that_count(claims, {"1": (0, 5)})
-    assert {shard: each.holder for shard, each in found.items()} == {"0": "b/y", "1": "a/x", "2": "a/x"}
+    assert {name: each.holder for name, each in found.items()} == {"0": "b/y", "1": "a/x", "2": "a/x"}
     assert claims_that_count(claims, {"0": (1, 0), "1": (1, 0), "2": (1, 0)}) == {"2": claim("b/y", 9, 1)}
 
 

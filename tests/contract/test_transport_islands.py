@@ -23,38 +23,38 @@ from tests.contract.transports import (
 
 
 @everywhere
-def test_no_two_islands_lease_the_same_shard(transport: Transport, connections: Connect) -> None:
-    other, shards = connections(), ["0", "1", "site/2"]
+def test_no_two_islands_lease_the_same_range(transport: Transport, connections: Connect) -> None:
+    other, ranges = connections(), ["0", "1", "site/2"]
     live(transport, "a", "b")
-    assert transport.island.lease_range(shards, "a/x") == ReadPosition("0", 0, 0)
-    assert other.island.lease_range(shards, "b/x") == ReadPosition("1", 0, 0)
+    assert transport.island.lease_range(ranges, "a/x") == ReadPosition("0", 0, 0)
+    assert other.island.lease_range(ranges, "b/x") == ReadPosition("1", 0, 0)
     assert other.island.lease_range(["0"], "b/x") is None
-    assert transport.island.lease_range(shards, "a/x") == ReadPosition("0", 0, 0), (
-        "a repeated request got another shard"
+    assert transport.island.lease_range(ranges, "a/x") == ReadPosition("0", 0, 0), (
+        "a repeated request got another range"
     )
-    assert transport.island.lease_range(shards[1:], "a/x") == ReadPosition("site/2", 0, 0)
+    assert transport.island.lease_range(ranges[1:], "a/x") == ReadPosition("site/2", 0, 0)
     assert other.island.lease_range(["0", "site/2"], "b/x") is None
-    assert other.island.leased([*shards, "3"], "a/x") == {"0", "site/2"}
-    assert transport.island.leased(shards, "b/x") == {"1"}
-    assert transport.island.leased(shards, "a/another") == frozenset()
+    assert other.island.leased([*ranges, "3"], "a/x") == {"0", "site/2"}
+    assert transport.island.leased(ranges, "b/x") == {"1"}
+    assert transport.island.leased(ranges, "a/another") == frozenset()
     assert transport.island.leased([], "a/x") == frozenset()
     assert transport.reader.cursors() == {}
 
 
 def test_concurrent_leases_do_not_overlap(transport: Transport, connections: Connect) -> None:
-    shards = [str(n) for n in range(8)]
+    ranges = [str(n) for n in range(8)]
     found: list[str] = []
 
     def lease(island: Transport, worker: str) -> None:
         leased: list[str] = []
         for _ in range(2):
-            place = island.island.lease_range([shard for shard in shards if shard not in leased], worker)
+            place = island.island.lease_range([name for name in ranges if name not in leased], worker)
             leased.append(place.range if place else "none")
         found.extend(leased)
 
     live(transport, *(f"i{n}" for n in range(4)))
     together(*(partial(lease, connections(), f"i{n}/x") for n in range(4)))
-    assert sorted(found) == shards
+    assert sorted(found) == ranges
 
 
 @everywhere
@@ -68,13 +68,13 @@ def test_a_merged_contribution_moves_the_cursor_and_may_end_the_lease(
     assert transport.island.leased(["3", "4"], "a/x") == {"3"}
     assert connections().island.lease_range(["3", "4"], "b/y") == ReadPosition("4", 0, 8)
     transport.merger.commit(epoch, samples.commit([], round_number=3, cursors={"3": (1, 0)}))
-    assert transport.island.leased(["3"], "a/x") == frozenset(), "its pass over the shard has ended"
+    assert transport.island.leased(["3"], "a/x") == frozenset(), "its pass over the range has ended"
     assert connections().island.lease_range(["3"], "b/y") == ReadPosition("3", 1, 0)
     transport.merger.commit(epoch, samples.commit([], round_number=5, cursors={"3": (1, 5)}))
     assert transport.island.leased(["3"], "b/y") == {"3"}
 
 
-def test_a_shard_is_released_when_its_holder_has_left_and_is_merged(
+def test_a_range_is_released_when_its_holder_has_left_and_is_merged(
     transport: Transport, connections: Connect, epoch: int
 ) -> None:
     island = connections()
@@ -100,11 +100,11 @@ def test_a_new_incarnation_takes_over_from_the_old_one(transport: Transport) -> 
     assert transport.island.lease_range(["0", "2", "1"], "a/z") == ReadPosition("1", 0, 0)
 
 
-def test_an_expelled_island_loses_its_shards_and_gets_no_others(transport: Transport, epoch: int) -> None:
+def test_an_expelled_island_loses_its_ranges_and_gets_no_others(transport: Transport, epoch: int) -> None:
     live(transport, "a", "b")
     assert transport.island.lease_range(["0"], "a/x") == ReadPosition("0", 0, 0)
     transport.reader.steer({"island.a": "drain"})
-    assert transport.island.lease_range(["0"], "b/x") is None, "a draining island lost its shard"
+    assert transport.island.lease_range(["0"], "b/x") is None, "a draining island lost its range"
     publish(transport, 1)
     transport.reader.steer({"island.a": "expel"})
     assert transport.island.lease_range(["1"], "a/x") is None

@@ -41,7 +41,7 @@ def test_an_unreadable_cursor_restarts_at_zero(
 
 
 def disturb_leases(transport: RedisTransport, disturb: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Call `disturb` with 1, 2, 3, … between each read of the shard fields and the write of the lease."""
+    """Call `disturb` with 1, 2, 3, … between each read of the range fields and the write of the lease."""
     read, times = transport.connection.parsed_cursors, iter(range(1, 1000))
 
     def read_and_disturb(fields: Any) -> Any:
@@ -74,7 +74,7 @@ def test_a_lease_starts_at_the_cursor_of_a_concurrent_commit(
     assert island.island.leased(["0"], "a/x") == {"0"}
 
 
-def test_only_a_lease_of_the_same_shard_disturbs_a_lease(
+def test_only_a_lease_of_the_same_range_disturbs_a_lease(
     transport: RedisTransport, connections: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     island, seen = connections(), []
@@ -87,7 +87,7 @@ def test_only_a_lease_of_the_same_shard_disturbs_a_lease(
     disturb_leases(island, lease_another, monkeypatch)
     assert island.island.lease_range(["0", "20"], "a/x") == ReadPosition("20", 0, 0)
     assert transport.island.leased(["0"], "b2/y") == {"0"}
-    assert len(seen) == 2 + 3, "a lease of another shard disturbed this one"
+    assert len(seen) == 2 + 3, "a lease of another range disturbed this one"
 
 
 def test_a_lease_is_given_up_after_repeated_conflicts(
@@ -113,9 +113,9 @@ def commands(raw: Any, work: Callable[[], object]) -> int:
 
 
 def test_leases_of_many_islands_take_commands_in_proportion(transport: RedisTransport, raw: Any) -> None:
-    """An island that holds its shard reads no claims of others.
+    """An island that holds its range reads no claims of others.
 
-    A lease reads all claims twice. While shards are free, it does not ask which islands live.
+    A lease reads all claims twice. While ranges are free, it does not ask which islands live.
     """
     counts = {}
     for count in (16, 64):
@@ -131,7 +131,7 @@ def test_leases_of_many_islands_take_commands_in_proportion(transport: RedisTran
 
 
 @pytest.mark.parametrize("damage", ["lost", "of another type", "of another island"])
-def test_the_mark_of_a_shard_is_only_a_hint(transport: RedisTransport, raw: Any, damage: str) -> None:
+def test_the_mark_of_a_range_is_only_a_hint(transport: RedisTransport, raw: Any, damage: str) -> None:
     transport.island.lease_range(["0"], "a/x")
     mark = Keys(transport.run).taken("0")
     assert raw.ttl(mark) > 0
