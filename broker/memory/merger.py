@@ -167,11 +167,11 @@ class MemoryMerger:
             run.books["bytes_up"] += sum(len(run.updates[number].payload) for number in merged - run.kept)
             run.kept |= merged
             run.trim(commit.trim)
-            for shard, cursor in commit.cursors.items():
-                ended = cursor[0] > run.cursors.get(shard, (0, 0))[0]
-                run.cursors[shard] = cursor
+            for name, cursor in commit.cursors.items():
+                ended = cursor[0] > run.cursors.get(name, (0, 0))[0]
+                run.cursors[name] = cursor
                 if ended:
-                    run.holders.pop(shard, None)
+                    run.holders.pop(name, None)
             run.heads[commit.snapshot.fragment] = commit.snapshot
             if commit.compaction:
                 run.compact(commit.compaction)
