@@ -16,14 +16,10 @@ from archipelago.broker.messages import COUNT_MAX, Contribution, Handover, from_
 from archipelago.broker.presence import Heartbeat, NameClaim, newest_claim, next_claim, parse_name_claim
 from archipelago.broker.ranges import ReadPosition
 from archipelago.broker.redis.administration import KnownMembers
-from archipelago.broker.redis.chunks import ChunkStore
-from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.keys import HANDOVER, is_name
 from archipelago.broker.redis.leases import RangeLeases
 from archipelago.broker.redis.reader import REMEMBER_SECONDS, RedisReader
 from archipelago.broker.redis.replies import count_in, text_fields
-from archipelago.broker.redis.stored_run import StoredRun
-from archipelago.broker.redis.updates import UpdatesStreams
 from archipelago.broker.signing import Raw
 
 #: How long an answer is kept for the island that requested it.
@@ -37,21 +33,14 @@ REQUESTS_READ = 256
 class RedisIsland:
     """See `broker.transport.IslandClient`."""
 
-    def __init__(
-        self,
-        connection: RedisConnection,
-        stored: StoredRun,
-        chunks: ChunkStore,
-        updates: UpdatesStreams,
-        reader: RedisReader,
-        members: KnownMembers,
-    ) -> None:
-        self._connection = connection
+    def __init__(self, reader: RedisReader, members: KnownMembers) -> None:
+        self._reader, self._members, self._connection = reader, members, reader.connection
+        self._stored, self._chunks, self._updates = reader.stored, reader.chunks, reader.updates
+        connection = reader.connection
         self._redis, self._keys = connection.redis, connection.keys
-        self._stored, self._chunks, self._updates, self._reader = stored, chunks, updates, reader
-        self._leases = RangeLeases(connection, updates)
+        self._stamps, self._signing = connection.stamps, connection.signing
+        self._leases = RangeLeases(connection, reader.updates)
         self._downloaded: dict[str, int] = {}  # by incarnation: what earlier ones had downloaded
-        self._stamps, self._members, self._signing = connection.stamps, members, connection.signing
 
     def publish(self, contribution: Contribution, payload: bytes) -> str:
         chunks = self._chunks.of(contribution.island)

@@ -21,15 +21,12 @@ from archipelago.broker.messages import (
 )
 from archipelago.broker.ranges import cursor_text
 from archipelago.broker.redis.administration import KnownMembers
-from archipelago.broker.redis.chunks import ChunkStore
 from archipelago.broker.redis.compactions import Compactions, RedisRepair
-from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.failures import is_full
 from archipelago.broker.redis.lease import Lease
 from archipelago.broker.redis.reader import RedisReader
 from archipelago.broker.redis.replies import GROUP, counts_in, signed_state
-from archipelago.broker.redis.stored_run import StoredRun
-from archipelago.broker.redis.updates import FoundEntry, UpdatesConsumer, UpdatesStreams, by_stream
+from archipelago.broker.redis.updates import FoundEntry, UpdatesConsumer, by_stream
 from archipelago.broker.transport import STANDBY_SECONDS
 
 #: The fields of `Books` that mergers count. The others are counted in the streams.
@@ -52,18 +49,11 @@ log = logging.getLogger(__name__)
 class RedisMerger:
     """See `broker.commits.MergerClient`."""
 
-    def __init__(
-        self,
-        connection: RedisConnection,
-        stored: StoredRun,
-        chunks: ChunkStore,
-        updates: UpdatesStreams,
-        reader: RedisReader,
-        members: KnownMembers,
-    ) -> None:
-        self._connection, self._members = connection, members
+    def __init__(self, reader: RedisReader, members: KnownMembers) -> None:
+        connection, stored, chunks, updates = reader.connection, reader.stored, reader.chunks, reader.updates
+        self._reader, self._members, self._connection = reader, members, connection
         self._redis, self._keys = connection.redis, connection.keys
-        self._stored, self._chunks, self._updates, self._reader = stored, chunks, updates, reader
+        self._chunks, self._updates = chunks, updates
         consumer = UpdatesConsumer(connection, stored, updates)
         self.updates, self.unacknowledged, self.settled = consumer.new, consumer.unacknowledged, updates.settled
         self.lease = Lease(connection, stored)

@@ -53,9 +53,9 @@ class RedisReader:
     def __init__(
         self, connection: RedisConnection, stored: StoredRun, chunks: ChunkStore, updates: UpdatesStreams
     ) -> None:
-        self._connection = connection
+        self.connection = connection
         self._redis, self._keys, self._signing = connection.redis, connection.keys, connection.signing
-        self._stored, self._chunks, self._updates = stored, chunks, updates
+        self.stored, self.chunks, self.updates = stored, chunks, updates
         self._events = EventStream(connection)
         self.last_event, self.events, self.refusals = self._events.last, self._events.after, self._events.refusals
         self.instance, self.memory, self.cursors = connection.instance, connection.memory, connection.cursors
@@ -64,37 +64,37 @@ class RedisReader:
         self._verified: dict[str, Raw] = {}
 
     def unreadable(self) -> dict[str, str]:
-        return dict(self._connection.unreadable)
+        return dict(self.connection.unreadable)
 
     def merger_state(self) -> str:
         found = b""
-        with self._connection.forgiving(self._keys.state, "a string"):
+        with self.connection.forgiving(self._keys.state, "a string"):
             found = self._redis.get(self._keys.state) or b""
         try:
             return verified_state(self._signing, found)
         except WireError as error:
-            self._connection.warn_once(self._keys.state, error)
+            self.connection.warn_once(self._keys.state, error)
             return ""
 
     def uid(self) -> str | None:
         found = None
-        with self._connection.forgiving(self._keys.manifest, "a hash"):
+        with self.connection.forgiving(self._keys.manifest, "a hash"):
             found = self._redis.hget(self._keys.manifest, "uid")
         return None if found is None else str(found.decode("utf-8", "replace"))
 
     def fragment(self, fragment: int, arrived: Arrived = unwatched) -> tuple[Snapshot, bytes]:
         for _ in range(8):
             raw: Raw = {}
-            with self._connection.forgiving(self._keys.fragment(fragment), "a hash"):
+            with self.connection.forgiving(self._keys.fragment(fragment), "a hash"):
                 raw = self._redis.hgetall(self._keys.fragment(fragment))
             if not raw:
-                self._stored.require()
+                self.stored.require()
                 raise WireError(f"fragment {fragment} is missing", code="wire.fragment")
             self._signing.verify("fragment", MERGER, raw, about=str(fragment))
             snapshot = from_fields(Snapshot, text_fields(raw))
-            with self._connection.translated():
+            with self.connection.translated():
                 try:
-                    payload = self._chunks.fetch(raw, snapshot.bytes, arrived=arrived)
+                    payload = self.chunks.fetch(raw, snapshot.bytes, arrived=arrived)
                 except WireError:
                     continue  # a newer snapshot has replaced it, and its chunks expired during the read
             self._signing.verify_payload(raw, payload)
@@ -104,19 +104,19 @@ class RedisReader:
 
     def heads(self) -> list[Snapshot | None]:
         names = [*(f.name for f in dataclasses.fields(Snapshot)), PAYLOAD_DIGEST, STAMP, SIGNATURE]
-        with self._connection.translated(), self._redis.pipeline(transaction=False) as pipe:
-            for p in range(len(self._stored.sizes())):
+        with self.connection.translated(), self._redis.pipeline(transaction=False) as pipe:
+            for p in range(len(self.stored.sizes())):
                 pipe.hmget(self._keys.head(p), names)
             answers = pipe.execute(raise_on_error=False)
         return [self._head(p, names, answer) for p, answer in enumerate(answers)]
 
     def difference(self, fragment: int, version: int, arrived: Arrived = unwatched) -> bytes | None:
-        with self._connection.translated():
+        with self.connection.translated():
             try:
                 raw = self._redis.hgetall(self._keys.difference(fragment, version))
                 if raw:
                     self._signing.verify("difference", MERGER, raw, about=f"{fragment}/{version}")
-                payload = self._chunks.fetch(raw, int(raw[b"bytes"]), arrived=arrived) if raw else None
+                payload = self.chunks.fetch(raw, int(raw[b"bytes"]), arrived=arrived) if raw else None
                 if payload is not None:
                     self._signing.verify_payload(raw, payload)
             except (WireError, KeyError, ValueError):
@@ -132,15 +132,15 @@ class RedisReader:
             self._events.accept_head(p, found)
             return from_fields(Snapshot, text_fields(found))
         except WireError as error:
-            self._connection.warn_once(f"the header of fragment {p}", error)
+            self.connection.warn_once(f"the header of fragment {p}", error)
             return None
 
     def presences(self) -> list[Presence]:
-        return self.presences_of(self._updates.names())
+        return self.presences_of(self.updates.names())
 
     def presences_of(self, names: Sequence[str]) -> list[Presence]:
         """Return the same as `presences`, of these islands only."""
-        with self._connection.translated():
+        with self.connection.translated():
             with self._redis.pipeline(transaction=False) as pipe:
                 for name in names:
                     pipe.hgetall(self._keys.island(name))
@@ -154,7 +154,7 @@ class RedisReader:
                 try:  # an unreadable heartbeat must not hide the other islands
                     out.append(self._presence(name, raw, REMEMBER_SECONDS - ttl_ms / 1000))
                 except WireError as error:
-                    self._connection.warn_once(f"the heartbeat of {name}", error)
+                    self.connection.warn_once(f"the heartbeat of {name}", error)
                     if (known := self._beats.newest(name)) is not None:
                         out.append(known)
         return out
@@ -171,12 +171,12 @@ class RedisReader:
 
     def books(self) -> Books:
         raw: Raw = {}
-        with self._connection.forgiving(self._keys.books, "a hash"):
+        with self.connection.forgiving(self._keys.books, "a hash"):
             raw = self._redis.hgetall(self._keys.books)
         counts, faults = counts_in(text_fields(raw))
         for name in faults:
-            self._connection.warn_once(f"the count {name!r} in the books", WireError("it is not a number"))
-        stored, found = Books(**counts), self._updates.tally()
+            self.connection.warn_once(f"the count {name!r} in the books", WireError("it is not a number"))
+        stored, found = Books(**counts), self.updates.tally()
         return dataclasses.replace(
             stored,
             kept=found.kept,
@@ -187,14 +187,14 @@ class RedisReader:
 
     def _downloaded(self) -> int:
         """Return the bytes that the islands say they have downloaded."""
-        with self._connection.translated(), self._redis.pipeline(transaction=False) as pipe:
-            for name in self._updates.names():
+        with self.connection.translated(), self._redis.pipeline(transaction=False) as pipe:
+            for name in self.updates.names():
                 pipe.hget(self._keys.island(name), "bytes_down")
             answers = pipe.execute(raise_on_error=False)
         return sum(count_in(answer) for answer in answers if isinstance(answer, bytes))
 
     def pending(self) -> Pending:
-        found = self._updates.tally()
+        found = self.updates.tally()
         return Pending(found.waiting, found.waiting_tokens)
 
     def tape(self, count: int) -> list[TapeEntry]:
@@ -205,7 +205,7 @@ class RedisReader:
 
     def control(self) -> dict[str, str]:
         found: Raw = {}
-        with self._connection.forgiving(self._keys.control, "a hash"):
+        with self.connection.forgiving(self._keys.control, "a hash"):
             found = self._redis.hgetall(self._keys.control)
         return text_fields(found)
 
@@ -220,19 +220,19 @@ class RedisReader:
     ) -> list[Message]:
         """Return the newest entries of a stream as messages, oldest first. Those that cannot be read are skipped."""
         out = []
-        for entry, raw in reversed(self._connection.newest(key, count) if count else []):
+        for entry, raw in reversed(self.connection.newest(key, count) if count else []):
             try:
                 verify(raw)
                 out.append(from_fields(kind, text_fields(raw)))
             except WireError as error:
-                self._connection.warn_once(f"entry {entry.decode()} of {key}", error)
+                self.connection.warn_once(f"entry {entry.decode()} of {key}", error)
         return out
 
     def steer(self, changes: Mapping[str, str]) -> None:
-        self._stored.require()
+        self.stored.require()
         wanted = {name: value for name, value in changes.items() if value}
         unwanted = [name for name, value in changes.items() if not value]
-        with self._connection.transaction() as pipe:
+        with self.connection.transaction() as pipe:
             if wanted:
                 pipe.hset(self._keys.control, mapping=wanted)
             if unwanted:
@@ -240,11 +240,11 @@ class RedisReader:
             pipe.execute()
 
     def note(self, note: Note) -> None:
-        with self._connection.translated():
+        with self.connection.translated():
             self._redis.xadd(self._keys.notes, to_fields(note), maxlen=NOTES_KEPT, approximate=False)
 
     def record_evaluation(self, evaluation: Evaluation) -> None:
-        with self._connection.translated():
+        with self.connection.translated():
             self._redis.xadd(self._keys.evaluations, to_fields(evaluation), maxlen=EVALUATIONS_KEPT)
 
     def standbys(self) -> list[Standby]:
@@ -254,7 +254,7 @@ class RedisReader:
     def known_standbys(self, now_ms: int) -> Iterator[Standby]:
         """Yield all standbys in the hash, even those that have fallen silent. `now_ms` is the server's time."""
         found: Raw = {}
-        with self._connection.forgiving(self._keys.standbys, "a hash"):
+        with self.connection.forgiving(self._keys.standbys, "a hash"):
             found = self._redis.hgetall(self._keys.standbys)
         for raw_name, raw_ms in found.items():
             name, text = raw_name.decode("utf-8", "replace"), raw_ms.decode("utf-8", "replace")
@@ -263,13 +263,13 @@ class RedisReader:
 
     def server_ms(self) -> int:
         """Return the server's time in milliseconds."""
-        with self._connection.translated():
+        with self.connection.translated():
             seconds, microseconds = self._redis.time()
         return int(seconds) * 1000 + int(microseconds) // 1000
 
     def is_served(self) -> bool | None:
         try:
-            with self._connection.translated():
+            with self.connection.translated():
                 return bool(self._redis.exists(self._keys.lease))
         except BrokerError as error:
             if error.code != "broker.permission":  # before Redis 7, an island may not read what it must not write
@@ -278,7 +278,7 @@ class RedisReader:
 
     def merger_status(self) -> MergerStatus:
         keys = self._keys
-        with self._connection.translated(), self._redis.pipeline(transaction=False) as pipe:
+        with self.connection.translated(), self._redis.pipeline(transaction=False) as pipe:
             pipe.get(keys.lease)
             pipe.pttl(keys.lease)
             pipe.get(keys.epoch)
@@ -287,7 +287,7 @@ class RedisReader:
             *found, (seconds, microseconds) = pipe.execute(raise_on_error=False)
         # A key of another type answers with an error, which counts as no answer.
         holder, ttl_ms, mark, closed = (None if isinstance(each, Exception) else each for each in found)
-        last = entry_id(closed[0][0].decode())[0] if closed else self._updates.first_arrival()
+        last = entry_id(closed[0][0].decode())[0] if closed else self.updates.first_arrival()
         still = seconds + microseconds / 1e6 - last / 1e3 if last is not None else 0.0
         return MergerStatus(
             (holder or b"").decode("utf-8", "replace"), epoch_in(mark), max(0.0, (ttl_ms or 0) / 1e3), max(0.0, still)

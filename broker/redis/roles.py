@@ -57,12 +57,10 @@ class Grant:
     Attributes:
         commands: The commands, with `|SUBCOMMAND` where only that is meant.
         keys: Patterns of keys.
-        is_read: Whether the commands only read the keys.
     """
 
     commands: tuple[str, ...]
     keys: tuple[str, ...]
-    is_read: bool = False
 
 
 def user_of(run: str, name: str) -> str:
@@ -78,7 +76,7 @@ def grants(role: Role, keys: Keys, name: str) -> list[Grant]:
         keys: The keys of the run.
         name: The name of the member.
     """
-    reading = Grant(_READS, (f"{keys.tag}:*", REGISTRY), is_read=True)
+    reading = Grant(_READS, (f"{keys.tag}:*", REGISTRY))
     return [reading, *_WRITES[role](keys, name)]
 
 

@@ -105,8 +105,8 @@ class RedisTransport:
         self.chunks = chunks = ChunkStore(self.connection, stored.payload_max)
         self.updates = UpdatesStreams(self.connection, chunks)
         self.reader = RedisReader(self.connection, stored, chunks, self.updates)
-        self.island = RedisIsland(self.connection, stored, chunks, self.updates, self.reader, self.members)
-        self.merger = RedisMerger(self.connection, stored, chunks, self.updates, self.reader, self.members)
+        self.island = RedisIsland(self.reader, self.members)
+        self.merger = RedisMerger(self.reader, self.members)
         self._compactions = Compactions(self.connection, chunks)
 
     def of_shard(self, shard: int) -> RedisTransport:

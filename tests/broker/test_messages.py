@@ -37,7 +37,7 @@ from archipelago.broker.messages import (
     from_fields,
     to_fields,
 )
-from archipelago.broker.presence import LIVE_SECONDS, Heartbeat, Presence
+from archipelago.broker.presence import Heartbeat
 from tests import samples
 
 MESSAGES = [
@@ -182,16 +182,3 @@ def test_a_contribution_is_known_by_its_island_incarnation_and_sequence() -> Non
     assert replace(snapshot, merged="").identities == frozenset()
     assert Refusal(*other.identity, 1, 0, 100, "no").identity_text == other.identity_text
     assert {KINDS[kind]: kind for kind in EVENTS.values()} == EVENTS
-
-
-def test_which_islands_are_live_and_training() -> None:
-    for state, age_seconds, live, training in (
-        ("joining", 0.0, True, False),
-        ("training", LIVE_SECONDS - 0.1, True, True),
-        ("training", LIVE_SECONDS, False, False),
-        ("leaving", 0.0, True, False),
-        ("left", 0.0, False, False),
-        ("dreaming", 0.0, False, False),
-    ):
-        presence = Presence(samples.heartbeat("a", state), age_seconds)
-        assert (presence.is_live, presence.is_training) == (live, training), (state, age_seconds)

@@ -1,11 +1,20 @@
-"""Claims to the name of an island: the newest one counts, whatever a server has lost."""
+"""Who takes part in a run: which islands are live, and whose claim to a name counts."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from archipelago.broker.presence import AHEAD_MS, NameClaim, newest_claim, next_claim, parse_name_claim
+from archipelago.broker.presence import (
+    AHEAD_MS,
+    LIVE_SECONDS,
+    NameClaim,
+    Presence,
+    newest_claim,
+    next_claim,
+    parse_name_claim,
+)
+from tests import samples
 
 CLAIMS = st.builds(NameClaim, st.integers(0, 10**17), st.sampled_from(["old", "new", "other"]))
 
@@ -42,3 +51,16 @@ def test_a_lost_or_absurd_claim_does_not_replace_the_holder() -> None:
     assert newest_claim(own, NameClaim(999, "old")) == own
     assert newest_claim(own, NameClaim(10**17, "forged")) == own
     assert newest_claim(own, NameClaim(1001, "newer")) == NameClaim(1001, "newer")
+
+
+def test_which_islands_are_live_and_training() -> None:
+    for state, age_seconds, live, training in (
+        ("joining", 0.0, True, False),
+        ("training", LIVE_SECONDS - 0.1, True, True),
+        ("training", LIVE_SECONDS, False, False),
+        ("leaving", 0.0, True, False),
+        ("left", 0.0, False, False),
+        ("dreaming", 0.0, False, False),
+    ):
+        presence = Presence(samples.heartbeat("a", state), age_seconds)
+        assert (presence.is_live, presence.is_training) == (live, training), (state, age_seconds)
