@@ -5,9 +5,12 @@ of a run share one key pair, and sign the manifest, events, snapshots, differenc
 requests of operators are not signed. Only the rules of the Redis protect them.
 
 A signature covers this version of the format, the run, the kind of message, its sender and its fields. So a signed
-message proves nothing in another run, place or role. Stamps (`broker.signing`) make replayed messages recognisable.
+message proves nothing in another run, place or role.
 
-All functions here are pure, except that `generate` draws a random key.
+Stamps order the signed messages of one signer, so that readers recognise a message that was replayed. A stamp is
+`EPOCH-NUMBER`. The epoch is that of the merger's lease, and 0 for islands. The number grows with each message, also
+over restarts, because it starts at the wall clock in microseconds. Where a clock was set back, a newer epoch or another
+incarnation decides.
 """
 
 from __future__ import annotations

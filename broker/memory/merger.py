@@ -11,12 +11,7 @@ from archipelago.broker.commits import DIFFERENCES_KEPT, START, Commit, Compacti
 from archipelago.broker.errors import BrokerError, FencedError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.memory.state import MemoryRun, MemoryState, entry_number
-from archipelago.broker.messages import (
-    Call,
-    Marker,
-    Refusal,
-    Resume,
-)
+from archipelago.broker.messages import Call, Marker, Refusal, Resume
 
 
 class MemoryMerger:

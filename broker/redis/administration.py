@@ -19,20 +19,8 @@ from archipelago.broker.redis.chunks import ChunkStore
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.keys import REGISTRY
 from archipelago.broker.redis.lease import Lease
-from archipelago.broker.redis.replies import (
-    count_in,
-    signed_state,
-    text_fields,
-    verified_state,
-)
-from archipelago.broker.signing import (
-    MERGER,
-    SIGNATURE,
-    Signing,
-    SigningOn,
-    covered,
-    public_key,
-)
+from archipelago.broker.redis.replies import count_in, signed_state, text_fields, verified_state
+from archipelago.broker.signing import MERGER, SIGNATURE, Signing, SigningOn, covered, public_key
 from archipelago.broker.wire import payload_bytes_max
 
 #: Keys that one command deletes, and keys that one step of a scan looks at.

@@ -9,16 +9,7 @@ from typing import Any
 from archipelago.broker.commits import Commit, Delivery, never_gone
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.failpoints import failpoint
-from archipelago.broker.messages import (
-    COUNT_MAX,
-    KINDS,
-    Call,
-    Event,
-    Marker,
-    Refusal,
-    Resume,
-    to_fields,
-)
+from archipelago.broker.messages import COUNT_MAX, KINDS, Call, Event, Marker, Refusal, Resume, to_fields
 from archipelago.broker.ranges import cursor_text
 from archipelago.broker.redis.administration import KnownMembers
 from archipelago.broker.redis.compactions import Compactions, RedisRepair

@@ -24,18 +24,11 @@ from archipelago.broker.redis.islands import RedisIsland, chunks_name
 from archipelago.broker.redis.keys import REGISTRY
 from archipelago.broker.redis.merger import COUNTED, TAPE_KEPT, RedisMerger
 from archipelago.broker.redis.reader import EVALUATIONS_KEPT, RedisReader
-from archipelago.broker.redis.replies import (
-    GROUP,
-    epoch_in,
-    epoch_mark,
-    signed_state,
-)
+from archipelago.broker.redis.replies import GROUP, epoch_in, epoch_mark, signed_state
 from archipelago.broker.redis.servers import Servers, servers_at
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import UpdatesStreams
-from archipelago.broker.signing import (
-    EPOCHS_SKIPPED,
-)
+from archipelago.broker.signing import EPOCHS_SKIPPED
 
 
 def connect(url: str, run: str, invitation: Invitation | None = None) -> RedisTransport:

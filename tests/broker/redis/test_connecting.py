@@ -16,13 +16,7 @@ from fakeredis import TcpFakeServer
 
 from archipelago.broker.address import redacted
 from archipelago.broker.commits import START
-from archipelago.broker.errors import (
-    ArchipelagoError,
-    BadUrlError,
-    BrokerError,
-    ServerTooOldError,
-    UnreachableError,
-)
+from archipelago.broker.errors import ArchipelagoError, BadUrlError, BrokerError, ServerTooOldError, UnreachableError
 from archipelago.broker.redis import client, connection, failures
 from archipelago.broker.redis.client import SILENT_SECONDS, SOCKET_SECONDS, client_at
 from archipelago.broker.redis.transport import RedisTransport, connect

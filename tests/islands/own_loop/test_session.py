@@ -18,6 +18,7 @@ import pytest
 from archipelago import SyncConfig, create, join
 from archipelago.broker.config import AdoptConfig, MergeConfig
 from archipelago.broker.errors import ConfigError, DivergedError, MismatchError, UnknownRunError
+from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Memory
 from archipelago.islands.own_loop.loop import CALL_STEPS_MAX
@@ -73,14 +74,13 @@ def test_islands_take_the_first_parameters_and_no_other_call_changes_them(framew
 def test_nothing_is_sent_to_a_redis_that_cannot_hold_the_model(
     framework: Framework, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kind = type(connect(url, "own").reader)
     for memory in (Memory(used=1 << 20, limit=(1 << 20) + 99), Memory(used=1 << 20, limit=0, machine=(1 << 20) + 99)):
-        monkeypatch.setattr(kind, "memory", lambda self, memory=memory: memory)
+        monkeypatch.setattr(RedisConnection, "memory", lambda self, memory=memory: memory)
         with failing(ConfigError, "loop.too-large"):
             framework.create(url, "own", framework.model(), steps=10)
     with failing(UnknownRunError, "broker.unknown-run"):
         connect(url, "own").reader.manifest()
-    monkeypatch.setattr(kind, "memory", lambda self: Memory(used=1 << 20, limit=2 << 20))
+    monkeypatch.setattr(RedisConnection, "memory", lambda self: Memory(used=1 << 20, limit=2 << 20))
     assert framework.create(url, "own", framework.model(), steps=10)
 
 
