@@ -26,7 +26,7 @@ from archipelago.islands.hosts.messages import Frame
 from archipelago.islands.inner import begin, compile_steps, require_sound
 from archipelago.islands.mesh.placement import placement_of
 from archipelago.islands.mesh.shape import MeshShape
-from archipelago.islands.models.registry import build
+from archipelago.islands.models.moe import Routing
 from archipelago.islands.options import IslandOptions, own_placement
 from archipelago.islands.sync import recovery, tree_replica
 from archipelago.islands.sync.arrays import decode_tree
@@ -36,6 +36,7 @@ from archipelago.islands.sync.tree_replica import TreeReplica
 from archipelago.islands.worker import Island
 from tests.failing import failing
 from tests.islands.mesh.sharded_runs import COLUMNS, CONFIG, FOUR, ONE, SQUARE, MeshRun, manifest, on_mesh
+from tests.islands.models import mini
 
 #: Shapes and placements on a mesh of 2 × 2 that begin anywhere in a block of a codec.
 TREE: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {
@@ -230,7 +231,8 @@ def test_a_follower_does_what_its_leader_says_and_nothing_else() -> None:
 
 @pytest.mark.full
 def test_our_models_train_on_a_mesh() -> None:
-    model, inner = build("tiny-moe"), InnerConfig(steps=100, learning_rate=1e-3, warmup_steps=0)
+    model = mini.experts(Routing(experts=4, choices=2))
+    inner = InnerConfig(steps=100, learning_rate=1e-3, warmup_steps=0)
     of = Manifest("m", RunConfig(), model.tensors, (tuple(t.name for t in model.tensors),), Corpus("t", "", 0), {})
     batch = np.random.default_rng(0).integers(0, 10, (3, 8, 17), np.uint8)
     _, alone_n = compile_steps(model, inner)(begin(inner, model.init(0)), batch, np.int32(0))
