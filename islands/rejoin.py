@@ -83,16 +83,16 @@ class Rejoin(Newcomer):
         return self.received(lambda about, payload: decode_tree(about, payload, like, check))
 
     def _lease_again(self) -> None:
-        """Lease the restored shards again. Give up those that another island holds by now."""
+        """Lease the restored ranges again. Give up those that another island holds by now."""
         batches, link = self.island.batches, self.island.link
-        link.leases.hold(batches.held())  # first, because the link would otherwise lease one of them as the next shard
+        link.leases.hold(batches.held())  # first, because the link would otherwise lease one of them as the next range
         try:
             for place in batches.places():
                 self.transport.island.lease_range([place.range], self.who)
                 is_ours = self.transport.island.leased([place.range], self.who)
                 pass_number, _ = self.transport.reader.cursors().get(place.range, (0, 0))
                 if not is_ours or pass_number != place.pass_number:
-                    self.island.forget_shards(frozenset([place.range]))
+                    self.island.forget_ranges(frozenset([place.range]))
         except BrokerError as error:  # the next heartbeat checks the leases
-            log.warning("shards cannot be leased again: %s", error.what)
+            log.warning("ranges of the text cannot be leased again: %s", error.what)
         link.leases.hold(batches.held())

@@ -161,12 +161,12 @@ class Island(Participant):
         self.computation.adopt(arrival)
 
     def places(self) -> Sequence[object]:
-        """Return how far each leased shard was read."""
+        """Return how far each leased range was read."""
         return self.batches.places()
 
-    def forget_shards(self, shards: frozenset[str]) -> None:
-        """Give up the leases of these shards."""
-        self.batches.forget(shards)
+    def forget_ranges(self, ranges: frozenset[str]) -> None:
+        """Give up the leases of these ranges."""
+        self.batches.forget(ranges)
 
     def optimizer_leaves(self) -> list[Any]:
         """Return copies of the inner optimiser's arrays."""

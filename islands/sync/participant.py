@@ -122,8 +122,8 @@ class Participant(ABC):
         """Return the positions in the run's corpus; none by default."""
         return ()
 
-    def forget_shards(self, shards: frozenset[str]) -> None:  # noqa: B027 - a loop without our data has none
-        """Give up the leases of these shards."""
+    def forget_ranges(self, ranges: frozenset[str]) -> None:  # noqa: B027 - a loop without our data has none
+        """Give up the leases of these ranges."""
 
     def optimizer_leaves(self) -> Sequence[Any] | None:
         """Return copies of the inner optimiser's arrays for a newcomer; None if the loop keeps them to itself."""
@@ -191,8 +191,8 @@ class Participant(ABC):
                     self.ledger.heard(event)
         for arrival in arrivals:
             self.adopt(arrival)
-        if news.lost_shards:
-            self.forget_shards(news.lost_shards)
+        if news.lost_ranges:
+            self.forget_ranges(news.lost_ranges)
         for who in news.asked_by:
             self._hand_over(who)
 

@@ -79,7 +79,7 @@ def test_a_note_is_kept_during_an_outage_and_dropped_when_the_broker_refuses_it(
         assert run.transport.reader.presences()[0].heartbeat.steps == 1, "heartbeats continue"
         assert notes(run, "a") == []
         assert bool(island.link.pumps.trouble) == bool(kept)
-        assert run.transport.island.leased(island.link.leases.shards, island.link.who), "the island has leased a shard"
+        assert run.transport.island.leased(island.link.leases.ranges, island.link.who), "the island has leased a shard"
         reader.note = write  # type: ignore[method-assign]
         run.play(island, 1)
         assert [kind for kind, _ in notes(run, "a")] == kept

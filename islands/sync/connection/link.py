@@ -28,7 +28,7 @@ from archipelago.broker.shards.transport import shards_of
 from archipelago.broker.transport import IslandTransport
 from archipelago.islands.sync import recovery
 from archipelago.islands.sync.connection.channels import Channel, Channels
-from archipelago.islands.sync.connection.leases import RangeLeases
+from archipelago.islands.sync.connection.leases import IslandLeases
 from archipelago.islands.sync.connection.outbox import Draft, SentContribution
 from archipelago.islands.sync.connection.pumps import Pump, Pumps
 from archipelago.islands.sync.connection.snapshots import Arrival
@@ -57,13 +57,13 @@ class News:
     Attributes:
         events: The announcements of the mergers, each with the shard that it is about. Those of a shard are in order.
         arrivals: The newest snapshot of each fragment.
-        lost_shards: Shards whose lease the island no longer holds.
+        lost_ranges: Ranges of the text whose lease the island no longer holds.
         asked_by: Newcomers to whom this island has promised its inner optimiser state.
     """
 
     events: list[tuple[int, Event]]
     arrivals: list[Arrival]
-    lost_shards: frozenset[str]
+    lost_ranges: frozenset[str]
     asked_by: list[str]
 
 
@@ -90,7 +90,7 @@ class Link:
             transport: The connection to the broker.
             manifest: The run.
             who: The island and its incarnation, `NAME/INCARNATION`.
-            shards: The shards that the island may read, in its order of preference.
+            shards: The ranges of the text that the island may read, in its order of preference.
             clock: Monotonic seconds.
             wall: Seconds of the wall clock, for notes.
         """
@@ -121,7 +121,7 @@ class Link:
                 for k, shard in enumerate(shards_of(transport))
             ],
         )
-        self.leases = RangeLeases(transport, who, shards)
+        self.leases = IslandLeases(transport, who, shards)
         self._notes: deque[Note] = deque()
         self._handovers: deque[StateForPeer] = deque()
         self._asked_by: deque[str] = deque()
@@ -178,9 +178,9 @@ class Link:
             self._beating.wake.set()
         return place
 
-    def offer(self, shards: Sequence[str]) -> None:
-        """Set the shards that the island may read, in its order of preference, and let one of them be leased."""
-        self.leases.shards = list(shards)
+    def offer(self, ranges: Sequence[str]) -> None:
+        """Set the ranges that the island may read, in its order of preference, and let one of them be leased."""
+        self.leases.ranges = list(ranges)
         self._beating.wake.set()
 
     def register_shards(self, count: int) -> int:

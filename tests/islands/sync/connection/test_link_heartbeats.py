@@ -40,11 +40,11 @@ def test_a_lost_lease_is_reported_once(harness: Harness) -> None:
     heartbeat(link)
     harness.stored.holders[place.range] = "b/y"
     heartbeat(link)
-    assert link.take().lost_shards == {place.range}
+    assert link.take().lost_ranges == {place.range}
     heartbeat(link)  # the loss is detected again before the island stops holding the shard
     link.leases.hold([])
     heartbeat(link)
-    assert link.take().lost_shards == frozenset()
+    assert link.take().lost_ranges == frozenset()
 
 
 def test_a_restored_shard_is_not_also_the_next_one(harness: Harness) -> None:
