@@ -62,9 +62,7 @@ class IslandOptions(WorkerOptions, AwaitedRun):
     coordinator: str | None = None
     """The address of host 0 of an island over several hosts, such as node0:9000 (docs/guide/many-devices.md)."""
     hosts: int | None = None
-    """The number of hosts of this island. All of them run this command. Slurm, Kubernetes and TPU hosts are detected,
-    unless this is 1.
-    """
+    """The number of hosts of this island. All of them run this command."""
     host_rank: int | None = None
     """The number of this host: 0 for the leader, which alone talks to Redis."""
     scan_steps: int = 0

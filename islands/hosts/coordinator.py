@@ -64,14 +64,8 @@ def connect(here: HostRank) -> tuple[str, int]:
 
     from archipelago.islands.mesh.placement import device_memory
 
-    settings = {}
     if jax.config.jax_platforms == "cpu":  # type: ignore[attr-defined]
-        settings["jax_cpu_collectives_implementation"] = "gloo"
-    if here.local_devices is not None:
-        visible = ",".join(map(str, here.local_devices))
-        settings |= {"jax_cuda_visible_devices": visible, "jax_rocm_visible_devices": visible}
-    for name, value in settings.items():
-        jax.config.update(name, value)  # type: ignore[no-untyped-call]
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")  # type: ignore[no-untyped-call]
     state = distributed.global_state
     state.coordinator_address, state.process_id, state.num_processes = here.jax_address, here.rank, here.hosts
     state.client = _jax.get_distributed_runtime_client(

@@ -23,7 +23,7 @@ from archipelago.islands.hosts.coordinator import JAX_SILENCE_SECONDS, SHUTDOWN_
 from archipelago.islands.hosts.follower import HostFollower, joined
 from archipelago.islands.hosts.leader import HostLeader
 from archipelago.islands.hosts.messages import LOST_STATUS, PIECE_BYTES, Connection, Frame, in_words
-from archipelago.islands.hosts.ranks import HostRank, host_rank, is_in_cluster, key_of
+from archipelago.islands.hosts.ranks import HostRank, host_rank, key_of
 from tests.conftest import PATIENCE_SECONDS, Until
 from tests.failing import failing
 
@@ -125,36 +125,12 @@ def test_flags_give_a_rank_or_are_refused() -> None:
     ]  # fmt: skip
     for wrong in wrongs:
         with failing(ConfigError, "hosts.flags"):
-            host_rank(*wrong, {})
-    assert host_rank(None, None, None, {}) is None
-    assert host_rank(None, 1, None, {"SLURM_NTASKS": "4"}) is None
-    here = host_rank("[::1]:9000", 4, 3, {})
+            host_rank(*wrong)
+    assert host_rank(None, None, None) is host_rank(None, 1, None) is None
+    here = host_rank("[::1]:9000", 4, 3)
     assert here is not None
     assert (here.host, here.port, here.leads) == ("::1", 9000, False)
     assert (here.address, here.jax_address) == ("[::1]:9000", "[::1]:9001")
-
-
-def in_slurm(monkeypatch: pytest.MonkeyPatch, **others: str) -> dict[str, str]:
-    """Return the environment of the second of two tasks of Slurm, which this process has from now on, too."""
-    environ = {
-        "SLURM_JOB_ID": "4096", "SLURM_STEP_NODELIST": "node[3-4]", "SLURM_NTASKS": "2", "SLURM_PROCID": "1",
-        "SLURM_LOCALID": "0", **others,
-    }  # fmt: skip
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    return environ
-
-
-def test_slurm_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    environ = in_slurm(monkeypatch)
-    assert is_in_cluster(environ)
-    assert not is_in_cluster({"SLURM_NTASKS": "1"})
-    assert host_rank(None, None, None, environ) == HostRank("node3", 61440, 2, 1, (0,))
-    # A cluster may not say its hosts, as Kubernetes does in a pod without the right to ask for its job.
-    with failing(ConfigError, "hosts.flags") as caught:
-        host_rank(None, None, None, in_slurm(monkeypatch, SLURM_NTASKS="two"))
-    assert "two" in caught.value.what
-    assert "--hosts 1" in caught.value.remedy
 
 
 # -- coming together ---------------------------------------------------------------------------------------------------

@@ -109,14 +109,6 @@ def test_a_stopped_worker_is_started_again_where_only_failures_are() -> None:
     assert OUTAGE in recovered
 
 
-def test_a_pod_with_a_number_is_an_island_of_its_own() -> None:
-    """JobSets number their pods, so that JAX would ask Kubernetes for the other hosts of the island."""
-    jobs = [each for path in KUBERNETES for each in documents(path) if each.get("kind") == "JobSet"]
-    found = [container["args"] for job in jobs for each in parts(job, "containers") for container in each]
-    islands = [args for args in found if args[0] == "island"]
-    assert islands and all("--hosts=1" in args for args in islands)
-
-
 def test_probes_ask_for_pages_that_workers_serve() -> None:
     for container in containers():
         probes = {name: value["httpGet"]["path"] for name, value in container.items() if name.endswith("Probe")}
