@@ -65,7 +65,7 @@ def host_rank(coordinator: str | None, hosts: int | None, rank: int | None) -> H
     Raises:
         ConfigError: Flags are missing or wrong (`hosts.flags`).
     """
-    if coordinator is None and hosts in (None, 1) and rank in (None, 0):
+    if coordinator is None and (hosts, rank) in ((None, None), (1, None), (1, 0)):
         return None
     if coordinator is None or hosts is None or rank is None:
         raise flag_error("an island over several hosts needs --coordinator, --hosts and --host-rank", "Give all three.")
