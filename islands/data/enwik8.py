@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from typing import BinaryIO, cast
+from urllib.error import HTTPError
 
 from archipelago.broker.errors import DataError
 from archipelago.islands.data.corpus import ENWIK8, OpenCorpus, is_prepared, open_corpus
@@ -114,6 +115,8 @@ def download(source: Source, folder: Path, progress: Progress = silent) -> Path:
                 file.write(chunk)
                 progress("downloading", done, source.file_bytes)
     except (HTTPException, OSError, ValueError) as error:
+        if isinstance(error, HTTPError):
+            error.close()  # it holds the connection
         reason = " ".join(f"{error}".split())[:200] or type(error).__name__
         raise DataError(
             f"enwik8 cannot be downloaded from {source.url} ({reason})", _REMEDY, code="data.unreachable"
