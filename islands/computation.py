@@ -14,8 +14,8 @@ import numpy as np
 from archipelago.broker.codecs import Parts, Vector
 from archipelago.broker.manifest import Manifest
 from archipelago.islands.inner import InnerState, InnerSteps
-from archipelago.islands.mesh.placement import Placement
 from archipelago.islands.models.interface import Params
+from archipelago.islands.placement import Placement
 from archipelago.islands.sync.arrays import by_tensor, device_copy
 from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.replica import Replica

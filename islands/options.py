@@ -16,12 +16,12 @@ from archipelago.broker.errors import ConfigError, require_number
 from archipelago.broker.observe.options import WorkerOptions
 from archipelago.broker.process import AwaitedRun, keep_compiled, reading_from_replica
 from archipelago.broker.redis.transport import RedisTransport
-from archipelago.islands.mesh.shape import MeshShape, parsed
+from archipelago.islands.mesh import MeshShape, parsed
 
 if TYPE_CHECKING:
     from archipelago.broker.config import RunConfig
     from archipelago.broker.manifest import Manifest
-    from archipelago.islands.mesh.placement import Placement
+    from archipelago.islands.placement import Placement
     from archipelago.islands.tasks.task import TaskFile
 
 log = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ def own_placement(options: IslandOptions, manifest: Manifest, device_bytes: int 
     """
     import jax
 
-    from archipelago.islands.mesh.placement import device_memory, placement_of
+    from archipelago.islands.placement import device_memory, placement_of
 
     require_batch(options.batch_size, manifest)
     shape = parsed(options.mesh) if options.mesh is not None else None

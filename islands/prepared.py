@@ -19,10 +19,10 @@ from archipelago.broker.process import Patience
 from archipelago.broker.transport import IslandTransport
 from archipelago.islands.computation import Computation
 from archipelago.islands.hosts.leader import HostLeader
-from archipelago.islands.mesh.placement import Placement
-from archipelago.islands.mesh.shape import MeshShape
+from archipelago.islands.mesh import MeshShape
 from archipelago.islands.models.interface import Params
 from archipelago.islands.options import IslandOptions, own_placement, own_settings
+from archipelago.islands.placement import Placement
 from archipelago.islands.sync.arrays import device_copy
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.snapshots import Arrival

@@ -21,8 +21,8 @@ from archipelago.broker.manifest import Manifest
 from archipelago.islands.computation import Computation
 from archipelago.islands.data.batches import Supply
 from archipelago.islands.inner import InnerState, InnerSteps, MomentBounds, begin, moment_bounds
-from archipelago.islands.mesh.placement import Placement
 from archipelago.islands.models.interface import Params
+from archipelago.islands.placement import Placement
 from archipelago.islands.sync.arrays import Tensors
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.snapshots import Arrival

@@ -62,7 +62,7 @@ def connect(here: HostRank) -> tuple[str, int]:
     from jax._src import distributed
     from jax._src.lib import _jax  # type: ignore[attr-defined]
 
-    from archipelago.islands.mesh.placement import device_memory
+    from archipelago.islands.placement import device_memory
 
     if jax.config.jax_platforms == "cpu":  # type: ignore[attr-defined]
         jax.config.update("jax_cpu_collectives_implementation", "gloo")  # type: ignore[no-untyped-call]

@@ -32,7 +32,7 @@ from pydantic import TypeAdapter
 from archipelago.broker.config import DataConfig, ModelConfig, RunConfig, WireConfig, checked
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, keep_compiled
-from archipelago.islands.mesh.shape import parsed
+from archipelago.islands.mesh import parsed
 from archipelago.ops.bench.accelerator_processes import (
     CODEC,
     JOINED_RUN,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from archipelago.broker.transport import Transport
     from archipelago.islands.inner import InnerState, InnerSteps
-    from archipelago.islands.mesh.placement import Placement
+    from archipelago.islands.placement import Placement
     from archipelago.islands.prepared import PreparedIsland
     from archipelago.islands.sync.connection.link import Link
     from archipelago.islands.worker import Island
@@ -165,8 +165,8 @@ def _prepared(url: str, mesh: str | None) -> tuple[Transport, PreparedIsland]:
     """Prepare an island as `archipelago island` does."""
     import jax
 
-    from archipelago.islands.mesh.placement import placement_of
-    from archipelago.islands.mesh.shape import MeshShape, parsed
+    from archipelago.islands.mesh import MeshShape, parsed
+    from archipelago.islands.placement import placement_of
     from archipelago.islands.prepared import prepare
 
     transport = connect(url, RUN)

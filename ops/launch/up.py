@@ -26,7 +26,7 @@ from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.shards.transport import whole
 from archipelago.broker.transport import Transport
-from archipelago.islands.mesh.shape import parsed
+from archipelago.islands.mesh import parsed
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.launch.administration import ADMIN_FILE, Administrator, administrator_at, invite_ours
 from archipelago.ops.launch.devices import DeviceShares, accelerators, shared_out

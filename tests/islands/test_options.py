@@ -16,7 +16,7 @@ from archipelago.broker.config import OWN_MODEL, DataConfig, InnerConfig, ModelC
 from archipelago.broker.errors import ConfigError
 from archipelago.islands import prepared
 from archipelago.islands.inner import accumulated, begin, compile_steps, gradient
-from archipelago.islands.mesh.shape import MeshShape
+from archipelago.islands.mesh import MeshShape
 from archipelago.islands.options import IslandOptions, own_settings
 from archipelago.islands.prepared import memory_in_words, unused_devices
 from tests.failing import failing

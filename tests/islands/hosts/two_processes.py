@@ -22,7 +22,7 @@ from archipelago.islands.hosts.follower import joined
 from archipelago.islands.hosts.leader import HostLeader
 from archipelago.islands.hosts.ranks import HostRank
 from archipelago.islands.inner import begin, require_sound
-from archipelago.islands.mesh.shape import MeshShape
+from archipelago.islands.mesh import MeshShape
 from archipelago.islands.sync import recovery
 from archipelago.islands.sync.arrays import decode_tree
 from archipelago.islands.sync.recovery import Received, StateForPeer

@@ -24,10 +24,10 @@ from archipelago.islands.checkpoint import IslandStore, cut
 from archipelago.islands.hosts.computing import SharedComputation, follow
 from archipelago.islands.hosts.messages import Frame
 from archipelago.islands.inner import begin, compile_steps, require_sound
-from archipelago.islands.mesh.placement import placement_of
-from archipelago.islands.mesh.shape import MeshShape
+from archipelago.islands.mesh import MeshShape
 from archipelago.islands.models.moe import Routing
 from archipelago.islands.options import IslandOptions, own_placement
+from archipelago.islands.placement import placement_of
 from archipelago.islands.sync import recovery, tree_replica
 from archipelago.islands.sync.arrays import decode_tree
 from archipelago.islands.sync.recovery import Received, StateForPeer
@@ -206,7 +206,7 @@ def test_a_model_that_one_device_cannot_hold_is_split_by_default(
     caplog.set_level("INFO")
     of, shapes = manifest(), []
     for memory in (state_on_device(of), state_on_device(of) - 1):
-        monkeypatch.setattr("archipelago.islands.mesh.placement.device_memory", lambda memory=memory: memory)
+        monkeypatch.setattr("archipelago.islands.placement.device_memory", lambda memory=memory: memory)
         placement = own_placement(IslandOptions(), of)
         assert placement is not None
         shapes.append(placement.shape)

@@ -25,10 +25,10 @@ from archipelago.islands.creation import first_snapshots
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.ranges import range_order
 from archipelago.islands.inner import InnerSteps, compile_steps
-from archipelago.islands.mesh.placement import Placement, placement_of
-from archipelago.islands.mesh.shape import MeshShape
+from archipelago.islands.mesh import MeshShape
 from archipelago.islands.models.interface import Model, Params
 from archipelago.islands.models.layers import mean_cross_entropy
+from archipelago.islands.placement import Placement, placement_of
 from archipelago.islands.worker import Island
 from tests.harness.played import PlayedRun
 from tests.harness.tiny import NO_DECODER

@@ -6,9 +6,9 @@ from archipelago.broker.errors import ConfigError
 from archipelago.broker.manifest import Tensor
 from archipelago.islands.main import IslandOptions
 from archipelago.islands.main import main as island
-from archipelago.islands.mesh.placement import axes_of, specs
-from archipelago.islands.mesh.shape import MeshShape, by_default, parsed, require_divided, require_present
+from archipelago.islands.mesh import MeshShape, by_default, parsed, require_divided, require_present
 from archipelago.islands.models.registry import build
+from archipelago.islands.placement import axes_of, specs
 from tests.failing import failing
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from archipelago.broker.memory.transport import MemoryBroker
-from archipelago.islands.mesh.shape import MeshShape
+from archipelago.islands.mesh import MeshShape
 from archipelago.ops.launch import devices, up
 from archipelago.ops.launch.devices import Accelerators, accelerators, shared_out
 from archipelago.ops.launch.local_run import LocalRun

@@ -20,7 +20,7 @@ from archipelago.broker.errors import ConfigError
 from archipelago.broker.footprint import memory_text, state_on_device
 from archipelago.broker.manifest import Manifest, Tensor
 from archipelago.islands.inner import InnerState, InnerSteps
-from archipelago.islands.mesh.shape import AXES, MeshShape, by_default, require_divided, require_present
+from archipelago.islands.mesh import AXES, MeshShape, by_default, require_divided, require_present
 from archipelago.islands.models.interface import Params
 from archipelago.islands.sync.arrays import put
 

@@ -1,1 +1,0 @@
-"""One island over several devices of its machine."""
