@@ -136,15 +136,8 @@ class TaskFile(NamedTask):
         except ArchipelagoError:
             raise
         except Exception as error:  # noqa: BLE001 - a user's code may raise anything
-            raise self.failure(what, error) from None
-
-    def failure(self, what: str, error: BaseException) -> ConfigError:
-        """Return the error (`task.WHAT`) for a failure in that part of the task."""
-        return ConfigError(
-            f"{what} of the task {self.name!r} failed{_line_of(error, self.path)}: {_in_words(error)}",
-            f"Correct {self.path}.",
-            code=f"task.{what}",
-        )
+            fault = f"failed{_line_of(error, self.path)}: {_in_words(error)}"
+            raise self.wrong(what, fault, f"Correct {self.path}.") from None
 
     def wrong(self, what: str, fault: str, remedy: str) -> ConfigError:
         """Return the error (`task.WHAT`) for a part of the task that gives something wrong."""
