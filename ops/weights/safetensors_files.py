@@ -196,21 +196,15 @@ class WeightFiles:
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
-    """Read `config.json` in a folder. It is empty if there is none. Raise DataError (`weights.damaged`)."""
+    """Read `config.json` in a folder. It is empty if there is none. Raise DataError (`weights.damaged`) or OSError."""
     path = folder / CONFIG_FILE
     try:
         with path.open("rb") as file:
             found = json.loads(file.read(_CONFIG_BYTES_MAX))
     except FileNotFoundError:
         return {}
-    except OSError as error:
-        raise DataError(
-            f"{path} cannot be read ({error.strerror})", "Check the path.", code="weights.damaged"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{path} is not JSON ({error!s:.100})", "Restore it from a copy, or delete it.", code="weights.damaged"
-        ) from None
+    except (ValueError, RecursionError):
+        found = None
     if not isinstance(found, dict):
         raise DataError(
             f"{path} does not hold a JSON object", "Restore it from a copy, or delete it.", code="weights.damaged"
