@@ -1,4 +1,4 @@
-"""A run is continued with its own settings or extended, and others are refused by name."""
+"""A run is continued with its own settings or extended, and others are refused by name; its loss is measured."""
 
 from __future__ import annotations
 
@@ -14,33 +14,22 @@ from archipelago.broker.control import STEPS
 from archipelago.broker.errors import MismatchError
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Transport
-from archipelago.islands.data.preparation import prepare_text
+from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.commands import parse
-from archipelago.ops.launch import up
+from archipelago.ops.launch import final_loss, up
+from archipelago.ops.launch.final_loss import FinalLossOptions
 from archipelago.ops.launch.init import InitOptions, create
 from archipelago.ops.launch.up import UpOptions
 from tests.failing import failing
 from tests.small import SMALL
 
-CONFIG = replace(SMALL, data=replace(SMALL.data, corpus="text"))
-
-
-@pytest.fixture(scope="module")
-def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder of corpora with `text`."""
-    folder, source = tmp_path_factory.mktemp("corpora"), tmp_path_factory.mktemp("source") / "text"
-    source.write_text("One line of the text after another.\n" * 4000, encoding="utf-8")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ARCHIPELAGO_DATA", str(folder))
-        prepare_text(source, "text")
-    return folder
+CONFIG = replace(SMALL, data=replace(SMALL.data, corpus="small-text"))
 
 
 @pytest.fixture
-def transport(corpora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Transport]:
+def transport(corpus: OpenCorpus, tmp_path: Path) -> Iterator[Transport]:
     """Return a connection to the run `mine`, which exists."""
-    monkeypatch.setenv("ARCHIPELAGO_DATA", str(corpora))
     made = connect(f"fakeredis://{tmp_path.name}", "mine")
     create(made, CONFIG)
     yield made
@@ -102,3 +91,10 @@ def test_flags_give_the_config() -> None:
         RunConfig(merge=MergeConfig(normalise=False, scores=False), wire=WireConfig(thin="")),
     ):
         assert parse(InitOptions, "archipelago init", flags(config)).settings == config
+
+
+def test_the_newest_parameters_are_measured_and_the_result_is_recorded(transport: Transport, tmp_path: Path) -> None:
+    assert final_loss.main(FinalLossOptions(f"fakeredis://{tmp_path.name}", "mine")) == 0
+    (recorded,) = transport.reader.evaluations()
+    assert recorded.bits_per_byte == pytest.approx(8.0, abs=0.5)  # The parameters are random.
+    assert (recorded.round, recorded.tokens, recorded.by) == (0, 0, "")
