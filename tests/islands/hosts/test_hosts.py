@@ -120,8 +120,8 @@ def test_a_damaged_message_is_refused() -> None:
 
 def test_flags_give_a_rank_or_are_refused() -> None:
     wrongs: list[tuple[str | None, int | None, int | None]] = [
-        ("node0:9000", None, None), (None, 2, 0), (None, None, 0), ("node0", 2, 0), ("node0:0", 2, 0), ("node0:70000", 2, 0),
-        ("node0:9000", 0, 0), ("node0:9000", 2, 2), ("node0:9000", 2, -1),
+        ("node0:9000", None, None), (None, 2, 0), (None, None, 0), ("node0", 2, 0), ("node0:0", 2, 0),
+        ("node0:70000", 2, 0), ("node0:9000", 0, 0), ("node0:9000", 2, 2), ("node0:9000", 2, -1),
     ]  # fmt: skip
     for wrong in wrongs:
         with failing(ConfigError, "hosts.flags"):
