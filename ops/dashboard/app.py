@@ -41,8 +41,6 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
 }
 FRESH = {**HEADERS, "Cache-Control": "no-store"}
-#: What it means that a change is removed, where that is not plain.
-_ENDED = {MERGING: "merging continues"}
 
 
 class Board:
@@ -246,7 +244,8 @@ def _sentences(changes: Mapping[str, str]) -> str:
     given = {name: value for name, value in changes.items() if value}
     words = [describe_control(Control.of(given))] if given.keys() - {CHECKPOINT} else []
     words += ["the merger takes a checkpoint now"] if CHECKPOINT in given else []
-    words += [_ENDED.get(name, f"{name} is removed") for name in changes if name not in given]
+    removed = [name for name in changes if name not in given]
+    words += ["merging continues" if name == MERGING else f"{name} is removed" for name in removed]
     return f"Done: {', '.join(words)}." if words else "No change was requested."
 
 

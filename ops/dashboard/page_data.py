@@ -15,7 +15,6 @@ from archipelago.broker.control import SETTINGS, STEPS, island_field, own
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.machine import install_hint, is_installed
 from archipelago.broker.manifest import Manifest, loss_unit
-from archipelago.broker.shards.reader import numbered
 from archipelago.ops.settings import setting_text
 from archipelago.ops.watch.events import Event, remedy_of
 from archipelago.ops.watch.history import POINTS_DRAWN, History, QueueRow, Rate, columns, newest, thinned
@@ -25,15 +24,15 @@ from archipelago.ops.watch.watcher import RunReading
 PAGE = Path(__file__).parent / "page"
 FILES = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js", "/charts.js": "charts.js"}
 EVENTS_SHOWN = 120
-#: The mood (good, busy, warn or idle) of each state of a run, and what the page says about it.
+#: The mood (good, busy, warn or idle) of each state of a run, and what the page says about it if there is no problem.
 _STATES = {
-    "finished": ("idle", "All {steps:,} steps are made."),
-    "paused": ("warn", "Merging is paused; islands continue to train. Resume it under Steer."),
+    "finished": ("idle", "All steps are made."),
+    "paused": ("warn", ""),
     "new": ("idle", "No island has joined yet."),
     "no islands": ("warn", "No island is live. The run continues when one joins."),
-    "shard away": ("warn", "{away} cannot be reached, so its figures are missing. The others go on."),
-    "no merger": ("warn", "No merger serves the run; islands train within their window."),
-    "stalled": ("warn", "Contributions wait and no round closes. Check that a merger runs."),
+    "shard away": ("warn", ""),
+    "no merger": ("warn", ""),
+    "stalled": ("warn", ""),
     "starting": ("busy", "No round has closed yet."),
     "training": ("good", ""),
 }
@@ -58,10 +57,11 @@ def page_of(reading: RunReading, history: History, manifest: Manifest) -> dict[s
     view, config = reading.view, manifest.config
     run = asdict(replace(view, islands=(), refusals=()))
     control, served = dict(view.control.fields), merger_in_words(view)
+    mood, sentence = _STATES[view.state]
     strips = [{member.island: member.staleness for member in entry.members} for entry in reading.tape]
     return {
         "run": {name: value for name, value in run.items() if name not in _ELSEWHERE},
-        "state": state_of(view),
+        "state": {"word": view.state, "mood": mood, "sentence": sentence},
         "problems": [asdict(problem) for problem in reading.problems],
         "progress": progress(reading, history, config),
         "settings": settings(manifest),
@@ -155,13 +155,6 @@ def _rate_at(config: RunConfig, step: float, length: float) -> float:
     if math.isnan(step) or config.has_own_loops:
         return math.nan
     return replace(config.inner, steps=max(1, int(length))).rate_at(step)
-
-
-def state_of(view: RunView) -> dict[str, str]:
-    """Return the run's state as a word, a mood and a sentence."""
-    mood, sentence = _STATES[view.state]
-    away = numbered("shard", sorted(view.unreachable)).capitalize()
-    return {"word": view.state, "mood": mood, "sentence": sentence.format(steps=view.steps, away=away)}
 
 
 def _lane(island: IslandView, strip: Sequence[int], rate: Rate | None, control: Mapping[str, str]) -> dict[str, Any]:

@@ -365,14 +365,16 @@ class ProblemLog:
         self._events: list[Event] = []
 
     def update(self, found: Iterable[Problem], unix_seconds: float, live: Collection[str] = ()) -> None:
-        """Compare the present problems with those of the last call. Those that the merger notes have events already.
+        """Compare the present problems with those of the last call.
+
+        Those that the merger notes have events already, and of those of the mood `info` nothing has to be known later.
 
         Args:
             found: The present problems.
             unix_seconds: The reader's wall clock.
             live: The names of the live islands.
         """
-        now = {(each.code, each.who): each for each in found if each.code not in _NOTED}
+        now = {(each.code, each.who): each for each in found if each.code not in _NOTED and each.mood != "info"}
         for key, problem in now.items():
             if key not in self._open:
                 began = unix_seconds - problem.seconds

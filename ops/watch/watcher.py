@@ -193,7 +193,7 @@ class Watcher:
 
 
 @contextlib.contextmanager
-def repeated(update: Callable[[], object], every_seconds: float, name: str = "watch") -> Iterator[None]:
+def repeated(update: Callable[[], object], every_seconds: float) -> Iterator[None]:
     """Call `update` on a daemon thread while the block runs. A reading that hangs does not delay the end."""
     ended = threading.Event()
 
@@ -202,7 +202,7 @@ def repeated(update: Callable[[], object], every_seconds: float, name: str = "wa
             update()
             ended.wait(every_seconds)
 
-    threading.Thread(target=work, name=name, daemon=True).start()
+    threading.Thread(target=work, name="watch", daemon=True).start()
     try:
         yield
     finally:

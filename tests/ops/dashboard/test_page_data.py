@@ -15,7 +15,7 @@ from archipelago.broker.presence import Presence
 from archipelago.broker.transport import MergerStatus
 from archipelago.ops.dashboard import page_data
 from archipelago.ops.dashboard.app import _sentences, _stamped
-from archipelago.ops.dashboard.page_data import events, state_of, to_json
+from archipelago.ops.dashboard.page_data import events, to_json
 from archipelago.ops.watch.events import events_of
 from archipelago.ops.watch.history import Rate, measured
 from archipelago.ops.watch.reading import summarise
@@ -51,8 +51,9 @@ def test_the_state_of_a_run() -> None:
         (live | {"step": 2000, "merger": MergerStatus("", 1, 0.0, 0.5)}, 0.0, "training"),
     ):
         merger = changes.get("merger", MergerStatus("m", 1, 4.0, seconds))
-        assert state_of(view(**changes | {"merger": merger}))["word"] == word, (changes, seconds)
-    assert state_of(view(unreachable={1: "gone"}, **live))["sentence"].startswith("Shard 1 cannot")
+        assert view(**changes | {"merger": merger}).state == word, (changes, seconds)
+        assert word in page_data._STATES
+    assert view(unreachable={1: "gone"}, **live).state == "shard away"
 
 
 def test_events_are_newest_first_and_repeated_refusals_are_counted() -> None:
