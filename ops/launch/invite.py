@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Annotated, Final
 
 import tyro
-from rich.table import Table
 
 from archipelago.broker import invitation as invitations
 from archipelago.broker.address import parse_address
@@ -26,6 +25,7 @@ from archipelago.broker.redis import roles
 from archipelago.ops.launch.administration import ADMIN_FILE, Administrator
 from archipelago.ops.settings import say, table_console
 from archipelago.ops.watch.doctor.checks import is_local
+from archipelago.ops.watch.formatting import new_table
 
 STANDARD_OUTPUT: Final = "-"
 _UNITS: Final = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -258,9 +258,7 @@ def _list(members: Members, options: InviteOptions) -> None:
     if not members.by_name and not members.faults:
         say("the run has no members yet: archipelago invite NAME --role island")
         return
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("member", "role", "until", "user"):
-        table.add_column(column)
+    table = new_table("member", "role", "until", "user")
     for name, member in sorted(members.by_name.items()):
         table.add_row(name, member.role, "–" if member.expires is None else _time(member.expires), member.user)
     for name, fault in members.faults.items():

@@ -26,6 +26,7 @@ from archipelago.broker.files import make_untracked
 from archipelago.broker.process import print_json
 from archipelago.ops.settings import can_draw, pyplot, say, table_console
 from archipelago.ops.simulation.failures import FailureModel, simulate
+from archipelago.ops.watch.formatting import new_table
 
 
 @dataclass(frozen=True)
@@ -307,10 +308,7 @@ def tables(goodput: Cells, uptime: Cells, found: Bandwidths) -> list[Table]:
 
 
 def _new(title: str, heads: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
-    for number, head in enumerate(heads):
-        table.add_column(head, justify="right" if number else "left")
-    return table
+    return new_table(*heads, numbers=heads[1:], title=title, title_justify="left")
 
 
 def _table(title: str, published: Cells, found: Cells) -> Table:

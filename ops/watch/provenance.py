@@ -6,7 +6,6 @@ import base64
 import dataclasses
 import math
 import shlex
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -18,7 +17,7 @@ from archipelago.broker.config import RunConfig, flat
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Evaluation, TapeEntry
 from archipelago.ops.settings import setting_text
-from archipelago.ops.watch.formatting import ago, number, size
+from archipelago.ops.watch.formatting import date, hours, number, size
 from archipelago.ops.watch.run_summary import syncs_in_words
 from archipelago.ops.watch.run_view import RunView
 
@@ -107,13 +106,13 @@ def _times(tape: Sequence[TapeEntry], evaluations: Sequence[Evaluation], report:
     if not moments:
         return {}
     found = {
-        "first record": _date(min(moments)),
-        "last record": _date(max(moments)),
-        "duration": f"{_hours(max(moments) - min(moments))}, pauses included",
+        "first record": date(min(moments)),
+        "last record": date(max(moments)),
+        "duration": f"{hours(max(moments) - min(moments))}, pauses included",
     }
     trained, speed = (float(report.get(key) or math.nan) for key in ("seconds", "tokens_per_second"))
     if trained > 0:
-        found["last session"] = f"{_hours(trained)}, {number(speed, 0)} tokens/s in all"
+        found["last session"] = f"{hours(trained)}, {number(speed, 0)} tokens/s in all"
     return found
 
 
@@ -203,14 +202,6 @@ def _differences(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
         elif value != defaults[key] and value is not None:
             out[key] = value
     return out
-
-
-def _date(unix_seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(unix_seconds))
-
-
-def _hours(seconds: float) -> str:
-    return ago(seconds) if seconds < 120 else f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min"
 
 
 # -- the part of the page that says it -------------------------------------------------------------------------------

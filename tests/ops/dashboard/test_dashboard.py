@@ -299,24 +299,6 @@ def close_round(transport: Transport, number: int, **changes: Any) -> None:
     transport.merger.commit(epoch, replace(commit, tape=replace(commit.tape, **changes)))
 
 
-def test_an_outage_is_a_fault_from_its_beginning_to_its_end(
-    board: Board, watch: Watcher, transport: Away, clock: VirtualClock
-) -> None:
-    board.update()
-    transport.away = {"tape"}
-    for _ in range(3):
-        clock.now += 1.0
-        board.update()
-    fault = watch.outage()
-    assert fault is not None
-    assert (fault.since_unix_seconds, fault.what) == (1001.0, SILENT)
-    assert "redis://somewhere" in fault.more
-    transport.away = set()
-    numbers = board.page_number
-    board.update()
-    assert (watch.outage(), board.page_number) == (None, numbers + 1)
-
-
 def test_a_reading_that_hangs_is_an_outage(watch: Watcher, transport: Away, clock: VirtualClock) -> None:
     seen: list[str] = []
 

@@ -195,12 +195,6 @@ def test_an_inconsistent_reading_is_read_again() -> None:
         assert glanced(Torn(torn)).balanced is (torn < BALANCE_TRIES)
 
 
-def test_the_data_and_moments_of_an_island() -> None:
-    beat = samples.heartbeat("a", data="3:0:end 5:1:96", moments="peer b")
-    (island,) = seen(presences=[Presence(beat, 0.5)], state=MERGED).islands
-    assert (island.data, island.moments, island.tokens_merged) == ("3:0:end 5:1:96", "peer b", 900)
-
-
 def test_an_island_merged_beyond_its_last_heartbeat_lost_nothing() -> None:
     """The island may have died between two heartbeats."""
     gone = Presence(samples.heartbeat("d", tokens=70), 2 * LIVE_SECONDS)
