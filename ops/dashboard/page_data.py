@@ -57,6 +57,8 @@ def page_of(reading: RunReading, history: History, manifest: Manifest) -> dict[s
     view, config = reading.view, manifest.config
     run = asdict(replace(view, islands=(), refusals=()))
     control, served = dict(view.control.fields), merger_in_words(view)
+    if not view.merger.holder:  # It begins with a word, not with a name.
+        served = served[0].upper() + served[1:]
     mood, sentence = _STATES[view.state]
     strips = [{member.island: member.staleness for member in entry.members} for entry in reading.tape]
     return {
@@ -74,7 +76,7 @@ def page_of(reading: RunReading, history: History, manifest: Manifest) -> dict[s
         ],
         "books": _books(view),
         "events": events(reading.events),
-        "serving": f"{served[:1].upper() if not view.merger.holder else served[:1]}{served[1:]}.",
+        "serving": f"{served}.",
         "control": {
             "set": control,
             "own": {name: float(own(config, name)) for name in SETTINGS},

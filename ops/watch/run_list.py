@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -297,25 +297,22 @@ class ComparedRuns:
 
     def _read(self) -> Iterator[RunEntry]:
         names: list[str] = []
-        with suppress(ArchipelagoError):
-            names = self._with(self._own, lambda transport: transport.reader.runs())
+        with suppress(ArchipelagoError), closing(self._connected(self._own)) as transport:
+            names = transport.reader.runs()
         names = [self._own, *sorted(name for name in names if name != self._own)][:RUNS_MOST]
         known = set()
         for name in names:
-            with suppress(ArchipelagoError):  # It was deleted, or these credentials may not read it.
-                yield self._with(name, entry_of)
+            # It may be deleted meanwhile, or these credentials may not read it.
+            with suppress(ArchipelagoError), closing(self._connected(name)) as transport:
+                yield entry_of(transport)
                 known.add(name)
-        reports = self._folder.glob(f"*/{run_summary.TEXT}") if self._folder else ()
-        for path in sorted(reports, key=lambda path: path.stat().st_mtime, reverse=True)[:RUNS_MOST]:
+        reports: list[Path] = []
+        with suppress(OSError):
+            found = self._folder.glob(f"*/{run_summary.TEXT}") if self._folder else ()
+            reports = sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
+        for path in reports[:RUNS_MOST]:
             if path.parent.name not in known and (entry := _reported(path.parent)).curve:
                 yield entry
-
-    def _with(self, name: str, read: Callable[[Transport], Any]) -> Any:
-        transport = self._connected(name)
-        try:
-            return read(transport)
-        finally:
-            transport.close()
 
 
 def _differing(config: RunConfig | None, own: RunConfig | None) -> list[str]:
