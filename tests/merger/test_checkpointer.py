@@ -98,19 +98,6 @@ def test_a_checkpoint_is_taken_at_each_interval_with_new_rounds() -> None:
     assert list(store.images[1].outers) == [store.images[1].outers[0], b""], "fragment 1 has no outer state yet"
 
 
-def test_a_last_checkpoint_is_taken_on_leaving() -> None:
-    store, run = Shelf(), MergerRun(quorum=2)
-    merger = serving(run, store)
-    finish(merger)
-    assert store.images == {}  # nothing has closed yet
-    run.play(merger, 1, 2, 3)
-    finish(merger)
-    assert RunState.from_json(store.images[3].state).closed == 3
-    assert run.transport.reader.books().kept == 0
-    finish(merger)
-    assert list(store.images) == [3]
-
-
 # -- trimming of covered entries -------------------------------------------------------------------------------------
 
 

@@ -75,26 +75,6 @@ def test_compactions_write_fewer_bytes_than_rounds_whose_entries_they_free() -> 
     assert sum(state_bytes(merger.fragments[c.snapshot.fragment]) for c in compactions) <= small
 
 
-def test_a_compaction_is_uploaded_beside_the_rounds() -> None:
-    run, waiting = MergerRun(SMALL, quorum=2), []
-
-    def later(job: Callable[[], Placed]) -> Future[Placed]:
-        future: Future[Placed] = Future()
-        waiting.append((future, job))
-        return future
-
-    merger = slow(run, later)
-    run.play(merger, *range(1, 21))
-    assert full_versions(run) == [0, 0]
-    (future, job), *others = waiting
-    assert not others
-    future.set_result(job())
-    assert full_versions(run) == [0, 0]
-    merger.turn(0.0)
-    assert sorted(full_versions(run))[0] == 0 < sorted(full_versions(run))[1] < 10
-    assert memory(run.merger()) == memory(merger)
-
-
 def slow(run: MergerRun, spawn: Any) -> Merger:
     """Return a merger whose compactions are uploaded by `spawn`."""
 

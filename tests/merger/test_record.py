@@ -60,16 +60,6 @@ def test_a_record_is_read_back(tmp_path: Path) -> None:
     assert [found.rounds[n] for n in (1, 2, 3)] == rounds
 
 
-def test_segments_may_overlap(tmp_path: Path) -> None:
-    recorder = recorded(tmp_path, [1, 2, 3], [2, 3, 4, 5])
-    found = read(tmp_path)
-    assert sorted(found.rounds) == [1, 2, 3, 4, 5]
-    assert all(found.rounds[n] == a_round(n) for n in range(1, 6))
-    recorder.append([a_round(n) for n in range(9, 12)])
-    assert recorder.last_round() == 11
-    assert Recorder(tmp_path / "nowhere").last_round() == 0
-
-
 @pytest.mark.parametrize("first", [1, 2])
 def test_of_two_copies_of_a_round_the_later_epoch_counts(tmp_path: Path, first: int) -> None:
     """This does not depend on the order of writing or on file names."""

@@ -74,14 +74,6 @@ def test_only_open_rounds_are_called() -> None:
     assert some.calls() == [7]
 
 
-def test_a_departing_island_does_not_call_a_round() -> None:
-    some = rounds()
-    some.answer(answered("a", farewell=True), 0.0)
-    assert (some.calls(), some.close(0.0, LIVE, waiting(1)), some.deadline()) == ([], None, None)
-    some.answer(answered("b"), 5.0)
-    assert some.calls() == [1]
-
-
 # -- closing by answers --------------------------------------------------------------------------------------------
 
 

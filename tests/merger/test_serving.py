@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError
+from archipelago.broker.errors import BrokerError, ConfigError
 from archipelago.broker.messages import Snapshot
 from archipelago.broker.redis.keys import is_name
 from archipelago.merger import serving
@@ -22,7 +22,7 @@ from archipelago.merger.service import LEASE_SECONDS, Merger
 from archipelago.merger.serving import has_ended_here, merger_name, numbering, serve
 from archipelago.merger.state import RunState
 from tests.conftest import Until
-from tests.harness.merger_run import CONFIG, MergerRun, Shelf, constant, served_run, values
+from tests.harness.merger_run import CONFIG, MergerRun, Shelf, constant, values
 from tests.intercept import Faulty
 
 # -- outages -------------------------------------------------------------------------------------------------------
@@ -92,13 +92,6 @@ def test_broken_calls_lose_and_repeat_nothing(when: str) -> None:
         assert course.transport.broken >= 1, method
         assert outcome(course) == undisturbed(), method
     assert outcome(served(("renew", 0, when), *((method, 2, when) for method in METHODS))) == undisturbed()
-
-
-def test_the_merger_ends_when_the_run_is_deleted() -> None:
-    run, merger = served_run()
-    run.broker.runs.clear()
-    with pytest.raises(UnknownRunError):
-        serve(merger, lambda: False, lambda seconds: pytest.fail("it waits"))
 
 
 def test_a_fenced_merger_leaves() -> None:
@@ -228,14 +221,6 @@ def test_the_merger_of_a_finished_run_waits_until_its_last_checkpoint_is_written
     assert serve(idle(run, store=disk), Turns(run))
     assert disk.faults == []
     assert [image.round for image in disk.images.values()] == [2]
-
-
-def test_an_extended_run_is_served_again() -> None:
-    run = finished_run()
-    run.live("a", state="left")
-    assert serve(idle(run), Turns(run))
-    run.transport.reader.steer({"inner.steps": str(2 * STEPS)})
-    assert not serve(idle(run, "later"), Turns(run, most=50))
 
 
 # -- mergers on one machine: one that was killed frees the lease at once -----------------------------------------------
