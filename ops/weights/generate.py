@@ -116,7 +116,7 @@ def generate(text_model: TextModel, prompt: str, tokens: int, sampling: Sampling
     """Yield the text that continues the prompt, in pieces.
 
     Raises:
-        ConfigError: A sampling option is out of range (`config.option`).
+        ConfigError: A sampling option is out of range (`config.value`).
     """
     from archipelago.islands.models.sampling import Sampling, continuation
 
