@@ -184,7 +184,7 @@ OF_ISLAND = {
 }
 #: The same for the merger.
 OF_MERGER = {
-    f"{_REDIS}.merger:RedisMerger.updates": "wait for contributions",
+    f"{_REDIS}.updates:UpdatesConsumer.new": "wait for contributions",
     f"{_REDIS}.chunks:ChunkStore.fetch": "download",
     f"{_MERGER}.round_merge:digest": "digest",
     f"{_MERGER}.round_merge:unpack_encoded": "decompress",

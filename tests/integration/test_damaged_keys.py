@@ -345,7 +345,7 @@ def test_the_reference_has_a_row_for_each_key() -> None:
     plain = {str(getattr(keys, name)) for name in vars(keys) if name not in ("run", "tag")}
     families = {
         keys.updates("NAME"), keys.island("NAME"), keys.name("NAME"), keys.leases("NAME"),
-        keys.taken("SHARD"),
+        keys.taken("RANGE"),
         keys.head("P"), keys.fragment("P"), keys.outer("P"),  # type: ignore[arg-type]
         keys.log("P", "V"),  # type: ignore[arg-type]
         keys.difference("P", "V"), f"{keys.tag}:handover:…", f"{keys.tag}:c:…", REGISTRY,  # type: ignore[arg-type]
