@@ -37,7 +37,6 @@ from archipelago.broker.observe import logs
 from archipelago.broker.redis.transport import RedisTransport, connect
 
 URL_VARIABLE = "ARCHIPELAGO_URL"
-READ_FROM_VARIABLE = "ARCHIPELAGO_READ_FROM"
 RUN_VARIABLE = "ARCHIPELAGO_RUN"
 CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 #: The pause before a failed call is repeated.
@@ -305,13 +304,6 @@ class AwaitedRun(RunAddress):
         """Return the Patience for a worker's first calls. Once it runs, a worker handles outages itself."""
         require_number("--wait-seconds", self.wait_seconds, "Give a number of seconds, or 0.")
         return Patience(self.wait_seconds, stopped)
-
-
-def reading_from_replica(transport: RedisTransport, url: str | None = None) -> RedisTransport:
-    """Let an island's connection read snapshots from the replica at `url`, or at $ARCHIPELAGO_READ_FROM, if any."""
-    if url := url or os.environ.get(READ_FROM_VARIABLE):
-        transport.read_from(url)
-    return transport
 
 
 def connect_to(url: str | None, run: str | None) -> RedisTransport:

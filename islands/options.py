@@ -14,8 +14,7 @@ from archipelago.broker.buckets.folder import BucketFolder, chosen
 from archipelago.broker.config import BATCH_FACTOR_MAX
 from archipelago.broker.errors import ConfigError, require_number
 from archipelago.broker.observe.options import WorkerOptions
-from archipelago.broker.process import AwaitedRun, keep_compiled, reading_from_replica
-from archipelago.broker.redis.transport import RedisTransport
+from archipelago.broker.process import AwaitedRun, keep_compiled
 from archipelago.islands.mesh import MeshShape, parsed
 
 if TYPE_CHECKING:
@@ -31,10 +30,6 @@ log = logging.getLogger(__name__)
 class IslandOptions(WorkerOptions, AwaitedRun):
     """Join a run and train. An island needs only the Redis URL, and the run's name if that Redis has several runs."""
 
-    read_from: str | None = None
-    """The URL of a replica of the run's Redis. Snapshots are downloaded from it where it has them, and the Redis itself
-    sends fewer bytes (docs/guide/operating.md). The default is $ARCHIPELAGO_READ_FROM, or none.
-    """
     name: str | None = None
     """The name of this island. The default is the one in its join file, else random. A given name stays the same over
     restarts.
@@ -77,10 +72,6 @@ class IslandOptions(WorkerOptions, AwaitedRun):
     """
     json: bool = False
     """Print one JSON object at the end."""
-
-    def connect(self) -> RedisTransport:
-        """Connect to the run, and to the replica."""
-        return reading_from_replica(super().connect(), self.read_from)
 
 
 def require_valid(options: IslandOptions) -> None:

@@ -155,7 +155,6 @@ def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "ARCHIPELAGO_RUN",
         "ARCHIPELAGO_DATA",
         "ARCHIPELAGO_BUCKET",
-        "ARCHIPELAGO_READ_FROM",
     ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)

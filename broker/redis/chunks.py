@@ -15,7 +15,7 @@ from typing import Any
 import redis
 
 from archipelago.broker.errors import WireError
-from archipelago.broker.redis.bulk import ReadReplica, read_joined
+from archipelago.broker.redis.bulk import read_joined
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.signing import Raw
 from archipelago.broker.transport import Arrived, unwatched
@@ -54,8 +54,6 @@ class ChunkStore:
         self._redis = connection.redis
         self._keys = connection.keys
         self.payload_max = payload_max
-        #: Where payloads of mergers are read first; None reads them from the primary.
-        self.replica: ReadReplica | None = None
 
     def of(self, owner: str) -> ChunkStore:
         """Return the store of one island's chunks.
@@ -140,10 +138,6 @@ class ChunkStore:
             raise WireError(f"{count} chunks for a payload of {size} bytes", code="wire.payload")
         chunks = [self._chunk(name, index) for index in range(count)]
         sizes = [min(CHUNK_BYTES, size - start) for start in range(0, size, CHUNK_BYTES)]
-        if self.replica is not None:
-            ranges = [("GETRANGE", chunk, 0, CHUNK_BYTES - 1) for chunk in chunks]
-            if (found := self.replica.read(raw, ranges, sizes, READ_AHEAD, arrived)) is not None:
-                return found
         wanted = self._bounded(chunks, sizes)
         payload = read_joined(self._redis, wanted, sizes, READ_AHEAD, arrived) if len(wanted) == count else None
         if payload is None and len(wanted) == count:

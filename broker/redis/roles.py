@@ -35,7 +35,7 @@ SETINFO: Final = (7, 2)
 _KEYLESS: Final = ("PING", "TIME", "INFO", "MULTI", "EXEC", "DISCARD", "UNWATCH", "CLUSTER|SLOTS")
 #: Further commands without keys, by role. A merger finds the streams whose names are lost. An island may read from a
 #: replica in a cluster.
-_KEYLESS_OF: Final[dict[Role, tuple[str, ...]]] = {"merger": ("SCAN",), "island": ("READONLY",)}
+_KEYLESS_OF: Final[dict[Role, tuple[str, ...]]] = {"merger": ("SCAN",)}
 _READS: Final = (
     "WATCH", "EXISTS", "TYPE", "TTL", "PTTL", "GET", "STRLEN", "GETRANGE", "HGET", "HMGET", "HGETALL", "HEXISTS",
     "HLEN", "HSTRLEN", "HSCAN", "SMEMBERS", "SISMEMBER", "SCARD", "SSCAN", "XRANGE", "XREVRANGE", "XREAD", "XLEN",

@@ -15,7 +15,6 @@ from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Contribution, Snapshot, to_fields
 from archipelago.broker.ranges import cursor_text
 from archipelago.broker.redis.administration import KnownMembers, Membership, signing_of
-from archipelago.broker.redis.bulk import replica_at
 from archipelago.broker.redis.chunks import ChunkStore
 from archipelago.broker.redis.client import RedisClient, fake_client
 from archipelago.broker.redis.compactions import Compactions, outer_fields
@@ -104,11 +103,8 @@ class RedisTransport:
 
     def of_shard(self, shard: int) -> RedisTransport:
         """Return a connection to one shard of the run. It shares the clients of this one, which closes them."""
-        own = RedisTransport(
-            self.connection.servers, self.run, self.connection.where, self.invitation, home=self, shard=shard
-        )
-        own.chunks.replica = self.chunks.replica
-        return own
+        servers, where = self.connection.servers, self.connection.where
+        return RedisTransport(servers, self.run, where, self.invitation, home=self, shard=shard)
 
     def create(
         self, manifest: Manifest, snapshots: Sequence[tuple[Snapshot, bytes]], image: Image | None = None
@@ -229,14 +225,5 @@ class RedisTransport:
             f"a run {self.connection.run!r} is at {self.connection.where} already", "Choose another name with --run."
         )
 
-    def read_from(self, url: str) -> None:
-        """Read the payloads of snapshots and differences from a replica of this Redis first (`redis.bulk`).
-
-        Raises BadUrlError.
-        """
-        self.chunks.replica = replica_at(url, self.invitation.ca_certificate if self.invitation else "")
-
     def close(self) -> None:
-        if self.chunks.replica is not None:
-            self.chunks.replica.close()
         self.connection.close()

@@ -26,7 +26,6 @@ from archipelago.broker.process import (
     Patience,
     connect_to,
     invitation_at,
-    reading_from_replica,
     require_role,
 )
 from archipelago.broker.redis.keys import checked_name
@@ -152,7 +151,7 @@ class Session(ABC):
 
     def _join(self) -> None:
         awaited = Patience(self._wait_seconds, lambda: False)
-        home = awaited(lambda: reading_from_replica(connect_to(self._address, checked_name(self._run, "the run name"))))
+        home = awaited(lambda: connect_to(self._address, checked_name(self._run, "the run name")))
         self._transport = home
         manifest = awaited(home.reader.manifest)
         transport = whole(home, manifest)

@@ -65,7 +65,7 @@ SERVER_COMMANDS = [
     ("WAIT", "1", "1"), ("READONLY",),
 ]  # fmt: skip
 #: A merger finds lost streams by their names. An island may read from a replica in a cluster.
-OWN: dict[Role, list[tuple[str, ...]]] = {"merger": [("SCAN", "0")], "island": [("READONLY",)]}
+OWN: dict[Role, list[tuple[str, ...]]] = {"merger": [("SCAN", "0")]}
 
 
 class Place(NamedTuple):
