@@ -199,7 +199,7 @@ def unused_devices(devices: Sequence[jax.Device], shape: MeshShape) -> str:
     begin = f"this island uses {shape.devices} of {len(devices)} devices: {used.device_kind}, --mesh {shape}"
     if used.platform == "cpu":
         return f"{begin}; the others come from XLA_FLAGS and add no cores: one CPU device uses all that it may use"
-    return f"{begin}; another mesh can use the others, or another island that sees them only (CUDA_VISIBLE_DEVICES=…)"
+    return f"{begin}; another mesh can use the others, or another island whose environment shows it only those"
 
 
 def memory_in_words(manifest: Manifest, device: jax.Device, shape: MeshShape | None = None) -> tuple[str, list[str]]:

@@ -36,7 +36,6 @@ from archipelago.broker.process import REPLACED, keep_compiled, print_json
 from archipelago.broker.shards.transport import claim_checkpoint, whole
 from archipelago.islands.options import IslandOptions, own_bucket, own_task, require_valid, tell_of_device
 from archipelago.islands.own_loop.session import island_name
-from archipelago.islands.worker import Island
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

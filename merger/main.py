@@ -29,7 +29,6 @@ from archipelago.broker.process import (
 )
 from archipelago.broker.shards.transport import of_shard, whole
 from archipelago.broker.transport import ReaderTransport
-from archipelago.merger.serving import has_ended_here, merger_name
 from archipelago.merger.storage import KEEP, MergerFolder
 
 LINGER_SECONDS = 0.5
@@ -99,6 +98,7 @@ def main(options: MergerOptions) -> int:
 
     from archipelago.merger.beside import in_background
     from archipelago.merger.service import Merger
+    from archipelago.merger.serving import has_ended_here, merger_name
     from archipelago.merger.shards import serve_shards
     from archipelago.merger.telemetry import MergerCollector, RoundMetrics, RoundTelemetry
 

@@ -195,6 +195,7 @@ class RoundMerge:
     groups: tuple[tuple[Group, ...], ...]
     outer: OuterOptimizer
     spectra: Spectra | None = field(default=None, compare=False, repr=False)
+    _warm: set[tuple[int, tuple[Group, ...]]] = field(default_factory=set, compare=False, repr=False)
 
     @classmethod
     def of(cls, manifest: Manifest, spectra: Spectra | None = None) -> RoundMerge:
@@ -204,13 +205,14 @@ class RoundMerge:
         return cls(manifest, of_fragments, outer.build(config.outer), spectra)
 
     def warm_up(self) -> None:
-        """Compile the merge of every fragment, so that the first rounds take no longer than later ones.
+        """Compile the merge of every fragment once, so that the first rounds take no longer than later ones.
 
         Equal fragments share their programs, and a large model has many of them.
         """
         wire = self.manifest.config.wire
-        different = dict.fromkeys(zip(self.manifest.sizes, self.groups, strict=True))
-        for size, of_fragment in different:
+        cold = set(zip(self.manifest.sizes, self.groups, strict=True)) - self._warm
+        self._warm.update(cold)
+        for size, of_fragment in cold:
             zeros_N = np.zeros(size, np.float32)
             fragment = new_state(zeros_N, self.outer)
             acc = merge_rules.begin(of_fragment)

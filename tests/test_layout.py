@@ -150,6 +150,10 @@ def test_commands_that_read_a_run_do_not_load_jax() -> None:
     assert ours(loaded) == {"broker", "ops"}
 
 
+def test_workers_choose_devices_and_find_compiled_programs_before_they_load_jax() -> None:
+    assert not tops(loaded_by("archipelago.merger.main", "archipelago.islands.main")) & ACCELERATED
+
+
 def test_the_package_and_the_command_line_begin_without_numpy() -> None:
     """The command line sets the number of numpy's threads, which numpy reads when it is loaded."""
     assert not tops(loaded_by("archipelago")) & {"numpy", "jax", "redis", "pydantic", "tyro"}

@@ -186,7 +186,7 @@ class Leader(TorchRun):
 
         If they may wait for a tensor, they hear of it when this process ends.
         """
-        if not self._is_torn:
+        if self._team is not None and not self._is_torn:
             with suppress(RuntimeError):
                 self._team.exchange(Said(has_left=True))
 

@@ -134,8 +134,8 @@ class RunProcesses(FaultInjector):
         self._threads = thread_environment(len(plan.step_seconds))
         self.redis = self._redis()
         environment = {URL_VARIABLE: self.url, RUN_VARIABLE: plan.run, **self._threads}
-        flags = self._flags(min(plan.step_seconds.values()))
-        self.standbys = IslandStandbys(plan.standbys, flags, environment, plan.folder / "logs")
+        argv = [*ISLAND, "--standby", *self._flags(min(plan.step_seconds.values()))]
+        self.standbys = IslandStandbys(plan.standbys, argv, environment, plan.folder / "logs")
         self.islands = [self._island(name) for name in plan.step_seconds]
         self.targets = {target.name: target for target in (self.redis, *self.islands)}
         stack.callback(self.end)

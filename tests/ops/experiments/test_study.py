@@ -133,7 +133,8 @@ def test_a_recorded_trial_is_not_measured_again(folder: Path, measured: list[Tri
 def test_trials_run_in_processes_and_learn(folder: Path, corpus: OpenCorpus) -> None:
     """Run `archipelago bench study` twice, with real trials of every kind.
 
-    Two islands, one of them three times slower, make 24 + 8 steps, and baselines get as many tokens.
+    Two islands, one of them three times slower, make 24 + 8 steps, and some more until they hear that the run is over.
+    Baselines get the tokens of 32 steps.
     """
     study = 'base = "base.toml"\n[[grid]]\nkind = ["parallel", "one", "islands"]\nislands = 2\nslow = 3.0\n'
     study += (
@@ -147,7 +148,7 @@ def test_trials_run_in_processes_and_learn(folder: Path, corpus: OpenCorpus) -> 
     for r in records:
         assert not r["diverged"]
         assert r["bits_per_byte"] < 0.8 * r["curve"][0][1], f"{r['kind']} learnt nothing"
-        assert r["tokens"] == pytest.approx(32 * 4 * 32, rel=0.1 if r["kind"] == "islands" else 0.0), r["kind"]
+        assert r["tokens"] == pytest.approx(32 * 4 * 32, rel=0.3 if r["kind"] == "islands" else 0.0), r["kind"]
         assert r["test"] != r["bits_per_byte"], "it is another text"
         assert r["version"].count("+") == 1
     ours = next(r for r in records if r["kind"] == "islands")
