@@ -87,6 +87,7 @@ class Example:
         loss: It must reach a smaller one.
         tensors: Some of the tensors of its run.
         parameters: How many parameters are trained and frozen, if some are frozen.
+        launcher: The arguments of Python before the script.
     """
 
     name: str
@@ -94,13 +95,16 @@ class Example:
     loss: float
     tensors: frozenset[str]
     parameters: tuple[int, int] | None = None
+    launcher: tuple[str, ...] = ()
 
 
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 TORCH = frozenset({"0.weight", "2.weight", "2.bias", "4.weight", "4.bias"})
-#: Those on FSDP2 and Grain differ from these in what `islands/pytorch/test_torch_processes.py` and Grain itself test.
 EXAMPLES_THAT_TRAIN = [
     Example("train_torch.py", ("torch",), 3.5, TORCH),
+    Example("train_fsdp.py", ("torch",), 4.5, TORCH, launcher=TORCHRUN),
     Example("train_equinox.py", ("equinox", "sklearn"), 0.5, frozenset({"layers.0.weight", "layers.2.bias"})),
+    Example("train_grain.py", ("grain", "sklearn"), 0.5, frozenset({"params.layers_0.kernel"})),
     Example("lora_torch.py", ("torch", "transformers", "peft"), 3.0, frozenset(), (9_728, 115_008)),
     Example("lora_jax.py", (), 0.5, frozenset({"lora.0.a", "lora.2.b"}), (1_104, 5_376)),
 ]
@@ -113,7 +117,7 @@ def test_an_example_trains_to_the_end_of_its_run(example: Example, scripts: Scri
     """One that fine-tunes sends adapters only."""
     for package in example.packages:
         pytorch.required(package)
-    island = scripts.python(str(EXAMPLES / example.name), "oslo")
+    island = scripts.python(*example.launcher, str(EXAMPLES / example.name), "oslo")
     until(lambda: scripts.beat("oslo") or island.poll() is not None, "the island to join")
 
     def has_learnt() -> bool:
