@@ -65,7 +65,7 @@ LADDER = (
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """RunPlan a run on one page: M, H, P, S and codec for the machines and links that you have.
+    """Plan a run on one page: M, H, P, S and codec for the machines and links that you have.
 
     The answer comes from the model of `archipelago simulate tables`; docs/results/simulation.md lists its assumptions.
     """
@@ -205,7 +205,7 @@ class RunPlan:
 
 
 def main(options: PlanOptions) -> int:
-    """RunPlan, and print one page."""
+    """Plan, and print one page."""
     from archipelago.ops.simulation.plan_text import page
 
     if options.task is not None:

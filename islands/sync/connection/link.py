@@ -172,7 +172,7 @@ class Link:
             sending.wake.set()  # now, because an island whose window is full of these sends nothing else
 
     def lease(self) -> ReadPosition | None:
-        """Return the next leased shard, if any. The heartbeat thread then leases another."""
+        """Return the next leased range, if any. The heartbeat thread then leases another."""
         place = self.leases.take()
         if place is not None:
             self._beating.wake.set()

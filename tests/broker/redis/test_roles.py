@@ -64,7 +64,7 @@ SERVER_COMMANDS = [
     ("DUMP", KEYS.books), ("OBJECT", "FREQ", KEYS.books), ("MEMORY", "DOCTOR"), ("LATENCY", "RESET"),
     ("WAIT", "1", "1"), ("READONLY",),
 ]  # fmt: skip
-#: A merger finds lost streams by their names. An island may read from a replica in a cluster.
+#: A merger finds lost streams by their names.
 OWN: dict[Role, list[tuple[str, ...]]] = {"merger": [("SCAN", "0")]}
 
 
