@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from archipelago.broker.control import CHECKPOINT, MERGING, Control, checked_changes
 from archipelago.broker.errors import ArchipelagoError, ConfigError
 from archipelago.ops.dashboard import metrics
-from archipelago.ops.dashboard.page_data import FILES, PAGE, chart_library, charts_of, page_of, to_json
+from archipelago.ops.dashboard.page_data import FILES, PAGE, STATES, chart_library, charts_of, page_of, to_json
 from archipelago.ops.watch.run_list import ComparedRuns
 from archipelago.ops.watch.run_view import describe_control
 from archipelago.ops.watch.watcher import Watcher
@@ -152,9 +152,10 @@ class _Service:
 
     async def runs(self, request: Request) -> Response:
         """Answer with the runs of this Redis and of the folder."""
-        empty = {"own": self.watch.manifest.run, "folder": "", "runs": []}
+        empty: dict[str, Any] = {"own": self.watch.manifest.run, "folder": "", "runs": []}
         found = await run_in_threadpool(self.compared.newest) if self.compared else empty
-        return Response(to_json(found), media_type="application/json", headers=FRESH)
+        rows = [run | {"mood": STATES[run["state"]][0]} for run in found["runs"]]
+        return Response(to_json(found | {"runs": rows}), media_type="application/json", headers=FRESH)
 
     async def events(self, request: Request) -> Response:
         """Answer with server-sent events `page`, `charts` and `fault`, each when it changes."""

@@ -26,7 +26,7 @@ RUN = {
     "archipelago_run_contributions_per_round": ("contributions_per_round", "Mean over the recent rounds."),
     "archipelago_run_pending_contributions": ("pending", "Published and neither merged nor refused."),
     "archipelago_run_pending_tokens": ("pending_tokens", "Tokens of the pending ones, summed over fragments."),
-    "archipelago_run_books_balanced": ("balanced", "1 if published = merged + refused + pending, else 0."),
+    "archipelago_run_books_balanced": ("balanced", "1 if published = merged + refused + pending, by count, else 0."),
     "archipelago_run_unreadable_records": (
         "unreadable_records",
         "Records that cannot be read and are skipped.",

@@ -25,8 +25,9 @@ PAGE = Path(__file__).parent / "page"
 FILES = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js", "/charts.js": "charts.js"}
 EVENTS_SHOWN = 120
 #: The mood (good, busy, warn or idle) of each state of a run, and what the page says about it if there is no problem.
-_STATES = {
+STATES = {
     "finished": ("idle", "All steps are made."),
+    "ended": ("warn", ""),
     "paused": ("warn", ""),
     "new": ("idle", "No island has joined yet."),
     "no islands": ("warn", "No island is live. The run continues when one joins."),
@@ -59,7 +60,7 @@ def page_of(reading: RunReading, history: History, manifest: Manifest) -> dict[s
     control, served = dict(view.control.fields), merger_in_words(view)
     if not view.merger.holder:  # It begins with a word, not with a name.
         served = served[0].upper() + served[1:]
-    mood, sentence = _STATES[view.state]
+    mood, sentence = STATES[view.state]
     strips = [{member.island: member.staleness for member in entry.members} for entry in reading.tape]
     return {
         "run": {name: value for name, value in run.items() if name not in _ELSEWHERE},

@@ -11,7 +11,7 @@ from typing import Any
 
 from archipelago.broker.control import Control, run_steps
 from archipelago.broker.manifest import LossUnit, Manifest, loss_unit
-from archipelago.broker.messages import Books, Evaluation, Pending, RoundMember, TapeEntry
+from archipelago.broker.messages import Books, Evaluation, Pending, Refusal, RoundMember, TapeEntry
 from archipelago.broker.presence import Heartbeat, Presence
 from archipelago.broker.shards.transport import shards_away
 from archipelago.broker.transport import Memory, MergerStatus, ReaderClient, ReaderTransport
@@ -28,6 +28,7 @@ def observe(
     manifest: Manifest,
     tape: Sequence[TapeEntry] | None = None,
     evaluations: Sequence[Evaluation] | None = None,
+    refusals: Sequence[tuple[float, Refusal]] | None = None,
     *,
     briefly: bool = False,
 ) -> RunView:
@@ -38,6 +39,7 @@ def observe(
         manifest: The run's manifest.
         tape: The recent rounds, if they were read already.
         evaluations: All evaluations, if they were read already.
+        refusals: The recent refusals, if they were read already or are not needed.
         briefly: For a reading every second: pending contributions are counted without reading the stream. Pending
             tokens are derived from the accounts, so `balanced` covers contributions only.
     """
@@ -56,9 +58,14 @@ def observe(
         view,
         merger=reader.merger_status() or MergerStatus(),
         standbys=tuple(reader.standbys()),
-        refusals=tuple((at, refusal) for at, refusal in reader.refusals(REFUSALS_READ) if not refusal.repeat),
+        refusals=tuple(refusals_of(reader) if refusals is None else refusals),
         unreadable=tuple(reader.unreadable()),
     )
+
+
+def refusals_of(reader: ReaderClient) -> list[tuple[float, Refusal]]:
+    """Return the recent refusals, oldest first, each with its Unix seconds. It reads many entries of a stream."""
+    return [(at, refusal) for at, refusal in reader.refusals(REFUSALS_READ) if not refusal.repeat]
 
 
 def _accounts(reader: ReaderClient, briefly: bool) -> tuple[Books, Pending]:

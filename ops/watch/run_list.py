@@ -178,7 +178,7 @@ def entry_of(transport: ReaderTransport, where: str = "redis") -> RunEntry:
     """Return the run of a connection. Raise BrokerError, and ConfigError for a damaged manifest."""
     manifest, run = opened(transport, for_display=True)
     evaluations, unit = run.reader.evaluations(), loss_unit(manifest.corpus)
-    view = observe(run, manifest, evaluations=evaluations, briefly=True)
+    view = observe(run, manifest, evaluations=evaluations, refusals=(), briefly=True)
     ages = [island.last_seen_seconds for island in view.islands] + [view.merger.still_seconds] * bool(view.rounds)
     return RunEntry(
         run=manifest.run, where=where, state=view.state, model=manifest.config.model.size,

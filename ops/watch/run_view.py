@@ -93,11 +93,11 @@ class RunView:
         evaluated_by: The island that did; empty if `up` measured the end of the run.
         frozen_parameters: The parameters of the model that the run does not train.
         task: The name of the users' task that it trains; empty for other runs.
-        passes: Mean number of times that a shard of the run's corpus was read, counting merged work only. It is NaN if
+        passes: Mean number of times that a range of the run's corpus was read, counting merged work only. It is NaN if
             the islands are training scripts of their users.
         shards: The fragments of each shard, in a run with several.
         unreachable: The shards that cannot be reached, each with the reason. The figures are those of the others.
-        balanced: Whether published = merged + refused + pending, in contributions and in tokens.
+        balanced: Whether published = merged + refused + pending, in contributions and (if they are read) in tokens.
         memory_limit_bytes: Redis's maxmemory; 0 if it has none.
         unreadable: Records in Redis that this reader could not read and skipped, by name.
         merger: The merger that holds the lease, and the time since the last round closed.

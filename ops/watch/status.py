@@ -147,7 +147,7 @@ def print_lines(watcher: Watcher, every_seconds: float, stopped: Callable[[], bo
         watcher.update()
         outage, view = watcher.outage(), watcher.latest.view if watcher.latest else None
         if outage or not view:
-            why = outage.why if outage else ""
+            why = outage.error if outage else ""
             text = {"error": why} if as_json else why
         elif as_json:
             text = view.as_json()

@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 
 from archipelago.broker.errors import ArchipelagoError, UnreachableError
 from archipelago.broker.manifest import loss_unit
-from archipelago.broker.messages import Evaluation, TapeEntry
+from archipelago.broker.messages import Evaluation, Refusal, TapeEntry
 from archipelago.broker.shards.transport import opened, shards_away, whole
 from archipelago.broker.transport import ReaderTransport
 from archipelago.ops.watch.advice import Problem, ProblemLog, problems
 from archipelago.ops.watch.events import Event, events_of, with_comebacks
 from archipelago.ops.watch.history import History, QueueRow, Rate, measured
-from archipelago.ops.watch.reading import RECENT_ROUNDS, observe
+from archipelago.ops.watch.reading import RECENT_ROUNDS, observe, refusals_of
 from archipelago.ops.watch.run_view import RunView
 
 LOOK_SECONDS = 1.0
-#: Evaluations are read again after this time, and so rarely that it takes at most this share of the time.
+#: Evaluations and refusals are read again after this time, and so rarely that it takes at most this share of the time.
 SELDOM_SECONDS, SELDOM_SHARE = 5.0, 0.05
 #: A reading that takes longer counts as an outage. The connection itself waits longer.
 PATIENCE_SECONDS = 4.0
@@ -58,11 +58,12 @@ class RunReading:
 
 @dataclass(frozen=True)
 class Outage:
-    """The reason why there is no new reading, and the time at which this began."""
+    """The reason why there is no new reading, and the time at which this began. `error` is for logs and pipes."""
 
     since_unix_seconds: float
     what: str
     more: str = ""
+    error: str = ""
 
     @property
     def why(self) -> str:
@@ -103,7 +104,8 @@ class Watcher:
         #: The shards that the history lacks.
         self._lacks: frozenset[int] = frozenset()
         self._evaluations: Sequence[Evaluation] = ()
-        self._evaluations_due = -math.inf
+        self._refusals: Sequence[tuple[float, Refusal]] = ()
+        self._seldom_due = -math.inf
 
     def update(self) -> bool:
         """Read the run once. Return False if the broker did not answer, or sent what cannot be decoded."""
@@ -112,11 +114,11 @@ class Watcher:
             self.latest = self.read()
         except ArchipelagoError as error:
             since = self._outage.since_unix_seconds if self._outage else self.wall()
-            self._evaluations_due = -math.inf  # After an outage everything is read again.
+            self._seldom_due = -math.inf  # After an outage everything is read again.
             if isinstance(error, UnreachableError):
-                self._outage = Outage(since, SILENT, f"{error.what}. {CONTINUES}")
+                self._outage = Outage(since, SILENT, f"{error.what}. {CONTINUES}", error.what)
             else:
-                self._outage = Outage(since, error.what, error.remedy)
+                self._outage = Outage(since, error.what, error.remedy, error.what)
         else:
             self._outage = None
         self._turn = None
@@ -132,7 +134,8 @@ class Watcher:
     def read(self) -> RunReading:
         """Return the run as Redis has it now. Raise BrokerError and WireError."""
         tape = self._follow()
-        view = observe(self.transport, self.manifest, tape, self._newest_evaluations(), briefly=True)
+        self._read_seldom()
+        view = observe(self.transport, self.manifest, tape, self._evaluations, self._refusals, briefly=True)
         now, before = self.wall(), self.latest.rates if self.latest else {}
         self.history.queues.add(QueueRow(now, view.pending, view.memory_bytes))
         found = problems(view, self.manifest.config, tape[-RECENT_ROUNDS:], self._evaluations, now)
@@ -151,13 +154,13 @@ class Watcher:
             rates=measured(before, view.islands, now),
         )
 
-    def _newest_evaluations(self) -> Sequence[Evaluation]:
-        """Return all evaluations. Reading them takes longer as the run goes on, so it is done rarely."""
+    def _read_seldom(self) -> None:
+        """Read all evaluations and the recent refusals if they are due. It may take long, so it is done rarely."""
         began = self.clock()
-        if began >= self._evaluations_due:
+        if began >= self._seldom_due:
             self._evaluations = self.transport.reader.evaluations()
-            self._evaluations_due = began + max(SELDOM_SECONDS, (self.clock() - began) / SELDOM_SHARE)
-        return self._evaluations
+            self._refusals = refusals_of(self.transport.reader)
+            self._seldom_due = began + max(SELDOM_SECONDS, (self.clock() - began) / SELDOM_SHARE)
 
     def _follow(self) -> Sequence[TapeEntry]:
         """Add the recent tape to the history and return it. If they do not connect, read the whole tape again.
@@ -188,7 +191,7 @@ class Watcher:
         self.history.queues = queues
         self.history.begin(self.transport.reader.books().merged_tokens, tape)
         self._lacks = frozenset(shards_away(self.transport))
-        self._evaluations_due = -math.inf
+        self._seldom_due = -math.inf
         return tape
 
 

@@ -143,7 +143,7 @@ function writeBooks(books) {
     put(`b-${name}`, count(contributions));
     put(`t-${name}`, short(tokens));
   }
-  put("books-sub", `published ${balanced ? "=" : "≠"} merged + refused + pending; tokens count once for each fragment`);
+  put("books-sub", `published ${balanced ? "=" : "≠"} merged + refused + pending contributions; tokens count once for each fragment`);
 }
 
 // -- islands -----------------------------------------------------------------------------------------------------------
@@ -355,10 +355,6 @@ function writeSettings(settings, set) {
 // -- several runs ------------------------------------------------------------------------------------------------------
 
 const RUNS_DRAWN = 6;
-const RUN_MOODS = {
-  training: "good", new: "idle", paused: "idle", finished: "idle", ended: "warn", "no islands": "warn", "no merger": "warn",
-  "shard away": "warn", stalled: "warn", starting: "busy",
-};
 const chosen = new Map();
 const keyOf = (run) => `${run.where} ${run.run}`;
 let runs = null;
@@ -382,7 +378,7 @@ function writeRuns(found) {
     name.append(element(run.run === found.own ? "b" : "span", "", run.run));
     if (run.where !== "redis") name.append(element("small", "", run.where));
     if (run.differs.length) name.append(element("small", "", run.differs.join(", ")));
-    pill.dataset.mood = RUN_MOODS[run.state] ?? "idle";
+    pill.dataset.mood = run.mood;
     state.append(pill);
     row.append(first, name, state, element("td", "num", fixed(run.held_out)), element("td", "num", `${short(run.step)} of ${short(run.steps)}`),
       element("td", "num", run.where === "redis" ? `${run.live} of ${run.known}` : count(run.known)), element("td", "num", brief(run.tokens)));

@@ -330,10 +330,12 @@ def test_rounds_are_followed_across_a_gap_and_a_new_run_of_the_same_name_has_a_n
     assert json.loads(board.charts)["lines"]["round"] == [1], "a new history is drawn at once"
 
 
-def test_evaluations_are_read_rarely(watch: Watcher, transport: Away, clock: VirtualClock) -> None:
-    made: list[float] = []
+def test_evaluations_and_refusals_are_read_rarely(watch: Watcher, transport: Away, clock: VirtualClock) -> None:
+    made, refusals = list[float](), list[str]()
 
     def slow(name: str) -> None:
+        if name == "refusals":
+            refusals.append(name)
         if name == "evaluations":
             clock.now += 2.0  # The reading takes this long.
             made.append(clock.now)
@@ -342,4 +344,4 @@ def test_evaluations_are_read_rarely(watch: Watcher, transport: Away, clock: Vir
     for seconds, count in ((0.0, 1), (0.0, 1), (SELDOM_SECONDS + 30.0, 1), (10.0, 2)):
         clock.now += seconds  # 2 s of 40 s are the allowed share of a twentieth.
         watch.update()
-        assert len(made) == count, seconds
+        assert len(made) == len(refusals) == count, seconds

@@ -52,7 +52,7 @@ def test_the_state_of_a_run() -> None:
     ):
         merger = changes.get("merger", MergerStatus("m", 1, 4.0, seconds))
         assert view(**changes | {"merger": merger}).state == word, (changes, seconds)
-        assert word in page_data._STATES
+        assert word in page_data.STATES
     assert view(unreachable={1: "gone"}, **live).state == "shard away"
 
 
