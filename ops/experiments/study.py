@@ -237,11 +237,14 @@ def append(path: Path, record: Record) -> None:
 def run(study: Study, folder: Path, jobs: int, known: Mapping[str, Record], most: int = 0) -> int:
     """Run the trials that are not in `known`, and append each result to `FOLDER/NAME.jsonl` when it arrives.
 
+    Trials with `chips` are left out. Raise ConfigError if no others are due.
+
     Returns:
         The number of trials that ran.
     """
-    due = [trial for trial in study.trials if trial.key not in known]
-    if any(trial.chips for trial in due):
+    rest = [trial for trial in study.trials if trial.key not in known]
+    due = [trial for trial in rest if not trial.chips]
+    if rest and not due:
         raise ConfigError(
             "islands of a study no longer fail as on a tape of `chips`, and only old results have it",
             "Leave chips out. `archipelago simulate plan` predicts failures, and `archipelago chaos` makes real ones.",

@@ -98,13 +98,14 @@ class Trial:
 
     def _require_possible(self) -> None:
         """Raise ConfigError for a combination that no study can have (`study.trial`)."""
-        m, slowed = self.islands, f"{self.slowed} slow islands of {self.islands}"
-        is_counted = type(m) is int and 1 <= m <= ISLANDS_MAX
+        is_counted = type(self.islands) is int and 1 <= self.islands <= ISLANDS_MAX
+        m = self.islands if is_counted else 1  # A study file may give text.
         for holds, what, remedy in (
             (self.kind in KINDS, f"runs of the kind {self.kind!r}", f"Choose one of {', '.join(KINDS)}."),
-            (is_counted and 1.0 <= self.slow < math.inf, f"{m} islands, the last {self.slow} times slower",
+            (is_counted and 1.0 <= self.slow < math.inf, f"{self.islands} islands, the last {self.slow} times slower",
              f"Give 1 to {ISLANDS_MAX} islands, and a factor of 1 or more."),
-            (type(self.slowed) is int and 1 <= self.slowed <= max(1, m - 1), slowed,
+            (type(self.slowed) is int and 1 <= self.slowed <= max(1, m - 1),
+             f"{self.slowed} slow islands of {m}",
              "At least one is slow, and at least one is not."),
             (0.0 <= self.sending < math.inf, f"sending = {self.sending}", "Give a number of steps."),
             (type(self.hostile) is int and 0 <= self.hostile < m and (not self.hostile or self.attack in ATTACKS),

@@ -52,6 +52,7 @@ def test_several_islands_can_be_slow() -> None:
 
 def test_combinations_that_make_no_sense_are_refused() -> None:
     wrong: list[dict[str, Any]] = [
+        {"islands": "4"},
         {"slow": 3.0, "slowed": 0},
         {"slow": 3.0, "slowed": 4},
         {"slow": 3.0, "lockstep": True},
