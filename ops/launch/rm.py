@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import math
+import os
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError
-from archipelago.broker.process import connect_to, print_json
+from archipelago.broker.process import URL_VARIABLE, connect_to, print_json
 from archipelago.broker.redis.administration import Deletion, shards_with_keys
 from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.redis.transport import RedisTransport
 from archipelago.broker.shards.transport import opened
 from archipelago.broker.transport import ReaderClient
 from archipelago.ops.settings import say
+from archipelago.ops.watch.formatting import ago
+from archipelago.ops.watch.run_list import entry_of
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,14 @@ class RmOptions:
 
 def main(options: RmOptions) -> int:
     """Delete the run."""
-    transport = connect_to(options.url, checked_name(options.run, "the run name"))
+    name = checked_name(options.run, "the run name")
+    if not (options.url or os.environ.get(URL_VARIABLE)) and (folder := Path("runs") / name).is_dir():
+        raise ConfigError(
+            "no Redis URL was given",
+            f"Give it as the second argument. A run of `up` that has ended is deleted with its folder: rm -r {folder}",
+            code="config.which-run",
+        )
+    transport = connect_to(options.url, name)
     try:
         return _remove(options, transport)
     finally:
@@ -62,7 +74,7 @@ def _remove(options: RmOptions, transport: RedisTransport) -> int:
             "Stop them first, with SIGTERM or Ctrl-C. --force deletes the run nevertheless.",
             code="run.alive",
         )
-    _confirm(options, f"all keys of the run {run!r} at {where}")
+    _confirm(options, f"all keys of the run {run!r} at {where}{_described(transport)}")
     users = deletions[-1].delete_users()
     count = sum(deletion.delete() for deletion in deletions)
     if options.json:
@@ -91,6 +103,15 @@ def living(transport: RedisTransport) -> list[str]:
     out = [f"the merger {holder}" for holder in (status.holders if status else ())]
     out += [f"the standby {standby.name}" for standby in reader.standbys()]
     return out + [f"the island {p.heartbeat.island}" for p in reader.presences() if p.is_live]
+
+
+def _described(transport: RedisTransport) -> str:
+    try:
+        entry = entry_of(transport)
+    except (BrokerError, ConfigError):
+        return ""
+    active = "" if math.isnan(entry.idle_seconds) else f", last active {ago(entry.idle_seconds)} ago"
+    return f" ({entry.model}, round {entry.round:,}, step {entry.step:,} of {entry.steps:,}{active})"
 
 
 def _confirm(options: RmOptions, what: str) -> None:

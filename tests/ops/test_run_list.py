@@ -175,7 +175,9 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_rm_asks_for_the_name(url: str, raw: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rm_asks_for_the_name(
+    url: str, raw: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     create(url, "old").close()
     for answer in (io.StringIO("old\n"), Terminal("ol\n"), Terminal("")):
         monkeypatch.setattr(sys, "stdin", answer)
@@ -183,8 +185,16 @@ def test_rm_asks_for_the_name(url: str, raw: Any, monkeypatch: pytest.MonkeyPatc
             run(["rm", "old", url])
     assert raw.keys() != []
     monkeypatch.setattr(sys, "stdin", Terminal("old\n"))
+    capsys.readouterr()
     assert run(["rm", "old", url]) == 0
+    assert f"({samples.manifest('old').config.model.size}, round 0, step 0 of " in capsys.readouterr().err
     assert raw.keys() == []
+
+
+def test_rm_without_a_url_says_how_a_run_of_up_is_deleted() -> None:
+    with failing(ConfigError, "config.which-run") as error:
+        run(["rm", str(folder_of("mine").name)])
+    assert error.value.remedy.endswith("runs/mine")
 
 
 def test_rm_refuses_while_a_merger_serves_a_shard_and_ends_an_interrupted_creation(url: str) -> None:
