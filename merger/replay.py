@@ -8,7 +8,7 @@ is that of a checkpoint, for the whole run, or that of a compaction in Redis, fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 
 import jax
@@ -53,7 +53,7 @@ def replay_round(
             f"{where} does not sync fragment {tape.fragment}, which the tape names", code="replay.round"
         )
     try:
-        apply_steering(rules, state, tape)
+        state.steered = control.after_changes(rules.manifest.config, state.steered, tape.steered)
     except WireError as error:
         raise DifferenceError(f"{where}: {error.reason}") from None
     try:
@@ -67,12 +67,6 @@ def replay_round(
         raise DifferenceError(f"{where}: no member explains step {tape.step}")
     rules.advance(state, tape.round, tape.step, merged, round_sum)
     return merged.state
-
-
-def apply_steering(rules: RoundMerge, state: RunState, tape: TapeEntry, pinned: Collection[str] = ()) -> None:
-    """Apply the settings that an operator changed with that round, except `pinned` ones. Raises WireError."""
-    after = control.after_changes(rules.manifest.config, state.steered, tape.steered)
-    state.steered = {name: value for name, value in after.items() if name not in pinned}
 
 
 def merge_recorded(

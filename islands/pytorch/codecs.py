@@ -20,7 +20,7 @@ Tensor = Any
 #: The tensors of one encoded vector. The bits of bfloat16 numbers are int16, which stands for uint16.
 Parts = tuple[Tensor, ...]
 
-_MANTISSA_BITS, _SIGN_FREE = 23, 0x7FFFFFFF
+_SIGN_FREE = 0x7FFFFFFF
 
 
 class TorchCodec(NamedTuple):

@@ -15,6 +15,7 @@ from rich.table import Table
 from archipelago.broker.files import make_untracked
 from archipelago.broker.process import finite, print_json
 from archipelago.ops.settings import can_draw, say, table_console
+from archipelago.ops.watch.formatting import new_table
 
 Result = TypeVar("Result")
 
@@ -95,9 +96,8 @@ def table(rows: Sequence[Mapping[str, Any]], width: int) -> Table:
     cells = [list(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
     heads, *body = cells
     fits = sum(max(map(len, column)) + 2 for column in zip(*cells, strict=True)) - 2 <= width
-    made = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1) if fits else (0, 1, 0, 0))
-    for index, head in enumerate(heads):
-        made.add_column(head.replace("_", " " if fits else "\n"), justify="right" if index else "left")
+    heads = [head.replace("_", " " if fits else "\n") for head in heads]
+    made = new_table(*heads, numbers=heads[1:], padding=(0, 1) if fits else (0, 1, 0, 0))
     for row in body:
         made.add_row(*row)
     return made

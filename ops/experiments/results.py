@@ -17,6 +17,7 @@ from archipelago.ops.experiments import study as studies
 from archipelago.ops.experiments.study import Record, Study
 from archipelago.ops.experiments.trial import OWN, key_of
 from archipelago.ops.settings import can_draw, pyplot, say, table_console
+from archipelago.ops.watch.formatting import new_table
 
 AGAINST = "loss to that of data-parallel at the same tokens"
 AGAINST_ABSENT = "loss to that of the run without hostile islands, or without the rule"
@@ -154,11 +155,9 @@ def _plain(row: TrialRow, rows: Sequence[TrialRow], varying: Sequence[str]) -> d
 
 
 def _table(found: Sequence[Mapping[str, Any]], varying: Sequence[str]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
     own = [name.removeprefix("outer.") for name in varying]
     heads = [*own, "seeds", "tokens", "bits per byte", "to baseline", "on the test text", "s"]
-    for head in heads:
-        table.add_column(head, justify="right" if head not in ("kind", "rule") else "left")
+    table = new_table(*heads, numbers={*heads} - {"kind", "rule"})
     for row in found:
         loss = f"{row['diverged']} diverged" if row["diverged"] else f"{row['bits_per_byte']:.4f} ± {row['spread']:.4f}"
         known = math.isfinite(row["to_parallel"])

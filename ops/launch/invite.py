@@ -25,7 +25,7 @@ from archipelago.broker.redis import roles
 from archipelago.ops.launch.administration import ADMIN_FILE, Administrator
 from archipelago.ops.settings import say, table_console
 from archipelago.ops.watch.doctor.checks import is_local
-from archipelago.ops.watch.formatting import new_table
+from archipelago.ops.watch.formatting import local_time, new_table
 
 STANDARD_OUTPUT: Final = "-"
 _UNITS: Final = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -217,7 +217,7 @@ def _hand_out(invited: Invitation, file: Path, options: InviteOptions) -> None:
         print_json({"run": invited.run, "name": invited.name, "role": invited.role, "file": str(file),
                     "expires": invited.expires})  # fmt: skip
         return
-    until = f" until {_time(invited.expires)}" if invited.expires is not None else ""
+    until = f" until {local_time(invited.expires)}" if invited.expires is not None else ""
     say(f"{invited.name!r} is invited to the run {invited.run!r} as {invited.role}{until}")
     say(f"  {file} holds its password{' and its private key' if invited.private_key else ''}: send it secretly")
     say("  on its machine:")
@@ -260,11 +260,7 @@ def _list(members: Members, options: InviteOptions) -> None:
         return
     table = new_table("member", "role", "until", "user")
     for name, member in sorted(members.by_name.items()):
-        table.add_row(name, member.role, "–" if member.expires is None else _time(member.expires), member.user)
+        table.add_row(name, member.role, "–" if member.expires is None else local_time(member.expires), member.user)
     for name, fault in members.faults.items():
         table.add_row(name, "unreadable", fault, "")
     table_console().print(table)
-
-
-def _time(unix: float | None) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import re
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,7 +14,7 @@ from archipelago.broker.invitation import Members, Role
 from archipelago.broker.redis.checkup import NodeFacts, ServerFacts
 from archipelago.broker.redis.failures import KEEPS_ALL, OLDEST
 from archipelago.broker.transport import MEMORY_SHARE_MAX
-from archipelago.ops.watch.formatting import size
+from archipelago.ops.watch.formatting import local_time, size
 
 Level = Literal["ok", "warning", "problem"]
 
@@ -280,7 +279,7 @@ def credentials(role: Role, name: str, expires: float | None, now: float) -> Fin
     what = f"These are the credentials of {name!r} with the role {role}"
     if expires is None:
         return ok("credentials", f"{what}.")
-    what = f"{what}, until {time.strftime('%Y-%m-%d %H:%M', time.localtime(expires))}."
+    what = f"{what}, until {local_time(expires)}."
     remedy = "Ask for new ones: `archipelago invite NAME --replace --expires 4w`."
     if expires <= now:
         return problem("credentials.expired", what, remedy)
