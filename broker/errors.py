@@ -149,7 +149,7 @@ class WireError(ArchipelagoError):
         return self.what
 
 
-def require_number(flag: str, value: float, remedy: str, least: float = 0.0) -> None:
-    """Raise ConfigError unless the number that a user gave for a flag is finite and at least `least`."""
-    if not least <= value < math.inf:
+def require_number(flag: str, value: float, remedy: str, least: float = 0.0, most: float = math.inf) -> None:
+    """Raise ConfigError unless the number that a user gave for a flag is finite and from `least` to `most`."""
+    if not least <= value <= most or math.isinf(value):
         raise ConfigError(f"{flag} cannot be {value}", remedy, code="config.value")

@@ -91,7 +91,9 @@ def require_local(path: Path, what: str) -> None:
     if path.parts and _SCHEME.fullmatch(path.parts[0]):
         raise ConfigError(
             f"{what} must be a path on this machine, not a URL ({path.parts[0]}//…)",
-            "Name a local folder, or leave it out. Workers keep copies in a bucket with --bucket.",
+            "Name a path on this machine, and copy what was written."
+            if what == "--out"
+            else "Name a local folder, or leave it out. Workers keep copies in a bucket with --bucket.",
             code="file.url",
         )
 

@@ -175,7 +175,7 @@ class FaultInjector:
     def _inject(self, target: FaultTarget, fault: Fault) -> None:
         """Begin a fault now, and undo it after its time. A dead process is spared."""
         if fault.kind in ("kill", "stop", "disk") and (target.dead or (fault.kind == "stop" and target.stopped)):
-            self.note(target.name, "spared", f"{fault.kind}: it is dead or stopped")
+            self.note(target.name, "spared", f"{fault.kind}: it is {'dead' if target.dead else 'stopped'}")
             return
         self.note(target.name, fault.kind, f"{fault.value:g}" if fault.value else "")
         if (undo := self._begin(target, fault)) is not None:

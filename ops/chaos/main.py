@@ -28,6 +28,7 @@ from archipelago.ops.chaos.processes import StormPlan, parse_script
 from archipelago.ops.chaos.schedule import REDIS, Fault, Kind, merger_names
 from archipelago.ops.chaos.storm import run_storm
 from archipelago.ops.launch.init import require_usable, workload_of
+from archipelago.ops.launch.supervisor import STANDBYS_MAX, STANDBYS_REMEDY
 from archipelago.ops.settings import say
 
 #: Exit status if an invariant is broken.
@@ -124,7 +125,7 @@ def _require_sensible(options: ChaosOptions) -> None:
     for flag, count, most in (("--islands", options.islands, 256), ("--shards", options.shards, SHARDS_MAX)):
         if not 1 <= count <= most:
             raise _bad_value(flag, count, f"Choose 1 to {most}.")
-    require_number("--standbys", options.standbys, "Give a number; one is usually enough.")
+    require_number("--standbys", options.standbys, STANDBYS_REMEDY, most=STANDBYS_MAX)
     everything = [REDIS, *merger_names(options.shards), *_names(options)]
     if unknown := set(options.spare) - set(everything):
         raise _bad_value("--spare", min(unknown), f"Name some of {', '.join(everything)}.")

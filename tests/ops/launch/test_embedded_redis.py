@@ -134,6 +134,16 @@ def test_the_server_serves_this_machine_by_password_with_our_settings(served: tu
         assert client.config_get(*wanted) == wanted
 
 
+def test_the_settings_of_memory_give_way_to_those_of_the_user(
+    tmp_path: Path, valkey: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, other = embedded_redis.KEEP_FREED
+    monkeypatch.setenv(ours, "1000000")
+    with start_server(tmp_path / "redis", valkey) as server:
+        found = psutil.Process(server.pid).environ()
+    assert (found[ours], found[other]) == ("1000000", embedded_redis.KEEP_FREED[other])
+
+
 def test_the_password_is_in_a_private_file_and_on_no_command_line(served: tuple[RedisServer, Path]) -> None:
     server, folder = served
     password = urlsplit(server.url).password or ""

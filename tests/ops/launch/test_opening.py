@@ -160,12 +160,17 @@ def pinned(server: RedisServer, **changes: str) -> Invitation:
 
 
 @pytest.mark.full
-def test_an_open_server_needs_tls_and_a_user(hub: RedisServer) -> None:
+def test_an_open_server_needs_tls_and_a_user(hub: RedisServer, tmp_path: Path) -> None:
     transport = connect(hub.url, "demo", pinned(hub))
     assert transport.membership.may_administer()
     assert not transport.membership.is_open()
     assert transport.membership.keep() == "aclfile"
     transport.close()
+    renew_certificates(tmp_path, ["localhost", "127.0.0.1"], datetime.datetime.now(datetime.UTC))
+    other = (tmp_path / AUTHORITY).read_text()
+    for invited in (pinned(hub, ca_certificate=other), None):  # None: that of the system, which has not signed it
+        with failing(BrokerError, "broker.certificate"):
+            connect(hub.url, "demo", invited)
     once = Retry(NoBackoff(), 0)
     with redis.Redis(port=hub.port, password="x", retry=once) as plain, pytest.raises(redis.ConnectionError):
         plain.ping()

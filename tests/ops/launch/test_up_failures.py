@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -87,6 +88,13 @@ def test_a_call_that_trained_nothing_keeps_the_report(tmp_path: Path, monkeypatc
         (tmp_path / run_summary.TEXT).write_text(json.dumps(found))
         assert up._kept_report(tmp_path, report, has_trained=has_trained) == (earlier if is_kept else report)
         assert written == ([] if is_kept else [report])
+
+
+def test_a_report_without_a_loss_is_a_failure(tmp_path: Path) -> None:
+    up._require_losses({"held_out_first": 7.5, "held_out_last": 2.0}, tmp_path)
+    for first, last in ((7.5, math.nan), (math.nan, 2.0)):
+        with failing(ArchipelagoError, "up.no-loss"):
+            up._require_losses({"held_out_first": first, "held_out_last": last}, tmp_path)
 
 
 # -- options of the workers --------------------------------------------------------------------------------------------
