@@ -169,7 +169,7 @@ def test_an_open_server_needs_tls_and_a_user(hub: RedisServer, tmp_path: Path) -
     renew_certificates(tmp_path, ["localhost", "127.0.0.1"], datetime.datetime.now(datetime.UTC))
     other = (tmp_path / AUTHORITY).read_text()
     for invited in (pinned(hub, ca_certificate=other), None):  # None: that of the system, which has not signed it
-        with failing(BrokerError, "broker.certificate"):
+        with failing(BrokerError, "broker.tls"):
             connect(hub.url, "demo", invited)
     once = Retry(NoBackoff(), 0)
     with redis.Redis(port=hub.port, password="x", retry=once) as plain, pytest.raises(redis.ConnectionError):
