@@ -157,5 +157,8 @@ def follow(next_frame: Callable[[], Frame], computation: SharedComputation, samp
     while (frame := next_frame()).kind != "end":
         if frame.kind not in doings:
             raise unfit(f"the leader says {frame.kind!r}, which nothing knows")
-        doings[frame.kind](frame)
+        try:
+            doings[frame.kind](frame)
+        except (IndexError, KeyError, TypeError, ValueError) as error:
+            raise unfit(f"{frame.kind!r} does not fit this island ({type(error).__name__}: {error})"[:500]) from error
     return frame.number(1)

@@ -167,7 +167,7 @@ def _greeted(here: HostRank, about: Mapping[str, str], key: bytes) -> Connection
         answer = connection.receive(HELLO_SECONDS)
         if answer.kind == "refused":
             raise ConfigError(answer.text(0), answer.text(1), code=answer.text(2))
-        require_proof(answer.text(0), key, own)
+        require_proof(answer.text(0), key, here.address, own)
     except BaseException:
         connection.close()
         raise

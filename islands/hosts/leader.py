@@ -154,7 +154,7 @@ class HostLeader:
             hello = connection.receive(HELLO_SECONDS)
             rank, about, own = hello.number(0), hello.text(1), hello.text(2)
             try:
-                require_proof(hello.text(3), self._key, challenge, str(rank), about, own)
+                require_proof(hello.text(3), self._key, self._here.address, challenge, str(rank), about, own)
                 with self._lock:  # of two that come at once with one rank, one is let in
                     self.require_fit(rank, json.loads(about))
                     connection.send(Frame("welcome", (proof(self._key, own),)))
@@ -173,7 +173,9 @@ class HostLeader:
         for what, own in self._about.items():
             if own != about.get(what, "none"):
                 raise disagreement(what, own, rank, about.get(what, "none"))
-        if not 0 < rank < self._here.hosts or rank in self._others:
+        if not 0 <= rank < self._here.hosts:
+            raise flag_error(f"this island has no host {rank}", f"Give a --host-rank below {self._here.hosts}.")
+        if rank == 0 or rank in self._others:
             raise flag_error(
                 f"another process is host {rank} of this island already",
                 "Give each process another --host-rank, and end those of earlier starts.",

@@ -171,11 +171,11 @@ def proof(key: bytes, *parts: str) -> str:
     return hmac.new(key, "\0".join(parts).encode(), "sha256").hexdigest()
 
 
-def require_proof(found: str, key: bytes, *parts: str) -> None:
+def require_proof(found: str, key: bytes, address: str, *parts: str) -> None:
     """Raise ConfigError (`hosts.stranger`) for another proof, after a time that tells nothing about the key."""
     if not hmac.compare_digest(found.encode(), proof(key, *parts).encode()):
         raise ConfigError(
-            "the two processes do not know the same Redis",
+            f"this process and what answers at {address} do not know the same Redis",
             "Check --coordinator, and give all hosts of an island the same Redis URL or join file.",
             code="hosts.stranger",
         )

@@ -273,7 +273,7 @@ def test_a_stranger_and_a_host_that_joins_twice_are_refused_and_disturb_nobody(h
     found = both(leader, lambda: tried(here), lambda: tried(here))
     assert [each for each in found if isinstance(each, str)] == ["hosts.flags"]
     (follower,) = (each for each in found if isinstance(each, HostFollower))
-    assert [tried(here, rank) for rank in (0, 1)] == ["hosts.flags"] * 2
+    assert [tried(here, rank) for rank in (0, 1, 2)] == ["hosts.flags"] * 3
     assert tried(here, key=key_of("redis://:guess@host")) == "hosts.stranger"
     follower.start()
     leader.tell("go")

@@ -218,15 +218,27 @@ def test_a_follower_does_what_its_leader_says_and_nothing_else() -> None:
     placement, _ = on_mesh(FOUR, CONFIG)
     assert placement is not None
     taken: list[Any] = []
-    computation = SharedComputation(manifest(), None, None, placement)  # type: ignore[arg-type]
+    computation = SharedComputation(manifest(), None, partial(begin, CONFIG.inner), placement)  # type: ignore[arg-type]
     computation.step = lambda batches_n, *about: taken.append(placement.place_batches(batches_n))  # type: ignore[method-assign, assignment]
     batch = np.arange(2 * 8 * 3, dtype=np.uint8).reshape(2, 8, 3)
-    frames = [Frame("step", (0, 100), (batch,)), Frame("end", ("", 3)), Frame("dance")]
+    frames = [Frame("step", (0, 100), (batch,)), Frame("end", ("", 3))]
     assert follow(iter(frames).__next__, computation, batch) == 3
     np.testing.assert_array_equal(taken[-1], batch)
     assert {shard.data.shape for shard in taken[-1].addressable_shards} == {(2, 2, 3)}
-    with failing(WireError, "hosts.message"):
-        follow(iter(frames[2:]).__next__, computation, batch)
+    computation.begin_at([np.zeros(size, np.float32) for size in manifest().sizes])
+    for wrong in (
+        Frame("dance"),
+        Frame("step", (0, 100), (batch, batch)),
+        Frame("adopt", (0,)),
+        Frame("adopt", (9,), (batch,)),
+        Frame("adopt", (0,), (batch,)),
+        Frame("measure", (9, "int8")),
+        Frame("begin"),
+        Frame("take", (), (batch,)),
+        Frame("restore", (), (batch,)),
+    ):
+        with failing(WireError, "hosts.message"):
+            follow(iter([wrong]).__next__, computation, batch)
 
 
 @pytest.mark.full
