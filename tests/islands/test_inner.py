@@ -215,6 +215,15 @@ def test_the_first_step_of_muon_by_hand() -> None:
     np.testing.assert_allclose(np.asarray(state.params["bias"]), bias, rtol=1e-5)
 
 
+def test_muon_leaves_embeddings_routers_and_outputs_to_adam() -> None:
+    matrix, vector = jnp.ones((3, 4)), jnp.ones(4)
+    hidden = ("layers.0.mlp.up.kernel", "layers.0.mlp.experts.2.up.kernel", "layers.1.attention.out.kernel")
+    others = ("embedding", "patches.embedding", "layers.0.mlp.router.kernel", "output.kernel")
+    params = dict.fromkeys((*hidden, *others), matrix) | {"norm.scale": vector}
+    second_moments = optax.tree_utils.tree_get(begin(MUON, params).optimizer, "nu")
+    assert {name for name, value in second_moments.items() if hasattr(value, "shape")} == {*others, "norm.scale"}
+
+
 # -- penalties -----------------------------------------------------------------------------------------------------
 
 

@@ -140,6 +140,14 @@ def test_the_newest_are_kept_and_the_newest_of_all_is_loaded_by_default(tmp_path
         CheckpointStore(tmp_path, keep=0)
 
 
+def test_leftovers_of_a_death_are_removed_by_the_next_save(tmp_path: Path) -> None:
+    store = saved(tmp_path, image(1))
+    shutil.copytree(tmp_path / "1", tmp_path / "2.orbax-checkpoint-tmp")
+    assert store.numbers() == [1]
+    store.save(image(3))
+    assert directories(tmp_path) == ["1", "3"]
+
+
 # -- a death at any file operation -------------------------------------------------------------------------------------
 
 DEATHS = """

@@ -155,6 +155,27 @@ def test_another_checkpoint_waits_for_the_parts_of_the_last_one() -> None:
     assert waits == [2, 4, 8, 8, 8, 8, 2, 4], "the wait ends, and grows until the parts are there"
 
 
+def test_a_number_that_was_announced_is_not_used_again() -> None:
+    home = Shard()
+    leader = leading(Shard(), home=home)
+    leader.start()
+    assert leader.announced == 0
+    home.announced += [Marker(9, 0), *[Call(3, 0)] * EVENTS_AT_ONCE]
+    leader.start()
+    assert leader.announced == 9
+    leader.begin(12, 0.0)
+    home.announced.clear()  # a Redis that died may have lost them
+    leader.start()
+    assert leader.announced == 12
+
+
+def test_the_end_waits_for_what_other_shards_have_to_merge() -> None:
+    other = Shard()
+    leader = leading(other)
+    for other.waiting, other.is_away in ((0, False), (1, False), (0, True)):
+        assert leader.has_backlog() == (other.waiting > 0 or other.is_away)
+
+
 # -- the folders of the shards -----------------------------------------------------------------------------------------
 
 

@@ -32,6 +32,7 @@ from tests.harness.merger_run import (
     state_of,
     take_checkpoint,
 )
+from tests.intercept import EVERY
 from tests.tiers import examples
 
 STEERED = {OUTER_RATE: "0.25", QUORUM: "3", GRACE: "0.125"}
@@ -329,6 +330,14 @@ def test_no_request_stops_the_merger_or_breaks_a_replay(requests: list[dict[str,
     for p in range(2):
         if run.version(p):
             assert outer.dump(fragments[p].params_N, fragments[p].outer) == run.transport.merger.outer(p)
+
+
+def test_a_lost_note_does_not_stop_the_merger() -> None:
+    run = MergerRun()
+    merger = run.merger(transport=run.faulty(("note", EVERY, "before")))
+    run.transport.reader.steer({OUTER_RATE: "0.25"})
+    play_one(run, merger, 1)
+    assert steered_on_tape(run) == ["outer.learning_rate=0.25"]
 
 
 def test_the_operator_is_told_once_of_a_lowered_weight_and_the_rule_expels() -> None:

@@ -31,6 +31,8 @@ own = lambda *_: None
 signal.signal(signal.SIGTERM, own)
 other.release()
 assert signal.getsignal(signal.SIGTERM) is own, "a handler that the script has set since"
+other.watch()
+assert signal.getsignal(signal.SIGTERM) is own, "a handler that the script had before"
 """
 
 

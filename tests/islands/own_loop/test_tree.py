@@ -105,6 +105,16 @@ def test_a_state_arrives_with_its_values_and_own_leaves_stay() -> None:
     jax.tree.map(np.testing.assert_array_equal, found[0], adam())
 
 
+def test_arrays_of_numpy_keep_their_dtype() -> None:
+    """JAX has no 64-bit numbers by default."""
+    theirs = {"a": np.array([1e300, 2.0]), "b": np.float64(1e300), "c": np.int64(1 << 60)}
+    own = {"a": np.zeros(2), "b": np.float64(0), "c": np.int64(0)}
+    found = LoopState(lambda: own).decode(*handed_over(theirs))
+    for key, value in theirs.items():
+        assert type(found[key]) is type(value)
+        np.testing.assert_array_equal(found[key], value)
+
+
 def test_a_state_of_as_many_bytes_and_another_layout_is_refused() -> None:
     own = {"a": jnp.zeros((2, 3)), "b": jnp.zeros(6)}
     others: list[Any] = [
