@@ -33,9 +33,6 @@ SETINFO: Final = (7, 2)
 
 #: Commands without keys. None of them changes anything at the server.
 _KEYLESS: Final = ("PING", "TIME", "INFO", "MULTI", "EXEC", "DISCARD", "UNWATCH", "CLUSTER|SLOTS")
-#: Further commands without keys, by role. A merger finds the streams whose names are lost. An island may read from a
-#: replica in a cluster.
-_KEYLESS_OF: Final[dict[Role, tuple[str, ...]]] = {"merger": ("SCAN",)}
 _READS: Final = (
     "WATCH", "EXISTS", "TYPE", "TTL", "PTTL", "GET", "STRLEN", "GETRANGE", "HGET", "HMGET", "HGETALL", "HEXISTS",
     "HLEN", "HSTRLEN", "HSCAN", "SMEMBERS", "SISMEMBER", "SCARD", "SSCAN", "XRANGE", "XREVRANGE", "XREAD", "XLEN",
@@ -127,7 +124,8 @@ def rules(role: Role, run: str, name: str, version: tuple[int, ...], shards: int
     """
     every = Keys.patterns(run, shards)
     reading, *writing = map(_joined, zip(*(grants(role, keys, name) for keys in every), strict=True))
-    keyless = [*_KEYLESS, *_KEYLESS_OF.get(role, ()), *(["CLIENT|SETINFO"] if version >= SETINFO else [])]
+    keyless = [*_KEYLESS, *(["CLIENT|SETINFO"] if version >= SETINFO else [])]
+    keyless += ["SCAN"] if role == "merger" else []  # with which it finds streams whose names are lost
     begin = ["reset", "on", "resetchannels", "-@all"]
     if version >= SELECTORS:
         root = [*_allowed(keyless), *_allowed(reading.commands), *(f"%R~{key}" for key in reading.keys)]

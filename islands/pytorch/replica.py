@@ -128,7 +128,7 @@ class SharedReplica(TorchReplica):
 
 
 class SplitReplica(TorchReplica):
-    """The parts of all references in this process. The leader alone has whole fragments, one at a time."""
+    """The pieces of all references in this process. The leader alone has whole fragments, one at a time."""
 
     def __init__(self, manifest: Manifest, parameters: ModuleParameters, courier: Courier, tell: Tell) -> None:
         """Begin without references.
@@ -188,7 +188,7 @@ def _own_rows(rows: Rows, parameters: ModuleParameters) -> Rows:
     """Return this process's pieces of a fragment's tensors, with their offsets in its own vector."""
     offset, found, views = 0, [], parameters.views()
     for tensor, _ in rows:
-        part = Tensor(tensor.name, tuple(own_piece(views[tensor.name]).shape), tensor.kind)
-        found.append((part, offset))
-        offset += part.size
+        piece = Tensor(tensor.name, tuple(own_piece(views[tensor.name]).shape), tensor.kind)
+        found.append((piece, offset))
+        offset += piece.size
     return tuple(found)

@@ -1,4 +1,4 @@
-"""Scripts of the guide, as they stand, in real processes. `ops/chaos/test_script.py` kills one of them."""
+"""Scripts of the guide, as they stand, in real processes. `ops/chaos/test_storm_command.py` kills one of them."""
 
 from __future__ import annotations
 

@@ -219,9 +219,9 @@ def test_the_books_balance_in_contributions_and_in_tokens() -> None:
 
 
 def test_a_state_of_any_form_is_read_as_far_as_possible() -> None:
-    state = '{"island_tokens": {"a": 14}, "refused": {"wire.digest": 2}, "covered": "many"}'
+    state = '{"island_tokens": {"a": 14}, "refused": {"wire.payload": 2}, "covered": "many"}'
     view = seen(presences=PRESENCES[:1], state=state)
-    assert (view.islands[0].tokens_merged, view.refused_by_code, view.covered) == (7, {"wire.digest": 2}, 0)
+    assert (view.islands[0].tokens_merged, view.refused_by_code, view.covered) == (7, {"wire.payload": 2}, 0)
     for state in ("", "{}", "[]", "no JSON", '{"island_tokens": 3}', '{"island_tokens": {"a": "many"}}'):
         assert seen(presences=PRESENCES[:1], state=state).islands[0].tokens_merged == 0, state
 
