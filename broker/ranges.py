@@ -14,16 +14,16 @@ from dataclasses import dataclass
 
 from archipelago.broker.errors import WireError
 
-#: The most places in one contribution, and so the most ranges that an island can hold at a time.
+#: The most positions in one contribution, and so the most ranges that an island can hold at a time.
 POSITIONS_MAX = 32
 #: The most ranges of a corpus, or of a task's data.
 RANGES_MAX = 1 << 14
 #: How many turns a claim may be ahead of the one before it.
 TURNS_SKIPPED_MAX = 1000
-#: Cursors stay below this pass, so that every cursor can be written as a place.
+#: Cursors stay below this pass, so that every cursor can be written as a position.
 PASSES_MAX = 10**12
 # The pattern avoids \d, which matches the digits of all scripts, and leading zeros, so that a range has one name.
-_PLACE = re.compile(r"((?:[A-Za-z0-9][A-Za-z0-9._-]{0,63}/)?(?:0|[1-9][0-9]{0,6})):([0-9]{1,12}):([0-9]{1,15}|end)")
+_POSITION = re.compile(r"((?:[A-Za-z0-9][A-Za-z0-9._-]{0,63}/)?(?:0|[1-9][0-9]{0,6})):([0-9]{1,12}):([0-9]{1,15}|end)")
 
 _CLAIM = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63}):([0-9]{1,13}):([0-9]{1,15})")
 
@@ -61,28 +61,28 @@ def range_name(corpus: str, number: int) -> str:
 
 
 def parse_positions(text: str) -> tuple[ReadPosition, ...]:
-    """Parse the places in a contribution's `data`. Raises WireError."""
+    """Parse the positions in a contribution's `data`. Raises WireError."""
     words = text.split()
     if len(words) > POSITIONS_MAX:
-        raise WireError(f"{len(words)} places in the data, {POSITIONS_MAX} at most")
+        raise WireError(f"{len(words)} positions in the data, {POSITIONS_MAX} at most")
     return tuple(_parse(word) for word in words)
 
 
 def _parse(word: str) -> ReadPosition:
-    found = _PLACE.fullmatch(word)
+    found = _POSITION.fullmatch(word)
     if not found:
-        raise WireError(f"{word[:40]!r} is not a place in the data")
+        raise WireError(f"{word[:40]!r} is not a position in the data")
     name, pass_number, position = found.groups()
     ended = position == "end"
     return ReadPosition(name, int(pass_number), 0 if ended else int(position), ended)
 
 
-def advanced(cursors: Mapping[str, tuple[int, int]], places: Iterable[ReadPosition]) -> dict[str, tuple[int, int]]:
+def advanced(cursors: Mapping[str, tuple[int, int]], positions: Iterable[ReadPosition]) -> dict[str, tuple[int, int]]:
     """Return the cursors that a merged contribution moves. They move only forwards; an ended pass leads to the next."""
     moved: dict[str, tuple[int, int]] = {}
-    for place in places:
-        if place.cursor[0] < PASSES_MAX and place.cursor > cursors.get(place.range, (0, 0)):
-            moved[place.range] = max(place.cursor, moved.get(place.range, (0, 0)))
+    for position in positions:
+        if position.cursor[0] < PASSES_MAX and position.cursor > cursors.get(position.range, (0, 0)):
+            moved[position.range] = max(position.cursor, moved.get(position.range, (0, 0)))
     return moved
 
 

@@ -87,12 +87,12 @@ class Rejoin(Newcomer):
         batches, link = self.island.batches, self.island.link
         link.leases.hold(batches.held())  # first, because the link would otherwise lease one of them as the next range
         try:
-            for place in batches.places():
-                self.transport.island.lease_range([place.range], self.who)
-                is_ours = self.transport.island.leased([place.range], self.who)
-                pass_number, _ = self.transport.reader.cursors().get(place.range, (0, 0))
-                if not is_ours or pass_number != place.pass_number:
-                    self.island.forget_ranges(frozenset([place.range]))
+            for position in batches.positions():
+                self.transport.island.lease_range([position.range], self.who)
+                is_ours = self.transport.island.leased([position.range], self.who)
+                pass_number, _ = self.transport.reader.cursors().get(position.range, (0, 0))
+                if not is_ours or pass_number != position.pass_number:
+                    self.island.forget_ranges(frozenset([position.range]))
         except BrokerError as error:  # the next heartbeat checks the leases
             log.warning("ranges of the text cannot be leased again: %s", error.what)
         link.leases.hold(batches.held())

@@ -160,9 +160,9 @@ class Island(Participant):
         """Adopt a fragment."""
         self.computation.adopt(arrival)
 
-    def places(self) -> Sequence[object]:
+    def positions(self) -> Sequence[object]:
         """Return how far each leased range was read."""
-        return self.batches.places()
+        return self.batches.positions()
 
     def forget_ranges(self, ranges: frozenset[str]) -> None:
         """Give up the leases of these ranges."""

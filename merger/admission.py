@@ -76,7 +76,7 @@ def reason_to_refuse(contribution: Contribution, manifest: Manifest, closed: int
         return Reason(*found)
     if c.codec not in (config.wire.up, config.wire.thin):
         return Reason("codec", f"this run does not use codec {c.codec[:32]!r}")
-    if fault := _fault_of_places(c.data, RANGES_MAX if config.has_own_loops else config.data.shards):
+    if fault := _fault_of_positions(c.data, RANGES_MAX if config.has_own_loops else config.data.shards):
         return Reason("data", fault)
     staleness = version - c.base
     if staleness > config.sync.staleness_cap:
@@ -84,14 +84,14 @@ def reason_to_refuse(contribution: Contribution, manifest: Manifest, closed: int
     return None
 
 
-def _fault_of_places(data: str, shards: int) -> str:
+def _fault_of_positions(data: str, ranges: int) -> str:
     """Return what is wrong with the island's reading positions in the corpus, or an empty text."""
     try:
-        places = parse_positions(data)
+        positions = parse_positions(data)
     except WireError as error:
         return error.reason
-    beyond = [place.range for place in places if int(place.range.rpartition("/")[2]) >= shards]
-    return f"shard {beyond[0]} of {shards} does not exist" if beyond else ""
+    beyond = [position.range for position in positions if int(position.range.rpartition("/")[2]) >= ranges]
+    return f"range {beyond[0]} of {ranges} does not exist" if beyond else ""
 
 
 #: The contribution, or why it is refused, once it was downloaded.
@@ -315,7 +315,7 @@ class Inbox:
             self._identities.discard(addend.contribution.identity)
             self._entries.pop(addend.entry, None)
         waiting = (addend.contribution for each in self._sums.values() for addend in each.addends)
-        self.cursors = advanced({}, (place for c in waiting for place in parse_positions(c.data)))
+        self.cursors = advanced({}, (position for c in waiting for position in parse_positions(c.data)))
 
     # -- refusals -----------------------------------------------------------------------------------------------------
 

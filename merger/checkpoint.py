@@ -213,7 +213,7 @@ def _metadata_of(image: Image, items: Items) -> Fields:
         "has_outer": [bool(state) for state in image.outers],
         "state": image.state,
         "books": to_fields(image.books),
-        "cursors": {shard: list(place) for shard, place in image.cursors.items()},
+        "cursors": {name: list(cursor) for name, cursor in image.cursors.items()},
         "tape": [to_fields(entry) for entry in image.tape],
         "evaluations": [to_fields(evaluation) for evaluation in image.evaluations],
         "pending": [to_fields(contribution) for contribution, _ in image.pending],
@@ -243,7 +243,7 @@ def _image_of(items: Items, fields: Fields) -> Image:
         outers=tuple(outers),
         state=fields["state"],
         books=from_fields(Books, fields["books"]),
-        cursors={shard: (of_pass, sequence) for shard, (of_pass, sequence) in fields["cursors"].items()},
+        cursors={name: (of_pass, sequence) for name, (of_pass, sequence) in fields["cursors"].items()},
         tape=tuple(from_fields(TapeEntry, values) for values in fields["tape"]),
         evaluations=tuple(from_fields(Evaluation, values) for values in fields["evaluations"]),
         pending=tuple(

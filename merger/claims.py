@@ -37,7 +37,7 @@ STRIDES_OF_A_ROUND = 2
 DATA_SLACK = 4
 #: At most this share of a corpus is held out.
 HELD_OUT_SHARE_MAX = 0.5
-#: How many cursors there can be of shards of corpora that only some islands have.
+#: How many cursors there can be of ranges of corpora that only some islands have.
 OTHER_CURSORS_MAX = 8192
 #: Gaps longer than this count as this long.
 ELAPSED_MAX = 30 * 86400.0
@@ -194,59 +194,59 @@ def believed_data(
     cursors: Mapping[str, tuple[int, int]],
     waiting: Mapping[str, tuple[int, int]],
     config: RunConfig,
-    shard_sequences: int,
+    range_sequences: int,
 ) -> str:
-    """Return the places of a contribution that move cursors no further than its island can have read.
+    """Return the positions of a contribution that move cursors no further than its island can have read.
 
     A contribution moves a cursor at most to the end of its pass, because an island leases the next pass after the
-    merger has merged the end of this one. A place that is too far ahead is moved back. If it was honest, as after a
+    merger has merged the end of this one. A position that is too far ahead is moved back. If it was honest, as after a
     broker has lost newer cursors, the island's next contributions move the cursor on.
 
     Args:
-        contribution: A contribution that is `bounded`, and whose places can be parsed.
+        contribution: A contribution that is `bounded`, and whose positions can be parsed.
         steps: In how many steps its island may have read them (`Accounts.steps_read`).
-        cursors: The cursor of each started shard.
+        cursors: The cursor of each started range.
         waiting: Where contributions that wait for their rounds will move the cursors.
         config: The run's config.
-        shard_sequences: How many sequences a shard of the run's corpus has, or fewer.
+        range_sequences: How many sequences a range of the run's corpus has, or fewer.
     """
     data, tokens = config.data, steps * contribution.tokens / contribution.steps * DATA_SLACK
-    # The places of a task count batches, of which each step reads one.
+    # The positions of a task count batches, of which each step reads one.
     sequences = steps * DATA_SLACK if config.has_own_loops else tokens / data.sequence_length
     reach = math.ceil(sequences) + config.sync.interval * data.batch_size
     believed: list[ReadPosition] = []
     moved: dict[str, tuple[int, int]] = {}
-    for place in parse_positions(contribution.data):
-        before = max((each[place.range] for each in (cursors, waiting, moved) if place.range in each), default=None)
-        if before is None and "/" in place.range and len(cursors) + len(moved) >= data.shards + OTHER_CURSORS_MAX:
+    for read in parse_positions(contribution.data):
+        before = max((each[read.range] for each in (cursors, waiting, moved) if read.range in each), default=None)
+        if before is None and "/" in read.range and len(cursors) + len(moved) >= data.shards + OTHER_CURSORS_MAX:
             continue
         cursor = before or (0, 0)
-        believed.append(_believed_place(place, cursor, reach, shard_sequences))
-        reach -= _sequences_between(cursor, believed[-1], shard_sequences)
-        moved[place.range] = max(cursor, believed[-1].cursor)
+        believed.append(_believed_position(read, cursor, reach, range_sequences))
+        reach -= _sequences_between(cursor, believed[-1], range_sequences)
+        moved[read.range] = max(cursor, believed[-1].cursor)
     return " ".join(map(str, believed))
 
 
-def _believed_place(place: ReadPosition, cursor: tuple[int, int], reach: int, shard_sequences: int) -> ReadPosition:
-    if place.cursor <= cursor:
-        return place
+def _believed_position(read: ReadPosition, cursor: tuple[int, int], reach: int, range_sequences: int) -> ReadPosition:
+    if read.cursor <= cursor:
+        return read
     pass_number, furthest = cursor[0], cursor[1] + reach
-    if place.pass_number == pass_number and not place.ended:
-        return replace(place, position=min(place.position, furthest))
-    if "/" in place.range or shard_sequences <= furthest:  # the merger does not know the size of other corpora
-        return ReadPosition(place.range, pass_number, 0, ended=True)
-    return ReadPosition(place.range, pass_number, furthest)
+    if read.pass_number == pass_number and not read.ended:
+        return replace(read, position=min(read.position, furthest))
+    if "/" in read.range or range_sequences <= furthest:  # the merger does not know the size of other corpora
+        return ReadPosition(read.range, pass_number, 0, ended=True)
+    return ReadPosition(read.range, pass_number, furthest)
 
 
-def _sequences_between(cursor: tuple[int, int], place: ReadPosition, shard_sequences: int) -> int:
-    """Return how many sequences a believed place moves the cursor on, at least."""
-    if place.cursor <= cursor:
+def _sequences_between(cursor: tuple[int, int], believed: ReadPosition, range_sequences: int) -> int:
+    """Return how many sequences a believed position moves the cursor on, at least."""
+    if believed.cursor <= cursor:
         return 0
-    return max(0, (shard_sequences if place.ended else place.position) - cursor[1])
+    return max(0, (range_sequences if believed.ended else believed.position) - cursor[1])
 
 
-def shard_sequences(manifest: Manifest) -> int:
-    """Return how many sequences each shard of the run's corpus has at least, apart from its held-out text."""
+def range_sequences(manifest: Manifest) -> int:
+    """Return how many sequences each range of the run's corpus has at least, apart from its held-out text."""
     corpus, data = manifest.corpus, manifest.config.data
     tokens = (corpus.tokens or corpus.bytes) * (1.0 - HELD_OUT_SHARE_MAX)
     return max(0, int(tokens / (data.sequence_length + 1)) // data.shards - 1)

@@ -103,7 +103,7 @@ class Merger:
         fragments = len(self.manifest.fragments)
         self.accounts = Accounts(self.config, fragments)
         self.liveness = Liveness(self.accounts)
-        self._shard_sequences = claims.shard_sequences(self.manifest)
+        self._range_sequences = claims.range_sequences(self.manifest)
         self.inbox = Inbox(transport, self.rules, self.controls.refuses, self._believed, beside("download", AHEAD))
         self.compactor = Compactor(transport, self.manifest, clock, beside("compaction"), restart_seconds)
         self.retention = Retention(
@@ -301,9 +301,9 @@ class Merger:
         bounded, lowered = self.accounts.bounded(contribution, reported, now)
         steps = self.accounts.steps_read(bounded, reported, now)
         cursors = self.state.cursors, self.inbox.cursors
-        data = claims.believed_data(bounded, steps, *cursors, self.config, self._shard_sequences)
-        # Islands lease text by the cursors of shard 0. Those of another shard may be passes behind, so an honest place
-        # can be ahead of them.
+        data = claims.believed_data(bounded, steps, *cursors, self.config, self._range_sequences)
+        # Islands lease text by the cursors of shard 0. Those of another shard may be passes behind, so an honest
+        # position can be ahead of them.
         is_false = data != " ".join(contribution.data.split()) and self.manifest.shard == 0
         return replace(bounded, data=data), lowered + (["data"] if is_false else [])
 

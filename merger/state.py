@@ -121,7 +121,7 @@ class RunState:
         timing: Averages of how long rounds take.
         norms: The norms that clipping compares with, by fragment.
         seen: The sequence numbers of merged or refused contributions, by incarnation.
-        cursors: The pass and sequence at which reading of each shard of the corpus resumes.
+        cursors: The pass and sequence at which reading of each range of the corpus resumes.
         step_seconds: Each island's seconds per inner step, as it last reported.
         island_tokens: Merged tokens of each island, summed over the fragments.
         scores: How well each island's contributions agree with those of the others (`merger.scores`).

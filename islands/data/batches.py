@@ -46,12 +46,12 @@ class Supply(ABC):
         """Return batches as `next` does, to compile with. They are not used up, and their values do not matter."""
 
     @abstractmethod
-    def places(self) -> tuple[ReadPosition, ...]:
+    def positions(self) -> tuple[ReadPosition, ...]:
         """Return how far each leased range was read."""
 
     def held(self) -> list[str]:
-        """Return the ranges in `places()`."""
-        return [place.range for place in self.places()]
+        """Return the ranges in `positions()`."""
+        return [position.range for position in self.positions()]
 
     @abstractmethod
     def forget(self, ranges: Collection[str]) -> None:
@@ -92,7 +92,7 @@ class _Pass:
         """Whether all windows were read."""
         return self.position >= len(self.starts)
 
-    def place(self) -> ReadPosition:
+    def read_position(self) -> ReadPosition:
         """Return the position as a contribution reports it. A pass that has ended has none."""
         return ReadPosition(self.range, self.pass_number, 0 if self.has_ended else self.position, self.has_ended)
 
@@ -120,7 +120,7 @@ class Batches(Supply):
     ) -> None:
         self._train, self._config, self._lease, self._private = train, config, lease, fallback
         self._pass: _Pass | None = None
-        self._places: dict[str, ReadPosition] = {}  # by range, in the order of leasing; all but the newest have ended
+        self._positions: dict[str, ReadPosition] = {}  # by range, as leased; all but the newest have ended
         if train.dtype != np.uint8 and config.model.vocabulary == BYTES:
             raise ConfigError(
                 "the corpus is tokenised, and the model reads bytes only (model.vocabulary)",
@@ -141,7 +141,7 @@ class Batches(Supply):
             current = self._pass if self._pass and not self._pass.has_ended else self._another()
             starts = current.starts[current.position : current.position + len(out) - filled]
             current.position += len(starts)
-            self._note_place(current)
+            self._note_position(current)
             out[filled : filled + len(starts)] = gather(self._train, starts, length)
             filled += len(starts)
         return out.reshape(steps, batch, length + 1)
@@ -168,8 +168,8 @@ class Batches(Supply):
         self._pass = begun = self._pass_at(at)
         begun.position = min(begun.position, len(begun.starts))
         if begun.is_leased:
-            self._places.pop(begun.range, None)  # an older pass over it has ended, or it would still be leased
-        self._note_place(begun)
+            self._positions.pop(begun.range, None)  # an older pass over it has ended, or it would still be leased
+        self._note_position(begun)
         return begun
 
     def _pass_at(self, at: ReadPosition) -> _Pass:
@@ -177,29 +177,29 @@ class Batches(Supply):
         starts = windows(self._train.size, data.shards, data.sequence_length, self._config.seed, at.range, pass_number)
         return _Pass(at.range, pass_number, starts, position)
 
-    def _note_place(self, current: _Pass) -> None:
+    def _note_position(self, current: _Pass) -> None:
         if current.is_leased:
-            self._places[current.range] = current.place()
+            self._positions[current.range] = current.read_position()
 
     # -- reports to the broker, and checkpoints ----------------------------------------------------------------------
 
-    def places(self) -> tuple[ReadPosition, ...]:
+    def positions(self) -> tuple[ReadPosition, ...]:
         """Return the position in each leased pass that is not forgotten: the newest POSITIONS_MAX, in order of leasing.
 
         A pass that has ended has no position, as after `parse_positions`.
         """
-        return tuple(self._places.values())[-POSITIONS_MAX:]
+        return tuple(self._positions.values())[-POSITIONS_MAX:]
 
     def forget(self, ranges: Collection[str]) -> None:
         """Forget leases that have ended or were lost. The rest of a pass whose lease was lost is not read."""
         for name in ranges:
-            place = self._places.pop(name, None)
-            if place and not place.ended:
+            position = self._positions.pop(name, None)
+            if position and not position.ended:
                 self._pass = None
 
     def state(self) -> dict[str, int | str]:
         """Return the position in each leased pass, for a checkpoint. Private passes have none."""
-        return {"text": self._text_name(), "places": " ".join(map(str, self._places.values()))}
+        return {"text": self._text_name(), "places": " ".join(map(str, self._positions.values()))}
 
     def restore(self, state: Mapping[str, int | str]) -> None:
         """Continue from a `state()` of the same text and config.
@@ -210,14 +210,14 @@ class Batches(Supply):
         if state.get("text") != self._text_name():
             raise _unfit(f"belongs to another text than {self._text_name()}: {state.get('text', 'unknown')}")
         try:
-            places = [parse_positions(word)[0] for word in str(state["places"]).split()]
-            reading = [self._pass_at(place) for place in places if not place.ended]
+            positions = [parse_positions(word)[0] for word in str(state["places"]).split()]
+            reading = [self._pass_at(position) for position in positions if not position.ended]
         except (KeyError, WireError, DataError) as fault:
             raise _unfit(f"cannot be read ({fault})") from fault
         if any(each.position > len(each.starts) for each in reading):
             raise _unfit(f"({state['places']}) is outside the text")
         self._pass = reading[-1] if reading else None
-        self._places = {place.range: place for place in places}
+        self._positions = {position.range: position for position in positions}
 
     def _text_name(self) -> str:
         data, size = self._config.data, f"{self._train.size} {unit(self._train)}"

@@ -50,7 +50,7 @@ def heartbeat(island: Participant, state: str) -> Heartbeat:
         or link.serving.in_words
         or link.uplink.in_words(island.stretch, island.link_share)
         or "ok",
-        data=" ".join(map(str, island.places())),
+        data=" ".join(map(str, island.positions())),
         moments=island.moments,
         uplink_bytes_per_second=_rate(link.uplink.seconds_a_byte),
         downlink_bytes_per_second=_rate(link.uplink.down_seconds_a_byte),

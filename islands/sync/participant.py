@@ -118,7 +118,7 @@ class Participant(ABC):
         """Adopt the parameters of a snapshot."""
         self.set_params(self._measures.adopt(arrival.snapshot.fragment, self.params, arrival.params_N))
 
-    def places(self) -> Sequence[object]:
+    def positions(self) -> Sequence[object]:
         """Return the positions in the run's corpus; none by default."""
         return ()
 
@@ -269,7 +269,7 @@ class Participant(ABC):
             step_seconds=self.speed.step_seconds,
             farewell=farewell,
             codec=name,
-            data=" ".join(map(str, self.places())),
+            data=" ".join(map(str, self.positions())),
         )
         parts = self.measured(p, name)
         self.link.send(Draft(header, parts, self.manifest.sizes[p], self.draft_check))

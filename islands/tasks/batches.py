@@ -57,8 +57,8 @@ class Shard:
         """Whether the run keeps account of this pass. Without a lease, other islands may read the same data."""
         return self.pass_number < PRIVATE_PASSES
 
-    def place(self) -> ReadPosition:
-        """Return the place in this pass, as contributions report it."""
+    def read_position(self) -> ReadPosition:
+        """Return the position in this pass, as contributions report it."""
         return ReadPosition(
             str(self.number), self.pass_number, 0 if self._ended else self.position + self._read, self._ended
         )
@@ -84,11 +84,11 @@ class Leases(Protocol):
     def is_started(self) -> bool:
         """Whether threads lease shards meanwhile, so that it helps to wait."""
 
-    def offer(self, shards: Sequence[str], /) -> None:
-        """Set the shards that may be leased, in the order of preference."""
+    def offer(self, ranges: Sequence[str], /) -> None:
+        """Set the ranges that may be leased, in the order of preference."""
 
     def lease(self) -> ReadPosition | None:
-        """Return the next leased shard, or None if none is free now."""
+        """Return the next leased range, or None if none is free now."""
 
     def register_shards(self, count: int, /) -> int:
         """Register how many shards the data has, and return what other islands have registered."""
@@ -142,9 +142,8 @@ class TaskRun:
             count: How many shards the data has. It must be the same on all islands.
 
         Raises:
-            ConfigError: There cannot be that many, all of them are empty, or this was called before (`task.shards`), or
-                this is another thread (`task.shards`).
-            MismatchError: Other islands of the run have another number of shards (`task.shards`).
+            ConfigError: There cannot be that many, all of them are empty, this was called before, this is another
+                thread, or other islands of the run have another number of shards (`task.shards`).
         """
         if not hasattr(count, "__index__") or not 1 <= count <= RANGES_MAX:
             raise ConfigError(f"a task cannot have {count!r} shards", f"Give 1 to {RANGES_MAX:,}.", code="task.shards")
@@ -173,8 +172,8 @@ class TaskRun:
                     "lease shards. Read them in the generator itself.",
                     code="task.shards",
                 )
-            place = self._next_place()
-            self.current = shard = self._shard_at(place, count) if place else self._private_shard(count)
+            leased = self._next_leased()
+            self.current = shard = self._shard_at(leased, count) if leased else self._private_shard(count)
             if shard.is_leased:
                 self._held.pop(str(shard.number), None)
                 self._held[str(shard.number)] = shard
@@ -187,17 +186,17 @@ class TaskRun:
             code="task.shards",
         )
 
-    def offer(self, shards: Sequence[str]) -> None:
-        """Set the shards that this island may lease, in its order of preference. `shards` does it for a generator."""
+    def offer(self, ranges: Sequence[str]) -> None:
+        """Set the ranges that this island may lease, in its order of preference. `shards` does it for a generator."""
         if self._link is not None:
-            self._link.offer(shards)
+            self._link.offer(ranges)
 
     def lease(self) -> ReadPosition | None:
-        """Return the next leased shard, and the position in it; None if none is leased yet."""
+        """Return the next leased range, and the position in it; None if none is leased yet."""
         return self._link.lease() if self._link is not None else None
 
-    def _next_place(self) -> ReadPosition | None:
-        """Return the next shard of the run; None if none is free, or too many ends of shards are not merged yet."""
+    def _next_leased(self) -> ReadPosition | None:
+        """Return the next range of the run; None if none is free, or too many ends of ranges are not merged yet."""
         if self._link is None:
             return None
         while self._restored:
@@ -206,16 +205,16 @@ class TaskRun:
                 return restored
         if len(self._held) >= POSITIONS_MAX:
             return None
-        place, waited = self.lease(), 0.0
+        leased, waited = self.lease(), 0.0
         pause = self._pause or (time.sleep if self._link.is_started else None)
-        while place is None and self.current is None and pause is not None and waited < FIRST_SECONDS:
+        while leased is None and self.current is None and pause is not None and waited < FIRST_SECONDS:
             pause(POLL_SECONDS)
             waited += POLL_SECONDS
-            place = self.lease()
-        return place
+            leased = self.lease()
+        return leased
 
-    def _shard_at(self, place: ReadPosition, count: int) -> Shard:
-        number, (pass_number, position) = int(place.range), place.cursor
+    def _shard_at(self, at: ReadPosition, count: int) -> Shard:
+        number, (pass_number, position) = int(at.range), at.cursor
         return Shard(number, count, pass_number, position, self._seed_of(number, pass_number))
 
     def _private_shard(self, count: int) -> Shard:
@@ -229,24 +228,23 @@ class TaskRun:
 
     # -- reports to the broker ----------------------------------------------------------------------------------------
 
-    def places(self) -> tuple[ReadPosition, ...]:
-        """Return the places in the leased passes that are not forgotten, in order of leasing: at most POSITIONS_MAX."""
-        return tuple(shard.place() for shard in self._held.values())
+    def positions(self) -> tuple[ReadPosition, ...]:
+        """Return the positions in leased passes that are not forgotten, in order of leasing: at most POSITIONS_MAX."""
+        return tuple(shard.read_position() for shard in self._held.values())
 
-    def restore(self, places: Sequence[ReadPosition]) -> None:
-        """Go on at the `places()` of a checkpoint. `shards` is then called once more."""
+    def restore(self, positions: Sequence[ReadPosition]) -> None:
+        """Go on at the `positions()` of a checkpoint. `shards` is then called once more."""
         self._is_sharded, self.current = False, None
         self._held = {
-            place.range: Shard(int(place.range), 0, place.pass_number, place.position, 0, _ended=place.ended)
-            for place in places
+            at.range: Shard(int(at.range), 0, at.pass_number, at.position, 0, _ended=at.ended) for at in positions
         }
-        self._restored = deque(place for place in places if not place.ended)
+        self._restored = deque(at for at in positions if not at.ended)
 
-    def forget(self, shards: Collection[str]) -> None:
+    def forget(self, ranges: Collection[str]) -> None:
         """Forget leases that have ended or were lost. The rest of a pass whose lease was lost is read all the same."""
-        for name in shards:
+        for name in ranges:
             shard = self._held.pop(name, None)
-            if shard is not None and not shard.place().ended:
+            if shard is not None and not shard.read_position().ended:
                 log.warning("the lease of shard %s was lost; another island may read it too", name)
 
 
@@ -295,22 +293,22 @@ class TaskBatches(Supply):
 
     # -- shards -------------------------------------------------------------------------------------------------------
 
-    def places(self) -> tuple[ReadPosition, ...]:
-        """Return how far each leased shard was read."""
-        return self._run.places()
+    def positions(self) -> tuple[ReadPosition, ...]:
+        """Return how far each leased range was read."""
+        return self._run.positions()
 
-    def forget(self, shards: Collection[str]) -> None:
+    def forget(self, ranges: Collection[str]) -> None:
         """Forget leases that have ended or were lost."""
-        self._run.forget(shards)
+        self._run.forget(ranges)
 
     def state(self) -> dict[str, int | str]:
-        """Return how far each leased shard was read. Other iterables have no position."""
-        return {"places": " ".join(map(str, self.places()))}
+        """Return how far each leased range was read. Other iterables have no position."""
+        return {"places": " ".join(map(str, self.positions()))}
 
     def restore(self, state: Mapping[str, int | str]) -> None:
         """Continue from a `state()`, so that no batch before the checkpoint is read again."""
-        if places := parse_positions(str(state.get("places", ""))):
-            self._run.restore(places)
+        if positions := parse_positions(str(state.get("places", ""))):
+            self._run.restore(positions)
             self._given = self._task.call("batches", self._task.task.batches, self._run)
             self._iterator = self._first = None
 

@@ -222,7 +222,7 @@ class WireIsland:
         self.name, self.first_N = f"island-{number}", first_N
         self.transport: Transport = connect(url, RUN)
         self.transport.island.claim_name(self.name, INCARNATION)
-        self.link = Link(self.transport, manifest, f"{self.name}/{INCARNATION}", shards=[])
+        self.link = Link(self.transport, manifest, f"{self.name}/{INCARNATION}", ranges=[])
         self.arrival = _version_0(manifest, 0, first_N)
         self._manifest = manifest
         own = np.random.default_rng(number + 1).standard_normal(first_N.size, np.float32)

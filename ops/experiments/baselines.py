@@ -42,16 +42,16 @@ class AllShards:
     is_started = False
 
     def __init__(self) -> None:
-        self._places: Iterator[ReadPosition] = iter(())
+        self._positions: Iterator[ReadPosition] = iter(())
 
-    def offer(self, shards: Sequence[str], /) -> None:
-        """Take every shard."""
-        passes = count() if shards else ()
-        self._places = (ReadPosition(shard, pass_number, 0) for pass_number in passes for shard in shards)
+    def offer(self, ranges: Sequence[str], /) -> None:
+        """Take every range."""
+        passes = count() if ranges else ()
+        self._positions = (ReadPosition(name, pass_number, 0) for pass_number in passes for name in ranges)
 
     def lease(self) -> ReadPosition | None:
         """Return the next shard; None if there are none."""
-        return next(self._places, None)
+        return next(self._positions, None)
 
     def register_shards(self, count: int, /) -> int:
         """Return that number: there are no other islands."""
@@ -73,7 +73,7 @@ class Reader:
         """Return the next batches, stacked."""
         drawn = self._supply.next(count)
         self.tokens += self._supply.tokens
-        self._supply.forget([place.range for place in self._supply.places() if place.ended])
+        self._supply.forget([read.range for read in self._supply.positions() if read.ended])
         return drawn
 
 

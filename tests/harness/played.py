@@ -86,9 +86,9 @@ class PlayedRun(CreatedRun):
         """Return another merger, which has taken the lease and loaded the run."""
         return started(Merger(self.connect(), self.clock, holder, live_poll_seconds=0.0, checkpointer=checkpointer))
 
-    def link(self, who: str, shards: Sequence[str] = ()) -> Link:
+    def link(self, who: str, ranges: Sequence[str] = ()) -> Link:
         """Return a link of an island's incarnation (`name/incarnation`), which has not joined yet."""
-        return Link(self.connect(), self.manifest, who, shards, self.clock)
+        return Link(self.connect(), self.manifest, who, ranges, self.clock)
 
     def turn(self, link: Link, act: Callable[[], object], seconds: float = 1.0) -> None:
         """Let an island act, exchange everything before and after it, and let the merger act."""

@@ -148,7 +148,7 @@ def test_the_schedule_catches_up_with_an_island_that_was_cut_off() -> None:
 # -- data ------------------------------------------------------------------------------------------------------------
 
 
-def test_places_that_no_island_can_have_reached_move_nothing() -> None:
+def test_positions_that_no_island_can_have_reached_move_nothing() -> None:
     cursors = {"0": (2, 10), "1": (0, 0)}
 
     def believed(data: str, tokens: int = 4 * BATCH, sequences: int = 10_000) -> str:
@@ -167,13 +167,13 @@ def test_places_that_no_island_can_have_reached_move_nothing() -> None:
     many = {f"site/{number}": (0, 1) for number in range(claims.OTHER_CURSORS_MAX + CONFIG.data.shards)}
     forged = claim(data="site/0:0:2 forged/0:0:1 0:0:1")
     assert claims.believed_data(forged, 4, many, {}, CONFIG, 10_000) == "site/0:0:2 0:0:1"
-    assert believed("1:0:70 0:2:70") == f"1:0:70 0:2:{10 + reach - 70}"  # the shards share the work of the contribution
+    assert believed("1:0:70 0:2:70") == f"1:0:70 0:2:{10 + reach - 70}"  # the ranges share the work of the contribution
     assert believed(f"1:0:{reach} 0:2:99") == f"1:0:{reach} 0:2:10"
 
 
 @settings(max_examples=examples(50))
 @given(st.lists(st.tuples(st.integers(1, 400), st.integers(0, 2)), min_size=1, max_size=30), st.integers(20, 400))
-def test_an_island_that_reads_on_moves_the_cursor_to_the_end_of_its_shard(
+def test_an_island_that_reads_on_moves_the_cursor_to_the_end_of_its_range(
     parts: list[tuple[int, int]], size: int
 ) -> None:
     """Some of its contributions get lost, and later ones catch up."""

@@ -39,16 +39,16 @@ class IslandLeases:
         with self._lock:
             if not self._at_hand:
                 return None
-            place = self._at_hand.popleft()
-            self._reading |= {place.range}
-        return place
+            position = self._at_hand.popleft()
+            self._reading |= {position.range}
+        return position
 
     def hold(self, ranges: Sequence[str]) -> None:
         """Set the ranges in use: those that the island reads, and those whose last part is not merged yet."""
         with self._lock:
             self._reading = frozenset(ranges)
             self._lost &= self._reading  # a loss is reported once
-            self._at_hand = deque(place for place in self._at_hand if place.range not in self._reading)
+            self._at_hand = deque(position for position in self._at_hand if position.range not in self._reading)
 
     def take_lost(self) -> frozenset[str]:
         """Return the ranges whose lease was lost since the last call: the pass ended, or another island has them."""
@@ -59,20 +59,20 @@ class IslandLeases:
     def pump(self) -> None:
         """Check the leases, and lease another range if there is no next one."""
         with self._lock:
-            watched = sorted({place.range for place in self._at_hand} | self._reading)
+            watched = sorted({position.range for position in self._at_hand} | self._reading)
         lost = frozenset(watched) - self._transport.island.leased(watched, self._who) if watched else frozenset()
         with self._lock:
-            self._at_hand = deque(place for place in self._at_hand if place.range not in lost)
+            self._at_hand = deque(position for position in self._at_hand if position.range not in lost)
             self._lost |= lost & self._reading
             free = [] if self._at_hand else [name for name in self.ranges if name not in self._reading]
         if not free or not self._should_ask():
             return
-        place = self._transport.island.lease_range(free, self._who)
-        self._refused = self._refused + 1 if place is None else 0
-        if place is not None:
+        position = self._transport.island.lease_range(free, self._who)
+        self._refused = self._refused + 1 if position is None else 0
+        if position is not None:
             with self._lock:
-                if place.range not in self._reading:  # an island that rejoined may have leased it again
-                    self._at_hand.append(place)
+                if position.range not in self._reading:  # an island that rejoined may have leased it again
+                    self._at_hand.append(position)
 
     def _should_ask(self) -> bool:
         """Return whether it is time to ask for a range, after `_refused` questions that found none."""

@@ -80,7 +80,7 @@ class Link:
         transport: IslandTransport,
         manifest: Manifest,
         who: str,
-        shards: Sequence[str],
+        ranges: Sequence[str],
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -90,7 +90,7 @@ class Link:
             transport: The connection to the broker.
             manifest: The run.
             who: The island and its incarnation, `NAME/INCARNATION`.
-            shards: The ranges of the text that the island may read, in its order of preference.
+            ranges: The ranges of the text that the island may read, in its order of preference.
             clock: Monotonic seconds.
             wall: Seconds of the wall clock, for notes.
         """
@@ -121,7 +121,7 @@ class Link:
                 for k, shard in enumerate(shards_of(transport))
             ],
         )
-        self.leases = IslandLeases(transport, who, shards)
+        self.leases = IslandLeases(transport, who, ranges)
         self._notes: deque[Note] = deque()
         self._handovers: deque[StateForPeer] = deque()
         self._asked_by: deque[str] = deque()

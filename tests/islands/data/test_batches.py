@@ -64,12 +64,12 @@ def rows(name: str, pass_number: int) -> Bytes:
 
 
 @given(st.integers(1, 300), st.integers(0, (1 << 31) - 1), st.sampled_from(["", "site"]))
-def test_the_order_names_every_shard_once(shards: int, seed: int, name: str) -> None:
-    order = range_order(shards, seed, name)
-    assert sorted(order) == sorted(f"{name}/{number}" if name else str(number) for number in range(shards))
+def test_the_order_names_every_range_once(count: int, seed: int, name: str) -> None:
+    order = range_order(count, seed, name)
+    assert sorted(order) == sorted(f"{name}/{number}" if name else str(number) for number in range(count))
 
 
-def test_the_order_of_shards_and_windows_is_the_same_on_every_machine() -> None:
+def test_the_order_of_ranges_and_windows_is_the_same_on_every_machine() -> None:
     # Recorded values. If they change, islands of two versions train on the same windows.
     assert range_order(8, seed=1) == ["0", "6", "2", "1", "3", "7", "4", "5"]
     assert ranges.windows(200, 3, 16, 1, "1", 5).tolist() == [7, 55, 151, 103]
@@ -150,7 +150,7 @@ def test_a_leased_shard_is_read_once_from_its_cursor() -> None:
     supply = Batches(TEXT, CONFIG, leases([ReadPosition("2", 0, 0), ReadPosition("site/0", 5, 17)]))
     for expected in (rows("2", 0), rows("0", 5)[17:]):
         assert np.array_equal(supply.next(len(expected))[:, 0], expected)
-    assert supply.places() == (ReadPosition("2", 0, 0, ended=True), ReadPosition("site/0", 5, 0, ended=True))
+    assert supply.positions() == (ReadPosition("2", 0, 0, ended=True), ReadPosition("site/0", 5, 0, ended=True))
     together, again = (Batches(TEXT, configured(), fresh(0, 1)) for _ in range(2))
     batches = together.next(6)
     assert batches.shape == (6, 2, 9)
@@ -164,23 +164,23 @@ def test_without_a_lease_an_island_reads_private_passes() -> None:
     assert len({batch.tobytes() for batch in batches}) == 6
     for n, batch in enumerate(batches):
         assert np.array_equal(batch, rows(str(n % 4), PRIVATE_PASSES + n // 4)[: len(batch)])
-    assert [supply.places() for supply in supplies] == [()] * 6
+    assert [supply.positions() for supply in supplies] == [()] * 6
     assert PASSES_MAX < PRIVATE_PASSES
     supply = Batches(TEXT, CONFIG, leases([ReadPosition("3", 1, 9), None, None, None, ReadPosition("1", 0, 0)]))
     for expected in (rows("3", 1)[9:], rows("0", PRIVATE_PASSES), rows("1", PRIVATE_PASSES)):
         assert np.array_equal(supply.next(len(expected))[:, 0], expected)
-        assert supply.places() == (ReadPosition("3", 1, 0, ended=True),)
+        assert supply.positions() == (ReadPosition("3", 1, 0, ended=True),)
     supply.next(1)
-    assert supply.places() == (ReadPosition("3", 1, 0, ended=True), ReadPosition("1", 0, 1))
+    assert supply.positions() == (ReadPosition("3", 1, 0, ended=True), ReadPosition("1", 0, 1))
 
 
 def test_a_private_pass_ends_with_the_first_lease() -> None:
     supply = Batches(TEXT, CONFIG, leases([None, None, ReadPosition("1", 0, 3)]))
     for _ in range(2):
         supply.next(2)
-    assert supply.places() == ()
+    assert supply.positions() == ()
     assert np.array_equal(supply.next(2)[:, 0], rows("1", 0)[3:5])
-    assert supply.places() == (ReadPosition("1", 0, 5),)
+    assert supply.positions() == (ReadPosition("1", 0, 5),)
 
 
 @settings(deadline=None)
@@ -206,9 +206,9 @@ def test_places_report_the_position_in_each_lease(leased: list[tuple[int, int, i
         left -= position - place.position
         if not left:
             break
-    assert supply.places() == tuple(expected)
+    assert supply.positions() == tuple(expected)
     assert supply.held() == [place.range for place in expected]
-    assert parse_positions(" ".join(map(str, supply.places()))) == supply.places()
+    assert parse_positions(" ".join(map(str, supply.positions()))) == supply.positions()
 
 
 def test_only_the_newest_places_are_reported_until_they_are_forgotten() -> None:
@@ -217,7 +217,7 @@ def test_only_the_newest_places_are_reported_until_they_are_forgotten() -> None:
     windows = [len(ranges.windows(4000, shards, 8, 0, str(shard), 0)) for shard in range(shards)]
     supply.next(sum(windows[:-1]) + 1)
     assert supply.held() == [str(shard) for shard in range(8, shards)]
-    assert supply.places()[-1] == ReadPosition(str(shards - 1), 0, 1)
+    assert supply.positions()[-1] == ReadPosition(str(shards - 1), 0, 1)
     supply.forget([str(shard) for shard in range(10, shards - 1)])
     assert supply.held() == [*map(str, range(10)), str(shards - 1)]
 
@@ -226,20 +226,20 @@ def test_a_lost_lease_is_not_read_further() -> None:
     supply = Batches(TEXT, CONFIG, fresh(0, 1))
     supply.next(3)
     supply.forget({"0"})
-    assert supply.places() == ()
+    assert supply.positions() == ()
     assert np.array_equal(supply.next(4)[:, 0], rows("1", 0)[:4])
-    assert supply.places() == (ReadPosition("1", 0, 4),)
+    assert supply.positions() == (ReadPosition("1", 0, 4),)
     supply.forget(["0", "7"])
-    assert supply.places() == (ReadPosition("1", 0, 4),), "forgetting an ended pass does not end the next"
+    assert supply.positions() == (ReadPosition("1", 0, 4),), "forgetting an ended pass does not end the next"
     supply.forget({"1"})
     assert np.array_equal(supply.next(4)[:, 0], rows("0", PRIVATE_PASSES)[:4])
-    assert supply.places() == ()
+    assert supply.positions() == ()
 
 
 def test_a_shard_that_is_leased_again_has_only_its_newest_place() -> None:
     supply = Batches(TEXT, CONFIG, leases([ReadPosition("0", 0, 0), ReadPosition("1", 0, 0), ReadPosition("0", 1, 0)]))
     supply.next(len(rows("0", 0)) + len(rows("1", 0)) + 2)
-    assert supply.places() == (ReadPosition("1", 0, 0, ended=True), ReadPosition("0", 1, 2))
+    assert supply.positions() == (ReadPosition("1", 0, 0, ended=True), ReadPosition("0", 1, 2))
 
 
 def test_a_cursor_beyond_the_pass_ends_it() -> None:
@@ -248,14 +248,14 @@ def test_a_cursor_beyond_the_pass_ends_it() -> None:
         TEXT, CONFIG, leases([ReadPosition("0", 0, count), ReadPosition("2", 3, 10**15 - 1), ReadPosition("1", 0, 0)])
     )
     assert np.array_equal(supply.next(4)[:, 0], rows("1", 0)[:4])
-    assert supply.places() == (
+    assert supply.positions() == (
         ReadPosition("0", 0, 0, ended=True),
         ReadPosition("2", 3, 0, ended=True),
         ReadPosition("1", 0, 4),
     )
     endless = Batches(TEXT, CONFIG, leases(repeat(ReadPosition("0", 0, 10**9))))
     assert np.array_equal(endless.next(4)[:, 0], rows("0", PRIVATE_PASSES)[:4])
-    assert endless.places() == (ReadPosition("0", 0, 0, ended=True),)
+    assert endless.positions() == (ReadPosition("0", 0, 0, ended=True),)
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
@@ -294,7 +294,7 @@ def test_a_restored_supply_gives_the_same_batches_of_what_it_has_leased(
     restored = Batches(text, config, lambda: next(following))
     restored.restore(state)
     assert restored.state() == state
-    assert restored.places() == original.places()
+    assert restored.positions() == original.positions()
     after = [*after, 20]
     assert do(restored, after) == do(original, after)
     assert restored.state() == original.state()

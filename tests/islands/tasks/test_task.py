@@ -58,7 +58,7 @@ def test_an_island_goes_on_with_a_shard_where_what_was_merged_ends() -> None:
     before = run.transport.reader.cursors()
     run.clock.now += 1e4  # the island is gone
     run.play(again := run.island("a"), 1)
-    (place,) = again.batches.places()
+    (place,) = again.batches.positions()
     assert place.position == before[place.range][1] + 1
     assert place.pass_number == before[place.range][0]
 
@@ -77,10 +77,10 @@ def test_an_island_holds_no_more_shards_than_it_can_report() -> None:
     shards = run.shards(1000)
     for _ in range(2 * POSITIONS_MAX):
         next(shards).read()
-    assert [place.range for place in run.places()] == [str(number) for number in range(POSITIONS_MAX)]
+    assert [place.range for place in run.positions()] == [str(number) for number in range(POSITIONS_MAX)]
     run.forget(["0"])  # its end was merged
     next(shards).read()
-    assert run.places()[-1] == ReadPosition(str(POSITIONS_MAX), 0, 1)
+    assert run.positions()[-1] == ReadPosition(str(POSITIONS_MAX), 0, 1)
 
 
 def test_an_island_restored_with_its_run_goes_on_where_its_checkpoint_was() -> None:
@@ -91,9 +91,9 @@ def test_an_island_restored_with_its_run_goes_on_where_its_checkpoint_was() -> N
     after.sample(1)  # as it compiles
     assert before.held() == ["3", "5"]
     after.restore(before.state())
-    assert after.places() == before.places()
+    assert after.positions() == before.positions()
     np.testing.assert_array_equal(after.next(2)["x"], before.next(2)["x"])
-    assert after.places() == before.places() == (ReadPosition("3", 0, 0, ended=True), ReadPosition("5", 0, 3))
+    assert after.positions() == before.positions() == (ReadPosition("3", 0, 0, ended=True), ReadPosition("5", 0, 3))
     after.restore(before.state())
     after.forget(["5"])  # another island has it
     after.next(1)
@@ -128,7 +128,7 @@ def test_other_iterables_are_told_to_repeat_data(caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.WARNING):
         run.play(island, 3)
     assert len([record for record in caplog.records if "repeat data" in record.message]) == 1
-    assert island.batches.places() == ()
+    assert island.batches.positions() == ()
 
 
 def test_an_evaluation_of_a_task_gives_its_loss() -> None:

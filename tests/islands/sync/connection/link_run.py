@@ -33,8 +33,8 @@ Act = Callable[[], object]
 Announced = TypeVar("Announced", Call, Resume, Marker)
 
 
-def shards_of(manifest: Manifest) -> list[str]:
-    """Return the shards of a run in the order of preference of an island."""
+def ranges_of(manifest: Manifest) -> list[str]:
+    """Return the ranges of a run's text in the order of preference of an island."""
     return range_order(manifest.config.data.shards, manifest.config.seed)
 
 
@@ -113,16 +113,16 @@ class Harness:
         """The run as the broker has it."""
         return self.broker.runs[self.manifest.run]
 
-    def link(self, who: str = "a/x", shards: Sequence[str] | None = None) -> Link:
+    def link(self, who: str = "a/x", ranges: Sequence[str] | None = None) -> Link:
         """Return the link of an island that has joined."""
-        link = self.new_link(who, shards)
+        link = self.new_link(who, ranges)
         link.join()
         return link
 
-    def new_link(self, who: str = "a/x", shards: Sequence[str] | None = None) -> Link:
+    def new_link(self, who: str = "a/x", ranges: Sequence[str] | None = None) -> Link:
         """Return the link of an island that has not joined yet."""
         faulty = FaultyTransport(self.broker.connect(self.manifest.run))
-        wanted = shards_of(self.manifest) if shards is None else shards
+        wanted = ranges_of(self.manifest) if ranges is None else ranges
         link = Link(faulty, self.manifest, who, wanted, lambda: time.monotonic() + self.ahead)
         self.transports.append(faulty)
         self.links.append(link)

@@ -1,4 +1,4 @@
-"""What a link does with each heartbeat: leases shards ahead, answers newcomers, and notices that its name is taken."""
+"""What a link does with each heartbeat: leases ranges ahead, answers newcomers, and notices that its name is taken."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from archipelago.islands.sync.connection.watch import REMIND_SECONDS
 from archipelago.islands.sync.recovery import StateForPeer
 from tests import samples
 from tests.harness import tiny
-from tests.islands.sync.connection.link_run import Harness, heartbeat, raising, send, shards_of
+from tests.islands.sync.connection.link_run import Harness, heartbeat, raising, ranges_of, send
 
-SHARDS = shards_of(samples.manifest())
+RANGES = ranges_of(samples.manifest())
 
-# -- shards --------------------------------------------------------------------------------------------------------
+# -- ranges --------------------------------------------------------------------------------------------------------
 
 
-def test_a_held_shard_is_not_leased_again(harness: Harness) -> None:
-    link = harness.link(shards=["3", "1"])
+def test_a_held_range_is_not_leased_again(harness: Harness) -> None:
+    link = harness.link(ranges=["3", "1"])
     for expected in (ReadPosition("3", 0, 0), ReadPosition("1", 0, 0), None, None):
         heartbeat(link)
         assert link.lease() == expected
-    link.leases.hold(["3"])  # shard 1 is leased under our name, but we missed the answer
+    link.leases.hold(["3"])  # range 1 is leased under our name, but we missed the answer
     heartbeat(link)
     assert link.lease() == ReadPosition("1", 0, 0)
 
@@ -35,34 +35,34 @@ def test_a_held_shard_is_not_leased_again(harness: Harness) -> None:
 def test_a_lost_lease_is_reported_once(harness: Harness) -> None:
     link = harness.link()
     heartbeat(link)
-    place = link.lease()
-    assert place is not None
+    position = link.lease()
+    assert position is not None
     heartbeat(link)
-    harness.stored.holders[place.range] = "b/y"
+    harness.stored.holders[position.range] = "b/y"
     heartbeat(link)
-    assert link.take().lost_ranges == {place.range}
-    heartbeat(link)  # the loss is detected again before the island stops holding the shard
+    assert link.take().lost_ranges == {position.range}
+    heartbeat(link)  # the loss is detected again before the island stops holding the range
     link.leases.hold([])
     heartbeat(link)
     assert link.take().lost_ranges == frozenset()
 
 
-def test_a_restored_shard_is_not_also_the_next_one(harness: Harness) -> None:
-    """A restored island leases the shards that it was reading; its link may already have leased one as the next."""
+def test_a_restored_range_is_not_also_the_next_one(harness: Harness) -> None:
+    """A restored island leases the ranges that it was reading; its link may already have leased one as the next."""
     link = harness.link()
-    harness.faulty.after["lease_range"] = lambda: link.leases.hold([SHARDS[0]])  # during the lease
+    harness.faulty.after["lease_range"] = lambda: link.leases.hold([RANGES[0]])  # during the lease
     heartbeat(link)
     assert link.lease() is None
     link.leases.hold([])
     heartbeat(link)
-    link.leases.hold([SHARDS[0]])  # after it
+    link.leases.hold([RANGES[0]])  # after it
     assert link.lease() is None
     heartbeat(link)
-    assert link.lease() == ReadPosition(SHARDS[1], 0, 0)
+    assert link.lease() == ReadPosition(RANGES[1], 0, 0)
 
 
-def test_an_island_that_finds_no_shard_asks_less_and_less_often(harness: Harness) -> None:
-    link = harness.link(shards=["3"])
+def test_an_island_that_finds_no_range_asks_less_and_less_often(harness: Harness) -> None:
+    link = harness.link(ranges=["3"])
     heartbeat(link)
     harness.stored.holders["3"] = "b/y"
     harness.transport.island.heartbeat(samples.heartbeat("b", incarnation="y"))
@@ -73,7 +73,7 @@ def test_an_island_that_finds_no_shard_asks_less_and_less_often(harness: Harness
         before = harness.faulty.calls["lease_range"]
         heartbeat(link)
         asked += [look] * (harness.faulty.calls["lease_range"] - before)
-    assert asked == [1, 3, 6, 11, 20, 29], "a shard was found, so that the next one is asked for at once"
+    assert asked == [1, 3, 6, 11, 20, 29], "a range was found, so that the next one is asked for at once"
     assert link.lease() == ReadPosition("3", 0, 0)
 
 

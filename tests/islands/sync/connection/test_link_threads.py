@@ -23,7 +23,7 @@ from archipelago.merger.service import Merger
 from tests import samples
 from tests.conftest import PATIENCE_SECONDS, Until
 from tests.harness import tiny
-from tests.islands.sync.connection.link_run import FaultyTransport, Harness, draft, received, shards_of, unresolved
+from tests.islands.sync.connection.link_run import FaultyTransport, Harness, draft, ranges_of, received, unresolved
 from tests.sharded import create_sharded
 
 
@@ -138,7 +138,7 @@ class Sharded:
         run.shards = [self.home, self.further]
         manifest = run.reader.manifest()
         run.reader = ShardedReader([shard.reader for shard in run.shards], manifest)
-        self.link = Link(run, manifest, "a/x", shards_of(manifest))
+        self.link = Link(run, manifest, "a/x", ranges_of(manifest))
         self.link.join()
         self.link.pumps.start()
 
