@@ -332,7 +332,7 @@ class RedisRepair:
             if stale:
                 pipe.hdel(self._keys.data, *stale)
             if repair.cursors:
-                cursors = {shard: cursor_text(cursor) for shard, cursor in repair.cursors.items()}
+                cursors = {name: cursor_text(cursor) for name, cursor in repair.cursors.items()}
                 pipe.hset(self._keys.data, mapping=cursors)
             if repair.books:
                 pipe.hset(self._keys.books, mapping=repair.books)

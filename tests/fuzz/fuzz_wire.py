@@ -110,7 +110,7 @@ def check_manifest(data: bytes) -> None:
 
 
 def check_cursor(data: bytes) -> None:
-    """Decode the input as the cursor of a shard."""
+    """Decode the input as the cursor of a range."""
     with contextlib.suppress(WireError):
         assert min(parse_cursor(data.decode("utf-8", "replace"))) >= 0
 

@@ -29,25 +29,25 @@ def run() -> TinyRun:
     return TinyRun(tiny.manifest(config=CONFIG))
 
 
-def test_pinned_and_public_shards_have_different_readers(run: TinyRun) -> None:
+def test_pinned_and_public_ranges_have_different_readers(run: TinyRun) -> None:
     public, pinned, second = run.island("a"), run.island("p", shards=PINNED), run.island("q", shards=PINNED)
     windows = tiny.TEXT.size // CONFIG.data.sequence_length // CONFIG.data.shards
     begun: dict[str, list[str]] = {"a": [], "p": [], "q": []}
-    for _ in range(3 * windows // CONFIG.data.batch_size):  # a little more than three passes over a shard each
+    for _ in range(3 * windows // CONFIG.data.batch_size):  # a little more than three passes over a range each
         for island in (public, pinned, second):
             run.play(island, 1)
-            (shard,) = island.batches.held()[-1:]
-            if begun[island.name][-1:] != [shard]:
-                begun[island.name].append(shard)
-    assert {shard.partition("/")[0] for name in "pq" for shard in begun[name]} == {"site"}
-    assert all("/" not in shard for shard in begun["a"])
+            (name,) = island.batches.held()[-1:]
+            if begun[island.name][-1:] != [name]:
+                begun[island.name].append(name)
+    assert {name.partition("/")[0] for which in "pq" for name in begun[which]} == {"site"}
+    assert all("/" not in name for name in begun["a"])
     assert len(begun["a"]) >= 3
     assert len(begun["p"]) + len(begun["q"]) >= 5
-    # Each of the two islands first reads two different shards of the four.
+    # Each of the two islands first reads two different ranges of the four.
     assert not set(begun["p"][:2]) & set(begun["q"][:2])
     cursors = run.transport.reader.cursors()
-    assert {shard for shard in cursors if "/" in shard} <= set(PINNED)
-    assert max(cursors[shard] for shard in PINNED if shard in cursors) >= (1, 0)
+    assert {name for name in cursors if "/" in name} <= set(PINNED)
+    assert max(cursors[name] for name in PINNED if name in cursors) >= (1, 0)
     assert all(pass_number <= 2 for pass_number, _ in cursors.values())
     members = {member.island for entry in run.transport.reader.tape(1000) for member in entry.members}
     assert members == {"a", "p", "q"}  # it receives the progress of the others

@@ -46,7 +46,7 @@ class HostileInvariants(Invariants):
 
     def __init__(self, simulation: Simulation) -> None:
         super().__init__(simulation)
-        #: The shards that the attacker says it has read. The islands do not read again what it took from them.
+        #: The ranges that the attacker says it has read. The islands do not read again what it took from them.
         self.claimed: set[str] = set()
 
     def wrote(self, epoch: int) -> None:
@@ -60,8 +60,8 @@ class HostileInvariants(Invariants):
         """The attacker deletes the books, and fewer tokens are counted than it claims."""
 
     def _check_passes(self, passes: Mapping[str, int]) -> None:
-        """A claim moves a cursor by what the attacker can have read, so only the other shards must stay even."""
-        super()._check_passes({shard: n for shard, n in passes.items() if shard not in self.claimed} or {"": 0})
+        """A claim moves a cursor by what the attacker can have read, so only the other ranges must stay even."""
+        super()._check_passes({name: n for name, n in passes.items() if name not in self.claimed} or {"": 0})
 
     def _read_tape(self, run: Any, again: bool = False) -> None:
         for entry in run.tape[self._known(run) :]:
@@ -72,7 +72,7 @@ class HostileInvariants(Invariants):
         super()._read_tape(run, again)
 
     def excuse_readers(self) -> None:
-        """The attacker has taken shards from living islands. These may read on, although others lease the shards."""
+        """The attacker has taken ranges from living islands. These may read on, although others lease the ranges."""
         self.has_taken = True
         for reader in (reader for readers in self.readers.values() for reader in readers):
             reader.is_excused = True

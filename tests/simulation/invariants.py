@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Reader:
-    """One incarnation's reading of a pass over a shard.
+    """One incarnation's reading of a pass over a range.
 
     Attributes:
         who: The island and its incarnation.
@@ -65,7 +65,7 @@ class Reader:
 
 #: The codes of reasons for which only hostile contributions are refused.
 HOSTILE_CODES = frozenset({"tokens", "steps", "sender", "full"})
-#: A shard, and the number of a pass over it.
+#: A range, and the number of a pass over it.
 Key = tuple[str, int]
 
 
@@ -93,7 +93,7 @@ class Invariants:
         self.said: dict[str, list[tuple[Key, Reader, int]]] = {}
         #: Whether a lease was ever taken from a living incarnation that was only unreachable.
         self.has_taken = False
-        #: By incarnation and shard: how often the broker had lost data before the lease.
+        #: By incarnation and range: how often the broker had lost data before the lease.
         self.leases: dict[tuple[str, str], int] = {}
         self.forget()
 
@@ -153,25 +153,25 @@ class Invariants:
                 said.append((key, mine[-1], mine[-1].size if place.ended else place.position))
         self.said[contribution.identity_text] = said
 
-    def leased(self, before: str, shard: str, by: str) -> None:
-        """Shard 0 has leased a shard of the text `by` an incarnation; `before` is its previous holder."""
-        self.leases[by, shard] = self.simulation.losses
+    def leased(self, before: str, name: str, by: str) -> None:
+        """Shard 0 has leased a range of the text `by` an incarnation; `before` is its previous holder."""
+        self.leases[by, name] = self.simulation.losses
         if before in ("", by):
             return
         run, (island, _, incarnation) = self.simulation.run, before.partition("/")
         busy = {f"{entry.sender}/{entry.contribution.incarnation}" for entry in run.waiting().values()}
-        assert before not in busy, f"{by} leases shard {shard}, while contributions of {before} wait"
+        assert before not in busy, f"{by} leases range {name}, while contributions of {before} wait"
         beat, seen = run.islands.get(island, (None, 0.0))
         if beat is not None and beat.incarnation == incarnation and not is_expelled(run.control, before):
             presence = Presence(beat, self.simulation.clock.now - seen)
-            assert not presence.is_live, f"{by} leases shard {shard} from {before}"
-        self.leases.pop((before, shard), None)
-        on_their_way = {connection.process.who for connection, name, *_ in self.simulation.late if name == "publish"}
+            assert not presence.is_live, f"{by} leases range {name} from {before}"
+        self.leases.pop((before, name), None)
+        on_their_way = {connection.process.who for connection, call, *_ in self.simulation.late if call == "publish"}
         if before in self.simulation.alive | on_their_way:
             self.has_taken = True
             for (of, _), readers in self.readers.items():
                 for reader in readers:
-                    reader.is_excused |= of == shard and reader.who == before
+                    reader.is_excused |= of == name and reader.who == before
 
     # -- checks -----------------------------------------------------------------------------------------------------
 
@@ -189,12 +189,12 @@ class Invariants:
         self._check_refusals()
         assert run.cursors == self.cursors, f"cursors {run.cursors} where what was merged gives {self.cursors}"
         if self.shard == 0:  # islands choose by the cursors of this shard what they read
-            shards = range(self.manifest.config.data.shards)
-            self._check_passes({s: run.cursors.get(s, (0, 0))[0] for s in map(str, shards)})
+            ranges = range(self.manifest.config.data.shards)
+            self._check_passes({s: run.cursors.get(s, (0, 0))[0] for s in map(str, ranges)})
 
     def _check_passes(self, passes: Mapping[str, int]) -> None:
-        """Check that the shards are read evenly. `passes` says how often each one was read to its end."""
-        # One more is possible while an island does not know yet that another one has taken its shard.
+        """Check that the ranges are read evenly. `passes` says how often each one was read to its end."""
+        # One more is possible while an island does not know yet that another one has taken its range.
         is_even = max(passes.values()) - min(passes.values()) <= 2 + self.has_taken
         assert self.simulation.losses or is_even, f"passes {passes}"
 
@@ -261,7 +261,7 @@ class Invariants:
             if other is not reader and not (other.is_excused or reader.is_excused):
                 apart = other.merged <= reader.start or reader.merged <= other.start
                 assert apart or other.merged == other.start or reader.merged == reader.start, (
-                    f"sequences of pass {key[1]} over shard {key[0]} are merged twice: {reader} and {other}"
+                    f"sequences of pass {key[1]} over range {key[0]} are merged twice: {reader} and {other}"
                 )
 
     def _check_snapshot(self, run: Any, entry: TapeEntry) -> None:

@@ -238,7 +238,7 @@ class Simulation:
     def _observe(
         self, connection: FaultyConnection, name: str, args: Any, answer: Any, holders: Mapping[str, str] | None = None
     ) -> None:
-        """Let the invariants see what a call has done. `holders` are those of the shards of the text before it."""
+        """Let the invariants see what a call has done. `holders` are those of the ranges of the text before it."""
         invariants = self.invariants[connection.shard]
         if name == "publish":
             invariants.published(answer, cast(Contribution, args[0]), args[1])

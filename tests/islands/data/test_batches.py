@@ -48,7 +48,7 @@ def leases(answers: Iterable[ReadPosition | None]) -> Callable[[], ReadPosition 
 
 
 def fresh(*shards: int, pass_number: int = 0) -> Callable[[], ReadPosition | None]:
-    """Return a `lease` that gives these shards from their beginning and then None."""
+    """Return a `lease` that gives these ranges from their beginning and then None."""
     return leases(ReadPosition(str(shard), pass_number, 0) for shard in shards)
 
 
@@ -103,7 +103,7 @@ def test_windows_differ_between_ranges_seeds_and_passes() -> None:
     assert quarters.min() > 0.99 * len(starts) / 4
 
 
-def test_an_unknown_shard_is_refused() -> None:
+def test_an_unknown_range_is_refused() -> None:
     for shard in ("3", "-1", "", "site/3", "2/site", "02", "²"):
         with failing(DataError, "data.bad-position"):
             pytest.fail(f"{shard}: {ranges.windows(900, 3, 8, 0, shard, 1)}")
@@ -134,7 +134,7 @@ def test_held_out_text_is_never_trained_on(tmp_path: Path, monkeypatch: pytest.M
     assert set(ranges.held_out(opened.test, 10_000, 8).tobytes()) == set(b"x")
 
 
-def test_a_text_too_short_for_its_shards_is_refused() -> None:
+def test_a_text_too_short_for_its_ranges_is_refused() -> None:
     text = positions(1000)
     for config, said in ((configured(shards=64, length=100), "at most 9,"), (configured(shards=1, length=1000), "")):
         with failing(DataError, "data.too-small") as caught:
@@ -146,7 +146,7 @@ def test_a_text_too_short_for_its_shards_is_refused() -> None:
 # -- reading leased ranges --------------------------------------------------------------------------------------------
 
 
-def test_a_leased_shard_is_read_once_from_its_cursor() -> None:
+def test_a_leased_range_is_read_once_from_its_cursor() -> None:
     supply = Batches(TEXT, CONFIG, leases([ReadPosition("2", 0, 0), ReadPosition("site/0", 5, 17)]))
     for expected in (rows("2", 0), rows("0", 5)[17:]):
         assert np.array_equal(supply.next(len(expected))[:, 0], expected)
@@ -236,7 +236,7 @@ def test_a_lost_lease_is_not_read_further() -> None:
     assert supply.positions() == ()
 
 
-def test_a_shard_that_is_leased_again_has_only_its_newest_place() -> None:
+def test_a_range_that_is_leased_again_has_only_its_newest_position() -> None:
     supply = Batches(TEXT, CONFIG, leases([ReadPosition("0", 0, 0), ReadPosition("1", 0, 0), ReadPosition("0", 1, 0)]))
     supply.next(len(rows("0", 0)) + len(rows("1", 0)) + 2)
     assert supply.positions() == (ReadPosition("1", 0, 0, ended=True), ReadPosition("0", 1, 2))
@@ -264,7 +264,7 @@ PLACES = st.builds(
     ReadPosition, st.integers(0, 7).map(str) | st.just("site/3"), st.integers(0, 4), st.integers(0, 9) | st.just(10**12)
 )
 ANSWERS = st.lists(PLACES, max_size=12)
-#: The actions of an island: read the batches of some steps, or forget shards.
+#: The actions of an island: read the batches of some steps, or forget ranges.
 ACTIONS = st.lists(st.integers(0, 30) | st.sets(st.sampled_from([*map(str, range(8)), "site/3"])), max_size=12)
 
 
