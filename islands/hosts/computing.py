@@ -155,10 +155,9 @@ def follow(next_frame: Callable[[], Frame], computation: SharedComputation, samp
         "restore": lambda frame: computation.restore_all(frame.arrays),
     }
     while (frame := next_frame()).kind != "end":
-        if frame.kind not in doings:
-            raise unfit(f"the leader says {frame.kind!r}, which nothing knows")
         try:
             doings[frame.kind](frame)
         except (IndexError, KeyError, TypeError, ValueError) as error:
-            raise unfit(f"{frame.kind!r} does not fit this island ({type(error).__name__}: {error})"[:500]) from error
+            fault = f"the leader says {frame.kind!r}, which does not fit ({type(error).__name__}: {error})"
+            raise unfit(fault[:500]) from error
     return frame.number(1)
