@@ -1,7 +1,7 @@
 """The merge of one round: add contributions to a sum as they arrive, then weigh, step and round for the islands.
 
-Everything here but `warm_up` is pure: state and contributions in, state and decisions out. The service calls it live, and
-`merger.replay` calls it with recorded contributions.
+Everything here but `warm_up` is pure: state and contributions in, state and decisions out. The service calls it live,
+and `merger.replay` calls it with recorded contributions.
 
 Islands that are sent quantised differences all hold the same rounded parameters, because all add the same differences.
 The merger keeps a copy of these (`published_N`). It measures each difference from that copy to the exact parameters,
