@@ -293,12 +293,8 @@ class AwaitedRun(RunAddress):
 
     def require_status(self) -> None:
         """Raise ConfigError if `stopped_status` cannot be an exit status."""
-        if not 0 <= self.stopped_status <= STATUS_MAX:
-            raise ConfigError(
-                f"--stopped-status cannot be {self.stopped_status}",
-                f"Give 0 to {STATUS_MAX}. 75 says that another try may succeed.",
-                code="config.value",
-            )
+        remedy = f"Give 0 to {STATUS_MAX}. 75 says that another try may succeed."
+        require_number("--stopped-status", self.stopped_status, remedy, most=STATUS_MAX)
 
     def patience(self, stopped: Callable[[], bool]) -> Patience:
         """Return the Patience for a worker's first calls. Once it runs, a worker handles outages itself."""

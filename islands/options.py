@@ -177,12 +177,8 @@ def require_batch(batch_size: int, manifest: Manifest) -> None:
             "a task has batches of its own, so --batch-size would change nothing", "Leave it out.", code="task.setting"
         )
     most = BATCH_FACTOR_MAX * manifest.config.data.batch_size
-    if not 0 <= batch_size <= most:
-        raise ConfigError(
-            f"--batch-size cannot be {batch_size}",
-            f"Give 1 to {most:,} sequences ({BATCH_FACTOR_MAX} times the run's batch), or 0 for the run's.",
-            code="config.value",
-        )
+    remedy = f"Give 1 to {most:,} sequences ({BATCH_FACTOR_MAX} times the run's batch), or 0 for the run's."
+    require_number("--batch-size", batch_size, remedy, most=most)
 
 
 def tell_of_device(manifest: Manifest, placement: Placement | None) -> None:

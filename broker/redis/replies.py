@@ -59,7 +59,7 @@ def epoch_in(mark: bytes | None) -> int:
 
 
 def is_last(entry: str) -> bool:
-    """Return whether a stream can have no entry after that one. Whoever may append chooses the ids."""
+    """Return whether no entry of a stream can follow that one. A client that appends chooses the ids."""
     return entry_id(entry) == (NUMBER_MAX, NUMBER_MAX)
 
 

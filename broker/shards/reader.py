@@ -348,7 +348,7 @@ class DisplayReader(ShardedReader):
         def attempt() -> None:
             try:
                 answer.set_result(read(self._readers[shard]))
-            except Exception as error:  # noqa: BLE001 - whoever takes the answer raises it
+            except Exception as error:  # noqa: BLE001 - the thread that takes the answer raises it
                 answer.set_exception(error)
 
         self._aside(attempt)

@@ -103,7 +103,7 @@ def _wrong(what: str) -> DataError:
 def download(source: Source, folder: Path, progress: Progress = silent) -> Path:
     """Download the file into `folder`, and return its path. Raises DataError (`data.unreachable`).
 
-    `copy` compares the text with its hash, so nobody needs that of the file.
+    `copy` compares the text with its hash, so the file needs none.
     """
     path, done = folder / ENWIK8, 0
     try:

@@ -123,17 +123,13 @@ def _require_sensible(options: ChaosOptions) -> None:
         least = math.nextafter(0.0, 1.0) if name in positive else 0.0
         require_number(f"--{name.replace('_', '-')}", value, "Give a positive number.", least)
     for flag, count, most in (("--islands", options.islands, 256), ("--shards", options.shards, SHARDS_MAX)):
-        if not 1 <= count <= most:
-            raise _bad_value(flag, count, f"Choose 1 to {most}.")
+        require_number(flag, count, f"Choose 1 to {most}.", 1, most)
     require_number("--standbys", options.standbys, STANDBYS_REMEDY, most=STANDBYS_MAX)
     everything = [REDIS, *merger_names(options.shards), *_names(options)]
     if unknown := set(options.spare) - set(everything):
-        raise _bad_value("--spare", min(unknown), f"Name some of {', '.join(everything)}.")
+        remedy = f"Name some of {', '.join(everything)}."
+        raise ConfigError(f"--spare cannot be {min(unknown)}", remedy, code="config.value")
     _require_compatible(options)
-
-
-def _bad_value(flag: str, value: object, remedy: str) -> ConfigError:
-    return ConfigError(f"{flag} cannot be {value}", remedy, code="config.value")
 
 
 def _require_compatible(options: ChaosOptions) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from archipelago.broker.errors import ConfigError
+from archipelago.broker.errors import ConfigError, require_number
 from archipelago.broker.machine import require_extra
 from archipelago.broker.process import RunAddress, connect_to, print_json, stop_on_signals
 from archipelago.ops.settings import say
@@ -139,8 +139,7 @@ def _shown(host: str) -> str:
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    if not 0 <= port <= 65535:
-        raise ConfigError(f"--port cannot be {port}", "Choose 0 to 65535.", code="config.value")
+    require_number("--port", port, "Choose 0 to 65535.", most=65535)
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family)

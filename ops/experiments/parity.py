@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from archipelago.broker.config import RunConfig, checked
-from archipelago.broker.errors import ConfigError, require_number
+from archipelago.broker.errors import require_number
 from archipelago.broker.files import make_untracked
 from archipelago.broker.manifest import LossUnit, loss_unit
 from archipelago.broker.process import keep_compiled
@@ -63,9 +63,7 @@ def main(options: ParityOptions) -> int:
     """Compare, and write the results."""
     config = checked(options.settings)
     for count in options.islands or (0,):
-        if not 1 <= count <= ISLANDS_MAX:
-            remedy = f"Give numbers from 1 to {ISLANDS_MAX}."
-            raise ConfigError(f"--islands cannot be {count}", remedy, code="config.value")
+        require_number("--islands", count, f"Give numbers from 1 to {ISLANDS_MAX}.", 1, ISLANDS_MAX)
     require_number("--slow", options.slow, "Give a factor of at least 1.", 1.0)
     keep_compiled()
     work = workload_of(config, options.task)

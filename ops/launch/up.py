@@ -160,8 +160,7 @@ def _require_losses(report: dict[str, Any], log: Path) -> None:
 
 def require_sensible(options: UpOptions) -> None:
     """Raise ConfigError for options that the workers would refuse, before any of them is started."""
-    if not 1 <= options.islands <= ISLANDS_MAX:
-        raise ConfigError(f"--islands cannot be {options.islands}", f"Choose 1 to {ISLANDS_MAX}.", code="config.value")
+    require_number("--islands", options.islands, f"Choose 1 to {ISLANDS_MAX}.", 1, ISLANDS_MAX)
     require_number("--standbys", options.standbys, STANDBYS_REMEDY, most=STANDBYS_MAX)
     _require_openable(options)
     remedy = "Give a number of seconds, such as 30, or 0 for no checkpoints."
@@ -172,10 +171,8 @@ def require_sensible(options: UpOptions) -> None:
     if options.wandb:
         require_wandb()
     last = metrics.PORT_MAX - options.islands  # Each island takes a port after the merger's.
-    if options.metrics_port is not None and not 0 <= options.metrics_port <= last:
-        raise ConfigError(
-            f"--metrics-port cannot be {options.metrics_port}", f"Choose 0 to {last}.", code="config.value"
-        )
+    if options.metrics_port is not None:
+        require_number("--metrics-port", options.metrics_port, f"Choose 0 to {last}.", most=last)
     if options.metrics_port:
         metrics.require_free(
             options.metrics_host, range(options.metrics_port, options.metrics_port + options.islands + 1)

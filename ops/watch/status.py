@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 
 from rich.console import Console
 
-from archipelago.broker.errors import ConfigError
+from archipelago.broker.errors import require_number
 from archipelago.broker.observe.logs import printable
 from archipelago.broker.process import RunAddress, print_json, stop_on_signals
 from archipelago.broker.shards.transport import opened
@@ -60,8 +60,8 @@ class StatusOptions(RunAddress):
 
 def main(options: StatusOptions) -> int:
     """Show the run. Return 1 if an operator should look at it."""
-    if options.every is not None and not 0.05 <= options.every <= 3600.0:
-        raise ConfigError(f"--every cannot be {options.every}", "Choose 0.05 to 3600 seconds.", code="config.value")
+    if options.every is not None:
+        require_number("--every", options.every, "Choose 0.05 to 3600 seconds.", 0.05, 3600.0)
     if options.legend:
         return _print_legend(as_json=options.json)
     transport = options.connect()

@@ -15,7 +15,7 @@ import tyro
 from pydantic import TypeAdapter, ValidationError
 
 from archipelago.broker.config import BYTES, ModelConfig
-from archipelago.broker.errors import ConfigError, DataError
+from archipelago.broker.errors import ConfigError, DataError, require_number
 from archipelago.broker.invitation import names_redis
 from archipelago.broker.observe.logs import CONTROLS
 from archipelago.broker.observe.progress import progress
@@ -89,10 +89,8 @@ class TextModel:
 def main(options: GenerateOptions) -> int:
     """Generate and print the text."""
     seed = secrets.randbelow(1 << 31) if options.seed is None else options.seed
-    if not 0 <= seed < 1 << 31:
-        raise ConfigError(f"--seed cannot be {seed}", "Choose 0 to 2147483647.", code="config.value")
-    if options.tokens < 1:
-        raise ConfigError(f"--tokens cannot be {options.tokens}", "Choose a positive number.", code="config.value")
+    require_number("--seed", seed, "Choose 0 to 2147483647.", most=(1 << 31) - 1)
+    require_number("--tokens", options.tokens, "Choose a positive number.", 1)
     keep_compiled()
     with progress("reading the parameters"):
         text_model = open_text_model(options.source, options.run)

@@ -1,4 +1,4 @@
-"""What a client may write with the rights of an island, which `tests/broker/redis/test_roles.py` pins, harms nobody."""
+"""What a client writes with the rights of an island harms no other process. `test_roles.py` pins those rights."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_newcomer_deletes_the_answer_that_it_took_and_nothing_else(server: Red
 
 
 def test_an_entry_with_the_last_id_is_read_while_it_waits(server: RedisServer, run: str, raw: Any) -> None:
-    """No id follows it, so nobody may ask for the entries after it."""
+    """No id follows it, so Redis refuses a request for the entries after it."""
     transport = connect(server.url, run)
     the_last_entry(Attacker(raw, transport.reader.manifest(), NAME), random.Random(0))
     transport.merger.acquire("merger", 100.0)

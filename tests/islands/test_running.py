@@ -89,7 +89,7 @@ def rival(**changes: Any) -> list[Presence]:
 
 
 def test_a_restart_is_refused_while_the_newer_process_lives(tmp_path: Path) -> None:
-    require_free(tmp_path, "a", rival())  # nobody took the name over
+    require_free(tmp_path, "a", rival())  # no process took the name over
     remember(tmp_path / "a", "a", "new")
     for _ in range(2):
         with failing(ConfigError, "island.replaced"):

@@ -1,4 +1,4 @@
-"""Weights and scores: by hand, bounded, and nobody can win by numbers or names."""
+"""Weights and scores by hand and their bounds. An island gains nothing by large claims or by several names."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def contributions(
 
 
 def after(rounds: int, forged: Mapping[str, Forge], known: Mapping[str, Score] | None = None) -> Judgement:
-    """Return the last of so many rounds."""
+    """Judge `rounds` rounds, and return the last judgement."""
     judged = Judgement((), (), (), known or {})
     for number in range(rounds):
         judged = judge(judged.scores, contributions(number, forged), SPANS, len(HONEST))

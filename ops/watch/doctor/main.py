@@ -19,7 +19,7 @@ from rich.text import Text
 
 from archipelago.broker.address import redacted
 from archipelago.broker.config import RunConfig, checked
-from archipelago.broker.errors import ArchipelagoError, BadUrlError, BrokerError, ConfigError
+from archipelago.broker.errors import ArchipelagoError, BadUrlError, BrokerError, ConfigError, require_number
 from archipelago.broker.invitation import ADMIN, Invitation, Role
 from archipelago.broker.manifest import NO_CORPUS, Manifest, balanced, installed_versions
 from archipelago.broker.observe.logs import printable
@@ -78,10 +78,7 @@ class CheckedServer:
 def main(options: DoctorOptions) -> int:
     """Check everything, and print it part by part. Return 1 if there is a problem."""
     config = checked(options.settings)
-    if not 0.0 <= options.seconds <= SECONDS_MAX:
-        raise ConfigError(
-            f"--seconds cannot be {options.seconds}", f"Choose 0 to {SECONDS_MAX:g}.", code="config.value"
-        )
+    require_number("--seconds", options.seconds, f"Choose 0 to {SECONDS_MAX:g}.", most=SECONDS_MAX)
     url, run = options.url or os.environ.get(URL_VARIABLE), options.run or os.environ.get(RUN_VARIABLE)
     invited = invitation_at(url or "")
     url, run = (invited.url, run or invited.run) if invited else (url, run)

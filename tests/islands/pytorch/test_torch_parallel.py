@@ -34,7 +34,7 @@ class Alone:
         raise RuntimeError("Connection closed by peer")
 
     def share(self, tensors: Any) -> None:
-        """Share nothing: nobody else is there."""
+        """Share nothing: there is no other process."""
 
     def share_manifest(self, manifest: Any) -> None:
         """Share nothing."""
