@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import redis
 
+from archipelago.broker.redis.connection import PAGE
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.transport import connect
 from archipelago.ops.launch.embedded_redis import RedisServer
@@ -57,10 +58,13 @@ def test_a_newcomer_deletes_the_answer_that_it_took_and_nothing_else(server: Red
 def test_an_entry_with_the_last_id_is_read_while_it_waits(server: RedisServer, run: str, raw: Any) -> None:
     """No id follows it, so Redis refuses a request for the entries after it."""
     transport = connect(server.url, run)
+    for number in range(1, PAGE):  # so that the last one ends a whole page
+        raw.xadd(Keys(run).updates(f"{NAME}-last"), {"junk": "x"}, id=f"1-{number}")
     the_last_entry(Attacker(raw, transport.reader.manifest(), NAME), random.Random(0))
     transport.merger.acquire("merger", 100.0)
-    (found,) = transport.merger.updates(0.0)
-    assert found.fault
-    assert transport.reader.pending().contributions == transport.reader.backlog() == 1
+    found = transport.merger.updates(0.0, PAGE)
+    assert len(found) == PAGE
+    assert all(delivery.fault for delivery in found)
+    assert transport.reader.pending().contributions == transport.reader.backlog() == PAGE
     assert transport.merger.unacknowledged() != []
     transport.close()
