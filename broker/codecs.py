@@ -30,8 +30,12 @@ INT8_BLOCK, INT4_BLOCK = 256, 128
 TOP_BLOCK, TOP_KEPT = 4096, 128
 #: `top3` sums magnitudes in units of 1/4096 of the largest. From TOP_LARGE units (0.6) on a magnitude is large.
 TOP_UNITS, TOP_LARGE = np.float32(4096), 2458
+#: 1 / 1 to 1 / 1.9921875: of each mantissa of a bfloat16 number, rounded to nearest.
+RECIPROCALS = np.float32(128) / np.arange(128, 256, dtype=np.float32)
 #: A float32 from which on whole numbers are one apart. Its lowest four bits are those of 8.
 ROUNDER = np.float32(1.5 * 2**23 + 8)
+#: XLA on a CPU vectorises the maximum of two halves of a block, and no reduction of rows: it halves down to so many.
+HALVED = 32
 #: Elements that numpy encodes or decodes at a time, so that intermediate arrays fit the cache. A multiple of every
 #: block size.
 PIECE = 32 * TOP_BLOCK
@@ -184,13 +188,25 @@ def _scales(top: Array, xp: Any) -> tuple[Array, Array]:
     return bits, xp.where(scale > 0, scale, np.float32(1))
 
 
-def _ratios(rows: Array, divisor: Array) -> Array:
-    """Return the rows, each divided by its divisor.
+def _ratios(rows: Array, divisor: Array, xp: Any) -> Array:
+    """Return the rows, each multiplied by the reciprocal of its divisor: every device must send the same bits.
 
-    They are multiplied by the reciprocal, as XLA does where a whole row shares a divisor (or all values do):
-    every device must send the same bits.
+    XLA approximates divisions on GPUs, except by a power of two. So a table has the reciprocals of the 128 mantissas
+    that a divisor, which is a bfloat16 number, can have. The division comes last because XLA repeats what is cheaper
+    for each element of the row.
     """
-    return rows * (np.float32(1) / divisor)[:, None]
+    bits = divisor.view(np.uint32)
+    whole = xp.take(RECIPROCALS, (bits >> np.uint32(16)) & np.uint32(127), mode="clip")
+    power = (bits & np.uint32(0x7F800000)).view(np.float32)
+    return rows * (whole / power)[:, None]
+
+
+def _magnitudes(values: Array) -> Array:
+    """Return the bits of the magnitudes as uint32. They have the order of the magnitudes, and NaN is above infinity.
+
+    XLA's maximum of floats may lose a NaN in a reduction of rows.
+    """
+    return values.view(np.uint32) & np.uint32(0x7FFFFFFF)
 
 
 def _tops(blocks: Array, xp: Any) -> Array:
@@ -198,13 +214,11 @@ def _tops(blocks: Array, xp: Any) -> Array:
 
     The row length must be a power of two.
     """
-    magnitudes = xp.abs(blocks)
-    while (
-        xp is not np and magnitudes.shape[1] > 1
-    ):  # XLA vectorises the maximum of two halves, and no reduction of rows
+    magnitudes = _magnitudes(blocks)
+    while xp is not np and magnitudes.shape[1] > HALVED:
         half = magnitudes.shape[1] // 2
         magnitudes = xp.maximum(magnitudes[:, :half], magnitudes[:, half:])
-    top = np.max(magnitudes, axis=1) if xp is np else magnitudes[:, 0]
+    top = xp.max(magnitudes, axis=1).view(np.float32)
     return xp.where(xp.isfinite(top), xp.minimum(top, HUGE), np.float32(np.nan))
 
 
@@ -219,7 +233,7 @@ def _rounded(ratio: Array, most: int, xp: Any) -> Array:
 def _quantise_int8(values_N: Array, xp: Any) -> Parts:
     blocks = _blocks(values_N, INT8_BLOCK, xp)
     bits, divisor = _scales(_tops(blocks, xp) * np.float32(1 / 127), xp)
-    return bits, _rounded(_ratios(blocks, divisor), 127, xp).astype(np.int8).reshape(-1)
+    return bits, _rounded(_ratios(blocks, divisor, xp), 127, xp).astype(np.int8).reshape(-1)
 
 
 def _restore_int8(parts: Parts, elements: int, xp: Any) -> Array:
@@ -233,7 +247,7 @@ def _quantise_int4(values_N: Array, xp: Any) -> Parts:
     bits, divisor = _scales(_tops(blocks, xp) * np.float32(1 / 7), xp)
     # XLA vectorises the two halves of blocks apart from each other, in half the time of packing whole blocks.
     half = INT4_BLOCK // 2
-    low, high = (_int4_codes(_ratios(part, divisor), xp) for part in (blocks[:, :half], blocks[:, half:]))
+    low, high = (_int4_codes(_ratios(part, divisor, xp), xp) for part in (blocks[:, :half], blocks[:, half:]))
     return bits, (low | (high << np.uint32(4))).astype(np.uint8).reshape(-1)
 
 
@@ -268,7 +282,7 @@ def _quantise_top(values_N: Array, xp: Any) -> Parts:
     kept = _largest(blocks, TOP_KEPT, xp)
     values = xp.take_along_axis(blocks, kept, axis=1)
     _, divisor = _scales(top, xp)
-    whole = _rounded(_ratios(xp.abs(values), divisor) * TOP_UNITS, 2 * int(TOP_UNITS), xp).astype(np.int32)
+    whole = _rounded(_ratios(xp.abs(values), divisor, xp) * TOP_UNITS, 2 * int(TOP_UNITS), xp).astype(np.int32)
     large = whole >= TOP_LARGE
     scales = [_mean(whole, large, xp) * divisor, _mean(whole, ~large, xp) * divisor]
     scales = [xp.where(xp.isnan(top), top, xp.where(top < TINY, np.float32(0), scale)) for scale in scales]
@@ -286,10 +300,9 @@ def _largest(blocks: Array, count: int, xp: Any) -> Array:
     """Return the indices of the `count` largest magnitudes of each row, ascending. Earlier indices win ties.
 
     The row length must be a power of two. The function finds the smallest kept magnitude bit by bit, and then each
-    index by binary search, which is faster than sorting in numpy and in XLA on a CPU. The bits of float32 magnitudes,
-    read as integers, have the order of the magnitudes.
+    index by binary search, which is faster than sorting in numpy and in XLA on a CPU.
     """
-    magnitudes = blocks.view(np.uint32) & np.uint32(0x7FFFFFFF)
+    magnitudes = _magnitudes(blocks)
     least = xp.zeros((blocks.shape[0], 1), np.uint32)
     for bit in reversed(range(31)):
         higher = least | np.uint32(1 << bit)
@@ -310,10 +323,13 @@ def _largest(blocks: Array, count: int, xp: Any) -> Array:
 
 
 def _mean(whole: Array, chosen: Array, xp: Any) -> Array:
-    """Return the mean of each row's chosen values, divided by TOP_UNITS; 0 for a row without any."""
-    total = xp.sum(xp.where(chosen, whole, 0), axis=1, dtype=np.int32).astype(np.float32)
-    count = xp.sum(chosen, axis=1, dtype=np.int32).astype(np.float32)
-    return total / (xp.maximum(count, np.float32(1)) * TOP_UNITS)
+    """Return the mean of each row's chosen values, divided by TOP_UNITS; 0 for a row without any.
+
+    It is rounded down to 2^-11 units, which have at most 24 bits: integers divide alike on every device.
+    """
+    total, count = (xp.sum(xp.where(chosen, x, 0), axis=1, dtype=np.int32).astype(np.uint32) for x in (whole, 1))
+    mean = (total << np.uint32(11)) // xp.maximum(count, np.uint32(1))
+    return mean.astype(np.float32) * (np.float32(2.0**-11) / TOP_UNITS)
 
 
 def _restore_top(parts: Parts, elements: int, xp: Any) -> Array:

@@ -145,9 +145,9 @@ def _largest(blocks: Tensor, count: int) -> Tensor:
 
 
 def _mean(whole: Tensor, chosen: Tensor) -> Tensor:
-    """Return the mean of each row's chosen values, divided by TOP_UNITS; 0 for a row without any."""
-    total = torch.where(chosen, whole, 0).sum(dim=1).to(torch.float32)
-    return total / (chosen.sum(dim=1).clamp(min=1).to(torch.float32) * float(TOP_UNITS))
+    """Return the mean of each row's chosen values, divided by TOP_UNITS, as `broker.codecs` rounds it."""
+    total, count = torch.where(chosen, whole, 0).sum(dim=1), chosen.sum(dim=1)
+    return ((total << 11) // count.clamp(min=1)).to(torch.float32) * (2.0**-11 / float(TOP_UNITS))
 
 
 def _restore_top(parts: Parts, elements: int) -> Tensor:
