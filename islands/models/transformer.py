@@ -31,6 +31,7 @@ from archipelago.islands.models.layers import (
     functional,
     language_model,
     rms_norm,
+    rows_of,
 )
 from archipelago.islands.models.llama import Size
 
@@ -119,7 +120,7 @@ class Transformer(nnx.Module):
     def __call__(self, tokens_BxT: jax.Array) -> jax.Array:
         """Return the float32 logits [B, T, V] of integer tokens [B, T]."""
         embedding_VxW = self.embedding[...].astype(self.dtype)
-        x_BxTxW = embedding_VxW[tokens_BxT.astype(jnp.int32)]
+        x_BxTxW = rows_of(embedding_VxW, tokens_BxT)
         x_BxTxW, penalty = self.depth.through(self.layers, x_BxTxW)
         if penalty is not None:
             self.penalty = Penalty(penalty)
@@ -132,7 +133,7 @@ class Transformer(nnx.Module):
             The float32 logits [B, V] of the next token, and the cache with these tokens added.
         """
         embedding_VxW = self.embedding[...].astype(self.dtype)
-        x_BxTxW = embedding_VxW[tokens_BxT.astype(jnp.int32)]
+        x_BxTxW = rows_of(embedding_VxW, tokens_BxT)
         cached: list[tuple[jax.Array, jax.Array]] = []
         for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
             x_BxTxW, *new = layer.extend(x_BxTxW, keys, values, cache.length)

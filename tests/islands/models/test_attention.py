@@ -1,4 +1,4 @@
-"""The choice of an implementation of attention. cuDNN itself needs a GPU, so another function stands in for it."""
+"""What models compute in another way on a GPU. cuDNN itself needs one, so another function stands in for it."""
 
 from __future__ import annotations
 
@@ -63,3 +63,23 @@ def test_a_gpu_without_a_sound_cudnn_uses_xla(
     used = _with(monkeypatch, cudnn)
     _attended(jnp.bfloat16)
     assert used[-1] is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_chosen_by_a_product_are_those_chosen_by_number(dtype: str) -> None:
+    random = np.random.default_rng(2)
+    table_VxW = jnp.asarray(random.normal(size=(7, 5)), dtype)
+    tokens_BxT = jnp.asarray(random.integers(0, 7, (3, 40)), jnp.uint8)
+    weights_BxTxW = jnp.asarray(random.normal(size=(3, 40, 5)), dtype)
+
+    def found(backend: str) -> tuple[jax.Array, jax.Array]:
+        def weighted(table_VxW: jax.Array) -> tuple[jax.Array, jax.Array]:
+            rows_BxTxW = layers.rows_of(table_VxW, tokens_BxT, backend)
+            return (rows_BxTxW * weights_BxTxW).sum().astype(jnp.float32), rows_BxTxW
+
+        gradient, rows = jax.grad(weighted, has_aux=True)(table_VxW)
+        return rows, gradient
+
+    (rows, gradient), (rows_gpu, gradient_gpu) = found("cpu"), found("gpu")
+    assert (rows == rows_gpu).all()
+    np.testing.assert_allclose(gradient.astype(jnp.float32), gradient_gpu.astype(jnp.float32), rtol=0.05, atol=0.05)
