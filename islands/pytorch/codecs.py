@@ -20,6 +20,8 @@ Tensor = Any
 #: The tensors of one encoded vector. The bits of bfloat16 numbers are int16, which stands for uint16.
 Parts = tuple[Tensor, ...]
 
+#: The bits of numpy's NaN in bfloat16.
+_NAN = 0x7FC0
 _SIGN_FREE = 0x7FFFFFFF
 
 
@@ -57,6 +59,7 @@ def _from_bfloat16(bits: Tensor) -> Tensor:
 def _scales(top: Tensor) -> tuple[Tensor, Tensor]:
     """Return the scales as the bits of bfloat16, and the divisor of each block, which is 1 where a block is zero."""
     bits = _to_bfloat16(torch.where(top < float(TINY), 0.0, top))
+    bits = bits.masked_fill(top.isnan(), _NAN)  # CUDA's arithmetic gives NaN other bits than a CPU's
     scale = _from_bfloat16(bits)
     return bits, torch.where(scale > 0, scale, 1.0)
 
