@@ -59,6 +59,12 @@ PARTS: tuple[Part, ...] = ("steps", "quantiser")
 ELEMENTS, ELEMENTS_QUICK = 124_000_000, 1_000_000
 #: A step with syncing on an accelerator takes at most this many times as long as one without.
 GOAL_STEP = 1.01
+#: A turn with a smaller share of the syncs that its steps should have is not compared with the goal.
+SYNCS_LEAST = 0.9
+STRETCHED = (
+    "the merger was slower than the island, so rounds were stretched: steps with syncing had too few syncs to compare. "
+    "Use a faster rule (--merge.rest rda --merge.embedding rda), a longer --sync.interval, or more cores"
+)
 #: The largest fragments that an island may use in addition to the training and one held copy of the model.
 GOAL_MEMORY = 4.0
 #: A call of `sync` without an event takes less.
@@ -118,11 +124,14 @@ def accelerator(config: RunConfig, sizes: Sequence[str], options: AcceleratorOpt
             profile = options.output / f"profile-{size}"
             found, alone = measured_turns(own, options, profile)
             models[size] |= summary(found, alone.peak_bytes) | {
+                "syncs_expected": found.steps / own.sync.interval,
                 "tokens_a_second": own.tokens_per_step * found.steps / statistics.median(on.seconds for on in found.on),
                 "tokens_a_second_plain": own.tokens_per_step * found.steps / alone.seconds,
                 "profile": str(profile),
             }
             rows += step_rows(models[size])
+            if is_stretched(models[size]):
+                say(STRETCHED)
         if "loop" in parts:
             say(f"{_what(own)}: calls of `sync` in a loop of its own")
             with own_redis() as server, child(sync_own_loop, server.url, own) as looping:
@@ -219,6 +228,7 @@ def summary(found: IslandTurns, alone_peak: int) -> dict[str, Any]:
             (on.cpu_seconds - off.cpu_seconds) / on.synced for on, off in zip(found.on, found.off, strict=True)
         ),
         "synced_parameters_a_turn": statistics.median(on.synced for on in found.on),
+        "syncs": statistics.median(on.synced for on in found.on) / (2 * found.parameters),
         "largest_fragment_bytes": 4 * found.largest,
         "peak_bytes_alone": alone_peak,
         "peak_bytes_beside": max(turn.peak_bytes for turn in found.on) - alone_peak,
@@ -229,7 +239,7 @@ def summary(found: IslandTurns, alone_peak: int) -> dict[str, Any]:
 
 def step_rows(s: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the lines of a model's steps, tokens and memory."""
-    largest, goal = s["largest_fragment_bytes"], GOAL_STEP if s["backend"] != "cpu" else ""
+    largest, goal = s["largest_fragment_bytes"], GOAL_STEP if s["backend"] != "cpu" and not is_stretched(s) else ""
 
     def milliseconds(what: str, kind: str, ratio: str, goal: float | str = "") -> dict[str, Any]:
         on, off = 1e3 * s[f"{kind}_on"], 1e3 * s[f"{kind}_off"]
@@ -240,6 +250,7 @@ def step_rows(s: dict[str, Any]) -> list[dict[str, Any]]:
 
     return [
         milliseconds(f"{s['what']}: a step, ms", "step_seconds", "step_ratio", goal),
+        _row("  syncs of the model in a turn", s["syncs"], "one each H steps", s["syncs_expected"]),
         milliseconds("  its processor time, ms", "cpu_seconds", "cpu_ratio"),
         _row("  tokens a second with syncing", s["tokens_a_second"], "plain JAX", s["tokens_a_second_plain"]),
         _row("  processor time a synced parameter, ns", 1e9 * s["cpu_seconds_a_synced_parameter"], "", "", ""),
@@ -247,6 +258,11 @@ def step_rows(s: dict[str, Any]) -> list[dict[str, Any]]:
         memory("    also between syncs", "peak_bytes_beside_between_syncs"),
         memory("    snapshots held for differences", "held_bytes"),
     ]
+
+
+def is_stretched(s: dict[str, Any]) -> bool:
+    """Return whether the merger could not keep up, so that a turn had fewer syncs than a run would have."""
+    return bool(s["syncs"] < SYNCS_LEAST * s["syncs_expected"])
 
 
 def loop_rows(size: str, times: LoopFound) -> list[dict[str, Any]]:

@@ -111,10 +111,12 @@ def test_the_figures_of_an_island_are_medians_of_pairs_and_differences_of_peaks(
     assert found["peak_bytes_beside_between_syncs"] == 200 << 20
     assert found["largest_fragment_bytes"] == 25 << 20
     tokens = {"tokens_a_second": 90.0, "tokens_a_second_plain": 100.0}
-    for backend, goals in (("gpu", [1.01, 8.0]), ("cpu", [8.0])):  # 100 of 25 MiB held, and 4
-        rows = accelerator.step_rows({**found, **tokens, "what": "a model", "backend": backend})
+    cases = (("gpu", 0.5, [1.01, 8.0]), ("gpu", 0.6, [8.0]), ("cpu", 0.5, [8.0]))  # 100 of 25 MiB held, and 4
+    for backend, expected, goals in cases:  # with 0.5 of 0.6 syncs, rounds were stretched
+        more = {"what": "a model", "backend": backend, "syncs_expected": expected}
+        rows = accelerator.step_rows({**found, **tokens, **more})
         assert [row["goal"] for row in rows if row["goal"]] == goals
-        assert [row["ratio"] for row in rows[:3]] == pytest.approx([1.2, 1.5, 0.9])
+        assert [row["ratio"] for row in rows[:4]] == pytest.approx([1.2, 0.5 / expected, 1.5, 0.9])
 
 
 def test_the_figures_of_a_loop_and_a_start_are_ratios_to_a_step_and_to_plain_jax() -> None:
