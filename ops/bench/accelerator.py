@@ -33,15 +33,14 @@ from archipelago.broker.config import DataConfig, ModelConfig, RunConfig, WireCo
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, keep_compiled
 from archipelago.islands.mesh import parsed
+from archipelago.ops.bench.accelerator_codecs import CODEC, compare_bits, quantise_and_copy
 from archipelago.ops.bench.accelerator_processes import (
-    CODEC,
     JOINED_RUN,
     RUN,
     IslandTurns,
     LoopFound,
     TimedTurn,
     create_run,
-    quantise_and_copy,
     say_backend,
     sync_and_not,
     sync_own_loop,
@@ -52,10 +51,10 @@ from archipelago.ops.bench.output import OutputOptions, compared, finish
 from archipelago.ops.launch import parent_death
 from archipelago.ops.settings import say
 
-Part = Literal["steps", "quantiser", "loop", "start"]
+Part = Literal["steps", "quantiser", "bits", "loop", "start"]
 
 SIZES, SIZES_QUICK = ("124m", "1b"), ("tiny",)
-PARTS: tuple[Part, ...] = ("steps", "quantiser")
+PARTS: tuple[Part, ...] = ("steps", "quantiser", "bits")
 ELEMENTS, ELEMENTS_QUICK = 124_000_000, 1_000_000
 #: A step with syncing on an accelerator takes at most this many times as long as one without.
 GOAL_STEP = 1.01
@@ -77,15 +76,16 @@ STARTS, STARTS_QUICK = 5, 2
 
 @dataclass(frozen=True)
 class AcceleratorOptions(OutputOptions):
-    """Measure an island on this machine's device: steps with syncing, tokens beside plain JAX, memory, quantising."""
+    """Measure an island on this machine's device: steps with syncing, tokens beside plain JAX, memory, codecs."""
 
     quick: bool = False
     """Use the tiny model, few elements and short turns, as a trial of the command on any machine."""
     sizes: tuple[str, ...] = ()
     """The models. The default is --model.size if it is given, else 124m and 1b."""
     parts: tuple[Part, ...] = PARTS
-    """What to measure: steps with syncing (`steps`), quantising against a copy (`quantiser`), `run.sync` in a user's
-    own loop (`loop`), or the processor time of an island's start, against the same model in plain JAX (`start`)."""
+    """What to measure: steps with syncing (`steps`), quantising against a copy (`quantiser`), the bytes of each codec
+    that differ between this device and numpy (`bits`), `run.sync` in a user's own loop (`loop`), or the processor time
+    of an island's start, against the same model in plain JAX (`start`)."""
     mesh: str | None = None
     """Spread the island over devices, as `island --mesh` does. Plain JAX uses one device."""
     config: Path | None = None
@@ -141,15 +141,21 @@ def accelerator(config: RunConfig, sizes: Sequence[str], options: AcceleratorOpt
         if "start" in parts:
             models[size]["start"] = start_times(own, STARTS_QUICK if options.quick else STARTS)
             rows += start_rows(size, models[size]["start"])
-    if "quantiser" not in parts:
-        return {"models": models, "rows": rows}
     elements = ELEMENTS_QUICK if options.quick else ELEMENTS
-    say(f"quantising {elements:,} elements to {CODEC}, against a copy")
-    with child(quantise_and_copy, elements) as measuring:
-        seconds = measuring.receive()
-    quantise, copy = 1e3 * seconds["quantise_seconds"], 1e3 * seconds["copy_seconds"]
-    rows.append(_row(f"{elements / 1e6:g} M elements to {CODEC}, ms", quantise, "a copy", copy))
-    return {"models": models, "elements": elements, **seconds, "rows": rows}
+    if "quantiser" in parts:
+        say(f"quantising {elements:,} elements to {CODEC}, against a copy")
+        with child(quantise_and_copy, elements) as measuring:
+            seconds = measuring.receive()
+        quantise, copy = 1e3 * seconds["quantise_seconds"], 1e3 * seconds["copy_seconds"]
+        rows.append(_row(f"{elements / 1e6:g} M elements to {CODEC}, ms", quantise, "a copy", copy))
+    if "bits" in parts:
+        say("every codec on this device and by numpy")
+        with child(compare_bits, elements // 8) as comparing:
+            while (found := comparing.receive()) is not None:
+                framework, name, differing, total = found
+                what = f"{framework}, {name}: bytes that differ from numpy's"
+                rows.append(_row(what, differing, "all", total, goal=0.0))
+    return {"models": models, "elements": elements, "rows": rows}
 
 
 def settled(config: RunConfig, backend: str) -> RunConfig:

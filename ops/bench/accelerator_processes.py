@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,13 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from archipelago.broker.codecs import codec
 from archipelago.broker.config import RunConfig, SyncConfig
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.process import return_freed_memory
 from archipelago.broker.redis.transport import connect
 from archipelago.ops.bench.harness import INCARNATION, forget_peak, peak_bytes, wait_until
-from archipelago.ops.bench.output import seconds_of, taking_turns
 
 if TYPE_CHECKING:
     import jax
@@ -36,10 +33,7 @@ if TYPE_CHECKING:
     from archipelago.islands.worker import Island
 
 RUN, JOINED_RUN = "bench-island", "bench-joining"
-CODEC = "int4"
 SETTLE_SECONDS, POLL_SECONDS = 120.0, 0.02
-#: How often a program of the quantiser runs, after one run that compiles.
-TIMES = 20
 #: Training steps of a user's loop, calls of `sync` after each of them, and how often the model is sent and adopted.
 LOOP_STEPS, LOOP_CALLS, TRANSFERS = 20, 500, 5
 
@@ -278,25 +272,6 @@ def train_only(pipe: Connection, url: str, cores: set[int], scan_steps: int, cou
     state, _ = plain(work.steps, work.begin(build(config.model).init(config.seed)), batches, scan_steps, scan_steps)
     _, turn = plain(work.steps, state, batches, count, scan_steps)
     pipe.send(turn)
-
-
-# -- the quantiser -----------------------------------------------------------------------------------------------------
-
-
-def quantise_and_copy(pipe: Connection, elements: int) -> None:
-    """Send the median seconds to quantise a vector where it lies, and to copy it."""
-    import jax
-    import jax.numpy as jnp
-
-    values_N = jax.random.normal(jax.random.key(0), (elements,), jnp.float32)
-    quantise = jax.jit(lambda values_N: codec(CODEC).quantise(values_N, jnp))
-    copy = jax.jit(jnp.copy)
-
-    def seconds(program: Callable[[jax.Array], Any]) -> float:
-        return seconds_of(lambda: jax.block_until_ready(program(values_N)))  # type: ignore[no-untyped-call]
-
-    both = taking_turns([lambda: seconds(quantise), lambda: seconds(copy)], TIMES)
-    pipe.send(dict(zip(("quantise_seconds", "copy_seconds"), map(statistics.median, both), strict=True)))
 
 
 @contextlib.contextmanager

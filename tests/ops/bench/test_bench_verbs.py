@@ -31,8 +31,8 @@ pytestmark = [
 #: The smallest flags of the verbs that have small ones, with few programs to compile.
 SMALLEST = {
     "accelerator": (
-        *("--quick", "--sizes", "tiny", "--parts", "steps", "quantiser", "loop", "start", "--sync.interval", "4"),
-        *("--sync.fragments", "1", "--merge.embedding", "average", "--merge.rest", "average"),
+        *("--quick", "--sizes", "tiny", "--parts", "steps", "quantiser", "bits", "loop", "start"),
+        *("--sync.interval", "4", "--sync.fragments", "1", "--merge.embedding", "average", "--merge.rest", "average"),
     ),
     "largest": ("--parameters", "15000", "--fragments", "3"),
 }
@@ -55,7 +55,10 @@ def test_all_verbs_are_measured() -> None:
 def test_what_an_island_costs_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator, "STARTS_QUICK", 1)
     found = measured("accelerator", tmp_path)
-    assert found["quantise_seconds"] > 0
+    (codecs,) = [row for row in found["rows"] if "to int4" in row["what"]]
+    assert codecs["ours"] > 0
+    bits = [row for row in found["rows"] if "bytes that differ" in row["what"]]
+    assert len(bits) >= 5 and all(row["ours"] == 0 < row["theirs"] for row in bits)
     island = found["models"]["tiny"]
     assert island["synced_parameters_a_turn"] > 0
     assert island["step_ratio_from"] <= island["step_ratio"] <= island["step_ratio_to"]
