@@ -92,7 +92,7 @@ class UnreachableError(BrokerError):
 
 
 class ServerTooOldError(BrokerError):
-    """The server lacks commands that the streams need (Redis 6.2 or Valkey 7.2 have them)."""
+    """The server is older than Redis 7 and Valkey 7.2, and cannot tell reading from writing in its access control."""
 
     code = "broker.server-too-old"
 

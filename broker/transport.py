@@ -224,8 +224,8 @@ class ReaderClient(Protocol):
         """Return the merger's state at the last commit as JSON; empty before the first one."""
         ...
 
-    def is_served(self) -> bool | None:
-        """Return whether a merger holds the lease of the run; None if this user may not know."""
+    def is_served(self) -> bool:
+        """Return whether a merger holds the lease of the run."""
         ...
 
     def merger_status(self) -> MergerStatus | None:

@@ -268,7 +268,7 @@ class RedisCheckup:
                 tried("EXEC")  # an empty transaction, which tests the permission for EXEC
                 if tried("MULTI") in QUEUES:
                     for keys in self._all_keys:
-                        for command in needed_commands(keys, self.role, self._name, self._version()):
+                        for command in needed_commands(keys, self.role, self._name):
                             if REGISTRY not in command or self._connection.registry is self._redis:  # else another's
                                 tried(*command)
                         for words in roles.forbidden_commands(self.role, keys) if self.role else ():
@@ -279,10 +279,6 @@ class RedisCheckup:
             connection.disconnect()  # the server then drops a transaction that was not discarded
             pool.release(connection)
         return tuple(dict.fromkeys(denied)), tuple(dict.fromkeys(excess))
-
-    def _version(self) -> tuple[int, ...]:
-        text = str(self._info_or_nothing("server").get("redis_version", ""))
-        return tuple(int(part) for part in re.findall(r"\d+", text)[:2]) or roles.SELECTORS
 
     def _answer(self, connection: Any, *command: Any) -> Any:
         """Return the answer; an error of the server is returned, not raised. Raises UnreachableError."""
@@ -296,12 +292,10 @@ class RedisCheckup:
             return error
 
 
-def needed_commands(
-    keys: Keys, role: Role | None = None, name: str = "checkup", version: tuple[int, ...] = roles.SELECTORS
-) -> list[tuple[Any, ...]]:
+def needed_commands(keys: Keys, role: Role | None = None, name: str = "checkup") -> list[tuple[Any, ...]]:
     """Return the commands that a role needs, on the keys of a run; those of all roles if it is None."""
     which = [role] if role else ROLES
-    return list(dict.fromkeys(c for each in which for c in roles.needed_commands(each, keys, name, version)))
+    return list(dict.fromkeys(c for each in which for c in roles.needed_commands(each, keys, name)))
 
 
 @dataclass(frozen=True)

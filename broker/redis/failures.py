@@ -41,8 +41,8 @@ _REFUSALS = {
 }  # fmt: skip
 #: What only a node of a cluster answers.
 _OF_CLUSTERS = (redis.exceptions.AskError, redis.exceptions.ClusterDownError, redis.exceptions.ClusterCrossSlotError)
-#: The oldest Redis that has the commands that streams need.
-OLDEST = (6, 2)
+#: The oldest Redis whose access control tells reading from writing, and gives rights on some keys only.
+OLDEST = (7, 0)
 #: The policy at the memory limit under which a server refuses writes and deletes nothing.
 KEEPS_ALL = "noeviction"
 MEND_POLICY = f"CONFIG SET maxmemory-policy {KEEPS_ALL}, and set it in the server's configuration"
@@ -195,7 +195,7 @@ def require_kind(where: str, info: Info, sentinel: Info, kind: Kind = "server") 
         kind: The kind of the address.
 
     Raises:
-        ServerTooOldError: The server lacks commands that the streams need.
+        ServerTooOldError: The server is older than `OLDEST`.
         BrokerError: It is a node of a cluster, or a Sentinel (`broker.address`).
     """
     if (found := version_of(info)) < OLDEST:

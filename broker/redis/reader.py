@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from archipelago.broker.errors import BrokerError, WireError
+from archipelago.broker.errors import WireError
 from archipelago.broker.messages import (
     COUNT_MAX,
     Books,
@@ -267,14 +267,9 @@ class RedisReader:
             seconds, microseconds = self._redis.time()
         return int(seconds) * 1000 + int(microseconds) // 1000
 
-    def is_served(self) -> bool | None:
-        try:
-            with self.connection.translated():
-                return bool(self._redis.exists(self._keys.lease))
-        except BrokerError as error:
-            if error.code != "broker.permission":  # before Redis 7, an island may not read what it must not write
-                raise
-            return None
+    def is_served(self) -> bool:
+        with self.connection.translated():
+            return bool(self._redis.exists(self._keys.lease))
 
     def merger_status(self) -> MergerStatus:
         keys = self._keys

@@ -10,24 +10,18 @@
 A role has the same rights in all shards of a run. Only an administrator can invite members and create runs. Every role
 reads the whole run, including what other islands have sent, and the names of all runs at the server; a merger reads the
 names of all its keys.
-
-A server before Redis 7 can neither tell reading from writing nor give rights on some keys only. There, a role may use
-each of its commands on each of its keys.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any, Final
 
 from archipelago.broker.invitation import Role
 from archipelago.broker.redis.keys import REGISTRY, Keys
 from archipelago.broker.redis.replies import GROUP
 
-#: The first version whose rules tell reading from writing and have selectors.
-SELECTORS: Final = (7, 0)
 #: The first version that has the command with which the client library introduces itself.
 SETINFO: Final = (7, 2)
 
@@ -127,13 +121,8 @@ def rules(role: Role, run: str, name: str, version: tuple[int, ...], shards: int
     keyless = [*_KEYLESS, *(["CLIENT|SETINFO"] if version >= SETINFO else [])]
     keyless += ["SCAN"] if role == "merger" else []  # with which it finds streams whose names are lost
     begin = ["reset", "on", "resetchannels", "-@all"]
-    if version >= SELECTORS:
-        root = [*_allowed(keyless), *_allowed(reading.commands), *(f"%R~{key}" for key in reading.keys)]
-        return begin + root + [_selector(grant) for grant in writing]
-    commands = chain(keyless, *(grant.commands for grant in (reading, *writing)))
-    reads = (_early_reads(role, keys, reading) for keys in every)
-    patterns = chain(*reads, *(grant.keys for grant in writing))
-    return [*begin, *_allowed(dict.fromkeys(commands)), *(f"~{key}" for key in dict.fromkeys(patterns))]
+    root = [*_allowed(keyless), *_allowed(reading.commands), *(f"%R~{key}" for key in reading.keys)]
+    return begin + root + [_selector(grant) for grant in writing]
 
 
 def _joined(alike: Sequence[Grant]) -> Grant:
@@ -141,25 +130,7 @@ def _joined(alike: Sequence[Grant]) -> Grant:
     return replace(alike[0], keys=tuple(dict.fromkeys(key for grant in alike for key in grant.keys)))
 
 
-def is_exact(version: tuple[int, ...]) -> bool:
-    """Return whether a server of that version can enforce the roles exactly."""
-    return version >= SELECTORS
-
-
-def _early_reads(role: Role, keys: Keys, reading: Grant) -> Sequence[str]:
-    """Return the keys that a role reads at a server that cannot tell reading from writing.
-
-    An island reads only what it needs there, because it could also write it.
-    """
-    if role != "island":
-        return reading.keys
-    tag = keys.tag
-    families = ("head", "fragment", "difference", "m", "c", "updates", "leases", "taken", "name", "handover")
-    single = (keys.manifest, keys.control, keys.snapshots, keys.data, keys.books, keys.members)
-    return (*single, *(f"{tag}:{family}:*" for family in families), keys.island("*"), REGISTRY)
-
-
-def _allowed(commands: Sequence[str] | dict[str, None]) -> Iterator[str]:
+def _allowed(commands: Sequence[str]) -> Iterator[str]:
     return (f"+{command.lower()}" for command in commands)
 
 
@@ -184,14 +155,11 @@ _ARGUMENTS: Final[dict[str, str]] = {
 _PLACEHOLDERS: Final = {"ID": "*", "CODE": "return 1"}
 
 
-def needed_commands(role: Role, keys: Keys, name: str, version: tuple[int, ...] = SELECTORS) -> list[tuple[Any, ...]]:
+def needed_commands(role: Role, keys: Keys, name: str) -> list[tuple[Any, ...]]:
     """Return one complete command for every right of a role. They are for asking a server whether it permits them."""
     out: list[tuple[Any, ...]] = [(command,) for command in ("PING", "TIME", "INFO")]
     out += [("SCAN", 0)] if role == "merger" else []
-    reading, *writing = grants(role, keys, name)
-    if version < SELECTORS:
-        reading = replace(reading, keys=tuple(_early_reads(role, keys, reading)))
-    for grant in (reading, *writing):
+    for grant in grants(role, keys, name):
         for command in grant.commands:
             if command != "WATCH":  # it cannot be queued in a transaction
                 out += [example(command, key_like(pattern)) for pattern in grant.keys]
@@ -199,7 +167,7 @@ def needed_commands(role: Role, keys: Keys, name: str, version: tuple[int, ...] 
 
 
 def forbidden_commands(role: Role, keys: Keys) -> list[tuple[str, ...]]:
-    """Return complete commands that a role must not be able to use. A Redis before 7 cannot forbid all of them."""
+    """Return complete commands that a role must not be able to use."""
     others = [("HSET", keys.books), ("SET", keys.state), ("XADD", keys.snapshots), ("DEL", keys.tape),
               ("HSET", keys.manifest)]  # fmt: skip
     return [example(*each) for each in [*(others if role != "merger" else ()), ("HSET", keys.members)]]

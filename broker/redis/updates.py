@@ -161,7 +161,7 @@ class UpdatesStreams:
         count = 0
         for name in groups:
             found = group_of(groups[name])
-            behind = found.get("lag")  # Redis 6.2 does not know it, nor any server after some deletions
+            behind = found.get("lag")  # no server knows it after some deletions
             if not isinstance(behind, int):
                 key, last = self._keys.updates(name), _text(last_delivered(groups[name]))
                 behind = sum(1 for _ in self._connection.pages(key, last))
@@ -298,7 +298,7 @@ def by_stream(entries: Iterable[str], key: Callable[[str], str]) -> Mapping[str,
 def _flood(groups: Any) -> int:
     """Return how many entries of a stream wait if they are far too many to be read; else 0."""
     found = group_of(groups)
-    behind = found.get("lag")  # Redis 6.2 does not know it
+    behind = found.get("lag")  # no server knows it after some deletions
     waiting = int(found.get("pending", 0)) + (behind if isinstance(behind, int) else 0)
     return waiting if waiting > FLOOD_ENTRIES else 0
 

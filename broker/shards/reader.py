@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
@@ -163,19 +164,19 @@ class ShardedReader:
     def merger_state(self) -> str:
         return combined_state(self._each(lambda reader: reader.merger_state()), self._layout)
 
-    def is_served(self) -> bool | None:
+    def is_served(self) -> bool:
         """Return whether a merger serves any shard. An island trains on as long as one does.
 
         For islands, a further shard that cannot be reached is not served. An error would keep them from the others.
         While shard 0 is served, the others are not asked, because one that hangs would keep the island's heartbeat.
         """
-        found = [self._home.is_served()]
-        for reader in self._readers[1:] if not found[0] else ():
-            try:
-                found.append(reader.is_served())
-            except UnreachableError:
-                found.append(False)
-        return True if any(found) else None if None in found else False
+        if self._home.is_served():
+            return True
+        for reader in self._readers[1:]:
+            with suppress(UnreachableError):
+                if reader.is_served():
+                    return True
+        return False
 
     def merger_status(self) -> MergerStatus | None:
         found = self._each(lambda reader: reader.merger_status())

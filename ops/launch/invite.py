@@ -21,7 +21,6 @@ from archipelago.broker.errors import ConfigError
 from archipelago.broker.files import make_untracked
 from archipelago.broker.invitation import SUFFIX, Invitation, Members, Role
 from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, connect_to, invitation_at, print_json
-from archipelago.broker.redis import roles
 from archipelago.ops.launch.administration import ADMIN_FILE, Administrator
 from archipelago.ops.settings import say, table_console
 from archipelago.ops.watch.doctor.checks import is_local
@@ -241,11 +240,6 @@ def warnings(administrator: Administrator, invited: Invitation, *, created: bool
         yield "its URL has no TLS (rediss://), so everyone on the way can read its password"
     if administrator.membership.is_open():
         yield "the user `default` of the Redis has no password, so anyone can do anything until it is off or has one"
-    if not roles.is_exact(administrator.version) and invited.role in ("island", "operator"):
-        yield (
-            f"a Redis before 7 cannot tell reading from writing: this {invited.role} can overwrite what it can read. "
-            "Signatures show forgeries, but do not undo them"
-        )
     if created and administrator.membership.keep() == "nowhere":
         yield "this Redis forgets its users when it restarts; give it an `aclfile`, or invite again after a restart"
 

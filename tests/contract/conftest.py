@@ -44,8 +44,8 @@ def connections(request: pytest.FixtureRequest) -> Iterator[Connect]:
             url = request.getfixturevalue("other_server")(request.param).url
         elif request.param not in ("memory", "fakeredis"):
             url = request.getfixturevalue("cluster" if "cluster" in request.param else "server").url
-        if request.param.startswith(("roles", "rules")):
-            members = Members(url, run, (6, 2) if request.param.startswith("rules") else None)
+        if request.param.startswith("roles"):
+            members = Members(url, run)
             stack.callback(members.close)
 
         def open_one() -> Transport:

@@ -31,12 +31,11 @@ def _caller(call: str, *arguments: Any) -> str:
 class Members:
     """The members of one run at one server. Their users are made when they are first needed. They sign nothing."""
 
-    def __init__(self, url: str, run: str, version: tuple[int, ...] | None = None) -> None:
-        """`version` is the version of Redis whose rules apply; None for that of the server."""
+    def __init__(self, url: str, run: str) -> None:
         self.run = run
         self._url = url
         self.administrator = connect(url, run)
-        self._version = version or self.administrator.membership.version()
+        self._version = self.administrator.membership.version()
         self._known: dict[tuple[Role, str], RedisTransport] = {}
         self._lock = threading.Lock()
 

@@ -23,7 +23,7 @@ Connect = Callable[[], Transport]
 #: The transports on which the whole contract runs.
 WHOLE = ("memory", "fakeredis", "redis")
 #: Those on which only the tests that are marked `everywhere` run: a smoke of each.
-FULL_ONLY = ("cluster", "roles in a cluster", "rules for Redis 6.2", *filter(found_programs, PROGRAMS))
+FULL_ONLY = ("cluster", "roles in a cluster", *filter(found_programs, PROGRAMS))
 #: Marks a test that runs on every transport.
 everywhere = pytest.mark.parametrize(
     "connections", [*WHOLE, "roles", *(pytest.param(name, marks=pytest.mark.full) for name in FULL_ONLY)], indirect=True

@@ -61,14 +61,13 @@ class MergerWatch:
     """What one island knows about the merger of its run.
 
     Attributes:
-        is_served: Whether a merger serves the run; None before the first look, and if that is not known.
+        is_served: Whether a merger serves the run; None before the first look.
     """
 
     def __init__(self, reader: ReaderClient, run: str, clock: Callable[[], float]) -> None:
         self._reader, self._run, self._clock = reader, run, clock
         self.is_served: bool | None = None
         self._warned_at: float | None = None
-        self._has_no_right = False
 
     @property
     def in_words(self) -> str:
@@ -77,11 +76,8 @@ class MergerWatch:
 
     def look(self, *, is_over: bool) -> None:
         """Look whether a merger serves the run. One that is over needs none. Raises BrokerError."""
-        if self._has_no_right:
-            return
         self.is_served = self._reader.is_served()
-        self._has_no_right = self.is_served is None  # asking again would only fill the server's log of refusals
-        if self.is_served is False and not is_over:
+        if not self.is_served and not is_over:
             self._warn()
         elif self._warned_at is not None:
             log.info("a merger serves the run %r again", self._run)

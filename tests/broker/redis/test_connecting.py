@@ -126,13 +126,13 @@ def test_a_long_wait_is_kept_below_the_socket_timeout(
 def test_a_server_of_another_kind_or_of_an_old_version_is_refused(server: RedisServer, tmp_path: Path) -> None:
     with answering(lambda _: b"HTTP/1.1 400 Bad Request\r\n\r\n") as url, failing(BrokerError, "broker.address"):
         connect(url, "run")
-    for version in ("5.0.7", "6.0.16", "4", "unstable"):
+    for version in ("5.0.7", "6.2.16", "4", "unstable"):
         with answering(server_of(version)) as url, failing(ServerTooOldError):
             connect(url, "run")
-    for version in ("6.2.0", "7.2.4", "10.0.1"):
+    for version in ("7.0.0", "7.2.4", "10.0.1"):
         with answering(server_of(version)) as url:
             connect(url, "run").close()
-    with answering(server_of("6.2.0"), tmp_path / "socket") as url:
+    with answering(server_of("7.0.0"), tmp_path / "socket") as url:
         connect(url, "run").close()
     with failing(BrokerError, "broker.refused-command"):
         connect(server.url.removesuffix("/0") + "/9999", "run")

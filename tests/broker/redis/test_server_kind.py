@@ -101,8 +101,8 @@ def test_redis_and_valkey_name_the_mode_differently() -> None:
 
 def test_old_servers_are_refused_and_silent_ones_are_not() -> None:
     with failing(ServerTooOldError):
-        require_kind("here", {"redis_version": "6.0.16"}, {})
-    require_kind("here", {"redis_version": "6.2.0", "redis_mode": "standalone"}, {})
+        require_kind("here", {"redis_version": "6.2.16"}, {})
+    require_kind("here", {"redis_version": "7.0.0", "redis_mode": "standalone"}, {})
     require_lasting("here", {}, {})
 
 

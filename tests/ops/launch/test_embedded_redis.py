@@ -90,7 +90,7 @@ def path_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_program_on_the_path_comes_before_the_one_of_the_wheel(path_folder: Path, valkey: Program) -> None:
-    for body in ("echo Redis server v=6.0.16 sha=0", "echo nonsense", "exit 1"):
+    for body in ("echo Redis server v=6.2.16 sha=0", "echo nonsense", "exit 1"):
         script(path_folder / "redis-server", body)
         assert find_program() == valkey, body
         with failing(BrokerError, "broker.no-program"):
