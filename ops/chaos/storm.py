@@ -20,7 +20,6 @@ from archipelago.broker.shards.transport import of_shard
 from archipelago.broker.transport import ReaderTransport
 from archipelago.ops.chaos.processes import RunProcesses, StormPlan, monotonic, read_turn_log
 from archipelago.ops.chaos.record import Identity, LoggedTurn, StormRecord, step_seconds
-from archipelago.ops.launch.final_loss import measure
 from archipelago.ops.settings import say
 
 EVERYTHING = 1 << 20
@@ -115,8 +114,17 @@ def _refused(processes: RunProcesses) -> frozenset[Identity]:
 
 def _held_out_loss(plan: StormPlan, transport: ReaderTransport) -> float:
     """Return the held-out loss of the final parameters; NaN for a script, or a task without `evaluate`."""
-    from archipelago.islands.tasks.task import load_task
+    from archipelago.islands.data.corpus import open_corpus
+    from archipelago.islands.evaluation import measured, published
+    from archipelago.islands.tasks.ours import our_work
+    from archipelago.islands.tasks.task import task_of
+    from archipelago.islands.tasks.workload import Workload
 
-    if plan.script or (plan.task and load_task(plan.task).task.evaluate is None):
+    manifest = transport.reader.manifest()
+    file = task_of(plan.task, manifest, "measuring the held-out loss") if plan.script is None else None
+    if plan.script is not None or (file is not None and file.task.evaluate is None):
         return math.nan
-    return loss_unit(transport.reader.manifest().corpus).from_evaluation(measure(transport, plan.task).bits_per_byte)
+    work = Workload.of(file, manifest.config) if file else our_work(manifest.config, open_corpus(manifest.corpus.name))
+    params, _, _ = published(transport, manifest)
+    measures = measured(work.require_evaluation()(params), params)
+    return loss_unit(manifest.corpus).from_evaluation(measures.bits)

@@ -43,7 +43,6 @@ class Administrator:
         self._transport, self.membership, self.run = transport, transport.membership, transport.run
         self._url = url
         self.file = folder / ADMIN_FILE
-        self.version = self.membership.version()
 
     def user_of(self, name: str) -> str:
         """Return the name of the Redis user that a member has, or would get."""
@@ -155,7 +154,7 @@ class Administrator:
             )
         user, creates_user = user or roles.user_of(self.run, name), not password
         password = password or secrets.token_urlsafe(PASSWORD_BYTES)
-        rules = roles.rules(role, self.run, name, self.version, self._transport.reader.manifest().shards)
+        rules = roles.rules(role, self.run, name, self.membership.version(), self._transport.reader.manifest().shards)
         denied = ConfigError(
             "this Redis does not let this user create other users",
             f"Create the user {user} where the Redis is managed, and then give its password: `--password-file FILE`. "
@@ -246,7 +245,7 @@ def invite_ours(administrator: Administrator, url: str, islands: Iterable[str]) 
         url: The URL of the Redis on this machine.
         islands: The names of the islands.
     """
-    ours: list[tuple[str, Role]] = [("merger", "merger"), ("evaluate", "operator"), ("standby", "viewer")]
+    ours: list[tuple[str, Role]] = [("merger", "merger"), ("standby", "viewer")]
     joins = {}
     for name, role in [*ours, *((island, "island") for island in islands)]:
         file = (administrator.file.parent / JOINS / f"{name}{SUFFIX}").absolute()

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 LOOK_SECONDS = 1.0
 LINE_SECONDS = 10.0
 LEAVE_SECONDS = 30.0
-EVALUATE_SECONDS = 30.0
 DRAIN_SECONDS = 20.0
 KILL_SECONDS = 5.0
 POLL_SECONDS = 0.1
@@ -62,7 +61,7 @@ def island_name(number: int) -> str:
 
 
 class LocalRun:
-    """The merger, the islands and the standbys of a run on this machine, and its last evaluation.
+    """The merger, the islands and the standbys of a run on this machine.
 
     Attributes:
         seconds: How long this session trained; 0 if the run was already complete.
@@ -79,7 +78,6 @@ class LocalRun:
         redis: RedisServer | None,
         joins: Mapping[str, str],
         shares: DeviceShares | None,
-        has_losses: bool,
     ) -> None:
         """Note what to start.
 
@@ -93,10 +91,9 @@ class LocalRun:
             redis: The Redis, if it is our own.
             joins: The join file of each process, by name. Processes without one use the URL.
             shares: The accelerators of each island; None on a machine without any.
-            has_losses: Whether the run is evaluated on held-out data. A task may have no evaluation.
         """
         self.options, self.manifest, self.transport = options, manifest, transport
-        self.folder, self.stopped, self.redis, self.has_losses = folder, stopped, redis, has_losses
+        self.folder, self.stopped, self.redis = folder, stopped, redis
         threads = {RUN_VARIABLE: manifest.run, **thread_environment(options.islands)}
 
         def environment(name: str) -> dict[str, str]:
@@ -113,7 +110,6 @@ class LocalRun:
         merger += ["--threads", str(options.merger_threads)] if options.merger_threads else []
         self.merger = child("merger", "-m", "archipelago.merger", *merger, *options.flags(0))
         task = ["--task", options.task] if options.task else []
-        self.evaluator = child("evaluate", "-m", "archipelago.ops.launch.final_loss", *task)
         self.islands = []
         for number in range(options.islands):
             name = island_name(number)
@@ -150,7 +146,7 @@ class LocalRun:
             self._end()
         finally:
             self.standbys.end()
-            stop_all([*children, self.evaluator], KILL_SECONDS)
+            stop_all(children, KILL_SECONDS)
         self.seconds = time.monotonic() - began
         view = self._last_view()
         return view.step >= view.steps
@@ -209,7 +205,7 @@ class LocalRun:
             )
 
     def _end(self) -> None:
-        """Let the islands send their last contributions and leave, the merger merge them, and measure the result."""
+        """Let the islands send their last contributions and leave, and the merger merge them."""
         stop_all(self.islands, leave_seconds(self.options))
         deadline = time.monotonic() + DRAIN_SECONDS
         while self.merger.alive() and time.monotonic() < deadline:
@@ -219,24 +215,7 @@ class LocalRun:
                 if self.transport.reader.backlog() == 0:
                     break
             time.sleep(POLL_SECONDS)
-        if self.has_losses and not self._is_evaluated():
-            self.evaluator.start()
-            self.evaluator.wait(EVALUATE_SECONDS)
         stop_all([self.merger], leave_seconds(self.options))
-
-    def _is_evaluated(self) -> bool:
-        """Return whether the newest parameters have been evaluated, as the last island does at the end of a run.
-
-        A run that is stopped before its first merge has nothing new to evaluate.
-        """
-        try:
-            newest = max((head.round for head in self.transport.reader.heads() if head is not None), default=0)
-            known = self.transport.reader.evaluations()
-        except BrokerError:
-            return True  # without Redis there is nothing to evaluate
-        if not newest and self.stopped():
-            return True
-        return bool(known) and known[-1].round >= newest
 
     def _observe(self) -> RunView:
         self._view = observe(self.transport, self.manifest)

@@ -137,7 +137,7 @@ def main(options: UpOptions) -> int:
         described = server.describe() if server else redacted(url)
         if stopped():  # From here on, processes have to be ended in order.
             raise KeyboardInterrupt
-        local = LocalRun(options, manifest, all_shards, url, folder, stopped, server, joins, shares, has_losses)
+        local = LocalRun(options, manifest, all_shards, url, folder, stopped, server, joins, shares)
         finished = local.train()
         report = local.report(described, with_comparison=finished and options.one_process and has_losses)
     report = _kept_report(folder, report, has_trained=bool(local.seconds))
@@ -145,15 +145,15 @@ def main(options: UpOptions) -> int:
         say(f"warning: the report is in {folder} only: {fault}")
     _farewell(report, finished, folder, options)
     if finished and has_losses:
-        _require_losses(report, local.evaluator.log)
+        _require_losses(report, folder / "logs")
     return 0 if finished else INTERRUPTED
 
 
-def _require_losses(report: dict[str, Any], log: Path) -> None:
+def _require_losses(report: dict[str, Any], logs: Path) -> None:
     if any(math.isnan(report[f"held_out_{key}"]) for key in ("first", "last")):
         raise ArchipelagoError(
             "the run has made all its steps, but nothing has measured its held-out loss",
-            f"See {log}. `archipelago export` writes the model, to measure it yourself.",
+            f"See the logs of the islands in {logs}. `archipelago export` writes the model, to measure it yourself.",
             code="up.no-loss",
         )
 

@@ -97,7 +97,7 @@ def session_of(options: UpOptions) -> LocalRun:
     manifest = samples.manifest()
     transport: Any = MemoryBroker().connect(manifest.run)
     folder, shares = Path("runs/demo"), shared_out(FOUR, 2)
-    return LocalRun(options, manifest, transport, "redis://h", folder, lambda: False, None, {}, shares, True)
+    return LocalRun(options, manifest, transport, "redis://h", folder, lambda: False, None, {}, shares)
 
 
 def test_islands_and_standbys_get_their_devices_and_their_mesh() -> None:

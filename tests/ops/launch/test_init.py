@@ -17,8 +17,7 @@ from archipelago.broker.transport import Transport
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.commands import parse
-from archipelago.ops.launch import final_loss, up
-from archipelago.ops.launch.final_loss import FinalLossOptions
+from archipelago.ops.launch import up
 from archipelago.ops.launch.init import InitOptions, create
 from archipelago.ops.launch.up import UpOptions
 from tests.failing import failing
@@ -91,10 +90,3 @@ def test_flags_give_the_config() -> None:
         RunConfig(merge=MergeConfig(normalise=False, scores=False), wire=WireConfig(thin="")),
     ):
         assert parse(InitOptions, "archipelago init", flags(config)).settings == config
-
-
-def test_the_newest_parameters_are_measured_and_the_result_is_recorded(transport: Transport, tmp_path: Path) -> None:
-    assert final_loss.main(FinalLossOptions(f"fakeredis://{tmp_path.name}", "mine")) == 0
-    (recorded,) = transport.reader.evaluations()
-    assert recorded.bits_per_byte == pytest.approx(8.0, abs=0.5)  # The parameters are random.
-    assert (recorded.round, recorded.tokens, recorded.by) == (0, 0, "")

@@ -115,7 +115,7 @@ def test_our_processes_get_new_credentials_at_each_start(server: RedisServer, tm
     transport = opened(server, tmp_path, run)
     ours = Administrator(transport, server.url, tmp_path)
     first = {name: invitations.read(Path(file)) for name, file in invite_ours(ours, server.url, ["island-0"]).items()}
-    roles = {"merger": "merger", "evaluate": "operator", "standby": "viewer", "island-0": "island"}
+    roles = {"merger": "merger", "standby": "viewer", "island-0": "island"}
     assert {name: invitation.role for name, invitation in first.items()} == roles
     assert first["merger"].private_key == administrator_at(server, run, tmp_path).private_key, "it is kept"
     island = first["island-0"]

@@ -22,7 +22,6 @@ from archipelago.broker.transport import Memory
 from archipelago.ops.launch import up
 from archipelago.ops.launch.local_run import (
     DRAIN_SECONDS,
-    EVALUATE_SECONDS,
     KILL_SECONDS,
     LocalRun,
     leave_seconds,
@@ -62,7 +61,7 @@ def test_workers_have_the_time_to_copy_their_last_checkpoint(monkeypatch: pytest
     monkeypatch.setenv(BUCKET_VARIABLE, "s3://bucket/folder")
     assert leave_seconds(WorkerOptions()) == copying
     # First the islands end, and then the merger, before `up` ends itself.
-    assert 2 * copying + DRAIN_SECONDS + EVALUATE_SECONDS + KILL_SECONDS < up.END_SECONDS
+    assert 2 * copying + DRAIN_SECONDS + KILL_SECONDS < up.END_SECONDS
 
 
 def test_up_does_not_ask_for_islands_that_it_starts_itself(tmp_path: Path) -> None:
@@ -104,7 +103,7 @@ def argv(options: UpOptions) -> dict[str, list[str]]:
     """Return the arguments of each worker."""
     manifest = samples.manifest()
     transport = MemoryBroker().connect(manifest.run)
-    made = LocalRun(options, manifest, transport, "redis://h", Path("runs/demo"), lambda: False, None, {}, None, True)
+    made = LocalRun(options, manifest, transport, "redis://h", Path("runs/demo"), lambda: False, None, {}, None)
     return {child.name: list(child.argv) for child in (made.merger, *made.islands)}
 
 
