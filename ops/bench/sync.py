@@ -181,9 +181,9 @@ def _trained(ours: TwoIslands, link: str) -> dict[str, Any]:
         free, pace = ours.syncs(max(1, size.thin_syncs // 4))
         say(f"unthrottled: {pace:.2f} inner steps a second, {free[0].seconds:.2f} s a sync")
         assert ours.proxy is not None  # noqa: S101
-        ours.proxy.set_rates(size.mbit, size.mbit)
+        ours.proxy.set_rate(size.mbit)
         thin, thin_pace = ours.syncs(size.thin_syncs)
-        ours.proxy.set_rates(math.inf, math.inf)
+        ours.proxy.set_rate(math.inf)
         say(f"{link}: {thin_pace:.2f} inner steps a second, {thin[0].seconds:.2f} s a sync")
     usual = statistics.median(s.seconds for s in free)
     note = f"{usual:.2f} s unthrottled, of {TRAINING.interval * size.step_seconds:.2f} s of inner steps"

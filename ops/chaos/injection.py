@@ -63,10 +63,7 @@ class FaultTarget:
     @property
     def pid(self) -> int:
         """The process ID of the newest process."""
-        if isinstance(self.process, RedisServer):
-            return self.process.pid
-        assert self.process.process is not None  # noqa: S101
-        return self.process.process.pid
+        return self.process.pid
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the process, if it still exists."""
@@ -103,8 +100,6 @@ class FaultInjector:
     def start(self, target: FaultTarget) -> None:
         """Start a target for the first time, or restart it."""
         self.note(target.name, "start")
-        if isinstance(target.process, RedisServer):
-            target.process.close()  # This unlocks its folder.
         target.process.start()
         target.dead, target.stopped, target.started = False, False, target.started + 1
 
@@ -261,8 +256,8 @@ def _disturb(proxy: Proxy, fault: Fault) -> Callable[[], None] | None:
             proxy.cut(reset=fault.kind == "reset")
             return proxy.heal
         case "throttle":
-            proxy.set_rates(fault.value, fault.value)
-            return lambda: proxy.set_rates(math.inf, math.inf)
+            proxy.set_rate(fault.value)
+            return lambda: proxy.set_rate(math.inf)
         case "delay":
             proxy.delay_seconds = fault.value
             return lambda: setattr(proxy, "delay_seconds", 0.0)

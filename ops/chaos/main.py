@@ -23,8 +23,8 @@ from archipelago.ops.chaos import schedule as schedules
 from archipelago.ops.chaos.baseline import run_baseline
 from archipelago.ops.chaos.figures import StormFigures, figures
 from archipelago.ops.chaos.injection import library
-from archipelago.ops.chaos.page import COLUMNS, PAGE, PICTURE, REPORT, comparison, headlines, write
 from archipelago.ops.chaos.processes import StormPlan, parse_script
+from archipelago.ops.chaos.report import COLUMNS, PICTURE, REPORT, comparison, headlines, write
 from archipelago.ops.chaos.schedule import REDIS, Fault, Kind, merger_names
 from archipelago.ops.chaos.storm import run_storm
 from archipelago.ops.launch.init import require_usable, workload_of
@@ -255,4 +255,4 @@ def _print(found: StormFigures, folder: Path) -> None:
         widths = [max(map(len, cells)) + 3 for cells in zip(COLUMNS, *rows, strict=True)]
         for row in (COLUMNS, *rows):
             say("  " + "".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
-    say(f"report: {folder / REPORT}  picture: {folder / PICTURE}  page: {folder / PAGE}")
+    say(f"report: {folder / REPORT}  picture: {folder / PICTURE}")

@@ -24,15 +24,10 @@ PIECES_IN_FLIGHT = 64
 #: A direction that was idle may send the bytes of at most this time at once.
 BURST_SECONDS = 0.02
 CALL_SECONDS = 10.0
+#: How soon a new rate applies to bytes that wait.
+CHANGE_SECONDS = 0.05
 #: The value of SO_LINGER with which closing a socket resets its connection.
 LINGER_OFF = struct.pack("ii", 1, 0)
-
-
-def bytes_per_second(megabits: float) -> float:
-    """Convert a rate from Mbit/s. Raise ValueError unless it is positive."""
-    if not megabits > 0:
-        raise ValueError(f"the rate must be positive, not {megabits} Mbit/s; use `cut` to stop all traffic")
-    return megabits * 1e6 / 8
 
 
 @dataclass
@@ -43,13 +38,11 @@ class Direction:
         bytes_per_second: Its rate, which may be infinite.
         free_at: When the bytes that have passed would have left a link of that rate.
         turn: A fair lock, through which connections share the rate piece by piece.
-        changed: Set when the rate changes.
     """
 
     bytes_per_second: float
     free_at: float = -math.inf
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def wait_seconds(self, count: int, now: float) -> float:
         """Let `count` more bytes pass, and return how long that takes."""
@@ -131,9 +124,10 @@ class Proxy(LoopServer):
 
     # -- from any thread --------------------------------------------------------------------------------------------
 
-    def set_rates(self, megabits_up: float, megabits_down: float) -> None:
-        """Change the rates in Mbit/s, also for waiting bytes. Raise ValueError for a rate that is not positive."""
-        self._call(self._change(bytes_per_second(megabits_up), bytes_per_second(megabits_down)))
+    def set_rate(self, megabits: float) -> None:
+        """Change the rate of each direction, in Mbit/s, also for waiting bytes. It must be positive."""
+        for direction in (self._up, self._down):
+            direction.set_rate(megabits * 1e6 / 8, time.monotonic())
 
     def cut(self, *, reset: bool = False) -> None:
         """Partition the link: refuse new connections, and stall the existing ones silently or `reset` them."""
@@ -161,11 +155,6 @@ class Proxy(LoopServer):
         self._socket = _bound(0)
         self.port = self._socket.getsockname()[1]
         await self._heal()
-
-    async def _change(self, up: float, down: float) -> None:
-        for direction, rate in ((self._up, up), (self._down, down)):
-            direction.set_rate(rate, time.monotonic())
-            direction.changed.set()
 
     async def _cut(self, reset: bool) -> None:
         self._open.clear()
@@ -245,11 +234,11 @@ class Proxy(LoopServer):
     async def _await_turn(self, direction: Direction, count: int) -> None:
         async with direction.turn:
             await self._open.wait()
-            if wait := direction.wait_seconds(count, time.monotonic()):
-                direction.changed.clear()  # A new rate applies at once: it ends this wait.
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(direction.changed.wait(), wait)
-                await self._open.wait()
+            wait = direction.wait_seconds(count, time.monotonic())
+            while wait > 0:
+                await asyncio.sleep(min(wait, CHANGE_SECONDS))
+                wait = direction.wait_seconds(0, time.monotonic())
+            await self._open.wait()
 
     async def _deliver(self, pieces: _Pieces, writer: asyncio.StreamWriter) -> None:
         while True:

@@ -5,6 +5,16 @@ read, edited and run again:
 
     {"at": 12.5, "kind": "kill", "target": "island-1", "seconds": 2.0}
     {"at": 20, "kind": "throttle", "target": "merger", "seconds": 5, "value": 1.0}
+
+- `kill`: SIGKILL; the process starts again after `seconds`
+- `stop`: SIGSTOP; SIGCONT follows after `seconds`
+- `partition`: for `seconds`, its connections stall silently and new ones are refused
+- `reset`: for `seconds`, its connections are reset and new ones are refused
+- `half-open`: its connections go silent permanently; new ones work at once
+- `throttle`: for `seconds`, its link carries `value` Mbit/s each way
+- `delay`: for `seconds`, its link takes `value` seconds longer each way
+- `disk`: for `seconds`, none of its files may grow by more than `value` bytes, as on a full disk
+- `clock`: the time of day of Redis jumps ahead by `value` seconds, and back after `seconds` (needs libfaketime)
 """
 
 from __future__ import annotations
@@ -17,7 +27,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, get_args
 
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -26,20 +36,9 @@ from archipelago.broker.errors import ConfigError
 from archipelago.ops.simulation.failures import Delays
 
 Kind = Literal["kill", "stop", "partition", "reset", "half-open", "throttle", "delay", "disk", "clock"]
-#: The effect of each kind of fault on a process.
-KINDS: dict[str, str] = {
-    "kill": "SIGKILL; the process starts again after `seconds`",
-    "stop": "SIGSTOP; SIGCONT follows after `seconds`",
-    "partition": "for `seconds`, its connections stall silently and new ones are refused",
-    "reset": "for `seconds`, its connections are reset and new ones are refused",
-    "half-open": "its connections go silent permanently; new ones work at once",
-    "throttle": "for `seconds`, its link carries `value` Mbit/s each way",
-    "delay": "for `seconds`, its link takes `value` seconds longer each way",
-    "disk": "for `seconds`, none of its files may grow by more than `value` bytes, as on a full disk",
-    "clock": "the time of day of Redis jumps ahead by `value` seconds, and back after `seconds` (needs libfaketime)",
-}
+KINDS: tuple[Kind, ...] = get_args(Kind)
 #: The kinds that need a proxy between the process and Redis.
-ON_LINKS = frozenset({"partition", "reset", "half-open", "throttle", "delay"})
+ON_LINKS: frozenset[Kind] = frozenset({"partition", "reset", "half-open", "throttle", "delay"})
 #: The `value` of faults from a seed, and of lines of a file that give none.
 VALUES = {"throttle": 1.0, "delay": 0.2, "disk": float(1 << 18), "clock": 3600.0}
 REDIS, MERGER = "redis", "merger"
@@ -94,7 +93,7 @@ def poisson(
     seconds: float,
     seed: int,
     mean_seconds_between: float,
-    kinds: Sequence[str] = ("kill", "stop"),
+    kinds: Sequence[Kind] = ("kill", "stop"),
     return_seconds: float = 2.0,
 ) -> list[Fault]:
     """Draw the faults of a storm (Decoupled DiLoCo, Appendix E).
@@ -132,8 +131,8 @@ def periodic(every: float, targets: Sequence[str], away_seconds: float, seconds:
     return [_fault(at, "kill", targets[int(rng.integers(len(targets)))], away_seconds) for at in times]
 
 
-def _fault(at: float, kind: str, target: str, seconds: float) -> Fault:
-    return Fault(at, cast(Kind, kind), target, seconds, VALUES.get(kind, 0.0))
+def _fault(at: float, kind: Kind, target: str, seconds: float) -> Fault:
+    return Fault(at, kind, target, seconds, VALUES.get(kind, 0.0))
 
 
 def in_order(faults: Iterable[Fault]) -> list[Fault]:

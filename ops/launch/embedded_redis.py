@@ -272,12 +272,12 @@ class RedisServer(contextlib.ExitStack):
         """Restart the server if it has died. Return a message about that, or an empty string."""
         if self.alive():
             return ""
-        self.close()
         self.start()
         return "Redis died and was restarted from its append-only file"
 
     def start(self) -> None:
-        """Lock the folder, start the process, and wait until it answers."""
+        """Lock the folder, start the process, and wait until it answers. End an earlier one first."""
+        self.close()
         self.enter_context(_locked(self.folder))
         last, log, said = last_start(self.folder)[1], self.folder / LOG, ""
         self.port = last.port

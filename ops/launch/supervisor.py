@@ -167,6 +167,12 @@ class Child:
         self.again_at = now + pause
         return f"{self.name} died ({_cause(status)}) and restarts in {pause:.0f} s; its log: {self.log}"
 
+    @property
+    def pid(self) -> int:
+        """The process ID of the newest process."""
+        assert self.process is not None  # noqa: S101
+        return self.process.pid
+
     def alive(self) -> bool:
         """Return whether the process runs."""
         return self.process is not None and self._poll() is None

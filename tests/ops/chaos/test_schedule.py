@@ -16,6 +16,7 @@ from archipelago.ops.chaos.schedule import (
     REDIS,
     VALUES,
     Fault,
+    Kind,
     applies_to,
     from_text,
     in_order,
@@ -32,7 +33,7 @@ FAULTS = st.builds(
     Fault, at=TIMES, kind=st.sampled_from(sorted(KINDS)), target=st.sampled_from(TARGETS), seconds=TIMES,
     value=st.floats(0.001, 1e6),
 ).filter(lambda fault: applies_to(fault.kind, fault.target))  # fmt: skip
-Rates = tuple[float, list[str], float]
+Rates = tuple[float, list[Kind], float]
 RATES = st.tuples(
     st.floats(0.5, 50.0), st.lists(st.sampled_from(sorted(KINDS)), min_size=1, unique=True), st.floats(0.1, 10.0)
 )

@@ -1,12 +1,9 @@
-"""The report of a storm: report.json, a picture, and an HTML page that contains the picture and loads nothing."""
+"""The report of a storm: its figures as text and in report.json, and a picture."""
 
 from __future__ import annotations
 
-import base64
-import html
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +18,7 @@ from archipelago.ops.watch.formatting import number, size
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-REPORT, PICTURE, PAGE = "report.json", "storm.png", "storm.html"
+REPORT, PICTURE = "report.json", "storm.png"
 SHARE_LABELS = {
     "useful": "merged", "lost": "trained, never merged", "idle": "slower than the step duration",
     "stopped": "stopped", "recovering": "starting again", "dead": "dead",
@@ -35,11 +32,10 @@ SHARE_COLOURS = {**STATE_COLOURS, "useful": STATE_COLOURS["training"], "lost": "
 
 
 def write(folder: Path, storm: StormRecord, found: StormFigures, command: str) -> None:
-    """Write report.json, storm.png and storm.html into the folder. `command` is the one that ran the storm."""
+    """Write report.json and storm.png into the folder. `command` is the one that ran the storm."""
     data = {"command": command, **asdict(found)}
     (folder / REPORT).write_text(json.dumps(finite(data), indent=2) + "\n", encoding="utf-8")
     draw(folder / PICTURE, storm, found)
-    (folder / PAGE).write_text(page(storm, found, (folder / PICTURE).read_bytes(), command), encoding="utf-8")
 
 
 # -- figures as text --------------------------------------------------------------------------------------------------
@@ -98,84 +94,6 @@ def comparison(found: StormFigures) -> list[tuple[str, ...]]:
         )
         for name, one in (("islands, this storm", found), ("data-parallel", found.baseline))
     ]  # fmt: skip
-
-
-# -- the page ---------------------------------------------------------------------------------------------------------
-
-_STYLE = """body{font:15px/1.45 system-ui,sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222}
-h1{font-size:1.5em}h2{font-size:1.15em;margin-top:1.6em}img{max-width:100%}
-table{border-collapse:collapse}td,th{padding:.2em .8em .2em 0;text-align:left;vertical-align:top}
-td:first-child{white-space:nowrap}.no{color:#b00;font-weight:bold}.yes{color:#2a7a4a}
-code{background:#f3f3f3;padding:.1em .3em}p.note{color:#555}"""
-_OF_BASELINE = (
-    "The baseline ran after the islands, in real processes under the same schedule. A step needs the gradients of all "
-    "workers. After a death or a lost connection, all load the last checkpoint. The baseline has it easier than the "
-    "islands: its hub never fails, learns of a death at once, and forms the group again without a delay. Faults of "
-    "Redis, the merger, disks and clocks do not affect it."
-)
-
-
-def page(storm: StormRecord, found: StormFigures, picture: bytes, command: str) -> str:
-    """Return the page. `picture` is the PNG image of the storm, and `command` the one that ran it."""
-    image = base64.b64encode(picture).decode()
-    kind, verdict = ("yes", "all invariants hold") if found.holds else ("no", "an invariant is broken")
-    title, compared = f"A storm over {found.islands} islands", comparison(found)
-    return "\n".join([
-        "<!doctype html>", '<html lang="en"><head><meta charset="utf-8">',
-        f"<title>{title}</title><style>{_STYLE}</style></head><body>",
-        f"<h1>{title}: <span class={kind}>{verdict}</span></h1>",
-        f"<p><code>{html.escape(command)}</code></p>",
-        f'<img alt="timeline of the storm" src="data:image/png;base64,{image}">',
-        "<h2>Figures</h2>", _table(headlines(found)), f'<p class="note">{_note(storm, found)}</p>',
-        "<h2>Where the time went</h2>",
-        _table([(label, f"{getattr(found.shares, name):.2%}") for name, label in SHARE_LABELS.items()]),
-        *(("<h2>Data-parallel training under the same faults</h2>", _table(compared, COLUMNS),
-           f'<p class="note">{_OF_BASELINE}</p>') if compared else ()),
-        "<h2>Invariants</h2>",
-        _table([("holds" if check.holds else "BROKEN", check.name, check.found) for check in found.checks]),
-        "<h2>Islands that were killed</h2>",
-        _table([
-            (r.island, *map(_seconds, (r.at, r.away_seconds, r.start_seconds, r.merge_seconds, r.total_seconds)))
-            for r in found.rejoins
-        ], ("island", "killed at", "away", "until it trains", "until it is merged", "total")),
-        "<h2>Faults</h2>",
-        _table([(_seconds(f.at), f.target, f.kind, _seconds(f.seconds), KINDS[f.kind]) for f in storm.faults]),
-        "</body></html>", "",
-    ])  # fmt: skip
-
-
-def _table(rows: Sequence[Sequence[str]], columns: Sequence[str] = ()) -> str:
-    """Return a table. A cell that says that an invariant is broken is marked."""
-
-    def line(tag: str, values: Sequence[str]) -> str:
-        cells = (f"<{tag}{' class=no' * (value == 'BROKEN')}>{html.escape(value)}</{tag}>" for value in values)
-        return f"<tr>{''.join(cells)}</tr>"
-
-    head = line("th", columns) if columns else ""
-    return f"<table>{head}{''.join(line('td', row) for row in rows)}</table>"
-
-
-def _seconds(value: float) -> str:
-    return "–" if math.isnan(value) else f"{value:.1f} s"
-
-
-def _note(storm: StormRecord, found: StormFigures) -> str:
-    if any(storm.step_seconds.values()):
-        text = (
-            f"Inner steps had a minimum duration of {found.step_seconds * 1e3:g} ms, so that islands do not compete "
-            "for this machine's cores. The time that a step takes beyond it counts as idle."
-        )
-    else:
-        text = (
-            f"Inner steps had no minimum duration; their median, {found.step_seconds * 1e3:.1f} ms, is used as the "
-            "step duration. The islands compete for this machine's cores, so goodput says little. Set --step-seconds."
-        )
-    if found.standbys:
-        text += (
-            f" Standby processes: {found.standbys}. They had loaded everything and became islands that were started "
-            f"again ({found.standbys_used} times). Their own time is not allocated, but their cost to islands counts."
-        )
-    return text
 
 
 # -- the picture ------------------------------------------------------------------------------------------------------
