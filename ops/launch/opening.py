@@ -12,7 +12,6 @@ import hashlib
 import ipaddress
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -43,41 +42,30 @@ ADMINISTRATOR: Final = "archipelago"
 _ELSEWHERE: Final = ("192.0.2.1", 9)
 
 
-@dataclass(frozen=True)
-class Opening:
-    """How other machines reach a server.
+def tls_settings(folder: Path, host: str, port: int, password: str) -> dict[str, str]:
+    """Write the certificates and the users of a server in its folder, and return the server's settings.
 
-    Attributes:
-        host: The name or address that they use.
-        listen: The addresses at which the server listens besides loopback; empty for all.
-        names: Further names and addresses of this machine for the certificate.
+    Args:
+        folder: The folder of the server.
+        host: The name or address under which others reach this machine.
+        port: The port on which it listens, at all addresses.
+        password: The password of the administrator.
     """
-
-    host: str
-    listen: tuple[str, ...] = ()
-    names: tuple[str, ...] = ()
-
-    def describe(self, port: int) -> str:
-        """Describe where the server listens, for people."""
-        listen = " and ".join(self.listen) or "all addresses"
-        return f"port {port} of {listen} with TLS, known to others as {self.host}"
-
-    def settings(self, folder: Path, port: int, password: str) -> dict[str, str]:
-        """Write the certificates and the users of the server in a folder, and return its settings."""
-        hosts = (self.host, *self.listen, *self.names, LOOPBACK, "::1", "localhost")
-        renew_certificates(folder / CERTIFICATES, hosts, datetime.datetime.now(datetime.UTC))
-        _write_users(folder / USERS, password)
-        return {
-            "# password": password,  # The server itself has only a digest of it.
-            "bind": " ".join(dict.fromkeys((LOOPBACK, *self.listen))) if self.listen else "* -::*",
-            "port": "0",
-            "tls-port": str(port),
-            "tls-cert-file": f"{CERTIFICATES}/{SERVER}",
-            "tls-key-file": f"{CERTIFICATES}/{SERVER_KEY}",
-            "tls-ca-cert-file": f"{CERTIFICATES}/{AUTHORITY}",
-            "tls-auth-clients": "no",
-            "aclfile": USERS,
-        }
+    own = socket.gethostname()
+    hosts = (host, *([own] if _is_host(own) else []), LOOPBACK, "::1", "localhost")
+    renew_certificates(folder / CERTIFICATES, hosts, datetime.datetime.now(datetime.UTC))
+    _write_users(folder / USERS, password)
+    return {
+        "# password": password,  # The server itself has only a digest of it.
+        "bind": "* -::*",
+        "port": "0",
+        "tls-port": str(port),
+        "tls-cert-file": f"{CERTIFICATES}/{SERVER}",
+        "tls-key-file": f"{CERTIFICATES}/{SERVER_KEY}",
+        "tls-ca-cert-file": f"{CERTIFICATES}/{AUTHORITY}",
+        "tls-auth-clients": "no",
+        "aclfile": USERS,
+    }
 
 
 def _write_users(file: Path, password: str) -> None:
@@ -89,12 +77,8 @@ def _write_users(file: Path, password: str) -> None:
     write_atomically(file, "\n".join(lines) + "\n", mode=PRIVATE)
 
 
-def opening_of(host: str | None) -> Opening:
-    """Return how other machines reach a server here.
-
-    Args:
-        host: An address of this machine, to listen there only; or another name or address under which others reach
-            this machine, to listen everywhere; or None to find out the address.
+def public_host(host: str | None) -> str:
+    """Return the name or address under which others reach this machine: the given one, or the one that it sends with.
 
     Raises:
         ConfigError: `host` cannot be a name or an address.
@@ -103,11 +87,7 @@ def opening_of(host: str | None) -> Opening:
         raise ConfigError(
             f"--host cannot be {host!r:.80}", "Give a name or an address of this machine.", code="config.value"
         )
-    name = socket.gethostname()
-    names = (name,) if _is_host(name) else ()
-    if host is None:
-        return Opening(_own_address(), (), names)
-    return Opening(host, (host,) if _is_ours(host) else (), names)
+    return _own_address() if host is None else host
 
 
 def _is_host(text: str) -> bool:
@@ -118,20 +98,6 @@ def _is_host(text: str) -> bool:
         parts = text.split(".")
         return text.isascii() and len(text) < 254 and all(part.replace("-", "").isalnum() for part in parts)
     return "%" not in text
-
-
-def _is_ours(host: str) -> bool:
-    """Return whether that is an address of this machine, other than loopback."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    with socket.socket(socket.AF_INET6 if address.version == 6 else socket.AF_INET) as probe:
-        try:
-            probe.bind((host, 0))
-        except OSError:
-            return False
-    return not address.is_unspecified
 
 
 def _own_address() -> str:

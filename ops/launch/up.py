@@ -33,7 +33,7 @@ from archipelago.ops.launch.devices import DeviceShares, accelerators, shared_ou
 from archipelago.ops.launch.embedded_redis import RedisServer, start_server
 from archipelago.ops.launch.init import create, require_same, require_usable, text_of, workload_of
 from archipelago.ops.launch.local_run import LocalRun, island_name
-from archipelago.ops.launch.opening import opening_of
+from archipelago.ops.launch.opening import public_host
 from archipelago.ops.launch.supervisor import STANDBYS_MAX, STANDBYS_REMEDY
 from archipelago.ops.settings import can_draw, is_given, say, to_toml
 from archipelago.ops.watch import formatting, run_summary
@@ -55,9 +55,7 @@ class UpOptions(WorkerOptions):
     open_: Annotated[bool, tyro.conf.arg(name="open")] = False
     """Let other machines join: the Redis of `up` then talks TLS, and everyone needs an invitation (`invite`)."""
     host: str | None = None
-    """With --open: an address of this machine to listen at, or the name under which others reach it. The default is
-    all.
-    """
+    """With --open: the name or address under which others reach this machine. The default is the one it sends with."""
     run: str = "demo"
     """The name of the run and of its folder."""
     islands: int = 3
@@ -115,14 +113,14 @@ def main(options: UpOptions) -> int:
         if stopped():
             raise KeyboardInterrupt
         server, url = _server(options, folder, stack)
-        invited = administrator_at(server, name, folder) if server and server.opening else None
+        invited = administrator_at(server, name, folder) if server and server.host else None
         transport = connect(url, name, invited)
         stack.callback(transport.close)
         if not server:
             require_writable(folder)
         administrator = None
-        if server and server.opening:
-            administrator = Administrator(transport, server.address.url(server.opening.host), folder)
+        if server and server.host:
+            administrator = Administrator(transport, server.address.url(server.host), folder)
             administrator.open()  # before anything is written into the run
         kept = MergerFolder(folder / "merger", bucket=bucket.child("merger") if bucket else None)
         manifest, created = _find_or_create(transport, config, kept, options)
@@ -271,9 +269,9 @@ def _extended(transport: Transport, found: Manifest, config: RunConfig, task: st
 def _server(options: UpOptions, folder: Path, stack: ExitStack) -> tuple[RedisServer | None, str]:
     if options.url:
         return None, options.url
-    opening = opening_of(options.host) if options.open_ else None
+    host = public_host(options.host) if options.open_ else None
     require_writable(folder)
-    server = stack.enter_context(start_server(folder / "redis", opening=opening))
+    server = stack.enter_context(start_server(folder / "redis", host=host))
     return server, server.url
 
 
@@ -283,7 +281,7 @@ def _greet(manifest: Manifest, created: bool, server: RedisServer | None, url: s
         f"({manifest.task or manifest.config.model.size}) in {len(manifest.fragments)} fragments{corpus}")  # fmt: skip
     say(f"  data    {text_of(manifest)}")
     say(f"  redis   {server.describe() if server else redacted(url)}")
-    if server and server.opening:
+    if server and server.host:
         say(f"  invite  archipelago invite NAME --role island --run {manifest.run}{_in(folder)}   (makes a join file)")
         task = " --task FILE.py:NAME" if manifest.task else ""
         say(f"  join    archipelago island {manifest.run}.NAME.join{task}   (on another machine, with that file)")

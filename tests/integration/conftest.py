@@ -10,7 +10,6 @@ import pytest
 
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.data.preparation import prepare_text
-from archipelago.ops.launch.embedded_redis import has_tls
 from tests.certificates import Certificates, make_certificates
 from tests.clusters import PATIENT_MS, Cluster, Tls, Watched
 from tests.conftest import Until
@@ -51,8 +50,6 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 def tls(certificates: Certificates, tmp_path_factory: pytest.TempPathFactory) -> Tls:
     """What the servers of a cluster need to speak TLS only. Their certificate is issued to 127.0.0.1."""
     program = redis_program(tmp_path_factory.mktemp("program"))
-    if not has_tls(program):
-        pytest.skip("this Redis has no TLS")
     return Tls(program.path, certificates.authority, certificates.server)
 
 

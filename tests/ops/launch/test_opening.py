@@ -28,7 +28,6 @@ from archipelago.ops.launch.embedded_redis import (
     Program,
     RedisServer,
     ServerAddress,
-    has_tls,
     last_start,
     start_server,
     write_config,
@@ -40,8 +39,7 @@ from archipelago.ops.launch.opening import (
     SERVER,
     SERVER_KEY,
     USERS,
-    Opening,
-    opening_of,
+    public_host,
     renew_certificates,
 )
 from archipelago.ops.launch.up import UpOptions
@@ -53,7 +51,7 @@ from tests.servers import redis_program
 NOW = datetime.datetime(2030, 1, 1, tzinfo=datetime.UTC)
 HOST = "hub.example"
 #: `localhost` is also in every certificate, and leads to this machine.
-OPENING = Opening("localhost", ("127.0.0.1",), (HOST,))
+OPENED = "localhost"
 
 
 # -- certificates -----------------------------------------------------------------------------------------------------
@@ -94,9 +92,9 @@ def test_the_files_of_an_open_server_allow_tls_and_known_users_only(tmp_path: Pa
         ServerAddress(7000, "secret", authority) for authority in (tmp_path / "certificates" / AUTHORITY, None)
     )
     for invited in ([], ["user demo~oslo on"]):  # An invited member stays when the server is started again.
-        write_config(tmp_path, "redis-server", opened, append_only=True, opening=OPENING)
+        write_config(tmp_path, "redis-server", opened, append_only=True, host=OPENED)
         settings = (tmp_path / CONFIG).read_text().splitlines()
-        assert {"port 0", "tls-port 7000", "bind 127.0.0.1", f"aclfile {USERS}"} <= set(settings)
+        assert {"port 0", "tls-port 7000", "bind * -::*", f"aclfile {USERS}"} <= set(settings)
         default, administrator, *members = (tmp_path / USERS).read_text().splitlines()
         assert default.startswith("user default off ") and default.endswith(" -@all")
         digest = hashlib.sha256(b"secret").hexdigest()
@@ -106,7 +104,7 @@ def test_the_files_of_an_open_server_allow_tls_and_known_users_only(tmp_path: Pa
     for file in (CONFIG, USERS):
         assert stat.S_IMODE((tmp_path / file).stat().st_mode) == 0o600
     assert last_start(tmp_path) == ("redis-server", opened)
-    write_config(tmp_path, "redis-server", closed, append_only=True, opening=None)
+    write_config(tmp_path, "redis-server", closed, append_only=True, host=None)
     assert last_start(tmp_path) == ("redis-server", closed)
 
 
@@ -142,16 +140,13 @@ def opened(server: RedisServer, folder: Path, run: str = "demo") -> RedisTranspo
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
-    found = redis_program(tmp_path_factory.mktemp("program"))
-    if not has_tls(found):
-        pytest.skip("this Redis has no TLS")
-    return found
+    return redis_program(tmp_path_factory.mktemp("program"))
 
 
 @pytest.fixture(scope="module")
 def hub(program: Program, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     """An open server."""
-    with start_server(tmp_path_factory.mktemp("hub") / "redis", program, opening=OPENING) as server:
+    with start_server(tmp_path_factory.mktemp("hub") / "redis", program, host=OPENED) as server:
         yield server
 
 
@@ -183,14 +178,14 @@ def test_an_open_server_needs_tls_and_a_user(hub: RedisServer, tmp_path: Path) -
 @pytest.mark.full
 def test_users_survive_a_kill_and_the_address_stays(program: Program, tmp_path: Path, until: Until) -> None:
     folder = tmp_path / "redis"
-    with start_server(folder, program, opening=OPENING) as server:
+    with start_server(folder, program, host=OPENED) as server:
         first, authority, transport = server.url, server.address.certificate, opened(server, tmp_path)
         joins = invite_ours(Administrator(transport, server.url, tmp_path), server.url, ["island-0"])
         island = invitations.read(Path(joins["island-0"]))
         transport.close()
         psutil.Process(server.pid).kill()
         until(lambda: not server.alive(), "the server to end")
-    with start_server(folder, program, opening=OPENING) as again:
+    with start_server(folder, program, host=OPENED) as again:
         assert (again.url, again.address.certificate) == (first, authority)
         connect(island.url, "demo", island).close()
         joined = opened(again, tmp_path)
@@ -207,14 +202,13 @@ def test_users_survive_a_kill_and_the_address_stays(program: Program, tmp_path: 
 # -- addresses and options --------------------------------------------------------------------------------------------
 
 
-def test_the_host_is_an_address_of_this_machine_or_a_name() -> None:
-    assert opening_of("127.0.0.1").listen == ("127.0.0.1",)
-    for host in ("hub.example.org", "192.0.2.7", "0.0.0.0"):  # noqa: S104 - another machine's, such as a router's
-        assert opening_of(host).listen == (), host
-    assert opening_of(None).host
+def test_the_host_is_an_address_or_a_name() -> None:
+    for host in ("hub.example.org", "192.0.2.7", "::1"):
+        assert public_host(host) == host
+    assert public_host(None)
     for host in ("", "a b", "hub:6379", "rediss://hub", "ä.example", "a..b", "x" * 300, "fe80::1%eth0"):
         with failing(ConfigError, "config.value"):
-            opening_of(host)
+            public_host(host)
 
 
 def test_options_that_contradict_each_other_or_the_run_are_refused(tmp_path: Path) -> None:
