@@ -117,12 +117,12 @@ def _answer_of(command: list[str]) -> str:
 
 
 def is_free(port: int) -> bool:
-    """Return whether a server could listen on that port of this machine."""
+    """Return whether a server could listen on that port of this machine, at all addresses."""
     with socket.socket() as probe:
         # The server sets this too, so that connections in TIME_WAIT from the last server do not block the port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((LOOPBACK, port))
+            probe.bind(("", port))
         except OSError:
             return False
         return True

@@ -7,7 +7,6 @@ has the same data, port and password. It listens on loopback only, unless other 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import importlib.metadata
 import os
@@ -29,7 +28,6 @@ from archipelago.broker.redis.failures import OLDEST
 from archipelago.ops.launch.opening import ADMINISTRATOR, AUTHORITY, CERTIFICATES, tls_settings
 from archipelago.ops.launch.supervisor import Child
 
-PORT_ATTEMPTS = 5
 START_SECONDS = 30.0
 STOP_SECONDS = 10.0
 LEFTOVER_SECONDS = 5.0
@@ -269,30 +267,25 @@ class RedisServer(contextlib.ExitStack):
         """Lock the folder, start the process, and wait until it answers. End an earlier one first."""
         self.close()
         self.enter_context(_locked(self.folder))
-        last, log, said = last_start(self.folder)[1], self.folder / LOG, ""
-        self.port = last.port
+        last, log = last_start(self.folder)[1], self.folder / LOG
+        self.port = last.port if last.port and is_free(last.port) else free_port()
         authority = self.folder / CERTIFICATES / AUTHORITY if self.host else None
+        self.address = ServerAddress(self.port, last.password, authority)
+        write_config(self.folder, self.program.kind, self.address, self._append_only, self.host)
         environment = {name: os.environ.get(name, value) for name, value in KEEP_FREED.items()}
-        for _ in range(PORT_ATTEMPTS):
-            self.port = self.port if self.port and is_free(self.port) else free_port()
-            self.address = ServerAddress(self.port, last.password, authority)
-            write_config(self.folder, self.program.kind, self.address, self._append_only, self.host)
-            child = self._child = Child(
-                "redis", [str(self.folder / CONFIG)], {**environment, **self._environment}, log,
-                program=[str(self.program.path)], folder=self.folder,
-            )  # fmt: skip
-            log_start = log.stat().st_size if log.exists() else 0
-            child.launch()
-            self.callback(child.stop, STOP_SECONDS)  # SIGTERM makes it write its append-only file first.
-            if self._serves():
-                return
-            said = log.read_bytes()[log_start:].decode(errors="replace").strip()
-            if self.alive() or os.strerror(errno.EADDRINUSE) not in said:
-                break
-            self.port = 0  # Another process has the port, perhaps at another address than loopback.
+        child = self._child = Child(
+            "redis", [str(self.folder / CONFIG)], {**environment, **self._environment}, log,
+            program=[str(self.program.path)], folder=self.folder,
+        )  # fmt: skip
+        log_start = log.stat().st_size if log.exists() else 0
+        child.launch()
+        self.callback(child.stop, STOP_SECONDS)  # SIGTERM makes it write its append-only file first.
+        if self._serves():
+            return
+        said = log.read_bytes()[log_start:].decode(errors="replace").strip()
         ended = f"did not answer for {self._seconds:g} s"
-        if not self.alive() and self._child and self._child.process:
-            ended = f"ended with status {self._child.process.returncode}"
+        if not child.alive() and child.process:
+            ended = f"ended with status {child.process.returncode}"
         raise BrokerError(
             f"the {self.program.kind} {self.program.version} {ended} while starting",
             "Fix what its log reports, or give the URL of a Redis that is already running. "

@@ -35,7 +35,6 @@ from archipelago.ops.launch.embedded_redis import (
     find_program,
     start_server,
     url_of_running,
-    write_config,
 )
 from tests.conftest import Until, gone
 from tests.failing import failing
@@ -252,25 +251,6 @@ def test_a_program_that_fails_or_cannot_run_is_quoted(tmp_path: Path, valkey: Pr
     with failing(BrokerError, "broker.start-failed") as failed:
         start_server(tmp_path / "redis", Program("redis-server", broken, "7.0"))
     assert str(failed.value).endswith("(nothing)"), "earlier starts do not explain this one"
-
-
-def test_a_port_that_is_taken_at_another_address_is_replaced(
-    tmp_path: Path, valkey: Program, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(embedded_redis, "is_free", lambda _port: True)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        last = ServerAddress(taken.getsockname()[1], "secret")
-        (tmp_path / "redis").mkdir()
-        write_config(tmp_path / "redis", valkey.kind, last, append_only=True, host=None)
-        with start_server(tmp_path / "redis", valkey) as server:
-            assert ask(server, "PING")
-            assert server.port != last.port
-            assert url_of_running(tmp_path / "redis") == server.url, "the next start has the new port"
-        monkeypatch.setattr(embedded_redis, "free_port", lambda: last.port)
-        with failing(BrokerError, "broker.start-failed") as failed:
-            start_server(tmp_path / "other", valkey)
-        assert os.strerror(errno.EADDRINUSE) in str(failed.value)
 
 
 def test_a_silent_program_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
