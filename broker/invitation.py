@@ -14,7 +14,6 @@ import base64
 import binascii
 import dataclasses
 import json
-import math
 import os
 import stat
 from collections.abc import Mapping
@@ -57,7 +56,6 @@ class Invitation:
         merger_key: The public key of the run's mergers, in base64.
         ca_certificate: The certificate authority that signed the server's certificate, as PEM. Empty if the system's
             authorities apply, or without TLS.
-        expires: The Unix time at which the invitation ends; None for never.
     """
 
     url: str = field(repr=False)
@@ -67,7 +65,6 @@ class Invitation:
     private_key: str = field(default="", repr=False)
     merger_key: str = ""
     ca_certificate: str = field(default="", repr=False)
-    expires: float | None = None
 
     def to_json(self) -> str:
         """Return the content of the join file."""
@@ -79,6 +76,7 @@ class Invitation:
         values = _object(text)
         if values.pop("archipelago", None) != _FORMAT:
             raise WireError("it is not a join file of this version")
+        _require_lasting(values)
         names = {each.name for each in dataclasses.fields(cls)}
         if unknown := values.keys() - names:
             raise WireError(f"it has an unknown field {min(unknown)!r:.40}")
@@ -95,7 +93,6 @@ class Invitation:
                 raise WireError(f"{name!r:.80} is not a name")
         if self.role != ADMIN:
             _require_role(self.role)
-        _require_expiry(self.expires)
         for key in (self.private_key, self.merger_key):
             if key:
                 raw_key(key)
@@ -103,10 +100,6 @@ class Invitation:
             parse_address(self.url)
         except ValueError as error:
             raise WireError(f"its url {redacted(self.url)!r:.80} cannot be used: {error}") from None
-
-    def has_expired(self, now: float) -> bool:
-        """Return whether the invitation has ended at that Unix time."""
-        return self.expires is not None and now >= self.expires
 
 
 @dataclass(frozen=True)
@@ -116,13 +109,11 @@ class Member:
     Attributes:
         role: What the member may do.
         key: The public key that checks what the member signs, in base64; empty if it signs nothing.
-        expires: The Unix time at which the membership ends; None for never.
         user: The name of the Redis user that the member logs in as.
     """
 
     role: Role
     key: str = ""
-    expires: float | None = None
     user: str = ""
 
     def to_json(self) -> str:
@@ -133,18 +124,14 @@ class Member:
     def from_json(cls, text: str | bytes) -> Member:
         """Parse the value of a member's field; unknown parts are ignored. Raises WireError."""
         values = _object(text)
+        _require_lasting(values)
         member = cls(**{"role": "", **{k: v for k, v in values.items() if k in cls.__dataclass_fields__}})
         if not all(isinstance(text, str) for text in (member.key, member.user)):
             raise WireError("one of its fields is not text")
         _require_role(member.role)
-        _require_expiry(member.expires)
         if member.key:
             raw_key(member.key)
         return member
-
-    def has_expired(self, now: float) -> bool:
-        """Return whether the membership has ended at that Unix time."""
-        return self.expires is not None and now >= self.expires
 
 
 @dataclass(frozen=True)
@@ -284,8 +271,7 @@ def _require_role(role: object) -> None:
         raise WireError(f"there is no role {role!r:.40}")
 
 
-def _require_expiry(expires: object) -> None:
-    if expires is None:
-        return
-    if isinstance(expires, bool) or not isinstance(expires, int | float) or not math.isfinite(expires):
-        raise WireError("its expiry is not a time")
+def _require_lasting(values: dict[str, Any]) -> None:
+    """Remove the expiry that earlier versions wrote. Raise WireError if it is a time, which nothing would enforce."""
+    if values.pop("expires", None) is not None:
+        raise WireError("it has an expiry, which only earlier versions enforce")

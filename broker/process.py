@@ -343,19 +343,11 @@ def invitation_at(address: str) -> Invitation | None:
     """Return the content of a join file; None for an address that is a URL.
 
     Raises:
-        ConfigError: The file cannot be used, or the invitation has expired.
+        ConfigError: The file cannot be used.
     """
     if not address or not invitations.is_join_file(address):
         return None
-    found = invitations.read(Path(address))
-    if found.has_expired(time.time()):
-        ended = time.strftime("%Y-%m-%d %H:%M", time.localtime(found.expires))
-        raise ConfigError(
-            f"the invitation of {found.name!r} to the run {found.run!r} ended at {ended}",
-            "Ask for a new one: `archipelago invite NAME --replace`.",
-            code="invitation.invalid",
-        )
-    return found
+    return invitations.read(Path(address))
 
 
 def _run_of(invited: Invitation, run: str | None) -> str:

@@ -131,7 +131,7 @@ EXAMPLES: dict[str, dict[str, str]] = {
     },
     "invite": {
         "archipelago invite oslo --run demo": "Make a user and a join file for the island oslo.",
-        "archipelago invite eyes --role viewer --expires 7d": "Let somebody look for a week.",
+        "archipelago invite eyes --role viewer": "Let somebody look.",
         "archipelago invite": "List the members.",
     },
     "revoke": {"archipelago revoke oslo --run demo": "End the membership of the island oslo at once."},

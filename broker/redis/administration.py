@@ -265,7 +265,6 @@ class KnownMembers:
         run: The name of the run.
         stored: Reads the members from Redis.
         clock: Monotonic seconds.
-        wall: The wall clock in seconds, by which memberships end.
     """
 
     def __init__(
@@ -273,10 +272,9 @@ class KnownMembers:
         run: str,
         stored: Callable[[], Members],
         clock: Callable[[], float] = time.monotonic,
-        wall: Callable[[], float] = time.time,
     ) -> None:
         self._run, self._stored = run, stored
-        self._clock, self._wall = clock, wall
+        self._clock = clock
         self._lock = threading.Lock()
         self._members = Members()
         self._keys: dict[str, bytes] = {}
@@ -292,9 +290,9 @@ class KnownMembers:
             return self._members
 
     def key_of(self, island: str) -> bytes | None:
-        """Return the public key of an island; None for others, and after the end of its membership."""
+        """Return the public key of an island; None for others."""
         member = self.read().by_name.get(island)
-        if member is None or member.role != "island" or member.has_expired(self._wall()):
+        if member is None or member.role != "island":
             return None
         return self._keys.get(island)
 

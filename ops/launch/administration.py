@@ -122,7 +122,6 @@ class Administrator:
         self,
         name: str,
         role: Role,
-        expires: float | None = None,
         *,
         user: str = "",
         password: str = "",
@@ -134,7 +133,6 @@ class Administrator:
         Args:
             name: The name of the member.
             role: What it may do.
-            expires: The Unix time at which its membership ends; None for never.
             user: The name of its Redis user; empty for the one that we choose.
             password: The password of a user that was created elsewhere; empty to create the user here.
             url: The URL under which the member reaches the Redis; empty for the administrator's own.
@@ -168,12 +166,12 @@ class Administrator:
         private, public = self._keys_for(role)
         if creates_user and not self.membership.set_user(user, password, rules):
             raise denied
-        self.membership.put(name, Member(role, public, expires, user))
+        self.membership.put(name, Member(role, public, user))
         if self._reader.control().get(island_field(name)) in (DRAIN, EXPEL):  # one of that name has left earlier
             self._reader.steer({island_field(name): ""})
         return Invitation(
             with_user(url or self._url, user, password), self.run, name, role, private,
-            self.membership.all().merger_key, self._authority(), expires,
+            self.membership.all().merger_key, self._authority(),
         )  # fmt: skip
 
     def _keys_for(self, role: Role) -> tuple[str, str]:
@@ -214,14 +212,6 @@ class Administrator:
             self._reader.steer({island_field(name): EXPEL})
         self.membership.remove(name)
         return None if was_user is None else True
-
-    def remove_expired(self, now: float) -> list[str]:
-        """Remove the members whose time has ended, and return their names. Their islands are not expelled."""
-        gone = sorted(name for name, member in self.membership.all().by_name.items() if member.has_expired(now))
-        for name in gone:
-            self.membership.remove_user(self.user_of(name))
-            self.membership.remove(name)
-        return gone
 
 
 def public_text(private: str) -> str:

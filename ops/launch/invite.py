@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -24,10 +23,9 @@ from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, connect_to, i
 from archipelago.ops.launch.administration import ADMIN_FILE, Administrator
 from archipelago.ops.settings import say, table_console
 from archipelago.ops.watch.doctor.checks import is_local
-from archipelago.ops.watch.formatting import local_time, new_table
+from archipelago.ops.watch.formatting import new_table
 
 STANDARD_OUTPUT: Final = "-"
-_UNITS: Final = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 #: The command that each role can use first.
 _FIRST_VERB: Final = {"island": "island", "merger": "merger", "operator": "status", "viewer": "status"}
 
@@ -84,8 +82,6 @@ class InviteOptions(AdministratorOptions):
 
     role: Role = "island"
     """What the member may do: train, merge, steer (operator) or only look (viewer)."""
-    expires: str | None = None
-    """When the membership ends, such as 12h, 7d or 4w from now. Without it, the membership does not end."""
     out: Path | None = None
     """The join file. The default is FOLDER/RUN/RUN.NAME.join, where git ignores it. `-` writes it to standard output.
     """
@@ -112,10 +108,7 @@ def main(options: InviteOptions | RevokeOptions) -> int:
 
 def _invite(options: InviteOptions) -> int:
     options = _without_name(options)
-    expires = expiry(options.expires, time.time())
     with options.administrator() as administrator:
-        for name in administrator.remove_expired(time.time()):
-            say(f"the membership of {name!r} has ended: its user and its record are removed")
         if not options.name:
             _list(administrator.membership.all(), options)
             return 0
@@ -126,7 +119,7 @@ def _invite(options: InviteOptions) -> int:
             )
         was_signed = administrator.membership.all().is_signed
         invited = administrator.invite(
-            options.name, options.role, expires, user=options.user, password=_password(options),
+            options.name, options.role, user=options.user, password=_password(options),
             url=_address(options), may_replace=options.replace,
         )  # fmt: skip
         _hand_out(invited, file, options)
@@ -171,18 +164,6 @@ def _without_name(options: InviteOptions) -> InviteOptions:
     return options
 
 
-def expiry(text: str | None, now: float) -> float | None:
-    """Return the Unix time at which a membership ends. Raises ConfigError."""
-    if text is None:
-        return None
-    match = re.fullmatch(r"(\d{1,6})([mhdw])", text)
-    if not match or not int(match[1]):
-        raise ConfigError(
-            f"--expires cannot be {text!r:.40}", "Give a time such as 30m, 12h, 7d or 4w.", code="config.value"
-        )
-    return now + int(match[1]) * _UNITS[match[2]]
-
-
 def _password(options: InviteOptions) -> str:
     """Return the password of a user that was created elsewhere; empty without one. Raises ConfigError and OSError."""
     if options.password_file is None:
@@ -213,11 +194,9 @@ def _hand_out(invited: Invitation, file: Path, options: InviteOptions) -> None:
         make_untracked(file.parent)
     invitations.write(file, invited)
     if options.json:
-        print_json({"run": invited.run, "name": invited.name, "role": invited.role, "file": str(file),
-                    "expires": invited.expires})  # fmt: skip
+        print_json({"run": invited.run, "name": invited.name, "role": invited.role, "file": str(file)})
         return
-    until = f" until {local_time(invited.expires)}" if invited.expires is not None else ""
-    say(f"{invited.name!r} is invited to the run {invited.run!r} as {invited.role}{until}")
+    say(f"{invited.name!r} is invited to the run {invited.run!r} as {invited.role}")
     say(f"  {file} holds its password{' and its private key' if invited.private_key else ''}: send it secretly")
     say("  on its machine:")
     print(f"archipelago {_FIRST_VERB[invited.role]} {shlex.quote(file.name)}")  # noqa: T201 - the result
@@ -246,15 +225,14 @@ def warnings(administrator: Administrator, invited: Invitation, *, created: bool
 
 def _list(members: Members, options: InviteOptions) -> None:
     if options.json:
-        print_json({name: {"role": member.role, "expires": member.expires, "user": member.user}
-                    for name, member in members.by_name.items()})  # fmt: skip
+        print_json({name: {"role": member.role, "user": member.user} for name, member in members.by_name.items()})
         return
     if not members.by_name and not members.faults:
         say("the run has no members yet: archipelago invite NAME --role island")
         return
-    table = new_table("member", "role", "until", "user")
+    table = new_table("member", "role", "user")
     for name, member in sorted(members.by_name.items()):
-        table.add_row(name, member.role, "–" if member.expires is None else local_time(member.expires), member.user)
+        table.add_row(name, member.role, member.user)
     for name, fault in members.faults.items():
-        table.add_row(name, "unreadable", fault, "")
+        table.add_row(name, "unreadable", fault)
     table_console().print(table)

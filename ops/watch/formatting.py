@@ -61,11 +61,6 @@ def hours(seconds: float) -> str:
     return ago(seconds) if seconds < 120 else f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min"
 
 
-def local_time(unix_seconds: float) -> str:
-    """Format a moment as date and time on this machine."""
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix_seconds))
-
-
 def date(unix_seconds: float) -> str:
     """Format a moment as date and time in UTC."""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(unix_seconds))

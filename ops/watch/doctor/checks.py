@@ -14,15 +14,13 @@ from archipelago.broker.invitation import Members, Role
 from archipelago.broker.redis.checkup import NodeFacts, ServerFacts
 from archipelago.broker.redis.failures import KEEPS_ALL, OLDEST
 from archipelago.broker.transport import MEMORY_SHARE_MAX
-from archipelago.ops.watch.formatting import local_time, size
+from archipelago.ops.watch.formatting import size
 
 Level = Literal["ok", "warning", "problem"]
 
 #: Above this share of the memory limit the doctor warns. Above `MEMORY_SHARE_MAX`, islands stop sending.
 TIGHT_SHARE = 0.6
 SKEW_SECONDS = 1.0
-#: Credentials that end within this time are worth a warning.
-SOON_SECONDS = 24 * 3600
 CLIENTS_SHARE = 0.8
 #: The most connections that an island has at once: three pumps, leases, and one for queries.
 CONNECTIONS_AN_ISLAND = 6
@@ -268,33 +266,14 @@ def rights(denied: Sequence[str], excess: Sequence[str] = (), role: Role | None 
         return warning(
             "rights.wide",
             f"This user may do more than {who}: {', '.join(excess)} on keys that others write.",
-            "Use Redis 7 or newer, or Valkey: before, a Redis cannot tell reading from writing.",
+            "Make new credentials with the rules of its role: `archipelago invite NAME --replace`.",
         )
     only = ", and no others" if role else ""
     return ok("rights", f"This user may run every command that {who} on this run's keys{only}.")
 
 
-def credentials(role: Role, name: str, expires: float | None, now: float) -> Finding:
-    """Say whose credentials these are, and how long they last."""
-    what = f"These are the credentials of {name!r} with the role {role}"
-    if expires is None:
-        return ok("credentials", f"{what}.")
-    what = f"{what}, until {local_time(expires)}."
-    remedy = "Ask for new ones: `archipelago invite NAME --replace --expires 4w`."
-    if expires <= now:
-        return problem("credentials.expired", what, remedy)
-    soon = expires - now <= SOON_SECONDS
-    return warning("credentials.expire-soon", what, remedy) if soon else ok("credentials", what)
-
-
-def members(found: Members, now: float) -> Iterator[Finding]:
+def members(found: Members) -> Iterator[Finding]:
     """Yield what an administrator should know about the members of a run."""
-    if ended := sorted(name for name, member in found.by_name.items() if member.has_expired(now)):
-        yield warning(
-            "members.expired",
-            f"The time of {', '.join(ended)} has ended. Mergers refuse what they send, but their users still exist.",
-            "The next `archipelago invite` or `archipelago revoke` of this run deletes them.",
-        )
     if found.faults:
         yield problem(
             "members.damaged",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import stat
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,14 +17,14 @@ from archipelago.broker.control import EXPEL
 from archipelago.broker.errors import BrokerError, ConfigError
 from archipelago.broker.invitation import Invitation, Members
 from archipelago.broker.messages import Note
-from archipelago.broker.process import connect_to, invitation_at
+from archipelago.broker.process import connect_to
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.islands import main as islands
 from archipelago.merger import main as mergers
 from archipelago.ops.launch import invite
 from archipelago.ops.launch.administration import ADMIN_FILE, Administrator, public_text
 from archipelago.ops.launch.embedded_redis import RedisServer
-from archipelago.ops.launch.invite import InviteOptions, RevokeOptions, expiry
+from archipelago.ops.launch.invite import InviteOptions, RevokeOptions
 from tests import samples
 from tests.failing import failing
 from tests.sharded import create_sharded
@@ -66,13 +65,12 @@ def join(run: RedisTransport, server: RedisServer) -> Invite:
 
 
 def test_an_invitation_is_a_private_file_that_connects(run: RedisTransport, join: Invite) -> None:
-    oslo = join("oslo", expires="7d")
+    oslo = join("oslo")
     path = join_file(run, "oslo")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert "*" in (path.parent / ".gitignore").read_text(encoding="utf-8")
     assert [found.name for found in Path().iterdir()] == ["runs"]
     assert (oslo.name, oslo.run, oslo.role) == ("oslo", run.run, "island")
-    assert oslo.expires == pytest.approx(time.time() + 7 * 86400, abs=600)
     transport = connect_to(str(path), None)
     assert transport.reader.manifest().run == run.run
     member = run.membership.all().by_name["oslo"]
@@ -143,28 +141,6 @@ def test_revoking_ends_everything(run: RedisTransport, join: Invite, server: Red
     transport.close()
 
 
-def test_members_whose_time_has_ended_are_removed(run: RedisTransport, join: Invite) -> None:
-    join("oslo", expires="30m")
-    record = run.membership.all().by_name["oslo"]
-    run.membership.put("oslo", replace(record, expires=time.time() - 1))
-    join("bergen")
-    assert set(run.membership.all().by_name) == {"bergen"}
-    assert f"{run.run}~oslo" not in run.connection.redis.acl_users()
-    ended = replace(invitations.read(join_file(run, "oslo")), expires=time.time() - 1)
-    invitations.write(Path("ended.join"), ended)
-    with failing(ConfigError, "invitation.invalid"):
-        invitation_at("ended.join")
-
-
-def test_expiries_are_durations() -> None:
-    for text, seconds in (("30m", 1800), ("12h", 43200), ("7d", 604800), ("2w", 1209600)):
-        assert expiry(text, 100.0) == 100.0 + seconds
-    assert expiry(None, 100.0) is None
-    for text in ("", "7", "0d", "-1d", "7 d", "tomorrow", "9999999d", "1.5h"):
-        with failing(ConfigError, "config.value"):
-            expiry(text, 100.0)
-
-
 def test_where_users_are_managed_elsewhere_the_rules_are_told(run: RedisTransport, server: RedisServer) -> None:
     raw = run.connection.redis
     raw.execute_command("ACL", "SETUSER", f"{run.run}~owner", "on", ">secret", "~*", "+@all", "-acl", "-config")
@@ -202,7 +178,7 @@ def test_members_are_listed_and_results_are_json(
     capsys.readouterr()
     assert invite.main(InviteOptions(name=server.url, run=run.run, json=True)) == 0
     listed = json.loads(capsys.readouterr().out)
-    assert listed == {"oslo": {"role": "island", "expires": None, "user": f"{run.run}~oslo"}}
+    assert listed == {"oslo": {"role": "island", "user": f"{run.run}~oslo"}}
     assert invite.main(InviteOptions(name="eve", role="viewer", url=server.url, run=run.run, out=Path("-"))) == 0
     assert Invitation.from_json(capsys.readouterr().out).name == "eve"
 
