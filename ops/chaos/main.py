@@ -69,8 +69,6 @@ class ChaosOptions:
     """The mean time that each process is up before its next fault."""
     kinds: tuple[Kind, ...] = ("kill", "stop")
     """The kinds of faults to choose from: kill, stop, partition, reset, half-open, throttle, delay, disk, clock."""
-    spare: tuple[str, ...] = ()
-    """The processes without faults: redis, merger (merger-0, … with --shards), or names of islands."""
     return_seconds: float = 2.0
     """The mean duration of a fault, which follows an exponentiated Weibull distribution."""
     every: float = 0.0
@@ -125,10 +123,6 @@ def _require_sensible(options: ChaosOptions) -> None:
     for flag, count, most in (("--islands", options.islands, 256), ("--shards", options.shards, SHARDS_MAX)):
         require_number(flag, count, f"Choose 1 to {most}.", 1, most)
     require_number("--standbys", options.standbys, STANDBYS_REMEDY, most=STANDBYS_MAX)
-    everything = [REDIS, *merger_names(options.shards), *_names(options)]
-    if unknown := set(options.spare) - set(everything):
-        remedy = f"Name some of {', '.join(everything)}."
-        raise ConfigError(f"--spare cannot be {min(unknown)}", remedy, code="config.value")
     _require_compatible(options)
 
 
@@ -164,12 +158,11 @@ def _names(options: ChaosOptions) -> list[str]:
 
 def _faults(options: ChaosOptions) -> list[Fault]:
     """Return the schedule. Raise ConfigError for a file that cannot be read, or a fault that this machine lacks."""
-    everything = [REDIS, *merger_names(options.shards), *_names(options)]
-    targets = [name for name in everything if name not in options.spare]
-    islands = [name for name in _names(options) if name in targets]
+    islands = _names(options)
+    targets = [REDIS, *merger_names(options.shards), *islands]
     if options.schedule:
-        found = schedules.from_file(options.schedule, everything)
-    elif options.every and islands:
+        found = schedules.from_file(options.schedule, targets)
+    elif options.every:
         found = schedules.periodic(options.every, islands, options.return_seconds, options.seconds, options.fault_seed)
     else:
         found = schedules.poisson(

@@ -107,7 +107,6 @@ class LocalRun:
         devices = [shares.environment(number) for number in range(options.islands)] if shares else []
 
         merger = ["--resume", "--folder", str(folder / "merger"), "--checkpoint-every", str(options.checkpoint_every)]
-        merger += ["--threads", str(options.merger_threads)] if options.merger_threads else []
         self.merger = child("merger", "-m", "archipelago.merger", *merger, *options.flags(0))
         task = ["--task", options.task] if options.task else []
         self.islands = []

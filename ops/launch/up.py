@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,7 @@ import tyro
 from archipelago.broker.address import redacted
 from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.control import STEPS, checked_changes, run_steps
-from archipelago.broker.errors import ArchipelagoError, ConfigError, UnknownRunError, require_number
+from archipelago.broker.errors import ConfigError, UnknownRunError, require_number
 from archipelago.broker.files import require_writable, write_atomically
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.observe import metrics
@@ -75,9 +74,6 @@ class UpOptions(WorkerOptions):
     """If the Redis does not have the run, continue from the newest checkpoint in the folder or the bucket."""
     checkpoint_every: float = 30.0
     """The seconds between two checkpoints of the whole run, merger and islands. 0 takes none."""
-    merger_threads: int = 0
-    """The threads of the merger that change spectra of matrices (`isotropic`). The default is its share of the cores.
-    """
     evaluate_every: float = 15.0
     """The seconds between two evaluations on held-out text, by one of the islands. 0 evaluates at the end only."""
     one_process: bool = True
@@ -138,22 +134,15 @@ def main(options: UpOptions) -> int:
         local = LocalRun(options, manifest, all_shards, url, folder, stopped, server, joins, shares)
         finished = local.train()
         report = local.report(described, with_comparison=finished and options.one_process and has_losses)
-    report = _kept_report(folder, report, has_trained=bool(local.seconds))
+    earlier = {} if local.seconds else run_summary.read(folder) or {}
+    if earlier.keys() >= report.keys():  # this call trained nothing, and keeps the report of the one that did
+        report = earlier
+    else:
+        run_summary.write(folder, report)
     if bucket and (fault := run_summary.copy_run_files(folder, bucket)):
         say(f"warning: the report is in {folder} only: {fault}")
     _farewell(report, finished, folder, options)
-    if finished and has_losses:
-        _require_losses(report, folder / "logs")
     return 0 if finished else INTERRUPTED
-
-
-def _require_losses(report: dict[str, Any], logs: Path) -> None:
-    if any(math.isnan(report[f"held_out_{key}"]) for key in ("first", "last")):
-        raise ArchipelagoError(
-            "the run has made all its steps, but nothing has measured its held-out loss",
-            f"See the logs of the islands in {logs}. `archipelago export` writes the model, to measure it yourself.",
-            code="up.no-loss",
-        )
 
 
 def require_sensible(options: UpOptions) -> None:
@@ -163,7 +152,6 @@ def require_sensible(options: UpOptions) -> None:
     _require_openable(options)
     remedy = "Give a number of seconds, such as 30, or 0 for no checkpoints."
     require_number("--checkpoint-every", options.checkpoint_every, remedy)
-    require_number("--merger-threads", options.merger_threads, "Give a number, or leave it out.")
     remedy = "Give a number of seconds such as 15, or 0 to evaluate at the end only."
     require_number("--evaluate-every", options.evaluate_every, remedy)
     if options.wandb:
@@ -217,15 +205,6 @@ def _require_trainable(config: RunConfig, options: UpOptions) -> bool:
     work = workload_of(config, options.task)
     require_trainable(work)
     return work.named.task.evaluate is not None
-
-
-def _kept_report(folder: Path, report: dict[str, Any], *, has_trained: bool) -> dict[str, Any]:
-    """Write the report and return it. A call that trained nothing keeps the report of the call that did."""
-    kept = run_summary.read(folder)
-    if kept and not has_trained and kept.keys() >= report.keys():  # Otherwise it is damaged, or of another version.
-        return kept
-    run_summary.write(folder, report)
-    return report
 
 
 def _find_or_create(

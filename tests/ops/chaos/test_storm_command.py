@@ -201,7 +201,6 @@ def test_bad_options_are_refused_before_anything_starts(tmp_path: Path) -> None:
         (ChaosOptions(seconds=0.0), "config.value"),
         (ChaosOptions(mean_seconds_between=-1.0), "config.value"),
         (ChaosOptions(step_seconds=float("nan")), "config.value"),
-        (ChaosOptions(spare=("island-9",)), "config.value"),
         (ChaosOptions(slow=2.0, step_seconds=0.0), "chaos.conflict"),
         (ChaosOptions(baseline=True, step_seconds=0.0), "chaos.conflict"),
         (ChaosOptions(schedule=Path("none.jsonl")), "chaos.schedule"),

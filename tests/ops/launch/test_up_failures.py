@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +26,6 @@ from archipelago.ops.launch.local_run import (
 )
 from archipelago.ops.launch.supervisor import LAST_LINES, Child
 from archipelago.ops.launch.up import UpOptions
-from archipelago.ops.watch import run_summary
 from archipelago.ops.watch.reading import summarise
 from tests import samples
 from tests.failing import failing
@@ -73,29 +70,6 @@ def test_up_does_not_ask_for_islands_that_it_starts_itself(tmp_path: Path) -> No
     assert [(problem.code, problem.who) for problem in LocalRun._problems(mine, view)] == [("island.silent", "oslo")]
 
 
-def test_a_call_that_trained_nothing_keeps_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    report, earlier = ({"run": "a", "islands": 3, "seconds": seconds} for seconds in (0.0, 9.0))
-    written: list[object] = []
-    monkeypatch.setattr(run_summary, "write", lambda folder, report: written.append(report))
-    for found, has_trained, is_kept in (
-        (earlier, False, True),
-        (earlier, True, False),
-        ({"run": "a", "seconds": 9.0}, False, False),  # of another version
-        (None, False, False),
-    ):
-        written.clear()
-        (tmp_path / run_summary.TEXT).write_text(json.dumps(found))
-        assert up._kept_report(tmp_path, report, has_trained=has_trained) == (earlier if is_kept else report)
-        assert written == ([] if is_kept else [report])
-
-
-def test_a_report_without_a_loss_is_a_failure(tmp_path: Path) -> None:
-    up._require_losses({"held_out_first": 7.5, "held_out_last": 2.0}, tmp_path)
-    for first, last in ((7.5, math.nan), (math.nan, 2.0)):
-        with failing(ArchipelagoError, "up.no-loss"):
-            up._require_losses({"held_out_first": first, "held_out_last": last}, tmp_path)
-
-
 # -- options of the workers --------------------------------------------------------------------------------------------
 
 
@@ -107,12 +81,9 @@ def argv(options: UpOptions) -> dict[str, list[str]]:
     return {child.name: list(child.argv) for child in (made.merger, *made.islands)}
 
 
-def test_workers_get_no_flags_by_default_and_the_merger_its_threads() -> None:
+def test_workers_get_no_flags_by_default() -> None:
     for given in argv(UpOptions()).values():
         assert not {"--metrics-port", "--no-tensorboard", "--wandb", "--log-json", "--threads"} & set(given)
-    found = argv(UpOptions(merger_threads=3))
-    assert found["merger"][found["merger"].index("--threads") + 1] == "3"
-    assert not any("--threads" in given for name, given in found.items() if name != "merger")
 
 
 def test_each_worker_gets_the_same_flags_and_a_separate_port() -> None:
@@ -126,7 +97,6 @@ def test_each_worker_gets_the_same_flags_and_a_separate_port() -> None:
 def test_wrong_options_are_reported_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     for options, code in (
-        (UpOptions(merger_threads=-1), "config.value"),
         (UpOptions(islands=3, metrics_port=65534), "config.value"),
         (UpOptions(wandb=True), "config.extra"),  # the package is missing
     ):
