@@ -244,9 +244,5 @@ def _system_error(error: BaseException) -> int:
 
 def remedy(error: BaseException) -> str:
     """Return what a user can do if a checkpoint cannot be written."""
-    number = _system_error(error)
-    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return "Free some space there, or name another folder with --folder."
-    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return "Give this user the right to write there, or name another folder with --folder."
-    return "Check that the disk has space and that the folder is writable."
+    otherwise = ("Check that the disk has space and that the folder is writable.", "")
+    return _REMEDIES.get(_system_error(error), otherwise)[0]

@@ -1,6 +1,6 @@
 """A merger's folder on disk: checkpoints and the record of the run. It can restore the run into an empty Redis.
 
-A bucket can hold copies of both. What the bucket has and the folder lacks is downloaded before a run is restored.
+A bucket can hold copies of checkpoints. A newer one than those in the folder is downloaded before a run is restored.
 
 In a run with several shards, the folder holds the parts of shard 0, and its folder `shard-K` those of shard K. So does
 the bucket. The mergers of all shards need the same folder or bucket.
@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from archipelago.broker.buckets.bundles import Bundles
-from archipelago.broker.buckets.copier import Copier, fetch_record
+from archipelago.broker.buckets.copier import Copier
 from archipelago.broker.buckets.folder import BucketError, BucketFolder
 from archipelago.broker.commits import Image
 from archipelago.broker.errors import ConfigError, RunExistsError, UnknownRunError
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.observe.progress import progress
 from archipelago.broker.shards.transport import SHARD_EXISTS, of_shard, restore, whole_image
 from archipelago.broker.transport import Transport
 from archipelago.merger.beside import Spawn, in_background
@@ -123,26 +122,10 @@ class MergerFolder:
 
     def _copier(self, manifest: Manifest) -> Copier:
         assert self._bundles is not None  # noqa: S101
-        record = self._remote_record(manifest) if manifest.config.record else None
-        if record is not None:
-            self._fetch_record(record)
         about = {"run": manifest.run, "uid": manifest.uid}
-        pair = (self.recorder.folder, record) if record else None
         besides = self._complete_in_bucket if len(self._parts) > 1 else tuple
         uploads = self.path / "uploads"
-        return Copier(self._bundles, self.store.folder, uploads, about, self.store.keep, pair, besides)
-
-    def _fetch_record(self, remote: BucketFolder) -> None:
-        """Download what this folder lacks of the record. A record with a gap is better than no merger."""
-        try:
-            with progress(f"downloading the record from {remote}"):
-                fetch_record(remote, self.recorder.folder)
-        except (BucketError, OSError) as error:
-            log.warning("the record here lacks what the bucket holds: %s", error, extra={"code": "bucket.record"})
-
-    def _remote_record(self, manifest: Manifest) -> BucketFolder | None:
-        """Return the folder of the run's record in the bucket. A later run of the same name has another one."""
-        return self.bucket.child(f"record-{manifest.uid[:8]}" if manifest.uid else "record") if self.bucket else None
+        return Copier(self._bundles, self.store.folder, uploads, about, self.store.keep, besides)
 
     def load(self) -> Image | None:
         """Return the newest checkpoint of the whole run; None if there is none. For errors, see `newest`."""
@@ -210,28 +193,9 @@ class MergerFolder:
             )
         restore(transport, images)
         for part, own in zip(self._parts, images, strict=True):
-            part._restore_record(own)
+            part.recorder.go_back(own.round)
         log.warning("the run continues from %s", describe(image))
         return image
-
-    def _restore_record(self, image: Image) -> None:
-        """Download the record's missing segments, and delete those with rounds that the run has lost.
-
-        The run is in its Redis by now, so a bucket that forbids deletions is only logged. A segment that stays there is
-        of an earlier epoch than the rounds that replace it (`record.read`).
-        """
-        remote = self._remote_record(image.manifest) if image.manifest.config.record else None
-        if remote is not None:
-            self._fetch_record(remote)
-        before = set(self.recorder.names())
-        self.recorder.go_back(image.round)
-        if remote is None:
-            return
-        try:
-            for name in before - set(self.recorder.names()):
-                remote.delete(name)
-        except BucketError as error:
-            log.warning("the bucket keeps rounds that the run has lost: %s", error, extra={"code": error.code})
 
     def lost(self, error: UnknownRunError, run: str) -> UnknownRunError:
         """Return the error of a merger whose Redis has lost the run, with what its folder can restore."""

@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from archipelago.broker.buckets.bundles import Bundles
-from archipelago.broker.buckets.folder import BucketError, BucketFolder
+from archipelago.broker.buckets.folder import BucketError
 from archipelago.broker.files import write_atomically
 
 #: The pauses between two tries, in seconds: the first, and the longest.
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class Copier:
-    """Copies the newest checkpoint of a folder to a bucket, and the files of a record.
+    """Copies the newest checkpoint of a folder to a bucket.
 
     Args:
         bundles: Where the copies go.
@@ -40,7 +40,6 @@ class Copier:
         uploads: A folder on the same disk, for the files that are on their way.
         about: The `run` and its `uid`. Bundles of a run with another name are neither replaced nor deleted.
         keep: How many of the newest bundles are kept.
-        record: The local and the remote folder of a record, whose files never change.
         besides: Returns the numbers of older bundles that are kept, too.
     """
 
@@ -51,11 +50,10 @@ class Copier:
         uploads: Path,
         about: Mapping[str, str],
         keep: int,
-        record: tuple[Path, BucketFolder] | None = None,
         besides: Callable[[], Collection[int]] = tuple,
     ) -> None:
         self.bundles, self.folder, self.uploads, self.about, self.keep = bundles, folder, uploads, dict(about), keep
-        self.record, self._besides = record, besides
+        self._besides = besides
         #: The newest number in the bucket, as far as it is known. Numbers of new checkpoints must be greater.
         self.newest = -1
         #: Why the last try failed; empty if it did not.
@@ -165,8 +163,6 @@ class Copier:
         self.newest = max([self.newest, *numbers])
         if numbers:
             self._require_ours(numbers[-1])
-        if self.record is not None:
-            copy_record(*self.record)
         if place is None:
             return
         number = _number_of(place)
@@ -230,24 +226,3 @@ def _link(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:
         shutil.copy2(source, target)
-
-
-# -- the record of a run: its files never change, so a copy only adds those that are missing ---------------------------
-
-
-def copy_record(local: Path, remote: BucketFolder) -> None:
-    """Upload the files of a record that the bucket lacks, or has with another size."""
-    paths = {path.name: path for path in sorted(local.glob("*.bin")) if not path.name.startswith(".")}
-    held = remote.tree() if paths else {}
-    if missing := {name: path for name, path in paths.items() if held.get(name) != path.stat().st_size}:
-        remote.upload(missing)
-
-
-def fetch_record(remote: BucketFolder, local: Path) -> None:
-    """Download the files of a record that are missing here."""
-    for name in sorted(remote.tree()):
-        path = local / name
-        if name.endswith(".bin") and "/" not in name and not path.exists():
-            stage = path.with_name(f".{name}.part")
-            remote.download({name: stage})
-            stage.replace(path)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from archipelago.broker.buckets.bundles import Bundles
-from archipelago.broker.buckets.copier import RETRY_SECONDS, RETRY_SECONDS_MAX, Copier, copy_record, fetch_record
+from archipelago.broker.buckets.copier import RETRY_SECONDS, RETRY_SECONDS_MAX, Copier
 from archipelago.broker.buckets.folder import BucketError, BucketFolder, open_bucket
 from archipelago.broker.wire import digest
 from tests.broker.buckets import faulty_bucket
@@ -124,10 +124,10 @@ def test_another_try_uploads_only_what_has_not_arrived(bucket: BucketFolder, tmp
 def test_damage_is_found_and_leaves_nothing_on_the_disk(bucket: BucketFolder, tmp_path: Path) -> None:
     bundles = Bundles(bucket)
     FaultyFileSystem.fault = staticmethod(lambda request, path: 5 if path.endswith("2.bin") else None)
-    with failing(BucketError, "bucket.failed"):
-        bundles.put(1, written(tmp_path, 1), ABOUT)
-    assert bundles.numbers() == [], "a file arrived in part"
+    bundles.put(5, written(tmp_path, 5), ABOUT)  # a file arrives in part
     heal()
+    with failing(BucketError, "bucket.damaged"):
+        bundles.get(5, tmp_path / "other" / "5")
     for number in (2, 3, 4):
         bundles.put(number, written(tmp_path, number), ABOUT)
     bucket.write(f"{bundles.manifest(4).folder}/d/1.bin", b"other" * 400)  # of the same size
@@ -403,30 +403,3 @@ def test_a_slow_bucket_delays_nothing(bucket: BucketFolder, tmp_path: Path, unti
     released.set()
     assert copier.close()
     assert copier.bundles.numbers() == [1, 5]
-
-
-# -- records -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_record_is_copied_and_comes_back(bucket: BucketFolder, tmp_path: Path) -> None:
-    local, remote = tmp_path / "record", bucket.child("record")
-    copy_record(local, remote)
-    local.mkdir()
-    for name in ("begin.bin", "rounds-00000001-00000003.bin"):
-        (local / name).write_bytes(name.encode())
-    (local / ".rounds-00000004-00000004.bin.77").write_bytes(b"half")
-    FaultyFileSystem.fault = staticmethod(lambda request, path: 2 if "rounds" in path else None)
-    with failing(BucketError, "bucket.failed"):
-        copy_record(local, remote)
-    heal()
-    copy_record(local, remote)  # also the one of which a part is there
-    FaultyFileSystem.requests.clear()
-    copy_record(local, remote)
-    assert not [path for request, path in FaultyFileSystem.requests if request == "put"]
-    fetch_record(remote, tmp_path / "new")
-    assert content(tmp_path / "new").keys() == {"begin.bin", "rounds-00000001-00000003.bin"}
-    (tmp_path / "new" / "begin.bin").write_bytes(b"a segment of this machine")
-    (tmp_path / "new" / "rounds-00000001-00000003.bin").unlink()
-    fetch_record(remote, tmp_path / "new")
-    assert (tmp_path / "new" / "begin.bin").read_bytes() == b"a segment of this machine"
-    assert len(content(tmp_path / "new")) == 2
