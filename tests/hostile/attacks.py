@@ -323,20 +323,11 @@ def the_last_entry(attacker: Attacker, dice: Dice) -> None:
     attacker.redis.sadd(attacker.keys.islands, island)
 
 
-def own_stream(attacker: Attacker, dice: Dice) -> None:
-    """Trim the own stream, with what was merged and what waits. A merger that starts lacks what was merged."""
-    attacker.send()
-    attacker.redis.xadd(attacker.stream(), {"x": "1"}, maxlen=0, approximate=False)
-
-
-#: What an island may do, as far as its role goes. The server denies the rest to an island with its own credentials.
-OWN: tuple[Attack, ...] = (
-    contributions, heartbeat, raw_entries, not_a_stream, not_a_heartbeat, heartbeat_in_pieces, leases,
-    requests, handovers, notes, restored, strange_names, pointers, the_last_entry,
-)  # fmt: skip
 #: Every attack that leaves the log of merged contributions.
 ATTACKS: tuple[Attack, ...] = (
-    *OWN, a_far_step, the_farthest_step, refused_tokens, a_pointer_to_the_snapshot, many_names, names_without_islands,
+    contributions, heartbeat, raw_entries, not_a_stream, not_a_heartbeat, heartbeat_in_pieces, leases,
+    requests, handovers, notes, restored, strange_names, pointers, the_last_entry,
+    a_far_step, the_farthest_step, refused_tokens, a_pointer_to_the_snapshot, many_names, names_without_islands,
     another_name_in_my_stream, a_heavy_claim, a_far_place, a_dead_reader, a_tiny_step_time, eternal_heartbeats,
     a_flood, a_valid_flood, damaged_keys, lost_books, damaged_state, a_lost_epoch, forged_events, uncounted_entries,
 )  # fmt: skip
