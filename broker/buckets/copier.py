@@ -3,12 +3,11 @@
 A process that writes checkpoints offers each of them to a `Copier`, which copies the newest. An offer links the files
 into a folder of their own, so the checkpoint may be deleted, and they stay on this disk until they have arrived or a
 newer one is offered. After a failure the copier tries again, with growing pauses, for as long as its process lives. A
-later process continues with the checkpoint that was offered last, which a note names.
+later process of the run continues with the newest of these folders.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import secrets
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from archipelago.broker.buckets.bundles import Bundles
 from archipelago.broker.buckets.folder import BucketError
-from archipelago.broker.files import write_atomically
+from archipelago.broker.wire import digest
 
 #: The pauses between two tries, in seconds: the first, and the longest.
 RETRY_SECONDS, RETRY_SECONDS_MAX = 5.0, 300.0
@@ -53,7 +52,7 @@ class Copier:
         besides: Callable[[], Collection[int]] = tuple,
     ) -> None:
         self.bundles, self.folder, self.uploads, self.about, self.keep = bundles, folder, uploads, dict(about), keep
-        self._besides = besides
+        self._besides, self._run = besides, digest(repr(sorted(about.items())).encode())[:8]
         #: The newest number in the bucket, as far as it is known. Numbers of new checkpoints must be greater.
         self.newest = -1
         #: Why the last try failed; empty if it did not.
@@ -68,7 +67,7 @@ class Copier:
 
     def start(self) -> None:
         """Begin to work in the background, with the checkpoint of this run that an earlier process has left."""
-        self._waiting = self._noted()
+        self._waiting = self._left()
         self._thread = threading.Thread(target=self._work, name="bucket-copier", daemon=True)
         self._thread.start()
 
@@ -77,18 +76,20 @@ class Copier:
 
         A refusal by the disk is logged; the checkpoint is not copied then.
         """
-        place = self.uploads / f"{number}-{secrets.token_hex(4)}"  # other processes may offer that number, too
+        # Other processes may offer that number, too.
+        place = self.uploads / f"{number}-{self._run}-{secrets.token_hex(4)}"
+        stage = place.with_name(f".{place.name}")
         try:
-            shutil.copytree(self.folder / str(number), place, copy_function=_link)
-            with self._lock:
-                write_atomically(self._note, json.dumps({"place": place.name, "about": self.about}))
-                before, self._waiting = self._waiting, place
-                if before and before != self._moving:  # the turn in progress deletes what is on its way
-                    shutil.rmtree(before, ignore_errors=True)
+            shutil.copytree(self.folder / str(number), stage, copy_function=_link)
+            stage.rename(place)
         except OSError as error:
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(stage, ignore_errors=True)
             self._tell(BucketError(f"checkpoint {number} cannot be linked ({error!s:.200})", "Is the disk full?"))
             return
+        with self._lock:
+            before, self._waiting = self._waiting, place
+            if before and before != self._moving:  # the turn in progress deletes what is on its way
+                shutil.rmtree(before, ignore_errors=True)
         self._offered.set()
 
     def close(self, seconds: float = FINISH_SECONDS) -> bool:
@@ -130,18 +131,11 @@ class Copier:
         self._tell(None)
         return 0.0
 
-    @property
-    def _note(self) -> Path:
-        """The file that names the folder of the checkpoint that was offered last, by any process."""
-        return self.uploads / "waiting.json"
-
-    def _noted(self) -> Path | None:
-        """Return the folder that the note names, if it is of this run."""
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            note = json.loads(self._note.read_text(encoding="utf-8"))
-            place = self.uploads / Path(str(note["place"])).name
-            if note["about"] == self.about and _number_of(place) >= 0:
-                return place
+    def _left(self) -> Path | None:
+        """Return the newest folder that another process of this run has left."""
+        with suppress(OSError):  # another process may have just deleted it
+            found = self.uploads.glob(f"[0-9]*-{self._run}-*")
+            return max(found, key=lambda place: (_number_of(place), place.stat().st_mtime_ns), default=None)
         return None
 
     def _work(self) -> None:
@@ -177,9 +171,7 @@ class Copier:
         with self._lock:
             if self._waiting == place:
                 self._waiting = None
-            if self._noted() == place:  # another process may have offered a newer one
-                self._note.unlink()
-        for left in self.uploads.glob("[0-9]*-*"):
+        for left in self.uploads.glob("*[0-9]-*"):
             # A killed process may have left it. No process copies it any more, because its number is too low now.
             if _number_of(left) < number:
                 shutil.rmtree(left, ignore_errors=True)
@@ -217,7 +209,7 @@ class Copier:
 
 
 def _number_of(place: Path) -> int:
-    return int(place.name.partition("-")[0])
+    return int(place.name.strip(".").partition("-")[0])
 
 
 def _link(source: str, target: str) -> None:

@@ -314,12 +314,12 @@ def test_the_end_of_a_copy_leaves_what_another_process_has_offered(bucket: Bucke
             offer(other, 2)
 
     offer(copier, 1)
-    (tmp_path / "uploads" / "0-77").mkdir()  # a process was killed before it could note this
+    (tmp_path / "uploads" / ".0-77").mkdir()  # a process was killed before it had linked all files
     FaultyFileSystem.fault = staticmethod(fault)
     assert (copier.turn(), copier.bundles.numbers()) == (0, [1])
     then = content(tmp_path / "2")
     shutil.rmtree(tmp_path / "2")
-    assert len(list((tmp_path / "uploads").iterdir())) == 2
+    assert len(list((tmp_path / "uploads").iterdir())) == 1
     later = copier_of(bucket, tmp_path)
     later.start()
     assert later.close()
