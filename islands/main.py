@@ -28,7 +28,7 @@ from archipelago.broker.shards.transport import whole
 from archipelago.islands.hosts.ranks import host_rank
 from archipelago.islands.options import IslandOptions as IslandOptions
 from archipelago.islands.options import own_task, require_valid
-from archipelago.islands.running import run_island
+from archipelago.islands.running import end_of_imports, run_island
 
 if TYPE_CHECKING:
     from archipelago.islands.prepared import PreparedIsland
@@ -143,6 +143,7 @@ def prepared_here(options: IslandOptions) -> PreparedIsland:
 
         from archipelago.islands.prepared import prepared_for
 
+        end_of_imports()
         with progress("loading and compiling everything that an island needs"):
             prepared = prepared_for(options, manifest, task)
             prepared.rehearse(whole(transport, manifest), awaited, options.scan_steps)

@@ -8,6 +8,7 @@ of this name does not start in the same folder.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import logging
 import math
@@ -102,6 +103,7 @@ def run_named(
     from archipelago.islands.turn_log import TurnLog
     from archipelago.islands.worker import train
 
+    end_of_imports()
     loaded = time.process_time() - began
     device_bytes = leader.device_bytes if leader is not None else None
     with progress("opening the data and building the model"):
@@ -171,6 +173,13 @@ def run_named(
         "imports": loaded, "joining": joined - loaded, "programs": compiled - joined, "state": ready - compiled
     }  # fmt: skip
     return _summary(island, state) | {"start_seconds": seconds}
+
+
+def end_of_imports() -> None:
+    """Begin to collect garbage, if the process has not yet. What was imported lives as long as the process."""
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
 
 
 def _summary(island: Island, state: str) -> dict[str, object]:

@@ -119,7 +119,7 @@ class Replica:
 # The caches below let all islands of one process, as in virtual time, share one compilation.
 @cache
 def _compiled_measure(rows: Rows, codec: str) -> Measure:
-    return in_steps(partial(outer_gradient, rows), codec, partial(moved, codec), reuses_memory=True)
+    return in_steps(jax.jit(partial(outer_gradient, rows)), codec, _compiled_move(codec))
 
 
 @cache
@@ -134,7 +134,7 @@ def _padded_measure(rows: Rows, codec: str, size: int, padded_size: int) -> Meas
 
 
 def in_steps(
-    cut: Callable[..., jax.Array], codec: str, move: Callable[..., Any], *, reuses_memory: bool = False
+    cut: Callable[..., jax.Array], codec: str, move: Callable[..., Any]
 ) -> Callable[..., tuple[Parts, Any]]:
     """Return the function from references and tensors to the codec's parts and the next references.
 
@@ -144,21 +144,28 @@ def in_steps(
     Args:
         cut: Returns the outer gradient, from references and tensors.
         codec: The name of the codec.
-        move: Returns the next references, from references and the codec's parts.
-        reuses_memory: Whether the next references, which are one vector, take the place of the outer gradient in
-            memory. New memory of a CPU costs more time than the arithmetic.
+        move: Returns the next references, from the outer gradient, references and the codec's parts.
     """
-    # What `float32` sends is the outer gradient itself.
-    donated = (0,) if reuses_memory and codec != "float32" else ()
-    cutting = jax.jit(cut)
-    moving = jax.jit(lambda _, *arguments: move(*arguments), donate_argnums=donated, keep_unused=bool(donated))
 
     def measure(reference: Any, part: Tensors) -> tuple[Parts, Any]:
-        difference_N = cutting(reference, part)
+        difference_N = cut(reference, part)
         parts = _compiled_quantise(codec)(difference_N)
-        return parts, moving(difference_N, reference, parts)
+        return parts, move(difference_N, reference, parts)
 
     return measure
+
+
+@cache
+def _compiled_move(codec: str) -> Callable[[jax.Array, jax.Array, Parts], jax.Array]:
+    """Return the program to a fragment's next reference. Fragments of the same size share it.
+
+    The next reference takes the place of the outer gradient in memory. New memory of a CPU costs more time than the
+    arithmetic. What `float32` sends is the outer gradient itself, which therefore stays.
+    """
+    donated = () if codec == "float32" else (0,)
+    return jax.jit(
+        lambda _, reference_N, parts: moved(codec, reference_N, parts), donate_argnums=donated, keep_unused=True
+    )
 
 
 def quantised(codec: str, values_M: jax.Array) -> tuple[Parts, jax.Array]:

@@ -107,10 +107,10 @@ def whole_measure(rows: Rows, codec: str) -> TreeMeasure:
     def cut(reference: Tensors, part: Tensors) -> jax.Array:
         return outer_gradient(rows, flatten(rows, reference), part)
 
-    def move(reference: Tensors, parts: Parts) -> Tensors:
+    def move(_: jax.Array, reference: Tensors, parts: Parts) -> Tensors:
         return unflatten(rows, moved(codec, flatten(rows, reference), parts))
 
-    return in_steps(cut, codec, move)
+    return in_steps(jax.jit(cut), codec, jax.jit(move))
 
 
 @cache

@@ -142,7 +142,7 @@ def walk(state: InnerState, tokens_nxBxT1: Any, global_step: Any) -> tuple[Inner
 
 def _measure(rows: Any, codec_name: str) -> Any:
     replica = archipelago.islands.sync.replica
-    in_numpy = replica.in_steps(partial(replica.outer_gradient, rows), codec_name, partial(replica.moved, codec_name))
+    in_numpy = replica.in_steps(partial(replica.outer_gradient, rows), codec_name, replica._compiled_move(codec_name))
 
     def measure(reference_N: Vector, part: Any) -> tuple[tuple[OnDevice, ...], Vector]:
         parts, next_N = in_numpy(reference_N, part)
