@@ -25,11 +25,10 @@ ISLAND_PER_PARAMETER: Final = 54
 #: Bytes per parameter that a user's own training script needs more as an island: references, the published parameters,
 #: and arrivals, in float32.
 OWN_LOOP_PER_PARAMETER: Final = 16
-#: Bytes per parameter of an island with an accelerator, by part: on its device, and in the memory of its machine. The
-#: training alone is the first two. A checkpoint is there while it is written, an evaluation in one island at a time.
+#: Bytes per parameter on the device of an island with an accelerator, by part. The training alone is the first two.
+#: A checkpoint is there while it is written, an evaluation in one island at a time.
 ON_DEVICE: Final = {"parameters and moments": 12, "gradients and updates": 8, "references": 4, "a checkpoint": 12,
                     "an evaluation": 4}  # fmt: skip
-ON_HOST: Final = {"published parameters": 4, "a checkpoint": 16}
 #: Copies of the largest fragment that syncs hold at most, on the device and on the machine.
 FRAGMENTS_HELD: Final = 4
 #: Bytes per parameter of the sum of gradients, where an island accumulates them (`inner.micro_batches`).
@@ -70,12 +69,6 @@ def footprint(manifest: Manifest) -> Footprint:
         merger=sum(merger_parts(manifest.config, parameters, largest).values()),
         redis=sum(redis_parts(manifest.config, parameters, largest).values()),
     )
-
-
-def device_and_host(manifest: Manifest) -> tuple[int, int]:
-    """Estimate the memory of an island with an accelerator: on that device, and on its machine."""
-    on_host = ISLAND_BASE + sum(ON_HOST.values()) * manifest.parameters + _fragments_held(manifest)
-    return state_on_device(manifest) + _of_batches(manifest), on_host
 
 
 def state_on_device(manifest: Manifest) -> int:

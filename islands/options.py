@@ -1,4 +1,4 @@
-"""The flags of `archipelago island`, and what follows from them and the run's manifest: its task, settings and devices.
+"""The flags of `archipelago island`, and what follows from them and the run's manifest: its task and devices.
 
 This module does not import JAX until a function needs it.
 """
@@ -6,7 +6,7 @@ This module does not import JAX until a function needs it.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,10 +15,9 @@ from archipelago.broker.config import BATCH_FACTOR_MAX
 from archipelago.broker.errors import ConfigError, require_number
 from archipelago.broker.observe.options import WorkerOptions
 from archipelago.broker.process import AwaitedRun, keep_compiled
-from archipelago.islands.mesh import MeshShape, parsed
+from archipelago.islands.mesh import parsed
 
 if TYPE_CHECKING:
-    from archipelago.broker.config import RunConfig
     from archipelago.broker.manifest import Manifest
     from archipelago.islands.placement import Placement
     from archipelago.islands.tasks.task import TaskFile
@@ -48,20 +47,14 @@ class IslandOptions(WorkerOptions, AwaitedRun):
     """The sequences of this island's inner step, where its devices are larger or smaller than those of others. Its
     weight follows the tokens that it trains on. 0: as many as the run's settings say.
     """
-    micro_batches: int | None = None
-    """Compute each batch in this many parts on this island, if its device has less memory than those of others. The
-    default is the run's --inner.micro-batches.
-    """
-    rematerialise: bool | None = None
-    """Compute layers again in the backward pass on this island, for the same reason. The default is the run's."""
     coordinator: str | None = None
     """The address of host 0 of an island over several hosts, such as node0:9000 (docs/guide/many-devices.md)."""
     hosts: int | None = None
     """The number of hosts of this island. All of them run this command."""
     host_rank: int | None = None
     """The number of this host: 0 for the leader, which alone talks to Redis."""
-    scan_steps: int = 0
-    """The inner steps between two step boundaries, compiled as one scan. 0 measures and uses the fastest number."""
+    scan_steps: int = 1
+    """The inner steps between two step boundaries, compiled as one scan. More are faster where a step takes few ms."""
     step_seconds_min: float = 0.0
     """The minimum duration of an inner step, for trials of more islands than the machine has cores."""
     standby: bool = False
@@ -78,8 +71,7 @@ def require_valid(options: IslandOptions) -> None:
     options.require_status()
     if options.mesh is not None:
         parsed(options.mesh)
-    remedy = "Give a number of steps, or 0 to measure."
-    require_number("--scan-steps", options.scan_steps, remedy)
+    require_number("--scan-steps", options.scan_steps, "Give a number of steps from 1 on.", least=1)
     remedy = "Give seconds, or 0 for none."
     require_number("--step-seconds-min", options.step_seconds_min, remedy)
     remedy = "Give a number of seconds such as 15, or 0 for no evaluations."
@@ -111,36 +103,6 @@ def own_task(options: IslandOptions, manifest: Manifest) -> TaskFile | None:
     return task_of(options.task, manifest, "`archipelago island`")
 
 
-def own_settings(options: IslandOptions, config: RunConfig) -> RunConfig:
-    """Return the settings by which this island computes its inner steps, if its device has less memory than others.
-
-    Such an island contributes the same up to rounding, so it shares a run with the others.
-
-    Raises:
-        ConfigError: They cannot be used here (`config.micro-batches`, `task.setting`).
-    """
-    parts, again = options.micro_batches, options.rematerialise
-    inner = config.inner if parts is None else replace(config.inner, micro_batches=parts)
-    model = config.model if again is None else replace(config.model, rematerialise=again)
-    own = replace(config, inner=inner, model=model)
-    size = options.batch_size or own.data.batch_size
-    if inner.micro_batches < 1 or (not own.has_own_loops and size % inner.micro_batches):
-        raise ConfigError(
-            f"a batch of {size:,} sequences cannot be computed in {inner.micro_batches:,} equal parts",
-            "Set --micro-batches to a divisor of the batch size.",
-            code="config.micro-batches",
-        )
-    if own == config:
-        return config
-    if model != config.model and own.has_own_loops:
-        raise ConfigError(
-            "only a task itself can rematerialise its layers",
-            "Use jax.checkpoint in its loss.",
-            code="task.setting",
-        )
-    return own
-
-
 def own_placement(options: IslandOptions, manifest: Manifest, device_bytes: int | None = None) -> Placement | None:
     """Return where everything is on the devices of this island; None for one device. This imports JAX.
 
@@ -151,13 +113,15 @@ def own_placement(options: IslandOptions, manifest: Manifest, device_bytes: int 
     """
     import jax
 
+    from archipelago.islands.inner import require_divisible
     from archipelago.islands.placement import device_memory, placement_of
 
     require_batch(options.batch_size, manifest)
     shape = parsed(options.mesh) if options.mesh is not None else None
-    config = own_settings(options, manifest.config)
-    own = options.batch_size or config.data.batch_size
-    batch_size = 0 if manifest.task else own // config.inner.micro_batches  # a task has its own
+    own, parts = options.batch_size or manifest.config.data.batch_size, manifest.config.inner.micro_batches
+    if not manifest.task:
+        require_divisible(own, parts)
+    batch_size = 0 if manifest.task else own // parts  # a task has its own
     memory = device_memory() if device_bytes is None else device_bytes
     placement = placement_of(shape, manifest, batch_size, jax.devices(), memory)
     if jax.process_count() > 1 and (placement is None or placement.shape.devices < jax.device_count()):
@@ -179,18 +143,3 @@ def require_batch(batch_size: int, manifest: Manifest) -> None:
     most = BATCH_FACTOR_MAX * manifest.config.data.batch_size
     remedy = f"Give 1 to {most:,} sequences ({BATCH_FACTOR_MAX} times the run's batch), or 0 for the run's."
     require_number("--batch-size", batch_size, remedy, most=most)
-
-
-def tell_of_device(manifest: Manifest, placement: Placement | None) -> None:
-    """Log what the run needs and what this machine has, and which devices stay unused."""
-    import jax
-
-    from archipelago.islands.prepared import memory_in_words, unused_devices
-
-    shape = placement.shape if placement is not None else MeshShape()
-    said, troubles = memory_in_words(manifest, jax.devices()[0], shape)
-    log.info("%s", said)
-    for trouble in troubles:
-        log.warning("%s", trouble, extra={"code": "island.memory"})
-    if unused := unused_devices(jax.local_devices(), shape):
-        log.warning("%s", unused, extra={"code": "island.unused-devices"})

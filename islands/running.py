@@ -1,22 +1,14 @@
-"""The life of one island: connect, prepare, join, train, leave. Its metrics for Prometheus and its curves.
-
-An island whose name was taken over by a newer process records that. Without the record, a supervisor that restarts it
-would let it take the name back, its rival would leave and be restarted too, and so on. While the rival lives, an island
-of this name does not start in the same folder.
-"""
+"""The life of one island: connect, prepare, join, train, leave. Its metrics for Prometheus and its curves."""
 
 from __future__ import annotations
 
-import dataclasses
 import gc
-import json
 import logging
 import math
 import os
-import platform
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -24,18 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from archipelago.broker.control import require_welcome
-from archipelago.broker.errors import ConfigError
-from archipelago.broker.files import make_untracked, write_atomically
-from archipelago.broker.machine import has_ended
+from archipelago.broker.files import make_untracked
 from archipelago.broker.manifest import loss_unit
 from archipelago.broker.observe.curves import CurveWriter
 from archipelago.broker.observe.logs import Origin
 from archipelago.broker.observe.metrics import Health, family
 from archipelago.broker.observe.progress import progress
-from archipelago.broker.presence import Heartbeat, Presence
 from archipelago.broker.process import REPLACED, keep_compiled, print_json
 from archipelago.broker.shards.transport import claim_checkpoint, whole
-from archipelago.islands.options import IslandOptions, own_bucket, own_task, require_valid, tell_of_device
+from archipelago.islands.options import IslandOptions, own_bucket, own_task, require_valid
 from archipelago.islands.own_loop.session import island_name
 
 if TYPE_CHECKING:
@@ -91,7 +80,6 @@ def run_named(
     require_welcome(
         awaited(transport.reader.control), name, manifest.run
     )  # before the island claims anything under that name
-    require_free(folder, name, awaited(transport.reader.presences))
     bucket = own_bucket(options, transport.run, name)
     keep_compiled()
     if leader is not None:
@@ -110,7 +98,6 @@ def run_named(
         prepared = prepared_for(options, manifest, task, device_bytes, prepared)
     if leader is not None:
         prepared.share(leader)
-    tell_of_device(dataclasses.replace(manifest, config=prepared.workload.config), prepared.placement)
     awaited(partial(prepared.register, transport))
     with suppress(OSError):  # An island trains without checkpoints where it cannot write.
         make_untracked(folder)
@@ -163,7 +150,6 @@ def run_named(
         link.pumps.stop()
         curves.close()  # the last points matter most after a divergence
     if state == "replaced":
-        remember(folder, name, link.replaced_by)
         store.close()
     else:
         with progress("writing the last checkpoint"):
@@ -224,54 +210,6 @@ def _evaluator(
     )
     evaluator.start()
     return evaluator
-
-
-RECORD_FILE = "replaced.json"
-
-
-def remember(folder: Path, name: str, incarnation: str) -> None:
-    """Record that the incarnation of a newer process has the name. An empty one is unknown, and not recorded."""
-    try:
-        if incarnation:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(folder / RECORD_FILE, json.dumps({"island": name, "by": incarnation}) + "\n")
-    except OSError as error:
-        log.warning("the loss of the name cannot be recorded in %s: %s", folder, error.strerror)
-
-
-def require_free(folder: Path, name: str, presences: Sequence[Presence]) -> None:
-    """Raise ConfigError if the process that took this island's name over still lives.
-
-    Args:
-        folder: The folder of the island.
-        name: Its name.
-        presences: The islands of the run.
-    """
-    path = folder / RECORD_FILE
-    rival = _rival(path, name)
-    if rival is None:
-        return
-    for beat in (presence.heartbeat for presence in presences if presence.is_live):
-        if (beat.island, beat.incarnation) == (name, rival) and not _has_ended_here(beat):
-            raise ConfigError(
-                f"another process has taken over the name {name!r}: process {beat.pid} on {beat.host!r:.80}",
-                f"Stop that process, or give this island another --name. Delete {path} to take the name back.",
-                code="island.replaced",
-            )
-    path.unlink(missing_ok=True)
-
-
-def _rival(path: Path, name: str) -> str | None:
-    try:
-        found = json.loads(path.read_bytes()[:4096])
-        return str(found["by"]) if found["island"] == name else None
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return None
-
-
-def _has_ended_here(beat: Heartbeat) -> bool:
-    """Return whether the process ran on this machine and has ended, although its heartbeat is recent."""
-    return beat.host == platform.node()[:200] and has_ended(beat.pid)
 
 
 def point(island: Island) -> tuple[int, Mapping[str, float]] | None:

@@ -82,17 +82,9 @@ class Island(Participant):
         self._in_flight: jax.Array | None = None
         self._stepped_at = clock()
 
-    def warm_up(self, *, has_stepped: bool = False) -> None:
-        """Compile everything that the loop runs, on copies, so that no peer waits for a compilation later.
-
-        Args:
-            has_stepped: The inner steps were compiled and run already. On a slow device, one step takes many seconds.
-        """
+    def warm_up(self) -> None:
+        """Compile everything that the loop runs, on copies, so that no peer waits for a compilation later."""
         self.beat("joining")
-        if has_stepped:
-            self.computation.replica.warm_up(self.params)
-            self._stepped_at = self.clock()
-            return
         self.computation.try_steps(self.batches.sample(self.scan_steps), self.link.run_steps)
         self._stepped_at = self.clock()
 

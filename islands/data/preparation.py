@@ -7,11 +7,16 @@ processes prepare it at once.
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import platform
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+import urllib.request
+import zipfile
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from http.client import HTTPException
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
@@ -25,6 +30,7 @@ from archipelago.broker.redis.keys import checked_name
 from archipelago.islands.data.copies import record_verified
 from archipelago.islands.data.corpus import (
     CARD_FILE,
+    ENWIK8,
     STDLIB,
     TEXT_FILE,
     Card,
@@ -49,6 +55,9 @@ from archipelago.islands.data.tokenizer import TextTokenizer, character_start, d
 
 MINIMUM_BYTES = 64 << 10
 CHUNK_BYTES = 1 << 20
+CONNECT_SECONDS = 15.0
+#: The errors of a download, and of archives that are damaged, foreign (KeyError) or encrypted (RuntimeError).
+UNREADABLE = (OSError, HTTPException, EOFError, ValueError, KeyError, RuntimeError, zlib.error, zipfile.BadZipFile)
 _PIECE_BYTES = 64 << 10
 #: The pieces of text that are tokenised together, on all cores.
 _PIECES_AT_ONCE = 16
@@ -58,12 +67,6 @@ def splits_of(size: int) -> tuple[int, int, int]:
     """Split a text of `size` bytes into 90 % for training, and 5 % each for validation and test."""
     train, valid = size * 90 // 100, size * 5 // 100
     return train, valid, size - train - valid
-
-
-def chunks(stream: BinaryIO) -> Iterator[bytes]:
-    """Read the rest of a stream, about 1 MiB at a time."""
-    while chunk := stream.read(CHUNK_BYTES):
-        yield chunk
 
 
 class TextWriter:
@@ -320,3 +323,64 @@ def _sources(root: Path) -> list[Path]:
         if _OTHER_FOLDERS.isdisjoint(path.relative_to(root).parts) and not path.name.startswith("_sysconfigdata")
     )
     return list(filter(Path.is_file, wanted))
+
+
+# -- enwik8, the usual benchmark of byte-level models ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Enwik8:
+    """The first 100,000,000 bytes of an English Wikipedia of 2006.
+
+    Attributes:
+        bytes: The size of the text.
+        sha256: The hash of the text.
+        url: The canonical address of its file.
+        file_bytes: The size of that file.
+    """
+
+    bytes: int = 100_000_000
+    sha256: str = "2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8"
+    url: str = "http://mattmahoney.net/dc/enwik8.zip"
+    file_bytes: int = 36_445_475
+
+
+def prepare_enwik8(progress: Progress, wanted: Enwik8 = Enwik8()) -> OpenCorpus:
+    """Download and prepare enwik8, or open the corpus if it exists.
+
+    Raises:
+        DataError: It cannot be downloaded, or it is another text (`data.unreachable`), or one of the errors of
+            `create`.
+    """
+    if is_prepared(ENWIK8):
+        return open_corpus(ENWIK8)
+
+    def fill(writer: TextWriter) -> Filled:
+        writer.write(_downloaded(wanted, progress))
+        return Filled(wanted.url.rpartition("/")[2])
+
+    return create(ENWIK8, fill)
+
+
+def _downloaded(wanted: Enwik8, progress: Progress) -> bytes:
+    """Return the text. The file is read up to its known size, and unpacked up to that of the text."""
+    packed = bytearray()
+    try:
+        with urllib.request.urlopen(wanted.url, timeout=CONNECT_SECONDS) as answer:  # noqa: S310
+            while len(packed) <= wanted.file_bytes and (chunk := answer.read(CHUNK_BYTES)):
+                packed += chunk
+                progress("downloading", len(packed), wanted.file_bytes)
+        if len(packed) > wanted.file_bytes:
+            raise ValueError(f"the file is larger than {wanted.file_bytes:,} bytes")
+        with zipfile.ZipFile(io.BytesIO(packed)) as archive, archive.open(ENWIK8) as file:
+            text = file.read(wanted.bytes + 1)
+        if hashlib.sha256(text).hexdigest() != wanted.sha256:
+            raise ValueError(f"its text does not have the SHA-256 {wanted.sha256}")
+    except UNREADABLE as error:
+        reason = " ".join(f"{error}".split())[:200] or type(error).__name__
+        raise DataError(
+            f"enwik8 cannot be prepared from {wanted.url} ({reason})",
+            "Download and unpack enwik8.zip elsewhere, and run `archipelago prepare ./enwik8` beside the text.",
+            code="data.unreachable",
+        ) from None
+    return text

@@ -101,8 +101,7 @@ def alike(options: IslandOptions, hosts: int) -> dict[str, str]:
     """Return what all processes of an island must have alike, by its name in words: flags, and versions of packages."""
     flags = {
         "--hosts": hosts, "--run": options.run, "--mesh": options.mesh, "--corpus": options.corpus,
-        "--batch-size": options.batch_size, "--micro-batches": options.micro_batches,
-        "--rematerialise": options.rematerialise,
+        "--batch-size": options.batch_size,
     }  # fmt: skip
     given = {flag: str(value) for flag, value in flags.items() if value}
     return {"Python": platform.python_version(), **installed_versions(), **given}

@@ -133,9 +133,7 @@ def _padded_measure(rows: Rows, codec: str, size: int, padded_size: int) -> Meas
     return measure
 
 
-def in_steps(
-    cut: Callable[..., jax.Array], codec: str, move: Callable[..., Any]
-) -> Callable[..., tuple[Parts, Any]]:
+def in_steps(cut: Callable[..., jax.Array], codec: str, move: Callable[..., Any]) -> Callable[..., tuple[Parts, Any]]:
     """Return the function from references and tensors to the codec's parts and the next references.
 
     It runs three programs. In one program, XLA would find the scale of a block once for each of its elements, which

@@ -102,18 +102,15 @@ def _loss_of(config: ModelConfig) -> Callable[[Params, jax.Array], Any]:
     return lambda params, tokens_BxT1: found(params, tokens_BxT1.astype(jnp.int32))
 
 
-def task_here(
-    manifest: Manifest, pinned: str | None, batch_size: int = 0, settings: RunConfig | None = None
-) -> OurTask:
+def task_here(manifest: Manifest, pinned: str | None, batch_size: int = 0) -> OurTask:
     """Return the task of a run of our models, with the text that an island on this machine reads.
 
     Args:
         manifest: The run.
         pinned: The name of a corpus that replaces the run's here, if any.
         batch_size: The sequences of the island's inner step; 0 for those of the run.
-        settings: How this island computes; None for the run's settings.
     """
-    corpus, config = training_text(manifest, pinned), settings or manifest.config
+    corpus, config = training_text(manifest, pinned), manifest.config
     if batch_size:
         config = replace(config, data=replace(config.data, batch_size=batch_size))
     return our_task(config, corpus, pinned or "", run_corpus(manifest, corpus, pinned))

@@ -32,8 +32,6 @@ class PrepareOptions:
     """A file, a folder, an address such as s3://BUCKET/TEXTS, `enwik8` or `stdlib`."""
     name: str | None = None
     """The name of the corpus, for --data.corpus. The default is made from the source."""
-    path: Path | None = None
-    """A copy of enwik8.zip. Without it, it is downloaded."""
     tokenizer: str | None = None
     """`bpe:16384` learns byte-level BPE with this many tokens from the training split, and stores the text as tokens.
     The name of a tokenizer.json, or of a folder that has one, takes this tokenizer, for instance that of weights to
@@ -117,27 +115,20 @@ def _require_useful(options: PrepareOptions, *, is_known: bool, is_tokenised: bo
     """Raise ConfigError (`config.value`) for an option that would change nothing."""
     if options.name and is_known and not is_tokenised:
         raise ConfigError(f"the corpus {options.source!r} keeps its own name", "Leave out --name.", code="config.value")
-    if options.path and options.source != "enwik8":
-        raise ConfigError(
-            "--path works only with enwik8",
-            "Name a file or a folder as the source.",
-            code="config.value",
-        )
 
 
 def _prepare_known(options: PrepareOptions) -> OpenCorpus:
     """Prepare the public data set that `source` names."""
     from archipelago.islands.data.copies import download_corpus
     from archipelago.islands.data.corpus import CARD_FILE, TEXT_FILE, data_folder, is_prepared
-    from archipelago.islands.data.enwik8 import prepare_enwik8
-    from archipelago.islands.data.preparation import prepare_stdlib
+    from archipelago.islands.data.preparation import prepare_enwik8, prepare_stdlib
 
     if not is_prepared(options.source):
         download_corpus(data_folder() / options.source, CARD_FILE, TEXT_FILE)  # the bucket's, if it has it
     if options.source == "stdlib":
         return prepare_stdlib()
     with _progress() as progress:
-        return prepare_enwik8(options.path, progress)
+        return prepare_enwik8(progress)
 
 
 def _name(options: PrepareOptions) -> str:

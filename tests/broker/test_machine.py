@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from archipelago.broker import machine
 from archipelago.broker.messages import COUNT_MAX
+from tests.conftest import Until
 
 QUOTAS: list[tuple[dict[str, str], int]] = [
     ({}, 8),
@@ -42,3 +45,11 @@ def test_any_number_may_be_asked_for_as_that_of_a_process() -> None:
     for pid in (-(2**70), -(2**63), -1, 0, 2**31 - 1, 2**31, 2**32, COUNT_MAX, 2**63, 2**70):
         assert machine.has_ended(pid) == (pid > 0), pid
     assert not machine.has_ended(os.getpid())
+
+
+def test_a_zombie_has_ended(until: Until) -> None:
+    """A supervisor may take its time to take note of a process that has ended."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        assert not machine.has_ended(process.pid)
+        process.kill()
+        until(lambda: machine.has_ended(process.pid), "the end of the process")

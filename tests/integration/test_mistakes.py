@@ -88,9 +88,7 @@ MISTAKES = [
     ("prepare text --tokenizer bpe:5", "tokenizer.bad-name"),
     ("prepare text --tokenizer words", "tokenizer.bad-name"),
     ("prepare text --name other --tokenizer empty.json", "tokenizer.damaged"),
-    ("prepare enwik8 --path missing.zip", "data.unreachable"),
     ("prepare stdlib --name mine", "config.value"),
-    ("prepare stdlib --path somewhere", "config.value"),
     # workers
     ("island AWAY --run x --wait-seconds 0", "broker.unreachable"),
     ("island RUNS --name a/b", "config.name"),

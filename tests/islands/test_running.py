@@ -1,32 +1,19 @@
-"""An island's metrics and curve points; and an island whose name was taken over does not fight for it."""
+"""An island's metrics and curve points."""
 
 from __future__ import annotations
 
 import math
-import os
-import platform
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import psutil
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from archipelago.broker.config import InnerConfig
-from archipelago.broker.errors import ConfigError
 from archipelago.broker.observe.metrics import new_registry
-from archipelago.broker.presence import Presence
 from archipelago.islands import inner, running
-from archipelago.islands.running import RECORD_FILE, remember, require_free
 from archipelago.islands.worker import Island
-from tests import samples
-from tests.conftest import Until
-from tests.failing import failing
 from tests.harness import tiny
 from tests.harness.tiny import TinyRun
 
@@ -79,48 +66,3 @@ def test_a_training_island_exports_all_metrics() -> None:
     assert shown["link_up"] == 1
     run.clock.now = island.link.channels[0].inbox.arrived_at + 7.0
     assert scraped(island)["snapshot_age_seconds"] == 7.0
-
-
-# -- a name that was taken over ---------------------------------------------------------------------------------------
-
-
-def rival(**changes: Any) -> list[Presence]:
-    return [Presence(samples.heartbeat(incarnation="new", **changes), 1.0)]
-
-
-def test_a_restart_is_refused_while_the_newer_process_lives(tmp_path: Path) -> None:
-    require_free(tmp_path, "a", rival())  # no process took the name over
-    remember(tmp_path / "a", "a", "new")
-    for _ in range(2):
-        with failing(ConfigError, "island.replaced"):
-            require_free(tmp_path / "a", "a", rival())
-    require_free(tmp_path / "a", "b", rival())  # another island in the same folder
-
-
-def test_the_name_is_free_once_the_newer_process_has_gone(tmp_path: Path) -> None:
-    later = [Presence(samples.heartbeat(incarnation="later"), 1.0)]
-    for presences in ([], rival(state="left"), later):
-        remember(tmp_path, "a", "new")
-        require_free(tmp_path, "a", presences)
-        assert not (tmp_path / RECORD_FILE).exists()
-
-
-def test_a_crash_on_the_same_machine_frees_the_name_at_once(tmp_path: Path) -> None:
-    remember(tmp_path, "a", "new")
-    with failing(ConfigError, "island.replaced"):
-        require_free(tmp_path, "a", rival(host=platform.node(), pid=os.getpid()))
-    require_free(tmp_path, "a", rival(host=platform.node(), pid=(1 << 22) + 1))
-    remember(tmp_path, "a", "new")
-    require_free(tmp_path, "a", rival(host=platform.node(), pid=1 << 60))
-
-
-def test_a_zombie_does_not_keep_the_name(tmp_path: Path, until: Until) -> None:
-    """A supervisor may take its time to take note of a process that has ended."""
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        beats = rival(host=platform.node(), pid=process.pid)
-        remember(tmp_path, "a", "new")
-        with failing(ConfigError, "island.replaced"):
-            require_free(tmp_path, "a", beats)
-        process.kill()
-        until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE, "the end of the process")
-        require_free(tmp_path, "a", beats)

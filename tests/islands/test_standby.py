@@ -27,7 +27,7 @@ from archipelago.islands.creation import describe, first_snapshots
 from archipelago.islands.main import Assignment, assignment
 from archipelago.islands.models import registry
 from archipelago.islands.models.transformer import transformer
-from archipelago.islands.options import own_settings, require_batch
+from archipelago.islands.options import require_batch
 from archipelago.islands.prepared import PreparedIsland
 from archipelago.islands.tasks import ours
 from archipelago.islands.tasks.batches import TaskRun
@@ -159,26 +159,11 @@ def test_a_rehearsal_writes_nothing_and_its_island_uses_the_prepared_programs(
     prepared.rehearse(stored.transport, AT_ONCE, 2)
     assert [key for key, held in stored.held().items() if before.get(key) != held] == []
     assert stored.transport.reader.presences() == []
-    assert prepared.scan_steps == 2
     monkeypatch.setattr(preparing, "prepare", pytest.fail)
-    island = run(stored, prepared, tmp_path, monkeypatch, scan_steps=0)
+    island = run(stored, prepared, tmp_path, monkeypatch, scan_steps=2)
     assert island.name == "oslo"
     assert island.computation.steps is prepared.workload.steps
     assert island.scan_steps == 2
-
-
-@pytest.mark.full
-def test_an_island_with_less_memory_compiles_its_own_steps(
-    prepared: PreparedIsland, stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    manifest = stored.manifest
-    own = own_settings(main.IslandOptions(micro_batches=2, rematerialise=True), manifest.config)
-    assert prepared.fits(manifest, None)
-    assert not prepared.fits(manifest, None, settings=own)
-    island = run(stored, prepared, tmp_path, monkeypatch, micro_batches=2, rematerialise=True)
-    assert island.computation.steps is preparing.prepare(manifest, None, settings=own).workload.steps
-    assert island.computation.steps is not prepared.workload.steps
-    assert island.manifest == manifest
 
 
 @pytest.fixture

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from archipelago.broker.control import STEPS
 from archipelago.broker.errors import DivergedError
 from archipelago.broker.messages import Marker
-from archipelago.islands import prepared
 from archipelago.islands.inner import InnerState, InnerSteps
 from archipelago.islands.sync.ledger import AHEAD_STEPS_MIN
 from archipelago.islands.worker import DIVERGED_MAX, Island, train
@@ -153,27 +151,3 @@ def test_a_merger_that_pauses_holds_the_schedule() -> None:
     assert run.transport.reader.presences()[0].heartbeat.link == "ok"  # the pause says nothing about the link
     assert run.merger.state.step > before + AHEAD_STEPS_MIN
     assert run.transport.reader.books().refused == 0
-
-
-def test_a_slow_device_is_measured_with_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first step compiles, for the length of an extended run. More steps would delay the join by minutes."""
-    run = TinyRun()
-    run.transport.reader.steer({STEPS: "2000"})
-    island = run.island("a")
-    steps, calls = cast(Any, island.computation.steps), 0
-
-    def counted(*arguments: object) -> tuple[InnerState, jax.Array]:
-        nonlocal calls
-        calls += 1
-        found: tuple[InnerState, jax.Array] = steps(*arguments)
-        return found
-
-    island.computation.steps = cast(InnerSteps, counted)
-    monkeypatch.setattr(prepared, "LONG_SECONDS", 0.0)
-    monkeypatch.setattr(prepared, "DISPATCH_MATTERS_SECONDS", 0.0)
-    assert prepared.best_scan_steps(island) == 1
-    island.warm_up(has_stepped=True)
-    assert calls == 2
-    compiled = steps._cache_size()
-    run.play(island, 2)
-    assert steps._cache_size() == compiled

@@ -109,7 +109,6 @@ class Link:
         #: Whether a newer process has taken this island's name over. The island leaves, and sends nothing more.
         self.is_replaced = False
         #: The incarnation of that process.
-        self.replaced_by = ""
         self._claim: NameClaim | None = None
         #: Whether a merger serves the run.
         self.serving = MergerWatch(transport.reader, manifest.run, clock)
@@ -329,7 +328,6 @@ class Link:
         if self._claim is not None and not self.is_replaced:
             newest = self.transport.island.confirm_name(self.name, self._claim)
             self.is_replaced = newest != self._claim
-            self.replaced_by = newest.incarnation if self.is_replaced else ""
         return not self.is_replaced
 
     def _note_told(self, shard: int, beat: Heartbeat | None) -> None:

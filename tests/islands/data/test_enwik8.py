@@ -1,11 +1,9 @@
-"""enwik8, with small files in place of the real one: from the canonical address, or from a file."""
+"""enwik8, with a small file of a local server in the place of the real one."""
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import io
-import shutil
 import threading
 import zipfile
 from collections.abc import Iterator
@@ -18,114 +16,28 @@ from typing import Any
 import pytest
 
 from archipelago.broker.errors import DataError
-from archipelago.islands.data import enwik8
-from archipelago.islands.data.enwik8 import Source, download
-from archipelago.islands.data.preparation import TextWriter
+from archipelago.islands.data.preparation import Enwik8, prepare_enwik8
 from tests.failing import failing
 
 TEXT = b"<page>An archipelago is a chain of islands.</page>\n" * 2000
-WANTED = Source(len(TEXT), hashlib.sha256(TEXT).hexdigest(), "", len(TEXT))
 
 
-@pytest.fixture(autouse=True)
-def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "data"
-    monkeypatch.setenv("ARCHIPELAGO_DATA", str(folder))
-    return folder
-
-
-def zipped(path: Path, member: str = "enwik8", content: bytes = TEXT) -> Path:
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+def zipped(member: str = "enwik8", content: bytes = TEXT) -> bytes:
+    with zipfile.ZipFile(buffer := io.BytesIO(), "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr(member, content)
-    return path
-
-
-def written(path: Path, content: bytes) -> Path:
-    path.write_bytes(content)
-    return path
-
-
-def gzipped(path: Path) -> Path:
-    return written(path, gzip.compress(TEXT))
-
-
-def raw(path: Path) -> Path:
-    return written(path, TEXT)
-
-
-def test_a_corpus_is_downloaded_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    folders: list[Path] = []
-
-    def download(source: object, folder: Path, progress: object) -> Path:
-        folders.append(folder)
-        return zipped(folder / "downloaded")
-
-    monkeypatch.setattr(enwik8, "download", download)
-    opened = enwik8.prepare_enwik8(source=WANTED)
-    assert opened.source == "downloaded"
-    assert enwik8.prepare_enwik8(source=WANTED).identity == opened.identity
-    assert [folder.exists() for folder in folders] == [False]
-
-
-def test_each_form_of_the_file_is_unpacked(tmp_path: Path) -> None:
-    for pack in (zipped, gzipped, raw):
-        seen: list[tuple[str, int, int]] = []
-        opened = enwik8.prepare_enwik8(pack(tmp_path / "file"), lambda *report, s=seen: s.append(report), WANTED)
-        assert (opened.name, opened.source) == ("enwik8", "file")
-        assert opened.train.tobytes() + opened.valid.tobytes() + opened.test.tobytes() == TEXT
-        assert seen[-1] == ("unpacking", len(TEXT), len(TEXT))
-        shutil.rmtree(tmp_path / "data")
-
-
-def test_another_text_and_files_without_enwik8_are_refused(tmp_path: Path, data: Path) -> None:
-    wrong = (replace(WANTED, sha256="0" * 64), *(replace(WANTED, bytes=len(TEXT) + more) for more in (1, -1)))
-    for wanted in wrong:
-        with failing(DataError, "data.unreachable"):
-            enwik8.prepare_enwik8(raw(tmp_path / "file"), source=wanted)
-    for path in (tmp_path / "absent", tmp_path, zipped(tmp_path / "a.zip", "other")):
-        with failing(DataError, "data.unreachable"):
-            enwik8.prepare_enwik8(path, source=WANTED)
-    assert list(data.iterdir()) == []
-
-
-def test_an_endless_file_is_read_up_to_the_expected_size(tmp_path: Path) -> None:
-    read = 0
-
-    class Endless(io.RawIOBase):
-        def read(self, size: int = -1, /) -> bytes:
-            nonlocal read
-            read += size
-            return bytes(size)
-
-    with failing(DataError, "data.unreachable"), (tmp_path / "out").open("wb") as file:
-        enwik8.copy(Endless(), TextWriter(file), replace(WANTED, bytes=5 << 20))  # type: ignore[arg-type]
-    assert read <= 7 << 20
-
-
-def test_damaged_archives_are_refused(tmp_path: Path) -> None:
-    for pack in (zipped, gzipped):
-        path = pack(tmp_path / "file")
-        content = bytearray(path.read_bytes())
-        content[len(content) // 3 : len(content) // 2] = bytes(len(content) // 2 - len(content) // 3)
-        for damaged in (content, content[: len(content) // 2]):
-            path.write_bytes(damaged)
-            with pytest.raises(DataError) as caught:
-                enwik8.prepare_enwik8(path, source=WANTED)
-            assert caught.value.code == "data.unreachable", pack
-
-
-# -- the download ------------------------------------------------------------------------------------------------------
+    return buffer.getvalue()
 
 
 class Web:
     """A local server with one page."""
 
     def __init__(self) -> None:
-        self.content: bytes | None = TEXT
+        self.content: bytes | None = zipped()
+        self.wanted = Enwik8(len(TEXT), hashlib.sha256(TEXT).hexdigest(), "", len(zipped()))
 
 
 @pytest.fixture
-def web() -> Iterator[tuple[Web, Source]]:
+def web() -> Iterator[Web]:
     web = Web()
 
     class Handler(BaseHTTPRequestHandler):
@@ -143,18 +55,28 @@ def web() -> Iterator[tuple[Web, Source]]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield web, replace(WANTED, url=f"http://127.0.0.1:{server.server_port}/islands")
+        web.wanted = replace(web.wanted, url=f"http://127.0.0.1:{server.server_port}/enwik8.zip")
+        yield web
         server.shutdown()
 
 
-def test_the_file_is_downloaded_up_to_its_size_and_reported(web: tuple[Web, Source], tmp_path: Path) -> None:
+def test_the_text_is_downloaded_once_and_nothing_else_is_taken_for_it(
+    web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ARCHIPELAGO_DATA", str(tmp_path))
     seen: list[tuple[str, int, int]] = []
-    path = download(web[1], tmp_path, lambda *report: seen.append(report))
-    assert path.read_bytes() == TEXT
-    assert seen[-1] == ("downloading", len(TEXT), len(TEXT))
-    for content in (None, bytes(8 << 20)):
-        web[0].content = content
-        with failing(DataError, "data.unreachable") as caught:
-            download(web[1], tmp_path)
-        assert "--path" in caught.value.remedy
-        assert path.stat().st_size <= 3 << 20
+    good = zipped()
+    damaged = good[: len(good) // 3] + bytes(len(good) // 3) + good[2 * len(good) // 3 :]
+    for content in (None, b"", bytes(8 << 20), TEXT, damaged, good[:-30], zipped("other"), zipped(content=TEXT[1:])):
+        web.content = content
+        with failing(DataError, "data.unreachable"):
+            prepare_enwik8(lambda *report: seen.append(report), web.wanted)
+    assert max(done for _, done, _ in seen) <= 3 << 20
+    assert list(tmp_path.iterdir()) == []
+    web.content = good
+    opened = prepare_enwik8(lambda *report: seen.append(report), web.wanted)
+    assert seen[-1] == ("downloading", len(good), len(good))
+    assert (opened.name, opened.source) == ("enwik8", "enwik8.zip")
+    assert opened.train.tobytes() + opened.valid.tobytes() + opened.test.tobytes() == TEXT
+    web.content = None
+    assert prepare_enwik8(lambda *_: None, web.wanted).identity == opened.identity
