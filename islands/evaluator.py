@@ -2,7 +2,7 @@
 
 One island at a time holds a lease in Redis and evaluates; if it dies, another one takes over. The evaluation runs in a
 thread of its own and never makes the training thread wait. The two share the device, so the evaluation is cut into
-slices of one batch, and these take a bounded share of the device's time.
+slices of one batch, and the next evaluation waits until they have taken a small share of the device's time.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ from archipelago.islands.sync.connection.snapshots import Arrival
 
 #: The largest share of the device's time that evaluations take.
 DEVICE_SHARE: Final = 0.02
-#: Device time in seconds that may be used at once after a rest.
-SPARE_SECONDS: Final = 1.0
 #: How long an island that has died keeps the lease.
 LEASE_SECONDS: Final = 15.0
 TICK_SECONDS: Final = 1.0
@@ -41,23 +39,6 @@ POLL_SECONDS: Final = 0.1
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
-
-
-class Allowance:
-    """The device time that evaluations may take: a share of all time, of which at most SPARE_SECONDS are saved up."""
-
-    def __init__(self, now: float) -> None:
-        self._saved, self._at = SPARE_SECONDS, now
-
-    def wait_seconds(self, seconds: float, now: float) -> float:
-        """Return how long to wait until `seconds` of device time may be used."""
-        self._saved = min(max(SPARE_SECONDS, seconds), self._saved + DEVICE_SHARE * max(0.0, now - self._at))
-        self._at = now
-        return max(0.0, seconds - self._saved) / DEVICE_SHARE
-
-    def use(self, seconds: float) -> None:
-        """Record that so much device time was used."""
-        self._saved -= seconds
 
 
 class Evaluator:
@@ -94,8 +75,8 @@ class Evaluator:
         self._compile, self._arrivals, self._every_seconds, self._curves = compiled, arrivals, every_seconds, curves
         self._clock, self._wall, self._place = clock, wall, place
         self._measures: Slices | None = None
-        self._allowance = Allowance(clock())
-        self._slice_seconds, self._has_measured = math.inf, False
+        self._used_seconds = 0.0  # of the device, by the last evaluation
+        self._has_measured = False
         self._due = -math.inf
         self._round = -1
         self._initial: tuple[Params, int, int] | None = None  # kept until they are evaluated
@@ -130,10 +111,11 @@ class Evaluator:
             return None
         began = self._clock()
         found = self._initial or self._newest()
-        evaluation = self._evaluate(found) if found else None
+        evaluation = self._evaluate(found, self._stopping.is_set) if found else None
         if evaluation is not None:
             self._initial = None
-            self._due, self._round = began + self._every_seconds, evaluation.round
+            self._due = began + max(self._every_seconds, self._used_seconds / DEVICE_SHARE)
+            self._round = evaluation.round
         return evaluation
 
     def finish(self, stopped: Callable[[], bool]) -> Evaluation | None:
@@ -149,7 +131,7 @@ class Evaluator:
         if self._initial is not None:
             with self._lease() as is_held:
                 if is_held:
-                    self._evaluate(self._initial, is_paced=False, stopped=stopped)
+                    self._evaluate(self._initial, stopped)
         deadline = self._clock() + MERGED_SECONDS
         while self._transport.reader.backlog() and self._clock() < deadline and not stopped():
             time.sleep(POLL_SECONDS)
@@ -163,7 +145,7 @@ class Evaluator:
             if newest is None or (known and known[-1].round == newest[1]):
                 return None
             log.info("evaluating the final parameters")
-            return self._evaluate(newest, is_paced=False, stopped=stopped)
+            return self._evaluate(newest, stopped)
 
     def _keep_evaluating(self) -> None:
         while not self._stopping.is_set():
@@ -176,17 +158,11 @@ class Evaluator:
                 return
             self._stopping.wait(TICK_SECONDS)
 
-    def _evaluate(
-        self,
-        found: tuple[Params, int, int],
-        *,
-        is_paced: bool = True,
-        stopped: Callable[[], bool] = lambda: False,
-    ) -> Evaluation | None:
+    def _evaluate(self, found: tuple[Params, int, int], stopped: Callable[[], bool]) -> Evaluation | None:
         """Evaluate parameters of a round and step, and record the result. Return None if it was cut short."""
         params, number, step = found
         tokens = tokens_trained(self._transport, number)
-        measured = self._measure(params, is_paced=is_paced, stopped=stopped)
+        measured = self._measure(params, stopped)
         return self._record(measured, number, step, tokens) if measured else None
 
     def _holds_lease(self) -> bool:
@@ -218,36 +194,25 @@ class Evaluator:
         snapshots = [arrival.snapshot for arrival in arrivals]
         return params, max(snapshot.round for snapshot in snapshots), max(snapshot.step for snapshot in snapshots)
 
-    def _measure(self, params: Params, *, is_paced: bool, stopped: Callable[[], bool]) -> Measures | None:
-        """Evaluate slice by slice. Return None if the lease or the time is over before the end."""
+    def _measure(self, params: Params, stopped: Callable[[], bool]) -> Measures | None:
+        """Evaluate slice by slice. Return None if the lease is lost or the time is over before the end."""
         measures = self._compiled(params)
         found: list[Measures] = []
+        self._used_seconds = 0.0
         for index in range(measures.slices):
-            if stopped() or (is_paced and not self._wait_for_device()):
+            if stopped() or not self._holds_lease():
                 return None
             began = time.perf_counter()
             found.append(measures.measure_slice(params, index))
-            seconds, is_first = time.perf_counter() - began, not self._has_measured
+            if self._has_measured:  # a task's own function may compile in its first call, which takes no device time
+                self._used_seconds += time.perf_counter() - began
             self._has_measured = True
-            if is_first:  # a task's own function may compile in its first call, which takes no time of the device
-                continue
-            # The fastest slice is the one that waited the least for inner steps on the same device.
-            self._slice_seconds = min(self._slice_seconds, seconds)
-            self._allowance.use(self._slice_seconds)
         return mean_of(found)
 
     def _compiled(self, params: Params) -> Slices:
         if self._measures is None:
             self._measures = self._compile(params)
         return self._measures
-
-    def _wait_for_device(self) -> bool:
-        """Wait until the next slice may run, and keep the lease. Return False if the lease is lost or we stop."""
-        seconds = self._slice_seconds if math.isfinite(self._slice_seconds) else 0.0
-        while wait := self._allowance.wait_seconds(seconds, self._clock()):
-            if self._stopping.wait(min(wait, TICK_SECONDS)) or not self._holds_lease():
-                return False
-        return not self._stopping.is_set()
 
     def _record(self, measured: Measures, number: int, step: int, tokens: int) -> Evaluation:
         unit = loss_unit(self._manifest.corpus)

@@ -20,6 +20,7 @@ from http.client import HTTPException
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
+from urllib.error import HTTPError
 
 import numpy as np
 
@@ -377,6 +378,8 @@ def _downloaded(wanted: Enwik8, progress: Progress) -> bytes:
         if hashlib.sha256(text).hexdigest() != wanted.sha256:
             raise ValueError(f"its text does not have the SHA-256 {wanted.sha256}")
     except UNREADABLE as error:
+        if isinstance(error, HTTPError):
+            error.close()  # it holds the connection
         reason = " ".join(f"{error}".split())[:200] or type(error).__name__
         raise DataError(
             f"enwik8 cannot be prepared from {wanted.url} ({reason})",
