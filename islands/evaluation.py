@@ -44,32 +44,6 @@ class Measures(NamedTuple):
         return f"{unit.from_evaluation(self.bits):.4f} {unit.name} on held-out data{right}"
 
 
-def compile_evaluation(model: Model, held_out_NxT1: Tokens, bytes_per_token: float = 1.0) -> Callable[[Params], float]:
-    """Return a function from parameters to bits per byte over these sequences (see `SlicedMeasures`)."""
-    compiled: list[SlicedMeasures] = []
-
-    def bits(params: Params) -> float:
-        if not compiled:
-            compiled.append(SlicedMeasures(model, held_out_NxT1, params, BATCH, bytes_per_token))
-        return measured(compiled[0], params).bits
-
-    return bits
-
-
-def compile_validation(config: RunConfig, corpus: OpenCorpus, text: Tokens | None = None) -> Callable[[Params], float]:
-    """Return a function from parameters to bits per byte over the corpus's validation text, or over `text`.
-
-    Raises:
-        DataError: The text is shorter than one sequence.
-    """
-    from archipelago.islands.models.registry import build
-
-    wanted = held_out(
-        corpus.valid if text is None else text, config.data.held_out_sequences, config.data.sequence_length
-    )
-    return compile_evaluation(build(config.model), wanted, corpus.bytes_per_token)
-
-
 def _nats_and_accuracy(model: Model, params: Params, tokens_BxT1: jax.Array) -> jax.Array:
     """Return both measures, so that the model is compiled once."""
     guesses = jnp.argmax(model.logits(params, tokens_BxT1[:, :-1]), axis=-1)
@@ -129,18 +103,22 @@ class Sliced(Protocol):
 
 
 class CorpusEvaluation:
-    """The evaluation of one of our models on the held-out text of a corpus."""
+    """The evaluation of one of our models on the validation text of a corpus, or on another held-out text of it."""
 
-    def __init__(self, config: RunConfig, corpus: OpenCorpus) -> None:
-        self._config, self._corpus = config, corpus
+    def __init__(self, config: RunConfig, corpus: OpenCorpus, text: Tokens | None = None) -> None:
+        self._config, self._bytes_per_token = config, corpus.bytes_per_token
+        self._text = corpus.valid if text is None else text
+        self._compiled: SlicedMeasures | None = None
 
     def compiled(self, params: Params) -> SlicedMeasures:
-        """Return the evaluation, compiled for parameters of these shapes."""
+        """Return the evaluation, compiled for parameters of these shapes. Raises DataError for a text too short."""
         from archipelago.islands.models.registry import build
 
-        data, corpus = self._config.data, self._corpus
-        text = held_out(corpus.valid, data.held_out_sequences, data.sequence_length)
-        return SlicedMeasures(build(self._config.model), text, params, data.batch_size, corpus.bytes_per_token)
+        if self._compiled is None:
+            data, model = self._config.data, build(self._config.model)
+            text = held_out(self._text, data.held_out_sequences, data.sequence_length)
+            self._compiled = SlicedMeasures(model, text, params, data.batch_size, self._bytes_per_token)
+        return self._compiled
 
     def __call__(self, params: Params) -> dict[str, float]:
         """Return the loss in nats per byte, and the accuracy."""

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from archipelago.broker.config import RunConfig
 from archipelago.broker.ranges import ReadPosition
-from archipelago.islands.evaluation import compile_validation, measured
+from archipelago.islands.evaluation import CorpusEvaluation, measured
 from archipelago.islands.models.interface import Params
 from archipelago.islands.tasks.batches import TaskRun
 from archipelago.islands.tasks.ours import OurTask
@@ -124,10 +124,9 @@ def scoring(work: Workload) -> Callable[[int, Params], CurvePoint]:
     """
     named = work.named
     if isinstance(named, OurTask):
-        valid, test = (
-            compile_validation(work.config, named.corpus, t) for t in (named.corpus.valid, named.corpus.test)
-        )
-        return lambda tokens, params: CurvePoint(tokens, valid(params), test(params))
+        of, texts = named.corpus, (named.corpus.valid, named.corpus.test)
+        both = [CorpusEvaluation(work.config, of, text).compiled for text in texts]
+        return lambda tokens, params: CurvePoint(tokens, *(measured(each(params), params).bits for each in both))
     compiled = work.require_evaluation()
     return lambda tokens, params: CurvePoint(tokens, measured(compiled(params), params).bits)
 

@@ -23,7 +23,7 @@ from archipelago.islands.data.corpus import OpenCorpus, open_corpus
 from archipelago.islands.data.preparation import prepare_text, prepare_tokens
 from archipelago.islands.data.ranges import held_out, lease_all
 from archipelago.islands.data.tokenizer import byte_tokenizer
-from archipelago.islands.evaluation import assemble, compile_evaluation
+from archipelago.islands.evaluation import assemble
 from archipelago.islands.models.registry import Model, Params, build, learning_rate
 from tests.failing import failing
 from tests.harness.tiny import NO_DECODER
@@ -177,9 +177,8 @@ def test_the_loss_is_per_byte_under_any_tokenizer(tokens: OpenCorpus) -> None:
     model = Model(lambda seed: {}, loss, (), uniform, NO_DECODER)
     text = held_out(tokens.valid, 8, 16)
     bits = math.log2(VOCABULARY) * tokens.valid.size / tokens.text_bytes[1]
-    assert compile_evaluation(model, text, tokens.bytes_per_token)({}) == pytest.approx(bits)
     assert mini.measures(model, text, {}, tokens.bytes_per_token).bits == pytest.approx(bits)
-    assert compile_evaluation(model, text)({}) == pytest.approx(math.log2(VOCABULARY))
+    assert mini.measures(model, text, {}).bits == pytest.approx(math.log2(VOCABULARY))
 
 
 def test_the_manifest_pins_the_tokenizer(tokens: OpenCorpus) -> None:
