@@ -33,14 +33,8 @@ def fitted(config: RunConfig, corpus: OpenCorpus) -> RunConfig:
     return replace(config, model=replace(config.model, vocabulary=corpus.vocabulary))
 
 
-def require_readable(config: RunConfig, corpus: OpenCorpus, tokenizer: str | None = None) -> None:
-    """Raise ConfigError unless the config's model exists and can read this corpus in its batches.
-
-    Args:
-        config: The settings of the run.
-        corpus: The corpus to read.
-        tokenizer: The digest of the tokenizer that must have made the corpus (empty for bytes); None accepts any.
-    """
+def require_readable(config: RunConfig, corpus: OpenCorpus) -> None:
+    """Raise ConfigError unless the config's model can read this corpus in its batches."""
     require_divisible(config.data.batch_size, config.inner.micro_batches)
     if corpus.vocabulary > config.model.vocabulary:
         raise ConfigError(
@@ -48,17 +42,6 @@ def require_readable(config: RunConfig, corpus: OpenCorpus, tokenizer: str | Non
             f"{config.model.vocabulary:,} (model.vocabulary)",
             f"Set --model.vocabulary {corpus.vocabulary}, or name another corpus with --data.corpus.",
             code="config.vocabulary",
-        )
-    if tokenizer is not None and corpus.tokenizer != tokenizer:
-        own, expected = (
-            f"the tokenizer {name}" if name else "the byte tokenizer" for name in (corpus.tokenizer, tokenizer)
-        )
-        raise ConfigError(
-            f"the corpus {corpus.name!r} was encoded with {own}, and the run's with {expected}",
-            "Tokens must mean the same on all islands. Prepare your text with the run's tokenizer (`archipelago "
-            "prepare TEXT --tokenizer FOLDER`, with an export of the run or the folder of its corpus), and name "
-            "that corpus.",
-            code="config.tokenizer",
         )
 
 

@@ -17,12 +17,11 @@ from typing import Any, Final, TypeVar
 
 import jax
 
-from archipelago.broker.errors import ArchipelagoError, BrokerError, WireError
+from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.manifest import Manifest, loss_unit
 from archipelago.broker.messages import Evaluation
 from archipelago.broker.observe.curves import CurveWriter
 from archipelago.broker.transport import IslandTransport, ReaderTransport
-from archipelago.islands.data.corpus import OpenCorpus, open_corpus
 from archipelago.islands.evaluation import Measures, Slices, assemble, mean_of, published
 from archipelago.islands.models.interface import Params
 from archipelago.islands.sync.connection.snapshots import Arrival
@@ -243,14 +242,3 @@ def tokens_trained(transport: ReaderTransport, round_number: int) -> int:
     Read it with the parameters: an evaluation takes a while, and islands train on.
     """
     return 0 if round_number == 0 else sum(presence.heartbeat.tokens for presence in transport.reader.presences())
-
-
-def run_corpus(manifest: Manifest, corpus: OpenCorpus, pinned: str | None) -> OpenCorpus | None:
-    """Return the run's corpus; None if this machine has only the pinned one, which no evaluation may use."""
-    if not pinned:
-        return corpus
-    try:
-        own = open_corpus(manifest.corpus.name)
-    except ArchipelagoError:
-        return None
-    return own if own.identity == manifest.corpus else None

@@ -35,8 +35,6 @@ class IslandOptions(WorkerOptions, AwaitedRun):
     """
     folder: Path | None = None
     """The folder of the island's checkpoints. The default is runs/RUN/islands/NAME."""
-    corpus: str | None = None
-    """A corpus on this machine to train on instead of the run's, for text that must not leave its site."""
     task: str | None = None
     """The task of the run, FILE.py:NAME, if it trains a task of its users (docs/guide/your-training.md)."""
     mesh: str | None = None
@@ -92,10 +90,6 @@ def own_task(options: IslandOptions, manifest: Manifest) -> TaskFile | None:
     if options.task is None and not manifest.task:
         manifest.require_own_code("`archipelago island`")
         return None
-    if options.corpus is not None:
-        raise ConfigError(
-            "a task brings its own data, so --corpus would change nothing", "Leave it out.", code="task.setting"
-        )
     keep_compiled()
 
     from archipelago.islands.tasks.task import task_of

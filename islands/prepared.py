@@ -23,7 +23,7 @@ from archipelago.islands.placement import Placement
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.tasks.batches import TaskRun
-from archipelago.islands.tasks.ours import OurTask, register_text, task_here
+from archipelago.islands.tasks.ours import task_here
 from archipelago.islands.tasks.task import TaskFile
 from archipelago.islands.tasks.workload import Workload
 from archipelago.islands.worker import Island
@@ -38,14 +38,12 @@ class PreparedIsland:
 
     Attributes:
         manifest: The run.
-        pinned: The name of a corpus on this machine that replaces the run's, if any.
         workload: What the island trains.
         placement: Where everything is on several devices; None for one device.
         batch_size: The sequences of an inner step; 0 for those of the run.
     """
 
     manifest: Manifest
-    pinned: str | None
     workload: Workload
     placement: Placement | None = None
     batch_size: int = 0
@@ -72,22 +70,14 @@ class PreparedIsland:
         """Return a batch to learn its tree from."""
         return self.workload.supply(TaskRun(REHEARSING, 0, self.manifest.config.seed)).sample(1)
 
-    def fits(
-        self, manifest: Manifest, pinned: str | None, placement: Placement | None = None, batch_size: int = 0
-    ) -> bool:
+    def fits(self, manifest: Manifest, placement: Placement | None = None, batch_size: int = 0) -> bool:
         """Return whether an island of that run can use it."""
         meshes = [None if each is None else each.shape for each in (self.placement, placement)]
-        known = (self.manifest, self.pinned, self.batch_size)
-        return known == (manifest, pinned, batch_size) and meshes[0] == meshes[1]
+        return (self.manifest, self.batch_size) == (manifest, batch_size) and meshes[0] == meshes[1]
 
     def link(self, transport: IslandTransport, who: str) -> Link:
         """Return a link for `who`, an island's name and incarnation."""
         return Link(transport, self.manifest, who, ())
-
-    def register(self, transport: IslandTransport) -> None:
-        """Tell the run which pinned text this island reads. Raises MismatchError if it knows another of that name."""
-        if isinstance(self.workload.named, OurTask):
-            register_text(self.workload.named.corpus, transport, self.pinned)
 
     def island(
         self,
@@ -136,17 +126,13 @@ def prepared_for(
         earlier: What a standby has prepared.
     """
     placement = own_placement(options, manifest, device_bytes)
-    if earlier is not None and earlier.fits(manifest, options.corpus, placement, options.batch_size):
+    if earlier is not None and earlier.fits(manifest, placement, options.batch_size):
         return earlier
-    return prepare(manifest, options.corpus, task, placement, options.batch_size)
+    return prepare(manifest, task, placement, options.batch_size)
 
 
 def prepare(
-    manifest: Manifest,
-    pinned: str | None,
-    task: TaskFile | None = None,
-    placement: Placement | None = None,
-    batch_size: int = 0,
+    manifest: Manifest, task: TaskFile | None = None, placement: Placement | None = None, batch_size: int = 0
 ) -> PreparedIsland:
     """Load the corpus of one of our models, or take the users' task, and build its inner steps.
 
@@ -154,13 +140,13 @@ def prepare(
 
     Args:
         task: The users' task; None for one of our models.
-        manifest, pinned, placement, batch_size: As in `PreparedIsland`.
+        manifest, placement, batch_size: As in `PreparedIsland`.
 
     Raises:
         MismatchError: The run trains other tensors.
     """
-    work = Workload.of(task or task_here(manifest, pinned, batch_size), manifest.config)
+    work = Workload.of(task or task_here(manifest, batch_size), manifest.config)
     work.require_same(manifest)
     if placement is not None:
         work = replace(work, steps=placement.steps(work.steps))
-    return PreparedIsland(manifest, pinned, work, placement, batch_size)
+    return PreparedIsland(manifest, work, placement, batch_size)

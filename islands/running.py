@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -98,7 +97,6 @@ def run_named(
         prepared = prepared_for(options, manifest, task, device_bytes, prepared)
     if leader is not None:
         prepared.share(leader)
-    awaited(partial(prepared.register, transport))
     with suppress(OSError):  # An island trains without checkpoints where it cannot write.
         make_untracked(folder)
     store = IslandStore(folder, manifest, bucket)

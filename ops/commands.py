@@ -99,7 +99,6 @@ EXAMPLES: dict[str, dict[str, str]] = {
         "archipelago island --run bytes --task docs/examples/task_bytes.py": "Train the task of the run.",
         "archipelago island --run demo --mesh data=2,fsdp=2": "Use four devices of this machine.",
         "archipelago island --run demo --coordinator node0:9000 --hosts 2 --host-rank 1": "Be the second host of one.",
-        "archipelago island --run demo --name oslo --corpus private": "Train on a text that stays on this machine.",
     },
     "merger": {
         "archipelago merger redis://:PASSWORD@HOST:6379 --run demo": "Serve the run demo. The second one stands by.",

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from archipelago.broker.errors import DataError
-from archipelago.broker.ranges import ReadPosition, range_name
+from archipelago.broker.ranges import ReadPosition
 from archipelago.islands.data.tokenizer import Tokens
 
 _PLACES_STREAM, _WINDOWS_STREAM, _OFFSETS_STREAM, _ORDER_STREAM = 0, 1, 2, 3
@@ -34,9 +34,9 @@ def _permutation(keys: NDArray[np.uint64]) -> NDArray[np.int64]:
     return np.argsort(keys, kind="stable")
 
 
-def range_order(ranges: int, seed: int, corpus: str = "") -> list[str]:
+def range_order(ranges: int, seed: int) -> list[str]:
     """Return the names of all ranges in the order in which every island tries to lease them."""
-    return [range_name(corpus, int(number)) for number in _permutation(_random(ranges, _ORDER_STREAM, seed))]
+    return [str(int(number)) for number in _permutation(_random(ranges, _ORDER_STREAM, seed))]
 
 
 def lease_all(ranges: int, seed: int) -> Callable[[], ReadPosition]:

@@ -100,7 +100,7 @@ def _bracketed(host: str) -> str:
 def alike(options: IslandOptions, hosts: int) -> dict[str, str]:
     """Return what all processes of an island must have alike, by its name in words: flags, and versions of packages."""
     flags = {
-        "--hosts": hosts, "--run": options.run, "--mesh": options.mesh, "--corpus": options.corpus,
+        "--hosts": hosts, "--run": options.run, "--mesh": options.mesh,
         "--batch-size": options.batch_size,
     }  # fmt: skip
     given = {flag: str(value) for flag, value in flags.items() if value}

@@ -11,15 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from archipelago.broker.config import ModelConfig, RunConfig
-from archipelago.broker.errors import MismatchError
 from archipelago.broker.manifest import Corpus, Manifest
-from archipelago.broker.transport import IslandTransport
-from archipelago.islands.creation import describe, require_readable
+from archipelago.islands.creation import describe
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.corpus import OpenCorpus, open_corpus
 from archipelago.islands.data.ranges import range_order
 from archipelago.islands.evaluation import CorpusEvaluation
-from archipelago.islands.evaluator import run_corpus
 from archipelago.islands.models.interface import Params
 from archipelago.islands.models.registry import build
 from archipelago.islands.tasks.batches import TaskRun
@@ -33,14 +30,10 @@ class OurTask(NamedTask):
 
     Attributes:
         corpus: The corpus that it is trained on.
-        pinned: Its name, if it replaces the corpus of the run on this machine.
-        measured: The corpus whose held-out text is evaluated, if this machine has it.
         reader: Draws the batches.
     """
 
     corpus: OpenCorpus
-    pinned: str
-    measured: OpenCorpus | None
     reader: type[Batches]
 
     @property
@@ -50,29 +43,20 @@ class OurTask(NamedTask):
 
     def under(self, config: RunConfig) -> OurTask:
         """Return the task with these settings."""
-        return our_task(config, self.corpus, self.pinned, self.measured, self.reader)
+        return our_task(config, self.corpus, self.reader)
 
 
-def our_task(
-    config: RunConfig,
-    corpus: OpenCorpus,
-    pinned: str = "",
-    measured: OpenCorpus | None = None,
-    reader: type[Batches] = Batches,
-) -> OurTask:
+def our_task(config: RunConfig, corpus: OpenCorpus, reader: type[Batches] = Batches) -> OurTask:
     """Return the task of the model that the settings name.
 
     Args:
         config: The settings of the run.
         corpus: The corpus to train on.
-        pinned: Its name, if it replaces the corpus of the run on this machine.
-        measured: The corpus whose held-out text is evaluated. The default is the same, unless that one is pinned.
         reader: Draws the batches.
     """
-    measured = measured if pinned else measured or corpus
 
     def batches(run: TaskRun) -> Batches:
-        run.offer(range_order(config.data.shards, config.seed, pinned))
+        run.offer(range_order(config.data.shards, config.seed))
         return reader(corpus.train, config, run.lease, fallback=run.seed)
 
     model = build(config.model)
@@ -81,17 +65,17 @@ def our_task(
         init=model.init,
         loss=_loss_of(config.model),
         batches=batches,
-        evaluate=CorpusEvaluation(config, measured) if measured is not None else None,
+        evaluate=CorpusEvaluation(config, corpus),
         kinds=kinds.__getitem__,
         tokens=config.tokens_per_step,
         shapes=jax.eval_shape(lambda: {t.name: jnp.zeros(t.shape, jnp.float32) for t in model.tensors}),
     )
-    return OurTask(task, corpus, pinned, measured, reader)
+    return OurTask(task, corpus, reader)
 
 
 def our_work(config: RunConfig, corpus: OpenCorpus, reader: type[Batches] = Batches) -> Workload:
     """Return the model that the settings name, with those settings, its corpus and what draws its batches."""
-    return Workload.of(our_task(config, corpus, reader=reader), config)
+    return Workload.of(our_task(config, corpus, reader), config)
 
 
 @cache
@@ -102,34 +86,24 @@ def _loss_of(config: ModelConfig) -> Callable[[Params, jax.Array], Any]:
     return lambda params, tokens_BxT1: found(params, tokens_BxT1.astype(jnp.int32))
 
 
-def task_here(manifest: Manifest, pinned: str | None, batch_size: int = 0) -> OurTask:
-    """Return the task of a run of our models, with the text that an island on this machine reads.
+def task_here(manifest: Manifest, batch_size: int = 0) -> OurTask:
+    """Return the task of a run of our models, on the text of this machine.
 
     Args:
         manifest: The run.
-        pinned: The name of a corpus that replaces the run's here, if any.
         batch_size: The sequences of the island's inner step; 0 for those of the run.
+
+    Raises:
+        MismatchError: The text, or what this code makes of the settings, is not the run's.
     """
-    corpus, config = training_text(manifest, pinned), manifest.config
+    config, corpus = manifest.config, training_text(manifest)
     if batch_size:
         config = replace(config, data=replace(config.data, batch_size=batch_size))
-    return our_task(config, corpus, pinned or "", run_corpus(manifest, corpus, pinned))
+    return our_task(config, corpus)
 
 
-def training_text(manifest: Manifest, pinned: str | None) -> OpenCorpus:
-    """Open the text to train on: the run's, or a pinned one. Raises MismatchError if it is not the run's."""
-    corpus = open_corpus(pinned or manifest.corpus.name)
-    identity = manifest.corpus if pinned else corpus.identity
-    manifest.require_same(describe(manifest.run, manifest.config, identity))
-    require_readable(manifest.config, corpus, manifest.corpus.tokenizer)
+def training_text(manifest: Manifest) -> OpenCorpus:
+    """Open the text to train on. Raises MismatchError if it is not the run's."""
+    corpus = open_corpus(manifest.corpus.name)
+    manifest.require_same(describe(manifest.run, manifest.config, corpus.identity))
     return corpus
-
-
-def register_text(corpus: OpenCorpus, transport: IslandTransport, pinned: str | None) -> None:
-    """Register a pinned text under its name. Raises MismatchError if the run knows another text by that name."""
-    registered = transport.island.register_corpus(pinned, corpus.digest) if pinned else corpus.digest
-    if registered != corpus.digest:
-        raise MismatchError(
-            f"corpus {pinned!r}", registered, corpus.digest,
-            "Another island trains on a different text of this name. Prepare this text under another name (--name).",
-        )  # fmt: skip

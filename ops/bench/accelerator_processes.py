@@ -167,7 +167,7 @@ def _prepared(url: str, mesh: str | None) -> tuple[Transport, PreparedIsland]:
     manifest = transport.reader.manifest()
     shape = parsed(mesh) if mesh is not None else MeshShape()
     batch_size = manifest.config.data.batch_size // manifest.config.inner.micro_batches
-    return transport, prepare(manifest, None, None, placement_of(shape, manifest, batch_size, jax.devices()))
+    return transport, prepare(manifest, None, placement_of(shape, manifest, batch_size, jax.devices()))
 
 
 def _synced_turn(island: Island, steps: int) -> TimedTurn:

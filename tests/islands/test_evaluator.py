@@ -19,7 +19,6 @@ from archipelago.islands.evaluator import (
     DEVICE_SHARE,
     LEASE_SECONDS,
     Evaluator,
-    run_corpus,
     tokens_trained,
 )
 from archipelago.islands.models.registry import Model, Params
@@ -209,9 +208,3 @@ def test_a_failing_evaluation_does_not_stop_the_island() -> None:
         run.transport.island.heartbeat(samples.heartbeat("a", "done"))
         evaluator.finish(lambda: False)
         assert len(run.transport.reader.evaluations()) == evaluated
-
-
-def test_only_the_corpus_of_the_run_is_evaluated() -> None:
-    manifest = tiny.manifest()
-    assert run_corpus(manifest, CORPUS, None) is CORPUS
-    assert run_corpus(manifest, replace(CORPUS, name="ours"), "ours") is None  # this machine lacks the run's

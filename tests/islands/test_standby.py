@@ -111,17 +111,17 @@ def stored() -> Stored:
 @pytest.fixture(scope="module")
 def prepared(stored: Stored) -> PreparedIsland:
     """Return a prepared island of the run, which has not rehearsed yet."""
-    return preparing.prepare(stored.manifest, None)
+    return preparing.prepare(stored.manifest)
 
 
 def test_an_island_may_have_batches_of_its_own_size(stored: Stored) -> None:
     manifest = stored.manifest
     run_size = manifest.config.data.batch_size
-    prepared = preparing.prepare(manifest, None, batch_size=3 * run_size)
+    prepared = preparing.prepare(manifest, batch_size=3 * run_size)
     sample = prepared.workload.supply(TaskRun("a", 0)).sample(2)
     assert sample.shape[:2] == (2, 3 * run_size)
-    assert prepared.fits(manifest, None, batch_size=3 * run_size)
-    assert not prepared.fits(manifest, None)
+    assert prepared.fits(manifest, batch_size=3 * run_size)
+    assert not prepared.fits(manifest)
     for wrong in (-1, 64 * run_size + 1):
         with failing(ConfigError, "config.value"):
             require_batch(wrong, manifest)

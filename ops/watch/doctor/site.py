@@ -109,7 +109,7 @@ def corpus(name: str, wanted: Corpus | None) -> Finding:
                 return ok("corpus", f"{what} `archipelago prepare {name}` makes it.")
             copy = "Copy its folder from the machine that created the run"
             how = copy if wanted else "Run `archipelago prepare FILE`"
-            return problem("corpus.missing", what, f"{how}, or see `island --corpus`.")
+            return problem("corpus.missing", what, f"{how}.")
         found = open_corpus(name)
     except ArchipelagoError as error:
         return problem("corpus.damaged", error.what, error.remedy)

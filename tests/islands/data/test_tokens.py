@@ -143,16 +143,12 @@ def test_the_model_determines_the_default_learning_rate() -> None:
         assert fitted(named, open_corpus("text")) == named
 
 
-def test_a_corpus_that_the_model_cannot_read_or_of_another_tokenizer_is_refused(tokens: OpenCorpus) -> None:
+def test_a_corpus_that_the_model_cannot_read_is_refused(tokens: OpenCorpus) -> None:
     narrow = replace(CONFIG, model=ModelConfig(vocabulary=400))
     with failing(ConfigError, "config.vocabulary"):
         require_readable(narrow, tokens)
     with failing(ConfigError, "config.vocabulary"):
         Batches(tokens.train, CONFIG, lambda: None)
-    require_readable(WIDE, tokens, tokens.tokenizer)
-    for pinned, tokenizer in ((open_corpus("text"), tokens.tokenizer), (tokens, "")):
-        with failing(ConfigError, "config.tokenizer"):
-            require_readable(WIDE, pinned, tokenizer)
 
 
 def test_batches_are_windows_of_tokens(tokens: OpenCorpus) -> None:

@@ -11,11 +11,10 @@ from archipelago.broker.config import ModelConfig
 from archipelago.broker.errors import MismatchError
 from archipelago.islands.creation import describe
 from archipelago.islands.data.corpus import OpenCorpus
-from archipelago.islands.data.ranges import range_order
 from archipelago.islands.inner import compile_steps
 from archipelago.islands.models.registry import build
 from archipelago.islands.tasks.batches import TaskRun
-from archipelago.islands.tasks.ours import our_task, our_work
+from archipelago.islands.tasks.ours import our_work
 from archipelago.islands.tasks.workload import require_trainable
 from archipelago.ops.experiments.baselines import AllShards
 from tests.failing import failing
@@ -62,19 +61,6 @@ def test_an_island_joins_a_run_of_its_own_model_only() -> None:
     our_work(SMALL, CORPUS).require_same(manifest)
     with failing(MismatchError, "loop.other-tensors"):
         our_work(replace(SMALL, model=ModelConfig(size="small")), CORPUS).require_same(manifest)
-
-
-def test_a_pinned_text_has_shards_of_its_own_and_no_evaluation() -> None:
-    offered: list[str] = []
-
-    class Noted(AllShards):
-        def offer(self, shards: object, /) -> None:
-            offered.extend(map(str, shards))  # type: ignore[call-overload]
-
-    our_task(SMALL, CORPUS, "site").task.batches(TaskRun("a", 1, link=Noted()))
-    assert offered == range_order(SMALL.data.shards, SMALL.seed, "site")
-    assert our_task(SMALL, CORPUS, "site").task.evaluate is None
-    assert our_task(SMALL, CORPUS, "site", measured=CORPUS).task.evaluate is not None
 
 
 @pytest.mark.full
