@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -214,26 +213,6 @@ def test_a_death_leaves_the_checkpoint_before_or_after(tmp_path: Path) -> None:
 # -- damage ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full
-def test_damage_to_any_file_is_detected(tmp_path: Path) -> None:
-    """Then the older checkpoint is loaded, or the newest if it does not need the damaged part."""
-    saved(tmp_path, image(1, 1, 1), image(2, 2, 1))
-    noticed = set()
-    for number, path in enumerate(sorted(each for each in (tmp_path / "2").rglob("*") if each.is_file())):
-        content = path.read_bytes()
-        middle = len(content) // 2
-        flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
-        path.write_bytes((flipped, content[:middle])[number % 2])
-        if number % 3 == 0:
-            path.unlink()
-        found = CheckpointStore(tmp_path).load()
-        assert found in (image(1, 1, 1), image(2, 2, 1)), path
-        noticed |= {path.name} if found == image(1, 1, 1) else set()
-        path.write_bytes(content)
-    assert "manifest.ocdbt" in noticed
-    assert CheckpointStore(tmp_path).load() == image(2, 2, 1)
-
-
 def test_a_checkpoint_that_is_damaged_or_not_its_own_is_skipped_with_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -255,32 +234,6 @@ def test_a_checkpoint_that_is_damaged_or_not_its_own_is_skipped_with_one_warning
 # -- disks that fail ---------------------------------------------------------------------------------------------------
 
 
-LIMITED = """
-import resource, sys
-from pathlib import Path
-from tests.merger.test_checkpoint_store import ConfigError, CheckpointStore, image
-resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
-try:
-    CheckpointStore(Path(sys.argv[1])).save(image(2, 1))
-except ConfigError as error:
-    print(error.code)
-"""
-
-
-@pytest.mark.full
-def test_a_failed_write_within_orbax_is_an_error(tmp_path: Path) -> None:
-    saved(tmp_path, image(1))
-    ran = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(tmp_path)],
-        check=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert ran.stdout.split() == ["checkpoint.write"]
-    store = CheckpointStore(tmp_path)
-    assert store.load() == image(1)
-    store.save(image(store.next_number()))
-    assert all(name.isdigit() for name in directories(tmp_path))
-
-
 def test_a_missing_folder_and_one_that_is_a_file_hold_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for name in ("missing", "file"):
@@ -293,26 +246,6 @@ def test_a_missing_folder_and_one_that_is_a_file_hold_no_checkpoint(tmp_path: Pa
 
 
 # -- concurrent readers ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.full
-def test_concurrent_readers_see_only_complete_checkpoints(tmp_path: Path) -> None:
-    """Readers load while checkpoints are saved and deleted."""
-    store = saved(tmp_path, image(1, 1, 1), keep=2)
-    done, found = threading.Event(), list[Image | None]()
-
-    def read() -> None:
-        while not done.is_set():
-            found.append(CheckpointStore(tmp_path, keep=2).load())
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    for number in (2, 3, 4):
-        store.save(image(number, 1, number))
-    done.set()
-    reader.join()
-    assert found
-    assert all(each is not None and each == image(each.number, 1, each.number) for each in found)
 
 
 def test_listing_checkpoints_loads_neither_orbax_nor_jax() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -174,23 +173,6 @@ def test_a_failure_and_its_end_are_each_logged_once(caplog: pytest.LogCaptureFix
     assert [code for code in codes if code] == ["checkpoint.failed"] * 3 + ["checkpoint.recovered"]
 
 
-def test_an_urgent_checkpoint_waits_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, run = Shelf([OSError("no")] * 100), MergerRun(quorum=2)
-    merger = serving(run, store)
-    monkeypatch.setattr(archipelago.merger.retention, "KEPT_BYTES_MAX", 0)
-    for number in range(1, 9):
-        run.play(merger, number)
-    assert len(store.faults) == 100  # no entries are kept, so nothing is urgent
-    monkeypatch.setattr(archipelago.merger.retention, "KEPT_BYTES_MAX", 400)
-    for number in range(9, 17):
-        run.play(merger, number)
-        merger.turn(0.0)
-    assert len(store.faults) == 99
-    run.clock.now += RETRY_SECONDS
-    run.play(merger, 17)
-    assert len(store.faults) == 98
-
-
 class Unlisted(Shelf):
     """A folder that cannot be read."""
 
@@ -213,46 +195,7 @@ def test_neither_an_unreadable_folder_nor_an_outage_ends_the_merger(caplog: pyte
         assert run.kept_rounds() == [1, 2, 3]
 
 
-@pytest.mark.parametrize("written", ["before", "after"])
-def test_a_checkpoint_in_progress_is_ignored_after_a_reload(written: str) -> None:
-    """Redis was restarted without its last rounds, so the checkpoint holds rounds that no longer exist."""
-    store, later, run = Shelf(), Later(), MergerRun(quorum=2)
-    merger = serving(run, store, spawn=later)
-    run.play(merger, 1, 2)
-    stored = run.stored
-    earlier = dict(stored.fragments), dict(stored.outer), stored.state, list(stored.tape), set(stored.kept)
-    run.play(merger, 3)
-    take_checkpoint(merger)
-    if written == "before":
-        later.do_all()
-    stored.fragments, stored.outer, stored.state, stored.tape, stored.kept = earlier
-    later.do_all()
-    merger.load()
-    assert merger.state.closed == 2
-    merger.turn(0.0)
-    assert merger.state.covered == 0
-    assert run.kept_rounds()[:2] == [1, 2]
-
-
 # -- the record ------------------------------------------------------------------------------------------------------
-
-
-def test_every_round_is_recorded_before_its_entries_are_trimmed(tmp_path: Path) -> None:
-    run, trimmed = MergerRun(quorum=2), list[str]()
-
-    def recorded(name: str, epoch: int = 0, entries: Sequence[str] = (), *_: object) -> None:
-        if name == "trim":
-            found = {d.entry for _, deliveries in record.read(tmp_path).rounds.values() for d in deliveries}
-            assert set(entries) <= found
-            trimmed.extend(entries)
-
-    merger = serving(run, Shelf(), Recorder(tmp_path), run.faulty(before=recorded), every=0.0)
-    run.play(merger, *range(1, 8))
-    finish(merger)
-    assert len(trimmed) == len(set(trimmed)) == 14
-    found = record.read(tmp_path)
-    assert [entry for entry, _ in found.rounds.values()] == run.transport.reader.tape(100)
-    assert [(d.contribution, d.payload) for _, ds in found.rounds.values() for d in ds] == run.sent
 
 
 def test_a_record_that_cannot_be_written_keeps_the_entries(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import math
-import uuid
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from archipelago.broker.codecs import Vector
-from archipelago.broker.errors import UnknownRunError
 from archipelago.broker.manifest import loss_unit
 from archipelago.broker.messages import RoundMember
 from archipelago.broker.observe.curves import CurveWriter
 from archipelago.broker.observe.metrics import new_registry
-from archipelago.broker.redis.transport import connect
-from archipelago.merger import main, merge_rules
+from archipelago.merger import merge_rules
 from archipelago.merger.beside import BusyTime
 from archipelago.merger.service import Merger
 from archipelago.merger.telemetry import MergerCollector, RoundMetrics, RoundTelemetry, values
 from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests import samples
-from tests.broker.observe.test_curves import events
 from tests.broker.observe.test_metrics import values as exported
 from tests.harness.merger_run import ISOTROPIC, MergerRun, constant, logged_codes
 from tests.harness.played import started
@@ -140,27 +135,6 @@ def test_a_merger_that_cannot_keep_up_says_so_once(
     assert (shown["busy_ratio"] > 0.9) is is_slow
     assert shown["spectra_ratio"] == pytest.approx(shown["busy_ratio"])
     assert shown["stretch_ratio"] > 0.0
-
-
-def test_the_curves_of_a_deleted_run_are_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    url, manifest = f"fakeredis://{uuid.uuid4().hex}", samples.manifest("demo")
-    transport = connect(url, "demo")
-    transport.create(manifest, samples.first_snapshots(manifest))
-
-    def deleted(merger: Merger, stopped: object) -> None:
-        commit = samples.commit([])
-        merger.on_round(commit.tape, commit.snapshot)
-        raise UnknownRunError("there is no run 'demo' any more")
-
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    for name in ("stop_on_signals", "keep_compiled", "keep_freed_memory"):
-        monkeypatch.setattr(main, name, lambda: None)
-    monkeypatch.setattr("archipelago.merger.shards.serve", deleted)
-    with pytest.raises(UnknownRunError):
-        main.main(main.MergerOptions(url=url, run="demo", folder=tmp_path))
-    transport.close()
-    (file,) = (tmp_path / "tensorboard").iterdir()
-    assert [event.step for event in events(file) if event.summary.value] == [samples.commit([]).tape.round]
 
 
 # -- the time that a merger works --------------------------------------------------------------------------------------

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -16,8 +14,6 @@ import numpy as np
 import optax
 import pytest
 from flax import serialization
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from archipelago.broker.config import OuterConfig
@@ -25,7 +21,6 @@ from archipelago.broker.errors import WireError
 from archipelago.broker.wire import digest
 from archipelago.merger import outer
 from archipelago.merger.outer import MAGIC, OUTER, OuterOptimizer, Round, build, dump, load
-from tests.tiers import examples
 
 Vector = NDArray[np.float32]
 RULES = ["scheduled", "nesterov", "sgd"]
@@ -259,36 +254,6 @@ def settings_of(rule: str, rate: Any, momentum: float = 0.5) -> OuterConfig:
     return OuterConfig(rule=rule, learning_rate=rate, momentum=momentum)  # type: ignore[arg-type]
 
 
-@cache
-def distances(rule: str, momentum: float) -> Callable[[Any, Any, Any, Any], jax.Array]:
-    """`(start_N, optimum_N, pull_N, rates_S)` gives ‖published − optimum‖ after each round; float32 [S, ROUNDS].
-
-    Staleness is 0 in the first row of the result, 1 in the second, and so on.
-    """
-
-    def one(start_N: Any, optimum_N: Any, pull_N: Any, rate: Any, staleness: Any) -> jax.Array:
-        outer = OUTER[rule](settings_of(rule, rate, momentum))
-
-        def round_(carry: Any, _: None) -> tuple[Any, jax.Array]:
-            params_N, state, history_VxN = carry  # the published parameters, newest first
-            delta_N = pull_N * (history_VxN[staleness] - optimum_N)
-            params_N, state = outer.step(params_N, state, delta_N, Round())
-            history_VxN = jnp.concatenate([params_N[None], history_VxN[:-1]])
-            return (params_N, state, history_VxN), jnp.linalg.norm(params_N - optimum_N)
-
-        first = (start_N, outer.init(start_N), jnp.tile(start_N[None], (STALENESS_MAX + 1, 1)))
-        found: jax.Array = jax.lax.scan(round_, first, None, length=ROUNDS)[1]
-        return found
-
-    every = jax.vmap(one, in_axes=(None, None, None, 0, 0))
-    compiled: Callable[[Any, Any, Any, Any], jax.Array] = jax.jit(
-        lambda start_N, optimum_N, pull_N, rates_S: every(
-            start_N, optimum_N, pull_N, rates_S, jnp.arange(STALENESS_MAX + 1)
-        )
-    )
-    return compiled
-
-
 def quadratic(seed: int) -> tuple[Distances, Distances, Distances]:
     """Return a start, an optimum, and the share of the distance that local training covers along each axis."""
     random = np.random.default_rng(seed)
@@ -296,19 +261,6 @@ def quadratic(seed: int) -> tuple[Distances, Distances, Distances]:
     values = random.normal(size=AXES), random.normal(size=AXES), pull_N
     start_N, optimum_N, pull_N = (np.asarray(value, np.float32) for value in values)
     return start_N, optimum_N, pull_N
-
-
-@pytest.mark.parametrize("rule", RULES)
-@settings(max_examples=examples(20))
-@given(seed=st.integers(0, 2**31 - 1))
-def test_every_rule_finds_the_optimum_at_every_staleness(rule: str, seed: int) -> None:
-    """The rate shrinks with staleness, as with s(τ) and a smaller gain."""
-    start_N, optimum_N, pull_N = quadratic(seed)
-    rates_S = np.array([0.3 / (1 + s) for s in range(STALENESS_MAX + 1)], np.float32)
-    found = np.asarray(distances(rule, 0.5)(start_N, optimum_N, pull_N, rates_S))
-    first = float(np.linalg.norm(start_N - optimum_N))
-    assert (found[:, -1] < 2e-3 * first).all(), found[:, -1] / first
-    assert (found < 3.0 * first).all(), "the distance grew too much on the way"
 
 
 def trajectory(rule: str) -> list[list[float]]:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from archipelago.broker.codecs import Vector
 from archipelago.broker.messages import MERGED_MAX, Call, Contribution, Refusal, Snapshot, from_fields, to_fields
@@ -16,9 +13,8 @@ from archipelago.broker.wire import pack
 from archipelago.merger.state import RunState, Sequences
 from archipelago.ops.watch.reading import observe
 from tests import samples
-from tests.harness.merger_run import CONFIG, SIZE, MergerRun, constant, logged_codes, served_run, values
+from tests.harness.merger_run import SIZE, MergerRun, constant, logged_codes, served_run
 from tests.samples import contribution
-from tests.tiers import examples
 
 
 def with_one(value: float) -> Vector:
@@ -97,73 +93,6 @@ def test_a_repeat_is_merged_once() -> None:
 
 
 # -- any mix -------------------------------------------------------------------------------------------------------
-
-ISLANDS = st.sampled_from("abc")
-ACTIONS = st.one_of(
-    st.tuples(st.just("good"), ISLANDS, st.integers(-2, 2), st.integers(0, 3)),
-    st.tuples(st.just("bad"), ISLANDS, st.integers(0, 2), st.sampled_from([*BAD])),
-    st.tuples(st.just("repeat"), ISLANDS, st.integers(0, 50), st.none()),
-    st.tuples(st.sampled_from(["turn", "restart", "wait"]), ISLANDS, st.just(0), st.none()),
-    st.tuples(st.sampled_from(["training", "left"]), ISLANDS, st.just(0), st.none()),
-)
-
-
-@settings(max_examples=examples(60))
-@given(st.lists(ACTIONS, max_size=40), st.integers(1, 3))
-def test_the_books_balance_after_any_actions(actions: list[tuple[str, str, int, Any]], quorum: int) -> None:
-    run, merger = served_run(quorum=quorum)
-    # The bases of contributions that may be merged, by identity, until a merger has read them.
-    expected: dict[tuple[str, str, int], int] = {}
-    merged, refused = set[tuple[str, str, int]](), 0
-
-    def turn() -> None:
-        nonlocal refused
-        for identity, base in expected.items():
-            p = next(c.fragment for c, _ in run.sent if c.identity == identity)
-            if run.version(p) - base > CONFIG.sync.staleness_cap:
-                refused += 1
-            else:
-                merged.add(identity)
-        expected.clear()
-        merger.turn(0.0)
-        run.balance()
-
-    for action, island, number, detail in actions:
-        match action:
-            case "good":
-                number = max(1, merger.rounds.closed + number)
-                version = run.version((number - 1) % 2)
-                sent = run.send(island, number, values(len(run.sent)), base=max(0, version - detail))
-                expected[sent.identity] = sent.base
-            case "bad":
-                send_bad(run, detail, island, merger.rounds.closed + 1 + number)
-                refused += 1
-            case "repeat" if run.sent:
-                run.publish(*run.sent[number % len(run.sent)])
-                refused += 1
-            case "turn":
-                turn()
-            case "restart":
-                merger = run.merger()
-            case "wait":
-                run.clock.now += 1.0
-            case "training" | "left":
-                run.live(island, state=action)
-            case _:
-                pass
-    turn()
-    run.live("a", "b", "c", state="left")
-    turn()
-    books = run.transport.reader.books()
-    assert run.transport.reader.backlog() == 0
-    assert set(run.merged()) == merged
-    assert (books.merged, books.refused) == (len(merged), refused)
-    for p in range(2):
-        versions = [s.version for s in run.events(Snapshot) if s.fragment == p]
-        assert versions == list(range(1, len(versions) + 1))
-    assert [entry.round for entry in run.transport.reader.tape(10_000)] == list(range(1, merger.rounds.closed + 1))
-    if "restart" not in {action for action, *_ in actions}:
-        assert max(Counter(call.round for call in run.events(Call)).values(), default=0) <= 1
 
 
 # -- false claims of one hostile island --------------------------------------------------------------------------------

@@ -6,13 +6,10 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from archipelago.broker.config import RunConfig, WireConfig
 from archipelago.broker.errors import ConfigError
@@ -44,7 +41,6 @@ from tests.harness.merger_run import (
     take_checkpoint,
     values,
 )
-from tests.tiers import examples
 
 ROUNDED = replace(CONFIG, wire=WireConfig(down="bfloat16"))
 
@@ -208,23 +204,6 @@ def test_missing_entries_and_a_gap_in_the_tape_are_logged_as_differences(caplog:
         run.merger(store=store)
 
 
-def test_a_tape_that_ends_early_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """The last round is empty, so the parameters alone do not show that it is missing."""
-    store = Shelf()
-    run, merger = begun(CONFIG, store)
-    run.live("a", "b", state="left")
-    run.send("a", 9, values(1), farewell=True)
-    merger.turn(0.0)
-    assert [len(entry.members) for entry in run.transport.reader.tape(2)] == [0, 1]
-    run.stored.tape[-2:] = run.stored.tape[-1:]  # a gap, first
-    for code in ("replay.round", "replay.difference"):
-        run.stored.outer.clear()
-        caplog.clear()
-        run.merger(store=store)
-        assert code in logged_codes(caplog)
-        del run.stored.tape[-1:]
-
-
 class Broken(Shelf):
     """A folder whose checkpoints cannot be read."""
 
@@ -266,32 +245,6 @@ def test_a_replay_has_the_same_bits(config: RunConfig) -> None:
     assert [outer.dump(f.params_N, f.outer) for f in fragments] == outer_states(run)
     assert [f.norms for f in fragments] == [state_of(run).norms[p] for p in range(2)]
     assert replace(state, timing=state_of(run).timing) == state_of(run)
-
-
-@settings(max_examples=examples(30))
-@given(
-    st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 2), st.integers(0, 2), st.booleans()), max_size=16),
-    st.randoms(use_true_random=False),
-)
-def test_any_run_replays_to_the_same_bits(script: list[tuple[str, int, int, bool]], random: Random) -> None:
-    """Include late contributions, two of one island in a round, empty rounds, and any order of delivery."""
-    run, merger = served_run(quorum=2, store=Shelf())
-    run.live("a", "b", "c")
-    for index, (island, ahead, behind, other_life) in enumerate(script):
-        number = merger.rounds.closed + ahead
-        base = max(0, run.version((number - 1) % 2) - behind)
-        life = "y" if other_life else "x"
-        run.send(island, number, values(index), base=base, incarnation=life, step_seconds=1.0 + index)
-        merger.turn(0.0)
-    run.live("a", "b", "c", state="left")
-    merger.turn(0.0)
-    rounds = recorded(run)
-    for _, deliveries in rounds:
-        random.shuffle(deliveries)
-    state, fragments = replayed(run, rounds)
-    assert replace(state, timing=state_of(run).timing).to_json() == state_of(run).to_json()
-    dumps = [outer.dump(f.params_N, f.outer) if p in state.norms else b"" for p, f in enumerate(fragments)]
-    assert dumps == outer_states(run)
 
 
 def with_member(entry: TapeEntry, **changes: object) -> TapeEntry:

@@ -7,10 +7,8 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from archipelago.broker.errors import FencedError, UnreachableError
+from archipelago.broker.errors import UnreachableError
 from archipelago.broker.messages import Call, Snapshot
 from archipelago.broker.wire import digest
 from archipelago.merger import merge_rules, spectra
@@ -19,7 +17,6 @@ from archipelago.merger.round_merge import RoundMerge
 from archipelago.merger.service import LEASE_SECONDS
 from archipelago.merger.weights import path
 from archipelago.ops.bench.largest_islands import manifest_of_equal
-from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests.conftest import Until
 from tests.harness.merger_run import (
     CONFIG,
@@ -28,14 +25,12 @@ from tests.harness.merger_run import (
     MergerRun,
     bits,
     constant,
-    outer_states,
     served_run,
     state_of,
     values,
 )
 from tests.harness.played import started
 from tests.intercept import Faulty
-from tests.tiers import examples
 
 # -- one merger ----------------------------------------------------------------------------------------------------
 
@@ -115,8 +110,6 @@ def test_a_late_contribution_joins_the_next_round_of_its_fragment() -> None:
 
 # -- restarts ------------------------------------------------------------------------------------------------------
 
-ISLANDS = st.sampled_from("abc")
-
 
 def played(script: Sequence[tuple[str, int, int]], restarts: Iterable[int]) -> MergerRun:
     """Send contributions (island, rounds ahead, versions behind), each before a turn, and restart the merger."""
@@ -135,20 +128,6 @@ def played(script: Sequence[tuple[str, int, int]], restarts: Iterable[int]) -> M
     merger.turn(0.0)
     run.balance()
     return run
-
-
-@settings(max_examples=examples(40))
-@given(st.lists(st.tuples(ISLANDS, st.integers(1, 2), st.integers(0, 2)), max_size=16), st.sets(st.integers(0, 16)))
-def test_restarts_at_any_time_give_the_same_bits(script: list[tuple[str, int, int]], restarts: set[int]) -> None:
-    undisturbed, restarted = played(script, ()), played(script, restarts)
-    tapes = [
-        [(e.round, e.version, e.digest, e.members, e.gain) for e in run.transport.reader.tape(10_000)]
-        for run in (undisturbed, restarted)
-    ]
-    assert tapes[0] == tapes[1]
-    assert undisturbed.digests() == restarted.digests()
-    assert state_of(undisturbed) == state_of(restarted)
-    assert outer_states(undisturbed) == outer_states(restarted)
 
 
 def test_a_restart_keeps_the_measured_round_times() -> None:
@@ -172,36 +151,6 @@ def test_a_restart_keeps_the_measured_round_times() -> None:
 
 
 # -- two mergers ---------------------------------------------------------------------------------------------------
-
-
-def everything(run: MergerRun) -> list[Any]:
-    stored = run.stored
-    return [
-        stored.fragments.copy(), stored.outer.copy(), stored.state, list(stored.tape), list(stored.events),
-        dict(stored.books), dict(stored.updates), stored.epoch, stored.lease,
-    ]  # fmt: skip
-
-
-def test_the_older_merger_is_fenced_and_writes_nothing() -> None:
-    """The machine of the older merger stood still before a commit, or before a renewal of the lease."""
-    for is_commit in (True, False):
-        run, sleeper = MergerRun(), VirtualClock()
-        run.live("a", "b")
-        old = run.merger("old", clock=sleeper)
-        run.send("a", 1, constant(1.0))
-        assert not old.turn(0.0)
-        run.live("b", state="left")  # now the round may close
-        run.clock.now += LEASE_SECONDS
-        run.live("a")
-        new = run.merger("new")
-        sleeper.now += 0.0 if is_commit else LEASE_SECONDS
-        before = everything(run)
-        with pytest.raises(FencedError):
-            old.turn(0.0)
-        assert everything(run) == before
-        assert new.turn(0.0)
-        assert run.merged() == [("a", "x", 0)]
-        run.balance()
 
 
 def test_a_long_merge_renews_the_lease(monkeypatch: pytest.MonkeyPatch, until: Until) -> None:

@@ -7,14 +7,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from archipelago.broker.errors import BrokerError, ConfigError
+from archipelago.broker.errors import ConfigError
 from archipelago.broker.messages import Snapshot
 from archipelago.broker.redis.keys import is_name
 from archipelago.merger import serving
@@ -22,76 +20,9 @@ from archipelago.merger.service import LEASE_SECONDS, Merger
 from archipelago.merger.serving import has_ended_here, merger_name, numbering, serve
 from archipelago.merger.state import RunState
 from tests.conftest import Until
-from tests.harness.merger_run import CONFIG, MergerRun, Shelf, constant, values
-from tests.intercept import Faulty
+from tests.harness.merger_run import CONFIG, MergerRun, Shelf, constant
 
 # -- outages -------------------------------------------------------------------------------------------------------
-
-#: The calls of a merger that a broken connection may interrupt.
-METHODS = ["commit", "refuse", "announce", "updates", "unacknowledged", "acquire", "presences", "merger_state"]
-
-
-@dataclass
-class Served:
-    """A serving merger. The test acts as the islands between two turns."""
-
-    run: MergerRun
-    transport: Faulty
-    rounds: int = 4
-    turns: int = 0
-
-    def __call__(self) -> bool:
-        """Send the next contributions when none is pending. Return True when all rounds have closed."""
-        self.turns += 1
-        assert self.turns < 500, "the merger makes no progress"
-        self.run.live("a", "b")
-        closed = RunState.from_json(self.run.transport.reader.merger_state()).closed
-        if self.run.transport.reader.backlog() == 0:
-            if closed == self.rounds:
-                return True
-            self.run.send("a", closed + 1, constant(float("nan")))
-            self.run.send("a", closed + 1, values(closed))
-            self.run.send("b", closed + 1, values(100 + closed))
-            self.run.publish(*self.run.sent[-1])
-        return False
-
-    def pause(self, seconds: float) -> None:
-        self.run.clock.now += seconds
-
-
-def served(*faults: tuple[str, int, str], error: BrokerError | None = None) -> Served:
-    """Serve four rounds of two islands, each with a bad contribution and a repeat, over a faulty connection."""
-    run = MergerRun(quorum=2)
-    course = Served(run, run.faulty(*faults, error=error))
-    serve(run.idle_merger(transport=course.transport), course, course.pause)
-    run.balance()
-    return course
-
-
-def outcome(course: Served) -> list[Any]:
-    """Return everything that an outage must not change. Refusals are only remembered from the next commit on."""
-    entries = course.run.transport.reader.tape(100)
-    seen = RunState.from_json(course.run.transport.reader.merger_state())
-    assert all(seen.has_seen(identity) for identity in course.run.merged())
-    return [
-        [(e.round, e.digest, e.members) for e in entries],
-        course.run.digests(),
-        course.run.transport.reader.books().merged,
-    ]
-
-
-@cache
-def undisturbed() -> list[Any]:
-    return outcome(served())
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_broken_calls_lose_and_repeat_nothing(when: str) -> None:
-    for method in METHODS:
-        course = served((method, 0, when), (method, 2, when))
-        assert course.transport.broken >= 1, method
-        assert outcome(course) == undisturbed(), method
-    assert outcome(served(("renew", 0, when), *((method, 2, when) for method in METHODS))) == undisturbed()
 
 
 def test_a_fenced_merger_leaves() -> None:

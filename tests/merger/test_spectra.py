@@ -109,21 +109,6 @@ def test_degenerate_matrices() -> None:
             assert error < 2e-3, (shape, exponent, size)
 
 
-def test_the_polynomials_take_all_singular_values_from_the_floor_on_to_one() -> None:
-    """Each is also the best for the interval that its predecessor leaves: its error alternates at four points."""
-    values, low, high = np.geomspace(FLOOR, 1.0, 200_001), FLOOR, 1.0
-    for a, b, c in spectra._STEPS:
-        inside = np.roots([5 * c, 0, 3 * b, 0, a])
-        inside = np.sort(inside[np.isreal(inside)].real)
-        points = np.array([low, *inside[(inside > low) & (inside < high)], high])
-        errors = a * points + b * points**3 + c * points**5 - 1
-        assert len(points) == 4
-        np.testing.assert_allclose(errors, np.abs(errors).max() * np.array([-1, 1, -1, 1]), rtol=1e-4)
-        low, high = 1 - np.abs(errors).max(), 1 + np.abs(errors).max()
-        values = a * values + b * values**3 + c * values**5
-    assert np.abs(values - 1).max() <= ERROR_MAX
-
-
 # -- exact products ------------------------------------------------------------------------------------------------
 
 

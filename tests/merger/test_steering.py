@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from archipelago.broker.commits import Delivery
-from archipelago.broker.control import GRACE, OUTER_RATE, QUORUM, SETTINGS, STEPS
+from archipelago.broker.control import GRACE, OUTER_RATE, QUORUM, STEPS
 from archipelago.broker.messages import Refusal
 from archipelago.merger import outer
 from archipelago.merger.checkpointer import RETRY_SECONDS
@@ -33,7 +30,6 @@ from tests.harness.merger_run import (
     take_checkpoint,
 )
 from tests.intercept import EVERY
-from tests.tiers import examples
 
 STEERED = {OUTER_RATE: "0.25", QUORUM: "3", GRACE: "0.125"}
 CLOCK = 1.7e9
@@ -304,32 +300,6 @@ def test_an_invalid_request_is_ignored_with_a_note(caplog: pytest.LogCaptureFixt
     assert "'perhaps'" in note
     assert "'nonsense'" in note
     assert len([record for record in caplog.records if record.__dict__.get("code") == "control.invalid"]) == 1
-
-
-@settings(max_examples=examples(30))
-@given(
-    st.lists(
-        st.dictionaries(
-            st.sampled_from([*SETTINGS, "merging", "checkpoint", "island.b", "island.a/x", "?"]),
-            st.sampled_from(["", "0.5", "2", "-1", "nan", "1e999", "drain", "paused ", "\x00", "9" * 5000, "١"]),
-        ),
-        max_size=6,
-    )
-)
-def test_no_request_stops_the_merger_or_breaks_a_replay(requests: list[dict[str, str]]) -> None:
-    run, merger = served_run(quorum=1, store=Shelf())
-    for number, request in enumerate(requests, 1):
-        run.transport.reader.steer(request)
-        play_one(run, merger, number)
-        if number % 2 == 0:
-            merger = run.merger(store=Shelf())
-    run.balance()
-    sent = {f"{each[0].island}/{number}-0": each for number, each in enumerate(run.sent, 1)}
-    rounds = [(e, [Delivery(m.entry, *sent[m.entry]) for m in e.members]) for e in run.transport.reader.tape(1000)]
-    _, fragments = replayed(run, rounds)
-    for p in range(2):
-        if run.version(p):
-            assert outer.dump(fragments[p].params_N, fragments[p].outer) == run.transport.merger.outer(p)
 
 
 def test_a_lost_note_does_not_stop_the_merger() -> None:
