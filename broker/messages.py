@@ -34,6 +34,8 @@ Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 MERGED_MAX = 1 << 16
 #: The longest text of a note, in characters.
 NOTE_MAX = 500
+#: The kind of the note of a merger that does not serve a run.
+REFUSED = "refused"
 #: The longest name of an entry, in characters.
 ENTRY_MAX = 128
 
@@ -303,8 +305,8 @@ class Note:
         unix_seconds: The wall clock of the process that wrote the note.
         who: An island's name, or `merger`.
         kind: For an island `joined`, `left`, `replaced`, `diverged`, `drained` or `expelled`. For a merger `served`,
-            `left`, `lowered`, `restored`, `expelled`, `idle`, `steered`, `paused`, `resumed`,
-            `checkpoint` or `bucket`.
+            `left`, `lowered`, `restored`, `expelled`, `idle`, `steered`, `paused`, `resumed`, `checkpoint`, `bucket`
+            or, when it does not serve the run, REFUSED.
         text: At most NOTE_MAX characters.
     """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ import tyro
 
 from archipelago.broker.errors import BrokerError, UnknownRunError, require_number
 from archipelago.broker.files import make_untracked
+from archipelago.broker.messages import NOTE_MAX, REFUSED, Note
 from archipelago.broker.observe.curves import CurveWriter
 from archipelago.broker.observe.metrics import Health
 from archipelago.broker.observe.options import WorkerOptions
@@ -29,7 +31,7 @@ from archipelago.broker.process import (
 )
 from archipelago.broker.shards.transport import of_shard, whole
 from archipelago.broker.transport import ReaderTransport
-from archipelago.merger.storage import KEEP, MergerFolder
+from archipelago.merger.storage import KEEP, OTHER_RUN, MergerFolder
 
 LINGER_SECONDS = 0.5
 LEASE_SECONDS_MIN = 0.1
@@ -88,8 +90,14 @@ def main(options: MergerOptions) -> int:
     folder = MergerFolder(options.folder or Path("runs") / transport.run / "merger", options.keep, bucket)
     curves = CurveWriter(options.sinks(transport.run, "merger", "merger", folder.path, "round"))
     # Read the manifest before JAX loads, so that errors appear quickly.
-    with progress("looking for the run, in Redis and in checkpoints"):
-        manifest = awaited(lambda: folder.find_or_bring_back(transport, resume=options.resume))
+    try:
+        with progress("looking for the run, in Redis and in checkpoints"):
+            manifest = awaited(lambda: folder.find_or_bring_back(transport, resume=options.resume))
+    except UnknownRunError as error:
+        if error.code == OTHER_RUN:  # the run's scripts and islands say why nobody serves it
+            with suppress(BrokerError):
+                transport.reader.note(Note(time.time(), "merger", REFUSED, f"{error}"[:NOTE_MAX]))
+        raise
     with suppress(OSError):  # A merger serves without checkpoints where it cannot write.
         make_untracked(folder.path)
     keep_compiled()

@@ -22,7 +22,9 @@ from archipelago.broker.buckets.folder import BucketError, BucketFolder
 from archipelago.broker.commits import Image
 from archipelago.broker.errors import ConfigError, RunExistsError, UnknownRunError
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.shards.transport import SHARD_EXISTS, of_shard, restore, whole_image
+from archipelago.broker.redis.administration import Deletion
+from archipelago.broker.redis.transport import RedisTransport
+from archipelago.broker.shards.transport import SHARD_EXISTS, of_shard, restore, whole, whole_image
 from archipelago.broker.transport import Transport
 from archipelago.merger.beside import Spawn, in_background
 from archipelago.merger.checkpoint import CheckpointStore, describe
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from archipelago.merger.checkpointer import Checkpointer
 
 KEEP = 3
+#: The code of the error about checkpoints of another run.
+OTHER_RUN = "broker.other-run"
 
 log = logging.getLogger(__name__)
 
@@ -170,6 +174,52 @@ class MergerFolder:
         assert image is not None  # noqa: S101 - a missing number is an error
         return image
 
+    def _uids(self, manifest: Manifest) -> dict[str, str]:
+        """Return the uid of the run whose checkpoints lie here, and of that in the bucket, by the place in words."""
+        found = {str(part.path): part.store.uid() for part in self.parts(manifest)}
+        if self._bundles is not None:
+            try:
+                numbers = self._bundles.numbers()
+                found[str(self.bucket)] = self._bundles.manifest(numbers[-1]).about.get("uid", "") if numbers else ""
+            except BucketError as error:  # the run is served without its bucket, which the copier tells
+                log.debug("cannot look into %s: %s", self.bucket, error)
+        return {place: uid for place, uid in found.items() if uid}
+
+    def _replaces(self, transport: Transport, manifest: Manifest, *, resume: bool) -> bool:
+        """Delete a new run that has the name of the run whose checkpoints lie here, and return whether there was one.
+
+        It needs `resume`. The earlier run must have the same tensors, and nothing may have been merged in the new one.
+
+        Raises:
+            UnknownRunError: The run is another one, and stays (`broker.other-run`). Nothing was changed.
+        """
+        others = [place for place, uid in self._uids(manifest).items() if manifest.uid not in ("", uid)]
+        if not others:
+            return False
+        what = f"{others[0]} holds checkpoints of an earlier run {manifest.run!r}, and this Redis has a new one"
+        to_new = f"delete it with `archipelago rm {manifest.run}` and create it under another name"
+        if not resume:
+            raise UnknownRunError(
+                f"{what}, which this merger does not serve",
+                f"To continue the earlier run, start this merger with --resume. To train anew, {to_new}.",
+                code=OTHER_RUN,
+            )
+        images = self.newest()
+        is_same = bool(images) and whole_image(images).manifest.tensors == manifest.tensors
+        merged = whole(transport, manifest).reader.books().merged
+        if merged or not is_same or not isinstance(transport, RedisTransport):
+            why = f"{merged:,} contributions were merged in the new one" if merged else "they have other tensors"
+            raise UnknownRunError(
+                f"{what}; --resume does not replace it, because {why}",
+                f"To give up the new one, {to_new.partition(' and ')[0]}, and start this merger again with --resume. "
+                "To keep it, give this merger another --folder and --bucket.",
+                code=OTHER_RUN,
+            )
+        for shard in reversed(range(manifest.shards)):
+            Deletion(transport.of_shard(shard).connection).delete()
+        log.warning("the new run %r, in which nothing was merged, gives way to the earlier one", manifest.run)
+        return True
+
     def bring_back(self, transport: Transport) -> Image | None:
         """Create the run from the newest checkpoint in a Redis that does not have it.
 
@@ -189,7 +239,7 @@ class MergerFolder:
             raise UnknownRunError(
                 f"{self.place} holds checkpoints of run {image.manifest.run!r}, not of {transport.run!r}",
                 f"Name that run with --run {image.manifest.run}, or another folder.",
-                code="broker.other-run",
+                code=OTHER_RUN,
             )
         restore(transport, images)
         for part, own in zip(self._parts, images, strict=True):
@@ -221,12 +271,17 @@ class MergerFolder:
         A run that has lost only its manifest gets that back, and continues from where it is.
 
         Raises:
-            UnknownRunError: There is no run (`broker.unknown-run`), or only in a checkpoint (`broker.resumable`).
+            UnknownRunError: There is no run (`broker.unknown-run`), or only in a checkpoint (`broker.resumable`), or
+                the checkpoints are of an earlier run of that name (`broker.other-run`).
             ConfigError: The manifest is damaged (`config.manifest`).
         """
         try:
-            return transport.reader.manifest()
+            manifest = transport.reader.manifest()
+            if not self._replaces(transport, manifest, resume=resume):
+                return manifest
         except (UnknownRunError, ConfigError) as error:
+            if error.code == OTHER_RUN:
+                raise
             self.fetch()
             numbers = self.store.numbers()
             if not numbers:

@@ -37,7 +37,7 @@ class Copier:
         bundles: Where the copies go.
         folder: The folder of the checkpoints, which are folders with their numbers as names.
         uploads: A folder on the same disk, for the files that are on their way.
-        about: The `run` and its `uid`. Bundles of a run with another name are neither replaced nor deleted.
+        about: The `run` and its `uid`. Bundles of another run are neither replaced nor deleted.
         keep: How many of the newest bundles are kept.
         besides: Returns the numbers of older bundles that are kept, too.
     """
@@ -187,9 +187,12 @@ class Copier:
             if error.code != "bucket.damaged":
                 raise
             return
-        if held.get("run") != self.about.get("run"):
+        if held != self.about:
+            which = f"run {held.get('run')!r}, not of {self.about.get('run')!r}"
+            if held.get("run") == self.about.get("run"):
+                which = f"an earlier run {held.get('run')!r}"
             raise BucketError(
-                f"{self.bundles.folder} holds checkpoints of run {held.get('run')!r}, not of {self.about.get('run')!r}",
+                f"{self.bundles.folder} holds checkpoints of {which}",
                 "Name another bucket or folder.",
                 code="bucket.other-run",
             )

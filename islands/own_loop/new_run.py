@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -33,8 +34,9 @@ from archipelago.broker.shards.transport import create
 from archipelago.broker.transport import Memory, Transport
 from archipelago.broker.wire import digest, pack
 from archipelago.islands.own_loop.tensors import require_same_tensors
-from archipelago.islands.sync.connection.watch import require_no_islands
+from archipelago.islands.sync.connection.watch import refusal, require_no_islands
 
+log = logging.getLogger(__name__)
 #: From the name of a tensor to its first values, as one float32 vector in the memory of the host.
 FirstValues = Callable[[str], Vector]
 #: Returns the tensors that are not trained.
@@ -107,6 +109,8 @@ def create_run(
 def _create(transport: Transport, manifest: Manifest, first: FirstValues, frozen: Frozen) -> bool:
     try:
         require_same(transport.reader.manifest(), manifest)
+        if not transport.reader.is_served() and (why := refusal(transport.reader)):
+            log.warning("the run %r exists, and its merger does not serve it: %s", manifest.run, why)
         return False
     except UnknownRunError:
         pass

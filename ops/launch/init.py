@@ -26,6 +26,7 @@ from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.shards.transport import create as create_run
 from archipelago.broker.transport import Memory, Transport
 from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.islands.sync.connection.watch import refusal
 from archipelago.islands.sync.connection.watch import require_no_islands as require_no_islands
 from archipelago.merger.storage import MergerFolder, fetched
 from archipelago.ops.settings import say, setting_text
@@ -79,6 +80,8 @@ def main(options: InitOptions) -> int:
                     "fragments": len(manifest.fragments), "config_digest": manifest.config.digest()})  # fmt: skip
     else:
         done = "created" if created else "exists already, with this config"
+        if not created and not transport.reader.is_served() and (why := refusal(transport.reader)):
+            say(f"warning: its merger does not serve it: {why}")
         if options.resume is not None:
             shown = redacted(options.resume) if is_address(options.resume) else options.resume
             done = f"continues from the newest checkpoint in {shown}"

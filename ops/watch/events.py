@@ -83,6 +83,8 @@ def remedy_of(event: Event) -> str:
     """Return what to do about the event. Each event has a remedy, if only that nothing has to be done."""
     if event.remedy:
         return event.remedy
+    if event.kind == "refused" and event.who == "merger":
+        return "Do what it says."
     if event.kind == "refused":
         return refusal_remedy(event.text)
     if event.kind == "left" and any(words in event.text for words in _AS_EXPECTED):

@@ -13,8 +13,11 @@ from archipelago.broker.redis.keys import REGISTRY
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.islands.rejoin import Rejoin
 from archipelago.islands.sync.connection.outbox import KEPT_MIN
+from archipelago.islands.sync.connection.watch import refusal
 from archipelago.islands.worker import Island
 from archipelago.merger.beside import at_once
+from archipelago.merger.main import MergerOptions
+from archipelago.merger.main import main as merger_main
 from archipelago.merger.service import Merger
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.launch import init
@@ -172,3 +175,45 @@ def test_each_return_of_an_island_loses_what_it_had_not_sent(lost: LostRun) -> N
     assert view.tokens_trained == island.totals.tokens
     assert view.tokens_lost - before == pytest.approx(discarded, abs=8)
     assert discarded > 0
+
+
+def test_a_merger_does_not_serve_a_new_run_of_the_same_name(lost: LostRun) -> None:
+    lost.trained.beat("left")
+    lost.trained.link.pump()
+    other = replace(lost.manifest, uid="2" * 32)
+    lost.redis.create(other, samples.first_snapshots(other, 2.0))
+    kept = lost.folder.store.numbers()
+    options = MergerOptions(url=lost.url, run="tiny", folder=lost.folder.path)
+    with failing(UnknownRunError, "broker.other-run") as refused:
+        merger_main(options)
+    assert "--resume" in refused.value.remedy and "archipelago rm tiny" in refused.value.remedy
+    assert lost.folder.store.numbers() == kept and lost.redis.reader.uid() == other.uid
+    assert "earlier run 'tiny'" in refusal(lost.redis.reader), "islands and `create` say why nobody serves them"
+
+    assert lost.folder.find_or_bring_back(lost.redis, resume=True) == lost.manifest
+    assert lost.redis.reader.uid() == lost.manifest.uid
+    lost.serve()
+    lost.merger.acquire()
+    assert not refusal(lost.redis.reader)
+    assert lost.folder.find_or_bring_back(lost.redis, resume=False) == lost.manifest
+
+
+def test_resume_replaces_no_run_with_other_tensors_or_merged_work(lost: LostRun, tmp_path: Path) -> None:
+    renamed = [replace(tensor, name=f"{tensor.name}x") for tensor in lost.manifest.tensors]
+    names = tuple(tuple(f"{name}x" for name in fragment) for fragment in lost.manifest.fragments)
+    other = replace(lost.manifest, uid="2" * 32, tensors=tuple(renamed), fragments=names)
+    lost.redis.create(other, samples.first_snapshots(other, 2.0))
+    with failing(UnknownRunError, "broker.other-run"):
+        lost.folder.find_or_bring_back(lost.redis, resume=True)
+    assert lost.redis.reader.uid() == other.uid
+
+    lost.redis.connection.redis.flushall()
+    lost.manifest = replace(lost.manifest, uid="3" * 32)
+    lost.redis.create(lost.manifest, samples.first_snapshots(lost.manifest, 2.0))
+    lost.merger = lost.new_merger()
+    lost.play(lost.island("lima"), 12)
+    assert lost.redis.reader.books().merged > 0
+    with failing(UnknownRunError, "broker.other-run") as refused:
+        lost.folder.find_or_bring_back(lost.redis, resume=True)
+    assert "merged in the new one" in refused.value.what
+    assert lost.redis.reader.uid() == lost.manifest.uid

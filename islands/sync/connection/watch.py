@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from archipelago.broker.errors import ConfigError, UnknownRunError
 from archipelago.broker.manifest import Manifest
+from archipelago.broker.messages import REFUSED
 from archipelago.broker.transport import ReaderClient, Transport
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,14 @@ def require_no_islands(transport: Transport) -> None:
         )
 
 
+def refusal(reader: ReaderClient) -> str:
+    """Return why a merger did not serve the run, if that was the last that mergers said of themselves; else empty."""
+    said = [note for note in reader.notes(NOTES_READ) if note.who == "merger" and note.kind in ("served", REFUSED)]
+    return said[-1].text if said and said[-1].kind == REFUSED else ""
+
+
+#: The newest notes among which a merger's refusal is looked for.
+NOTES_READ = 50
 #: How often the warning is repeated while no merger serves.
 REMIND_SECONDS = 60.0
 
@@ -88,6 +97,9 @@ class MergerWatch:
         if self._warned_at is not None and now - self._warned_at < REMIND_SECONDS:
             return
         self._warned_at = now
+        if why := refusal(self._reader):
+            log.warning("no merger serves the run %r: %s", self._run, why, extra={"code": "island.no-merger"})
+            return
         log.warning(
             "no merger serves the run %r. This island trains on within its window, and the run does not advance. "
             "Start one: `archipelago merger --run %s`, with $ARCHIPELAGO_URL set or with a merger's join file.",
