@@ -296,6 +296,13 @@ class KnownMembers:
             return None
         return self._keys.get(island)
 
+    def islands(self) -> list[str] | None:
+        """Return the names of the invited islands; None in a run without invitations, in which anyone may join."""
+        members = self.read()
+        if not members.merger_key:
+            return None
+        return [name for name, member in members.by_name.items() if member.role == "island"]
+
     def require_unsigned(self) -> None:
         """Raise ConfigError if the members of the run sign what they send. This process has no key to do so."""
         if self.read().merger_key:

@@ -36,13 +36,15 @@ from archipelago.broker.redis.replies import (
     verified_state,
 )
 from archipelago.broker.redis.stored_run import StoredRun
-from archipelago.broker.redis.updates import UpdatesStreams
+from archipelago.broker.redis.updates import ISLANDS_MAX, UpdatesStreams
 from archipelago.broker.signing import MERGER, PAYLOAD_DIGEST, SIGNATURE, STAMP, HeartbeatOrder, Raw, stamp_of
 from archipelago.broker.transport import NOTES_KEPT, STANDBY_SECONDS, Arrived, MergerStatus, Standby, unwatched
 
 #: How long the heartbeat of a silent island is kept.
 REMEMBER_SECONDS = 24 * 3600
 EVALUATIONS_KEPT = 20_000
+#: An island's heartbeat that takes more memory at the server is not read. Honest ones take 6 kB.
+BEAT_BYTES_MAX = 1 << 16
 #: More standbys than this are not listed. Any member with the role of a merger can write the hash.
 STANDBYS_LISTED_MAX = 64
 
@@ -62,6 +64,7 @@ class RedisReader:
         self.runs, self.manifest, self.backlog = stored.names, stored.manifest, updates.backlog
         self._beats = HeartbeatOrder(time.monotonic)
         self._verified: dict[str, Raw] = {}
+        self._beat_bytes: dict[str, int] = {}  # how much memory each island's heartbeat takes at the server
 
     def unreadable(self) -> dict[str, str]:
         return dict(self.connection.unreadable)
@@ -139,25 +142,46 @@ class RedisReader:
         return self.presences_of(self.updates.names())
 
     def presences_of(self, names: Sequence[str]) -> list[Presence]:
-        """Return the same as `presences`, of these islands only."""
-        with self.connection.translated():
-            with self._redis.pipeline(transaction=False) as pipe:
-                for name in names:
-                    pipe.hgetall(self._keys.island(name))
-                    pipe.pttl(self._keys.island(name))
-                answers = pipe.execute(raise_on_error=False)
-            out = []
-            for index, name in enumerate(names):
-                raw, ttl_ms = answers[2 * index], answers[2 * index + 1]
-                if not raw:
-                    continue
-                try:  # an unreadable heartbeat must not hide the other islands
-                    out.append(self._presence(name, raw, REMEMBER_SECONDS - ttl_ms / 1000))
-                except WireError as error:
-                    self.connection.warn_once(f"the heartbeat of {name}", error)
-                    if (known := self._beats.newest(name)) is not None:
-                        out.append(known)
+        """Return the same as `presences`, of these islands only. A heartbeat that is far too large is not read.
+
+        Each size is asked for along with the heartbeats, and decides at the next call. Those of new names are asked
+        for first.
+        """
+        if len(self._beat_bytes) > 2 * ISLANDS_MAX:  # names come and go
+            self._beat_bytes.clear()
+        with self.connection.translated(), self._redis.pipeline(transaction=False) as pipe:
+            if new := [name for name in names if name not in self._beat_bytes]:
+                self._ask_for_sizes(pipe, new)
+                self._note_sizes(new, pipe.execute(raise_on_error=False))
+            every, names = names, [name for name in names if self._beat_bytes[name] <= BEAT_BYTES_MAX]
+            for name in names:
+                pipe.hgetall(self._keys.island(name))
+                pipe.pttl(self._keys.island(name))
+            self._ask_for_sizes(pipe, every)
+            answers = pipe.execute(raise_on_error=False)
+            self._note_sizes(every, answers[2 * len(names) :])
+        out = []
+        for index, name in enumerate(names):
+            raw, ttl_ms = answers[2 * index], answers[2 * index + 1]
+            if not raw:
+                continue
+            try:  # an unreadable heartbeat must not hide the other islands
+                out.append(self._presence(name, raw, REMEMBER_SECONDS - ttl_ms / 1000))
+            except WireError as error:
+                self.connection.warn_once(f"the heartbeat of {name}", error)
+                if (known := self._beats.newest(name)) is not None:
+                    out.append(known)
         return out
+
+    def _ask_for_sizes(self, pipe: Any, names: Sequence[str]) -> None:
+        for name in names:
+            pipe.memory_usage(self._keys.island(name), samples=0)  # all fields count
+
+    def _note_sizes(self, names: Sequence[str], answers: Sequence[Any]) -> None:
+        for name, size in zip(names, answers, strict=True):
+            self._beat_bytes[name] = size if isinstance(size, int) else 0  # none, or a server that does not tell
+            if self._beat_bytes[name] > BEAT_BYTES_MAX:
+                self.connection.warn_once(f"the heartbeat of {name}", WireError(f"it has {size:,} bytes"))
 
     def _presence(self, name: str, raw: Any, age_seconds: float) -> Presence:
         """Return an island's heartbeat. Raises WireError if it is damaged, or not the newest that the island signed."""
@@ -189,7 +213,8 @@ class RedisReader:
         """Return the bytes that the islands say they have downloaded."""
         with self.connection.translated(), self._redis.pipeline(transaction=False) as pipe:
             for name in self.updates.names():
-                pipe.hget(self._keys.island(name), "bytes_down")
+                if self._beat_bytes.get(name, 0) <= BEAT_BYTES_MAX:
+                    pipe.hget(self._keys.island(name), "bytes_down")
             answers = pipe.execute(raise_on_error=False)
         return sum(count_in(answer) for answer in answers if isinstance(answer, bytes))
 

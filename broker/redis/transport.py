@@ -95,7 +95,7 @@ class RedisTransport:
         self._keys, self._signing = self.connection.keys, self.connection.signing
         self._stored = stored = StoredRun(self.connection)
         self.chunks = chunks = ChunkStore(self.connection, stored.payload_max)
-        self.updates = UpdatesStreams(self.connection, chunks)
+        self.updates = UpdatesStreams(self.connection, chunks, self.members.islands)
         self.reader = RedisReader(self.connection, stored, chunks, self.updates)
         self.island = RedisIsland(self.reader, self.members)
         self.merger = RedisMerger(self.reader, self.members)

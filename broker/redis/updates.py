@@ -40,8 +40,8 @@ ISLANDS_MAX = 2048
 #: A stream in which more entries wait is not read entry by entry, only by the merger that refuses them. Honest islands
 #: have a few entries for each round of the window.
 FLOOD_ENTRIES = 1 << 13
-#: How many pages of the set of islands are read at a time.
-NAME_PAGES_MAX = 64
+#: How many pages of the set of islands are read at a time, with two lookups for each name.
+NAME_PAGES_MAX = 4
 #: How long one command waits for entries. Streams of islands that are new since then are read by the next command.
 NEW_ISLANDS_SECONDS = 0.25
 #: How often a run without any contribution is looked at.
@@ -84,10 +84,18 @@ class Tally:
 
 
 class UpdatesStreams:
-    """Reads the updates streams of one run."""
+    """Reads the updates streams of one run.
 
-    def __init__(self, connection: RedisConnection, chunks: ChunkStore) -> None:
-        self._connection = connection
+    Args:
+        connection: The connection to the run, or to one of its shards.
+        chunks: The payloads.
+        invited: Returns the names of the invited islands; None if anyone may join.
+    """
+
+    def __init__(
+        self, connection: RedisConnection, chunks: ChunkStore, invited: Callable[[], Iterable[str] | None]
+    ) -> None:
+        self._connection, self._invited = connection, invited
         self._redis, self._keys = connection.redis, connection.keys
         self._chunks = chunks
         self._names: set[str] = set()
@@ -97,8 +105,13 @@ class UpdatesStreams:
         """Return the names of the islands that have a key of their own, sorted; ISLANDS_MAX at most.
 
         Every island can add any number of names to the set, so a name alone counts for nothing, and the names that
-        were found stay. If the set is very long, the next call goes on where this one has stopped.
+        were found stay. If the set is very long, the next call goes on where this one has stopped. In a run with
+        invitations, only the names of invited islands are looked for, and the set is not read.
         """
+        if (invited := self._invited()) is not None:
+            with self._connection.translated():
+                self._names.update(self._existing([name for name in invited if name not in self._names]))
+            return sorted(self._names)
         with self._connection.forgiving(self._keys.islands, "a set"):
             for _ in range(NAME_PAGES_MAX):
                 self._cursor, some = self._redis.sscan(self._keys.islands, self._cursor, count=PAGE)

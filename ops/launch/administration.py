@@ -191,7 +191,7 @@ class Administrator:
         return kept, public_text(kept)
 
     def revoke(self, name: str) -> bool | None:
-        """End a membership: its user, its connections and its record. An island is expelled, too.
+        """End a membership: its user, its connections and its record. An island is expelled, and its keys are deleted.
 
         Returns:
             Whether the user is gone; None if the server does not let us delete it.
@@ -210,6 +210,11 @@ class Administrator:
         member = members.by_name.get(name)
         if member is None or member.role == "island":
             self._reader.steer({island_field(name): EXPEL})
+            for shard in self._shards():  # its stream stays: mergers may need what was merged, and refuse the rest
+                keys = shard.connection.keys
+                with shard.connection.translated():
+                    shard.connection.redis.unlink(keys.island(name), keys.leases(name), keys.name(name))
+                    shard.connection.redis.srem(keys.islands, name)
         self.membership.remove(name)
         return None if was_user is None else True
 

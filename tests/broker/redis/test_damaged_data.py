@@ -253,6 +253,35 @@ def test_a_flooded_stream_is_counted_and_not_read(transport: RedisTransport, raw
     assert transport.reader.backlog() == FLOOD_ENTRIES + 2
 
 
+def test_a_heartbeat_that_is_far_too_large_is_not_read(transport: RedisTransport, raw: Any) -> None:
+    """An island may write anything into its heartbeat, which all others read."""
+    for name in ("a", "mallory"):
+        transport.island.heartbeat(samples.heartbeat(name))
+    assert len(transport.reader.presences()) == 2
+    raw.hset(Keys(transport.run).island("mallory"), "loss", "9" * (1 << 20))
+    found = []
+    for _ in range(3):  # it may be read once, because its size is asked for along with it
+        before = raw.info("stats")["total_net_output_bytes"]
+        names = [presence.heartbeat.island for presence in transport.reader.presences()]
+        transport.reader.books()
+        found.append((names, raw.info("stats")["total_net_output_bytes"] - before < 1 << 20))
+    assert found[1:] == [(["a"], True)] * 2
+    transport.island.heartbeat(samples.heartbeat("mallory"))
+    transport.reader.presences()
+    assert len(transport.reader.presences()) == 2, "one of the right size is read again"
+
+
+def test_a_long_set_of_names_is_read_in_parts(transport: RedisTransport, raw: Any) -> None:
+    transport.island.heartbeat(samples.heartbeat("a"))
+    raw.sadd(Keys(transport.run).islands, *(f"m{number}" for number in range(20_000)))
+    calls, names = 0, list[str]()
+    while not names:
+        before = raw.info("stats")["total_commands_processed"]
+        names, calls = transport.updates.names(), calls + 1
+        assert raw.info("stats")["total_commands_processed"] - before < 3_000, "half a minute of lookups for each read"
+    assert names == ["a"] and calls < 100
+
+
 def test_unreadable_names_and_heartbeats_do_not_hide_the_others(
     transport: RedisTransport, raw: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -231,7 +231,12 @@ def test_members_have_their_rights_in_all_shards(server: RedisServer, tmp_path: 
         snapshot, _ = viewer.reader.fragment(0)  # signed, as the rest of the run
         assert snapshot.version == 0
     assert joined["viewer"].reader.manifest() == manifest
+    raw, keys = transport.connection.redis, transport.connection.keys
+    raw.sadd(keys.islands, "stranger")
+    raw.hset(keys.island("stranger"), mapping={"island": "stranger"})
+    assert "stranger" not in joined["viewer"].updates.names(), "one that is no member is not looked up"
     administrator.revoke("island")
+    assert not raw.exists(keys.island("island")) and not raw.sismember(keys.islands, "island")
     assert [shard.reader.control()["island.island"] for shard in whole.shards] == [EXPEL] * 2
     administrator.invite("island", "island")
     assert not any("island.island" in shard.reader.control() for shard in whole.shards)

@@ -136,7 +136,7 @@ def test_denied_commands_are_found_by_trying_them_without_effect(own: RedisServe
 def test_every_command_of_the_transport_is_tried() -> None:
     """Read the commands from the sources. The doctor must try each of them, and some role must have it."""
     names = {"delete": "del", "xgroup_create": "xgroup", "xinfo_groups": "xinfo", "xpending_range": "xpending",
-             "scan_iter": "scan"}  # fmt: skip
+             "scan_iter": "scan", "memory_usage": "memory"}  # fmt: skip
     not_commands = {"execute", "pipeline", "close", "multi", "watch", "connection_pool", "reset"}
     used: set[str] = set()
     for path in (ROOT / "broker" / "redis").glob("*.py"):
