@@ -13,7 +13,7 @@ import struct
 import threading
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
 LOOPBACK = "127.0.0.1"
@@ -37,17 +37,15 @@ class Direction:
     Attributes:
         bytes_per_second: Its rate, which may be infinite.
         free_at: When the bytes that have passed would have left a link of that rate.
-        turn: A fair lock, through which connections share the rate piece by piece.
     """
 
     bytes_per_second: float
     free_at: float = -math.inf
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    def wait_seconds(self, count: int, now: float) -> float:
-        """Let `count` more bytes pass, and return how long that takes."""
+    def take_turn(self, count: int, now: float) -> float:
+        """Let `count` more bytes pass after those of all connections before them. Return when they have passed."""
         self.free_at = max(self.free_at, now - BURST_SECONDS) + count / self.bytes_per_second
-        return max(0.0, self.free_at - now)
+        return self.free_at
 
     def set_rate(self, bytes_per_second: float, now: float) -> None:
         """Change the rate from now on."""
@@ -232,13 +230,12 @@ class Proxy(LoopServer):
             await pieces.put((time.monotonic() + self.delay_seconds, piece))
 
     async def _await_turn(self, direction: Direction, count: int) -> None:
-        async with direction.turn:
-            await self._open.wait()
-            wait = direction.wait_seconds(count, time.monotonic())
-            while wait > 0:
-                await asyncio.sleep(min(wait, CHANGE_SECONDS))
-                wait = direction.wait_seconds(0, time.monotonic())
-            await self._open.wait()
+        await self._open.wait()
+        turn = direction.take_turn(count, time.monotonic())
+        # A new rate applies to waiting bytes, too.
+        while (wait := min(turn, direction.free_at) - time.monotonic()) > 0:
+            await asyncio.sleep(min(wait, CHANGE_SECONDS))
+        await self._open.wait()
 
     async def _deliver(self, pieces: _Pieces, writer: asyncio.StreamWriter) -> None:
         while True:
