@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -141,7 +140,7 @@ class FaultInjector:
             if target.started and not target.dead and not target.process.alive():
                 target.dead = True
                 self.note(target.name, "died")
-                self._call_later(UNPLANNED_SECONDS, self._starting(target))
+                self._start_later(target, UNPLANNED_SECONDS)
 
     @property
     def is_busy(self) -> bool:
@@ -169,65 +168,68 @@ class FaultInjector:
 
     def _inject(self, target: FaultTarget, fault: Fault) -> None:
         """Begin a fault now, and undo it after its time. A dead process is spared."""
-        if fault.kind in ("kill", "stop", "disk") and (target.dead or (fault.kind == "stop" and target.stopped)):
+        of_process = fault.kind in ("stop", "disk")  # they end with the process
+        if (fault.kind == "kill" or of_process) and (target.dead or (fault.kind == "stop" and target.stopped)):
             self.note(target.name, "spared", f"{fault.kind}: it is {'dead' if target.dead else 'stopped'}")
             return
         self.note(target.name, fault.kind, f"{fault.value:g}" if fault.value else "")
-        if (undo := self._begin(target, fault)) is not None:
-            self._call_later(fault.seconds, undo)
-
-    def _begin(self, target: FaultTarget, fault: Fault) -> Callable[[], None] | None:
-        """Begin a fault. Return the function that undoes it; None for a fault that has no end."""
-        match fault.kind:
-            case "kill":
-                target.signal(signal.SIGKILL)
-                target.dead = True
-                while target.process.alive():  # The next process needs its name and folder.
-                    time.sleep(0.001)
-                return self._starting(target)
-            case "stop":
-                target.signal(signal.SIGSTOP)
-                target.stopped = True
-                return self._of_process(target, "continue", lambda: _continue(target))
-            case "disk":
-                _limit_files(target, int(fault.value))
-                return self._of_process(target, "disk over", lambda: _limit_files(target, None))
-            case "clock":
-                assert target.clock is not None  # noqa: S101
-                target.clock.jump(fault.value)
-                undo: Callable[[], None] | None = partial(target.clock.jump, 0.0)
-            case _:
-                assert target.proxy is not None  # noqa: S101
-                undo = _disturb(target.proxy, fault)
-        if undo is None:
-            return None
+        started, undo = target.started, _begin(target, fault)
 
         def end() -> None:
-            undo()
-            self.note(target.name, f"{fault.kind} over")
+            if undo is not None and not (of_process and (target.dead or target.started != started)):
+                undo()
+                self.note(target.name, "continue" if fault.kind == "stop" else f"{fault.kind} over")
 
-        return end
+        if fault.kind == "kill":
+            self._start_later(target, fault.seconds)
+        elif undo is not None:
+            self._call_later(fault.seconds, end)
 
-    def _starting(self, target: FaultTarget) -> Callable[[], None]:
-        """Return the function that starts a dead target again, unless another start has come before it."""
+    def _start_later(self, target: FaultTarget, seconds: float) -> None:
+        """Start a dead target again after `seconds`, unless another start comes before that."""
         started = target.started
 
         def start_again() -> None:
             if target.dead and target.started == started:
                 self.start(target)
 
-        return start_again
+        self._call_later(seconds, start_again)
 
-    def _of_process(self, target: FaultTarget, what: str, undo: Callable[[], None]) -> Callable[[], None]:
-        """Return a function that undoes a fault which ends with the process, and notes `what`."""
-        started = target.started
 
-        def end() -> None:
-            if not target.dead and target.started == started:
-                undo()
-                self.note(target.name, what)
-
-        return end
+def _begin(target: FaultTarget, fault: Fault) -> Callable[[], None] | None:
+    """Begin a fault. Return the function that undoes it; None for a fault that has no end, and for a kill."""
+    proxy, clock = target.proxy, target.clock
+    match fault.kind:
+        case "kill":
+            target.signal(signal.SIGKILL)
+            target.dead = True
+            while target.process.alive():  # The next process needs its name and folder.
+                time.sleep(0.001)
+            return None
+        case "stop":
+            target.signal(signal.SIGSTOP)
+            target.stopped = True
+            return lambda: _continue(target)
+        case "disk":
+            _limit_files(target, int(fault.value))
+            return lambda: _limit_files(target, None)
+        case "clock":
+            assert clock is not None  # noqa: S101
+            clock.jump(fault.value)
+            return lambda: clock.jump(0.0)
+    assert proxy is not None  # noqa: S101
+    match fault.kind:
+        case "throttle":
+            proxy.set_rate(fault.value)
+            return lambda: proxy.set_rate(math.inf)
+        case "delay":
+            proxy.delay_seconds = fault.value
+            return lambda: setattr(proxy, "delay_seconds", 0.0)
+        case "half-open":
+            proxy.half_open()
+            return None
+    proxy.cut(reset=fault.kind == "reset")
+    return proxy.heal
 
 
 def _continue(target: FaultTarget) -> None:
@@ -247,23 +249,6 @@ def _limit_files(target: FaultTarget, room: int | None) -> None:
         own = [file for path in target.own_files for file in (path, *path.rglob("*")) if file.is_file()]
         limit = hard if room is None else room + max((file.stat().st_size for file in own), default=0)
         process.rlimit(psutil.RLIMIT_FSIZE, (limit, hard))
-
-
-def _disturb(proxy: Proxy, fault: Fault) -> Callable[[], None] | None:
-    """Disturb a link. Return the function that undoes it; None for a fault that has no end."""
-    match fault.kind:
-        case "partition" | "reset":
-            proxy.cut(reset=fault.kind == "reset")
-            return proxy.heal
-        case "throttle":
-            proxy.set_rate(fault.value)
-            return lambda: proxy.set_rate(math.inf)
-        case "delay":
-            proxy.delay_seconds = fault.value
-            return lambda: setattr(proxy, "delay_seconds", 0.0)
-        case _:
-            proxy.half_open()
-            return None
 
 
 def library() -> Path | None:

@@ -102,7 +102,7 @@ def main(options: ChaosOptions) -> int:
     folder = options.folder / checked_name(options.run, "the run name")
     _require_sensible(options)
     faults = _faults(options)
-    if script is None:
+    if not script:
         keep_compiled()
         _require_trainable(config, options)
     stopped = stop_on_signals()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -39,33 +39,16 @@ JOIN_SECONDS, LEAVE_SECONDS, DRAIN_SECONDS = 180.0, 30.0, 60.0
 ISLAND_WORD = "{island}"
 
 
-@dataclass(frozen=True)
-class Script:
-    """A user's training script and its arguments. `{island}` in one of them stands for the name of the island."""
+def parse_script(text: str) -> tuple[str, ...]:
+    """Return the script that `--script` names, with its arguments, as in a shell; nothing for an empty text.
 
-    path: Path
-    arguments: tuple[str, ...]
-
-    def argv(self, island: str) -> list[str]:
-        """Return the arguments for the Python interpreter."""
-        return [str(self.path.absolute()), *(word.replace(ISLAND_WORD, island) for word in self.arguments)]
-
-    def environment(self) -> dict[str, str]:
-        """Return what the script needs to import the modules beside it, as when it is started by hand."""
-        paths = [str(self.path.absolute().parent), os.environ.get("PYTHONPATH", "")]
-        return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-
-
-def parse_script(text: str) -> Script | None:
-    """Return the script that `--script` names, with its arguments, as in a shell; None for an empty text.
-
-    Without `{island}`, the name of the island is added at the end.
+    Without `{island}`, which stands for the name of the island, that is added at the end.
 
     Raises:
         ConfigError: There is no such script (`chaos.script`).
     """
     if not text:
-        return None
+        return ()
     try:
         path, *arguments = shlex.split(text) or [""]
         why = "" if Path(path).is_file() else f"there is no script {path!r}"
@@ -79,7 +62,7 @@ def parse_script(text: str) -> Script | None:
         )
     if not any(ISLAND_WORD in word for word in arguments):
         arguments.append(ISLAND_WORD)
-    return Script(Path(path), tuple(arguments))
+    return (str(Path(path).absolute()), *arguments)
 
 
 @dataclass(frozen=True)
@@ -97,7 +80,8 @@ class StormPlan:
         settle_seconds: How much longer the window may last, until all processes work again.
         standbys: Number of standby processes.
         merged_tokens: If not 0, the window ends once this many tokens are merged, instead of after `seconds`.
-        script: The islands are this script of a user, which creates the run; None for our own islands.
+        script: The islands are this script of a user, with its arguments, which creates the run; empty for our own
+            islands.
         task: Our islands train this task of a user, FILE.py:NAME; None for one of our models.
         shards: The shards of the run, and the merger processes that share them.
     """
@@ -112,14 +96,14 @@ class StormPlan:
     settle_seconds: float = 0.0
     standbys: int = 0
     merged_tokens: int = 0
-    script: Script | None = None
+    script: tuple[str, ...] = ()
     task: str | None = None
     shards: int = 1
 
     @property
     def is_own(self) -> bool:
         """Whether the islands train something of a user's, whose steps and tokens only a run shows."""
-        return self.script is not None or self.task is not None
+        return bool(self.script) or self.task is not None
 
 
 class RunProcesses(FaultInjector):
@@ -165,7 +149,7 @@ class RunProcesses(FaultInjector):
 
     def _created_run(self) -> str:
         """Return the name of the run. A user's script chooses it, so its first island is started to see it."""
-        if self.plan.script is None:
+        if not self.plan.script:
             return self.plan.run
         first = self.islands[0]
         self.start(first)
@@ -179,7 +163,7 @@ class RunProcesses(FaultInjector):
     def _manifest(self) -> Manifest:
         """Create the run, or take the one that a user's script has created. Make it long enough for the storm."""
         steps = self.plan.config.inner.steps
-        if self.plan.script is None:
+        if not self.plan.script:
             return create(self.home, self.plan.config, task=self.plan.task, shards=self.plan.shards)[0]
         manifest, transport = opened(self.home)
         if manifest.config.inner.steps < steps:
@@ -187,11 +171,10 @@ class RunProcesses(FaultInjector):
         return manifest
 
     def _island(self, name: str) -> FaultTarget:
-        step_seconds, script = self.plan.step_seconds[name], self.plan.script
-        if script is not None:
-            return self._worker(name, script.argv(name), {STEP_VARIABLE: str(step_seconds), **script.environment()})
+        if self.plan.script:
+            return self._worker(name, [word.replace(ISLAND_WORD, name) for word in self.plan.script])
         argv = [*ISLAND, "--evaluate-every", "0", "--name", name, "--folder", str(self.plan.folder / "islands" / name)]
-        return self._worker(name, [*argv, *self._flags(step_seconds)], {}, self.standbys)
+        return self._worker(name, [*argv, *self._flags(self.plan.step_seconds[name])])
 
     def _flags(self, step_seconds: float) -> list[str]:
         """Return the flags of what our islands train, and of steps with a minimum duration, which run one by one.
@@ -201,20 +184,19 @@ class RunProcesses(FaultInjector):
         task = ["--task", self.plan.task] if self.plan.task else []
         return [*task, *(["--scan-steps", "1", "--step-seconds-min", str(step_seconds)] if step_seconds else [])]
 
-    def _worker(
-        self,
-        name: str,
-        argv: Sequence[str],
-        more: Mapping[str, str] | None = None,
-        standbys: IslandStandbys | None = None,
-    ) -> FaultTarget:
+    def _worker(self, name: str, argv: Sequence[str]) -> FaultTarget:
         proxy = self._stack.enter_context(Proxy(self._port)) if name in self._linked else None
         log, turn_log = self.plan.folder / "logs" / f"{name}.log", self.turn_log(name)
         environment = {
             URL_VARIABLE: _through(proxy, self.url), RUN_VARIABLE: self.plan.run, TURN_LOG_VARIABLE: str(turn_log),
-            **self._threads, **(more or {}),
+            **self._threads,
         }  # fmt: skip
-        child = Child(name, argv, environment, log, stand_in=standbys.stand_in if standbys else None)
+        child, is_island = Child(name, argv, environment, log), name in self.plan.step_seconds
+        if is_island and self.plan.script:
+            environment[STEP_VARIABLE] = str(self.plan.step_seconds[name])
+            child.program = [sys.executable]  # which finds the modules beside the script
+        elif is_island:
+            child.stand_in = self.standbys.stand_in
         return FaultTarget(name, child, proxy, own_files=(log, turn_log))
 
     def start(self, target: FaultTarget) -> None:

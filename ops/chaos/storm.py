@@ -121,8 +121,8 @@ def _held_out_loss(plan: StormPlan, transport: ReaderTransport) -> float:
     from archipelago.islands.tasks.workload import Workload
 
     manifest = transport.reader.manifest()
-    file = task_of(plan.task, manifest, "measuring the held-out loss") if plan.script is None else None
-    if plan.script is not None or (file is not None and file.task.evaluate is None):
+    file = task_of(plan.task, manifest, "measuring the held-out loss") if not plan.script else None
+    if plan.script or (file is not None and file.task.evaluate is None):
         return math.nan
     work = Workload.of(file, manifest.config) if file else our_work(manifest.config, open_corpus(manifest.corpus.name))
     params, _, _ = published(transport, manifest)
