@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 
@@ -272,31 +268,6 @@ def test_islands_and_mergers_do_not_decide_by_the_wall_clock() -> None:
         if uses and path.parent.name != "observe":
             found.add(str(path.relative_to(ROOT)))
     assert found == needed
-
-
-@pytest.mark.full
-@pytest.mark.skipif(injection.library() is None, reason="libfaketime is not installed")
-def test_a_program_follows_its_fake_clock(tmp_path: Path, until: Callable[..., None]) -> None:
-    """The time of day jumps while the program runs, and intervals stay right."""
-    clock = injection.FakeClock(tmp_path / "clock")
-    code = "import time\nwhile input() is not None: print(time.time(), time.monotonic(), flush=True)"
-    environment = {**os.environ, **clock.environment()}
-    with subprocess.Popen(
-        [sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as program:
-        assert program.stdin is not None and program.stdout is not None
-
-        def off(stdin: IO[str], stdout: IO[str]) -> tuple[float, float]:
-            stdin.write("\n")
-            stdin.flush()
-            day, interval = map(float, stdout.readline().split())
-            return day - time.time(), interval - time.monotonic()
-
-        for seconds in (0.0, 3600.0, -60.0):
-            clock.jump(seconds)
-            until(lambda s=seconds: abs(off(program.stdin, program.stdout)[0] - s) < 5.0, f"a clock off by {seconds} s")
-            assert abs(off(program.stdin, program.stdout)[1]) < 5.0
-        program.kill()
 
 
 def test_a_clock_fault_needs_libfaketime(monkeypatch: pytest.MonkeyPatch) -> None:
