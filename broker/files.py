@@ -9,7 +9,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
@@ -98,22 +98,22 @@ def require_local(path: Path, what: str) -> None:
         )
 
 
-def write_atomically(path: Path, content: bytes | str, *, mode: int = READABLE) -> None:
+def write_atomically(path: Path, content: bytes | str | Sequence[bytes], *, mode: int = READABLE) -> None:
     """Replace a file so that readers, and a machine that crashes, see the old content or the new, never a mixture.
 
     Args:
         path: The file. Its folder must exist.
-        content: The new content; text is written as UTF-8.
+        content: The new content, or its parts in order; text is written as UTF-8.
         mode: The permissions of the new file, from its first byte on. The umask takes bits away.
 
     Raises:
         OSError: The disk did not take the content. The old file is still there.
     """
-    data = content.encode() if isinstance(content, str) else content
+    whole = content.encode() if isinstance(content, str) else content
     stage = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with os.fdopen(os.open(stage, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-            file.write(data)
+            file.writelines([whole] if isinstance(whole, bytes) else whole)
             file.flush()
             os.fsync(file.fileno())
         stage.replace(path)

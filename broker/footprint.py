@@ -25,12 +25,6 @@ ISLAND_PER_PARAMETER: Final = 54
 #: Bytes per parameter that a user's own training script needs more as an island: references, the published parameters,
 #: and arrivals, in float32.
 OWN_LOOP_PER_PARAMETER: Final = 16
-#: Bytes per parameter on the device of an island with an accelerator, by part. The training alone is the first two.
-#: A checkpoint is there while it is written, an evaluation in one island at a time.
-ON_DEVICE: Final = {"parameters and moments": 12, "gradients and updates": 8, "references": 4, "a checkpoint": 12,
-                    "an evaluation": 4}  # fmt: skip
-#: Copies of the largest fragment that syncs hold at most, on the device and on the machine.
-FRAGMENTS_HELD: Final = 4
 #: Bytes per parameter of the sum of gradients, where an island accumulates them (`inner.micro_batches`).
 SUM_PER_PARAMETER: Final = 4
 #: Bytes per element of the largest fragment that a merger takes for one round: contributions, sums, the new state and
@@ -69,15 +63,6 @@ def footprint(manifest: Manifest) -> Footprint:
         merger=sum(merger_parts(manifest.config, parameters, largest).values()),
         redis=sum(redis_parts(manifest.config, parameters, largest).values()),
     )
-
-
-def state_on_device(manifest: Manifest) -> int:
-    """Estimate the memory of an island on one device that holds everything, without the activations of a batch."""
-    return sum(ON_DEVICE.values()) * manifest.parameters + _fragments_held(manifest)
-
-
-def _fragments_held(manifest: Manifest) -> int:
-    return FRAGMENTS_HELD * 4 * max(manifest.sizes, default=0)
 
 
 def _of_batches(manifest: Manifest) -> int:

@@ -291,13 +291,6 @@ class IslandClient(Protocol):
         """Return the digest that the run has stored for this corpus. For a new name it stores this digest."""
         ...
 
-    def claim_checkpoint(self, island: str) -> tuple[int, int] | None:
-        """Return the number and last round of the checkpoint from which the run was restored, once for each island.
-
-        Returns None to an island that has claimed it before, and for a run that was not restored.
-        """
-        ...
-
     def request_state(self, who: str) -> None:
         """Ask the other islands for inner optimiser state, for `who` (island/incarnation)."""
         ...

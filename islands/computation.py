@@ -5,7 +5,7 @@ An island over several hosts does this in each of its processes, in the same ord
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from archipelago.broker.manifest import Manifest
 from archipelago.islands.inner import InnerState, InnerSteps
 from archipelago.islands.models.interface import Params
 from archipelago.islands.placement import Placement
-from archipelago.islands.sync.arrays import by_tensor, device_copy
+from archipelago.islands.sync.arrays import device_copy
 from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.replica import Replica
 from archipelago.islands.sync.tree_replica import TreeReplica
@@ -118,23 +118,3 @@ class Computation:
     def use_optimizer(self, leaves: Sequence[Any]) -> None:
         """Replace the inner optimiser's arrays, given in the order of `optimizer_leaves`."""
         self.inner = self.inner._replace(optimizer=jax.tree.unflatten(jax.tree.structure(self.inner.optimizer), leaves))
-
-    # -- checkpoints --------------------------------------------------------------------------------------------------
-
-    def copies(self) -> dict[str, Any]:
-        """Return copies of the inner state, and the references."""
-        return {"inner": device_copy(self.inner)._asdict(), "references": list(self.replica.references)}
-
-    def examples(self) -> dict[str, Any]:
-        """Return arrays in the shapes and places of a checkpoint's, with references by tensor name."""
-        references = zip(self.replica.layout, self.replica.references, strict=True)
-        return {"inner": self.inner._asdict(), "references": [by_tensor(rows, held) for rows, held in references]}
-
-    def restore_optimizer(self, optimizer: Any) -> None:
-        """Continue from the optimiser's state of a checkpoint."""
-        self.inner = InnerState(self.inner.params, device_copy(optimizer))
-
-    def restore(self, inner: Mapping[str, Any], references: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from the inner state and the references of a checkpoint."""
-        self.inner = InnerState(*device_copy((inner["params"], inner["optimizer"])))
-        self.replica.restore(references)

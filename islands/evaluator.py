@@ -78,17 +78,11 @@ class Evaluator:
         self._has_measured = False
         self._due = -math.inf
         self._round = -1
-        self._initial: tuple[Params, int, int] | None = None  # kept until they are evaluated
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._keep_evaluating, name="evaluator", daemon=True)
 
     def start(self) -> None:
-        """Keep the initial parameters of a run that begins, and start the thread.
-
-        Call this before the first inner step. A short run would be over before they are evaluated.
-        """
-        found = _attempt("keep the initial parameters", lambda: self._newest() if self._holds_lease() else None)
-        self._initial = found if found is not None and found[1] == 0 else None
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -103,16 +97,12 @@ class Evaluator:
 
     def turn(self) -> Evaluation | None:
         """Evaluate if this island holds the lease and an evaluation is due. Return the result, if any."""
-        if not self._holds_lease():
-            self._initial = None  # another island evaluates, so do not keep a copy of the model
-            return None
-        if self._clock() < self._due:
-            return None
         began = self._clock()
-        found = self._initial or self._newest()
+        if not self._holds_lease() or began < self._due:
+            return None
+        found = self._newest()
         evaluation = self._evaluate(found, self._stopping.is_set) if found else None
         if evaluation is not None:
-            self._initial = None
             self._due = began + max(self._every_seconds, self._used_seconds / DEVICE_SHARE)
             self._round = evaluation.round
         return evaluation
@@ -120,17 +110,13 @@ class Evaluator:
     def finish(self, stopped: Callable[[], bool]) -> Evaluation | None:
         """Evaluate the final parameters if no other island still trains. Return the result, if any.
 
-        The initial parameters come first, if the run was too short for them. A failure ends no island.
+        A failure ends no island.
         """
         return _attempt("evaluate the final parameters", lambda: self._finish(stopped))
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
     def _finish(self, stopped: Callable[[], bool]) -> Evaluation | None:
-        if self._initial is not None:
-            with self._lease() as is_held:
-                if is_held:
-                    self._evaluate(self._initial, stopped)
         deadline = self._clock() + MERGED_SECONDS
         while self._transport.reader.backlog() and self._clock() < deadline and not stopped():
             time.sleep(POLL_SECONDS)

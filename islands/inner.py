@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import optax.contrib
 
@@ -149,7 +150,7 @@ def require_sound(state: optax.OptState, like: optax.OptState, bounds: MomentBou
     """Raise WireError for optimiser state that no sequence of steps can produce.
 
     Args:
-        state: What a peer sent.
+        state: What a peer sent, in the memory of the host.
         like: Fresh state of the same optimiser.
         bounds: The bounds on the moments; None for none.
     """
@@ -162,13 +163,13 @@ def require_sound(state: optax.OptState, like: optax.OptState, bounds: MomentBou
     if any((leaf < 0).any() for leaf in named(state, "nu", "count")):
         raise WireError("a negative second moment or count in the peer's optimiser state", code="handover.unsound")
     constant = zip(named(state, "ns_coeffs"), named(like, "ns_coeffs"), strict=True)  # of Muon's Newton-Schulz steps
-    if any((sent != own).any() for sent, own in constant):
+    if any((np.asarray(sent) != np.asarray(own)).any() for sent, own in constant):
         raise WireError("wrong coefficients in the peer's optimiser state", code="handover.unsound")
     are_small = (
         all((leaf <= COUNT_MAX).all() for leaf in named(state, "count"))
-        and all((jnp.abs(leaf) <= bounds.first).all() for leaf in named(state, "mu"))
+        and all((np.abs(leaf) <= bounds.first).all() for leaf in named(state, "mu"))
         and all((leaf <= bounds.second).all() for leaf in named(state, "nu"))
-        and all((jnp.abs(mu) <= bounds.ratio * jnp.sqrt(nu) + TINY).all() for mu, nu in _adam_moments(state))
+        and all((np.abs(mu) <= bounds.ratio * np.sqrt(nu) + TINY).all() for mu, nu in _adam_moments(state))
     )
     if not are_small:
         raise WireError("moments in the peer's optimiser state that no steps can produce", code="handover.unsound")

@@ -139,8 +139,6 @@ def prepared_here(options: IslandOptions) -> PreparedIsland:
         task = own_task(options, manifest)
         keep_compiled()
 
-        import orbax.checkpoint  # noqa: F401 - load it now, so that the island need not
-
         from archipelago.islands.prepared import prepared_for
 
         end_of_imports()

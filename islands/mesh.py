@@ -55,39 +55,20 @@ def parsed(text: str) -> MeshShape:
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
-        found = re.fullmatch(r"\s*([^=\s]+)\s*=\s*([^=]*?)\s*", part)
-        if not found:
+        found = re.fullmatch(rf"\s*({'|'.join(AXES)})\s*=\s*([0-9]{{1,4}})\s*", part, re.ASCII)
+        if not found or found[1] in sizes or not 1 <= int(found[2]) <= DEVICES_MAX:
             raise ConfigError(
-                f"--mesh {text!r:.80} is no list of axes", "Give it as data=2,fsdp=2,tensor=1.", code="mesh.text"
-            )
-        axis, size = found.groups()
-        if axis not in AXES or axis in sizes:
-            raise ConfigError(
-                f"--mesh has {'the axis' if axis not in AXES else 'twice the axis'} {axis!r:.40}",
-                f"Give each of {', '.join(AXES)} at most once.",
+                f"--mesh {text!r:.80} is no list of axes with their sizes, at {part.strip()!r:.40}",
+                f"Give each axis at most once, with 1 to {DEVICES_MAX} devices, as data=2,fsdp=2,tensor=1.",
                 code="mesh.text",
             )
-        if not re.fullmatch(r"[0-9]{1,4}", size) or not 1 <= int(size) <= DEVICES_MAX:
-            raise ConfigError(
-                f"--mesh gives {axis} the size {size!r:.40}",
-                f"Give a number of devices from 1 to {DEVICES_MAX}.",
-                code="mesh.text",
-            )
-        sizes[axis] = int(size)
+        sizes[found[1]] = int(found[2])
     return MeshShape(**sizes)
 
 
-def by_default(devices: int, batch_size: int, state_bytes: int = 0, device_bytes: int = 0) -> MeshShape:
-    """Return the default: as many devices as divide the batch evenly, on `fsdp` if one cannot hold everything.
-
-    Args:
-        devices: The number of devices.
-        batch_size: The sequences of an inner step.
-        state_bytes: What a device has to hold on `data`.
-        device_bytes: The memory of a device; 0 if it is not known, as of a processor.
-    """
-    count = max(n for n in range(1, max(1, devices) + 1) if batch_size % n == 0)
-    return MeshShape(fsdp=count) if 0 < device_bytes < state_bytes else MeshShape(data=count)
+def by_default(devices: int, batch_size: int) -> MeshShape:
+    """Return the default: as many devices as divide the batch evenly, all on `data`."""
+    return MeshShape(data=max(n for n in range(1, max(1, devices) + 1) if batch_size % n == 0))
 
 
 def require_divided(shape: MeshShape, batch_size: int) -> None:

@@ -97,18 +97,12 @@ def own_task(options: IslandOptions, manifest: Manifest) -> TaskFile | None:
     return task_of(options.task, manifest, "`archipelago island`")
 
 
-def own_placement(options: IslandOptions, manifest: Manifest, device_bytes: int | None = None) -> Placement | None:
-    """Return where everything is on the devices of this island; None for one device. This imports JAX.
-
-    Args:
-        options: The flags.
-        manifest: The run.
-        device_bytes: The memory of a device, where several hosts have agreed on it. The default is what is here.
-    """
+def own_placement(options: IslandOptions, manifest: Manifest) -> Placement | None:
+    """Return where everything is on the devices of this island; None for one device. This imports JAX."""
     import jax
 
     from archipelago.islands.inner import require_divisible
-    from archipelago.islands.placement import device_memory, placement_of
+    from archipelago.islands.placement import placement_of
 
     require_batch(options.batch_size, manifest)
     shape = parsed(options.mesh) if options.mesh is not None else None
@@ -116,8 +110,7 @@ def own_placement(options: IslandOptions, manifest: Manifest, device_bytes: int 
     if not manifest.task:
         require_divisible(own, parts)
     batch_size = 0 if manifest.task else own // parts  # a task has its own
-    memory = device_memory() if device_bytes is None else device_bytes
-    placement = placement_of(shape, manifest, batch_size, jax.devices(), memory)
+    placement = placement_of(shape, manifest, batch_size, jax.devices())
     if jax.process_count() > 1 and (placement is None or placement.shape.devices < jax.device_count()):
         raise ConfigError(
             f"this island has {jax.device_count()} devices on {jax.process_count()} hosts, and its mesh has "

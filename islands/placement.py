@@ -5,7 +5,6 @@ One table, `RULES`, says how tensors are split.
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -17,14 +16,11 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.footprint import memory_text, state_on_device
 from archipelago.broker.manifest import Manifest, Tensor
 from archipelago.islands.inner import InnerState, InnerSteps
 from archipelago.islands.mesh import AXES, MeshShape, by_default, require_divided, require_present
 from archipelago.islands.models.interface import Params
 from archipelago.islands.sync.arrays import put
-
-log = logging.getLogger(__name__)
 
 #: From a pattern of the tensor's name to the axes that split each of its dimensions. The first row that is found
 #: counts. The optimiser's state and gradients are split as their parameters are. Where only the first dimension is
@@ -186,33 +182,21 @@ def _spec(*parts: Any) -> PartitionSpec:
     return PartitionSpec(*parts)  # type: ignore[no-untyped-call]
 
 
-def device_memory() -> int:
-    """Return the bytes of memory of one of this process's devices; 0 if JAX does not know, as of a processor."""
-    return int((jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0))
-
-
 def placement_of(
-    shape: MeshShape | None, manifest: Manifest, batch_size: int, devices: Sequence[jax.Device], device_bytes: int = 0
+    shape: MeshShape | None, manifest: Manifest, batch_size: int, devices: Sequence[jax.Device]
 ) -> Placement | None:
     """Return the placement of an island; None for one device, on which everything is where JAX puts it.
 
     Args:
-        shape: The shape of the mesh; None for the default: all devices on `data`, or on `fsdp` if the parameters and
-            the optimiser's state do not fit into one.
+        shape: The shape of the mesh; None for the default: all devices on `data`.
         manifest: The run.
         batch_size: The sequences of the island's inner step.
         devices: The devices of this process.
-        device_bytes: The memory of each; 0 if it is not known.
 
     Raises:
         ConfigError: The mesh does not fit the devices (`mesh.devices`), the batch or the model (`mesh.size`).
     """
-    if shape is None:
-        needed = state_on_device(manifest)
-        shape = by_default(len(devices), batch_size, needed, device_bytes)
-        if shape.fsdp > 1:
-            log.info("--mesh %s by default: training needs about %s with everything on one device, and each has %s",
-                     shape, memory_text(needed), memory_text(device_bytes))  # fmt: skip
+    shape = shape or by_default(len(devices), batch_size)
     require_present(shape, len(devices), devices[0].device_kind)
     require_divided(shape, batch_size)
     return Placement(shape, manifest.tensors, devices) if shape.devices > 1 else None

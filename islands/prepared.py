@@ -113,7 +113,6 @@ def prepared_for(
     options: IslandOptions,
     manifest: Manifest,
     task: TaskFile | None,
-    device_bytes: int | None = None,
     earlier: PreparedIsland | None = None,
 ) -> PreparedIsland:
     """Return what an island with these flags needs, from a standby if that fits.
@@ -122,10 +121,9 @@ def prepared_for(
         options: The flags.
         manifest: The run.
         task: The users' task; None for one of our models.
-        device_bytes: The memory of a device, where several hosts have agreed on it.
         earlier: What a standby has prepared.
     """
-    placement = own_placement(options, manifest, device_bytes)
+    placement = own_placement(options, manifest)
     if earlier is not None and earlier.fits(manifest, placement, options.batch_size):
         return earlier
     return prepare(manifest, task, placement, options.batch_size)

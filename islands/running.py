@@ -22,7 +22,7 @@ from archipelago.broker.observe.logs import Origin
 from archipelago.broker.observe.metrics import Health, family
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import REPLACED, keep_compiled, print_json
-from archipelago.broker.shards.transport import claim_checkpoint, whole
+from archipelago.broker.shards.transport import whole
 from archipelago.islands.options import IslandOptions, own_bucket, own_task, require_valid
 from archipelago.islands.own_loop.session import island_name
 
@@ -84,36 +84,31 @@ def run_named(
     if leader is not None:
         leader.assemble(manifest, awaited.seconds, stopped)
 
-    from archipelago.islands.checkpoint import IslandStore
+    from archipelago.islands.checkpoint import IslandStore, Rejoin
     from archipelago.islands.prepared import prepared_for
-    from archipelago.islands.rejoin import Rejoin
     from archipelago.islands.turn_log import TurnLog
     from archipelago.islands.worker import train
 
     end_of_imports()
     loaded = time.process_time() - began
-    device_bytes = leader.device_bytes if leader is not None else None
     with progress("opening the data and building the model"):
-        prepared = prepared_for(options, manifest, task, device_bytes, prepared)
+        prepared = prepared_for(options, manifest, task, prepared)
     if leader is not None:
         prepared.share(leader)
     with suppress(OSError):  # An island trains without checkpoints where it cannot write.
         make_untracked(folder)
     store = IslandStore(folder, manifest, bucket)
-    if store.copier is not None:
-        store.copier.start()
-    returned = awaited(lambda: claim_checkpoint(transport, name))
-    own = store.find(*returned) if returned else None
     incarnation = uuid.uuid4().hex[:8]
     link = prepared.link(transport, f"{name}/{incarnation}")
     with progress(f"downloading the {manifest.parameters:,} parameters"):
         arrivals = awaited(link.join)
     with progress("placing the parameters on the device"):
-        island = prepared.island(name, incarnation, link, arrivals, store.on_marker)
+        island = prepared.island(name, incarnation, link, arrivals, lambda of, _: store.on_marker(of))
     if leader is not None:
         leader.island = island
     joined = time.process_time() - began
-    rejoin = Rejoin(transport, store, island, arrivals)
+    del arrivals  # another copy of the model
+    rejoin = Rejoin(transport, island)
     rejoin.ask()
     island.beat("joining")
     if registry is not None:
@@ -126,8 +121,7 @@ def run_named(
         prepared.warm_up(island, options.scan_steps)
     compiled = time.process_time() - began
     with progress("taking the optimiser state"):
-        rejoin.complete(own)
-    del arrivals, rejoin, own  # each holds another copy of the model
+        rejoin.complete(store)
     curves.start()
     ready = time.process_time() - began
     log.info(

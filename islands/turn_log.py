@@ -98,16 +98,7 @@ class MeasuredTurns:
     def asked_for(cls, environment: Mapping[str, str], incarnation: str) -> MeasuredTurns | None:
         """Return what the environment asks for, if anything. Raises ConfigError (`turn-log`) if that is impossible."""
         turn_log = TurnLog.named_in(environment, incarnation)
-        if turn_log is None:
-            return None
-        given = environment.get(STEP_VARIABLE, "0")
-        try:
-            seconds = float(given)
-        except ValueError:
-            seconds = math.nan
-        if not 0 <= seconds < math.inf:
-            raise ConfigError(f"{STEP_VARIABLE} cannot be {given!r}", "Give seconds, or unset it.", code="turn-log")
-        return cls(turn_log, seconds)
+        return None if turn_log is None else cls(turn_log, float(environment.get(STEP_VARIABLE, "0")))
 
     def stepped(self, steps: int) -> None:
         """Log that the script has made steps, before any of them is sent. Wait first if they took too little time.

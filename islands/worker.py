@@ -29,7 +29,6 @@ from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.heartbeat import MemoryMeter, measured
 from archipelago.islands.sync.participant import DIVERGED_MAX as DIVERGED_MAX
 from archipelago.islands.sync.participant import Host, Participant
-from archipelago.islands.sync.recovery import Received
 from archipelago.islands.turn_log import Pacer, TurnLog
 
 log = logging.getLogger(__name__)
@@ -176,10 +175,10 @@ class Island(Participant):
             return math.nan
         return dataclasses.replace(self.config.inner, steps=self.run_steps).rate_at(self.ledger.global_step)
 
-    def use_state_of_peer(self, received: Received) -> None:
-        """Use a peer's inner optimiser state instead of fresh moments."""
-        self.computation.use_optimizer(jax.tree.leaves(received.optimizer))
-        self.moments = f"peer {received.handover.giver}"
+    def use_optimizer(self, state: Any, origin: str) -> None:
+        """Use a peer's inner optimiser state, or this island's own, instead of fresh moments."""
+        self.computation.use_optimizer(jax.tree.leaves(state))
+        self.moments = origin
 
 
 def jax_host(clock: Callable[[], float], placement: Placement | None = None) -> Host:

@@ -44,7 +44,6 @@ class MemoryRun:
         holders: The holder (island/incarnation) of each leased range of text.
         requests: The islands that have requested inner optimiser state, each with the island that promised an answer.
         restored: The number and last round of the checkpoint from which the run was restored.
-        returned: The islands that have claimed that checkpoint.
         names: The newest claim to the name of each island.
         epoch: The newest epoch and the merger that holds it. A broker that crashes may forget an epoch and give its
             number to two mergers, so the number alone does not identify the merger.
@@ -79,7 +78,6 @@ class MemoryRun:
     requests: dict[str, str] = field(default_factory=dict)
     handovers: dict[str, tuple[Handover, bytes]] = field(default_factory=dict)
     restored: tuple[int, int] | None = None
-    returned: set[str] = field(default_factory=set)
     names: dict[str, NameClaim] = field(default_factory=dict)
     epoch: tuple[int, str] = (0, "")
     lease: tuple[str, float] = ("", float("-inf"))

@@ -289,13 +289,6 @@ class MemoryIsland:
         with self._broker.opened(self._run) as run:
             return run.corpora.setdefault(name, digest)
 
-    def claim_checkpoint(self, island: str) -> tuple[int, int] | None:
-        with self._broker.opened(self._run) as run:
-            if run.restored is None or island in run.returned:
-                return None
-            run.returned.add(island)
-            return run.restored
-
     def request_state(self, who: str) -> None:
         with self._broker.opened(self._run) as run:
             run.requests.setdefault(who, "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -177,16 +176,6 @@ class RedisIsland:
         with self._connection.translated():
             self._redis.hsetnx(self._keys.corpora, name, digest)
             return str(self._redis.hget(self._keys.corpora, name).decode("utf-8", "replace"))
-
-    def claim_checkpoint(self, island: str) -> tuple[int, int] | None:
-        with self._connection.translated():
-            number, last_round = self._redis.hmget(self._keys.restored, "number", "round")
-            found = [(value or b"0").decode("utf-8", "replace") for value in (number, last_round)]
-            if number is None or not all(re.fullmatch("[0-9]{1,18}", text) for text in found):
-                return None  # the run was not restored, or the checkpoint cannot be read
-            if not self._redis.hsetnx(self._keys.restored, f"by.{island}", 1):
-                return None
-        return int(found[0]), int(found[1])
 
     # -- between islands --------------------------------------------------------------------------------------------
 

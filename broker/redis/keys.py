@@ -20,7 +20,7 @@ cannot contain a colon. All roles read all keys.
 | `islands` | set | islands (SADD), mergers delete | names of islands |
 | `corpora` | hash | islands (HSETNX) | digests of corpora |
 | `asks`, `handover:…` | hashes | islands | requests for optimiser state, and answers |
-| `restored` | hash | mergers; islands (HSETNX) | the checkpoint, and the islands that have returned to it |
+| `restored` | hash | mergers | the checkpoint from which the run was restored |
 | `notes` | stream | islands, mergers and operators append | notes |
 | `evaluations` | stream | islands and operators append | results on held-out text |
 | `evaluator` | string | islands | the island that evaluates, until its lease expires |

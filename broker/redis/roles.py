@@ -88,7 +88,7 @@ def _island(keys: Keys, name: str) -> list[Grant]:
         Grant(_KEY_WRITES + _HASH_WRITES + _SET_WRITES, (keys.island(name), keys.name(name), keys.leases(name))),
         Grant(("SADD",), (keys.islands,)),
         # The first to write a field keeps it.
-        Grant(("HSETNX",), (keys.restored, keys.corpora)),
+        Grant(("HSETNX",), (keys.corpora,)),
         # Islands hand each other the state of their optimisers. The receiving island checks it, and deletes it.
         Grant(("HSETNX", "HSET", "HDEL", "EXPIRE"), (keys.requests,)),
         Grant(("HSET", "DEL", "UNLINK", "EXPIRE"), (f"{tag}:handover:*",)),

@@ -112,20 +112,6 @@ def create(transport: Transport, manifest: Manifest, snapshots: Sequence[tuple[S
             ) from error
 
 
-def claim_checkpoint(transport: IslandTransport, island: str) -> tuple[int, list[int]] | None:
-    """Return the checkpoint from which the run was restored, once for each island.
-
-    Returns:
-        Its number, and the last round of each shard in it, as that shard counts. None to an island that has claimed it
-        before, and for a run that was not restored.
-    """
-    claims = [shard.island.claim_checkpoint(island) for shard in shards_of(transport)]
-    found = [claim for claim in claims if claim is not None]
-    if len(found) < len(claims) or len({number for number, _ in found}) != 1:
-        return None
-    return found[0][0], [last for _, last in found]
-
-
 def restore(transport: Transport, images: Sequence[Image]) -> None:
     """Create the run from a checkpoint: each shard in a transaction of its own, shard 0 last, as `create` does.
 

@@ -9,7 +9,7 @@ Shapes in names: B sequences of a batch, T tokens of a sequence (bytes, without 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from archipelago.broker.config import BYTES, RunConfig
-from archipelago.broker.errors import ConfigError, DataError, WireError
-from archipelago.broker.ranges import POSITIONS_MAX, ReadPosition, parse_positions
-from archipelago.islands.data.ranges import gather, require_fit, unit, windows
+from archipelago.broker.errors import ConfigError
+from archipelago.broker.ranges import POSITIONS_MAX, ReadPosition
+from archipelago.islands.data.ranges import gather, require_fit, windows
 from archipelago.islands.data.tokenizer import Tokens
 
 #: Passes from this number on are private. The broker leases only smaller ones (`broker.ranges.PASSES_MAX`).
@@ -56,14 +56,6 @@ class Supply(ABC):
     @abstractmethod
     def forget(self, ranges: Collection[str]) -> None:
         """Forget leases that have ended or were lost."""
-
-    @abstractmethod
-    def state(self) -> dict[str, int | str]:
-        """Return the position of the supply, for a checkpoint."""
-
-    @abstractmethod
-    def restore(self, state: Mapping[str, int | str]) -> None:
-        """Continue from a `state()`."""
 
 
 @dataclass
@@ -181,7 +173,7 @@ class Batches(Supply):
         if current.is_leased:
             self._positions[current.range] = current.read_position()
 
-    # -- reports to the broker, and checkpoints ----------------------------------------------------------------------
+    # -- reports to the broker ---------------------------------------------------------------------------------------
 
     def positions(self) -> tuple[ReadPosition, ...]:
         """Return the position in each leased pass that is not forgotten: the newest POSITIONS_MAX, in order of leasing.
@@ -196,37 +188,3 @@ class Batches(Supply):
             position = self._positions.pop(name, None)
             if position and not position.ended:
                 self._pass = None
-
-    def state(self) -> dict[str, int | str]:
-        """Return the position in each leased pass, for a checkpoint. Private passes have none."""
-        return {"text": self._text_name(), "places": " ".join(map(str, self._positions.values()))}
-
-    def restore(self, state: Mapping[str, int | str]) -> None:
-        """Continue from a `state()` of the same text and config.
-
-        Raises:
-            DataError: The state is of another text or config, or damaged (`data.bad-position`).
-        """
-        if state.get("text") != self._text_name():
-            raise _unfit(f"belongs to another text than {self._text_name()}: {state.get('text', 'unknown')}")
-        try:
-            positions = [parse_positions(word)[0] for word in str(state["places"]).split()]
-            reading = [self._pass_at(position) for position in positions if not position.ended]
-        except (KeyError, WireError, DataError) as fault:
-            raise _unfit(f"cannot be read ({fault})") from fault
-        if any(each.position > len(each.starts) for each in reading):
-            raise _unfit(f"({state['places']}) is outside the text")
-        self._pass = reading[-1] if reading else None
-        self._positions = {position.range: position for position in positions}
-
-    def _text_name(self) -> str:
-        data, size = self._config.data, f"{self._train.size} {unit(self._train)}"
-        return f"{size} in {data.shards} shards of sequences of {data.sequence_length} tokens, seed {self._config.seed}"
-
-
-def _unfit(fault: str) -> DataError:
-    return DataError(
-        f"the saved position in the text {fault}",
-        "The checkpoint belongs to another run or corpus. Start this island without it.",
-        code="data.bad-position",
-    )

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import platformdirs
 
-from archipelago.broker.buckets.folder import BucketError, BucketFolder, is_address
+from archipelago.broker.buckets.folder import BucketFolder, is_address
 from archipelago.broker.errors import DataError
 from archipelago.broker.files import staged_folder, write_atomically
 from archipelago.broker.observe.progress import progress
@@ -41,13 +41,6 @@ def folder_in_front_of(address: str) -> Path:
     """Return the folder of this machine with what was downloaded from an address. Each address has its own."""
     name = hashlib.blake2b(address.rstrip("/").encode(), digest_size=6).hexdigest()
     return platformdirs.user_cache_path("archipelago") / f"corpora-{name}"
-
-
-def corpora_in_bucket(card: str) -> list[str]:
-    """Return the names of the folders with a card in the bucket; none without a bucket. Raises BucketError."""
-    bucket = bucket_of_corpora()
-    parts = [path.split("/") for path in bucket.tree()] if bucket else []
-    return [name for name, *rest in parts if rest == [card]]
 
 
 def download_corpus(target: Path, card: str, data: str) -> bool:
@@ -114,21 +107,6 @@ def upload_corpus(folder: Path, card: str) -> None:
     with progress(f"uploading the corpus {folder.name!r} to {bucket}"):
         remote.upload({path.name: path for path in folder.glob("[!.]*") if path.is_file() and path.name != card})
         remote.upload({card: folder / card})
-
-
-def fetch_text(address: str, folder: Path) -> Path:
-    """Download a file or a folder of text, and return its path on this machine. Raises BucketError."""
-    remote = BucketFolder(address)
-    name = remote.address.rpartition("/")[2] or "text"
-    with progress(f"downloading {remote}"):
-        files = [path for path in remote.tree() if path]
-        for path in files:
-            if ".." in Path(path).parts or Path(path).is_absolute():  # the key FOLDER//etc/x ends with /etc/x
-                raise BucketError(f"{remote} has a file {path!r:.200}", "Rename it.", code="bucket.damaged")
-        remote.download({path: folder / name / path for path in files})
-        if not files:  # the address is that of a file
-            BucketFolder(remote.address.rpartition("/")[0]).download({name: folder / name})
-    return folder / name
 
 
 def _digest_in(card: Path) -> str:

@@ -32,7 +32,6 @@ from archipelago.islands.data.copies import (
     CARD_BYTES_MAX,
     DATA_VARIABLE,
     bucket_of_corpora,
-    corpora_in_bucket,
     download_corpus,
     folder_in_front_of,
     is_verified,
@@ -186,16 +185,11 @@ def open_corpus(name: str) -> OpenCorpus:
         ConfigError: No corpus can have that name, or it is the path or the address of a text (`data.not-prepared`).
     """
     is_path = os.path.exists(name)  # noqa: PTH110 - it takes any text
-    if is_path and not is_name(name):
+    if is_address(name) or (is_path and not is_name(name)):
         raise ConfigError(
-            f"{name!r} is a file or a folder, and not the name of a prepared corpus",
-            f"Run `archipelago prepare {name}`, which says the corpus's name. Then give that name.",
-            code="data.not-prepared",
-        )
-    if is_address(name):
-        raise ConfigError(
-            f"{name!r} is an address, and not the name of a corpus",
-            "Set ARCHIPELAGO_DATA to the address of the folder that holds the corpora, and give the corpus's name.",
+            f"{name!r} is a path or an address, and not the name of a prepared corpus",
+            f"Run `archipelago prepare {name}` for a file or a folder, which says the corpus's name. If corpora lie in "
+            "a bucket, set ARCHIPELAGO_DATA to the address of their folder. Then give the corpus's name.",
             code="data.not-prepared",
         )
     if not is_prepared(name) and not download_corpus(data_folder() / name, CARD_FILE, TEXT_FILE):
@@ -203,7 +197,7 @@ def open_corpus(name: str) -> OpenCorpus:
             from archipelago.islands.data.preparation import prepare_stdlib
 
             return prepare_stdlib()
-        present = ", ".join(sorted({*prepared(), *corpora_in_bucket(CARD_FILE)})) or "none yet"
+        present = ", ".join(prepared()) or "none yet"
         what = name if name in KNOWN or is_path else "FILE_OR_FOLDER --name NAME"
         raise DataError(
             f"there is no corpus {name!r} in {bucket_of_corpora() or data_folder()} (prepared: {present})",

@@ -272,38 +272,20 @@ def _fill_from_file(writer: TextWriter, path: Path, what: str) -> Filled:
     return Filled(what, reading=Reading(1))
 
 
-def prepare_tokens(of: OpenCorpus, name: str, encoding: Encoding) -> OpenCorpus:
-    """Prepare a corpus of text again, as tokens, with the same splits.
-
-    Raises:
-        DataError: `of` holds tokens (`data.no-source`), or one of the errors of `create`.
-    """
-    if of.tokenizer:
-        raise DataError(f"the corpus {of.name!r} is not a text of bytes", "Name a text.", code="data.no-source")
-
-    def fill(writer: TextWriter) -> Filled:
-        for split in (of.train, of.valid, of.test):
-            for start in range(0, split.size, CHUNK_BYTES):
-                writer.write(split[start : start + CHUNK_BYTES].tobytes())
-        return Filled(of.source, Splits(of.train.size, of.valid.size, of.test.size), of.reading)
-
-    return create(name, fill, encoding=encoding)
-
-
 # -- the sources of this Python's standard library: text that every machine has ----------------------------------------
 
 #: Folders that do not belong to the library, and tests, which slim installations leave out.
 _OTHER_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 
 
-def prepare_stdlib() -> OpenCorpus:
+def prepare_stdlib(name: str = STDLIB, encoding: Encoding = BYTES) -> OpenCorpus:
     """Prepare the sources of this Python's standard library, or open the corpus if it exists.
 
     Raises:
         DataError: This Python has no sources (`data.no-source`), or one of the errors of `create`.
     """
-    if is_prepared(STDLIB):
-        return open_corpus(STDLIB)
+    if is_prepared(name):
+        return open_corpus(name)
     root = Path(sysconfig.get_path("stdlib"))
     files = _sources(root)
     if not files:
@@ -313,7 +295,7 @@ def prepare_stdlib() -> OpenCorpus:
             code="data.no-source",
         )
     what = f"standard library of Python {platform.python_version()}"
-    return create(STDLIB, lambda writer: fill_from_files(writer, files, what))
+    return create(name, lambda writer: fill_from_files(writer, files, what), encoding)
 
 
 def _sources(root: Path) -> list[Path]:
@@ -346,21 +328,23 @@ class Enwik8:
     file_bytes: int = 36_445_475
 
 
-def prepare_enwik8(progress: Progress, wanted: Enwik8 = Enwik8()) -> OpenCorpus:
+def prepare_enwik8(
+    progress: Progress, name: str = ENWIK8, encoding: Encoding = BYTES, wanted: Enwik8 = Enwik8()
+) -> OpenCorpus:
     """Download and prepare enwik8, or open the corpus if it exists.
 
     Raises:
         DataError: It cannot be downloaded, or it is another text (`data.unreachable`), or one of the errors of
             `create`.
     """
-    if is_prepared(ENWIK8):
-        return open_corpus(ENWIK8)
+    if is_prepared(name):
+        return open_corpus(name)
 
     def fill(writer: TextWriter) -> Filled:
         writer.write(_downloaded(wanted, progress))
         return Filled(wanted.url.rpartition("/")[2])
 
-    return create(ENWIK8, fill)
+    return create(name, fill, encoding)
 
 
 def _downloaded(wanted: Enwik8, progress: Progress) -> bytes:

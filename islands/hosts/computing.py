@@ -6,7 +6,7 @@ the run, such as batches and snapshots, comes with the leader's messages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,6 @@ from archipelago.broker.codecs import Parts
 from archipelago.islands.computation import Computation
 from archipelago.islands.hosts.leader import HostLeader
 from archipelago.islands.hosts.messages import Frame, unfit
-from archipelago.islands.inner import InnerState
 from archipelago.islands.sync.arrays import put
 from archipelago.islands.sync.connection.snapshots import Arrival
 
@@ -37,25 +36,6 @@ class SharedComputation(Computation):
     def use_optimizer(self, leaves: Sequence[Any]) -> None:
         """Replace the inner optimiser's arrays by values of the host's memory."""
         super().use_optimizer(_placed(leaves, self.inner.optimizer))
-
-    def copies(self) -> dict[str, Any]:
-        """Return the inner state and the references in the host's memory, gathered one array at a time."""
-        return {"inner": self._on_host(self.inner)._asdict(), "references": self._on_host(self.replica.references)}
-
-    def examples(self) -> dict[str, Any]:
-        """Return the shapes of a checkpoint's arrays, which the leader reads into its host's memory."""
-        found: dict[str, Any] = jax.tree.map(
-            lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), super().examples()
-        )
-        return found
-
-    def restore_all(self, arrays: Sequence[Any]) -> None:
-        """Continue from parameters, optimiser state and references of the host's memory, in order."""
-        count = len(jax.tree.leaves(self.inner))
-        placed = _placed(arrays[:count], self.inner)
-        self.inner = jax.tree.unflatten(jax.tree.structure(self.inner), placed)
-        held = jax.tree.unflatten(jax.tree.structure(self.replica.references), arrays[count:])
-        self.replica.restore(held)
 
     def _on_host(self, tree: Any) -> Any:
         assert self.placement is not None  # noqa: S101 - several hosts have several devices
@@ -110,22 +90,6 @@ class LeadingComputation(SharedComputation):
         self._leader.tell("take", (), held)
         super().use_optimizer(held)
 
-    def copies(self) -> dict[str, Any]:
-        """Return the inner state and the references, which all processes gather."""
-        self._leader.tell("copies")
-        return super().copies()
-
-    def restore_optimizer(self, optimizer: Any) -> None:
-        """Continue from the optimiser's state of a checkpoint, in all processes."""
-        self.use_optimizer(jax.tree.leaves(optimizer))
-
-    def restore(self, inner: Mapping[str, Any], references: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from the inner state and the references of a checkpoint, in all processes."""
-        state = InnerState(dict(inner["params"]), inner["optimizer"])
-        arrays = [np.asarray(leaf) for leaf in jax.tree.leaves((state, [dict(found) for found in references]))]
-        self._leader.tell("restore", (), arrays)
-        self.restore_all(arrays)
-
 
 def follow(next_frame: Callable[[], Frame], computation: SharedComputation, sample: Any) -> int:
     """Do what the leader says until the island ends, and return the exit status.
@@ -151,8 +115,6 @@ def follow(next_frame: Callable[[], Frame], computation: SharedComputation, samp
         "adopt": lambda frame: computation.adopt_vector(frame.number(0), frame.arrays[0]),
         "give": lambda frame: computation.optimizer_leaves(),
         "take": lambda frame: computation.use_optimizer(frame.arrays),
-        "copies": lambda frame: computation.copies(),
-        "restore": lambda frame: computation.restore_all(frame.arrays),
     }
     while (frame := next_frame()).kind != "end":
         try:

@@ -49,20 +49,18 @@ def start_coordinator(here: HostRank) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
 
-def connect(here: HostRank) -> tuple[str, int]:
+def connect(here: HostRank) -> str:
     """Connect this process's JAX to the others. Call this before anything that uses a device.
 
     JAX aborts the process if the others do not connect within START_SECONDS. Afterwards `jax.devices()` are those of
     all processes.
 
     Returns:
-        The number and kind of this process's devices, and the bytes of memory of one; 0 if it is not known.
+        The number and kind of this process's devices.
     """
     import jax
     from jax._src import distributed
     from jax._src.lib import _jax  # type: ignore[attr-defined]
-
-    from archipelago.islands.placement import device_memory
 
     if jax.config.jax_platforms == "cpu":  # type: ignore[attr-defined]
         jax.config.update("jax_cpu_collectives_implementation", "gloo")  # type: ignore[no-untyped-call]
@@ -79,7 +77,7 @@ def connect(here: HostRank) -> tuple[str, int]:
     )
     state.client.connect()
     devices = jax.local_devices()
-    return f"{len(devices)} of {devices[0].device_kind}", device_memory()
+    return f"{len(devices)} of {devices[0].device_kind}"
 
 
 def leave() -> None:

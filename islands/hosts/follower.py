@@ -109,13 +109,14 @@ class HostFollower:
             has_told |= is_stopping
             time.sleep(POLL_SECONDS if not has_told else BEAT_SECONDS)
 
-    def connect_devices(self, here: HostRank) -> tuple[Manifest, int]:
-        """Connect JAX. Return the run, and the memory of the smallest device of all hosts; 0 if it is not known."""
+    def connect_devices(self, here: HostRank) -> Manifest:
+        """Connect JAX, and return the run."""
         manifest = Manifest.from_fields(json.loads(self.expect("run").text(0)))
         self.most = SPARE_BYTES + ELEMENT_BYTES * manifest.parameters
         keep_compiled()
-        self.say("devices", *connect(here))
-        return manifest, self.expect("go").number(0)
+        self.say("devices", connect(here))
+        self.expect("go")
+        return manifest
 
 
 def joined(
@@ -183,13 +184,13 @@ def follow_leader(options: IslandOptions, here: HostRank, stopped: Callable[[], 
     leader = joined(here, about, key, options.patience(stopped).seconds, stopped)
     leader.start(stopped)
     try:
-        manifest, device_bytes = leader.connect_devices(here)
+        manifest = leader.connect_devices(here)
         task = own_task(options, manifest)
 
         from archipelago.islands.hosts.computing import SharedComputation, follow
         from archipelago.islands.prepared import prepared_for
 
-        prepared = prepared_for(options, manifest, task, device_bytes)
+        prepared = prepared_for(options, manifest, task)
         work, sample = prepared.workload, prepared.sample()
         computation = SharedComputation(manifest, work.steps, work.begin, prepared.placement)
     except ArchipelagoError as error:

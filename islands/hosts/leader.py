@@ -82,7 +82,6 @@ class HostLeader:
 
     Attributes:
         island: The island, as soon as there is one. It announces its departure if a host is lost.
-        device_bytes: The memory of the smallest device of all hosts in bytes; 0 if it is not known.
     """
 
     def __init__(
@@ -97,7 +96,6 @@ class HostLeader:
             exits: Ends this process at once if another is lost. Computations over several hosts would wait for ever.
         """
         self.island: Island | None = None
-        self.device_bytes = 0
         self._here, self._about, self._key, self._exits = here, dict(about), key, exits
         self._others: dict[int, _OtherHost] = {}
         self._lock = threading.Lock()
@@ -192,13 +190,11 @@ class HostLeader:
         self.gather(seconds, stopped)
         self._coordinator = start_coordinator(self._here)
         self.tell("run", (json.dumps(manifest.to_fields()),))
-        own, memory = connect(self._here)
+        own = connect(self._here)
         for rank, said in self.ask_all("devices", DEVICES_SECONDS).items():
             if said.text(0) != own:
                 raise disagreement("devices", own, rank, said.text(0))
-            memory = min(memory, said.number(1))
-        self.device_bytes = memory  # all hosts choose the same mesh by it
-        self.tell("go", (memory,))
+        self.tell("go")
 
     # -- talking ------------------------------------------------------------------------------------------------------
 

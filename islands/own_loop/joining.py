@@ -51,9 +51,9 @@ def create(
         wire: The codecs.
         kinds: Which tensors are embeddings, for which `merge` has a rule of its own: a regular expression that is found
             in their names, or a function from a name to "embedding" or "rest".
-        trained: Which leaves are trained: a regular expression that is found in their names, such as "lora", a function
-            from a name to a boolean, or a tree of booleans like `params`. The other weights are frozen: `join` compares
-            them by digest, and they are never sent. None trains all floating-point leaves.
+        trained: Which leaves are trained: a regular expression that is found in their names, such as "lora", or a
+            function from a name to a boolean. The other weights are frozen: `join` compares them by digest, and they
+            are never sent. None trains all floating-point leaves.
         record: Keep all payloads, so that `archipelago replay` can merge the rounds again.
         shards: How many mergers share the work, for a model that is too large for one. One process serves all shards
             until others come.
@@ -133,7 +133,6 @@ class JoinedRun(Session):
             DivergedError: A parameter or the loss is not finite.
         """
         self._require_joined()
-        self._require_own(params)
         before = self._parameters.tree
         self._parameters.offer(params)
         try:
@@ -142,16 +141,6 @@ class JoinedRun(Session):
             self._parameters.offer(before)  # the island can still leave with what it has
             raise
         return self._parameters.tree
-
-    def _require_own(self, params: Any) -> None:
-        """Raise ConfigError (`loop.two-runs`) for parameters that another run has just returned."""
-        for other in self._others:
-            if isinstance(other, JoinedRun) and other.params is params:
-                raise ConfigError(
-                    f"the runs {other.run_name!r} and {self.run_name!r} were given the same parameters",
-                    "Each run trains parameters of its own: what one run brings would go to the other as progress.",
-                    code="loop.two-runs",
-                )
 
     # -- what JAX adds to a session -----------------------------------------------------------------------------------
 

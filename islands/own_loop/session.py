@@ -264,11 +264,6 @@ class Session(ABC):
             )
 
     @property
-    def _others(self) -> list[Session]:
-        """The other runs that this process has joined."""
-        return [other for other in _joined if other is not self]
-
-    @property
     def finished(self) -> bool:
         """Whether to stop training: the run is at its end, its operator asked for it, or SIGTERM has arrived."""
         loop = self._loop

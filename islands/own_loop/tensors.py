@@ -109,8 +109,8 @@ IsTrained = Callable[[str], bool]
 Trained = str | IsTrained
 
 _REMEDY = (
-    "Give a regular expression that is found in the names of trained tensors, such as 'lora', a function from a name "
-    "to a boolean, or in JAX a tree of booleans."
+    "Give a regular expression that is found in the names of trained tensors, such as 'lora', or a function from a "
+    "name to a boolean."
 )
 
 

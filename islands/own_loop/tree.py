@@ -20,7 +20,7 @@ import numpy as np
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.frozen import FrozenValues
 from archipelago.broker.manifest import Tensor
-from archipelago.islands.own_loop.tensors import KindOf, frozen_changed, nothing_trained, trained_by, trained_error
+from archipelago.islands.own_loop.tensors import KindOf, frozen_changed, nothing_trained, trained_by
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +57,8 @@ class TreeLayout:
 
         Args:
             tree: The tree.
-            trained: Which leaves are trained: a regular expression, a function of the name, or a tree of booleans. None
-                for all floating-point leaves.
+            trained: Which leaves are trained: a regular expression, or a function of the name. None for all
+                floating-point leaves.
 
         Raises:
             ConfigError: A leaf has no name of its own (`loop.unnamed`), a dtype that cannot be merged (`loop.dtype`),
@@ -71,7 +71,8 @@ class TreeLayout:
         if trained is None:
             merged = [place for place, leaf in enumerate(leaves) if _is_merged(names[place], leaf)]
         else:
-            places = chosen(trained, names, _named)
+            is_trained = trained_by(trained)
+            places = [place for place, name in enumerate(names) if is_trained(name)]
             merged = [place for place in places if _require_trainable(names[place], leaves[place])]
             frozen = [place for place in sorted({*range(len(names))} - {*places}) if is_weight(leaves[place])]
         if not merged:
@@ -135,11 +136,6 @@ def name_of(path: Sequence[Any]) -> str:
             code="loop.unnamed",
         )
     return name
-
-
-def _named(tree: Any) -> dict[str, Any]:
-    """Return all leaves of a tree by name."""
-    return {name_of(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
 def _require_trainable(name: str, leaf: Any) -> bool:
@@ -208,32 +204,6 @@ def require_values(name: str, leaf: Any) -> None:
 def host_vector(leaves: Sequence[Any]) -> np.ndarray[Any, np.dtype[np.float32]]:
     """Return arrays as one float32 vector in the memory of the host."""
     return np.concatenate([np.asarray(leaf).astype(np.float32).reshape(-1) for leaf in leaves])
-
-
-def chosen(trained: Any, names: Sequence[str], named: Callable[[Any], Mapping[str, Any]]) -> list[int]:
-    """Return the places of the leaves that a script trains.
-
-    Args:
-        trained: A regular expression, a function from a name to a boolean, or a tree of booleans.
-        names: The names of the leaves.
-        named: Returns the leaves of such a tree by name.
-
-    Raises:
-        ConfigError: It does not fit the tree (`loop.argument`).
-    """
-    is_tree = not jax.tree_util.treedef_is_leaf(jax.tree.structure(trained)) and jax.tree.leaves(trained)
-    if not is_tree:
-        is_trained = trained_by(trained)
-        return [place for place, name in enumerate(names) if is_trained(name)]
-    mask, known = named(trained), {*names}
-    if mask.keys() != known:
-        more, less = sorted(mask.keys() - known), sorted(known - mask.keys())
-        said = f"it has a leaf {more[0]!r}" if more else f"it has no leaf {less[0]!r}"
-        raise trained_error(f"the tree of `trained` is not the tree of the parameters: {said}")
-    for name, leaf in mask.items():
-        if not isinstance(leaf, bool | np.bool_):
-            raise trained_error(f"the leaf {name!r} of `trained` is {leaf!r:.60}, and not a boolean")
-    return [place for place, name in enumerate(names) if mask[name]]
 
 
 def is_weight(leaf: Any) -> bool:

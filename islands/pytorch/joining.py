@@ -143,7 +143,6 @@ class TorchRun(Session):
         return self._parameters.frozen_values()
 
     def _place(self, manifest: Manifest, vectors: Sequence[Vector]) -> TorchReplica:
-        self._require_own_model()
         if self._llama_config is not None:
             llama.require_size(self._llama_config, manifest.config.model.size)
         self._parameters.tell_of_own()
@@ -163,20 +162,6 @@ class TorchRun(Session):
     def _use_state(self, state: Sequence[Any]) -> None:
         if self._state is not None:
             self._state.use(state)
-
-    def _require_own_model(self) -> None:
-        """Raise ConfigError (`loop.two-runs`) if another run trains a parameter of this model."""
-        for other in self._others:
-            if not isinstance(other, TorchRun):
-                continue
-            theirs = {id(tensor) for tensor in other._parameters.tensors.values()}
-            both = [name for name, tensor in self._parameters.tensors.items() if id(tensor) in theirs]
-            if both:
-                raise ConfigError(
-                    f"the parameter {both[0]!r} is in the run {other.run_name!r} already",
-                    "Each run trains parameters of its own: what one run brings would go to the other as progress.",
-                    code="loop.two-runs",
-                )
 
 
 def _llama_config(model: Any) -> Mapping[str, Any] | None:

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from archipelago.broker.messages import Call, Event, Refusal, Snapshot
 from archipelago.broker.shards.layout import Layout
@@ -58,7 +57,6 @@ class Ledger:
         self.interval = interval
         self.window = min(window, layout.count)
         self.counts = [FragmentCount() for _ in range(layout.count)]
-        self.formerly = ""
         self._layout = layout
         self._closed = [0] * layout.shards
         self.global_step = 0
@@ -75,10 +73,6 @@ class Ledger:
     def closed(self) -> int:
         """The last closed round of any shard whose events the training loop has processed."""
         return max(self._closed)
-
-    def has_passed(self, shard: int, number: int) -> bool:
-        """Return whether a shard has closed a later round than this one, as far as the training loop knows."""
-        return self._closed[shard] > number
 
     def is_held(self, *, is_served: bool, stretch: float = 1.0) -> bool:
         """Return whether the schedule waits for the merger, because the island is its window ahead of the last merge.
@@ -117,10 +111,7 @@ class Ledger:
                 self.counts[p].newest = max(self.counts[p].newest, version)
                 self.merged_step = max(self.merged_step, step)
                 self._close(number)
-            case Refusal(island=self.island, incarnation=who, round=number, reason=reason, repeat=False) if who in (
-                self.incarnation,
-                self.formerly,
-            ):
+            case Refusal(island=self.island, incarnation=self.incarnation, round=number, reason=reason, repeat=False):
                 self._answered.discard(number)  # a refused contribution has not answered its round
                 self.refused += 1
                 self.last_refusal = reason
@@ -179,26 +170,6 @@ class Ledger:
         self.global_step = max(self.global_step, snapshot.step)
         self.merged_step = max(self.merged_step, snapshot.step)
 
-    def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, as JSON."""
-        return {
-            "counts": [asdict(count) for count in self.counts],
-            "closed": list(self._closed),
-            "global_step": self.global_step,
-            "merged_step": self.merged_step,
-            "refused": self.refused,
-            "answered": sorted(self._answered),
-            "owed": list(self._owed),
-        }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a `state()`."""
-        self.counts = [FragmentCount(**count) for count in state["counts"]]
-        self._closed, self._owed = closed_rounds(state), _by_shard(state["owed"])
-        self.global_step, self.merged_step = state["global_step"], state["merged_step"]
-        self._answered, self.refused = set(state["answered"]), state["refused"]
-        self._called.clear()
-
     def farewells(self) -> list[int]:
         """Return the next round of each fragment with unsent progress. A departing island contributes to these."""
         rounds = (
@@ -247,13 +218,3 @@ class Ledger:
         self._closed[shard] = max(self._closed[shard], number)
         self._called = {n for n in self._called if self._is_open(n)}
         self._answered = {n for n in self._answered if self._is_open(n)}
-
-
-def closed_rounds(state: dict[str, Any]) -> list[int]:
-    """Return the last closed round of each shard in a `Ledger.state()`."""
-    return _by_shard(state["closed"])
-
-
-def _by_shard(value: int | list[int]) -> list[int]:
-    """Return a stored value of each shard. Before there were shards, it was a number."""
-    return list(value) if isinstance(value, list) else [value]

@@ -87,7 +87,7 @@ class Participant(ABC):
         self.moments = "fresh"
         self.stretch = 0.0
         self._sequences = [0] * manifest.shards  # a shard's merger expects no gaps
-        self._markers = [0] * manifest.shards  # the last checkpoint that each shard's merger has announced
+        self._marker = 0  # the last checkpoint that a merger has announced
         self.tokens_per_step = float(config.tokens_per_step)
         #: The length of the run for the learning rate's schedule. It follows the operator's at the next boundary.
         self.run_steps = config.inner.steps
@@ -180,45 +180,22 @@ class Participant(ABC):
 
     def _process_news(self) -> None:
         news = self.link.take()
-        arrivals = news.arrivals
         for shard, event in news.events:
             match event:
                 case Resume():
                     self.ledger.resumed(shard, event.round, self.link.channels[shard].unresolved_rounds())
-                case Marker():
-                    arrivals = self._pass_marker(shard, event, arrivals)
+                case Marker(number=number):  # of each shard, at the same number
+                    if number > self._marker:
+                        self.reached_marker(number)
+                    self._marker = number
                 case _:
                     self.ledger.heard(event)
-        for arrival in arrivals:
+        for arrival in news.arrivals:
             self.adopt(arrival)
         if news.lost_ranges:
             self.forget_ranges(news.lost_ranges)
         for who in news.asked_by:
             self._hand_over(who)
-
-    def _pass_marker(self, shard: int, marker: Marker, arrivals: list[Arrival]) -> list[Arrival]:
-        """Take the island's part of a checkpoint, and return the arrivals that are to be adopted after it.
-
-        Each shard's merger announces the checkpoint as soon as it has cut its own part. The island takes its part at
-        the first of these markers. So it knows of no round that any shard's part lacks, and no part has what the island
-        sends later, because the mergers look for the marker before they accept what they have read.
-        """
-        others = [number for k, number in enumerate(self._markers) if k != shard]
-        self._markers[shard] = marker.number
-        if marker.number > max(others, default=0):
-            for arrival in arrivals:
-                if self._is_before(arrival, shard, marker):
-                    self.adopt(arrival)
-            arrivals = [arrival for arrival in arrivals if not self._is_before(arrival, shard, marker)]
-            # An island that joined after that round is not in the checkpoint.
-            if not self.ledger.has_passed(shard, marker.round):
-                self.reached_marker(marker.number)
-        self.link.channels[shard].outbox.passed(marker.number)
-        return arrivals
-
-    def _is_before(self, arrival: Arrival, shard: int, marker: Marker) -> bool:
-        snapshot = arrival.snapshot
-        return snapshot.round <= marker.round and self.manifest.shard_layout.place(snapshot.fragment)[0] == shard
 
     def _require_finite_loss(self) -> None:
         if self.losses.diverged >= DIVERGED_MAX:

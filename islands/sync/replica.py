@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from archipelago.broker.codecs import TOP_BLOCK, Parts, Vector
 from archipelago.broker.codecs import codec as codec_of
@@ -56,13 +55,6 @@ class Replica:
         }
         params: Tensors = device_copy(dict(sorted(parts.items())))
         return params
-
-    def restore(self, references: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from these references of each fragment by tensor name."""
-        self.references = [
-            jax.device_put(np.concatenate([np.asarray(found[tensor.name]).reshape(-1) for tensor, _ in rows]))
-            for rows, found in zip(self.layout, references, strict=True)
-        ]
 
     def warm_up(self, tensors: Tensors) -> None:
         """Compile both directions of every fragment without changing anything."""

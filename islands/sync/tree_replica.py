@@ -7,7 +7,7 @@ pull the run's parameters back to the numbers that the narrow dtype has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -202,13 +202,6 @@ class TreeReplica(Replica):
                 params[tensor.name] = own_copy(own, sharding_of(template))
             self.references.append(self._placed(p, held_N))
         return params
-
-    def restore(self, references: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from these references of each fragment by tensor name."""
-        self.references = [
-            {t.name: put(found[t.name], there) for (t, _), there in zip(rows, home.tensors, strict=True)}
-            for rows, home, found in zip(self.layout, self._homes, references, strict=True)
-        ]
 
     def warm_up(self, tensors: Tensors) -> None:
         """Compile both directions of every fragment without changing anything."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,7 +17,7 @@ import numpy as np
 
 from archipelago.broker.config import OWN_TOKENS_PER_STEP_MAX
 from archipelago.broker.errors import ConfigError, MismatchError
-from archipelago.broker.ranges import POSITIONS_MAX, RANGES_MAX, ReadPosition, parse_positions
+from archipelago.broker.ranges import POSITIONS_MAX, RANGES_MAX, ReadPosition
 from archipelago.islands.data.batches import PRIVATE_PASSES, Supply
 from archipelago.islands.data.ranges import range_order
 from archipelago.islands.tasks.task import NamedTask
@@ -123,7 +122,6 @@ class TaskRun:
         self._run_seed, self._link, self._pause = run_seed, link, pause
         self._thread = threading.get_ident()
         self._held: dict[str, Shard] = {}
-        self._restored: deque[ReadPosition] = deque()
         self._private, self._is_sharded = 0, False
         #: The shard that is read now.
         self.current: Shard | None = None
@@ -199,10 +197,6 @@ class TaskRun:
         """Return the next range of the run; None if none is free, or too many ends of ranges are not merged yet."""
         if self._link is None:
             return None
-        while self._restored:
-            restored = self._restored.popleft()
-            if restored.range in self._held:  # its lease was not lost meanwhile
-                return restored
         if len(self._held) >= POSITIONS_MAX:
             return None
         leased, waited = self.lease(), 0.0
@@ -231,14 +225,6 @@ class TaskRun:
     def positions(self) -> tuple[ReadPosition, ...]:
         """Return the positions in leased passes that are not forgotten, in order of leasing: at most POSITIONS_MAX."""
         return tuple(shard.read_position() for shard in self._held.values())
-
-    def restore(self, positions: Sequence[ReadPosition]) -> None:
-        """Go on at the `positions()` of a checkpoint. `shards` is then called once more."""
-        self._is_sharded, self.current = False, None
-        self._held = {
-            at.range: Shard(int(at.range), 0, at.pass_number, at.position, 0, _ended=at.ended) for at in positions
-        }
-        self._restored = deque(at for at in positions if not at.ended)
 
     def forget(self, ranges: Collection[str]) -> None:
         """Forget leases that have ended or were lost. The rest of a pass whose lease was lost is read all the same."""
@@ -300,17 +286,6 @@ class TaskBatches(Supply):
     def forget(self, ranges: Collection[str]) -> None:
         """Forget leases that have ended or were lost."""
         self._run.forget(ranges)
-
-    def state(self) -> dict[str, int | str]:
-        """Return how far each leased range was read. Other iterables have no position."""
-        return {"places": " ".join(map(str, self.positions()))}
-
-    def restore(self, state: Mapping[str, int | str]) -> None:
-        """Continue from a `state()`, so that no batch before the checkpoint is read again."""
-        if positions := parse_positions(str(state.get("places", ""))):
-            self._run.restore(positions)
-            self._given = self._task.call("batches", self._task.task.batches, self._run)
-            self._iterator = self._first = None
 
     # -- drawing ------------------------------------------------------------------------------------------------------
 

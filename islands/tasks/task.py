@@ -157,32 +157,22 @@ def load_task(text: str) -> TaskFile:
     where, colon, variable = text.rpartition(":")
     if not colon or variable.endswith(".py"):
         where, variable = text, DEFAULT
-    if where and not variable:
-        raise ConfigError(
-            f"--task {text} has no name after the colon",
-            f"Give --task {where}:NAME, or --task {where} for the name {DEFAULT!r}.",
-            code="task.file",
-        )
     path = Path(where).expanduser().absolute()
-    if path.suffix != ".py" or not path.is_file():
+    if not variable or path.suffix != ".py" or not path.is_file():
         raise ConfigError(
-            f"there is no Python file {where} with a task",
-            "Give --task FILE.py:NAME, such as --task train_mine.py:task.",
+            f"--task {text} names no task in a Python file that is there",
+            f"Give --task FILE.py:NAME, such as --task train_mine.py:task, or --task FILE.py for the name {DEFAULT!r}.",
             code="task.file",
         )
     module = _imported(path)
-    if not hasattr(module, variable):
+    task = getattr(module, variable, None)
+    if not isinstance(task, Task):
         names = [name for name, value in vars(module).items() if isinstance(value, Task)]
         raise ConfigError(
-            f"{path} has no {variable!r}",
-            f"Its tasks are: {', '.join(names)}." if names else f"Write `{variable} = archipelago.Task(…)` into it.",
-            code="task.name",
-        )
-    task = getattr(module, variable)
-    if not isinstance(task, Task):
-        raise ConfigError(
-            f"{variable!r} in {path} is of the type {type(task).__name__!r}, and not a task",
-            f"Write `{variable} = archipelago.Task(init, loss, batches)`.",
+            f"{variable!r} in {path} is no task",
+            f"Its tasks are: {', '.join(names)}."
+            if names
+            else f"Write `{variable} = archipelago.Task(init, loss, batches)` into it.",
             code="task.name",
         )
     found = TaskFile(task, path, variable)

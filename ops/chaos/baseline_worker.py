@@ -84,7 +84,7 @@ class DataParallelWorker:
 
     def _save(self) -> None:
         leaves = {f"{number:05d}": np.asarray(leaf) for number, leaf in enumerate(jax.tree.leaves(self.state))}
-        text = safetensors.numpy.save(leaves, {"batches": json.dumps(self._batches.state())})
+        text = safetensors.numpy.save(leaves)
         write_atomically(self._checkpoint(self._step), text)
         kept = {self._checkpoint(self._step), self._checkpoint(self.saved)}  # The hub may not know the newest one yet.
         for path in set(self._folder.glob("checkpoint-*.safetensors")) - kept:
@@ -104,8 +104,9 @@ class DataParallelWorker:
             return
         with safe_open(self._checkpoint(step), framework="numpy") as file:
             leaves = [jnp.asarray(file.get_tensor(name)) for name in sorted(file.keys())]
-            self._batches.restore(json.loads(file.metadata()["batches"]))
         self.state = jax.tree.unflatten(jax.tree.structure(self.state), leaves)
+        for _ in range(step):  # each step has read one batch
+            self._batches.next(1)
 
     def _checkpoint(self, step: int) -> Path:
         return self._folder / f"checkpoint-{step}.safetensors"

@@ -20,10 +20,9 @@ from archipelago.broker.transport import (
     ReaderTransport,
     Transport,
 )
-from archipelago.islands.checkpoint import IslandCheckpoint
+from archipelago.islands.checkpoint import IslandStore, Rejoin
 from archipelago.islands.creation import first_snapshots
 from archipelago.islands.data.batches import Supply
-from archipelago.islands.rejoin import Rejoin
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.tasks.batches import TaskRun
@@ -153,7 +152,7 @@ class VirtualRun:
         work, seed = self._others.get(name, self._work), self.manifest.config.seed
         supply = work.supply(TaskRun(name, self._born, seed, link, pause=lambda seconds: link.pump()))
         island = self.new_island(name, work, supply, link, arrivals, incarnation)
-        rejoin = Rejoin(transport, None, island, arrivals, seconds=0.0)
+        rejoin = Rejoin(transport, island, seconds=0.0)
         return self.begin(island, rejoin, step_seconds, asks_peers=moments == "peer")
 
     def begin(
@@ -163,7 +162,7 @@ class VirtualRun:
         step_seconds: float,
         *,
         asks_peers: bool = False,
-        found: IslandCheckpoint | None = None,
+        store: IslandStore | None = None,
     ) -> Island:
         """Let an island that has joined begin to train.
 
@@ -172,14 +171,14 @@ class VirtualRun:
             rejoin: How it gets the state of its inner optimiser.
             step_seconds: How long it takes for an inner step.
             asks_peers: Whether it asks the others for that state. They answer at once.
-            found: The checkpoint with which it goes on.
+            store: Its own state on a disk, if it has any.
         """
         rejoin.ask(wants_state=asks_peers)
         island.beat("joining")
         island.link.pump()
         if asks_peers:
             self._act_once()
-        rejoin.complete(found)
+        rejoin.complete(store)
         island.beat("training")
         island.link.pump()
         self.islands[island.name] = island

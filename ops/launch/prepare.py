@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from archipelago.broker.buckets.folder import is_address
 from archipelago.broker.config import BYTES
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.observe.progress import progress as waiting
@@ -29,7 +27,7 @@ class PrepareOptions:
     """Turn text into a corpus: a file or a folder of text, `enwik8` (100 MB of Wikipedia), or `stdlib`."""
 
     source: Annotated[str, tyro.conf.Positional]
-    """A file, a folder, an address such as s3://BUCKET/TEXTS, `enwik8` or `stdlib`."""
+    """A file, a folder, `enwik8` or `stdlib`."""
     name: str | None = None
     """The name of the corpus, for --data.corpus. The default is made from the source."""
     tokenizer: str | None = None
@@ -79,25 +77,25 @@ def main(options: PrepareOptions) -> int:
 
 
 def _prepare(options: PrepareOptions) -> OpenCorpus:
-    from archipelago.islands.data.copies import fetch_text
-    from archipelago.islands.data.corpus import KNOWN
-    from archipelago.islands.data.preparation import is_bytes, prepare_text, prepare_tokens
+    from archipelago.islands.data.copies import download_corpus
+    from archipelago.islands.data.corpus import CARD_FILE, ENWIK8, KNOWN, STDLIB, TEXT_FILE, data_folder, is_prepared
+    from archipelago.islands.data.preparation import is_bytes, prepare_enwik8, prepare_stdlib, prepare_text
     from archipelago.islands.data.tokenizer import encoding_of
 
     encoding = encoding_of(options.tokenizer) if options.tokenizer is not None else BYTES
     is_known, is_tokenised = options.source in KNOWN, not is_bytes(encoding)
-    _require_useful(options, is_known=is_known, is_tokenised=is_tokenised)
+    if options.name and is_known and not is_tokenised:
+        raise ConfigError(f"the corpus {options.source!r} keeps its own name", "Leave out --name.", code="config.value")
     suffix = (f"-bpe{encoding}" if isinstance(encoding, int) else "-tokens") if is_tokenised else ""
-    name = options.name or _name(options) + suffix
-    if not is_known:
-        with tempfile.TemporaryDirectory(prefix="archipelago-") as folder, _progress() as progress:
-            source = fetch_text(options.source, Path(folder)) if is_address(options.source) else Path(options.source)
-            return prepare_text(source, checked_name(name, "the corpus name"), encoding, progress)
-    plain = _prepare_known(options)
-    if not is_tokenised:
-        return plain
-    with waiting("making the tokens"):
-        return prepare_tokens(plain, checked_name(name, "the corpus name"), encoding)
+    name = checked_name(options.name or _name(options) + suffix, "the corpus name")
+    if is_known and not is_prepared(name):
+        download_corpus(data_folder() / name, CARD_FILE, TEXT_FILE)  # the bucket's, if it has it
+    with _progress() as progress:
+        if options.source == STDLIB:
+            return prepare_stdlib(name, encoding)
+        if options.source == ENWIK8:
+            return prepare_enwik8(progress, name, encoding)
+        return prepare_text(Path(options.source), name, encoding, progress)
 
 
 @contextmanager
@@ -109,26 +107,6 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
             activity.what, activity.done, activity.total = what, done, total
 
         yield progress
-
-
-def _require_useful(options: PrepareOptions, *, is_known: bool, is_tokenised: bool) -> None:
-    """Raise ConfigError (`config.value`) for an option that would change nothing."""
-    if options.name and is_known and not is_tokenised:
-        raise ConfigError(f"the corpus {options.source!r} keeps its own name", "Leave out --name.", code="config.value")
-
-
-def _prepare_known(options: PrepareOptions) -> OpenCorpus:
-    """Prepare the public data set that `source` names."""
-    from archipelago.islands.data.copies import download_corpus
-    from archipelago.islands.data.corpus import CARD_FILE, TEXT_FILE, data_folder, is_prepared
-    from archipelago.islands.data.preparation import prepare_enwik8, prepare_stdlib
-
-    if not is_prepared(options.source):
-        download_corpus(data_folder() / options.source, CARD_FILE, TEXT_FILE)  # the bucket's, if it has it
-    if options.source == "stdlib":
-        return prepare_stdlib()
-    with _progress() as progress:
-        return prepare_enwik8(progress)
 
 
 def _name(options: PrepareOptions) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from archipelago.broker.config import DataConfig, InnerConfig, ModelConfig, RunConfig
-from archipelago.broker.footprint import ON_DEVICE, footprint, shortage
+from archipelago.broker.footprint import footprint, shortage
 from archipelago.broker.manifest import Corpus, Manifest, Tensor, balanced
 
 #: 13 layers of width 896: the run `124m` with its default batch of 8 sequences of 128 bytes.
@@ -42,6 +42,5 @@ def test_a_larger_batch_takes_more_memory_in_an_island_only() -> None:
 
 
 def test_a_part_that_does_not_fit_is_said() -> None:
-    assert 24e9 < 1.01e9 * sum(ON_DEVICE.values()) < 80e9  # `1b` with a small batch fits a device of 80 GB
     assert not shortage("the merger", 5, 5)
     assert "the merger" in shortage("the merger", 6, 5)

@@ -69,7 +69,6 @@ def test_a_new_run_is_empty(transport: Transport, connections: Connect) -> None:
     assert transport.reader.cursors() == {}
     assert transport.island.open_requests() == []
     assert transport.island.handed_over("a/x") is None
-    assert transport.island.claim_checkpoint("a") is None
     assert transport.merger.read([]) == []
     memory = transport.reader.memory()
     assert isinstance(memory, Memory)
@@ -93,7 +92,7 @@ def test_a_run_without_its_manifest_can_be_created_again(
     reader = again.reader
     assert (reader.tape(9), reader.events(START, 0.0), reader.notes(9), reader.control()) == ([], [], [], {})
     assert (reader.backlog(), reader.merger_state(), reader.books(), reader.cursors()) == (0, "", Books(), {})
-    assert (again.merger.outer(0), again.island.claim_checkpoint("a")) == (b"", None)
+    assert again.merger.outer(0) == b""
     assert again.island.register_corpus("site", "2" * 32) == "2" * 32
     assert again.island.promise_answer("a/x", "b/y") is False
     assert reader.fragment(0) == samples.first_snapshots(manifest)[0]
@@ -316,9 +315,6 @@ def test_a_restored_run_continues(connections: Connect) -> None:
     assert [entry.round for entry in made.reader.tape(9)] == [1, 3]
     assert made.reader.cursors() == {"0": (1, 0), "site/7": (2, 0)}
     assert (made.reader.books().merged, made.reader.books().kept, made.reader.backlog()) == (3, 1, 0)
-    assert made.island.claim_checkpoint("a") == (3, 1)
-    assert connections().island.claim_checkpoint("a") is None, "an island claims the checkpoint once"
-    assert connections().island.claim_checkpoint("b") == (3, 1)
 
 
 def test_an_existing_run_is_not_overwritten_by_a_restore(transport: Transport, connections: Connect) -> None:
@@ -327,4 +323,3 @@ def test_an_existing_run_is_not_overwritten_by_a_restore(transport: Transport, c
         connections().restore(samples.image(transport.reader.manifest(), []))
     assert transport.reader.fragment(0) == samples.first_snapshots(transport.reader.manifest())[0]
     assert (transport.reader.backlog(), transport.reader.books().merged) == (1, 0)
-    assert transport.island.claim_checkpoint("a") is None

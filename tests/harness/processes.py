@@ -14,7 +14,6 @@ import psutil
 
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.redis.transport import connect
-from archipelago.islands.checkpoint import IslandStore
 from archipelago.ops.watch.reading import observe
 from archipelago.ops.watch.run_view import IslandView, RunView
 from tests.conftest import PATIENCE_SECONDS, gone
@@ -148,11 +147,3 @@ class UpRun:
         """Return what a worker has logged so far."""
         path = self.folder / "logs" / f"{name}.log"
         return path.read_text() if path.exists() else ""
-
-
-def is_written(store: IslandStore, number: int | None = None) -> bool:
-    """Return whether an island has a checkpoint, or the one with that number. It may delete older ones meanwhile."""
-    try:
-        return store.find(number) is not None
-    except FileNotFoundError:
-        return False

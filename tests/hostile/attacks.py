@@ -310,12 +310,6 @@ def notes(attacker: Attacker, dice: Dice) -> None:
         attacker.redis.xadd(attacker.key(f"notes:{attacker.name}"), fields)
 
 
-def restored(attacker: Attacker, dice: Dice) -> None:
-    """Claim that the run was restored from a checkpoint, and take the claims of others."""
-    for field in ("number", "round", "by.ada", "by.newcomer"):
-        attacker.redis.hsetnx(attacker.keys.restored, field, "-9e99")
-
-
 def the_last_entry(attacker: Attacker, dice: Dice) -> None:
     """Let nothing follow the last entry of a stream."""
     island = f"{attacker.name}-last"
@@ -326,7 +320,7 @@ def the_last_entry(attacker: Attacker, dice: Dice) -> None:
 #: Every attack that leaves the log of merged contributions.
 ATTACKS: tuple[Attack, ...] = (
     contributions, heartbeat, raw_entries, not_a_stream, not_a_heartbeat, heartbeat_in_pieces, leases,
-    requests, handovers, notes, restored, strange_names, pointers, the_last_entry,
+    requests, handovers, notes, strange_names, pointers, the_last_entry,
     a_far_step, the_farthest_step, refused_tokens, a_pointer_to_the_snapshot, many_names, names_without_islands,
     another_name_in_my_stream, a_heavy_claim, a_far_place, a_dead_reader, a_tiny_step_time, eternal_heartbeats,
     a_flood, a_valid_flood, damaged_keys, lost_books, damaged_state, a_lost_epoch, forged_events, uncounted_entries,

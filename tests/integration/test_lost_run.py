@@ -11,7 +11,7 @@ import pytest
 from archipelago.broker.errors import ConfigError, RunExistsError, UnknownRunError
 from archipelago.broker.redis.keys import REGISTRY
 from archipelago.broker.redis.transport import RedisTransport, connect
-from archipelago.islands.rejoin import Rejoin
+from archipelago.islands.checkpoint import Rejoin
 from archipelago.islands.sync.connection.outbox import KEPT_MIN
 from archipelago.islands.sync.connection.watch import refusal
 from archipelago.islands.worker import Island
@@ -164,9 +164,9 @@ def test_each_return_of_an_island_loses_what_it_had_not_sent(lost: LostRun) -> N
         lost.describe(island)
         discarded += lost.accounts().tokens_unsent
         island = lost.island(incarnation=f"y{number}", silent=True)
-        rejoin = Rejoin(lost.connect(), None, island, [])
+        rejoin = Rejoin(lost.connect(), island)
         rejoin.ask(wants_state=False)
-        rejoin.complete(None)
+        rejoin.complete()
         island.beat("joining")
         island.link.pump()
         lost.play(island, 5)

@@ -11,10 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from archipelago.broker.memory.transport import MemoryBroker
-from archipelago.broker.shards.transport import claim_checkpoint, of_shard, whole
+from archipelago.broker.shards.transport import of_shard, whole
 from archipelago.broker.transport import Transport
-from archipelago.islands.checkpoint import IslandStore, cut
-from archipelago.islands.rejoin import Rejoin
+from archipelago.islands.checkpoint import IslandStore, Rejoin, taken
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.tasks.batches import TaskRun
 from archipelago.islands.tasks.workload import Workload
@@ -55,17 +54,15 @@ class CheckpointedRun(VirtualRun):
         transport = whole(self.connect_as(name), self.manifest)
         self._born += 1
         store = IslandStore(self.path / name, self.manifest)
-        returned = claim_checkpoint(transport, name)
-        found = store.find(*returned) if returned else None
         link = Link(transport, self.manifest, f"{name}/v{self._born}", (), clock=self.clock, wall=self.clock)
         arrivals = link.join()
         pause: Callable[[float], None] = lambda seconds: link.pump()  # noqa: E731 - it has a type
         supply = self.of.supply(TaskRun(name, self._born, self.manifest.config.seed, link, pause=pause))
         island = self.of.island(
             name, self.manifest, supply, link, arrivals, clock=self.clock, incarnation=f"v{self._born}",
-            on_marker=lambda island, number: store.save(cut(island, number)),
+            on_marker=lambda island, number: store.save(taken(island)),
         )  # fmt: skip
-        return self.begin(island, Rejoin(transport, store, island, arrivals, seconds=0.0), step_seconds, found=found)
+        return self.begin(island, Rejoin(transport, island, seconds=0.0), step_seconds, store=store)
 
     def finish(self) -> None:
         """Play to the end, until everything is merged, and check that each contribution was merged once."""

@@ -136,8 +136,6 @@ def test_an_island_waits(transport: RedisTransport, stuttering: Stuttering, task
 AT_THE_START = (
     "manifest",
     "control",
-    "presences",
-    "claim_checkpoint",
     "claim_name",
     "heads",
     "is_served",

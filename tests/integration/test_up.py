@@ -12,10 +12,10 @@ import pytest
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.shards.transport import whole
-from archipelago.islands.checkpoint import IslandStore
+from archipelago.islands.checkpoint import FILE
 from archipelago.merger.storage import MergerFolder
 from tests.conftest import Until, gone
-from tests.harness.processes import SETTINGS, Processes, UpRun, children, is_written
+from tests.harness.processes import SETTINGS, Processes, UpRun, children
 
 pytestmark = [pytest.mark.full, pytest.mark.processes]
 
@@ -94,15 +94,14 @@ class Phoenix(UpRun):
         return self.covered()
 
     def is_whole(self) -> bool:
-        """Return whether both shards and both islands have their parts of the newest checkpoint."""
+        """Return whether both shards have their parts of a checkpoint, and both islands their own."""
         try:
             image = self.checkpoints.load()
         except ConfigError:  # no checkpoint has the parts of all shards yet
             return False
         if image is None:
             return False
-        stores = [IslandStore(self.folder / "islands" / f"island-{n}", image.manifest) for n in range(2)]
-        return all(is_written(store, image.number) for store in stores)
+        return all((self.folder / "islands" / f"island-{n}" / FILE).exists() for n in range(2))
 
     def covered(self) -> int:
         """Return the last round in the newest checkpoint of both shards; 0 without one."""

@@ -178,23 +178,6 @@ def test_the_last_island_evaluates_the_final_parameters(run: TinyRun) -> None:
     assert run.transport.island.lease_evaluation("c/x", 1.0)  # the lease has ended
 
 
-@pytest.mark.parametrize("is_last", [True, False])
-def test_a_short_run_is_evaluated_at_its_beginning_and_its_end(run: TinyRun, is_last: bool) -> None:
-    """An island that ends before the others has evaluated the initial parameters only."""
-    island = run.island("a")
-    evaluator = of(run, island)
-    evaluator._stopping.set()  # the island ends before its thread has evaluated anything
-    evaluator.start()
-    evaluator.stop()
-    run.play(island, 10)
-    if is_last:
-        run.transport.island.heartbeat(samples.heartbeat("a", "done"))
-    evaluator.finish(lambda: False)
-    rounds = [found.round for found in run.transport.reader.evaluations()]
-    assert rounds == ([0, run.merger.rounds.closed] if is_last else [0])
-    assert run.transport.island.lease_evaluation("b/x", 1.0)
-
-
 def test_a_failing_evaluation_does_not_stop_the_island() -> None:
     def fail(*_: object) -> NoReturn:
         raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.redis.transport import RedisTransport, connect
+from archipelago.islands.checkpoint import Rejoin
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.ranges import range_order
-from archipelago.islands.rejoin import Rejoin
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.worker import Island
 from tests import samples
@@ -111,26 +111,17 @@ def test_a_starting_island_ends_at_most_with_a_sentence(attacks: list[Any]) -> N
     for each in attacks:
         attack(transport, *each)
     try:
-        transport.island.claim_checkpoint("a")
         transport.island.register_corpus("a", "0" * 32)
         transport.reader.manifest()
         island = island_of(transport)
     except (BrokerError, WireError):
         return
-    rejoin = Rejoin(transport, None, island, [], seconds=0.0, pause=lambda seconds: None)
+    rejoin = Rejoin(transport, island, seconds=0.0, pause=lambda seconds: None)
     island.ledger.global_step = 5
     rejoin.ask()
-    rejoin.complete(None)
+    rejoin.complete()
     island.link.pump()
     assert island.link.pumps.failure is None
     if not island.must_leave:
         island.boundary()
         island.advance()
-
-
-def test_a_damaged_record_of_a_restoration_is_ignored() -> None:
-    records: list[dict[str, Any]] = [{"number": "nan"}, {"number": "-1"}, {"number": "1", "round": "x"}]
-    for fields in (*records, {"number": b"\xff"}):
-        transport = begin()
-        transport.connection.redis.hset(transport.connection.keys.restored, mapping=fields)
-        assert transport.island.claim_checkpoint("a") is None, fields

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from copy import copy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +13,8 @@ import pytest
 
 from archipelago.broker.codecs import Vector, body_of, codec
 from archipelago.broker.errors import UnreachableError
-from archipelago.broker.messages import Marker
-from archipelago.broker.wire import digest
-from archipelago.islands.checkpoint import LEAVING, IslandStore, cut
+from archipelago.islands.checkpoint import IslandStore, Rejoin, taken
 from archipelago.islands.inner import begin
-from archipelago.islands.rejoin import Rejoin
 from archipelago.islands.sync import recovery
 from archipelago.islands.sync.connection.outbox import Draft
 from archipelago.islands.worker import Island
@@ -49,9 +44,7 @@ def bits(vectors: list[Vector]) -> list[bytes]:
     return [vector_N.tobytes() for vector_N in vectors]
 
 
-def returning(
-    run: TinyRun, name: str = "new", store: IslandStore | None = None, meanwhile: Callable[[], object] = lambda: None
-) -> tuple[Island, Rejoin]:
+def returning(run: TinyRun, name: str = "new", meanwhile: Callable[[], object] = lambda: None) -> tuple[Island, Rejoin]:
     """Return an island that has asked its peers. `meanwhile` is called at each pause of its wait."""
     island = run.island(name, "z", silent=True)
     pauses = itertools.count()
@@ -62,7 +55,7 @@ def returning(
         island.link.pump()
         meanwhile()
 
-    rejoin = Rejoin(run.connect(), store, island, island.link.join(), pause=pause)
+    rejoin = Rejoin(run.connect(), island, pause=pause)
     rejoin.ask()
     island.beat("joining")
     island.link.pump()
@@ -86,7 +79,7 @@ def test_a_newcomer_gets_the_givers_moments_and_the_mergers_parameters() -> None
     giver.link.hand_over = noted  # type: ignore[method-assign]
     island, rejoin = returning(run, meanwhile=lambda: run.play(giver, 1))
     before = merged_params(run)
-    rejoin.complete(None)
+    rejoin.complete()
     (moments,) = given
     assert optimizer_bytes(island) == moments != fresh_moments(island)
     assert optimizer_bytes(giver) != moments  # the giver continues to train
@@ -102,7 +95,7 @@ def test_the_wait_for_a_silent_peer_ends_with_fresh_moments() -> None:
     run.play(run.island("silent"), 10)
     began, beat = run.clock.now, samples.heartbeat("silent")
     island, rejoin = returning(run, meanwhile=lambda: run.transport.island.heartbeat(beat))
-    rejoin.complete(None)
+    rejoin.complete()
     assert recovery.ASK_SECONDS <= run.clock.now - began < recovery.ASK_SECONDS + 1.0
     assert (island.moments, optimizer_bytes(island)) == ("fresh", fresh_moments(island))
     assert run.broker.runs["tiny"].requests == {}
@@ -116,7 +109,7 @@ def left(run: TinyRun, folder: Path) -> tuple[IslandStore, Island]:
     store = IslandStore(folder, run.manifest)
     island = run.island("new", "w")
     run.play(island, 10)
-    store.save(cut(island, LEAVING))
+    store.save(taken(island))
     run.depart(island)
     return store, island
 
@@ -126,7 +119,7 @@ def test_a_failed_handover_falls_back_to_the_own_checkpoint(tmp_path: Path, faul
     run = TinyRun()
     store, before = left(run, tmp_path / "k")
     run.play(run.island("giver"), 5)
-    island, rejoin = returning(run, store=store)
+    island, rejoin = returning(run)
 
     def fails(who: str) -> None:
         raise UnreachableError("connection refused")
@@ -135,7 +128,7 @@ def test_a_failed_handover_falls_back_to_the_own_checkpoint(tmp_path: Path, faul
         run.transport.island.hand_over("new/z", samples.handover(b"moments"), b"moments")
     else:
         rejoin.transport.island.handed_over = fails  # type: ignore[method-assign]
-    rejoin.complete(None)
+    rejoin.complete(store)
     assert island.moments == "own checkpoint"
     assert optimizer_bytes(island) == optimizer_bytes(before)
     assert run.broker.runs["tiny"].requests == {}
@@ -153,11 +146,9 @@ def test_totals_continue_and_the_global_step_comes_from_the_run(tmp_path: Path, 
     run.play(other, 25)
     if source != "peer":
         run.depart(other)
-    island, rejoin = returning(
-        run, store=None if source == "fresh" else store, meanwhile=lambda: run.play(other, int(source == "peer"))
-    )
+    island, rejoin = returning(run, meanwhile=lambda: run.play(other, int(source == "peer")))
     stamped = max(head.step for head in run.transport.reader.heads() if head is not None)
-    rejoin.complete(None)
+    rejoin.complete(None if source == "fresh" else store)
     assert island.moments == ("peer giver" if source == "peer" else source)
     if source != "peer":
         origin = optimizer_bytes(before) if source == "own checkpoint" else fresh_moments(island)
@@ -185,7 +176,7 @@ def test_an_island_that_rejoined_contributes_only_its_own_progress(monkeypatch: 
     run.depart(other)
     before = bits(merged_params(run))
     island, rejoin = returning(run)
-    rejoin.complete(None)
+    rejoin.complete()
     versions = [count.version for count in island.ledger.counts]
     sent: list[Draft] = []
     monkeypatch.setattr(island.link, "send", sent.append)
@@ -197,95 +188,3 @@ def test_an_island_that_rejoined_contributes_only_its_own_progress(monkeypatch: 
     assert header.base == versions[header.fragment] > 0
     moved = np.abs(codec(header.codec).decode(body_of(sent[0].parts), sent[0].elements)).max()
     assert 0 < moved < 10 * tiny.CONFIG.inner.peak, "this is the effect of three steps, not of its parameters"
-
-
-# -- the whole run goes back ----------------------------------------------------------------------------------------
-
-
-def cut_at_marker(run: TinyRun, store: IslandStore) -> Island:
-    """Return an island that saved a checkpoint at the merger's checkpoint 3."""
-    island = run.island("a", on_marker=lambda of, number: store.save(cut(of, number)))
-    run.play(island, 13)
-    run.merger.transport.merger.announce(run.merger.epoch, Marker(3, run.merger.rounds.closed))
-    run.pass_boundary(island)
-    assert store.find(3) is not None
-    return island
-
-
-def gone_back(run: TinyRun) -> TinyRun:
-    """Return a run on another broker with the same parameters and no leases, as after a restore."""
-    again = TinyRun(run.manifest)
-    stored, now = again.broker.runs["tiny"], run.broker.runs["tiny"]
-    for part in ("fragments", "outer", "state", "cursors"):
-        setattr(stored, part, copy(getattr(now, part)))
-    again.merger.load()
-    return again
-
-
-def test_a_restored_island_has_its_whole_state_and_its_shards(tmp_path: Path) -> None:
-    run = TinyRun()
-    store = IslandStore(tmp_path / "k", run.manifest)
-    before = cut_at_marker(run, store)
-    held, sent = before.batches.held(), before.link.channels[0].outbox.in_flight()[0]
-    again = gone_back(run)
-    # The link leases before the island is restored, and prefers the shard that the island was reading.
-    island, rejoin = returning(again, "a", store)
-    rejoin.complete(store.find(3))
-    assert island.moments == "own checkpoint"
-    assert island.ledger.formerly == "x"
-    assert island.batches.held() == held
-    assert again.transport.island.leased(held, "a/z") == set(held)
-    for _ in range(3):
-        again.pass_boundary(island)
-    assert island.batches.held() == held  # it keeps its leases
-    following = island.link.lease()
-    assert following is not None
-    assert following.range not in held
-    published = {entry.contribution.identity_text for entry in again.broker.runs["tiny"].updates.values()}
-    assert {p.contribution.identity_text for p in sent} <= published
-
-
-def test_a_restored_island_withdraws_its_request_although_it_cannot_lease_its_shards(tmp_path: Path) -> None:
-    run = TinyRun()
-    store = IslandStore(tmp_path / "k", run.manifest)
-    cut_at_marker(run, store)
-    again = gone_back(run)
-    peer = again.island("giver")
-    again.pass_boundary(peer)
-    island, rejoin = returning(again, "a", store)
-    assert again.broker.runs["tiny"].requests
-
-    def fails(*arguments: Any) -> None:
-        raise UnreachableError("connection refused")
-
-    rejoin.transport.island.lease_range = fails  # type: ignore[method-assign, assignment]
-    rejoin.complete(store.find(3))
-    assert island.moments == "own checkpoint"
-    again.pass_boundary(peer)
-    stored = again.broker.runs["tiny"]
-    assert (stored.requests, stored.handovers) == ({}, {})
-
-
-def test_a_shard_that_another_island_has_leased_is_given_up(tmp_path: Path) -> None:
-    run = TinyRun()
-    store = IslandStore(tmp_path / "k", run.manifest)
-    (shard,) = cut_at_marker(run, store).batches.held()
-    again = gone_back(run)
-    again.pass_boundary(again.island("b", "o", shards=[shard]))
-    island, rejoin = returning(again, "a", store)
-    rejoin.complete(store.find(3))
-    assert island.batches.held() == []
-    island.advance()
-    assert shard not in island.batches.held()
-
-
-def test_a_damaged_checkpoint_falls_back_to_rejoining(tmp_path: Path) -> None:
-    run = TinyRun()
-    store = IslandStore(tmp_path / "k", run.manifest)
-    cut_at_marker(run, store)
-    found = store.find(3)
-    assert found is not None
-    island, rejoin = returning(run, "b", store)
-    rejoin.complete(replace(found, rest={**found.rest, "digest": digest(b"another")}))
-    assert island.ledger.formerly == ""
-    assert bits(own_params(island)) == bits(merged_params(run))

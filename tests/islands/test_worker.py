@@ -57,33 +57,14 @@ def versions(island: Island) -> list[int]:
     return [count.version for count in island.ledger.counts]
 
 
-def close_rounds(run: TinyRun, other: Island, until: int) -> None:
-    while run.merger.rounds.closed < until:
-        run.play(other, 1)
-
-
-@pytest.mark.parametrize(
-    ("marker", "until", "at_marker", "after"),
-    [
-        (1, 2, [1, 0], [1, 1]),  # the snapshot of round 1 is adopted before the checkpoint, that of round 2 after it
-        (2, 3, [0, 1], [2, 1]),  # round 3 has replaced the snapshot of round 1, and only the newest one arrives
-    ],
-)
-def test_snapshots_up_to_the_marker_are_adopted_before_the_checkpoint(
-    marker: int, until: int, at_marker: list[int], after: list[int]
-) -> None:
-    run = TinyRun()
-    seen: list[tuple[int, list[int]]] = []
-    island = run.island("a", on_marker=lambda of, number: seen.append((number, versions(of))))
-    other = run.island("b")
-    close_rounds(run, other, marker)
-    assert seen == []
-    run.merger.transport.merger.announce(run.merger.epoch, Marker(5, marker))
-    close_rounds(run, other, until)
-    island.link.pump()
-    island.boundary()
-    assert seen == [(5, at_marker)]
-    assert versions(island) == after
+def test_each_checkpoint_of_the_merger_is_told_once() -> None:
+    run, seen = TinyRun(), list[int]()
+    island = run.island("a", on_marker=lambda of, number: seen.append(number))
+    for number in (5, 5, 6):
+        run.merger.transport.merger.announce(run.merger.epoch, Marker(number, 0))
+        island.link.pump()
+        island.boundary()
+    assert seen == [5, 6]
 
 
 # -- data -----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-import archipelago.islands.checkpoint
 import archipelago.islands.computation
 import archipelago.islands.data.batches
 import archipelago.islands.data.ranges
@@ -68,7 +67,6 @@ def install() -> None:
         jit=lambda f, **_: f,
     )
     for module in (
-        archipelago.islands.checkpoint,
         archipelago.islands.computation,
         archipelago.islands.sync.replica,
         archipelago.islands.worker,

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import copy
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
-import jax
+import numpy as np
 
 from archipelago.broker.commits import Image
 from archipelago.broker.errors import ArchipelagoError, ConfigError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Snapshot
-from archipelago.islands.checkpoint import KEPT, IslandStore
+from archipelago.islands.checkpoint import IslandStore, OwnState
+from archipelago.islands.sync.heartbeat import Totals
+from archipelago.islands.worker import Island
 from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.merger.record import Recorder, Round
 from archipelago.merger.storage import MergerFolder
@@ -139,46 +139,27 @@ def folder_on(
     return folder
 
 
-class _Orbax:
-    """The part of Orbax's CheckpointManager that `IslandStore` uses, with a dictionary as the disk."""
-
-    def __init__(self, disk: dict[int, dict[str, Any]], fail: Fail) -> None:
-        self._disk, self._fail = disk, fail
-
-    def latest_step(self) -> int | None:
-        return max(self._disk, default=None)
-
-    def all_steps(self) -> list[int]:
-        return list(self._disk)
-
-    def save(self, step: int, args: Any, force: bool) -> None:
-        self._fail("island checkpoint.before")
-        items = {name: item.item for name, item in args.items()}  # Arrays are immutable.
-        self._disk[step] = {**items, "rest": json.loads(json.dumps(items["rest"]))}
-        self._fail("island checkpoint.after")
-        for old in sorted(self._disk)[:-KEPT]:
-            del self._disk[old]
-
-    def wait_until_finished(self) -> None:
-        pass
-
-    def restore(self, step: int, args: Any) -> dict[str, Any]:
-        return {name: jax.tree.map(copy.copy, self._disk[step][name]) for name in args}
-
-
 class IslandDisk(IslandStore):
-    """An island's store with a dictionary in place of Orbax, and with explicit background jobs."""
+    """An island's store with a dictionary as the disk, and with explicit background jobs."""
 
-    def __init__(self, disk: dict[int, dict[str, Any]], manifest: Manifest, fail: Fail) -> None:
+    def __init__(self, disk: dict[str, OwnState], manifest: Manifest, fail: Fail) -> None:
         super().__init__(Path("/"), manifest)
         self.jobs = Jobs()
         self._pool = self.jobs  # type: ignore[assignment]
-        self._disk = disk
-        self._orbax = _Orbax(disk, fail)
+        self._disk, self._fail = disk, fail
 
-    def _is_empty(self) -> bool:
-        return not self._disk
+    def save(self, own: OwnState) -> None:
+        """Write the state as a whole or not at all."""
+        with suppress(OSError):  # a full disk does not stop training
+            self._fail("island checkpoint.before")
+            self._disk[self.manifest.uid] = own
+            self._fail("island checkpoint.after")
 
-    @contextmanager
-    def _manager(self) -> Iterator[_Orbax]:
-        yield self._orbax
+    def restore(self, island: Island) -> bool:
+        """Restore the island's optimiser state and totals."""
+        own = self._disk.get(self.manifest.uid)
+        if own is None:
+            return False
+        island.computation.use_optimizer([np.copy(leaf) for leaf in own.state.leaves])
+        island.moments, island.totals = "own checkpoint", Totals(own.totals.steps, own.totals.tokens)
+        return True

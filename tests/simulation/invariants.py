@@ -20,7 +20,6 @@ from archipelago.broker.messages import (
     RoundMember,
     Snapshot,
     TapeEntry,
-    from_fields,
     to_fields,
 )
 from archipelago.broker.presence import Presence
@@ -28,7 +27,6 @@ from archipelago.broker.ranges import ReadPosition, parse_positions
 from archipelago.broker.wire import digest_of, unpack
 from archipelago.islands.data.batches import PRIVATE_PASSES
 from archipelago.islands.sync.connection.outbox import ContributionHeader
-from archipelago.islands.sync.ledger import closed_rounds
 from archipelago.islands.worker import Island
 from archipelago.merger import outer
 from archipelago.merger.accounts import BURST_INTERVALS
@@ -332,43 +330,6 @@ class Invariants:
         closed = island.ledger._closed[self.shard]
         known, heard = island.ledger._layout.own_round(closed), island.link.channels[self.shard].inbox.heard_round
         assert known <= heard, f"{island.name} knows round {known}, and has received the events up to round {heard}"
-
-    def check_whole(self, island: Island, whole: Any) -> None:
-        """Check that an island which was restored with the run knows no later round than the run."""
-        assert not self.knows_more(whole.number, whole.rest), f"{island.name} knows more than {whole.number}"
-
-    def knows_more(self, number: int, rest: Mapping[str, Any]) -> bool:
-        """Return whether an island's part knows a later round than the shard's. Two mergers may use one number."""
-        image, known = self.simulation.disks[self.shard].get(number), closed_rounds(rest["ledger"])[self.shard]
-        return image is not None and self.simulation.manifest.shard_layout.own_round(known) > image.round
-
-    def check_cut(self, number: int, rest: Mapping[str, Any]) -> None:
-        """Check that the shard's part of a checkpoint and that of an island belong together.
-
-        What the island had sent before its own part is in one of them, and what it sent later is in neither. Otherwise
-        a restored run would lose work or merge it twice. A merger that starts may not know what was refused, and a
-        broker may lose what was sent before.
-
-        Args:
-            number: The number of the checkpoint.
-            rest: The JSON of the island's part.
-        """
-        who = f"{rest['island']}/{rest['incarnation']}"
-        sent_before = self.simulation.cuts[number, who, rest["totals"][0]]
-        image = self.simulation.disks[self.shard][number]
-        state, waiting = RunState.from_json(image.state), {c.identity_text for c, _ in image.pending}
-        in_flight = {from_fields(Contribution, fields).identity_text for fields in rest["in_flight"]}
-        for place, (shard, identity) in enumerate(self.simulation.sent[who]):
-            if shard != self.shard:
-                continue
-            island, incarnation, sequence = identity.split("/")
-            is_held = identity in waiting or state.has_seen((island, incarnation, int(sequence)))
-            if place < sent_before:
-                assert is_held or identity in in_flight | self.refused | self.simulation.given_up, (
-                    f"checkpoint {number} lacks {identity}"
-                )
-            else:
-                assert not is_held, f"checkpoint {number} of shard {shard} has {identity}, which was sent after it"
 
     # -- at the end -------------------------------------------------------------------------------------------------
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from archipelago.broker.errors import BrokerError, FencedError, UnknownRunError
 from archipelago.broker.ranges import ReadPosition
-from archipelago.broker.shards.transport import claim_checkpoint, of_shard, whole
+from archipelago.broker.shards.transport import of_shard, whole
+from archipelago.islands.checkpoint import Rejoin
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.ranges import range_order
 from archipelago.islands.inner import InnerSteps
-from archipelago.islands.rejoin import Rejoin
 from archipelago.islands.sync.connection.link import Link
-from archipelago.islands.sync.connection.outbox import Draft, SentContribution
+from archipelago.islands.sync.connection.outbox import Draft
 from archipelago.islands.worker import Island
 from archipelago.merger.beside import at_once
 from archipelago.merger.service import Merger
@@ -123,8 +122,6 @@ class IslandProcess(Process):
         simulation.births += 1
         self.store = IslandDisk(simulation.island_disks.setdefault(name, {}), simulation.manifest, simulation.may_crash)
         self.jobs = self.store.jobs
-        returned = claim_checkpoint(self.connection, name)
-        found = self.store.find(*returned) if returned else None
         self.incarnation = f"i{simulation.births}"
         self.who = f"{name}/{self.incarnation}"
         simulation.alive.add(self.who)
@@ -141,20 +138,17 @@ class IslandProcess(Process):
             arrivals,
             simulation.clock,
             self.incarnation,
-            on_marker=self._on_marker,
+            on_marker=lambda island, _: self.store.on_marker(island),
         )
         self._observe(simulation, link, batches)
-        rejoin = Rejoin(self.connection, self.store, self.island, arrivals, seconds=2.0, pause=self._wait)
+        rejoin = Rejoin(self.connection, self.island, seconds=2.0, pause=self._wait)
         rejoin.ask()
         self.island.beat("joining")
         self._pump()
-        rejoin.complete(found)
-        if found is not None:
-            simulation.check_whole(self, found)
-            simulation.trained[self.who] += max(count.tokens for count in self.island.ledger.counts)
+        rejoin.complete(self.store)
 
     def _observe(self, simulation: Simulation, link: Link, batches: Batches) -> None:
-        begin, send, resume = batches._begin, link.send, link.resume
+        begin, send = batches._begin, link.send
         shard_of = simulation.manifest.shard_layout.place
 
         def begun(at: ReadPosition) -> Any:
@@ -164,22 +158,11 @@ class IslandProcess(Process):
 
         def sent(draft: Draft) -> None:
             shard, _ = shard_of(draft.header.fragment)
-            simulation.sent[self.who].append((shard, draft.header.identity_text))
             if shard == 0:
                 simulation.invariants[0].sent(self.who, draft.header)
             send(draft)
 
-        def resumed(in_flight: Sequence[SentContribution]) -> None:
-            again = [(shard_of(p.contribution.fragment)[0], p.identity_text) for p in in_flight]
-            simulation.sent[self.who] += again
-            resume(in_flight)
-
-        batches._begin, link.send, link.resume = begun, sent, resumed  # type: ignore[method-assign]
-
-    def _on_marker(self, island: Island, number: int) -> None:
-        cut = (number, self.who, island.totals.steps)
-        self.simulation.cuts[cut] = len(self.simulation.sent[self.who])
-        self.store.on_marker(island, number)
+        batches._begin, link.send = begun, sent  # type: ignore[method-assign]
 
     def _wait(self, seconds: float) -> None:
         self._pump()

@@ -6,7 +6,7 @@ One seed determines everything random, so a failing seed fails again in the same
 from __future__ import annotations
 
 import random
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache, partial
@@ -28,6 +28,7 @@ from archipelago.broker.manifest import Manifest
 from archipelago.broker.memory.state import key_of
 from archipelago.broker.messages import Contribution, Marker
 from archipelago.broker.shards.transport import create, of_shard, whole
+from archipelago.islands.checkpoint import OwnState
 from archipelago.islands.sync.connection.outbox import KEPT_SECONDS
 from archipelago.merger.service import LEASE_SECONDS
 from archipelago.ops.experiments.virtual_time import VirtualClock
@@ -114,17 +115,12 @@ class Simulation:
         self.late: list[tuple[FaultyConnection, str, Callable[..., Any], Any, Any]] = []
         self.disks: Sequence[dict[int, Image]] = [{} for _ in range(shards)]  # the checkpoints of each shard
         self.records = [Record(self.may_crash) for _ in range(shards)]
-        self.island_disks: dict[str, dict[int, dict[str, Any]]] = {}
+        self.island_disks: dict[str, dict[str, OwnState]] = {}
         self.saved: tuple[float, int, Any] | None = None
         self.old_primary: OldPrimary | None = None
         self.damaged: Sequence[dict[int, tuple[int, bytes]]] = [{} for _ in range(shards)]
         self.trained: Counter[str] = Counter()
-        #: What each incarnation of an island has sent, with its shard.
-        self.sent: dict[str, list[tuple[int, str]]] = defaultdict(list)
-        #: How much of it an incarnation had sent before its part of a checkpoint, by its step at that time.
-        self.cuts: dict[tuple[int, str, int], int] = {}
         self.markers: Counter[int] = Counter()  # how often shard 0 has announced each checkpoint
-        self.given_up: set[str] = set()  # what was sent before the broker last lost data
         self.invariants: Sequence[Invariants] = [Invariants(self, shard) for shard in range(shards)]
         self.away: int | None = None
         self.is_cut_off = False
@@ -337,8 +333,6 @@ class Simulation:
         return random.randrange(self.manifest.shards) if self.manifest.shards > 1 else 0
 
     def _forget(self, shard: int) -> None:
-        self.check_cuts()
-        self.given_up.update(identity for sent in self.sent.values() for _, identity in sent)
         self.losses += 1
         self.invariants[shard].forget()
         self._disconnect(self.mergers_of(shard))
@@ -536,22 +530,8 @@ class Simulation:
             assert versions == list(range(1, len(versions) + 1)), f"fragment {p} has versions {versions}"
             assert head is None or head.version == len(versions)
 
-    def check_cuts(self) -> None:
-        """Assert that the parts of each complete checkpoint, those of islands too, are of one cut."""
-        parts = [items["rest"] for disk in self.island_disks.values() for items in disk.values()]
-        for number in (number for number in self.complete() if self.markers[number] == 1):
-            for rest in (rest for rest in parts if rest["number"] == number):
-                if not any(each.knows_more(number, rest) for each in self.invariants):
-                    for each in self.invariants:
-                        each.check_cut(number, rest)
-
     def check_loaded(self, process: MergerProcess) -> None:
         """Assert that a merger has loaded what the broker had."""
         damaged = self.damaged[process.shard]
         self.invariants[process.shard].check_loaded(process.merger, damaged)
         damaged.clear()
-
-    def check_whole(self, process: IslandProcess, whole: Any) -> None:
-        """Assert that an island did not return to a later state than the run."""
-        for each in self.invariants:
-            each.check_whole(process.island, whole)

@@ -13,7 +13,7 @@ from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Event
 from archipelago.broker.transport import IslandTransport
 from archipelago.islands.sync.connection.inbox import Announcements
-from archipelago.islands.sync.connection.outbox import Draft, Outbox, SentContribution
+from archipelago.islands.sync.connection.outbox import Draft, Outbox
 from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.connection.uplink import Uplink
 
@@ -52,33 +52,6 @@ class Channel:
         own = self._layout.place(header.fragment)[1]
         header = replace(header, round=self._layout.own_round(header.round), fragment=own)
         self.outbox.queue(replace(draft, header=header))
-
-    def resume(self, in_flight: Sequence[SentContribution]) -> None:
-        """Send those contributions of an earlier incarnation again that belong to this shard."""
-        mine = [
-            replace(each, contribution=self._layout.in_shard(each.contribution))
-            for each in in_flight
-            if self._layout.place(each.contribution.fragment)[0] == self.shard
-        ]
-        self.outbox.resume(mine)
-
-    def in_flight(self, marker: int) -> tuple[list[SentContribution], list[Draft]]:
-        """Return the contributions that were undecided at that marker, and the queue."""
-        published, drafts = self.outbox.in_flight(marker)
-        sent = [replace(each, contribution=self._layout.in_run(self.shard, each.contribution)) for each in published]
-        fragments = self._layout.fragments[self.shard]
-        queued = [
-            replace(
-                draft,
-                header=replace(
-                    draft.header,
-                    round=self._layout.run_round(self.shard, draft.header.round),
-                    fragment=fragments[draft.header.fragment],
-                ),
-            )
-            for draft in drafts
-        ]
-        return sent, queued
 
     @property
     def unsound(self) -> list[int]:
@@ -185,11 +158,6 @@ class Channels(tuple[Channel, ...]):
     def arrived_at(self) -> float:
         """When the last snapshot arrived."""
         return max(channel.inbox.arrived_at for channel in self)
-
-    def in_flight(self, marker: int = 0) -> tuple[list[SentContribution], list[Draft]]:
-        """Return the contributions that were undecided at the mergers' checkpoint `marker`, and the queue."""
-        found = [channel.in_flight(marker) for channel in self]
-        return [each for sent, _ in found for each in sent], [draft for _, queued in found for draft in queued]
 
     def all_held(self) -> list[Arrival]:
         """Return the newest snapshot of every fragment as it was published; an empty list if one is not held."""

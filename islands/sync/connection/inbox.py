@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from archipelago.broker.commits import START
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.messages import Event, Marker, Refusal, Resume, Snapshot
+from archipelago.broker.messages import Event, Refusal, Resume, Snapshot
 from archipelago.broker.transport import IslandTransport
 from archipelago.islands.sync.connection.announcements import Heads, fault_in, judged, last_round
 from archipelago.islands.sync.connection.outbox import Outbox
@@ -193,8 +193,6 @@ class Announcements:
                     self.snapshots.drop(event.fragment)
                 self.snapshots.announce(replace(event, merged=""))
                 self._outbox.resolve(event.identities, event.round)
-            case Marker(number=number):
-                self._outbox.mark(number)
             case Refusal(repeat=False) | Refusal(decided=True):  # a broker that died may have lost the first refusal
                 self._outbox.resolve({event.identity_text})
             case Resume(round=number):

@@ -29,7 +29,7 @@ from archipelago.broker.transport import IslandTransport
 from archipelago.islands.sync import recovery
 from archipelago.islands.sync.connection.channels import Channel, Channels
 from archipelago.islands.sync.connection.leases import IslandLeases
-from archipelago.islands.sync.connection.outbox import Draft, SentContribution
+from archipelago.islands.sync.connection.outbox import Draft
 from archipelago.islands.sync.connection.pumps import Pump, Pumps
 from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.connection.uplink import Uplink
@@ -163,12 +163,6 @@ class Link:
         """Queue inner optimiser state for a newcomer."""
         self._handovers.append(state)
         self._handing_over.wake.set()
-
-    def resume(self, in_flight: Sequence[SentContribution]) -> None:
-        """Send the undecided contributions of an earlier incarnation again."""
-        for channel, sending in zip(self.channels, self._sending, strict=True):
-            channel.resume(in_flight)
-            sending.wake.set()  # now, because an island whose window is full of these sends nothing else
 
     def lease(self) -> ReadPosition | None:
         """Return the next leased range, if any. The heartbeat thread then leases another."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 
 from archipelago.broker.codecs import Parts, body_of, codec
@@ -168,10 +168,8 @@ class Outbox:
         self._queue: deque[Draft] = deque()
         self._unresolved: dict[str, SentContribution] = {}
         self._merged = Merged()
-        self._at_marker: dict[int, dict[str, SentContribution]] = {}
         self._encoded: tuple[Draft, Contribution, bytes] | None = None
         self._attempted = ""  # identity of the contribution that was published last, successfully or not
-        self._must_resend = False
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -186,27 +184,11 @@ class Outbox:
             part.copy_to_host_async()  # only the compressed arrays leave the device
         self._queue.append(draft)
 
-    def in_flight(self, marker: int = 0) -> tuple[list[SentContribution], list[Draft]]:
-        """Return the contributions that are not in the merger's checkpoint `marker`, and the queue.
-
-        They were undecided at the marker, or sent after it.
-        """
-        drafts = list(self._queue)  # read first: drafts move from the queue to the published ones
-        with self._lock:
-            known = self._at_marker.pop(marker, {}) | self._unresolved
-        return list(known.values()), drafts
-
     def unresolved_rounds(self) -> set[int]:
         """Return the rounds of all contributions that are queued, or sent and neither merged nor refused yet."""
         queued = {draft.header.round for draft in list(self._queue)}  # read first, as above
         with self._lock:
             return queued | {published.contribution.round for published in self._unresolved.values()}
-
-    def resume(self, in_flight: Sequence[SentContribution]) -> None:
-        """Send contributions of an earlier incarnation again. Their identities make retries idempotent."""
-        with self._lock:
-            self._unresolved |= {p.identity_text: replace(p, entry=LOST) for p in in_flight}
-        self._must_resend = bool(in_flight)
 
     @property
     def queued_tokens(self) -> int:
@@ -217,9 +199,6 @@ class Outbox:
 
     def pump(self) -> None:
         """Encode and publish everything queued, oldest first. A contribution whose sending fails stays queued."""
-        if self._must_resend:
-            self.resend_lost()
-            self._must_resend = False
         while self._queue:
             self.send_oldest()
 
@@ -302,8 +281,6 @@ class Outbox:
         with self._lock:
             for identity in self._unresolved.keys() & identities:
                 published = self._unresolved.pop(identity)
-                for since in self._at_marker.values():
-                    since[identity] = published  # it may have been sent after the marker, and is not in the checkpoint
                 if merged_in is not None:
                     self._merged.add(merged_in, published, self._clock())
 
@@ -323,13 +300,3 @@ class Outbox:
                 # The acknowledgement of its sending may not have come before the merger's decision.
                 again = published if published.entry else replace(published, entry=LOST)
                 self._unresolved[published.identity_text] = again
-
-    def mark(self, number: int) -> None:
-        """Remember the undecided contributions at the merger's checkpoint `number`, until `passed`."""
-        with self._lock:  # several markers may come before the training loop passes the first one
-            self._at_marker.setdefault(number, dict(self._unresolved))
-
-    def passed(self, number: int) -> None:
-        """Forget the contributions at the markers up to this one, which the training loop has passed."""
-        with self._lock:
-            self._at_marker = {marker: known for marker, known in self._at_marker.items() if marker > number}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, count, pairwise, repeat, tee
+from collections.abc import Callable, Iterable
+from itertools import pairwise, repeat
 from pathlib import Path
 
 import numpy as np
@@ -255,76 +254,3 @@ def test_a_cursor_beyond_the_pass_ends_it() -> None:
     endless = Batches(TEXT, CONFIG, leases(repeat(ReadPosition("0", 0, 10**9))))
     assert np.array_equal(endless.next(4)[:, 0], rows("0", PRIVATE_PASSES)[:4])
     assert endless.positions() == (ReadPosition("0", 0, 0, ended=True),)
-
-
-# -- checkpoints ------------------------------------------------------------------------------------------------------
-
-PLACES = st.builds(
-    ReadPosition, st.integers(0, 7).map(str) | st.just("site/3"), st.integers(0, 4), st.integers(0, 9) | st.just(10**12)
-)
-ANSWERS = st.lists(PLACES, max_size=12)
-#: The actions of an island: read the batches of some steps, or forget ranges.
-ACTIONS = st.lists(st.integers(0, 30) | st.sets(st.sampled_from([*map(str, range(8)), "site/3"])), max_size=12)
-
-
-def do(supply: Batches, actions: Iterable[int | set[str]]) -> bytes:
-    """Perform the actions, and return the batches as bytes."""
-    out = b""
-    for action in actions:
-        if isinstance(action, int):
-            out += supply.next(action).tobytes()
-        else:
-            supply.forget(action)
-    return out
-
-
-@settings(deadline=None)
-@given(before=ACTIONS, after=ACTIONS, answers=ANSWERS, seed=st.integers(0, 99))
-def test_a_restored_supply_gives_the_same_batches_of_what_it_has_leased(
-    before: list[int | set[str]], after: list[int | set[str]], answers: list[ReadPosition], seed: int
-) -> None:
-    text, config = positions(2000), configured(shards=8, length=16, batch=3, seed=seed)
-    endless = (ReadPosition(str(number % 8), number // 8, 0) for number in count())
-    waiting: Iterator[ReadPosition] = chain(answers, endless)
-    original = Batches(text, config, lambda: next(waiting))
-    do(original, before)
-    state = json.loads(json.dumps(original.state()))
-    waiting, following = tee(waiting)
-    restored = Batches(text, config, lambda: next(following))
-    restored.restore(state)
-    assert restored.state() == state
-    assert restored.positions() == original.positions()
-    after = [*after, 20]
-    assert do(restored, after) == do(original, after)
-    assert restored.state() == original.state()
-
-
-DAMAGE: list[dict[str, int | str]] = [
-    {"places": "3:0:10000"},
-    {"places": "3:0:-1"},
-    {"places": "4:0:0"},
-    {"places": "3:0:x"},
-    {"places": "1:٣:0"},
-    {"text": "another"},
-]
-
-
-def test_a_position_outside_the_text_or_under_another_config_is_refused() -> None:
-    supply = Batches(TEXT, configured(), fresh(3))
-    supply.next(2)
-    state = supply.state()
-    supply.restore(state | {"now": "3:0:1:0", "repeats": 0})  # as version 0.2 wrote it
-    for damage in DAMAGE:
-        without = {key: value for key, value in state.items() if key not in damage}
-        for damaged in (state | damage, without):
-            with failing(DataError, "data.bad-position"):
-                supply.restore(damaged)
-        assert supply.state() == state
-    for config, text in (
-        (configured(shards=5), TEXT),
-        (configured(length=9), TEXT),
-        (configured(seed=1), TEXT),
-        (configured(), TEXT[:-1]),
-    ):
-        with failing(DataError, "data.bad-position"):
-            Batches(text, config, fresh(3)).restore(state)

@@ -70,13 +70,13 @@ def test_the_text_is_downloaded_once_and_nothing_else_is_taken_for_it(
     for content in (None, b"", bytes(8 << 20), TEXT, damaged, good[:-30], zipped("other"), zipped(content=TEXT[1:])):
         web.content = content
         with failing(DataError, "data.unreachable"):
-            prepare_enwik8(lambda *report: seen.append(report), web.wanted)
+            prepare_enwik8(lambda *report: seen.append(report), wanted=web.wanted)
     assert max(done for _, done, _ in seen) <= 3 << 20
     assert list(tmp_path.iterdir()) == []
     web.content = good
-    opened = prepare_enwik8(lambda *report: seen.append(report), web.wanted)
+    opened = prepare_enwik8(lambda *report: seen.append(report), wanted=web.wanted)
     assert seen[-1] == ("downloading", len(good), len(good))
     assert (opened.name, opened.source) == ("enwik8", "enwik8.zip")
     assert opened.train.tobytes() + opened.valid.tobytes() + opened.test.tobytes() == TEXT
     web.content = None
-    assert prepare_enwik8(lambda *_: None, web.wanted).identity == opened.identity
+    assert prepare_enwik8(lambda *_: None, wanted=web.wanted).identity == opened.identity

@@ -20,7 +20,7 @@ from archipelago.broker.wire import unpack
 from archipelago.islands.creation import describe, first_snapshots, fitted, require_readable
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.corpus import OpenCorpus, open_corpus
-from archipelago.islands.data.preparation import prepare_text, prepare_tokens
+from archipelago.islands.data.preparation import prepare_text
 from archipelago.islands.data.ranges import held_out, lease_all
 from archipelago.islands.data.tokenizer import byte_tokenizer
 from archipelago.islands.evaluation import assemble
@@ -82,11 +82,9 @@ def test_the_tokenizer_does_not_depend_on_held_out_text(tmp_path: Path, tokens: 
 
 
 def test_a_prepared_text_gives_the_same_tokens(tmp_path: Path, tokens: OpenCorpus) -> None:
-    again = prepare_tokens(open_corpus("text"), "again", VOCABULARY)
-    assert (again.digest, again.tokenizer) == (tokens.digest, tokens.tokenizer)
-    with failing(DataError, "data.no-source"):
-        prepare_tokens(tokens, "twice", VOCABULARY)
     (tmp_path / "text").write_text(TEXT, encoding="utf-8")
+    again = prepare_text(tmp_path / "text", "again", VOCABULARY)
+    assert (again.digest, again.tokenizer) == (tokens.digest, tokens.tokenizer)
     with failing(DataError, "data.taken"):
         prepare_text(tmp_path / "text", "tokens", VOCABULARY - 1)
 

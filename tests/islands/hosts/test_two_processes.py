@@ -48,5 +48,5 @@ def test_two_processes_train_as_one_device_and_restore_their_checkpoints(tmp_pat
     run = MeshRun()
     island = run.island(ONE)
     run.play(island, STEPS)
-    found_N = np.frombuffer((tmp_path / "params.bytes").read_bytes(), np.float32)
-    np.testing.assert_allclose(found_N, flat(island.params), atol=2e-4)
+    found_N = np.frombuffer((tmp_path / "moments.bytes").read_bytes(), np.float32)
+    np.testing.assert_allclose(found_N, flat(island.optimizer_leaves()), atol=2e-4)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from archipelago.broker.codecs import body_of
-from archipelago.islands.checkpoint import IslandStore, cut
+from archipelago.islands.checkpoint import IslandStore, taken
 from archipelago.islands.hosts.computing import LeadingComputation, SharedComputation, follow
 from archipelago.islands.hosts.coordinator import leave
 from archipelago.islands.hosts.follower import joined
@@ -25,7 +25,7 @@ from archipelago.islands.inner import begin, require_sound
 from archipelago.islands.mesh import MeshShape
 from archipelago.islands.sync import recovery
 from archipelago.islands.sync.arrays import decode_tree
-from archipelago.islands.sync.recovery import Received, StateForPeer
+from archipelago.islands.sync.recovery import StateForPeer
 from archipelago.islands.worker import Island
 from tests.islands.mesh.sharded_runs import CONFIG, MeshRun, manifest, on_mesh
 
@@ -43,53 +43,42 @@ def lead(here: HostRank, folder: Path) -> None:
     leader.assemble(manifest(), 300.0, lambda: False)
     try:
         found = play(leader, folder / "checkpoints")
-        (folder / "params.bytes").write_bytes(flat(found).tobytes())
+        (folder / "moments.bytes").write_bytes(flat(found).tobytes())
     except BaseException as error:
         leader.end(error=error)
         raise
     leader.end()
 
 
-def flat(params: dict[str, Any]) -> NDArray[np.float32]:
-    """Return all parameters as one vector."""
-    return np.concatenate([np.asarray(params[name], np.float32).reshape(-1) for name in sorted(params)])
+def flat(leaves: Sequence[Any]) -> NDArray[np.float32]:
+    """Return all arrays as one vector."""
+    return np.concatenate([np.asarray(leaf, np.float32).reshape(-1) for leaf in leaves])
 
 
-def play(leader: HostLeader, folder: Path) -> dict[str, Any]:
-    """Train, restore, and return the parameters after training."""
+def play(leader: HostLeader, folder: Path) -> list[Any]:
+    """Train, restore, and return the optimiser state after training."""
     run, island = begun(leader)
     run.play(island, STEPS)
     store = IslandStore(folder, run.manifest)
-    store.save(cut(island, 7))
-    before = island.computation.copies()
-    found = {name: np.asarray(x) for name, x in before["inner"]["params"].items()}
-    encoded = body_of(island.measured(0, "int4"))
+    store.save(taken(island))
+    moments = island.optimizer_leaves()
 
-    _, whole = begun(leader)  # it has nothing but its checkpoints
-    held = store.find(7)
-    assert held is not None
-    assert store.restore_whole(held, whole)
-    require_same(before, whole.computation.copies())
-    assert body_of(whole.measured(0, "int4")) == encoded
-    require_places(whole)
-    whole.advance()
-
-    # An island that comes back, with no peer there, takes its optimiser's state only.
+    # An island that comes back, with no peer there, takes its own optimiser state.
     _, again = begun(leader)
-    assert store.restore_moments(again)
-    require_same(before["inner"]["optimizer"], again.computation.copies()["inner"]["optimizer"])
-    again.advance()
-
-    # A peer has the state of this island, and this island takes it.
-    about, payload = recovery.encode(StateForPeer("a/y", jax.tree.leaves(before["inner"]["optimizer"]), 10), "a/x")
-    check = partial(require_sound, bounds=whole.moment_bounds)
-    taken = decode_tree(about, payload, again.computation.optimizer_like(), check)
-    again.use_state_of_peer(Received(about, taken))
-    require_same(before["inner"]["optimizer"], again.optimizer_leaves())
+    assert store.restore(again)
+    require_same(moments, again.optimizer_leaves())
     require_places(again)
     again.advance()
-    jax.block_until_ready(again.inner)  # type: ignore[no-untyped-call]
-    return found
+
+    # A peer has the state of this island, and another one takes it.
+    _, third = begun(leader)
+    about, payload = recovery.encode(StateForPeer("a/y", moments, 10), "a/x")
+    check = partial(require_sound, bounds=third.moment_bounds)
+    third.use_optimizer(decode_tree(about, payload, third.computation.optimizer_like(), check), "peer")
+    require_same(moments, third.optimizer_leaves())
+    third.advance()
+    jax.block_until_ready(third.inner)  # type: ignore[no-untyped-call]
+    return moments
 
 
 def begun(leader: HostLeader) -> tuple[MeshRun, Island]:

@@ -18,19 +18,17 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from archipelago.broker.codecs import Vector, body_of
 from archipelago.broker.config import AdoptConfig, InnerConfig, RunConfig, WireConfig
 from archipelago.broker.errors import WireError
-from archipelago.broker.footprint import state_on_device
 from archipelago.broker.manifest import Corpus, Manifest, Tensor
-from archipelago.islands.checkpoint import IslandStore, cut
+from archipelago.islands.checkpoint import IslandStore, taken
 from archipelago.islands.hosts.computing import SharedComputation, follow
 from archipelago.islands.hosts.messages import Frame
 from archipelago.islands.inner import begin, compile_steps, require_sound
 from archipelago.islands.mesh import MeshShape
 from archipelago.islands.models.moe import Routing
-from archipelago.islands.options import IslandOptions, own_placement
 from archipelago.islands.placement import placement_of
 from archipelago.islands.sync import recovery, tree_replica
 from archipelago.islands.sync.arrays import decode_tree
-from archipelago.islands.sync.recovery import Received, StateForPeer
+from archipelago.islands.sync.recovery import StateForPeer
 from archipelago.islands.sync.replica import Replica
 from archipelago.islands.sync.tree_replica import TreeReplica
 from archipelago.islands.worker import Island
@@ -148,8 +146,8 @@ def test_one_device_joins_four_with_its_own_batch_and_takes_their_optimiser_stat
     run.play(four, 9)
     one = run.island(ONE, "one", batch_size=2)
     about, payload = recovery.encode(StateForPeer("one/x", four.optimizer_leaves(), 9), "four/x")
-    taken = decode_tree(about, payload, one.inner.optimizer, partial(require_sound, bounds=one.moment_bounds))
-    one.use_state_of_peer(Received(about, taken))
+    check = partial(require_sound, bounds=one.moment_bounds)
+    one.use_optimizer(decode_tree(about, payload, one.inner.optimizer, check), "peer four")
     for theirs, own in zip(jax.tree.leaves(four.inner.optimizer), jax.tree.leaves(one.inner.optimizer), strict=True):
         assert np.asarray(theirs).tobytes() == np.asarray(own).tobytes()
         assert len(own.sharding.device_set) == 1
@@ -161,28 +159,18 @@ def test_one_device_joins_four_with_its_own_batch_and_takes_their_optimiser_stat
     # and the other way round
     square = run.island(SQUARE, "square")
     about, payload = recovery.encode(StateForPeer("square/x", one.optimizer_leaves(), 9), "one/x")
-    square.use_state_of_peer(
-        Received(about, decode_tree(about, payload, square.inner.optimizer, lambda state, like: None))
-    )
+    square.use_optimizer(decode_tree(about, payload, square.inner.optimizer, lambda state, like: None), "peer one")
     assert moment(square, "mu", "embedding").sharding == square.params["embedding"].sharding
     run.play(square, 2)
 
 
-def test_a_checkpoint_is_restored_on_another_mesh(tmp_path: Path) -> None:
+def test_own_optimiser_state_is_restored_on_another_mesh(tmp_path: Path) -> None:
     island, run = trained_on(SQUARE, 10)
-    IslandStore(tmp_path, run.manifest).save(cut(island, 7))
+    IslandStore(tmp_path, run.manifest).save(taken(island))
     other = MeshRun().island(ONE)
-    store = IslandStore(tmp_path, run.manifest)
-    found = store.find(7)
-    assert found is not None
-    assert store.restore_whole(found, other)
-    for theirs, own in zip(jax.tree.leaves(island.inner), jax.tree.leaves(other.inner), strict=True):
+    assert IslandStore(tmp_path, run.manifest).restore(other)
+    for theirs, own in zip(jax.tree.leaves(island.inner.optimizer), other.optimizer_leaves(), strict=True):
         assert np.asarray(theirs).tobytes() == np.asarray(own).tobytes()
-    fresh = MeshRun().island(ONE)
-    assert all(x.sharding == fresh.params[name].sharding for name, x in other.params.items())
-    assert body_of(other.computation.replica.measure(0, other.params)) == body_of(
-        island.computation.replica.measure(0, island.params)
-    )
     other.advance()
 
 
@@ -198,20 +186,6 @@ def test_a_mesh_that_does_not_fit_is_refused() -> None:
         with failing(code=code):
             placement_of(shape, manifest(), batch, jax.local_devices())
     assert placement_of(MeshShape(tensor=4), manifest(), 8, jax.local_devices()) is not None
-
-
-def test_a_model_that_one_device_cannot_hold_is_split_by_default(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    of, shapes = manifest(), []
-    for memory in (state_on_device(of), state_on_device(of) - 1):
-        monkeypatch.setattr("archipelago.islands.placement.device_memory", lambda memory=memory: memory)
-        placement = own_placement(IslandOptions(), of)
-        assert placement is not None
-        shapes.append(placement.shape)
-    assert shapes == [FOUR, MeshShape(fsdp=4)]
-    assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == [MeshShape(fsdp=4)]
 
 
 def test_a_follower_does_what_its_leader_says_and_nothing_else() -> None:

@@ -213,16 +213,6 @@ def test_joining_twice_under_one_name_is_refused(made: str) -> None:
         pass
 
 
-def test_two_runs_do_not_train_one_tree(made: str) -> None:
-    assert create(made, "second", tree(), sync=SYNC, steps=1000)
-    with join(made, "own", tree()) as one, join(made, "second", tree()) as other:
-        params = one.sync(trained(one.params))
-        with failing(ConfigError, "loop.two-runs"):
-            other.sync(params)
-        other.sync(trained(other.params))
-        one.sync(trained(params))
-
-
 def test_only_the_newest_parameters_are_kept(made: str) -> None:
     params = tree()
     older = weakref.ref(params["embedding"])

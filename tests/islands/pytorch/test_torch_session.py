@@ -14,7 +14,7 @@ import pytest
 
 import archipelago
 from archipelago import SyncConfig
-from archipelago.broker.errors import ConfigError, WireError
+from archipelago.broker.errors import WireError
 from archipelago.broker.wire import digest
 from archipelago.islands.sync import recovery
 from tests import pytorch
@@ -64,18 +64,6 @@ def test_a_loss_that_the_script_adds_to_is_not_changed(made: str) -> None:
         total += 5.0
         assert run._loop is not None
         assert run._loop.losses.take_mean() == 1.0
-
-
-def test_one_model_cannot_be_in_two_runs(made: str) -> None:
-    assert archipelago.pytorch.create(made, "other", module(), sync=SYNC, steps=1000)
-    model = module()
-    with archipelago.pytorch.join(made, "own", model):
-        joined = archipelago.pytorch.join(made, "other", model)
-        with failing(ConfigError, "loop.two-runs") as caught, joined:
-            pass
-        assert "'0.weight'" in caught.value.what
-        with archipelago.pytorch.join(made, "other", module()):
-            pass
 
 
 # -- the optimiser's state ------------------------------------------------------------------------------------------

@@ -83,23 +83,6 @@ def test_an_island_holds_no_more_shards_than_it_can_report() -> None:
     assert run.positions()[-1] == ReadPosition(str(POSITIONS_MAX), 0, 1)
 
 
-def test_an_island_restored_with_its_run_goes_on_where_its_checkpoint_was() -> None:
-    free = iter("3567")
-    link: Any = leasing(free)
-    before, after = (Workload.of(file_of(), CONFIG).supply(TaskRun("a", seed, link=link)) for seed in (1, 2))
-    before.next(BATCHES + 1)
-    after.sample(1)  # as it compiles
-    assert before.held() == ["3", "5"]
-    after.restore(before.state())
-    assert after.positions() == before.positions()
-    np.testing.assert_array_equal(after.next(2)["x"], before.next(2)["x"])
-    assert after.positions() == before.positions() == (ReadPosition("3", 0, 0, ended=True), ReadPosition("5", 0, 3))
-    after.restore(before.state())
-    after.forget(["5"])  # another island has it
-    after.next(1)
-    assert after.held() == ["3", "7"]
-
-
 def test_a_schedule_of_the_users_optimiser_follows_the_clock_of_the_run() -> None:
     task = replace(TASK, optimizer=optax.chain(optax.trace(0.5), optax.scale_by_schedule(lambda count: count)))
     model = TaskModel(file_of(task), 0)

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from archipelago.broker.errors import UnreachableError
-from archipelago.broker.messages import Marker, Resume
+from archipelago.broker.messages import Resume
 from archipelago.islands.sync.connection.inbox import INSTANCE_SECONDS
-from archipelago.islands.sync.connection.link import Link
-from archipelago.islands.sync.connection.outbox import KEPT_BYTES_MAX, KEPT_MIN, KEPT_SECONDS, Merged, SentContribution
+from archipelago.islands.sync.connection.outbox import KEPT_BYTES_MAX, KEPT_MIN, KEPT_SECONDS, Merged
 from tests.islands.sync.connection.link_run import Harness, draft, raising, received, send, unresolved
 
 
@@ -155,69 +154,6 @@ def test_a_decided_contribution_is_not_sent_again_after_an_error(harness: Harnes
     assert (link.channels.backlog, link.channels[0].outbox.sent) == (0, 2)
     assert harness.rounds() == [2]
     assert unresolved(link) == {2}
-
-
-# -- checkpoints ----------------------------------------------------------------------------------------------------
-
-
-def rounds_of(link: Link, marker: int = 0) -> tuple[list[int], list[int]]:
-    sent, queued = link.channels[0].outbox.in_flight(marker)
-    return [p.contribution.round for p in sent], [d.header.round for d in queued]
-
-
-def test_contributions_undecided_at_the_marker_are_in_flight(harness: Harness) -> None:
-    link = harness.link()
-    send(link, 1, 2)
-    first, second = harness.published()
-    harness.close(1, 1.0, first)
-    harness.announce(Marker(7, 1))
-    harness.close(2, 2.0, second)  # merged after the marker, so a run that goes back needs it again
-    link.pump()
-    link.send(draft(3))
-    assert unresolved(link) == {3}
-    assert rounds_of(link, 7) == ([2], [3])
-    assert rounds_of(link, 7) == ([], [3])  # a second call finds nothing
-    link.pump()
-    assert rounds_of(link) == ([3], [])
-
-
-def test_contributions_sent_after_the_marker_are_in_flight_until_it_is_passed(harness: Harness) -> None:
-    link = harness.link()
-    harness.announce(Marker(7, 0))
-    link.pump()
-    send(link, 1)  # the training loop has not come to the marker
-    harness.close(1, 1.0, *harness.published())
-    link.pump()
-    assert unresolved(link) == set()
-    assert rounds_of(link, 7) == ([1], [])
-    harness.announce(Marker(8, 1))
-    send(link, 2)
-    link.channels[0].outbox.passed(8)
-    harness.close(2, 2.0, harness.published()[-1])
-    link.pump()
-    assert rounds_of(link, 8) == ([], [])
-
-
-def test_several_markers_may_come_before_the_first_one_is_passed(harness: Harness) -> None:
-    link = harness.link()
-    send(link, 1)
-    harness.announce(Marker(7, 0))
-    harness.close(1, 1.0, *harness.published())  # merged between the markers, so checkpoint 7 lacks it
-    harness.announce(Marker(8, 1))
-    link.pump()
-    assert rounds_of(link, 7) == ([1], [])
-    link.channels[0].outbox.passed(7)
-    assert rounds_of(link, 8) == ([], [])
-
-
-def left_behind(harness: Harness, *numbers: int) -> list[SentContribution]:
-    """Return contributions of an earlier incarnation to those rounds, which the broker has lost."""
-    before = harness.link("a/w")
-    send(before, *numbers)
-    in_flight, _ = before.channels.in_flight()
-    for delivery in harness.deliveries():
-        harness.forget(delivery.entry)
-    return in_flight
 
 
 # -- merged contributions ------------------------------------------------------------------------------------------
