@@ -55,11 +55,6 @@ class ReadPosition:
         return f"{self.range}:{self.pass_number}:{'end' if self.ended else self.position}"
 
 
-def range_name(corpus: str, number: int) -> str:
-    """Return the name of a range. `corpus` is empty for the run's corpus."""
-    return f"{corpus}/{number}" if corpus else str(number)
-
-
 def parse_positions(text: str) -> tuple[ReadPosition, ...]:
     """Parse the positions in a contribution's `data`. Raises WireError."""
     words = text.split()

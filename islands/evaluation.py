@@ -7,7 +7,7 @@ of the held-out text over its bytes, over ln 2. Evaluations use the merger's par
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -93,10 +93,7 @@ class SlicedMeasures:
 
 @runtime_checkable
 class Sliced(Protocol):
-    """An `evaluate` of a task that can also be compiled, and measured in slices between inner steps."""
-
-    def __call__(self, params: Params, /) -> float | Mapping[str, float]:
-        """Return the whole evaluation."""
+    """An `evaluate` of a task that is compiled, and measured in slices between inner steps."""
 
     def compiled(self, params: Params) -> Slices:
         """Return the evaluation, compiled for parameters of these shapes."""
@@ -119,11 +116,6 @@ class CorpusEvaluation:
             text = held_out(self._text, data.held_out_sequences, data.sequence_length)
             self._compiled = SlicedMeasures(model, text, params, data.batch_size, self._bytes_per_token)
         return self._compiled
-
-    def __call__(self, params: Params) -> dict[str, float]:
-        """Return the loss in nats per byte, and the accuracy."""
-        found = measured(self.compiled(params), params)
-        return {"loss": found.bits * math.log(2.0), "accuracy": found.accuracy}
 
 
 def measured(slices: Slices, params: Params) -> Measures:

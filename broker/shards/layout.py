@@ -110,12 +110,6 @@ class Layout:
         fragment = (number - 1) % self.count if number else mine[message.fragment % len(mine)]
         return replace(message, round=number, fragment=fragment)
 
-    def in_shard(self, message: Placed) -> Placed:
-        """Return a message of the run with the fragment and round that it has in its shard."""
-        if self.shards == 1:
-            return message
-        return replace(message, round=self.own_round(message.round), fragment=self._places[message.fragment][1])
-
     def event_in_run(self, shard: int, event: Event) -> Event:
         """Return an announcement of a shard's merger with the numbers of the run."""
         if isinstance(event, Call | Snapshot | Refusal):

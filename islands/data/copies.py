@@ -1,10 +1,7 @@
-"""Copies of corpora: in a bucket, whose address $ARCHIPELAGO_DATA can be, and on this machine, verified once.
+"""Copies of corpora in a bucket, whose address $ARCHIPELAGO_DATA can be.
 
 In the bucket a corpus is a folder with the same files as on a disk. Its card is uploaded last, so a folder without one
-is no corpus. Each machine downloads a corpus once. The card has the digest of the data, and every copy is compared with
-it: the data is hashed in full once, and the result is stored beside it, with the file's size and times. While these
-still match, the data is not read again. The file's change time is among them, which no program can set, so a copy on
-another machine is hashed again.
+is no corpus. Each machine downloads a corpus once, and compares the data with the digest in the card.
 """
 
 from __future__ import annotations
@@ -13,19 +10,16 @@ import hashlib
 import json
 import logging
 import os
-from io import BufferedReader
 from pathlib import Path
 
 import platformdirs
 
 from archipelago.broker.buckets.folder import BucketFolder, is_address
 from archipelago.broker.errors import DataError
-from archipelago.broker.files import staged_folder, write_atomically
+from archipelago.broker.files import staged_folder
 from archipelago.broker.observe.progress import progress
 
 DATA_VARIABLE = "ARCHIPELAGO_DATA"
-#: The file with the result of a verification, beside the data.
-RECORD_FILE = ".verified.json"
 CARD_BYTES_MAX = 64 << 10
 
 log = logging.getLogger(__name__)
@@ -68,7 +62,7 @@ def download_corpus(target: Path, card: str, data: str) -> bool:
     try:
         with progress(f"downloading the corpus {target.name!r} from {bucket}"), staged_folder(target) as stage:
             remote.download({name: stage / name for name in names})
-            if not is_verified(stage / data, _digest_in(stage / card)):
+            if digest_of(stage / data) != _digest_in(stage / card):
                 raise DataError(
                     f"the corpus {target.name!r} in {bucket} is damaged ({data} has another digest than {card} says)",
                     "Delete it there, and run `archipelago prepare` again.",
@@ -117,59 +111,7 @@ def _digest_in(card: Path) -> str:
         return ""
 
 
-# -- verification ------------------------------------------------------------------------------------------------------
-
-
-def is_verified(path: Path, digest: str) -> bool:
-    """Return whether a file has this BLAKE2b-128 digest. It is hashed in full unless that was done before.
-
-    Args:
-        path: The file.
-        digest: Thirty-two hexadecimal digits.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
-    with path.open("rb") as file:
-        found = _evidence(file, digest)
-        if _recorded(path) == found:
-            return True
-        if _digest(file, path) != digest:
-            return False
-        if _evidence(file, digest) == found:  # otherwise someone wrote to the file meanwhile
-            _record(path, found)
-    return True
-
-
-def record_verified(path: Path, digest: str) -> None:
-    """Store that a file has this digest, after a program that knows it has written the file."""
-    with path.open("rb") as file:
-        _record(path, _evidence(file, digest))
-
-
-def _evidence(file: BufferedReader, digest: str) -> dict[str, str | int]:
-    """Return what must stay the same for a verification to remain valid."""
-    status = os.fstat(file.fileno())
-    times = {"modified_ns": status.st_mtime_ns, "changed_ns": status.st_ctime_ns}
-    return {"digest": digest, "bytes": status.st_size, **times}
-
-
-def _recorded(path: Path) -> object:
-    """Return the stored result; None if there is none."""
-    try:
-        with path.with_name(RECORD_FILE).open("rb") as file:
-            return json.loads(file.read(4096))
-    except (OSError, ValueError, RecursionError):
-        return None
-
-
-def _record(path: Path, found: dict[str, str | int]) -> None:
-    try:
-        write_atomically(path.with_name(RECORD_FILE), json.dumps(found) + "\n")
-    except OSError as error:
-        log.info("%s is read in full at each start, because the result cannot be stored (%s)", path, error.strerror)
-
-
-def _digest(file: BufferedReader, path: Path) -> str:
-    with progress(f"verifying {path}, once"):
+def digest_of(path: Path) -> str:
+    """Return the BLAKE2b-128 digest of a file, 32 hexadecimal digits. Raises OSError if it cannot be read."""
+    with progress(f"verifying {path}"), path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

@@ -1,7 +1,7 @@
 """Corpora on this machine's disk: where they are, what their files say, and how they are opened.
 
 A corpus is a folder with `text.bin` (its data) and `corpus.json` (its card, which describes the data). The data is
-mapped into memory, and read whole only once, to compare its digest with the card's. There are two kinds:
+mapped into memory. There are two kinds:
 
 - Running text holds the bytes of a text.
 - A tokenised text holds the tokens of a text, two bytes each, or four for a large vocabulary. Its folder has a
@@ -32,9 +32,9 @@ from archipelago.islands.data.copies import (
     CARD_BYTES_MAX,
     DATA_VARIABLE,
     bucket_of_corpora,
+    digest_of,
     download_corpus,
     folder_in_front_of,
-    is_verified,
 )
 from archipelago.islands.data.documents import Reading
 from archipelago.islands.data.tokenizer import FILE as TOKENIZER_FILE
@@ -177,8 +177,12 @@ def is_prepared(name: str) -> bool:
     return (data_folder() / checked_name(name, "the corpus name") / CARD_FILE).is_file()
 
 
-def open_corpus(name: str) -> OpenCorpus:
+def open_corpus(name: str, *, verifies: bool = False) -> OpenCorpus:
     """Open the corpus of that name. `stdlib` is prepared on first use.
+
+    Args:
+        name: The name.
+        verifies: Whether to read all data, and compare it with its digest. Its size is always compared.
 
     Raises:
         DataError: It is not there (`data.missing`), or its files do not fit each other (`data.damaged`).
@@ -210,7 +214,7 @@ def open_corpus(name: str) -> OpenCorpus:
         size = (folder / TEXT_FILE).stat().st_size
         if size != card.bytes:
             raise _damaged(folder, f"{TEXT_FILE} holds {size:,} bytes, and {CARD_FILE} says {card.bytes:,}")
-        if not is_verified(folder / TEXT_FILE, card.digest):
+        if verifies and digest_of(folder / TEXT_FILE) != card.digest:
             raise DataError(
                 f"the corpus {name!r} holds other data than it says ({TEXT_FILE} does not have digest {card.digest})",
                 f"Delete {folder}, and run `archipelago prepare` again or copy the folder from a machine where "

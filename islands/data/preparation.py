@@ -28,7 +28,6 @@ from archipelago.broker.config import BYTES
 from archipelago.broker.errors import DataError
 from archipelago.broker.files import staged_folder
 from archipelago.broker.redis.keys import checked_name
-from archipelago.islands.data.copies import record_verified
 from archipelago.islands.data.corpus import (
     CARD_FILE,
     ENWIK8,
@@ -135,7 +134,6 @@ def create(name: str, fill: Fill, encoding: Encoding = BYTES) -> OpenCorpus:
             if not is_bytes(encoding):
                 card = _tokenise(stage, card, encoding)
             (stage / CARD_FILE).write_bytes(card_json(card))
-            record_verified(stage / TEXT_FILE, card.digest)
     except OSError as error:
         if card is None or not is_prepared(name):
             raise DataError(

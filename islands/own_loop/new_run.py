@@ -142,20 +142,16 @@ def require_same(found: Manifest, own: Manifest) -> None:
 
 
 def require_room(manifest: Manifest, memory: Memory) -> None:
-    """Raise ConfigError (`loop.too-large`), with the sum, if the Redis may not hold the run."""
-    if not memory.most:
-        return
-    parts = redis_parts(manifest.config, manifest.parameters, max(manifest.sizes, default=0))
-    needed, room = sum(parts.values()), max(0, memory.most - memory.used)
-    if needed <= room:
-        return
-    terms = " + ".join(f"{memory_text(size)} for {part}" for part, size in parts.items())
-    raise ConfigError(
-        f"the run {manifest.run!r} does not fit into the Redis: {manifest.parameters:,} parameters need about "
-        f"{terms} = {memory_text(needed)}, and {memory_text(room)} of its {memory_text(memory.most)} are free",
-        "Raise the server's maxmemory, use a larger machine, or train fewer parameters. Nothing was sent.",
-        code="loop.too-large",
-    )
+    """Raise ConfigError (`loop.too-large`) if the Redis may not hold the run."""
+    needed = sum(redis_parts(manifest.config, manifest.parameters, max(manifest.sizes, default=0)).values())
+    room = max(0, memory.most - memory.used)
+    if memory.most and needed > room:
+        raise ConfigError(
+            f"the run {manifest.run!r} does not fit into the Redis: {manifest.parameters:,} parameters need about "
+            f"{memory_text(needed)}, and {memory_text(room)} of its {memory_text(memory.most)} are free",
+            "Raise the server's maxmemory, use a larger machine, or train fewer parameters. Nothing was sent.",
+            code="loop.too-large",
+        )
 
 
 def first_snapshots(manifest: Manifest, first: FirstValues) -> Sequence[tuple[Snapshot, bytes]]:

@@ -280,11 +280,6 @@ class Session(ABC):
         return 0 if self._loop is None else self._loop.link.run_steps
 
     @property
-    def run_name(self) -> str:
-        """The name of the run."""
-        return self._run
-
-    @property
     def island(self) -> str:
         """The name of this island."""
         return "" if self._loop is None else self._loop.name

@@ -28,15 +28,20 @@ def kinds_by(kinds: str | KindOf) -> KindOf:
     """
     if not isinstance(kinds, str):
         return lambda name: _checked(kinds(name), name)
+    pattern = _pattern("kinds", kinds)
+    return lambda name: "embedding" if pattern.search(name) else "rest"
+
+
+def _pattern(argument: str, text: str) -> re.Pattern[str]:
+    """Return the regular expression that a script gives as an argument. Raises ConfigError (`loop.argument`)."""
     try:
-        pattern = re.compile(kinds, re.IGNORECASE)
+        return re.compile(text, re.IGNORECASE)
     except re.error as error:
         raise ConfigError(
-            f"kinds={kinds!r} is no regular expression ({error})",
-            "Give one that is found in the names of embeddings, such as 'embed|wte', or a function.",
+            f"{argument}={text!r} is no regular expression ({error})",
+            "Give one that is found in the names of tensors, such as 'embed|wte' or 'lora', or a function.",
             code="loop.argument",
         ) from None
-    return lambda name: "embedding" if pattern.search(name) else "rest"
 
 
 def _checked(kind: TensorKind, name: str) -> TensorKind:
@@ -127,10 +132,7 @@ def trained_by(trained: Trained) -> IsTrained:
         if not callable(trained):
             raise trained_error(f"`trained` is {trained!r:.60}")
         return lambda name: bool(trained(name))
-    try:
-        pattern = re.compile(trained, re.IGNORECASE)
-    except re.error as error:
-        raise trained_error(f"trained={trained!r} is no regular expression ({error})") from None
+    pattern = _pattern("trained", trained)
     return lambda name: pattern.search(name) is not None
 
 

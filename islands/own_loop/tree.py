@@ -234,7 +234,7 @@ class FrozenLeaves:
         """Note the leaves as they should be."""
         self._seen = _references(named)
         self._expected = _sums(named)
-        self._pending: list[tuple[tuple[str, ...], Any]] = []
+        self._pending: dict[str, Any] = {}
 
     def offer(self, named: Mapping[str, Any]) -> None:
         """Take the leaves that a step returned. Raises ConfigError (`loop.frozen-changed`) if earlier ones differed."""
@@ -249,11 +249,11 @@ class FrozenLeaves:
         Raises:
             ConfigError: A leaf has changed (`loop.frozen-changed`).
         """
-        if not self._pending or not (waits or all(sums.is_ready() for _, sums in self._pending)):
+        if not waits and not all(found.is_ready() for found in self._pending.values()):
             return
-        found, self._pending = _by_name(self._pending), []
-        for name, expected in _by_name(self._expected).items():
-            if found[name] != expected:
+        pending, self._pending = self._pending, {}
+        for name, found in pending.items():
+            if int(found) != int(self._expected[name]):
                 raise frozen_changed(name)
 
 
@@ -266,25 +266,14 @@ def _reference(leaf: Any) -> Callable[[], Any]:
     return (lambda: leaf) if isinstance(leaf, np.generic) else weakref.ref(leaf)
 
 
-def _sums(named: Mapping[str, Any]) -> list[tuple[tuple[str, ...], Any]]:
-    """Return the sums of the leaves' bits, which the devices begin to compute: one array for each sharding.
-
-    A step may return leaves in other shardings than it got, so the groups of two calls may differ.
-    """
-    groups: dict[Any, dict[str, Any]] = {}
-    for name, leaf in named.items():
-        groups.setdefault(leaf.sharding if getattr(leaf, "committed", False) else None, {})[name] = leaf
-    return [(tuple(group), _add_up(list(group.values()))) for group in groups.values()]
-
-
-def _by_name(sums: Sequence[tuple[tuple[str, ...], Any]]) -> dict[str, int]:
-    """Return the sum of each leaf by name, once the devices have computed it."""
-    return {name: int(value) for names, values in sums for name, value in zip(names, np.asarray(values), strict=True)}
+def _sums(named: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Return the sum of the bits of each leaf, which the devices begin to compute where the leaf is."""
+    return {name: _add_up(leaf) for name, leaf in named.items()}
 
 
 @jax.jit
-def _add_up(leaves: Sequence[jax.Array]) -> jax.Array:
-    return jnp.stack([jnp.sum(_bits(leaf), dtype=jnp.uint32) for leaf in leaves])
+def _add_up(leaf: jax.Array) -> jax.Array:
+    return jnp.sum(_bits(leaf), dtype=jnp.uint32)
 
 
 def _bits(leaf: jax.Array) -> jax.Array:

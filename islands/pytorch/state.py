@@ -142,27 +142,16 @@ class OptimizerState:
 
     def still_travels(self) -> bool:
         """Return whether the state has the layout that it had at first. Otherwise no peer could use it from now on."""
-        if self.can_travel and (change := self._change()):
-            log.warning("this optimiser's state is no longer given to newcomers: %s", change)
-            self.can_travel = False
-        return self.can_travel
-
-    def _change(self) -> str:
-        """Return what has changed in the layout of the state since `rehearse`; empty if nothing has."""
-        known: dict[tuple[int, int], set[str]] = {}
-        for entry in self.entries:
-            state = entry.states.get(entry.parameter, {})
-            known.setdefault((id(entry.states), id(entry.parameter)), set()).add(entry.key)
-            value = state.get(entry.key)
-            if value is not None and _layout(value) != _layout(entry.example):
-                return f"{entry.key!r} of {entry.name!r} was {_layout(entry.example)}, and is {_layout(value)}"
-        for optimizer in self._optimizers:
+        known = {(id(e.states), id(e.parameter), e.key): _layout(e.example) for e in self.entries}
+        for optimizer in self._optimizers if self.can_travel else ():
             for parameter, state in optimizer.state.items():
-                more = {key for key, value in state.items() if value is not None}
-                more -= known.get((id(optimizer.state), id(parameter)), set())
-                if more:
-                    return f"it has a new value {min(map(str, more))!r}"
-        return ""
+                for key, value in state.items():
+                    was = known.get((id(optimizer.state), id(parameter), key), "missing")
+                    if value is not None and _layout(value) != was and self.can_travel:
+                        now = f"{key!r} was {was}, and is {_layout(value)}"
+                        log.warning("this optimiser's state is no longer given to newcomers: %s", now)
+                        self.can_travel = False
+        return self.can_travel
 
     @property
     def digest(self) -> np.ndarray[Any, np.dtype[np.uint8]]:

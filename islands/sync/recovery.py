@@ -266,14 +266,6 @@ class Newcomer:
             log.warning("no optimiser state from a peer: %s", error.what)
             return None
 
-    def withdraw(self) -> None:
-        """Withdraw the request to the peers."""
-        try:
-            if self._asked:
-                self.transport.island.withdraw_request(self.who)
-        except BrokerError as error:
-            log.warning("the request to the peers could not be withdrawn: %s", error.what)
-
     def count_earlier(self) -> None:
         """Continue the totals of earlier incarnations. What they did and lost was trained, too."""
         totals = self.island.totals

@@ -141,7 +141,7 @@ class TaskModel:
 
     def evaluated(self, params: Params) -> dict[str, float]:
         """Return what `evaluate` gives, with its `loss`. Raises ConfigError (`task.evaluate`) for anything else."""
-        function = self.named.task.evaluate
+        function: Any = self.named.task.evaluate
         assert function is not None  # noqa: S101 - callers look first
         found = self.named.call("evaluate", function, self.tree(params))
         values = dict(found) if isinstance(found, Mapping) else {"loss": found}

@@ -1,24 +1,28 @@
-"""Our models as tasks: a language model or a mixture of experts, on a corpus."""
+"""Our models as tasks: a language model or a mixture of experts, on a corpus; and the first snapshots of their runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from archipelago.broker.config import ModelConfig, RunConfig
+from archipelago.broker.config import BYTES, ModelConfig, RunConfig
+from archipelago.broker.errors import ConfigError
 from archipelago.broker.manifest import Corpus, Manifest
-from archipelago.islands.creation import describe
+from archipelago.broker.messages import Snapshot
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.corpus import OpenCorpus, open_corpus
 from archipelago.islands.data.ranges import range_order
 from archipelago.islands.evaluation import CorpusEvaluation
+from archipelago.islands.inner import require_divisible
 from archipelago.islands.models.interface import Params
-from archipelago.islands.models.registry import build
+from archipelago.islands.models.registry import build, learning_rate
+from archipelago.islands.own_loop.new_run import first_snapshots as own_loop_snapshots
 from archipelago.islands.tasks.batches import TaskRun
 from archipelago.islands.tasks.task import NamedTask, Task
 from archipelago.islands.tasks.workload import Workload
@@ -105,5 +109,35 @@ def task_here(manifest: Manifest, batch_size: int = 0) -> OurTask:
 def training_text(manifest: Manifest) -> OpenCorpus:
     """Open the text to train on. Raises MismatchError if it is not the run's."""
     corpus = open_corpus(manifest.corpus.name)
-    manifest.require_same(describe(manifest.run, manifest.config, corpus.identity))
+    manifest.require_same(replace(manifest, corpus=corpus.identity))
     return corpus
+
+
+# -- the creation of a run ---------------------------------------------------------------------------------------------
+
+
+def fitted(config: RunConfig, corpus: OpenCorpus) -> RunConfig:
+    """Return the config with the tokenizer's vocabulary and the model's learning rate where these are not set."""
+    if config.inner.learning_rate is None:
+        config = replace(config, inner=replace(config.inner, learning_rate=learning_rate(config.model.size)))
+    if not corpus.tokenizer or config.model.vocabulary != BYTES:
+        return config
+    return replace(config, model=replace(config.model, vocabulary=corpus.vocabulary))
+
+
+def require_readable(config: RunConfig, corpus: OpenCorpus) -> None:
+    """Raise ConfigError unless the config's model can read this corpus in its batches."""
+    require_divisible(config.data.batch_size, config.inner.micro_batches)
+    if corpus.vocabulary > config.model.vocabulary:
+        raise ConfigError(
+            f"the corpus {corpus.name!r} has {corpus.vocabulary:,} tokens, but the model has "
+            f"{config.model.vocabulary:,} (model.vocabulary)",
+            f"Set --model.vocabulary {corpus.vocabulary}, or name another corpus with --data.corpus.",
+            code="config.vocabulary",
+        )
+
+
+def first_snapshots(manifest: Manifest, params: Params | None = None) -> Sequence[tuple[Snapshot, bytes]]:
+    """Return version 0 of every fragment with its payload, from `params` or initialised from the run's seed."""
+    values = params if params is not None else build(manifest.config.model).init(manifest.config.seed)
+    return own_loop_snapshots(manifest, lambda name: np.asarray(values[name], np.float32).reshape(-1))

@@ -246,11 +246,6 @@ def _imported(path: Path) -> ModuleType:
 
 def _require_parts(found: TaskFile) -> None:
     task = found.task
-    for what in ("init", "loss", "batches"):
-        if not callable(getattr(task, what)):
-            raise found.wrong(what, "is not a function", "Give a function.")
-    if task.evaluate is not None and not callable(task.evaluate):
-        raise found.wrong("evaluate", "is not a function", "Give a function, or leave it out.")
     if task.optimizer is not None and not all(hasattr(task.optimizer, name) for name in ("init", "update")):
         raise found.wrong("optimizer", "is not an optax transformation", "Give one, such as optax.adamw(1e-3).")
     if not callable(task.tokens) and task.tokens is not None and not _is_count(task.tokens):

@@ -19,7 +19,7 @@ from archipelago.broker.config import OWN_MODEL, DataConfig, InnerConfig, ModelC
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.manifest import Manifest, balanced, installed_versions
 from archipelago.islands.data.batches import Supply
-from archipelago.islands.evaluation import Measures, Sliced, Slices
+from archipelago.islands.evaluation import Measures, Sliced, Slices, measured
 from archipelago.islands.inner import InnerState, InnerSteps, MomentBounds, accumulated, begin, compiled_scan, descent
 from archipelago.islands.models.interface import Params
 from archipelago.islands.own_loop.tensors import require_same_tensors
@@ -180,5 +180,5 @@ def require_trainable(work: Workload) -> None:
     # The loss names itself where it fails. What remains is an optimiser whose new state is not like its old one.
     state, part = jax.eval_shape(work.begin, params), "optimizer" if work.model.has_own_optimizer else "loss"
     work.named.call(part, jax.eval_shape, work.steps, state, batch, np.int32(0))
-    if work.named.task.evaluate is not None:
-        work.model.evaluated(params)
+    if (compiled := work.evaluation()) is not None:
+        measured(compiled(params), params)

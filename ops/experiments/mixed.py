@@ -54,7 +54,7 @@ def main(options: MixedOptions) -> int:
     keep_compiled()
     import torch
 
-    from archipelago.islands.creation import fitted
+    from archipelago.islands.tasks.ours import fitted
 
     torch.set_num_threads(1)  # with threads of its own, JAX and PyTorch would wait for each other's
     corpus = open_corpus(config.data.corpus)

@@ -179,9 +179,8 @@ def measure(trial: Trial, play: Play | None = None) -> dict[str, Any]:
         trial: The trial.
         play: Trains it, and reports each evaluation; by default as its kind says.
     """
-    from archipelago.islands.creation import fitted
     from archipelago.islands.data.corpus import open_corpus
-    from archipelago.islands.tasks.ours import our_work
+    from archipelago.islands.tasks.ours import fitted, our_work
 
     config = trial.config
     corpus = open_corpus(config.data.corpus)

@@ -21,11 +21,11 @@ from archipelago.broker.transport import (
     Transport,
 )
 from archipelago.islands.checkpoint import IslandStore, Rejoin
-from archipelago.islands.creation import first_snapshots
 from archipelago.islands.data.batches import Supply
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.tasks.batches import TaskRun
+from archipelago.islands.tasks.ours import first_snapshots
 from archipelago.islands.tasks.workload import Workload
 from archipelago.islands.worker import Island
 from archipelago.merger.service import Merger

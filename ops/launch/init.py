@@ -152,10 +152,10 @@ def require_usable(config: RunConfig, weights: Path | None = None) -> tuple[RunC
         ConfigError: The model is not known.
         DataError: The corpus is missing or too small, or the weights do not fit the model.
     """
-    from archipelago.islands.creation import fitted, require_readable
     from archipelago.islands.data.batches import Batches
     from archipelago.islands.data.corpus import open_corpus
     from archipelago.islands.data.ranges import held_out
+    from archipelago.islands.tasks.ours import fitted, require_readable
 
     corpus = open_corpus(config.data.corpus)
     config = fitted(config, corpus)
@@ -221,7 +221,7 @@ def create(
     """
     keep_compiled()
 
-    from archipelago.islands.creation import first_snapshots
+    from archipelago.islands.tasks.ours import first_snapshots
 
     try:
         found = transport.reader.manifest()

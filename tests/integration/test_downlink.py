@@ -18,8 +18,8 @@ from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Transport
 from archipelago.broker.wire import digest_of, newest, unpack
-from archipelago.islands.creation import first_snapshots
 from archipelago.islands.sync.arrays import flatten
+from archipelago.islands.tasks.ours import first_snapshots
 from archipelago.merger.outer import publish
 from archipelago.ops.experiments.virtual_time import VirtualClock, VirtualRun
 from archipelago.ops.launch.embedded_redis import RedisServer

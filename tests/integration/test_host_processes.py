@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from archipelago.broker.machine import free_port
+from archipelago.islands.checkpoint import FILE
 from archipelago.ops.launch.embedded_redis import RedisServer
 from tests.conftest import Until
 from tests.harness.processes import SETTINGS, Processes, view
@@ -47,7 +48,7 @@ def test_two_hosts_train_lose_each_other_and_come_back_together(
     leader, other = started()
     assert "4 cpu (data=4)" in processes.said(leader)
     folder = Path(f"runs/{RUN}/islands/two")
-    until(lambda: rounds() >= 2 and any(path.name.isdecimal() for path in folder.glob("*")), "a checkpoint")
+    until(lambda: rounds() >= 2 and (folder / FILE).exists(), "the state of the island on its disk")
     processes.ended(start(1), status=2)  # its rank is taken
     leader.send_signal(signal.SIGSTOP)
     processes.ended(other, status=75)

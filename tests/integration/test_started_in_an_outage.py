@@ -23,9 +23,9 @@ from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import UnreachableError
 from archipelago.broker.process import AwaitedRun, Patience
 from archipelago.broker.redis.transport import RedisTransport, connect
-from archipelago.islands.creation import first_snapshots
 from archipelago.islands.options import IslandOptions
 from archipelago.islands.running import run_island
+from archipelago.islands.tasks.ours import first_snapshots
 from archipelago.islands.tasks.task import load_task
 from archipelago.islands.tasks.workload import Workload, task_config
 from archipelago.merger.main import MergerOptions, main

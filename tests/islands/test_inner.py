@@ -145,18 +145,6 @@ def test_three_steps_of_adamw(clip_norm: float, warmup: int, shares: list[float]
     assert_close(state.params, reference.params)
 
 
-def test_moments_that_have_seen_enough_steps_have_no_ramp() -> None:
-    """Moments from a peer or a checkpoint have a count, although the island is new."""
-    batches, step = jnp.asarray(TOKENS_nxBxT1[3:]), jnp.asarray(3, jnp.int32)
-    after = []
-    for warmup in (0, 3):
-        seasoned, _ = run(CONFIG, TOKENS_nxBxT1[:3])
-        steps = steps_by(replace(CONFIG, moments_warmup_steps=warmup))
-        state, _ = steps(InnerState(fresh(), seasoned.optimizer), batches, step)
-        after.append({name: np.asarray(value).tolist() for name, value in state.params.items()})
-    assert after[0] == after[1]
-
-
 # -- the scan ------------------------------------------------------------------------------------------------------
 
 

@@ -23,7 +23,6 @@ from archipelago.broker.process import Patience
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.islands import main, running
 from archipelago.islands import prepared as preparing
-from archipelago.islands.creation import describe, first_snapshots
 from archipelago.islands.main import Assignment, assignment
 from archipelago.islands.models import registry
 from archipelago.islands.models.transformer import transformer
@@ -31,6 +30,7 @@ from archipelago.islands.options import require_batch
 from archipelago.islands.prepared import PreparedIsland
 from archipelago.islands.tasks import ours
 from archipelago.islands.tasks.batches import TaskRun
+from archipelago.islands.tasks.ours import first_snapshots, our_work
 from archipelago.islands.worker import Island
 from tests.failing import failing
 from tests.islands.models import mini
@@ -98,7 +98,7 @@ class Stored:
 
 def created(config: RunConfig = LIGHT) -> Stored:
     url = f"fakeredis://{uuid.uuid4().hex}"
-    transport, manifest = connect(url, "demo"), describe("demo", config, CORPUS.identity)
+    transport, manifest = connect(url, "demo"), our_work(config, CORPUS).describe("demo")
     transport.create(manifest, first_snapshots(manifest))
     return Stored(url, transport, manifest)
 

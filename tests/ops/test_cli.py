@@ -19,9 +19,9 @@ from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.errors import ArchipelagoError
 from archipelago.broker.process import OUTAGE, USER_ERROR, guarded
 from archipelago.broker.redis.transport import connect
-from archipelago.islands.creation import fitted
 from archipelago.islands.data.corpus import open_corpus
 from archipelago.islands.data.preparation import prepare_text
+from archipelago.islands.tasks.ours import fitted
 from archipelago.ops import cli
 from archipelago.ops.commands import VERBS, VerbGroup, Verbs, run
 from tests import samples

@@ -110,7 +110,7 @@ def corpus(name: str, wanted: Corpus | None) -> Finding:
             copy = "Copy its folder from the machine that created the run"
             how = copy if wanted else "Run `archipelago prepare FILE`"
             return problem("corpus.missing", what, f"{how}.")
-        found = open_corpus(name)
+        found = open_corpus(name, verifies=True)
     except ArchipelagoError as error:
         return problem("corpus.damaged", error.what, error.remedy)
     if wanted is not None and found.digest != wanted.digest:

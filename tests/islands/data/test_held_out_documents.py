@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archipelago.broker.errors import DataError
-from archipelago.islands.data import documents
 from archipelago.islands.data.documents import Choice, blocks, choose, visible_files
 from archipelago.islands.data.preparation import prepare_text
 from tests.failing import failing
@@ -114,11 +113,3 @@ def test_blocks_join_to_the_text_and_cut_no_character(text: str, limit: int) -> 
     found = list(blocks(io.BytesIO(text.encode()), limit))
     assert b"".join(found).decode() == text
     assert all(0 < len(block) <= limit and block.decode() for block in found)
-
-
-def test_a_file_as_large_as_the_limit_is_not_cut(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"12345\n\n890")
-    assert isinstance(found := documents.documents_of(tmp_path / "a", 10), list)
-    assert [each.size for each in found] == [10]
-    assert isinstance(found := documents.documents_of(tmp_path / "a", 9), list)
-    assert [each.size for each in found] == [7, 3]

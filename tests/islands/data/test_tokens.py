@@ -13,11 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from archipelago.broker.config import ModelConfig, RunConfig, checked, from_json
+from archipelago.broker.config import ModelConfig, RunConfig
 from archipelago.broker.errors import ConfigError, DataError, MismatchError
-from archipelago.broker.manifest import Corpus, Manifest
+from archipelago.broker.manifest import Manifest
 from archipelago.broker.wire import unpack
-from archipelago.islands.creation import describe, first_snapshots, fitted, require_readable
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.corpus import OpenCorpus, open_corpus
 from archipelago.islands.data.preparation import prepare_text
@@ -25,6 +24,7 @@ from archipelago.islands.data.ranges import held_out, lease_all
 from archipelago.islands.data.tokenizer import byte_tokenizer
 from archipelago.islands.evaluation import assemble
 from archipelago.islands.models.registry import Model, Params, build, learning_rate
+from archipelago.islands.tasks.ours import first_snapshots, fitted, our_work, require_readable
 from tests.failing import failing
 from tests.harness.tiny import NO_DECODER
 from tests.islands.models import mini
@@ -176,7 +176,7 @@ def test_the_loss_is_per_byte_under_any_tokenizer(tokens: OpenCorpus) -> None:
 
 
 def test_the_manifest_pins_the_tokenizer(tokens: OpenCorpus) -> None:
-    manifest = describe("run", WIDE, tokens.identity)
+    manifest = our_work(WIDE, tokens).describe("run")
     embedding = next(tensor for tensor in manifest.tensors if tensor.name == "embedding")
     assert embedding.shape == (VOCABULARY, 64)
     assert Manifest.from_fields(manifest.to_fields()) == manifest
@@ -184,20 +184,8 @@ def test_the_manifest_pins_the_tokenizer(tokens: OpenCorpus) -> None:
         manifest.require_same(replace(manifest, corpus=replace(tokens.identity, tokenizer="0" * 32)))
 
 
-def test_bytes_and_tokens_have_different_configs_and_corpora() -> None:
-    assert from_json(WIDE.to_json()) == WIDE
-    assert RunConfig().digest() != replace(RunConfig(), model=ModelConfig(vocabulary=257)).digest()
-    assert Corpus("text", "0" * 32, 9).to_list() == ["text", "0" * 32, 9]
-    tokenised = Corpus("text", "0" * 32, 650, "1" * 32, 10)
-    assert Corpus.from_list(tokenised.to_list()) == tokenised
-    with pytest.raises(ConfigError):
-        checked({"model": {"vocabulary": 255}})
-    with pytest.raises(ValueError):
-        Corpus.from_list(["text", "0" * 32, 9, "tokenizer"])
-
-
 def test_a_run_can_begin_with_given_parameters(tokens: OpenCorpus) -> None:
-    manifest, params = describe("run", WIDE, tokens.identity), mini.params_of(build(WIDE.model))
+    manifest, params = our_work(WIDE, tokens).describe("run"), mini.params_of(build(WIDE.model))
     snapshots = first_snapshots(manifest, params)
     vectors = [unpack(payload, size) for (_, payload), size in zip(snapshots, manifest.sizes, strict=True)]
     found = assemble(manifest, vectors)

@@ -21,7 +21,6 @@ from archipelago.broker.config import (
 )
 from archipelago.broker.manifest import Corpus, Manifest, Tensor, balanced
 from archipelago.islands.computation import Computation
-from archipelago.islands.creation import first_snapshots
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.ranges import range_order
 from archipelago.islands.inner import InnerSteps, compile_steps
@@ -29,6 +28,7 @@ from archipelago.islands.mesh import MeshShape
 from archipelago.islands.models.interface import Model, Params
 from archipelago.islands.models.layers import mean_cross_entropy
 from archipelago.islands.placement import Placement, placement_of
+from archipelago.islands.tasks.ours import first_snapshots
 from archipelago.islands.worker import Island
 from tests.harness.played import PlayedRun
 from tests.harness.tiny import NO_DECODER

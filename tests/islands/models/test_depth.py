@@ -50,15 +50,6 @@ def test_the_passage_through_layers_changes_no_name_and_no_gradient(kind: str, d
         np.testing.assert_allclose(others[name], slope, rtol=1e-3, atol=1e-6, err_msg=name)
 
 
-def test_bfloat16_layers_are_stacked_in_bfloat16() -> None:
-    """So the copy takes half of the bytes. An unrolled layer computes with the same kernels."""
-    scanned = transformer(SIZE, jnp.bfloat16, depth=Depth(scan=True))
-    with jax.numpy_dtype_promotion("standard"):
-        text = str(jax.make_jaxpr(scanned.loss)(mini.params_of(scanned), TOKENS))
-    assert "bf16[2,16,24]" in text
-    assert "f32[2,16,24]" not in text.replace("bf16[2,16,24]", "")
-
-
 def test_the_program_of_a_layer_is_compiled_once() -> None:
     """Forward and backward passes of a scan do not grow with the layers, unlike those that are unrolled."""
 

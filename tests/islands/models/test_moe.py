@@ -88,25 +88,6 @@ def test_the_balance_is_one_for_equal_use_of_experts() -> None:
     assert float(flat.router_z) == pytest.approx((3 + math.log(4)) ** 2, rel=1e-6)
 
 
-def test_minimising_the_balance_loss_spreads_tokens_over_experts() -> None:
-    x_BxTxW = np.random.default_rng(0).normal(size=(2, 64, 8)).astype(np.float32) + 1.0
-
-    def balance(router_WxE: jax.Array) -> jax.Array:
-        return route(jnp.einsum("btw,we->bte", x_BxTxW, router_WxE), 1, 64).balance
-
-    @jax.jit
-    def descended(router_WxE: jax.Array) -> tuple[jax.Array, jax.Array]:
-        value, slope_WxE = jax.value_and_grad(balance)(router_WxE)
-        return value, router_WxE - 0.3 * slope_WxE
-
-    router_WxE, found = jnp.zeros((8, 4)).at[:, 0].set(0.5), []
-    for _ in range(201):
-        value, router_WxE = descended(router_WxE)
-        found.append(float(value))
-    assert found[0] > 2.5
-    assert found[-1] < 1.3
-
-
 # -- the model ------------------------------------------------------------------------------------------------------
 
 
@@ -151,11 +132,3 @@ def test_training_minimises_the_penalty_and_does_not_report_it(params: Params) -
     assert float(jnp.abs(slopes[router] - free_slopes[router]).max()) > 1e-5
     assert {tensor.name for tensor in made.tensors} == set(slopes)
     assert all(float(jnp.abs(slope).max()) > 0 for slope in slopes.values())
-
-
-def test_each_expert_has_its_own_tensors() -> None:
-    params = mini.experts(CROWDED).init(0)
-    assert params["layers.0.mlp.experts.3.gate.kernel"].shape == (16, 24)
-    assert params["layers.0.mlp.experts.3.down.kernel"].shape == (24, 16)
-    assert params["layers.0.mlp.router.kernel"].shape == (16, 4)
-    assert not np.array_equal(params["layers.0.mlp.experts.0.up.kernel"], params["layers.0.mlp.experts.1.up.kernel"])

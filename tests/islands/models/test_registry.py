@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from archipelago.broker.errors import ConfigError
 from archipelago.islands.models import layers, registry
@@ -17,7 +15,6 @@ from archipelago.islands.models.registry import MODELS, Model, Params, build
 from archipelago.islands.models.transformer import transformer
 from tests.failing import failing
 from tests.islands.models import mini
-from tests.tiers import examples
 
 
 @pytest.fixture(scope="module")
@@ -111,16 +108,6 @@ def test_every_tensor_has_a_gradient_and_sgd_fits_a_batch(params: Params) -> Non
     assert losses[-1] < float(first) - 0.2
 
 
-@pytest.mark.full
-def test_bfloat16_gives_nearly_the_same_loss(tiny: Model, params: Params) -> None:
-    tokens, half = mini.tokens(4, 65), transformer(mini.SIZE, jnp.bfloat16)
-    with jax.numpy_dtype_promotion("standard"):  # attention and norms mix bfloat16 with float32
-        assert jax.eval_shape(half.logits, params, tokens).dtype == jnp.float32
-        loss, slopes = mini.jitted(jax.value_and_grad(half.loss))(params, tokens)
-    assert float(loss) == pytest.approx(float(tiny.loss(params, tokens)), abs=0.01)
-    assert {slope.dtype for slope in slopes.values()} == {jnp.dtype(jnp.float32)}
-
-
 def test_accelerators_compute_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     for backend, dtype in (("cpu", jnp.float32), ("gpu", jnp.bfloat16), ("tpu", jnp.bfloat16)):
         monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
@@ -135,18 +122,3 @@ def test_rotary_positions_by_hand() -> None:
     np.testing.assert_allclose(out[0], [1.0, 0.0, 0.0, 1.0], atol=1e-6)
     np.testing.assert_allclose(out[1], [0.5403023, -0.0099998, 0.8414710, 0.9999500], atol=1e-6)
     np.testing.assert_allclose(out[2], [-0.4161468, -0.0199987, 0.9092974, 0.9998000], atol=1e-6)
-
-
-rotate = jax.jit(layers.rotate)
-
-
-@settings(deadline=None, max_examples=examples(25))
-@given(first=st.integers(0, 500), second=st.integers(0, 500), shift=st.integers(0, 500), seed=st.integers(0, 99))
-def test_rotated_products_depend_only_on_the_distance(first: int, second: int, shift: int, seed: int) -> None:
-    query, key = np.random.default_rng(seed).normal(size=(2, 1, 1, 1, 16)).astype(np.float32)
-
-    def product(query_at: int, key_at: int) -> float:
-        turned = [np.asarray(rotate(x, np.array([at]))) for x, at in ((query, query_at), (key, key_at))]
-        return float(np.sum(turned[0] * turned[1]))
-
-    assert product(first, second) == pytest.approx(product(first + shift, second + shift), abs=2e-3)

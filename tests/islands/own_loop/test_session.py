@@ -22,7 +22,6 @@ from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Memory
 from archipelago.islands.own_loop.loop import CALL_STEPS_MAX
-from tests import samples
 from tests.conftest import Until
 from tests.failing import failing
 from tests.islands.own_loop.any_framework import Framework, served
@@ -191,15 +190,6 @@ def test_leaves_without_values_are_named(url: str, made: str) -> None:
         with failing(ConfigError, "loop.meta"):
             jax.jit(lambda params: run.sync(params, steps=4))(run.params)
         run.leave()
-
-
-def test_a_run_of_other_tensors_or_without_a_server_refuses_a_script(url: str) -> None:
-    with failing(UnknownRunError, "broker.unknown-run"), join(url, "own", tree(), wait_seconds=0.0):
-        pass
-    of_ours = samples.manifest("own")
-    connect(url, "own").create(of_ours, samples.first_snapshots(of_ours))
-    with failing(MismatchError, "loop.other-tensors"), join(url, "own", tree()):
-        pass
 
 
 def test_joining_twice_under_one_name_is_refused(made: str) -> None:

@@ -14,8 +14,8 @@ import numpy as np
 
 from archipelago.broker.config import AdoptConfig, InnerConfig, OuterConfig, RunConfig, SyncConfig, WireConfig
 from archipelago.islands.checkpoint import Rejoin
-from archipelago.islands.creation import first_snapshots
 from archipelago.islands.tasks.batches import TaskRun
+from archipelago.islands.tasks.ours import first_snapshots
 from archipelago.islands.tasks.task import Task, TaskFile
 from archipelago.islands.tasks.workload import Workload, task_config
 from archipelago.islands.worker import Island

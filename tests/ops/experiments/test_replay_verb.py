@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from archipelago.broker.control import STEPS as STEPS_FIELD
-from archipelago.islands.creation import describe, first_snapshots
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.corpus import open_corpus
 from archipelago.islands.data.preparation import prepare_text
 from archipelago.islands.data.ranges import range_order
+from archipelago.islands.tasks.ours import first_snapshots, our_work
 from archipelago.islands.worker import Island
 from archipelago.merger import record as records
 from archipelago.merger.beside import at_once
@@ -31,7 +31,7 @@ class Recorded(PlayedRun):
     """A recorded run in virtual time, in the folder `runs`. Its islands step in turn."""
 
     def __init__(self) -> None:
-        manifest = describe("taped", CONFIG, open_corpus("public").identity)
+        manifest = our_work(CONFIG, open_corpus("public")).describe("taped")
         first = first_snapshots(manifest)
         super().__init__(manifest, first)
         MergerFolder(RECORD.parent).recorder.begin(manifest, first)

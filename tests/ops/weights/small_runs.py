@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from archipelago.broker.config import RunConfig
-from archipelago.broker.manifest import Corpus
-from archipelago.islands.creation import describe, first_snapshots, fitted
 from archipelago.islands.data.corpus import open_corpus
 from archipelago.islands.models.registry import Params, build
+from archipelago.islands.tasks.ours import first_snapshots, fitted, our_work
 from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.ops.weights.parameters import RunParameters
 from tests import samples
@@ -29,9 +28,9 @@ Call = Callable[..., tuple[int, str, str]]
 
 
 @cache
-def found_of(config: RunConfig = SMALL, corpus: Corpus | None = None) -> RunParameters:
+def found_of(config: RunConfig = SMALL) -> RunParameters:
     """Return the parameters of a run. They differ from fresh ones, whose scales are all 1 and could change places."""
-    manifest = describe("mine", config, corpus or open_corpus(config.data.corpus).identity)
+    manifest = our_work(config, open_corpus(config.data.corpus)).describe("mine")
     rng = np.random.default_rng(0)
     fresh = build(config.model).init(3)
     params = {n: p + 0.1 * jnp.asarray(rng.normal(size=p.shape), jnp.float32) for n, p in fresh.items()}
@@ -41,7 +40,7 @@ def found_of(config: RunConfig = SMALL, corpus: Corpus | None = None) -> RunPara
 def of_tokens() -> RunParameters:
     """Return the parameters of a run on a corpus with a tokenizer."""
     corpus = open_corpus("tokens")
-    return found_of(fitted(replace(SMALL, data=replace(SMALL.data, corpus="tokens")), corpus), corpus.identity)
+    return found_of(fitted(replace(SMALL, data=replace(SMALL.data, corpus="tokens")), corpus))
 
 
 def same(one: Params, other: Params) -> bool:
