@@ -117,7 +117,7 @@ def run_named(
     island.pacer.step_seconds_min = options.step_seconds_min
     link.pumps.start()
     evaluator = _evaluator(options, prepared, transport, link, curves)
-    with progress("compiling and measuring the inner steps"):
+    with progress("compiling the inner steps"):
         prepared.warm_up(island, options.scan_steps)
     compiled = time.process_time() - began
     with progress("taking the optimiser state"):

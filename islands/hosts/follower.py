@@ -189,7 +189,9 @@ def follow_leader(options: IslandOptions, here: HostRank, stopped: Callable[[], 
 
         from archipelago.islands.hosts.computing import SharedComputation, follow
         from archipelago.islands.prepared import prepared_for
+        from archipelago.islands.running import end_of_imports
 
+        end_of_imports()
         prepared = prepared_for(options, manifest, task)
         work, sample = prepared.workload, prepared.sample()
         computation = SharedComputation(manifest, work.steps, work.begin, prepared.placement)
