@@ -9,7 +9,7 @@ FOLDERS := $(shell find broker islands merger ops -type d -not -name __pycache__
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 ARGS ?=
 
-.PHONY: help train test test-all storm soak fuzz deploy lint format lock clean
+.PHONY: help train test test-all storm soak deploy lint format lock clean
 
 help:  ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*  ## /  make \1\t/p' Makefile | expand -t 18
@@ -29,10 +29,6 @@ storm: $(LINKED)  ## a minute of faults on real processes, always the same; fail
 
 soak: $(LINKED)  ## simulated storms on all cores, with new seeds, until one fails; it prints that seed
 	@$(BIN)/python -m tests.simulation.storm $(ARGS)
-
-fuzz: $(LINKED)  ## hostile bytes, guided by coverage (atheris: Python 3.11 to 3.13, Linux); ARGS=-max_total_time=600
-	$(BIN)/python -m pip install --quiet atheris
-	$(BIN)/python -m tests.fuzz.fuzz_wire $(ARGS)
 
 deploy: $(LINKED)  ## the files of ops/deploy on a real Slurm and as an image (root on Debian; CI does not run it)
 	@for program in slurmctld munged podman debootstrap; do command -v $$program > /dev/null || \

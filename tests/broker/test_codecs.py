@@ -19,10 +19,6 @@ from archipelago.broker.codecs import CODECS, HUGE, PIECE, TOP_BLOCK, TOP_KEPT, 
 from archipelago.broker.errors import WireError
 from tests.failing import failing
 
-NORMAL_MIN = float(np.finfo(np.float32).tiny)
-#: Halfway between bfloat16's largest finite number and the next power of two. From here on values round to infinity.
-OVERFLOW = 3.3961776e38
-
 #: Any bit patterns, including subnormals, infinities and all kinds of NaN.
 BITS = st.lists(st.integers(0, 2**32 - 1), max_size=40).map(lambda bits: np.array(bits, np.uint32).view(np.float32))
 #: Values halfway between two neighbours in bfloat16.
@@ -54,13 +50,6 @@ def test_bfloat16_rounds_as_ml_dtypes_does_and_float32_is_exact(values_N: Vector
     np.testing.assert_array_equal(np.isnan(decoded_N), np.isnan(values_N))
     body = codec("float32").encode(values_N)
     assert codec("float32").decode(body, values_N.size).tobytes() == values_N.tobytes() == body
-
-
-def test_bfloat16_by_hand() -> None:
-    values_N = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x7F7FFFFF, 0x7FFFFFFF, 0xFF800001, 0x80000001], np.uint32)
-    bits = uint16(codec("bfloat16").encode(values_N.view(np.float32)))
-    # ties go to the even neighbour, the largest float32 to infinity, NaN stays NaN with its sign, −0 keeps its own
-    assert [hex(b) for b in bits] == ["0x3f80", "0x3f82", "0x3f81", "0x7f80", "0x7fff", "0xffc0", "0x8000"]
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -102,14 +91,6 @@ def test_some_blocks_are_decoded_to_the_bits_of_all(name: str) -> None:
     assert whole[:size].tobytes() == chosen.decode(body, size).tobytes()
 
 
-def _many(seed: int) -> Vector:
-    """Return all magnitudes and ties without subnormals, which XLA on a CPU flushes to zero and `encode` keeps."""
-    bits_N = np.random.default_rng(seed).integers(0, 2**32, 200_000, dtype=np.uint32)
-    bits_N[::4] = bits_N[::4] & 0xFFFF0000 | 0x8000
-    values_N = bits_N.view(np.float32)
-    return values_N[(np.abs(values_N) >= NORMAL_MIN) & (np.abs(values_N) < OVERFLOW)]
-
-
 def _gradients(seed: int, elements: int) -> Vector:
     """Return values like outer gradients: magnitudes differ between blocks, and some blocks are zero or sparse."""
     random = np.random.default_rng(seed)
@@ -136,14 +117,6 @@ def sent_by_device(name: str, values_N: Vector) -> tuple[bytes, Vector]:
     """Return the body and the receiver's values, as an island's device computes them."""
     parts, restored_N = _device(name)(jnp.asarray(values_N))
     return body_of(parts), np.asarray(restored_N)
-
-
-def test_the_device_rounds_to_the_same_bits() -> None:
-    values_N = np.concatenate([_many(seed=7), np.array([0.0, -0.0], np.float32)])
-    for name in ("float32", "bfloat16"):
-        body, restored_N = sent_by_device(name, values_N)
-        assert body == codec(name).encode(values_N)
-        np.testing.assert_array_equal(restored_N.view(np.uint32), decoded(name, values_N).view(np.uint32))
 
 
 @pytest.mark.parametrize("name", CODECS)

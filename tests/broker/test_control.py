@@ -87,14 +87,6 @@ def test_an_invalid_change_is_refused() -> None:
         assert name not in control.fields, (name, value)
 
 
-@given(st.dictionaries(st.text(max_size=80), st.text(max_size=80), max_size=8))
-def test_any_hash_can_be_parsed(fields: dict[str, str]) -> None:
-    control = Control.of(fields)
-    assert control.fields.keys() <= fields.keys()
-    assert control.faults.keys() <= {name[:VALUE_MAX] for name in fields}
-    assert len(control.fields) + len(control.faults) <= len(fields)
-
-
 @given(
     st.dictionaries(
         st.sampled_from([*SETTINGS, "merging", "checkpoint", "island.a", "island.a/b"]),
@@ -152,12 +144,6 @@ def test_an_invalid_change_on_the_tape_is_refused() -> None:
     for text in ("outer.learning_rate=0", "inner.steps=0", "data.shards=3", "x", "sync.quorum=", "=1"):
         with failing(WireError, "wire.message"):
             pytest.fail(f"{text}: {after_changes(CONFIG, {}, text)}")
-
-
-def test_steering_changes_nothing_else() -> None:
-    expected = replace(CONFIG, outer=replace(CONFIG.outer, learning_rate=0.5), sync=replace(CONFIG.sync, quorum=3))
-    assert steered(CONFIG, {OUTER_RATE: 0.5, QUORUM: 3}) == expected
-    assert steered(CONFIG, {}) == CONFIG
 
 
 def test_a_state_without_requests_has_no_fields() -> None:

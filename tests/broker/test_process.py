@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
-import subprocess
-import sys
 from pathlib import Path
 
 import platformdirs
@@ -131,25 +128,3 @@ def test_a_cache_folder_of_another_user_or_that_others_can_replace_is_not_used(
     cache.parent.chmod(0o777)
     keep_compiled()
     assert CACHE_VARIABLE not in os.environ
-
-
-#: A process that frees three of four blocks of 16 MiB, after malloc has learnt to keep such blocks.
-_FREES = """
-import numpy as np, psutil
-from archipelago.broker.process import return_freed_memory
-
-return_freed_memory()
-for _ in range(3):
-    np.ones(4 << 20, np.float32)
-before = psutil.Process().memory_info().rss
-held = [np.ones(4 << 20, np.float32) for _ in range(4)]
-del held[:3]
-print(psutil.Process().memory_info().rss - before)
-"""
-
-
-@pytest.mark.full
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no mallopt")
-def test_freed_blocks_go_back_to_the_system() -> None:
-    done = subprocess.run([sys.executable, "-c", _FREES], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 32 << 20  # one block of 16 MiB is still used

@@ -111,45 +111,7 @@ def test_cursors_go_forwards_only(cursors: dict[str, tuple[int, int]], places: l
     assert advanced(after, places) == {}
 
 
-@given(CURSORS, st.booleans())
-def test_every_reachable_cursor_can_be_written_as_a_place(cursor: tuple[int, int], ended: bool) -> None:
-    for pass_number, position in advanced({}, [ReadPosition("0", *cursor, ended)]).values():
-        place = ReadPosition("0", pass_number, position)
-        assert parse_positions(str(place)) == (place,)
-
-
 # -- choice of a range ------------------------------------------------------------------------------------------------
-
-ISLANDS = ["a/1", "a/2", "b/1", "c/1"]
-RANGES = st.lists(st.sampled_from([*map(str, range(6)), "site/0", "site/1"]), unique=True, max_size=8)
-
-
-@st.composite
-def situations(draw: st.DrawFn) -> tuple[list[str], dict[str, tuple[int, int]], dict[str, str], set[str]]:
-    """Draw ranges, cursors, holders, and the holders that are gone."""
-    ranges = draw(RANGES)
-    cursors = draw(st.dictionaries(st.sampled_from(ranges), st.tuples(SMALL, SMALL))) if ranges else {}
-    holders = draw(st.dictionaries(st.sampled_from(ranges), st.sampled_from(["", *ISLANDS]))) if ranges else {}
-    return ranges, cursors, holders, draw(st.sets(st.sampled_from(ISLANDS)))
-
-
-@given(situations())
-def test_a_range_is_chosen_by_the_rules(
-    situation: tuple[list[str], dict[str, tuple[int, int]], dict[str, str], set[str]],
-) -> None:
-    ranges, cursors, holders, gone = situation
-    chosen = choose(ranges, cursors, holders, "a/3", gone.__contains__)
-    passes = {name: cursors.get(name, (0, 0))[0] for name in ranges}
-    free = [name for name in ranges if not holders.get(name) or holders[name] in gone]
-    within = [name for name in free if passes[name] <= min(passes.values()) + 1]
-    if chosen is None:
-        assert not within
-        return
-    assert chosen in within
-    fewest = [name for name in free if passes[name] == passes[chosen]]
-    assert passes[chosen] == min(passes[name] for name in free)
-    own = [name for name in fewest if holders.get(name, "").startswith("a/")]
-    assert chosen == (own or fewest)[0]
 
 
 def test_the_choice_of_a_range_by_hand() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -49,7 +48,6 @@ TURNS_MAX = 200
 CHECKPOINT, DAMAGED, ROUNDS = 2, 5, 9
 #: The run takes a checkpoint only when the test asks for it.
 CHECKPOINT_SECONDS = 1e9
-REFERENCE = Path(__file__).parents[2] / "docs" / "reference.md"
 #: The keys that belong to one version of a fragment.
 OF_A_VERSION = ("difference", "log")
 #: Each key of a run, by its name in `Keys`. Keys of a family stand for all of it.
@@ -78,7 +76,9 @@ QUICK = [
     ("tape", "huge", "serving"), ("tape", "ahead", "restarted"), ("snapshots", "a list", "serving"),
     ("evaluations", "not UTF-8", "serving"), ("island", "a list", "serving"), ("islands", "a list", "restarted"),
     ("manifest", "deleted", "serving"), ("manifest", "not UTF-8", "restarted"), ("data", "ahead", "restarted"),
-    ("data", "a list", "serving"), ("books", "negative", "serving"), ("updates", "deleted", "serving"),
+    ("data", "a list", "serving"), ("books", "negative", "serving"),
+    ("updates", "without a group", "serving"), ("updates", "without a group", "restarted"),
+    ("updates", "read again", "restarted"), ("updates", "skipped", "restarted"), ("updates", "deleted", "serving"),
 ]  # fmt: skip
 #: The damages that delete merged contributions before a compaction covers them. A merger that starts then lacks the
 #: momentum of these rounds, because the log of contributions is the state.
@@ -304,30 +304,6 @@ OF_GROUPS: dict[str, Callable[[DamagedRun, str], None]] = {
 }
 
 
-class Earlier:
-    """The value that a key had at an earlier time."""
-
-    def __init__(self, run: DamagedRun, key: str) -> None:
-        self._run, self._key, self._kind = run, key, run.client.type(key)
-        read = {b"hash": "hgetall", b"set": "smembers", b"string": "get"}.get(self._kind)
-        self._value: Any = getattr(run.client, read)(key) if read else []
-        if self._kind == b"stream":
-            self._value = run.client.xrange(key)
-
-    def put_back(self) -> None:
-        """Give the key that value again."""
-        client, key = self._run.client, self._key
-        client.delete(key)
-        if self._kind == b"hash":
-            client.hset(key, mapping=self._value)
-        elif self._kind == b"set":
-            client.sadd(key, *self._value)
-        elif self._kind == b"string":
-            client.set(key, self._value)
-        for entry, fields in self._value if self._kind == b"stream" else ():
-            client.xadd(key, fields, id=entry)
-
-
 # -- the tests ---------------------------------------------------------------------------------------------------------
 
 
@@ -336,21 +312,6 @@ def test_each_key_has_a_case() -> None:
     assert names - {*KEYS, *OF_A_VERSION} == {
         "run", "tag", "patterns", "damaged", "short", "of_the_past", "chunk", "handover_chunks",
     }  # fmt: skip
-
-
-def test_the_reference_has_a_row_for_each_key() -> None:
-    section = REFERENCE.read_text(encoding="utf-8").partition("## Damaged keys")[2].partition("\n## ")[0]
-    first = [row.split("|")[1] for row in section.splitlines() if row.startswith("| `")]
-    keys = Keys("RUN")
-    plain = {str(getattr(keys, name)) for name in vars(keys) if name not in ("run", "tag")}
-    families = {
-        keys.updates("NAME"), keys.island("NAME"), keys.name("NAME"), keys.leases("NAME"),
-        keys.taken("RANGE"),
-        keys.head("P"), keys.fragment("P"), keys.outer("P"),  # type: ignore[arg-type]
-        keys.log("P", "V"),  # type: ignore[arg-type]
-        keys.difference("P", "V"), f"{keys.tag}:handover:…", f"{keys.tag}:c:…", REGISTRY,  # type: ignore[arg-type]
-    }  # fmt: skip
-    assert {name for cell in first for name in re.findall(r"`([^`]+)`", cell)} == plain | families
 
 
 HOWS = (*DAMAGES, "earlier")
@@ -377,17 +338,17 @@ def undamaged(rounds: int) -> dict[int, str]:
 def play(run: DamagedRun, name: str, how: str, when: str) -> None:
     """Play a few rounds, and damage a key after some of them. A checkpoint holds the first ones."""
     key, first, taken = run.key(name), run.closed, run.taken
-    earlier = None
-    if how == "earlier":
-        run.play(first + DAMAGED - 2, checkpoint=first + CHECKPOINT)
-        earlier = Earlier(run, key)
+    run.play(first + DAMAGED - 2, checkpoint=first + CHECKPOINT)
+    earlier = run.client.dump(key)
     run.play(first + DAMAGED, checkpoint=first + CHECKPOINT)
 
     def damage() -> None:
-        if earlier is None:
+        if how != "earlier":
             (DAMAGES | OF_GROUPS)[how](run, run.key(name))
+        elif earlier is None:
+            run.client.delete(key)
         else:
-            earlier.put_back()
+            run.client.restore(key, 0, earlier, replace=True)
 
     if when == "serving":
         run.play(first + ROUNDS, damage=damage)
@@ -435,12 +396,6 @@ def _all_payloads_are_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_goes_on_to_the_same_bits() -> None:
     for first in range(0, len(QUICK), PART):
         play_all(QUICK[first : first + PART])
-
-
-def test_a_run_goes_on_to_the_same_bits_after_its_consumer_group_was_lost_or_moved() -> None:
-    """Merged contributions come again, and one that was skipped is delivered by the merger that starts."""
-    cases = [("without a group", "serving"), ("without a group", "restarted"), ("read again", "restarted")]
-    play_all([("updates", how, when) for how, when in (*cases, ("skipped", "restarted"))])
 
 
 @pytest.mark.full

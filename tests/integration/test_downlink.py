@@ -5,28 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from archipelago.broker.codecs import codec
 from archipelago.broker.config import WireConfig
-from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.redis.transport import connect
-from archipelago.broker.transport import Transport
+from archipelago.broker.transport import IslandTransport, ReaderClient
 from archipelago.broker.wire import digest_of, newest, unpack
 from archipelago.islands.sync.arrays import flatten
 from archipelago.islands.tasks.ours import first_snapshots
 from archipelago.merger.outer import publish
-from archipelago.ops.experiments.virtual_time import VirtualClock, VirtualRun
+from archipelago.ops.experiments.virtual_time import ChangedTransport, VirtualRun
 from archipelago.ops.launch.embedded_redis import RedisServer
 from tests.harness.merger_run import compact_now
 from tests.integration.virtual import ENDLESS, LateRun, closed, work
-from tests.intercept import Intercepted
-from tests.tiers import examples
 
 DIFFERENCES = ["int8", "int4"]
 CONFIG = replace(ENDLESS, wire=WireConfig(up="int4", down="int4", zstd_level=0))
@@ -51,18 +46,6 @@ def test_in_hundreds_of_rounds_the_shadow_never_drifts() -> None:
         assert np.abs(exact_N - shadow_N).max() < 0.02, down
 
 
-@settings(max_examples=examples(20))
-@given(seed=st.integers(0, 2**32 - 1), down=st.sampled_from(DIFFERENCES))
-def test_the_shadow_reaches_constant_parameters(seed: int, down: Any) -> None:
-    """The rounding error is carried over, so the shadow comes as close as float32 allows."""
-    random = np.random.default_rng(seed)
-    exact_N, shadow_N = (random.standard_normal(1000).astype(np.float32) for _ in range(2))
-    for _ in range(40):
-        held_N, _ = publish(WireConfig(down=down), jnp.asarray(shadow_N), jnp.asarray(exact_N))
-        shadow_N = np.asarray(held_N)
-    np.testing.assert_allclose(shadow_N, exact_N, rtol=0, atol=1e-5)
-
-
 def test_a_run_begins_from_its_exact_parameters() -> None:
     """The codec of differences must not round the first parameters, which may be fine-tuned ones."""
     for down in DIFFERENCES:
@@ -72,60 +55,6 @@ def test_a_run_begins_from_its_exact_parameters() -> None:
             manifest.layout, first_snapshots(manifest, exact), manifest.sizes, strict=True
         ):
             np.testing.assert_array_equal(unpack(payload, size), np.asarray(flatten(rows, exact)), err_msg=down)
-
-
-class ChangedDifferences(Intercepted):
-    """A connection that changes each difference that it reads from some time on.
-
-    Attributes:
-        change: Returns what arrives of a difference. None while all arrive as they were sent.
-        asked: The fragments whose differences were asked for since then.
-        wholes: The fragments whose full snapshots were read since then.
-    """
-
-    def __init__(self, inner: Transport) -> None:
-        super().__init__(inner)
-        self.change: Callable[[bytes], bytes | None] | None = None
-        self.asked: list[int] = []
-        self.wholes: list[int] = []
-
-    def begin(self, change: Callable[[bytes], bytes | None]) -> None:
-        self.change, self.asked, self.wholes = change, [], []
-
-    def intercept(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        answer = method(*args, **kwargs)
-        if name == "fragment":
-            self.wholes.append(args[0])
-        if name != "difference" or self.change is None or answer is None:
-            return answer
-        self.asked.append(args[0])
-        return self.change(answer)
-
-
-class DownlinkRun(VirtualRun):
-    """A run of one island whose connection may change differences."""
-
-    def __init__(self) -> None:
-        clock = VirtualClock()
-        broker = MemoryBroker(clock)
-        self.changed = ChangedDifferences(broker.connect("down"))
-        super().__init__(work(CONFIG), [1.0], lambda: broker.connect("down"), clock, "down")
-
-    def connect_as(self, who: str) -> Transport:
-        return self.changed if who == "island-0" else super().connect_as(who)
-
-    def require_newer(self) -> None:
-        """Write the full states of all fragments, until the island has the bits of versions that are newer than now."""
-        wanted = [snapshot.version + 1 for snapshot in self.merger.snapshots]
-        held = self.islands["island-0"].link.channels[0].inbox.snapshots.held
-
-        def have_arrived() -> bool:
-            for p in range(len(wanted)):
-                compact_now(self.merger, p)
-            return all(p in held and held[p].snapshot.version >= version for p, version in enumerate(wanted))
-
-        self.advance_until(have_arrived)
-        require_published(self)
 
 
 def require_published(run: VirtualRun) -> None:
@@ -156,26 +85,47 @@ def test_islands_hold_the_bits_that_the_merger_published(server: RedisServer) ->
         assert np.abs(np.asarray(fragment.params_N) - np.asarray(fragment.published_N)).max() < 0.05
 
 
+class DownlinkRun(VirtualRun):
+    """A run of one island, which gets each difference as `change` returns it, and is its own reader."""
+
+    change: Callable[[bytes], bytes | None] = staticmethod(lambda payload: payload)
+
+    def connect_island(self, name: str) -> IslandTransport:
+        self.asked, self.real = 0, super().connect_island(name)
+        return ChangedTransport(self.real.run, self.real.island, cast(ReaderClient, self))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real.reader, name)
+
+    def difference(self, *about: Any) -> bytes | None:
+        """Return what arrives of a difference."""
+        self.asked += 1
+        payload = self.real.reader.difference(*about[:2])
+        return None if payload is None else self.change(payload)
+
+
 def test_a_missing_or_hostile_difference_is_replaced_by_a_full_snapshot() -> None:
     """The island trains on. Hostile differences have the announced size, so that only their bytes are wrong."""
-    run = DownlinkRun()
+    run = DownlinkRun(work(CONFIG), [1.0])
     run.advance_until(lambda: closed(run)[0] >= 8)
-    body = codec("int4").encoded_size(run.manifest.sizes[0])
+    body, held = codec("int4").encoded_size(run.manifest.sizes[0]), run.islands["island-0"].link.channels[0].inbox
+    changes: tuple[Callable[[bytes], bytes | None], ...] = (
+        lambda payload: None,
+        lambda payload: b"nonsense",
+        lambda payload: bytes(len(payload) - body) + payload[-body:],
+        lambda payload: payload[:-body].replace(b"int4", b"top3") + payload[-body:],
+        lambda payload: payload[:-body] + b"\x3c" * body,  # other values
+        lambda payload: payload[:-body] + b"\xff" * body,  # no number
+    )
+    for run.change in changes:
+        wanted, asked = [snapshot.version + 1 for snapshot in run.merger.snapshots], run.asked
 
-    def filled(byte: bytes) -> Callable[[bytes], bytes]:
-        return lambda payload: payload[:-body] + byte * body
+        def have_arrived(wanted: list[int] = wanted) -> bool:
+            for p in range(len(wanted)):
+                compact_now(run.merger, p)
+            found = held.snapshots.held
+            return all(p in found and found[p].snapshot.version >= version for p, version in enumerate(wanted))
 
-    changes: dict[str, Callable[[bytes], bytes | None]] = {
-        "missing": lambda payload: None,
-        "nonsense": lambda payload: b"nonsense",
-        "no header": lambda payload: bytes(len(payload) - body) + payload[-body:],
-        "another codec": lambda payload: payload[:-body].replace(b"int4", b"top3") + payload[-body:],
-        "other values": filled(b"\x3c"),
-        "no number": filled(b"\xff"),
-    }
-    changed = run.changed
-    for what, change in changes.items():
-        changed.begin(change)
-        run.advance_until(lambda: len(changed.asked) > 4)
-        run.require_newer()
-        assert set(changed.wholes) >= set(changed.asked), what
+        run.advance_until(have_arrived)
+        assert run.asked > asked
+        require_published(run)

@@ -31,7 +31,6 @@ from archipelago.islands.tasks.workload import Workload, task_config
 from archipelago.merger.main import MergerOptions, main
 from archipelago.merger.service import Merger
 from archipelago.merger.serving import serve
-from tests.failing import failing
 from tests.intercept import Intercepted
 from tests.small import SMALL
 
@@ -131,28 +130,6 @@ def test_an_island_waits(transport: RedisTransport, stuttering: Stuttering, task
     assert run_island(island(task, tmp_path, 20.0), lambda: bool(transport.reader.backlog())) == 0
     assert stuttering.calls["publish"] > 1
     assert transport.reader.backlog()
-
-
-AT_THE_START = (
-    "manifest",
-    "control",
-    "claim_name",
-    "heads",
-    "is_served",
-    "instance",
-    "last_event",
-    "fragment",
-)
-
-
-def test_a_worker_without_patience_ends_at_the_first_call_that_fails(
-    stuttering: Stuttering, task: str, tmp_path: Path
-) -> None:
-    for call in AT_THE_START:
-        stuttering.calls = Counter(dict.fromkeys(set(AT_THE_START) - {call}, 1))
-        with failing(UnreachableError):
-            run_island(island(task, tmp_path, 0.0), lambda: False)
-        assert stuttering.calls[call] == 1, stuttering.calls
 
 
 def test_an_island_says_that_there_is_no_merger_and_the_run_waits_for_one(

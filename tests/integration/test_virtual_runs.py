@@ -11,23 +11,21 @@ import jax
 import numpy as np
 import pytest
 
-from archipelago.broker.config import AdoptConfig, OuterConfig, RunConfig, SyncConfig
-from archipelago.broker.messages import Snapshot, TapeEntry
+from archipelago.broker.config import AdoptConfig, OuterConfig, RunConfig
+from archipelago.broker.messages import TapeEntry
 from archipelago.broker.shards.transport import WholeRun
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.evaluation import measured, published
-from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.tasks.ours import our_work
 from archipelago.islands.tasks.task import load_task
 from archipelago.islands.tasks.workload import Workload, task_config
-from archipelago.islands.worker import Island
 from archipelago.merger.outer import OUTER
 from archipelago.ops.experiments.baselines import data_parallel
 from archipelago.ops.experiments.island_runs import islands
 from archipelago.ops.experiments.trial import Trial
 from archipelago.ops.experiments.virtual_time import VirtualRun
 from tests import pytorch
-from tests.integration.virtual import CONFIG, LateRun, closed, require_balanced, work
+from tests.integration.virtual import CONFIG, closed, require_balanced, work
 from tests.small import SMALL
 
 
@@ -69,30 +67,6 @@ def test_two_islands_fill_rounds_whose_quorum_is_larger_and_send_no_progress_twi
     assert all(len(members(entry)) == 2 for entry in tape[:-8])
     for p in range(len(run.manifest.fragments)):
         assert 0.7 * tokens < sum(m.tokens for e in tape if e.fragment == p for m in e.members) <= tokens, p
-
-
-def test_snapshots_may_arrive_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are adopted within two steps, and no token is lost."""
-    run = LateRun(work(), [1.0, 1.1], 3.0)
-    trained, said, heard = list(run.islands.values()), dict[tuple[int, int], float](), list[float]()
-
-    def say(_: TapeEntry, snapshot: Snapshot) -> None:
-        said[snapshot.fragment, snapshot.version] = run.clock.now
-
-    def hear(island: Island, arrival: Arrival) -> None:
-        heard.append(run.clock.now - said[arrival.snapshot.fragment, arrival.snapshot.version])
-        adopt(island, arrival)
-
-    adopt = Island.adopt
-    monkeypatch.setattr(Island, "adopt", hear)
-    run.merger.on_round = say
-    run.finish()
-    assert len(heard) >= run.merger.rounds.closed
-    assert min(heard) >= 3.0
-    assert max(heard) <= 3.0 + 1.1 + 1.1, "an island should receive it after one step and adopt it after another"
-    require_balanced(run, pending=0)
-    tokens = sum(island.totals.tokens for island in trained)
-    assert run.transport.reader.books().merged_tokens == tokens * len(run.manifest.fragments)
 
 
 def test_an_island_joins_a_running_run_and_another_one_sends_its_progress_and_leaves() -> None:
@@ -203,11 +177,3 @@ def test_a_shard_without_a_merger_stops_only_its_fragments() -> None:
     run.advance_until(lambda: run.mergers[1].rounds.closed >= stopped_at + 6)
     run.finish()
     require_balanced(run)
-
-
-def test_several_shards_of_one_fragment_each_have_a_window_of_one() -> None:
-    config = replace(CONFIG, sync=SyncConfig(interval=12, fragments=3, window=2))
-    run = VirtualRun(work(config), [1.0, 1.0], shards=3)
-    run.finish()
-    require_balanced(run)
-    assert min(closed(run)) >= config.inner.steps // config.sync.interval - 1

@@ -120,6 +120,16 @@ def test_one_of_three_islands_cannot_end_the_run(claimed: int, gaps: list[float]
         step = after
 
 
+def test_before_others_report_a_step_time_only_rounds_advance_the_schedule() -> None:
+    members = [claim(island="x", global_step=1 << 30)]
+    least = math.ceil(claims.STRIDES_OF_A_ROUND * STRIDE)
+    assert claims.next_step(0, members, StepTimes({"x": 1e-9}), 60.0, STRIDE, {"x", "a"}) == least
+    assert (
+        claims.next_step(0, members, StepTimes({"x": 1e-9, "a": 1.0}), 60.0, STRIDE, {"x", "a"})
+        <= 60 * 4 + 2 * STRIDE + 1
+    )
+
+
 def test_the_schedule_catches_up_with_an_island_that_was_cut_off() -> None:
     """It trained alone for hours at the speed of the others, and its step was lowered at first."""
     reported = StepTimes(dict.fromkeys("abc", 1.0))

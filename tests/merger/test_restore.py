@@ -31,7 +31,6 @@ from tests.harness.merger_run import (
     beginning,
     bits,
     constant,
-    finish,
     logged_codes,
     outer_states,
     recorded,
@@ -131,22 +130,6 @@ def test_nothing_is_rebuilt_when_nothing_is_lost(caplog: pytest.LogCaptureFixtur
 
 
 # -- state that Redis still has is newer than the checkpoint's -------------------------------------------------------
-
-
-def test_kept_entries_stay_in_the_stream_after_a_restore() -> None:
-    """A second loss needs these entries, and the checkpoint after that trims them."""
-    store = Shelf()
-    run, _ = begun(CONFIG, store)
-    DAMAGE["everything missing"](run.stored)
-    merger = run.merger(store=store)
-    assert run.transport.reader.books().kept == 8
-    assert [kept.round for kept in merger.retention.kept] == [4, 5, 6, 7]
-    DAMAGE["everything missing"](run.stored)
-    merger = run.merger(store=store)
-    run.play(merger, 8, 9, 10)
-    assert bits(run) == undisturbed(CONFIG)
-    finish(merger)
-    assert run.transport.reader.books().kept == 0
 
 
 # -- losses that cannot be restored ----------------------------------------------------------------------------------

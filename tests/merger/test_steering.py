@@ -27,7 +27,6 @@ from tests.harness.merger_run import (
     replayed,
     served_run,
     state_of,
-    take_checkpoint,
 )
 from tests.intercept import EVERY
 
@@ -119,20 +118,6 @@ def test_a_takeover_and_a_replay_keep_changed_settings() -> None:
     assert state.steered == state_of(other).steered == {GRACE: 0.125}
 
 
-def test_a_restored_redis_has_the_requests_again() -> None:
-    shelf = Shelf()
-    run, merger = served_run(quorum=1, store=shelf)
-    run.transport.reader.steer({OUTER_RATE: "0.25", "island.c": "expel", QUORUM: "many"})
-    run.play(merger, 1)
-    take_checkpoint(merger)
-    run.broker.runs.clear()
-    run.transport.restore(shelf.images[1])
-    assert run.transport.reader.control() == {OUTER_RATE: "0.25", "island.c": "expel"}
-    run.play(run.merger(), 2)
-    assert steered_on_tape(run)[1:] == [""], "it continues with the changed settings"
-    assert state_of(run).steered == {OUTER_RATE: 0.25}
-
-
 # -- pauses ----------------------------------------------------------------------------------
 
 
@@ -206,14 +191,6 @@ def test_a_request_whose_checkpoint_failed_is_kept_and_answered_by_another_merge
         merger.turn(0.0)
     assert list(shelf.images) == [2]
     assert run.notes("checkpoint") == ["checkpoint 2 holds the run up to round 2"]
-
-
-def test_a_merger_without_checkpoints_answers_a_request_once() -> None:
-    run, merger = served_run()
-    run.transport.reader.steer({"checkpoint": "now"})
-    merger.turn(0.0)
-    merger.turn(0.0)
-    assert len(run.notes("checkpoint")) == 1
 
 
 # -- islands ----------------------------------------------------------------------------------

@@ -338,16 +338,6 @@ def test_an_old_base_hides_no_attack() -> None:
     assert judged.limits[-1] < 0.5 * round_[-1].norm
 
 
-def test_the_order_of_arrival_changes_nothing() -> None:
-    arrived = contributions(3, {"b": NOISE, "c": TRIPLE})
-    one = judge({}, arrived, SPANS, 8)
-    places = list(range(8))
-    Random(1).shuffle(places)
-    other = judge({}, [arrived[i] for i in places], SPANS, 8)
-    assert other.factors == tuple(one.factors[i] for i in places)
-    assert other.scores == one.scores
-
-
 def test_a_large_fragment_is_sampled_where_nobody_can_know() -> None:
     spans = ((0, 8 * SAMPLE), (8 * SAMPLE, 32))
     random = np.random.default_rng(0)
@@ -374,13 +364,6 @@ def test_a_sample_has_the_elements_of_the_decoded_contribution() -> None:
             assert sampled * np.linalg.norm(found) == pytest.approx(found * np.linalg.norm(sampled))
 
 
-def test_contributions_of_zeros_and_without_a_loss_are_judged_too() -> None:
-    round_ = [sent(name, np.zeros(SIZE, np.float32), loss=math.nan) for name in "abc"]
-    assert judge({}, round_, SPANS, 3).factors == (1.0, 1.0, 1.0)
-    mixed = [*contributions(0, {}), sent("z", np.zeros(SIZE, np.float32))]
-    assert judge({}, mixed, SPANS, 9).factors == (*(1.0,) * 8, 0.0)
-
-
 def test_scores_survive_json_and_are_bounded() -> None:
     scores = after(3, {"a": NOISE}).scores
     text = json.dumps({name: score.to_list() for name, score in scores.items()})
@@ -405,12 +388,3 @@ def test_judges_are_drawn_anew_and_by_nothing_that_an_island_can_choose() -> Non
     assert {name for seat in seats for name in seat} == set(names)
     assert drawn(names[::-1], b"x") == drawn(names, b"x")
     assert drawn(names[:JUDGES_MOST], b"x") == names[:JUDGES_MOST]
-
-
-def test_a_fifth_of_many_islands_is_found_by_the_judges() -> None:
-    names = tuple(f"i{n:02}" for n in range(80))
-    forged = dict.fromkeys(names[::5], FLIP)
-    known: Mapping[str, Score] = {}
-    for number in range(4):
-        known = judge(known, contributions(number, forged, names), SPANS, len(names)).scores
-    assert {name for name in names if known[name].factor < 1.0} == set(forged)

@@ -11,7 +11,7 @@ import redis
 
 from archipelago.broker.errors import BrokerError, RunExistsError, UnreachableError, WireError
 from archipelago.broker.messages import to_fields
-from archipelago.broker.redis import chunks, islands
+from archipelago.broker.redis import chunks
 from archipelago.broker.redis.chunks import CHUNK_BYTES
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.transport import RedisTransport
@@ -23,7 +23,6 @@ from tests.broker.redis.stored_keys import (
     WIDTH,
     Connect,
     chunk_keys,
-    keys,
     lasting_chunks,
     wanted_chunks,
     with_payloads,
@@ -119,19 +118,6 @@ def test_a_pointer_at_the_chunks_of_others_leads_nowhere(transport: RedisTranspo
     transport.merger.refuse(epoch, [(delivery.entry, REFUSAL) for delivery in found])
     assert chunk_keys(raw, transport.run) == before
     assert transport.reader.fragment(0)[1] == LARGE
-
-
-def test_a_handover_expires(transport: RedisTransport, raw: Any) -> None:
-    before = keys(raw, transport.run)
-    transport.island.request_state("a/x")
-    transport.island.hand_over("a/x", samples.handover(LARGE), LARGE)
-    made = {key for key in keys(raw, transport.run) - before if key != Keys(transport.run).requests}
-    assert len(made) == 1 + 3
-    assert all(0 < raw.ttl(key) <= islands.HANDOVER_SECONDS for key in made)
-    assert raw.ttl(Keys(transport.run).requests) > 3600
-    transport.island.withdraw_request("a/x")
-    assert keys(raw, transport.run) == before
-    assert Keys("run").handover("a.b/c") != Keys("run").handover("a/b.c"), "dots in names let keys collide"
 
 
 def test_a_damaged_answer_is_an_error_and_can_be_withdrawn(transport: RedisTransport, raw: Any) -> None:
@@ -247,26 +233,6 @@ def test_an_upload_that_a_full_server_refuses_leaves_no_chunks(
         assert raw.keys(f"*{transport.run}*:m:f0.1.*") == []
     finally:
         raw.config_set("maxmemory", 0)
-
-
-def test_a_restore_leaves_no_unused_chunk(connections: Connect, raw: Any) -> None:
-    made = connections()
-    manifest = samples.manifest(made.run, width=WIDTH)
-    pending = [(samples.contribution(LARGE), LARGE)]
-    broken = RedisTransport(cast(Any, NoTransactions(made.connection.redis)), made.run)
-    with failing(UnreachableError):
-        broken.restore(samples.image(manifest, pending, outer=LARGE))
-    assert keys(raw, made.run) == set()  # It checks that the run is absent before it uploads anything.
-    made.restore(samples.image(manifest, pending, outer=LARGE))
-    published = {key for key in chunk_keys(raw, made.run) if ":c:a:x." in key}
-    assert len(published) == 3
-    assert lasting_chunks(raw, made.run) == chunk_keys(raw, made.run) == wanted_chunks(raw, made.run) | published
-    epoch = made.merger.acquire("merger", 60.0)
-    assert epoch is not None
-    (delivery,) = with_payloads(made.merger.updates(0.0))
-    made.merger.commit(epoch, samples.commit([delivery.entry], round_number=3, trim=[delivery.entry]))
-    assert lasting_chunks(raw, made.run) == wanted_chunks(raw, made.run)
-    assert not [key for key in chunk_keys(raw, made.run) if ":c:a:x." in key]
 
 
 # -- races --------------------------------------------------------------------------------------------------------

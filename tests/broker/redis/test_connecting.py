@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakeredis import TcpFakeServer
 
 from archipelago.broker.address import redacted
 from archipelago.broker.commits import START
 from archipelago.broker.errors import ArchipelagoError, BadUrlError, BrokerError, ServerTooOldError, UnreachableError
-from archipelago.broker.redis import client, connection, failures
+from archipelago.broker.redis import client, connection
 from archipelago.broker.redis.client import SILENT_SECONDS, SOCKET_SECONDS, client_at
 from archipelago.broker.redis.transport import RedisTransport, connect
-from archipelago.broker.transport import Memory
 from archipelago.ops.launch.embedded_redis import RedisServer
 from tests.failing import failing
 
@@ -136,31 +134,6 @@ def test_a_server_of_another_kind_or_of_an_old_version_is_refused(server: RedisS
         connect(url, "run").close()
     with failing(BrokerError, "broker.refused-command"):
         connect(server.url.removesuffix("/0") + "/9999", "run")
-
-
-def test_refusals_of_the_server_have_codes() -> None:
-    refusal = failures._refusal
-    queued = "Command # 1 (SET a 2) of pipeline caused error: MISCONF Errors writing to the AOF file: No space left"
-    for text, code in (
-        (queued, "disk"),
-        ("MISCONF Errors writing", "disk"),
-        ("You can't write against a read only replica.", "replica"),
-        ("unknown command 'XADD'", "command"),
-        ("", "command"),
-    ):
-        assert refusal(text)[0] == code, text
-
-
-def test_fakeredis_is_accepted_and_does_not_tell_its_memory() -> None:
-    with TcpFakeServer(("127.0.0.1", 0)) as fake:
-        thread = threading.Thread(target=fake.serve_forever)
-        thread.start()
-        transport = connect(f"redis://127.0.0.1:{fake.server_address[1]}", "none")
-        assert transport.reader.memory() == transport.reader.memory() == Memory(0, 0)
-        assert transport.reader.runs() == []
-        transport.close()
-        fake.shutdown()
-        thread.join()
 
 
 # -- passwords ----------------------------------------------------------------------------------------------------

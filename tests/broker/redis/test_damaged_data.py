@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from archipelago.broker.commits import START, parse_entry
 from archipelago.broker.errors import BrokerError
-from archipelago.broker.messages import Call, Contribution, Evaluation, Note, Pending, to_fields
+from archipelago.broker.messages import Call, Evaluation, Pending, to_fields
 from archipelago.broker.redis import connection
 from archipelago.broker.redis.chunks import CHUNK_BYTES
 from archipelago.broker.redis.keys import REGISTRY, Keys
@@ -91,25 +90,6 @@ def destroy_group(transport: RedisTransport, raw: Any) -> None:
     raw.xgroup_destroy(Keys(transport.run).updates("a"), "merger")
 
 
-def test_a_destroyed_group_is_created_again_without_loss(transport: RedisTransport, raw: Any, until: Until) -> None:
-    sent = [samples.contribution(sequence=n) for n in range(4)]
-    for contribution in sent[:2]:
-        transport.island.publish(contribution, b"payload")
-    transport.merger.updates(0.0, count=1)
-    destroy_group(transport, raw)
-    for contribution in sent[2:]:
-        transport.island.publish(contribution, b"payload")
-    found: list[Contribution | None] = []
-
-    def have_all() -> bool:
-        found.extend(delivery.contribution for delivery in transport.merger.updates(0.0))
-        return len(found) >= 4
-
-    until(have_all, "all four contributions")
-    assert found == sent
-    assert len(transport.merger.unacknowledged()) == 4
-
-
 @pytest.mark.parametrize("lost", ["group", "stream"])
 def test_a_waiting_reader_survives_the_loss_of_its_group(
     transport: RedisTransport, connections: Connect, raw: Any, until: Until, lost: str
@@ -136,34 +116,6 @@ def test_a_waiting_reader_survives_the_loss_of_its_group(
     connections().island.publish(samples.contribution(), b"payload")
     reader.join()
     assert found == [samples.contribution()]
-
-
-def test_a_deleted_stream_starts_empty(transport: RedisTransport, raw: Any, epoch: int) -> None:
-    entry = transport.island.publish(samples.contribution(), b"payload")
-    transport.merger.updates(0.0)
-    transport.merger.commit(epoch, samples.commit([entry]))
-    raw.delete(Keys(transport.run).updates("a"))
-    assert (transport.reader.backlog(), transport.reader.pending()) == (0, Pending(0, 0))
-    assert transport.merger.updates(0.0) == []
-    assert transport.merger.unacknowledged() == []
-    transport.island.publish(samples.contribution(sequence=1), b"payload")
-    assert transport.reader.backlog() == 1  # The kept entry is gone, and no longer counts.
-    assert len(transport.merger.updates(0.0)) == 1
-
-
-def test_a_new_group_receives_the_kept_entries_again(transport: RedisTransport, raw: Any, epoch: int) -> None:
-    merged, waiting = (transport.island.publish(samples.contribution(sequence=n), b"payload") for n in range(2))
-    transport.merger.updates(0.0)
-    transport.merger.commit(epoch, samples.commit([merged]))
-    destroy_group(transport, raw)
-    assert transport.reader.pending() == Pending(2, 200)  # The next reader receives both entries.
-    assert transport.merger.updates(0.0) == []
-    assert [delivery.entry for delivery in transport.merger.updates(0.0)] == [merged, waiting]
-    assert (transport.reader.backlog(), transport.reader.books().kept) == (2, 0)
-    transport.merger.refuse(epoch, [(merged, REFUSAL)])
-    transport.merger.commit(epoch, samples.commit([waiting]))
-    found = (transport.reader.backlog(), transport.reader.pending(), transport.reader.books().kept)
-    assert found == (0, Pending(0, 0), 1)
 
 
 def test_entries_are_merged_and_refused_without_a_group(transport: RedisTransport, raw: Any, epoch: int) -> None:
@@ -302,34 +254,3 @@ def test_unreadable_names_and_heartbeats_do_not_hide_the_others(
         raw.srem(REGISTRY, b"\xff\xfe")
     raw.hset(keys.island("b"), "loss", "1.5")
     assert len(transport.reader.presences()) == 3
-
-
-def test_a_key_of_another_type_is_ignored_when_read_and_refuses_writes(transport: RedisTransport, raw: Any) -> None:
-    keys = Keys(transport.run)
-    raw.set(keys.control, "no hash")
-    raw.set(keys.notes, "no stream")
-    assert (transport.reader.control(), transport.reader.notes(9)) == ({}, [])
-    assert transport.island.heartbeat(samples.heartbeat()) == {}
-    assert transport.reader.presences()[0].heartbeat == samples.heartbeat()
-    assert transport.island.lease_range(["0"], "a/x") is not None
-    raw.set(keys.island("a"), "no hash")
-    writes: list[Callable[[], object]] = [
-        lambda: transport.reader.steer({"merging": "paused"}),
-        lambda: transport.reader.note(Note(1.7e9, "a", "joined", "at round 3")),
-        lambda: transport.island.heartbeat(samples.heartbeat()),
-    ]
-    for write in writes:
-        with failing(BrokerError, "broker.refused-wrong-type"):
-            write()
-
-
-def test_unreadable_controls_and_notes_do_not_hide_the_others(transport: RedisTransport, raw: Any) -> None:
-    keys = Keys(transport.run)
-    raw.hset(keys.control, mapping={b"\xff": b"\xfe", "merging": "paused", "island.a": b"\xff"})
-    assert transport.reader.control() == {"\ufffd": "\ufffd", "merging": "paused", "island.a": "\ufffd"}
-    assert transport.island.heartbeat(samples.heartbeat()) == {"island.a": "\ufffd"}
-    note = Note(1.7e9, "a", "joined", "at round 3")
-    transport.reader.note(note)
-    raw.xadd(keys.notes, {"who": "a", "kind": "left"})
-    transport.reader.note(note)
-    assert transport.reader.notes(9) == [note, note]

@@ -10,20 +10,10 @@ from typing import Any
 import pytest
 
 from archipelago.broker.ranges import ReadPosition
-from archipelago.broker.redis import connection
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.transport import RedisTransport
 from tests import samples
 from tests.broker.redis.stored_keys import Connect
-
-
-def test_cursors_and_leases_are_text(transport: RedisTransport, raw: Any, epoch: int) -> None:
-    transport.island.lease_range(["17"], "a/x")
-    transport.merger.commit(epoch, samples.commit([], cursors={"17": (0, 96), "site/3": (2, 0)}))
-    transport.island.register_corpus("site", "1" * 32)
-    assert raw.hgetall(Keys(transport.run).data) == {b"17": b"0:96", b"site/3": b"2:0"}
-    assert raw.hgetall(Keys(transport.run).leases("a")) == {b"17": b"x:0:0"}
-    assert raw.hgetall(Keys(transport.run).corpora) == {b"site": b"1" * 32}
 
 
 def test_an_unreadable_cursor_restarts_at_zero(
@@ -72,37 +62,6 @@ def test_a_lease_starts_at_the_cursor_of_a_concurrent_commit(
     disturb_leases(island, commit_once, monkeypatch)
     assert island.island.lease_range(["0"], "a/x") == ReadPosition("0", *cursor)
     assert island.island.leased(["0"], "a/x") == {"0"}
-
-
-def test_only_a_lease_of_the_same_range_disturbs_a_lease(
-    transport: RedisTransport, connections: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    island, seen = connections(), []
-
-    def lease_another(n: int) -> None:
-        seen.append(n)
-        transport.island.heartbeat(samples.heartbeat(f"b{n}", incarnation="y"))
-        transport.island.lease_range(["0" if n == 2 else str(n)], f"b{n}/y")
-
-    disturb_leases(island, lease_another, monkeypatch)
-    assert island.island.lease_range(["0", "20"], "a/x") == ReadPosition("20", 0, 0)
-    assert transport.island.leased(["0"], "b2/y") == {"0"}
-    assert len(seen) == 2 + 3, "a lease of another range disturbed this one"
-
-
-def test_a_lease_is_given_up_after_repeated_conflicts(
-    transport: RedisTransport, raw: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[int] = []
-
-    def disturb(n: int) -> None:
-        seen.append(n)
-        raw.set(Keys(transport.run).taken("0"), f"b/{n}")
-
-    disturb_leases(transport, disturb, monkeypatch)
-    assert transport.island.lease_range(["0"], "a/x") is None
-    assert len(seen) == 2 * connection.ATTEMPTS, "each attempt reads cursors for the choice and for the lease"
-    assert transport.island.leased(["0"], "a/x") == frozenset()
 
 
 def commands(raw: Any, work: Callable[[], object]) -> int:

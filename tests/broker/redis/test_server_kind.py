@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from archipelago.broker.errors import BrokerError, ServerTooOldError
+from archipelago.broker.errors import BrokerError
 from archipelago.broker.machine import LOOPBACK, free_port
 from archipelago.broker.redis.client import client_at
 from archipelago.broker.redis.failures import eviction_warning, mode_of, require_kind, require_lasting
@@ -97,13 +97,6 @@ def test_redis_and_valkey_name_the_mode_differently() -> None:
         assert mode_of({name: "cluster"}) == "cluster"
         with failing(BrokerError, "broker.address"):
             require_kind("here", {"redis_version": "7.2.4", name: "cluster"}, {})
-
-
-def test_old_servers_are_refused_and_silent_ones_are_not() -> None:
-    with failing(ServerTooOldError):
-        require_kind("here", {"redis_version": "6.2.16"}, {})
-    require_kind("here", {"redis_version": "7.0.0", "redis_mode": "standalone"}, {})
-    require_lasting("here", {}, {})
 
 
 def test_a_policy_matters_only_with_a_limit() -> None:

@@ -14,7 +14,6 @@ from archipelago.broker.messages import Books
 from archipelago.broker.shards.reader import RETRY_SECONDS, DisplayReader
 from archipelago.broker.transport import MergerStatus, ReaderClient
 from tests import samples
-from tests.conftest import Until
 from tests.failing import failing
 
 MANIFEST = replace(samples.manifest(), shards=2)
@@ -166,14 +165,3 @@ def test_shard_0_writes_and_parameters_need_an_answer(away: Reading) -> None:
     with failing(UnreachableError) as caught:
         away.merged()
     assert caught.value is away.home.error
-
-
-def test_attempts_run_on_a_thread_of_their_own(until: Until) -> None:
-    home, other = Shard(1), Shard(20)
-    other.error = UnreachableError("it does not answer")
-    now = [0.0]
-    reader = DisplayReader([cast(ReaderClient, home), cast(ReaderClient, other)], MANIFEST, lambda: now[0])
-    assert reader.books().merged == 1
-    other.error = None
-    now[0] = RETRY_SECONDS
-    until(lambda: reader.books().merged == 21, "the shard to be read again")

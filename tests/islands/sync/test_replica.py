@@ -92,20 +92,6 @@ def test_the_outer_gradient_is_old_minus_new() -> None:
     assert sent(replica, 1, params).tolist() == [0.0] * 9  # the other fragment is not affected
 
 
-def test_the_next_reference_takes_the_memory_of_the_outer_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New memory costs a sync more time than its arithmetic."""
-    replica, params = begun(manifest(up="int4"), counting())
-    quantise, found = replica_module._compiled_quantise("int4"), []
-
-    def seen(difference_N: jax.Array) -> Any:
-        found.append(difference_N)
-        return quantise(difference_N)
-
-    monkeypatch.setattr(replica_module, "_compiled_quantise", lambda codec: seen)
-    replica.measure(0, params)
-    assert [difference_N.is_deleted() for difference_N in found] == [True]
-
-
 @settings(max_examples=examples(100))
 @given(UP, st.lists(VECTORS, min_size=2, max_size=5))
 def test_no_progress_is_sent_twice_and_none_is_lost(up: str, stations: list[tuple[Vector, ...]]) -> None:
@@ -169,31 +155,6 @@ def test_carry_sends_unsent_progress_with_the_next_contribution_and_overwrite_ha
     assert params["bias"].tolist() == [100.0] * 4
     assert params["kernel"].tolist() == [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]  # of the other fragment
     assert sent(replica, 0, params).tolist() == [0.0] * 4
-
-
-def test_warming_up_changes_nothing_and_compiles_the_thin_codec_only_for_large_fragments(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Otherwise a contribution on a thin link would wait for compilation. Small payloads never use this codec."""
-    of = manifest("carry")
-    of = replace(of, config=replace(of.config, wire=WireConfig(up="int8", thin="top3")))
-    for small, codecs in ((0, ["int8", "top3"]), (1 << 10, ["int8"])):
-        monkeypatch.setattr(replica_module, "SMALL_BYTES", small)
-        warmed: set[tuple[int, str]] = set()
-        replica, params = begun(of, counting())
-        params = {name: value + 1.0 for name, value in params.items()}
-
-        def noted(
-            fragment: int, codec: str, program: Any = replica._measure, warmed: set[tuple[int, str]] = warmed
-        ) -> Any:
-            warmed.add((fragment, codec))
-            return program(fragment, codec)
-
-        monkeypatch.setattr(replica, "_measure", noted)
-        replica.warm_up(params)
-        assert warmed == {(fragment, name) for fragment in range(len(SIZES)) for name in codecs}
-        assert [reference_N.tolist() for reference_N in replica.references] == [v.tolist() for v in counting()]
-        assert params["bias"].tolist() == [value + 1.0 for value in counting()[0]]
 
 
 @pytest.mark.parametrize("thin", ["int8", "top3"])

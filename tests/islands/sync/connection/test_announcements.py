@@ -7,14 +7,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from archipelago.broker.messages import Call, Event, Marker, Refusal, Resume, Snapshot, TapeEntry
+from archipelago.broker.messages import Call, Event, Marker, Resume, Snapshot, TapeEntry
 from archipelago.islands.sync.connection.announcements import believable_step, fault_in, judged
 from tests import samples
 from tests.islands.sync.connection.link_run import Harness, received
-from tests.tiers import examples
 
 MANIFEST = samples.manifest()
 FIRST = samples.first_snapshots(MANIFEST)[0][0]
@@ -135,37 +131,3 @@ def test_an_unreadable_header_of_a_fragment_stops_nothing(harness: Harness) -> N
     harness.close(1, 1.0)
     link.pump()
     assert [a.params_N[0] for a in received(link)[1]] == [1.0]
-
-
-COUNTS = st.one_of(st.integers(0, 12), st.integers(0, HUGE))
-NAMES = st.sampled_from(["a", "b"])
-FORGED = st.one_of(
-    st.builds(Call, COUNTS.map(lambda n: max(1, n)), COUNTS),
-    st.builds(
-        Snapshot, COUNTS, COUNTS, COUNTS, COUNTS, st.just("int4"), COUNTS, st.just(FIRST.digest),
-        st.text("ab/x01 ", max_size=30), st.sampled_from(["", FIRST.digest]), COUNTS,
-    ),
-    st.builds(snapshot, st.integers(1, 12), step=COUNTS),
-    st.builds(Refusal, NAMES, st.just("x"), COUNTS, COUNTS, COUNTS, COUNTS, st.text(max_size=9), st.booleans()),
-    st.builds(Resume, COUNTS, COUNTS),
-    st.builds(Marker, COUNTS.map(lambda n: max(1, n)), COUNTS),
-)  # fmt: skip
-
-
-@settings(max_examples=examples(200))
-@given(st.lists(st.lists(FORGED, max_size=6), max_size=6))
-def test_an_island_follows_honest_rounds_among_forged_announcements(forged: list[list[Event]]) -> None:
-    harness = Harness(MANIFEST, samples.first_snapshots(MANIFEST))
-    link = harness.link()
-    for number, events in enumerate(forged, 1):
-        forge(harness, *events)
-        harness.close(number, float(number))
-        link.pump()
-    harness.close(len(forged) + 1, 99.0)
-    link.pump()
-    link.pump()  # an island that was misled fetches what it missed at its next pump
-    assert (link.pumps.failure, link.pumps.trouble) == (None, "")
-    assert link.channels[0].inbox.heard_round == len(forged) + 1
-    arrived = {a.snapshot.fragment: a for a in received(link)[1]}
-    assert arrived[len(forged) % 2].params_N[0] == 99.0
-    assert max(a.snapshot.step for a in arrived.values()) <= MANIFEST.config.inner.steps

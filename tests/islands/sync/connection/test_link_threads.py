@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 from archipelago.broker.errors import BrokerError, UnreachableError
@@ -17,7 +15,6 @@ from archipelago.broker.shards.reader import ShardedReader
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.pumps import REFUSALS_MAX, REFUSED, Pump, Pumps
-from archipelago.islands.sync.recovery import StateForPeer
 from archipelago.islands.worker import Island, train
 from archipelago.merger.service import Merger
 from tests import samples
@@ -79,18 +76,6 @@ def test_the_training_thread_never_waits_for_hanging_calls(harness: Harness, unt
     link.beat(samples.heartbeat(state="left"))
     assert link.drain(300.0) is True
     assert harness.transport.reader.presences()[0].heartbeat.state == "left"
-
-
-def test_threads_hand_state_over(harness: Harness, until: Until) -> None:
-    link = harness.link("a/x")
-    link.pumps.start()
-    link.beat(samples.heartbeat())
-    assert link.drain(30.0)  # the threads run, and the sending thread is idle
-    harness.transport.island.request_state("new/z")
-    link.hand_over(StateForPeer("new/z", jax.tree.leaves({"mu": jnp.ones(2)}), 40))
-    until(lambda: harness.transport.island.handed_over("new/z"), "the state to arrive")
-    link.pumps.stop(30.0)
-    assert not any(thread.is_alive() for thread in link.pumps.threads)
 
 
 def test_an_unexpected_error_is_kept_as_the_failure_and_ends_a_drain(harness: Harness, until: Until) -> None:

@@ -56,32 +56,6 @@ def test_lost_contributions_are_sent_again_once_when_a_merger_resumes(harness: H
     assert len(harness.deliveries()) == 2
 
 
-@pytest.mark.parametrize("is_other", [False, True], ids=["lost", "another one closed"])
-def test_contributions_of_a_round_that_the_broker_has_lost_are_sent_again(harness: Harness, is_other: bool) -> None:
-    """A failover forgot the newest two commits, and one of the contributions that they had merged.
-
-    Or two primaries were in use for a while, and the one that stayed has closed other rounds of the same numbers.
-    """
-    link = harness.link()
-    send(link, 1, 2, 3)
-    for number, delivery in enumerate(deliveries := harness.deliveries(), 1):
-        harness.close(number, float(number), delivery.contribution)
-    link.pump()
-    assert unresolved(link) == set()
-    harness.forget(deliveries[1].entry)
-    harness.lose_rounds(1)
-    if is_other:
-        harness.close(2, 3.0)
-        harness.close(3, 3.0)
-    harness.resume(3 if is_other else 1)
-    link.pump()
-    assert harness.published() == [deliveries[1].contribution]  # it still holds the third, whose merge it has lost
-    assert unresolved(link) == {2, 3}
-    harness.resume(3 if is_other else 1)
-    link.pump()
-    assert len(harness.published()) == 1
-
-
 @pytest.mark.parametrize("is_another", [True, False])
 def test_an_island_notices_another_primary_by_itself(harness: Harness, is_another: bool) -> None:
     """It has read announcements of the old one that are newer than the return to a round that the new one announced."""
@@ -95,33 +69,6 @@ def test_an_island_notices_another_primary_by_itself(harness: Harness, is_anothe
     link.pump()
     assert harness.published() == ([sent.contribution] if is_another else [])
     assert received(link)[0] == ([Resume(0, 0)] if is_another else [])
-
-
-def test_resending_continues_after_an_outage(harness: Harness) -> None:
-    link = harness.link()
-    send(link, 1, 2)
-    for delivery in harness.deliveries():
-        harness.forget(delivery.entry)
-    resume = harness.resume(0)
-    harness.faulty.outage, harness.faulty.failing = UnreachableError("connection refused"), frozenset({"holds"})
-    link.pump()
-    assert harness.published() == []
-    harness.faulty.outage = None
-    link.pump()
-    assert received(link) == ([resume], [])
-    assert harness.rounds() == [1, 2]
-
-
-def test_contributions_decided_before_a_resume_are_not_sent_again(harness: Harness) -> None:
-    """The merger has merged the contribution and trimmed its entry before the island reads any event."""
-    link = harness.link()
-    send(link, 1)
-    (delivery,) = harness.deliveries()
-    harness.resume(0)
-    harness.close(1, 1.0, delivery.contribution)
-    harness.forget(delivery.entry)
-    link.pump()
-    assert harness.published() == []
 
 
 def test_a_decision_before_the_acknowledgement_is_not_missed(harness: Harness) -> None:
