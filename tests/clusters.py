@@ -93,16 +93,6 @@ class Node:
         os.kill(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
-    @contextmanager
-    def stopped(self) -> Iterator[None]:
-        """Stop the process, so that it accepts connections and answers nothing."""
-        assert self.process is not None
-        self.process.send_signal(signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            self.process.send_signal(signal.SIGCONT)
-
     @property
     def is_running(self) -> bool:
         return self.process is not None and self.process.poll() is None

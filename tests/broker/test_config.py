@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from archipelago.broker.config import InnerConfig, RunConfig, checked, differences, from_json, from_toml
+from archipelago.broker.config import InnerConfig, RunConfig, checked, differences, from_json
 from archipelago.broker.errors import ConfigError
 from archipelago.ops.settings import config_file, to_toml
 from tests.failing import failing
@@ -104,15 +104,6 @@ def test_json_and_toml_are_lossless(config: RunConfig) -> None:
     assert from_json(config.to_json()) == config
     assert from_json(config.to_json().encode()) == config
     assert checked(tomllib.loads(to_toml(config))) == config
-
-
-def test_a_toml_file_is_read_back(tmp_path: Path) -> None:
-    path = tmp_path / "run.toml"
-    config = checked(with_value("data.corpus", 'Ärger "mit" \\ Zeichen\0\t\r\n\x1f\x7f\U0001f3dd'))
-    path.write_text(to_toml(config), encoding="utf-8")
-    assert from_toml(path) == config
-    path.write_text("seed = 7\n[sync]\ninterval = 100\n", encoding="utf-8")
-    assert from_toml(path) == checked({"seed": 7, "sync": {"interval": 100}})
 
 
 def test_each_setting_is_part_of_the_identity() -> None:

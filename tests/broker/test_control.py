@@ -120,12 +120,6 @@ def test_settings_in_force_differ_from_the_config_and_unreadable_ones_stay() -> 
     assert in_force(CONFIG, {OUTER_RATE: 0.25, GRACE: 0.1}, control) == {OUTER_RATE: 0.25, QUORUM: 3}
 
 
-def test_the_tape_records_changes_and_returns_to_the_config() -> None:
-    assert changes_text(CONFIG, {}, {OUTER_RATE: 0.5, QUORUM: 3}) == "outer.learning_rate=0.5 sync.quorum=3"
-    assert changes_text(CONFIG, {OUTER_RATE: 0.5, QUORUM: 3}, {QUORUM: 3}) == "outer.learning_rate=0.7"
-    assert changes_text(CONFIG, {QUORUM: 3}, {QUORUM: 3}) == ""
-
-
 @given(st.lists(VALUES, max_size=6))
 def test_changes_on_the_tape_restore_settings_exactly(wishes: list[dict[str, float]]) -> None:
     live: dict[str, float] = {}

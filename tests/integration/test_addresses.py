@@ -26,7 +26,6 @@ import pytest
 
 from archipelago.broker.errors import BadUrlError, BrokerError, UnreachableError
 from archipelago.broker.machine import LOOPBACK
-from archipelago.broker.redis import client
 from archipelago.broker.redis.bulk import HUGE_FROM_BYTES
 from archipelago.broker.redis.transport import connect
 from archipelago.ops.launch.embedded_redis import RedisServer, find_program
@@ -236,28 +235,6 @@ def test_a_server_may_ask_for_a_client_certificate(secured: Secured, certificate
             with failing(BrokerError, "broker.tls") as caught:
                 connect(url + wrong, "run")
             assert not isinstance(caught.value, UnreachableError)
-
-
-def test_a_server_of_another_protocol(server: RedisServer, secured: Secured, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(BrokerError):
-        connect(f"redis://{LOOPBACK}:{secured.port}", "run")
-    with socket.create_server((LOOPBACK, 0)) as listening:
-
-        def greet() -> None:
-            with listening.accept()[0] as connection, contextlib.suppress(OSError):
-                connection.sendall(b"220 mail.example ESMTP\r\n" * 10)
-                while connection.recv(1 << 16):
-                    pass
-
-        thread = threading.Thread(target=greet)
-        thread.start()
-        with failing(BrokerError, "broker.tls") as caught:
-            connect(f"rediss://{LOOPBACK}:{listening.getsockname()[1]}", "run")
-        thread.join()
-    assert not isinstance(caught.value, UnreachableError)
-    monkeypatch.setattr(client, "SOCKET_SECONDS", 0.2)
-    with failing(UnreachableError):  # A server without TLS waits for the end of a line that never comes.
-        connect(secured.url(port=server.port), "run")
 
 
 def test_bad_options_of_an_address_are_refused(server: RedisServer, tmp_path: Path) -> None:

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 
 import archipelago.merger.retention
-from archipelago.broker.commits import START
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.messages import Evaluation, Marker
+from archipelago.broker.messages import Marker
 from archipelago.broker.transport import Transport
-from archipelago.broker.wire import digest, unpack
 from archipelago.merger import record
 from archipelago.merger.beside import at_once
 from archipelago.merger.checkpointer import RETRY_SECONDS, Checkpointer
@@ -21,15 +19,11 @@ from archipelago.merger.record import Recorder
 from archipelago.merger.service import Merger
 from archipelago.merger.state import RunState
 from tests.harness.merger_run import (
-    SIZE,
     Later,
     MergerRun,
     Shelf,
     finish,
     logged_codes,
-    outer_states,
-    take_checkpoint,
-    values,
 )
 from tests.intercept import EVERY
 
@@ -41,39 +35,6 @@ def serving(
 
 
 # -- the content of a checkpoint -------------------------------------------------------------------------------------
-
-
-def test_a_checkpoint_holds_the_run_at_its_cut() -> None:
-    """The checkpoint is announced first. It is written when another round has closed."""
-    store, later, run, other = Shelf(), Later(), MergerRun(quorum=2), MergerRun(quorum=2)
-    merger = serving(run, store, spawn=later)
-    evaluation = Evaluation(1, 4, 100, 1.7e9, 5.0)
-    run.transport.reader.record_evaluation(evaluation)
-    run.play(merger, 1, 2, 3)
-    other.play(serving(other, Shelf()), 1, 2, 3)
-    run.live("a", "b")
-    waiting = run.send("a", 4, values(1)), run.send("b", 5, values(2))
-    merger.turn(0.0)
-    state = run.transport.reader.merger_state()
-    take_checkpoint(merger)
-    assert run.events(Marker) == [Marker(3, 3)]
-    kinds = [type(event).__name__ for _, event in run.transport.reader.events(START, 0.0)]
-    assert kinds[-1] == "Marker"
-    run.send("b", 4, values(3))
-    assert merger.turn(0.0), "one of the two is merged before the checkpoint is written"
-    later.do_all()
-    image = store.images[3]
-    assert (image.number, image.manifest, image.state) == (3, run.manifest, state)
-    assert (image.books.merged, image.books.published) == (6, 8)
-    assert image.cursors == other.transport.reader.cursors()
-    assert list(image.evaluations) == [evaluation]
-    assert [entry.digest for entry in image.tape] == [entry.digest for entry in other.transport.reader.tape(9)]
-    assert {c.identity for c, _ in image.pending} == {c.identity for c in waiting}
-    assert all(digest(payload) == c.digest for c, payload in image.pending)
-    assert list(image.outers) == outer_states(other)
-    for p, (snapshot, payload) in enumerate(image.snapshots):
-        assert (snapshot.version, snapshot.bytes, snapshot.digest) == (other.version(p), len(payload), digest(payload))
-        assert unpack(payload, SIZE).tolist() == other.parameters(p)
 
 
 # -- schedule --------------------------------------------------------------------------------------------------------
@@ -98,27 +59,6 @@ def test_a_checkpoint_is_taken_at_each_interval_with_new_rounds() -> None:
 
 
 # -- trimming of covered entries -------------------------------------------------------------------------------------
-
-
-def test_entries_stay_until_a_finished_checkpoint_covers_them() -> None:
-    store, later, run = Shelf(), Later(), MergerRun(quorum=2)
-    merger = serving(run, store, spawn=later)
-    run.play(merger, 1, 2, 3)
-    take_checkpoint(merger)
-    run.play(merger, 4, 5)
-    later.do_all()
-    assert run.kept_rounds() == [1, 2, 3, 4, 5]  # the merger has not noticed yet
-    merger.turn(0.0)
-    assert (run.kept_rounds(), run.transport.reader.books().kept) == ([4, 5], 4)
-    run.play(merger, 6)
-    assert RunState.from_json(run.transport.reader.merger_state()).covered == 3
-    merger = serving(run, store)
-    assert [kept.round for kept in merger.retention.kept] == [4, 5, 6], "a new merger knows the kept entries"
-    assert sum(kept.bytes for kept in merger.retention.kept) == sum(len(payload) for _, payload in run.sent[6:])
-    take_checkpoint(merger)
-    merger.turn(0.0)
-    assert (run.kept_rounds(), run.transport.reader.books().kept) == ([], 0)
-    run.balance()
 
 
 def test_the_oldest_entries_are_trimmed_above_the_limit(

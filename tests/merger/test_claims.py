@@ -21,7 +21,6 @@ from archipelago.broker.config import (
 )
 from archipelago.broker.messages import Contribution
 from archipelago.broker.presence import LIVE_SECONDS, Presence
-from archipelago.broker.ranges import advanced, parse_positions
 from archipelago.merger import claims
 from archipelago.merger.accounts import (
     ACCOUNTS_MAX,
@@ -168,30 +167,6 @@ def test_positions_that_no_island_can_have_reached_move_nothing() -> None:
     assert claims.believed_data(forged, 4, many, {}, CONFIG, 10_000) == "site/0:0:2 0:0:1"
     assert believed("1:0:70 0:2:70") == f"1:0:70 0:2:{10 + reach - 70}"  # the ranges share the work of the contribution
     assert believed(f"1:0:{reach} 0:2:99") == f"1:0:{reach} 0:2:10"
-
-
-@settings(max_examples=examples(50))
-@given(st.lists(st.tuples(st.integers(1, 400), st.integers(0, 2)), min_size=1, max_size=30), st.integers(20, 400))
-def test_an_island_that_reads_on_moves_the_cursor_to_the_end_of_its_range(
-    parts: list[tuple[int, int]], size: int
-) -> None:
-    """Some of its contributions get lost, and later ones catch up."""
-    cursors: dict[str, tuple[int, int]] = {}
-    position, place, c = 0, "", claim()
-    for steps, lost in parts:
-        position += 2 * steps
-        place = f"0:0:{position}" if position < size else "0:0:end"
-        c = claim(data=place, tokens=steps * BATCH)
-        if not lost:
-            cursors |= advanced(
-                cursors, parse_positions(claims.believed_data(c, c.steps, cursors, {}, CONFIG, size // 2))
-            )
-        assert cursors.get("0", (0, 0)) <= parse_positions(place)[0].cursor
-    for _ in range(1000):
-        if cursors.get("0", (0, 0)) == (parse_positions(place)[0].cursor):
-            break
-        cursors |= advanced(cursors, parse_positions(claims.believed_data(c, c.steps, cursors, {}, CONFIG, size // 2)))
-    assert cursors["0"] == parse_positions(place)[0].cursor
 
 
 # -- accounts: steps and tokens ----------------------------------------------------------------------------------------

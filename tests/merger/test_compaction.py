@@ -96,25 +96,6 @@ def test_a_commit_carries_the_full_state_before_a_difference_is_lost() -> None:
     assert full_versions(run) == [DIFFERENCES_KEPT, DIFFERENCES_KEPT]
 
 
-def test_an_upload_that_ends_after_a_newer_full_state_is_dropped() -> None:
-    run, jobs = MergerRun(SMALL, quorum=2), []
-
-    def later(job: Callable[[], Placed]) -> Future[Placed]:
-        jobs.append((Future[Placed](), job))
-        return jobs[-1][0]
-
-    merger = slow(run, later)
-    run.play(merger, *range(1, 11))
-    ((future, job),) = jobs
-    future.set_result(job())
-    p = future.result().snapshot.fragment
-    del run.stored.logs[p, 5]
-    merger._keep_sound()
-    run.play(merger, 11)
-    assert full_versions(run)[p] == 5 > future.result().snapshot.version
-    assert memory(run.merger()) == memory(merger)
-
-
 def test_a_failed_upload_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
     run, failures = MergerRun(SMALL, quorum=2), [UnreachableError("the connection broke")]
 

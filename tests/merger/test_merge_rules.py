@@ -9,9 +9,6 @@ from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
-from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
 from archipelago.broker.codecs import CODECS
@@ -21,23 +18,12 @@ from archipelago.broker.wire import encoded
 from archipelago.merger import merge_rules
 from archipelago.merger.merge_rules import MERGE_RULES, NORM_MAX
 from archipelago.merger.spectra import Group, groups
-from tests.tiers import examples
 
 Vector = NDArray[np.float32]
 LAYOUT = ((Tensor("bias", (3,)), 0), (Tensor("embed", (4, 2), "embedding"), 3), (Tensor("kernel", (3, 2, 2)), 11))
 AVERAGE = (Group(0, 6, "average"),)
 RDA = (Group(0, 6, "rda"),)
 TWO = (Group(0, 3, "rda"), Group(3, 3, "average"))
-
-
-def elements(smallest: float, largest: float) -> st.SearchStrategy[float]:
-    """Return a strategy for zero or numbers between these sizes. Sums of them are never subnormal."""
-    sizes = st.floats(smallest, largest, width=32)
-    return st.just(0.0) | st.builds(math.copysign, sizes, st.sampled_from([1.0, -1.0]))
-
-
-SMALL = arrays(np.float32, 6, elements=elements(2.0**-20, 1.0))
-WEIGHTS = st.lists(st.floats(0.01, 1.0), min_size=5, max_size=5)
 
 
 def vector(*values: float) -> Vector:
@@ -165,27 +151,6 @@ def test_the_norm_of_many_elements_is_accurate() -> None:
 
 
 # -- all rules -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("of", [AVERAGE, RDA, TWO, MATRIX], ids=["average", "rda", "two", "matrix"])
-@settings(max_examples=examples(30))
-@given(data=st.data())
-def test_the_order_of_contributions_changes_only_rounding(of: tuple[Group, ...], data: st.DataObject) -> None:
-    deltas, weights = data.draw(st.lists(SMALL, min_size=5, max_size=5)), data.draw(WEIGHTS)
-    order = data.draw(st.permutations(range(5)))
-    shares = [w / sum(weights) for w in weights]
-    for group in of:  # rounding turns a short mean of unit vectors far, and decides a direction of rank one
-        part = np.array(deltas)[:, group.start : group.end]
-        units = part / np.maximum(np.linalg.norm(part, axis=1, keepdims=True), 1e-30)
-        mean = np.array(shares) @ units
-        assume(np.linalg.norm(mean) == 0 or np.linalg.norm(mean) > 0.1)
-        singular = np.linalg.svd(mean.reshape(2, 3), compute_uv=False) if group.changes_spectrum else np.ones(2)
-        assume(singular[1] > 0.01 * singular[0])
-    straight = merged(deltas, shares, of)
-    permuted = merged([deltas[i] for i in order], [shares[i] for i in order], of)
-    size = norm(straight) if of is MATRIX else 0.2
-    np.testing.assert_allclose(permuted, straight, rtol=0, atol=1e-4 * size)
-    assert bits(merged(deltas, shares, of)) == bits(straight)
 
 
 def test_keep_scales_earlier_contributions_and_a_norm_over_the_limit_is_clipped_to_it() -> None:

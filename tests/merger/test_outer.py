@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import msgpack
 import numpy as np
-import optax
 import pytest
 from flax import serialization
 from numpy.typing import NDArray
@@ -19,7 +18,6 @@ from numpy.typing import NDArray
 from archipelago.broker.config import OuterConfig
 from archipelago.broker.errors import WireError
 from archipelago.broker.wire import digest
-from archipelago.merger import outer
 from archipelago.merger.outer import MAGIC, OUTER, OuterOptimizer, Round, build, dump, load
 
 Vector = NDArray[np.float32]
@@ -141,25 +139,6 @@ def test_a_step_is_deterministic_and_float32_on_the_cpu_and_changes_no_input(rul
             rule.step(params_N, state, wrong, Round())
     with pytest.raises(ValueError):
         rule.step(params_N.astype(np.float64), state, params_N, Round())
-
-
-def test_other_participation_does_not_trace_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    traces: list[str] = []
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        traces.append("step")
-        return updates, state
-
-    counted = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-    monkeypatch.setitem(OUTER, "sgd", lambda config: outer.from_optax(counted))
-    rule = build(
-        OuterConfig(rule="sgd", learning_rate=0.123)
-    )  # a rate of no other test, because built rules are cached
-    params_N: Any = np.ones(8, np.float32)
-    for participation in (1, 0.5, 0.25, np.float64(0.1), np.float32(0.3)):
-        params_N, _ = rule.step(params_N, rule.init(params_N), np.ones(8, np.float32), Round(participation))
-    assert traces == ["step"]
-    assert np.asarray(params_N).tolist() == [6.0] * 8
 
 
 # -- bytes ---------------------------------------------------------------------------------------------------------

@@ -74,24 +74,6 @@ def test_a_refusal_has_a_reason_and_changes_nothing(caplog: pytest.LogCaptureFix
     assert run.parameters(0) == [-0.75] * SIZE
 
 
-def test_a_repeat_is_merged_once() -> None:
-    run, merger = served_run()
-    run.live("a", "b")
-    run.send("a", 1, constant(1.0))
-    run.publish(*run.sent[0])  # while the first one waits
-    merger.turn(0.0)
-    assert run.transport.reader.books().refused == 1
-    run.send("b", 1, constant(1.0))
-    assert merger.turn(0.0)
-    run.publish(*run.sent[0])  # after it was merged
-    merger.turn(0.0)
-    run.publish(*run.sent[0])
-    run.merger().turn(0.0)  # after a restart
-    assert run.merged() == [("a", "x", 0), ("b", "x", 0)]
-    assert [r.repeat for r in run.events(Refusal)] == [True] * 3
-    run.balance()
-
-
 # -- any mix -------------------------------------------------------------------------------------------------------
 
 

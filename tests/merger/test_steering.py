@@ -193,6 +193,14 @@ def test_a_request_whose_checkpoint_failed_is_kept_and_answered_by_another_merge
     assert run.notes("checkpoint") == ["checkpoint 2 holds the run up to round 2"]
 
 
+def test_a_merger_without_checkpoints_answers_a_request_once() -> None:
+    run, merger = served_run()
+    run.transport.reader.steer({"checkpoint": "now"})
+    merger.turn(0.0)
+    merger.turn(0.0)
+    assert len(run.notes("checkpoint")) == 1
+
+
 # -- islands ----------------------------------------------------------------------------------
 
 

@@ -46,32 +46,6 @@ def go_on(run: MergerRun, merger: Merger) -> None:
     run.play(merger, 5, 6)
 
 
-def test_a_restored_run_continues_with_the_same_bits(tmp_path: Path) -> None:
-    undisturbed = begun(tmp_path / "undisturbed")
-    go_on(undisturbed, serving(undisturbed, tmp_path / "undisturbed"))
-    run = begun(tmp_path / "folder")
-    (waiting,) = [c for c, _ in run.sent if c.round == 4]
-    run.broker.runs.clear()
-    image = MergerFolder(tmp_path / "folder").bring_back(run.transport)
-    assert image is not None
-    assert [c for c, _ in image.pending] == [waiting]
-    books, pending = run.transport.reader.books(), run.transport.reader.pending()
-    assert (books.published, books.merged, books.refused, books.kept) == (7, 6, 0, 0)
-    assert (pending.contributions, pending.tokens) == (1, 100)
-    assert books.published_tokens == books.merged_tokens + books.refused_tokens + pending.tokens
-    go_on(run, serving(run, tmp_path / "folder"))
-    run.balance()
-    found, expected = bits(run), bits(undisturbed)
-    assert found[1:] == expected[1:]
-    # Only the stream IDs of entries are new. All decisions are the same.
-    without_entries = [
-        [(*rest, [replace(m, entry="") for m in members], gain) for *rest, members, gain in tape]
-        for tape in (found[0], expected[0])
-    ]
-    assert without_entries[0] == without_entries[1]
-    assert not (tmp_path / "folder" / "record").exists(), "this run has no record"
-
-
 def test_rounds_after_the_checkpoint_are_run_again_and_leave_the_record(tmp_path: Path) -> None:
     """Redis has lost these rounds. While it still has the run, nothing changes."""
     run = begun(tmp_path, record=True)

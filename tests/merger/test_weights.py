@@ -39,7 +39,6 @@ from archipelago.merger.weights import (
     STALENESS,
     WINDOW,
     NormWindow,
-    Part,
     RunningMean,
     capped,
     gain,
@@ -52,9 +51,6 @@ from archipelago.merger.weights import (
 from tests.tiers import examples
 
 CONFIG = MergeConfig(staleness="polynomial", normalise=True)
-PARTS = st.lists(
-    st.tuples(st.integers(1, 1 << 53), st.integers(1, 1 << 20), st.integers(0, 1000)), min_size=1, max_size=20
-)
 
 
 def test_raw_weights_and_staleness_factors_by_hand() -> None:
@@ -137,25 +133,6 @@ def test_gains_are_relative_to_the_running_mean_and_clamped() -> None:
         running = running.after(0.5)
     assert running.value == pytest.approx(0.5 + 0.5 * 0.95**20, rel=1e-12)
     assert RunningMean(0.3).after(0.3).value == 0.3
-
-
-@given(PARTS, st.integers(0, 1000), st.floats(1e-3, 1.0), st.randoms(use_true_random=False))
-def test_weighing_is_bounded_and_ignores_the_order(
-    parts: list[Part], more: int, running: float, random: Random
-) -> None:
-    order = list(range(len(parts)))
-    random.shuffle(order)
-    straight = weigh(parts, CONFIG, RunningMean(running))
-    permuted = weigh([parts[i] for i in order], CONFIG, RunningMean(running))
-    assert permuted.shares == tuple(straight.shares[i] for i in order)
-    assert (permuted.gain, permuted.running) == (straight.gain, straight.running)
-    assert 0.0 < straight.gain <= GAIN_MAX
-    tokens, steps, staleness = parts[0]
-    after = weigh([(tokens, steps, staleness + more), *parts[1:]], CONFIG, RunningMean()).shares
-    assert after[0] <= straight.shares[0] * (1 + 1e-12), "a staler part never gets a larger share"
-    assert abs(math.fsum(after) - 1.0) <= 1e-12
-    fresh = weigh([(tokens, steps, 0) for tokens, steps, _ in parts], CONFIG, RunningMean())
-    assert (fresh.gain, fresh.running) == (1.0, RunningMean(1.0))
 
 
 # -- clipping to a multiple of the running median norm ----------------------------------------------------------------

@@ -91,16 +91,6 @@ def test_no_chunk_is_read_beyond_its_size(
     assert raw.info("stats")["total_net_output_bytes"] - before < sent_max
 
 
-def test_a_large_payload_is_downloaded_only_on_request(transport: RedisTransport, epoch: int) -> None:
-    """A merger that refuses a contribution by its header never downloads the payload."""
-    transport.island.publish(samples.contribution(LARGE), LARGE)
-    (delivery,) = transport.merger.updates(0.0)
-    assert (delivery.contribution, delivery.payload, delivery.fault) == (samples.contribution(LARGE), b"", "")
-    assert delivery.with_payload().payload == LARGE
-    transport.merger.refuse(epoch, [(delivery.entry, REFUSAL)])
-    assert delivery.with_payload().fault
-
-
 def test_a_pointer_at_the_chunks_of_others_leads_nowhere(transport: RedisTransport, raw: Any, epoch: int) -> None:
     """A refusal deletes the chunks of its entry. It must not delete the newest snapshot of the run."""
     transport.merger.commit(epoch, samples.commit([], LARGE))

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from archipelago.broker.address import redacted
-from archipelago.broker.commits import START
 from archipelago.broker.errors import ArchipelagoError, BadUrlError, BrokerError, ServerTooOldError, UnreachableError
-from archipelago.broker.redis import client, connection
+from archipelago.broker.redis import client
 from archipelago.broker.redis.client import SILENT_SECONDS, SOCKET_SECONDS, client_at
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.ops.launch.embedded_redis import RedisServer
@@ -110,15 +109,6 @@ def test_tcp_timeouts_detect_a_silent_host_before_the_socket_timeout(server: Red
     )
     assert asked < SILENT_SECONDS == unacknowledged / 1000 < SOCKET_SECONDS
     client.close()
-
-
-def test_a_long_wait_is_kept_below_the_socket_timeout(
-    transport: RedisTransport, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connection, "SOCKET_SECONDS", 0.1)  # The timeout of the open socket stays 20 s.
-    assert transport.reader.events(START, 3600.0) == []
-    assert connection.block_ms(3600.0) == 50
-    assert connection.block_ms(0.0) is None
 
 
 def test_a_server_of_another_kind_or_of_an_old_version_is_refused(server: RedisServer, tmp_path: Path) -> None:

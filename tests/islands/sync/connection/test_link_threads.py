@@ -20,7 +20,7 @@ from archipelago.merger.service import Merger
 from tests import samples
 from tests.conftest import PATIENCE_SECONDS, Until
 from tests.harness import tiny
-from tests.islands.sync.connection.link_run import FaultyTransport, Harness, draft, ranges_of, received, unresolved
+from tests.islands.sync.connection.link_run import FaultyTransport, Harness, draft, ranges_of
 from tests.sharded import create_sharded
 
 
@@ -50,32 +50,6 @@ def hang(harness: Harness, link: Link, until: Until) -> None:
     link.beat(samples.heartbeat())
     link.pumps.start()
     until(lambda: harness.faulty.hanging >= 3, "all pumps to hang")
-
-
-def test_the_training_thread_never_waits_for_hanging_calls(harness: Harness, until: Until) -> None:
-    link = harness.link()
-    hang(harness, link, until)
-
-    def use() -> list[Any]:
-        out: list[Any] = [link.lease(), link.lease()]
-        for number in range(2, 50):
-            link.send(draft(number))
-            link.beat(samples.heartbeat(steps=number))
-            out.append(received(link))
-        return [*out, unresolved(link), link.channels.backlog]
-
-    found = at_once(use)
-    assert found[:2] == [None, None]
-    assert found[2:-2] == [([], [])] * 48
-    assert found[-2:] == [set(range(1, 50)), 49]
-    assert link.drain(0.01) is False
-    harness.faulty.unblocked.set()
-    assert link.drain(300.0) is True
-    assert harness.rounds() == list(range(1, 50))
-    assert [presence.heartbeat.steps for presence in harness.transport.reader.presences()] == [49]
-    link.beat(samples.heartbeat(state="left"))
-    assert link.drain(300.0) is True
-    assert harness.transport.reader.presences()[0].heartbeat.state == "left"
 
 
 def test_an_unexpected_error_is_kept_as_the_failure_and_ends_a_drain(harness: Harness, until: Until) -> None:

@@ -71,19 +71,6 @@ def test_an_island_notices_another_primary_by_itself(harness: Harness, is_anothe
     assert received(link)[0] == ([Resume(0, 0)] if is_another else [])
 
 
-def test_a_decision_before_the_acknowledgement_is_not_missed(harness: Harness) -> None:
-    link = harness.link()
-
-    def merge_at_once() -> None:
-        harness.close(1, 1.0, *harness.published())
-        link.pump_receive()
-
-    harness.faulty.after["publish"] = merge_at_once
-    link.send(draft(1))
-    link.channels[0].outbox.pump()
-    assert unresolved(link) == set()
-
-
 @pytest.mark.parametrize("refused", [False, True])
 def test_a_decided_contribution_is_not_sent_again_after_an_error(harness: Harness, refused: bool) -> None:
     link = harness.link()
