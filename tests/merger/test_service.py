@@ -11,12 +11,10 @@ import pytest
 from archipelago.broker.errors import UnreachableError
 from archipelago.broker.messages import Call, Snapshot
 from archipelago.broker.wire import digest
-from archipelago.merger import merge_rules, spectra
+from archipelago.merger import spectra
 from archipelago.merger.beside import Spawn, at_once
-from archipelago.merger.round_merge import RoundMerge
 from archipelago.merger.service import LEASE_SECONDS
 from archipelago.merger.weights import path
-from archipelago.ops.bench.largest_islands import manifest_of_equal
 from tests.conftest import Until
 from tests.harness.merger_run import (
     CONFIG,
@@ -33,23 +31,6 @@ from tests.harness.played import started
 from tests.intercept import Faulty
 
 # -- one merger ----------------------------------------------------------------------------------------------------
-
-
-def test_equal_fragments_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    warmed: list[object] = []
-    begin = merge_rules.begin
-
-    def counted(groups: Any) -> Any:
-        warmed.append(groups)
-        return begin(groups)
-
-    monkeypatch.setattr(merge_rules, "begin", counted)
-    rules = RoundMerge.of(manifest_of_equal(16, 3, 2))
-    for _ in range(2):  # a merger that lost a shard stands by again
-        rules.warm_up()
-    assert len(warmed) == 1
-    RoundMerge.of(MergerRun().manifest).warm_up()
-    assert len(warmed) == 3, "fragments of equal sizes, and other tensors"
 
 
 def test_a_round_of_one_island() -> None:
