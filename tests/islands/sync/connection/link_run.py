@@ -156,6 +156,10 @@ class Harness:
         self.transport.merger.commit(self.epoch, Commit(snapshot, payload, b"", "{}", tape, entries, 0))
         return snapshot
 
+    def lose_rounds(self, after: int) -> None:
+        """Lose the newest rounds, as a failover may."""
+        self.stored.tape = [entry for entry in self.stored.tape if entry.round <= after]
+
     def refuse(self, contribution: Contribution, *, repeat: bool = False) -> None:
         c = contribution
         refusal = Refusal(c.island, c.incarnation, c.sequence, c.round, c.fragment, c.tokens, "no", repeat)

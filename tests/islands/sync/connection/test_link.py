@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from archipelago.broker.errors import UnreachableError, WireError
+from archipelago.broker.errors import WireError
 from archipelago.broker.messages import Event
 from archipelago.broker.transport import MEMORY_SHARE_MAX, Memory
 from tests import samples
@@ -99,29 +99,6 @@ def test_an_island_follows_a_broker_that_went_back(harness: Harness) -> None:
     assert (events[-1], arrivals) == (resume, [])
     link.pump_receive()
     assert [(a.snapshot.version, a.params_N[0]) for a in received(link)[1]] == [(0, 0.0), (0, 0.0)]
-
-
-def test_an_outage_is_noted_and_loses_nothing(harness: Harness) -> None:
-    link = harness.link()
-    send(link, 1)
-    assert harness.transport.reader.presences() == []
-    harness.faulty.outage = UnreachableError("connection refused")
-    for number in (2, 3):
-        link.beat(samples.heartbeat(steps=number))
-        send(link, number)
-    happened: list[Event] = [harness.call(2), harness.close(1, 1.0), harness.close(2, 2.0)]
-    link.pump()
-    assert link.pumps.trouble == "connection refused"
-    assert received(link) == ([], [])
-    assert link.channels.backlog == 2
-    harness.faulty.outage = None
-    link.pump()
-    assert link.pumps.trouble == ""
-    assert harness.rounds() == [1, 2, 3]
-    events, arrivals = received(link)
-    assert events == happened
-    assert [a.snapshot.round for a in arrivals] == [1, 2]
-    assert harness.transport.reader.presences()[0].heartbeat.steps == 3, "only the newest heartbeat is sent"
 
 
 def test_an_island_sends_nothing_to_a_broker_that_is_nearly_full(harness: Harness) -> None:

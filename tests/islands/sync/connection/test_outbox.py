@@ -56,6 +56,32 @@ def test_lost_contributions_are_sent_again_once_when_a_merger_resumes(harness: H
     assert len(harness.deliveries()) == 2
 
 
+@pytest.mark.parametrize("is_other", [False, True], ids=["lost", "another one closed"])
+def test_contributions_of_a_round_that_the_broker_has_lost_are_sent_again(harness: Harness, is_other: bool) -> None:
+    """A failover forgot the newest two commits, and one of the contributions that they had merged.
+
+    Or two primaries were in use for a while, and the one that stayed has closed other rounds of the same numbers.
+    """
+    link = harness.link()
+    send(link, 1, 2, 3)
+    for number, delivery in enumerate(deliveries := harness.deliveries(), 1):
+        harness.close(number, float(number), delivery.contribution)
+    link.pump()
+    assert unresolved(link) == set()
+    harness.forget(deliveries[1].entry)
+    harness.lose_rounds(1)
+    if is_other:
+        harness.close(2, 3.0)
+        harness.close(3, 3.0)
+    harness.resume(3 if is_other else 1)
+    link.pump()
+    assert harness.published() == [deliveries[1].contribution]  # it still holds the third, whose merge it has lost
+    assert unresolved(link) == {2, 3}
+    harness.resume(3 if is_other else 1)
+    link.pump()
+    assert len(harness.published()) == 1
+
+
 @pytest.mark.parametrize("is_another", [True, False])
 def test_an_island_notices_another_primary_by_itself(harness: Harness, is_another: bool) -> None:
     """It has read announcements of the old one that are newer than the return to a round that the new one announced."""
