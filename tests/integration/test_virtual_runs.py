@@ -14,19 +14,13 @@ import pytest
 from archipelago.broker.config import AdoptConfig, OuterConfig, RunConfig
 from archipelago.broker.messages import TapeEntry
 from archipelago.broker.shards.transport import WholeRun
-from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.evaluation import measured, published
-from archipelago.islands.tasks.ours import our_work
 from archipelago.islands.tasks.task import load_task
 from archipelago.islands.tasks.workload import Workload, task_config
 from archipelago.merger.outer import OUTER
-from archipelago.ops.experiments.baselines import data_parallel
-from archipelago.ops.experiments.island_runs import islands
-from archipelago.ops.experiments.trial import Trial
 from archipelago.ops.experiments.virtual_time import VirtualRun
 from tests import pytorch
 from tests.integration.virtual import CONFIG, closed, require_balanced, work
-from tests.small import SMALL
 
 
 def members(entry: TapeEntry) -> set[str]:
@@ -109,21 +103,6 @@ def test_neither_short_nor_long_intervals_diverge() -> None:
         assert statistics.fmean(losses[-12:-6]) < 0.85 * statistics.fmean(losses[:6]), interval
         assert max(losses[len(losses) // 2 :]) < losses[0], interval
         require_balanced(run)
-
-
-@pytest.mark.full
-def test_three_islands_keep_up_with_data_parallel_although_one_is_slow(corpus: OpenCorpus) -> None:
-    """The run trains a language model with the default rules and codecs, in twenty syncs of each fragment."""
-    config = replace(
-        SMALL,
-        data=replace(SMALL.data, corpus="small-text", held_out_sequences=128),
-        inner=replace(SMALL.inner, steps=240, warmup_steps=24),
-    )
-    ours, run = islands(our_work(config, corpus), Trial(islands=3, slow=3.0))
-    parallel = replace(config, inner=replace(config.inner, steps=round(240 * (2 + 1 / 3.0) / 3)))
-    theirs = data_parallel(our_work(parallel, corpus), 3)
-    require_balanced(run, pending=0)
-    assert ours[-1].bits_per_byte < 1.1 * theirs[-1].bits_per_byte, (ours, theirs)
 
 
 @pytest.mark.full

@@ -120,15 +120,6 @@ def full(raw: Any) -> Iterator[Callable[[], object]]:
     raw.config_set("maxmemory", 0)
 
 
-def test_memory_is_that_of_the_server(transport: RedisTransport, full: Callable[[], object]) -> None:
-    before = transport.reader.memory()
-    assert before.limit == 0
-    transport.island.publish(samples.contribution(LARGE), LARGE)
-    assert transport.reader.memory().used - before.used > len(LARGE) // 2
-    full()
-    assert transport.reader.memory().limit == 1 << 20
-
-
 def test_a_full_server_can_be_trimmed(
     transport: RedisTransport, raw: Any, epoch: int, full: Callable[[], object]
 ) -> None:
