@@ -55,8 +55,18 @@ def _nothing(group: Group) -> jax.Array:
     return jnp.full(group.length, -0.0, jnp.float32)
 
 
+def rounded(product_N: jax.Array, known: jax.Array) -> jax.Array:
+    """Return a product that is rounded before anything is added to it, so that every processor computes the same bits.
+
+    Left to itself, XLA adds a product in one instruction, without rounding, where the processor has that. Here the bits
+    are combined with a zero that XLA does not know to be one: the sign of `known`, a scalar that is never negative.
+    """
+    zero = jax.lax.bitcast_convert_type(known, jnp.uint32) >> jnp.uint32(31)
+    return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(product_N, jnp.uint32) | zero, jnp.float32)
+
+
 def _average_add(sum_L: jax.Array, delta_L: jax.Array, norm: jax.Array, weight: jax.Array) -> jax.Array:
-    return sum_L + weight * delta_L
+    return sum_L + rounded(weight * delta_L, weight)
 
 
 def _average_finish(sum_L: jax.Array, inverse: jax.Array) -> jax.Array:
@@ -70,9 +80,9 @@ class RdaAccumulator(NamedTuple):
     direction: jax.Array
 
 
-def _norm(x_L: jax.Array) -> jax.Array:
-    """Return the L2 norm, which is zero from 1e-28 down."""
-    return jnp.sqrt(jnp.sum(jnp.square(_UNIT * x_L))) / _UNIT
+def _norm(x_L: jax.Array, known: jax.Array) -> jax.Array:
+    """Return the L2 norm, which is zero from 1e-28 down. `known` is a number that is never negative."""
+    return jnp.sqrt(jnp.sum(rounded(jnp.square(_UNIT * x_L), known))) / _UNIT
 
 
 def _unit(x_L: jax.Array, norm: jax.Array) -> jax.Array:
@@ -85,11 +95,12 @@ def _rda_init(group: Group) -> RdaAccumulator:
 
 
 def _rda_add(acc: RdaAccumulator, delta_L: jax.Array, norm: jax.Array, weight: jax.Array) -> RdaAccumulator:
-    return RdaAccumulator(acc.norm + weight * norm, acc.direction + weight * _unit(delta_L, norm))
+    length, direction = rounded(weight * norm, weight), rounded(weight * _unit(delta_L, norm), weight)
+    return RdaAccumulator(acc.norm + length, acc.direction + direction)
 
 
 def _rda_finish(acc: RdaAccumulator, inverse: jax.Array) -> jax.Array:
-    length = _norm(acc.direction)
+    length = _norm(acc.direction, inverse)
     return jnp.where(inverse * length > CANCELLED, inverse * acc.norm, 0.0) * _unit(acc.direction, length)
 
 
@@ -178,8 +189,8 @@ def _accumulate(
 ) -> tuple[tuple[Accumulator, ...], jax.Array, jax.Array]:
     delta_N = codec_of(codec).restore(parts, _elements(groups), jnp)
     deltas = [delta_N[group.start : group.end] for group in groups]
-    norms = [_norm(delta_L) for delta_L in deltas]
-    norm = _norm(jnp.stack(norms)) if norms else jnp.float32(0)
+    norms = [_norm(delta_L, weight) for delta_L in deltas]
+    norm = _norm(jnp.stack(norms), weight) if norms else jnp.float32(0)
     clip, sound = jnp.where(norm > limit, limit / norm, 1.0), norm <= NORM_MAX
     taken = tuple(
         MERGE_RULES[group.rule].add(jax.tree.map(lambda x: keep * x, part), clip * delta_L, clip * norm_L, weight)
@@ -227,7 +238,8 @@ def _isotropic(matrix_RC: NDArray[np.float32], exponent: float, multiply: Multip
     and the map of Muon.
     """
     changed_RC = with_power(matrix_RC, exponent, multiply).astype(np.float32)
-    norm, changed_norm = (_norm(jax.device_put(each.ravel(), _cpu())) for each in (matrix_RC, changed_RC))
+    both = (jax.device_put((each.ravel(), np.float32(1.0)), _cpu()) for each in (matrix_RC, changed_RC))
+    norm, changed_norm = (_norm(*each) for each in both)
     matrix_RC[:] = changed_RC * np.float32(np.where(changed_norm > 0, norm / changed_norm, 0.0))
 
 

@@ -3,8 +3,10 @@
 The merged outer gradient is the old parameters minus the new ones. A step treats it as a gradient and subtracts it. All
 arrays are float32 on the CPU, even on a machine with an accelerator. Subnormal numbers (below 1.2e-38) count as zero.
 
-To add a rule, register a builder in OUTER and add its name to `OuterConfig.rule`. `from_optax` builds a rule from any
-optax transform.
+Every processor computes the same bits, because another one may take the run over. So each product is rounded before it
+is added (`rounded`).
+
+To add a rule, register a builder in OUTER and add its name to `OuterConfig.rule`.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from archipelago.broker.codecs import body_of, codec
 from archipelago.broker.config import OuterConfig, WireConfig
 from archipelago.broker.errors import WireError
 from archipelago.broker.wire import digest
+from archipelago.merger.merge_rules import rounded
 
 Vector = jax.Array | NDArray[np.float32]
 #: A pytree of arrays.
@@ -66,14 +69,28 @@ class OuterOptimizer(NamedTuple):
     step: Callable[[Any, State, Any, Any], tuple[jax.Array, State]]
 
 
-def from_optax(transform: optax.GradientTransformation) -> OuterOptimizer:
-    """Return the outer optimiser that applies an optax gradient transform."""
+def sgd(config: OuterConfig) -> OuterOptimizer:
+    """Return gradient descent: θ ← θ − ηΔ."""
+    rate = np.float32(config.learning_rate)
 
     def step(params_N: jax.Array, state: State, delta_N: jax.Array, now: Round) -> tuple[jax.Array, State]:
-        updates_N, state = transform.update(delta_N, state, params_N)
-        return optax.apply_updates(params_N, updates_N), state
+        return params_N - rounded(rate * delta_N, now.islands), state
 
-    return OuterOptimizer(transform.init, step)
+    return OuterOptimizer(optax.sgd(config.learning_rate).init, step)
+
+
+def nesterov(config: OuterConfig) -> OuterOptimizer:
+    """Return gradient descent with Nesterov momentum: b ← μb + Δ; θ ← θ − η(Δ + μb) (DiLoCo, arXiv 2311.08105)."""
+    rate, mu = np.float32(config.learning_rate), np.float32(config.momentum)
+
+    def step(params_N: jax.Array, state: State, delta_N: jax.Array, now: Round) -> tuple[jax.Array, State]:
+        before, *rest = state
+        trace_N = rounded(mu * before.trace, now.islands) + delta_N
+        update_N = rounded(rate * (delta_N + rounded(mu * trace_N, now.islands)), now.islands)
+        return params_N - update_N, (optax.TraceState(trace_N), *rest)
+
+    # The state has the form of optax, as in checkpoints of earlier versions.
+    return OuterOptimizer(optax.sgd(config.learning_rate, config.momentum, nesterov=True).init, step)
 
 
 class ScheduledState(NamedTuple):
@@ -116,19 +133,19 @@ def scheduled_nesterov(config: OuterConfig) -> OuterOptimizer:
         long = now.islands * now.interval / LONG_STEPS
         memory = 1.0 + jnp.minimum(1.0 + state.rounds.astype(jnp.float32) / YOUNG_ROUNDS, long)
         mu = jnp.minimum(most, 1.0 - 1.0 / memory) * jnp.clip((1.0 - now.progress) / cooldown, 0.0, 1.0)
-        trace_N = mu * state.trace + delta_N
+        trace_N = rounded(mu * state.trace, now.islands) + delta_N
         rate = config.learning_rate * now.participation
-        params_N = params_N - rate * (delta_N + mu * trace_N)
+        params_N = params_N - rounded(rate * (delta_N + rounded(mu * trace_N, now.islands)), now.islands)
         return params_N, ScheduledState(trace_N, state.rounds + 1)
 
     return OuterOptimizer(lambda params_N: ScheduledState(jnp.zeros_like(params_N), jnp.zeros((), jnp.int32)), step)
 
 
-#: The rules by name. `sgd`: θ ← θ − ηΔ. `nesterov`: b ← μb + Δ; θ ← θ − η(Δ + μb) (DiLoCo, arXiv 2311.08105).
+#: The rules by name.
 OUTER: dict[str, Callable[[OuterConfig], OuterOptimizer]] = {
     "scheduled": scheduled_nesterov,
-    "nesterov": lambda config: from_optax(optax.sgd(config.learning_rate, momentum=config.momentum, nesterov=True)),
-    "sgd": lambda config: from_optax(optax.sgd(config.learning_rate)),
+    "nesterov": nesterov,
+    "sgd": sgd,
 }
 
 

@@ -38,12 +38,19 @@ class DifferenceError(ArchipelagoError):
 
 
 def replay_round(
-    rules: RoundMerge, state: RunState, fragment: FragmentState, tape: TapeEntry, deliveries: Sequence[Delivery]
+    rules: RoundMerge,
+    state: RunState,
+    fragment: FragmentState,
+    tape: TapeEntry,
+    deliveries: Sequence[Delivery],
+    *,
+    exactly: bool = True,
 ) -> FragmentState:
     """Return the fragment after a recorded round, and advance `state` by it.
 
     Raises:
-        DifferenceError: The entry is not of this run's next round, or a result differs. `state` keeps its round then.
+        DifferenceError: The entry is not of this run's next round, or, with `exactly`, a result differs. `state` keeps
+            its round then.
     """
     where = f"round {tape.round}"
     if tape.round != state.closed + 1:
@@ -62,7 +69,8 @@ def replay_round(
         raise DifferenceError(
             f"{where}: a contribution cannot be read ({error.reason})", code="replay.contribution"
         ) from None
-    require_same(tape, merged)
+    if exactly:
+        require_same(tape, merged)
     if not state.step <= tape.step <= max([state.step, *(a.contribution.global_step for a in round_sum.addends)]):
         raise DifferenceError(f"{where}: no member explains step {tape.step}")
     rules.advance(state, tape.round, tape.step, merged, round_sum)
@@ -143,15 +151,18 @@ def merge_again(
     logs: Sequence[RoundLog],
     transport: MergerTransport,
     between: Callable[[], object],
+    *,
+    exactly: bool = True,
 ) -> FragmentState:
     """Return a fragment after the rounds of these logs, which are all of its rounds since then, in order.
 
     Raises:
-        DifferenceError: An entry is missing, or a bit differs.
+        DifferenceError: An entry is missing, or, with `exactly`, a bit differs.
     """
     for tape, before in logs:
         deliveries = transport.merger.read([member.entry for member in tape.members])
-        fragment = replay_round(rules, before.copy(), with_norms(fragment, before, tape.fragment), tape, deliveries)
+        begun = with_norms(fragment, before, tape.fragment)
+        fragment = replay_round(rules, before.copy(), begun, tape, deliveries, exactly=exactly)
         between()
     return fragment
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
+import jax
 import numpy as np
 
 from archipelago.broker.errors import ConfigError, WireError
@@ -27,6 +29,8 @@ REMEDY = (
     "Run `archipelago merger --run {run} --folder FOLDER` with the folder of its checkpoints, "
     "or begin another run with `archipelago init`."
 )
+#: The largest difference of a fragment that is merged again with other bits, as a share of what its rounds changed.
+NEARLY = 0.01
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -57,7 +61,7 @@ def load(
     if not (found.lost or found.lost_state):
         return Loaded(found.state, _whole(found.fragments), _whole(found.heads), _whole(found.full), found.uncovered())
     recovered = _recovered(transport, rules, store, found)
-    return recovered if recovered is not None else _from_what_is_left(transport, rules, found)
+    return recovered if recovered is not None else _from_what_is_left(transport, rules, found, between)
 
 
 def _found(transport: MergerTransport, rules: RoundMerge, between: Callable[[], object]) -> Found:
@@ -209,7 +213,9 @@ def _recovered(
     return repaired(transport, rules.manifest, found, state, fragments)
 
 
-def _from_what_is_left(transport: MergerTransport, rules: RoundMerge, found: Found) -> Loaded:
+def _from_what_is_left(
+    transport: MergerTransport, rules: RoundMerge, found: Found, between: Callable[[], object]
+) -> Loaded:
     """Return the run without a checkpoint, as close to what was as Redis allows.
 
     Raises:
@@ -226,9 +232,11 @@ def _from_what_is_left(transport: MergerTransport, rules: RoundMerge, found: Fou
     fragments, fresh = [], []
     for p, fragment in enumerate(found.fragments):
         if fragment is None:
+            fragment = _nearly_merged_again(transport, rules, found, p, between)
+        if fragment is None:
             fresh.append(p)
-            fragment = with_norms(_published_fragment(transport, rules, found, p), found.state, p)
-        fragments.append(fragment)
+            fragment = _published_fragment(transport, rules, found, p)
+        fragments.append(with_norms(fragment, found.state, p))
     if fresh:
         log.warning(
             "fragments %s continue from their published parameters with fresh outer momentum",
@@ -243,6 +251,45 @@ def _from_what_is_left(transport: MergerTransport, rules: RoundMerge, found: Fou
         )
     state = RunState() if found.lost_state else found.state  # before the first round, the state is a fresh one
     return repaired(transport, rules.manifest, found, state, fragments)
+
+
+def _nearly_merged_again(
+    transport: MergerTransport, rules: RoundMerge, found: Found, p: int, between: Callable[[], object]
+) -> FragmentState | None:
+    """Return a fragment with the momentum that its rounds have here, although the bits are not those of the tape.
+
+    Another processor, or another version of a library, may round differently. What islands hold is read from Redis.
+
+    Returns:
+        None if a part is lost, or if the parameters are further from those that the islands hold than NEARLY of what
+        the rounds have changed.
+    """
+    full, logs, held = found.full[p], found.logs[p], _full(transport, rules.manifest, p)
+    if full is None or held is None or not logs:
+        return None
+    try:
+        outer_state = transport.merger.outer(p, full.version) if full.version else b""
+        if full.version and not outer_state:
+            return None
+        before = fragment_of(rules, p, held[1], outer_state)
+        fragment = merge_again(rules, before, logs, transport, between, exactly=False)
+        holding = newest(transport.reader, rules.manifest, p)
+    except (DifferenceError, WireError):
+        return None
+    if holding.snapshot.version != logs[-1].tape.version:
+        return None
+    published_N = holding.params_N
+    moved, off = (float(np.linalg.norm(published_N - np.asarray(x.published_N))) for x in (before, fragment))
+    if not off <= NEARLY * moved:
+        return None
+    log.warning(
+        "fragment %s keeps its momentum, but merging its rounds again gives other bits here: its parameters are off by "
+        "%.1e of what they changed. Was the last merger on another kind of processor, or of another version?",
+        p,
+        off / moved if moved else 0.0,
+        extra={"code": "restore.nearly"},
+    )
+    return replace(fragment, published_N=jax.numpy.asarray(published_N))
 
 
 def _published_fragment(transport: MergerTransport, rules: RoundMerge, found: Found, p: int) -> FragmentState:

@@ -14,7 +14,7 @@ from archipelago.broker.commits import DIFFERENCES_KEPT, Commit, Compaction, Pla
 from archipelago.broker.config import RunConfig, WireConfig
 from archipelago.broker.errors import UnreachableError
 from archipelago.broker.wire import digest_of, newest
-from archipelago.merger import outer
+from archipelago.merger import outer, round_merge
 from archipelago.merger.beside import Spawn, T, at_once
 from archipelago.merger.committing import IDLE_SECONDS, MOST, Compactor, state_bytes
 from archipelago.merger.service import Merger
@@ -47,6 +47,38 @@ def test_a_restart_merges_what_no_compaction_covers_to_the_same_bits(config: Run
             before, merger = memory(merger), run.merger()
             assert (memory(merger), merger.state.closed) == (before, number)
     run.balance()
+
+
+def test_a_merger_that_rounds_in_another_way_keeps_the_momentum(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, merger = served_run(SMALL, quorum=2)
+    run.play(merger, *range(1, 6))
+    exact = round_merge.outer_step
+
+    def scaled(factor: float) -> Callable[..., Any]:
+        def step(*given: Any) -> Any:
+            params_N, state = exact(*given)
+            return params_N * factor, state
+
+        return step
+
+    monkeypatch.setattr(round_merge, "outer_step", scaled(1 + 2**-18))
+    after = run.merger()
+    assert set(logged_codes(caplog)) == {"replay.difference", "restore.nearly"}
+    for old, new in zip(merger.fragments, after.fragments, strict=True):
+        assert np.asarray(new.published_N).tolist() == np.asarray(old.published_N).tolist(), "what the islands hold"
+        momentum, kept = (outer._named_state(fragment.outer) for fragment in (old, new))
+        for name, leaf in momentum.items():
+            np.testing.assert_allclose(kept[name], leaf, rtol=1e-4)
+            assert np.any(leaf)
+    run.play(after, 6, 7)
+    run.balance()
+
+    monkeypatch.setattr(round_merge, "outer_step", scaled(2.0))
+    caplog.clear()
+    run.merger()
+    assert "restore.fresh" in logged_codes(caplog), "one that merges something else has no right momentum"
 
 
 def test_compactions_write_fewer_bytes_than_rounds_whose_entries_they_free() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -15,10 +17,14 @@ import pytest
 from flax import serialization
 from numpy.typing import NDArray
 
-from archipelago.broker.config import OuterConfig
+from archipelago.broker.codecs import CODECS
+from archipelago.broker.config import MergeConfig, OuterConfig
 from archipelago.broker.errors import WireError
-from archipelago.broker.wire import digest
+from archipelago.broker.manifest import Tensor
+from archipelago.broker.wire import digest, encoded
+from archipelago.merger import merge_rules
 from archipelago.merger.outer import MAGIC, OUTER, OuterOptimizer, Round, build, dump, load
+from archipelago.merger.spectra import groups
 
 Vector = NDArray[np.float32]
 RULES = ["scheduled", "nesterov", "sgd"]
@@ -270,3 +276,36 @@ def test_trajectories_equal_the_recorded_ones(rule: str) -> None:
         RECORDED.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     assert set(recorded) <= set(RULES), "recordings of removed rules"
     np.testing.assert_allclose(rows, recorded[rule], rtol=1e-4, atol=1e-5)
+
+
+def merged_digests() -> list[str]:
+    """Return the digests of what a merger computes of random contributions: sums, merged gradients and outer steps."""
+    random, found, size = np.random.default_rng(0), list[Any](), 128 * 64 + 1000
+    rows = ((Tensor("matrix", (128, 64), "rest"), 0), (Tensor("bias", (1000,), "rest"), 128 * 64))
+    vectors = random.standard_normal((8, size)).astype(np.float32)
+    for rule in ("average", "rda", "isotropic"):
+        of_fragment = groups(rows, MergeConfig(rest=rule, embedding=rule))
+        acc = merge_rules.begin(of_fragment)
+        for weight, (name, vector_N) in enumerate(zip(CODECS, vectors, strict=False), 1):
+            added = merge_rules.accumulate(acc, encoded(vector_N, name), of_fragment, weight=0.3 * weight)
+            acc = added.acc
+            found += [np.asarray(leaf) for leaf in (*jax.tree.leaves(acc), added.norm)]
+        found.append(np.asarray(merge_rules.finish(acc, of_fragment)))
+    for rule in RULES:
+        optimizer = of(rule)
+        params_N, state = vectors[5], optimizer.init(vectors[5])
+        for vector_N, now in zip(vectors[6:], (Round(2 / 3, 2.0, 0.37), Round(progress=0.41)), strict=True):
+            params_N, state = optimizer.step(params_N, state, vector_N, now)
+            found += [np.asarray(leaf) for leaf in (params_N, *jax.tree.leaves(state))]
+    return [digest(array.tobytes()) for array in found]
+
+
+@pytest.mark.full
+def test_a_processor_with_fewer_instructions_computes_the_same_bits() -> None:
+    """It adds a product in two instructions, where this one may do so in one. A merger there may take the run over."""
+    script = "from tests.merger.test_outer import merged_digests; print(*merged_digests())"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_cpu_max_isa=SSE4_2"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[2]
+    )
+    assert done.stdout.split() == merged_digests(), done.stderr

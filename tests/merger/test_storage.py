@@ -140,35 +140,6 @@ def test_another_machine_continues_from_the_bucket(bucket: BucketFolder, tmp_pat
     assert third.store.load() == other.store.load() != kept
 
 
-def test_rounds_that_the_run_has_lost_leave_the_record(bucket: BucketFolder, tmp_path: Path) -> None:
-    run = MergerRun(replace(CONFIG, record=True), quorum=2)
-    merger = serving(run, tmp_path / "one", bucket)
-    run.play(merger, 1, 2)
-    take_checkpoint(merger)
-    turn_of_copier(merger)
-    run.play(merger, 3, 4)
-    finish(merger)
-    newest = MergerFolder(tmp_path / "one").store.numbers()[-1]
-
-    def reset(request: str, path: str) -> None:
-        if request == "put" and f"checkpoints/{newest}" in path:
-            raise ConnectionError("reset")
-
-    def denied(request: str, path: str) -> None:
-        if request == "delete":
-            raise PermissionError("403")
-
-    FaultyFileSystem.fault = staticmethod(reset)
-    assert turn_of_copier(merger) > 0  # the record arrived, and the checkpoint did not
-    for fault, left in ((denied, 2), (no_fault, 1)):  # a bucket may keep everything
-        FaultyFileSystem.fault = staticmethod(fault)
-        run.broker.runs.clear()
-        folder = tmp_path / fault.__name__
-        assert MergerFolder(folder, bucket=bucket).bring_back(run.transport) is not None
-        assert sorted(record.read(folder / "record").rounds) == [1, 2]
-        assert len([name for name in bucket.tree() if "rounds-" in name]) == left
-
-
 def test_a_failing_bucket_stops_only_restores(bucket: BucketFolder, tmp_path: Path) -> None:
     run = MergerRun(CONFIG, quorum=2)
     FaultyFileSystem.fault = staticmethod(away)
