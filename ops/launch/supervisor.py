@@ -40,9 +40,6 @@ STANDBYS_MAX = 64
 STANDBYS_REMEDY = f"Choose 0 to {STANDBYS_MAX}; one is usually enough."
 #: Pause before the next standby is loaded, so that the island that has just joined can use the core.
 REPLACED_SECONDS = 1.0
-#: How much a standby gives way while it loads, on a system that can take that back from it.
-LOADING_NICENESS = 10
-_CAP_SYS_NICE = 23
 
 #: The environment of a process that computes on one core only, in XLA and in numpy.
 ONE_THREAD = {
@@ -273,7 +270,7 @@ class IslandStandbys:
         self.all = [
             Child(
                 f"standby-{number}", argv, {**environment, **own}, logs / f"standby-{number}.log",
-                niceness=LOADING_NICENESS if may_hurry() else ISLAND_NICENESS, is_piped=True,
+                niceness=ISLAND_NICENESS, is_piped=True,
             )
             for number, own in enumerate(self._devices)
         ]  # fmt: skip
@@ -314,7 +311,6 @@ class IslandStandbys:
             except OSError:
                 continue  # it has just died
             standby.close_pipes()
-            _hurry(process.pid, island.niceness)
             island.process, standby.process = process, None
             standby.restarts = standby.failures = 0  # It could be loaded, so earlier failures do not count.
             standby.again_at = time.monotonic() + REPLACED_SECONDS
@@ -326,22 +322,6 @@ class IslandStandbys:
         for standby in self.all:
             standby.stop(0.0)
             standby.close_pipes()
-
-
-def may_hurry() -> bool:
-    """Return whether this process may lower the niceness of another one."""
-    with suppress(OSError, IndexError):  # no Linux
-        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-        return bool(int(status.partition("CapEff:")[2].split()[0], 16) >> _CAP_SYS_NICE & 1)
-    return False
-
-
-def _hurry(pid: int, niceness: int) -> None:
-    """Let a process that was a standby give way no more than other islands."""
-    with suppress(OSError):  # it may end, and only Linux has these files
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            os.setpriority(os.PRIO_PROCESS, int(thread.name), os.getpriority(os.PRIO_PROCESS, 0) + niceness)
-        Path(f"/proc/{pid}/autogroup").write_text(f"{niceness}", encoding="ascii")
 
 
 def _waits(standby: Child) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -214,8 +213,6 @@ def test_a_standby_replaces_a_child_that_dies_and_another_is_loaded(
     assert island.stood_in
     assert pid(island) == waiting != first
     assert island.restarts == 1
-    if supervisor.may_hurry():
-        assert os.getpriority(os.PRIO_PROCESS, waiting) == os.getpriority(os.PRIO_PROCESS, 0) + island.niceness
     said = f"{waiting} is --name oslo {{'SAID': 'hello'}}"
     until(lambda: said in (tmp_path / "oslo.log").read_text(), "its assignment")
     assert island.tend(time.monotonic()) == ""
