@@ -103,10 +103,3 @@ def test_wrong_options_are_reported_before_anything_starts(monkeypatch: pytest.M
         with failing(ConfigError, code):
             up.main(options)
     assert not Path("runs").exists()
-
-
-def test_the_last_message_of_a_worker_is_read_from_either_form_of_log(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    for line in ("error: no such run", '{"level": "error", "message": "no such run"}'):
-        log.write_text(f"before\n{line}\n")
-        assert Child("merger", [], {}, log).last_words().removeprefix("error: ") == "no such run"
