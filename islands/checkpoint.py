@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,19 +32,14 @@ FILE = "optimizer.state"
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class OwnState:
-    """What an island needs to come back. The arrays are copies that no step donates."""
-
-    who: str
-    state: StateForPeer
-    totals: Totals
+#: What an island needs to come back: its optimiser state, as copies that no step donates, and its totals.
+OwnState = tuple[StateForPeer, Totals]
 
 
 def taken(island: Island) -> OwnState:
     """Return the present state of an island. This costs a copy of the optimiser's state on the device."""
-    who, totals = f"{island.name}/{island.incarnation}", Totals(island.totals.steps, island.totals.tokens)
-    return OwnState(who, StateForPeer(who, island.optimizer_leaves(), island.ledger.global_step), totals)
+    state = StateForPeer(f"{island.name}/{island.incarnation}", island.optimizer_leaves(), island.ledger.global_step)
+    return state, Totals(island.totals.steps, island.totals.tokens)
 
 
 class IslandStore:
@@ -67,10 +61,10 @@ class IslandStore:
 
     def save(self, own: OwnState) -> None:
         """Write the state. A failure is logged, and training continues."""
-        totals = [own.totals.steps, own.totals.tokens]
+        state, totals = own
         try:
-            handover, payload = encode(own.state, own.who)
-            about = {**self._run(), "handover": to_fields(handover), "totals": totals}
+            handover, payload = encode(state, state.who)
+            about = {**self._run(), "handover": to_fields(handover), "totals": [totals.steps, totals.tokens]}
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self.path, [json.dumps(about).encode() + b"\n", payload])
             if self._bucket is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -91,16 +91,11 @@ class SlicedMeasures:
         return Measures(nats * self._bits, accuracy)
 
 
-@runtime_checkable
-class Sliced(Protocol):
-    """An `evaluate` of a task that is compiled, and measured in slices between inner steps."""
-
-    def compiled(self, params: Params) -> Slices:
-        """Return the evaluation, compiled for parameters of these shapes."""
-
-
 class CorpusEvaluation:
-    """The evaluation of one of our models on the validation text of a corpus, or on another held-out text of it."""
+    """The evaluation of one of our models on the validation text of a corpus, or on another held-out text of it.
+
+    As the `evaluate` of a task it is compiled, and measured in slices between inner steps.
+    """
 
     def __init__(self, config: RunConfig, corpus: OpenCorpus, text: Tokens | None = None) -> None:
         self._config, self._bytes_per_token = config, corpus.bytes_per_token

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -195,15 +195,11 @@ def _ramp(moments: optax.OptState, steps: int) -> jax.Array:
     return jnp.minimum(1.0, (seen + 1).astype(jnp.float32) / max(1, steps))
 
 
-class Trained(Protocol):
-    """A model that can be trained: one of ours (`models.interface.Model`), or that of a task."""
+def gradient(model: Any) -> Gradient:
+    """Return the first half of an inner step: gradients of the objective, and the model's loss.
 
-    def objective(self, params: Params, batch: Any, /) -> tuple[jax.Array, jax.Array]:
-        """Return the value that training minimises, and the loss that it reports."""
-
-
-def gradient(model: Trained) -> Gradient:
-    """Return the first half of an inner step: gradients of the objective, and the model's loss."""
+    The model is one of ours, or that of a task. Its `objective` returns what training minimises, and the loss.
+    """
     differentiated = jax.value_and_grad(model.objective, has_aux=True)
 
     def compute(params: Params, batch: Any) -> tuple[Params, jax.Array]:
@@ -228,7 +224,7 @@ def descent(config: InnerConfig) -> Descent:
     return descend
 
 
-def compile_steps(model: Trained, config: InnerConfig) -> InnerSteps:
+def compile_steps(model: Any, config: InnerConfig) -> InnerSteps:
     """Compile n inner steps as one scan. It compiles once for each n and donates the given state.
 
     Args:

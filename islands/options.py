@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from archipelago.broker.buckets.folder import BucketFolder, chosen
+from archipelago.broker.buckets.folder import BucketFolder
 from archipelago.broker.config import BATCH_FACTOR_MAX
 from archipelago.broker.errors import ConfigError, require_number
 from archipelago.broker.observe.options import WorkerOptions
@@ -79,8 +79,6 @@ def require_valid(options: IslandOptions) -> None:
 def own_bucket(options: IslandOptions, run: str, name: str) -> BucketFolder | None:
     """Return the folder of the island's copies in a bucket. An island with a random name cannot come back to them."""
     if options.name is None and options.invitation() is None:
-        if chosen(options.bucket):
-            log.info("no copies in the bucket: without --name, the island cannot come back to them")
         return None
     return options.bucket_folder(run, "islands", name)
 

@@ -19,6 +19,7 @@ from archipelago.islands.hosts.leader import HostLeader
 from archipelago.islands.mesh import MeshShape
 from archipelago.islands.models.interface import Params
 from archipelago.islands.options import IslandOptions, own_placement
+from archipelago.islands.own_loop.tensors import require_same_tensors
 from archipelago.islands.placement import Placement
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.snapshots import Arrival
@@ -110,10 +111,7 @@ class PreparedIsland:
 
 
 def prepared_for(
-    options: IslandOptions,
-    manifest: Manifest,
-    task: TaskFile | None,
-    earlier: PreparedIsland | None = None,
+    options: IslandOptions, manifest: Manifest, task: TaskFile | None, earlier: PreparedIsland | None = None
 ) -> PreparedIsland:
     """Return what an island with these flags needs, from a standby if that fits.
 
@@ -144,7 +142,7 @@ def prepare(
         MismatchError: The run trains other tensors.
     """
     work = Workload.of(task or task_here(manifest, batch_size), manifest.config)
-    work.require_same(manifest)
+    require_same_tensors(manifest, work.model.tensors)
     if placement is not None:
         work = replace(work, steps=placement.steps(work.steps))
     return PreparedIsland(manifest, work, placement, batch_size)

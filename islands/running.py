@@ -76,9 +76,8 @@ def run_named(
     manifest = awaited(home.reader.manifest)  # before JAX loads, so that a wrong name fails at once
     transport = whole(home, manifest)
     task = own_task(options, manifest)
-    require_welcome(
-        awaited(transport.reader.control), name, manifest.run
-    )  # before the island claims anything under that name
+    # Before the island claims anything under that name.
+    require_welcome(awaited(transport.reader.control), name, manifest.run)
     bucket = own_bucket(options, transport.run, name)
     keep_compiled()
     if leader is not None:

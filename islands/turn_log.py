@@ -16,8 +16,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from archipelago.broker.errors import ConfigError
-
 VARIABLE = "ARCHIPELAGO_TURN_LOG"
 #: The minimum duration of a script's inner step in seconds.
 STEP_VARIABLE = "ARCHIPELAGO_STEP_SECONDS"
@@ -37,14 +35,9 @@ class TurnLog:
 
     @classmethod
     def named_in(cls, environment: Mapping[str, str], incarnation: str) -> TurnLog | None:
-        """Open the file that the environment names, if any. Raises ConfigError if it cannot be written."""
+        """Open the file that the environment names, if any. Raises OSError if it cannot be written."""
         path = environment.get(VARIABLE)
-        try:
-            return cls(Path(path), incarnation) if path else None
-        except OSError as error:
-            raise ConfigError(
-                f"Cannot write {path}, which {VARIABLE} names ({error.strerror})", "Name another file.", code="turn-log"
-            ) from None
+        return cls(Path(path), incarnation) if path else None
 
     def turned(self, at: float, steps: int, idle_seconds: float) -> None:
         """Write one turn, with the time that the thread waited for a core in it, if the system reports it.
@@ -96,7 +89,7 @@ class MeasuredTurns:
 
     @classmethod
     def asked_for(cls, environment: Mapping[str, str], incarnation: str) -> MeasuredTurns | None:
-        """Return what the environment asks for, if anything. Raises ConfigError (`turn-log`) if that is impossible."""
+        """Return what the environment asks for, if anything."""
         turn_log = TurnLog.named_in(environment, incarnation)
         return None if turn_log is None else cls(turn_log, float(environment.get(STEP_VARIABLE, "0")))
 

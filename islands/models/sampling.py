@@ -6,53 +6,23 @@ Shapes in names: V vocabulary, T positions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from annotated_types import Ge, Gt, Le
-from pydantic import ConfigDict
 
 from archipelago.islands.models.interface import Cache, Decoder, Params
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """Settings of the choice of the next token from the logits.
-
-    Attributes:
-        temperature: Divides the logits. 0 takes the most probable token.
-        top_k: Sample only from the k most probable tokens. 0 means all of them.
-        top_p: Sample only from the most probable tokens that together have this probability (nucleus sampling, arXiv
-            1904.09751).
-    """
-
-    __pydantic_config__ = ConfigDict(allow_inf_nan=False)
-    temperature: Annotated[float, Ge(0.0), Le(100.0)] = 0.8
-    top_k: Annotated[int, Ge(0)] = 0
-    top_p: Annotated[float, Gt(0.0), Le(1.0)] = 1.0
-
-
-def choose(logits_V: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
-    """Sample a token (int32, []). `top_p` applies to the tokens that `top_k` leaves."""
-    if sampling.temperature == 0.0:
-        return jnp.argmax(logits_V).astype(jnp.int32)
-    order_V = jnp.argsort(logits_V, descending=True)
-    sorted_V = logits_V[order_V] / sampling.temperature
-    if 0 < sampling.top_k < logits_V.size:
-        sorted_V = jnp.where(jnp.arange(logits_V.size) < sampling.top_k, sorted_V, -jnp.inf)
-    if sampling.top_p < 1.0:
-        probability_V = jax.nn.softmax(sorted_V)
-        before_V = jnp.cumsum(probability_V) - probability_V  # zero for the first token, so at least one remains
-        sorted_V = jnp.where(before_V < sampling.top_p, sorted_V, -jnp.inf)
-    return order_V[jax.random.categorical(key, sorted_V)].astype(jnp.int32)
+def choose(logits_V: jax.Array, key: jax.Array, temperature: float) -> jax.Array:
+    """Sample a token (int32, []) from the logits divided by the temperature. At 0 it is the most probable one."""
+    found = jnp.argmax(logits_V) if temperature == 0.0 else jax.random.categorical(key, logits_V / temperature)
+    return found.astype(jnp.int32)
 
 
 def continuation(
-    decoder: Decoder, params: Params, prompt: Sequence[int], context: int, sampling: Sampling, seed: int
+    decoder: Decoder, params: Params, prompt: Sequence[int], context: int, temperature: float, seed: int
 ) -> Iterator[int]:
     """Yield tokens that continue a prompt, without end. Equal seeds give equal tokens.
 
@@ -62,10 +32,10 @@ def continuation(
         prompt: At least one token.
         context: The most tokens that the model sees at once, at least 2. When they are full, generation continues from
             the last half of them.
-        sampling: How each token is chosen.
+        temperature: How each token is chosen (see `choose`).
         seed: Seeds the random numbers.
     """
-    step = _compile(decoder, sampling)
+    step = _compile(decoder, temperature)
     key = jax.random.key(seed)
     seen = list(prompt)
     unread, cache, filled = seen, decoder.empty(context), 0
@@ -85,7 +55,7 @@ Step = Callable[[Params, Cache, np.ndarray, np.int32, jax.Array], tuple[jax.Arra
 
 
 @cache
-def _compile(decoder: Decoder, sampling: Sampling) -> Step:
+def _compile(decoder: Decoder, temperature: float) -> Step:
     """Return a step that reads tokens and samples the next one.
 
     It compiles once per number of tokens. The cache is donated: it cannot be used again.
@@ -95,7 +65,7 @@ def _compile(decoder: Decoder, sampling: Sampling) -> Step:
         params: Params, cache: Cache, tokens_1xT: jax.Array, count: jax.Array, key: jax.Array
     ) -> tuple[jax.Array, Cache]:
         logits_1xV, after = decoder.extend(params, cache, tokens_1xT, count)
-        return choose(logits_1xV[0], key, sampling), after
+        return choose(logits_1xV[0], key, temperature), after
 
     return jax.jit(step, donate_argnums=1)
 

@@ -158,7 +158,6 @@ class JoinedRun(Session):
         return self._layout.frozen_values()
 
     def _place(self, manifest: Manifest, vectors: Sequence[Vector]) -> TreeReplica:
-        self._layout.tell_of_own()
         self._replica = TreeReplica(manifest, self._layout.templates)
         self._parameters.start(self._replica.begin(list(vectors)))
         self.state = None if self._state is None else self._state.now()

@@ -16,7 +16,7 @@ from archipelago.broker.config import STEPS_MAX
 from archipelago.broker.errors import ConfigError, DivergedError, WireError
 from archipelago.broker.messages import Handover
 from archipelago.islands.own_loop.tensors import not_finite
-from archipelago.islands.own_loop.tree import FrozenLeaves, TreeLayout, name_of, require_not_donated, require_values
+from archipelago.islands.own_loop.tree import FrozenLeaves, TreeLayout, name_of, require_values
 from archipelago.islands.sync import recovery
 from archipelago.islands.sync.arrays import device_copy, put_like
 
@@ -137,7 +137,6 @@ def _require_like(name: str, leaf: Any, template: Any) -> None:
             code="loop.other-tree",
         )
     require_values(name, leaf)
-    require_not_donated(name, leaf, "Give `sync` the parameters that the step returned.")
 
 
 #: The newest state of a loop, or a function that returns it.

@@ -6,7 +6,6 @@ are trained, the other weights are frozen.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,9 +20,6 @@ from archipelago.broker.errors import ConfigError
 from archipelago.broker.frozen import FrozenValues
 from archipelago.broker.manifest import Tensor
 from archipelago.islands.own_loop.tensors import KindOf, frozen_changed, nothing_trained, trained_by
-
-log = logging.getLogger(__name__)
-
 
 MERGED_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 #: Longer names are refused, because every worker keeps all names.
@@ -95,10 +91,10 @@ class TreeLayout:
         return {self.names[place]: leaves[place] for place in self.merged}
 
     def frozen_values(self) -> list[FrozenValues]:
-        """Return the frozen leaves. Raises ConfigError for one without values (`loop.meta`, `loop.meta`)."""
+        """Return the frozen leaves. Raises ConfigError (`loop.meta`) for one without values."""
         return [
             FrozenValues(
-                name, tuple(template.shape), str(template.dtype), partial(pieces, _present(name, self.own[name]))
+                name, tuple(template.shape), str(template.dtype), partial(pieces, require_values(name, self.own[name]))
             )
             for name, template in self.frozen.items()
         ]
@@ -106,13 +102,6 @@ class TreeLayout:
     def tensors(self, kind_of: KindOf) -> tuple[Tensor, ...]:
         """Return the tensors of a manifest, in the order of the tree."""
         return tuple(Tensor(name, tuple(leaf.shape), kind_of(name)) for name, leaf in self.templates.items())
-
-    def tell_of_own(self) -> None:
-        """Log which leaves are not merged."""
-        own = [name for name in self.own if name not in self.frozen]
-        if own:
-            shown = ", ".join(own[:8]) + (f" and {len(own) - 8} more" if len(own) > 8 else "")
-            log.warning("these leaves are not floating-point arrays and stay this island's own: %s", shown)
 
 
 def _template(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -142,28 +131,11 @@ def _require_trainable(name: str, leaf: Any) -> bool:
     """Return True. Raise ConfigError (`loop.dtype`) for a leaf that is not a floating-point array."""
     if not _is_merged(name, leaf):
         raise ConfigError(
-            f"the leaf {name!r} is trained, and it is {_kind(leaf)}",
+            f"the leaf {name!r} is trained, and it is of {getattr(leaf, 'dtype', type(leaf).__name__)}",
             "Only floating-point arrays are trained. Choose fewer leaves with `trained`.",
             code="loop.dtype",
         )
     return True
-
-
-def _present(name: str, leaf: Any) -> Any:
-    """Return a frozen leaf, whose values are compared with those of the run."""
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        raise ConfigError(
-            f"the frozen leaf {name!r} is described, and its values were not given",
-            "Give the array: `join` compares frozen leaves with those of the run.",
-            code="loop.meta",
-        )
-    require_not_donated(name, leaf, "Give `create` and `join` arrays that no step has taken.")
-    return leaf
-
-
-def _kind(leaf: Any) -> str:
-    dtype, shape = getattr(leaf, "dtype", None), getattr(leaf, "shape", None)
-    return f"of the type {type(leaf).__name__}" if dtype is None else f"an array of {dtype} of the shape {shape}"
 
 
 def _is_merged(name: str, leaf: Any) -> bool:
@@ -185,20 +157,18 @@ def _is_merged(name: str, leaf: Any) -> bool:
     return True
 
 
-def require_not_donated(name: str, leaf: Any, remedy: str) -> None:
-    """Raise ConfigError (`loop.meta`) for a leaf that a computation has taken."""
-    if isinstance(leaf, jax.Array) and leaf.is_deleted():
-        raise ConfigError(f"the leaf {name!r} was donated to a computation", remedy, code="loop.meta")
-
-
-def require_values(name: str, leaf: Any) -> None:
-    """Raise ConfigError (`loop.meta`) for a leaf that has a shape and no values."""
-    if isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer):
+def require_values(name: str, leaf: Any) -> Any:
+    """Return a leaf. Raise ConfigError (`loop.meta`) for one without values, such as one that a computation took."""
+    is_abstract = isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer)
+    if is_abstract or (isinstance(leaf, jax.Array) and leaf.is_deleted()):
+        fault = f"is a {type(leaf).__name__}" if is_abstract else "was donated to a computation"
         raise ConfigError(
-            f"the leaf {name!r} has no values: it is a {type(leaf).__name__}",
-            "Give arrays, and call `create` and `sync` outside of functions that JAX transforms.",
+            f"the leaf {name!r} has no values: it {fault}",
+            "Give arrays that no step has taken, such as those that the last step returned, and call `create`, `join` "
+            "and `sync` outside of functions that JAX transforms.",
             code="loop.meta",
         )
+    return leaf
 
 
 def host_vector(leaves: Sequence[Any]) -> np.ndarray[Any, np.dtype[np.float32]]:

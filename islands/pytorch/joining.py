@@ -102,7 +102,6 @@ class Joining:
     def parts(self) -> tuple[ModuleParameters, OptimizerState | None]:
         """Return the parameters, and the state of the optimisers if there are any."""
         parameters = ModuleParameters(self.model, self.buffers, self.trained, self.names)
-        parameters.require_not_optimized(self.optimizers)
         return parameters, OptimizerState(self.optimizers, parameters.tensors) if self.optimizers else None
 
 
@@ -145,7 +144,6 @@ class TorchRun(Session):
     def _place(self, manifest: Manifest, vectors: Sequence[Vector]) -> TorchReplica:
         if self._llama_config is not None:
             llama.require_size(self._llama_config, manifest.config.model.size)
-        self._parameters.tell_of_own()
         self._parameters.note_frozen()
         replica = self._new_replica(manifest)
         if self._state is not None:

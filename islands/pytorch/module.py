@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -21,13 +19,9 @@ from archipelago.islands.own_loop.tensors import (
     not_finite,
     nothing_trained,
     trained_by,
-    trained_error,
 )
 from archipelago.islands.pytorch.host import FrozenTensors
 from archipelago.islands.pytorch.pieces import TensorPieces, mesh_of, own_piece, put_back
-
-log = logging.getLogger(__name__)
-
 
 MERGED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -71,7 +65,6 @@ class ModuleParameters:
         mesh = mesh_of(self._model)
         self._names = names
         self._buffers = frozenset(buffers)
-        require_known(names, self._model)
         self._is_trained = None if trained is None else trained_by(trained)
         self._shared: dict[int, list[str]] = {}  # all names of each tensor
         for name, tensor in named_tensors(self._model, all_names=True):
@@ -151,30 +144,10 @@ class ModuleParameters:
             for name, tensor in self._views(self.frozen).items()
         ]
 
-    def require_not_optimized(self, optimizers: Sequence[Any]) -> None:
-        """Raise ConfigError (`loop.argument`) if an optimiser changes a parameter that the run does not train."""
-        names = {id(tensor): name for name, tensor in self.frozen.items() if tensor.requires_grad}
-        for optimizer in optimizers:
-            for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-                if id(parameter) in names:
-                    raise trained_error(
-                        f"the optimiser has the parameter {names[id(parameter)]!r}, which requires gradients and which "
-                        "`trained` leaves out"
-                    )
-
     def manifest_tensors(self, kind_of: KindOf) -> tuple[Tensor, ...]:
         """Return the tensors of a manifest, in the order of the module."""
         views = self._views(self.tensors)
         return tuple(Tensor(name, tuple(view.shape), kind_of(name)) for name, view in views.items())
-
-    def tell_of_own(self) -> None:
-        """Log which parameters and saved buffers are not merged."""
-        saved = (place_of(self._names, name.replace(COMPILED, "")).name for name in self._model.state_dict())
-        parameters = self._all()
-        own = [name for name in saved if name in parameters and name not in self.tensors and name not in self.frozen]
-        if own:
-            shown = ", ".join(own[:8]) + (f" and {len(own) - 8} more" if len(own) > 8 else "")
-            log.warning("these tensors of the model are not merged, and stay this island's own: %s", shown)
 
     def _all(self) -> dict[str, Any]:
         """Return every parameter and buffer of the module by its name in the run."""
@@ -297,13 +270,3 @@ def named_tensors(model: Any, *, all_names: bool = False) -> Iterator[tuple[str,
     once = not all_names
     for name, tensor in (*model.named_parameters(remove_duplicate=once), *model.named_buffers(remove_duplicate=once)):
         yield name.replace(COMPILED, ""), tensor
-
-
-def require_known(names: Names | None, model: Any) -> None:
-    """Raise ConfigError (`loop.names`) if a table names a parameter that the module does not have."""
-    known = {name for name, _ in named_tensors(model, all_names=True)}
-    unknown = sorted(set(names) - known, key=str) if isinstance(names, Mapping) else []
-    if unknown:
-        near = difflib.get_close_matches(str(unknown[0]), known, 1)
-        said = f", but {near[0]!r}" if near else ""
-        raise misnamed(f"names {unknown[0]!r}, and the model has no such parameter or buffer{said}")

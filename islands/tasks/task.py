@@ -23,7 +23,7 @@ from archipelago.islands.own_loop.tensors import EMBEDDINGS, KindOf
 
 if TYPE_CHECKING:
     from archipelago.islands.data.batches import Supply
-    from archipelago.islands.evaluation import Sliced
+    from archipelago.islands.evaluation import CorpusEvaluation
     from archipelago.islands.tasks.batches import TaskRun
 
 #: The name that is looked up where `--task` gives a file only.
@@ -47,8 +47,7 @@ class Task:
         batches: From a `TaskRun` to an endless iterable of batches: trees of arrays, all of the same shapes and dtypes.
             Or to a `Supply`, which draws several batches at once and says where it stands, as our own tasks do.
         evaluate: From parameters to a loss on held-out data, or to a dictionary with `loss` and, optionally,
-            `accuracy` (0 … 1). Other entries are logged. Without it, the run has no held-out loss. A `Sliced`
-            evaluation lets inner steps pass in between.
+            `accuracy` (0 … 1). Other entries are logged. Without it, the run has no held-out loss.
         optimizer: Any optax transformation, whose schedules follow the run's clock. The default is that of the run's
             settings (`--inner.optimizer`).
         kinds: Which tensors are embeddings, for which the merge rules have a setting of their own: a regular expression
@@ -62,7 +61,7 @@ class Task:
     init: Callable[[int], Any]
     loss: Callable[[Any, Any], Any]
     batches: Callable[[TaskRun], Iterable[Any] | Supply]
-    evaluate: Callable[[Any], float | Mapping[str, float]] | Sliced | None = None
+    evaluate: Callable[[Any], float | Mapping[str, float]] | CorpusEvaluation | None = None
     optimizer: Any = None
     kinds: str | KindOf = EMBEDDINGS
     tokens: int | Callable[[Any], int] | None = None
@@ -170,9 +169,7 @@ def load_task(text: str) -> TaskFile:
         names = [name for name, value in vars(module).items() if isinstance(value, Task)]
         raise ConfigError(
             f"{variable!r} in {path} is no task",
-            f"Its tasks are: {', '.join(names)}."
-            if names
-            else f"Write `{variable} = archipelago.Task(init, loss, batches)` into it.",
+            f"Its tasks are: {', '.join(names) or 'none'}. Write `{variable} = archipelago.Task(init, loss, batches)`.",
             code="task.name",
         )
     found = TaskFile(task, path, variable)

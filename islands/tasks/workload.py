@@ -19,10 +19,9 @@ from archipelago.broker.config import OWN_MODEL, DataConfig, InnerConfig, ModelC
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.manifest import Manifest, balanced, installed_versions
 from archipelago.islands.data.batches import Supply
-from archipelago.islands.evaluation import Measures, Sliced, Slices, measured
+from archipelago.islands.evaluation import CorpusEvaluation, Measures, Slices, measured
 from archipelago.islands.inner import InnerState, InnerSteps, MomentBounds, accumulated, begin, compiled_scan, descent
 from archipelago.islands.models.interface import Params
-from archipelago.islands.own_loop.tensors import require_same_tensors
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.tasks.batches import TaskBatches, TaskRun
@@ -85,10 +84,6 @@ class Workload:
         fragments = balanced(tensors, config.sync.fragments)
         return Manifest(run, config, tensors, fragments, named.data, installed_versions(), task=named.name)
 
-    def require_same(self, manifest: Manifest) -> None:
-        """Raise MismatchError (`loop.other-tensors`) if that run trains other tensors."""
-        require_same_tensors(manifest, self.model.tensors)
-
     def begin(self, params: Params) -> InnerState:
         """Return these parameters with fresh state of the inner optimiser."""
         return self.model.first_state(params) if self.model.has_own_optimizer else begin(self.config.inner, params)
@@ -119,7 +114,7 @@ class Workload:
         evaluate = self.named.task.evaluate
         if evaluate is None:
             return None
-        return evaluate.compiled if isinstance(evaluate, Sliced) else lambda params: TaskSlices(self.model)
+        return evaluate.compiled if isinstance(evaluate, CorpusEvaluation) else lambda params: TaskSlices(self.model)
 
     def require_evaluation(self) -> Callable[[Params], Slices]:
         """Return what compiles the evaluation. Raises ConfigError (`task.evaluate`) for a task without one."""

@@ -280,13 +280,14 @@ def _new(work: Workload, run: str, weights: Path | None) -> tuple[Manifest, Para
 
 def require_same(found: Manifest, config: RunConfig, task: str | None = None) -> None:
     """Raise MismatchError, with a remedy for the user who starts a run, unless it has this config and this task."""
+    from archipelago.islands.own_loop.tensors import require_same_tensors
     from archipelago.islands.tasks.task import task_of
 
     task_of(task, found, "Starting islands of ours")
     work = workload_of(config, task)
     _require_own_settings(found, work.config)
     if task is not None:
-        work.require_same(found)
+        require_same_tensors(found, work.model.tensors)
         return
     try:
         found.require_same(work.describe(found.run))

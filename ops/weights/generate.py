@@ -6,13 +6,12 @@ import os
 import secrets
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
-from pydantic import TypeAdapter, ValidationError
 
 from archipelago.broker.config import BYTES, ModelConfig
 from archipelago.broker.errors import ConfigError, DataError, require_number
@@ -36,18 +35,6 @@ _SILENT = {**CONTROLS, ord("\n"): "\n", ord("\t"): "\t"}
 
 
 @dataclass(frozen=True)
-class SamplingOptions:
-    """Options that choose the next token. `islands.models.sampling.Sampling` checks the values."""
-
-    temperature: float = 0.8
-    """Divides the logits. 0 takes the most probable token."""
-    top_k: int = 0
-    """Sample only from the k most probable tokens. 0 means all of them."""
-    top_p: float = 1.0
-    """Sample only from the most probable tokens that together have this probability."""
-
-
-@dataclass(frozen=True)
 class GenerateOptions:
     """Generate text with a run's newest parameters, or with an export, which needs no Redis."""
 
@@ -60,7 +47,8 @@ class GenerateOptions:
     """The text to continue."""
     tokens: int = 256
     """The number of tokens to generate."""
-    sampling: Annotated[SamplingOptions, tyro.conf.arg(name="")] = field(default_factory=SamplingOptions)
+    temperature: float = 0.8
+    """Divides the logits. 0 takes the most probable token, and 100 is the most."""
     seed: int | None = None
     """Equal seeds give equal text. The default is random."""
     json: bool = False
@@ -91,12 +79,13 @@ def main(options: GenerateOptions) -> int:
     seed = secrets.randbelow(1 << 31) if options.seed is None else options.seed
     require_number("--seed", seed, "Choose 0 to 2147483647.", most=(1 << 31) - 1)
     require_number("--tokens", options.tokens, "Choose a positive number.", 1)
+    require_number("--temperature", options.temperature, "Choose 0 to 100.", most=100.0)
     keep_compiled()
     with progress("reading the parameters"):
         text_model = open_text_model(options.source, options.run)
     prompt = os.fsencode(options.prompt).decode("utf-8", "replace")
     pieces = []
-    for piece in generate(text_model, prompt, options.tokens, options.sampling, seed):
+    for piece in generate(text_model, prompt, options.tokens, options.temperature, seed):
         pieces.append(piece)
         if not options.json:
             show(piece)
@@ -110,26 +99,12 @@ def main(options: GenerateOptions) -> int:
     return 0
 
 
-def generate(text_model: TextModel, prompt: str, tokens: int, sampling: SamplingOptions, seed: int) -> Iterator[str]:
-    """Yield the text that continues the prompt, in pieces.
+def generate(text_model: TextModel, prompt: str, tokens: int, temperature: float, seed: int) -> Iterator[str]:
+    """Yield the text that continues the prompt, in pieces."""
+    from archipelago.islands.models.sampling import continuation
 
-    Raises:
-        ConfigError: A sampling option is out of range (`config.value`).
-    """
-    from archipelago.islands.models.sampling import Sampling, continuation
-
-    values = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
-    try:
-        how = TypeAdapter(Sampling).validate_python(values)
-    except ValidationError as error:
-        faults = [f"--{str(e['loc'][0]).replace('_', '-')}: {e['msg'].lower()}" for e in error.errors()]
-        raise ConfigError(
-            f"text cannot be sampled with these options ({'; '.join(faults)})",
-            "See `archipelago generate --help`.",
-            code="config.value",
-        ) from None
     start = text_model.tokenizer.encode(prompt) or text_model.tokenizer.encode("\n")
-    endless = continuation(text_model.model.decoder, text_model.params, start, text_model.context, how, seed)
+    endless = continuation(text_model.model.decoder, text_model.params, start, text_model.context, temperature, seed)
 
     # A model's vocabulary may be larger than the tokenizer's.
     vocabulary = text_model.tokenizer.vocabulary

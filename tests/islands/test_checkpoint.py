@@ -114,7 +114,7 @@ def test_a_death_at_the_rename_leaves_the_state_before_or_after(
         pass
 
     rename: Callable[..., None] = os.replace
-    later = replace(kept.own, totals=Totals(11, 11))
+    later = kept.own[0], Totals(11, 11)
     for is_done in (False, True):
 
         def dies(*paths: object, is_done: bool = is_done) -> None:
@@ -146,7 +146,7 @@ def test_markers_and_leaving_write_one_state_at_a_time(tmp_path: Path) -> None:
     writing, go_on, steps, save = threading.Event(), threading.Event(), list[int](), kept.save
 
     def slow(own: OwnState) -> None:
-        steps.append(own.totals.steps)
+        steps.append(own[1].steps)
         writing.set()
         assert go_on.wait(60.0)
         save(own)

@@ -157,9 +157,9 @@ class IslandDisk(IslandStore):
 
     def restore(self, island: Island) -> bool:
         """Restore the island's optimiser state and totals."""
-        own = self._disk.get(self.manifest.uid)
-        if own is None:
+        if self.manifest.uid not in self._disk:
             return False
-        island.computation.use_optimizer([np.copy(leaf) for leaf in own.state.leaves])
-        island.moments, island.totals = "own checkpoint", Totals(own.totals.steps, own.totals.tokens)
+        state, totals = self._disk[self.manifest.uid]
+        island.computation.use_optimizer([np.copy(leaf) for leaf in state.leaves])
+        island.moments, island.totals = "own checkpoint", Totals(totals.steps, totals.tokens)
         return True

@@ -109,8 +109,6 @@ def test_a_table_that_does_not_fit_is_refused() -> None:
         {"0.bias": ""},
         {"0.bias": "bias"}.get,
         ["bias"],
-        {"0.wieght": "dense.kernel"},
-        {3: "bias"},
     ]
     for wrong in wrongs:
         with failing(ConfigError, "loop.names"):

@@ -14,6 +14,7 @@ import numpy as np
 
 from archipelago.broker.config import AdoptConfig, InnerConfig, OuterConfig, RunConfig, SyncConfig, WireConfig
 from archipelago.islands.checkpoint import Rejoin
+from archipelago.islands.own_loop.tensors import require_same_tensors
 from archipelago.islands.tasks.batches import TaskRun
 from archipelago.islands.tasks.ours import first_snapshots
 from archipelago.islands.tasks.task import Task, TaskFile
@@ -77,7 +78,7 @@ class TaskedRun(PlayedRun):
     def island(self, name: str = "a", file: TaskFile | None = None) -> Island:
         """Return an island that has joined, and taken the optimiser's state of a peer if there is one."""
         work = Workload.of(file or self.file, self.manifest.config)
-        work.require_same(self.manifest)
+        require_same_tensors(self.manifest, work.model.tensors)
         link = self.link(f"{name}/x")
         arrivals = link.join()
         supply = work.supply(TaskRun(name, secrets.randbits(32), self.manifest.config.seed, link))

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from archipelago.broker.config import ModelConfig
-from archipelago.broker.errors import MismatchError
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.inner import compile_steps
 from archipelago.islands.models.registry import build
@@ -16,7 +15,6 @@ from archipelago.islands.tasks.batches import TaskRun
 from archipelago.islands.tasks.ours import our_work
 from archipelago.islands.tasks.workload import require_trainable
 from archipelago.ops.experiments.baselines import AllShards
-from tests.failing import failing
 from tests.small import SMALL
 
 TEXT = np.random.default_rng(0).integers(0, 256, 20_000, np.uint8)
@@ -52,13 +50,6 @@ def test_other_settings_change_the_data_too() -> None:
     assert not np.array_equal(first, second)
     wider = work.changed(data=replace(SMALL.data, batch_size=6))
     assert wider.supply(TaskRun("a", 1)).sample(2).shape == (2, 6, SMALL.data.sequence_length + 1)
-
-
-def test_an_island_joins_a_run_of_its_own_model_only() -> None:
-    manifest = our_work(SMALL, CORPUS).describe("demo")
-    our_work(SMALL, CORPUS).require_same(manifest)
-    with failing(MismatchError, "loop.other-tensors"):
-        our_work(replace(SMALL, model=ModelConfig(size="small")), CORPUS).require_same(manifest)
 
 
 @pytest.mark.full
