@@ -73,7 +73,7 @@ MISTAKES = [
     # workers
     ("island AWAY --run x --wait-seconds 0", "broker.unreachable"),
     ("island RUNS --name a/b", "config.name"),
-    ("island RUNS --corpus nope", "data.missing"),
+    ("island RUNS --scan-steps=-1", "config.value"),
     ("island RUNS --wait-seconds=-1", "config.value"),
     ("island RUNS --metrics-port TAKEN", "config.address"),
     ("island RUNS --evaluate-every nan", "config.value"),
