@@ -157,6 +157,31 @@ def test_carry_sends_unsent_progress_with_the_next_contribution_and_overwrite_ha
     assert sent(replica, 0, params).tolist() == [0.0] * 4
 
 
+def test_warming_up_changes_nothing_and_compiles_the_thin_codec_only_for_large_fragments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise a contribution on a thin link would wait for compilation. Small payloads never use this codec."""
+    of = manifest("carry")
+    of = replace(of, config=replace(of.config, wire=WireConfig(up="int8", thin="top3")))
+    for small, codecs in ((0, ["int8", "top3"]), (1 << 10, ["int8"])):
+        monkeypatch.setattr(replica_module, "SMALL_BYTES", small)
+        warmed: set[tuple[int, str]] = set()
+        replica, params = begun(of, counting())
+        params = {name: value + 1.0 for name, value in params.items()}
+
+        def noted(
+            fragment: int, codec: str, program: Any = replica._measure, warmed: set[tuple[int, str]] = warmed
+        ) -> Any:
+            warmed.add((fragment, codec))
+            return program(fragment, codec)
+
+        monkeypatch.setattr(replica, "_measure", noted)
+        replica.warm_up(params)
+        assert warmed == {(fragment, name) for fragment in range(len(SIZES)) for name in codecs}
+        assert [reference_N.tolist() for reference_N in replica.references] == [v.tolist() for v in counting()]
+        assert params["bias"].tolist() == [value + 1.0 for value in counting()[0]]
+
+
 @pytest.mark.parametrize("thin", ["int8", "top3"])
 @settings(max_examples=examples(100))
 @given(vectors=VECTORS)
