@@ -26,8 +26,7 @@ from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.keys import REGISTRY, Keys
 
 INFO_SECTIONS = ("server", "memory", "persistence", "stats", "clients", "replication", "cluster")
-SETTINGS = ("appendonly", "appendfsync", "save", "maxmemory-policy", "client-output-buffer-limit", "maxclients",
-            "min-replicas-to-write")  # fmt: skip
+SETTINGS = ("appendonly", "appendfsync", "save", "maxmemory-policy", "maxclients", "min-replicas-to-write")
 FIRST_BURST_BYTES = 16 << 10
 BURST_BYTES_MAX = 8 << 20
 #: The factor between the sizes of two bursts.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,10 +23,6 @@ SKEW_SECONDS = 1.0
 CLIENTS_SHARE = 0.8
 #: The most connections that an island has at once: three pumps, leases, and one for queries.
 CONNECTIONS_AN_ISLAND = 6
-#: And for each further shard of the run: what sends and what receives.
-CONNECTIONS_A_SHARD = 2
-#: The output that a server must buffer for one reader: a page of events and three chunks, with room to spare.
-BUFFER_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -82,9 +77,7 @@ def unusable(error: BrokerError) -> Finding:
 # -- the server --------------------------------------------------------------------------------------------------------
 
 
-def server_checks(
-    facts: ServerFacts, host: str, *, has_tls: bool, role: Role | None = None, shards: int = 1
-) -> list[Finding]:
+def server_checks(facts: ServerFacts, host: str, *, has_tls: bool, role: Role | None = None) -> list[Finding]:
     """Return all findings about a server, in the order of the report.
 
     Args:
@@ -92,7 +85,6 @@ def server_checks(
         host: Its host.
         has_tls: Whether the connection is encrypted.
         role: The role of the user; None for an administrator.
-        shards: How many of the run's shards the server holds.
     """
     info = facts.info
     return [
@@ -100,8 +92,7 @@ def server_checks(
         *persistence(facts),
         *memory(info),
         *evictions(facts),
-        *clients(facts, shards),
-        *buffers(facts.settings),
+        *clients(facts),
         *([] if role else untold(facts)),
         rights(facts.denied, facts.excess, role),
         *privacy(facts.needs_password, host, has_tls=has_tls),
@@ -110,22 +101,12 @@ def server_checks(
 
 
 def untold(facts: ServerFacts) -> Iterator[Finding]:
-    """Yield a warning that names what the server does not tell. Managed servers forbid INFO and CONFIG."""
-    named = {
-        "whether it keeps an append-only file": "aof_enabled",
-        "how much memory it uses": "used_memory", "its maxmemory-policy": "maxmemory_policy",
-        "how many clients are connected": "connected_clients",
-    }  # fmt: skip
-    configured = {"aof_enabled": "appendonly", "maxmemory_policy": "maxmemory-policy"}
-    missing = [
-        what for what, name in named.items() if not (name in facts.info or configured.get(name) in facts.settings)
-    ]
-    missing += ["whether it asks for a password"] if facts.needs_password is None else []
-    if missing:
+    """Yield a warning if the server does not let this user read its facts. Managed servers forbid INFO and CONFIG."""
+    if missing := [what for what, told in (("INFO", facts.info), ("CONFIG GET", facts.settings)) if not told]:
         yield warning(
             "server.untold",
-            f"The server does not tell {', '.join(missing)}.",
-            "Allow this user INFO and CONFIG GET: ACL SETUSER NAME +info +config|get. Check the rest by yourself.",
+            f"This user may not call {' and '.join(missing)}, so some settings of the server are not checked.",
+            "ACL SETUSER NAME +info +config|get, or check persistence, memory and eviction by yourself.",
         )
 
 
@@ -208,30 +189,15 @@ def evictions(facts: ServerFacts) -> Iterator[Finding]:
         )
 
 
-def clients(facts: ServerFacts, shards: int = 1) -> Iterator[Finding]:
-    """Compare the connections with the server's limit. `shards` is the number of the run's shards there."""
+def clients(facts: ServerFacts) -> Iterator[Finding]:
+    """Compare the connections with the server's limit."""
     connected = int(facts.info.get("connected_clients", 0))
     most = int(facts.info.get("maxclients") or facts.settings.get("maxclients") or 0)
-    left = max(0, most - connected) // (CONNECTIONS_AN_ISLAND + CONNECTIONS_A_SHARD * (shards - 1))
-    what = f"{connected:,} of {most:,} connections are in use. There is room for about {left:,} islands."
-    if connected and not most:
-        yield ok("clients", f"{connected:,} clients are connected.")
-    elif connected > CLIENTS_SHARE * most or (connected and not left):
+    what = f"{connected:,} of {most:,} connections are in use. An island takes about {CONNECTIONS_AN_ISLAND}."
+    if most and max(connected / CLIENTS_SHARE, connected + CONNECTIONS_AN_ISLAND) > most:
         yield warning("clients.many", what, "CONFIG SET maxclients to a larger number.")
-    elif connected:
+    elif connected and most:
         yield ok("clients", what)
-
-
-def buffers(settings: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield a problem if the server's limit on output buffers would disconnect readers again and again."""
-    found = re.search(r"\bnormal (\d+) (\d+) (\d+)", settings.get("client-output-buffer-limit", ""))
-    if found and 0 < (hard := min(int(limit) or 1 << 62 for limit in found.groups()[:2])) < BUFFER_BYTES:
-        yield problem(
-            "buffers.small",
-            f"The server disconnects readers at {size(hard)} of output (client-output-buffer-limit normal). Islands "
-            f"need {size(BUFFER_BYTES)}.",
-            "CONFIG SET client-output-buffer-limit 'normal 0 0 0'.",
-        )
 
 
 def clock(ahead_seconds: float) -> Finding:
@@ -273,7 +239,7 @@ def rights(denied: Sequence[str], excess: Sequence[str] = (), role: Role | None 
 
 
 def members(found: Members) -> Iterator[Finding]:
-    """Yield what an administrator should know about the members of a run."""
+    """Yield a problem if records of a run's members are damaged."""
     if found.faults:
         yield problem(
             "members.damaged",

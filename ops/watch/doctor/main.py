@@ -19,6 +19,7 @@ from rich.text import Text
 from archipelago.broker.address import redacted
 from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.errors import ArchipelagoError, BadUrlError, BrokerError, ConfigError, require_number
+from archipelago.broker.footprint import available_here
 from archipelago.broker.invitation import ADMIN, Invitation, Role
 from archipelago.broker.manifest import NO_CORPUS, Manifest, balanced, installed_versions
 from archipelago.broker.observe.logs import printable
@@ -88,13 +89,10 @@ def main(options: DoctorOptions) -> int:
         with busy.status("asking the Redis, and measuring the link"):
             server = check_server(url, run, options.seconds, invited)
         out.print(section(f"redis  {redacted(url)}", server.findings), "")
-    site = dataclasses.replace(
-        doctor_site.measure(options.folder), link=server.link, round_trip_seconds=server.round_trip_seconds
-    )
     manifest = server.manifest
     with busy.status("loading JAX, and measuring this machine"):
         keep_compiled()
-        here = check_machine(site, options.folder, config, server)
+        here = check_machine(options.folder, config, server)
     out.print(section("this machine", here), "")
     findings = [*server.findings, *here]
     problems, warnings = (sum(f.level == level for f in findings) for level in ("problem", "warning"))
@@ -212,7 +210,7 @@ def _check_one(checkup: RedisCheckup, shards: Sequence[int], found: CheckedServe
     facts, (kind, nodes) = checkup.facts(), checkup.servers()
     node = next((node for node in nodes if node.is_holder), None)
     host = node.host if node else str(checkup.options.get("host", ""))
-    judged = checks.server_checks(facts, host, has_tls=checkup.has_tls, role=checkup.role, shards=len(shards))
+    judged = checks.server_checks(facts, host, has_tls=checkup.has_tls, role=checkup.role)
     if is_first:
         found.findings += judged
         found.findings += checks.topology(kind, nodes, facts.settings.get("min-replicas-to-write", ""))
@@ -224,17 +222,17 @@ def _check_one(checkup: RedisCheckup, shards: Sequence[int], found: CheckedServe
     ]
 
 
-def check_machine(site: doctor_site.Site, folder: Path, config: RunConfig, server: CheckedServer) -> list[Finding]:
+def check_machine(folder: Path, config: RunConfig, server: CheckedServer) -> list[Finding]:
     """Check this machine, and what an island and a merger of the run would do here."""
     manifest = server.manifest
     config, parameters = (manifest.config, manifest.parameters) if manifest else (config, 0)
     name, wanted = (manifest.corpus.name, manifest.corpus) if manifest else (config.data.corpus, None)
     task = manifest.task if manifest else ""
     found = [
-        doctor_site.machine(site, parameters),
-        doctor_site.disk(site, folder, parameters),
+        doctor_site.machine(available_here(), parameters),
+        doctor_site.disk(doctor_site.free_bytes(folder), folder, parameters),
         doctor_site.own_data(task) if config.has_own_loops else doctor_site.corpus(name, wanted),
-        doctor_site.versions(installed_versions(), manifest.versions if manifest else None),
+        doctor_site.packages(installed_versions()),
         doctor_site.accelerators(),
     ]
     is_missing = any(finding.code == "run.missing" for finding in server.findings)
@@ -245,7 +243,7 @@ def check_machine(site: doctor_site.Site, folder: Path, config: RunConfig, serve
     steps = [p.heartbeat.step_seconds for p in server.presences if p.is_training and p.heartbeat.step_seconds > 0]
     step_seconds = statistics.median(steps) if steps else math.nan
     if server.round_trip_seconds and not is_missing:
-        found.append(doctor_site.sync(site, config, manifest.sizes, step_seconds))
+        found.append(doctor_site.sync(server.link, server.round_trip_seconds, config, manifest.sizes, step_seconds))
     live = sum(presence.is_live for presence in server.presences)
     return [*found, *doctor_site.merging(manifest, live, step_seconds)]
 

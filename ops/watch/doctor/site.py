@@ -11,7 +11,6 @@ import shutil
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from archipelago.broker.codecs import codec
@@ -26,8 +25,6 @@ from archipelago.ops.simulation.cycle import SHARE_MAX, Cycle, SpectraLoad, cycl
 from archipelago.ops.watch.doctor.checks import Finding, ok, problem, warning
 from archipelago.ops.watch.formatting import seconds_text, size
 
-#: Packages whose other minor versions may round differently, or cannot read the files of the run's version.
-MINOR_MATTERS = ("jax", "flax", "archipelago-train")
 #: Room for logs, a Redis of the run's own and small checkpoints.
 DISK_BYTES = 2e9
 #: Bytes of checkpoints per parameter: the three newest checkpoints of merger and island, at 12 bytes each.
@@ -41,53 +38,34 @@ SLOW_SECONDS = 0.5
 ISLANDS_MIN = 2
 
 
-@dataclass(frozen=True)
-class Site:
-    """This machine and its link to the Redis.
-
-    Attributes:
-        cores: The cores that this process may use.
-        available_bytes: Memory that is available now.
-        disk_free_bytes: Free space on the disk of the runs.
-        round_trip_seconds: The median round trip to the Redis; 0 without one.
-        link: The rates of the link.
-    """
-
-    cores: int
-    available_bytes: int
-    disk_free_bytes: int
-    round_trip_seconds: float = 0.0
-    link: Bandwidth = field(default_factory=Bandwidth)
-
-
-def measure(folder: Path) -> Site:
-    """Measure this machine, and the disk that `folder` is or will be on."""
-    existing = next((path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()), Path("/"))
-    return Site(usable_cores(), available_here(), shutil.disk_usage(existing).free)
-
-
-def machine(site: Site, parameters: int) -> Finding:
-    """Compare cores and memory with the needs of an island. 0 parameters mean that no model is known."""
+def machine(available_bytes: int, parameters: int) -> Finding:
+    """Compare the memory with the needs of an island. 0 parameters mean that no model is known."""
     what = (
-        f"This machine has {site.cores} cores, {size(site.available_bytes)} of free memory, and Python "
+        f"This machine has {usable_cores()} cores, {size(available_bytes)} of free memory, and Python "
         f"{sys.version.split()[0]}."
     )
     need = TRAINING_BYTES * parameters
-    if need <= site.available_bytes:
+    if need <= available_bytes:
         return ok("machine", what)
     what += f" An island on this processor needs at least {size(need)}."
     return warning("machine.small", what, "Train on an accelerator, or choose a smaller model.")
 
 
-def disk(site: Site, folder: Path, parameters: int) -> Finding:
+def free_bytes(folder: Path) -> int:
+    """Return the free space on the disk that `folder` is or will be on."""
+    existing = next((path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()), Path("/"))
+    return shutil.disk_usage(existing).free
+
+
+def disk(free: int, folder: Path, parameters: int) -> Finding:
     """Compare the free disk space with the size of checkpoints."""
     need = CHECKPOINT_BYTES * parameters
-    what = f"{size(site.disk_free_bytes)} are free for {folder}/."
+    what = f"{size(free)} are free for {folder}/."
     what += f" Checkpoints take up to {size(need)}." if parameters else ""
     remedy = "Free some space, or keep the run elsewhere (--folder)."
-    if site.disk_free_bytes < need:
+    if free < need:
         return problem("disk.full", what, remedy)
-    tight = site.disk_free_bytes < need + DISK_BYTES
+    tight = free < need + DISK_BYTES
     return warning("disk.tight", what, remedy) if tight else ok("disk", what)
 
 
@@ -125,33 +103,11 @@ def corpus(name: str, wanted: Corpus | None) -> Finding:
     )
 
 
-def versions(here: Mapping[str, str], in_run: Mapping[str, str] | None) -> Finding:
-    """Compare the versions of packages `here` with those `in_run`, which is None without a run."""
-    what = f"Installed are {', '.join(f'{name} {found}' for name, found in here.items())}."
+def packages(here: Mapping[str, str]) -> Finding:
+    """Say which packages are `here`, and which are missing."""
     if missing := [name for name, found in here.items() if found == MISSING and name != "archipelago-train"]:
-        return problem(
-            "packages.missing",
-            f"Not installed: {', '.join(missing)}.",
-            install_hint(),
-        )
-    if in_run is None:
-        return ok("packages", what)
-    differ = [
-        f"{name} {here[name]} here and {in_run[name]} in the run"
-        for name in MINOR_MATTERS
-        if name in in_run and _minor(here[name]) != _minor(in_run[name])
-    ]
-    if differ:
-        return warning(
-            "packages.different",
-            f"Versions differ: {'; '.join(differ)}. Training works, but a replay may not find the same bits.",
-            "Install the run's versions.",
-        )
-    return ok("packages", f"{what} The run has the same minor versions.")
-
-
-def _minor(text: str) -> tuple[str, ...]:
-    return tuple(text.split(".")[:2])
+        return problem("packages.missing", f"Not installed: {', '.join(missing)}.", install_hint())
+    return ok("packages", f"Installed are {', '.join(f'{name} {found}' for name, found in here.items())}.")
 
 
 def accelerators() -> Finding:
@@ -203,23 +159,26 @@ def bandwidth(link: Bandwidth) -> Finding:
     return ok("bandwidth", f"One connection carries {up} up, {down} down.")
 
 
-def sync(site: Site, config: RunConfig, sizes: Sequence[int], step_seconds: float) -> Finding:
+def sync(
+    link: Bandwidth, round_trip_seconds: float, config: RunConfig, sizes: Sequence[int], step_seconds: float
+) -> Finding:
     """Predict what an island here sends and receives in a sync of the largest fragment, and whether steps hide it.
 
     Args:
-        site: The link.
+        link: The rates of the link to the Redis.
+        round_trip_seconds: The median round trip to it.
         config: The run's config.
         sizes: The elements of each fragment.
         step_seconds: The time of an inner step; NaN if it is unknown.
     """
-    wire, link, stride = config.wire, site.link, step_seconds * config.sync.interval / len(sizes)
+    wire, stride = config.wire, step_seconds * config.sync.interval / len(sizes)
     up, down = (codec(name).encoded_size(max(sizes)) for name in (wire.up, wire.down))
     what = f"An island here sends {size(up)} and receives {size(down)} in a sync of the largest fragment"
     what += "." if math.isnan(stride) else f", every {seconds_text(stride)}."
     if not (link.up and link.down):
         return ok("sync", what)
     seconds = max(up / link.up, down / link.down)  # Both directions run at once.
-    ways = (f"{seconds_text(site.round_trip_seconds + each)}" for each in (up / link.up, down / link.down))
+    ways = (f"{seconds_text(round_trip_seconds + each)}" for each in (up / link.up, down / link.down))
     what += " That takes {} up and {} down on this link.".format(*ways)
     if math.isnan(stride):
         return ok("sync", f"{what} Syncs should be at least {seconds_text(seconds)} apart (--sync.interval).")

@@ -30,7 +30,6 @@ GOOD = ServerFacts(
     },
     settings={
         "appendonly": "yes", "appendfsync": "everysec", "maxmemory-policy": "noeviction",
-        "client-output-buffer-limit": "normal 0 0 0 slave 268435456 67108864 60 pubsub 33554432 8388608 60",
     },
     clock_ahead_seconds=0.0, needs_password=True, denied=(),
 )  # fmt: skip
@@ -72,10 +71,9 @@ FAULTS = [
      "eviction.policy"),
     (info(evicted_keys=3), "warning", "eviction.happened"),
     (info(connected_clients=900), "warning", "clients.many"),
-    (setting("client-output-buffer-limit", "normal 1048576 0 0"), "problem", "buffers.small"),
     (replace(GOOD, denied=("XADD", "EVAL")), "problem", "rights.denied"),
     (replace(GOOD, needs_password=False), "warning", "password.none"),
-    (replace(GOOD, needs_password=None), "warning", "server.untold"),
+    (replace(GOOD, settings={}), "warning", "server.untold"),
     (replace(GOOD, clock_ahead_seconds=-7.25), "warning", "clock.skewed"),
 ]  # fmt: skip
 
@@ -101,12 +99,6 @@ def test_a_remote_server_needs_encryption_and_a_password() -> None:
         assert found == {"encryption.none": "warning", "password.none": "problem"}, host
     for host in ("localhost", "127.0.0.1", "127.8.8.8", "::1", "[::1]", ""):
         assert checks.is_local(host), host
-
-
-def test_each_further_shard_takes_connections_of_every_island() -> None:
-    facts = info(connected_clients=100, maxclients=900)
-    assert "about 133 islands" in next(checks.clients(facts)).what
-    assert "about 100 islands" in next(checks.clients(facts, shards=2)).what
 
 
 def test_a_slow_link_gives_a_warning() -> None:
@@ -148,25 +140,24 @@ def test_what_a_failover_would_lose_has_a_code() -> None:
 
 CONFIG = RunConfig(sync=SyncConfig(interval=24, fragments=2), wire=WireConfig(up="int4", thin="top3", down="int4"))
 SIZES = (1 << 20, 1 << 19)
-SITE = doctor_site.Site(2, 8 << 30, 10_000_000_000, 0.05)
 
 
 def test_a_sync_is_predicted_from_codecs_link_and_steps() -> None:
     """Two fragments, H = 24 and steps of 0.1 s: one sync every 1.2 s. int4 takes 33 bits for eight elements."""
     size = SIZES[0] * 33 // 64
     assert size == codec("int4").encoded_size(SIZES[0])
-    thin = replace(SITE, link=Bandwidth(up=size / 2.4, down=10.0 * size))
-    found = doctor_site.sync(thin, CONFIG, SIZES, 0.1)
+    thin = Bandwidth(up=size / 2.4, down=10.0 * size)
+    found = doctor_site.sync(thin, 0.05, CONFIG, SIZES, 0.1)
     assert found.code == "sync.ok" and "every 1.2 s" in found.what
     assert "2.45 s up and 150 ms down" in found.what and "top3" in found.what
     fixed = replace(CONFIG, wire=replace(CONFIG.wire, thin=""))
-    slow = doctor_site.sync(thin, fixed, SIZES, 0.1)
+    slow = doctor_site.sync(thin, 0.05, fixed, SIZES, 0.1)
     assert (slow.level, slow.code) == ("warning", "sync.slow")
     assert "50%" in slow.what and "2.0 times" in slow.what, "1.2 s of steps hide half of the 2.4 s upload"
-    fast = replace(SITE, link=Bandwidth(1e9, 1e9))
-    for site, step_seconds in ((SITE, 0.1), (fast, 0.1), (fast, math.nan), (thin, math.nan)):
-        assert doctor_site.sync(site, CONFIG, SIZES, step_seconds).code == "sync.ok"
-    assert "2.4 s apart" in doctor_site.sync(thin, CONFIG, SIZES, math.nan).what
+    fast = Bandwidth(1e9, 1e9)
+    for link, step_seconds in ((Bandwidth(), 0.1), (fast, 0.1), (fast, math.nan), (thin, math.nan)):
+        assert doctor_site.sync(link, 0.05, CONFIG, SIZES, step_seconds).code == "sync.ok"
+    assert "2.4 s apart" in doctor_site.sync(thin, 0.05, CONFIG, SIZES, math.nan).what
 
 
 def test_a_merger_that_would_not_fit_or_keep_up_gives_a_warning() -> None:
@@ -197,12 +188,9 @@ def test_spectra_are_measured_where_the_run_changes_any() -> None:
 
 def test_this_machine_needs_room_for_checkpoints(tmp_path: Path) -> None:
     for parameters, level in ((0, "ok"), (100_000_000, "ok"), (120_000_000, "warning"), (200_000_000, "problem")):
-        assert doctor_site.disk(SITE, Path("runs"), parameters).level == level
-    assert [doctor_site.machine(SITE, size).level for size in (1_000_000, 1_000_000_000)] == ["ok", "warning"]
-    here = doctor_site.measure(tmp_path / "not" / "there" / "yet")
-    assert here.cores >= 1
-    assert here.available_bytes > 0
-    assert here.disk_free_bytes > 0
+        assert doctor_site.disk(10_000_000_000, Path("runs"), parameters).level == level
+    assert [doctor_site.machine(8 << 30, size).level for size in (1_000_000, 1_000_000_000)] == ["ok", "warning"]
+    assert doctor_site.free_bytes(tmp_path / "not" / "there" / "yet") > 0
     assert doctor_site.accelerators().level == "ok"
 
 
@@ -222,13 +210,7 @@ def test_a_corpus_is_the_runs_or_missing_or_different(corpus: OpenCorpus) -> Non
     assert ("script" in scripts.what, "script" in task.what, "'digits'" in task.what) == (True, False, True)
 
 
-def test_versions_are_compared_with_the_run() -> None:
+def test_missing_packages_are_a_problem() -> None:
     here = {"archipelago-train": "0.1.0", "jax": "0.10.2", "flax": "0.12.0", "optax": "0.2.8"}
-    runs = [
-        ({"jax": "0.10.9", "optax": "9"}, "ok"),
-        ({"jax": "0.11.0"}, "warning"),
-        ({"flax": "1.12"}, "warning"),
-    ]
-    for in_run, level in runs:
-        assert doctor_site.versions(here, in_run).level == level, in_run
-        assert doctor_site.versions({**here, "jax": "not installed"}, in_run).level == "problem"
+    for jax, code in (("0.10.2", "packages.ok"), ("not installed", "packages.missing")):
+        assert doctor_site.packages({**here, "jax": jax}).code == code
