@@ -11,17 +11,13 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-import tomli_w
-
-from archipelago.broker.config import RunConfig, flat
+from archipelago.broker.config import RunConfig, flags, flat
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Evaluation, TapeEntry
 from archipelago.ops.settings import setting_text
 from archipelago.ops.watch.formatting import date, hours, number, size
 from archipelago.ops.watch.run_summary import syncs_in_words
 from archipelago.ops.watch.run_view import RunView
-
-_TOML = "run.toml"
 
 
 @dataclass(frozen=True)
@@ -163,7 +159,6 @@ def commands(manifest: Manifest, islands: int, hosts: int, steered: Sequence[Tap
             "# The islands of this run were training scripts of its users: start them again, with another name for\n"
             "# the run. Its settings are those of `archipelago.create`.\n"
         )
-    changed = _differences(dataclasses.asdict(manifest.config), dataclasses.asdict(RunConfig()))
     name, corpus = shlex.quote(f"{manifest.run}-again"), manifest.corpus.name
     again = corpus if corpus in KNOWN else f"FILE_OR_FOLDER --name {corpus}"
     lines = [
@@ -172,9 +167,7 @@ def commands(manifest: Manifest, islands: int, hosts: int, steered: Sequence[Tap
     ]
     if manifest.corpus.tokenizer:
         lines[1] = f"# The corpus has a tokenizer with the digest {manifest.corpus.tokenizer}.\n{lines[1]}"
-    if changed:
-        lines.append(f"cat > {_TOML} <<'END'\n{tomli_w.dumps(changed).strip()}\nEND")
-    config = f" --config {_TOML}" if changed else ""
+    config = "".join(f" {shlex.quote(word)}" for word in flags(manifest.config))
     weights = manifest.versions.get("weights", "").rpartition(" ")[0]  # The digest follows the name.
     config += f" --from {shlex.quote(weights)}" if weights else ""
     if hosts <= 1:
@@ -190,18 +183,6 @@ def commands(manifest: Manifest, islands: int, hosts: int, steered: Sequence[Tap
         lines.append("export ARCHIPELAGO_URL=URL   # the one that `up` prints; then, while it trains:")
     lines += [f"archipelago steer --run {name} {entry.steered}   # at round {entry.round}" for entry in steered]
     return "\n".join(lines) + "\n"
-
-
-def _differences(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that differ from the defaults, by section. TOML cannot express None, so it is left out."""
-    out: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            if inner := _differences(value, defaults[key]):
-                out[key] = inner
-        elif value != defaults[key] and value is not None:
-            out[key] = value
-    return out
 
 
 # -- the part of the page that says it -------------------------------------------------------------------------------
