@@ -208,7 +208,6 @@ def _island(
         participation=len({place for place, _ in parts}) / rounds if rounds else 0.0,
         score=mine[-1].score if mine else math.nan,
         factor=mine[-1].factor if mine else math.nan,
-        merged_staleness=mean([float(member.staleness) for member in mine]),
         tokens_merged=merged.get(beat.island, 0) // fragments,
     )
 

@@ -28,7 +28,6 @@ class IslandView:
         loss: Its training loss, in the run's unit.
         score: How well its newest merged contribution's island agrees with the others; 1 is usual, 0 unrelated.
         factor: The factor on the weight of its newest merged contribution; below 1 it was lowered.
-        merged_staleness: Mean staleness of its recent contributions when they were merged; NaN if there were none.
         tokens_merged: The merged part of its tokens, mean over the fragments.
     """
 
@@ -47,7 +46,6 @@ class IslandView:
     participation: float
     score: float
     factor: float
-    merged_staleness: float
     tokens_merged: int
     data: str
     moments: str

@@ -89,8 +89,7 @@ def test_status_doctor_and_steer_work(served: Served, capsys: pytest.CaptureFixt
     status(StatusOptions(url=served.url, run="own"))
     capsys.readouterr()
     doctor(DoctorOptions(url=served.url, run="own", seconds=0.0, json=True))
-    findings = [finding for finding in printed(capsys)["findings"] if finding["subject"] == "corpus"]
-    assert [finding["level"] for finding in findings] == ["ok"]
+    assert "corpus" not in {finding["subject"] for finding in printed(capsys)["findings"]}
     assert steer(SteerOptions(changes=("inner.steps=2000",), url=served.url, run="own")) == 0
     served.island.link.pump()
     assert served.island.link.run_steps == 2000

@@ -227,11 +227,10 @@ def check_machine(folder: Path, config: RunConfig, server: CheckedServer) -> lis
     manifest = server.manifest
     config, parameters = (manifest.config, manifest.parameters) if manifest else (config, 0)
     name, wanted = (manifest.corpus.name, manifest.corpus) if manifest else (config.data.corpus, None)
-    task = manifest.task if manifest else ""
     found = [
         doctor_site.machine(available_here(), parameters),
         doctor_site.disk(doctor_site.free_bytes(folder), folder, parameters),
-        doctor_site.own_data(task) if config.has_own_loops else doctor_site.corpus(name, wanted),
+        *([] if config.has_own_loops else [doctor_site.corpus(name, wanted)]),  # users' loops bring their own data
         doctor_site.packages(installed_versions()),
         doctor_site.accelerators(),
     ]

@@ -69,12 +69,6 @@ def disk(free: int, folder: Path, parameters: int) -> Finding:
     return warning("disk.tight", what, remedy) if tight else ok("disk", what)
 
 
-def own_data(task: str) -> Finding:
-    """Say that the run has no corpus. `task` is the name of the task that it trains; empty for a run of scripts."""
-    who = f"The islands train the task {task!r}" if task else "The islands are training scripts"
-    return ok("corpus", f"{who} of the run's users, which {'brings its' if task else 'bring their'} own data.")
-
-
 def corpus(name: str, wanted: Corpus | None) -> Finding:
     """Check that the corpus is here, and that it is the run's. `wanted` is None without a run."""
     from archipelago.islands.data.corpus import KNOWN, is_prepared, open_corpus, prepared

@@ -205,9 +205,6 @@ def test_a_corpus_is_the_runs_or_missing_or_different(corpus: OpenCorpus) -> Non
     missing = doctor_site.corpus("nowhere", None)
     assert (missing.code, "small-text" in missing.what) == ("corpus.missing", True)
     assert doctor_site.corpus("enwik8", None).code == "corpus.ok"  # `prepare enwik8` makes this corpus.
-    scripts, task = doctor_site.own_data(""), doctor_site.own_data("digits")
-    assert scripts.code == task.code == "corpus.ok"
-    assert ("script" in scripts.what, "script" in task.what, "'digits'" in task.what) == (True, False, True)
 
 
 def test_missing_packages_are_a_problem() -> None:

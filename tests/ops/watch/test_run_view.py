@@ -91,9 +91,6 @@ def test_the_islands_match_a_calculation_by_hand() -> None:
     assert [island.live for island in VIEW.islands] == [True, False, True, False, True]
     # An island that contributed to a round twice participated in it once.
     assert [island.participation for island in VIEW.islands] == [3 / 4, 1 / 4, 0, 0, 0]
-    assert found["a"].merged_staleness == (0 + 1 + 0 + 2) / 4
-    assert found["b"].merged_staleness == 4.0
-    assert math.isnan(found["c"].merged_staleness)
     assert found["b"].last_seen_seconds == LIVE_SECONDS
     reported = samples.heartbeat("c", "joining", tokens=0, loss=math.nan, last_refusal="too old")
     shown = asdict(found["c"])
@@ -124,7 +121,7 @@ def test_what_is_not_known_yet() -> None:
     assert "0 known, 0 live, 0 participating" in text
     assert "training loss –, in bits per byte" in text
     (island,) = seen(presences=PRESENCES[:1]).islands
-    assert (island.live, island.participation, math.isnan(island.merged_staleness)) == (True, 0.0, True)
+    assert (island.live, island.participation) == (True, 0.0)
     assert math.isnan(seen([entry(n, [member("a")], loss=math.nan) for n in (1, 2)]).loss), "it was not measured"
     once = seen(evaluations=EVALUATIONS[1:2])
     assert (once.held_out_first, once.held_out_last) == (5.0, 5.0)
