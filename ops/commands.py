@@ -108,7 +108,6 @@ EXAMPLES: dict[str, dict[str, str]] = {
     "status": {
         "archipelago status --run demo": "Show the run once. The exit status is 1 if somebody should look at it.",
         "archipelago status --run demo --watch": "Show it live.",
-        "archipelago status --legend": "Explain the columns.",
     },
     "runs": {
         "archipelago runs": "List the runs at $ARCHIPELAGO_URL and those in the folder runs/.",

@@ -22,7 +22,7 @@ from archipelago.broker.shards.transport import opened
 from archipelago.broker.transport import ReaderTransport
 from archipelago.ops.watch.advice import problems
 from archipelago.ops.watch.reading import RECENT_ROUNDS, observe
-from archipelago.ops.watch.terminal import LEGEND, line, render
+from archipelago.ops.watch.terminal import line, render
 from archipelago.ops.watch.watcher import LOOK_SECONDS, Watcher, repeated
 
 #: How many islands and problems are shown.
@@ -52,8 +52,6 @@ class StatusOptions(RunAddress):
     """With --watch: seconds between two readings. The default is 1, and 10 if standard output is not a terminal."""
     all: bool = False
     """Show every island and problem. Without it, a run of many islands shows 40 of each, live islands first."""
-    legend: bool = False
-    """Explain the columns of the table of islands, and end. It needs no Redis."""
     json: bool = False
     """Print one JSON object. With --watch, one on a line for each reading."""
 
@@ -62,8 +60,6 @@ def main(options: StatusOptions) -> int:
     """Show the run. Return 1 if an operator should look at it."""
     if options.every is not None:
         require_number("--every", options.every, "Choose 0.05 to 3600 seconds.", 0.05, 3600.0)
-    if options.legend:
-        return _print_legend(as_json=options.json)
     transport = options.connect()
     if options.watch:
         _watch(transport, options.every, as_json=options.json)
@@ -77,15 +73,6 @@ def main(options: StatusOptions) -> int:
     else:
         Console(highlight=False).print(render(view, found, None if options.all else ROWS))
     return 1 if view.trouble else 0
-
-
-def _print_legend(*, as_json: bool) -> int:
-    if as_json:
-        print_json(LEGEND)
-        return 0
-    for column, meaning in LEGEND.items():
-        sys.stdout.write(f"{column:<10}{meaning}\n")
-    return 0
 
 
 # -- live -------------------------------------------------------------------------------------------------------------

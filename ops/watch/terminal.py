@@ -16,26 +16,14 @@ from rich.text import Text
 from archipelago.broker.manifest import shortened
 from archipelago.broker.observe.logs import printable
 from archipelago.ops.watch.advice import Problem
-from archipelago.ops.watch.events import refusal_remedy
 from archipelago.ops.watch.formatting import ago, new_table, number, size
-from archipelago.ops.watch.run_view import REFUSALS_SHOWN, IslandView, RunView, describe_control, merger_in_words
+from archipelago.ops.watch.run_view import IslandView, RunView, describe_control, merger_in_words
 
-#: The columns of the table of islands, and what each means. The names are short so that the table fits into 80 columns.
-LEGEND: Final = {
-    "island": "The island's name.",
-    "state": "joining, training, leaving, left, done, or silent: no heartbeat for 10 s.",
-    "steps": "The inner steps that it has made.",
-    "tokens/s": "The tokens that it trains on in a second.",
-    "loss": "Its training loss, as a mean over its newest steps, in the unit of the run.",
-    "lag": "The versions by which its parameters are behind, as a mean over the fragments. Below 1 is usual.",
-    "part": "The share of the recent rounds that merged a contribution of it.",
-    "score": "How well its contributions agree with those of the others: 1 is usual, 0 is unrelated.",
-    "queue": "The contributions that wait in the island to be sent. Above 1, its link is slow.",
-    "up": "The bytes that it has sent.",
-    "down": "The bytes that it has received.",
-    "seen": "The time since its last heartbeat.",
-}
-_COLUMNS = tuple(LEGEND)
+#: The columns of the table of islands; docs/guide/operating.md says what each means. The names are short so that the
+#: table fits into 80 columns.
+COLUMNS: Final = (
+    "island", "state", "steps", "tokens/s", "loss", "lag", "part", "score", "queue", "up", "down", "seen",
+)  # fmt: skip
 #: Pairs of a terminal width and the columns that are left out from that width on.
 _LEFT_OUT = (
     (88, ()),
@@ -150,13 +138,11 @@ def _add_tokens(grid: Table, view: RunView, equals: str) -> None:
 
 
 def problem_lines(view: RunView, found: Sequence[Problem] = ()) -> list[Text]:
-    """Return a line for each problem with what to do about it, and for each island whose work was refused."""
-    lines = [f"{each.who}: {each.text} {each.remedy}" for each in found if each.code != "island.refused"]
-    newest = {refusal.island: (at, refusal) for at, refusal in view.refusals[-REFUSALS_SHOWN:]}
-    lines += [f"{name}: refused {ago(time.time() - at)} ago, round {refusal.round:,}: {refusal.reason}. "
-              f"{refusal_remedy(refusal.reason)}" for name, (at, refusal) in newest.items()]  # fmt: skip
+    """Return a line for each problem with what to do about it, and for each island whose work was refused earlier."""
+    lines = [f"{each.who}: {each.text} {each.remedy}" for each in found]
+    refused = {each.who for each in found if each.code == "island.refused"}
     lines += [f"{i.name}: last refused: {i.last_refusal}" for i in view.islands
-              if i.last_refusal and i.name not in newest]  # fmt: skip
+              if i.last_refusal and i.name not in refused]  # fmt: skip
     counts = sorted(view.refused_by_code.items(), key=lambda each: -each[1])
     for words, is_lowered in (("refused", False), ("counted for less than they claim", True)):
         if some := [f"{code} {count:,}" for code, count in counts if code.startswith("claims.") == is_lowered]:
@@ -175,7 +161,7 @@ class Islands:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = options.max_width
         left_out = next(names for least, names in _LEFT_OUT if width >= least)
-        columns = [column for column in _COLUMNS if column not in left_out]
+        columns = [column for column in COLUMNS if column not in left_out]
         table = new_table(*columns, numbers=columns[2:], collapse_padding=True)
         for index, column in enumerate(table.columns):  # If room is short, names are cut, not numbers.
             column.no_wrap, column.overflow = index > 0, "ellipsis"
