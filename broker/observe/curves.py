@@ -129,18 +129,14 @@ class Outlet:
         """Queue a point; a full queue drops its oldest."""
         self._waiting.append(point)
 
-    def open(self) -> None:
-        """Open the sink, unless it failed less than `RETRY_SECONDS` ago."""
-        if not self._is_open and self._clock() >= self._again_at:
-            self._is_open = self._attempt(self._sink.open)
-
     def turn(self) -> None:
         """Ask for a point, and write the queued ones."""
         found = self._sample() if self._sample is not None else None
         if found is not None and found[0] != self._sampled_step:
             self._sampled_step = found[0]
             self.put(Point(self._wall_clock(), *found))
-        self.open()
+        if not self._is_open and self._clock() >= self._again_at:  # It failed RETRY_SECONDS ago, or never.
+            self._is_open = self._attempt(self._sink.open)
         if self._is_open:
             self._attempt(self._write)
 

@@ -239,21 +239,14 @@ def html(found: ReportData, library: str) -> str:
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; script-src 'unsafe-inline'; "
         "style-src 'unsafe-inline'; img-src data: blob:\">"
     )
-    page = _replaced(page, '<link rel="stylesheet" href="page.css">', f"{policy}\n<style>\n{style}</style>")
-    page = _replaced(page, 'id="data"></script>', f'id="data">{_escaped_data(to_json(found.data))}</script>')
-    page = _replaced(page, "</main>", f"{cards(found.about)}</main>")
-    page = _replaced(page, '<script src="plotly.min.js"></script>', f"<script>{_escaped_script(library)}</script>")
+    page = page.replace('<link rel="stylesheet" href="page.css">', f"{policy}\n<style>\n{style}</style>")
+    page = page.replace('id="data"></script>', f'id="data">{_escaped_data(to_json(found.data))}</script>')
+    page = page.replace("</main>", f"{cards(found.about)}</main>")
+    page = page.replace('<script src="plotly.min.js"></script>', f"<script>{_escaped_script(library)}</script>")
     for name in SCRIPTS:
         script = (PAGE / name).read_text(encoding="utf-8")
-        page = _replaced(page, f'<script src="{name}"></script>', f"<script>\n{_escaped_script(script)}</script>")
+        page = page.replace(f'<script src="{name}"></script>', f"<script>\n{_escaped_script(script)}</script>")
     return page
-
-
-def _replaced(text: str, old: str, new: str) -> str:
-    before, found, after = text.partition(old)
-    if not found:
-        raise LookupError(f"the page has no {old!r}")
-    return before + new + after
 
 
 def _escaped_data(data: str) -> str:

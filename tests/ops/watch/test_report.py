@@ -143,14 +143,6 @@ def test_the_file_loads_nothing_and_data_cannot_end_its_element() -> None:
     assert inlined(html(ReportData(data, NOTHING), "")) == data
 
 
-def test_a_page_without_the_expected_elements_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("index.html", *STYLES, *SCRIPTS):
-        (tmp_path / name).write_text("<html></html>", encoding="utf-8")
-    monkeypatch.setattr("archipelago.ops.watch.report.PAGE", tmp_path)
-    with pytest.raises(LookupError):
-        html(ReportData({}, NOTHING), "")
-
-
 def test_a_report_from_a_folder_without_redis(
     ended: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
