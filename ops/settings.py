@@ -112,10 +112,3 @@ def pyplot() -> Any:
     from matplotlib import pyplot as plt
 
     return plt
-
-
-def add_grid_and_legend(axes: Any) -> None:
-    """Give axes the grid and the legend of our pictures of losses."""
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize="small")

@@ -46,7 +46,6 @@ from archipelago.ops.bench.output import (
     finish,
     seconds_of,
     taking_turns,
-    with_picture,
 )
 from archipelago.ops.launch.supervisor import ONE_THREAD
 
@@ -64,7 +63,7 @@ class MergeOptions(OutputOptions):
 
 def main(options: MergeOptions) -> int:
     """Measure, and write the results."""
-    return finish("merge", with_picture("merge", merge(options.quick), options), options)
+    return finish("merge", merge(options.quick), options)
 
 
 def merge(quick: bool) -> dict[str, Any]:

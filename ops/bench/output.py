@@ -1,4 +1,4 @@
-"""The turns and the results of a measurement: JSON for programs, a table for people, a picture of ratios."""
+"""The turns and the results of a measurement: JSON for programs, a table for people."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.table import Table
 
 from archipelago.broker.files import make_untracked
 from archipelago.broker.process import finite, print_json
-from archipelago.ops.settings import can_draw, say, table_console
+from archipelago.ops.settings import say, table_console
 from archipelago.ops.watch.formatting import new_table
 
 Result = TypeVar("Result")
@@ -57,7 +57,7 @@ class OutputOptions:
     """Options of every measurement."""
 
     output: Path = Path("runs/bench")
-    """The folder for the JSON file and the picture."""
+    """The folder for the JSON file."""
     json: bool = False
     """Print one JSON object."""
 
@@ -72,20 +72,8 @@ def finish(name: str, found: Mapping[str, Any], options: OutputOptions) -> int:
     else:
         console = table_console()
         console.print(table(found["rows"], console.width))
-    say(f"written: {path}" + (f"  picture: {found['picture']}" if "picture" in found else ""))
+    say(f"written: {path}")
     return 0
-
-
-def with_picture(name: str, found: dict[str, Any], options: OutputOptions) -> dict[str, Any]:
-    """Draw the ratios as `NAME.png` and add its path, for measurements that consist of ratios alone."""
-    if not can_draw():
-        return found
-    from archipelago.ops.watch.run_summary import draw_ratios
-
-    picture = options.output / f"{name}.png"
-    options.output.mkdir(parents=True, exist_ok=True)
-    draw_ratios(picture, f"archipelago bench {name}", found["rows"])
-    return found | {"picture": str(picture)}
 
 
 def table(rows: Sequence[Mapping[str, Any]], width: int) -> Table:

@@ -22,7 +22,7 @@ from archipelago.broker.manifest import Tensor
 from archipelago.broker.messages import Refusal
 from archipelago.broker.redis.transport import connect
 from archipelago.ops.bench.harness import MeasuredProcess, child, contribution_of, first_version, manifest_of, own_redis
-from archipelago.ops.bench.output import OutputOptions, compared, finish, taking_turns, with_picture
+from archipelago.ops.bench.output import OutputOptions, compared, finish, taking_turns
 from archipelago.ops.settings import say
 
 RUN = "bench-wire"
@@ -39,7 +39,7 @@ class WireOptions(OutputOptions):
 
 def main(options: WireOptions) -> int:
     """Measure, and write the results."""
-    return finish("wire", with_picture("wire", wire(QUICK if options.quick else WireSize()), options), options)
+    return finish("wire", wire(QUICK if options.quick else WireSize()), options)
 
 
 class WireSize(NamedTuple):

@@ -17,14 +17,12 @@ import tyro
 
 from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.files import make_untracked
 from archipelago.broker.machine import require_extra
 from archipelago.broker.process import keep_compiled
 from archipelago.islands.data.corpus import OpenCorpus, open_corpus
 from archipelago.ops.bench.output import OutputOptions, finish
-from archipelago.ops.experiments.parity import Arm, mean_curve
-from archipelago.ops.experiments.trial import CurvePoint
-from archipelago.ops.settings import add_grid_and_legend, can_draw, pyplot, say
+from archipelago.ops.experiments.parity import Arm
+from archipelago.ops.settings import say
 
 if TYPE_CHECKING:
     from archipelago.ops.experiments.both_frameworks import Framework
@@ -58,19 +56,18 @@ def main(options: MixedOptions) -> int:
 
     torch.set_num_threads(1)  # with threads of its own, JAX and PyTorch would wait for each other's
     corpus = open_corpus(config.data.corpus)
-    found = compared(fitted(config, corpus), corpus, options.islands, options.seeds or (config.seed,), options.output)
+    found = compared(fitted(config, corpus), corpus, options.islands, options.seeds or (config.seed,))
     return finish("mixed", found, options)
 
 
-def compared(config: RunConfig, corpus: OpenCorpus, islands: int, seeds: Sequence[int], output: Path) -> dict[str, Any]:
-    """Train all runs with every seed, and draw them.
+def compared(config: RunConfig, corpus: OpenCorpus, islands: int, seeds: Sequence[int]) -> dict[str, Any]:
+    """Train all runs with every seed.
 
     Args:
         config: The run's config.
         corpus: Its corpus.
         islands: The number of islands.
         seeds: The seeds to take means and spreads over.
-        output: Folder for the picture.
 
     Returns:
         Plain data with `rows`, `curves` and `losses`.
@@ -90,16 +87,10 @@ def compared(config: RunConfig, corpus: OpenCorpus, islands: int, seeds: Sequenc
             last = curves[-1][-1]
             say(f"{name}, seed {one.seed}: {last.bits_per_byte:.4f} bits per byte after {last.tokens:,} tokens")
         arms[name] = Arm(name, islands, tuple(curves))
-    found = {"config": config.digest(), "seeds": [*seeds], "rows": rows(arms),
+    return {"config": config.digest(), "seeds": [*seeds], "rows": rows(arms),
              "curves": {name: [[(p.tokens, p.bits_per_byte) for p in curve] for curve in arm.curves]
                         for name, arm in arms.items()},
              "losses": {name: arm.losses for name, arm in arms.items()}}  # fmt: skip
-    if not can_draw():
-        return found
-    make_untracked(output)
-    picture = output / "mixed.png"
-    draw(picture, f"{config.model.size} model, {islands} islands, {config.data.corpus}", arms)
-    return found | {"picture": str(picture)}
 
 
 def frameworks(islands: int) -> dict[str, list[Framework]]:
@@ -124,37 +115,3 @@ def rows(arms: Mapping[str, Arm]) -> list[dict[str, Any]]:
         }
         for name, arm in arms.items()
     ]
-
-
-def differences(curve: Sequence[CurvePoint], base: Sequence[CurvePoint]) -> list[float]:
-    """Return how many per cent the loss is above that of another curve, at each point."""
-    return [100.0 * (one.bits_per_byte / other.bits_per_byte - 1.0) for one, other in zip(curve, base, strict=True)]
-
-
-def draw(path: Path, title: str, arms: Mapping[str, Arm]) -> None:
-    """Draw the mean losses, which lie on each other, and how far each seed's are from those of all islands in JAX."""
-    plt = pyplot()
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), dpi=120, layout="constrained")
-    trained = {name: [curve[1:] for curve in arm.curves] for name, arm in arms.items()}  # not the untrained model
-    base, mean = trained[JAX], mean_curve(trained[JAX])
-    x = [point.tokens / 1e6 for point in mean]
-    styles = {JAX: ("C0", "-", 6.0, 0.35), TORCH: ("C1", "--", 2.5, 1.0), BOTH: ("C2", ":", 2.5, 1.0)}
-    for name, curves in trained.items():
-        color, style, width, alpha = styles[name]
-        label = f"{name}: {fmean(arms[name].losses):.4f}"
-        y = [point.bits_per_byte for point in mean_curve(curves)]
-        left.plot(x, y, color=color, linestyle=style, linewidth=width, alpha=alpha, label=label)
-        for seed, curve in enumerate(curves if name != JAX else ()):
-            label = "" if seed else f"{name}, each seed"
-            right.plot(x, differences(curve, base[seed]), color=color, linestyle=style, marker=".", label=label)
-    if len(base) > 1:
-        spread = [100.0 * stdev(p.bits_per_byte for p in points) / fmean(p.bits_per_byte for p in points)
-                  for points in zip(*base, strict=True)]  # fmt: skip
-        right.fill_between(x, [-s for s in spread], spread, color="C0", alpha=0.2, linewidth=0,
-                           label=f"± spread of {len(base)} seeds, {JAX}")  # fmt: skip
-    left.set(title=title, xlabel="million tokens (bytes)", ylabel="held-out bits per byte, mean of the seeds")
-    right.set(title=f"Difference from {JAX}, same seed", xlabel="million tokens (bytes)", ylabel="per cent")
-    for axes in (left, right):
-        add_grid_and_legend(axes)
-    figure.savefig(path)
-    plt.close(figure)

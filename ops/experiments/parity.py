@@ -18,14 +18,13 @@ import tyro
 
 from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.errors import require_number
-from archipelago.broker.files import make_untracked
 from archipelago.broker.manifest import LossUnit, loss_unit
 from archipelago.broker.process import keep_compiled
 from archipelago.islands.tasks.task import TaskFile
 from archipelago.ops.bench.output import OutputOptions, finish
 from archipelago.ops.experiments.trial import ISLANDS_MAX, CurvePoint, Trial, work_of
 from archipelago.ops.launch.init import workload_of
-from archipelago.ops.settings import add_grid_and_legend, can_draw, pyplot, say
+from archipelago.ops.settings import say
 
 if TYPE_CHECKING:
     from archipelago.islands.tasks.workload import Workload
@@ -36,10 +35,7 @@ QUICK_STEPS, QUICK_WARMUP_STEPS = 400, 40
 
 @dataclass(frozen=True)
 class ParityOptions(OutputOptions):
-    """Compare losses at equal tokens, in virtual time: islands with data-parallel training, for each M and each H.
-
-    The picture shows what the number of islands M and the interval H cost.
-    """
+    """Compare losses at equal tokens, in virtual time: islands with data-parallel training, for each M and each H."""
 
     task: str | None = None
     """A task of your own, FILE.py:NAME, in place of one of our models (docs/guide/your-training.md)."""
@@ -73,7 +69,7 @@ def main(options: ParityOptions) -> int:
         require_trainable(work)
     if options.quick:
         work = work.changed(inner=replace(work.config.inner, steps=QUICK_STEPS, warmup_steps=QUICK_WARMUP_STEPS))
-    found = parity(work, options.islands, options.intervals, options.slow, options.output, options.seeds)
+    found = parity(work, options.islands, options.intervals, options.slow, options.seeds)
     return finish("parity", found, options)
 
 
@@ -112,17 +108,15 @@ def parity(
     counts: Sequence[int],
     intervals: Sequence[int],
     slow: float,
-    output: Path,
     seeds: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Compare islands with data-parallel training, and draw what H and M cost.
+    """Compare islands with data-parallel training.
 
     Args:
         work: One of our models, or a task that has an `evaluate`.
         counts: Numbers of islands, M.
         intervals: The intervals H; empty for that of the settings.
         slow: How many times longer the steps of the last island take.
-        output: The folder for the picture.
         seeds: Seeds to take means over; default the settings' own.
 
     Returns:
@@ -138,20 +132,14 @@ def parity(
         for count in counts
         for arm in _arms(work, count, intervals or (work.config.sync.interval,), slow, seeds, unit)
     ]
-    named = work.named.name or work.config.model.size
-    found = {
-        "config": work.config.digest(), "task": named, "slow": slow, "seeds": list(seeds or [work.config.seed]),
+    return {
+        "config": work.config.digest(), "task": work.named.name or work.config.model.size,
+        "slow": slow, "seeds": list(seeds or [work.config.seed]),
         "unit": unit.name, "rows": [_row(arm, arms, unit) for arm in arms if arm.interval],
         "curves": {arm.name: [(p.tokens, unit.from_evaluation(p.bits_per_byte)) for p in mean_curve(arm.curves)]
                    for arm in arms},
         "losses": {arm.name: [unit.from_evaluation(loss) for loss in arm.losses] for arm in arms},
     }  # fmt: skip
-    if not can_draw():
-        return found
-    make_untracked(output)
-    picture = output / "parity.png"
-    draw(picture, f"{named}: islands against data-parallel training on the same tokens", arms, unit)
-    return found | {"picture": str(picture)}
 
 
 def _arms(
@@ -219,45 +207,3 @@ def mean_curve(curves: Sequence[Sequence[CurvePoint]]) -> list[CurvePoint]:
         CurvePoint(round(fmean(p.tokens for p in points)), fmean(p.bits_per_byte for p in points))
         for points in zip(*curves, strict=False)
     ]
-
-
-def draw(path: Path, title: str, arms: Sequence[Arm], unit: LossUnit) -> None:
-    """Draw the cost over M, a line for each H; and the curves of the largest M, with a band over the seeds."""
-    plt = pyplot()
-    figure, (costs, curves) = plt.subplots(1, 2, figsize=(11, 4.5), dpi=120, layout="constrained")
-    counts = sorted({arm.islands for arm in arms})
-    is_relative = _has_ratios(arms)
-    for interval in sorted({arm.interval for arm in arms if arm.interval}):
-        own = sorted((arm for arm in arms if arm.interval == interval), key=lambda arm: arm.islands)
-        cost = [_cost(arm, _parallel(arm, arms), unit, is_relative=is_relative) for arm in own]
-        costs.plot([arm.islands for arm in own], cost, marker="o", markersize=4, label=f"H = {interval}")
-    costs.axhline(0.0, color="black", linewidth=1, label="data-parallel")
-    costs.set_xscale("log", base=2)
-    costs.set_xticks(counts, [str(count) for count in counts])
-    costs.minorticks_off()
-    over = f"loss over that of data-parallel, {'%' if is_relative else unit.name}"
-    costs.set(title="What H and M cost", xlabel="islands M", ylabel=over)
-    largest = [arm for arm in arms if arm.islands == counts[-1]]
-    scale, word = (1e6, "million") if largest[0].curves[0][-1].tokens >= 1e6 else (1e3, "thousand")
-    for arm in largest:
-        trained = [curve[1:] for curve in arm.curves]  # the untrained model would stretch the axis
-        points = mean_curve(trained)
-        x, losses = [p.tokens / scale for p in points], [unit.from_evaluation(p.bits_per_byte) for p in points]
-        style = {"color": "black", "linewidth": 1.0} if not arm.interval else {"marker": "o", "markersize": 3}
-        (line,) = curves.plot(x, losses, label=f"{arm.name}: {losses[-1]:.3f}", **style)
-        if len(trained) > 1:
-            seeds = [[unit.from_evaluation(p.bits_per_byte) for p in each] for each in zip(*trained, strict=False)]
-            low, high = [min(each) for each in seeds], [max(each) for each in seeds]
-            curves.fill_between(x, low, high, color=line.get_color(), alpha=0.2)
-    curves.set(title=f"M = {counts[-1]}", xlabel=f"{word} tokens", ylabel=f"held-out {unit.name}")
-    for axes in (costs, curves):
-        add_grid_and_legend(axes)
-    figure.suptitle(title)
-    figure.savefig(path)
-    plt.close(figure)
-
-
-def _cost(arm: Arm, parallel: Arm, unit: LossUnit, *, is_relative: bool) -> float:
-    if is_relative:
-        return 100.0 * (arm.ratio(parallel) - 1.0)
-    return unit.from_evaluation(fmean(arm.losses) - fmean(parallel.losses))

@@ -1,13 +1,11 @@
-"""The results of a study: a table and a picture of mean and spread over seeds, against data-parallel."""
+"""The results of a study: a table of mean and spread over seeds, against data-parallel."""
 
 from __future__ import annotations
 
 import math
-import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
@@ -16,19 +14,13 @@ from rich.table import Table
 from archipelago.ops.experiments import study as studies
 from archipelago.ops.experiments.study import Record, Study
 from archipelago.ops.experiments.trial import OWN, key_of
-from archipelago.ops.settings import can_draw, pyplot, say, table_console
+from archipelago.ops.settings import say, table_console
 from archipelago.ops.watch.formatting import new_table
 
-AGAINST = "loss to that of data-parallel at the same tokens"
-AGAINST_ABSENT = "loss to that of the run without hostile islands, or without the rule"
 #: Two runs are compared when their tokens differ by at most this share. Islands end within a few steps of each other.
 SAME_TOKENS = 0.03
 #: The settings of the merger's rule against hostile islands.
 _RULES = ("merge.scores", "merge.share_cap")
-#: The most rows that a picture has room for.
-ROWS_MAX = 60
-#: Characters of a line of the title, and of a line that names the parts of the labels.
-TITLE_WIDTH, HEAD_WIDTH = 90, 36
 
 
 @dataclass(frozen=True)
@@ -69,8 +61,8 @@ class TrialRow:
         return [loss / others[seed] for seed, loss in self.by_seed(text).items() if seed in others]
 
 
-def show(study: Study, known: Mapping[str, Record], folder: Path, quiet: bool = False) -> dict[str, Any]:
-    """Print the table and draw the picture. Return the rows as plain data, best first for each number of islands."""
+def show(study: Study, known: Mapping[str, Record], quiet: bool = False) -> dict[str, Any]:
+    """Print the table. Return the rows as plain data, best first for each number of islands."""
     rows = grouped([known[trial.key] for trial in study.trials if trial.key in known])
     if not rows:
         say(f"{study.name}: nothing is recorded yet")
@@ -81,14 +73,7 @@ def show(study: Study, known: Mapping[str, Record], folder: Path, quiet: bool = 
         console = table_console()
         console.print(study.about)
         console.print(_table(found, varying))
-    shown = {"study": study.name, "about": study.about, "rows": found}
-    if not can_draw():
-        return shown
-    picture = folder / f"{study.name}.png"
-    folder.mkdir(parents=True, exist_ok=True)
-    _draw(picture, study, rows, varying)
-    say(f"picture: {picture}")
-    return shown | {"picture": str(picture)}
+    return {"study": study.name, "about": study.about, "rows": found}
 
 
 def grouped(records: Iterable[Record]) -> list[TrialRow]:
@@ -166,58 +151,3 @@ def _table(found: Sequence[Mapping[str, Any]], varying: Sequence[str]) -> Table:
         values = [str(row[name]) for name in varying]
         table.add_row(*values, str(row["seeds"]), f"{row['tokens']:,}", loss, ratio, test, f"{row['seconds']:.0f}")
     return table
-
-
-def _draw(path: Path, study: Study, rows: Sequence[TrialRow], varying: Sequence[str]) -> None:
-    plt = pyplot()
-    compared = [(row, row.ratios(baseline(row, rows))) for row in sorted(rows, key=_order)]
-    shown = [(row, ratios) for row, ratios in compared if ratios][:ROWS_MAX]
-    what = AGAINST_ABSENT if any(row.settings["hostile"] for row, _ in shown) else AGAINST
-    if not shown:  # The study has no baselines.
-        ended = [(row, [loss for loss in row.losses.values() if math.isfinite(loss)]) for row, _ in compared]
-        shown, what = [(row, losses) for row, losses in ended if losses][:ROWS_MAX], "held-out bits per byte"
-    height = 4.5 if study.x else max(2.5, 0.25 * len(shown) + 1.5)
-    figure, axes = plt.subplots(figsize=(8, height), dpi=120, layout="constrained")
-    (_lines if study.x else _dots)(axes, study, shown, varying)
-    if what in (AGAINST, AGAINST_ABSENT) and not study.x:
-        axes.axvline(1.0, linewidth=1, color="black", alpha=0.5)
-    (axes.set_ylabel if study.x else axes.set_xlabel)(what)
-    figure.suptitle(textwrap.fill(study.about or study.name, TITLE_WIDTH), fontsize="medium")
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
-    plt.close(figure)
-
-
-def _lines(axes: Any, study: Study, shown: Sequence[tuple[TrialRow, list[float]]], varying: Sequence[str]) -> None:
-    by: defaultdict[str, list[tuple[float, float, float]]] = defaultdict(list)
-    for row, ratios in shown:
-        label = " ".join([row.settings["kind"], *(str(row.settings.get(name, "")) for name in study.lines)]).strip()
-        spread = stdev(ratios) if len(ratios) > 1 else 0.0
-        if study.x in row.settings:
-            by[label].append((float(row.settings[study.x]), fmean(ratios), spread))
-        else:  # A horizontal line, because the row does not depend on x.
-            axes.axhline(fmean(ratios), linewidth=1, color="black", alpha=0.5, label=label)
-    for label, points in by.items():
-        x, y, error = zip(*sorted(points), strict=True)
-        axes.errorbar(x, y, yerr=error, marker="o", markersize=3, capsize=2, label=label)
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_xlabel(study.x)
-    axes.legend(frameon=False, fontsize="small")
-
-
-def _label(row: TrialRow, varying: Sequence[str]) -> str:
-    values = [row.settings[name] for name in varying if name in row.settings]
-    return "  ".join(str(value) if isinstance(value, str | bool) else f"{value:g}" for value in values)
-
-
-def _dots(axes: Any, study: Study, shown: Sequence[tuple[TrialRow, list[float]]], varying: Sequence[str]) -> None:
-    heads = textwrap.fill("  ".join(name.removeprefix("outer.") for name in varying), HEAD_WIDTH)
-    labels = [heads, *(_label(row, varying) for row, _ in shown)]
-    places = list(range(len(shown), 0, -1))
-    means = [fmean(ratios) for _, ratios in shown]
-    spreads = [stdev(ratios) if len(ratios) > 1 else 0.0 for _, ratios in shown]
-    axes.errorbar(means, places, xerr=spreads, fmt="o", markersize=4, capsize=2)
-    axes.set_yticks([len(shown) + 1 + 0.3 * heads.count("\n"), *places], labels, fontsize="small")
-    axes.get_yticklabels()[0].set(color="gray", style="italic")

@@ -49,7 +49,7 @@ from archipelago.ops.launch.supervisor import ONE_THREAD
 from archipelago.ops.settings import say
 
 Record = Mapping[str, Any]
-_TOP = {"about", "base", "seeds", "grid", "x", "lines"}
+_TOP = {"about", "base", "seeds", "grid"}
 _SHAPE = "See ops/experiments/studies/*.toml, and the head of ops/experiments/study.py."
 #: The studies that come with the package.
 SHIPPED = Path(__file__).with_name("studies")
@@ -71,7 +71,7 @@ class StudyOptions:
     most: int = 0
     """End after this many trials. 0 runs all."""
     show: bool = False
-    """Run nothing. Print the table and draw the picture of the results so far."""
+    """Run nothing. Print the table of the results so far."""
     folder: Path | None = None
     """The folder with studies of your own (NAME.toml), which also gets the results. The default is the studies that
     come with the package, with results in ./studies.
@@ -86,7 +86,7 @@ class StudyOptions:
 
     @property
     def results(self) -> Path:
-        """The folder for new results and for pictures."""
+        """The folder for new results."""
         return self.folder or RESULTS
 
     def known(self) -> Mapping[str, Record]:
@@ -105,7 +105,7 @@ def main(options: StudyOptions) -> int:
         run(study, options.results, options.jobs, options.known(), options.most)
     from archipelago.ops.experiments.results import show
 
-    found = show(study, options.known(), options.results, quiet=options.json)
+    found = show(study, options.known(), quiet=options.json)
     if options.json:
         print_json(finite(found))
     return 0
@@ -135,10 +135,6 @@ class Study:
     name: str
     about: str
     trials: tuple[Trial, ...]
-    #: For a picture with lines: the name on its x axis, `islands`, `slow` or a setting.
-    x: str = ""
-    #: The names whose values distinguish the lines.
-    lines: tuple[str, ...] = ()
 
 
 def load(folder: Path, name: str) -> Study:
@@ -156,8 +152,7 @@ def load(folder: Path, name: str) -> Study:
     for trial in found:
         _ = trial.config  # Report a wrong setting now, and not after an hour.
     first_seeds_first = sorted(dict.fromkeys(found), key=lambda trial: trial.seed)
-    lines = tuple(map(str, values.get("lines", ())))
-    return Study(name, str(values.get("about", "")), tuple(first_seeds_first), str(values.get("x", "")), lines)
+    return Study(name, str(values.get("about", "")), tuple(first_seeds_first))
 
 
 def names(folder: Path) -> list[str]:

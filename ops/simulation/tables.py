@@ -1,4 +1,4 @@
-"""`archipelago simulate tables`: the paper's tables beside the simulated ones, as a table, JSON and a picture.
+"""`archipelago simulate tables`: the paper's tables beside the simulated ones, as tables or JSON.
 
 Source: Decoupled DiLoCo (arXiv 2604.21428v1), Tables 1a, 1b and 13. One interruption per chip and year; 5 B parameters.
 
@@ -14,7 +14,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -22,36 +21,32 @@ import tyro
 from rich.table import Table
 
 from archipelago.broker.errors import require_number
-from archipelago.broker.files import make_untracked
 from archipelago.broker.process import print_json
-from archipelago.ops.settings import can_draw, pyplot, say, table_console
+from archipelago.ops.settings import say, table_console
 from archipelago.ops.simulation.failures import FailureModel, simulate
 from archipelago.ops.watch.formatting import new_table
 
 
 @dataclass(frozen=True)
 class TablesOptions:
-    """Simulate Tables 1 and 13 of the paper, and set them beside the published ones, with a picture."""
+    """Simulate Tables 1 and 13 of the paper, and set them beside the published ones."""
 
     model: Annotated[FailureModel, tyro.conf.arg(name="")] = field(default_factory=FailureModel)
     days: float = 7.0
     """The virtual time of each cell."""
     seed: int = 0
     """The seed of all random draws."""
-    output: Path = Path("runs/simulate")
-    """The folder for the picture."""
     json: bool = False
     """Print one JSON object."""
 
 
 def main(options: TablesOptions) -> int:
-    """Simulate every cell; print and write the tables."""
+    """Simulate every cell, and print the tables."""
     require_number("--seed", options.seed, "Give a seed of at least 0.")
     began = time.process_time()
     goodput, uptime = goodput_and_uptime(options.model, options.days, options.seed)
     gbits = bandwidth()
     seconds = time.process_time() - began
-    make_untracked(options.output)
     summary = {"goodput_rms_points": rms(goodput, GOODPUT), "uptime_rms_points": rms(uptime, UPTIME),
                "bandwidth_rms": bandwidth_rms(gbits), "cpu_seconds": seconds}  # fmt: skip
     if not options.json:
@@ -61,14 +56,9 @@ def main(options: TablesOptions) -> int:
             console.print()
     _tell(summary, gbits)
     say(f"{options.days:g} virtual days for each cell in {seconds:.1f} processor seconds")
-    picture = options.output / "simulation.png"
-    if can_draw():
-        draw(picture, goodput, uptime, gbits)
-        say(f"picture: {picture}")
     if options.json:
         print_json({"model": dataclasses.asdict(options.model), "days": options.days, "seed": options.seed, **summary,
-                    "table_1": availability_rows(goodput, uptime), "table_13": bandwidth_rows(gbits),
-                    "picture": str(picture)})  # fmt: skip
+                    "table_1": availability_rows(goodput, uptime), "table_13": bandwidth_rows(gbits)})  # fmt: skip
     return 0
 
 
@@ -330,51 +320,3 @@ def _bandwidth_table(found: Bandwidths) -> Table:
     table.caption = "* not covered by the formula: docs/results/simulation.md says why"
     table.caption_justify = "left"
     return table
-
-
-_COLOURS = ("#7f7f7f", "#d62728", "#ff7f0e", "#2ca02c", "#1f77b4", "#9467bd")
-
-
-def draw(path: Path, goodput: Cells, uptime: Cells, found: Bandwidths) -> None:
-    """Draw goodput, uptime and bandwidth. Marks are published, lines are simulated."""
-    plt = pyplot()
-    plt.style.use("default")
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4.8), dpi=110, layout="constrained")
-    for axes, title, published, mine in ((left, "goodput", GOODPUT, goodput), (middle, "uptime", UPTIME, uptime)):
-        for row, colour in zip(ROWS, _COLOURS, strict=True):
-            axes.plot(CHIPS, mine[row], color=colour, linewidth=1.4, label=row.label)
-            axes.plot(CHIPS, published[row], "o", color=colour, markersize=5)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(CHIPS, [chips_in_words(chips) for chips in CHIPS])
-        axes.minorticks_off()
-        axes.set(title=f"{title}: {rms(mine, published):.1f} points rms", xlabel="chips", ylim=(0, 104))
-        axes.set_ylabel(f"{title}, %")
-    left.legend(frameon=False, fontsize="small", loc="lower left", title="marks: published\nlines: simulated")
-    _draw_bandwidth(right, found)
-    for axes in (left, middle, right):
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, facecolor="white")
-    plt.close(figure)
-
-
-_KINDS = {"data-parallel": "#7f7f7f", "M = 8, bf16": "#1f77b4", "M = 8, int4": "#2ca02c"}
-
-
-def _draw_bandwidth(axes: Any, found: Bandwidths) -> None:
-    x = [100 * u for u in UTILISATION]
-    for site, style in zip(BANDWIDTH, ("-", "--", "-.", ":"), strict=True):
-        for kind, colour in _KINDS.items():
-            axes.plot(x, found[site][kind], style, color=colour, linewidth=1.2)
-            for at, utilisation, gbits in zip(x, UTILISATION, BANDWIDTH[site][kind], strict=True):
-                axes.plot(at, gbits, "o" if covered(kind, utilisation) else "x", color=colour, markersize=4)
-        axes.plot(
-            [], [], style, color="black", linewidth=1.2, label=f"{site.step_seconds:g} s step, {site.sites} sites"
-        )
-    for kind, height in zip(_KINDS, (70, 1.1, 0.28), strict=True):
-        axes.text(101, height, kind.replace(", ", ",\n"), color=_KINDS[kind], fontsize="small", va="center")
-    axes.set_yscale("log")
-    axes.set_xticks(x)
-    axes.set(title=f"bandwidth: {100 * bandwidth_rms(found):.1f} % rms (× not covered)", xlim=(48, 114),
-             xlabel="compute utilisation, %", ylabel="Gbit/s between sites")  # fmt: skip
-    axes.legend(frameon=False, fontsize="x-small", loc="center left", bbox_to_anchor=(0.0, 0.54), ncols=2)

@@ -170,27 +170,6 @@ def draw(
     plt.close(figure)
 
 
-def draw_ratios(path: Path, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Draw a bar for the ratio of each row, and a mark at its goal."""
-    plt = pyplot()
-    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.42 * len(rows)), dpi=120, layout="constrained")
-    names = [f"{row.get('server', '')} {row['what']} / {row['against']}".strip() for row in rows]
-    places = range(len(rows))
-    axes.barh(places, [row["ratio"] for row in rows], color="tab:blue", height=0.6)
-    goals = [(place, row["goal"]) for place, row in zip(places, rows, strict=True) if row.get("goal")]
-    if goals:
-        axes.scatter(
-            [goal for _, goal in goals], [place for place, _ in goals], marker="|", s=260, color="black", label="goal"
-        )
-        axes.legend(frameon=False, loc="lower right")
-    axes.set(title=title, xlabel="archipelago / the other; more is better", yticks=list(places), yticklabels=names)
-    axes.invert_yaxis()
-    axes.grid(alpha=0.3, axis="x")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
-    plt.close(figure)
-
-
 def copy_run_files(folder: Path, bucket: BucketFolder) -> str:
     """Upload the report, the settings and the logs of a run.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +14,10 @@ from rich.console import Console
 
 from archipelago.broker.config import DataConfig, ModelConfig, RunConfig, WireConfig
 from archipelago.broker.errors import ConfigError
-from archipelago.ops import settings
 from archipelago.ops.bench import accelerator, largest, wire
 from archipelago.ops.bench.accelerator_processes import IslandTurns, LoopFound, TimedTurn
 from archipelago.ops.bench.merge import _BareNesterov, ratio_of
-from archipelago.ops.bench.output import OutputOptions, finish, table, taking_turns, with_picture
+from archipelago.ops.bench.output import OutputOptions, finish, table, taking_turns
 from archipelago.ops.simulation.cycle import Machine
 from tests.failing import failing
 
@@ -57,22 +55,11 @@ def test_a_table_cuts_no_name_and_no_number() -> None:
 WIRE_ROW = {"server": "in memory", "what": "one producer", "against": "a relay", "ratio": 0.9, "goal": 0.8}
 
 
-def test_a_result_is_written_as_json_and_ratios_are_drawn(tmp_path: Path) -> None:
+def test_a_result_is_written_as_json(tmp_path: Path) -> None:
     options = OutputOptions(output=tmp_path)
     rows = [WIRE_ROW, WIRE_ROW | {"goal": ""}]
-    assert finish("wire", with_picture("wire", {"rows": rows}, options), options) == 0
+    assert finish("wire", {"rows": rows}, options) == 0
     assert json.loads((tmp_path / "wire.json").read_text(encoding="utf-8"))["rows"] == rows
-    assert (tmp_path / "wire.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_result_without_matplotlib_has_no_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    options = OutputOptions(output=tmp_path)
-    found = with_picture("wire", {"rows": [WIRE_ROW]}, options)
-    assert finish("wire", found, options) == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["wire.json"]
-    with failing(ConfigError, "config.extra"):
-        settings.pyplot()
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------

@@ -157,7 +157,6 @@ def test_trials_run_in_processes_and_learn(folder: Path, corpus: OpenCorpus) -> 
         assert r["version"].count("+") == 1
     ours = next(r for r in records if r["kind"] == "islands")
     assert ours["rounds"] >= 2
-    assert (folder / "kinds.png").stat().st_size > 1000
     assert archipelago(["bench", "study", "kinds", "--folder", str(folder)]) == 0
     assert (folder / "kinds.jsonl").read_bytes() == before
 
