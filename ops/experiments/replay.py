@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import tyro
 
@@ -19,8 +19,6 @@ from archipelago.broker.wire import digest_of, unpack
 from archipelago.merger import record as records
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.settings import say
-
-Part = TypeVar("Part")
 
 
 @dataclass(frozen=True)
@@ -52,46 +50,6 @@ def main(options: ReplayOptions) -> int:
     return 0 if found["same"] else 1
 
 
-class RecordedShard:
-    """The merger's state in the record of a run, or of one of its shards, which advances round by round."""
-
-    def __init__(self, record: records.Record) -> None:
-        from archipelago.merger.round_merge import RoundMerge, new_state
-        from archipelago.merger.state import RunState
-
-        self.record = record
-        self.manifest = record.manifest
-        self.rules = RoundMerge.of(self.manifest)
-        self.state = RunState()
-        vectors = [unpack(data, size) for (_, data), size in zip(record.beginning, self.manifest.sizes, strict=True)]
-        self.fragments = [new_state(vector_N, self.rules.outer) for vector_N in vectors]
-
-    def rounds(self) -> Sequence[tuple[TapeEntry, tuple[Delivery, ...]]]:
-        """Return the rounds in order. Raise ConfigError if one is missing."""
-        numbers = sorted(self.record.rounds)
-        missing = [number for number in range(1, max(numbers, default=0) + 1) if number not in self.record.rounds]
-        if missing:
-            raise ConfigError(
-                f"round {missing[0]} is not in the record ({len(missing)} are missing)",
-                "If another machine's merger was serving then, its folder has the rest: copy the files together.",
-                code="replay.missing-rounds",
-            )
-        return [self.record.rounds[number] for number in numbers]
-
-    def merge(self, tape: TapeEntry, deliveries: Sequence[Delivery]) -> None:
-        """Merge one round again. Raise DifferenceError if the result is not the recorded one."""
-        from archipelago.merger.replay import replay_round
-
-        p = tape.fragment
-        self.fragments[p] = replay_round(self.rules, self.state, self.fragments[p], tape, deliveries)
-
-    def digests(self) -> list[str]:
-        """Return the digest of each fragment's parameters."""
-        import numpy as np
-
-        return [digest_of(np.asarray(fragment.published_N)) for fragment in self.fragments]
-
-
 def repeat(recorded: Sequence[records.Record]) -> dict[str, Any]:
     """Merge the run again by its own rules, each shard up to its first difference, and compare every digest.
 
@@ -100,29 +58,41 @@ def repeat(recorded: Sequence[records.Record]) -> dict[str, Any]:
 
     Returns:
         Plain data: counts, digests, and the first difference if there is one.
+
+    Raises:
+        ConfigError: A round is missing in a record.
     """
-    from archipelago.merger.replay import DifferenceError
+    import numpy as np
+
+    from archipelago.merger.replay import DifferenceError, replay_round
+    from archipelago.merger.round_merge import RoundMerge, new_state
+    from archipelago.merger.state import RunState
 
     manifest = run_of(recorded)
-    shards = [RecordedShard(record) for record in recorded]
-    rounds = [shard.rounds() for shard in shards]
-    count, contributions, found = sum(map(len, rounds)), 0, list[str]()
+    rounds = [rounds_of(record) for record in recorded]
+    count, closed, contributions, found = sum(map(len, rounds)), 0, 0, list[str]()
+    repeated, last = list[list[str]](), list[list[str]]()
     with progress("repeating the rounds", count) as repeating:
-        for number, shard in enumerate(shards):
+        for number, record in enumerate(recorded):
+            rules, state, sizes = RoundMerge.of(record.manifest), RunState(), record.manifest.sizes
+            vectors = [unpack(data, size) for (_, data), size in zip(record.beginning, sizes, strict=True)]
+            fragments = [new_state(vector_N, rules.outer) for vector_N in vectors]
             try:
                 for tape, deliveries in rounds[number]:
-                    shard.merge(tape, deliveries)
+                    p = tape.fragment
+                    fragments[p] = replay_round(rules, state, fragments[p], tape, deliveries)
                     contributions += len(deliveries)
                     repeating.done += 1
             except DifferenceError as error:
-                found.append(f"shard {number}: {error.what}" if len(shards) > 1 else error.what)
-    expected = [{tape.fragment: tape.digest for tape, _ in of_shard} for of_shard in rounds]
-    last = [[of_shard.get(p, "") for p in range(len(shards[k].fragments))] for k, of_shard in enumerate(expected)]
-    repeated = in_order(manifest, [shard.digests() for shard in shards])
-    pairs = list(zip(repeated, in_order(manifest, last), strict=True))
+                found.append(f"shard {number}: {error.what}" if len(recorded) > 1 else error.what)
+            closed += state.closed
+            expected = {tape.fragment: tape.digest for tape, _ in rounds[number]}
+            last.append([expected.get(p, "") for p in range(len(fragments))])
+            repeated.append([digest_of(np.asarray(fragment.published_N)) for fragment in fragments])
+    pairs = list(zip(in_order(manifest, repeated), in_order(manifest, last), strict=True))
     return {
         "run": manifest.run,
-        "rounds": sum(shard.state.closed for shard in shards),
+        "rounds": closed,
         "rounds_recorded": count,
         "contributions": contributions,
         "fragments": [
@@ -133,13 +103,26 @@ def repeat(recorded: Sequence[records.Record]) -> dict[str, Any]:
     }
 
 
+def rounds_of(record: records.Record) -> Sequence[tuple[TapeEntry, tuple[Delivery, ...]]]:
+    """Return the rounds of a shard in order. Raise ConfigError if one is missing."""
+    numbers = sorted(record.rounds)
+    missing = [number for number in range(1, max(numbers, default=0) + 1) if number not in record.rounds]
+    if missing:
+        raise ConfigError(
+            f"round {missing[0]} is not in the record ({len(missing)} are missing)",
+            "If another machine's merger was serving then, its folder has the rest: copy the files together.",
+            code="replay.missing-rounds",
+        )
+    return [record.rounds[number] for number in numbers]
+
+
 def run_of(recorded: Sequence[records.Record]) -> Manifest:
     """Return the manifest of the run whose shards these are."""
     first = recorded[0].manifest
     return first.whole or first
 
 
-def in_order(manifest: Manifest, parts: Sequence[Sequence[Part]]) -> list[Part]:
+def in_order(manifest: Manifest, parts: Sequence[Sequence[str]]) -> list[str]:
     """Return what each shard has of its fragments in the order of the run's fragments."""
     places = map(manifest.shard_layout.place, range(len(manifest.fragments)))
     return [parts[shard][own] for shard, own in places]
