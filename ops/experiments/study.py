@@ -212,8 +212,7 @@ def recorded(folder: Path) -> dict[str, Record]:
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
                 record = json.loads(line)
-                if not record.get("late"):  # Earlier versions could delay the merger's events.
-                    out.setdefault(key_of(record), record)
+                out.setdefault(key_of(record), record)
             except (ValueError, KeyError, TypeError, AttributeError):
                 continue
     return out
