@@ -99,9 +99,7 @@ class PlanOptions:
     return_seconds: float = 300.0
     """The mean time until these chips return."""
     pause_seconds: float = 30.0
-    """The time that an island loses when it continues with other slices, or restarts."""
-    elastic: bool = False
-    """Whether your islands continue with the remaining slices. Our worker does not."""
+    """The time that an island loses when it restarts."""
     islands: int = 0
     """The number of islands M, if you want to set it yourself."""
     merger_threads: int = 8
@@ -116,8 +114,6 @@ class PlanOptions:
     """The memory of a machine with a Redis primary, in GB."""
     merge: MergeConfig = field(default_factory=MergeConfig)
     """The merge rules, as for `archipelago init`."""
-    seed: int = 0
-    """The seed of the simulation."""
     json: bool = False
     """Print one JSON object."""
 
@@ -314,10 +310,10 @@ def _fleet(options: PlanOptions, islands: int, step_seconds: float) -> Fleet:
         step_seconds=step_seconds,
         pause_seconds=options.pause_seconds,
         return_seconds=options.return_seconds,
-        elastic=options.elastic,
+        elastic=False,
     )
     seconds = max(1000.0 * step_seconds, FAILURES_SIMULATED * options.hours_between * 3600.0 / options.chips)
-    outcome = simulate(model, seconds, np.random.default_rng([options.seed, islands]))
+    outcome = simulate(model, seconds, np.random.default_rng([0, islands]))
     return Fleet(islands, outcome.goodput, outcome.uptime)
 
 

@@ -14,7 +14,7 @@ from archipelago.broker.config import RunConfig, flags
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.manifest import Tensor
 from archipelago.ops.simulation.cycle import decoder
-from archipelago.ops.simulation.failures import YEAR_SECONDS
+from archipelago.ops.watch.formatting import seconds_text, size
 
 if TYPE_CHECKING:
     from archipelago.ops.simulation.plan import PlanOptions, RunPlan
@@ -98,7 +98,7 @@ def page(options: PlanOptions, found: RunPlan) -> list[str]:
     """Return the lines of the page."""
     way, need, fleet = found.way, found.load, found.fleet
     interval_seconds = way.interval * found.step_seconds
-    fails, settings = _time(options.hours_between * 3600), f"--sync.interval {way.interval}"
+    fails, settings = seconds_text(options.hours_between * 3600), f"--sync.interval {way.interval}"
     settings += f" --sync.fragments {found.fragments} --wire.up {way.up} --wire.down {way.down}"
     settings += f" --shards {found.cycle.shards}" if found.cycle.shards > 1 else ""
     settings = " ".join([settings, *flags(RunConfig(merge=options.merge))])
@@ -107,8 +107,8 @@ def page(options: PlanOptions, found: RunPlan) -> list[str]:
         f"{options.sites} sites, {options.link_mbits:,.0f} Mbit/s each; a chip fails every {fails}",
         "",
         f"M = {fleet.islands:<5} islands, {found.islands_a_site} a site, {options.chips / fleet.islands:g} chips each",
-        f"H = {way.interval:<5} inner steps between two syncs of a fragment: {_time(interval_seconds)}",
-        f"P = {found.fragments:<5} fragments, one sync every {_time(interval_seconds / found.fragments)}",
+        f"H = {way.interval:<5} inner steps between two syncs of a fragment: {seconds_text(interval_seconds)}",
+        f"P = {found.fragments:<5} fragments, one sync every {seconds_text(interval_seconds / found.fragments)}",
         _shards_line(options, found),
         f"codec    {way.up} up, {way.down} down: {way.why}",
         "",
@@ -116,11 +116,11 @@ def page(options: PlanOptions, found: RunPlan) -> list[str]:
         f"{found.data_parallel_goodput:.1%}",
         *(f"         M = {f.islands:<3} {f.goodput:6.1%}  uptime {f.uptime:7.2%}" for f in found.fleets),
         "",
-        f"time     {_time(found.seconds)} for {math.ceil(found.tokens / options.batch_tokens):,} steps of "
-        f"{_time(found.step_seconds)} (without failures {_time(found.seconds * fleet.goodput)})",
+        f"time     {seconds_text(found.seconds)} for {math.ceil(found.tokens / options.batch_tokens):,} steps of "
+        f"{seconds_text(found.step_seconds)} (without failures {seconds_text(found.seconds * fleet.goodput)})",
         f"bytes    an island {_rate(need.up)} up, {_rate(need.down)} down; Redis {_rate(need.redis_in)} in, "
         f"{_rate(need.redis_out)} out",
-        f"         in all {_size((need.redis_in + need.redis_out) * found.seconds)}; data-parallel at 95 % utilisation "
+        f"         in all {size((need.redis_in + need.redis_out) * found.seconds)}; data-parallel at 95 % utilisation "
         f"needs {found.data_parallel_gbits:,.3g} Gbit/s between sites",
         _link_line(options, found),
         _memory_line(found),
@@ -153,14 +153,14 @@ def _shards_line(options: PlanOptions, found: RunPlan) -> str:
 
 def _memory_line(found: RunPlan) -> str:
     need = found.cycle
-    return (f"memory   a merger {_size(need.merger_bytes)}; a Redis {_size(need.redis_first_bytes)} after the first "
-            f"cycle, {_size(need.redis_bytes)} at most between two compactions")  # fmt: skip
+    return (f"memory   a merger {size(need.merger_bytes)}; a Redis {size(need.redis_first_bytes)} after the first "
+            f"cycle, {size(need.redis_bytes)} at most between two compactions")  # fmt: skip
 
 
 def _merger_line(found: RunPlan) -> str:
     need, spectra = found.cycle, found.spectra
-    merging = (f"merges {_time(need.merge_seconds)} a cycle besides spectra; another one needs "
-               f"{_time(need.restart_seconds)} at most to take over")  # fmt: skip
+    merging = (f"merges {seconds_text(need.merge_seconds)} a cycle besides spectra; another one needs "
+               f"{seconds_text(need.restart_seconds)} at most to take over")  # fmt: skip
     if not spectra.operations:
         return f"merger   {merging}; these rules change no spectra"
     each = f" (all {need.shards} mergers together)" if need.shards > 1 else ""
@@ -171,27 +171,11 @@ def _merger_line(found: RunPlan) -> str:
 
 
 def _count(value: float) -> str:
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= size:
-            return f"{value / size:.3g}{unit}"
+    for unit, factor in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= factor:
+            return f"{value / factor:.3g}{unit}"
     return f"{value:g}"
 
 
-def _size(bytes_: float) -> str:
-    for unit, size in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if bytes_ >= size:
-            return f"{bytes_ / size:.3g} {unit}"
-    return f"{bytes_:.0f} B"
-
-
 def _rate(bytes_a_second: float) -> str:
-    return f"{_size(bytes_a_second)}/s"
-
-
-def _time(seconds: float) -> str:
-    if 0.99 < seconds / YEAR_SECONDS < 1.01:
-        return "year"
-    for unit, size in (("years", YEAR_SECONDS), ("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+    return f"{size(bytes_a_second)}/s"

@@ -29,11 +29,11 @@ def new_table(*heads: str, numbers: Container[str] = (), **options: Any) -> Tabl
 
 def size(count: float) -> str:
     """Format a number of bytes, such as 1.5 MB."""
-    for unit in ("B", "kB", "MB", "GB"):
+    for unit in ("B", "kB", "MB", "GB", "TB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
         count /= 1000
-    return f"{count:.1f} TB"
+    return f"{count:.1f} PB"
 
 
 def number(value: float, digits: int = 3) -> str:
@@ -50,10 +50,11 @@ def ago(seconds: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Format a time span with 3 significant digits, in ms, s or min."""
-    if seconds < 1.0:
-        return f"{1e3 * seconds:.3g} ms"
-    return f"{seconds:.3g} s" if seconds < 120 else f"{seconds / 60:.3g} min"
+    """Format a time span with 3 significant digits, in units from ms to days."""
+    for unit, length in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.3g} {unit}"
+    return f"{seconds:.3g} s" if seconds >= 1.0 else f"{1e3 * seconds:.3g} ms"
 
 
 def hours(seconds: float) -> str:

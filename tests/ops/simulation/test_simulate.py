@@ -54,6 +54,6 @@ def test_the_defaults_reproduce_the_published_tables(capsys: pytest.CaptureFixtu
 
 
 def test_wrong_options_are_errors() -> None:
-    for flags in (("--slices", "4"), ("--days", "-1"), ("--seed", "-1")):
+    for flags in (("--days", "-1"), ("--seed", "-1")):
         with failing(ConfigError, "config.value"):
             run(["simulate", "tables", *flags])
