@@ -22,8 +22,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from archipelago.broker.errors import ConfigError
-
 YEAR_SECONDS = 365.25 * 86400.0
 _GRID = 4096
 
@@ -55,17 +53,6 @@ class FailureModel:
     elastic: bool = True
     """whether an island continues with the remaining slices"""
 
-    def __post_init__(self) -> None:
-        """Raise ConfigError for values that cannot be simulated."""
-        positive = ("chips", "years_between", "step_seconds", "return_shape", "return_power")
-        for name in positive:
-            _require(0 < getattr(self, name) < math.inf, name, getattr(self, name), "a positive number")
-        for name in ("pause_seconds", "return_seconds"):
-            _require(0 <= getattr(self, name) < math.inf, name, getattr(self, name), "a number that is not negative")
-        _require(0 <= self.step_deviation <= 0.25, "step_deviation", self.step_deviation, "a share from 0 to 0.25")
-        _require(1 <= self.islands <= 4096, "islands", self.islands, "a number from 1 to 4096")
-        _require(self.islands <= self.slices <= 1 << 20, "slices", self.slices, "at least one for each island")
-
     @property
     def slice_failures_a_second(self) -> float:
         """Failures per second of one slice while it steps."""
@@ -74,11 +61,6 @@ class FailureModel:
     def slices_of(self, island: int) -> int:
         """Return the number of slices of an island, counted from 0."""
         return len(range(island, self.slices, self.islands))
-
-
-def _require(holds: bool, name: str, value: object, wanted: str) -> None:
-    if not holds:
-        raise ConfigError(f"--{name.replace('_', '-')} cannot be {value}", f"Give {wanted}.", code="config.value")
 
 
 class Stretch(NamedTuple):
@@ -209,7 +191,6 @@ class Outcome:
 
 def simulate(model: FailureModel, seconds: float, rng: np.random.Generator) -> Outcome:
     """Simulate all islands for virtual `seconds`, with all random draws from `rng`."""
-    _require(0 < seconds < math.inf, "days", seconds / 86400.0, "a positive number")
     sizes = tuple(model.slices_of(island) for island in range(model.islands))
     islands = tuple(list(stretches(model, size, SliceFailures(model, rng), seconds, rng)) for size in sizes)
     return Outcome(seconds, islands, sizes)

@@ -37,6 +37,8 @@ UPTIME_WANTED = 0.99
 LINK_SHARE = 0.7
 FAILURES_SIMULATED = 4000.0
 FRAGMENTS_MAX = 24
+#: The most islands and slices that are simulated, which takes time.
+ISLANDS_SIMULATED, SLICES_SIMULATED = 4096, 1 << 20
 #: The least of what has to be positive.
 TINY = 1e-12
 WINDOW = 2
@@ -275,7 +277,12 @@ def _check(options: PlanOptions) -> None:
                 "redis_gb")  # fmt: skip
     for name in positive:
         require_number(f"--{name.replace('_', '-')}", getattr(options, name), "Give more than 0.", TINY)
-    require_number("--islands", options.islands, "Give a number, or leave it out.")
+    for name in ("pause_seconds", "return_seconds"):
+        require_number(f"--{name.replace('_', '-')}", getattr(options, name), "Give 0 or more.")
+    require_number("--islands", options.islands, "Give a number, or leave it out.", most=ISLANDS_SIMULATED)
+    require_number("--sites", options.sites, "Give fewer.", 1, ISLANDS_SIMULATED)
+    slices = "Give fewer, or a larger --slice-chips."
+    require_number("--chips", options.chips, slices, 1, SLICES_SIMULATED * options.slice_chips)
     most = max(options.sites, options.islands)
     if options.chips < most:
         what, remedy = (

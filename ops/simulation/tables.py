@@ -40,6 +40,7 @@ class TablesOptions:
 
 def main(options: TablesOptions) -> int:
     """Simulate every cell, and print the tables."""
+    require_number("--days", options.days, "Give more than 0.", 1e-6)
     require_number("--seed", options.seed, "Give a seed of at least 0.")
     began = time.process_time()
     model = FailureModel()

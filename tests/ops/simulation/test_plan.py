@@ -152,7 +152,8 @@ def test_models_and_tokens_are_given_in_several_ways() -> None:
 
 def test_impossible_options_are_refused() -> None:
     for wrong in (
-        {"chips": 1}, {"link_mbits": 0.0}, {"islands": -1}, {"hours_between": float("inf")}, {"chips": 4, "islands": 8}
+        {"chips": 1}, {"link_mbits": 0.0}, {"islands": -1}, {"hours_between": float("inf")}, {"chips": 4, "islands": 8},
+        {"pause_seconds": -1.0}, {"return_seconds": float("nan")}, {"islands": 5000, "chips": 5000}, {"chips": 1 << 24},
     ):  # fmt: skip
         with failing(ConfigError, "config.value"):
             plan(replace(PlanOptions(), **wrong))
