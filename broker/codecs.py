@@ -53,14 +53,12 @@ class Codec(NamedTuple):
         layout: Returns the size and dtype of each part, for N elements.
         quantise: Called as `quantise(values_N, xp)`. Returns flat arrays with that layout.
         restore: Called as `restore(parts, N, xp)`. Returns the decoded vector [N].
-        error_bound: Returns the largest error of each element, for finite values up to HUGE.
         block: Elements that are encoded together. Whole blocks of a vector can be encoded apart from the others.
     """
 
     layout: Callable[[int], tuple[tuple[int, DTypeLike], ...]]
     quantise: Callable[[Array, Any], Parts]
     restore: Callable[[Parts, int, Any], Array]
-    error_bound: Callable[[Vector], Vector]
     block: int = 1
 
     def encoded_size(self, elements: int) -> int:
@@ -348,23 +346,6 @@ def _restore_top(parts: Parts, elements: int, xp: Any) -> Array:
     return blocks.reshape(-1)[:elements]
 
 
-def _block_tops(values_N: Vector, size: int) -> Vector:
-    """Return for each element the largest magnitude in its block."""
-    return np.repeat(np.abs(_blocks(values_N, size, np)).max(axis=1), size)[: values_N.size]
-
-
-def _bound_of_steps(size: int, steps: int) -> Callable[[Vector], Vector]:
-    """Return the bound of an integer codec: half a step, plus the effect of rounding the scale to bfloat16."""
-    share = np.float32((0.5 + steps / 256) / steps)
-    return lambda values_N: np.asarray(_block_tops(values_N, size) * share + TINY * steps, np.float32)
-
-
-def _bound_top(values_N: Vector) -> Vector:
-    """Return the magnitude, which a dropped value loses, or 0.61 of the block's largest, which bounds kept values."""
-    tops = _block_tops(values_N, TOP_BLOCK)
-    return np.asarray(np.maximum(np.abs(values_N), tops * np.float32(0.61)) + TINY, np.float32)
-
-
 def _blocked(size: int, *bytes_a_block: tuple[int, DTypeLike]) -> Callable[[int], tuple[tuple[int, DTypeLike], ...]]:
     return lambda n: tuple((-(-n // size) * items, kind) for items, kind in bytes_a_block)
 
@@ -377,33 +358,28 @@ CODECS: dict[str, Codec] = {
         layout=lambda n: ((n, np.float32),),
         quantise=lambda values_N, xp: (values_N,),
         restore=lambda parts, elements, xp: parts[0],
-        error_bound=lambda values_N: np.zeros_like(values_N),
     ),
     "bfloat16": Codec(
         layout=lambda n: ((n, np.uint16),),
         quantise=lambda values_N, xp: (_to_bfloat16(values_N, xp),),
         restore=lambda parts, elements, xp: _from_bfloat16(parts[0], xp),
-        error_bound=lambda values_N: np.abs(values_N) * np.float32(2.0**-8) + np.float32(2.0**-126),
     ),
     "int8": Codec(
         layout=_blocked(INT8_BLOCK, (1, np.uint16), (INT8_BLOCK, np.int8)),
         quantise=_last_apart(_quantise_int8, INT8_BLOCK),
         restore=_restore_int8,
-        error_bound=_bound_of_steps(INT8_BLOCK, 127),
         block=INT8_BLOCK,
     ),
     "int4": Codec(
         layout=_blocked(INT4_BLOCK, (1, np.uint16), (INT4_BLOCK // 2, np.uint8)),
         quantise=_last_apart(_quantise_int4, INT4_BLOCK),
         restore=_restore_int4,
-        error_bound=_bound_of_steps(INT4_BLOCK, 7),
         block=INT4_BLOCK,
     ),
     "top3": Codec(
         layout=_blocked(TOP_BLOCK, (2, np.uint16), (TOP_KEPT * 3 // 2, np.uint8), (TOP_KEPT // 4, np.uint8)),
         quantise=_quantise_top,
         restore=_restore_top,
-        error_bound=_bound_top,
         block=TOP_BLOCK,
     ),
 }

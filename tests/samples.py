@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from archipelago.broker.codecs import Vector
+from archipelago.broker.codecs import TINY, Vector, codec
 from archipelago.broker.commits import Commit, Image, entry_name
 from archipelago.broker.config import InnerConfig, RunConfig, WireConfig
 from archipelago.broker.manifest import Corpus, Manifest, Tensor, balanced
@@ -140,3 +140,19 @@ def image(of: Manifest, pending: list[tuple[Contribution, bytes]], outer: bytes 
         pending=pending,
     )
     return replace(base, **changes)
+
+
+def codec_error_bound(name: str, values_N: Vector) -> Vector:
+    """Return the largest error of each element that a codec may make, for finite values up to HUGE."""
+    magnitude_N = np.abs(values_N)
+    if name == "float32":
+        return np.zeros_like(values_N)
+    if name == "bfloat16":
+        return magnitude_N * np.float32(2.0**-8) + np.float32(2.0**-126)
+    block = codec(name).block
+    padded_N = np.concatenate([magnitude_N, np.zeros(-values_N.size % block, np.float32)])
+    tops_N = np.repeat(padded_N.reshape(-1, block).max(axis=1), block)[: values_N.size]
+    if name == "top3":  # the magnitude, which a dropped value loses, or 0.61 of the block's largest
+        return np.asarray(np.maximum(magnitude_N, tops_N * np.float32(0.61)) + TINY, np.float32)
+    steps = {"int8": 127, "int4": 7}[name]  # half a step, and the effect of rounding the scale to bfloat16
+    return np.asarray(tops_N * np.float32((0.5 + steps / 256) / steps) + TINY * steps, np.float32)

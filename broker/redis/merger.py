@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
-from archipelago.broker.commits import Commit, Delivery, never_gone
-from archipelago.broker.errors import BrokerError
+from archipelago.broker.commits import Commit, Delivery, never_gone, parse_entry
+from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.failpoints import failpoint
 from archipelago.broker.messages import COUNT_MAX, KINDS, Call, Event, Marker, Refusal, Resume, to_fields
 from archipelago.broker.ranges import cursor_text
@@ -17,7 +17,7 @@ from archipelago.broker.redis.failures import is_full
 from archipelago.broker.redis.lease import Lease
 from archipelago.broker.redis.reader import RedisReader
 from archipelago.broker.redis.replies import GROUP, counts_in, signed_state
-from archipelago.broker.redis.updates import FoundEntry, UpdatesConsumer, by_stream
+from archipelago.broker.redis.updates import FoundEntry, UpdatesConsumer
 from archipelago.broker.transport import STANDBY_SECONDS
 
 #: The fields of `Books` that mergers count. The others are counted in the streams.
@@ -219,3 +219,15 @@ class RedisMerger:
         fields = {"kind": KINDS[type(event)], **to_fields(event)}
         signed = self._signing.signed("event", fields, stamp=self._stamps.next(epoch))
         pipe.xadd(self._keys.snapshots, signed, maxlen=EVENTS_KEPT, approximate=True)
+
+
+def by_stream(entries: Iterable[str], key: Callable[[str], str]) -> Mapping[str, list[str]]:
+    """Return the ids of the entries by the key of their stream. Entries whose names cannot be read are left out."""
+    out: dict[str, list[str]] = {}
+    for entry in dict.fromkeys(entries):
+        try:
+            name, id_ = parse_entry(entry)
+        except WireError:
+            continue
+        out.setdefault(key(name), []).append(id_)
+    return out

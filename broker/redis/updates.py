@@ -296,18 +296,6 @@ class UpdatesStreams:
         return self._chunks.of(sender_of(entry)).found_keys(raw or {})
 
 
-def by_stream(entries: Iterable[str], key: Callable[[str], str]) -> Mapping[str, list[str]]:
-    """Return the ids of the entries by the key of their stream. Entries whose names cannot be read are left out."""
-    out: dict[str, list[str]] = {}
-    for entry in dict.fromkeys(entries):
-        try:
-            name, id_ = parse_entry(entry)
-        except WireError:
-            continue
-        out.setdefault(key(name), []).append(id_)
-    return out
-
-
 def _flood(groups: Any) -> int:
     """Return how many entries of a stream wait if they are far too many to be read; else 0."""
     found = group_of(groups)

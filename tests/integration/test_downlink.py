@@ -20,6 +20,7 @@ from archipelago.islands.tasks.ours import first_snapshots
 from archipelago.merger.outer import publish
 from archipelago.ops.experiments.virtual_time import ChangedTransport, VirtualRun
 from archipelago.ops.launch.embedded_redis import RedisServer
+from tests import samples
 from tests.harness.merger_run import compact_now
 from tests.integration.virtual import ENDLESS, LateRun, closed, work
 
@@ -41,7 +42,7 @@ def test_in_hundreds_of_rounds_the_shadow_never_drifts() -> None:
             shadow_N = np.asarray(held_N)
             island_N = island_N + codec(down).decode(body, 1000)
             assert island_N.tobytes() == shadow_N.tobytes(), f"{down}: round {number}"
-            bound_N = codec(down).error_bound(owed_N) + np.float32(2.0**-22) * np.abs(exact_N)
+            bound_N = samples.codec_error_bound(down, owed_N) + np.float32(2.0**-22) * np.abs(exact_N)
             assert (np.abs(exact_N - shadow_N) <= bound_N).all(), f"{down}: round {number}"
         assert np.abs(exact_N - shadow_N).max() < 0.02, down
 

@@ -21,6 +21,7 @@ from archipelago.islands.models.registry import Params
 from archipelago.islands.sync import replica as replica_module
 from archipelago.islands.sync.arrays import device_copy, flatten, unflatten
 from archipelago.islands.sync.replica import Replica
+from tests import samples
 from tests.tiers import examples
 
 # Neither these numbers nor their differences are subnormal, because subnormals count as zero.
@@ -110,7 +111,7 @@ def test_no_progress_is_sent_twice_and_none_is_lost(up: str, stations: list[tupl
             received += wide(sent_N)
         # The tolerance covers one rounding by the codec, and the float32 roundings of sums and differences.
         size_of_all = sum(np.abs(wide(station[p])) for station in stations)
-        allowed = codec(up).error_bound((before - last).astype(np.float32)) + 2.0**-18 * size_of_all.max()
+        allowed = samples.codec_error_bound(up, (before - last).astype(np.float32)) + 2.0**-18 * size_of_all.max()
         assert (np.abs(wide(stations[0][p]) - received - last) <= allowed).all()
         params = replica.adopt(p, params, np.asarray(replica.references[p]))
         assert np.asarray(flatten(rows, params)).tobytes() == stations[-1][p].tobytes()
