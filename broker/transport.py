@@ -23,6 +23,7 @@ from typing import Protocol
 from archipelago.broker.commits import Image, MergerClient
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import (
+    REFUSED,
     Books,
     Contribution,
     Evaluation,
@@ -37,6 +38,8 @@ from archipelago.broker.messages import (
 from archipelago.broker.presence import Heartbeat, NameClaim, Presence
 from archipelago.broker.ranges import ReadPosition
 
+#: The newest notes among which a merger's refusal is looked for.
+NOTES_READ = 50
 #: How many notes the broker keeps.
 NOTES_KEPT = 1000
 #: How many of the newest events are searched for refusals. Dashboards ask often, and the stream is long.
@@ -360,3 +363,9 @@ class Transport(IslandTransport, MergerTransport, Protocol):
     def close(self) -> None:
         """Close the connection."""
         ...
+
+
+def refusal(reader: ReaderClient) -> str:
+    """Return why a merger did not serve the run, if that was the last that mergers said of themselves; else empty."""
+    said = [note for note in reader.notes(NOTES_READ) if note.who == "merger" and note.kind in ("served", REFUSED)]
+    return said[-1].text if said and said[-1].kind == REFUSED else ""

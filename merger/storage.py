@@ -206,9 +206,11 @@ class MergerFolder:
             )
         images = self.newest()
         is_same = bool(images) and whole_image(images).manifest.tensors == manifest.tensors
-        merged = whole(transport, manifest).reader.books().merged
-        if merged or not is_same or not isinstance(transport, RedisTransport):
-            why = f"{merged:,} contributions were merged in the new one" if merged else "they have other tensors"
+        reader = whole(transport, manifest).reader
+        merged = reader.books().merged
+        if merged or reader.is_served() or not is_same or not isinstance(transport, RedisTransport):
+            why = "another merger serves the new one" if reader.is_served() else "they have other tensors"
+            why = f"{merged:,} contributions were merged in the new one" if merged else why
             raise UnknownRunError(
                 f"{what}; --resume does not replace it, because {why}",
                 f"To give up the new one, {to_new.partition(' and ')[0]}, and start this merger again with --resume. "

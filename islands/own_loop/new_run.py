@@ -31,10 +31,10 @@ from archipelago.broker.messages import Snapshot
 from archipelago.broker.process import connect_to
 from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.shards.transport import create
-from archipelago.broker.transport import Memory, Transport
+from archipelago.broker.transport import Memory, Transport, refusal
 from archipelago.broker.wire import digest, pack
 from archipelago.islands.own_loop.tensors import require_same_tensors
-from archipelago.islands.sync.connection.watch import refusal, require_no_islands
+from archipelago.islands.sync.connection.watch import require_no_islands
 
 log = logging.getLogger(__name__)
 #: From the name of a tensor to its first values, as one float32 vector in the memory of the host.

@@ -24,9 +24,8 @@ from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import URL_VARIABLE, connect_to, keep_compiled, print_json
 from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.shards.transport import create as create_run
-from archipelago.broker.transport import Memory, Transport
+from archipelago.broker.transport import Memory, Transport, refusal
 from archipelago.islands.data.corpus import OpenCorpus
-from archipelago.islands.sync.connection.watch import refusal
 from archipelago.islands.sync.connection.watch import require_no_islands as require_no_islands
 from archipelago.merger.storage import MergerFolder, fetched
 from archipelago.ops.settings import say, setting_text

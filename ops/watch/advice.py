@@ -127,11 +127,11 @@ def _run_problems(view: RunView, config: RunConfig, tape: Sequence[TapeEntry]) -
     stalls = status.still_seconds > view.stall_seconds
     if view.lacks_merger and status.holders:
         yield _shards_without_merger(view)
-    elif view.lacks_merger:
+    elif view.lacks_merger or view.refused:
         yield Problem(
             "merger.missing", "bad", "merger", "No merger serves the run.",
-            f"Start one with `archipelago merger URL {command}`. It goes on where the last one stopped. Until then "
-            "islands train within their window, and their work waits.", status.still_seconds,
+            view.refused or f"Start one with `archipelago merger URL {command}`. It goes on where the last one "
+            "stopped. Until then islands train within their window, and their work waits.", status.still_seconds,
         )  # fmt: skip
     elif stalls and not view.control.is_paused:
         yield Problem(

@@ -14,7 +14,7 @@ from archipelago.broker.manifest import LossUnit, Manifest, loss_unit
 from archipelago.broker.messages import Books, Evaluation, Pending, Refusal, RoundMember, TapeEntry
 from archipelago.broker.presence import Heartbeat, Presence
 from archipelago.broker.shards.transport import shards_away
-from archipelago.broker.transport import Memory, MergerStatus, ReaderClient, ReaderTransport
+from archipelago.broker.transport import Memory, MergerStatus, ReaderClient, ReaderTransport, refusal
 from archipelago.ops.watch.run_view import IslandView, RunView
 
 RECENT_ROUNDS = 48
@@ -54,9 +54,11 @@ def observe(
         pending, reader.evaluations() if evaluations is None else evaluations, reader.merger_state(), reader.cursors(),
         reader.memory(), shards_away(transport), reader.control(),
     )  # fmt: skip
+    status = reader.merger_status() or MergerStatus()
     return replace(
         view,
-        merger=reader.merger_status() or MergerStatus(),
+        merger=status,
+        refused="" if status.holders else refusal(reader),
         standbys=tuple(reader.standbys()),
         refusals=tuple(refusals_of(reader) if refusals is None else refusals),
         unreadable=tuple(reader.unreadable()),

@@ -100,6 +100,7 @@ class RunView:
         unreadable: Records in Redis that this reader could not read and skipped, by name.
         merger: The merger that holds the lease, and the time since the last round closed.
         standbys: The mergers that wait for the lease.
+        refused: Why the last merger refused to serve the run, while none serves it.
         control: The requests of operators.
         refusals: The newest refusals without repeats, oldest first, each with the broker's unix time in seconds.
         refused_by_code: How many contributions were refused, by code; those of `claims.…` were merged for less.
@@ -150,6 +151,7 @@ class RunView:
     interval: int = 1
     merger: MergerStatus = field(default_factory=MergerStatus)
     standbys: tuple[Standby, ...] = ()
+    refused: str = ""
     control: Control = field(default_factory=Control, hash=False)
     refusals: tuple[tuple[float, Refusal], ...] = ()
     refused_by_code: Mapping[str, int] = field(default_factory=dict, hash=False)
@@ -272,7 +274,8 @@ def merger_in_words(view: RunView) -> str:
         missing = numbered("shard", status.unserved)
         return f"no merger serves {missing}; the others have {holders_in_words(status)}{last}{waiting}"
     past = f" (the last epoch was {status.epoch})" if status.epoch else ""
-    return f"no merger serves the run{past}{last}{waiting}"
+    why = f". {view.refused}" if view.refused else ""
+    return f"no merger serves the run{past}{last}{waiting}{why}"
 
 
 def describe_control(control: Control) -> str:

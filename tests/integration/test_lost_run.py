@@ -11,9 +11,9 @@ import pytest
 from archipelago.broker.errors import ConfigError, RunExistsError, UnknownRunError
 from archipelago.broker.redis.keys import REGISTRY
 from archipelago.broker.redis.transport import RedisTransport, connect
+from archipelago.broker.transport import refusal
 from archipelago.islands.checkpoint import Rejoin
 from archipelago.islands.sync.connection.outbox import KEPT_MIN
-from archipelago.islands.sync.connection.watch import refusal
 from archipelago.islands.worker import Island
 from archipelago.merger.beside import at_once
 from archipelago.merger.main import MergerOptions

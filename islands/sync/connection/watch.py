@@ -11,8 +11,7 @@ from collections.abc import Callable
 
 from archipelago.broker.errors import ConfigError, UnknownRunError
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.messages import REFUSED
-from archipelago.broker.transport import ReaderClient, Transport
+from archipelago.broker.transport import ReaderClient, Transport, refusal
 
 log = logging.getLogger(__name__)
 
@@ -54,14 +53,6 @@ def require_no_islands(transport: Transport) -> None:
         )
 
 
-def refusal(reader: ReaderClient) -> str:
-    """Return why a merger did not serve the run, if that was the last that mergers said of themselves; else empty."""
-    said = [note for note in reader.notes(NOTES_READ) if note.who == "merger" and note.kind in ("served", REFUSED)]
-    return said[-1].text if said and said[-1].kind == REFUSED else ""
-
-
-#: The newest notes among which a merger's refusal is looked for.
-NOTES_READ = 50
 #: How often the warning is repeated while no merger serves.
 REMIND_SECONDS = 60.0
 

@@ -28,6 +28,7 @@ from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, invitation_at
 from archipelago.broker.redis.checkup import Bandwidth, RedisCheckup
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.shards.reader import numbered
+from archipelago.broker.transport import refusal
 from archipelago.ops.watch.doctor import checks
 from archipelago.ops.watch.doctor import site as doctor_site
 from archipelago.ops.watch.doctor.checks import Finding, ok, problem
@@ -156,6 +157,8 @@ def _check_run(transport: RedisTransport, url: str, run: str | None, found: Chec
         what += f"fragments and {manifest.shards} shards, " if manifest.shards > 1 else "fragments, "
         what += f"and {live} live island{'s' * (live != 1)}."
         found.findings.append(ok("run", what))
+        if transport.reader.is_served() is False and (why := refusal(transport.reader)):
+            found.findings.append(problem("merger.missing", "No merger serves the run.", why))
     except (BrokerError, ConfigError) as error:
         found.findings.append(problem("run.missing", error.what, error.remedy))
     return transport

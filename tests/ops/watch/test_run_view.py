@@ -299,7 +299,7 @@ def test_formatted_sizes_and_numbers() -> None:
         (1000, "1.0 kB"),
         (123_456, "123 kB"),
         (5e9, "5.0 GB"),
-        (7e15, "7000.0 TB"),
+        (7e15, "7.0 PB"),
     ):
         assert size(count) == text
     assert (number(1234.5678), number(0.5, 1), number(math.nan)) == ("1,234.568", "0.5", "–")
