@@ -26,6 +26,7 @@ from archipelago.broker.errors import (
     ConfigError,
     DivergedError,
     HostError,
+    UnknownRunError,
     UnreachableError,
     WireError,
     is_outage,
@@ -228,21 +229,24 @@ class Patience:
     ) -> None:
         self.seconds, self.stopped, self.clock, self.pause = seconds, stopped, clock, pause
 
-    def __call__(self, call: Callable[[], T]) -> T:
+    def __call__(self, call: Callable[[], T], *, for_run: bool = False) -> T:
         """Return the result of `call`.
 
-        A fragment that cannot be read counts as an outage, because the merger writes it again.
+        A fragment that cannot be read counts as an outage, because the merger writes it again. With `for_run`, so does
+        a run that does not exist yet.
 
         Raises:
-            UnreachableError: The last one, when the time is over. Every other error is raised at once.
+            UnreachableError, UnknownRunError, WireError: The last one, when the time is over. Every other error is
+                raised at once.
             KeyboardInterrupt: A signal has arrived.
         """
         gives_up_at = math.inf
         while True:
             try:
                 return call()
-            except (UnreachableError, WireError) as error:
-                if isinstance(error, WireError) and error.code != "wire.fragment":
+            except (UnreachableError, UnknownRunError, WireError) as error:
+                waited = ("wire.fragment", UnknownRunError.code) if for_run else ("wire.fragment",)
+                if not isinstance(error, UnreachableError) and error.code not in waited:
                     raise
                 if gives_up_at == math.inf:
                     gives_up_at = self.clock() + self.seconds
@@ -283,7 +287,8 @@ class AwaitedRun(RunAddress):
     """The options with which a worker finds its run, and ends. A worker may start before its Redis.
 
     Attributes:
-        wait_seconds: At the start, how many seconds to wait for a Redis that does not answer; 0 fails at once.
+        wait_seconds: At the start, how many seconds to wait for a Redis that does not answer, and a merger also for its
+            run; 0 fails at once.
         stopped_status: The exit status when a signal ends this worker before the run has ended. A launcher that starts
             again only what has failed needs another one than 0, such as 75.
     """

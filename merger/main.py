@@ -92,7 +92,7 @@ def main(options: MergerOptions) -> int:
     # Read the manifest before JAX loads, so that errors appear quickly.
     try:
         with progress("looking for the run, in Redis and in checkpoints"):
-            manifest = awaited(lambda: folder.find_or_bring_back(transport, resume=options.resume))
+            manifest = awaited(lambda: folder.find_or_bring_back(transport, resume=options.resume), for_run=True)
     except UnknownRunError as error:
         if error.code == OTHER_RUN:  # the run's scripts and islands say why nobody serves it
             with suppress(BrokerError):

@@ -15,7 +15,7 @@ import tyro
 from archipelago.broker import invitation as invitations
 from archipelago.broker.address import redacted
 from archipelago.broker.buckets.folder import is_address
-from archipelago.broker.config import RunConfig, checked, differing
+from archipelago.broker.config import OWN_MODEL, RunConfig, checked, differing
 from archipelago.broker.control import STEPS
 from archipelago.broker.errors import ConfigError, MismatchError, RunExistsError, UnknownRunError
 from archipelago.broker.footprint import available_here, footprint, memory_text, shortage
@@ -87,18 +87,21 @@ def main(options: InitOptions) -> int:
         say(f"run {manifest.run!r} {done}: {manifest.parameters:,} parameters in {len(manifest.fragments)} fragments")
         if options.resume is None:  # only the machines of islands need the text of a run that continues
             say(f"  data: {text_of(manifest)}")
-        for line in next_steps(options.url or os.environ.get(URL_VARIABLE, ""), manifest.run, options.task):
+        is_script = manifest.config.model.size == OWN_MODEL and not manifest.task
+        for line in next_steps(options.url or os.environ.get(URL_VARIABLE, ""), manifest.run, options.task, is_script):
             say(f"  {line}")
     return 0
 
 
-def next_steps(url: str, run: str, task: str | None = None) -> list[str]:
+def next_steps(url: str, run: str, task: str | None = None, is_script: bool = False) -> list[str]:
     """Return what to start next, as lines for a shell. A password is never repeated."""
     flag = f" --task {shlex.quote(task)}" if task else ""
+    island = "your training script" if is_script else f"archipelago island --run {run}{flag}"
     if invitations.is_join_file(url):
         return [
             f"invite its processes:  archipelago invite NAME --role merger --run {run}   (and --role island)",
-            f"start each of them with its join file: archipelago merger FILE, archipelago island FILE{flag}",
+            "start each of them with its join file: archipelago merger FILE, "
+            + ("your training script" if is_script else f"archipelago island FILE{flag}"),
         ]
     shown = redacted(url).replace("***", "PASSWORD")
     comment = "   # with its password, which is not repeated here" if shown != url else ""
@@ -106,7 +109,7 @@ def next_steps(url: str, run: str, task: str | None = None) -> list[str]:
         "start next, in any order, with the same URL:",
         f"export {URL_VARIABLE}={shlex.quote(shown)}{comment}",
         f"archipelago merger --run {run}   # on one machine; a second one stands by",
-        f"archipelago island --run {run}{flag}   # for every device, on any machine",
+        f"{island}   # for every device, on any machine",
     ]
 
 

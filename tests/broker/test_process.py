@@ -71,6 +71,10 @@ def test_an_error_that_waiting_cannot_fix_is_raised_at_once() -> None:
         with pytest.raises(type(error)):
             outage.patience(30.0)(answer)
         assert outage.now == 100.0
+    error, outage = UnknownRunError("no run"), Outage(ends_at=0.0)
+    with failing(UnknownRunError, "broker.unknown-run"):  # a merger waits for its run, but not for ever
+        outage.patience(3.0)(answer, for_run=True)
+    assert outage.now == 103.0
     for seconds in (-1.0, float("nan"), float("inf")):
         with failing(ConfigError, "config.value"):
             AwaitedRun(wait_seconds=seconds).patience(lambda: False)

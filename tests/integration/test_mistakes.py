@@ -79,7 +79,7 @@ MISTAKES = [
     ("island RUNS --evaluate-every nan", "config.value"),
     ("merger RUNS --lease-seconds inf", "config.value"),
     ("merger RUNS --keep 0", "config.value"),
-    ("merger NONE --run lost --resume", "broker.unknown-run"),
+    ("merger NONE --run lost --resume --wait-seconds 0", "broker.unknown-run"),
     # everything at once
     ("up NEW --islands 0", "config.value"),
     ("up NEW --standbys 65", "config.value"),
