@@ -54,6 +54,8 @@ from archipelago.ops.settings import say
 Part = Literal["steps", "quantiser", "bits", "loop", "start"]
 
 SIZES, SIZES_QUICK = ("124m", "1b"), ("tiny",)
+#: What is measured unless flags say otherwise: int4 both ways, and a batch for a CPU (`settled`).
+MEASURED = RunConfig(data=DataConfig(batch_size=1, sequence_length=64), wire=WireConfig(up="int4", down="int4"))
 PARTS: tuple[Part, ...] = ("steps", "quantiser", "bits")
 ELEMENTS, ELEMENTS_QUICK = 124_000_000, 1_000_000
 #: A step with syncing on an accelerator takes at most this many times as long as one without.
@@ -90,7 +92,7 @@ class AcceleratorOptions(OutputOptions):
     """Spread the island over devices, as `island --mesh` does. Plain JAX uses one device."""
     config: Path | None = None
     """A TOML file with settings. Flags win over it."""
-    settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
+    settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=lambda: MEASURED)
 
 
 def main(options: AcceleratorOptions) -> int:
@@ -159,18 +161,11 @@ def accelerator(config: RunConfig, sizes: Sequence[str], options: AcceleratorOpt
 
 
 def settled(config: RunConfig, backend: str) -> RunConfig:
-    """Return the config with this measurement's defaults where it has the usual ones.
-
-    They are int4 both ways, and a batch that suits the backend.
-    """
-    short = backend == "cpu"
-    data = replace(config.data, batch_size=1 if short else 16, sequence_length=64 if short else 512)
-    return replace(
-        config,
-        data=data if config.data == DataConfig() else config.data,
-        wire=replace(config.wire, up="int4", down="int4") if config.wire == WireConfig() else config.wire,
-        inner=replace(config.inner, steps=1 << 30),
-    )
+    """Return the config with a batch that suits the backend, unless one was given."""
+    data = config.data
+    if backend != "cpu" and data == MEASURED.data:
+        data = replace(data, batch_size=16, sequence_length=512)
+    return replace(config, data=data, inner=replace(config.inner, steps=1 << 30))
 
 
 def _what(config: RunConfig) -> str:

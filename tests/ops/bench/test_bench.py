@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from archipelago.broker.config import DataConfig, ModelConfig, RunConfig, WireConfig
+from archipelago.broker.config import ModelConfig, RunConfig, WireConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.ops.bench import accelerator, largest, wire
 from archipelago.ops.bench.accelerator_processes import IslandTurns, LoopFound, TimedTurn
@@ -119,13 +119,13 @@ def test_the_figures_of_a_loop_and_a_start_are_ratios_to_a_step_and_to_plain_jax
 
 
 def test_batches_and_codecs_of_an_island_have_defaults_and_settings_win() -> None:
-    found = accelerator.settled(RunConfig(), backend="cpu")
+    found = accelerator.settled(accelerator.MEASURED, backend="cpu")
     assert (found.model.size, found.wire.up, found.wire.down) == ("tiny", "int4", "int4")
-    assert found.tokens_per_step < accelerator.settled(RunConfig(), backend="gpu").tokens_per_step
-    data = DataConfig(corpus="mine", sequence_length=64)
-    mine = replace(RunConfig(), model=ModelConfig("tiny-moe"), wire=WireConfig(up="int8"), data=data)
-    kept = accelerator.settled(mine, backend="cpu")
-    assert (kept.model, kept.wire, kept.data) == (mine.model, mine.wire, mine.data)
+    assert found.tokens_per_step < accelerator.settled(accelerator.MEASURED, backend="gpu").tokens_per_step
+    mine = replace(RunConfig(), model=ModelConfig("tiny-moe"), wire=WireConfig(up="int8"))  # its batch is the usual one
+    for backend in ("cpu", "gpu"):
+        kept = accelerator.settled(mine, backend)
+        assert (kept.model, kept.wire, kept.data) == (mine.model, mine.wire, mine.data)
 
 
 # -- predictions of `largest` ------------------------------------------------------------------------------------------
