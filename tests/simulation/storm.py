@@ -1,16 +1,10 @@
-"""Simulated storms, one a seed: a single one, many on all cores, or an endless series.
-
-`python -m tests.simulation.storm` plays new seeds until one fails.
-"""
+"""Simulated storms, one a seed: a single one, or many on all cores."""
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 import os
 import random
-import sys
-import time
 import traceback
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
@@ -198,27 +192,3 @@ def spread(workers: ProcessPoolExecutor, first: int, count: int) -> list[Future[
     """Distribute `count` seeds over the processes."""
     starts = range(first, first + count, BLOCK)
     return [workers.submit(play_block, start, min(BLOCK, first + count - start)) for start in starts]
-
-
-def main() -> int:
-    """Play new seeds until one fails, from 10,000 or from the number in the first argument."""
-    first = int(sys.argv[1]) if len(sys.argv) > 1 else 10_000
-    began = time.monotonic()
-    with pool() as workers:
-        for start in itertools.count(first, 500):
-            for future in spread(workers, start, 500):
-                if (failure := future.result()) is not None:
-                    sys.stdout.write(f"\n{failure}\n")
-                    workers.shutdown(cancel_futures=True)
-                    return 1
-            rate = (start + 500 - first) / (time.monotonic() - began)
-            sys.stdout.write(f"seeds {first:,} to {start + 499:,} hold, {rate:.0f} a second\n")
-            sys.stdout.flush()
-    return 0
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(0)

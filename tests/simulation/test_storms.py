@@ -30,20 +30,14 @@ def workers() -> Iterator[ProcessPoolExecutor]:
         yield workers
 
 
-def play(workers: ProcessPoolExecutor, first: int, count: int) -> None:
+@pytest.mark.parametrize(
+    ("first", "count"), [(FIRST, QUICK_SEEDS), pytest.param(FIRST + QUICK_SEEDS, FULL_SEEDS, marks=pytest.mark.full)]
+)
+def test_storms(workers: ProcessPoolExecutor, first: int, count: int) -> None:
+    """The invariants hold after every event, and the run makes progress after the storm."""
     parts = storm.spread(workers, first, count)
     failures = [failure for part in parts if (failure := part.result()) is not None]
     assert not failures, "\n\n".join(map(str, failures))
-
-
-def test_storms(workers: ProcessPoolExecutor) -> None:
-    """The invariants hold after every event, and the run makes progress after the storm."""
-    play(workers, FIRST, QUICK_SEEDS)
-
-
-@pytest.mark.full
-def test_more_storms(workers: ProcessPoolExecutor) -> None:
-    play(workers, FIRST + QUICK_SEEDS, FULL_SEEDS)
 
 
 def test_processes_die_at_each_failpoint(workers: ProcessPoolExecutor) -> None:
