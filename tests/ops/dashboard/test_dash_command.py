@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from archipelago.broker.errors import ArchipelagoError, ConfigError, UnreachableError
+from archipelago.broker.errors import ConfigError
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.redis.transport import connect
 from archipelago.ops.commands import run
@@ -73,25 +72,6 @@ def test_events_come_live_and_the_stream_ends_with_the_server() -> None:
         server.close()  # The page is connected meanwhile.
         assert not answer.read().endswith(b"data: ")
     assert not [thread for thread in threading.enumerate() if thread.name == "pages"]
-
-
-def test_a_wrong_option_is_an_error(url: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        for args, code in (
-            (["--run", "nothing"], "broker.unknown-run"),
-            (["--run", "sample", "--port", str(port)], "config.address"),
-            (["--run", "sample", "--port", "70000"], "config.value"),
-            (["--run", "sample", "--token", ""], "config.value"),
-            (["--run", "sample", "--token", "a b"], "config.value"),
-            (["--run", "sample", "--token", "schlüssel"], "config.value"),
-            (["--run", "sample", "--host", "no.such.host.invalid"], "config.address"),
-            (["--run", "sample", "--host", "a" * 70], "config.address"),
-        ):
-            with failing(ArchipelagoError, code):
-                run(["dash", url, *args, "--no-open"])
-    with failing(UnreachableError):
-        run(["dash", f"redis://127.0.0.1:{port}", "--run", "sample", "--no-open"])
 
 
 def test_an_empty_variable_counts_as_not_set(monkeypatch: pytest.MonkeyPatch) -> None:

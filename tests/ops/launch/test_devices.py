@@ -16,7 +16,7 @@ from archipelago.islands.mesh import MeshShape
 from archipelago.ops.launch import devices, up
 from archipelago.ops.launch.devices import Accelerators, accelerators, shared_out
 from archipelago.ops.launch.local_run import LocalRun
-from archipelago.ops.launch.up import UpOptions, main
+from archipelago.ops.launch.up import UpOptions
 from tests import samples
 from tests.failing import failing
 
@@ -107,16 +107,3 @@ def test_islands_and_standbys_get_their_devices_and_their_mesh() -> None:
     for child in (*session.islands, *session.standbys.all):
         assert child.argv[list(child.argv).index("--mesh") + 1] == "fsdp=2"
     assert "CUDA_VISIBLE_DEVICES" not in session.merger.environment
-
-
-def test_mistakes_are_reported_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(up, "accelerators", lambda: FOUR)
-    for options, code in (
-        (UpOptions(mesh="rows=2"), "mesh.text"),
-        (UpOptions(mesh="data=x"), "mesh.text"),
-        (UpOptions(mesh="data"), "mesh.text"),
-        (UpOptions(mesh="fsdp=8", islands=2), "mesh.devices"),
-    ):
-        with failing(code=code):
-            main(options)
-    assert not Path("runs").exists()

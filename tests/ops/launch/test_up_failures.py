@@ -94,12 +94,8 @@ def test_each_worker_gets_the_same_flags_and_a_separate_port() -> None:
     assert ports == {"merger": "9310", "island-0": "9311", "island-1": "9312"}
 
 
-def test_wrong_options_are_reported_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    for options, code in (
-        (UpOptions(islands=3, metrics_port=65534), "config.value"),
-        (UpOptions(wandb=True), "config.extra"),  # the package is missing
-    ):
-        with failing(ConfigError, code):
-            up.main(options)
+    with failing(ConfigError, "config.extra"):
+        up.main(UpOptions(wandb=True))
     assert not Path("runs").exists()

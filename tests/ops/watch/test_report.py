@@ -227,13 +227,6 @@ def test_an_error_names_the_mistake(
         found = capsys.readouterr().err
         assert (named in found, found.count("\n")) == (True, 1), args
 
-    Path("empty").mkdir()
-    require_error("runs/nothing", "nothing")
-    require_error("a b", "a b")
-    require_error("empty", "./empty")
-    require_error("empty", "./empty", "--run", "other")
-    require_error("Redis")
-    require_error("127.0.0.1:1", "redis://127.0.0.1:1")
     with start_server(tmp_path / "runs" / "sample" / "redis"):
         require_error("", "sample", "--folder", str(tmp_path / "runs"))
     found = of_image(samples.image(replace(MANIFEST, run="../x"), []), {}, b"", 1.7e9)

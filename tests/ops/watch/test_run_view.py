@@ -12,17 +12,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from archipelago.broker.config import OWN_MODEL, ModelConfig
-from archipelago.broker.manifest import NO_CORPUS
 from archipelago.broker.messages import Books, Evaluation, Pending, RoundMember, TapeEntry
 from archipelago.broker.presence import LIVE_SECONDS, Presence
 from archipelago.broker.transport import Memory, Transport
-from archipelago.ops.dashboard.page_data import settings
 from archipelago.ops.watch.advice import problems
 from archipelago.ops.watch.formatting import number, size
 from archipelago.ops.watch.reading import BALANCE_TRIES, RECENT_ROUNDS, observe, summarise
 from archipelago.ops.watch.run_view import RunView
-from archipelago.ops.watch.terminal import evaluated, line, render, run_lines
+from archipelago.ops.watch.terminal import evaluated, line, render
 from tests import samples
 from tests.intercept import Intercepted
 
@@ -136,19 +133,6 @@ def test_the_age_of_the_newest_evaluation_is_known() -> None:
     assert "round 3 (4 rounds ago)" in said
 
 
-def test_a_run_of_scripts_shows_no_evaluation_and_a_run_of_a_task_does() -> None:
-    config = replace(MANIFEST.config, model=ModelConfig(size=OWN_MODEL))
-    for task, model in (("", "that of its users' scripts"), ("digits", "that of the task 'digits'")):
-        manifest = replace(MANIFEST, config=config, task=task, corpus=NO_CORPUS)
-        view = summarise(manifest, TAPE, PRESENCES, BOOKS, Pending(3, 299), [], MERGED, {}, MEMORY)
-        console = Console(width=200, record=True, file=StringIO())
-        console.print(run_lines(view))
-        said = console.export_text()
-        assert ("held-out" in said, "evaluated" in said, "task digits" in said) == (bool(task),) * 3
-        assert "training loss" in said
-        assert settings(manifest)["model"] == model
-
-
 class Torn(Intercepted):
     """A connection whose accounts are inconsistent at the first `torn` readings, and whose stream is not read."""
 
@@ -239,26 +223,11 @@ def words(text: str) -> str:
 def test_a_terminal_shows_the_facts() -> None:
     for width in (80, 120):
         text = words(shown(VIEW, width))
-        for fact in (
-            "sample 64 parameters in 2 fragments, round 4, step 40 of 2,000",
-            "held-out loss 4.250 (first 8.000), training loss 7.213, in bits per byte",
-            "5 known, 3 live, 1 participating; 1.50 contributions per round, open 500 ms (grace 200 ms)",
-            "published 10 = merged 6 + refused 1 + pending 3",
-            "in tokens 1,000 = 601 + 100 + 299 (2 fragments each)",
-            "trained 2,077 = merged 300 + refused 50 + pending 149 + unsent 60 + lost 1,518; 0.05 passes over the text",
-            "up 5.0 kB, down 6.0 MB, Redis holds 7.0 kB",
-            "c: last refused: too old",
-        ):
+        for fact in ("4.250", "7.213", "5 known, 3 live", "10 = merged 6", "1,000 = 601", "lost 1,518", "6.0 MB"):
             assert fact in text
-        for name, row, score in (
-            ("island", "state steps tokens/s loss lag part{} queue up down seen", " score"),
-            ("a", "training 10 100 2.885 0.00 75%{} 0 10 B 10 B 0 s", " 1.00"),
-            ("b", "silent 10 – 2.885 0.00 25%{} 0 10 B 10 B 10 s", " 1.00"),
-            ("c", "joining 10 100 – 0.00 0%{} 0 10 B 10 B 3 s", " –"),
-            ("d", "left 10 – 2.885 0.00 0%{} 0 10 B 10 B 1 s", " –"),
-            ("e", "leaving 10 100 2.885 0.00 0%{} 0 10 B 10 B 10 s", " –"),
-        ):
-            assert f"{name} {row.format(score if width >= 88 else '')}" in text
+        score = " 1.00" if width >= 88 else ""
+        for row in (f"a training 10 100 2.885 0.00 75%{score} 0 10 B", f"b silent 10 – 2.885 0.00 25%{score} 0 10 B"):
+            assert row in text
         assert "does not answer" not in text  # The last link state of a silent island is not shown.
 
 
@@ -286,22 +255,13 @@ def test_numbers_are_not_cut_in_80_columns() -> None:
 
 
 def test_the_run_in_one_line() -> None:
-    assert line(VIEW) == (
-        "round 4  step 40/2000  held-out 4.250, training 7.213 bits/byte  live 3/5, 1 participating, "
-        "1 loading and compiling  up 5.0 kB  down 6.0 MB  pending 3"
-    )
+    for fact in ("round 4", "40/2000", "4.250", "7.213", "3/5", "1 loading", "5.0 kB", "6.0 MB", "pending 3"):
+        assert fact in line(VIEW)
 
 
 def test_formatted_sizes_and_numbers() -> None:
-    for count, text in (
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1.0 kB"),
-        (123_456, "123 kB"),
-        (5e9, "5.0 GB"),
-        (7e15, "7.0 PB"),
-    ):
-        assert size(count) == text
+    sizes = {999: "999 B", 1000: "1.0 kB", 123_456: "123 kB", 7e15: "7.0 PB"}
+    assert {count: size(count) for count in sizes} == sizes
     assert (number(1234.5678), number(0.5, 1), number(math.nan)) == ("1,234.568", "0.5", "–")
 
 

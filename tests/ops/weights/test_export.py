@@ -20,12 +20,9 @@ from archipelago.broker.buckets.bundles import Bundles
 from archipelago.broker.buckets.folder import BucketFolder
 from archipelago.broker.config import ModelConfig
 from archipelago.broker.errors import (
-    ArchipelagoError,
-    BadUrlError,
     ConfigError,
     DataError,
     UnknownRunError,
-    UnreachableError,
 )
 from archipelago.broker.redis.transport import connect
 from archipelago.islands.data.corpus import open_corpus
@@ -93,10 +90,6 @@ def test_experts_keep_their_own_names(tmp_path: Path) -> None:
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine").write_text("kept")
-    with failing(ConfigError, "export.exists"):
-        run(("export", "runs/none", "--out", "out"))
     (tmp_path / "file").write_text("")
     with pytest.raises(NotADirectoryError):
         write(found_of(), tmp_path / "file" / "below", "float32")
@@ -145,23 +138,6 @@ def test_without_a_redis_the_runs_own_checkpoint_is_read(call: Call) -> None:
     assert status == 0
     assert "runs/mine" in said
     assert same(open_text_model("out", None).params, found_of().params)
-
-
-def test_without_parameters_nothing_is_written(tmp_path: Path, call: Call) -> None:
-    cases: list[tuple[list[str], type[ArchipelagoError]]] = [
-        ([], ConfigError),
-        (["--run", "mine"], ConfigError),
-        (["nowhere"], ConfigError),
-        (["redis://127.0.0.1:1", "--run", "mine"], UnreachableError),
-        (["http://x", "--run", "mine"], BadUrlError),
-    ]
-    for args, kind in cases:
-        for verb in (["export", "--out", "out"], ["generate"]):
-            with pytest.raises(kind):
-                run([*verb, *args])
-            status, out, err = call(*verb, *args)
-            assert (status, out, err.count("\n")) == (2, "", 1)
-    assert list(tmp_path.iterdir()) == []
 
 
 # -- runs that begin from weights -----------------------------------------------------------------------------------
