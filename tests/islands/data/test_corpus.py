@@ -203,10 +203,3 @@ def test_the_library_excludes_tests_and_installed_packages(library: Path) -> Non
     assert (opened.reading.files, opened.reading.skipped) == (3, {"not UTF-8": 1})
     write(library / "later.py")
     assert preparation.prepare_stdlib().identity == opened.identity
-
-
-@pytest.mark.full
-def test_the_library_of_this_python_can_be_opened() -> None:
-    opened = preparation.prepare_stdlib()
-    assert opened.identity.bytes > 5_000_000
-    assert b"def " in opened.valid.tobytes()

@@ -16,15 +16,13 @@ import pytest
 from archipelago.broker.config import ModelConfig, RunConfig
 from archipelago.broker.errors import ConfigError, DataError, MismatchError
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.wire import unpack
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.corpus import OpenCorpus, open_corpus
 from archipelago.islands.data.preparation import prepare_text
 from archipelago.islands.data.ranges import held_out, lease_all
 from archipelago.islands.data.tokenizer import byte_tokenizer
-from archipelago.islands.evaluation import assemble
-from archipelago.islands.models.registry import Model, Params, build, learning_rate
-from archipelago.islands.tasks.ours import first_snapshots, fitted, our_work, require_readable
+from archipelago.islands.models.registry import Model, Params, learning_rate
+from archipelago.islands.tasks.ours import fitted, our_work, require_readable
 from tests.failing import failing
 from tests.harness.tiny import NO_DECODER
 from tests.islands.models import mini
@@ -79,14 +77,6 @@ def test_the_tokenizer_does_not_depend_on_held_out_text(tmp_path: Path, tokens: 
     found = prepare_text(tmp_path / "other", "other", VOCABULARY)
     assert found.tokenizer == tokens.tokenizer
     assert found.digest != tokens.digest
-
-
-def test_a_prepared_text_gives_the_same_tokens(tmp_path: Path, tokens: OpenCorpus) -> None:
-    (tmp_path / "text").write_text(TEXT, encoding="utf-8")
-    again = prepare_text(tmp_path / "text", "again", VOCABULARY)
-    assert (again.digest, again.tokenizer) == (tokens.digest, tokens.tokenizer)
-    with failing(DataError, "data.taken"):
-        prepare_text(tmp_path / "text", "tokens", VOCABULARY - 1)
 
 
 def test_a_card_that_contradicts_itself_or_another_tokenizer_is_refused(
@@ -155,10 +145,6 @@ def test_batches_are_windows_of_tokens(tokens: OpenCorpus) -> None:
     assert (found.dtype.name, found.shape) == ("uint16", (3, 4, 17))
     text = tokens.train.tobytes()
     assert all(window.tobytes() in text for window in found.reshape(-1, 17))
-    with failing(DataError, "data.too-small"):
-        Batches(tokens.train[:100], WIDE, lambda: None)
-    with failing(DataError, "data.too-small"):
-        held_out(tokens.valid[:9], 4, 16)
 
 
 def test_the_loss_is_per_byte_under_any_tokenizer(tokens: OpenCorpus) -> None:
@@ -182,11 +168,3 @@ def test_the_manifest_pins_the_tokenizer(tokens: OpenCorpus) -> None:
     assert Manifest.from_fields(manifest.to_fields()) == manifest
     with failing(MismatchError):
         manifest.require_same(replace(manifest, corpus=replace(tokens.identity, tokenizer="0" * 32)))
-
-
-def test_a_run_can_begin_with_given_parameters(tokens: OpenCorpus) -> None:
-    manifest, params = our_work(WIDE, tokens).describe("run"), mini.params_of(build(WIDE.model))
-    snapshots = first_snapshots(manifest, params)
-    vectors = [unpack(payload, size) for (_, payload), size in zip(snapshots, manifest.sizes, strict=True)]
-    found = assemble(manifest, vectors)
-    assert all(np.array_equal(found[name], params[name]) for name in params)

@@ -77,12 +77,6 @@ def test_generation_continues_beyond_the_context(text: list[int], prompt_length:
     assert generated(prompt, context, GREEDY, 0, 30) == naive(prompt, context, 30)
 
 
-def test_a_seed_determines_the_text(text: list[int]) -> None:
-    first = generated(text, 16, 0.8, 1, 20)
-    assert first == generated(text, 16, 0.8, 1, 20)
-    assert first != generated(text, 16, 0.8, 2, 20)
-
-
 def frequencies(temperature: float, count: int = 4000) -> dict[int, float]:
     keys = jax.random.split(jax.random.key(0), count)
     chosen = jax.vmap(lambda key: choose(LOGITS_V, key, temperature))(keys)

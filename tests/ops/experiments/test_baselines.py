@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 
 from archipelago.broker.config import RunConfig
-from archipelago.broker.errors import ConfigError
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.tasks.batches import TaskRun
 from archipelago.ops.experiments import baselines
 from archipelago.ops.experiments.baselines import AllShards, Reader
 from archipelago.ops.experiments.single_process import SingleProcessOptions, run
 from archipelago.ops.experiments.trial import CurvePoint
-from tests.failing import failing
 from tests.islands.tasks.task_runs import BATCHES, EXAMPLES, SHARDS
 from tests.ops.experiments.trials import task_work
 from tests.small import SMALL
@@ -76,8 +74,3 @@ def test_the_curve_is_written(config: RunConfig, corpus: OpenCorpus, monkeypatch
         "tokens": 640,
         "curve": [[0, 8.0], [640, 2.0]],
     }
-
-
-def test_tokens_must_be_positive(config: RunConfig) -> None:
-    with failing(ConfigError, "config.value"):
-        run(SingleProcessOptions(tokens=0, output=Path("curve.json"), settings=config))

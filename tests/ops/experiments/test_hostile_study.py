@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.wire import digest, pack, unpack
-from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.ops.experiments.island_runs import CLAIMED, FORGERIES, HostileClient
 from archipelago.ops.experiments.results import baseline, grouped
-from archipelago.ops.experiments.trial import ATTACKS, Trial, key_of, measure
+from archipelago.ops.experiments.trial import ATTACKS, Trial, key_of
 from tests import samples
 from tests.ops.experiments.trials import record_of
 
@@ -72,15 +69,3 @@ def test_a_row_is_compared_with_the_run_without_its_hostile_islands() -> None:
         [],
         [],
     ]
-
-
-@pytest.mark.full
-def test_a_flipped_island_costs_nothing_in_a_whole_run(corpus: OpenCorpus) -> None:
-    settings: dict[str, Any] = {
-        "data.corpus": "small-text", "data.sequence_length": 32, "data.batch_size": 4, "data.shards": 8,
-        "data.held_out_sequences": 32, "inner.steps": 72, "inner.warmup_steps": 6, "sync.interval": 6,
-        "sync.fragments": 2, "merge.embedding": "rda", "merge.rest": "rda",
-    }  # fmt: skip
-    attacked = measure(Trial.of(settings, islands=4, hostile=1, attack="flip"))
-    absent = measure(Trial.of(settings, islands=3))
-    assert attacked["bits_per_byte"] < 1.02 * absent["bits_per_byte"]

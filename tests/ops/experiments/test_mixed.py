@@ -15,7 +15,7 @@ from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.inner import begin
 from archipelago.islands.models.registry import build
 from archipelago.ops.experiments import mixed
-from archipelago.ops.experiments.mixed import BOTH, JAX, TORCH, MixedOptions, frameworks, rows
+from archipelago.ops.experiments.mixed import BOTH, JAX, TORCH, frameworks, rows
 from archipelago.ops.experiments.parity import Arm
 from archipelago.ops.experiments.trial import CurvePoint
 from tests import pytorch
@@ -34,8 +34,6 @@ def test_the_table() -> None:
 
 def test_every_second_island_of_the_mixed_run_is_in_pytorch() -> None:
     assert frameworks(3) == {JAX: ["jax"] * 3, TORCH: ["pytorch"] * 3, BOTH: ["jax", "pytorch", "jax"]}
-    with failing(ConfigError, "config.value"):
-        mixed.main(MixedOptions(islands=1))
 
 
 @pytest.mark.full
@@ -78,16 +76,3 @@ def test_a_llama_makes_the_steps_of_our_worker(corpus: OpenCorpus) -> None:
     assert sum(count for count, _ in made) == tokens[..., 1:].size
     for name, tensor in named.items():
         np.testing.assert_allclose(tensor.detach().numpy(), np.asarray(state.params[name]), atol=1e-5, err_msg=name)
-
-
-@pytest.mark.full
-def test_batches_depend_on_the_seed_and_the_island_alone(corpus: OpenCorpus) -> None:
-    pytorch.required("transformers")
-    from archipelago.ops.experiments.both_frameworks import SeededBatches
-
-    def drawn(seed: int, number: int) -> tuple[int, ...]:
-        batches = SeededBatches(corpus.train, dataclasses.replace(SMALL, seed=seed), lambda: None, number)
-        return tuple(np.concatenate([batches.next(2).reshape(-1), batches.next(1).reshape(-1)]))
-
-    assert drawn(0, 1) == drawn(0, 1)
-    assert len({drawn(seed, number) for seed in (0, 1) for number in (1, 2)}) == 4

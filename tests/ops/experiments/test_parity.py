@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from archipelago.broker.config import MergeConfig, RunConfig
@@ -19,8 +17,6 @@ from archipelago.ops.experiments.trial import CurvePoint
 from tests.failing import failing
 from tests.ops.experiments.trials import task_work
 from tests.small import SMALL
-
-PARALLEL = "data-parallel, 2× batch"
 
 
 @pytest.fixture
@@ -70,27 +66,6 @@ def test_a_negative_loss_has_no_ratios_and_the_interval_is_that_of_the_settings(
     assert row["loss"] > row["data_parallel"]
 
 
-@pytest.mark.full
-def test_islands_of_our_models_train_on_equal_tokens_and_learn(
-    config: RunConfig, corpus: OpenCorpus, tmp_path: Path
-) -> None:
-    """The verb takes means over seeds, and shortens nothing unless it is asked to."""
-    options = parity.ParityOptions(output=tmp_path / "out", islands=(2,), seeds=(0, 1), settings=config)
-    assert parity.main(options) == 0
-    found = json.loads((tmp_path / "out" / "parity.json").read_text(encoding="utf-8"))
-    (row,) = found["rows"]
-    full = 2 * 24 * config.tokens_per_step
-    assert 0.9 * full <= row["tokens"] <= full
-    assert (row["islands"], row["interval"]) == (2, config.sync.interval)
-    assert row["spread"] > 0, "two seeds"
-    ours, parallel = (found["losses"][name] for name in (f"2 islands, H = {config.sync.interval}", PARALLEL))
-    assert (row["loss"], row["data_parallel"]) == (pytest.approx(np.mean(ours)), pytest.approx(np.mean(parallel)))
-    by_seed = np.mean([mine / theirs for mine, theirs in zip(ours, parallel, strict=True)])
-    assert row["to_parallel"] == pytest.approx(by_seed)
-    for name, losses in found["losses"].items():
-        assert max(losses) < 0.8 * found["curves"][name][0][1], f"{name} learnt nothing"
-
-
 def test_a_quick_comparison_makes_few_steps(
     config: RunConfig, corpus: OpenCorpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,9 +82,6 @@ def test_a_quick_comparison_makes_few_steps(
     assert (counts, intervals, work.config.inner.steps) == ((3,), (12, 24), 400)
 
 
-def test_what_cannot_be_compared_is_refused(config: RunConfig) -> None:
+def test_what_cannot_be_compared_is_refused() -> None:
     with failing(ConfigError, "task.evaluate"):
         parity.parity(task_work(evaluate=None), (2,), (), 1.0)
-    for wrong in ({"islands": ()}, {"islands": (65,)}, {"slow": 0.5}):
-        with failing(ConfigError, "config.value"):
-            parity.main(replace(parity.ParityOptions(settings=config), **wrong))
