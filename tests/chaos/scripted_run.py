@@ -124,16 +124,12 @@ class ScriptedRun:
         self._beaten_at = float("-inf")
 
     def create(self) -> None:
-        """Create the run, with all islands alive."""
         self.transport.create(self.manifest, samples.first_snapshots(self.manifest, value=1.0))
         self.beat()
 
     def end(self) -> None:
-        """End all processes and the connection."""
         self.processes.end()
         self.transport.close()
-
-    # -- processes --------------------------------------------------------------------------------------------------
 
     def merger(self, *options: str, failpoint: str = "") -> subprocess.Popen[str]:
         """Start a merger, which is killed at that failpoint."""
@@ -156,8 +152,6 @@ class ScriptedRun:
         assert process.returncode is not None
         return process.returncode
 
-    # -- islands ----------------------------------------------------------------------------------------------------
-
     def beat(self) -> None:
         """Send a heartbeat of each island, at most once a second."""
         if time.monotonic() - self._beaten_at > 1.0:
@@ -173,7 +167,6 @@ class ScriptedRun:
             self.transport.island.publish(*answer(self.manifest, number, island))
 
     def await_round(self, number: int, tend: Callable[[], None] = lambda: None) -> None:
-        """Wait until that round has closed."""
         self.wait(lambda: self.closed >= number, f"round {number}", tend)
 
     def await_cover(self, tend: Callable[[], None] = lambda: None) -> None:
@@ -197,7 +190,6 @@ class ScriptedRun:
         return newest[-1].round if newest else 0
 
     def exists(self) -> bool:
-        """Whether Redis holds the run."""
         try:
             self.transport.reader.manifest()
         except UnknownRunError:
@@ -205,7 +197,6 @@ class ScriptedRun:
         return True
 
     def events(self, kind: type[Any]) -> list[Any]:
-        """Return all events of that type."""
         return [event for _, event in self.transport.reader.events(START, 0.0, 10_000) if isinstance(event, kind)]
 
     def refused(self) -> list[str]:

@@ -108,7 +108,6 @@ class BoundedRun:
 
     @property
     def sent(self) -> int:
-        """The number of published contributions."""
         return self.transport.reader.books().published
 
     @property
@@ -152,7 +151,6 @@ class BoundedRun:
 
 @pytest.fixture
 def bounded(tmp_path: Path, until: Until) -> Iterator[BoundedRun]:
-    """A run at a server with little memory."""
     with start_server(tmp_path / "redis") as server, redis.Redis.from_url(server.url) as raw:
         yield BoundedRun(server.url, raw, until)
 

@@ -72,9 +72,6 @@ def publish(scripted: ScriptedRun, number: int) -> None:
     return scripted.publish(number, ["c"], with_damaged=False)
 
 
-# -- checks -----------------------------------------------------------------------------------------------------
-
-
 def check_stream(scripted: ScriptedRun, first: int, last: int) -> None:
     """Assert that each round was announced once, each damaged contribution refused once, and no chunk is left over."""
     assert [snapshot.round for snapshot in scripted.events(Snapshot)] == list(range(first, last + 1))
@@ -109,9 +106,6 @@ def with_a_retry(books: dict[str, int]) -> dict[str, int]:
     sent, payload = answer(manifest("any"), number, "b")
     more = {"published": 1, "published_tokens": sent.tokens, "refused": 1, "refused_tokens": sent.tokens}
     return books | {key: books[key] + count for key, count in (more | {"bytes_up": len(payload)}).items()}
-
-
-# -- the test ---------------------------------------------------------------------------------------------------
 
 
 def test_a_run_whose_processes_are_killed_gives_the_same_bits(

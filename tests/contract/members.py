@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from archipelago.broker.address import with_user
@@ -51,7 +51,6 @@ class Members:
             return self._known[role, name]
 
     def close(self) -> None:
-        """Close all connections, and delete all users."""
         for (_, name), transport in self._known.items():
             transport.close()
             self.administrator.membership.remove_user(roles.user_of(self.run, name))
@@ -65,12 +64,9 @@ class MembersTransport:
         self.run = members.run
         self.administrator = members.administrator
         self._members = members
-        self.island: Any = _Islands(members)
-        self.reader: Any = _Reader(members)
-
-    @property
-    def merger(self) -> Any:
-        return self._members.as_("merger").merger
+        self.island: Any = _Calls("island", lambda *call: members.as_("island", _caller(*call)))
+        self.reader: Any = _Calls("reader", lambda call, *_: members.as_("operator" if call in _STEERING else "viewer"))
+        self.merger: Any = _Calls("merger", lambda *_: members.as_("merger"))
 
     def create(self, manifest: Manifest, snapshots: Sequence[tuple[Snapshot, bytes]]) -> None:
         self.administrator.create(manifest, snapshots)
@@ -85,22 +81,14 @@ class MembersTransport:
         pass
 
 
-class _Islands:
-    def __init__(self, members: Members) -> None:
-        self._members = members
+class _Calls:
+    """The calls of one client, each made by the connection that `who` returns for it."""
+
+    def __init__(self, client: str, who: Callable[..., RedisTransport]) -> None:
+        self._client, self._who = client, who
 
     def __getattr__(self, call: str) -> Any:
-        def made(*arguments: Any) -> Any:
-            island = self._members.as_("island", _caller(call, *arguments))
-            return getattr(island.island, call)(*arguments)
+        def made(*arguments: Any, **named: Any) -> Any:
+            return getattr(getattr(self._who(call, *arguments), self._client), call)(*arguments, **named)
 
         return made
-
-
-class _Reader:
-    def __init__(self, members: Members) -> None:
-        self._members = members
-
-    def __getattr__(self, call: str) -> Any:
-        role: Role = "operator" if call in _STEERING else "viewer"
-        return getattr(self._members.as_(role).reader, call)

@@ -61,7 +61,6 @@ class SimulatedMemory(MemoryBroker):
         """Do nothing, as in `touched`."""
 
     def lose_everything(self) -> None:
-        """Lose all runs."""
         self._lost_at = {key: (run.next_event, run.next_update) for key, run in self.runs.items()}
         self.runs.clear()
 
@@ -117,7 +116,6 @@ class SimulatedRedis:
         self._shown: dict[tuple[str, int], RedisRun] = {}
 
     def connect(self, run: str) -> RedisTransport:
-        """Connect to one run."""
         return RedisTransport(self.client, run)
 
     def touched(self, shard: int | None = None) -> None:
@@ -134,7 +132,6 @@ class SimulatedRedis:
         return shown if shown.exists else None
 
     def newest_entry(self, run: str, shard: int, island: str) -> str:
-        """Return the name of the newest entry of an island."""
         ((id_, _),) = self.client.xrevrange(Keys(run, shard).updates(island), count=1)
         return entry_name(island, id_.decode())
 
@@ -143,7 +140,6 @@ class SimulatedRedis:
         self._shown.clear()
 
     def lose_everything(self) -> None:
-        """Lose all keys."""
         self.client.flushall()
         self.reread()
 
@@ -273,7 +269,6 @@ class RedisRun:
         return entry
 
     def payload(self, entry: str) -> bytes:
-        """Return the payload of an entry."""
         return self.transport.updates.read(entry).payload
 
     @cached_property
@@ -326,7 +321,6 @@ class RedisRun:
 
 
 def is_claim(text: str) -> bool:
-    """Return whether the text is a claim to a shard."""
     try:
         parse_claim("", text)
     except WireError:

@@ -74,7 +74,6 @@ class Store(CheckpointStore):
         self._disk, self._fail = disk, fail
 
     def numbers(self) -> list[int]:
-        """Return the numbers of the finished checkpoints."""
         return sorted(self._disk)
 
     def save(self, image: Image) -> None:
@@ -105,7 +104,6 @@ class Record:
         self.segments: dict[tuple[int, int], Sequence[Round]] = {}
 
     def begin(self, manifest: Manifest, snapshots: Sequence[tuple[Snapshot, bytes]]) -> None:
-        """Store the first snapshots."""
         self.beginning = self.beginning or snapshots
 
     def append(self, rounds: Sequence[Round]) -> None:
@@ -116,15 +114,12 @@ class Record:
         self._fail("record.after")
 
     def last_round(self) -> int:
-        """Return the last recorded round."""
         return max((last for _, last in self.segments), default=0)
 
     def names(self) -> list[str]:
-        """Return the names of the segments."""
         return [f"{first}-{last}" for first, last in self.segments]
 
     def go_back(self, last_round: int) -> None:
-        """Forget the rounds after `last_round`."""
         self.segments = {span: segment for span, segment in self.segments.items() if span[1] <= last_round}
 
 
@@ -156,7 +151,6 @@ class IslandDisk(IslandStore):
             self._fail("island checkpoint.after")
 
     def restore(self, island: Island) -> bool:
-        """Restore the island's optimiser state and totals."""
         if self.manifest.uid not in self._disk:
             return False
         state, totals = self._disk[self.manifest.uid]

@@ -81,7 +81,6 @@ class FaultRates:
 
     @classmethod
     def draw(cls, rng: random.Random) -> FaultRates:
-        """Draw the rate of each fault."""
         checkpoints = rng.random() < 0.85
         loses = rng.choice([NOTHING, DISKS, FAILOVER, EVERYTHING])
         return cls(
@@ -115,7 +114,6 @@ class FaultyConnection(Intercepted):
         self.process, self.shard = process, shard
 
     def of_shard(self, shard: int) -> FaultyConnection:
-        """Return a connection to one shard of the run."""
         return FaultyConnection(self._world, self.process, cast(Shardable, self._home.of_shard(shard)), shard)
 
     def intercept(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -177,7 +177,6 @@ class Simulation:
             raise Crash(failpoint)
 
     def before(self, connection: FaultyConnection, name: str) -> None:
-        """Inject faults before a call takes effect."""
         process, shard = connection.process, connection.shard
         if self.happens(self.rates.stall) and not self._nested:
             self.clock.now += self.random.choice([0.0, 6.0, 11.0])
@@ -189,7 +188,6 @@ class Simulation:
         self.after(name)
 
     def after(self, name: str) -> None:
-        """Inject faults after a call has taken effect."""
         # The shards of a run are restored one after another. What is half restored should be seen often.
         is_half = name == "restore" and self.manifest.shards > 1
         if self.happens(50 * self.rates.crash if is_half else self.rates.crash):
@@ -489,7 +487,6 @@ class Simulation:
         self.kill_mergers(shard)
 
     def kill_mergers(self, shard: int = 0) -> None:
-        """Let all mergers of a shard die."""
         for process in self.mergers_of(shard):
             self._end(process)
 

@@ -98,9 +98,6 @@ def test_pieces_end_after_a_line_and_with_the_stream() -> None:
     assert "".join(pieces(io.BytesIO(b"abcdef"), 10, 4)) == "abcdef"
 
 
-# -- tokenizers of others ------------------------------------------------------------------------------------------
-
-
 def other() -> Any:
     """Return a byte-level tokenizer as other programs write it, with special tokens, one of them before each text."""
     from tokenizers import AddedToken, Tokenizer, processors

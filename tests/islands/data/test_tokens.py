@@ -108,8 +108,6 @@ def test_a_corpus_of_bytes_has_the_tokenizer_byte_tokenizer() -> None:
     assert (plain.vocabulary, plain.bytes_per_token, plain.identity.tokenizer) == (256, 1.0, "")
 
 
-# -- runs on tokens -------------------------------------------------------------------------------------------------
-
 CONFIG = replace(RunConfig(), data=replace(RunConfig().data, sequence_length=16, batch_size=4, shards=8))
 CONFIG = replace(CONFIG, inner=replace(CONFIG.inner, learning_rate=2e-3))
 WIDE = replace(CONFIG, model=ModelConfig(vocabulary=VOCABULARY))

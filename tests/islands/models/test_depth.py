@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -48,17 +47,6 @@ def test_the_passage_through_layers_changes_no_name_and_no_gradient(kind: str, d
     assert float(found) == pytest.approx(float(expected), rel=1e-6)
     for name, slope in slopes.items():
         np.testing.assert_allclose(others[name], slope, rtol=1e-3, atol=1e-6, err_msg=name)
-
-
-def test_the_program_of_a_layer_is_compiled_once() -> None:
-    """Forward and backward passes of a scan do not grow with the layers, unlike those that are unrolled."""
-
-    def matrix_products(layers: int, depth: Depth) -> int:
-        model = transformer(replace(SIZE, layers=layers), jnp.float32, depth=depth)
-        return jax.jit(jax.grad(model.loss)).lower(mini.params_of(model), TOKENS).as_text().count("dot_general")
-
-    assert matrix_products(4, Depth()) > 1.7 * matrix_products(2, Depth())
-    assert matrix_products(4, Depth(scan=True)) == matrix_products(2, Depth(scan=True))
 
 
 def test_the_settings_of_a_run_choose_the_passage_and_the_dtype() -> None:

@@ -96,7 +96,6 @@ class LoopRun(PlayedRun, ABC):
         """Return an island that has joined, with a model of its own."""
 
     def merged(self) -> Values:
-        """Return the run's newest parameters by name, as float32."""
         return merged_by(self.merger)
 
 
@@ -153,7 +152,6 @@ class LoopIsland(ABC):
         self.run.turn(self.link, lambda: self.loop.turn(steps, tokens, loss), steps)
 
     def train(self, turns: int = 1, by: float = STEP) -> None:
-        """Make some steps, and sync after each."""
         for _ in range(turns):
             self.step(by)
             self.turn()
@@ -197,7 +195,6 @@ class Script(ABC):
         """Return the arrays of the optimiser."""
 
     def train(self, turns: int = 1, by: float = STEP) -> None:
-        """Make some steps, and sync after each."""
         for _ in range(turns):
             self.step(by)
             self.sync()

@@ -32,5 +32,4 @@ def framework(request: pytest.FixtureRequest) -> Framework:
 
 @pytest.fixture
 def url() -> str:
-    """The URL of an empty server in memory."""
     return f"fakeredis://{uuid.uuid4().hex}"

@@ -65,7 +65,6 @@ class OwnIsland(LoopIsland):
 
     @property
     def params(self) -> Any:
-        """The newest parameters."""
         return self.parameters.tree
 
     def step(self, by: float = STEP) -> None:
@@ -89,7 +88,6 @@ class OwnIsland(LoopIsland):
         return self.params
 
     def play(self, turns: int, step: Callable[[Any], Any] = trained) -> None:
-        """Make some steps, and sync after each."""
         for _ in range(turns):
             self.sync(step(self.params))
 

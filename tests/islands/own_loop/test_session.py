@@ -41,7 +41,6 @@ def books_of(url: str) -> Any:
 
 
 def left_because(url: str) -> list[str]:
-    """Return why islands have left."""
     return [note.text for note in connect(url, "own").reader.notes(100) if note.kind == "left"]
 
 

@@ -55,9 +55,6 @@ def test_names_are_those_of_the_module_inside_of_wrappers() -> None:
     assert ModuleParameters(compiled).tensors.keys() == ModuleParameters(module()).tensors.keys()
 
 
-# -- what cannot be merged is named ---------------------------------------------------------------------------------
-
-
 def with_bias(bias: Any) -> Any:
     model = module()
     model[2].bias = bias

@@ -66,9 +66,6 @@ def test_a_loss_that_the_script_adds_to_is_not_changed(made: str) -> None:
         assert run._loop.losses.take_mean() == 1.0
 
 
-# -- the optimiser's state ------------------------------------------------------------------------------------------
-
-
 def stepped(kind: str, steps: int, model: Any = None) -> tuple[Any, Any, OptimizerState]:
     """Return a module, its optimiser after some steps, and the optimiser's state."""
     model = module() if model is None else model

@@ -113,7 +113,6 @@ def values_of(parameters: ModuleParameters) -> Values:
 
 
 def as_float32(tensor: Any) -> np.ndarray[Any, Any]:
-    """Return a copy of a tensor in numpy."""
     copy: np.ndarray[Any, Any] = tensor.detach().to(torch.float32).clone().numpy()
     return copy
 

@@ -52,7 +52,6 @@ def network(dtype: Any = None) -> Any:
 
 
 def tuned() -> Any:
-    """Return the model with a frozen parameter."""
     model = network()
     model[0].bias.requires_grad_(False)
     return model

@@ -48,7 +48,6 @@ def stream(address: str) -> Iterator[http.client.HTTPResponse]:
 
 
 def next_event(answer: http.client.HTTPResponse, wanted: str) -> Any:
-    """Return the data of the next event of that name."""
     while line := answer.readline().decode():
         if line == f"event: {wanted}\n":
             return json.loads(answer.readline().decode().removeprefix("data: "))

@@ -47,9 +47,6 @@ def test_a_whole_run_is_exported() -> None:
     assert {name for name, _ in found} == exported - not_known
 
 
-# -- dashboards and alerts ---------------------------------------------------------------------------------------------
-
-
 def is_exported(name: str) -> bool:
     """Return whether a worker or the dashboard exports that metric."""
     if name in {*metrics.RUN, *metrics.BOOKS, metrics.UNFINISHED, *metrics.RUN_ISLAND}:

@@ -58,9 +58,6 @@ def test_a_reader_without_a_run_reads_all_shards_pass_after_pass() -> None:
     assert reader.tokens == 3 * SHARDS * BATCHES * 10
 
 
-# -- the process that `up` starts -------------------------------------------------------------------------------------
-
-
 def test_the_curve_is_written(config: RunConfig, corpus: OpenCorpus, monkeypatch: pytest.MonkeyPatch) -> None:
     def trained(work: Any, tokens: int, progress: Any, params: Any) -> list[CurvePoint]:
         points = [CurvePoint(0, 8.0), CurvePoint(tokens, 2.0)]

@@ -89,8 +89,6 @@ def test_only_settings_that_differ_within_a_kind_are_shown() -> None:
     assert studies.varying(said) == ["outer.rule"]
 
 
-# -- running ----------------------------------------------------------------------------------------------------------
-
 INTERRUPTIBLE = (
     "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
     "from archipelago.ops.cli import main; sys.exit(main())"

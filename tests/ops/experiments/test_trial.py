@@ -81,8 +81,6 @@ def test_a_run_that_diverges_is_a_result(corpus: OpenCorpus) -> None:
         json.dumps(found, allow_nan=False)
 
 
-# -- real runs --------------------------------------------------------------------------------------------------------
-
 #: Three islands, and what differs from the usual run.
 VARIANTS: dict[str, dict[str, Any]] = {
     "usual": {},

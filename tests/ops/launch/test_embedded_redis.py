@@ -52,7 +52,6 @@ with start_server(Path(sys.argv[1]), find_program(sys.argv[2])) as server:
 
 
 def ask(server: RedisServer, *words: str) -> object:
-    """Return the reply to one command."""
     with redis.Redis.from_url(server.url) as client:
         return client.execute_command(*words)
 

@@ -145,7 +145,6 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
 
 @pytest.fixture(scope="module")
 def hub(program: Program, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """An open server."""
     with start_server(tmp_path_factory.mktemp("hub") / "redis", program, host=OPENED) as server:
         yield server
 

@@ -156,8 +156,6 @@ def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert flags == "--mine --xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 
 
-# -- standbys ---------------------------------------------------------------------------------------------------------
-
 WAITS = """
 import json, os, sys, time
 print("ready", flush=True)

@@ -70,11 +70,7 @@ def test_up_does_not_ask_for_islands_that_it_starts_itself(tmp_path: Path) -> No
     assert [(problem.code, problem.who) for problem in LocalRun._problems(mine, view)] == [("island.silent", "oslo")]
 
 
-# -- options of the workers --------------------------------------------------------------------------------------------
-
-
 def argv(options: UpOptions) -> dict[str, list[str]]:
-    """Return the arguments of each worker."""
     manifest = samples.manifest()
     transport = MemoryBroker().connect(manifest.run)
     made = LocalRun(options, manifest, transport, "redis://h", Path("runs/demo"), lambda: False, None, {}, None)

@@ -136,8 +136,6 @@ def test_what_a_failover_would_lose_has_a_code() -> None:
         assert codes(*nodes, min_replicas=min_replicas) == [code], nodes
 
 
-# -- this machine and its link ----------------------------------------------------------------------------------------
-
 CONFIG = RunConfig(sync=SyncConfig(interval=24, fragments=2), wire=WireConfig(up="int4", thin="top3", down="int4"))
 SIZES = (1 << 20, 1 << 19)
 

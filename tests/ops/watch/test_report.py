@@ -68,7 +68,6 @@ def fill(transport: Any) -> None:
 
 
 def inlined(text: str) -> Any:
-    """Return the data in a report."""
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
     assert found
     return json.loads(found[1])
@@ -278,11 +277,7 @@ def test_the_commands_name_several_machines_weights_and_steering() -> None:
     assert here.index("archipelago up") < here.index("export ARCHIPELAGO_URL=") < here.index("archipelago steer")
 
 
-# -- how often a run has synchronised its fragments -------------------------------------------------------------------
-
-
 def trained(rounds: int, step: int, islands: int = 3) -> RunView:
-    """Return a run of six fragments."""
     view = summarise(MANIFEST, [], [], Books(), Pending(0, 0))
     return replace(view, rounds=rounds, fragments=6, step=step, interval=24, known=islands)
 

@@ -95,7 +95,6 @@ def test_weights_of_another_llama_are_refused(tmp_path: Path, exported: Path) ->
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A small file of weights."""
     path = tmp_path_factory.mktemp("whole") / "m.safetensors"
     save_file({"norm.scale": np.ones(64, np.float32), "embedding": np.ones((4, 2), np.float16)}, path)
     return path.read_bytes()

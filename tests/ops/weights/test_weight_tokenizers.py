@@ -43,7 +43,6 @@ def config_of(corpus: str) -> RunConfig:
 
 
 def copied(source: Path, target: Path, *names: str) -> Path:
-    """Copy files of an export into another folder."""
     target.mkdir()
     for name in names:
         (target / name).write_bytes((source / name).read_bytes())
