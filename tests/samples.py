@@ -90,6 +90,11 @@ def commit(entries: list[str], payload: bytes = b"new", round_number: int = 1, *
     return replace(base, **changes)
 
 
+def member(island: str, staleness: int = 0, tokens: int = 100) -> RoundMember:
+    """Return a member of a round, whose loss is 2."""
+    return RoundMember(island, "x", 0, 0, staleness, 0.5, 1.0, tokens, 4, 2.0)
+
+
 def merged_one_of_three(evaluation: Evaluation) -> MemoryTransport:
     """Return a connection to a run with one island, one merged contribution and two pending ones."""
     transport = MemoryBroker(clock=lambda: 100.0).connect("sample")

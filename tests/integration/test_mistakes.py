@@ -100,6 +100,9 @@ MISTAKES = [
     ("bench parity --slow 0.5", "config.value"),
     ("bench mixed --islands 1", "config.value"),
     ("bench largest --fragments 0", "config.value"),
+    ("bench accelerator --sizes 124m huge", "model.unknown"),
+    ("simulate tables --days=-1", "config.value"),
+    ("simulate tables --seed=-1", "config.value"),
     ("bench study nothing", "study.unreadable"),
     # watching and steering
     ("dash RUNS --port TAKEN", "config.address"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,18 @@ import pytest
 import redis
 
 from archipelago.broker.config import InnerConfig, MergeConfig, RunConfig, SyncConfig
+from archipelago.broker.process import guarded
 from archipelago.islands.data.corpus import OpenCorpus, open_corpus
 from archipelago.islands.data.preparation import prepare_text
 from archipelago.islands.tasks.batches import TaskRun
 from archipelago.islands.tasks.task import Task, TaskFile
 from archipelago.islands.tasks.workload import Workload, task_config
+from archipelago.ops.commands import run
 from archipelago.ops.launch.embedded_redis import RedisServer
 from tests.servers import empty_database
+
+#: Runs a command. It returns its exit status, standard output and standard error.
+Call = Callable[..., tuple[int, str, str]]
 
 
 def prepare_small_text(folder: Path) -> None:
@@ -73,3 +78,14 @@ def raw(url: str) -> Iterator[Any]:
     """Return a plain Redis client of that database."""
     with redis.Redis.from_url(url) as client:
         yield client
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """Run a command. Return its exit status, standard output and standard error."""
+
+    def made(*args: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        return (guarded(lambda: run(args)), *capsys.readouterr())
+
+    return made

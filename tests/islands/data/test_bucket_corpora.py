@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from archipelago.broker.buckets.folder import BucketError, BucketFolder
-from archipelago.broker.errors import ConfigError, DataError
+from archipelago.broker.errors import DataError
 from archipelago.islands.data.corpus import data_folder, open_corpus
 from archipelago.ops.launch.prepare import PrepareOptions, main
 from tests.broker.buckets.faulty_bucket import FaultyFileSystem
@@ -84,8 +84,3 @@ def test_a_different_corpus_of_the_name_is_not_replaced_and_damage_is_found(
     with failing(DataError, "data.damaged"):
         open_corpus("mine")
     assert not (data_folder() / "mine").exists()
-
-
-def test_an_address_is_no_name_of_a_corpus() -> None:
-    with failing(ConfigError, "data.not-prepared"):
-        open_corpus("s3://bucket/corpora/mine")

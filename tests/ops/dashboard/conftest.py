@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from archipelago.broker.memory.transport import MemoryBroker, MemoryTransport
-from archipelago.broker.messages import Evaluation, Note, Refusal, RoundMember
+from archipelago.broker.messages import Evaluation, Note, Refusal
 from archipelago.ops.dashboard.main import serving
 from archipelago.ops.watch.watcher import Watcher
 from tests import samples
@@ -57,15 +57,11 @@ def driver() -> Iterator[WebDriver]:
             found.quit()
 
 
-def member(island: str, staleness: int = 0) -> RoundMember:
-    return RoundMember(island, "x", 0, 0, staleness, 0.5, 1.0, 100, 4, 2.0)
-
-
 def close_round(transport: MemoryTransport, number: int) -> None:
     epoch = transport.merger.acquire("merger", 10.0)
     assert epoch is not None
     commit = samples.commit([], round_number=number)
-    members = tuple(member(name, staleness=n % 2) for n, name in enumerate(NAMES))
+    members = tuple(samples.member(name, staleness=n % 2) for n, name in enumerate(NAMES))
     tape = replace(commit.tape, members=members, digest=f"{number:032x}", live=16, merge_seconds=0.02)
     transport.merger.commit(epoch, replace(commit, tape=tape, tokens=0))  # Nothing was published for these rounds.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,14 @@ import pytest
 
 from archipelago.broker.memory.transport import MemoryBroker, MemoryTransport
 from archipelago.broker.messages import Evaluation, Note
-from archipelago.broker.redis.transport import connect
 from archipelago.ops.dashboard.main import serving
 from archipelago.ops.dashboard.page_data import chart_library
-from archipelago.ops.launch.embedded_redis import start_server
 from archipelago.ops.watch.report import html, of_watch
 from archipelago.ops.watch.watcher import Watcher
 from tests import samples
 from tests.conftest import Until
 from tests.ops.dashboard.conftest import MANIFEST, NAMES, TOKEN, TROUBLE, Page, close_round
+from tests.ops.dashboard.test_dashboard import Away
 
 pytestmark = pytest.mark.full  # These tests drive a browser.
 
@@ -162,19 +160,14 @@ def test_the_page_survives_a_restart_of_its_server(page: Page, transport: Memory
         until(lambda: not page.is_shown("#banner"), "all is well again")
 
 
-def test_the_page_survives_a_restart_of_redis(page: Page, tmp_path: Path, until: Until) -> None:
-    with ExitStack() as stack:
-        server = stack.enter_context(start_server(tmp_path / "redis"))
-        transport = connect(server.url, "sample")
-        stack.callback(transport.close)
-        transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
-        address = stack.enter_context(serving(Watcher(transport), TOKEN, "127.0.0.1", 0))
-        page.driver.get(address)
-        until(lambda: page.text("#run") == "sample", "the page is there")
-        server.close()
+def test_the_page_survives_an_outage_of_redis(page: Page, transport: MemoryTransport, until: Until) -> None:
+    redis = Away(transport)
+    with serving(Watcher(redis), TOKEN, "127.0.0.1", 0) as address:
+        page.open(address)
+        redis.away = {"tape"}
         until(lambda: page.text("#banner").startswith("Redis does not answer since "), "the page reports it")
         assert page.text("#run") == "sample"  # The page still shows the last reading.
-        stack.enter_context(start_server(tmp_path / "redis"))
+        redis.away = set()
         transport.island.heartbeat(samples.heartbeat("survivor"))
         until(lambda: "survivor" in page.text("#lanes"), "the page goes on")
         until(lambda: "Redis" not in page.text("#banner"), "the page is content")

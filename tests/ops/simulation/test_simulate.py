@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from archipelago.broker.errors import ConfigError
 from archipelago.ops.commands import run
 from archipelago.ops.simulation.failures import YEAR_SECONDS
 from archipelago.ops.simulation.tables import ROWS
-from tests.failing import failing
 
 
 def answer(capsys: pytest.CaptureFixture[str], *args: object) -> dict[str, Any]:
@@ -51,9 +49,3 @@ def test_the_defaults_reproduce_the_published_tables(capsys: pytest.CaptureFixtu
             differences.append(cell["goodput_simulated"] - fit)
     assert len(differences) == 10
     assert math.sqrt(sum(d * d for d in differences) / 10) < 2.5, "seed 7"
-
-
-def test_wrong_options_are_errors() -> None:
-    for flags in (("--days", "-1"), ("--seed", "-1")):
-        with failing(ConfigError, "config.value"):
-            run(["simulate", "tables", *flags])

@@ -30,12 +30,9 @@ from archipelago.ops.watch.history import (
 )
 from archipelago.ops.watch.reading import RECENT_ROUNDS
 from tests import samples
+from tests.samples import member
 
 ROUND = samples.commit([]).tape
-
-
-def member(island: str, staleness: int = 0, tokens: int = 100) -> RoundMember:
-    return RoundMember(island, "x", 0, 0, staleness, 0.5, 1.0, tokens, 4, 2.0)
 
 
 def entry(number: int, members: Sequence[RoundMember], **changes: Any) -> TapeEntry:

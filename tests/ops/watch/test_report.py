@@ -126,8 +126,6 @@ def test_a_report_from_redis(
     expected = asdict(observe(transport, MANIFEST))
     for name in ("rounds", "step", "known", "live", "participating", "tokens_merged", "tokens_trained", "pending"):
         assert found["page"]["run"][name] == expected[name], name
-    assert guarded(lambda: run(["report", url, "--out", "/proc/report.html"])) == 2
-    assert "/proc/report.html" in capsys.readouterr().err
 
 
 def test_the_file_loads_nothing_and_data_cannot_end_its_element() -> None:

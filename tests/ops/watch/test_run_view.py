@@ -22,13 +22,10 @@ from archipelago.ops.watch.run_view import RunView
 from archipelago.ops.watch.terminal import evaluated, line, render
 from tests import samples
 from tests.intercept import Intercepted
+from tests.samples import member
 
 MANIFEST = samples.manifest()  # The model has 8·4 + 4·4 + 4·3 + 4 = 64 parameters in two fragments.
 ROUND = samples.commit([]).tape
-
-
-def member(island: str, staleness: int = 0) -> RoundMember:
-    return RoundMember(island, "x", 0, 0, staleness, 0.5, 1.0, 100, 4, 2.0)
 
 
 def entry(number: int, members: Sequence[RoundMember], **changes: Any) -> TapeEntry:

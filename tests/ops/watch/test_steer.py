@@ -5,21 +5,20 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
 from archipelago.broker.config import RunConfig
 from archipelago.broker.control import GRACE, OUTER_RATE, QUORUM
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.process import guarded
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.merger.state import RunState
-from archipelago.ops.commands import run
 from archipelago.ops.watch.steer import changes_of
 from tests import samples
+from tests.ops.conftest import Call
 
-Call = Callable[..., tuple[int, str, str]]
 CONFIG = RunConfig()
 
 
@@ -40,15 +39,9 @@ def transport(url: str) -> Iterator[RedisTransport]:
 
 
 @pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Return a function that runs `archipelago steer` and returns its status, standard output and standard error."""
-
-    def call(*args: str) -> tuple[int, str, str]:
-        status = guarded(lambda: run(["steer", *args]))
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return call
+def call(call: Call) -> Call:
+    """Run `archipelago steer`."""
+    return partial(call, "steer")
 
 
 def test_all_changes_at_once(call: Call, url: str, transport: RedisTransport) -> None:

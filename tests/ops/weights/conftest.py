@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from archipelago.broker.process import guarded
 from archipelago.islands.data.preparation import prepare_text
-from archipelago.ops.commands import run
 from archipelago.ops.weights.export import write
-from tests.ops.weights.small_runs import LINES, VOCABULARY, Call, found_of
+from tests.ops.weights.small_runs import LINES, VOCABULARY, found_of
 
 
 @pytest.fixture(scope="package")
@@ -38,14 +36,3 @@ def exported(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setenv("ARCHIPELAGO_DATA", str(folder))
         write(found_of(), out, "float32")
     return out
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Run a command. Return its exit status, standard output and standard error."""
-
-    def made(*args: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        return (guarded(lambda: run(args)), *capsys.readouterr())
-
-    return made

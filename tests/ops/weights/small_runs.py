@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -23,8 +22,6 @@ LINES = [f"{n} islands and {n * n % 997} ships\n" for n in range(4000)]
 VOCABULARY = 400
 SMALL = replace(RunConfig(), data=replace(RunConfig().data, corpus="small", sequence_length=32, shards=8))
 TINY = build("tiny")
-#: Runs a command. It returns its exit status, standard output and standard error.
-Call = Callable[..., tuple[int, str, str]]
 
 
 @cache

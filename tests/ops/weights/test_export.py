@@ -34,7 +34,8 @@ from archipelago.ops.weights.generate import open_text_model
 from archipelago.ops.weights.parameters import RunParameters, find
 from archipelago.ops.weights.safetensors_files import WeightFiles
 from tests.failing import failing
-from tests.ops.weights.small_runs import SMALL, TINY, Call, checkpointed, found_of, of_tokens, same
+from tests.ops.conftest import Call
+from tests.ops.weights.small_runs import SMALL, TINY, checkpointed, found_of, of_tokens, same
 from tests.servers import empty_database
 
 
@@ -165,8 +166,6 @@ def test_weights_of_another_model_create_no_run(tmp_path: Path, url: str) -> Non
     for command in (["init", url], ["up"]):
         with failing(DataError, "weights.unfit"):
             run([*command, *flags, "--model.size", "small"])
-    with failing(DataError, "weights.missing"):
-        run(["init", url, *flags, "--from", "absent"])
     assert connect(url, "x").reader.runs() == []
     assert [path.name for path in tmp_path.iterdir()] == ["first"]
 

@@ -13,7 +13,8 @@ import pytest
 from archipelago.broker.errors import ArchipelagoError
 from archipelago.ops.commands import run
 from archipelago.ops.weights.generate import show
-from tests.ops.weights.small_runs import Call, checkpointed, of_tokens
+from tests.ops.conftest import Call
+from tests.ops.weights.small_runs import checkpointed, of_tokens
 
 
 @pytest.mark.full

@@ -22,7 +22,8 @@ from archipelago.ops.weights.export import write
 from archipelago.ops.weights.generate import open_text_model
 from archipelago.ops.weights.safetensors_files import WeightFiles, require_tokenizer
 from tests.failing import failing
-from tests.ops.weights.small_runs import LINES, SMALL, VOCABULARY, Call, of_tokens
+from tests.ops.conftest import Call
+from tests.ops.weights.small_runs import LINES, SMALL, VOCABULARY, of_tokens
 
 
 @pytest.fixture(scope="module")
