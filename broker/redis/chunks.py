@@ -6,17 +6,19 @@ them last, so readers never see an incomplete upload. Chunks expire unless a poi
 
 from __future__ import annotations
 
+import math
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from time import monotonic
 from typing import Any
 
 import redis
 
 from archipelago.broker.errors import WireError
-from archipelago.broker.redis.bulk import read_joined
-from archipelago.broker.redis.connection import RedisConnection
+from archipelago.broker.redis.bulk import asked_together, read_joined
+from archipelago.broker.redis.connection import DisturbedError, RedisConnection
 from archipelago.broker.signing import Raw
 from archipelago.broker.transport import Arrived, unwatched
 
@@ -30,12 +32,16 @@ SENT_AHEAD = 16
 READ_AHEAD = 3
 #: Payloads of up to this many chunks are read without asking for the chunks' lengths first.
 FEW = 4
-#: Time to live of chunks that no pointer keeps.
+#: Time to live of chunks of a merger that no pointer keeps.
 ORPHAN_SECONDS = 24 * 3600
+#: Time to live of an island's chunks until their entry is there. A retry within this time sends only the rest.
+UPLOAD_SECONDS = 600
 #: How long readers can finish with a payload that was replaced, unless it is replaced once more.
 PREVIOUS_SECONDS = 600
 PAYLOAD, CHUNKS, NAME = "payload", "chunks", "chunks_name"
 PREVIOUS = "previous_"
+#: What TTL answers about a chunk that a pointer keeps, and about one that is not there.
+KEPT, MISSING = -1, -2
 _CHUNKS_NAME = re.compile(r"[A-Za-z0-9._-]{1,256}")
 
 
@@ -69,29 +75,78 @@ class ChunkStore:
     def place(self, name: str, payload: bytes, seconds: int = ORPHAN_SECONDS) -> dict[str, str | bytes]:
         """Upload a large payload as chunks that expire unless they are kept.
 
-        Chunks of two uploads never share a name, so a repeated upload neither overwrites nor later deletes the chunks
-        of the first.
+        Chunks of two such uploads never share a name, so a repeated upload neither overwrites nor later deletes the
+        chunks of the first.
 
         Returns:
             The fields that point to the chunks, or that hold a small payload.
         """
         if len(payload) <= INLINE_BYTES:
             return {PAYLOAD: payload}
-        name = f"{name}.{secrets.token_hex(4)}"
-        view = memoryview(payload)
-        starts = list(enumerate(range(0, len(payload), CHUNK_BYTES)))
-        where: dict[str, str | bytes] = {CHUNKS: str(len(starts)), NAME: name}
+        where = _pointing(f"{name}.{secrets.token_hex(4)}", payload)
+        self._send(where, payload, range(int(where[CHUNKS])), seconds)
+        return where
+
+    def upload(self, name: str, payload: bytes) -> tuple[dict[str, str | bytes], list[str]]:
+        """Upload the payload of an entry, or what is not there yet if an earlier attempt broke off.
+
+        The name must tell the content. Chunks that an entry keeps are left alone, because the merger deletes them with
+        that entry: a copy of it gets chunks of its own.
+
+        Returns:
+            The fields as from `place`, and the chunks that `require_whole` must check before an entry keeps them.
+        """
+        if len(payload) <= INLINE_BYTES:
+            return {PAYLOAD: payload}, []
+        began = monotonic()
+        where, found = self._begun(name, payload)
+        wanted = zip(found[::2], _sizes(len(payload)), strict=True)
+        self._send(where, payload, [i for i, (length, size) in enumerate(wanted) if length != size], UPLOAD_SECONDS)
+        is_certain = set(found[1::2]) == {MISSING} and monotonic() < began + UPLOAD_SECONDS / 4
+        return where, [] if is_certain else self.placed(where)
+
+    def _begun(self, name: str, payload: bytes) -> tuple[dict[str, str | bytes], list[Any]]:
+        """Return where to upload the payload of an entry, and the answers to `_questions` about these chunks."""
+        copy = 0
+        while True:
+            where = _pointing(f"{name}.{copy}", payload)
+            with self._redis.pipeline(transaction=False) as pipe:
+                for command in _questions(self.placed(where)):
+                    pipe.execute_command(*command)
+                found = pipe.execute(raise_on_error=False)
+            if KEPT not in found[1::2]:
+                return where, found
+            copy += 1
+
+    def require_whole(self, pipe: Any, chunks: Sequence[str], size: int) -> None:
+        """Raise DisturbedError unless all chunks of an upload are there, and none is kept; `pipe` watches them.
+
+        They may have expired. Or the entry of an attempt whose connection broke has arrived after all, and keeps them.
+        """
+        found = asked_together(pipe.connection, _questions(chunks))
+        if found[::2] != _sizes(size) or KEPT in found[1::2]:
+            raise DisturbedError
+
+    def _send(self, where: Mapping[str, str | bytes], payload: bytes, indexes: Collection[int], seconds: int) -> None:
+        """Upload some chunks of a payload. Meanwhile the others do not expire, however slow the link is."""
+        view, chunks, waiting = memoryview(payload), self.placed(where), list(indexes)
+        renewed = monotonic() if len(waiting) == len(chunks) else -math.inf
         try:
-            for first in range(0, len(starts), SENT_AHEAD):
+            while waiting:
                 with self._redis.pipeline(transaction=False) as pipe:
-                    for index, start in starts[first : first + SENT_AHEAD]:
-                        pipe.set(self._chunk(name, index), view[start : start + CHUNK_BYTES], ex=seconds)
+                    if monotonic() > renewed + seconds / 4:
+                        renewed = monotonic()
+                        for chunk in chunks:
+                            pipe.expire(chunk, seconds, xx=True)  # not a chunk that an entry keeps
+                    for index in waiting[:SENT_AHEAD]:
+                        start = index * CHUNK_BYTES
+                        pipe.set(chunks[index], view[start : start + CHUNK_BYTES], ex=seconds)
                     pipe.execute()
+                del waiting[:SENT_AHEAD]
         except redis.ResponseError:  # such as a full memory, which must not fill up with parts of uploads
             with suppress(redis.RedisError):
-                self._redis.unlink(*self.placed(where))
+                self._redis.unlink(*chunks)
             raise
-        return where
 
     def keep(
         self, pipe: Any, key: str, fields: Mapping[str, str], where: Mapping[str, str | bytes], old: Raw | None = None
@@ -137,7 +192,7 @@ class ChunkStore:
         if size > self._limit(limit) or count != -(-size // CHUNK_BYTES):
             raise WireError(f"{count} chunks for a payload of {size} bytes", code="wire.payload")
         chunks = [self._chunk(name, index) for index in range(count)]
-        sizes = [min(CHUNK_BYTES, size - start) for start in range(0, size, CHUNK_BYTES)]
+        sizes = _sizes(size)
         wanted = self._bounded(chunks, sizes)
         payload = read_joined(self._redis, wanted, sizes, READ_AHEAD, arrived) if len(wanted) == count else None
         if payload is None and len(wanted) == count:
@@ -211,6 +266,21 @@ class ChunkStore:
 
     def _limit(self, limit: int | None) -> int:
         return self.payload_max() if limit is None else limit
+
+
+def _sizes(size: int) -> list[int]:
+    """Return the size of each chunk of a payload."""
+    return [min(CHUNK_BYTES, size - start) for start in range(0, size, CHUNK_BYTES)]
+
+
+def _pointing(name: str, payload: bytes) -> dict[str, str | bytes]:
+    """Return the fields that point to the chunks of a payload."""
+    return {CHUNKS: str(len(_sizes(len(payload)))), NAME: name}
+
+
+def _questions(chunks: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the commands that ask for the length and the time to live of each chunk."""
+    return [(command, chunk) for chunk in chunks for command in ("STRLEN", "TTL")]
 
 
 def _pointer(raw: Raw, prefix: str = "") -> tuple[str, int]:

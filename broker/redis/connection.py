@@ -219,7 +219,8 @@ class RedisConnection:
         """
         with self.translated(), self.redis.pipeline(transaction=True) as pipe:
             try:
-                pipe.watch(*keys)
+                if keys:
+                    pipe.watch(*keys)
                 yield pipe
             except redis.WatchError as error:
                 if isinstance(error.__context__, redis.ConnectionError | redis.TimeoutError | OSError):

@@ -15,6 +15,7 @@ from archipelago.broker.messages import COUNT_MAX, Contribution, Handover, from_
 from archipelago.broker.presence import Heartbeat, NameClaim, newest_claim, next_claim, parse_name_claim
 from archipelago.broker.ranges import ReadPosition
 from archipelago.broker.redis.administration import KnownMembers
+from archipelago.broker.redis.connection import DisturbedError
 from archipelago.broker.redis.keys import HANDOVER, is_name
 from archipelago.broker.redis.leases import RangeLeases
 from archipelago.broker.redis.reader import REMEMBER_SECONDS, RedisReader
@@ -45,13 +46,20 @@ class RedisIsland:
         chunks = self._chunks.of(contribution.island)
         with self._connection.translated():
             signed = self._signing.signed("contribution", to_fields(contribution), payload=payload)
-            where = chunks.place(chunks_name(contribution), payload)
+            where, doubted = chunks.upload(chunks_name(contribution), payload)
             failpoint("publish.placed")
-            with self._redis.pipeline(transaction=True) as pipe:
-                pipe.xadd(self._keys.updates(contribution.island), {**signed, **where})
-                pipe.sadd(self._keys.islands, contribution.island)
-                chunks.settle(pipe, where)
-                entry: bytes = pipe.execute()[0]
+            try:
+                with self._connection.watching(*doubted) as pipe:
+                    if doubted:
+                        chunks.require_whole(pipe, doubted, len(payload))
+                    pipe.multi()
+                    pipe.xadd(self._keys.updates(contribution.island), {**signed, **where})
+                    pipe.sadd(self._keys.islands, contribution.island)
+                    chunks.settle(pipe, where)
+                    entry: bytes = pipe.execute()[0]
+            except DisturbedError:
+                what = "the chunks of a contribution have expired, or an earlier attempt has arrived late"
+                raise UnreachableError(what, "The island tries again.") from None
         failpoint("publish.done")
         return entry_name(contribution.island, entry.decode())
 
@@ -270,4 +278,4 @@ class RedisIsland:
 
 
 def chunks_name(contribution: Contribution) -> str:
-    return f"{contribution.incarnation}.{contribution.sequence}"
+    return f"{contribution.incarnation}.{contribution.sequence}.{contribution.digest}"

@@ -213,10 +213,12 @@ class Outbox:
         if self._encoded is None or self._encoded[0] is not draft:
             self._encoded = (draft, *self._encode(draft))
         _, contribution, payload = self._encoded  # encoded once: a retry must carry the same bytes
+        is_first = self._attempted != contribution.identity_text
         if self._begin_attempt(contribution, payload):
             began = self._clock()
             entry = self._transport.island.publish(contribution, payload)
-            self._uplink.sent(len(payload), self._clock() - began)
+            if is_first:  # a retry sends only what is missing, so its time says nothing about the link
+                self._uplink.sent(len(payload), self._clock() - began)
             self._acknowledge(contribution.identity_text, entry)
         self.bytes_up += len(payload)
         self.sent += 1

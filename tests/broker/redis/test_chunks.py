@@ -186,9 +186,115 @@ def test_an_upload_without_its_pointer_expires(transport: RedisTransport, raw: A
     torn = chunk_keys(raw, transport.run) - before
     assert len(torn) == 9
     assert all(0 < raw.ttl(key) <= chunks.ORPHAN_SECONDS for key in torn)
+    assert all(raw.ttl(key) <= 600 for key in torn if ":c:" in key)  # The island's retry goes on with these.
     assert lasting_chunks(raw, transport.run) == before
     assert transport.reader.backlog() == 0
     assert transport.reader.fragment(0) == first
+
+
+class BreakingLink(redis.Connection):
+    """A connection that breaks after a quarter of the payload `LARGE`."""
+
+    def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+        for part in command if isinstance(command, list | tuple) else [command]:
+            self.left = getattr(self, "left", len(LARGE) // 4) - len(part)
+            if self.left < 0:
+                del self.left
+                self.disconnect()  # type: ignore[no-untyped-call]
+                raise redis.ConnectionError("the link broke")
+            super().send_packed_command([part], check_health)  # type: ignore[no-untyped-call]
+
+
+def test_an_upload_goes_on_where_the_link_broke(
+    transport: RedisTransport, connections: Connect, raw: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 100_000)
+    before, far, sent = chunk_keys(raw, transport.run), connections(), samples.contribution(LARGE)
+    far.connection.redis.connection_pool.connection_class = BreakingLink
+    far.connection.redis.connection_pool.disconnect()
+    far.connection.redis.connection_pool.reset()
+    for _ in range(12):
+        try:
+            far.island.publish(sent, LARGE)
+            break
+        except UnreachableError:
+            assert len(chunk_keys(raw, transport.run) - before) <= 26
+            assert lasting_chunks(raw, transport.run) == before
+    uploaded = chunk_keys(raw, transport.run) - before
+    assert len(uploaded) == 26
+    assert uploaded <= lasting_chunks(raw, transport.run)
+    (delivery,) = with_payloads(transport.merger.updates(0.0))
+    assert (delivery.fault, delivery.payload) == ("", LARGE)
+
+
+def uploaded_in_vain(transport: RedisTransport, raw: Any) -> list[str]:
+    """Upload the contribution with the payload `LARGE`, break the connection, and return the chunks in order."""
+    before = chunk_keys(raw, transport.run)
+    broken = RedisTransport(cast(Any, NoTransactions(transport.connection.redis)), transport.run)
+    with failing(UnreachableError):
+        broken.island.publish(samples.contribution(LARGE), LARGE)
+    return sorted(chunk_keys(raw, transport.run) - before)
+
+
+def listed_for_a_minute(raw: Any, key: str) -> None:
+    of_another_type(raw, key)
+    raw.expire(key, 60)
+
+
+def test_a_retry_replaces_chunks_that_are_wrong(transport: RedisTransport, raw: Any, epoch: int) -> None:
+    wrong: dict[str, Damage] = {
+        **{name: DAMAGES[name] for name in ("deleted", "longer")},
+        "cut": lambda raw, key: raw.set(key, b"x", keepttl=True),
+        "of another type": listed_for_a_minute,
+    }
+    for name, damage in wrong.items():
+        for index in range(3):
+            torn = uploaded_in_vain(transport, raw)
+            damage(raw, torn[index])
+            received = raw.info("stats")["total_net_input_bytes"]
+            transport.island.publish(samples.contribution(LARGE), LARGE)
+            assert raw.info("stats")["total_net_input_bytes"] - received < 1.5 * CHUNK_BYTES, (name, index)
+            assert set(torn) <= lasting_chunks(raw, transport.run), (name, index)
+            (delivery,) = with_payloads(transport.merger.updates(0.0))
+            assert (delivery.fault, delivery.payload) == ("", LARGE), (name, index)
+            transport.merger.refuse(epoch, [(delivery.entry, REFUSAL)])
+            assert not set(torn) & chunk_keys(raw, transport.run), (name, index)
+
+
+def test_an_entry_that_arrives_late_keeps_its_chunks(
+    transport: RedisTransport, connections: Connect, raw: Any, epoch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The retry has found all chunks. Then the entry of the first attempt arrives, and its merger must find them."""
+    sent, other, torn = samples.contribution(LARGE), connections(), uploaded_in_vain(transport, raw)
+    before_first(chunks.ChunkStore, "settle", lambda: other.island.publish(sent, LARGE), monkeypatch)
+    with failing(UnreachableError):
+        transport.island.publish(sent, LARGE)
+    assert transport.reader.backlog() == 1
+    transport.island.publish(sent, LARGE)
+    first, second = transport.merger.updates(0.0)
+    assert set(torn) < lasting_chunks(raw, transport.run)
+    transport.merger.refuse(epoch, [(second.entry, REFUSAL)])
+    assert first.with_payload().payload == LARGE
+
+
+def test_a_slow_upload_does_not_expire(transport: RedisTransport, raw: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "SENT_AHEAD", 1)
+    seconds = [0.0]
+
+    class Slow(NoTransactions):
+        """Each pipeline takes four minutes, as seen from the island. The server's chunks have lost as much."""
+
+        def pipeline(self, transaction: bool) -> Any:
+            seconds[0] += 240.0
+            for key in raw.scan_iter(match=f"*{transport.run}*:c:*", count=1000):
+                raw.expire(key, raw.ttl(key) - 240)
+            return self._client.pipeline(transaction=transaction)
+
+    monkeypatch.setattr(chunks, "monotonic", lambda: seconds[0])
+    slow = RedisTransport(cast(Any, Slow(transport.connection.redis)), transport.run)
+    payload = LARGE * 3
+    slow.island.publish(samples.contribution(payload), payload)
+    assert len([key for key in lasting_chunks(raw, transport.run) if ":c:a:" in key]) == 8
 
 
 def test_a_repeated_commit_keeps_its_chunks(transport: RedisTransport, raw: Any, epoch: int) -> None:
