@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -96,7 +95,9 @@ def main(options: MergerOptions) -> int:
     except UnknownRunError as error:
         if error.code == OTHER_RUN:  # the run's scripts and islands say why nobody serves it
             with suppress(BrokerError):
-                transport.reader.note(Note(time.time(), "merger", REFUSED, f"{error}"[:NOTE_MAX]))
+                transport.reader.note(
+                    Note(transport.reader.server_ms() / 1000, "merger", REFUSED, f"{error}"[:NOTE_MAX])
+                )
         raise
     with suppress(OSError):  # A merger serves without checkpoints where it cannot write.
         make_untracked(folder.path)
