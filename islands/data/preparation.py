@@ -277,12 +277,12 @@ _OTHER_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "te
 
 
 def prepare_stdlib(name: str = STDLIB, encoding: Encoding = BYTES) -> OpenCorpus:
-    """Prepare the sources of this Python's standard library, or open the corpus if it exists.
+    """Prepare the sources of this Python's standard library, or open the corpus of their bytes if it exists.
 
     Raises:
         DataError: This Python has no sources (`data.no-source`), or one of the errors of `create`.
     """
-    if is_prepared(name):
+    if is_bytes(encoding) and is_prepared(name):
         return open_corpus(name)
     root = Path(sysconfig.get_path("stdlib"))
     files = _sources(root)
@@ -329,13 +329,13 @@ class Enwik8:
 def prepare_enwik8(
     progress: Progress, name: str = ENWIK8, encoding: Encoding = BYTES, wanted: Enwik8 = Enwik8()
 ) -> OpenCorpus:
-    """Download and prepare enwik8, or open the corpus if it exists.
+    """Download and prepare enwik8, or open the corpus of its bytes if it exists.
 
     Raises:
         DataError: It cannot be downloaded, or it is another text (`data.unreachable`), or one of the errors of
             `create`.
     """
-    if is_prepared(name):
+    if is_bytes(encoding) and is_prepared(name):
         return open_corpus(name)
 
     def fill(writer: TextWriter) -> Filled:

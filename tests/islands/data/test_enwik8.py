@@ -80,3 +80,16 @@ def test_the_text_is_downloaded_once_and_nothing_else_is_taken_for_it(
     assert opened.train.tobytes() + opened.valid.tobytes() + opened.test.tobytes() == TEXT
     web.content = None
     assert prepare_enwik8(lambda *_: None, wanted=web.wanted).identity == opened.identity
+    web.content = good
+    made = prepare_enwik8(lambda *report: None, wanted=web.wanted)
+    web.content = None
+    assert prepare_enwik8(lambda *report: None, wanted=web.wanted).digest == made.digest
+
+
+def test_a_corpus_of_another_tokenizer_is_not_taken_for_the_wanted_one(
+    web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ARCHIPELAGO_DATA", str(tmp_path))
+    prepare_enwik8(lambda *report: None, "tokens", 260, web.wanted)
+    with failing(DataError, "data.taken"):
+        prepare_enwik8(lambda *report: None, "tokens", 264, web.wanted)
