@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import re
 import secrets
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from time import monotonic
 from typing import Any
 
 import redis
@@ -98,11 +98,11 @@ class ChunkStore:
         """
         if len(payload) <= INLINE_BYTES:
             return {PAYLOAD: payload}, []
-        began = monotonic()
+        began = time.monotonic()
         where, found = self._begun(name, payload)
         wanted = zip(found[::2], _sizes(len(payload)), strict=True)
         self._send(where, payload, [i for i, (length, size) in enumerate(wanted) if length != size], UPLOAD_SECONDS)
-        is_certain = set(found[1::2]) == {MISSING} and monotonic() < began + UPLOAD_SECONDS / 4
+        is_certain = set(found[1::2]) == {MISSING} and time.monotonic() < began + UPLOAD_SECONDS / 4
         return where, [] if is_certain else self.placed(where)
 
     def _begun(self, name: str, payload: bytes) -> tuple[dict[str, str | bytes], list[Any]]:
@@ -130,12 +130,12 @@ class ChunkStore:
     def _send(self, where: Mapping[str, str | bytes], payload: bytes, indexes: Collection[int], seconds: int) -> None:
         """Upload some chunks of a payload. Meanwhile the others do not expire, however slow the link is."""
         view, chunks, waiting = memoryview(payload), self.placed(where), list(indexes)
-        renewed = monotonic() if len(waiting) == len(chunks) else -math.inf
+        renewed = time.monotonic() if len(waiting) == len(chunks) else -math.inf
         try:
             while waiting:
                 with self._redis.pipeline(transaction=False) as pipe:
-                    if monotonic() > renewed + seconds / 4:
-                        renewed = monotonic()
+                    if time.monotonic() > renewed + seconds / 4:
+                        renewed = time.monotonic()
                         for chunk in chunks:
                             pipe.expire(chunk, seconds, xx=True)  # not a chunk that an entry keeps
                     for index in waiting[:SENT_AHEAD]:

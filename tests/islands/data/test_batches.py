@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import pairwise, repeat
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from archipelago.broker.config import DataConfig, RunConfig
 from archipelago.broker.errors import DataError
 from archipelago.broker.ranges import PASSES_MAX, POSITIONS_MAX, ReadPosition, parse_positions
-from archipelago.islands.data import ranges
+from archipelago.islands.data import preparation, ranges
 from archipelago.islands.data.batches import PRIVATE_PASSES, Batches
 from archipelago.islands.data.ranges import range_order
 from tests.failing import failing
@@ -119,6 +120,16 @@ def test_held_out_windows_are_spread_and_do_not_overlap(size: int, sequences: in
     assert out.dtype == np.uint8
     starts = [found(text, row) for row in out]
     assert all(after - before >= length for before, after in pairwise(starts))
+
+
+def test_held_out_text_is_never_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ARCHIPELAGO_DATA", str(tmp_path / "data"))
+    (tmp_path / "text").write_bytes(b"t" * 90_000 + b"v" * 5_000 + b"x" * 5_000)
+    opened = preparation.prepare_text(tmp_path / "text", "letters")
+    trained_on = Batches(opened.train, configured(), fresh(0, 1, 2, 3)).next(11_000)
+    assert set(trained_on.tobytes()) == set(b"t")
+    assert set(ranges.held_out(opened.valid, 10_000, 8).tobytes()) == set(b"v")
+    assert set(ranges.held_out(opened.test, 10_000, 8).tobytes()) == set(b"x")
 
 
 def test_a_text_too_short_for_its_ranges_is_refused() -> None:
