@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -295,7 +296,7 @@ def test_a_slow_upload_does_not_expire(transport: RedisTransport, raw: Any, monk
                 raw.expire(key, raw.ttl(key) - 240)
             return self._client.pipeline(transaction=transaction)
 
-    monkeypatch.setattr(chunks, "monotonic", lambda: seconds[0])
+    monkeypatch.setattr(chunks, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
     slow = RedisTransport(cast(Any, Slow(transport.connection.redis)), transport.run)
     payload = LARGE * 3
     slow.island.publish(samples.contribution(payload), payload)
