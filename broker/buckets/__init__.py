@@ -1,1 +1,1 @@
-"""Checkpoints, optimiser states and corpora in buckets: object stores, and all other addresses that fsspec knows."""
+"""Checkpoints and corpora in buckets: object stores, and any other address that fsspec understands."""
