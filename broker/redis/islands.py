@@ -224,7 +224,9 @@ class RedisIsland:
         with self._connection.translated():
             if not self._redis.hexists(self._keys.requests, who):
                 return
-            where = chunks.place(f"{HANDOVER}{handover.incarnation}", payload, HANDOVER_SECONDS)
+            # Two newcomers may get the same state, and each deletes the chunks of its own answer.
+            name = f"{HANDOVER}{handover.incarnation}.{who.replace('/', '.')}.{handover.digest}"
+            where, _ = chunks.upload(name, payload)
 
         signed = self._signing.signed("handover", to_fields(handover), about=who, payload=payload)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -124,9 +124,8 @@ def test_a_damaged_answer_is_an_error_and_can_be_withdrawn(transport: RedisTrans
     ]
     for damage, code in damages:
         transport.island.request_state("a/x")
-        before = chunk_keys(raw, transport.run)
         transport.island.hand_over("a/x", samples.handover(LARGE), LARGE)
-        damage(min(chunk_keys(raw, transport.run) - before))
+        damage(min(key for key in chunk_keys(raw, transport.run) if ":h.y." in key))
         with failing(WireError, code):
             transport.island.handed_over("a/x")
         transport.island.withdraw_request("a/x")
@@ -211,26 +210,44 @@ class BreakingLink(redis.Connection):
             super().send_packed_command([part], check_health)  # type: ignore[no-untyped-call]
 
 
+def far_away(connections: Connect) -> RedisTransport:
+    """Return a connection over a link that breaks again and again."""
+    made = connections()
+    pool = made.connection.redis.connection_pool
+    pool.connection_class = BreakingLink
+    pool.disconnect()
+    pool.reset()
+    return made
+
+
+def sent_at_last(send: Callable[[], object], raw: Any, run: str) -> set[str]:
+    """Call `send` until nothing breaks, and return its chunks. Attempts that fail leave no other chunks behind."""
+    before, lasting = chunk_keys(raw, run), lasting_chunks(raw, run)
+    for _ in range(6):
+        try:
+            send()
+            return chunk_keys(raw, run) - before
+        except UnreachableError:
+            assert len(chunk_keys(raw, run) - before) <= 26
+            assert lasting_chunks(raw, run) == lasting
+    raise AssertionError("the payload never got through")
+
+
 def test_an_upload_goes_on_where_the_link_broke(
     transport: RedisTransport, connections: Connect, raw: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 100_000)
-    before, far, sent = chunk_keys(raw, transport.run), connections(), samples.contribution(LARGE)
-    far.connection.redis.connection_pool.connection_class = BreakingLink
-    far.connection.redis.connection_pool.disconnect()
-    far.connection.redis.connection_pool.reset()
-    for _ in range(6):
-        try:
-            far.island.publish(sent, LARGE)
-            break
-        except UnreachableError:
-            assert len(chunk_keys(raw, transport.run) - before) <= 26
-            assert lasting_chunks(raw, transport.run) == before
-    uploaded = chunk_keys(raw, transport.run) - before
+    far, sent, answer = far_away(connections), samples.contribution(LARGE), samples.handover(LARGE)
+    uploaded = sent_at_last(lambda: far.island.publish(sent, LARGE), raw, transport.run)
     assert len(uploaded) == 26
     assert uploaded <= lasting_chunks(raw, transport.run)
     (delivery,) = with_payloads(transport.merger.updates(0.0))
     assert (delivery.fault, delivery.payload) == ("", LARGE)
+    for who in ("new/z", "other/z"):
+        transport.island.request_state(who)
+        assert len(sent_at_last(partial(far.island.hand_over, who, answer, LARGE), raw, transport.run)) == 26
+    transport.island.withdraw_request("new/z")
+    assert transport.island.handed_over("other/z") == (answer, LARGE)
 
 
 def uploaded_in_vain(transport: RedisTransport, raw: Any) -> list[str]:
