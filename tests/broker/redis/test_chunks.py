@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
