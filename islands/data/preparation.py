@@ -247,7 +247,7 @@ def prepare_text(source: Path, name: str, encoding: Encoding = BYTES, progress: 
     if source.is_file():
         return create(name, lambda writer: _fill_from_file(writer, source, what), encoding=encoding)
     if not source.is_dir():
-        raise DataError(f"there is no file or folder {source}", "Check the path.", code="data.no-source")
+        raise DataError(f"there is no file or folder {source}", "Copy it here first.", code="data.no-source")
     files, hidden = visible_files(source)
     return create(name, lambda writer: fill_from_files(writer, files, what, progress, hidden), encoding=encoding)
 

@@ -34,9 +34,9 @@ def require_same_run(reader: ReaderClient, manifest: Manifest) -> None:
     if is_other:
         raise ConfigError(
             f"another run has taken the name {manifest.run!r}: it was created again while this island trained",
-            "This island leaves, because its weights are not those of that run. Start it again to join the new run. "
-            "To continue the old one, delete the new one and run `archipelago init --resume FOLDER`, with the "
-            "checkpoint folder of the old run's merger.",
+            "This island leaves, because its weights are not those of that run. Start it again to join the run that has "
+            "the name now. `archipelago merger --resume` puts an earlier run back, from its checkpoints, if nothing was "
+            "merged in the new one.",
             code="island.other-run",
         )
 
@@ -68,6 +68,7 @@ class MergerWatch:
         self._reader, self._run, self._clock = reader, run, clock
         self.is_served: bool | None = None
         self._warned_at: float | None = None
+        self._why = ""
 
     @property
     def in_words(self) -> str:
@@ -84,11 +85,11 @@ class MergerWatch:
             self._warned_at = None
 
     def _warn(self) -> None:
-        now = self._clock()
-        if self._warned_at is not None and now - self._warned_at < REMIND_SECONDS:
+        now, why = self._clock(), refusal(self._reader)
+        if self._warned_at is not None and now - self._warned_at < REMIND_SECONDS and why == self._why:
             return
-        self._warned_at = now
-        if why := refusal(self._reader):
+        self._warned_at, self._why = now, why
+        if why:
             log.warning("no merger serves the run %r: %s", self._run, why, extra={"code": "island.no-merger"})
             return
         log.warning(
