@@ -18,7 +18,7 @@ cannot contain a colon. All roles read all keys.
 | `island:NAME` | hash | NAME | heartbeat |
 | `name:NAME` | string | NAME | the newest claim to the name |
 | `islands` | set | islands (SADD), mergers delete | names of islands |
-| `corpora` | hash | islands (HSETNX) | digests of corpora |
+| `corpora` | hash | islands (HSETNX) | the number of ranges of a task |
 | `asks`, `handover:…` | hashes | islands | requests for optimiser state, and answers |
 | `restored` | hash | mergers | the checkpoint from which the run was restored |
 | `notes` | stream | islands, mergers and operators append | notes |
