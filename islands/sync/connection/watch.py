@@ -34,9 +34,9 @@ def require_same_run(reader: ReaderClient, manifest: Manifest) -> None:
     if is_other:
         raise ConfigError(
             f"another run has taken the name {manifest.run!r}: it was created again while this island trained",
-            "This island leaves, because its weights are not those of that run. Start it again to join the run that has "
-            "the name now. `archipelago merger --resume` puts an earlier run back, from its checkpoints, if nothing was "
-            "merged in the new one.",
+            "This island leaves, because its weights are not those of that run. Start it again to join the run of that "
+            "name. `archipelago merger --resume` puts an earlier one back, from its checkpoints, if nothing was merged "
+            "in the new one.",
             code="island.other-run",
         )
 
