@@ -59,15 +59,17 @@ class HostileRun(VirtualRun):
 
     def __init__(self, attacks: Mapping[str, str], *args: Any, **named: Any) -> None:
         self._attacks = attacks
+        self._public: Public = {}
         super().__init__(*args, **named)
 
     def connect_island(self, name: str) -> IslandTransport:
         """Return the connection of an island."""
         transport = super().connect_island(name)
-        if attack := self._attacks.get(name):
-            hostile = HostileClient(transport.island, self.manifest, attack, seed=self._born)
-            return ChangedTransport(transport.run, cast(IslandClient, hostile), transport.reader)
-        return transport
+        if not self._attacks:
+            return transport
+        attack = self._attacks.get(name, "")
+        client = HostileClient(transport.island, self.manifest, attack, self._born, self._public)
+        return ChangedTransport(transport.run, cast(IslandClient, client), transport.reader)
 
 
 def islands(work: Workload, trial: Trial, progress: Progress | None = None) -> tuple[list[CurvePoint], VirtualRun]:
@@ -85,7 +87,9 @@ def islands(work: Workload, trial: Trial, progress: Progress | None = None) -> t
         return play(run, scoring(work), progress), run
     seconds = paces(count, trial.slow, trial.slowed)
     on_the_way = [trial.sending * is_slow for is_slow in are_slow(count, trial.slowed)]
-    attacks = {f"island-{number}": trial.attack for number in range(trial.hostile)}
+    # The slowest islands have seen what the others send before they answer a round.
+    first = count - trial.hostile if trial.attack in LITTLE else 0
+    attacks = {f"island-{first + number}": trial.attack for number in range(trial.hostile)}
     others = {f"island-{number}": part_of(work, number, count) for number in range(count if trial.apart else 0)}
     if trial.attack == "labels":
         wrong = compiled_wrong(work.config.model, work.config.inner)
@@ -154,8 +158,12 @@ def staleness(run: VirtualRun) -> tuple[float, int]:
 
 #: From a fragment's outer gradient, its tensors' lengths and random numbers to what the island sends.
 Forgery = Callable[[Vector, list[int], np.random.Generator], Vector]
-#: The attack `claims` multiplies its tokens by this. A merger admits batches that are this much larger than usual.
+#: The `little` attacks multiply their tokens by this. A merger admits batches that are this much larger than usual.
 CLAIMED = 64
+#: How many standard deviations the `little` attacks stay below the mean of what honest islands have published.
+LITTLE = {"little-0.6": 0.6, "little-1.0": 1.0, "little-1.5": 1.5}
+#: What honest islands have published last, by fragment and island. Every island can read it in Redis.
+Public = dict[int, dict[str, Vector]]
 
 
 def _noise(delta_N: Vector, lengths: list[int], random: np.random.Generator) -> Vector:
@@ -178,15 +186,14 @@ def _same(delta_N: Vector, lengths: list[int], random: np.random.Generator) -> V
     return delta_N
 
 
-#: What an island sends by the name of the attack. `labels` trains on wrong labels instead (`wrong_labels`), and
-#: `claims` also claims CLAIMED times its tokens. `stale` claims a base that is two versions older.
+#: What an island sends by the name of the attack, apart from LITTLE. `labels` trains on wrong labels instead
+#: (`wrong_labels`). `stale` claims a base that is two versions older.
 FORGERIES: dict[str, Forgery] = {
     "flip": lambda delta_N, lengths, random: -delta_N,
     "noise": _noise,
     "scale": lambda delta_N, lengths, random: 3 * delta_N,
     "collude": _collude,
     "labels": _same,
-    "claims": lambda delta_N, lengths, random: -100 * delta_N,
     "stale": lambda delta_N, lengths, random: -delta_N,
 }
 
@@ -197,12 +204,13 @@ class HostileClient:
     Args:
         client: The honest client.
         manifest: The run.
-        attack: A name of FORGERIES.
+        attack: A name of FORGERIES or LITTLE. An honest island has none, and its contributions are noted.
         seed: The seed of its random numbers.
+        public: What honest islands have published.
     """
 
-    def __init__(self, client: IslandClient, manifest: Manifest, attack: str, seed: int) -> None:
-        self._client, self._manifest, self._attack = client, manifest, attack
+    def __init__(self, client: IslandClient, manifest: Manifest, attack: str, seed: int, public: Public) -> None:
+        self._client, self._manifest, self._attack, self._public = client, manifest, attack, public
         self._random = np.random.default_rng(seed)
 
     def __getattr__(self, name: str) -> Any:
@@ -210,17 +218,23 @@ class HostileClient:
 
     def publish(self, contribution: Contribution, payload: bytes) -> str:
         """Publish the forgery, with a header that fits it."""
-        p, codec = contribution.fragment, contribution.codec
-        lengths = [tensor.size for tensor, _ in self._manifest.layout[p]]
+        p, codec, header = contribution.fragment, contribution.codec, contribution
         delta_N = unpack(payload, self._manifest.sizes[p], codec)
-        forged_N = FORGERIES[self._attack](delta_N, lengths, self._random)
-        sent = pack(forged_N, codec, self._manifest.config.wire.zstd_level)
-        header = dataclasses.replace(contribution, bytes=len(sent), digest=digest(sent))
-        if self._attack == "claims":
+        if not self._attack:
+            self._public.setdefault(p, {})[contribution.island] = delta_N
+            return self._client.publish(contribution, payload)
+        if self._attack in LITTLE:
+            # The deviation is taken element by element. Before anybody has published, an island sends its own work.
+            others_MxN = np.stack(list(self._public.get(p, {"": delta_N}).values()))
+            forged_N = others_MxN.mean(axis=0) - LITTLE[self._attack] * others_MxN.std(axis=0)
             header = dataclasses.replace(header, tokens=CLAIMED * header.tokens)
+        else:
+            lengths = [tensor.size for tensor, _ in self._manifest.layout[p]]
+            forged_N = FORGERIES[self._attack](delta_N, lengths, self._random)
         if self._attack == "stale":
             header = dataclasses.replace(header, base=max(0, header.base - 2))
-        return self._client.publish(header, sent)
+        sent = pack(forged_N, codec, self._manifest.config.wire.zstd_level)
+        return self._client.publish(dataclasses.replace(header, bytes=len(sent), digest=digest(sent)), sent)
 
 
 def wrong_labels(model: Model) -> Model:

@@ -38,8 +38,8 @@ _MATTERS = {
 
 #: The most islands of a run in virtual time.
 ISLANDS_MAX = 64
-#: What hostile islands do: `island_runs.FORGERIES` names the same.
-ATTACKS = ("flip", "noise", "scale", "collude", "labels", "claims", "stale")
+#: What hostile islands do: `island_runs.FORGERIES` and `island_runs.LITTLE` name the same.
+ATTACKS = ("flip", "noise", "scale", "collude", "labels", "stale", "little-0.6", "little-1.0", "little-1.5")
 #: Settings by dotted name, such as `outer.rule`.
 Settings = Mapping[str, Any]
 
@@ -56,7 +56,7 @@ class Trial:
         chips: Islands failed as on a simulated tape of this many chips. Only records of earlier versions have this.
         sending: How long each contribution of a slow island is on its way, in steps of a fast island.
         hostile: How many of the islands are hostile.
-        attack: What they do, a name of `island_runs.FORGERIES`.
+        attack: What they do, one of ATTACKS.
         apart: Each island reads a part of the text of its own.
         lockstep: All islands step at once, and adopt at the same step boundary what they have sent (`LockstepRun`).
         seed: The seed of the run.
