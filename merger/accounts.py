@@ -1,8 +1,7 @@
 """Accounts: what the merger has seen of each island, by its own clock, and which islands rounds wait for. Pure.
 
-`Accounts` notes contributions, and bounds what an island claims about its own work (`merger.claims`). A claim that is
-larger than its bound is lowered to it, because honest clocks may differ and an outage may have hidden an island from
-the merger. The tape records the lowered values, so a replay merges the same.
+`Accounts` notes contributions. It knows when an island was last heard, how fast it is, and how much text it can have
+read (`merger.claims`).
 
 `Liveness` watches heartbeats. A heartbeat says how old it is by the broker's clock and for how long the broker keeps
 it, and both can be forged. The merger therefore also looks at whether heartbeats still arrive. An island that sends
@@ -13,21 +12,18 @@ the step of rounds without it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
+from typing import Any
 
 from archipelago.broker.config import RunConfig
 from archipelago.broker.messages import Contribution
 from archipelago.broker.presence import LIVE_SECONDS, Heartbeat, Presence
-from archipelago.merger.claims import ELAPSED_MAX, StepTimes, tokens_per_step_max
+from archipelago.merger.claims import ELAPSED_MAX, StepTimes
 
-#: A contribution may have the steps of this many sync intervals more than the merger saw time for: it may have waited.
+#: An island may have read the text of this many sync intervals more than the merger saw time for.
 BURST_INTERVALS = 8
-#: The same for an island's first contribution to a fragment, which may have trained before the merger heard of it.
+#: The same before its first contribution.
 FIRST_BURST_INTERVALS = 64
-#: Batches may grow by this factor after an island's first contribution.
-BATCH_SLACK = 4.0
-#: For so long after its start a merger may be reading what waited for it.
-CATCH_UP_SECONDS = 60.0
 #: How many islands have an account. Those that were silent longest are forgotten first.
 ACCOUNTS_MAX = 1024
 #: How the average of seen step times changes with each contribution.
@@ -50,18 +46,18 @@ class Account:
         incarnation: The incarnation that sent it.
         round: The last closed round at that time.
         unix_seconds: The merger's wall clock at that time.
-        since: The wall clock when the island last sent the fragment that it has not sent for the longest time. Its next
-            contribution to that fragment holds the work since then.
         global_step: The global step that it claimed.
-        batch: Tokens a step in the first contribution of that incarnation; of a user's own loop, the most so far.
     """
 
     incarnation: str
     round: int
     unix_seconds: float
-    since: float
     global_step: int
-    batch: float
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Account:
+        """Return the account in JSON. Earlier versions have stored more of it."""
+        return cls(**{each.name: values[each.name] for each in fields(cls)})
 
 
 def _clock(then: float, now: float, unix_seconds: float) -> float:
@@ -74,21 +70,18 @@ class Accounts:
 
     Args:
         config: The run's config.
-        fragments: P, the number of fragments.
     """
 
-    def __init__(self, config: RunConfig, fragments: int) -> None:
-        self.config, self.fragments = config, fragments
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
         #: Seconds between two contributions of an island, over the steps between them, as a moving average.
         self.seen: dict[str, float] = {}
         self._accounts: dict[str, Account] = {}
         #: When each island was last heard, by this merger's clock.
         self.heard: dict[str, float] = {}
-        self._since: dict[str, float] = {}  # since when it may have trained on fragments that it has not sent yet
-        #: Since when no merger has seen who trains and sends; None once this merger has read all that waited for it.
-        self._unwatched_since: float | None = None
-        self._loaded_at = 0.0
-        self._sent: dict[tuple[str, int], float] = {}  # when it last sent a fragment
+        #: Since when each island has sent heartbeats, by this merger's clock.
+        self._met: dict[str, float] = {}
+        self._unwatched_since = 0.0
 
     def load(
         self, accounts: Mapping[str, Account], now: float, unix_seconds: float, unwatched_seconds: float = 0.0
@@ -99,17 +92,14 @@ class Accounts:
             accounts: The accounts.
             now: The merger's clock.
             unix_seconds: The wall clock.
-            unwatched_seconds: How long no merger has merged anything. An island that is there when this merger begins
-                may have trained as long, even if no merger has heard of it, and what waits may have been sent as long
-                ago. Call `caught_up` when the merger has read it.
+            unwatched_seconds: How long no merger has merged anything. The islands that are there when this merger
+                begins may have trained as long, even if no merger has heard of them.
         """
         self._unwatched_since = now - min(max(unwatched_seconds, 0.0), ELAPSED_MAX)
-        self._loaded_at = now
         self._accounts = dict(accounts)
         self.seen.clear()
-        self._sent.clear()
+        self._met.clear()
         self.heard = {name: _clock(a.unix_seconds, now, unix_seconds) for name, a in accounts.items()}
-        self._since = {name: _clock(a.since, now, unix_seconds) for name, a in accounts.items()}
 
     def stored(self) -> dict[str, Account]:
         """Return the accounts for the commit."""
@@ -117,34 +107,14 @@ class Accounts:
 
     def meet(self, islands: Iterable[str], now: float) -> None:
         """Note islands that send heartbeats, from which on they may have trained."""
+        since = self._there_since(now)
         for island in islands:
-            if island not in self._since and len(self._since) < 2 * ACCOUNTS_MAX:
-                self._since[island] = self._there_since(now)
-
-    def caught_up(self) -> None:
-        """Note that everything that waited when the merger began was read. What arrives now has just been sent."""
-        self._unwatched_since = None
+            if len(self._met) < 2 * ACCOUNTS_MAX:
+                self._met.setdefault(island, since)
 
     def _there_since(self, now: float) -> float:
-        """Return when an island that is met now may have begun to train, and what is read now may have been sent."""
-        if self._unwatched_since is None or now - self._loaded_at > CATCH_UP_SECONDS:
-            return now
-        return self._unwatched_since
-
-    def bounded(self, contribution: Contribution, reported: StepTimes, now: float) -> tuple[Contribution, list[str]]:
-        """Return the contribution with claims that its island can have fulfilled, and the names of the lowered claims.
-
-        Args:
-            contribution: A contribution without a `contradiction`.
-            reported: The step times that islands report.
-            now: The merger's clock.
-        """
-        c = contribution
-        steps = min(c.steps, self._steps_possible(c, reported, now))
-        tokens = max(1, min(c.tokens * steps // c.steps, int(steps * self._tokens_per_step(c))))
-        lowered = [name for name, before, after in (("steps", c.steps, steps), ("tokens", c.tokens, tokens))
-                   if after < before]  # fmt: skip
-        return (replace(c, steps=steps, tokens=tokens) if lowered else c), lowered
+        """Return since when an island that is met now may have trained. The first ones were there before the merger."""
+        return now if self._met else self._unwatched_since
 
     def steps_read(self, contribution: Contribution, reported: StepTimes, now: float) -> int:
         """Return in how many steps the island may have read the text that a contribution claims.
@@ -153,30 +123,24 @@ class Accounts:
         snapshots, as it does while no merger serves: the work of that time is lost, and the text was read.
 
         Args:
-            contribution: A `bounded` contribution.
+            contribution: The contribution.
             reported: The step times that islands report.
             now: The merger's clock.
         """
         c, known = contribution, self._accounts.get(contribution.island)
-        if known is None or known.incarnation != c.incarnation:
-            return c.steps
-        return max(c.steps, self._steps_possible(c, reported, now))
+        since = self._met.get(c.island, self._there_since(now)) if known is None else self.heard[c.island]
+        elapsed = min(max(now - since, 0.0), ELAPSED_MAX)
+        burst = (FIRST_BURST_INTERVALS if known is None else BURST_INTERVALS) * self.config.sync.interval
+        possible = burst + int(elapsed / reported.fastest(c.island))
+        return possible if known is not None and known.incarnation == c.incarnation else min(c.steps, possible)
 
     def accept(self, contribution: Contribution, closed: int, now: float, unix_seconds: float) -> None:
         """Note a contribution that is going to be merged."""
         c, known = contribution, self._accounts.pop(contribution.island, None)
         if known is not None and known.incarnation == c.incarnation:
             self._note_speed(c, known, now)
-            # The batches of a user's own loop may grow without an end, but not faster than BATCH_SLACK allows.
-            batch = max(known.batch, c.tokens / c.steps) if self.config.has_own_loops else known.batch
-        else:
-            batch = c.tokens / c.steps
         self.heard[c.island] = now
-        self._sent[c.island, c.fragment] = self._there_since(now)
-        began = self._since.setdefault(c.island, self._there_since(now))
-        oldest = min(self._sent.get((c.island, p), began) for p in range(self.fragments))
-        since = unix_seconds - (now - oldest)
-        self._accounts[c.island] = Account(c.incarnation, closed, unix_seconds, since, c.global_step, batch)
+        self._accounts[c.island] = Account(c.incarnation, closed, unix_seconds, c.global_step)
         while len(self._accounts) > ACCOUNTS_MAX:
             self._forget(next(iter(self._accounts)))
 
@@ -188,25 +152,8 @@ class Accounts:
     def _forget(self, island: str) -> None:
         del self._accounts[island]
         self.heard.pop(island, None)
-        self._since.pop(island, None)
+        self._met.pop(island, None)
         self.seen.pop(island, None)
-        for p in range(self.fragments):
-            self._sent.pop((island, p), None)
-
-    def _steps_possible(self, c: Contribution, reported: StepTimes, now: float) -> int:
-        sent = self._sent.get((c.island, c.fragment))
-        since = self._since.get(c.island, self._there_since(now)) if sent is None else sent
-        elapsed = min(max(now - since, 0.0), ELAPSED_MAX)
-        burst = (FIRST_BURST_INTERVALS if sent is None else BURST_INTERVALS) * self.config.sync.interval
-        return burst + int(elapsed / reported.fastest(c.island))
-
-    def _tokens_per_step(self, c: Contribution) -> float:
-        """Return the most tokens a step. Until an island has declared its batch, it may be any that is admitted."""
-        known = self._accounts.get(c.island)
-        if known is None or known.incarnation != c.incarnation:
-            return float(tokens_per_step_max(self.config))
-        usual = 1 if self.config.has_own_loops else self.config.tokens_per_step
-        return BATCH_SLACK * max(known.batch, usual)
 
     def _note_speed(self, c: Contribution, known: Account, now: float) -> None:
         steps = c.global_step - known.global_step

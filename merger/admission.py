@@ -43,8 +43,8 @@ NAMELESS_MAX = 4
 NAMELESS = "?"
 
 log = logging.getLogger(__name__)
-#: Returns a contribution with the claims that the merger believes, and the names of those that it lowered.
-Believed = Callable[[Contribution], tuple[Contribution, list[str]]]
+#: Returns a contribution with the claims that the merger believes.
+Believed = Callable[[Contribution], Contribution]
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Inbox:
         transport: The connection to the run.
         rules: How rounds are merged.
         is_expelled: Whether the operator has expelled an island.
-        believed: Returns a contribution with the claims that the merger believes, and which ones it lowered.
+        believed: Returns a contribution with the claims that the merger believes.
         beside: Downloads and checks the next contributions while one is added.
     """
 
@@ -143,14 +143,13 @@ class Inbox:
         self.transport, self.rules = transport, rules
         #: How many contributions this process has refused.
         self.refused = 0
-        #: How many contributions this process has refused or lowered, by code.
+        #: How many contributions this process has refused, by code.
         self.codes: Counter[str] = Counter()
         self._is_expelled, self._believed, self._beside = is_expelled, believed, beside
         self._sums: dict[int, RoundSum] = {}
         self._rooms: dict[int, Room] = {}
         self._identities: set[tuple[str, str, int]] = set()
         self._entries: dict[str, None] = {}  # in the order of arrival
-        self._lowered: dict[str, int] = {}  # tokens that a waiting entry claims and the merger does not count
         #: Where the waiting contributions will move the cursors of the corpus.
         self.cursors: dict[str, tuple[int, int]] = {}
         self._refusals: list[tuple[str, Refusal]] = []
@@ -159,7 +158,6 @@ class Inbox:
     def clear(self) -> None:
         """Drop all waiting contributions."""
         self._refusals.clear()
-        self._lowered.clear()
         for p in list(self._sums):
             self._drop(p)
 
@@ -187,7 +185,6 @@ class Inbox:
         """
         mixed = [p for p, s in self._sums.items() if any(self._is_expelled(a.contribution.island) for a in s.addends)]
         for p in mixed:
-            self.take_lowered(self._sums[p])
             self._drop(p)
         return bool(mixed)
 
@@ -261,7 +258,7 @@ class Inbox:
         if isinstance(opened, Reason):
             return opened
         entry, claimed, body = opened
-        believed, lowered = self._believed(claimed)
+        believed = self._believed(claimed)
         p = believed.fragment
         try:
             self._sum(p, fragments, state).add(entry, believed, body)
@@ -271,25 +268,7 @@ class Inbox:
         self._identities.add(believed.identity)
         self._entries[entry] = None
         self.cursors |= advanced(self.cursors, parse_positions(believed.data))
-        self.note_lowered(believed, lowered, state)
-        if claimed.tokens > believed.tokens:
-            self._lowered[entry] = claimed.tokens - believed.tokens
         return believed
-
-    def take_lowered(self, round_sum: RoundSum) -> int:
-        """Return how many tokens the contributions of a round claim beyond those that are counted."""
-        return sum(self._lowered.pop(addend.entry, 0) for addend in round_sum.addends)
-
-    def note_lowered(self, c: Contribution, lowered: Sequence[str], state: RunState) -> None:
-        """Count and log claims of a contribution that the merger lowered."""
-        for name in lowered:
-            code = f"claims.{name}"
-            state.count(code)
-            self.codes[code] += 1
-            if self.codes[code] <= LOGGED_MAX or self.codes[code] % 1000 == 0:
-                text = "%s claims more in round %s than it can have done (%s), so the merger counts less"
-                number = self.rules.manifest.run_round(c.round)
-                log.warning(text, c.island, number, name, extra={"round": number, "code": code})
 
     def _sum(self, p: int, fragments: Sequence[FragmentState], state: RunState) -> RoundSum:
         if p not in self._sums:
@@ -326,7 +305,7 @@ class Inbox:
             refusal = Refusal(delivery.sender, NAMELESS, 0, 0, 0, 0, text, repeat)
         else:
             decided = repeat and state.has_seen(c.identity)
-            tokens = claims.refused_tokens(c, steered(self.rules.manifest.config, state.steered))
+            tokens = claims.counted_tokens(c, steered(self.rules.manifest.config, state.steered))
             refusal = Refusal(c.island, c.incarnation, c.sequence, c.round, c.fragment, tokens, text, repeat, decided)
             if reason.code not in ("repeat", "unreadable"):
                 state.see(c.identity)

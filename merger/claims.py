@@ -1,12 +1,11 @@
 """Claims: what an island says about its own work, compared with what it can have done. Pure.
 
 A contribution's header claims tokens, steps, a global step, a speed and a position in the data. None of them can be
-verified, but all of them have a bound: the time since the island's last contribution, by the merger's clock, and the
-speed of the other islands. A claim that contradicts itself is refused (`contradiction`). A claim that is only larger
-than the bound is lowered to it (`Accounts.bounded`), because honest clocks may differ and an outage may have hidden an
-island from the merger. The tape records the lowered values, so a replay merges the same.
-
-The bounds are far above what honest islands do. They limit how much a false claim is worth, not who is right.
+verified, so none of them widens a bound. A claim that contradicts itself is refused (`contradiction`). Tokens and steps
+that nobody saw do not weigh (`weights.seen_steps`, `weights.seen_batches`), and nobody is accused of them: an island
+trains on while no merger serves. The run's step and the positions of its text advance no further than an island can
+have come, and honest islands lead them on with their next contributions. The tape records what was believed, so a
+replay merges the same.
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ def tokens_per_step_max(config: RunConfig) -> int:
     return OWN_TOKENS_PER_STEP_MAX if config.has_own_loops else config.tokens_per_step * BATCH_FACTOR_MAX
 
 
-def refused_tokens(contribution: Contribution, config: RunConfig) -> int:
-    """Return the tokens that the books count for a refused contribution: at most those of a whole run."""
+def counted_tokens(contribution: Contribution, config: RunConfig) -> int:
+    """Return the tokens that the books count for a contribution: at most those of a whole run."""
     most = config.inner.steps * tokens_per_step_max(config)
     return min(contribution.tokens, most)
 
@@ -203,7 +202,7 @@ def believed_data(
     broker has lost newer cursors, the island's next contributions move the cursor on.
 
     Args:
-        contribution: A contribution that is `bounded`, and whose positions can be parsed.
+        contribution: A contribution whose positions can be parsed.
         steps: In how many steps its island may have read them (`Accounts.steps_read`).
         cursors: The cursor of each started range.
         waiting: Where contributions that wait for their rounds will move the cursors.

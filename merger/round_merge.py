@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -46,6 +47,7 @@ class Addend:
         norm: Its L2 norm before clipping.
         clip: The factor that it was multiplied by.
         path: The length of the path that its norm is compared by (`weights.path`).
+        steps: Its steps that weigh (`weights.seen_steps`).
         weight: Its weight, before the round is known.
         body: Its values as its codec encoded them. They are kept until the round closes, because the final weights
             depend on all contributions.
@@ -56,8 +58,14 @@ class Addend:
     norm: float
     clip: float
     path: float
+    steps: int
     weight: float = field(compare=False)
     body: Body = field(compare=False, repr=False)
+
+    @property
+    def batch(self) -> float:
+        """The tokens of a step, as its island says."""
+        return self.contribution.tokens / self.contribution.steps
 
 
 class Opened(NamedTuple):
@@ -79,7 +87,8 @@ class RoundSum:
         config: The merge rules.
         norms: The norms that clipping compares with.
         version: The fragment's version before the round.
-        path: Returns the length of the path that a contribution's norm is compared by.
+        path: Returns the length of the path that the norm of a contribution of so many steps is compared by.
+        seen: Returns how many steps of a contribution weigh, from their number and its staleness.
         spectra: How the matrices share this machine's threads. It changes no bit.
     """
 
@@ -90,7 +99,8 @@ class RoundSum:
         *,
         norms: NormWindow,
         version: int,
-        path: Callable[[Contribution], float],
+        path: Callable[[int], float],
+        seen: Callable[[int, int], int] = lambda steps, staleness: steps,
         spectra: Spectra | None = None,
     ) -> None:
         self.addends: list[Addend] = []
@@ -98,30 +108,37 @@ class RoundSum:
         self.version = version
         self._groups, self._config = groups, config
         self._limit = weights.limit(norms, config.clip)
-        self._path, self._spectra = path, spectra
+        self._path, self._seen, self._spectra = path, seen, spectra
         self._acc: tuple[merge_rules.Accumulator, ...] = ()  # allocated late: many rounds of a fragment stay empty
         self._largest = 0.0
 
     def add(self, entry: str, contribution: Contribution, body: Body) -> None:
         """Decode a contribution into the sum. Raises WireError, and adds nothing, if a value is NaN or too large."""
         c = contribution
-        own = weights.effective((c.tokens, c.steps, self.version - c.base), self._config)
+        staleness = self.version - c.base
+        steps = self._seen(c.steps, staleness)
+        own = weights.effective((c.tokens * steps / c.steps, steps, staleness), self._config)
         largest = max(own, self._largest)
         weight, keep = own / largest, self._largest / largest
         acc = self._acc or merge_rules.begin(self._groups)
-        path = self._path(c)
+        path = self._path(c.steps)
         taken = merge_rules.accumulate(acc, body, self._groups, weight=weight, keep=keep, limit=self._limit * path)
         self._acc = taken.acc
         if not taken.is_sound:
             found = f"the norm is {taken.norm:.1e}" if math.isfinite(taken.norm) else "a value is NaN or infinite"
             raise WireError(f"{found}; norms up to {merge_rules.NORM_MAX:.0e} can be merged", code="wire.not-finite")
         self._largest, self.total_weight = largest, keep * self.total_weight + weight
-        self.addends.append(Addend(entry, contribution, taken.norm, taken.clip, path, own, body))
+        self.addends.append(Addend(entry, contribution, taken.norm, taken.clip, path, steps, own, body))
 
     def merged(self, gain: float) -> jax.Array:
         """Return the merged outer gradient (float32 [N]), times `gain`. See `merge_rules.finish`."""
         total = self.total_weight or 1.0
         return merge_rules.finish(self._acc, self._groups, total_weight=total, gain=gain, spectra=self._spectra)
+
+    def batches(self) -> list[float]:
+        """Return how many tokens of a step of each contribution weigh."""
+        islands = [a.contribution.island for a in self.addends]
+        return weights.seen_batches([a.batch for a in self.addends], islands)
 
     def judged(self, known: Mapping[str, Score], live: int) -> Judgement:
         """Compare the contributions with each other. `known` are the scores before the round."""
@@ -129,13 +146,13 @@ class RoundSum:
             Sent(
                 island=a.contribution.island,
                 staleness=self.version - a.contribution.base,
-                tokens=a.contribution.tokens,
+                tokens=round(batch * a.steps),
                 norm=a.norm / a.path,
                 loss=a.contribution.loss,
                 digest=a.contribution.digest,
                 body=a.body,
             )
-            for a in self.addends
+            for a, batch in zip(self.addends, self.batches(), strict=True)
         ]
         spans = tuple((group.start, group.length) for group in self._groups)
         return judge(known, sent, spans, live)
@@ -229,13 +246,17 @@ class RoundMerge:
 
         `settings` are those that an operator has changed. With another length of the run, a path is of another length.
         """
-        config = control.steered(self.manifest.config, settings or {})
+        config, fragments = control.steered(self.manifest.config, settings or {}), len(self.manifest.fragments)
+        # The fastest island's stride is the clock of the rounds. So many lie between that step and this round's end.
+        strides = fragments + 1 if version else p + 1
+        run_step = fragment.norms.step + strides * config.sync.interval / fragments
         return RoundSum(
             self.groups[p],
             config.merge,
             norms=fragment.norms,
             version=version,
-            path=lambda c: weights.path(config, c.steps, c.global_step),
+            path=lambda steps: weights.path(config, steps, run_step),
+            seen=partial(weights.seen_steps, config.sync, fragments),
             spectra=self.spectra,
         )
 
@@ -273,6 +294,7 @@ class RoundMerge:
             outer=optimizer,
             now=now,
             scores=state.scores,
+            step=state.step,
         )
 
     def advance(self, state: RunState, number: int, step: int, merged: MergedRound, round_sum: RoundSum) -> None:
@@ -294,6 +316,7 @@ def merge_round(
     outer: OuterOptimizer,
     now: Round,
     scores: Mapping[str, Score] | None = None,
+    step: int = 0,
 ) -> MergedRound:
     """Weigh, merge and take the outer step.
 
@@ -309,6 +332,7 @@ def merge_round(
         outer: The outer optimiser.
         now: The progress of the run; participation is filled in here.
         scores: The islands' scores before the round.
+        step: The run's step before the round.
     """
     version, known = round_sum.version, dict(scores or {})
     judged = round_sum.judged(known, live) if config.scores else unjudged(known, len(round_sum.addends))
@@ -318,17 +342,17 @@ def merge_round(
             _member(addend, version, 0.0, score, 0.0)
             for addend, score in zip(round_sum.addends, judged.values, strict=True)
         )
-        kept = replace(fragment, published_N=published_N)
+        kept = replace(fragment, norms=replace(fragment.norms, step=step), published_N=published_N)
         return MergedRound(kept, staleness, members, 0.0, judged.scores, difference)
     factors = _final_factors(round_sum, judged.factors, config.share_cap)
     round_sum.reweigh(factors, judged.limits)
     addends = round_sum.addends
-    parts = [(a.contribution.tokens, a.contribution.steps, version - a.contribution.base) for a in addends]
+    parts = [(a.batch * a.steps, a.steps, version - a.contribution.base) for a in addends]
     weighed = weights.weigh(parts, config, staleness, factors)
     now = _participation(now, addends, judged.factors, live)
     merged_N = round_sum.merged(weighed.gain)
     params_N, outer_state = outer_step(outer, fragment, merged_N, now)
-    norms = fragment.norms
+    norms = replace(fragment.norms, step=step)
     for addend, factor in zip(addends, factors, strict=True):
         norms = norms.with_norm(addend.norm * addend.clip / addend.path) if factor else norms
     members = tuple(
@@ -341,12 +365,16 @@ def merge_round(
 
 
 def _final_factors(round_sum: RoundSum, judged: Sequence[float], cap: float) -> list[float]:
-    """Return the factor on each contribution's weight: its island's, then the cap among those that have any weight."""
-    some = [(i, addend) for i, addend in enumerate(round_sum.addends) if judged[i] > 0.0]
-    lowered = weights.capped([a.weight * judged[i] for i, a in some], [a.contribution.island for _, a in some], cap)
+    """Return the factor on each contribution's weight: its island's, that of its batch, then the cap among the rest."""
+    # The weight has the square of the batch: tokens · (tokens / steps).
+    both = zip(round_sum.batches(), round_sum.addends, strict=True)
+    seen = [(batch / a.batch) ** 2 if batch < a.batch else 1.0 for batch, a in both]
+    own = [a * b for a, b in zip(judged, seen, strict=True)]
+    some = [(i, addend) for i, addend in enumerate(round_sum.addends) if own[i] > 0.0]
+    lowered = weights.capped([a.weight * own[i] for i, a in some], [a.contribution.island for _, a in some], cap)
     factors = [0.0] * len(judged)
     for (i, _), factor in zip(some, lowered, strict=True):
-        factors[i] = judged[i] * factor
+        factors[i] = own[i] * factor
     return factors
 
 

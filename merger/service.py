@@ -30,7 +30,7 @@ from archipelago.merger.retention import MergedEntries, Retention
 from archipelago.merger.round_merge import RoundMerge
 from archipelago.merger.rounds import Close, Rounds
 from archipelago.merger.spectra import Spectra
-from archipelago.merger.state import FragmentState, RunState, saturated
+from archipelago.merger.state import FragmentState, RunState
 from archipelago.merger.steering import OperatorControls
 
 LEASE_SECONDS = 5.0
@@ -101,7 +101,7 @@ class Merger:
         self.rules = RoundMerge.of(self.manifest, self.spectra)
         self.controls = OperatorControls(transport, self.manifest, wall)
         fragments = len(self.manifest.fragments)
-        self.accounts = Accounts(self.config, fragments)
+        self.accounts = Accounts(self.config)
         self.liveness = Liveness(self.accounts)
         self._range_sequences = claims.range_sequences(self.manifest)
         self.inbox = Inbox(transport, self.rules, self.controls.refuses, self._believed, beside("download", AHEAD))
@@ -123,7 +123,6 @@ class Merger:
         #: The commit under way and the seconds from the close of its round to its end, and the state before the round.
         self._under_way: Future[tuple[Commit, float]] | None = None
         self._before = RunState()
-        self._waited = 0  # contributions that were there at `load`, and were not read yet
 
     # -- beginning --------------------------------------------------------------------------------------------------
 
@@ -161,7 +160,6 @@ class Merger:
         self.controls.resume_from(self.state)
         self._follow_controls()  # before the first contribution, which may come from an expelled island
         self._receive(self._unacknowledged())
-        self._waited = self.transport.reader.backlog() - len(self.inbox)
         self.controls.note("served", f"epoch {self.epoch} begins after {self.manifest.described(self.state.closed)}")
         # Last, because this event ends everything that an earlier merger announced.
         self.transport.merger.announce(self.epoch, Resume(self.state.closed, self.epoch))
@@ -198,9 +196,6 @@ class Merger:
             found = self.transport.merger.updates(self._patience(block_seconds), self._read_count)
         self.retention.follow(self.state, self.epoch)
         self._receive(found or self._orphans())
-        self._waited -= len(found)
-        if self._waited <= 0:
-            self.accounts.caught_up()
         if calls := [Call(number, self.manifest.fragment_of(number)) for number in self.rounds.calls()]:
             self.transport.merger.announce(self.epoch, *calls)
         if not self.live and self.clock() - self._heard_at < self.linger_seconds:
@@ -295,17 +290,13 @@ class Merger:
             if (island in self.live) == contribution.farewell:
                 self.live = self.live ^ {island}
 
-    def _believed(self, contribution: Contribution) -> tuple[Contribution, list[str]]:
-        """Return the contribution with the claims that the merger believes, and the names of the lowered ones."""
-        reported, now = self.rounds.reported(self.live), self.clock()
-        bounded, lowered = self.accounts.bounded(contribution, reported, now)
-        steps = self.accounts.steps_read(bounded, reported, now)
+    def _believed(self, contribution: Contribution) -> Contribution:
+        """Return the contribution with the claims that the merger believes."""
+        steps = self.accounts.steps_read(contribution, self.rounds.reported(self.live), self.clock())
         cursors = self.state.cursors, self.inbox.cursors
-        data = claims.believed_data(bounded, steps, *cursors, self.config, self._range_sequences)
-        # Islands lease text by the cursors of shard 0. Those of another shard may be passes behind, so an honest
-        # position can be ahead of them.
-        is_false = data != " ".join(contribution.data.split()) and self.manifest.shard == 0
-        return replace(bounded, data=data), lowered + (["data"] if is_false else [])
+        data = claims.believed_data(contribution, steps, *cursors, self.config, self._range_sequences)
+        config = self.controls.next_config(self.state)
+        return replace(contribution, data=data, tokens=claims.counted_tokens(contribution, config))
 
     # -- closing ----------------------------------------------------------------------------------------------------
 
@@ -321,9 +312,8 @@ class Merger:
         merge_seconds, spectra_seconds = self.clock() - began, self.spectra.seconds - spectra_seconds
         self._settle()  # the round before, whose commit was under way meanwhile
         after.timing = self.rounds.timing.after_quorum(close.quorum_seconds, self.rounds.config.smoothing)
-        step = self._next_step([addend.contribution for addend in round_sum.addends], after)
+        step = self._next_step([addend.contribution for addend in round_sum.addends])
         self.rules.advance(after, close.round, step, merged, round_sum)
-        after.lowered_tokens = saturated(after.lowered_tokens + self.inbox.take_lowered(round_sum))
         after.accounts = self.accounts.stored()
         entries = tuple(addend.entry for addend in round_sum.addends)
         size = sum(addend.contribution.bytes for addend in round_sum.addends)
@@ -369,15 +359,11 @@ class Merger:
             self.controls.note("steered", f"{tape.steered} from round {number} on")
         self.on_round(tape, snapshot)
 
-    def _next_step(self, members: Sequence[Contribution], after: RunState) -> int:
+    def _next_step(self, members: Sequence[Contribution]) -> int:
         """Return the run's step after this round. A step that no member can have reached is lowered (`claims`)."""
         reported, elapsed = self.rounds.reported(self.live), self.clock() - self._closed_at
         stride = self.config.sync.interval / len(self.fragments)
-        step = claims.next_step(self.state.step, members, reported, elapsed, stride, self.live)
-        for c in members:
-            if c.global_step > step:
-                self.inbox.note_lowered(c, ["step"], after)
-        return step
+        return claims.next_step(self.state.step, members, reported, elapsed, stride, self.live)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -125,9 +125,8 @@ class RunState:
         step_seconds: Each island's seconds per inner step, as it last reported.
         island_tokens: Merged tokens of each island, summed over the fragments.
         scores: How well each island's contributions agree with those of the others (`merger.scores`).
-        accounts: The last accepted contribution of each island, by which its next claims are judged.
-        refused: How many contributions were refused or lowered, by code.
-        lowered_tokens: Tokens that merged contributions claim and that are not counted, summed over the fragments.
+        accounts: The last accepted contribution of each island, by which rounds know whom to wait for.
+        refused: How many contributions were refused, by code.
         covered: The last round in a finished checkpoint.
         steered: The operator's settings that the last closed round used in place of the config's (`broker.control`).
         control: The operator's requests that were acted on last.
@@ -147,7 +146,6 @@ class RunState:
     scores: dict[str, Score] = field(default_factory=dict)
     accounts: dict[str, Account] = field(default_factory=dict)
     refused: dict[str, int] = field(default_factory=dict)
-    lowered_tokens: int = 0
     covered: int = 0
     steered: dict[str, float] = field(default_factory=dict)
     control: dict[str, str] = field(default_factory=dict)
@@ -169,7 +167,7 @@ class RunState:
             self.cursors |= advanced(self.cursors, parse_positions(c.data))
 
     def count(self, code: str) -> None:
-        """Count a contribution that was refused or lowered for the reason with that code."""
+        """Count a contribution that was refused for the reason with that code."""
         self.refused[code] = saturated(self.refused.get(code, 0) + 1)
 
     def has_seen(self, identity: tuple[str, str, int]) -> bool:
@@ -197,6 +195,7 @@ class RunState:
             "staleness": asdict(self.staleness),
             "timing": asdict(self.timing),
             "norms": {p: list(window.norms) for p, window in self.norms.items()},
+            "norm_steps": {p: window.step for p, window in self.norms.items()},
             "seen": {key: [s.floor, *sorted(s.above)] for key, s in self.seen.items()},
             "scores": {island: score.to_list() for island, score in self.scores.items()},
             "accounts": {island: asdict(account) for island, account in self.accounts.items()},
@@ -225,15 +224,17 @@ class RunState:
                 merged=int(values["merged"]),
                 staleness=RunningMean(**values["staleness"]),
                 timing=RoundTiming(**values["timing"]),
-                norms={int(p): NormWindow(tuple(norms)) for p, norms in values["norms"].items()},
+                norms={
+                    int(p): NormWindow(tuple(norms), int(values.get("norm_steps", {}).get(p, values["step"])))
+                    for p, norms in values["norms"].items()
+                },
                 seen={key: Sequences(floor, set(above)) for key, (floor, *above) in values["seen"].items()},
                 cursors={str(s): (int(n), int(at)) for s, (n, at) in values["cursors"].items()},
                 step_seconds={str(island): float(seconds) for island, seconds in values["step_seconds"].items()},
                 island_tokens={str(island): int(tokens) for island, tokens in values["island_tokens"].items()},
                 scores={str(island): Score.from_list(score) for island, score in values["scores"].items()},
-                accounts={str(island): Account(**account) for island, account in values["accounts"].items()},
+                accounts={str(island): Account.of(account) for island, account in values["accounts"].items()},
                 refused={str(code): int(count) for code, count in values["refused"].items()},
-                lowered_tokens=int(values["lowered_tokens"]),
                 covered=int(values["covered"]),
                 steered=read_settings(values["steered"]),
                 control=read_fields(values["control"]),

@@ -175,7 +175,7 @@ class MergerCollector:
         ]
         yield family(
             "archipelago_merger_refusals_by_code_total",
-            "Contributions that this process has refused, or whose claims it lowered (claims.…), by reason.",
+            "Contributions that this process has refused, by reason.",
             {**found[0][0], "code": ""},
             counts,
         )

@@ -4,6 +4,9 @@ A contribution weighs `tokens · (tokens / steps) · s(staleness)`: Decoupled Di
 times a staleness factor s. Within a round only the ratios matter (`shares`). Across rounds, s alone would slow a run
 whose rounds are always somewhat stale, so the mean s of a round is divided by its running mean (`gain`).
 
+An island's own words buy no weight. Steps count up to those that an island can have been seen to do (`seen_steps`), and
+tokens up to the usual batch of the round's islands (`seen_batches`).
+
 A contribution is clipped to a multiple of the usual norm, so that one outlier cannot derail the run. Norms are divided
 by the length of the path behind them, which is learning rate times steps. The first contributions of a run cover a few
 steps at the start of the warm-up, and their norms alone would be far too small a measure for later ones.
@@ -16,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from archipelago.broker.config import MergeConfig, RunConfig
+from archipelago.broker.config import MergeConfig, RunConfig, SyncConfig
 
 #: Decay per round of the running mean of s, which remembers about twenty rounds.
 RUNNING_DECAY = 0.95
@@ -36,7 +39,7 @@ _IDLE = 1e-9
 _ROUNDING = 1e-9
 
 #: What decides one contribution's weight: tokens ≥ 0, inner steps ≥ 1, staleness ≥ 0 in versions.
-Part = tuple[int, int, int]
+Part = tuple[float, int, int]
 
 
 def _none(staleness: int) -> float:
@@ -79,7 +82,7 @@ class Weighed:
     running: RunningMean
 
 
-def raw_weight(tokens: int, steps: int) -> float:
+def raw_weight(tokens: float, steps: int) -> float:
     """Return `tokens · (tokens / steps)`, the work done times its batch size (Algorithm 2). steps ≥ 1."""
     return tokens * (tokens / steps)
 
@@ -133,6 +136,32 @@ def capped(weights: Sequence[float], islands: Sequence[str], cap: float) -> list
     return [level / totals[i] if totals[i] > level * (1.0 + _ROUNDING) else 1.0 for i in islands]
 
 
+def seen_steps(config: SyncConfig, fragments: int, steps: int, staleness: int) -> int:
+    """Return how many of a contribution's steps weigh: an interval for each version since its base, and the window.
+
+    The fastest island's stride is the clock of the rounds, so no island that answers them has done more. What islands
+    did while no merger served counts as one interval for each of them.
+    """
+    strides = fragments * (staleness + 1) + min(config.window, fragments)
+    return min(steps, math.ceil(strides * config.interval / fragments))
+
+
+def seen_batches(batches: Sequence[float], islands: Sequence[str]) -> list[float]:
+    """Return how many tokens of a step weigh: at most those of the usual island, the upper median of the round.
+
+    A minority cannot raise it. Of two islands it is the larger batch: nobody can tell which of them is right.
+
+    Args:
+        batches: The tokens of a step of each contribution.
+        islands: The island of each contribution.
+    """
+    largest: dict[str, float] = {}
+    for batch, island in zip(batches, islands, strict=True):
+        largest[island] = max(batch, largest.get(island, 0.0))
+    usual = sorted(largest.values(), reverse=True)[(len(largest) - 1) // 2] if largest else 0.0
+    return [min(batch, usual) for batch in batches]
+
+
 def gain(mean_staleness_factor: float, running: RunningMean) -> float:
     """Return the factor on a round: its mean s over the running mean of earlier rounds, at most GAIN_MAX."""
     return min(mean_staleness_factor / running.value, GAIN_MAX)
@@ -178,22 +207,28 @@ def weigh(
 # -- clipping ------------------------------------------------------------------------------------------------------
 
 
-def path(config: RunConfig, steps: int, global_step: int) -> float:
-    """Return about how far Adam can have moved each element in `steps` up to the global step.
+def path(config: RunConfig, steps: int, run_step: float) -> float:
+    """Return about how far Adam can have moved each element in `steps` up to the run's own step.
 
     It is the number of steps times the learning rate in their middle. For users' own loops, it is the number of steps.
     """
     inner, steps = config.inner, min(max(1, steps), INTERVALS_MOST * config.sync.interval)
     if config.has_own_loops:  # the run does not know their learning rates
         return float(steps)
-    return steps * max(inner.rate_at(max(0.0, global_step - steps / 2)), RATE_LEAST * inner.peak)
+    return steps * max(inner.rate_at(max(0.0, run_step - steps / 2)), RATE_LEAST * inner.peak)
 
 
 @dataclass(frozen=True)
 class NormWindow:
-    """Norm over path of the last WINDOW merged contributions after clipping, oldest first."""
+    """Norm over path of the last WINDOW merged contributions after clipping, oldest first.
+
+    Attributes:
+        norms: The norms.
+        step: The run's step before the round that added the newest ones.
+    """
 
     norms: tuple[float, ...] = ()
+    step: int = 0
 
     def with_norm(self, clipped_norm: float) -> NormWindow:
         """Return the window with one more norm, without the oldest one when it is full.
@@ -206,7 +241,7 @@ class NormWindow:
         """
         if not (math.isfinite(clipped_norm) and clipped_norm >= 0.0):
             raise ValueError(f"a norm must be finite and not negative, not {clipped_norm}")
-        return NormWindow((*self.norms, clipped_norm)[-WINDOW:])
+        return NormWindow((*self.norms, clipped_norm)[-WINDOW:], self.step)
 
 
 def limit(window: NormWindow, multiple: float) -> float:

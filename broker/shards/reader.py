@@ -234,7 +234,6 @@ def combined_state(states: Mapping[int, str], layout: Layout) -> str:
         | {
             "island_tokens": _summed(state.get("island_tokens") for state in found.values()),
             "refused": _summed(state.get("refused") for state in found.values()),
-            "lowered_tokens": sum(_count(state.get("lowered_tokens")) for state in found.values()),
             "covered": min(covered),
         }
     )

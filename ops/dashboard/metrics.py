@@ -40,7 +40,6 @@ RUN = {
     "archipelago_run_held_out_loss": ("held_out_last", f"Held-out loss in {_UNIT}, newest evaluation."),
     "archipelago_run_merged_tokens_total": ("tokens_merged", "Tokens merged into every fragment."),
     "archipelago_run_trained_tokens_total": ("tokens_trained", "Tokens trained by all islands, merged or not."),
-    "archipelago_run_lowered_tokens": ("tokens_lowered", "Merged tokens that count for less than islands say."),
     "archipelago_run_lost_tokens": ("tokens_lost", "Trained tokens that were never merged."),
     "archipelago_run_sent_bytes_total": ("bytes_up", "Payload bytes from the islands."),
     "archipelago_run_received_bytes_total": ("bytes_down", "Payload bytes to the islands."),

@@ -149,7 +149,7 @@ def summarise(
         control=Control.of(control or {}),
         refused_by_code=_counts(figures, "refused"),
         covered=_count(figures, "covered"),
-        **_token_accounts(presences, merged, books, pending, fragments, _count(figures, "lowered_tokens")),
+        **_token_accounts(presences, merged, books, pending, fragments),
     )
 
 
@@ -224,9 +224,8 @@ def _token_accounts(
     books: Books,
     pending: Pending,
     fragments: int,
-    lowered: int,
 ) -> dict[str, Any]:
-    """Return where the run's tokens are: trained = merged + refused + pending + unsent + lowered + lost.
+    """Return where the run's tokens are: trained = merged + refused + pending + unsent + lost.
 
     A token counts once, although each fragment is synchronised on its own: every account is the mean over the
     fragments.
@@ -236,8 +235,6 @@ def _token_accounts(
     - *Merged*, *refused*, *pending*: what became of the contributions, by the books. A run that went back to a
       checkpoint has the books of that checkpoint.
     - *Unsent*: work that islands which are alive have not sent yet.
-    - *Lowered*: work that was merged, and that counts for less than its island says (`merger/claims.py`). What no
-      heartbeat has is a false claim, and appears nowhere.
     - *Lost*: all other trained tokens. They were not sent when their island died, or they were merged after the
       checkpoint to which the run went back, or the island had to adopt newer parameters over them.
 
@@ -249,7 +246,6 @@ def _token_accounts(
         books: The run's books.
         pending: Contributions that wait to be merged.
         fragments: The number of fragments.
-        lowered: Tokens that merged contributions claim and that are not counted, summed over the fragments.
     """
     of_island = {island: tokens // fragments for island, tokens in merged.items()}
     unsent = 0
@@ -262,14 +258,12 @@ def _token_accounts(
     )
     rest = max(0, sum(of_island.values()) - settled - refused - waiting)
     unsent = min(unsent, rest)
-    uncounted = min(lowered // fragments, rest - unsent)
     return {
         "tokens_merged": settled,
         "tokens_refused": refused,
         "tokens_pending": waiting,
         "tokens_unsent": unsent,
-        "tokens_lowered": uncounted,
-        "tokens_lost": rest - unsent - uncounted,
+        "tokens_lost": rest - unsent,
         "tokens_trained": settled + refused + waiting + rest,
     }
 

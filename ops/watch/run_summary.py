@@ -74,7 +74,6 @@ def summary(
         "tokens_refused": view.tokens_refused,
         "tokens_pending": view.tokens_pending,
         "tokens_unsent": view.tokens_unsent,
-        "tokens_lowered": view.tokens_lowered,
         "tokens_lost": view.tokens_lost,
         "passes": view.passes,
         "books_balance": view.balanced,

@@ -103,7 +103,7 @@ class RunView:
         refused: Why the last merger refused to serve the run, while none serves it.
         control: The requests of operators.
         refusals: The newest refusals without repeats, oldest first, each with the broker's unix time in seconds.
-        refused_by_code: How many contributions were refused, by code; those of `claims.…` were merged for less.
+        refused_by_code: How many contributions were refused, by code.
         covered: The last round in a finished checkpoint; 0 if there is none.
     """
 
@@ -127,7 +127,6 @@ class RunView:
     tokens_refused: int
     tokens_pending: int
     tokens_unsent: int
-    tokens_lowered: int
     tokens_lost: int
     tokens_trained: int
     passes: float

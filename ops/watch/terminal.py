@@ -131,7 +131,6 @@ def _add_tokens(grid: Table, view: RunView, equals: str) -> None:
         "tokens",
         f"trained {view.tokens_trained:,} = merged {view.tokens_merged:,} + refused {view.tokens_refused:,} + pending "
         f"{view.tokens_pending:,} + unsent {view.tokens_unsent:,} + "
-        + (f"counted for less {view.tokens_lowered:,} + " if view.tokens_lowered else "")
         + f"lost {view.tokens_lost:,}"
         + ("" if math.isnan(view.passes) else f"; {view.passes:.2f} passes over the text"),
     )
@@ -144,9 +143,8 @@ def problem_lines(view: RunView, found: Sequence[Problem] = ()) -> list[Text]:
     lines += [f"{i.name}: last refused: {i.last_refusal}" for i in view.islands
               if i.last_refusal and i.name not in refused]  # fmt: skip
     counts = sorted(view.refused_by_code.items(), key=lambda each: -each[1])
-    for words, is_lowered in (("refused", False), ("counted for less than they claim", True)):
-        if some := [f"{code} {count:,}" for code, count in counts if code.startswith("claims.") == is_lowered]:
-            lines.append(f"contributions {words} so far: {', '.join(some)}")
+    if counts:
+        lines.append(f"contributions refused so far: {', '.join(f'{code} {count:,}' for code, count in counts)}")
     return [Text(printable(line), style="yellow") for line in lines]
 
 

@@ -95,9 +95,9 @@ def test_the_next_contributions_are_downloaded_before_one_is_added(monkeypatch: 
     state = RunState()
     done: list[str] = []
 
-    def believed(contribution: Contribution) -> tuple[Contribution, list[str]]:
+    def believed(contribution: Contribution) -> Contribution:
         done.append(f"add {contribution.island}")
-        return contribution, []
+        return contribution
 
     def delivery(name: str) -> Delivery:
         contribution, payload = samples.packed(np.ones(MANIFEST.sizes[0], np.float32), island=name)
@@ -123,14 +123,14 @@ def test_the_next_contributions_are_downloaded_before_one_is_added(monkeypatch: 
     assert all(state.has_seen(d.contribution.identity) for d in deliveries if d.contribution and d.sender in "xy")
 
 
-def test_dropped_contributions_are_lowered_no_more() -> None:
+def test_dropped_contributions_are_judged_again() -> None:
     """They are received again, and may be believed then."""
     transport, epoch, rules, fragments = begun()
     state = RunState()
     expelled, factors = set[str](), [2]
 
-    def believed(contribution: Contribution) -> tuple[Contribution, list[str]]:
-        return replace(contribution, tokens=contribution.tokens // factors[-1]), []
+    def believed(contribution: Contribution) -> Contribution:
+        return replace(contribution, tokens=contribution.tokens // factors[-1])
 
     inbox = Inbox(transport, rules, expelled.__contains__, believed)
     sent = [samples.packed(np.ones(MANIFEST.sizes[0], np.float32), island=name) for name in "ab"]
@@ -140,9 +140,8 @@ def test_dropped_contributions_are_lowered_no_more() -> None:
     assert inbox.drop_expelled()
     factors.append(1)
     assert len(list(inbox.receive(deliveries, state, fragments, epoch))) == 1
-    round_sum = inbox.take(0, fragments, state)
-    assert len(round_sum.addends) == 1
-    assert inbox.take_lowered(round_sum) == 0
+    (addend,) = inbox.take(0, fragments, state).addends
+    assert addend.contribution == sent[0][0]
 
 
 def test_a_flood_of_refusals_hides_no_announcements_and_delays_no_round() -> None:

@@ -53,19 +53,18 @@ def test_a_round_of_one_island() -> None:
     run.balance()
 
 
-def test_clipping_compares_norms_by_their_path() -> None:
-    """The first contributions cover half an interval at the start of the warm-up, a 50th of the later paths."""
+def test_clipping_compares_norms_by_the_path_at_the_runs_own_step() -> None:
+    """Paths grow with the warm-up. A step that an island claims gives no contribution a longer one."""
     run, merger = served_run()
     run.live("a", "b")
-    near: dict[str, Any] = {"steps": 4, "global_step": 4}
-    far: dict[str, Any] = {"steps": 8, "global_step": 100}
-    longer = path(CONFIG, **far) / path(CONFIG, **near)
-    assert longer > 50
-    sizes = [(1.0, near)] * 8 + [(longer, far)] * 2 + [(100.0 * longer, far)] * 2
-    for number, (size, when) in enumerate(sizes, 1):
+    for number in range(1, 13):
+        usual = path(CONFIG, 4, 4 * number) / path(CONFIG, 4, 4)
+        claimed = 4 * number if number <= 10 else 100_000
         for island in "ab":
-            run.send(island, number, constant(size), **when)
+            values_N = constant(usual if number <= 10 else 100.0 * usual)
+            run.send(island, number, values_N, steps=4, global_step=claimed if island == "b" else 4 * number)
         assert merger.turn(0.0)
+    assert path(CONFIG, 4, 4 * 12) > 10 * path(CONFIG, 4, 4)
     clips = [member.clip for entry in run.transport.reader.tape(20) for member in entry.members]
     assert clips[:20] == [1.0] * 20
     assert clips[20:] == pytest.approx([0.03] * 4), "clipped to three times the usual norm"

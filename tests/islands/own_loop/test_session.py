@@ -299,5 +299,4 @@ def test_what_a_loop_does_before_a_merger_serves_counts_in_full(url: str, rule: 
                 run.sync(trained(run.params, 1e-4))
                 time.sleep(0.001)
             state = merger.state
-    assert state.lowered_tokens == 0
-    assert not any(code.startswith("claims.steps") for code in state.refused)
+    assert not state.refused
