@@ -99,8 +99,9 @@ def baseline(row: TrialRow, rows: Sequence[TrialRow]) -> TrialRow | None:
     if row.settings["hostile"] or row.settings.get("merge.scores"):
         without = [other for other in honest if not other.settings.get("merge.scores")]
         cap = row.settings.get("merge.share_cap")
-        if without or row.settings["hostile"]:
-            return min(without, key=lambda other: other.settings.get("merge.share_cap") != cap, default=None)
+        others = without or (honest if row.settings["hostile"] else [])
+        if others or row.settings["hostile"]:
+            return min(others, key=lambda other: other.settings.get("merge.share_cap") != cap, default=None)
     same = [
         other for other in rows
         if other.settings["kind"] == "parallel" and other.settings["islands"] == row.settings["islands"]
