@@ -22,7 +22,8 @@ from archipelago.broker.ranges import RANGES_MAX, advanced, parse_positions
 from archipelago.broker.transport import MergerTransport
 from archipelago.merger import claims
 from archipelago.merger.beside import Spawn, at_once
-from archipelago.merger.round_merge import Opened, RoundMerge, RoundSum
+from archipelago.merger.round_merge import Opened, RoundMerge
+from archipelago.merger.round_sum import RoundSum
 from archipelago.merger.state import FragmentState, RunState
 from archipelago.merger.steering import EXPELLED
 

@@ -33,7 +33,8 @@ from archipelago.broker.transport import MergerTransport
 from archipelago.broker.wire import digest, digest_of, pack, pack_body
 from archipelago.merger import outer
 from archipelago.merger.beside import Spawn
-from archipelago.merger.round_merge import MergedRound, RoundSum
+from archipelago.merger.round_merge import MergedRound
+from archipelago.merger.round_sum import RoundSum
 from archipelago.merger.rounds import Close
 from archipelago.merger.state import FragmentState, RunState
 

@@ -22,7 +22,8 @@ from archipelago.broker.transport import MergerTransport
 from archipelago.broker.wire import digest_of, pack, unpack
 from archipelago.merger import outer
 from archipelago.merger.committing import RoundLog
-from archipelago.merger.round_merge import MergedRound, RoundMerge, RoundSum, new_state
+from archipelago.merger.round_merge import MergedRound, RoundMerge, new_state
+from archipelago.merger.round_sum import RoundSum
 from archipelago.merger.state import FragmentState, RunState
 from archipelago.merger.weights import NormWindow
 

@@ -17,10 +17,10 @@ from archipelago.merger import outer
 from archipelago.merger.committing import mean_loss
 from archipelago.merger.round_merge import (
     MergedRound,
-    RoundSum,
     merge_round,
     new_state,
 )
+from archipelago.merger.round_sum import RoundSum
 from archipelago.merger.spectra import Group
 from archipelago.merger.state import FragmentState
 from archipelago.merger.weights import NormWindow, RunningMean
