@@ -106,13 +106,14 @@ class ChunkStore:
         return where, [] if is_certain else self.placed(where)
 
     def _begun(self, name: str, payload: bytes) -> tuple[dict[str, str | bytes], list[Any]]:
-        """Return where to upload the payload of an entry, and the answers to `_questions` about these chunks."""
+        """Return where to upload the payload of an entry, and the lengths and times to live of these chunks, in turn."""
         copy = 0
         while True:
             where = _pointing(f"{name}.{copy}", payload)
             with self._redis.pipeline(transaction=False) as pipe:
-                for command in _questions(self.placed(where)):
-                    pipe.execute_command(*command)
+                for chunk in self.placed(where):
+                    pipe.strlen(chunk)
+                    pipe.ttl(chunk)
                 found = pipe.execute(raise_on_error=False)
             if KEPT not in found[1::2]:
                 return where, found
