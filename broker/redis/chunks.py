@@ -106,7 +106,7 @@ class ChunkStore:
         return where, [] if is_certain else self.placed(where)
 
     def _begun(self, name: str, payload: bytes) -> tuple[dict[str, str | bytes], list[Any]]:
-        """Return where to upload the payload of an entry, and the lengths and times to live of these chunks, in turn."""
+        """Return where to upload the payload of an entry, and each chunk's length and time to live, in turn."""
         copy = 0
         while True:
             where = _pointing(f"{name}.{copy}", payload)
