@@ -189,7 +189,7 @@ OF_MERGER = {
     f"{_MERGER}.round_merge:digest": "digest",
     f"{_MERGER}.round_merge:unpack_encoded": "decompress",
     f"{_MERGER}.merge_rules:accumulate": "decode and add",
-    f"{_MERGER}.round_merge:judge": "compare contributions",
+    f"{_MERGER}.round_sum:judge": "compare contributions",
     f"{_MERGER}.merge_rules:finish": "merge",
     f"{_MERGER}.spectra:Spectra.change": "spectra",
     f"{_MERGER}.round_merge:outer_step": "outer step",
