@@ -54,7 +54,7 @@ def require_log(said: str, who: str, island: str | None) -> None:
     for line in lines:
         assert {"time", "level", "message"} <= line.keys()
         assert (line["who"], line["run"], line.get("island")) == (who, RUN, island)
-    assert island or any(line.get("round", 0) > 0 for line in lines)
+    assert island or any("round" in line for line in lines)
 
 
 def test_the_single_commands_make_a_run_that_survives_an_outage(
@@ -85,7 +85,7 @@ def test_the_single_commands_make_a_run_that_survives_an_outage(
 
     standby, transport = processes.start("merger", url, "--run", RUN, "--folder=m1", "--json"), connect(url, RUN)
     until(lambda: len(transport.reader.standbys()) == 1, "the second merger to stand by")
-    until(lambda: re.search(r'"round": [1-9]', processes.said(merger)), "a line about a round")
+    until(lambda: re.search(r'"round": [0-9]', processes.said(merger)), "a line about a round")
     merger.kill()
     rounds = view(url, RUN).rounds
     until(lambda: view(url, RUN).rounds > rounds + 4, "the second merger to continue")
