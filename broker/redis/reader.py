@@ -153,7 +153,7 @@ class RedisReader:
             if new := [name for name in names if name not in self._beat_bytes]:
                 self._ask_for_sizes(pipe, new)
                 self._note_sizes(new, pipe.execute(raise_on_error=False))
-            every, names = names, [name for name in names if self._beat_bytes[name] <= BEAT_BYTES_MAX]
+            every, names = names, [name for name in names if self._beat_bytes.get(name, 0) <= BEAT_BYTES_MAX]
             for name in names:
                 pipe.hgetall(self._keys.island(name))
                 pipe.pttl(self._keys.island(name))
