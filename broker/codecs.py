@@ -34,7 +34,8 @@ TOP_UNITS, TOP_LARGE = np.float32(4096), 2458
 RECIPROCALS = np.float32(128) / np.arange(128, 256, dtype=np.float32)
 #: A float32 from which on whole numbers are one apart. Its lowest four bits are those of 8.
 ROUNDER = np.float32(1.5 * 2**23 + 8)
-#: XLA on a CPU vectorises the maximum of two halves of a block, and no reduction of rows: it halves down to so many.
+#: XLA on a CPU vectorises the maximum of two halves of a row, and not the reduction of a row. So rows are halved until
+#: they have this many elements, and then reduced.
 HALVED = 32
 #: Elements that numpy encodes or decodes at a time, so that intermediate arrays fit the cache. A multiple of every
 #: block size.
