@@ -68,7 +68,6 @@ class MergerWatch:
         self._reader, self._run, self._clock = reader, run, clock
         self.is_served: bool | None = None
         self._warned_at: float | None = None
-        self._why = ""
 
     @property
     def in_words(self) -> str:
@@ -85,11 +84,11 @@ class MergerWatch:
             self._warned_at = None
 
     def _warn(self) -> None:
-        now, why = self._clock(), refusal(self._reader)
-        if self._warned_at is not None and now - self._warned_at < REMIND_SECONDS and why == self._why:
+        now = self._clock()
+        if self._warned_at is not None and now - self._warned_at < REMIND_SECONDS:
             return
-        self._warned_at, self._why = now, why
-        if why:
+        self._warned_at = now
+        if why := refusal(self._reader):  # asked as seldom as this is said: all islands call this at each heartbeat
             log.warning("no merger serves the run %r: %s", self._run, why, extra={"code": "island.no-merger"})
             return
         log.warning(
