@@ -85,18 +85,18 @@ class CheckpointStore:
         """Return the folder of a finished checkpoint."""
         return self.folder / str(number)
 
-    def uid(self) -> str:
-        """Return the uid of the run of the newest checkpoint; empty if there is none that can be read.
+    def about(self) -> dict[str, str]:
+        """Return the `run` and the `uid` of the newest checkpoint; nothing if there is none that can be read.
 
         Only the metadata is read, without Orbax, whose import would delay each start of a merger by a second.
         """
         for number in reversed(self.numbers()):
             try:
                 metadata = json.loads((self.path_of(number) / "metadata" / "metadata").read_text(encoding="utf-8"))
-                return str(metadata["fields"]["manifest"]["uid"])
+                return {name: str(metadata["fields"]["manifest"][name]) for name in ("run", "uid")}
             except (OSError, ValueError, LookupError, TypeError):
                 continue
-        return ""
+        return {}
 
     def next_number(self) -> int:
         """Return a number that is at least 1 and greater than that of any finished checkpoint, or part of one."""

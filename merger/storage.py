@@ -126,10 +126,9 @@ class MergerFolder:
 
     def _copier(self, manifest: Manifest) -> Copier:
         assert self._bundles is not None  # noqa: S101
-        about = {"run": manifest.run, "uid": manifest.uid}
         besides = self._complete_in_bucket if len(self._parts) > 1 else tuple
         uploads = self.path / "uploads"
-        return Copier(self._bundles, self.store.folder, uploads, about, self.store.keep, besides)
+        return Copier(self._bundles, self.store.folder, uploads, _about(manifest), self.store.keep, besides)
 
     def load(self) -> Image | None:
         """Return the newest checkpoint of the whole run; None if there is none. For errors, see `newest`."""
@@ -174,16 +173,16 @@ class MergerFolder:
         assert image is not None  # noqa: S101 - a missing number is an error
         return image
 
-    def _uids(self, manifest: Manifest) -> dict[str, str]:
-        """Return the uid of the run whose checkpoints lie here, and of that in the bucket, by the place in words."""
-        found = {str(part.path): part.store.uid() for part in self.parts(manifest)}
+    def _others(self, manifest: Manifest) -> dict[str, dict[str, str]]:
+        """Return the places of checkpoints of another run than this one, here and in the bucket, each with its run."""
+        held = {str(part.path): part.store.about() for part in self.parts(manifest)}
         if self._bundles is not None:
             try:
                 numbers = self._bundles.numbers()
-                found[str(self.bucket)] = self._bundles.manifest(numbers[-1]).about.get("uid", "") if numbers else ""
+                held[str(self.bucket)] = dict(self._bundles.manifest(numbers[-1]).about) if numbers else {}
             except BucketError as error:  # the run is served without its bucket, which the copier tells
                 log.debug("cannot look into %s: %s", self.bucket, error)
-        return {place: uid for place, uid in found.items() if uid}
+        return {place: about for place, about in held.items() if about and about != _about(manifest)}
 
     def _replaces(self, transport: Transport, manifest: Manifest, *, resume: bool) -> bool:
         """Delete a new run that has the name of the run whose checkpoints lie here, and return whether there was one.
@@ -193,10 +192,13 @@ class MergerFolder:
         Raises:
             UnknownRunError: The run is another one, and stays (`broker.other-run`). Nothing was changed.
         """
-        others = [place for place, uid in self._uids(manifest).items() if manifest.uid not in ("", uid)]
+        others = self._others(manifest)
         if not others:
             return False
-        what = f"{others[0]} holds checkpoints of an earlier run {manifest.run!r}, and this Redis has a new one"
+        place, about = next(iter(others.items()))
+        if (name := about.get("run", "")) != manifest.run:
+            raise _of_another_name(place, name, manifest.run)
+        what = f"{place} holds checkpoints of an earlier run {name!r}, and this Redis has a new one"
         to_new = f"delete it with `archipelago rm {manifest.run}` and create it under another name"
         if not resume:
             raise UnknownRunError(
@@ -204,13 +206,19 @@ class MergerFolder:
                 f"To continue the earlier run, start this merger with --resume. To train anew, {to_new}.",
                 code=OTHER_RUN,
             )
-        images = self.newest()
-        is_same = bool(images) and whole_image(images).manifest.tensors == manifest.tensors
-        reader = whole(transport, manifest).reader
-        merged = reader.books().merged
-        if merged or reader.is_served() or not is_same or not isinstance(transport, RedisTransport):
-            why = "another merger serves the new one" if reader.is_served() else "they have other tensors"
-            why = f"{merged:,} contributions were merged in the new one" if merged else why
+        images, reader = self.newest(), whole(transport, manifest).reader
+        earlier = whole_image(images).manifest if images else manifest
+        if merged := reader.books().merged:
+            why = f"{merged:,} contributions were merged in the new one"
+        elif reader.is_served():
+            why = "another merger serves the new one"
+        elif earlier.uid == manifest.uid or earlier.run != manifest.run:
+            why = "the newest checkpoint is not of an earlier run of that name"
+        elif earlier.tensors != manifest.tensors:
+            why = "they have other tensors"
+        else:
+            why = ""
+        if why or not isinstance(transport, RedisTransport):
             raise UnknownRunError(
                 f"{what}; --resume does not replace it, because {why}",
                 f"To give up the new one, {to_new.partition(' and ')[0]}, and start this merger again with --resume. "
@@ -238,11 +246,7 @@ class MergerFolder:
             return None
         image = whole_image(images)
         if image.manifest.run != transport.run:
-            raise UnknownRunError(
-                f"{self.place} holds checkpoints of run {image.manifest.run!r}, not of {transport.run!r}",
-                f"Name that run with --run {image.manifest.run}, or another folder.",
-                code=OTHER_RUN,
-            )
+            raise _of_another_name(self.place, image.manifest.run, transport.run)
         restore(transport, images)
         for part, own in zip(self._parts, images, strict=True):
             part.recorder.go_back(own.round)
@@ -314,6 +318,16 @@ class MergerFolder:
             "the run had lost its manifest, which is now that of its checkpoints", extra={"code": "repair.manifest"}
         )
         return True
+
+
+def _of_another_name(place: str, held: str, run: str) -> UnknownRunError:
+    what = f"{place} holds checkpoints of run {held!r}, not of {run!r}"
+    return UnknownRunError(what, f"Name that run with --run {held}, or another folder.", code=OTHER_RUN)
+
+
+def _about(manifest: Manifest) -> dict[str, str]:
+    """Return what tells a run's checkpoints from those of other runs."""
+    return {"run": manifest.run, "uid": manifest.uid}
 
 
 @contextmanager

@@ -217,3 +217,14 @@ def test_resume_replaces_no_run_with_other_tensors_or_merged_work(lost: LostRun,
         lost.folder.find_or_bring_back(lost.redis, resume=True)
     assert "merged in the new one" in refused.value.what
     assert lost.redis.reader.uid() == lost.manifest.uid
+
+
+def test_resume_deletes_no_run_for_the_checkpoints_of_one_with_another_name(lost: LostRun) -> None:
+    mine = connect(f"fakeredis://{uuid.uuid4().hex}", "mine")
+    manifest = replace(lost.manifest, run="mine", uid="2" * 32)
+    mine.create(manifest, samples.first_snapshots(manifest, 2.0))
+    for resume in (False, True):
+        with failing(UnknownRunError, "broker.other-run") as refused:
+            lost.folder.find_or_bring_back(mine, resume=resume)
+        assert "run 'tiny', not of 'mine'" in refused.value.what
+        assert mine.reader.uid() == manifest.uid
