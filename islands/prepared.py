@@ -97,7 +97,7 @@ class PreparedIsland:
         )  # fmt: skip
 
     def warm_up(self, island: Island, scan_steps: int) -> None:
-        """Compile everything that the island will run, with so many inner steps between two boundaries."""
+        """Compile everything that the island will run, for `scan_steps` inner steps between two boundaries."""
         island.scan_steps = max(1, scan_steps)
         island.warm_up()
 

@@ -2,9 +2,9 @@
 
 A contribution's header claims tokens, steps, a global step, a speed and a position in the data. None of them can be
 verified, so none of them widens a bound. A claim that contradicts itself is refused (`contradiction`). Tokens and steps
-that nobody saw do not weigh (`weights.seen_steps`, `weights.seen_batches`), and nobody is accused of them: an island
-trains on while no merger serves. The run's step and the positions of its text advance no further than an island can
-have come, and honest islands lead them on with their next contributions. The tape records what was believed, so a
+beyond what the merger saw add no weight (`weights.seen_steps`, `weights.seen_batches`). They are no reason to refuse
+or to warn, because an honest island trains on while no merger serves. The run's step and the positions of its text
+advance no further than an island can have come; the next contributions of honest islands advance them again. The tape records what was believed, so a
 replay merges the same.
 """
 

@@ -116,7 +116,8 @@ class RoundMerge:
         `settings` are those that an operator has changed. With another length of the run, a path is of another length.
         """
         config, fragments = control.steered(self.manifest.config, settings or {}), len(self.manifest.fragments)
-        # The fastest island's stride is the clock of the rounds. So many lie between that step and this round's end.
+        # Rounds follow each other by strides of the fastest island. These are the strides from the step before the
+        # fragment's last round to the end of this one.
         strides = fragments + 1 if version else p + 1
         run_step = fragment.norms.step + strides * config.sync.interval / fragments
         return RoundSum(

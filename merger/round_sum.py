@@ -60,7 +60,7 @@ class RoundSum:
         config: The merge rules.
         norms: The norms that clipping compares with.
         version: The fragment's version before the round.
-        path: Returns the length of the path that the norm of a contribution of so many steps is compared by.
+        path: Returns the length of the path that a norm is compared by, from the contribution's number of steps.
         seen: Returns how many steps of a contribution weigh, from their number and its staleness.
         spectra: How the matrices share this machine's threads. It changes no bit.
     """

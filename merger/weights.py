@@ -4,8 +4,8 @@ A contribution weighs `tokens · (tokens / steps) · s(staleness)`: Decoupled Di
 times a staleness factor s. Within a round only the ratios matter (`shares`). Across rounds, s alone would slow a run
 whose rounds are always somewhat stale, so the mean s of a round is divided by its running mean (`gain`).
 
-An island's own words buy no weight. Steps count up to those that an island can have been seen to do (`seen_steps`), and
-tokens up to the usual batch of the round's islands (`seen_batches`).
+An island cannot raise its weight by what it says of itself. Steps count up to the number that the closed rounds allow
+(`seen_steps`), and tokens up to the median batch of the round's islands (`seen_batches`).
 
 A contribution is clipped to a multiple of the usual norm, so that one outlier cannot derail the run. Norms are divided
 by the length of the path behind them, which is learning rate times steps. The first contributions of a run cover a few
@@ -147,9 +147,10 @@ def seen_steps(config: SyncConfig, fragments: int, steps: int, staleness: int) -
 
 
 def seen_batches(batches: Sequence[float], islands: Sequence[str]) -> list[float]:
-    """Return how many tokens of a step weigh: at most those of the usual island, the upper median of the round.
+    """Return how many tokens of a step weigh: at most the upper median of the batches of the round's islands.
 
-    A minority cannot raise it. Of two islands it is the larger batch: nobody can tell which of them is right.
+    A minority of islands cannot raise that median. With two islands it is the larger batch, because nobody can tell
+    which of the two is right.
 
     Args:
         batches: The tokens of a step of each contribution.

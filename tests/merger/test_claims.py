@@ -189,7 +189,7 @@ def test_an_island_that_waited_for_snapshots_may_have_read_on() -> None:
 
 
 def test_an_island_that_trained_before_any_merger_may_have_read_as_long() -> None:
-    """A merger that restarts knows since when nobody watched. An island that comes later has no such excuse."""
+    """Time without a merger counts for islands that were there when it began, and not for those that come later."""
     reported = StepTimes({"a": 1e-3, "b": 1e-3, "c": 1e-3})
     accounts = Accounts(CONFIG)
     accounts.load({}, 100.0, 5e8, unwatched_seconds=600.0)
