@@ -76,7 +76,7 @@ def test_a_refusal_has_a_reason_and_changes_nothing(caplog: pytest.LogCaptureFix
 # -- any mix -------------------------------------------------------------------------------------------------------
 
 
-# -- claims of more work than the merger saw ---------------------------------------------------------------------------
+# -- claims of more work than the merger saw ----------------------------------------------------------------------
 
 
 def test_claims_of_tokens_and_steps_buy_no_weight() -> None:
