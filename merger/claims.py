@@ -4,8 +4,8 @@ A contribution's header claims tokens, steps, a global step, a speed and a posit
 verified, so none of them widens a bound. A claim that contradicts itself is refused (`contradiction`). Tokens and steps
 beyond what the merger saw add no weight (`weights.seen_steps`, `weights.seen_batches`). They are no reason to refuse
 or to warn, because an honest island trains on while no merger serves. The run's step and the positions of its text
-advance no further than an island can have come; the next contributions of honest islands advance them again. The tape records what was believed, so a
-replay merges the same.
+advance no further than an island can have come; the next contributions of honest islands advance them again. The tape
+records what was believed, so a replay merges the same.
 """
 
 from __future__ import annotations
