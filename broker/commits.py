@@ -1,4 +1,4 @@
-"""What mergers read and write: entries of the updates streams, commits, compactions, repairs and checkpoints.
+"""What mergers read and write: entries of the updates streams, commits, compactions and checkpoints.
 
 Each island has a stream of its own, so the name of an entry, `NAME/ID`, says who sent it.
 """
@@ -30,6 +30,8 @@ NUMBER_MAX = (1 << 64) - 1
 #: How many differences of each fragment the broker keeps. An island that missed more downloads the full snapshot, and
 #: the differences after it. So a fragment's newest full snapshot is never more versions old than this.
 DIFFERENCES_KEPT = 32
+#: How many of the newest rounds the tape keeps at least.
+TAPE_KEPT = 4096
 #: The id before the first event of a run.
 START = "0-0"
 
@@ -62,19 +64,9 @@ def arrival(entry: str) -> tuple[int, str, int]:
     return int(milliseconds), sender, int(number)
 
 
-def position(name: str, after: str) -> str:
-    """Return the id in the stream of `name` after which all entries arrived later than the entry `after`.
-
-    Raises:
-        WireError: `after` is not the name of an entry.
-    """
-    sender, entry_id = parse_entry(after)
-    if name == sender:
-        return entry_id
-    milliseconds = int(entry_id.partition("-")[0])
-    if name > sender:
-        milliseconds -= 1
-    return f"{milliseconds}-{NUMBER_MAX}" if milliseconds >= 0 else "0-0"
+def tape_kept(fragments: int) -> int:
+    """Return how many of the newest rounds the tape keeps. All that no compaction covers are among them."""
+    return max(TAPE_KEPT, 2 * DIFFERENCES_KEPT * fragments)
 
 
 def never_gone(holder: str) -> bool:
@@ -132,7 +124,7 @@ class Compaction:
 
 @dataclass(frozen=True)
 class Commit:
-    """All changes of one closed round. The broker applies them in one transaction.
+    """All changes of one closed round. The broker applies them in one step.
 
     Attributes:
         snapshot: The fragment's new version.
@@ -140,16 +132,15 @@ class Commit:
         outer: The fragment's exact parameters and outer optimiser state; empty unless there is a payload.
         state: The merger's other state, as JSON.
         tape: The round's entry on the tape.
-        entries: Entries of the updates streams that this commit merges.
-        tokens: Tokens of the merged contributions.
-        trim: Entries to delete, merged by this commit or an earlier one.
+        entries: Entries of the updates streams that this commit merges, and which the broker keeps elsewhere from then
+            on. If one is gone, the commit is refused as if the broker had lost the last round.
+        trim: Merged entries that are no longer needed, of this commit or an earlier one.
         cursors: The new resume position (pass, sequences read) of each range of text that advanced.
         difference: The payload that leads islands from the previous version to this one. It expires.
         after_round: The last closed round that the merger knows. If the broker restarted without its newest writes,
             its last round or its instance (`ReaderClient.instance`) differs from that of the lease, and it refuses the
             commit. None skips the check.
-        log: All that a merger needs to merge this round again, besides the contributions. The broker keeps it until a
-            compaction covers the round.
+        counts: The run's counters after the round (`RunState.counts`).
     """
 
     snapshot: Snapshot
@@ -158,12 +149,11 @@ class Commit:
     state: str
     tape: TapeEntry
     entries: Sequence[str]
-    tokens: int
     trim: Sequence[str] = ()
     cursors: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     difference: bytes = b""
     after_round: int | None = None
-    log: str = ""
+    counts: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def compaction(self) -> Compaction | None:
@@ -172,26 +162,20 @@ class Commit:
 
 
 @dataclass(frozen=True)
-class Repair:
-    """Parts of a run that a merger has rebuilt. Those that are None or missing stay as they are.
+class Rewrite:
+    """All that mergers keep of a shard, restored from a checkpoint, in place of what the broker holds.
 
     Attributes:
         state: The merger's other state, as JSON.
-        compactions: Full states of fragments at their newest versions.
-        heads: Headers of newest versions whose full state is an older one.
-        cursors: The resume positions of all started ranges of text.
-        books: Counters by name.
+        compactions: The full state of each fragment.
+        tape: The newest rounds, the last one of which is that of the state; None if the tape stays.
+        trim: Merged entries that are no longer needed.
     """
 
-    state: str | None = None
-    compactions: Sequence[Compaction] = ()
-    heads: Sequence[Snapshot] = ()
-    cursors: Mapping[str, tuple[int, int]] | None = None
-    books: Mapping[str, int] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        """Whether there is anything to write."""
-        return self != Repair()
+    state: str
+    compactions: Sequence[Compaction]
+    tape: Sequence[TapeEntry] | None
+    trim: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -233,7 +217,6 @@ class Image:
         old = self.books
         return replace(
             old,
-            kept=0,
             published=old.merged + old.refused + len(self.pending),
             published_tokens=old.merged_tokens + old.refused_tokens + sum(c.tokens for c, _ in self.pending),
         )
@@ -273,7 +256,7 @@ class MergerClient(Protocol):
         ...
 
     def updates(self, block_seconds: float, count: int = 64) -> list[Delivery]:
-        """Return entries that no merger has read yet, oldest first: at most `count` of each island.
+        """Return entries that this client has not returned since `rewind`, oldest first: at most `count` of an island.
 
         Waits at most `block_seconds` for the first one. An entry that names another island than the one in whose stream
         it lies has a fault and no contribution. Large payloads are not downloaded yet, so that a merger can refuse a
@@ -281,27 +264,20 @@ class MergerClient(Protocol):
         """
         ...
 
-    def unacknowledged(self, after: str = START, count: int = 1 << 16) -> list[Delivery]:
-        """Return entries after `after` that a merger has read but neither merged nor refused, oldest first.
-
-        A merger begins with them after a restart.
-        """
+    def rewind(self) -> None:
+        """Let `updates` begin anew with the oldest entry that waits."""
         ...
 
     def read(self, entries: Sequence[str]) -> list[Delivery]:
-        """Return these entries of the updates streams with their payloads, merged or not. A missing one has a fault."""
+        """Return contributions with their payloads, whether they wait or were merged. A missing one has a fault."""
         ...
 
-    def outer(self, fragment: int, version: int | None = None) -> bytes:
-        """Return the `outer` of the fragment's newest compaction; empty before the first one.
+    def outer(self, fragment: int, version: int) -> bytes:
+        """Return the `outer` of the fragment's newest compaction.
 
         Raises:
-            WireError: It is damaged, or of another version than the given one.
+            WireError: It is missing, damaged, or of another version than the given one.
         """
-        ...
-
-    def log(self, fragment: int, version: int) -> str:
-        """Return the `log` of the commit of that version; empty if a compaction covers it, or if it is lost."""
         ...
 
     def place(self, epoch: int, compaction: Compaction) -> Placed:
@@ -323,58 +299,47 @@ class MergerClient(Protocol):
         """
         ...
 
-    def put_aside(self, epoch: int, manifest: Manifest) -> list[str]:
-        """Move keys aside that hold another type of value than the run's, and write a lost manifest again.
+    def take_up(
+        self, epoch: int, resume: Resume, cursors: Mapping[str, tuple[int, int]], counts: Mapping[str, int]
+    ) -> None:
+        """Begin to serve: write the cursors and the counters of the loaded state, and announce `resume`.
 
-        Returns:
-            The names of the damaged keys, without the run's.
-
-        Raises:
-            UnknownRunError: The run was deleted, or another one has taken its name (`broker.other-run`).
+        This event ends everything that an earlier merger has announced.
         """
         ...
 
-    def lost(self, closed: int) -> list[str]:
-        """Return the names of keys that must exist after round `closed` and do not.
-
-        A difference or a log counts as lost if the full state of its fragment is older.
-        """
-        ...
-
-    def write_back(self, epoch: int, repair: Repair) -> None:
-        """Write parts of the run that this merger has rebuilt."""
+    def rewrite(self, epoch: int, rewrite: Rewrite) -> None:
+        """Replace what mergers keep of the shard."""
         ...
 
     def announce(self, epoch: int, *events: Call | Resume | Marker) -> None:
         """Append events."""
         ...
 
-    def refuse(self, epoch: int, refusals: Sequence[tuple[str, Refusal]], quiet: Container[str] = ()) -> None:
-        """Delete entries of the updates streams, and announce the reasons, except those of the entries in `quiet`."""
+    def refuse(
+        self,
+        epoch: int,
+        refusals: Sequence[tuple[str, Refusal]],
+        state: str,
+        counts: Mapping[str, int],
+        quiet: Container[str] = (),
+    ) -> None:
+        """Delete entries of the updates streams, and announce the reasons, except those of the entries in `quiet`.
+
+        `state` and `counts` are the merger's state and counters, in which these are refused.
+        """
         ...
 
     def commit(self, epoch: int, commit: Commit) -> None:
-        """Close a round in one transaction. Merged entries stay in the stream, acknowledged, until they are trimmed.
+        """Close a round in one step.
 
         Raises:
             BrokerError: The last closed round is not `commit.after_round`. The merger must reload its state.
         """
         ...
 
-    def settled(self) -> list[Delivery]:
-        """Return the acknowledged entries that are still in the streams, without their payloads."""
-        ...
-
-    def acknowledge(self, epoch: int, entries: Sequence[str]) -> None:
-        """Keep merged entries that were delivered again, because the consumer group was lost, as merged ones."""
-        ...
-
-    def redeliver(self, epoch: int, entries: Sequence[str]) -> None:
-        """Take back the acknowledgement of entries, so that `unacknowledged` returns them."""
-        ...
-
     def trim(self, epoch: int, entries: Sequence[str], after_round: int | None = None) -> None:
-        """Delete merged entries that are no longer needed. `after_round` is as in `Commit`.
+        """Delete merged contributions that are no longer needed. `after_round` is as in `Commit`.
 
         Raises:
             BrokerError: The last closed round is another one. The merger must reload its state.

@@ -254,6 +254,7 @@ class TapeEntry:
         spectra_seconds: The part of it that changed spectra of matrices.
         busy_seconds: Time since the previous close in which the merger did not wait for contributions.
         steered: Settings that took effect with this round, as `name=value name=value` (see `broker.control`).
+        before: The run's state before the round, as far as the merge depends on it (`merger.committing`).
     """
 
     round: Count
@@ -275,6 +276,7 @@ class TapeEntry:
     spectra_seconds: Seconds = 0.0
     busy_seconds: Seconds = 0.0
     steered: Text = ""
+    before: Annotated[str, MaxLen(1 << 24)] = ""
 
 
 @dataclass(frozen=True)
@@ -318,11 +320,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Books:
-    """The run's counters. In contributions and in tokens, published = merged + refused + pending.
-
-    Attributes:
-        kept: Merged contributions that remain in the stream until a checkpoint on disk covers them.
-    """
+    """The run's counters. In contributions and in tokens, published = merged + refused + pending."""
 
     published: Count = 0
     published_tokens: Count = 0
@@ -332,7 +330,6 @@ class Books:
     refused_tokens: Count = 0
     bytes_up: Count = 0
     bytes_down: Count = 0
-    kept: Count = 0
 
 
 @dataclass(frozen=True)

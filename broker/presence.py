@@ -45,6 +45,7 @@ class Heartbeat:
         uplink_bytes_per_second: The measured rate of uploads, without the fixed cost of a message; NaN if unknown.
         downlink_bytes_per_second: The same for downloads.
         ignored: Announcements that no merger of the run can have sent.
+        unreadable: The fragments whose newest version cannot be read, as numbers with spaces in between.
         tokens_unsent: Tokens of inner steps that no contribution has carried to the broker yet (mean over fragments).
         machine: Operating system, processor, cores and memory of its host, in words.
         memory_bytes: Resident memory of its process; 0 if it is not known, as in the fields that follow.
@@ -79,6 +80,7 @@ class Heartbeat:
     uplink_bytes_per_second: Measure = math.nan
     downlink_bytes_per_second: Measure = math.nan
     ignored: Count = 0
+    unreadable: Text = ""
     tokens_unsent: Count = 0
     machine: Text = ""
     memory_bytes: Count = 0
@@ -94,6 +96,11 @@ class Presence:
 
     heartbeat: Heartbeat
     age_seconds: float
+
+    @property
+    def unreadable(self) -> set[int]:
+        """The fragments whose newest version the island cannot read."""
+        return {int(word) for word in self.heartbeat.unreadable.split() if word.isdecimal() and word.isascii()}
 
     @property
     def is_live(self) -> bool:

@@ -36,6 +36,7 @@ Kind = Literal[
     "manifest",
     "event",
     "fragment",
+    "outer",
     "head",
     "difference",
     "tape",

@@ -177,7 +177,7 @@ class ReaderClient(Protocol):
         ...
 
     def pending(self) -> Pending:
-        """Return the number and the tokens of these contributions, counted entry by entry."""
+        """Return the number of these contributions, and the tokens of those that can be read."""
         ...
 
     def cursors(self) -> dict[str, tuple[int, int]]:
@@ -251,7 +251,7 @@ class IslandClient(Protocol):
         ...
 
     def holds(self, entry: str) -> bool:
-        """Return whether the broker still has a published entry: it was not refused, trimmed or lost in a crash."""
+        """Return whether a published entry still waits: it was not merged, refused or lost in a crash."""
         ...
 
     def heartbeat(self, heartbeat: Heartbeat) -> dict[str, str]:

@@ -308,6 +308,7 @@ def newest(reader: ReaderClient, manifest: Manifest, p: int) -> Published:
     while True:
         full = full_snapshot(reader, manifest, p)
         head = reader.heads()[p]
+        head = head if head is not None and head.fragment == p else None  # it is damaged, and the merger restores it
         if head is None or head.version <= full.snapshot.version or not manifest.config.wire.sends_differences:
             is_same = head is not None and head.round == full.snapshot.round and head.held == full.snapshot.held
             return full._replace(snapshot=head) if is_same and head is not None else full

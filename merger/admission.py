@@ -214,7 +214,7 @@ class Inbox:
                 reason = added
             if reason is not None:  # else a recreated consumer group delivered it again; it waits already
                 self._refuse(delivery, reason, state)
-        self._flush(epoch)
+        self._flush(state, epoch)
 
     def _reason(self, delivery: Delivery, state: RunState) -> Reason | None:
         """Return why a delivery is refused, as far as its header tells."""
@@ -310,7 +310,7 @@ class Inbox:
             refusal = Refusal(c.island, c.incarnation, c.sequence, c.round, c.fragment, tokens, text, repeat, decided)
             if reason.code not in ("repeat", "unreadable"):
                 state.see(c.identity)
-        state.count(reason.code)
+        state.refuse(reason.code, refusal.tokens, c.bytes if c else 0)
         self.codes[reason.code] += 1
         if len(self._refusals) < LOGGED_MAX:
             number = self.rules.manifest.run_round(refusal.round)
@@ -324,13 +324,14 @@ class Inbox:
         self._refusals.append((delivery.entry, refusal))
         self.refused += 1
 
-    def _flush(self, epoch: int) -> None:
+    def _flush(self, state: RunState, epoch: int) -> None:
         """Send the refusals in one call."""
         refusals, self._refusals = self._refusals, []
         if len(refusals) > LOGGED_MAX:
             log.warning("refused %s more contributions", len(refusals) - LOGGED_MAX, extra={"code": "refused.more"})
         if refusals:
-            self.transport.merger.refuse(epoch, refusals, {entry for entry, each in refusals if self._is_quiet(each)})
+            quiet = {entry for entry, each in refusals if self._is_quiet(each)}
+            self.transport.merger.refuse(epoch, refusals, state.to_json(), state.counts(), quiet)
 
     def _is_quiet(self, refusal: Refusal) -> bool:
         """Return whether this refusal is one too many of its island in this round to be announced."""

@@ -1,7 +1,7 @@
-"""What a merger writes: the commit of each round, with its log, and from time to time a fragment's full state.
+"""What a merger writes: the commit of each round, and from time to time a fragment's full state.
 
-A round commits only what it changes: the difference, the tape entry, the merger's small state, and the log from which
-the round can be merged again. The full state of a fragment is far larger, and is written beside the rounds as a
+A round commits only what it changes: the difference, the merger's small state, and the tape entry, which says all that
+is needed to merge the round again. The full state of a fragment is far larger, and is written beside the rounds as a
 compaction. Until one covers a round, a merger that starts merges that round again. So a compaction is due once as many
 bytes were written in contributions and differences as it has itself, and once merging again would take long
 (`restart_seconds`) or twice as many bytes were written. Never do more bytes go into compactions than into contributions
@@ -11,14 +11,13 @@ difference could not go on otherwise, and no round would close.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -28,7 +27,7 @@ from archipelago.broker.commits import DIFFERENCES_KEPT, Commit, Compaction, Pla
 from archipelago.broker.errors import ArchipelagoError, ConfigError, WireError
 from archipelago.broker.footprint import REDIS_LOG
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.messages import RoundMember, Snapshot, TapeEntry, from_fields, to_fields
+from archipelago.broker.messages import RoundMember, Snapshot, TapeEntry
 from archipelago.broker.transport import MergerTransport
 from archipelago.broker.wire import digest, digest_of, pack, pack_body
 from archipelago.merger import outer
@@ -103,9 +102,9 @@ def build_commit(
     difference = (
         pack_body(merged.difference, wire.down, held_N.size, wire.zstd_level) if wire.sends_differences else b""
     )
-    snapshot = _snapshot(manifest, merged, after, len(difference))
+    snapshot = snapshot_of(manifest, after.closed, after.step, held_N, merged.members, len(difference))
     full = compaction_of(manifest, snapshot, merged.state) if is_full else None
-    tape = _tape_entry(manifest, record, merged, round_sum, after, snapshot.held)
+    tape = _tape_entry(manifest, record, merged, round_sum, before, after, snapshot.held)
     return Commit(
         full.snapshot if full else snapshot,
         full.payload if full else b"",
@@ -113,12 +112,11 @@ def build_commit(
         after.to_json(),
         tape,
         [addend.entry for addend in round_sum.addends],
-        sum(addend.contribution.tokens for addend in round_sum.addends),
         trim=trim,
         cursors={s: c for s, c in after.cursors.items() if before.cursors.get(s) != c},
         after_round=before.closed,
         difference=difference,
-        log="" if full else log_of(before, tape),
+        counts=after.counts(),
     )
 
 
@@ -130,16 +128,17 @@ def compaction_of(manifest: Manifest, snapshot: Snapshot, state: FragmentState) 
     return Compaction(header, payload, outer.dump(state.params_N, state.outer) if snapshot.version else b"")
 
 
-def _snapshot(manifest: Manifest, merged: MergedRound, after: RunState, difference_bytes: int) -> Snapshot:
-    """Return the header of a version without its full snapshot: the size is the largest one that this would have."""
-    wire, held_N = manifest.config.wire, np.asarray(merged.state.published_N)
-    held = digest_of(held_N)
-    by_weight = sorted(merged.members, key=lambda member: -member.weight)
+def snapshot_of(
+    manifest: Manifest, number: int, step: int, held_N: jax.Array, members: Sequence[RoundMember], difference_bytes: int
+) -> Snapshot:
+    """Return the header of the version after a round, before its full snapshot is made: its size is the largest one."""
+    wire, held = manifest.config.wire, digest_of(np.asarray(held_N))
+    by_weight = sorted(members, key=lambda member: -member.weight)
     return Snapshot(
-        round=after.closed,
-        fragment=manifest.fragment_of(after.closed),
-        version=manifest.version_after(after.closed),
-        step=after.step,
+        round=number,
+        fragment=manifest.fragment_of(number),
+        version=manifest.version_after(number),
+        step=step,
         codec=wire.full,
         bytes=codec(wire.full).encoded_size(held_N.size),
         digest=held,
@@ -150,11 +149,26 @@ def _snapshot(manifest: Manifest, merged: MergedRound, after: RunState, differen
 
 
 def _tape_entry(
-    manifest: Manifest, record: RoundRecord, merged: MergedRound, round_sum: RoundSum, after: RunState, held: str
+    manifest: Manifest,
+    record: RoundRecord,
+    merged: MergedRound,
+    round_sum: RoundSum,
+    before: RunState,
+    after: RunState,
+    held: str,
 ) -> TapeEntry:
+    p, islands = manifest.fragment_of(after.closed), {member.island for member in merged.members}
+    needed = RunState(
+        closed=before.closed,
+        step=before.step,
+        staleness=before.staleness,
+        norms={p: before.norms[p]} if p in before.norms else {},
+        scores={island: score for island, score in before.scores.items() if island in islands},
+        steered=before.steered,
+    )
     return TapeEntry(
         round=after.closed,
-        fragment=manifest.fragment_of(after.closed),
+        fragment=p,
         version=manifest.version_after(after.closed),
         epoch=record.epoch,
         step=after.step,
@@ -172,48 +186,24 @@ def _tape_entry(
         spectra_seconds=max(0.0, record.spectra_seconds),
         busy_seconds=max(0.0, record.busy_seconds),
         steered=record.steered,
+        before=needed.to_json(),
     )
+
+
+def state_before(tape: TapeEntry) -> RunState:
+    """Return the run's state before a round on the tape, as far as its merge depends on it. Raises WireError."""
+    try:
+        if not tape.before:
+            raise WireError(f"the tape does not say how round {tape.round} was merged")
+        return RunState.from_json(tape.before)
+    except ConfigError as error:
+        raise WireError(f"the tape's entry of round {tape.round} cannot be read ({error.what})") from None
 
 
 def mean_loss(members: Sequence[RoundMember]) -> float:
     """Return the mean of the members' losses weighted by tokens, or NaN when no member measured one."""
     known = [(max(-LOSS_MAX, min(m.loss, LOSS_MAX)), m.tokens) for m in members if not math.isnan(m.loss)]
     return statistics.fmean([v for v, _ in known], [n for _, n in known]) if known else math.nan
-
-
-class RoundLog(NamedTuple):
-    """The log of one round.
-
-    Attributes:
-        tape: The round's tape entry.
-        before: The run's state before the round, as far as the merge depends on it.
-    """
-
-    tape: TapeEntry
-    before: RunState
-
-
-def log_of(before: RunState, tape: TapeEntry) -> str:
-    """Return the log of the round of that tape entry, as text. `before` is the run's state before the round."""
-    p = tape.fragment
-    part = RunState(
-        closed=before.closed,
-        step=before.step,
-        staleness=before.staleness,
-        norms={p: before.norms[p]} if p in before.norms else {},
-        scores=before.scores,
-        steered=before.steered,
-    )
-    return json.dumps({"tape": to_fields(tape), "before": part.to_json()})
-
-
-def parse_log(text: str) -> RoundLog:
-    """Return the log that `log_of` wrote. Raises WireError for anything else."""
-    try:
-        values = json.loads(text)
-        return RoundLog(from_fields(TapeEntry, values["tape"]), RunState.from_json(values["before"]))
-    except (ValueError, KeyError, TypeError, RecursionError, ConfigError) as error:
-        raise WireError(f"the log of a round cannot be read ({type(error).__name__})") from None
 
 
 # -- compactions -----------------------------------------------------------------------------------------------------
@@ -264,6 +254,8 @@ class Compactor:
         self.restart_seconds = restart_seconds
         self._spawn = spawn
         self._job: Future[Placed] | None = None
+        self._wanted: set[int] = set()  # fragments of which an island could not read the newest version
+        self._wanted_at = float("-inf")
         self._not_before = float("-inf")
         self._committed_at = clock()
         self.fragments = [Uncovered() for _ in manifest.fragments]
@@ -274,9 +266,16 @@ class Compactor:
         An upload in progress is forgotten, because it may be of rounds that Redis has lost.
         """
         self._job, self._committed_at = None, self.clock()
+        self._wanted.clear()
         self.fragments = [Uncovered(snapshot.round, snapshot.version) for snapshot in full]
         for tape in uncovered:
             self.fragments[tape.fragment].add(tape, newest[tape.fragment].difference_bytes)
+
+    def want(self, fragments: AbstractSet[int]) -> None:
+        """Write the full state of these fragments again, because a part of it cannot be read. Not too often."""
+        if fragments and self.clock() - self._wanted_at >= IDLE_SECONDS:
+            self._wanted_at = self.clock()
+            self._wanted |= fragments & set(range(len(self.fragments)))
 
     def carries_full(self, p: int, version: int) -> bool:
         """Return whether the commit of this version must carry the fragment's full state.
@@ -307,7 +306,7 @@ class Compactor:
     def placed(self) -> Placed | None:
         """Return a compaction whose upload has ended, once. One that failed is tried again later.
 
-        One that is no longer newer than the full state in Redis is dropped.
+        One that is older than the full state in Redis is dropped.
         """
         if self._job is None or not self._job.done():
             return None
@@ -318,7 +317,7 @@ class Compactor:
             self._not_before = self.clock() + RETRY_SECONDS
             log.warning("a compaction could not be uploaded: %s", error, extra={"code": "compaction.failed"})
             return None
-        return placed if placed.snapshot.version > self.fragments[placed.snapshot.fragment].version else None
+        return placed if placed.snapshot.version >= self.fragments[placed.snapshot.fragment].version else None
 
     def begin(self, epoch: int, fragments: Sequence[FragmentState], snapshots: Sequence[Snapshot]) -> None:
         """Begin to upload the compaction that is due most, if one is. The arrays never change, so nothing is copied."""
@@ -328,10 +327,13 @@ class Compactor:
         if due:
             p = max(due, key=lambda each: snapshots[each].version - self.fragments[each].version)
             fragment, snapshot, place = fragments[p], snapshots[p], self.transport.merger.place
+            self._wanted.discard(p)
             self._job = self._spawn(lambda: place(epoch, compaction_of(self.manifest, snapshot, fragment)))
 
     def _is_due(self, p: int, fragment: FragmentState, snapshot: Snapshot) -> bool:
         since, size = self.fragments[p], state_bytes(fragment)
+        if p in self._wanted:
+            return True
         if snapshot.version <= since.version:
             return False
         if self.clock() - self._committed_at >= IDLE_SECONDS:

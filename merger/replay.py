@@ -21,7 +21,7 @@ from archipelago.broker.messages import RoundMember, TapeEntry
 from archipelago.broker.transport import MergerTransport
 from archipelago.broker.wire import digest_of, pack, unpack
 from archipelago.merger import outer
-from archipelago.merger.committing import RoundLog
+from archipelago.merger.committing import state_before
 from archipelago.merger.round_merge import MergedRound, RoundMerge, new_state
 from archipelago.merger.round_sum import RoundSum
 from archipelago.merger.state import FragmentState, RunState
@@ -126,44 +126,26 @@ def require_same(tape: TapeEntry, merged: MergedRound) -> None:
 WHOLE_TAPE = 1 << 20
 
 
-def rebuild(
-    rules: RoundMerge, image: Image, transport: MergerTransport, last: int = WHOLE_TAPE
-) -> tuple[RunState, list[FragmentState]]:
-    """Return the run after round `last`: the checkpoint, and the replay of all later rounds on the tape.
-
-    Raises:
-        DifferenceError: The tape has a gap, an entry is missing, or a bit differs.
-        WireError: The image is not of this run.
-    """
-    state = RunState.from_json(image.state)
-    fragments = of_image(rules, image)
-    state.covered = state.closed
-    for tape in transport.reader.tape(WHOLE_TAPE):
-        if state.closed < tape.round <= last:
-            p = rules.manifest.fragment_of(tape.round)
-            deliveries = transport.merger.read([member.entry for member in tape.members])
-            fragments[p] = replay_round(rules, state, fragments[p], tape, deliveries)
-    return state, fragments
-
-
 def merge_again(
     rules: RoundMerge,
     fragment: FragmentState,
-    logs: Sequence[RoundLog],
+    rounds: Sequence[TapeEntry],
     transport: MergerTransport,
     between: Callable[[], object],
     *,
     exactly: bool = True,
 ) -> FragmentState:
-    """Return a fragment after the rounds of these logs, which are all of its rounds since then, in order.
+    """Return a fragment after these rounds on the tape, which are all of its rounds since then, in order.
 
     Raises:
-        DifferenceError: An entry is missing, or, with `exactly`, a bit differs.
+        WireError: The tape does not say how a round was merged.
+        DifferenceError: A contribution is missing, or, with `exactly`, a bit differs.
     """
-    for tape, before in logs:
+    for tape in rounds:
+        before = state_before(tape)
         deliveries = transport.merger.read([member.entry for member in tape.members])
         begun = with_norms(fragment, before, tape.fragment)
-        fragment = replay_round(rules, before.copy(), begun, tape, deliveries, exactly=exactly)
+        fragment = replay_round(rules, before, begun, tape, deliveries, exactly=exactly)
         between()
     return fragment
 

@@ -1,4 +1,4 @@
-"""Take checkpoints when they are due, and keep merged entries in the stream until nothing needs them.
+"""Take checkpoints when they are due, and keep merged entries in Redis until nothing needs them.
 
 A merger that starts needs the entries that no compaction covers (`merger.committing`). If Redis loses the run's state,
 a merger needs those that no checkpoint covers.
@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from archipelago.broker.commits import Delivery
+from archipelago.broker.commits import TAPE_KEPT
 from archipelago.broker.messages import Marker, TapeEntry
 from archipelago.broker.transport import MergerTransport
 from archipelago.merger.checkpointer import CheckpointCut, Checkpointer
-from archipelago.merger.replay import WHOLE_TAPE
 from archipelago.merger.state import RunState
 from archipelago.merger.steering import OperatorControls
 
-#: The most bytes of merged contributions that stay in the stream for a checkpoint alone. Beyond it, the oldest are
+#: The most bytes of merged contributions that are kept for a checkpoint alone. Beyond it, the oldest are
 #: deleted, although no checkpoint covers them.
 KEPT_BYTES_MAX = 256 << 20
 #: How often, and at which distance, a shard that ends looks for the last checkpoint of shard 0.
@@ -61,50 +60,18 @@ class Retention:
     ) -> None:
         self.transport, self.checkpointer, self.controls = transport, checkpointer, controls
         self.clock, self._cut, self._is_compacted = clock, cut, is_compacted
-        #: The merged entries that are still in the stream, oldest round first.
+        #: The merged entries that Redis still keeps, oldest round first.
         self.kept: deque[MergedEntries] = deque()
         self._asked = ""  # the operator's request that the checkpoint in progress answers
 
-    def load(self, state: RunState, epoch: int, uncovered: Sequence[TapeEntry]) -> None:
-        """Rebuild the list of kept entries from the streams. `uncovered` are the rounds that no compaction covers.
-
-        Acknowledged entries that the tape does not name are of no use: a checkpoint covers them, or the tape has lost
-        their round. Some were never merged, because someone moved the group's position. These are delivered again.
-        """
+    def load(self, state: RunState, tape: Sequence[TapeEntry]) -> None:
+        """Rebuild the list of kept entries from the rounds that no compaction or no checkpoint covers."""
         self._asked = ""
         self.kept.clear()
-        in_stream = self.transport.reader.books().kept
-        if not (in_stream or uncovered):
-            return
-        tape = self.transport.reader.tape(WHOLE_TAPE) if self.checkpointer is not None else []
-        rounds = {entry.round: entry for entry in tape if state.covered < entry.round <= state.closed}
-        rounds |= {entry.round: entry for entry in uncovered}  # the tape may be damaged
-        for number, entry in sorted(rounds.items()):
-            entries = tuple(member.entry for member in entry.members)
-            self.kept.append(MergedEntries(number, entries, entry.bytes_up))
-        named = {entry for merged in self.kept for entry in merged.entries}
-        if in_stream > len(named):
-            others = [d for d in self.transport.merger.settled() if d.entry not in named]
-            again = [d.entry for d in others if d.contribution and not state.has_seen(d.contribution.identity)]
-            self.transport.merger.trim(epoch, [d.entry for d in others if d.entry not in again])
-            if again:
-                log.warning("%s contributions were never merged", len(again), extra={"code": "repair.redelivered"})
-                self.transport.merger.redeliver(epoch, again)
-
-    def unmerged(self, deliveries: Iterable[Delivery], state: RunState, epoch: int) -> Iterator[Delivery]:
-        """Yield the deliveries except merged entries that are kept, which a lost consumer group delivers again.
-
-        A merger that starts needs them, so they must not be refused as repeats, which deletes them.
-        """
-        again: list[str] = []
-        for delivery in deliveries:
-            c, entry = delivery.contribution, delivery.entry
-            if c is not None and state.has_seen(c.identity) and any(entry in merged.entries for merged in self.kept):
-                again.append(entry)
-            else:
-                yield delivery
-        if again:
-            self.transport.merger.acknowledge(epoch, again)
+        for entry in tape:
+            if entry.round > state.covered or not self._is_compacted(entry.round):
+                entries = tuple(member.entry for member in entry.members)
+                self.kept.append(MergedEntries(entry.round, entries, entry.bytes_up))
 
     def not_needed(self, state: RunState) -> list[str]:
         """Return the entries that may be deleted now, once.
@@ -119,7 +86,8 @@ class Retention:
             if not self._is_compacted(merged.round):
                 kept.append(merged)
                 continue
-            is_wanted = self.checkpointer is not None and merged.round > state.covered
+            is_taped = merged.round > state.closed - TAPE_KEPT  # a merger that starts knows no others
+            is_wanted = self.checkpointer is not None and merged.round > state.covered and is_taped
             if is_wanted and size <= KEPT_BYTES_MAX:
                 kept.append(merged)
                 continue

@@ -9,17 +9,16 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
-from archipelago.broker.commits import START, Commit, Delivery, never_gone
+from archipelago.broker.commits import Commit, Delivery, never_gone
 from archipelago.broker.control import STEPS
-from archipelago.broker.errors import UnreachableError
-from archipelago.broker.messages import Call, Contribution, Resume, Snapshot, TapeEntry
+from archipelago.broker.messages import Books, Call, Contribution, Resume, Snapshot, TapeEntry
 from archipelago.broker.transport import MergerTransport
 from archipelago.broker.wire import payload_bytes_max
-from archipelago.merger import claims, repair
+from archipelago.merger import claims
 from archipelago.merger.accounts import Accounts, Liveness
 from archipelago.merger.admission import AHEAD, Inbox
 from archipelago.merger.beside import Beside, BusyTime, in_virtual_time
@@ -115,7 +114,6 @@ class Merger:
         self._read_count = max(1, min(READ_COUNT_MAX, READ_BYTES // largest))
         self._live_at = self._renewed_at = self._heard_at = float("-inf")
         self._closed_at = clock()
-        self._instance = ""
         #: Whether an island was live when heartbeats were read last.
         self._has_islands = True
         self._finished_at: float | None = None
@@ -136,14 +134,15 @@ class Merger:
 
     def load(self) -> None:
         """Forget everything, and load the run as its last commit left it."""
-        self._instance = self.transport.reader.instance()  # first: if the broker dies while we read, we read again
         self.busy.take()
         self._under_way = None  # of an earlier epoch, so that Redis refuses it unless it is in what we load
         checkpointer = self.retention.checkpointer
-        repair.put_aside(self.transport, self.controls, self.manifest, self.epoch)
         status = self.transport.reader.merger_status()
         found = load(self.transport, self.rules, checkpointer.store if checkpointer else None, self._renew)
-        repair.write_back(self.transport, found, self.epoch)
+        if found.rewrite is not None:
+            self.transport.merger.rewrite(self.epoch, found.rewrite)
+            last = self.manifest.described(found.state.closed)
+            self.controls.note("restored", f"Redis had lost a part of the run, which goes on after {last}")
         self.state, self.fragments, self.snapshots = found.state, found.fragments, found.snapshots
         if checkpointer is not None:
             checkpointer.load(self.manifest, self.state.closed)
@@ -154,28 +153,18 @@ class Merger:
         self.rounds = Rounds(self.config.sync, len(self.fragments), self.state, self.accounts.seen)
         self.inbox.clear()
         self.compactor.load(found.full, found.uncovered, found.snapshots)
-        self.retention.load(self.state, self.epoch, found.uncovered)
+        self.retention.load(self.state, found.tape)
         self._live_at = float("-inf")
         self._has_islands, self._finished_at = True, None
         self.controls.resume_from(self.state)
         self._follow_controls()  # before the first contribution, which may come from an expelled island
-        self._receive(self._unacknowledged())
+        self.transport.merger.rewind()
+        while waiting := self.transport.merger.updates(0.0, self._read_count):
+            self.retention.follow(self.state, self.epoch)
+            self._receive(waiting)
         self.controls.note("served", f"epoch {self.epoch} begins after {self.manifest.described(self.state.closed)}")
-        # Last, because this event ends everything that an earlier merger announced.
-        self.transport.merger.announce(self.epoch, Resume(self.state.closed, self.epoch))
-
-    def _keep_sound(self) -> None:
-        """Write keys again that are damaged or gone. While this merger serves, its memory is what Redis should hold."""
-        damaged = repair.lost_in_memory(self.transport, self.controls, self.manifest, self.epoch, self.state.closed)
-        if not damaged:
-            return
-        written = repair.repair_from(self.manifest, self.state, self.fragments, self.snapshots, damaged)
-        self.transport.merger.write_back(self.epoch, written)
-        for compaction in written.compactions:
-            self.compactor.covered(compaction.snapshot.round, compaction.snapshot.version)
-            self.snapshots[compaction.snapshot.fragment] = compaction.snapshot
-        if "snapshots" in damaged:  # islands then send again what they may have missed the decision on
-            self.transport.merger.announce(self.epoch, Resume(self.state.closed, self.epoch))
+        resume = Resume(self.state.closed, self.epoch)
+        self.transport.merger.take_up(self.epoch, resume, self.state.cursors, self.state.counts())
 
     # -- one turn ---------------------------------------------------------------------------------------------------
 
@@ -185,8 +174,7 @@ class Merger:
             return self._turn(block_seconds)
 
     def _turn(self, block_seconds: float) -> bool:
-        if self._renew():
-            self._keep_sound()
+        self._renew()
         self._poll_islands()
         self.retention.release(
             self.state, self.epoch, wait=False
@@ -195,7 +183,7 @@ class Merger:
         with self.busy.waiting():
             found = self.transport.merger.updates(self._patience(block_seconds), self._read_count)
         self.retention.follow(self.state, self.epoch)
-        self._receive(found or self._orphans())
+        self._receive(found)
         if calls := [Call(number, self.manifest.fragment_of(number)) for number in self.rounds.calls()]:
             self.transport.merger.announce(self.epoch, *calls)
         if not self.live and self.clock() - self._heard_at < self.linger_seconds:
@@ -238,27 +226,11 @@ class Merger:
             return block_seconds
         return min(block_seconds, max(0.0, deadline - self.clock()))
 
-    def _unacknowledged(self) -> Iterator[Delivery]:
-        after = START
-        while found := self.transport.merger.unacknowledged(after, self._read_count):
-            self.retention.follow(self.state, self.epoch)
-            yield from found
-            after = found[-1].entry
-
-    def _orphans(self) -> Iterator[Delivery]:
-        """Yield the entries that an overtaken merger read after we had loaded. Only this merger can finish them."""
-        if self.transport.reader.backlog() > len(self.inbox):
-            yield from (delivery for delivery in self._unacknowledged() if delivery.entry not in self.inbox)
-
-    def _renew(self) -> bool:
-        """Renew the lease if it is held and it is time, and return whether it was."""
-        if not self.epoch or self.clock() - self._renewed_at < self.lease_seconds / 4:
-            return False
-        self.transport.merger.renew(self.epoch, self.holder, self.lease_seconds)
-        self._renewed_at = self.clock()
-        if self.transport.reader.instance() != self._instance:
-            raise UnreachableError("the Redis was started again, and may have lost its newest writes")
-        return True
+    def _renew(self) -> None:
+        """Renew the lease if it is held and it is time."""
+        if self.epoch and self.clock() - self._renewed_at >= self.lease_seconds / 4:
+            self.transport.merger.renew(self.epoch, self.holder, self.lease_seconds)
+            self._renewed_at = self.clock()
 
     def _poll_islands(self) -> None:
         if self.clock() - self._live_at >= self.live_poll_seconds:
@@ -266,6 +238,7 @@ class Merger:
             presences = [p for p in self.transport.reader.presences() if not self.controls.refuses(p.heartbeat.island)]
             self.live = self.liveness.look(presences, self.clock(), self.state.closed)
             self._has_islands = any(presence.is_live for presence in presences)
+            self.compactor.want({p for presence in presences if presence.is_live for p in presence.unreadable})
             self.controls.tell_of_idle(self.liveness.idle)
             self._live_at = self.clock()
 
@@ -277,11 +250,10 @@ class Merger:
         self.rounds.config, self.rounds.is_paused = self.controls.next_config(self.state).sync, control.is_paused
         self.rounds.forget(control.expelled)
         if self.inbox.drop_expelled():
-            self._receive(self._orphans())
+            self.transport.merger.rewind()
 
     def _receive(self, deliveries: Iterable[Delivery]) -> None:
-        unmerged = self.retention.unmerged(deliveries, self.state, self.epoch)
-        for contribution in self.inbox.receive(unmerged, self.state, self.fragments, self.epoch):
+        for contribution in self.inbox.receive(deliveries, self.state, self.fragments, self.epoch):
             island, now = contribution.island, self.clock()
             self.accounts.accept(contribution, self.state.closed, now, self.wall())
             self.rounds.answer(contribution, now)
@@ -381,6 +353,6 @@ class Merger:
             fragments=tuple(self.fragments),
             snapshots=tuple(self.snapshots),
             cursors=dict(state.cursors),
-            books=self.transport.reader.books(),
+            books=Books(**state.counts()),
             waiting=tuple(self.inbox.entries()),
         )

@@ -127,6 +127,8 @@ class RunState:
         scores: How well each island's contributions agree with those of the others (`merger.scores`).
         accounts: The last accepted contribution of each island, by which rounds know whom to wait for.
         refused: How many contributions were refused, by code.
+        refused_tokens: Tokens of these.
+        bytes_up: Bytes of the payloads of merged and refused contributions.
         covered: The last round in a finished checkpoint.
         steered: The operator's settings that the last closed round used in place of the config's (`broker.control`).
         control: The operator's requests that were acted on last.
@@ -146,6 +148,8 @@ class RunState:
     scores: dict[str, Score] = field(default_factory=dict)
     accounts: dict[str, Account] = field(default_factory=dict)
     refused: dict[str, int] = field(default_factory=dict)
+    refused_tokens: int = 0
+    bytes_up: int = 0
     covered: int = 0
     steered: dict[str, float] = field(default_factory=dict)
     control: dict[str, str] = field(default_factory=dict)
@@ -160,15 +164,28 @@ class RunState:
         self.closed, self.step = number, step
         self.tokens = saturated(self.tokens + sum(c.tokens for c in merged))
         self.merged = saturated(self.merged + len(merged))
+        self.bytes_up = saturated(self.bytes_up + sum(c.bytes for c in merged))
         for c in sorted(merged, key=lambda c: c.identity):  # so that the result does not depend on the order of arrival
             self.see(c.identity)
             put_bounded(self.step_seconds, c.island, c.step_seconds)
             put_bounded(self.island_tokens, c.island, saturated(self.island_tokens.get(c.island, 0) + c.tokens))
             self.cursors |= advanced(self.cursors, parse_positions(c.data))
 
-    def count(self, code: str) -> None:
-        """Count a contribution that was refused for the reason with that code."""
+    def refuse(self, code: str, tokens: int, size: int) -> None:
+        """Count a contribution that was refused for the reason with that code, with its tokens and bytes."""
         self.refused[code] = saturated(self.refused.get(code, 0) + 1)
+        self.refused_tokens = saturated(self.refused_tokens + tokens)
+        self.bytes_up = saturated(self.bytes_up + size)
+
+    def counts(self) -> dict[str, int]:
+        """Return the run's counters, by the names that `broker.messages.Books` gives them."""
+        return {
+            "merged": self.merged,
+            "merged_tokens": self.tokens,
+            "refused": saturated(sum(self.refused.values())),
+            "refused_tokens": self.refused_tokens,
+            "bytes_up": self.bytes_up,
+        }
 
     def has_seen(self, identity: tuple[str, str, int]) -> bool:
         """Return whether this contribution was merged or refused."""
@@ -235,6 +252,8 @@ class RunState:
                 scores={str(island): Score.from_list(score) for island, score in values["scores"].items()},
                 accounts={str(island): Account.of(account) for island, account in values["accounts"].items()},
                 refused={str(code): int(count) for code, count in values["refused"].items()},
+                refused_tokens=int(values.get("refused_tokens", 0)),
+                bytes_up=int(values.get("bytes_up", 0)),
                 covered=int(values["covered"]),
                 steered=read_settings(values["steered"]),
                 control=read_fields(values["control"]),

@@ -26,7 +26,10 @@ from archipelago.broker.observe.logs import LOGGERS
 from archipelago.ops.launch.embedded_redis import RedisServer, start_server
 from tests import tiers
 from tests.clusters import Cluster
+from tests.fake_server import answer_as_redis
 from tests.servers import hide_other_servers
+
+answer_as_redis()
 
 settings.register_profile("archipelago", deadline=None, print_blob=True, max_examples=tiers.examples(100))
 settings.load_profile("archipelago")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,12 +18,14 @@ from archipelago.broker.messages import (
     Contribution,
     Evaluation,
     Handover,
+    Refusal,
     RoundMember,
     Snapshot,
     TapeEntry,
     to_fields,
 )
 from archipelago.broker.presence import Heartbeat
+from archipelago.broker.transport import MergerTransport
 from archipelago.broker.wire import digest, pack
 
 
@@ -86,8 +89,20 @@ def commit(entries: list[str], payload: bytes = b"new", round_number: int = 1, *
     member = RoundMember("a", "x", 0, 0, 0, 1.0, 1.0, 100, 4, 2.5)
     tape = TapeEntry(round_number, 0, version, 1, 4, 1.0, 0.1, 0.2, 0.3, 1, 7, 2.5, digest(payload), (member,))
     snapshot = Snapshot(round_number, 0, version, 4, "float32", len(payload), digest(payload), "a")
-    base = Commit(snapshot, payload, b"outer", '{"closed": 1}', tape, entries, 100)
+    counts = {"merged": len(entries), "merged_tokens": 100 * len(entries), "bytes_up": 7 * len(entries)}
+    base = Commit(snapshot, payload, b"outer", '{"closed": 1}', tape, entries, counts=counts)
     return replace(base, **changes)
+
+
+def refuse(transport: MergerTransport, epoch: int, refusals: Sequence[tuple[str, Refusal]]) -> None:
+    """Refuse entries whose payloads have 7 bytes, in a run that has the counters of its books."""
+    before = transport.reader.books()
+    counts = {
+        "refused": before.refused + len(refusals),
+        "refused_tokens": before.refused_tokens + sum(refusal.tokens for _, refusal in refusals),
+        "bytes_up": before.bytes_up + 7 * len(refusals),
+    }
+    transport.merger.refuse(epoch, refusals, transport.reader.merger_state(), counts)
 
 
 def member(island: str, staleness: int = 0, tokens: int = 100) -> RoundMember:
@@ -138,7 +153,7 @@ def image(of: Manifest, pending: list[tuple[Contribution, bytes]], outer: bytes 
         snapshots=[(snapshot, payload), *first_snapshots(of)[1:]],
         outers=[outer, *[b""] * (len(of.sizes) - 1)],
         state=closed.state,
-        books=Books(9, 900, 2, 200, 1, 100, 5000, 6000, 4),
+        books=Books(9, 900, 2, 200, 1, 100, 5000, 6000),
         cursors={"0": (0, 96), "site/7": (2, 0)},
         tape=[closed.tape],
         evaluations=[Evaluation(1, 4, 100, 1.7e9, 5.0)],

@@ -34,11 +34,9 @@ class MemoryRun:
         heads: The header of each fragment's newest version.
         updates: The entries of all updates streams, by number. The numbers are those of the run, so they order the
             entries of several streams by arrival.
-        kept: The numbers of merged entries that are not yet trimmed.
-        last_read: The number of the last entry of each island that a merger has read.
+        kept: Merged entries that are not yet trimmed, by name.
         refused_at: The time of each refusal on the broker's clock, by the number of its event.
         outer: The `outer` of each fragment's newest compaction.
-        logs: The `log` of each commit that no compaction covers, by fragment and version.
         islands: Each island's last heartbeat, with its time on the broker's clock.
         cursors: The cursor of each started range of text.
         holders: The holder (island/incarnation) of each leased range of text.
@@ -56,9 +54,8 @@ class MemoryRun:
     fragments: dict[int, tuple[Snapshot, bytes]]
     heads: dict[int, Snapshot]
     updates: dict[int, MemoryEntry] = field(default_factory=dict)
-    kept: set[int] = field(default_factory=set)
+    kept: dict[str, MemoryEntry] = field(default_factory=dict)
     next_update: int = 1
-    last_read: dict[str, int] = field(default_factory=dict)
     events: list[tuple[int, Event]] = field(default_factory=list)
     next_event: int = 1
     refused_at: dict[int, float] = field(default_factory=dict)
@@ -68,7 +65,6 @@ class MemoryRun:
     evaluations: list[Evaluation] = field(default_factory=list)
     differences: dict[tuple[int, int], bytes] = field(default_factory=dict)
     outer: dict[int, bytes] = field(default_factory=dict)
-    logs: dict[tuple[int, int], str] = field(default_factory=dict)
     state: str = ""
     books: dict[str, int] = field(default_factory=lambda: asdict(Books()))
     islands: dict[str, tuple[Heartbeat, float]] = field(default_factory=dict)
@@ -115,27 +111,21 @@ class MemoryRun:
         number = entry_number(id_)
         return number if number in self.updates and self.updates[number].sender == sender else None
 
-    def delivery(self, number: int) -> Delivery:
+    @staticmethod
+    def delivery(name: str, entry: MemoryEntry) -> Delivery:
         """Return an entry as a merger gets it."""
-        entry, name = self.updates[number], self.name_of(number)
         if entry.contribution.island != entry.sender:
             return Delivery(name, None, fault=f"{entry.sender} sent it in the name of {entry.contribution.island}")
         return Delivery(name, entry.contribution, entry.payload)
 
-    def waiting(self) -> dict[int, MemoryEntry]:
-        """Return the contributions that are neither merged nor refused."""
-        return {number: entry for number, entry in self.updates.items() if number not in self.kept}
-
     def accounts(self) -> Books:
         """Return the counters, with those that are counted in the streams."""
-        waiting = [entry for entry in self.waiting().values() if entry.contribution.island == entry.sender]
-        tokens = sum(entry.contribution.tokens for entry in waiting)
+        tokens = sum(e.contribution.tokens for e in self.updates.values() if e.contribution.island == e.sender)
         books = Books(**self.books)
         return replace(
             books,
-            kept=len(self.kept),
             bytes_down=books.bytes_down + sum(beat.bytes_down for beat, _ in self.islands.values()),
-            published=books.merged + books.refused + len(self.waiting()),
+            published=books.merged + books.refused + len(self.updates),
             published_tokens=books.merged_tokens + books.refused_tokens + tokens,
         )
 
@@ -146,19 +136,16 @@ class MemoryRun:
         return {who for who in live if not is_expelled(self.control, who)}
 
     def compact(self, compaction: Compaction) -> None:
-        """Replace the full state of a fragment, and delete the logs that it covers."""
-        p, version = compaction.snapshot.fragment, compaction.snapshot.version
+        """Replace the full state of a fragment."""
+        p = compaction.snapshot.fragment
         self.fragments[p] = (compaction.snapshot, compaction.payload)
         if compaction.outer:
             self.outer[p] = compaction.outer
-        self.logs = {key: log for key, log in self.logs.items() if key[0] != p or key[1] > version}
 
     def trim(self, entries: Sequence[str]) -> None:
         """Delete merged entries."""
-        for number in map(self.found, entries):
-            if number in self.kept:
-                self.kept.remove(number)
-                del self.updates[number]
+        for entry in entries:
+            self.kept.pop(entry, None)
 
 
 class MemoryState:

@@ -156,13 +156,13 @@ class MemoryReader:
 
     def backlog(self) -> int:
         with self._broker.opened(self._run) as run:
-            return len(run.updates) - len(run.kept)
+            return len(run.updates)
 
     def pending(self) -> Pending:
         with self._broker.opened(self._run) as run:
             books = run.accounts()
             tokens = books.published_tokens - books.merged_tokens - books.refused_tokens
-            return Pending(len(run.waiting()), tokens)
+            return Pending(len(run.updates), tokens)
 
     def cursors(self) -> dict[str, tuple[int, int]]:
         with self._broker.opened(self._run) as run:
@@ -264,7 +264,7 @@ class MemoryIsland:
         with self._broker.opened(self._run) as run:
             if is_expelled(run.control, me):
                 return None
-            busy = {f"{e.sender}/{e.contribution.incarnation}" for e in run.waiting().values()}
+            busy = {f"{e.sender}/{e.contribution.incarnation}" for e in run.updates.values()}
             live = run.live(self._broker.clock()) | busy
             chosen = choose(ranges, run.cursors, run.holders, me, lambda holder: holder not in live)
             if chosen is None:

@@ -34,7 +34,7 @@ FRESH_SECONDS = 1.0
 
 
 def sign_stored(connection: RedisConnection, chunks: ChunkStore, lease: Lease, key: bytes) -> None:
-    """Sign the manifest, the snapshots, the logs and the state of a run, unless its manifest is signed.
+    """Sign the manifest, the fragments, the tape and the state of a run, unless its manifest is signed.
 
     A merger that serves the run without a key can write no more, so it cannot add what is not signed. The manifest is
     signed last, so that an interrupted call can be repeated.
@@ -56,13 +56,14 @@ def sign_stored(connection: RedisConnection, chunks: ChunkStore, lease: Lease, k
         sizes = Manifest.from_fields(text_fields(manifest)).of_shard(connection.shard or 0).sizes
         for fragment, size in enumerate(sizes):
             _sign_fragment(connection, chunks, signing, fragment, payload_bytes_max(size))
+        _sign_tape(connection, signing)
         if state := redis.get(keys.state):
             redis.set(keys.state, signed_state(signing, verified_state(Signing(), state)))
         redis.hset(keys.manifest, mapping=signing.signed("manifest", text_fields(manifest)))
 
 
 def _sign_fragment(connection: RedisConnection, chunks: ChunkStore, signing: Signing, p: int, limit: int) -> None:
-    """Sign the full snapshot of a fragment, and the header, the logs and the differences of the versions after it."""
+    """Sign the full snapshot of a fragment, the header, the differences after it, and its outer state."""
     redis, keys, stamps = connection.redis, connection.keys, connection.stamps
     full, head = redis.hgetall(keys.fragment(p)), redis.hgetall(keys.head(p))
     try:
@@ -77,9 +78,26 @@ def _sign_fragment(connection: RedisConnection, chunks: ChunkStore, signing: Sig
         redis.hset(keys.head(p), mapping=signing.signed("head", text_fields(head), about=about, stamp=stamps.next()))
     first, last = (count_in(raw.get(b"version")) for raw in (full, head))
     for version in range(first + 1, min(last, first + DIFFERENCES_KEPT) + 1):
-        if log := redis.get(keys.log(p, version)):
-            redis.set(keys.log(p, version), signed_state(signing, verified_state(Signing(), log)))
         _sign_difference(connection, chunks, signing, (p, version), limit)
+    if outer := redis.hgetall(keys.outer(p)):
+        size = count_in(outer.get(b"bytes"))
+        fields = {"version": outer[b"version"].decode(), "bytes": str(size)}
+        try:
+            payload = chunks.fetch(outer, size)
+        except WireError as error:
+            connection.warn_once(keys.outer(p), error)
+            return
+        redis.hset(keys.outer(p), mapping=signing.signed("outer", fields, about=about, payload=payload))
+
+
+def _sign_tape(connection: RedisConnection, signing: Signing) -> None:
+    """Write the tape again, entry by entry, with signatures. No merger writes to it meanwhile."""
+    key = connection.keys.tape
+    entries = list(connection.pages(key))
+    with connection.transaction() as pipe:
+        pipe.delete(key)
+        for id_, raw in entries:
+            pipe.xadd(key, signing.signed("tape", text_fields(covered(raw))), id=id_)
 
 
 def _sign_difference(

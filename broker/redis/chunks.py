@@ -69,6 +69,15 @@ class ChunkStore:
         """
         return ChunkStore(self._connection, self.payload_max, owner)
 
+    @property
+    def prefix(self) -> str:
+        """What the keys of these chunks begin with. Their name and their number follow."""
+        return self._keys.chunk_prefix(self._owner)
+
+    def most(self) -> int:
+        """Return the most chunks that an honest payload has."""
+        return -(-self.payload_max() // CHUNK_BYTES)
+
     def _chunk(self, name: str, index: int) -> str:
         return self._keys.chunk(name, index, self._owner)
 
@@ -149,26 +158,8 @@ class ChunkStore:
                 self._redis.unlink(*chunks)
             raise
 
-    def keep(
-        self, pipe: Any, key: str, fields: Mapping[str, str], where: Mapping[str, str | bytes], old: Raw | None = None
-    ) -> None:
-        """Point the hash `key` at a placed payload, within a transaction, and keep its chunks.
-
-        The previous payload (`old` holds the hash's fields) stays for a while, because readers may be downloading it.
-        The one before it is deleted, so there are never more than two versions.
-        """
-        old = old or {}
-        kept = {PREVIOUS + name: old[name.encode()] for name in (CHUNKS, NAME) if name.encode() in old}
-        pipe.delete(key)
-        pipe.hset(key, mapping={**fields, **where, **kept})
-        self.settle(pipe, where)
-        for chunk in self.found_keys(old):
-            pipe.expire(chunk, PREVIOUS_SECONDS)
-        if gone := self.found_keys(old, prefix=PREVIOUS):
-            pipe.unlink(*gone)
-
     def settle(self, pipe: Any, where: Mapping[str, str | bytes]) -> None:
-        """Keep a placed payload for as long as the entry or hash that points to it."""
+        """Keep a placed payload for as long as the entry or hash that points to it, within a transaction."""
         for chunk in self.placed(where):
             pipe.persist(chunk)
 

@@ -161,15 +161,6 @@ def is_full(error: BrokerError) -> bool:
     return isinstance(error.__cause__, redis.exceptions.OutOfMemoryError)
 
 
-def is_gone(error: BrokerError) -> bool:
-    """Return whether the error says that the consumer group does not exist, or was deleted during a wait.
-
-    Where a stream does not exist, fakeredis does not answer NOGROUP as servers do.
-    """
-    cause, said = error.__cause__, "NOGROUP|UNBLOCKED|requires the key to exist"
-    return isinstance(cause, redis.ResponseError) and bool(re.search(said, str(cause)))
-
-
 def is_wrong_kind(error: BrokerError) -> bool:
     """Return whether the error says that the key holds another type of value."""
     return "WRONGTYPE" in str(error.__cause__)

@@ -11,7 +11,7 @@ cannot contain a colon. All roles read all keys.
 | key | type | written by | content |
 | --- | --- | --- | --- |
 | `manifest` | hash | `init`, mergers | the run's settings and fragments |
-| `updates:NAME` | stream | NAME appends, mergers delete | contributions |
+| `updates:NAME` | stream | NAME appends, mergers delete | contributions that wait |
 | `leases:NAME` | hash | NAME | `RANGE` to `INCARNATION:PASS:TURN` (`broker.ranges.Claim`) |
 | `taken:RANGE` | string | islands | the island that leased the range last, a hint that expires |
 | `c:NAME:…` | strings | NAME, mergers delete | chunks of the payloads that NAME sends |
@@ -28,11 +28,11 @@ cannot contain a colon. All roles read all keys.
 | `members` | hash | administrators | the members of the run |
 | `snapshots`, `tape` | streams | mergers | events and decisions |
 | `head:P`, `fragment:P`, `outer:P` | hashes | mergers | the newest header; the newest full state of a fragment |
-| `difference:P:V`, `log:P:V`, `m:…` | hashes, strings | mergers | what a version changes, and how to merge it; chunks |
+| `difference:P:V`, `m:…` | hashes, strings | mergers | what a version changes; chunks |
+| `kept:NAME:ID` | hashes | mergers | merged contributions, until compactions and a checkpoint cover them |
 | `data` | hash | mergers | cursors of the ranges of text |
 | `state`, `books`, `epoch`, `lease` | string, hash, strings | mergers | the merger's state, counters, lease |
 | `standbys` | hash | mergers | mergers that wait for the lease, with the time of their last sign of life |
-| `damaged:…` | any | mergers | values that were moved aside |
 """
 
 from __future__ import annotations
@@ -125,10 +125,6 @@ class Keys:
             self.notes,
         ]
 
-    def damaged(self, key: str) -> str:
-        """Return the key to which a damaged value of `key` is moved."""
-        return f"{self.tag}:damaged:{self.short(key)}"
-
     def short(self, key: str) -> str:
         """Return the key without the name of the run."""
         return key.removeprefix(f"{self.tag}:")
@@ -161,8 +157,9 @@ class Keys:
     def difference(self, fragment: int, version: int) -> str:
         return f"{self.tag}:difference:{fragment}:{version}"
 
-    def log(self, fragment: int, version: int) -> str:
-        return f"{self.tag}:log:{fragment}:{version}"
+    def kept(self, entry: str) -> str:
+        """Return the key of a merged contribution, by the name of its entry, NAME/ID."""
+        return f"{self.tag}:kept:{entry.replace('/', ':')}"
 
     def outer(self, fragment: int) -> str:
         """Return the key of the merger's own state of a fragment: exact parameters and outer optimiser state."""
@@ -172,6 +169,10 @@ class Keys:
         """Return what the keys of the chunks of an island's answers begin with. `*` stands for any island."""
         return f"{self.tag}:c:{giver}:{HANDOVER}"
 
+    def chunk_prefix(self, owner: str = "") -> str:
+        """Return what the keys of the chunks of an island's payloads begin with; those of mergers for no owner."""
+        return f"{self.tag}:c:{owner}:" if owner else f"{self.tag}:m:"
+
     def chunk(self, name: str, index: int, owner: str = "") -> str:
         """Return the key of one chunk of a large payload. `owner` is an island's name, or empty for a merger."""
-        return f"{self.tag}:c:{owner}:{name}:{index}" if owner else f"{self.tag}:m:{name}:{index}"
+        return f"{self.chunk_prefix(owner)}{name}:{index}"

@@ -1,6 +1,4 @@
-"""The lease that lets one merger write, and the fence around each of its writes.
-
-Every write watches the epoch's key and is one transaction, so Redis itself refuses writes of an older epoch.
+"""The lease that lets one merger write, and the fence around each of its writes (`broker.redis.script`).
 
 A failover may forget the newest writes, even those of the lease and the epoch. Each history (the writes that one
 primary has, in their order) is still written by one merger at a time:
@@ -11,119 +9,88 @@ primary has, in their order) is still written by one merger at a time:
 - Replication keeps the order of writes. A replica that has a commit has the epoch in which it was made.
 - A primary that is cut off may take writes of its merger until it learns of its successor. These writes belong to a
   history that ends: the old primary drops them when it follows the new one.
-- A merger whose own writes were forgotten notices it with its next commit or compaction: that names the round that
-  must be the last one, and the server's instance is another one (`RedisConnection.instance`) than the one at which the
-  merger took the lease. It then loads the run again. The round alone does not suffice: the contributions that a commit
-  merges, the chunks that it points to, or the compaction that lets it delete entries may be forgotten, too.
+- A merger whose own writes were forgotten notices it with its next renewal, commit or compaction: the round that it
+  names must be the last one, and the server's instance is another one (`RedisConnection.instance`) than the one at
+  which the merger took the lease. It then loads the run again. The round alone does not suffice: the contributions that
+  a commit merges, the chunks that it points to, or the compaction that lets it delete entries may be forgotten, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import islice
-from typing import Any
-
-import redis
+from collections.abc import Callable
 
 from archipelago.broker.commits import never_gone
-from archipelago.broker.errors import BrokerError, FencedError
+from archipelago.broker.errors import BrokerError, FencedError, UnknownRunError
 from archipelago.broker.failpoints import failpoint
-from archipelago.broker.redis.bulk import asked_together
-from archipelago.broker.redis.connection import INSTANCE, DisturbedError, RedisConnection, instance_in
-from archipelago.broker.redis.failures import is_full
-from archipelago.broker.redis.replies import epoch_in, epoch_mark, info_in
+from archipelago.broker.redis.connection import RedisConnection
+from archipelago.broker.redis.replies import epoch_in, epoch_mark
+from archipelago.broker.redis.script import ACQUIRE, FENCED, Script, Write
 from archipelago.broker.redis.stored_run import StoredRun
 
 #: No merger takes a lease for longer. A lease without an end, or with a later one, was not written by a merger.
 LEASE_SECONDS_MAX = 24 * 3600
-OVERTAKEN, EXPIRED = -1, 0
-_EXTEND = """
-if redis.call('GET', KEYS[1]) ~= ARGV[1] then return -1 end
-return redis.call('PEXPIRE', KEYS[2], ARGV[2])
-"""
 
 
 class Lease:
-    """The lease of one merger on the run.
+    """The lease of one merger on the run, and its fenced writes.
 
     The object remembers its last epoch. A server that lost data may offer the same number again, but this merger must
-    not take it, because writes that it sent in that epoch may still arrive.
+    not take it, because writes that it sent in that epoch may still arrive. It remembers the uid of the run, too: a run
+    that was created again under its name is another one, whatever its epoch says.
     """
 
     def __init__(self, connection: RedisConnection, stored: StoredRun) -> None:
-        self._connection = connection
+        self._connection, self._stored = connection, stored
         self._redis, self._keys = connection.redis, connection.keys
-        self._stored = stored
-        self._holder = ""
-        self._epoch = 0
-        self._instance = ""
+        self._acquire, self._fenced = Script(self._redis, ACQUIRE), Script(self._redis, FENCED)
+        self._holder, self._epoch, self._instance = "", 0, ""
+        self._uid: str | None = None
 
     def acquire(self, holder: str, seconds: float, is_gone: Callable[[str], bool] = never_gone) -> int | None:
-        self._stored.require()
-        try:
-            with self._connection.watching(self._keys.lease, self._keys.epoch) as pipe:
-                if self._is_held_by_another(pipe, holder, is_gone):
-                    return None
-                epoch = self._next_epoch(pipe)
-                failpoint("acquire.before")
-                self._holder, self._instance = holder, self._connection.instance(pipe)
-                pipe.multi()
-                pipe.set(self._keys.epoch, self.mark(epoch))
-                pipe.set(self._keys.lease, holder, px=int(seconds * 1000))
-                pipe.execute()
-        except DisturbedError:
+        """See `MergerClient.acquire`."""
+        failpoint("acquire.before")
+        answer = self._asked(holder, seconds)
+        if answer[0] == "held" and is_gone(answer[2]):
+            answer = self._asked(holder, seconds, gone=answer[2])
+        if answer[0] == "gone":
+            raise self._gone()
+        self._uid = answer[1] if self._uid is None else self._uid
+        if answer[1] != self._uid:
+            raise self._gone()
+        if answer[0] == "held":
             return None
-        self._epoch = epoch
+        self._holder, self._epoch, self._instance = holder, int(answer[2]), answer[3]
         failpoint("acquire.done")
-        return epoch
+        return self._epoch
 
-    def _is_held_by_another(self, pipe: Any, holder: str, is_gone: Callable[[str], bool]) -> bool:
-        owner = _read(lambda: pipe.get(self._keys.lease))
-        if owner is None or owner == holder.encode() or is_gone(owner.decode("utf-8", "replace")):
-            return False
-        return 0 <= int(pipe.pttl(self._keys.lease)) <= LEASE_SECONDS_MAX * 1000
-
-    def _next_epoch(self, pipe: Any) -> int:
-        """Return an epoch after all known ones. The tape knows the last one if the epoch's key was lost or damaged."""
-        stored = epoch_in(_read(lambda: pipe.get(self._keys.epoch)))
-        newest = _read(lambda: pipe.xrevrange(self._keys.tape, count=1))
-        taped = epoch_in(newest[0][1].get(b"epoch")) if newest else 0
-        return max(self._epoch, stored, taped) + 1
+    def _asked(self, holder: str, seconds: float, gone: str = "") -> list[str]:
+        keys, milliseconds = self._keys, int(seconds * 1000)
+        with self._connection.translated():
+            return self._acquire.run(
+                [keys.manifest, keys.epoch, keys.lease, keys.tape],
+                [holder, gone or holder, self._epoch, milliseconds, LEASE_SECONDS_MAX * 1000],
+            )
 
     def renew(self, epoch: int, holder: str, seconds: float) -> None:
-        try:
-            with self.fenced(epoch) as pipe:
-                pipe.set(self._keys.lease, holder, px=int(seconds * 1000))
-        except BrokerError as error:
-            if not is_full(error):
-                raise
-            self._renew_when_full(error, epoch, seconds)
+        """See `MergerClient.renew`."""
+        write = Write()
+        write.do("lease", self._keys.lease, holder, int(seconds * 1000))
+        self.write(epoch, write, at_instance=True)
         failpoint("renew.done")
 
-    def _renew_when_full(self, full: BrokerError, epoch: int, seconds: float) -> None:
-        """Renew by a script: a server at its memory limit refuses every transaction, but only a merger can free it."""
-        with self._connection.translated():
-            milliseconds = int(seconds * 1000)
-            found = self._redis.eval(_EXTEND, 2, self._keys.epoch, self._keys.lease, self.mark(epoch), milliseconds)
-        if found == OVERTAKEN:
-            raise self.overtaken(epoch)
-        if found == EXPIRED:
-            raise full
-
     def release(self, epoch: int) -> None:
+        """See `MergerClient.release`."""
         failpoint("release.before")
-        with self.fenced(epoch) as pipe:
-            pipe.delete(self._keys.lease)
+        write = Write()
+        write.delete(self._keys.lease)
+        self.write(epoch, write)
         failpoint("release.done")
 
     def fence(self) -> None:
         """End the present epoch, so that Redis refuses the next write of the merger that serves now."""
-        with self._connection.watching(self._keys.epoch) as pipe:
-            epoch = self._next_epoch(pipe)
-            pipe.multi()
-            pipe.set(self._keys.epoch, epoch_mark(epoch))
-            pipe.execute()
+        with self._connection.translated():
+            epoch = epoch_in(self._redis.get(self._keys.epoch))
+            self._redis.set(self._keys.epoch, epoch_mark(epoch + 1))
 
     def mark(self, epoch: int) -> bytes:
         """Return the value of the epoch's key while this merger holds the lease.
@@ -132,118 +99,70 @@ class Lease:
         """
         return epoch_mark(epoch, self._holder)
 
-    @contextmanager
-    def fenced(self, epoch: int, after_round: int | None = None, needed: Sequence[str] = ()) -> Iterator[Any]:
-        """Yield the transaction of `fenced_reading`, which reads nothing more."""
-        with self.fenced_reading((), epoch, after_round, needed) as (pipe, _):
-            yield pipe
+    def write(self, epoch: int, write: Write, after_round: int | None = None, *, at_instance: bool = False) -> None:
+        """Make a write that Redis accepts only in this epoch, and only while `after_round` is the last round.
 
-    @contextmanager
-    def fenced_reading(
-        self,
-        reads: Sequence[tuple[Any, ...]],
-        epoch: int,
-        after_round: int | None = None,
-        needed: Sequence[str] = (),
-    ) -> Iterator[tuple[Any, list[Any]]]:
-        """Yield a transaction that Redis accepts only in this epoch, and only while `after_round` is the last round.
-
-        The reads are answered within the fence. Together with its own checks, they take one round trip.
-
-        With a round or needed keys, the server must be the instance at which the lease was taken. Another one may have
-        forgotten a part of what this merger has read and written there, though it has the epoch and the round.
-
-        Args:
-            reads: Commands whose raw answers are yielded, too.
-            epoch: The epoch of this merger.
-            after_round: The round; None checks only the epoch.
-            needed: Keys that must exist.
+        With a round or needed keys, or `at_instance`, the server must be the instance at which the lease was taken.
+        Another one may have forgotten a part of what this merger has read and written there, though it has the epoch
+        and the round.
 
         Raises:
             FencedError: A newer epoch exists.
-            BrokerError: Another round was closed last, or the server has lost something (code `broker.other-round`).
+            UnknownRunError: The run was deleted (`broker.unknown-run`), or created again (`broker.other-run`).
+            BrokerError: Another round was closed last, the server has lost something (`broker.other-round`), or a key
+                was damaged and is written anew (`broker.damaged`). The merger must load the run again.
         """
-        try:
-            with self._connection.watching(self._keys.epoch) as pipe:
-                answers = self._checked(pipe.connection, reads, epoch, after_round, needed)
-                pipe.multi()
-                yield pipe, answers
-                pipe.execute()
-        except DisturbedError:
-            raise self.overtaken(epoch) from None
-
-    def _checked(
-        self,
-        connection: Any,
-        reads: Sequence[tuple[Any, ...]],
-        epoch: int,
-        after_round: int | None,
-        needed: Sequence[str],
-    ) -> list[Any]:
-        """Return the answers to the reads, unless one of the conditions of `fenced_reading` does not hold."""
-        rounds = [] if after_round is None else [("HGET", self._keys.head(self._fragment_of(after_round)), "round")]
-        names_instance = bool(rounds or needed) and self._connection.has_info
-        info = [("INFO", section) for section in INSTANCE if names_instance]
-        there = [("EXISTS", *needed)] if needed else []
-        checks = [("GET", self._keys.epoch), *rounds, *info, *there]
-        found = asked_together(connection, [*checks, *reads])
-        answers = iter([_value(answer) for answer in found[: len(checks)]])
-        if next(answers) != self.mark(epoch):
-            raise DisturbedError
-        if after_round is not None:
-            self._require_round(after_round, next(answers))
-        if rounds or needed:
-            self._require_same_instance(islice(answers, len(info)))
-        if needed and next(answers) < len(needed):
-            raise self._forgotten("a part of what was uploaded is gone from {}")
-        for answer in found[len(checks) :]:
-            if isinstance(answer, redis.ResponseError):
-                raise answer
-        return found[len(checks) :]
-
-    def _fragment_of(self, number: int) -> int:
-        return (number - 1) % len(self._stored.sizes())
-
-    def _require_round(self, expected: int, stored: bytes | None) -> None:
-        """Raise BrokerError unless `expected` is the last round of its fragment."""
-        if stored != str(expected).encode():
-            found, fragment = (stored or b"no").decode("utf-8", "replace")[:20], self._fragment_of(expected)
-            raise self._forgotten(
-                f"{{}} holds {found} round of fragment {fragment} although round {expected} was closed last"
+        at_instance = at_instance or after_round is not None or bool(write.needed)
+        p = 0 if after_round is None else (after_round - 1) % len(self._stored.sizes())
+        keys = [self._keys.manifest, self._keys.epoch, self._keys.head(p), *write.keys()]
+        arguments = [
+            self._uid or "",
+            self.mark(epoch),
+            "" if after_round is None else after_round,
+            self._instance if at_instance else "",
+            *write.arguments(),
+        ]
+        with self._connection.translated():
+            code, *found = self._fenced.run(keys, arguments)
+        if code == "overtaken":
+            raise self._overtaken(epoch)
+        if code == "gone":
+            raise self._gone()
+        if code == "round":
+            what = f"holds {found[0][:20] or 'no'} round of fragment {p} although round {after_round} was closed last"
+            raise self._forgotten(what)
+        if code == "instance":
+            raise self._forgotten("is another instance than the one at which this merger took the lease")
+        if code == "missing":
+            raise self._forgotten(f"has lost {self._keys.short(found[0])}, which this merger has written or read")
+        if found:
+            raise BrokerError(
+                f"{self._connection.where} held damaged values, which were deleted: "
+                f"{', '.join(map(self._keys.short, found))}",
+                "The merger loads the run again, and writes what it can restore.",
+                code="broker.damaged",
             )
-
-    def _require_same_instance(self, sections: Iterable[bytes]) -> None:
-        server, replication = [info_in(raw) for raw in sections] or [{}, {}]
-        if instance_in(server, replication) != self._instance:
-            raise self._forgotten("{} is another instance than the one at which this merger took the lease")
 
     def _forgotten(self, what: str) -> BrokerError:
         return BrokerError(
-            what.format(self._connection.where),
+            f"{self._connection.where} {what}",
             "It was restarted without its newest writes, or they were damaged; the merger loads the run again.",
             code="broker.other-round",
         )
 
-    def overtaken(self, epoch: int) -> FencedError:
-        """Return the error of a write in an older epoch."""
+    def _overtaken(self, epoch: int) -> FencedError:
         return FencedError(
             f"epoch {epoch} of this merger has ended: another merger took the lease, or the epoch's key was changed",
             "This merger takes the lease again unless another one holds it.",
         )
 
-
-def _value(answer: Any) -> Any:
-    """Return a raw answer; None if the key holds another type of value. Raises what else the server refused."""
-    if isinstance(answer, redis.ResponseError):
-        if "WRONGTYPE" not in str(answer):
-            raise answer
-        return None
-    return answer
-
-
-def _read(get: Callable[[], Any]) -> Any:
-    """Return what the call returns, or None if the key holds another type of value."""
-    try:
-        return get()
-    except redis.ResponseError as error:
-        return _value(error)
+    def _gone(self) -> UnknownRunError:
+        """Return the error of a merger whose run is no longer there."""
+        uid = self._stored.uid()
+        if uid is None or uid == self._uid:
+            return self._stored.unknown()
+        return UnknownRunError(
+            f"another run has taken the name {self._connection.run!r} at {self._connection.where}",
+            "Start this merger again to serve that one.",
+            code="broker.other-run",
+        )

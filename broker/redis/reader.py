@@ -15,7 +15,6 @@ from archipelago.broker.messages import (
     Evaluation,
     Message,
     Note,
-    Pending,
     Snapshot,
     TapeEntry,
     from_fields,
@@ -61,7 +60,8 @@ class RedisReader:
         self._events = EventStream(connection)
         self.last_event, self.events, self.refusals = self._events.last, self._events.after, self._events.refusals
         self.instance, self.memory, self.cursors = connection.instance, connection.memory, connection.cursors
-        self.runs, self.manifest, self.backlog = stored.names, stored.manifest, updates.backlog
+        self.runs, self.manifest, self.uid = stored.names, stored.manifest, stored.uid
+        self.backlog, self.pending = updates.backlog, updates.pending
         self._beats = HeartbeatOrder(time.monotonic)
         self._verified: dict[str, Raw] = {}
         self._beat_bytes: dict[str, int] = {}  # how much memory each island's heartbeat takes at the server
@@ -78,12 +78,6 @@ class RedisReader:
         except WireError as error:
             self.connection.warn_once(self._keys.state, error)
             return ""
-
-    def uid(self) -> str | None:
-        found = None
-        with self.connection.forgiving(self._keys.manifest, "a hash"):
-            found = self._redis.hget(self._keys.manifest, "uid")
-        return None if found is None else str(found.decode("utf-8", "replace"))
 
     def fragment(self, fragment: int, arrived: Arrived = unwatched) -> tuple[Snapshot, bytes]:
         for _ in range(8):
@@ -200,13 +194,12 @@ class RedisReader:
         counts, faults = counts_in(text_fields(raw))
         for name in faults:
             self.connection.warn_once(f"the count {name!r} in the books", WireError("it is not a number"))
-        stored, found = Books(**counts), self.updates.tally()
+        stored, found = Books(**counts), self.pending()
         return dataclasses.replace(
             stored,
-            kept=found.kept,
             bytes_down=min(COUNT_MAX, stored.bytes_down + self._downloaded()),
-            published=min(COUNT_MAX, stored.merged + stored.refused + found.waiting),
-            published_tokens=min(COUNT_MAX, stored.merged_tokens + stored.refused_tokens + found.waiting_tokens),
+            published=min(COUNT_MAX, stored.merged + stored.refused + found.contributions),
+            published_tokens=min(COUNT_MAX, stored.merged_tokens + stored.refused_tokens + found.tokens),
         )
 
     def _downloaded(self) -> int:
@@ -217,10 +210,6 @@ class RedisReader:
                     pipe.hget(self._keys.island(name), "bytes_down")
             answers = pipe.execute(raise_on_error=False)
         return sum(count_in(answer) for answer in answers if isinstance(answer, bytes))
-
-    def pending(self) -> Pending:
-        found = self.updates.tally()
-        return Pending(found.waiting, found.waiting_tokens)
 
     def tape(self, count: int) -> list[TapeEntry]:
         return self._newest(self._keys.tape, TapeEntry, count, self._verify_tape)

@@ -1,4 +1,4 @@
-"""Parse the replies of Redis: entries and their ids, text fields, events, and the state of the consumer group.
+"""Parse the replies of Redis: entries and their ids, text fields, events and counters.
 
 All functions are pure.
 """
@@ -10,14 +10,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from archipelago.broker.commits import NUMBER_MAX, START
+from archipelago.broker.commits import NUMBER_MAX
 from archipelago.broker.errors import WireError
 from archipelago.broker.messages import COUNT_MAX, EVENTS, Books, Event, from_fields
 from archipelago.broker.redis.keys import is_name
 from archipelago.broker.signing import MERGER, SIGNATURE, Raw, Signing
 
-#: The consumer group of the updates stream.
-GROUP = "merger"
 #: A larger epoch is damage. Every take-over counts one.
 EPOCH_MAX = 1 << 53
 
@@ -124,16 +122,6 @@ def count_in(value: bytes | None) -> int:
 
 def _count(text: str) -> int | None:
     return min(int(text), COUNT_MAX) if re.fullmatch(r"[0-9]{1,30}", text, re.ASCII) else None
-
-
-def group_of(groups: Any) -> dict[str, Any]:
-    """Return the merger's group from the reply to XINFO GROUPS; empty if there is none."""
-    return next((group for group in groups or () if group["name"] == GROUP.encode()), {})
-
-
-def last_delivered(groups: Any) -> tuple[int, int]:
-    """Return the last entry that was delivered to mergers, from the reply to XINFO GROUPS; START without a group."""
-    return entry_id(group_of(groups).get("last-delivered-id", START.encode()).decode())
 
 
 def signed_state(signing: Signing, state: str) -> str:

@@ -20,7 +20,6 @@ from typing import Any, Final
 
 from archipelago.broker.invitation import Role
 from archipelago.broker.redis.keys import REGISTRY, Keys
-from archipelago.broker.redis.replies import GROUP
 
 #: The first version that has the command with which the client library introduces itself.
 SETINFO: Final = (7, 2)
@@ -30,15 +29,12 @@ _KEYLESS: Final = ("PING", "TIME", "INFO", "MULTI", "EXEC", "DISCARD", "UNWATCH"
 _READS: Final = (
     "WATCH", "EXISTS", "TYPE", "TTL", "PTTL", "GET", "STRLEN", "GETRANGE", "HGET", "HMGET", "HGETALL", "HEXISTS",
     "HLEN", "HSTRLEN", "HSCAN", "SMEMBERS", "SISMEMBER", "SCARD", "SSCAN", "XRANGE", "XREVRANGE", "XREAD", "XLEN",
-    "XPENDING", "XINFO|GROUPS", "XINFO|STREAM", "MEMORY|USAGE",
+    "XINFO|STREAM", "MEMORY|USAGE",
 )  # fmt: skip
 _KEY_WRITES: Final = ("SET", "DEL", "UNLINK", "EXPIRE", "PEXPIRE", "PERSIST")
 _HASH_WRITES: Final = ("HSET", "HSETNX", "HDEL", "HINCRBY")
 _SET_WRITES: Final = ("SADD", "SREM")
-_STREAM_WRITES: Final = (
-    "XADD", "XDEL", "XTRIM", "XACK", "XREADGROUP", "XGROUP|CREATE", "XGROUP|SETID", "XGROUP|DESTROY", "XCLAIM",
-    "XAUTOCLAIM",
-)  # fmt: skip
+_STREAM_WRITES: Final = ("XADD", "XDEL", "XTRIM")
 
 
 @dataclass(frozen=True)
@@ -97,7 +93,7 @@ def _island(keys: Keys, name: str) -> list[Grant]:
 
 
 def _merger(keys: Keys, _name: str) -> list[Grant]:
-    everything = (*_KEY_WRITES, "RENAME", *_HASH_WRITES, *_SET_WRITES, *_STREAM_WRITES, "EVAL")
+    everything = (*_KEY_WRITES, *_HASH_WRITES, *_SET_WRITES, *_STREAM_WRITES, "EVAL", "EVALSHA")
     # All keys of the run except `members`: only an administrator decides who belongs to a run.
     but_members = (f"{keys.tag}:[^m]*", f"{keys.tag}:m:*", keys.manifest)
     return [Grant(everything, but_members), Grant(("SADD",), (REGISTRY,))]
@@ -119,7 +115,6 @@ def rules(role: Role, run: str, name: str, version: tuple[int, ...], shards: int
     every = Keys.patterns(run, shards)
     reading, *writing = map(_joined, zip(*(grants(role, keys, name) for keys in every), strict=True))
     keyless = [*_KEYLESS, *(["CLIENT|SETINFO"] if version >= SETINFO else [])]
-    keyless += ["SCAN"] if role == "merger" else []  # with which it finds streams whose names are lost
     begin = ["reset", "on", "resetchannels", "-@all"]
     root = [*_allowed(keyless), *_allowed(reading.commands), *(f"%R~{key}" for key in reading.keys)]
     return begin + root + [_selector(grant) for grant in writing]
@@ -143,22 +138,18 @@ def _selector(grant: Grant) -> str:
 #: Arguments that make each command complete, with `*` in place of the key.
 _ARGUMENTS: Final[dict[str, str]] = {
     "SET": "* x", "EXPIRE": "* 1", "PEXPIRE": "* 1", "GETRANGE": "* 0 1", "HGET": "* x", "HMGET": "* x",
-    "HEXISTS": "* x", "HSTRLEN": "* x", "SISMEMBER": "* x", "SSCAN": "* 0", "HSCAN": "* 0", "RENAME": "* *",
+    "HEXISTS": "* x", "HSTRLEN": "* x", "SISMEMBER": "* x", "SSCAN": "* 0", "HSCAN": "* 0",
     "XRANGE": "* - +", "XREVRANGE": "* + -",
-    "XREAD": "STREAMS * 0", "XPENDING": f"* {GROUP}", "HSET": "* x x", "HSETNX": "* x x", "HDEL": "* x",
+    "XREAD": "STREAMS * 0", "HSET": "* x x", "HSETNX": "* x x", "HDEL": "* x",
     "HINCRBY": "* x 1", "SADD": "* x", "SREM": "* x", "XADD": "* ID x x", "XDEL": "* 0-1", "XTRIM": "* MAXLEN 1",
-    "XACK": f"* {GROUP} 0-1", "XREADGROUP": f"GROUP {GROUP} {GROUP} STREAMS * >",
-    "XGROUP|CREATE": f"* {GROUP} 0 MKSTREAM", "XGROUP|SETID": f"* {GROUP} 0", "XGROUP|DESTROY": f"* {GROUP}",
-    "XCLAIM": f"* {GROUP} {GROUP} 1 0-1", "XAUTOCLAIM": f"* {GROUP} {GROUP} 1 0-1",
-    "EVAL": "CODE 1 *",
+    "EVAL": "CODE 1 *", "EVALSHA": "DIGEST 1 *",
 }  # fmt: skip
-_PLACEHOLDERS: Final = {"ID": "*", "CODE": "return 1"}
+_PLACEHOLDERS: Final = {"ID": "*", "CODE": "return 1", "DIGEST": "0" * 40}
 
 
 def needed_commands(role: Role, keys: Keys, name: str) -> list[tuple[Any, ...]]:
     """Return one complete command for every right of a role. They are for asking a server whether it permits them."""
     out: list[tuple[Any, ...]] = [(command,) for command in ("PING", "TIME", "INFO")]
-    out += [("SCAN", 0)] if role == "merger" else []
     for grant in grants(role, keys, name):
         for command in grant.commands:
             if command != "WATCH":  # it cannot be queued in a transaction

@@ -75,6 +75,13 @@ class StoredRun:
             )
         return manifest if shard is None else manifest.of_shard(shard)
 
+    def uid(self) -> str | None:
+        """See `ReaderClient.uid`."""
+        found = None
+        with self._connection.forgiving(self._connection.keys.manifest, "a hash"):
+            found = self._connection.redis.hget(self._connection.keys.manifest, "uid")
+        return None if found is None else str(found.decode("utf-8", "replace"))
+
     def require(self) -> None:
         """Raise UnknownRunError unless the run exists. A run that has lost only its manifest exists."""
         keys = self._connection.keys

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from archipelago.broker.address import AddressError, redacted
-from archipelago.broker.commits import Image
+from archipelago.broker.commits import Image, tape_kept
 from archipelago.broker.control import fields_in
 from archipelago.broker.errors import BadUrlError, BrokerError, ConfigError, RunExistsError, UnknownRunError
 from archipelago.broker.failpoints import failpoint
@@ -17,13 +17,14 @@ from archipelago.broker.ranges import cursor_text
 from archipelago.broker.redis.administration import KnownMembers, Membership, signing_of
 from archipelago.broker.redis.chunks import ChunkStore
 from archipelago.broker.redis.client import RedisClient, fake_client
-from archipelago.broker.redis.compactions import Compactions, outer_fields
+from archipelago.broker.redis.compactions import Compactions
 from archipelago.broker.redis.connection import DisturbedError, RedisConnection
 from archipelago.broker.redis.islands import RedisIsland, chunks_name
 from archipelago.broker.redis.keys import REGISTRY
-from archipelago.broker.redis.merger import COUNTED, TAPE_KEPT, RedisMerger
+from archipelago.broker.redis.merger import RedisMerger
 from archipelago.broker.redis.reader import EVALUATIONS_KEPT, RedisReader
-from archipelago.broker.redis.replies import GROUP, epoch_in, epoch_mark, signed_state
+from archipelago.broker.redis.replies import epoch_in, epoch_mark, signed_state
+from archipelago.broker.redis.script import has_scripts
 from archipelago.broker.redis.servers import Servers, servers_at
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import UpdatesStreams
@@ -114,6 +115,12 @@ class RedisTransport:
                 if pipe.exists(self._keys.manifest):
                     raise self._exists()
                 self.connection.require_lasting()
+                if not has_scripts(self.connection.redis):
+                    raise BrokerError(
+                        f"{self.connection.where} runs no scripts (EVAL), by which mergers write",
+                        "Use Redis, Valkey or another server that runs them.",
+                        code="broker.address",
+                    )
                 # Before the transaction, whose keys all share one hash tag. Names without a run are not listed.
                 self.connection.registry.sadd(REGISTRY, self.connection.run)
                 placed = [self.chunks.place(f"f{s.fragment}.{s.version}", payload) for s, payload in snapshots]
@@ -125,7 +132,7 @@ class RedisTransport:
                 pipe.multi()
                 pipe.delete(*past)
                 for fields, (snapshot, _), where in zip(signed, snapshots, placed, strict=True):
-                    self.chunks.keep(pipe, self._keys.fragment(snapshot.fragment), fields, where)
+                    self._point(pipe, self._keys.fragment(snapshot.fragment), fields, where)
                     self._compactions.write_head(pipe, epoch, snapshot)
                 pipe.hset(self._keys.manifest, mapping=self._signing.signed("manifest", manifest.to_fields()))
                 if epoch:
@@ -174,10 +181,9 @@ class RedisTransport:
 
     def _prepared(self, image: Image) -> Callable[[Any], None]:
         """Upload the rest of a checkpoint. Returns a function that adds it to the transaction that creates the run."""
-        versions = {snapshot.fragment: snapshot.version for snapshot, _ in image.snapshots}
         outers = [
-            (p, outer_fields(versions[p], len(data)), self.chunks.place(f"o{p}.{versions[p]}", data))
-            for p, data in enumerate(image.outers)
+            (s.fragment, self._compactions.outer_fields(s, data), self.chunks.place(f"o{s.fragment}.{s.version}", data))
+            for (s, _), data in zip(image.snapshots, image.outers, strict=True)
             if data
         ]
         pending = [
@@ -188,16 +194,20 @@ class RedisTransport:
 
         def fill(pipe: Any) -> None:
             for p, fields, where in outers:
-                self.chunks.keep(pipe, self._keys.outer(p), fields, where)
-            for name in sorted({contribution.island for contribution, _ in pending}):
-                pipe.xgroup_create(self._keys.updates(name), GROUP, id="0", mkstream=True)
-                pipe.sadd(self._keys.islands, name)
+                self._point(pipe, self._keys.outer(p), fields, where)
             for contribution, where in pending:
+                pipe.sadd(self._keys.islands, contribution.island)
                 pipe.xadd(self._keys.updates(contribution.island), where)
                 self.chunks.of(contribution.island).settle(pipe, where)
             self._fill(pipe, image)
 
         return fill
+
+    def _point(self, pipe: Any, key: str, fields: Mapping[str, str], where: Mapping[str, str | bytes]) -> None:
+        """Write a hash that points to a placed payload, and keep the payload."""
+        pipe.delete(key)
+        pipe.hset(key, mapping={**fields, **where})
+        self.chunks.settle(pipe, where)
 
     def _vouched(self, contribution: Contribution, payload: bytes) -> dict[str, str]:
         """Return the fields of a contribution. The mergers sign in the place of its island, which signed it before."""
@@ -208,14 +218,15 @@ class RedisTransport:
     def _fill(self, pipe: Any, image: Image) -> None:
         """Write all parts of a checkpoint that have no payload."""
         pipe.set(self._keys.state, signed_state(self._signing, image.state))
-        counts = {name: value for name, value in to_fields(image.books).items() if name in (*COUNTED, "bytes_down")}
-        pipe.hset(self._keys.books, mapping={**counts, "round": image.round})
+        counts = {name: value for name, value in to_fields(image.books).items() if not name.startswith("published")}
+        pipe.hset(self._keys.books, mapping=counts)
         if requests := fields_in(image.state):
             pipe.hset(self._keys.control, mapping=requests)
         if image.cursors:
             pipe.hset(self._keys.data, mapping={name: cursor_text(c) for name, c in image.cursors.items()})
+        most = tape_kept(len(image.snapshots))
         for entry in image.tape:
-            pipe.xadd(self._keys.tape, self._signing.signed("tape", to_fields(entry)), maxlen=TAPE_KEPT)
+            pipe.xadd(self._keys.tape, self._signing.signed("tape", to_fields(entry)), maxlen=most)
         for evaluation in image.evaluations:
             pipe.xadd(self._keys.evaluations, to_fields(evaluation), maxlen=EVALUATIONS_KEPT)
         pipe.hset(self._keys.restored, mapping={"number": image.number, "round": image.round})

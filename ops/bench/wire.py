@@ -158,7 +158,7 @@ def _take(pipe: Connection, url: str) -> None:
                 if sent is None or delivery.fault:
                     raise WireError(delivery.fault)
                 done = Refusal(sent.island, sent.incarnation, sent.sequence, 1, 0, sent.tokens, "measured")
-                transport.merger.refuse(epoch, [(delivery.entry, done)])
+                transport.merger.refuse(epoch, [(delivery.entry, done)], "", {})
                 count -= 1
         pipe.send(time.monotonic())
 

@@ -171,7 +171,8 @@ class ScriptedRun:
 
     def await_cover(self, tend: Callable[[], None] = lambda: None) -> None:
         """Wait until a checkpoint covers everything that was merged."""
-        self.wait(lambda: self.transport.reader.books().kept == 0, "a checkpoint", tend)
+        keys = self.transport.connection.keys.kept("*")
+        self.wait(lambda: not self.transport.connection.redis.keys(keys), "a checkpoint", tend)
 
     def wait(self, holds: Callable[[], bool], what: str, tend: Callable[[], None] = lambda: None) -> None:
         """Wait until `holds`, while the islands stay alive. Call `tend` repeatedly."""

@@ -29,7 +29,7 @@ CHECKPOINTS = ("--checkpoint-every", "0.1")
 #: failpoints (`tests.simulation.storm`).
 MERGERS = (
     ("acquire.done", NO_CHECKPOINTS), ("refuse.done", NO_CHECKPOINTS), ("announce.done:2", NO_CHECKPOINTS),
-    ("commit.watched", NO_CHECKPOINTS), ("commit.done", NO_CHECKPOINTS),
+    ("commit.placed", NO_CHECKPOINTS), ("commit.done", NO_CHECKPOINTS),
     ("compact.placed-outer", (*NO_CHECKPOINTS, *COMPACTIONS)), ("checkpoint.done:2", (*CHECKPOINTS, *COMPACTIONS)),
     ("", (*CHECKPOINTS, *COMPACTIONS)),
 )  # fmt: skip

@@ -55,7 +55,7 @@ class Moments:
         self._armed = act
 
     def _passed(self, name: str) -> None:
-        if name == "commit.watched" and self._armed is not None:
+        if name == "commit.placed" and self._armed is not None:
             act, self._armed = self._armed, None
             act()
             self.done.set()

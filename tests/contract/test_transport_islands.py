@@ -100,7 +100,7 @@ def test_an_expelled_island_loses_its_ranges_and_gets_no_others(transport: Trans
     transport.reader.steer({"island.a": "expel"})
     assert transport.island.lease_range(["1"], "a/x") is None
     assert transport.island.lease_range(["0"], "b/x") is None, "a contribution is still pending"
-    transport.merger.refuse(epoch, [(delivery.entry, REFUSAL) for delivery in transport.merger.updates(0.0)])
+    samples.refuse(transport, epoch, [(delivery.entry, REFUSAL) for delivery in transport.merger.updates(0.0)])
     assert transport.island.lease_range(["0"], "b/x") == ReadPosition("0", 0, 0)
     assert transport.island.leased(["0"], "a/x") == frozenset()
     transport.reader.steer({"island.a": ""})

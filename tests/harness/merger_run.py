@@ -122,7 +122,7 @@ class MergerRun(CreatedRun):
         return head.version
 
     def kept_rounds(self) -> list[int]:
-        """Return the rounds that have merged entries in the stream."""
+        """Return the rounds whose merged entries the broker keeps."""
         return [
             entry.round
             for entry in self.transport.reader.tape(1000)
@@ -168,7 +168,7 @@ class MergerRun(CreatedRun):
     def balance(self) -> None:
         """Assert that published = merged + refused + pending, in contributions and in tokens."""
         books = self.transport.reader.books()
-        pending = self.stored.waiting().values()
+        pending = self.stored.updates.values()
         assert books.published == len(self.sent) == books.merged + books.refused + len(pending)
         assert books.published_tokens == sum(c.tokens for c, _ in self.sent)
         tokens = books.merged_tokens + books.refused_tokens + sum(entry.contribution.tokens for entry in pending)
@@ -198,7 +198,8 @@ def served_run(
 
 
 def outer_states(run: MergerRun) -> list[bytes]:
-    return [run.transport.merger.outer(p) for p in range(2)]
+    """Return the outer states of both fragments' compactions; empty before the first one."""
+    return [run.stored.outer.get(p, b"") for p in range(2)]
 
 
 def bits(run: MergerRun) -> list[Any]:
@@ -213,7 +214,7 @@ Rounds = list[tuple[TapeEntry, list[Delivery]]]
 
 
 def recorded(run: MergerRun) -> Rounds:
-    """Return each tape entry with the contributions that it merged, which are still in the stream."""
+    """Return each tape entry with the contributions that it merged, which the broker still keeps."""
     return [
         (entry, run.transport.merger.read([m.entry for m in entry.members]))
         for entry in run.transport.reader.tape(1000)

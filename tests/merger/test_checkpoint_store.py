@@ -26,7 +26,7 @@ from tests import samples
 from tests.failing import failing
 
 EVALUATION = Evaluation(4, 312, 40_000, 1.75e9, 2.25)
-BOOKS = Books(published=5, published_tokens=500, merged=2, merged_tokens=200, refused=1, refused_tokens=100, kept=2)
+BOOKS = Books(published=5, published_tokens=500, merged=2, merged_tokens=200, refused=1, refused_tokens=100)
 ROOT = Path(__file__).parents[2]
 
 

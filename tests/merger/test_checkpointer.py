@@ -72,7 +72,7 @@ def test_the_oldest_entries_are_trimmed_above_the_limit(
     run.play(merger, 2, 3)
     assert (run.kept_rounds(), caplog.records) == ([1, 2, 3], [])
     run.play(merger, 4, 5)
-    assert (run.kept_rounds(), run.transport.reader.books().kept) == ([3, 4, 5], 6)
+    assert (run.kept_rounds(), len(run.stored.kept)) == ([3, 4, 5], 6)
     assert "checkpoint.behind" in logged_codes(caplog)
     run.balance()
 

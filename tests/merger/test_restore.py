@@ -14,7 +14,7 @@ import pytest
 from archipelago.broker.config import RunConfig, WireConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.memory.state import MemoryRun
-from archipelago.broker.messages import TapeEntry
+from archipelago.broker.messages import Resume, TapeEntry
 from archipelago.merger import outer
 from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.merger.replay import DifferenceError, replay_round
@@ -79,7 +79,7 @@ def begun(config: RunConfig, store: CheckpointStore) -> tuple[MergerRun, Merger]
     run.play(merger, 1, 2, 3)
     take_checkpoint(merger)
     run.play(merger, 4, 5, 6, 7)
-    assert run.transport.reader.books().kept == 8
+    assert len(run.stored.kept) == 8
     return run, merger
 
 
@@ -129,62 +129,43 @@ def test_nothing_is_rebuilt_when_nothing_is_lost(caplog: pytest.LogCaptureFixtur
     assert bits(run) == undisturbed(CONFIG)
 
 
-# -- state that Redis still has is newer than the checkpoint's -------------------------------------------------------
-
-
 # -- losses that cannot be restored ----------------------------------------------------------------------------------
 
 
 STORES = (None, Shelf())  # no folder, and one without a checkpoint
 
 
-def test_without_a_checkpoint_the_run_continues_with_fresh_momentum(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_checkpoint_damage_is_one_error_that_changes_nothing() -> None:
     for store in STORES:
-        run, _ = begun(CONFIG, Shelf())
-        whole, published = run.stored.outer[0], run.parameters(1)
-        del run.stored.outer[1]
+        for damage in DAMAGE.values():
+            run, _ = begun(CONFIG, Shelf())
+            damage(run.stored)
+            before = run.digests(), run.stored.state, dict(run.stored.outer)
+            with failing(ConfigError, "config.lost-state"):
+                run.merger(store=store)
+            assert (run.digests(), run.stored.state, run.stored.outer) == before
+
+
+def test_a_run_goes_back_as_far_as_the_tape_has_gaps(caplog: pytest.LogCaptureFixture) -> None:
+    """The checkpoint is of round 3. Islands find the versions of the round to which the run went back."""
+    for lost, closed in (("the sixth round", 5), ("all contributions", 3)):
+        store = Shelf()
+        run, _ = begun(CONFIG, store)
+        run.stored.outer.clear()
+        run.stored.tape.pop(5) if closed == 5 else run.stored.kept.clear()
         caplog.clear()
         merger = run.merger(store=store)
-        assert logged_codes(caplog) == ["restore.lost", "restore.fresh"]
-        kept, fresh = merger.fragments
-        assert outer.dump(kept.params_N, kept.outer) == whole
-        assert fresh.params_N.tolist() == published
-        assert all(not leaf.any() for leaf in outer._named_state(fresh.outer).values())
-        assert [f.norms for f in merger.fragments] == [state_of(run).norms[p] for p in range(2)]
-        run.play(merger, 8, 9, 10)
-        run.balance()
+        assert logged_codes(caplog) == ["restore.lost", "restore.tape", "restore.rebuilt"], lost
+        assert merger.state.closed == run.transport.reader.tape(1)[0].round == closed
+        assert [run.version(p) for p in range(2)] == [run.manifest.version_at(closed, p) for p in range(2)]
+        assert run.events(Resume)[-1].round == closed
+        run.play(merger, closed + 1, closed + 2)
+        again = run.merger()
+        assert memory_of(again) == memory_of(merger)
 
 
-def test_without_a_checkpoint_a_state_that_is_lost_or_of_another_version_is_an_error() -> None:
-    for store in STORES:
-        run, _ = begun(CONFIG, Shelf())
-        before, older = run.digests(), json.loads(run.stored.state)
-        run.stored.state = ""
-        with failing(ConfigError, "config.lost-state"):
-            run.merger(store=store)
-        for added in ("cursors", "step_seconds", "island_tokens", "covered"):
-            del older[added]
-        run.stored.state = json.dumps(older)
-        with failing(ConfigError, "config.lost-state"):
-            run.merger(store=store)
-        assert run.digests() == before
-
-
-def test_missing_entries_and_a_gap_in_the_tape_are_logged_as_differences(caplog: pytest.LogCaptureFixture) -> None:
-    store = Shelf()
-    run, merger = begun(CONFIG, store)
-    run.stored.outer.clear()
-    fifth = run.stored.tape.pop(4)
-    run.merger(store=store)
-    assert "replay.round" in logged_codes(caplog)
-    run.stored.tape.insert(4, fifth)
-    merger.transport.merger.trim(merger.epoch + 1, [fifth.members[1].entry])
-    run.stored.outer.clear()
-    run.merger(store=store)
-    assert logged_codes(caplog)[-2:] == ["replay.contribution", "restore.fresh"]
-    run.stored.state = ""
-    with failing(ConfigError, "config.lost-state"):
-        run.merger(store=store)
+def memory_of(merger: Merger) -> list[Any]:
+    return [(outer.dump(f.params_N, f.outer), np.asarray(f.published_N).tobytes()) for f in merger.fragments]
 
 
 class Broken(Shelf):
@@ -194,19 +175,14 @@ class Broken(Shelf):
         raise ConfigError("no checkpoint in here can be read", "Put back a copy.")
 
 
-def test_checkpoints_that_cannot_be_read_or_are_of_another_run_are_not_used(caplog: pytest.LogCaptureFixture) -> None:
-    """The run continues unless its state is lost."""
+def test_checkpoints_that_cannot_be_read_or_are_of_another_run_are_not_used() -> None:
     strange = Shelf()
     run, _ = begun(CONFIG, strange)
     other = replace(run.manifest, config=replace(CONFIG, seed=7))
     strange.images[3] = replace(strange.images[3], manifest=other)
-    for store, code in ((strange, "wire.other-run"), (Broken(), "config")):
+    for store in (strange, Broken()):
         run, _ = begun(CONFIG, Shelf())
         run.stored.outer.clear()
-        caplog.clear()
-        run.play(run.merger(store=store), 8)
-        assert code in logged_codes(caplog)
-        run.stored.state = ""
         with failing(ConfigError, "config.lost-state"):
             run.merger(store=store)
 

@@ -66,7 +66,7 @@ class HostileInvariants(Invariants):
     def _read_tape(self, run: Any, again: bool = False) -> None:
         for entry in run.tape[self._known(run) :]:
             for member in entry.members:
-                if not self._is_honest(member) and (found := run.updates.get(member.entry)) is not None:
+                if not self._is_honest(member) and (found := run.kept.get(member.entry)) is not None:
                     self.entries[member.entry] = (found.contribution, run.payload(member.entry))
             self._check_shares(entry)
         super()._read_tape(run, again)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from types import SimpleNamespace
@@ -33,9 +33,10 @@ from archipelago.broker.presence import Heartbeat
 from archipelago.broker.ranges import claims_that_count, parse_claim
 from archipelago.broker.redis.client import fake_client
 from archipelago.broker.redis.keys import Keys
-from archipelago.broker.redis.replies import GROUP, counts_in, entry_id, last_delivered, text_fields
+from archipelago.broker.redis.replies import counts_in, entry_id, text_fields
 from archipelago.broker.redis.transport import RedisTransport
 from archipelago.ops.experiments.virtual_time import VirtualClock
+from tests.fake_server import answer_as_redis
 
 #: What the clock of the server shows when a simulation begins. Ids of entries begin with the time.
 SERVER_SECONDS = 1e9
@@ -95,6 +96,7 @@ def install() -> None:
     """Let fake servers in this process keep virtual time, and let failpoints ask the simulation. For good."""
     for module in (fakeredis._helpers, fakeredis._socket._base, fakeredis.model._stream):
         module.time = SimpleNamespace(time=lambda: SERVER_SECONDS + PRESENT.clock())  # type: ignore[attr-defined]
+    answer_as_redis()
     redis = archipelago.broker.redis
     for module in (redis.compactions, redis.islands, redis.lease, redis.merger, redis.transport):
         module.failpoint = lambda name: PRESENT.reach(name)  # type: ignore[attr-defined]
@@ -150,7 +152,7 @@ class SimulatedRedis:
     def damage(self, run: str, shard: int, kind: str, at: Any, dice: random.Random) -> None:
         """Delete a key that a merger has written, or replace its value."""
         keys = Keys(run, shard)
-        name = {"fragments": "fragment", "heads": "head", "logs": "log", "differences": "difference"}.get(kind, kind)
+        name = {"fragments": "fragment", "heads": "head", "differences": "difference"}.get(kind, kind)
         key = keys.state if kind == "state" else getattr(keys, name)(*(at if isinstance(at, tuple) else (at,)))
         self.client.delete(key)
         match dice.choice(["deleted", "deleted", "a text", "a list", "a hash"]):
@@ -170,8 +172,8 @@ class RedisRun:
     """
 
     _PARTS = (
-        "exists", "tape", "events", "books", "fragments", "heads", "_streams", "cursors", "control", "islands",
-        "holders", "logs", "differences", "outer", "state",
+        "exists", "tape", "events", "books", "fragments", "heads", "updates", "kept", "cursors", "control", "islands",
+        "holders", "differences", "outer", "state",
     )  # fmt: skip
 
     def __init__(self, transport: RedisTransport, clock: VirtualClock) -> None:
@@ -231,39 +233,26 @@ class RedisRun:
             return {}
 
     @cached_property
-    def _streams(self) -> tuple[dict[str, MemoryEntry], set[str]]:
-        """The entries of all streams, and the names of those that no longer wait."""
-        names = self.transport.updates.names()
-        commands: list[tuple[Any, ...]] = []
-        for key in map(self._keys.updates, names):
-            commands += [("xinfo_groups", key), ("xpending_range", key, GROUP, "-", "+", 1 << 20), ("xrange", key)]
-        answers = iter(self.transport.connection.tolerant(*commands))
-        updates, kept = {}, set()
-        for name in names:
-            groups, pending, entries = (next(answers) for _ in range(3))
-            last, waiting = last_delivered(groups), {row["message_id"] for row in pending or ()}
-            for id_, raw in entries or ():
-                entry = entry_name(name, id_.decode())
-                if entry_id(id_.decode()) <= last and id_ not in waiting:
-                    kept.add(entry)
-                contribution = self.transport.updates.delivery(name, id_.decode(), raw).contribution
-                if contribution is not None:
-                    updates[entry] = MemoryEntry(name, contribution, b"")
-        return updates, kept
-
-    @property
     def updates(self) -> dict[str, MemoryEntry]:
-        return self._streams[0]
+        """The contributions that wait."""
+        names = self.transport.updates.names()
+        streams = self.transport.connection.tolerant(*(("xrange", self._keys.updates(name)) for name in names))
+        return dict(self._entries((name, id_, raw) for name, found in zip(names, streams, strict=True)
+                                  for id_, raw in found or ()))  # fmt: skip
 
-    @property
-    def kept(self) -> set[str]:
-        return self._streams[1]
+    @cached_property
+    def kept(self) -> dict[str, MemoryEntry]:
+        """The merged contributions that are not trimmed."""
+        keys = list(self._client.scan_iter(match=self._keys.kept("*"), count=1000))
+        found = self.transport.connection.tolerant(*(("hgetall", key) for key in keys))
+        names = (key.decode().rsplit(":", 2)[1:] for key in keys)
+        return dict(self._entries((name, id_.encode(), raw) for (name, id_), raw in zip(names, found, strict=True)))
 
-    def waiting(self) -> dict[str, MemoryEntry]:
-        return {name: entry for name, entry in self.updates.items() if name not in self.kept}
-
-    def found(self, entry: str) -> str | None:
-        return entry if entry in self.updates else None
+    def _entries(self, found: Iterable[tuple[str, bytes, Any]]) -> Iterator[tuple[str, MemoryEntry]]:
+        for name, id_, raw in found:
+            contribution = self.transport.updates.delivery(name, id_.decode(), raw).contribution
+            if contribution is not None:
+                yield entry_name(name, id_.decode()), MemoryEntry(name, contribution, b"")
 
     def name_of(self, entry: str) -> str:
         return entry
@@ -293,15 +282,8 @@ class RedisRun:
         return {shard: claim.holder for shard, claim in claims_that_count(claims, self.cursors).items()}
 
     @cached_property
-    def logs(self) -> dict[tuple[int, int], bool]:
-        return self._of_versions("log")
-
-    @cached_property
     def differences(self) -> dict[tuple[int, int], bool]:
-        return self._of_versions("difference")
-
-    def _of_versions(self, kind: str) -> dict[tuple[int, int], bool]:
-        pattern = getattr(self._keys, kind)("*", "*")
+        pattern = self._keys.difference("*", "*")  # type: ignore[arg-type]
         found = [key.decode().rsplit(":", 2)[1:] for key in self._client.scan_iter(match=pattern, count=1000)]
         return {(int(p), int(version)): True for p, version in found}
 
@@ -310,10 +292,10 @@ class RedisRun:
         out = {}
         for p in self.fragments:
             try:
-                out[p] = self.transport.merger.outer(p)
-            except WireError:  # it is damaged
+                out[p] = self.transport.merger.outer(p, self.fragments[p][0].version)
+            except WireError:  # there is none, or it is damaged
                 continue
-        return {p: data for p, data in out.items() if data}
+        return out
 
     @cached_property
     def state(self) -> str:

@@ -17,17 +17,12 @@ if TYPE_CHECKING:
     from tests.simulation.simulated_run import Simulation
 
 REPEATED = frozenset(["publish", "heartbeat", "hand_over"])
-FENCED = frozenset(
-    ["renew", "announce", "refuse", "commit", "compact", "trim", "release", "write_back", "redeliver", "acknowledge"]
-)
-#: `updates` is among them: an entry that it delivers to a process that no longer waits goes to no other process.
-WRITES = (
-    REPEATED | FENCED | {"lease_range", "request_state", "promise_answer", "withdraw_request", "acquire", "updates"}
-)
-#: Calls that change nothing. A merger's reading of contributions is not among them.
+FENCED = frozenset(["renew", "take_up", "announce", "refuse", "commit", "compact", "trim", "release", "rewrite"])
+WRITES = REPEATED | FENCED | {"lease_range", "request_state", "promise_answer", "withdraw_request", "acquire"}
+#: Calls that change nothing.
 READS = frozenset(
-    ["events", "heads", "fragment", "difference", "manifest", "tape", "cursors", "control", "outer", "log", "presences",
-     "merger_state", "instance", "holds", "leased", "last_event"]
+    ["events", "heads", "fragment", "difference", "manifest", "tape", "cursors", "control", "outer", "updates",
+     "presences", "merger_state", "instance", "holds", "leased", "last_event"]
 )  # fmt: skip
 NOTHING, DISKS, FAILOVER, EVERYTHING = "nothing", "disks", "failover", "everything"
 

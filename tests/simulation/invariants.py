@@ -156,7 +156,7 @@ class Invariants:
         if before in ("", by):
             return
         run, (island, _, incarnation) = self.simulation.run, before.partition("/")
-        busy = {f"{entry.sender}/{entry.contribution.incarnation}" for entry in run.waiting().values()}
+        busy = {f"{entry.sender}/{entry.contribution.incarnation}" for entry in run.updates.values()}
         assert before not in busy, f"{by} leases range {name}, while contributions of {before} wait"
         beat, seen = run.islands.get(island, (None, 0.0))
         if beat is not None and beat.incarnation == incarnation and not is_expelled(run.control, before):
@@ -177,7 +177,7 @@ class Invariants:
         run = self.run
         if run is None:
             return
-        waiting = [entry.contribution for entry in run.waiting().values()]
+        waiting = [entry.contribution for entry in run.updates.values()]
         self._read_tape(run)
         self._check_books(run.books, waiting)
         self._check_kept(run)
@@ -279,7 +279,7 @@ class Invariants:
         while self.uncovered and self.uncovered[0][0] <= covered:
             self.uncovered.popleft()
         for number, entries in self.uncovered:
-            gone = [entry for entry in entries if run.found(entry) is None]
+            gone = set(entries) - set(run.kept)
             assert not gone, f"round {number} is in no checkpoint, and its entries {gone} were deleted"
 
     def _not_compacted(self, run: Any) -> list[TapeEntry]:
@@ -293,9 +293,8 @@ class Invariants:
             return  # keys are deleted on purpose
         for entry in self._not_compacted(run):
             at = (entry.fragment, entry.version)
-            assert run.logs.get(at), f"round {entry.round} has no log"
             assert at in run.differences, f"round {entry.round} has no difference, and no full snapshot includes it"
-            gone = [m.entry for m in entry.members if run.found(m.entry) is None]
+            gone = {m.entry for m in entry.members} - set(run.kept)
             assert not gone, f"no compaction includes round {entry.round}, and its entries {gone} were deleted"
 
     def _check_resumes(self, run: Any) -> None:
@@ -419,7 +418,7 @@ class Invariants:
         needed = {m.entry for entry in tape if entry.round > covered for m in entry.members}
         run = self.run
         needed |= {m.entry for entry in self._not_compacted(run) for m in entry.members}
-        return sorted({run.name_of(number) for number in run.kept} - needed)
+        return sorted(set(run.kept) - needed)
 
     def unresolved(self) -> set[str]:
         """Return what islands have sent to the shard and not yet seen resolved."""

@@ -368,7 +368,7 @@ class Simulation:
             if p in of_fragments and (self.damages.random() < 0.5 if serving else self.happens(0.6)):
                 self.damaged[shard][p] = (of_fragments[p][0].version, outer)
                 self.broker.damage(RUN, shard, "outer", p, self.damages)
-        found = [(kind, at) for kind in ("fragments", "heads", "logs", "differences") for at in getattr(run, kind)]
+        found = [(kind, at) for kind in ("fragments", "heads", "differences") for at in getattr(run, kind)]
         for kind, at in found:
             if self.damages.random() < 0.3:
                 self.broker.damage(RUN, shard, kind, at, self.damages)
@@ -519,7 +519,7 @@ class Simulation:
         reader = whole(self.broker.connect(RUN), self.manifest).reader
         books, tape = reader.books(), reader.tape(1 << 20)
         runs = [each.run for each in self.invariants]
-        assert books.published == books.merged + books.refused + sum(len(run.waiting()) for run in runs)
+        assert books.published == books.merged + books.refused + sum(len(run.updates) for run in runs)
         assert books.merged == sum(run.books["merged"] for run in runs)
         assert len(tape) == sum(len(run.tape) for run in runs)
         for p, head in enumerate(reader.heads()):

@@ -64,7 +64,7 @@ class Goal:
             return "the text cursors do not move"
         if stale := self.invariants.not_deleted():
             return f"covered by a checkpoint, and not deleted: {stale[:3]}"
-        backlog = len(run.updates) - len(run.kept)
+        backlog = len(run.updates)
         return "contributions pile up" if backlog > 4 * len(islands) else ""
 
 

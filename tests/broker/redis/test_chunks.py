@@ -14,7 +14,7 @@ import redis
 
 from archipelago.broker.errors import BrokerError, RunExistsError, UnreachableError, WireError
 from archipelago.broker.messages import to_fields
-from archipelago.broker.redis import chunks
+from archipelago.broker.redis import chunks, compactions
 from archipelago.broker.redis.chunks import CHUNK_BYTES
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.transport import RedisTransport
@@ -108,7 +108,7 @@ def test_a_pointer_at_the_chunks_of_others_leads_nowhere(transport: RedisTranspo
     found = [delivery for delivery in with_payloads(transport.merger.updates(0.0)) if delivery.sender == "a"]
     assert len(found) >= 3
     assert all(delivery.fault for delivery in found)
-    transport.merger.refuse(epoch, [(delivery.entry, REFUSAL) for delivery in found])
+    samples.refuse(transport, epoch, [(delivery.entry, REFUSAL) for delivery in found])
     assert chunk_keys(raw, transport.run) == before
     assert transport.reader.fragment(0)[1] == LARGE
 
@@ -153,7 +153,7 @@ def test_the_chunks_of_a_contribution_are_deleted_with_it(transport: RedisTransp
     assert len(uploaded) == 12
     assert uploaded <= lasting_chunks(raw, transport.run)  # They must outlast any absence of the merger.
     refused, first, second, third = (delivery.entry for delivery in transport.merger.updates(0.0))
-    transport.merger.refuse(epoch, [(refused, REFUSAL)])
+    samples.refuse(transport, epoch, [(refused, REFUSAL)])
     assert len(uploaded & chunk_keys(raw, transport.run)) == 9
     transport.merger.commit(epoch, samples.commit([first, second]))
     assert len(uploaded & chunk_keys(raw, transport.run)) == 9
@@ -176,6 +176,9 @@ class NoTransactions:
         if transaction:
             raise redis.ConnectionError("the cable was pulled")
         return self._client.pipeline(transaction=False)
+
+    def evalsha(self, *words: Any) -> Any:
+        raise redis.ConnectionError("the cable was pulled")
 
 
 def test_an_upload_without_its_pointer_expires(transport: RedisTransport, raw: Any, epoch: int) -> None:
@@ -281,7 +284,7 @@ def test_a_retry_replaces_chunks_that_are_wrong(transport: RedisTransport, raw: 
             assert set(torn) <= lasting_chunks(raw, transport.run), (name, index)
             (delivery,) = with_payloads(transport.merger.updates(0.0))
             assert (delivery.fault, delivery.payload) == ("", LARGE), (name, index)
-            transport.merger.refuse(epoch, [(delivery.entry, REFUSAL)])
+            samples.refuse(transport, epoch, [(delivery.entry, REFUSAL)])
             assert not set(torn) & chunk_keys(raw, transport.run), (name, index)
 
 
@@ -297,7 +300,7 @@ def test_an_entry_that_arrives_late_keeps_its_chunks(
     transport.island.publish(sent, LARGE)
     first, second = transport.merger.updates(0.0)
     assert set(torn) < lasting_chunks(raw, transport.run)
-    transport.merger.refuse(epoch, [(second.entry, REFUSAL)])
+    samples.refuse(transport, epoch, [(second.entry, REFUSAL)])
     assert first.with_payload().payload == LARGE
 
 
@@ -325,7 +328,7 @@ def test_a_repeated_commit_keeps_its_chunks(transport: RedisTransport, raw: Any,
     for _ in range(2):
         transport.merger.commit(epoch, samples.commit([], LARGE, outer=LARGE))
     assert lasting_chunks(raw, transport.run) == wanted_chunks(raw, transport.run)
-    assert transport.reader.fragment(0)[1] == transport.merger.outer(0) == LARGE
+    assert transport.reader.fragment(0)[1] == transport.merger.outer(0, 1) == LARGE
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -425,7 +428,7 @@ def test_a_slow_reader_reads_the_newer_snapshot(
     transport: RedisTransport, connections: Connect, epoch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The snapshot is replaced between the read of its pointer and the read of its chunks, which have expired."""
-    monkeypatch.setattr(chunks, "PREVIOUS_SECONDS", 0)
+    monkeypatch.setattr(compactions, "PREVIOUS_SECONDS", 0)
     reader = connections()
     transport.merger.commit(epoch, samples.commit([], version(1), 1))
     replace = samples.commit([], version(2), 3)

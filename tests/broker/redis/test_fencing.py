@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from redis.connection import AbstractConnection
 
-from archipelago.broker.errors import BrokerError, FencedError, UnreachableError
+from archipelago.broker.errors import BrokerError, FencedError, UnknownRunError, UnreachableError
 from archipelago.broker.messages import Call, Pending
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.transport import RedisTransport
@@ -18,21 +19,46 @@ from tests.failing import failing
 
 
 @pytest.mark.parametrize("queued", [False, True], ids=["while it is watched", "before it is sent"])
-def test_a_connection_that_breaks_within_the_fence_is_unreachable(
+def test_a_connection_that_breaks_within_a_watch_is_unreachable(
     transport: RedisTransport, raw: Any, epoch: int, queued: bool
 ) -> None:
-    """A broken connection is no lost lease.
-
-    redis-py raises the same error for a broken connection and for a changed key. A merger stops after the second one.
-    """
-    with pytest.raises(UnreachableError), transport.merger.lease.fenced(epoch) as pipe:
+    """redis-py raises the same error for a broken connection and for a changed key."""
+    with pytest.raises(UnreachableError), transport.connection.watching("watched") as pipe:
         if queued:
+            pipe.multi()
             pipe.hset("anything", "field", "1")
         raw.client_kill_filter(_type="normal", skipme=True)
-        if not queued:
-            pipe.immediate_execute_command("GET", "anything")
+        pipe.execute() if queued else pipe.immediate_execute_command("GET", "anything")
     transport.merger.announce(epoch, Call(1, 0))
     assert not raw.exists("anything")
+
+
+def test_a_server_that_forgot_the_scripts_is_sent_them_again(transport: RedisTransport, raw: Any, epoch: int) -> None:
+    transport.merger.announce(epoch, Call(1, 0))
+    raw.script_flush()
+    transport.merger.announce(epoch, Call(2, 1))
+    transport.merger.release(epoch)
+    raw.script_flush()
+    assert transport.merger.acquire("another", 5.0) == epoch + 1
+
+
+def test_a_merger_of_a_run_that_was_created_again_has_no_run(
+    transport: RedisTransport, connections: Connect, raw: Any, epoch: int
+) -> None:
+    transport.merger.announce(epoch, Call(1, 0))
+    raw.delete(Keys(transport.run).manifest)
+    writes: list[Callable[[], object]] = [
+        lambda: transport.merger.announce(epoch, Call(2, 1)),
+        lambda: transport.merger.acquire("m", 5.0),
+    ]
+    for write in writes:
+        with failing(UnknownRunError, "broker.unknown-run"):
+            write()
+    manifest = replace(samples.manifest(transport.run), uid="another")
+    connections().create(manifest, samples.first_snapshots(manifest))
+    for write in writes:
+        with failing(UnknownRunError, "broker.other-run"):
+            write()
 
 
 def test_a_lost_epoch_is_not_used_again(transport: RedisTransport, raw: Any, epoch: int) -> None:
@@ -58,20 +84,19 @@ def test_what_another_instance_may_have_forgotten_is_not_built_on(
     """The round is the last one there, too, but contributions, chunks and compactions may be missing."""
     full = samples.commit([]).compaction
     assert full is not None
-    transport.merger.commit(epoch, samples.commit([], b"", difference=b"one", log="{}", after_round=0))
+    transport.merger.commit(epoch, samples.commit([], b"", difference=b"one", after_round=0))
     placed = transport.merger.place(epoch, full)
-    for module in ("connection", "lease"):
-        monkeypatch.setattr(f"archipelago.broker.redis.{module}.instance_in", lambda *sections: "another")
+    monkeypatch.setattr(transport.merger.lease, "_instance", "another")
     writes: list[Callable[[], object]] = [
         lambda: transport.merger.commit(epoch, samples.commit([], round_number=3, after_round=1)),
         lambda: transport.merger.compact(epoch, placed, after_round=1),
         lambda: transport.merger.trim(epoch, [], after_round=1),
+        lambda: transport.merger.renew(epoch, "m", 60.0),
     ]
     for write in writes:
         with failing(BrokerError, code="broker.other-round"):
             write()
-    transport.merger.renew(epoch, "m", 60.0)
-    assert transport.merger.acquire("m", 60.0) == epoch + 1
+    assert transport.merger.acquire("merger", 60.0) == epoch + 1
     transport.merger.compact(epoch + 1, placed, after_round=1)
 
 
@@ -80,6 +105,7 @@ def test_a_commit_takes_few_round_trips(transport: RedisTransport, epoch: int, m
     entries = [transport.island.publish(samples.contribution(sequence=n), b"payload") for n in range(3)]
     transport.merger.updates(0.0)
     transport.reader.heads()  # reads the manifest, once
+    transport.merger.announce(epoch, Call(1, 0))  # sends the script, once
     send, read, said = AbstractConnection.send_packed_command, AbstractConnection.read_response, [""]
 
     def noting(what: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -92,10 +118,9 @@ def test_a_commit_takes_few_round_trips(transport: RedisTransport, epoch: int, m
 
     monkeypatch.setattr(AbstractConnection, "send_packed_command", noting("asked", send))
     monkeypatch.setattr(AbstractConnection, "read_response", noting("answered", read))
-    transport.merger.commit(epoch, samples.commit(entries, b"", difference=LARGE, log="{}", after_round=0))
-    steps = ["the entries", "the difference", "the watch", "the checks", "the transaction"]
-    assert said.count("answered") == len(steps)
-    assert transport.reader.books().merged == 3
+    transport.merger.commit(epoch, samples.commit(entries, b"", difference=LARGE, after_round=0))
+    assert said.count("answered") == len(["the difference", "the script"])
+    assert len(transport.reader.tape(9)) == 1
 
 
 def test_many_entries_are_counted_correctly(transport: RedisTransport, epoch: int) -> None:
@@ -107,7 +132,8 @@ def test_many_entries_are_counted_correctly(transport: RedisTransport, epoch: in
     assert transport.reader.pending() == Pending(300, 30_000)
     transport.merger.trim(epoch, entries)
     assert (transport.reader.pending(), transport.reader.backlog()) == (Pending(300, 30_000), 300)
-    assert len(transport.merger.unacknowledged()) == 300
+    transport.merger.rewind()
+    assert len(transport.merger.updates(0.0, count=500)) == 300
 
 
 # -- a full server -------------------------------------------------------------------------------------------------
@@ -135,7 +161,7 @@ def test_a_full_server_can_be_trimmed(
     assert transport.merger.read(entries) == found
     transport.merger.trim(epoch, entries)
     assert [transport.island.holds(entry) for entry in entries] == [False, False, True]
-    assert (transport.reader.backlog(), transport.reader.books().kept) == (1, 0)
+    assert transport.reader.backlog() == 1
     assert len([key for key in chunk_keys(raw, transport.run) - before if ":c:a:x." in key]) == 3
 
 
@@ -158,8 +184,4 @@ def test_an_older_merger_neither_trims_nor_renews_at_a_full_server(
         with failing(FencedError):
             transport.merger.trim(epoch, [entry])
         assert raw.pttl(Keys(transport.run).lease) <= 60_000
-        assert transport.island.holds(entry)
-        assert transport.reader.books().kept == 1
-    with failing(FencedError):
-        transport.merger._trim_when_full(epoch, [entry], transport.updates.look([entry]))
-    assert transport.reader.books().kept == 1
+        assert not transport.merger.read([entry])[0].fault

@@ -63,7 +63,7 @@ def close_round(transport: MemoryTransport, number: int) -> None:
     commit = samples.commit([], round_number=number)
     members = tuple(samples.member(name, staleness=n % 2) for n, name in enumerate(NAMES))
     tape = replace(commit.tape, members=members, digest=f"{number:032x}", live=16, merge_seconds=0.02)
-    transport.merger.commit(epoch, replace(commit, tape=tape, tokens=0))  # Nothing was published for these rounds.
+    transport.merger.commit(epoch, replace(commit, tape=tape))  # Nothing was published for these rounds.
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def transport() -> MemoryTransport:
     assert epoch is not None
     entry = transport.island.publish(samples.contribution(), b"payload")
     transport.merger.updates(0.0)
-    transport.merger.refuse(epoch, [(entry, Refusal("a", "x", 0, 1, 0, 100, "the digest is wrong"))])
+    samples.refuse(transport, epoch, [(entry, Refusal("a", "x", 0, 1, 0, 100, "the digest is wrong"))])
     for kind in ("joined", "left", "diverged", "served", "steered", "paused", "resumed", "expelled", "checkpoint"):
         transport.reader.note(Note(1.7e9, NAMES[-1], kind, "what happened, in words that go on for a while " * 3))
     for number in range(1, 41):

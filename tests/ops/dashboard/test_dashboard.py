@@ -48,7 +48,7 @@ def a_run(broker: MemoryBroker) -> MemoryTransport:
     refused = transport.island.publish(samples.contribution(island="b"), b"payload")
     transport.merger.updates(0.0)
     transport.merger.commit(epoch, samples.commit([merged]))
-    transport.merger.refuse(epoch, [(refused, Refusal("b", "x", 0, 1, 0, 100, "the digest is wrong"))])
+    samples.refuse(transport, epoch, [(refused, Refusal("b", "x", 0, 1, 0, 100, "the digest is wrong"))])
     transport.island.publish(samples.contribution(sequence=1), b"payload")
     transport.reader.record_evaluation(Evaluation(1, 4, 100, 1.7e9, 5.0))
     transport.reader.note(Note(990.0, "merger", "served", "in epoch 1"))

@@ -201,7 +201,7 @@ def test_the_health_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     epoch = transport.merger.acquire("merger-1", 60.0)
     assert epoch is not None
     transport.merger.updates(0.0)
-    transport.merger.refuse(epoch, [(entry, Refusal("a", "x", 0, 1, 0, 100, "too old"))])
+    samples.refuse(transport, epoch, [(entry, Refusal("a", "x", 0, 1, 0, 100, "too old"))])
     transport.reader.steer({"merging": "paused"})
     found = observe(transport, manifest)
     assert (found.merger.holder, found.merger.epoch, found.control.is_paused) == ("merger-1", epoch, True)

@@ -188,7 +188,7 @@ def test_the_books_balance_in_contributions_and_in_tokens() -> None:
         (BOOKS, Pending(3, 298), False),
         (replace(BOOKS, refused=2), Pending(3, 299), False),
         (replace(BOOKS, merged_tokens=600), Pending(3, 299), False),
-        (replace(BOOKS, kept=6), Pending(3, 299), True),  # Kept contributions are not counted again.
+        (replace(BOOKS), Pending(3, 299), True),  # Kept contributions are not counted again.
         (Books(), Pending(0, 0), True),
     ):
         view = summarise(MANIFEST, TAPE, PRESENCES, books, pending, [], MERGED, CURSORS, MEMORY)

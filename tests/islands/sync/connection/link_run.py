@@ -153,7 +153,7 @@ class Harness:
             for c in merged
         )
         tape = replace(plain.tape, fragment=snapshot.fragment, members=members)
-        self.transport.merger.commit(self.epoch, Commit(snapshot, payload, b"", "{}", tape, entries, 0))
+        self.transport.merger.commit(self.epoch, Commit(snapshot, payload, b"", "{}", tape, entries))
         return snapshot
 
     def lose_rounds(self, after: int) -> None:
@@ -164,12 +164,12 @@ class Harness:
         c = contribution
         refusal = Refusal(c.island, c.incarnation, c.sequence, c.round, c.fragment, c.tokens, "no", repeat)
         entry = next(d.entry for d in self.deliveries() if d.contribution == contribution)
-        self.transport.merger.refuse(self.epoch, [(entry, refusal)])
+        samples.refuse(self.transport, self.epoch, [(entry, refusal)])
 
     def deliveries(self) -> list[Any]:
         """Return all undecided contributions."""
-        self.transport.merger.updates(0.0)
-        return self.transport.merger.unacknowledged()
+        self.transport.merger.rewind()
+        return list(self.transport.merger.updates(0.0))
 
     def published(self) -> list[Contribution]:
         return [delivery.contribution for delivery in self.deliveries()]

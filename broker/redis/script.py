@@ -1,0 +1,255 @@
+"""The two scripts by which mergers write to Redis: one takes the lease, one makes a fenced write.
+
+The server runs each script as one step. `FENCED` checks that this merger still holds the lease, that nothing of what
+it knows was lost, and that what it points to is there; then it runs the commands. So a write is one round trip, and
+there is one place where fencing is decided. All keys of a script lie in one hash slot.
+
+A command that fails because its key holds another type of value, or a stream at its last id, meets damage: no merger
+wrote that. The key is deleted, the command runs again, and the answer names the key, so that the merger loads the run
+again. A full server refuses commands that take memory from the first one on, so the first command of a write is one of
+these, if any is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import redis
+
+Value = str | bytes | int
+
+#: Lua that both scripts share.
+_COMMON = """
+local function instance()
+  local server, replication = redis.pcall('INFO', 'server'), redis.pcall('INFO', 'replication')
+  if type(server) ~= 'string' or type(replication) ~= 'string' then return '' end
+  local run_id = string.match(server, 'run_id:(%w+)') or ''
+  local history = string.match(replication, 'master_replid:(%w+)') or ''
+  return run_id .. ' ' .. history
+end
+local function text(answer) return type(answer) == 'string' and answer or '' end
+"""
+
+#: KEYS: manifest, epoch, lease, tape. ARGV: the merger, a merger that has ended, the last epoch of this merger, the
+#: length of the lease in milliseconds, the longest lease. Answers `gone`, or `held`, the uid and the holder, or
+#: `taken`, the uid, the epoch and the instance of the server.
+ACQUIRE = (
+    _COMMON
+    + """
+local uid = redis.pcall('HGET', KEYS[1], 'uid')
+if type(uid) ~= 'string' then return {'gone'} end
+local holder, left = text(redis.pcall('GET', KEYS[3])), redis.call('PTTL', KEYS[3])
+local is_other = holder ~= '' and holder ~= ARGV[1] and holder ~= ARGV[2]
+if is_other and left >= 0 and left <= tonumber(ARGV[5]) then return {'held', uid, holder} end
+local function epoch_in(found)
+  local epoch = tonumber(string.match(text(found), '^%d+') or '0')
+  return epoch <= 2^53 and epoch or 0
+end
+local newest, taped = redis.pcall('XREVRANGE', KEYS[4], '+', '-', 'COUNT', 1), 0
+if type(newest) == 'table' and newest[1] then
+  local fields = newest[1][2]
+  for i = 1, #fields, 2 do if fields[i] == 'epoch' then taped = epoch_in(fields[i + 1]) end end
+end
+local epoch = math.max(epoch_in(ARGV[3]), epoch_in(redis.pcall('GET', KEYS[2])), taped) + 1
+local number = string.format('%.0f', epoch)
+redis.call('SET', KEYS[2], number .. ' ' .. ARGV[1])
+redis.call('SET', KEYS[3], ARGV[1], 'PX', ARGV[4])
+return {'taken', uid, number, instance()}
+"""
+)
+
+#: KEYS: manifest, epoch, the header of the last round, then all others that the commands name. ARGV: the uid, the value
+#: of the epoch's key, the last round or nothing, the instance or nothing, how many keys must exist and these, how many
+#: entries must exist and their keys and ids, then each command as the number of its words and these. Answers `done`
+#: with the keys that were damaged, `gone`, `overtaken`, `round` with what was found, `instance`, or `missing`.
+FENCED = (
+    _COMMON
+    + """
+local at = 0
+local function word() at = at + 1; return ARGV[at] end
+local uid, mark, round, server = word(), word(), word(), word()
+if redis.pcall('GET', KEYS[2]) ~= mark then return {'overtaken'} end
+if redis.pcall('HGET', KEYS[1], 'uid') ~= uid then return {'gone'} end
+if round ~= '' then
+  local found = text(redis.pcall('HGET', KEYS[3], 'round'))
+  if found ~= round then return {'round', found} end
+end
+if server ~= '' and instance() ~= server then return {'instance'} end
+for i = 1, tonumber(word()) do
+  local key = word()
+  if redis.call('EXISTS', key) == 0 then return {'missing', key} end
+end
+local function fields_of(key, id)
+  local found = redis.pcall('XRANGE', key, id, id)
+  return not found.err and found[1] and found[1][2]
+end
+for i = 1, tonumber(word()) do
+  local key, id = word(), word()
+  if not fields_of(key, id) then return {'missing', key .. ' ' .. id} end
+end
+
+local damaged = {'done'}
+local function run(words)
+  local answer = redis.pcall(unpack(words))
+  local failed = type(answer) == 'table' and answer.err
+  if failed and (string.find(failed, 'WRONGTYPE') or string.find(failed, 'exhausted')) then
+    redis.call('DEL', words[2])
+    table.insert(damaged, words[2])
+    answer = redis.pcall(unpack(words))
+    failed = type(answer) == 'table' and answer.err
+  end
+  return failed and answer
+end
+-- The keys of the chunks that a pointer names. A forged pointer, to more chunks than `most`, names none.
+local function chunks(prefix, most, count, name)
+  local out = {}
+  count = tonumber(count or '')
+  if not count or count > most or not name or not string.match(name, '^[%w%._%-]+$') then return out end
+  for i = 0, count - 1 do out[i + 1] = prefix .. name .. ':' .. string.format('%.0f', i) end
+  return out
+end
+local function each(command, keys, ...) for _, key in ipairs(keys) do redis.call(command, key, ...) end end
+local function pointed(key, prefix, most, of)
+  local found = redis.pcall('HMGET', key, of .. 'chunks', of .. 'chunks_name')
+  if found.err then return {}, {} end
+  return chunks(prefix, most, found[1], found[2]), found
+end
+
+local commands = {}
+-- lease KEY HOLDER MILLISECONDS: extends the lease. A full server does so, too, while the lease lasts.
+function commands.lease(words)
+  if redis.call('PEXPIRE', words[2], words[4]) == 0 then
+    return run({'SET', words[2], words[3], 'PX', words[4]})
+  end
+end
+-- keep STREAM ID KEY: moves an entry into a hash.
+function commands.keep(words)
+  local fields = fields_of(words[2], words[3])
+  redis.call('DEL', words[4])
+  for i = 1, #fields, 1000 do  -- Lua unpacks a few thousand values at most, and an island may add any number of fields
+    redis.call('HSET', words[4], unpack(fields, i, math.min(i + 999, #fields)))
+  end
+  return run({'XDEL', words[2], words[3]})
+end
+-- remove STREAM ID PREFIX MOST: deletes an entry and its chunks.
+function commands.remove(words)
+  local fields, count, name = fields_of(words[2], words[3]) or {}, nil, nil
+  for i = 1, #fields, 2 do
+    if fields[i] == 'chunks' then count = fields[i + 1] end
+    if fields[i] == 'chunks_name' then name = fields[i + 1] end
+  end
+  each('UNLINK', chunks(words[4], tonumber(words[5]), count, name))
+  return run({'XDEL', words[2], words[3]})
+end
+-- forget KEY PREFIX MOST: deletes a hash and its chunks.
+function commands.forget(words)
+  each('UNLINK', (pointed(words[2], words[3], tonumber(words[4]), '')))
+  redis.call('UNLINK', words[2])
+end
+-- replace KEY PREFIX MOST SECONDS FIELD VALUE ...: writes a hash anew. The chunks of the one before expire after that
+-- time, because readers may be downloading them, and those of the one before that are deleted.
+function commands.replace(words)
+  local key, prefix, most = words[2], words[3], tonumber(words[4])
+  local old, where = pointed(key, prefix, most, '')
+  each('UNLINK', (pointed(key, prefix, most, 'previous_')))
+  each('EXPIRE', old, words[5])
+  redis.call('DEL', key)
+  local failed = run({'HSET', key, unpack(words, 6)})
+  if not failed and #old > 0 then
+    redis.call('HSET', key, 'previous_chunks', where[1], 'previous_chunks_name', where[2])
+  end
+  return failed
+end
+-- expire KEY PREFIX MOST SECONDS: lets a hash and its chunks expire.
+function commands.expire(words)
+  each('EXPIRE', (pointed(words[2], words[3], tonumber(words[4]), '')), words[5])
+  redis.call('EXPIRE', words[2], words[5])
+end
+
+while at < #ARGV do
+  local words = {}
+  for i = 1, tonumber(word()) do words[i] = word() end
+  local failed = (commands[words[1]] or run)(words)
+  if failed then return failed end
+end
+return damaged
+"""
+)
+
+
+class Write:
+    """The commands of one fenced write, and what must be there for it.
+
+    Its methods have the names of those of redis-py's pipelines, so that a run is created by the same functions.
+    """
+
+    def __init__(self) -> None:
+        self.commands: list[tuple[Value, ...]] = []
+        #: Keys that must exist.
+        self.needed: list[str] = []
+        #: Keys of streams, and ids of entries that must be in them.
+        self.entries: list[tuple[str, str]] = []
+
+    def do(self, command: str, key: str, *words: Value) -> None:
+        """Add a command of Redis (in capitals), or of the script."""
+        self.commands.append((command, key, *words))
+
+    def delete(self, *keys: str) -> None:
+        for key in keys:
+            self.do("DEL", key)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self.do("SET", key, value)
+
+    def persist(self, key: str) -> None:
+        self.do("PERSIST", key)
+
+    def hset(self, key: str, mapping: Mapping[str, Any]) -> None:
+        self.do("HSET", key, *(each for pair in mapping.items() for each in pair))
+
+    def xadd(self, key: str, fields: Mapping[str, Any], maxlen: int, approximate: bool = True) -> None:
+        """Append an entry, and keep the newest `maxlen`, or some more if that is `approximate`."""
+        self.do("XADD", key, "MAXLEN", "~" if approximate else "=", maxlen, "*",
+                *(each for pair in fields.items() for each in pair))  # fmt: skip
+
+    def keys(self) -> list[str]:
+        """Return all keys that the write names, once each."""
+        named = [str(command[1]) for command in self.commands] + [key for key, _ in self.entries]
+        kept = [str(command[3]) for command in self.commands if command[0] == "keep"]
+        return list(dict.fromkeys([*named, *kept, *self.needed]))
+
+    def arguments(self) -> list[Value]:
+        """Return the words of the script's arguments from the needed keys on."""
+        out: list[Value] = [len(self.needed), *self.needed, len(self.entries)]
+        out += [word for entry in self.entries for word in entry]
+        for command in self.commands:
+            out += [len(command), *command]
+        return out
+
+
+class Script:
+    """A script of which the server is sent only the digest, unless it does not know the script, as after a restart."""
+
+    def __init__(self, client: Any, text: str) -> None:
+        self._client, self._text = client, text
+        self._digest = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+
+    def run(self, keys: Sequence[str], arguments: Sequence[Value]) -> list[str]:
+        """Return the script's answer as texts."""
+        try:
+            answer = self._client.evalsha(self._digest, len(keys), *keys, *arguments)
+        except redis.exceptions.NoScriptError:
+            answer = self._client.eval(self._text, len(keys), *keys, *arguments)
+        return [each.decode("utf-8", "replace") if isinstance(each, bytes) else str(each) for each in answer]
+
+
+def has_scripts(client: Any) -> bool:
+    """Return whether the server runs scripts for this user."""
+    try:
+        return bool(client.eval("return 1", 0) == 1)
+    except redis.exceptions.NoPermissionError:
+        return True  # an island needs none
+    except redis.ResponseError:
+        return False
