@@ -1,4 +1,4 @@
-"""Admission: which contributions join the sums of their fragments' next rounds, and why others are refused.
+"""Admission: which contributions wait for their fragments' next rounds, and why others are refused.
 
 `reason_to_refuse` is pure and judges a contribution by its header, so that the payload of a refused one is never
 downloaded. `Inbox` applies it to what arrives.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from archipelago.broker.commits import Delivery
@@ -22,9 +22,8 @@ from archipelago.broker.ranges import RANGES_MAX, advanced, parse_positions
 from archipelago.broker.transport import MergerTransport
 from archipelago.merger import claims
 from archipelago.merger.beside import Spawn, at_once
-from archipelago.merger.round_merge import Opened, RoundMerge
-from archipelago.merger.round_sum import RoundSum
-from archipelago.merger.state import FragmentState, RunState
+from archipelago.merger.round_merge import Addend, RoundMerge
+from archipelago.merger.state import RunState
 from archipelago.merger.steering import EXPELLED
 
 #: A contribution may be ahead of the last closed round by this many times the number of fragments.
@@ -96,18 +95,20 @@ def _fault_of_positions(data: str, ranges: int) -> str:
 
 
 #: The contribution, or why it is refused, once it was downloaded.
-Opening = Future[Opened | Reason]
+Opening = Future[Addend | Reason]
 
 
 @dataclass
-class Room:
-    """How much of the room in a fragment's next round is taken, so that its messages stay within their limits.
+class Waiting:
+    """What waits for a fragment's next round, and how much of its room is taken, because messages have limits.
 
     Attributes:
-        characters: The length of the members' identities in the snapshot's event.
-        islands: How many contributions of each island wait.
+        addends: The contributions, in the order of arrival.
+        characters: The length of their identities in the snapshot's event.
+        islands: How many of them each island has.
     """
 
+    addends: list[Addend] = field(default_factory=list)
     characters: int = 0
     islands: Counter[str] = field(default_factory=Counter)
 
@@ -116,21 +117,22 @@ class Room:
         length = len(contribution.identity_text) + 1
         return self.characters + length <= MERGED_MAX and self.islands[contribution.island] < WAITING_MAX
 
-    def put(self, contribution: Contribution) -> None:
-        """Take the room of one contribution."""
-        self.characters += len(contribution.identity_text) + 1
-        self.islands[contribution.island] += 1
+    def put(self, addend: Addend) -> None:
+        """Add a contribution."""
+        self.addends.append(addend)
+        self.characters += len(addend.contribution.identity_text) + 1
+        self.islands[addend.contribution.island] += 1
 
 
 class Inbox:
-    """The contributions that wait for their rounds, as one sum for each fragment.
+    """The contributions that wait for their rounds.
 
     Args:
         transport: The connection to the run.
         rules: How rounds are merged.
         is_expelled: Whether the operator has expelled an island.
         believed: Returns a contribution with the claims that the merger believes.
-        beside: Downloads and checks the next contributions while one is added.
+        beside: Downloads and checks the next contributions.
     """
 
     def __init__(
@@ -147,8 +149,7 @@ class Inbox:
         #: How many contributions this process has refused, by code.
         self.codes: Counter[str] = Counter()
         self._is_expelled, self._believed, self._beside = is_expelled, believed, beside
-        self._sums: dict[int, RoundSum] = {}
-        self._rooms: dict[int, Room] = {}
+        self._waiting: dict[int, Waiting] = {}  # by fragment
         self._identities: set[tuple[str, str, int]] = set()
         self._entries: dict[str, None] = {}  # in the order of arrival
         #: Where the waiting contributions will move the cursors of the corpus.
@@ -159,7 +160,7 @@ class Inbox:
     def clear(self) -> None:
         """Drop all waiting contributions."""
         self._refusals.clear()
-        for p in list(self._sums):
+        for p in list(self._waiting):
             self._drop(p)
 
     def __len__(self) -> int:
@@ -176,42 +177,41 @@ class Inbox:
 
     def waiting_fragments(self) -> set[int]:
         """Return the fragments that contributions wait for."""
-        return {p for p, round_sum in self._sums.items() if round_sum.addends}
+        return set(self._waiting)
 
-    def drop_expelled(self) -> bool:
-        """Drop the sums with contributions of expelled islands. A single addend cannot be removed from a sum.
+    def refuse_expelled(self, state: RunState, epoch: int) -> None:
+        """Refuse the waiting contributions of expelled islands."""
+        for p, waiting in list(self._waiting.items()):
+            if not any(map(self._is_expelled, waiting.islands)):
+                continue
+            for addend in self._drop(p):
+                if self._is_expelled(addend.contribution.island):
+                    self._refuse(Delivery(addend.entry, addend.contribution), Reason("expelled", EXPELLED), state)
+                else:
+                    self._put(addend)
+        self._flush(epoch)
 
-        Returns:
-            Whether any was dropped; its contributions must be received again.
-        """
-        mixed = [p for p, s in self._sums.items() if any(self._is_expelled(a.contribution.island) for a in s.addends)]
-        for p in mixed:
-            self._drop(p)
-        return bool(mixed)
-
-    def take(self, p: int, fragments: Sequence[FragmentState], state: RunState) -> RoundSum:
-        """Remove and return the sum of the fragment's next round."""
-        found = self._sum(p, fragments, state)
-        self._drop(p)
+    def take(self, p: int) -> list[Addend]:
+        """Remove and return what waits for the fragment's next round, in the order of arrival."""
         self._announced.clear()
-        return found
+        return self._drop(p)
 
-    def receive(
-        self, deliveries: Iterable[Delivery], state: RunState, fragments: Sequence[FragmentState], epoch: int
-    ) -> Iterator[Contribution]:
-        """Add contributions to their sums, and refuse the others together.
+    def receive(self, deliveries: Iterable[Delivery], state: RunState, epoch: int) -> Iterator[Contribution]:
+        """Let contributions wait for their rounds, and refuse the others together.
 
         Yields:
-            Each contribution that was added, with the claims that the merger believes.
+            Each contribution that waits from now on, with the claims that the merger believes.
         """
         for delivery, opening in self._ahead(deliveries, state):
             reason = self._reason(delivery, state)
             if reason is None and opening is not None and delivery.entry not in self._entries:
-                added = self._add(opening.result(), state, fragments)
-                if isinstance(added, Contribution):
-                    yield added
+                opened = opening.result()
+                if isinstance(opened, Addend):
+                    believed = self._believed(opened.contribution)
+                    self._put(replace(opened, contribution=believed))
+                    yield believed
                     continue
-                reason = added
+                reason = opened
             if reason is not None:  # else a recreated consumer group delivered it again; it waits already
                 self._refuse(delivery, reason, state)
         self._flush(state, epoch)
@@ -231,7 +231,7 @@ class Inbox:
             return Reason("expelled", EXPELLED)
         if reason := reason_to_refuse(c, self.rules.manifest, state.closed):
             return reason
-        if not self._rooms.get(c.fragment, Room()).fits(c):
+        if not self._waiting.get(c.fragment, Waiting()).fits(c):
             return Reason("full", f"too many contributions wait for the next round of fragment {c.fragment}")
         return None
 
@@ -245,57 +245,30 @@ class Inbox:
                 yield before.pop(0)
         yield from before
 
-    def _open(self, delivery: Delivery) -> Opened | Reason:
+    def _open(self, delivery: Delivery) -> Addend | Reason:
         """Download and check the payload of a delivery, and return it, or why it is refused."""
         try:
             return self.rules.opened(delivery.with_payload())
         except WireError as error:
             return Reason(error.code, error.reason)
 
-    def _add(
-        self, opened: Opened | Reason, state: RunState, fragments: Sequence[FragmentState]
-    ) -> Contribution | Reason:
-        """Add a contribution to its sum, and return it as it was added, or why its payload is refused."""
-        if isinstance(opened, Reason):
-            return opened
-        entry, claimed, body = opened
-        believed = self._believed(claimed)
-        p = believed.fragment
-        try:
-            self._sum(p, fragments, state).add(entry, believed, body)
-        except WireError as error:
-            return Reason(error.code, error.reason)
-        self._rooms.setdefault(p, Room()).put(believed)
-        self._identities.add(believed.identity)
-        self._entries[entry] = None
-        self.cursors |= advanced(self.cursors, parse_positions(believed.data))
-        return believed
+    def _put(self, addend: Addend) -> None:
+        """Let a contribution wait for its fragment's next round."""
+        c = addend.contribution
+        self._waiting.setdefault(c.fragment, Waiting()).put(addend)
+        self._identities.add(c.identity)
+        self._entries[addend.entry] = None
+        self.cursors |= advanced(self.cursors, parse_positions(c.data))
 
-    def _sum(self, p: int, fragments: Sequence[FragmentState], state: RunState) -> RoundSum:
-        if p not in self._sums:
-            version = self.rules.manifest.version_at(state.closed, p)
-            self._sums[p] = self.rules.begin(p, fragments[p], version, state.steered)
-        return self._sums[p]
-
-    def add_again(self, fragments: Sequence[FragmentState], state: RunState) -> None:
-        """Add all waiting contributions again, under the settings in `state`.
-
-        A replay of the tape knows the changed settings before it adds the contributions of the round, so a merger that
-        has added them under other settings must add them again to come to the same bits.
-        """
-        for p, before in list(self._sums.items()):
-            del self._sums[p]
-            for addend in before.addends:
-                self._sum(p, fragments, state).add(addend.entry, addend.contribution, addend.body)
-
-    def _drop(self, p: int) -> None:
-        """Forget the sum of a fragment's next round."""
-        self._rooms.pop(p, None)
-        for addend in self._sums.pop(p).addends:
+    def _drop(self, p: int) -> list[Addend]:
+        """Forget what waits for a fragment's next round, and return it."""
+        dropped = self._waiting.pop(p, Waiting()).addends
+        for addend in dropped:
             self._identities.discard(addend.contribution.identity)
             self._entries.pop(addend.entry, None)
-        waiting = (addend.contribution for each in self._sums.values() for addend in each.addends)
+        waiting = (addend.contribution for each in self._waiting.values() for addend in each.addends)
         self.cursors = advanced({}, (position for c in waiting for position in parse_positions(c.data)))
+        return dropped
 
     # -- refusals -----------------------------------------------------------------------------------------------------
 

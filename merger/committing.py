@@ -32,8 +32,7 @@ from archipelago.broker.transport import MergerTransport
 from archipelago.broker.wire import digest, digest_of, pack, pack_body
 from archipelago.merger import outer
 from archipelago.merger.beside import Spawn
-from archipelago.merger.round_merge import MergedRound
-from archipelago.merger.round_sum import RoundSum
+from archipelago.merger.round_merge import Addend, MergedRound
 from archipelago.merger.rounds import Close
 from archipelago.merger.state import FragmentState, RunState
 
@@ -80,7 +79,7 @@ def build_commit(
     manifest: Manifest,
     record: RoundRecord,
     merged: MergedRound,
-    round_sum: RoundSum,
+    addends: Sequence[Addend],
     before: RunState,
     after: RunState,
     trim: Sequence[str],
@@ -92,7 +91,7 @@ def build_commit(
         manifest: The run.
         record: What the tape notes about the round.
         merged: The merged round.
-        round_sum: The contributions that it merged.
+        addends: The contributions that it merged.
         before: The run's state before the round.
         after: The run's state after it.
         trim: Merged entries that the commit deletes from the stream.
@@ -104,14 +103,14 @@ def build_commit(
     )
     snapshot = snapshot_of(manifest, after.closed, after.step, held_N, merged.members, len(difference))
     full = compaction_of(manifest, snapshot, merged.state) if is_full else None
-    tape = _tape_entry(manifest, record, merged, round_sum, before, after, snapshot.held)
+    tape = _tape_entry(manifest, record, merged, addends, before, after, snapshot.held)
     return Commit(
         full.snapshot if full else snapshot,
         full.payload if full else b"",
         full.outer if full else b"",
         after.to_json(),
         tape,
-        [addend.entry for addend in round_sum.addends],
+        [addend.entry for addend in addends],
         trim=trim,
         cursors={s: c for s, c in after.cursors.items() if before.cursors.get(s) != c},
         after_round=before.closed,
@@ -152,7 +151,7 @@ def _tape_entry(
     manifest: Manifest,
     record: RoundRecord,
     merged: MergedRound,
-    round_sum: RoundSum,
+    addends: Sequence[Addend],
     before: RunState,
     after: RunState,
     held: str,
@@ -177,7 +176,7 @@ def _tape_entry(
         grace_seconds=record.close.grace_seconds,
         open_seconds=record.close.open_seconds,
         live=record.live,
-        bytes_up=sum(addend.contribution.bytes for addend in round_sum.addends),
+        bytes_up=sum(addend.contribution.bytes for addend in addends),
         loss=mean_loss(merged.members),
         digest=held,
         members=merged.members,

@@ -1,9 +1,9 @@
 """Merge rules: combine the outer gradients of a round, tensor by tensor of a fragment's flat vector.
 
-A rule is an accumulator. When a contribution arrives, one compiled program decodes, checks, clips and adds it, and the
-contribution is then forgotten. Names of shapes: N elements of a fragment, L elements of one tensor. All arrays are
-float32, and subnormal numbers (below 1.2e-38) count as zero. Everything runs on the CPU, even on a machine with an
-accelerator. A fragment compiles once per codec, whatever the number of its contributions.
+A rule is an accumulator. When a contribution arrives, one compiled program decodes it and takes its norms. When its
+round closes, a second one decodes, clips and adds it. Names of shapes: N elements of a fragment, L elements of one
+tensor. All arrays are float32, and subnormal numbers (below 1.2e-38) count as zero. Everything runs on the CPU, even on
+a machine with an accelerator. A fragment compiles once per codec, whatever the number of its contributions.
 
 To add a rule, write its three functions, register them in MERGE_RULES, and add the name to `MergeConfig`. Which rule
 merges which tensor is decided in `merger.spectra`.
@@ -11,7 +11,6 @@ merges which tensor is decided in `merger.spectra`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -133,70 +132,63 @@ def _begin(groups: tuple[Group, ...]) -> tuple[Accumulator, ...]:
     return tuple(MERGE_RULES[group.rule].init(group) for group in groups)
 
 
-class Accumulated(NamedTuple):
-    """The result of adding a contribution.
+def norms(body: Body, groups: tuple[Group, ...]) -> tuple[NDArray[np.float32], float]:
+    """Return the L2 norm of each tensor of a contribution, and that of all of it, which is NaN if a value is.
 
-    Attributes:
-        acc: The accumulators; unchanged when the contribution was refused.
-        norm: The contribution's L2 norm before clipping.
-        clip: The factor that it was multiplied by.
+    The decoded values are not kept.
     """
+    of_tensors, norm = _norms(body.parts, np.float32(1.0), codec=body.codec, groups=groups)
+    return np.asarray(of_tensors), float(norm)
 
-    acc: tuple[Accumulator, ...]
-    norm: float
-    clip: float
 
-    @property
-    def is_sound(self) -> bool:
-        """True if the contribution was added: its norm is at most NORM_MAX, and no value is NaN."""
-        return self.norm <= NORM_MAX
+@partial(jax.jit, static_argnames=("codec", "groups"))
+def _norms(parts: Any, known: jax.Array, *, codec: str, groups: tuple[Group, ...]) -> tuple[jax.Array, jax.Array]:
+    delta_N = codec_of(codec).restore(parts, _elements(groups), jnp)
+    found = [_norm(delta_N[group.start : group.end], known) for group in groups]
+    of_tensors = jnp.stack(found) if found else jnp.zeros(0, jnp.float32)
+    return of_tensors, _norm(of_tensors, known)
 
 
 def accumulate(
     acc: tuple[Accumulator, ...],
     body: Body,
     groups: tuple[Group, ...],
+    norms: NDArray[np.float32],
     *,
     weight: float = 1.0,
-    keep: float = 1.0,
-    limit: float = math.inf,
-) -> Accumulated:
+    clip: float = 1.0,
+) -> tuple[Accumulator, ...]:
     """Add a contribution to the accumulators, whose buffers are donated.
 
     Args:
         acc: The accumulators so far.
         body: The contribution as its codec encoded it.
         groups: The tensors of the fragment.
+        norms: The norm of each tensor, by `norms`.
         weight: The contribution's weight.
-        keep: The factor on everything that was added before.
-        limit: A larger norm is clipped to this one.
+        clip: A factor on all of its values.
     """
-    scalars = (np.float32(weight), np.float32(keep), np.float32(limit))
-    taken, norm, clip = _accumulate(acc, body.parts, *scalars, codec=body.codec, groups=groups)
-    return Accumulated(taken, float(norm), float(clip))
+    scalars = (np.float32(weight), np.float32(clip))
+    added: tuple[Accumulator, ...] = _accumulate(acc, body.parts, norms, *scalars, codec=body.codec, groups=groups)
+    return added
 
 
 @partial(jax.jit, static_argnames=("codec", "groups"), donate_argnames="acc")
 def _accumulate(
     acc: tuple[Accumulator, ...],
     parts: Any,
+    norms: jax.Array,
     weight: jax.Array,
-    keep: jax.Array,
-    limit: jax.Array,
+    clip: jax.Array,
     *,
     codec: str,
     groups: tuple[Group, ...],
-) -> tuple[tuple[Accumulator, ...], jax.Array, jax.Array]:
+) -> tuple[Accumulator, ...]:
     delta_N = codec_of(codec).restore(parts, _elements(groups), jnp)
-    deltas = [delta_N[group.start : group.end] for group in groups]
-    norms = [_norm(delta_L, weight) for delta_L in deltas]
-    norm = _norm(jnp.stack(norms), weight) if norms else jnp.float32(0)
-    clip, sound = jnp.where(norm > limit, limit / norm, 1.0), norm <= NORM_MAX
-    taken = tuple(
-        MERGE_RULES[group.rule].add(jax.tree.map(lambda x: keep * x, part), clip * delta_L, clip * norm_L, weight)
-        for part, group, delta_L, norm_L in zip(acc, groups, deltas, norms, strict=True)
+    return tuple(
+        MERGE_RULES[group.rule].add(part, clip * delta_N[group.start : group.end], clip * norms[i], weight)
+        for i, (part, group) in enumerate(zip(acc, groups, strict=True))
     )
-    return jax.tree.map(lambda new, old: jnp.where(sound, new, old), taken, acc), norm, clip
 
 
 def _elements(groups: tuple[Group, ...]) -> int:

@@ -22,8 +22,7 @@ from archipelago.broker.transport import MergerTransport
 from archipelago.broker.wire import digest_of, pack, unpack
 from archipelago.merger import outer
 from archipelago.merger.committing import state_before
-from archipelago.merger.round_merge import MergedRound, RoundMerge, new_state
-from archipelago.merger.round_sum import RoundSum
+from archipelago.merger.round_merge import Addend, MergedRound, RoundMerge, new_state
 from archipelago.merger.state import FragmentState, RunState
 from archipelago.merger.weights import NormWindow
 
@@ -65,22 +64,22 @@ def replay_round(
     except WireError as error:
         raise DifferenceError(f"{where}: {error.reason}") from None
     try:
-        merged, round_sum = merge_recorded(rules, state, fragment, tape, deliveries)
+        merged, addends = merge_recorded(rules, state, fragment, tape, deliveries)
     except WireError as error:
         raise DifferenceError(
             f"{where}: a contribution cannot be read ({error.reason})", code="replay.contribution"
         ) from None
     if exactly:
         require_same(tape, merged)
-    if not state.step <= tape.step <= max([state.step, *(a.contribution.global_step for a in round_sum.addends)]):
+    if not state.step <= tape.step <= max([state.step, *(a.contribution.global_step for a in addends)]):
         raise DifferenceError(f"{where}: no member explains step {tape.step}")
-    rules.advance(state, tape.round, tape.step, merged, round_sum)
+    rules.advance(state, tape.round, tape.step, merged, addends)
     return merged.state
 
 
 def merge_recorded(
     rules: RoundMerge, state: RunState, fragment: FragmentState, tape: TapeEntry, deliveries: Sequence[Delivery]
-) -> tuple[MergedRound, RoundSum]:
+) -> tuple[MergedRound, list[Addend]]:
     """Merge these contributions in the order of the tape, and change nothing.
 
     Raises:
@@ -88,11 +87,11 @@ def merge_recorded(
     """
     places = {member.identity_text: place for place, member in enumerate(tape.members)}
     known = [(places.get(d.contribution.identity_text, len(places)) if d.contribution else -1, d) for d in deliveries]
-    round_sum = rules.begin(tape.fragment, fragment, tape.version - 1, state.steered)
-    for place, delivery in sorted(known, key=lambda each: each[0]):
-        is_on_tape = 0 <= place < len(places)
-        round_sum.add(*rules.opened(as_merged(delivery, tape.members[place]) if is_on_tape else delivery))
-    return rules.close(fragment, state, round_sum, tape.live), round_sum
+    addends = [
+        rules.opened(as_merged(delivery, tape.members[place]) if 0 <= place < len(places) else delivery)
+        for place, delivery in sorted(known, key=lambda each: each[0])
+    ]
+    return rules.close(fragment, state, addends, tape.live), addends
 
 
 def as_merged(delivery: Delivery, member: RoundMember) -> Delivery:

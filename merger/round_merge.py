@@ -1,4 +1,6 @@
-"""The merge of one round: add contributions to a sum as they arrive, then weigh, step and round for the islands.
+"""The merge of one round: check contributions as they arrive; at its close, weigh and add them, step, and round.
+
+Each contribution is added once, in the order of arrival and with its final weight, which depends on all of them.
 
 Everything here but `warm_up` is pure: state and contributions in, state and decisions out. The service calls it live,
 and `merger.replay` calls it with recorded contributions.
@@ -10,10 +12,11 @@ so a difference includes the rounding that earlier ones left out, and rounding e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -28,8 +31,7 @@ from archipelago.broker.messages import Contribution, RoundMember
 from archipelago.broker.wire import Body, digest, encoded, unpack_encoded
 from archipelago.merger import merge_rules, outer, weights
 from archipelago.merger.outer import OuterOptimizer, Round, publish
-from archipelago.merger.round_sum import Addend, RoundSum
-from archipelago.merger.scores import Score, unjudged
+from archipelago.merger.scores import Judgement, Score, Sent, judge, unjudged
 from archipelago.merger.spectra import Group, Spectra, groups
 from archipelago.merger.state import FragmentState, RunState
 from archipelago.merger.weights import NormWindow, RunningMean
@@ -37,12 +39,23 @@ from archipelago.merger.weights import NormWindow, RunningMean
 Vector = jax.Array | NDArray[np.float32]
 
 
-class Opened(NamedTuple):
-    """A contribution that was downloaded: its entry, its header, and its values as their codec encoded them."""
+@dataclass(frozen=True)
+class Addend:
+    """A contribution that was downloaded and checked, and waits for its fragment's next round.
+
+    Attributes:
+        entry: Its entry of the updates stream.
+        contribution: Its header.
+        body: Its values as its codec encoded them.
+        norms: The L2 norm of each tensor.
+        norm: Its L2 norm.
+    """
 
     entry: str
     contribution: Contribution
-    body: Body
+    body: Body = field(compare=False, repr=False)
+    norms: NDArray[np.float32] = field(compare=False, repr=False)
+    norm: float
 
 
 @dataclass(frozen=True)
@@ -103,35 +116,19 @@ class RoundMerge:
             fragment = new_state(zeros_N, self.outer)
             acc = merge_rules.begin(of_fragment)
             for name in {wire.up, wire.thin} - {""}:
-                acc = merge_rules.accumulate(acc, encoded(zeros_N, name), of_fragment, weight=0.0).acc
+                body = encoded(zeros_N, name)
+                norms, _ = merge_rules.norms(body, of_fragment)
+                acc = merge_rules.accumulate(acc, body, of_fragment, norms, weight=0.0)
             merged_N = merge_rules.finish(acc, of_fragment, spectra=self.spectra)
             params_N, _ = self.outer.step(fragment.params_N, fragment.outer, merged_N, Round())
             publish(wire, fragment.published_N, params_N)
 
-    def begin(
-        self, p: int, fragment: FragmentState, version: int, settings: Mapping[str, float] | None = None
-    ) -> RoundSum:
-        """Return an empty sum for the next round of fragment `p`, whose version is still `version`.
+    def opened(self, delivery: Delivery) -> Addend:
+        """Return what a delivery holds.
 
-        `settings` are those that an operator has changed. With another length of the run, a path is of another length.
+        Raises:
+            WireError: Its payload is not as announced, or a value is NaN or too large (`wire.not-finite`).
         """
-        config, fragments = control.steered(self.manifest.config, settings or {}), len(self.manifest.fragments)
-        # Rounds follow each other by strides of the fastest island. These are the strides from the step before the
-        # fragment's last round to the end of this one.
-        strides = fragments + 1 if version else p + 1
-        run_step = fragment.norms.step + strides * config.sync.interval / fragments
-        return RoundSum(
-            self.groups[p],
-            config.merge,
-            norms=fragment.norms,
-            version=version,
-            path=lambda steps: weights.path(config, steps, run_step),
-            seen=partial(weights.seen_steps, config.sync, fragments),
-            spectra=self.spectra,
-        )
-
-    def opened(self, delivery: Delivery) -> Opened:
-        """Return what a delivery holds. Raises WireError when its payload is not as announced."""
         contribution, payload = delivery.contribution, delivery.payload
         if contribution is None or delivery.fault:
             raise WireError(delivery.fault or "the entry cannot be read", code="unreadable")
@@ -139,54 +136,79 @@ class RoundMerge:
             raise WireError("the payload's digest is not the announced one", code="wire.payload")
         if len(payload) != contribution.bytes:  # the tape adds these numbers up
             raise WireError(f"the payload has {len(payload)} bytes, not {contribution.bytes}", code="wire.payload")
-        body = unpack_encoded(payload, self.manifest.sizes[contribution.fragment], contribution.codec)
-        return Opened(delivery.entry, contribution, body)
+        p = contribution.fragment
+        body = unpack_encoded(payload, self.manifest.sizes[p], contribution.codec)
+        norms, norm = merge_rules.norms(body, self.groups[p])
+        if not norm <= merge_rules.NORM_MAX:
+            found = f"the norm is {norm:.1e}" if math.isfinite(norm) else "a value is NaN or infinite"
+            raise WireError(f"{found}; norms up to {merge_rules.NORM_MAX:.0e} can be merged", code="wire.not-finite")
+        return Addend(delivery.entry, contribution, body, norms, norm)
 
     def close(
         self,
         fragment: FragmentState,
         state: RunState,
-        round_sum: RoundSum,
+        addends: Sequence[Addend],
         live: int,
     ) -> MergedRound:
-        """Return the round that merges the sum while `live` islands are live. Changes none of its arguments."""
-        config = self.manifest.config
-        steered = control.steered(config, state.steered)
-        optimizer = outer.build(steered.outer)
-        now = Round(progress=min(1.0, state.step / steered.inner.steps), interval=float(config.sync.interval))
+        """Return the round after the last closed one, while `live` islands are live. Changes none of its arguments.
+
+        Args:
+            fragment: The fragment of that round.
+            state: The run. With another length of it, which an operator can set, a path is of another length.
+            addends: What waits for the fragment's next round, in the order of arrival.
+            live: The number of live islands.
+        """
+        config, fragments = control.steered(self.manifest.config, state.steered), len(self.manifest.fragments)
+        p = self.manifest.fragment_of(state.closed + 1)
+        version = self.manifest.version_at(state.closed, p)
+        # Rounds follow each other by strides of the fastest island. These are the strides from the step before the
+        # fragment's last round to the end of this one.
+        strides = fragments + 1 if version else p + 1
+        run_step = fragment.norms.step + strides * config.sync.interval / fragments
         return merge_round(
             fragment,
             state.staleness,
-            round_sum,
+            addends,
+            version=version,
+            groups=self.groups[p],
             live=live,
             config=config.merge,
             wire=config.wire,
-            outer=optimizer,
-            now=now,
+            outer=outer.build(config.outer),
+            now=Round(progress=min(1.0, state.step / config.inner.steps), interval=float(config.sync.interval)),
+            path=partial(weights.path, config, run_step=run_step),
+            seen=partial(weights.seen_steps, config.sync, fragments),
             scores=state.scores,
             step=state.step,
+            spectra=self.spectra,
         )
 
-    def advance(self, state: RunState, number: int, step: int, merged: MergedRound, round_sum: RoundSum) -> None:
+    def advance(self, state: RunState, number: int, step: int, merged: MergedRound, addends: Sequence[Addend]) -> None:
         """Advance the run's state by a merged round that leads to global step `step`, except what clocks measure."""
         p = self.manifest.fragment_of(number)
         state.staleness, state.norms[p] = merged.staleness, merged.state.norms
         state.scores = dict(merged.scores)
-        state.after_round(number, step, [addend.contribution for addend in round_sum.addends])
+        state.after_round(number, step, [addend.contribution for addend in addends])
 
 
 def merge_round(
     fragment: FragmentState,
     staleness: RunningMean,
-    round_sum: RoundSum,
+    addends: Sequence[Addend],
     *,
+    version: int,
+    groups: tuple[Group, ...],
     live: int,
     config: MergeConfig,
     wire: WireConfig,
     outer: OuterOptimizer,
     now: Round,
+    path: Callable[[int], float],
+    seen: Callable[[int, int], int],
     scores: Mapping[str, Score] | None = None,
     step: int = 0,
+    spectra: Spectra | None = None,
 ) -> MergedRound:
     """Weigh, merge and take the outer step.
 
@@ -195,85 +217,95 @@ def merge_round(
     Args:
         fragment: The fragment before the round.
         staleness: The running mean of staleness factors before the round.
-        round_sum: The contributions. They are added again if their final weights differ from those of the sum.
+        addends: The contributions, in the order of the sum.
+        version: The fragment's version before the round.
+        groups: The tensors of the fragment.
         live: The number of live islands.
         config: The merge rules.
         wire: The codecs, by which published parameters are rounded.
         outer: The outer optimiser.
         now: The progress of the run; participation is filled in here.
+        path: Returns the length of the path that a norm is compared by, from the contribution's number of steps.
+        seen: Returns how many steps of a contribution weigh, from their number and its staleness.
         scores: The islands' scores before the round.
         step: The run's step before the round.
+        spectra: How the matrices share this machine's threads. It changes no bit.
     """
-    version, known = round_sum.version, dict(scores or {})
-    judged = round_sum.judged(known, live) if config.scores else unjudged(known, len(round_sum.addends))
-    if not any(judged.factors):
-        published_N, difference = publish(wire, fragment.published_N, fragment.published_N)
-        members = tuple(
-            _member(addend, version, 0.0, score, 0.0)
-            for addend, score in zip(round_sum.addends, judged.values, strict=True)
-        )
-        kept = replace(fragment, norms=replace(fragment.norms, step=step), published_N=published_N)
-        return MergedRound(kept, staleness, members, 0.0, judged.scores, difference)
-    factors = _final_factors(round_sum, judged.factors, config.share_cap)
-    round_sum.reweigh(factors, judged.limits)
-    addends = round_sum.addends
-    parts = [(a.batch * a.steps, a.steps, version - a.contribution.base) for a in addends]
-    weighed = weights.weigh(parts, config, staleness, factors)
-    now = _participation(now, addends, judged.factors, live)
-    merged_N = round_sum.merged(weighed.gain)
-    params_N, outer_state = outer_step(outer, fragment, merged_N, now)
+    known, sent = dict(scores or {}), _sent(addends, version, path, seen)
+    spans = tuple((group.start, group.length) for group in groups)
+    judged = judge(known, sent, spans, live) if config.scores else unjudged(known, len(sent))
+    final, usual = weights.final(sent, judged.factors, config), weights.limit(fragment.norms, config.clip)
+    clips = [weights.clip(one.norm, min(usual, own)) for one, own in zip(sent, judged.limits, strict=True)]
     norms = replace(fragment.norms, step=step)
-    for addend, factor in zip(addends, factors, strict=True):
-        norms = norms.with_norm(addend.norm * addend.clip / addend.path) if factor else norms
-    members = tuple(
-        _member(addend, version, *rest)
-        for addend, *rest in zip(addends, weighed.shares, judged.values, judged.factors, strict=True)
-    )
+    if not any(final):
+        published_N, difference = publish(wire, fragment.published_N, fragment.published_N)
+        kept = replace(fragment, norms=norms, published_N=published_N)
+        members = _members(addends, version, final, clips, judged)
+        return MergedRound(kept, staleness, members, 0.0, judged.scores, difference)
+    weighed = weights.weigh(final, [one.staleness for one in sent], config, staleness)
+    acc, largest = merge_rules.begin(groups), max(final)
+    relative = [
+        weight / largest for weight in final
+    ]  # no sum of them overflows, and a contribution alone keeps its bits
+    for addend, one, weight, clip in zip(addends, sent, relative, clips, strict=True):
+        if weight:
+            acc = merge_rules.accumulate(acc, addend.body, groups, addend.norms, weight=weight, clip=clip)
+            norms = norms.with_norm(one.norm * clip)
+    merged_N = merge_rules.finish(acc, groups, total_weight=sum(relative), gain=weighed.gain, spectra=spectra)
+    now = _participation(now, sent, judged.factors, live)
+    params_N, outer_state = outer_step(outer, fragment, merged_N, now)
     published_N, difference = publish(wire, fragment.published_N, params_N)
     state = FragmentState(params_N, outer_state, norms, published_N)
+    members = _members(addends, version, weighed.shares, clips, judged)
     return MergedRound(state, weighed.running, members, weighed.gain, judged.scores, difference)
 
 
-def _final_factors(round_sum: RoundSum, judged: Sequence[float], cap: float) -> list[float]:
-    """Return the factor on each contribution's weight: its island's, that of its batch, then the cap among the rest."""
-    # The weight has the square of the batch: tokens · (tokens / steps).
-    both = zip(round_sum.batches(), round_sum.addends, strict=True)
-    seen = [(batch / a.batch) ** 2 if batch < a.batch else 1.0 for batch, a in both]
-    own = [a * b for a, b in zip(judged, seen, strict=True)]
-    some = [(i, addend) for i, addend in enumerate(round_sum.addends) if own[i] > 0.0]
-    lowered = weights.capped([a.weight * own[i] for i, a in some], [a.contribution.island for _, a in some], cap)
-    factors = [0.0] * len(judged)
-    for (i, _), factor in zip(some, lowered, strict=True):
-        factors[i] = own[i] * factor
-    return factors
+def _sent(
+    addends: Sequence[Addend], version: int, path: Callable[[int], float], seen: Callable[[int, int], int]
+) -> list[Sent]:
+    """Return what weighs of each contribution: no more steps and tokens than `merger.weights` believes."""
+    headers = [addend.contribution for addend in addends]
+    batches = weights.seen_batches([c.tokens / c.steps for c in headers], [c.island for c in headers])
+    steps = [seen(c.steps, version - c.base) for c in headers]
+    return [
+        Sent(c.island, version - c.base, n, batch * n, addend.norm / path(c.steps), c.loss, c.digest, addend.body)
+        for addend, c, n, batch in zip(addends, headers, steps, batches, strict=True)
+    ]
 
 
-def _participation(now: Round, addends: Sequence[Addend], judged: Sequence[float], live: int) -> Round:
+def _participation(now: Round, sent: Sequence[Sent], judged: Sequence[float], live: int) -> Round:
     """Fill in how many islands take part in the round. An island counts by its factor, as if the rest were absent."""
-    factors = {a.contribution.island: factor for a, factor in zip(addends, judged, strict=True)}
+    factors = {one.island: factor for one, factor in zip(sent, judged, strict=True)}
     absent = sum(1.0 - factor for factor in factors.values())
     present = len(factors) - absent
     islands = max(live, len(factors)) - absent
     return now._replace(participation=present / islands, islands=present)
 
 
-def _member(addend: Addend, version: int, share: float, score: float, factor: float) -> RoundMember:
-    contribution = addend.contribution
-    return RoundMember(
-        island=contribution.island,
-        incarnation=contribution.incarnation,
-        sequence=contribution.sequence,
-        base=contribution.base,
-        staleness=version - contribution.base,
-        weight=share,
-        clip=addend.clip,
-        tokens=contribution.tokens,
-        steps=contribution.steps,
-        loss=contribution.loss,
-        entry=addend.entry,
-        data=contribution.data,
-        score=score,
-        factor=factor,
+def _members(
+    addends: Sequence[Addend], version: int, shares: Sequence[float], clips: Sequence[float], judged: Judgement
+) -> tuple[RoundMember, ...]:
+    """Return the contributions as the tape records them."""
+    return tuple(
+        RoundMember(
+            island=c.island,
+            incarnation=c.incarnation,
+            sequence=c.sequence,
+            base=c.base,
+            staleness=version - c.base,
+            weight=share,
+            clip=clip,
+            tokens=c.tokens,
+            steps=c.steps,
+            loss=c.loss,
+            entry=addend.entry,
+            data=c.data,
+            score=score,
+            factor=factor,
+        )
+        for addend, c, share, clip, score, factor in zip(
+            addends, (a.contribution for a in addends), shares, clips, judged.values, judged.factors, strict=True
+        )
     )
 
 

@@ -136,12 +136,13 @@ class Score:
 
 @dataclass(frozen=True)
 class Sent:
-    """What is judged of one contribution.
+    """What a contribution is judged and weighed by.
 
     Attributes:
         island: The island that sent it.
         staleness: Versions between its base and the fragment.
-        tokens: The tokens behind it.
+        steps: The inner steps of it that weigh (`weights.seen_steps`).
+        tokens: The tokens of it that weigh (`weights.seen_batches`).
         norm: Its norm over the length of its path (`weights.path`).
         loss: The loss that it claims.
         digest: The digest of its payload.
@@ -150,7 +151,8 @@ class Sent:
 
     island: str
     staleness: int
-    tokens: int
+    steps: int
+    tokens: float
     norm: float
     loss: float
     digest: str

@@ -14,7 +14,6 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from archipelago.broker.commits import Commit, Delivery, never_gone
-from archipelago.broker.control import STEPS
 from archipelago.broker.messages import Books, Call, Contribution, Resume, Snapshot, TapeEntry
 from archipelago.broker.transport import MergerTransport
 from archipelago.broker.wire import payload_bytes_max
@@ -249,11 +248,10 @@ class Merger:
         control = self.controls.control
         self.rounds.config, self.rounds.is_paused = self.controls.next_config(self.state).sync, control.is_paused
         self.rounds.forget(control.expelled)
-        if self.inbox.drop_expelled():
-            self.transport.merger.rewind()
+        self.inbox.refuse_expelled(self.state, self.epoch)
 
     def _receive(self, deliveries: Iterable[Delivery]) -> None:
-        for contribution in self.inbox.receive(deliveries, self.state, self.fragments, self.epoch):
+        for contribution in self.inbox.receive(deliveries, self.state, self.epoch):
             island, now = contribution.island, self.clock()
             self.accounts.accept(contribution, self.state.closed, now, self.wall())
             self.rounds.answer(contribution, now)
@@ -277,18 +275,16 @@ class Merger:
         p = self.manifest.fragment_of(close.round)
         after = self.state.copy()
         steered = self.controls.apply_settings(after)
-        if after.steered.get(STEPS) != self.state.steered.get(STEPS):
-            self.inbox.add_again(self.fragments, after)
-        round_sum = self.inbox.take(p, self.fragments, after)
-        merged = self.rules.close(self.fragments[p], after, round_sum, len(self.live))
+        addends = self.inbox.take(p)
+        merged = self.rules.close(self.fragments[p], after, addends, len(self.live))
         merge_seconds, spectra_seconds = self.clock() - began, self.spectra.seconds - spectra_seconds
         self._settle()  # the round before, whose commit was under way meanwhile
         after.timing = self.rounds.timing.after_quorum(close.quorum_seconds, self.rounds.config.smoothing)
-        step = self._next_step([addend.contribution for addend in round_sum.addends])
-        self.rules.advance(after, close.round, step, merged, round_sum)
+        step = self._next_step([addend.contribution for addend in addends])
+        self.rules.advance(after, close.round, step, merged, addends)
         after.accounts = self.accounts.stored()
-        entries = tuple(addend.entry for addend in round_sum.addends)
-        size = sum(addend.contribution.bytes for addend in round_sum.addends)
+        entries = tuple(addend.entry for addend in addends)
+        size = sum(addend.contribution.bytes for addend in addends)
         snapshot_version = self.manifest.version_after(close.round)
         is_full = self.compactor.carries_full(p, snapshot_version)
         if is_full:
@@ -301,7 +297,7 @@ class Merger:
         before, epoch = self.state, self.epoch
 
         def commit() -> tuple[Commit, float]:
-            made = build_commit(self.manifest, record, merged, round_sum, before, after, trim, is_full)
+            made = build_commit(self.manifest, record, merged, addends, before, after, trim, is_full)
             self.transport.merger.commit(epoch, made)
             return made, self.clock() - began
 

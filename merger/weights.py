@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from archipelago.broker.config import MergeConfig, RunConfig, SyncConfig
+from archipelago.merger.scores import Sent
 
 #: Decay per round of the running mean of s, which remembers about twenty rounds.
 RUNNING_DECAY = 0.95
@@ -37,9 +38,6 @@ RATE_LEAST = 1e-3
 _IDLE = 1e-9
 #: A weight above its bound by less than this share is within it, because sums are rounded.
 _ROUNDING = 1e-9
-
-#: What decides one contribution's weight: tokens ≥ 0, inner steps ≥ 1, staleness ≥ 0 in versions.
-Part = tuple[float, int, int]
 
 
 def _none(staleness: int) -> float:
@@ -87,23 +85,18 @@ def raw_weight(tokens: float, steps: int) -> float:
     return tokens * (tokens / steps)
 
 
-def _scaled(weights: Sequence[float]) -> list[float]:
-    """Return the weights relative to the largest, so that no sum overflows; ones when all are zero."""
-    if not all(math.isfinite(weight) and weight >= 0.0 for weight in weights):
-        raise ValueError(f"weights must be finite and not negative: {list(weights)}")
-    largest = max(weights, default=0.0)
-    return [weight / largest if largest > 0.0 else 1.0 for weight in weights]
-
-
 def shares(weights: Sequence[float]) -> list[float]:
-    """Return each weight's part of their sum; equal parts when all are zero. A single weight gets exactly 1.0.
+    """Return each weight's part of their sum. Not all are zero. A single weight gets exactly 1.0.
 
     The sum is rounded once (`fsum`), so the order of the weights changes no bit of any share.
 
     Raises:
         ValueError: A weight is negative or not finite.
     """
-    scaled = _scaled(weights)
+    if not all(math.isfinite(weight) and weight >= 0.0 for weight in weights):
+        raise ValueError(f"weights must be finite and not negative: {list(weights)}")
+    largest = max(weights)
+    scaled = [weight / largest for weight in weights]  # no sum of them overflows
     total = math.fsum(scaled)
     return [weight / total for weight in scaled]
 
@@ -112,7 +105,7 @@ def capped(weights: Sequence[float], islands: Sequence[str], cap: float) -> list
     """Return the factor on each weight by which no island weighs more than `cap` times the mean of the others.
 
     The largest islands are lowered to one common level, so that all of them meet the bound exactly. A factor is exactly
-    1.0 where nothing is lowered. The order of the weights changes no bit.
+    1.0 where nothing is lowered. An island without any weight counts as absent. The order of weights changes no bit.
 
     Args:
         weights: The weights of the contributions, not negative.
@@ -123,7 +116,8 @@ def capped(weights: Sequence[float], islands: Sequence[str], cap: float) -> list
     for weight, island in zip(weights, islands, strict=True):
         of_island.setdefault(island, []).append(weight)
     totals = {island: math.fsum(own) for island, own in of_island.items()}
-    ordered, others = sorted(totals.values(), reverse=True), len(totals) - 1
+    ordered = sorted(filter(None, totals.values()), reverse=True)
+    others = len(ordered) - 1
     if others < 1:
         return [1.0] * len(weights)
     level = math.inf
@@ -168,41 +162,36 @@ def gain(mean_staleness_factor: float, running: RunningMean) -> float:
     return min(mean_staleness_factor / running.value, GAIN_MAX)
 
 
-def effective(part: Part, config: MergeConfig) -> float:
-    """Return a contribution's weight before its round is known. It is positive even for one without tokens."""
-    tokens, steps, staleness = part
-    return max(raw_weight(tokens, steps), _IDLE) * STALENESS[config.staleness](staleness)
+def final(sent: Sequence[Sent], factors: Sequence[float], config: MergeConfig) -> list[float]:
+    """Return the weights of a round's contributions, with these factors of their islands and the share cap.
+
+    Without its factor, a weight is positive, even that of a contribution without tokens.
+    """
+    staleness = STALENESS[config.staleness]
+    own = [
+        factor * max(raw_weight(one.tokens, one.steps), _IDLE) * staleness(one.staleness)
+        for one, factor in zip(sent, factors, strict=True)
+    ]
+    lowered = capped(own, [one.island for one in sent], config.share_cap)
+    return [weight * factor for weight, factor in zip(own, lowered, strict=True)]
 
 
-def weigh(
-    parts: Sequence[Part], config: MergeConfig, running: RunningMean, factors: Sequence[float] | None = None
-) -> Weighed:
+def weigh(weights: Sequence[float], staleness: Sequence[int], config: MergeConfig, running: RunningMean) -> Weighed:
     """Return the shares and the gain of one round.
 
     Args:
-        parts: The contributions.
+        weights: The final weights of the contributions, not all 0.
+        staleness: The staleness of each contribution.
         config: The merge rules.
         running: The running mean of earlier rounds.
-        factors: A factor in [0, 1] on the weight of each part, not all 0; default 1.
 
-    The gain is `gain(mean s, running)`, where the mean is weighted by `raw_weight`. When `config.normalise` is off, the
-    gain is the mean s itself, so stale rounds take smaller steps.
-
-    Raises:
-        ValueError: There are no parts.
+    The gain is `gain(mean s, running)`, where the mean is weighted by the weights without s. When `config.normalise`
+    is off, the gain is the mean s itself, so stale rounds take smaller steps.
     """
-    if not parts:
-        raise ValueError("a round without contributions has no weights")
-    s = STALENESS[config.staleness]
-    kept = factors or [1.0] * len(parts)
-    raw = _scaled([raw_weight(tokens, steps) * factor for (tokens, steps, _), factor in zip(parts, kept, strict=True)])
-    stale = [weight * s(staleness) for weight, (_, _, staleness) in zip(raw, parts, strict=True)]
-    mean = math.fsum(stale) / math.fsum(raw)
-    return Weighed(
-        shares=tuple(shares(stale)),
-        gain=gain(mean, running) if config.normalise else mean,
-        running=running.after(mean),
-    )
+    of_round = shares(weights)
+    s = [STALENESS[config.staleness](each) for each in staleness]
+    mean = math.fsum(of_round) / math.fsum(share / factor for share, factor in zip(of_round, s, strict=True))
+    return Weighed(tuple(of_round), gain(mean, running) if config.normalise else mean, running.after(mean))
 
 
 # -- clipping ------------------------------------------------------------------------------------------------------
@@ -217,6 +206,11 @@ def path(config: RunConfig, steps: int, run_step: float) -> float:
     if config.has_own_loops:  # the run does not know their learning rates
         return float(steps)
     return steps * max(inner.rate_at(max(0.0, run_step - steps / 2)), RATE_LEAST * inner.peak)
+
+
+def clip(norm: float, limit: float) -> float:
+    """Return the factor that brings a norm down to its limit; 1 if it is not above."""
+    return limit / norm if norm > limit else 1.0
 
 
 @dataclass(frozen=True)

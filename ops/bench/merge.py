@@ -183,7 +183,8 @@ def spectra(largest: int) -> list[dict[str, Any]]:
 def _merger_and_bare(
     rule: Literal["average", "rda"], elements: int, contributions: int, *, scores: bool = True
 ) -> tuple[Callable[[], object], _BareNesterov, list[bytes]]:
-    from archipelago.merger.round_merge import RoundMerge, new_state
+    from archipelago.merger import merge_rules
+    from archipelago.merger.round_merge import Addend, RoundMerge, new_state
     from archipelago.merger.state import RunState
 
     merge = MergeConfig(embedding=rule, rest=rule, scores=scores)
@@ -193,15 +194,11 @@ def _merger_and_bare(
     params_N = random.standard_normal(elements, np.float32)
     state, fragment = RunState(), new_state(params_N, rules.outer)
     payloads = [pack(random.standard_normal(elements, np.float32), "int4", 0) for _ in range(contributions)]
-    arrived = [
-        (str(n), contribution_of(f"i{n}"), unpack_encoded(payload, elements)) for n, payload in enumerate(payloads)
-    ]
+    arrived = [(f"i{n}", contribution_of(f"i{n}"), unpack_encoded(each, elements)) for n, each in enumerate(payloads)]
 
     def ours() -> object:
-        round_sum = rules.begin(0, fragment, 0)
-        for each in arrived:
-            round_sum.add(*each)
-        return rules.close(fragment, state, round_sum, contributions)
+        addends = [Addend(*each, *merge_rules.norms(each[-1], rules.groups[0])) for each in arrived]
+        return rules.close(fragment, state, addends, contributions)
 
     return ours, _BareNesterov(params_N, config.outer.learning_rate, config.outer.momentum), payloads
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -18,9 +19,9 @@ from archipelago.broker.ranges import POSITIONS_MAX
 from archipelago.broker.transport import Transport
 from archipelago.merger import admission
 from archipelago.merger.admission import ANNOUNCED_MAX, WAITING_MAX, Inbox, reason_to_refuse
-from archipelago.merger.round_merge import RoundMerge, new_state
+from archipelago.merger.round_merge import RoundMerge
 from archipelago.merger.service import READ_COUNT_MAX
-from archipelago.merger.state import FragmentState, RunState
+from archipelago.merger.state import RunState
 from tests import samples
 from tests.harness.merger_run import constant, served_run
 
@@ -79,19 +80,18 @@ def test_reasons_quote_only_a_part_of_a_hostile_header() -> None:
         assert len(reason.text) < 100
 
 
-def begun() -> tuple[Transport, int, RoundMerge, list[FragmentState]]:
-    """Create the run. Return the connection and the epoch of its merger, its rules, and its fragments."""
+def begun() -> tuple[Transport, int, RoundMerge]:
+    """Create the run. Return the connection, the epoch of its merger, and its rules."""
     transport = MemoryBroker().connect("sample")
     transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
     epoch = transport.merger.acquire("merger", 60.0)
     assert epoch is not None
-    rules = RoundMerge.of(MANIFEST)
-    return transport, epoch, rules, [new_state(np.zeros(size, np.float32), rules.outer) for size in MANIFEST.sizes]
+    return transport, epoch, RoundMerge.of(MANIFEST)
 
 
 def test_the_next_contributions_are_downloaded_before_one_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "AHEAD", 2)
-    transport, epoch, rules, fragments = begun()
+    transport, epoch, rules = begun()
     state = RunState()
     done: list[str] = []
 
@@ -115,7 +115,7 @@ def test_the_next_contributions_are_downloaded_before_one_is_added(monkeypatch: 
 
     inbox = Inbox(transport, rules, {"x"}.__contains__, believed)
     deliveries = [delivery(name) for name in "abxbcyd"]
-    assert [c.island for c in inbox.receive(deliveries, state, fragments, epoch)] == ["a", "b", "d"]
+    assert [c.island for c in inbox.receive(deliveries, state, epoch)] == ["a", "b", "d"]
     expected = "download a download b add a download b add b download c download d add d"
     assert " ".join(done) == expected, "b, which came twice, is opened again and added once"
     assert dict(inbox.codes) == {"expelled": 1, "unreadable": 1, "codec": 1}
@@ -123,25 +123,28 @@ def test_the_next_contributions_are_downloaded_before_one_is_added(monkeypatch: 
     assert all(state.has_seen(d.contribution.identity) for d in deliveries if d.contribution and d.sender in "xy")
 
 
-def test_dropped_contributions_are_judged_again() -> None:
-    """They are received again, and may be believed then."""
-    transport, epoch, rules, fragments = begun()
-    state = RunState()
-    expelled, factors = set[str](), [2]
+def test_what_waits_of_an_expelled_island_is_refused_and_the_rest_waits_on() -> None:
+    """Nothing is downloaded or judged a second time."""
+    transport, epoch, rules = begun()
+    state, expelled, downloads = RunState(), set[str](), Counter[str]()
 
-    def believed(contribution: Contribution) -> Contribution:
-        return replace(contribution, tokens=contribution.tokens // factors[-1])
+    def delivery(name: str, first: int) -> Delivery:
+        contribution, payload = samples.packed(np.ones(MANIFEST.sizes[0], np.float32), island=name, data=f"0:0:{first}")
 
-    inbox = Inbox(transport, rules, expelled.__contains__, believed)
-    sent = [samples.packed(np.ones(MANIFEST.sizes[0], np.float32), island=name) for name in "ab"]
-    deliveries = [Delivery(f"{contribution.island}/1-0", contribution, payload) for contribution, payload in sent]
-    assert len(list(inbox.receive(deliveries, state, fragments, epoch))) == 2
+        def download() -> bytes:
+            downloads[name] += 1
+            return payload
+
+        return Delivery(f"{name}/1-0", contribution, download=download)
+
+    inbox = Inbox(transport, rules, expelled.__contains__, lambda contribution: contribution)
+    assert len(list(inbox.receive(map(delivery, "abc", (3, 9, 5)), state, epoch))) == 3
     expelled.add("b")
-    assert inbox.drop_expelled()
-    factors.append(1)
-    assert len(list(inbox.receive(deliveries, state, fragments, epoch))) == 1
-    (addend,) = inbox.take(0, fragments, state).addends
-    assert addend.contribution == sent[0][0]
+    inbox.refuse_expelled(state, epoch)
+    assert (inbox.entries(), dict(inbox.codes), inbox.cursors) == (["a/1-0", "c/1-0"], {"expelled": 1}, {"0": (0, 5)})
+    assert state.has_seen(("b", "x", 0))
+    assert [addend.entry for addend in inbox.take(0)] == ["a/1-0", "c/1-0"]
+    assert (inbox.take(0), inbox.waiting_fragments(), downloads) == ([], set(), Counter("abc"))
 
 
 def test_a_flood_of_refusals_hides_no_announcements_and_delays_no_round() -> None:

@@ -30,13 +30,20 @@ def vector(*values: float) -> Vector:
     return np.array(values, np.float32)
 
 
-def merged(deltas: Sequence[Vector], shares: Sequence[float], of: tuple[Group, ...]) -> Vector:
+def merged(
+    deltas: Sequence[Vector],
+    shares: Sequence[float],
+    of: tuple[Group, ...],
+    *,
+    codec: str = "float32",
+    clip: float = 1.0,
+    gain: float = 1.0,
+) -> Vector:
     acc = merge_rules.begin(of)
     for delta_N, share in zip(deltas, shares, strict=True):
-        taken = merge_rules.accumulate(acc, encoded(delta_N, "float32"), of, weight=share)
-        assert taken.is_sound
-        acc = taken.acc
-    return np.asarray(merge_rules.finish(acc, of, total_weight=sum(shares) or 1.0))
+        body = encoded(delta_N, codec)
+        acc = merge_rules.accumulate(acc, body, of, merge_rules.norms(body, of)[0], weight=share, clip=clip)
+    return np.asarray(merge_rules.finish(acc, of, total_weight=sum(shares) or 1.0, gain=gain))
 
 
 def bits(values: Vector) -> list[int]:
@@ -153,33 +160,23 @@ def test_the_norm_of_many_elements_is_accurate() -> None:
 # -- all rules -----------------------------------------------------------------------------------------------------
 
 
-def test_keep_scales_earlier_contributions_and_a_norm_over_the_limit_is_clipped_to_it() -> None:
-    first, second = vector(1, 2, 3, 4, 5, 6), vector(-6, 5, -4, 3, -2, 1)
+def test_a_contribution_is_clipped_and_a_round_has_a_gain() -> None:
+    five = vector(3, 0, 0, 0, 4, 0)
     for of in (AVERAGE, RDA, TWO):
-        acc = merge_rules.accumulate(merge_rules.begin(of), encoded(first, "float32"), of).acc
-        acc = merge_rules.accumulate(acc, encoded(second, "float32"), of, keep=0.25).acc
-        found = np.asarray(merge_rules.finish(acc, of, total_weight=1.25, gain=2.0))
-        np.testing.assert_allclose(found, 2 * merged([first, second], [0.2, 0.8], of), rtol=1e-6)
-        five = encoded(vector(3, 0, 0, 0, 4, 0), "float32")
-        taken = merge_rules.accumulate(merge_rules.begin(of), five, of, limit=0.5)
-        assert [taken.norm, taken.clip] == pytest.approx([5.0, 0.1])
-        np.testing.assert_allclose(np.asarray(merge_rules.finish(taken.acc, of)), [0.3, 0, 0, 0, 0.4, 0], rtol=1e-6)
+        assert merge_rules.norms(encoded(five, "float32"), of)[1] == pytest.approx(5.0)
+        np.testing.assert_allclose(merged([five], [1.0], of, clip=0.1, gain=2.0), [0.6, 0, 0, 0, 0.8, 0], rtol=1e-6)
 
 
 @pytest.mark.parametrize("codec", ["float32", "bfloat16", "int8", "int4", "top3"])
 def test_contributions_are_decoded_by_their_codec(codec: str) -> None:
-    body = encoded(vector(3, -1, 0, 0.5, 7, 2), codec)
-    taken = merge_rules.accumulate(merge_rules.begin(TWO), body, TWO)
-    values = CODECS[codec].restore(body.parts, 6, np)
-    assert taken.norm == pytest.approx(norm(values), rel=1e-6)
-    np.testing.assert_allclose(np.asarray(merge_rules.finish(taken.acc, TWO)), values, rtol=1e-6)
+    sent = vector(3, -1, 0, 0.5, 7, 2)
+    body = encoded(sent, codec)
+    values, (of_tensors, whole) = CODECS[codec].restore(body.parts, 6, np), merge_rules.norms(body, TWO)
+    assert [*of_tensors, whole] == pytest.approx([norm(values[:3]), norm(values[3:]), norm(values)], rel=1e-6)
+    np.testing.assert_allclose(merged([sent], [1.0], TWO, codec=codec), values, rtol=1e-6)
 
 
-def test_a_contribution_with_a_nan_or_a_huge_norm_is_not_added() -> None:
-    good = vector(1, 2, 3, 4, 5, 6)
+def test_a_nan_or_a_huge_value_shows_in_the_norm() -> None:
     for of in (AVERAGE, RDA, TWO):
         for bad in (math.nan, math.inf, -math.inf, 1.1 * NORM_MAX, 1e38):
-            acc = merge_rules.accumulate(merge_rules.begin(of), encoded(good, "float32"), of).acc
-            taken = merge_rules.accumulate(acc, encoded(vector(0, 0, bad, 0, 0, 0), "float32"), of, keep=0.5)
-            assert not taken.is_sound
-            assert bits(np.asarray(merge_rules.finish(taken.acc, of))) == bits(merged([good], [1.0], of))
+            assert not merge_rules.norms(encoded(vector(0, 0, bad, 0, 0, 0), "float32"), of)[1] <= NORM_MAX

@@ -287,9 +287,10 @@ def merged_digests() -> list[str]:
         of_fragment = groups(rows, MergeConfig(rest=rule, embedding=rule))
         acc = merge_rules.begin(of_fragment)
         for weight, (name, vector_N) in enumerate(zip(CODECS, vectors, strict=False), 1):
-            added = merge_rules.accumulate(acc, encoded(vector_N, name), of_fragment, weight=0.3 * weight)
-            acc = added.acc
-            found += [np.asarray(leaf) for leaf in (*jax.tree.leaves(acc), added.norm)]
+            body = encoded(vector_N, name)
+            norms, norm = merge_rules.norms(body, of_fragment)
+            acc = merge_rules.accumulate(acc, body, of_fragment, norms, weight=0.3 * weight)
+            found += [np.asarray(leaf) for leaf in (*jax.tree.leaves(acc), norms, norm)]
         found.append(np.asarray(merge_rules.finish(acc, of_fragment)))
     for rule in RULES:
         optimizer = of(rule)

@@ -15,12 +15,8 @@ from archipelago.broker.messages import Contribution
 from archipelago.broker.wire import digest_of, encoded
 from archipelago.merger import outer
 from archipelago.merger.committing import mean_loss
-from archipelago.merger.round_merge import (
-    MergedRound,
-    merge_round,
-    new_state,
-)
-from archipelago.merger.round_sum import RoundSum
+from archipelago.merger.merge_rules import norms
+from archipelago.merger.round_merge import Addend, MergedRound, merge_round, new_state
 from archipelago.merger.spectra import Group
 from archipelago.merger.state import FragmentState
 from archipelago.merger.weights import NormWindow, RunningMean
@@ -48,24 +44,28 @@ def part(island: str, delta_N: Vector, **changes: Any) -> Part:
     return Part(samples.contribution(island=island, **({"base": 3} | changes)), delta_N)
 
 
-def state(params_N: Vector, norms: NormWindow | None = None, rule: outer.OuterOptimizer = SGD) -> FragmentState:
-    return replace(new_state(params_N, rule), norms=norms or NormWindow())
-
-
-def gather(
-    norms: NormWindow, *parts: Part, groups: tuple[Group, ...] = AVERAGE, config: MergeConfig = MERGE
-) -> RoundSum:
-    round_sum = RoundSum(groups, config, norms=norms, version=3, path=lambda c: 1.0)
-    for contribution, delta_N in parts:
-        round_sum.add(f"entry-{contribution.island}", contribution, encoded(delta_N, "float32"))
-    return round_sum
+def state(params_N: Vector, window: NormWindow | None = None, rule: outer.OuterOptimizer = SGD) -> FragmentState:
+    return replace(new_state(params_N, rule), norms=window or NormWindow())
 
 
 def close(of: FragmentState, *parts: Part, running: float = 1.0, **changes: Any) -> MergedRound:
-    gathering = {"groups": changes.pop("groups")} if "groups" in changes else {}
-    settings: dict[str, Any] = {"live": len(parts), "config": MERGE, "outer": SGD, "now": outer.Round()} | changes
-    round_sum = gather(of.norms, *parts, config=settings["config"], **gathering)
-    return merge_round(of, RunningMean(running), round_sum, wire=WireConfig(down="float32"), **settings)
+    settings: dict[str, Any] = {
+        "version": 3,
+        "groups": AVERAGE,
+        "live": len(parts),
+        "config": MERGE,
+        "wire": WireConfig(down="float32"),
+        "outer": SGD,
+        "now": outer.Round(),
+        "path": lambda steps: 1.0,
+        "seen": lambda steps, staleness: steps,
+    } | changes
+    bodies = [encoded(part.delta_N, "float32") for part in parts]
+    addends = [
+        Addend(f"entry-{part.contribution.island}", part.contribution, body, *norms(body, settings["groups"]))
+        for part, body in zip(parts, bodies, strict=True)
+    ]
+    return merge_round(of, RunningMean(running), addends, **settings)
 
 
 # -- by hand -------------------------------------------------------------------------------------------------------

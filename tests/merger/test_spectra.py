@@ -136,7 +136,8 @@ def test_the_number_of_threads_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -
     delta_N = np.random.default_rng(0).standard_normal(STACK[-1].end, np.float32)
 
     def merged(threads: int) -> bytes:
-        acc = merge_rules.accumulate(merge_rules.begin(STACK), encoded(delta_N, "float32"), STACK).acc
+        body = encoded(delta_N, "float32")
+        acc = merge_rules.accumulate(merge_rules.begin(STACK), body, STACK, merge_rules.norms(body, STACK)[0])
         return np.asarray(merge_rules.finish(acc, STACK, spectra=Spectra(threads=threads))).tobytes()
 
     assert merged(1) == merged(2) == merged(5)
@@ -206,7 +207,9 @@ groups = fragment_groups(layout, MergeConfig(embedding="isotropic", rest="isotro
 random, acc = np.random.default_rng(0), merge_rules.begin(groups)
 for weight in (1.0, 0.3, 0.7):
     delta_N = random.standard_normal(int(offsets[-1]), np.float32)
-    acc = merge_rules.accumulate(acc, encoded(delta_N, "int4"), groups, weight=weight, limit=90.0).acc
+    body = encoded(delta_N, "int4")
+    norms, norm = merge_rules.norms(body, groups)
+    acc = merge_rules.accumulate(acc, body, groups, norms, weight=weight, clip=90.0 / norm)
 print(digest_of(np.asarray(merge_rules.finish(acc, groups, total_weight=2.0))))
 """
 

@@ -41,6 +41,7 @@ from archipelago.merger.weights import (
     NormWindow,
     RunningMean,
     capped,
+    final,
     gain,
     limit,
     path,
@@ -53,6 +54,7 @@ from archipelago.merger.weights import (
 from tests.tiers import examples
 
 CONFIG = MergeConfig(staleness="polynomial", normalise=True)
+NOTHING = encoded(np.zeros(0, np.float32), "float32")
 
 
 def test_raw_weights_and_staleness_factors_by_hand() -> None:
@@ -67,10 +69,8 @@ def test_raw_weights_and_staleness_factors_by_hand() -> None:
 
 def test_shares_by_hand() -> None:
     assert shares([1.0, 3.0]) == [0.25, 0.75]
-    assert shares([0.0, 0.0, 0.0, 0.0]) == [0.25] * 4
     assert shares([1e308, 1e308]) == [0.5, 0.5]  # their sum overflows float64
     assert shares([5e-324, 5e-324, 0.0]) == [0.5, 0.5, 0.0]
-    assert shares([]) == []
     for wrong in (-1.0, math.nan, math.inf):
         with pytest.raises(ValueError):
             shares([1.0, wrong])
@@ -87,6 +87,7 @@ def test_the_share_cap_by_hand() -> None:
     assert capped([2.0, 1.0], ["a", "b"], 2.0) == [1.0, 1.0], "exactly at the bound"
     assert capped([1e30], ["a"], 2.0) == [1.0], "an island alone has no others"
     assert capped([7.0, 1.0, 1.0], ["a", "b", "c"], 7.0) == [1.0, 1.0, 1.0], "a larger cap allows more"
+    assert capped([0.0, 10.0, 1.0], ["a", "b", "c"], 2.0) == [1.0, 0.2, 1.0], "an island without weight is absent"
 
 
 @settings(max_examples=examples(200))
@@ -113,21 +114,23 @@ def test_no_island_weighs_more_than_the_cap(parts: list[tuple[str, float]], cap:
 
 def test_weigh_by_hand() -> None:
     # Raw weights 10 · 10/1 = 100 and 20 · 20/4 = 100. Staleness 0 and 3: s = 1 and ½, so 100 and 50 of 150.
-    weighed = weigh([(10, 1, 0), (20, 4, 3)], CONFIG, RunningMean(0.8))
+    sent_ = [Sent("a", 0, 1, 10.0, 1.0, 1.0, "", NOTHING), Sent("b", 3, 4, 20.0, 1.0, 1.0, "", NOTHING)]
+    assert final(sent_, [1.0, 1.0], CONFIG) == [100.0, 50.0]
+    assert final(sent_, [0.5, 0.0], CONFIG) == [50.0, 0.0]
+    assert final(sent_, [1.0, 1.0], replace(CONFIG, share_cap=1.0)) == [50.0, 50.0]
+    weighed = weigh([100.0, 50.0], [0, 3], CONFIG, RunningMean(0.8))
     assert weighed.shares == pytest.approx((2 / 3, 1 / 3), rel=1e-15)
     # The mean of s by raw weight is (100·1 + 100·½) / 200 = 0.75, against a running mean of 0.8.
     assert weighed.gain == pytest.approx(0.75 / 0.8, rel=1e-15)
     assert weighed.running.value == pytest.approx(0.95 * 0.8 + 0.05 * 0.75, rel=1e-14)
     # Raw weights 300 and 100, s = 1 and ½: (300 + 50) / 400 = 0.875; unweighted it would be 0.75.
-    assert weigh([(300, 300, 0), (100, 100, 3)], CONFIG, RunningMean()).gain == pytest.approx(0.875, rel=1e-15)
-    with pytest.raises(ValueError):
-        weigh([], CONFIG, RunningMean())
+    assert weigh([300.0, 50.0], [0, 3], CONFIG, RunningMean()).gain == pytest.approx(0.875, rel=1e-15)
 
 
 def test_gains_are_relative_to_the_running_mean_and_clamped() -> None:
     off = replace(CONFIG, normalise=False)
-    assert weigh([(10, 1, 3)], off, RunningMean(0.5)).gain == 0.5
-    assert weigh([(10, 1, 3)], CONFIG, RunningMean(0.5)).gain == 1.0
+    assert weigh([50.0], [3], off, RunningMean(0.5)).gain == 0.5
+    assert weigh([50.0], [3], CONFIG, RunningMean(0.5)).gain == 1.0
     assert gain(1.0, RunningMean(0.1)) == GAIN_MAX == 2.0
     assert gain(0.3, RunningMean(0.2)) == pytest.approx(1.5)
     running = RunningMean()
@@ -221,7 +224,7 @@ TRIPLE: Forge = lambda delta_N, random: 3 * delta_N  # noqa: E731
 
 def sent(name: str, values_N: Vector, *, tokens: int = 100, staleness: int = 0, loss: float = 2.0) -> Sent:
     norm = float(np.linalg.norm(values_N))
-    return Sent(name, staleness, tokens, norm, loss, digest(values_N.tobytes()), encoded(values_N, "float32"))
+    return Sent(name, staleness, 4, tokens, norm, loss, digest(values_N.tobytes()), encoded(values_N, "float32"))
 
 
 def contributions(

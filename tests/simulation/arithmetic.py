@@ -28,7 +28,6 @@ from archipelago.broker.config import AdoptConfig, InnerConfig, OuterConfig
 from archipelago.broker.wire import Body
 from archipelago.islands.inner import InnerState
 from archipelago.islands.sync.adoption import build
-from archipelago.merger.merge_rules import NORM_MAX, Accumulated
 from archipelago.merger.outer import OuterOptimizer, Round
 
 Vector = NDArray[np.float32]
@@ -74,7 +73,11 @@ def install() -> None:
         _replace(module, jax=host)
     _replace(archipelago.merger.round_merge, jax=SimpleNamespace(numpy=np))
     _replace(
-        archipelago.merger.merge_rules, begin=lambda groups: (np.float32(-0.0),), accumulate=_accumulate, finish=_finish
+        archipelago.merger.merge_rules,
+        begin=lambda groups: (np.float32(-0.0),),
+        norms=_norms,
+        accumulate=_accumulate,
+        finish=_finish,
     )
     uncompiled = SimpleNamespace(jit=lambda f: f, tree=jax.tree, tree_util=jax.tree_util)
     _replace(archipelago.merger.outer, jax=uncompiled, build=_outer, _on_cpu=lambda tree: tree)
@@ -98,17 +101,22 @@ def _put(tree: Any, may_alias: bool | None = None) -> Any:
     return jax.tree.map(np.array, tree)
 
 
-def _accumulate(
-    acc: Any, body: Body, groups: Any, *, weight: float = 1.0, keep: float = 1.0, limit: float = math.inf
-) -> Accumulated:
+def _decoded(body: Body, groups: Any) -> Vector:
     with np.errstate(all="ignore"):
-        delta_N = codec(body.codec).restore(body.parts, max(group.end for group in groups), np)
-        norm = float(np.linalg.norm(delta_N.astype(np.float64)))
-    if not norm <= NORM_MAX:
-        return Accumulated(acc, norm, 1.0)
-    clip = min(1.0, limit / norm) if norm else 1.0
+        decoded_N: Vector = codec(body.codec).restore(body.parts, max(group.end for group in groups), np)
+        return decoded_N
+
+
+def _norms(body: Body, groups: Any) -> tuple[Vector, float]:
+    with np.errstate(all="ignore"):
+        return np.zeros(0, np.float32), float(np.linalg.norm(_decoded(body, groups).astype(np.float64)))
+
+
+def _accumulate(
+    acc: Any, body: Body, groups: Any, norms: Vector, *, weight: float = 1.0, clip: float = 1.0
+) -> tuple[Vector, ...]:
     # Another order would give other bits.
-    return Accumulated((np.float32(keep) * acc[0] + np.float32(weight * clip) * delta_N,), norm, clip)
+    return (acc[0] + np.float32(weight * clip) * _decoded(body, groups),)
 
 
 def _finish(acc: Any, groups: Any, *, total_weight: float = 1.0, gain: float = 1.0, spectra: object = None) -> Vector:
