@@ -23,7 +23,7 @@ from archipelago.broker.transport import MergerTransport
 from archipelago.merger import claims
 from archipelago.merger.beside import Spawn, at_once
 from archipelago.merger.round_merge import Addend, RoundMerge
-from archipelago.merger.state import RunState
+from archipelago.merger.state import INCARNATIONS_MAX, REMEMBERED_MAX, RunState
 from archipelago.merger.steering import EXPELLED
 
 #: A contribution may be ahead of the last closed round by this many times the number of fragments.
@@ -154,6 +154,8 @@ class Inbox:
         self._entries: dict[str, None] = {}  # in the order of arrival
         #: Where the waiting contributions will move the cursors of the corpus.
         self.cursors: dict[str, tuple[int, int]] = {}
+        #: Numbers of refused contributions, by incarnation, that no later contribution has followed.
+        self._unused: dict[tuple[str, str], set[int]] = {}
         self._refusals: list[tuple[str, Refusal]] = []
         self._announced: Counter[tuple[str, bool]] = Counter()  # refusals in this round, by island
 
@@ -209,6 +211,7 @@ class Inbox:
                 if isinstance(opened, Addend):
                     believed = self._believed(opened.contribution)
                     self._put(replace(opened, contribution=believed))
+                    self._use_up(believed, state)
                     yield believed
                     continue
                 reason = opened
@@ -223,8 +226,6 @@ class Inbox:
             return Reason("unreadable", delivery.fault)
         if delivery.entry in self._entries:
             return None
-        if delivery.sender != c.island:
-            return Reason("sender", f"{delivery.sender} sent it in the name of {c.island}")
         if state.has_seen(c.identity) or c.identity in self._identities:
             return Reason("repeat", "a repeat of a contribution that was taken already")
         if self._is_expelled(c.island):
@@ -273,16 +274,19 @@ class Inbox:
     # -- refusals -----------------------------------------------------------------------------------------------------
 
     def _refuse(self, delivery: Delivery, reason: Reason, state: RunState) -> None:
-        """Note a refusal, which `_flush` sends. A repeat or a forgery does not mark the island's own contribution."""
+        """Note a refusal, which `_flush` sends. It uses up no sequence number: the entry may be a forgery."""
         c, text, repeat = delivery.contribution, reason.text[:REASON_CHARACTERS_MAX], reason.code == "repeat"
-        if c is None or reason.code == "sender":
+        if c is None:
             refusal = Refusal(delivery.sender, NAMELESS, 0, 0, 0, 0, text, repeat)
         else:
             decided = repeat and state.has_seen(c.identity)
             tokens = claims.counted_tokens(c, steered(self.rules.manifest.config, state.steered))
             refusal = Refusal(c.island, c.incarnation, c.sequence, c.round, c.fragment, tokens, text, repeat, decided)
-            if reason.code not in ("repeat", "unreadable"):
-                state.see(c.identity)
+            unused = self._unused.setdefault((c.island, c.incarnation), set())
+            if not repeat and len(unused) < REMEMBERED_MAX:
+                unused.add(c.sequence)
+            if len(self._unused) > INCARNATIONS_MAX:
+                del self._unused[next(iter(self._unused))]
         state.refuse(reason.code, refusal.tokens, c.bytes if c else 0)
         self.codes[reason.code] += 1
         if len(self._refusals) < LOGGED_MAX:
@@ -296,6 +300,13 @@ class Inbox:
             )
         self._refusals.append((delivery.entry, refusal))
         self.refused += 1
+
+    def _use_up(self, accepted: Contribution, state: RunState) -> None:
+        """Mark refused numbers as used once their island has gone on. Gaps would make the stored state grow."""
+        unused = self._unused.pop((accepted.island, accepted.incarnation), set())
+        for sequence in sorted(unused):
+            if sequence < accepted.sequence:
+                state.see((accepted.island, accepted.incarnation, sequence))
 
     def _flush(self, state: RunState, epoch: int) -> None:
         """Send the refusals in one call."""

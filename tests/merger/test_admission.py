@@ -120,7 +120,6 @@ def test_the_next_contributions_are_downloaded_before_one_is_added(monkeypatch: 
     assert " ".join(done) == expected, "b, which came twice, is opened again and added once"
     assert dict(inbox.codes) == {"expelled": 1, "unreadable": 1, "codec": 1}
     assert inbox.refused == 3
-    assert all(state.has_seen(d.contribution.identity) for d in deliveries if d.contribution and d.sender in "xy")
 
 
 def test_what_waits_of_an_expelled_island_is_refused_and_the_rest_waits_on() -> None:
@@ -142,7 +141,6 @@ def test_what_waits_of_an_expelled_island_is_refused_and_the_rest_waits_on() -> 
     expelled.add("b")
     inbox.refuse_expelled(state, epoch)
     assert (inbox.entries(), dict(inbox.codes), inbox.cursors) == (["a/1-0", "c/1-0"], {"expelled": 1}, {"0": (0, 5)})
-    assert state.has_seen(("b", "x", 0))
     assert [addend.entry for addend in inbox.take(0)] == ["a/1-0", "c/1-0"]
     assert (inbox.take(0), inbox.waiting_fragments(), downloads) == ([], set(), Counter("abc"))
 

@@ -65,12 +65,28 @@ def test_a_refusal_has_a_reason_and_changes_nothing(caplog: pytest.LogCaptureFix
         assert refusal.reason, kind
     codes = [code.removeprefix("refused.") for code in logged_codes(caplog)]
     assert codes == [code for code, *_ in BAD.values()]
-    assert merger.state.seen["a/x"] == Sequences(len(BAD)), "refusals do not make the state grow"
     assert (run.digests(), run.transport.reader.tape(1), run.events(Call)) == (before, [], [])
     run.balance()
     run.send("a", 1, constant(1.0))
     assert merger.turn(0.0)
     assert run.parameters(0) == [-0.75] * SIZE
+    assert merger.state.seen["a/x"] == Sequences(len(BAD) + 1), "refusals do not make the state grow"
+
+
+def test_a_refused_forgery_uses_up_no_sequence_number() -> None:
+    """A client that knows the password can write into an island's stream, with its next numbers."""
+    run, merger = served_run(quorum=1)
+    run.live("a")
+    for ahead in range(50):
+        run.send("a", 1, GOOD, sequence=ahead, digest="0" * 32)
+    merger.turn(0.0)
+    run.sequences["a"] = 0
+    for number in range(1, 9):
+        run.live("a")
+        run.send("a", number, GOOD)
+        assert merger.turn(0.0), number
+    assert (merger.state.merged, dict(merger.inbox.codes)) == (8, {"wire.payload": 50})
+    run.balance()
 
 
 # -- any mix -------------------------------------------------------------------------------------------------------

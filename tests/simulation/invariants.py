@@ -61,7 +61,7 @@ class Reader:
 
 
 #: The codes of reasons for which only hostile contributions are refused.
-HOSTILE_CODES = frozenset({"tokens", "steps", "sender", "full"})
+HOSTILE_CODES = frozenset({"tokens", "steps", "full"})
 #: A range, and the number of a pass over it.
 Key = tuple[str, int]
 
