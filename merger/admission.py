@@ -67,11 +67,11 @@ def reason_to_refuse(contribution: Contribution, manifest: Manifest, closed: int
     if c.fragment >= fragments or manifest.fragment_of(c.round) != c.fragment:
         return Reason("fragment", f"round {c.round} does not sync fragment {c.fragment}")
     version = manifest.version_at(closed, c.fragment)
-    if c.round > closed + ROUNDS_AHEAD_MAX * fragments:
-        ahead, last = manifest.run_round(c.round), manifest.described(closed)
-        return Reason("ahead", f"round {ahead} is far ahead of {last}, the last one closed")
-    if c.base > version:
-        return Reason("base", f"measured from version {c.base}, which does not exist yet (now {version})")
+    if c.round > closed + ROUNDS_AHEAD_MAX * fragments or c.base > version:
+        sent = f"round {manifest.run_round(c.round)}, measured from version {c.base} (now {version})"
+        return Reason(
+            "lost", f"{sent}, is not of the run after {manifest.described(closed)}, to which it may have gone back"
+        )
     if found := claims.contradiction(c, config):
         return Reason(*found)
     if c.codec not in (config.wire.up, config.wire.thin):

@@ -46,11 +46,11 @@ def test_headers_are_judged_by_every_rule() -> None:
         ({"round": 2}, 0, "fragment"),
         ({"round": 3, "fragment": 2}, 0, "fragment"),
         ({"round": 4, "fragment": 1}, 0, ""),  # the most rounds ahead
-        ({"round": 5}, 0, "ahead"),
-        ({"round": 15}, 10, "ahead"),
-        ({"base": 1}, 0, "base"),
+        ({"round": 5}, 0, "lost"),
+        ({"round": 15}, 10, "lost"),
+        ({"base": 1}, 0, "lost"),
         ({"base": 1}, 1, ""),
-        ({"round": 2, "fragment": 1, "base": 1}, 1, "base"),
+        ({"round": 2, "fragment": 1, "base": 1}, 1, "lost"),
         ({"round": 1, "base": 2}, 10, ""),  # late, at the staleness cap
         ({"base": 2}, 12, "stale"),
         ({"tokens": MOST_TOKENS}, 0, ""),
