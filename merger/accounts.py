@@ -1,7 +1,6 @@
 """Accounts: what the merger has seen of each island, by its own clock, and which islands rounds wait for. Pure.
 
-`Accounts` notes contributions. It knows when an island was last heard, how fast it is, and how much text it can have
-read (`merger.claims`).
+`Accounts` notes contributions. It knows when an island was last heard, and how far it can have come (`merger.claims`).
 
 `Liveness` watches heartbeats. A heartbeat says how old it is by the broker's clock and for how long the broker keeps
 it, and both can be forged. The merger therefore also looks at whether heartbeats still arrive. An island that sends
@@ -11,23 +10,22 @@ the step of rounds without it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from archipelago.broker.config import RunConfig
 from archipelago.broker.messages import Contribution
 from archipelago.broker.presence import LIVE_SECONDS, Heartbeat, Presence
-from archipelago.merger.claims import ELAPSED_MAX, StepTimes
 
-#: An island may have read the text of this many sync intervals more than the merger saw time for.
+#: An island may have read the text of this many sync intervals more than it has answered rounds.
 BURST_INTERVALS = 8
 #: The same before its first contribution.
 FIRST_BURST_INTERVALS = 64
 #: How many islands have an account. Those that were silent longest are forgotten first.
 ACCOUNTS_MAX = 1024
-#: How the average of seen step times changes with each contribution.
-_SMOOTHING = 0.8
+#: Gaps longer than this many seconds count as this long.
+ELAPSED_MAX = 30 * 86400.0
 #: An island counts until this many rounds have closed without it, and for at least SILENT_SECONDS.
 SILENT_ROUNDS = 64
 SILENT_SECONDS = 60.0
@@ -66,79 +64,55 @@ def _clock(then: float, now: float, unix_seconds: float) -> float:
 
 
 class Accounts:
-    """What the merger has seen of each island, by its own clock.
+    """What the merger has seen of each island.
 
     Args:
-        config: The run's config.
+        interval: H, the inner steps of a sync interval.
+        fragments: P, in how many rounds that interval is divided.
     """
 
-    def __init__(self, config: RunConfig) -> None:
-        self.config = config
-        #: Seconds between two contributions of an island, over the steps between them, as a moving average.
-        self.seen: dict[str, float] = {}
+    def __init__(self, interval: int, fragments: int) -> None:
+        self.interval, self.fragments = interval, fragments
         self._accounts: dict[str, Account] = {}
         #: When each island was last heard, by this merger's clock.
         self.heard: dict[str, float] = {}
-        #: Since when each island has sent heartbeats, by this merger's clock.
-        self._met: dict[str, float] = {}
-        self._unwatched_since = 0.0
 
-    def load(
-        self, accounts: Mapping[str, Account], now: float, unix_seconds: float, unwatched_seconds: float = 0.0
-    ) -> None:
+    def load(self, accounts: Mapping[str, Account], now: float, unix_seconds: float) -> None:
         """Continue from the accounts of the last commit. A clock that was set back makes gaps shorter, not longer.
 
         Args:
             accounts: The accounts.
             now: The merger's clock.
             unix_seconds: The wall clock.
-            unwatched_seconds: How long no merger has merged anything. The islands that are there when this merger
-                begins may have trained as long, even if no merger has heard of them.
         """
-        self._unwatched_since = now - min(max(unwatched_seconds, 0.0), ELAPSED_MAX)
         self._accounts = dict(accounts)
-        self.seen.clear()
-        self._met.clear()
         self.heard = {name: _clock(a.unix_seconds, now, unix_seconds) for name, a in accounts.items()}
 
     def stored(self) -> dict[str, Account]:
         """Return the accounts for the commit."""
         return dict(self._accounts)
 
-    def meet(self, islands: Iterable[str], now: float) -> None:
-        """Note islands that send heartbeats, from which on they may have trained."""
-        since = self._there_since(now)
-        for island in islands:
-            if len(self._met) < 2 * ACCOUNTS_MAX:
-                self._met.setdefault(island, since)
+    def global_steps(self, closed: int) -> dict[str, int]:
+        """Return the global step that each island has claimed last, of those that were heard of late."""
+        return {name: a.global_step for name, a in self._accounts.items() if closed - a.round <= SILENT_ROUNDS}
 
-    def _there_since(self, now: float) -> float:
-        """Return since when an island that is met now may have trained. The first ones were there before the merger."""
-        return now if self._met else self._unwatched_since
-
-    def steps_read(self, contribution: Contribution, reported: StepTimes, now: float) -> int:
+    def steps_read(self, contribution: Contribution, closed: int) -> int:
         """Return in how many steps the island may have read the text that a contribution claims.
 
         That is more than the steps of the contribution if the island trained on after its last one and waited for
         snapshots, as it does while no merger serves: the work of that time is lost, and the text was read.
-
-        Args:
-            contribution: The contribution.
-            reported: The step times that islands report.
-            now: The merger's clock.
         """
         c, known = contribution, self._accounts.get(contribution.island)
-        since = self._met.get(c.island, self._there_since(now)) if known is None else self.heard[c.island]
-        elapsed = min(max(now - since, 0.0), ELAPSED_MAX)
-        burst = (FIRST_BURST_INTERVALS if known is None else BURST_INTERVALS) * self.config.sync.interval
-        possible = burst + int(elapsed / reported.fastest(c.island))
-        return possible if known is not None and known.incarnation == c.incarnation else min(c.steps, possible)
+        if known is None:
+            return min(c.steps, FIRST_BURST_INTERVALS * self.interval)
+        rounds = BURST_INTERVALS * self.fragments + max(0, closed - known.round)
+        possible = math.ceil(rounds * self.interval / self.fragments)
+        return possible if known.incarnation == c.incarnation else min(c.steps, possible)
 
     def accept(self, contribution: Contribution, closed: int, now: float, unix_seconds: float) -> None:
         """Note a contribution that is going to be merged."""
-        c, known = contribution, self._accounts.pop(contribution.island, None)
-        if known is not None and known.incarnation == c.incarnation:
-            self._note_speed(c, known, now)
+        c = contribution
+        self._accounts.pop(c.island, None)
         self.heard[c.island] = now
         self._accounts[c.island] = Account(c.incarnation, closed, unix_seconds, c.global_step)
         while len(self._accounts) > ACCOUNTS_MAX:
@@ -152,16 +126,6 @@ class Accounts:
     def _forget(self, island: str) -> None:
         del self._accounts[island]
         self.heard.pop(island, None)
-        self._met.pop(island, None)
-        self.seen.pop(island, None)
-
-    def _note_speed(self, c: Contribution, known: Account, now: float) -> None:
-        steps = c.global_step - known.global_step
-        if steps <= 0:  # sent at the same step boundary, or out of order
-            return
-        sample = max(0.0, now - self.heard.get(c.island, now)) / steps
-        before = self.seen.get(c.island, sample)
-        self.seen[c.island] = _SMOOTHING * before + (1.0 - _SMOOTHING) * sample
 
 
 # -- heartbeats ------------------------------------------------------------------------------------------------------
@@ -221,7 +185,6 @@ class Liveness:
                 live.append(sighting)
         counted = self._counted(live, now, closed)
         self.idle = frozenset(s.heartbeat.island for s in live) - counted
-        self.accounts.meet((s.heartbeat.island for s in live), now)
         return counted
 
     def _counted(self, live: Sequence[Sighting], now: float, closed: int) -> frozenset[str]:

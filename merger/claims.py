@@ -11,8 +11,8 @@ records what was believed, so a replay merges the same.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
-from collections.abc import Collection, ItemsView, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from archipelago.broker.config import BATCH_FACTOR_MAX, OWN_TOKENS_PER_STEP_MAX, RunConfig
@@ -24,13 +24,7 @@ from archipelago.broker.ranges import ReadPosition, parse_positions
 SPEED_MAX = 16.0
 #: An island may be this much faster than the only other one: the merger cannot tell which of the two is wrong.
 SPEED_MAX_OF_TWO = 256.0
-#: No inner step is shorter than this, whatever an island says.
-STEP_SECONDS_MIN = 1e-4
-#: A report of a step time that is this much shorter than what the merger saw is not believed.
-SEEN_SLACK = 4.0
-#: While no round closes, the run's step may advance this much faster than the median of the other islands.
-SCHEDULE_SPEED_MAX = 4.0
-#: Each round may advance the run's step by this many strides of H/P steps, however little time has passed.
+#: Each round may advance the run's step by this many strides of H/P steps, if no other island has come further.
 STRIDES_OF_A_ROUND = 2
 #: An island may have read this many times the text of its steps, because contributions of it may have been lost.
 DATA_SLACK = 4
@@ -38,8 +32,6 @@ DATA_SLACK = 4
 HELD_OUT_SHARE_MAX = 0.5
 #: How many cursors there can be of ranges of corpora that only some islands have.
 OTHER_CURSORS_MAX = 8192
-#: Gaps longer than this count as this long.
-ELAPSED_MAX = 30 * 86400.0
 
 
 def contradiction(contribution: Contribution, config: RunConfig) -> tuple[str, str] | None:
@@ -64,82 +56,19 @@ def counted_tokens(contribution: Contribution, config: RunConfig) -> int:
 # -- speed -----------------------------------------------------------------------------------------------------------
 
 
-def is_step_seconds(seconds: float) -> bool:
-    """Return whether this is a measured time of an inner step."""
-    return seconds > 0.0 and math.isfinite(seconds)
+def fastest_step_seconds(reported: Mapping[str, float], live: AbstractSet[str]) -> float:
+    """Return the time of an inner step of the fastest live island, as islands report it; 0 without any report.
 
-
-class StepTimes:
-    """The seconds per inner step that islands report, and those that were measured in order.
-
-    Each contribution is judged by the median of the other islands. Sorting all of them again for each would make a
-    round's work quadratic in its islands.
+    While no live island has reported one, all islands count. The lower median of the other islands bounds what the
+    fastest one says, so a minority can neither speed the rounds up by much nor slow them down.
     """
-
-    def __init__(self, reported: Mapping[str, float]) -> None:
-        self._by_island = dict(reported)
-        self._ordered = sorted(filter(is_step_seconds, reported.values()))
-
-    def items(self) -> ItemsView[str, float]:
-        """Return the pairs of an island and what it reports."""
-        return self._by_island.items()
-
-    def put(self, island: str, seconds: float) -> None:
-        """Set what an island reports."""
-        self.drop(island)
-        self._by_island[island] = seconds
-        if is_step_seconds(seconds):
-            insort(self._ordered, seconds)
-
-    def drop(self, island: str) -> None:
-        """Forget an island."""
-        before = self._by_island.pop(island, 0.0)
-        if is_step_seconds(before):
-            del self._ordered[bisect_left(self._ordered, before)]
-
-    def count_of_others(self, island: str) -> int:
-        """Return how many other islands have measured a time."""
-        return len(self._ordered) - is_step_seconds(self._by_island.get(island, 0.0))
-
-    def median_of_others(self, island: str) -> float | None:
-        """Return the lower median of the times that the other islands have measured; None if there are none."""
-        count = self.count_of_others(island)
-        if not count:
-            return None
-        middle = (count - 1) // 2
-        if count < len(self._ordered) and bisect_left(self._ordered, self._by_island[island]) <= middle:
-            middle += 1
-        return self._ordered[middle]
-
-    def fastest(self, island: str) -> float:
-        """Return the shortest time of an inner step that is plausible for an island.
-
-        The lower median of the other islands decides, so a minority can neither speed the bound up nor slow it down.
-        """
-        usual = self.median_of_others(island)
-        if usual is None:
-            return STEP_SECONDS_MIN
-        factor = SPEED_MAX if self.count_of_others(island) > 1 else SPEED_MAX_OF_TWO
-        return max(STEP_SECONDS_MIN, usual / factor)
-
-    def believed(self, seen: Mapping[str, float]) -> dict[str, float]:
-        """Return the step times that decide how long rounds wait.
-
-        A report is raised to the fastest plausible time. A report that contradicts what the merger saw is replaced by
-        that, or by the lower median of the others if that is shorter.
-
-        Args:
-            seen: The seconds between two contributions of an island, over the steps between them.
-        """
-        believed = {}
-        for island, seconds in self.items():
-            if not is_step_seconds(seconds):
-                continue
-            believed[island] = max(seconds, self.fastest(island))
-            usual = self.median_of_others(island)
-            if usual is not None and seconds * SEEN_SLACK < seen.get(island, 0.0):
-                believed[island] = max(believed[island], min(seen[island], usual))
-        return believed
+    known = {island: seconds for island, seconds in reported.items() if seconds > 0.0 and math.isfinite(seconds)}
+    of_live = [seconds for island, seconds in known.items() if island in live]
+    fastest, *others = sorted(of_live or known.values()) or [0.0]
+    if not others:
+        return fastest
+    factor = SPEED_MAX if len(others) > 1 else SPEED_MAX_OF_TWO
+    return max(fastest, others[(len(others) - 1) // 2] / factor)
 
 
 # -- the schedule ----------------------------------------------------------------------------------------------------
@@ -148,40 +77,31 @@ class StepTimes:
 def next_step(
     step: int,
     members: Iterable[Contribution],
-    reported: StepTimes,
-    elapsed: float,
+    others: Mapping[str, int],
     stride: float,
-    live: Collection[str] = (),
+    live: AbstractSet[str] = frozenset(),
 ) -> int:
     """Return the run's step after a round: the largest claim, but no further than its island can have come.
 
-    An island whose claim was lowered is not wrong for good: the run's step catches up with it over the next rounds.
-    The fastest island opens the rounds, so a few strides for each round are enough for it, however fast it is. Time
-    alone counts at a speed near that of the others, because a false claim would otherwise end the run too early.
+    The fastest island opens the rounds, so a few strides for each round are enough for it, however fast it is. It may
+    have gone further if the islands' intervals are stretched, as on thin links, and then the others have, too. While
+    an island is the only one, nobody contradicts it.
 
     Args:
         step: The run's step before the round.
         members: The merged contributions.
-        reported: The step times that islands report.
-        elapsed: Seconds since the last round closed.
+        others: The steps that islands have claimed last (`Accounts.global_steps`).
         stride: H/P, the inner steps from one round to the next.
-        live: The live islands. While others live and none of them has reported a step time, time alone counts nothing.
+        live: The live islands.
     """
-    least = math.ceil(STRIDES_OF_A_ROUND * stride)
-    elapsed = min(max(elapsed, 0.0), ELAPSED_MAX)
-    furthest = step
-    for c in members:
-        possible = least + int(elapsed / _schedule_step_seconds(c.island, reported, live))
-        furthest = max(furthest, min(c.global_step, step + possible))
-    return furthest
-
-
-def _schedule_step_seconds(island: str, times: StepTimes, live: Collection[str]) -> float:
-    """Return the time of a step at which an island may advance the schedule while no round closes."""
-    usual = times.median_of_others(island)
-    if usual is not None:
-        return max(STEP_SECONDS_MIN, usual / SCHEDULE_SPEED_MAX)
-    return math.inf if any(name != island for name in live) else STEP_SECONDS_MIN
+    furthest = max(members, key=lambda c: c.global_step, default=None)
+    if furthest is None:
+        return step
+    claimed = sorted(each for island, each in others.items() if island != furthest.island)
+    if not claimed and live <= {furthest.island}:
+        return max(step, furthest.global_step)
+    usual = claimed[(len(claimed) - 1) // 2] if claimed else 0
+    return max(step, min(furthest.global_step, max(step + math.ceil(STRIDES_OF_A_ROUND * stride), usual)))
 
 
 # -- data ------------------------------------------------------------------------------------------------------------

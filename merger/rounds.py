@@ -7,19 +7,18 @@ contributions that departing islands sent ahead.
 
 The grace window follows Decoupled DiLoCo (arXiv 2604.21428), Eq. 3: slack = τ·T_step − (T_quorum + T_sync), and
 grace ≤ γ·slack. T_step is the time of one stride (H/P inner steps) of the fastest live island. Times are in seconds.
-Islands report their step times, and `merger.claims` decides which reports are believed.
+Islands report their step times, and `merger.claims` bounds what a minority says.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from archipelago.broker.config import SyncConfig
 from archipelago.broker.messages import Contribution
-from archipelago.merger.claims import StepTimes
+from archipelago.merger.claims import fastest_step_seconds
 from archipelago.merger.state import RoundTiming, RunState, put_bounded
 
 #: No round waits longer than this after its quorum, however long the steps are that islands report.
@@ -69,12 +68,9 @@ class Rounds:
         config: When rounds close.
         fragments: P, the number of fragments.
         state: The run as last committed. It owns the number of the last closed round.
-        seen_seconds: The step times of islands as the merger saw them (`merger.accounts.Accounts.seen`).
     """
 
-    def __init__(
-        self, config: SyncConfig, fragments: int, state: RunState, seen_seconds: Mapping[str, float] | None = None
-    ) -> None:
+    def __init__(self, config: SyncConfig, fragments: int, state: RunState) -> None:
         self.config = config
         self.fragments = fragments
         self.window = min(config.window, fragments)  # two open rounds never share a fragment
@@ -86,9 +82,6 @@ class Rounds:
         self._open: dict[int, OpenRound] = {}
         #: The last reported step time of each island, also from contributions that are not merged yet.
         self.step_seconds = dict(state.step_seconds)
-        self._seen_seconds = seen_seconds
-        self._reported: tuple[frozenset[str], StepTimes] | None = None  # for these live islands
-        self._reported_all = False  # none of them had reported a time
 
     @property
     def closed(self) -> int:
@@ -97,7 +90,7 @@ class Rounds:
 
     def answer(self, contribution: Contribution, now: float) -> None:
         """Note an admitted contribution. One for a closed round is late: it waits for the next round."""
-        self._note_step_seconds(contribution.island, contribution.step_seconds)
+        put_bounded(self.step_seconds, contribution.island, contribution.step_seconds)
         if contribution.round <= self.closed:
             return
         found = self._open.setdefault(contribution.round, OpenRound())
@@ -109,29 +102,6 @@ class Rounds:
         """Remove the answers of these islands from every quorum that is not reached yet."""
         for found in self._open.values():
             found.answered.difference_update(islands)
-
-    def reported(self, live: AbstractSet[str]) -> StepTimes:
-        """Return the step times that live islands report, or those of all islands if none of them has reported one.
-
-        They are put in order once for each set of live islands, and kept so as contributions arrive.
-        """
-        islands = frozenset(live)  # the same object for a frozen set
-        if self._reported is None or self._reported[0] is not islands:
-            of_live = {island: s for island, s in self.step_seconds.items() if island in islands}
-            self._reported, self._reported_all = (islands, StepTimes(of_live or self.step_seconds)), not of_live
-        return self._reported[1]
-
-    def _note_step_seconds(self, island: str, seconds: float) -> None:
-        forgotten = put_bounded(self.step_seconds, island, seconds)
-        if self._reported is None:
-            return
-        live, times = self._reported
-        if island not in live or self._reported_all:
-            self._reported = None
-            return
-        times.put(island, seconds)
-        for name in forgotten:
-            times.drop(name)
 
     def calls(self) -> list[int]:
         """Return the open rounds that have a contribution and were not announced, and mark them as announced."""
@@ -200,22 +170,8 @@ class Rounds:
                 found.grace_seconds = self._grace_seconds(live)
 
     def _grace_seconds(self, live: AbstractSet[str]) -> float:
-        believed = self.reported(live).believed(self._seen_seconds or {})
-        stride = stride_seconds(believed, live, self.config.interval, self.fragments)
+        stride = fastest_step_seconds(self.step_seconds, live) * self.config.interval / self.fragments
         return grace_seconds(self.config.grace, slack(self.window, stride, self.timing))
-
-
-def stride_seconds(
-    step_seconds_by_island: Mapping[str, float], live: Collection[str], interval: int, fragments: int
-) -> float:
-    """Return T_step, the fastest live island's time for a stride of H/P = interval/fragments inner steps.
-
-    Only positive finite reports count. While no live island has reported one, all known islands count. Without any
-    report the result is 0.0, which leaves no slack.
-    """
-    known = {name: s for name, s in step_seconds_by_island.items() if s > 0.0 and math.isfinite(s)}
-    alive = [s for name, s in known.items() if name in live]
-    return min(alive or known.values(), default=0.0) * interval / fragments
 
 
 def slack(window: int, stride_seconds: float, timing: RoundTiming) -> float:

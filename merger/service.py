@@ -99,7 +99,7 @@ class Merger:
         self.rules = RoundMerge.of(self.manifest, self.spectra)
         self.controls = OperatorControls(transport, self.manifest, wall)
         fragments = len(self.manifest.fragments)
-        self.accounts = Accounts(self.config)
+        self.accounts = Accounts(self.config.sync.interval, fragments)
         self.liveness = Liveness(self.accounts)
         self._range_sequences = claims.range_sequences(self.manifest)
         self.inbox = Inbox(transport, self.rules, self.controls.refuses, self._believed, beside("download", AHEAD))
@@ -107,12 +107,11 @@ class Merger:
         self.retention = Retention(
             transport, checkpointer, self.controls, clock, self._cut, self.compactor.is_compacted
         )
-        self.rounds = Rounds(self.config.sync, fragments, self.state, self.accounts.seen)
+        self.rounds = Rounds(self.config.sync, fragments, self.state)
         self.on_round = on_round
         largest = max((payload_bytes_max(size) for size in self.manifest.sizes), default=1)
         self._read_count = max(1, min(READ_COUNT_MAX, READ_BYTES // largest))
         self._live_at = self._renewed_at = self._heard_at = float("-inf")
-        self._closed_at = clock()
         #: Whether an island was live when heartbeats were read last.
         self._has_islands = True
         self._finished_at: float | None = None
@@ -136,7 +135,6 @@ class Merger:
         self.busy.take()
         self._under_way = None  # of an earlier epoch, so that Redis refuses it unless it is in what we load
         checkpointer = self.retention.checkpointer
-        status = self.transport.reader.merger_status()
         found = load(self.transport, self.rules, checkpointer.store if checkpointer else None, self._renew)
         if found.rewrite is not None:
             self.transport.merger.rewrite(self.epoch, found.rewrite)
@@ -145,11 +143,9 @@ class Merger:
         self.state, self.fragments, self.snapshots = found.state, found.fragments, found.snapshots
         if checkpointer is not None:
             checkpointer.load(self.manifest, self.state.closed)
-        now, unix_seconds = self.clock(), self.wall()
-        self.accounts.load(self.state.accounts, now, unix_seconds, status.still_seconds if status else 0.0)
-        self._closed_at = max(self.accounts.heard.values(), default=now)
+        self.accounts.load(self.state.accounts, self.clock(), self.wall())
         self.liveness.clear()
-        self.rounds = Rounds(self.config.sync, len(self.fragments), self.state, self.accounts.seen)
+        self.rounds = Rounds(self.config.sync, len(self.fragments), self.state)
         self.inbox.clear()
         self.compactor.load(found.full, found.uncovered, found.snapshots)
         self.retention.load(self.state, found.tape)
@@ -262,7 +258,7 @@ class Merger:
 
     def _believed(self, contribution: Contribution) -> Contribution:
         """Return the contribution with the claims that the merger believes."""
-        steps = self.accounts.steps_read(contribution, self.rounds.reported(self.live), self.clock())
+        steps = self.accounts.steps_read(contribution, self.state.closed)
         cursors = self.state.cursors, self.inbox.cursors
         data = claims.believed_data(contribution, steps, *cursors, self.config, self._range_sequences)
         config = self.controls.next_config(self.state)
@@ -304,7 +300,6 @@ class Merger:
         self._under_way = self._commits(commit)
         self._before, self.state, self.fragments[p] = before, after, merged.state
         self.rounds.advance(after)
-        self._closed_at = began
 
     def _settle(self) -> None:
         """Wait for the commit that is under way, if there is one. Raise its error if it has failed.
@@ -329,9 +324,8 @@ class Merger:
 
     def _next_step(self, members: Sequence[Contribution]) -> int:
         """Return the run's step after this round. A step that no member can have reached is lowered (`claims`)."""
-        reported, elapsed = self.rounds.reported(self.live), self.clock() - self._closed_at
-        stride = self.config.sync.interval / len(self.fragments)
-        return claims.next_step(self.state.step, members, reported, elapsed, stride, self.live)
+        stride, others = self.config.sync.interval / len(self.fragments), self.accounts.global_steps(self.state.closed)
+        return claims.next_step(self.state.step, members, others, stride, self.live)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 

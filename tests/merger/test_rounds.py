@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from statistics import median_low
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from archipelago.broker.config import SyncConfig
 from archipelago.broker.messages import Contribution
-from archipelago.merger.claims import StepTimes, is_step_seconds
-from archipelago.merger.rounds import Close, Rounds, grace_seconds, slack, stride_seconds
+from archipelago.merger.rounds import Close, Rounds, grace_seconds, slack
 from archipelago.merger.state import RoundTiming, RunState
 from tests import samples
-from tests.tiers import examples
 
 FRAGMENTS = 4
 
@@ -276,47 +273,3 @@ def test_slack_and_grace_by_hand() -> None:
     assert grace_seconds(0.9, -0.5) == 0.0
     assert slack(2, 4.0, RoundTiming()) == 8.0
     assert slack(2, 4.0, RoundTiming(sync_seconds=1.0)) == 7.0
-
-
-def test_stride_by_hand() -> None:
-    step_seconds = {"fast": 0.5, "slow": 2.0, "gone": 0.1, "new": 0.0, "odd": math.nan, "stuck": math.inf}
-    # H = 24 over P = 6: strides of 4 inner steps.
-    assert stride_seconds(step_seconds, {"fast", "slow"}, 24, 6) == 2.0
-    assert stride_seconds(step_seconds, ["slow"], 24, 6) == 8.0
-    for none_of in ([], ["new", "odd", "stuck"]):  # no live island is known or has reported a time: use all
-        assert stride_seconds(step_seconds, none_of, 24, 6) == pytest.approx(0.4)
-    assert stride_seconds({"new": 0.0, "wrong": -1.0}, ["new"], 24, 6) == 0.0
-    assert stride_seconds({}, ["fast"], 24, 6) == 0.0
-    assert stride_seconds({"fast": 1.0}, ["fast"], 2, 6) == pytest.approx(1 / 3)  # a stride may be less than a step
-
-
-# -- step times of islands, kept in order as contributions arrive ------------------------------------------------------
-
-NAMES = "abcde"
-REPORTED = st.sampled_from([0.0, 0.5, 0.5, 1.0, 2.0, 1e-300, math.inf])
-REPORTS = st.dictionaries(st.sampled_from(NAMES), REPORTED)
-
-
-def require_equal(times: StepTimes, reported: dict[str, float]) -> None:
-    assert dict(times.items()) == reported
-    for island in (*NAMES, "stranger"):
-        others = [s for name, s in reported.items() if name != island and is_step_seconds(s)]
-        assert times.count_of_others(island) == len(others)
-        assert times.median_of_others(island) == (median_low(others) if others else None)
-
-
-@settings(max_examples=examples(200))
-@given(REPORTS, st.lists(st.tuples(st.sampled_from(NAMES), REPORTED | st.none())))
-def test_the_median_of_the_others_is_that_of_a_sorted_list(
-    reported: dict[str, float], changes: list[tuple[str, float | None]]
-) -> None:
-    times = StepTimes(reported)
-    require_equal(times, reported)
-    for island, seconds in changes:
-        if seconds is None:
-            times.drop(island)
-            reported.pop(island, None)
-        else:
-            times.put(island, seconds)
-            reported[island] = seconds
-        require_equal(times, reported)
