@@ -169,13 +169,11 @@ class Rewrite:
         state: The merger's other state, as JSON.
         compactions: The full state of each fragment.
         tape: The newest rounds, the last one of which is that of the state; None if the tape stays.
-        trim: Merged entries that are no longer needed.
     """
 
     state: str
     compactions: Sequence[Compaction]
     tape: Sequence[TapeEntry] | None
-    trim: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -270,6 +268,10 @@ class MergerClient(Protocol):
 
     def read(self, entries: Sequence[str]) -> list[Delivery]:
         """Return contributions with their payloads, whether they wait or were merged. A missing one has a fault."""
+        ...
+
+    def kept(self) -> list[str]:
+        """Return the merged entries that the broker keeps."""
         ...
 
     def outer(self, fragment: int, version: int) -> bytes:

@@ -191,7 +191,7 @@ class Inbox:
                     self._refuse(Delivery(addend.entry, addend.contribution), Reason("expelled", EXPELLED), state)
                 else:
                     self._put(addend)
-        self._flush(epoch)
+        self._flush(state, epoch)
 
     def take(self, p: int) -> list[Addend]:
         """Remove and return what waits for the fragment's next round, in the order of arrival."""

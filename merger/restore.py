@@ -16,7 +16,7 @@ import numpy as np
 from archipelago.broker.commits import Image, Rewrite
 from archipelago.broker.errors import ConfigError, WireError
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.messages import Snapshot, TapeEntry
+from archipelago.broker.messages import COUNT_MAX, Snapshot, TapeEntry
 from archipelago.broker.transport import MergerTransport
 from archipelago.broker.wire import digest, digest_of, newest, unpack
 from archipelago.merger.checkpoint import CheckpointStore
@@ -114,21 +114,37 @@ def _from_redis(transport: MergerTransport, rules: RoundMerge, between: Callable
         raise WireError("the merger's state is missing")
     snapshots = [_head(manifest, state.closed, p, head) for p, head in enumerate(heads)]
     full, fragments = [], []
-    tape: Sequence[TapeEntry] = ()
+    tape: dict[int, TapeEntry] = {}
     for p, snapshot in enumerate(snapshots):
         held, payload = _full(transport, manifest, p, snapshot.version)
-        if len(tape) < state.closed - min(held.round, state.covered):
-            tape = transport.reader.tape(state.closed - min(held.round, state.covered))
+        if len(tape) < state.closed - (after := min(held.round, state.covered)):
+            tape = _rounds(transport, after, state.closed)
         outer_state = transport.merger.outer(p, held.version) if held.version else b""
         fragment = fragment_of(rules, p, payload, outer_state)
-        rounds = [e for e in tape if e.fragment == p and held.version < e.version <= snapshot.version]
-        if [entry.version for entry in rounds] != list(range(held.version + 1, snapshot.version + 1)):
-            raise WireError(f"the tape lacks rounds of fragment {p} after version {held.version}")
+        numbers = [manifest.round_of(version, p) for version in range(held.version + 1, snapshot.version + 1)]
+        if missing := [number for number in numbers if number not in tape]:
+            raise WireError(f"the tape lacks round {missing[0]}")
+        rounds = [tape[number] for number in numbers]
         fragment = _merged_again(transport, rules, p, fragment, rounds, between)
         full.append(held)
         fragments.append(with_norms(fragment, state, p))
         between()
-    return Loaded(state, fragments, snapshots, full, [entry for entry in tape if entry.round <= state.closed])
+    return Loaded(state, fragments, snapshots, full, list(tape.values()))
+
+
+def _rounds(transport: MergerTransport, after: int, last: int) -> dict[int, TapeEntry]:
+    """Return the rounds after `after` up to `last` that are on the tape, in order.
+
+    The whole tape is read only if the newest entries lack some of them, because others have added entries.
+    """
+    tape: dict[int, TapeEntry] = {}
+    for count in (last - after, WHOLE_TAPE):
+        for entry in transport.reader.tape(count):
+            if after < entry.round <= last:
+                tape.setdefault(entry.round, entry)
+        if len(tape) == last - after:
+            break
+    return dict(sorted(tape.items()))
 
 
 def _head(manifest: Manifest, closed: int, p: int, head: Snapshot | None) -> Snapshot:
@@ -210,11 +226,12 @@ def _from_checkpoint(
     transport: MergerTransport, rules: RoundMerge, image: Image, between: Callable[[], object]
 ) -> Loaded:
     """Return the shard after its checkpoint and those rounds on the tape that can be merged again, in order."""
-    manifest, tape = rules.manifest, transport.reader.tape(WHOLE_TAPE)
+    manifest = rules.manifest
     state, fragments = RunState.from_json(image.state), of_image(rules, image)
     state.covered = covered = state.closed
     snapshots, merged = [snapshot for snapshot, _ in image.snapshots], []
-    for entry in (entry for entry in tape if entry.round > state.closed):
+    tape = _rounds(transport, 0, COUNT_MAX)
+    for entry in (entry for entry in tape.values() if entry.round > covered):
         p = entry.fragment
         try:
             deliveries = transport.merger.read([member.entry for member in entry.members])
@@ -235,11 +252,9 @@ def _from_checkpoint(
         manifest.described(state.closed),
         extra={"code": "restore.rebuilt"},
     )
-    is_whole = bool(tape) and tape[-1].round == state.closed
+    is_whole = bool(tape) and max(tape) == state.closed
     known = None if is_whole else [*(e for e in image.tape if e.round <= image.round), *merged]
-    needed = {member.entry for entry in merged for member in entry.members}
-    trim = {member.entry for entry in tape for member in entry.members} - needed
-    rewrite = Rewrite(state.to_json(), compactions, known, sorted(trim))
+    rewrite = Rewrite(state.to_json(), compactions, known)
     return Loaded(state, fragments, full, full, merged, rewrite)
 
 

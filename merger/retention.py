@@ -64,14 +64,20 @@ class Retention:
         self.kept: deque[MergedEntries] = deque()
         self._asked = ""  # the operator's request that the checkpoint in progress answers
 
-    def load(self, state: RunState, tape: Sequence[TapeEntry]) -> None:
-        """Rebuild the list of kept entries from the rounds that no compaction or no checkpoint covers."""
+    def load(self, state: RunState, epoch: int, tape: Sequence[TapeEntry]) -> None:
+        """Rebuild the list of kept entries from the rounds that no compaction or no checkpoint covers.
+
+        Entries of other rounds are of no use: the tape has lost these, or the run went back to a checkpoint.
+        """
         self._asked = ""
         self.kept.clear()
         for entry in tape:
             if entry.round > state.covered or not self._is_compacted(entry.round):
                 entries = tuple(member.entry for member in entry.members)
                 self.kept.append(MergedEntries(entry.round, entries, entry.bytes_up))
+        named = {entry for merged in self.kept for entry in merged.entries}
+        if strays := [entry for entry in self.transport.merger.kept() if entry not in named]:
+            self.transport.merger.trim(epoch, strays)
 
     def not_needed(self, state: RunState) -> list[str]:
         """Return the entries that may be deleted now, once.

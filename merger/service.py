@@ -148,7 +148,7 @@ class Merger:
         self.rounds = Rounds(self.config.sync, len(self.fragments), self.state)
         self.inbox.clear()
         self.compactor.load(found.full, found.uncovered, found.snapshots)
-        self.retention.load(self.state, found.tape)
+        self.retention.load(self.state, self.epoch, found.tape)
         self._live_at = float("-inf")
         self._has_islands, self._finished_at = True, None
         self.controls.resume_from(self.state)

@@ -77,6 +77,10 @@ class MemoryMerger:
                 for entry in entries
             ]
 
+    def kept(self) -> list[str]:
+        with self._broker.opened(self._run) as run:
+            return list(run.kept)
+
     def outer(self, fragment: int, version: int) -> bytes:
         with self._broker.opened(self._run) as run:
             if fragment not in run.outer:
@@ -107,7 +111,6 @@ class MemoryMerger:
                 run.compact(compaction)
                 run.heads[compaction.snapshot.fragment] = compaction.snapshot
             run.state, run.tape = rewrite.state, run.tape if rewrite.tape is None else list(rewrite.tape)
-            run.trim(rewrite.trim)
 
     def announce(self, epoch: int, *events: Call | Resume | Marker) -> None:
         with self._fenced(epoch) as run:

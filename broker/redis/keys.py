@@ -29,7 +29,7 @@ cannot contain a colon. All roles read all keys.
 | `snapshots`, `tape` | streams | mergers | events and decisions |
 | `head:P`, `fragment:P`, `outer:P` | hashes | mergers | the newest header; the newest full state of a fragment |
 | `difference:P:V`, `m:…` | hashes, strings | mergers | what a version changes; chunks |
-| `kept:NAME:ID` | hashes | mergers | merged contributions, until compactions and a checkpoint cover them |
+| `kept`, `kept:NAME:ID` | set, hashes | mergers | merged contributions, until compactions and a checkpoint cover them |
 | `data` | hash | mergers | cursors of the ranges of text |
 | `state`, `books`, `epoch`, `lease` | string, hash, strings | mergers | the merger's state, counters, lease |
 | `standbys` | hash | mergers | mergers that wait for the lease, with the time of their last sign of life |
@@ -92,6 +92,7 @@ class Keys:
         self.standbys = f"{self.tag}:standbys"
         self.state = f"{self.tag}:state"
         self.books = f"{self.tag}:books"
+        self.kept_entries = f"{self.tag}:kept"
 
     @classmethod
     def patterns(cls, run: str, shards: int) -> list[Keys]:
@@ -110,7 +111,7 @@ class Keys:
         The epoch is not among them: a merger of an earlier run of that name may still be alive.
         """
         states = [key(fragment) for fragment in range(fragments) for key in (self.head, self.outer)]
-        merger = [self.snapshots, self.tape, self.state, self.books, *states]
+        merger = [self.snapshots, self.tape, self.state, self.books, self.kept_entries, *states]
         return [
             *merger,
             *(key for name in islands for key in (self.updates(name), self.leases(name))),

@@ -144,6 +144,8 @@ class RedisMerger:
             name, id_ = parse_entry(entry)
             write.entries.append((self._keys.updates(name), id_))
             write.do("keep", self._keys.updates(name), id_, self._keys.kept(entry))
+        if commit.entries:
+            write.do("SADD", self._keys.kept_entries, *commit.entries)
         self._forget(write, commit.trim)
         self._derived(write, commit.cursors, commit.counts)
         self._tape(write, commit.tape)
@@ -162,7 +164,6 @@ class RedisMerger:
             write.delete(self._keys.tape)
         for entry in rewrite.tape or ():
             self._tape(write, entry)
-        self._forget(write, rewrite.trim)
         self.lease.write(epoch, write, at_instance=True)
 
     def _state(self, write: Write, state: str) -> None:
@@ -189,6 +190,12 @@ class RedisMerger:
     def read(self, entries: Sequence[str]) -> list[Delivery]:
         return [self._updates.read(entry) for entry in entries]
 
+    def kept(self) -> list[str]:
+        found: set[bytes] = set()
+        with self._connection.forgiving(self._keys.kept_entries, "a set"):
+            found = self._redis.smembers(self._keys.kept_entries)
+        return sorted(entry.decode("utf-8", "replace") for entry in found)
+
     def trim(self, epoch: int, entries: Sequence[str], after_round: int | None = None) -> None:
         write = Write()
         self._forget(write, entries)
@@ -204,6 +211,8 @@ class RedisMerger:
             except WireError:
                 continue
             write.do("forget", self._keys.kept(entry), chunks.prefix, chunks.most())
+        if entries:
+            write.do("SREM", self._keys.kept_entries, *entries)
 
 
 def kinds_of(keys: Keys, fragments: int, islands: Iterable[str]) -> dict[str, str]:
@@ -220,6 +229,6 @@ def kinds_of(keys: Keys, fragments: int, islands: Iterable[str]) -> dict[str, st
         ],
         "stream": [keys.snapshots, keys.tape, keys.notes, keys.evaluations, *map(keys.updates, islands)],
         "string": [keys.state, keys.epoch, keys.lease, keys.evaluator, *map(keys.name, islands)],
-        "set": [keys.islands],
+        "set": [keys.islands, keys.kept_entries],
     }  # fmt: skip
     return {key: kind for kind, of_kind in kinds.items() for key in of_kind}

@@ -62,6 +62,7 @@ KEYS: Final = {
     "epoch": "with the run",
     "lease": "expires",
     "standbys": "expires",
+    "kept": "with the run",
     "kept:a:.*": "with the run; once a checkpoint covers them",
 }
 
