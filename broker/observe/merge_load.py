@@ -1,6 +1,6 @@
-"""Whether a run's rounds wait for its merger, by the tape. Pure.
+"""Whether a run's rounds wait for its merger, by the tape, and whether there were enough of them. Pure.
 
-The merger's warning and metrics, `status` and the dashboard share this, so they say the same.
+Warnings and metrics of islands and mergers, `status` and the dashboard share this, so they say the same.
 """
 
 from __future__ import annotations
@@ -22,6 +22,12 @@ BUSY_SHARE: Final = 0.9
 STRETCH: Final = 1.2
 #: From this share of the busy time on, spectra are the reason.
 SPECTRA_SHARE: Final = 0.5
+#: With fewer syncs of each fragment, the outer optimiser has hardly begun, and a run's model can be far worse than
+#: those of its islands.
+SYNCS_FEW: Final = 10
+FEW_SYNCS_REMEDY: Final = (
+    "Extend the run (`archipelago steer inner.steps=N`), or create one with more steps or a shorter `sync.interval`."
+)
 
 
 @dataclass(frozen=True)
@@ -86,3 +92,12 @@ def merge_load(tape: Sequence[TapeEntry], interval: int) -> MergeLoad | None:
         for name in ("busy_seconds", "spectra_seconds")
     )
     return MergeLoad(busy, spectra, statistics.quantiles(largest, n=4)[0] / interval)
+
+
+def few_syncs(syncs: float, verb: str = "had") -> str:
+    """Return what is wrong with so few syncs of each fragment, as one sentence; empty if there are enough."""
+    if syncs >= SYNCS_FEW:
+        return ""
+    return (
+        f"Each fragment {verb} only {syncs:.1f} syncs, so the run's model may be far worse than those of its islands."
+    )

@@ -19,6 +19,7 @@ from archipelago.broker.control import DRAIN, EXPEL, IN_WORDS
 from archipelago.broker.errors import DivergedError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Marker, Resume
+from archipelago.broker.observe.merge_load import FEW_SYNCS_REMEDY, few_syncs
 from archipelago.islands.sync.adoption import AnyReplica
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.outbox import ContributionHeader, Draft
@@ -30,6 +31,8 @@ from archipelago.islands.sync.recovery import StateForPeer
 
 FLUSH_SECONDS = 10.0
 FAREWELL_SECONDS = 2.0
+#: At the end of the run, an island waits this long for the merger to merge its last contributions.
+MERGED_SECONDS = 10.0
 #: An island leaves after this many contributions in a row whose loss was not finite.
 DIVERGED_MAX = 3
 
@@ -286,7 +289,9 @@ class Participant(ABC):
     def leave(self, state: str = "left", flush_seconds: float = FLUSH_SECONDS) -> bool:
         """Send all progress and announce the departure. Return whether the broker received everything.
 
-        An island whose name was taken over only writes a note, because its heartbeats are those of another process.
+        At the end of the run, it first waits for a while until its last contributions are merged, so that the run's
+        parameters have them when a script goes on. An island whose name was taken over only writes a note, because its
+        heartbeats are those of another process.
         """
         if self.link.is_replaced:
             return self._leave_the_name(flush_seconds)
@@ -294,10 +299,22 @@ class Participant(ABC):
         for number in self.ledger.farewells():
             self._send(number, farewell=True)
         is_sent = self.link.drain(flush_seconds)
+        if is_sent and self.finished:
+            self._await_merge(min(MERGED_SECONDS, flush_seconds))
         kind, reason = self.leave_reason()
         self.link.note(kind, f"after {self.totals.steps:,} steps: {reason}")
         self.beat(state)
         return self.link.drain(min(FAREWELL_SECONDS, flush_seconds)) and is_sent
+
+    def _await_merge(self, seconds: float) -> None:
+        """Wait for the merger, and say what the run's parameters lack."""
+        if left := self.link.await_decisions(seconds):
+            log.warning(
+                "the last %s contributions of this island are not merged yet, so the run's parameters lack them. Redis "
+                "keeps them for its merger", left, extra={"code": "island.not-merged"},
+            )  # fmt: skip
+        if fault := few_syncs(self.link.channels.heard_round / len(self.ledger.counts)):
+            log.warning("%s %s", fault, FEW_SYNCS_REMEDY, extra={"code": "run.few-syncs"})
 
     def _leave_the_name(self, flush_seconds: float) -> bool:
         kind, reason = self.leave_reason()

@@ -14,7 +14,7 @@ from typing import Literal
 
 from archipelago.broker.config import RunConfig
 from archipelago.broker.messages import Evaluation, TapeEntry
-from archipelago.broker.observe.merge_load import merge_load
+from archipelago.broker.observe.merge_load import FEW_SYNCS_REMEDY, merge_load
 from archipelago.broker.shards.reader import numbered
 from archipelago.ops.watch.events import NOTHING, Event, refusal_remedy
 from archipelago.ops.watch.run_view import IslandView, RunView, in_shards
@@ -94,11 +94,13 @@ def problems(
         unix_seconds: The reader's wall clock.
     """
     unreachable = tuple(_unreachable_shards(view))
+    few = [Problem("run.few-syncs", "warn", "run", fault, FEW_SYNCS_REMEDY)] if (fault := view.few_syncs) else []
     if view.steps <= view.step and not view.pending:
-        return unreachable
+        return (*unreachable, *few)
     found = [
         *unreachable,
         *_run_problems(view, config, tape),
+        *few,
         *_memory_problems(view),
         *_loss_problems(view, config, tape, evaluations, unix_seconds),
         *_checkpoint_problems(view, tape),
@@ -210,10 +212,9 @@ def _loss_problems(
     view: RunView, config: RunConfig, tape: Sequence[TapeEntry], evaluations: Sequence[Evaluation], unix_seconds: float
 ) -> Iterator[Problem]:
     if rise := rising([entry.loss for entry in tape]):
-        newer = (len(tape) + 1) // 2
         yield Problem(
             "loss.rises", "warn", "run",
-            f"The training loss rises: it is {rise[1] / rise[0] - 1.0:.1%} higher in the newest {newer} rounds.",
+            f"The training loss rises: it is {rise[1] / rise[0] - 1.0:.1%} higher in the newest rounds.",
             "Compare the islands' own losses: if one is high, drain it. If all rise, lower the outer rate under Steer; "
             "if that does not help, begin a new run from an export (`archipelago init --from FOLDER`) with a lower "
             "--inner.learning-rate.",
@@ -242,9 +243,9 @@ def _evaluation_problems(
         due = max(due, min((entry.unix_seconds for entry in tape if entry.round > newest.round), default=due))
     allowed = max(EVALUATION_SECONDS, EVALUATION_STRIDES * view.stride_seconds)
     if unix_seconds - due > allowed:
-        age = unix_seconds - newest.unix_seconds
         yield Problem(
-            "evaluation.old", "warn", "run", f"The newest held-out figure is {age / 60:,.0f} min old.",
+            "evaluation.old", "warn", "run",
+            f"The newest held-out figure is {(unix_seconds - newest.unix_seconds) / 60:,.0f} min old.",
             "One island evaluates, unless all were started with --evaluate-every 0. Look at its log, or "
             "start another one without that flag.", unix_seconds - due - allowed,
         )  # fmt: skip
@@ -345,12 +346,11 @@ def _slow_problems(island: IslandView, view: RunView) -> Iterator[Problem]:
 def _refusal_problems(view: RunView, unix_seconds: float) -> Iterator[Problem]:
     newest = {refusal.island: (at, refusal) for at, refusal in view.refusals}
     for name, (at, refusal) in newest.items():
-        age = unix_seconds - at
-        if age < REFUSAL_SECONDS:
+        if unix_seconds - at < REFUSAL_SECONDS:
             yield Problem(
                 "island.refused", "warn", name,
                 f"A contribution to round {refusal.round:,} was refused: {refusal.reason}.",
-                refusal_remedy(refusal.reason), max(0.0, age),
+                refusal_remedy(refusal.reason), max(0.0, unix_seconds - at),
             )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from archipelago.broker.files import make_untracked, write_atomically
 from archipelago.broker.machine import is_installed
 from archipelago.broker.manifest import LossUnit
 from archipelago.broker.messages import Evaluation
+from archipelago.broker.observe.merge_load import FEW_SYNCS_REMEDY
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import finite
 from archipelago.ops.settings import pyplot
@@ -59,7 +60,7 @@ def summary(
         "held_out_one_process": unit.from_evaluation(one_process[-1][1]) if one_process else math.nan,
         "training_loss": view.loss,
         "rounds": view.rounds,
-        "syncs": syncs_of(view),
+        "syncs": view.syncs,
         "syncs_enough": SYNCS_ENOUGH,
         "steps_for_enough": steps_for_enough(view),
         "syncs_in_words": syncs_in_words(view),
@@ -91,21 +92,17 @@ def summary(
     }
 
 
-def syncs_of(view: RunView) -> float:
-    """Return how often each fragment was synchronised. A round synchronises one of them."""
-    return view.rounds / max(1, view.fragments)
-
-
 def steps_for_enough(view: RunView) -> int:
     """Return after how many steps each fragment has SYNCS_ENOUGH syncs, at the pace of the run so far."""
-    syncs = syncs_of(view)
-    return math.ceil(SYNCS_ENOUGH * max(view.interval, view.step / syncs if syncs else 0.0))
+    return math.ceil(SYNCS_ENOUGH * max(view.interval, view.step / view.syncs if view.syncs else 0.0))
 
 
 def syncs_in_words(view: RunView) -> str:
     """Return how many syncs there were, which gap to data-parallel that usually leaves, and how many steps close it."""
-    count = round(syncs_of(view))
+    count = round(view.syncs)
     text = f"each fragment was synchronised {count:,} {'time' if count == 1 else 'times'}"
+    if view.few_syncs:
+        return f"{view.few_syncs} {FEW_SYNCS_REMEDY}"
     if view.known < 2:
         return text
     text += f". Islands train apart in between. Four of them ended above data-parallel training by {_GAPS}"

@@ -9,6 +9,7 @@ from typing import Any
 
 from archipelago.broker.control import DRAIN, EXPEL, Control
 from archipelago.broker.messages import Books, Refusal
+from archipelago.broker.observe.merge_load import few_syncs
 from archipelago.broker.shards.reader import holders_in_words, numbered
 from archipelago.broker.transport import MergerStatus, Standby
 from archipelago.ops.watch.formatting import ago
@@ -180,6 +181,18 @@ class RunView:
         return len(self.unreadable)
 
     @property
+    def syncs(self) -> float:
+        """How often each fragment was synchronised. A round synchronises one of them."""
+        return self.rounds / max(1, self.fragments)
+
+    @property
+    def few_syncs(self) -> str:
+        """What is wrong with the syncs that the run had, or will have at its end; empty if there are enough."""
+        if self.step >= self.steps:
+            return few_syncs(self.syncs)
+        return few_syncs(self.steps / self.interval, "will have")
+
+    @property
     def stride_seconds(self) -> float:
         """Seconds between two contributions of the fastest live island."""
         steps = [island.step_seconds for island in self.islands if island.live and island.step_seconds > 0]
@@ -247,6 +260,7 @@ class RunView:
             "steered": dict(control["fields"]),
             "steered_words": describe_control(self.control),
             "refusals": [{"unix_seconds": at, **asdict(refusal)} for at, refusal in self.refusals[-REFUSALS_SHOWN:]],
+            "syncs": self.syncs,
             "trouble": self.trouble,
         }
 

@@ -74,8 +74,8 @@ def run_lines(view: RunView, *, briefly: bool = False, has_trouble: bool = True)
     grid.add_column()
     grid.add_row(
         "run",
-        f"[bold]{escape(printable(view.run))}[/]  {view.size}, round {view.rounds:,}, "
-        f"step {view.step:,} of {view.steps:,}",
+        f"[bold]{escape(printable(view.run))}[/]  {view.size}, round {view.rounds:,} "
+        f"({view.syncs:,.1f} syncs of each fragment), step {view.step:,} of {view.steps:,}",
     )
     held_out = f"held-out loss [bold]{number(view.held_out_last)}[/] (first {number(view.held_out_first)}), "
     if view.has_scripts and not view.evaluated_unix_seconds:

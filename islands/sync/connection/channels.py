@@ -125,6 +125,16 @@ class Channels(tuple[Channel, ...]):
         return frozenset(channel.shard for channel in self if len(channel.outbox) >= window)
 
     @property
+    def undecided(self) -> int:
+        """The number of contributions that the merger has neither merged nor refused yet."""
+        return sum(len(channel.unresolved_rounds()) for channel in self)
+
+    @property
+    def heard_round(self) -> int:
+        """The newest round of any shard whose close was announced."""
+        return max(self._layout.run_round(channel.shard, channel.inbox.heard_round) for channel in self)
+
+    @property
     def sent(self) -> int:
         """The number of contributions that were sent."""
         return sum(channel.outbox.sent for channel in self)

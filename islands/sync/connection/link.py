@@ -381,6 +381,15 @@ class Link:
             self._changed.wait_for(lambda: self._is_drained or self.pumps.failure is not None, timeout=seconds)
             return self._is_drained
 
+    def await_decisions(self, seconds: float) -> int:
+        """Wait up to `seconds` for the merger to decide about everything sent. Return how many contributions are left.
+
+        The island lives meanwhile, so the merger of a finished run stays.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self.channels.undecided or self.pumps.failure is not None, seconds)
+        return self.channels.undecided
+
     @property
     def _is_drained(self) -> bool:
         return (self.is_replaced or not self.channels.backlog) and all(beat is self.heartbeat for beat in self._told)

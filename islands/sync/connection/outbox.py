@@ -154,7 +154,7 @@ class Outbox:
             wire: The run's settings for payloads.
             uplink: Measures of this island's link; they decide whether compression pays.
             clock: Monotonic seconds.
-            changed: Notified each time a contribution has left the queue.
+            changed: Notified each time a contribution has left the queue, or was decided about.
         """
         self._transport = transport
         self._wire = wire
@@ -285,6 +285,8 @@ class Outbox:
                 published = self._unresolved.pop(identity)
                 if merged_in is not None:
                     self._merged.add(merged_in, published, self._clock())
+        with self._changed:
+            self._changed.notify_all()
 
     @property
     def first_merged_round(self) -> int | None:

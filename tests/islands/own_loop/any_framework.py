@@ -227,9 +227,10 @@ class Framework:
 
 
 @contextmanager
-def served(url: str, run: str = "own") -> Iterator[Merger]:
+def served(url: str, run: str = "own", linger_seconds: float = 0.0) -> Iterator[Merger]:
     """Serve a run in another thread."""
-    merger, stop = Merger(connect(url, run), holder="merger"), threading.Event()
+    merger = Merger(connect(url, run), holder="merger", linger_seconds=linger_seconds)
+    stop = threading.Event()
     assert merger.acquire()
     merger.load()
 

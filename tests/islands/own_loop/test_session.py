@@ -22,6 +22,7 @@ from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Memory
 from archipelago.islands.own_loop.loop import CALL_STEPS_MAX
+from archipelago.islands.sync import participant
 from tests.conftest import Until
 from tests.failing import failing
 from tests.islands.own_loop.any_framework import Framework, served
@@ -230,6 +231,34 @@ def test_a_clean_end_sends_all_progress(made: str, until: Until) -> None:
     assert books_of(made).merged == 2
     assert books_of(made).merged_tokens == 128
     assert left_because(made)
+
+
+def test_an_island_stays_until_the_last_contributions_of_the_run_are_merged(
+    url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def codes() -> list[str]:
+        return [getattr(record, "code", "") for record in caplog.records]
+
+    def train(run: Any) -> None:
+        while not run.finished:
+            run.sync(trained(run.params))
+            time.sleep(0.001)
+
+    assert create(url, "own", tree(), sync=SYNC, steps=8)
+    with served(url, linger_seconds=0.3):
+        with join(url, "own", tree(), island="a") as run:
+            train(run)
+        books = books_of(url)
+        assert books.merged == books.published > 0
+    assert "run.few-syncs" in codes()
+    assert "island.not-merged" not in codes()
+    assert create(url, "unserved", tree(), sync=SYNC, steps=8)
+    monkeypatch.setattr(participant, "MERGED_SECONDS", 0.1)
+    with join(url, "unserved", tree(), island="a") as run:
+        with served(url, "unserved"):
+            train(run)
+        run.sync(trained(run.params))
+    assert "island.not-merged" in codes(), "it waits for a while, not for ever"
 
 
 def test_an_exception_is_said_and_sends_nothing(made: str) -> None:

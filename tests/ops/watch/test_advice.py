@@ -113,7 +113,9 @@ CASES: list[tuple[RunView, list[str]]] = [
     (view(refusals=((NOW - 200.0, REFUSED),)), ["island.refused"]),
     (view(refusals=((NOW - 400.0, REFUSED),)), []),
     (view(merger=MergerStatus()), []),  # This broker does not know its merger.
-    (view(beat("a", 90.0), step=2000, merger=status(holder="")), []),  # The run is finished.
+    (view(beat("a", 90.0), step=2000, rounds=20, merger=status(holder="")), []),  # The run is finished.
+    (view(beat("a", 90.0), step=2000, rounds=19), ["run.few-syncs"]),
+    (view(steps=9 * MANIFEST.config.sync.interval + 1), ["run.few-syncs"]),  # Long before its end.
 ]
 
 

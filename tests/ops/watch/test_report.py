@@ -42,7 +42,7 @@ from archipelago.ops.watch.report import (
     of_image,
     of_watch,
 )
-from archipelago.ops.watch.run_summary import SYNCS_ENOUGH, steps_for_enough, syncs_in_words, syncs_of
+from archipelago.ops.watch.run_summary import SYNCS_ENOUGH, steps_for_enough, syncs_in_words
 from archipelago.ops.watch.run_view import RunView
 from archipelago.ops.watch.watcher import Watcher
 from archipelago.ops.weights.parameters import find
@@ -281,9 +281,10 @@ def trained(rounds: int, step: int, islands: int = 3) -> RunView:
 
 
 def test_the_syncs_of_a_run_and_how_many_steps_would_be_enough() -> None:
-    assert (syncs_of(trained(48, 192)), syncs_of(trained(0, 0))) == (8.0, 0.0), "a round synchronises one fragment"
+    assert (trained(48, 192).syncs, trained(0, 0).syncs) == (8.0, 0.0), "a round synchronises one fragment"
     assert steps_for_enough(trained(48, 192)) == steps_for_enough(trained(0, 0)) == 24 * SYNCS_ENOUGH
     assert steps_for_enough(trained(48, 400)) == 50 * SYNCS_ENOUGH  # a slow link has stretched the interval
     short, alone = syncs_in_words(trained(48, 192)), syncs_in_words(trained(9, 40, islands=1))
+    assert "only 1.5 syncs" in syncs_in_words(trained(9, 2000)), "the run has ended"
     assert f"{24 * SYNCS_ENOUGH:,}" in short
     assert len(short) > len(syncs_in_words(trained(6 * SYNCS_ENOUGH, 3840))) > len(alone)
