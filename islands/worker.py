@@ -27,7 +27,6 @@ from archipelago.islands.sync.arrays import Tensors
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.heartbeat import MemoryMeter, measured
-from archipelago.islands.sync.participant import DIVERGED_MAX as DIVERGED_MAX
 from archipelago.islands.sync.participant import Host, Participant
 from archipelago.islands.turn_log import Pacer, TurnLog
 
@@ -93,7 +92,7 @@ class Island(Participant):
         """Process received events, adopt snapshots and send contributions, without waiting for anything.
 
         Raises:
-            DivergedError: The loss has not been finite for several contributions.
+            DivergedError: The newest losses are not finite.
         """
         super().boundary()
         self.link.leases.hold(self.batches.held())

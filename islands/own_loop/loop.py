@@ -13,6 +13,7 @@ import numpy as np
 from archipelago.broker.config import OWN_TOKENS_PER_STEP_MAX
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.manifest import Manifest
+from archipelago.islands.own_loop.tensors import not_finite
 from archipelago.islands.sync.adoption import AnyReplica
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.outbox import Draft
@@ -112,12 +113,14 @@ class Parameters(Protocol):
     def require_frozen(self) -> None:
         """Raise ConfigError (`loop.frozen-changed`) if a tensor that is not trained has changed. This may wait."""
 
-    def not_finite(self, candidates: Sequence[str]) -> Exception:
-        """Return the error that names a tensor with NaN or infinity, which is most likely one of the candidates."""
+    def not_finite(self) -> list[str]:
+        """Return the names of those with NaN or infinity. This waits for the device."""
 
 
 class OwnLoop(Participant):
     """One island of one run. The session calls `turn` after the steps of its user's loop, then `leave`."""
+
+    diverged_max = 1
 
     def __init__(
         self,
@@ -150,6 +153,8 @@ class OwnLoop(Participant):
         self._call_seconds = 0.0  # between two calls, as a moving average without pauses
         self._long_call = (1, 0.0)  # the steps and seconds of the last call, if it was a long one
         self._beat_due = -math.inf
+        #: How many contributions and steps there were when parameters were checked last.
+        self._checked = (0, 0)
 
     def begin(self) -> None:
         """Let the first step begin now. What came before it, such as compilation, is not a part of its time."""
@@ -171,6 +176,8 @@ class OwnLoop(Participant):
         self.count(steps, tokens, loss)
         self.require_sound()
         self.boundary()
+        if self._is_check_due() and (found := self.parameters.not_finite()):
+            raise not_finite(found, found)
         if self._turned_at >= self._beat_due:
             self._beat_due = self._turned_at + BEAT_SECONDS
             self.beat("training")
@@ -203,8 +210,16 @@ class OwnLoop(Participant):
     def require_sound(self) -> None:
         """Raise the error that names a tensor, if a contribution was not sent because it was not finite."""
         if self.link.channels.unsound:
-            fragment = self.link.channels.unsound[0]
-            raise self.parameters.not_finite(self.manifest.fragments[fragment])
+            found = self.parameters.not_finite() if self.parameters.are_there() else []
+            raise not_finite(found, self.manifest.fragments[self.link.channels.unsound[0]])
+
+    def _is_check_due(self) -> bool:
+        """Return whether nothing was sent for an interval, as without a merger. Whatever is sent is checked then."""
+        sent, steps = self._checked
+        is_due = sent == self.sequence and self.totals.steps - steps >= self.config.sync.interval
+        if is_due or sent != self.sequence:
+            self._checked = self.sequence, self.totals.steps
+        return is_due
 
     # -- what a participant needs -------------------------------------------------------------------------------------
 

@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from archipelago.broker.config import STEPS_MAX
-from archipelago.broker.errors import ConfigError, DivergedError, WireError
+from archipelago.broker.errors import ConfigError, WireError
 from archipelago.broker.messages import Handover
-from archipelago.islands.own_loop.tensors import not_finite
 from archipelago.islands.own_loop.tree import FrozenLeaves, TreeLayout, name_of, require_values
 from archipelago.islands.sync import recovery
 from archipelago.islands.sync.arrays import device_copy, put_like
@@ -84,11 +83,9 @@ class TreeParameters:
         """Return whether no array was donated to a later step."""
         return not any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(self.tree))
 
-    def not_finite(self, candidates: Sequence[str]) -> DivergedError:
-        """Return the error that names a leaf with NaN or infinity."""
-        named = self._opened() if self.are_there() else {}
-        found = [name for name, leaf in named.items() if not bool(jnp.isfinite(jnp.asarray(leaf)).all())]
-        return not_finite("leaf", found, candidates)
+    def not_finite(self) -> list[str]:
+        """Return the names of the leaves with NaN or infinity."""
+        return [name for name, leaf in self.named().items() if not bool(jnp.isfinite(jnp.asarray(leaf)).all())]
 
     def _opened(self) -> dict[str, Any]:
         leaves, structure = jax.tree.flatten(self.tree)

@@ -91,18 +91,17 @@ def _shape(shape: tuple[int, ...]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
-def not_finite(what: str, found: Sequence[str], candidates: Sequence[str]) -> DivergedError:
+def not_finite(found: Sequence[str], candidates: Sequence[str]) -> DivergedError:
     """Return the error (`loop.not-finite`) for parameters with NaN or infinity.
 
     Args:
-        what: What the framework calls one of them, such as "leaf".
         found: The names of those with NaN or infinity; empty if they cannot be read any more.
         candidates: The names of those that may have it.
     """
-    where = f"the {what} {found[0]!r}" if found else f"one of the parameters {', '.join(candidates[:NAMED_MAX])}"
+    where = f"the tensor {found[0]!r}" if found else f"one of the parameters {', '.join(candidates[:NAMED_MAX])}"
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
     return DivergedError(
-        f"{where}{more} holds NaN or infinity, so nothing of it was sent",
+        f"{where}{more} holds NaN or infinity, which is never sent",
         "Start the script again: it takes the run's parameters. If that repeats, lower the learning rate.",
         code="loop.not-finite",
     )

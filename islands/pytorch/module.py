@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from archipelago.broker.errors import ConfigError, DivergedError
+from archipelago.broker.errors import ConfigError
 from archipelago.broker.frozen import FrozenValues
 from archipelago.broker.manifest import Tensor
 from archipelago.islands.models.llama import Names, misnamed, place_of
@@ -16,7 +16,6 @@ from archipelago.islands.own_loop.tensors import (
     KindOf,
     Trained,
     frozen_changed,
-    not_finite,
     nothing_trained,
     trained_by,
 )
@@ -211,10 +210,9 @@ class ModuleParameters:
         """Return True: nothing takes a module's parameters away."""
         return True
 
-    def not_finite(self, candidates: Sequence[str]) -> DivergedError:
-        """Return the error that names a parameter with NaN or infinity."""
-        found = [name for name, tensor in self.tensors.items() if not bool(torch.isfinite(own_piece(tensor)).all())]
-        return not_finite("parameter", found, candidates)
+    def not_finite(self) -> list[str]:
+        """Return the names of the parameters with NaN or infinity, in the pieces of this process."""
+        return [name for name, tensor in self.tensors.items() if not bool(torch.isfinite(own_piece(tensor)).all())]
 
 
 #: The bytes of a tensor that are copied to the host at a time.

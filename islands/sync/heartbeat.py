@@ -92,29 +92,33 @@ class Losses:
 
     Attributes:
         mean: The mean loss that was taken last; NaN if it was not finite, or before the first one.
-        diverged: The number of consecutive means that were not finite.
+        diverged: How many of the newest losses in a row were not finite.
     """
 
     mean: float = math.nan
     diverged: int = 0
     _pending: deque[Any] = field(default_factory=lambda: deque(maxlen=LOSSES_KEPT))
+    _known: deque[float] = field(default_factory=lambda: deque(maxlen=LOSSES_KEPT))
 
     def add(self, losses_n: Any) -> None:
         """Add the losses of n steps: a number, or an array of any framework that numpy can read."""
         self._pending.append(losses_n)
 
-    def take_mean(self) -> float:
-        """Return the mean loss of the steps since the last call, or the last mean if there were none.
-
-        Losses that a device still computes wait for the next call, so that the training thread need not.
-        """
-        ready = []
+    def read(self) -> None:
+        """Read what was added. Losses that a device still computes wait, so that the training thread need not."""
         while self._pending and _is_ready(self._pending[0]):  # a device computes them in order
-            ready.append(self._pending.popleft())
-        if ready:
-            mean = float(np.mean([np.mean(np.asarray(losses_n)) for losses_n in ready]))
+            losses_n = self._pending.popleft()
+            loss = float(losses_n if isinstance(losses_n, int | float) else np.mean(np.asarray(losses_n)))
+            self.diverged = 0 if math.isfinite(loss) else self.diverged + 1
+            self._known.append(loss)
+
+    def take_mean(self) -> float:
+        """Return the mean loss of the steps since the last call, or the last mean if there were none."""
+        self.read()
+        if self._known:
+            mean = float(np.mean(self._known))
             self.mean = mean if math.isfinite(mean) else math.nan  # messages carry no infinite numbers
-            self.diverged = 0 if math.isfinite(mean) else self.diverged + 1
+            self._known.clear()
         return self.mean
 
 

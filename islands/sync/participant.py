@@ -33,7 +33,7 @@ FLUSH_SECONDS = 10.0
 FAREWELL_SECONDS = 2.0
 #: At the end of the run, an island waits this long for the merger to merge its last contributions.
 MERGED_SECONDS = 10.0
-#: An island leaves after this many contributions in a row whose loss was not finite.
+#: An island leaves after this many losses in a row that are not finite. Some optimisers skip a step that fails.
 DIVERGED_MAX = 3
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,10 @@ class Participant(ABC):
         moments: The origin of the inner optimiser's state, in words.
         stretch: The steps of a contribution as a share of the run's interval (a moving average).
         tokens_per_step: The tokens of an inner step, for display.
+        diverged_max: The island leaves after this many losses in a row that are not finite.
     """
+
+    diverged_max = DIVERGED_MAX
 
     def __init__(
         self,
@@ -170,7 +173,7 @@ class Participant(ABC):
         """Process received events, adopt snapshots and send contributions, without waiting for anything.
 
         Raises:
-            DivergedError: The loss has not been finite for several contributions.
+            DivergedError: The newest losses are not finite.
         """
         if self.link.pumps.failure is not None:
             raise self.link.pumps.failure
@@ -201,9 +204,10 @@ class Participant(ABC):
             self._hand_over(who)
 
     def _require_finite_loss(self) -> None:
-        if self.losses.diverged >= DIVERGED_MAX:
+        self.losses.read()
+        if self.losses.diverged >= self.diverged_max:
             raise DivergedError(
-                f"The loss of {self.name} was not finite in its last {self.losses.diverged} contributions",
+                f"The loss of {self.name} is not finite",
                 "Start the island again: it takes the run's parameters and fresh optimiser state. If all islands end "
                 "this way, use a lower learning rate (--inner.learning-rate of a new run).",
             )

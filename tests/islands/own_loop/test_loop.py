@@ -79,6 +79,26 @@ def test_nothing_that_is_not_finite_is_sent(framework: Framework, codec: Any, va
     assert run.transport.reader.books().refused == 0
 
 
+def test_nan_is_noticed_although_nothing_can_be_sent(framework: Framework) -> None:
+    run = framework.run()  # whose merger never acts
+    for number, loss in enumerate((None, math.nan, framework.array(math.inf))):
+        island = run.island(f"island-{number}")
+
+        def train(turns: int, loss: Any, island: LoopIsland = island) -> None:
+            for _ in range(turns):
+                island.step()
+                island.loop.turn(1, 10, loss)
+                island.link.pump()
+
+        train(12, 2.5)
+        sent = island.loop.sequence
+        spoilt = island.spoil(math.nan) if loss is None else ""
+        with failing(DivergedError, "" if spoilt == "" else "loop.not-finite") as caught:
+            train(CONFIG.sync.interval if spoilt else 1, loss)
+        assert spoilt in caught.value.what
+        assert island.loop.sequence == sent, "the window is closed"
+
+
 def test_what_rounding_leaves_out_stays_owed(framework: Framework) -> None:
     """All progress arrives in the end, because the reference moves only to what the merger reads."""
     run = framework.run(config=replace(CONFIG, wire=WireConfig(up="int4", thin="", down="float32")))
