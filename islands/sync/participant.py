@@ -35,6 +35,8 @@ FAREWELL_SECONDS = 2.0
 MERGED_SECONDS = 10.0
 #: An island leaves after this many losses in a row that are not finite. Some optimisers skip a step that fails.
 DIVERGED_MAX = 3
+#: An island that no merger serves leaves after as many steps as the run has, and no sooner than after this time.
+STRANDED_SECONDS = 60.0
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +95,7 @@ class Participant(ABC):
         self.moments = "fresh"
         self.stretch = 0.0
         self._sequences = [0] * manifest.shards  # a shard's merger expects no gaps
+        self._unserved_steps = 0
         self._marker = 0  # the last checkpoint that a merger has announced
         self.tokens_per_step = float(config.tokens_per_step)
         #: The length of the run for the learning rate's schedule. It follows the operator's at the next boundary.
@@ -154,8 +157,14 @@ class Participant(ABC):
 
     @property
     def must_leave(self) -> bool:
-        """True if the operator has asked the island to leave, or a newer process has taken its name over."""
-        return bool(self.link.operator_request) or self.link.is_replaced
+        """True if the operator asked for it, if a newer process has the island's name, or if the island is stranded."""
+        return bool(self.link.operator_request) or self.link.is_replaced or self.is_stranded
+
+    @property
+    def is_stranded(self) -> bool:
+        """True if no merger came while the island made as many steps as the run has. Redis keeps what it then sends."""
+        has_time = self.link.serving.away_seconds >= STRANDED_SECONDS and not self.link.pumps.trouble
+        return has_time and self._unserved_steps >= self.link.run_steps
 
     @property
     def is_held(self) -> bool:
@@ -215,6 +224,7 @@ class Participant(ABC):
     def stepped(self, steps: int, tokens: int, *, is_held: bool) -> None:
         """Count inner steps. While the schedule is held, its clock stands still."""
         self.ledger.stepped(steps, tokens, is_held=is_held)
+        self._unserved_steps = self._unserved_steps + steps if self.link.serving.is_served is False else 0
         self.totals.steps += steps
         self.totals.tokens += tokens
 
@@ -334,7 +344,14 @@ class Participant(ABC):
             return "left", "the run is at its end"
         kinds = {DRAIN: "drained", EXPEL: "expelled"}
         request = self.link.operator_request
-        return (kinds[request], IN_WORDS[request]) if request in kinds else ("left", "it was stopped")
+        if request in kinds:
+            return kinds[request], IN_WORDS[request]
+        if self.is_stranded:
+            return "left", (
+                f"no merger served the run while it made {self._unserved_steps:,} steps, as many as the whole run has. "
+                "Its work waits in Redis: start a merger, and then the island again"
+            )
+        return "left", "it was stopped"
 
     def give_up(self, kind: str, reason: str) -> None:
         """Announce the departure with a note of that kind, without sending any progress."""

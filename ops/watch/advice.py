@@ -133,7 +133,7 @@ def _run_problems(view: RunView, config: RunConfig, tape: Sequence[TapeEntry]) -
         yield Problem(
             "merger.missing", "bad", "merger", "No merger serves the run.",
             view.refused or f"Start one with `archipelago merger URL {command}`. It goes on where the last one "
-            "stopped. Until then islands train within their window, and their work waits.", status.still_seconds,
+            "stopped. Until then islands train on, and their work waits for one.", status.still_seconds,
         )  # fmt: skip
     elif stalls and not view.control.is_paused:
         yield Problem(

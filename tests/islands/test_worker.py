@@ -100,7 +100,7 @@ def alone(run: TinyRun, island: Island, steps: int) -> None:
 
 
 def test_an_island_without_a_merger_does_not_use_up_the_run() -> None:
-    short = replace(tiny.CONFIG, inner=replace(tiny.CONFIG.inner, steps=60))
+    short = replace(tiny.CONFIG, inner=replace(tiny.CONFIG.inner, steps=220))
     run = TinyRun(tiny.manifest(config=short))
     run.merger.transport.merger.release(run.merger.epoch)
     island = run.island()
@@ -108,13 +108,18 @@ def test_an_island_without_a_merger_does_not_use_up_the_run() -> None:
     window = 4  # two rounds of a stride of two steps
     assert (island.totals.steps, island.ledger.global_step) == (200, window)
     assert not island.finished
+    leaves = [island.must_leave]
+    alone(run, island, 40)  # as many as the whole run has
+    leaves.append(island.must_leave)
+    assert "no merger" in island.leave_reason()[1]
     assert run.transport.reader.presences()[0].heartbeat.link != "ok"
     assert run.merger.acquire()
     run.merger.load()
     run.play(island, 20)
     assert run.merger.state.step >= 10
+    assert [*leaves, island.must_leave] == [False, True, False]
     assert run.transport.reader.books().refused == 0
-    for _ in range(60):
+    for _ in range(240):
         run.play(island, 1)
     assert island.finished
 

@@ -67,6 +67,7 @@ class MergerWatch:
     def __init__(self, reader: ReaderClient, run: str, clock: Callable[[], float]) -> None:
         self._reader, self._run, self._clock = reader, run, clock
         self.is_served: bool | None = None
+        self._unserved_since: float | None = None
         self._warned_at: float | None = None
 
     @property
@@ -74,9 +75,19 @@ class MergerWatch:
         """What to show while no merger serves; otherwise empty."""
         return "no merger serves the run" if self.is_served is False else ""
 
+    @property
+    def away_seconds(self) -> float:
+        """For how long no merger has served; 0 while one does."""
+        since = self._unserved_since
+        return 0.0 if since is None else self._clock() - since
+
     def look(self, *, is_over: bool) -> None:
         """Look whether a merger serves the run. One that is over needs none. Raises BrokerError."""
         self.is_served = self._reader.is_served()
+        if self.is_served:
+            self._unserved_since = None
+        elif self._unserved_since is None:
+            self._unserved_since = self._clock()
         if not self.is_served and not is_over:
             self._warn()
         elif self._warned_at is not None:
@@ -92,8 +103,10 @@ class MergerWatch:
             log.warning("no merger serves the run %r: %s", self._run, why, extra={"code": "island.no-merger"})
             return
         log.warning(
-            "no merger serves the run %r. This island trains on within its window, and the run does not advance. "
-            "Start one: `archipelago merger --run %s`, with $ARCHIPELAGO_URL set or with a merger's join file.",
+            "no merger serves the run %r. This island trains on, but the run does not advance, and steps beyond the "
+            "window are not merged one by one: they wait here, for one contribution. After as many steps as the whole "
+            "run has, the island leaves. Start a merger: `archipelago merger --run %s`, with $ARCHIPELAGO_URL set or "
+            "with a merger's join file.",
             self._run,
             self._run,
             extra={"code": "island.no-merger"},
