@@ -46,10 +46,7 @@ def heartbeat(island: Participant, state: str) -> Heartbeat:
         last_refusal=ledger.last_refusal,
         bytes_up=link.channels.bytes_up,
         bytes_down=link.channels.bytes_down,
-        link=link.pumps.trouble
-        or link.serving.in_words
-        or link.uplink.in_words(island.stretch, island.link_share)
-        or "ok",
+        link=link.pumps.trouble or link.serving.in_words or link.uplink.in_words(island.stretch) or "ok",
         data=" ".join(map(str, island.positions())),
         moments=island.moments,
         uplink_bytes_per_second=_rate(link.uplink.seconds_a_byte),

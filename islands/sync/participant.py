@@ -100,11 +100,6 @@ class Participant(ABC):
         self.tokens_per_step = float(config.tokens_per_step)
         #: The length of the run for the learning rate's schedule. It follows the operator's at the next boundary.
         self.run_steps = config.inner.steps
-        wire = config.wire  # the bytes of all fragments, by codec
-        self._bytes = {
-            name: sum(codec(name).encoded_size(size) for size in manifest.sizes)
-            for name in {wire.up, wire.thin, wire.down} - {""}
-        }
         self._measures = replica
         self._has_joined = False
 
@@ -281,13 +276,6 @@ class Participant(ABC):
         stride_seconds = self.speed.step_seconds * sync.interval / len(self.manifest.fragments)
         size = codec(wire.up).encoded_size(self.manifest.sizes[p])
         return wire.up if not wire.thin or self.link.uplink.fits(size, stride_seconds) else wire.thin
-
-    @property
-    def link_share(self) -> float:
-        """The share of the run's interval that transfers take at the measured speeds."""
-        wire, uplink = self.config.wire, self.link.uplink
-        up = self._bytes[wire.thin if uplink.thin and wire.thin else wire.up]
-        return uplink.busy_share(up, self._bytes[wire.down], self.speed.step_seconds * self.config.sync.interval)
 
     def beat(self, state: str) -> None:
         """Update the next heartbeat, unless it is nearly as new."""

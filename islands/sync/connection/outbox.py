@@ -218,7 +218,7 @@ class Outbox:
             began = self._clock()
             entry = self._transport.island.publish(contribution, payload)
             if is_first:  # a retry sends only what is missing, so its time says nothing about the link
-                self._uplink.sent(len(payload), self._clock() - began)
+                self._uplink.sent(len(payload), began, self._clock())
             self._acknowledge(contribution.identity_text, entry)
         self.bytes_up += len(payload)
         self.sent += 1

@@ -100,14 +100,11 @@ class Snapshots:
             p: The fragment.
             read_heads: Returns the newest headers of all fragments. Called only before a download in full.
         """
-        began, before = self._clock(), self.bytes_down
         arrival = self._by_differences(p)
         if arrival is None and p in self._known and self.is_current(p, read_heads()):
             self.announced.pop(p, None)
             return None
-        arrival = arrival or self.fetch(p)
-        self._uplink.received(self.bytes_down - before, self._clock() - began)
-        return arrival
+        return arrival or self.fetch(p)
 
     def fetch(self, p: int) -> Arrival:
         """Download the newest full snapshot of a fragment and the differences after it.
@@ -115,7 +112,9 @@ class Snapshots:
         Raises:
             WireError: A payload is missing, or was not announced.
         """
+        began = self._clock()
         found = newest(self._transport.reader, self._manifest, p)
+        self._uplink.received(found.bytes, began, self._clock())
         if fault := snapshot_fault(found.snapshot, self._manifest):
             raise WireError(f"the hash of fragment {p} holds {fault}", code="wire.snapshot")
         self.bytes_down += found.bytes
@@ -185,10 +184,12 @@ class Snapshots:
 
     def _after_difference(self, p: int, snapshot: Snapshot, before_N: Vector) -> Vector | None:
         unpacking = onto(self._manifest, p, before_N)
+        began = self._clock()
         payload = self._transport.reader.difference(p, snapshot.version, unpacking.arrived)
         if payload is None or len(payload) != snapshot.difference_bytes:
             return None
         self.bytes_down += len(payload)
+        self._uplink.received(len(payload), began, self._clock())
         try:
             return unpacking.finish(payload)
         except WireError as error:

@@ -1,6 +1,6 @@
 """Measures of an island's link, and what to send on a slow one: fewer bytes first, then longer intervals.
 
-Pure: sizes and seconds in, decisions out. Rates are moving averages of what the link has carried.
+Pure: sizes and seconds in, decisions out. Rates and shares are moving averages of what the link has carried.
 """
 
 from __future__ import annotations
@@ -13,14 +13,38 @@ SMOOTHING = 0.7
 RECOVERY_SHARE = 0.5
 #: Smaller payloads always use the full codec, because most of their time is the round trip.
 SMALL_BYTES = 64 << 10
+#: On a busy processor, any message may take a few round trips, or this long. So the time of a small payload that is
+#: shorter says nothing, except that the link is no slower.
+NOISE_ROUND_TRIPS, NOISE_SECONDS = 4.0, 0.05
 #: A transfer that is this much slower than the average counts only if the next one is slow too. A process, a server
 #: or a machine that was paused for some seconds says nothing about the link.
 PAUSE_FACTOR = 8.0
 #: Contributions may have more steps than the interval for other reasons than the link, such as a merger that pauses.
-#: The link is named as the reason if transfers at the measured speeds take more than this share of the interval.
+#: The link is named as the reason if it carries payloads for more than this share of the time.
 BUSY_SHARE = 0.5
 #: Compression is tried again after this many payloads, to measure whether it pays.
 TRY_EVERY = 32
+
+
+@dataclass
+class BusyShare:
+    """The share of the time in which the link carries payloads one way."""
+
+    _busy: float = 0.0
+    _elapsed: float = 0.0
+    _ended: float | None = None
+
+    def add(self, seconds: float, ended: float) -> None:
+        """Add a transfer of so many seconds that ended at that time."""
+        if self._ended is not None:
+            self._busy = SMOOTHING * self._busy + (1.0 - SMOOTHING) * seconds
+            self._elapsed = SMOOTHING * self._elapsed + (1.0 - SMOOTHING) * (ended - self._ended)
+        self._ended = ended
+
+    @property
+    def share(self) -> float:
+        """The share; 0 before the second transfer."""
+        return self._busy / self._elapsed if self._elapsed > 0.0 else 0.0
 
 
 @dataclass
@@ -43,32 +67,47 @@ class Uplink:
     packing_seconds_a_byte: float = 0.0
     thin: bool = False
     _payloads: int = 0
+    _up: BusyShare = field(default_factory=BusyShare)
+    _down: BusyShare = field(default_factory=BusyShare)
     _measured: Counter[str] = field(default_factory=Counter)
     _doubted: set[str] = field(default_factory=set)
 
-    def sent(self, size: int, seconds: float) -> None:
+    def sent(self, size: int, began: float, ended: float) -> None:
         """Record the time until a payload of `size` bytes was acknowledged."""
-        on_the_way = max(0.0, seconds - self.round_trip_seconds)
-        self.seconds_a_byte = self._steady("up", self.seconds_a_byte, on_the_way / max(1, size))
+        self.seconds_a_byte = self._carried("up", self._up, self.seconds_a_byte, size, began, ended)
+
+    def received(self, size: int, began: float, ended: float) -> None:
+        """Record the time that the download of `size` bytes took."""
+        self.down_seconds_a_byte = self._carried("down", self._down, self.down_seconds_a_byte, size, began, ended)
 
     def answered(self, seconds: float) -> None:
         """Record the time until a heartbeat was acknowledged. No codec shortens that."""
-        self.round_trip_seconds = self._steady("answer", self.round_trip_seconds, seconds)
+        self.round_trip_seconds, _ = self._steady("answer", self.round_trip_seconds, seconds)
 
-    def received(self, size: int, seconds: float) -> None:
-        """Record the time that the download of `size` bytes took."""
-        self.down_seconds_a_byte = self._steady("down", self.down_seconds_a_byte, seconds / max(1, size))
+    def _carried(self, way: str, busy: BusyShare, mean: float, size: int, began: float, ended: float) -> float:
+        """Return the mean time of a byte after one more transfer, without the round trip, and count its time."""
+        whole = ended - began
+        seconds, counts = max(0.0, whole - self.round_trip_seconds), False
+        if size < SMALL_BYTES and whole < max(NOISE_SECONDS, NOISE_ROUND_TRIPS * self.round_trip_seconds):
+            mean = min(mean, whole / max(1, size))
+        else:
+            mean, counts = self._steady(way, mean, seconds / max(1, size))
+        busy.add(seconds if counts else 0.0, ended)
+        return mean
 
-    def _steady(self, what: str, mean: float, sample: float) -> float:
-        """Return a moving average after one more sample. One that is far too slow, as after a pause, does not count."""
+    def _steady(self, what: str, mean: float, sample: float) -> tuple[float, bool]:
+        """Return a moving average after one more sample, and whether the sample counts.
+
+        One that is far too slow, as after a pause, does not.
+        """
         self._measured[what] += 1
         if self._measured[what] == 2:
             mean = min(mean, sample)  # the first sample had nothing to be compared with
         if self._measured[what] > 1 and sample > PAUSE_FACTOR * mean and what not in self._doubted:
             self._doubted.add(what)
-            return mean
+            return mean, False
         self._doubted.discard(what)
-        return averaged(mean, sample)
+        return averaged(mean, sample), True
 
     def packed(self, before: int, after: int, seconds: float) -> None:
         """Record the bytes before and after compressing a body, and the time that it took."""
@@ -99,20 +138,19 @@ class Uplink:
             self.thin = False
         return not self.thin
 
-    def busy_share(self, bytes_up: float, bytes_down: float, seconds: float) -> float:
-        """Return the share of `seconds` that transfers of that size take at the measured speeds; 0 if it is unknown."""
-        needed = max(bytes_up * self.packed_share * self.seconds_a_byte, bytes_down * self.down_seconds_a_byte)
-        return needed / seconds if seconds > 0.0 else 0.0
+    @property
+    def busy_share(self) -> float:
+        """The share of the time in which the link carries payloads, one way or the other."""
+        return max(self._up.share, self._down.share)
 
-    def in_words(self, stretch: float, busy_share: float) -> str:
+    def in_words(self, stretch: float) -> str:
         """Describe the measures against a thin link; empty on a good one.
 
         Args:
             stretch: The interval over the run's.
-            busy_share: The share of the run's interval that the transfers take.
         """
         measures = ["fewer bits"] if self.thin else []
-        if stretch > 1.5 and busy_share > BUSY_SHARE:
+        if stretch > 1.5 and self.busy_share > BUSY_SHARE:
             measures.append(f"interval {stretch:.1f}x")
         rates = [
             f"{8e-6 / each:.1f} Mbit/s {way}"
