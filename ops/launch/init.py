@@ -15,7 +15,7 @@ import tyro
 from archipelago.broker import invitation as invitations
 from archipelago.broker.address import redacted
 from archipelago.broker.buckets.folder import is_address
-from archipelago.broker.config import OWN_MODEL, RunConfig, checked, differing
+from archipelago.broker.config import RunConfig, checked, differing
 from archipelago.broker.control import STEPS
 from archipelago.broker.errors import ConfigError, MismatchError, RunExistsError, UnknownRunError
 from archipelago.broker.footprint import available_here, footprint, memory_text, shortage
@@ -87,21 +87,22 @@ def main(options: InitOptions) -> int:
         say(f"run {manifest.run!r} {done}: {manifest.parameters:,} parameters in {len(manifest.fragments)} fragments")
         if options.resume is None:  # only the machines of islands need the text of a run that continues
             say(f"  data: {text_of(manifest)}")
-        is_script = manifest.config.model.size == OWN_MODEL and not manifest.task
-        for line in next_steps(options.url or os.environ.get(URL_VARIABLE, ""), manifest.run, options.task, is_script):
+        for line in next_steps(options.url or os.environ.get(URL_VARIABLE, ""), manifest, options.task):
             say(f"  {line}")
     return 0
 
 
-def next_steps(url: str, run: str, task: str | None = None, is_script: bool = False) -> list[str]:
+def next_steps(url: str, manifest: Manifest, task: str | None = None) -> list[str]:
     """Return what to start next, as lines for a shell. A password is never repeated."""
-    flag = f" --task {shlex.quote(task)}" if task else ""
-    island = "your training script" if is_script else f"archipelago island --run {run}{flag}"
-    if invitations.is_join_file(url):
+    run, is_invited = manifest.run, invitations.is_join_file(url)
+    flag = f" --task {shlex.quote(task or 'FILE.py:NAME')}" if manifest.task else ""
+    island = f"archipelago island {'FILE' if is_invited else f'--run {run}'}{flag}"
+    if manifest.config.has_own_loops and not manifest.task:
+        island = "your training script"
+    if is_invited:
         return [
             f"invite its processes:  archipelago invite NAME --role merger --run {run}   (and --role island)",
-            "start each of them with its join file: archipelago merger FILE, "
-            + ("your training script" if is_script else f"archipelago island FILE{flag}"),
+            f"start each of them with its join file: archipelago merger FILE, {island}",
         ]
     shown = redacted(url).replace("***", "PASSWORD")
     comment = "   # with its password, which is not repeated here" if shown != url else ""

@@ -21,7 +21,7 @@ from archipelago.merger.storage import MergerFolder
 from archipelago.ops.dashboard import page_data
 from archipelago.ops.experiments.replay import ReplayOptions
 from archipelago.ops.experiments.replay import main as replay
-from archipelago.ops.launch.init import InitOptions
+from archipelago.ops.launch.init import InitOptions, next_steps
 from archipelago.ops.launch.init import main as init
 from archipelago.ops.watch.doctor.main import DoctorOptions
 from archipelago.ops.watch.doctor.main import main as doctor
@@ -147,9 +147,16 @@ def test_export_writes_the_leaves_under_their_names(served: Served, capsys: pyte
     assert not {"corpus", "vocabulary"} & set(json.loads(Path("out/config.json").read_text())["archipelago"])
 
 
-def test_a_run_that_its_redis_has_lost_goes_on_from_a_checkpoint(served: Served) -> None:
+def test_a_run_that_its_redis_has_lost_goes_on_from_a_checkpoint(
+    served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
     lost, url = served.run, f"fakeredis://{uuid.uuid4().hex}"
     assert init(InitOptions(url=url, run="own", resume="runs/own/merger")) == 0
+    told = "".join(capsys.readouterr())
+    assert "archipelago island" not in told and "training script" in told, "only the script can train it"
+    assert "archipelago island --run own --task FILE.py:NAME" in "".join(
+        next_steps(url, replace(lost.manifest, task="mine"))
+    )
     with join(url, "own", tree(), island="lima") as run:
         assert run.step == lost.merger.state.step > 0
         named = TreeLayout.of(run.params).leaves_of(run.params)
