@@ -125,7 +125,7 @@ def run_named(
     ready = time.process_time() - began
     log.info(
         "joined %s at round %s on %s, optimiser state: %s, %s steps a boundary, after %.1f s of processor time",
-        manifest.run, island.ledger.closed, island.device, island.moments, island.scan_steps, ready,
+        manifest.run, island.ledger.closed, island.host.device, island.moments, island.scan_steps, ready,
         extra={"round": island.ledger.closed},
     )  # fmt: skip
     try:

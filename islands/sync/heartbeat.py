@@ -32,7 +32,7 @@ def heartbeat(island: Participant, state: str) -> Heartbeat:
         state=state,
         host=platform.node()[:200],
         pid=os.getpid(),
-        device=island.device,
+        device=island.host.device,
         steps=island.totals.steps,
         global_step=ledger.global_step,
         tokens=island.totals.tokens,

@@ -166,11 +166,6 @@ class Participant(ABC):
         """True while the schedule's clock stands still, because the island is its window ahead of the last merge."""
         return self.ledger.is_held(is_served=self.link.serving.is_served is not False, stretch=self.stretch)
 
-    @property
-    def device(self) -> str:
-        """The device in words."""
-        return self.host.device
-
     # -- between two steps --------------------------------------------------------------------------------------------
 
     def boundary(self) -> None:
@@ -281,7 +276,7 @@ class Participant(ABC):
         """Update the next heartbeat, unless it is nearly as new."""
         if state == "training" and not self._has_joined:
             self._has_joined = True
-            where = f"after round {self.ledger.closed} on {self.device}"
+            where = f"after round {self.ledger.closed} on {self.host.device}"
             self.link.note("joined", f"{where}, optimiser state: {self.moments}")
         if self.link.wants_beat(state):
             self.link.beat(heartbeat(self, state))
@@ -295,18 +290,16 @@ class Participant(ABC):
         parameters have them when a script goes on. An island whose name was taken over only writes a note, because its
         heartbeats are those of another process.
         """
-        if self.link.is_replaced:
-            return self._leave_the_name(flush_seconds)
-        self.beat("leaving")
-        for number in self.ledger.farewells():
-            self._send(number, farewell=True)
-        is_sent = self.link.drain(flush_seconds)
-        if is_sent and self.finished:
-            self._await_merge(min(MERGED_SECONDS, flush_seconds))
-        kind, reason = self.leave_reason()
-        self.link.note(kind, f"after {self.totals.steps:,} steps: {reason}")
-        self.beat(state)
-        return self.link.drain(min(FAREWELL_SECONDS, flush_seconds)) and is_sent
+        is_replaced, is_sent = self.link.is_replaced, True
+        if not is_replaced:
+            self.beat("leaving")
+            for number in self.ledger.farewells():
+                self._send(number, farewell=True)
+            is_sent = self.link.drain(flush_seconds)
+            if is_sent and self.finished:
+                self._await_merge(min(MERGED_SECONDS, flush_seconds))
+        last_state, seconds = "left" if is_replaced else state, min(FAREWELL_SECONDS, flush_seconds)
+        return self.give_up(*self.leave_reason(), last_state, seconds) and is_sent
 
     def _await_merge(self, seconds: float) -> None:
         """Wait for the merger, and say what the run's parameters lack."""
@@ -317,12 +310,6 @@ class Participant(ABC):
             )  # fmt: skip
         if fault := few_syncs(self.link.channels.heard_round / len(self.ledger.counts)):
             log.warning("%s %s", fault, FEW_SYNCS_REMEDY, extra={"code": "run.few-syncs"})
-
-    def _leave_the_name(self, flush_seconds: float) -> bool:
-        kind, reason = self.leave_reason()
-        self.link.note(kind, f"after {self.totals.steps:,} steps: {reason}")
-        self.beat("left")  # wakes the thread that sends the note
-        return self.link.drain(min(FAREWELL_SECONDS, flush_seconds))
 
     def leave_reason(self) -> tuple[str, str]:
         """Return why the island leaves, as a note's kind and text."""
@@ -341,8 +328,8 @@ class Participant(ABC):
             )
         return "left", "it was stopped"
 
-    def give_up(self, kind: str, reason: str) -> None:
-        """Announce the departure with a note of that kind, without sending any progress."""
+    def give_up(self, kind: str, reason: str, state: str = "left", seconds: float = FAREWELL_SECONDS) -> bool:
+        """Announce the departure with a note of that kind, without sending any progress. Return whether it was sent."""
         self.link.note(kind, f"after {self.totals.steps:,} steps: {reason}")
-        self.beat("left")
-        self.link.drain(FAREWELL_SECONDS)
+        self.beat(state)  # wakes the thread that sends the note
+        return self.link.drain(seconds)
