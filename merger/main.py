@@ -161,7 +161,8 @@ def main(options: MergerOptions) -> int:
         step = max(merger.state.step for merger in mergers)
         text = "the run is finished: all %s steps are made, its islands have left, and everything is merged"
         log.info(text, f"{step:,}", extra={"round": closed})
-        if fault := few_syncs(closed / len(manifest.fragments)):
+        log.info("each fragment had %.1f syncs", syncs := closed / len(manifest.fragments))
+        if fault := few_syncs(syncs):
             log.warning("%s %s", fault, FEW_SYNCS_REMEDY, extra={"code": "run.few-syncs"})
     log.info("leaving after round %s", closed, extra={"round": closed})
     if options.json:

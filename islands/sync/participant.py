@@ -308,7 +308,8 @@ class Participant(ABC):
                 "the last %s contributions of this island are not merged yet, so the run's parameters lack them. Redis "
                 "keeps them for its merger", left, extra={"code": "island.not-merged"},
             )  # fmt: skip
-        if fault := few_syncs(self.link.channels.heard_round / len(self.ledger.counts)):
+        log.info("each fragment had %.1f syncs", syncs := self.link.channels.heard_round / len(self.ledger.counts))
+        if fault := few_syncs(syncs):
             log.warning("%s %s", fault, FEW_SYNCS_REMEDY, extra={"code": "run.few-syncs"})
 
     def leave_reason(self) -> tuple[str, str]:
