@@ -228,8 +228,9 @@ class AdoptConfig:
     """The rule by which an island takes a snapshot that arrives while it trains.
 
     Attributes:
-        rule: `overwrite` replaces the island's parameters. `carry` also adds the steps that the island has taken since
-            it last sent the fragment.
+        rule: `overwrite` replaces the island's parameters, and with them what the codec left out when the island last
+            sent the fragment. So it refuses `top3` as `wire.up`, and uses no codec for thin links. `carry` also adds
+            the steps that the island has taken since it last sent the fragment.
     """
 
     __pydantic_config__ = _STRICT
@@ -296,6 +297,11 @@ class RunConfig:
         return self.model.size == OWN_MODEL
 
     @property
+    def thin(self) -> str:
+        """The codec for thin links; empty with `overwrite`, which drops what a codec leaves out."""
+        return self.wire.thin if self.adopt.rule == "carry" else ""
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens that one inner step of one island trains on."""
         return self.data.batch_size * self.data.sequence_length
@@ -331,7 +337,7 @@ def checked(
     """Return the config if every value is in range. Raises ConfigError that names each wrong key and its value."""
     values = dataclasses.asdict(settings) if isinstance(settings, RunConfig) else settings
     try:
-        return _adapter().validate_python(values)
+        config = _adapter().validate_python(values)
     except ValidationError as error:
         found = [(".".join(map(str, fault["loc"])), fault) for fault in error.errors()]
         unknown = [key for key, fault in found if fault["type"] == _UNKNOWN]
@@ -339,6 +345,14 @@ def checked(
         faults = [*(f"there is no setting {key}{_similar(key)}" for key in unknown), *known]
         code = "config.unknown-key" if unknown else "config.value"
         raise ConfigError(f"{source} cannot be used: " + "; ".join(faults), remedy, code=code) from None
+    if config.adopt.rule == "overwrite" and config.wire.up == "top3":
+        raise ConfigError(
+            f"{source} cannot be used: adopt.rule overwrite drops what wire.up top3 leaves out, which is most of an "
+            "island's progress",
+            "Choose adopt.rule carry, or another codec for wire.up.",
+            code="config.value",
+        )
+    return config
 
 
 def from_json(text: str | bytes, source: str = "the run's stored config") -> RunConfig:

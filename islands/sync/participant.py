@@ -267,10 +267,10 @@ class Participant(ABC):
 
     def _codec(self, p: int) -> str:
         """Return the run's codec, or the thin one if a payload of the run's would take longer than a stride to send."""
-        wire, sync = self.config.wire, self.config.sync
-        stride_seconds = self.speed.step_seconds * sync.interval / len(self.manifest.fragments)
-        size = codec(wire.up).encoded_size(self.manifest.sizes[p])
-        return wire.up if not wire.thin or self.link.uplink.fits(size, stride_seconds) else wire.thin
+        up, thin, interval = self.config.wire.up, self.config.thin, self.config.sync.interval
+        stride_seconds = self.speed.step_seconds * interval / len(self.manifest.fragments)
+        size = codec(up).encoded_size(self.manifest.sizes[p])
+        return up if not thin or self.link.uplink.fits(size, stride_seconds) else thin
 
     def beat(self, state: str) -> None:
         """Update the next heartbeat, unless it is nearly as new."""

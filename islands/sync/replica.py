@@ -39,7 +39,7 @@ class Replica:
         #: One vector [N] for each fragment. A replica of several devices has tensors by name in its place.
         self.references: list[Any] = []
         self.codec = manifest.config.wire.up
-        self.thin = manifest.config.wire.thin
+        self.thin = manifest.config.thin
         self._config = manifest.config.adopt
         self._adopt = [_compiled_adopt(rows, manifest.config.adopt) for rows in self.layout]
 

@@ -146,6 +146,14 @@ def test_a_wrong_value_is_named_with_its_key() -> None:
         assert "\n" not in str(caught.value)
 
 
+def test_overwrite_and_a_codec_that_leaves_most_of_the_progress_out_are_refused() -> None:
+    overwrite = {"adopt": {"rule": "overwrite"}}
+    with failing(ConfigError, "config.value"):
+        checked(overwrite | {"wire": {"up": "top3"}})
+    assert checked(overwrite).thin == ""
+    assert checked({}).thin == "top3"
+
+
 def test_settings_must_be_finite() -> None:
     for key in [key for key in LEAVES if isinstance(value_of(DEFAULTS, key), float)]:
         for value in (math.nan, math.inf, -math.inf):

@@ -11,9 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from archipelago.broker.config import AdoptConfig
 from archipelago.broker.errors import DivergedError
 from archipelago.broker.messages import Marker
 from archipelago.islands.inner import InnerState, InnerSteps
+from archipelago.islands.sync.connection.outbox import Draft
+from archipelago.islands.sync.connection.uplink import Uplink
 from archipelago.islands.sync.ledger import AHEAD_STEPS_MIN
 from archipelago.islands.worker import Island, train
 from tests.failing import failing
@@ -64,6 +67,20 @@ def test_each_checkpoint_of_the_merger_is_told_once() -> None:
         island.link.pump()
         island.boundary()
     assert seen == [5, 6]
+
+
+# -- what it sends --------------------------------------------------------------------------------------------------
+
+
+def test_only_an_island_that_keeps_what_a_codec_leaves_out_uses_a_thin_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Uplink, "fits", lambda *_: False)
+    for rule, codec in (("carry", "int4"), ("overwrite", "bfloat16")):
+        sent: list[Draft] = []
+        run = TinyRun(tiny.manifest(config=replace(tiny.CONFIG, adopt=AdoptConfig(rule))))  # type: ignore[arg-type]
+        island = run.island()
+        monkeypatch.setattr(island.link, "send", sent.append)
+        run.play(island, 8)
+        assert {draft.header.codec for draft in sent} == {codec}, rule
 
 
 # -- data -----------------------------------------------------------------------------------------------------------

@@ -178,9 +178,9 @@ def sync(
         return ok("sync", f"{what} Syncs should be at least {seconds_text(seconds)} apart (--sync.interval).")
     if seconds <= stride:
         return ok("sync", what)
-    thin = codec(wire.thin).encoded_size(max(sizes)) if wire.thin else up
+    thin = codec(config.thin).encoded_size(max(sizes)) if config.thin else up
     if max(thin / link.up, down / link.down) <= stride:
-        return ok("sync", f"{what} It would send {size(thin)} instead ({wire.thin}), because this is a thin link.")
+        return ok("sync", f"{what} It would send {size(thin)} instead ({config.thin}), because this is a thin link.")
     return warning(
         "sync.slow",
         f"{what} Inner steps hide {stride / seconds:.0%} of it: intervals would stretch {seconds / stride:.1f} times.",
