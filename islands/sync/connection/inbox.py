@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from archipelago.broker.commits import START
+from archipelago.broker.errors import BrokerError, UnreachableError, WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Event, Refusal, Resume, Snapshot
 from archipelago.broker.transport import IslandTransport
@@ -92,25 +93,41 @@ class Announcements:
 
         On a thin link a download takes longer than a round. We therefore keep reading events during downloads, because
         an island that does not know of rounds sends nothing.
+
+        Raises:
+            UnreachableError: The broker cannot be reached.
+            BrokerError, WireError: A fragment cannot be read. All others were downloaded.
         """
         self._follow_primary()
         self.listen(0.0 if self._wanted - self._early.keys() else block_seconds)
+        faults: list[BrokerError | WireError] = []
         for p in sorted(self._wanted):
-            newest = self.snapshots.newest(p)
-            arrival = self._early.pop(p, None) or self.snapshots.download(p, self._fresh_heads)
-            if arrival is None:  # the version that was announced does not exist
-                self._wanted.discard(p)
-                self._return_to_last_round()
-                continue
-            if arrival.snapshot.round > self.heard_round:
-                self._early[p] = arrival  # held until all earlier events are processed
-                continue
-            self.arrived_at = self._clock()
-            with self._lock:
-                self._arrivals[p] = arrival
-            if self.snapshots.newest(p) <= max(newest, arrival.snapshot.version):
-                self._wanted.discard(p)  # otherwise a newer version was announced meanwhile
-            self.listen()
+            try:
+                self._fetch(p)
+            except UnreachableError:
+                raise
+            except (BrokerError, WireError) as error:
+                faults.append(error)
+        if faults:
+            raise faults[0]
+
+    def _fetch(self, p: int) -> None:
+        """Download a fragment that was announced, and hand it over unless earlier events have to come first."""
+        newest = self.snapshots.newest(p)
+        arrival = self._early.pop(p, None) or self.snapshots.download(p, self._fresh_heads)
+        if arrival is None:  # the version that was announced does not exist
+            self._wanted.discard(p)
+            self._return_to_last_round()
+            return
+        if arrival.snapshot.round > self.heard_round:
+            self._early[p] = arrival  # held until all earlier events are processed
+            return
+        self.arrived_at = self._clock()
+        with self._lock:
+            self._arrivals[p] = arrival
+        if self.snapshots.newest(p) <= max(newest, arrival.snapshot.version):
+            self._wanted.discard(p)  # otherwise a newer version was announced meanwhile
+        self.listen()
 
     def listen(self, block_seconds: float = 0.0) -> None:
         """Read new events, and ignore those that no merger of this run can have sent."""

@@ -83,6 +83,16 @@ def test_a_damaged_snapshot_is_fetched_again(harness: Harness) -> None:
     assert (received(link), link.channels.bytes_down) == (([], []), had)  # and only once
 
 
+def test_a_snapshot_that_cannot_be_read_holds_up_no_other_one(harness: Harness) -> None:
+    link = harness.link()
+    harness.close(1, 1.0)
+    harness.close(2, 2.0)
+    harness.faulty.damaged_fragments = 1
+    with failing(WireError, "wire.snapshot"):
+        link.pump_receive()
+    assert arrived(link) == {2: 2.0}
+
+
 def test_an_island_follows_a_broker_that_went_back(harness: Harness) -> None:
     """Later snapshots would be mistaken for those of the new rounds with the same numbers."""
     link = harness.link()
@@ -92,7 +102,7 @@ def test_an_island_follows_a_broker_that_went_back(harness: Harness) -> None:
     link.pump()  # The training thread takes nothing.
     harness.stored.fragments = dict(enumerate(kept))
     resume = harness.resume(0)
-    harness.faulty.damaged_fragments = 1
+    harness.faulty.damaged_fragments = 2
     with failing(WireError, "wire.snapshot"):
         link.pump_receive()
     events, arrivals = received(link)
