@@ -191,6 +191,7 @@ def staged_folder(target: Path) -> Iterator[Path]:
             _delete_abandoned(stage)
             yield stage
             stage.rename(target)
+            sync(stage.parent)
     finally:
         shutil.rmtree(stage, ignore_errors=True)
 

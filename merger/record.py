@@ -7,7 +7,6 @@ died between two writes, a round may be in two segments. Both copies are the sam
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ import msgpack
 
 from archipelago.broker.commits import Delivery
 from archipelago.broker.errors import ConfigError, WireError
+from archipelago.broker.files import write_atomically
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Contribution, Snapshot, TapeEntry, from_fields, to_fields
 from archipelago.broker.wire import digest
@@ -97,12 +97,7 @@ class Recorder:
     def _write(self, name: str, body: Any) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         data = msgpack.packb(body)
-        temporary = self.folder / f".{name}.{os.getpid()}"
-        with temporary.open("wb") as file:
-            file.write(MAGIC + digest(data).encode() + data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.folder / name)
+        write_atomically(self.folder / name, [MAGIC + digest(data).encode(), data])
 
 
 def _packed(delivery: Delivery) -> list[Any]:

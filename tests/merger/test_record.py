@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from archipelago.broker.commits import Delivery
 from archipelago.broker.errors import ConfigError
+from archipelago.broker.files import staged_folder
 from archipelago.broker.messages import Contribution, RoundMember, TapeEntry, to_fields
 from archipelago.broker.wire import digest
 from archipelago.merger.record import MAGIC, Recorder, Round, read
@@ -58,6 +60,17 @@ def test_a_record_is_read_back(tmp_path: Path) -> None:
     found = read(tmp_path / "deep" / "record")
     assert (found.manifest, list(found.beginning)) == (MANIFEST, FIRST)
     assert [found.rounds[n] for n in (1, 2, 3)] == rounds
+
+
+def test_what_is_written_survives_a_crash_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file is lost with its name, which is in its folder."""
+    synced: list[Path] = []
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(Path(f"/proc/self/fd/{handle}").readlink()))
+    recorded(tmp_path / "record", [1])
+    assert synced.count(tmp_path / "record") == 2, "after the beginning, and after the rounds"
+    with staged_folder(tmp_path / "staged"):
+        pass
+    assert synced[-1] == tmp_path
 
 
 @pytest.mark.parametrize("first", [1, 2])
