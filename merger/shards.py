@@ -7,12 +7,14 @@ Of S shards and n processes,
 - it hands its last shard over while it serves more than ⌈S / n⌉, or while it serves more than ⌊S / n⌋ and another
   one serves fewer than that.
 
-Each shard has a thread of its own, so one that cannot be served keeps no other one waiting.
+Each shard has a thread of its own, so one that cannot be served keeps no other one waiting. It is tried again from time
+to time, as a process that serves one shard is started again by whoever watches over it.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +31,8 @@ from archipelago.merger.serving import serve
 LOOK_SECONDS = 1.0
 #: How many leases a shard may stay free before any process takes it.
 FREE_LEASES = 2.0
+#: A shard that could not be served is tried again after this long, while the process serves others.
+AGAIN_SECONDS = 30.0
 
 log = logging.getLogger(__name__)
 
@@ -137,6 +141,7 @@ class _ShardThread(threading.Thread):
         super().__init__(name=f"{SHARD_THREAD}{shard}", daemon=True)
         self.is_over = False
         self.error: Exception | None = None
+        self.ended_at = math.inf
         self._merger, self._stopped = merger, stopped
         self._may_take = partial(sharing.may_take, shard)
         self._is_to_hand_over = partial(sharing.is_to_hand_over, shard)
@@ -154,19 +159,26 @@ class _ShardThread(threading.Thread):
                     self._merger, self._stopped, may_take=self._may_take, is_to_hand_over=self._is_to_hand_over
                 )
         except ArchipelagoError as error:
-            log.error("this process no longer serves its shard: %s", error, extra={"code": error.code})
-            self.error = error
+            log.error("this process cannot serve its shard: %s", error, extra={"code": error.code})
+            self.error, self._merger.epoch = error, 0
         except Exception as error:  # noqa: BLE001 - `serve_shards` raises it
             self.error = error
+        self.ended_at = time.monotonic()
 
 
-def serve_shards(mergers: Sequence[Merger], stopped: Callable[[], bool], look_seconds: float = LOOK_SECONDS) -> bool:
+def serve_shards(
+    mergers: Sequence[Merger],
+    stopped: Callable[[], bool],
+    look_seconds: float = LOOK_SECONDS,
+    again_seconds: float = AGAIN_SECONDS,
+) -> bool:
     """Serve the shards of a run until `stopped` or the end of the run, and share them with other processes.
 
     Args:
         mergers: The merger of each shard. None has acquired a lease.
         stopped: Whether to stop.
         look_seconds: How often to read who serves and who stands by.
+        again_seconds: When to try a shard again that could not be served.
 
     Returns:
         Whether the run is finished (`serve`).
@@ -177,17 +189,22 @@ def serve_shards(mergers: Sequence[Merger], stopped: Callable[[], bool], look_se
     if len(mergers) == 1:
         return serve(mergers[0], stopped)
     sharing, has_defect = Sharing(mergers), threading.Event()
-    threads = [
-        _ShardThread(merger, shard, sharing, lambda: has_defect.is_set() or stopped())
-        for shard, merger in enumerate(mergers)
-    ]
-    for thread in threads:
+
+    def begun(shard: int) -> _ShardThread:
+        thread = _ShardThread(mergers[shard], shard, sharing, lambda: has_defect.is_set() or stopped())
         thread.start()
+        return thread
+
+    threads = [begun(shard) for shard in range(len(mergers))]
     while alive := [thread for thread in threads if thread.is_alive()]:
         sharing.look()
         alive[0].join(look_seconds)
         if any(thread.has_defect for thread in threads):
             has_defect.set()
+            continue
+        for shard, thread in enumerate(threads):
+            if thread.error and time.monotonic() - thread.ended_at >= again_seconds:
+                threads[shard] = begun(shard)
     if broken := sorted((thread for thread in threads if thread.error), key=lambda thread: not thread.has_defect):
         assert broken[0].error is not None  # noqa: S101
         raise broken[0].error

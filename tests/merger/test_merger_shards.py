@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from archipelago.broker.errors import UnknownRunError
+from archipelago.broker.errors import ConfigError, UnknownRunError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.shards.transport import create, of_shard
@@ -25,6 +25,7 @@ from tests.conftest import Until
 #: Long enough that no lease expires while the threads of a test stand still. Threads that end release theirs.
 LEASE_SECONDS = 8.0
 LOOK_SECONDS = 0.02
+AGAIN_SECONDS = 0.5
 
 
 # -- the rule, without a broker ---------------------------------------------------------------------------------------
@@ -104,7 +105,7 @@ class Process:
 
     def _run(self) -> None:
         try:
-            serve_shards(self.mergers, self._stopped.is_set, LOOK_SECONDS)
+            serve_shards(self.mergers, self._stopped.is_set, LOOK_SECONDS, AGAIN_SECONDS)
         except Exception as error:  # noqa: BLE001 - the tests look at it
             self.error = error
 
@@ -158,6 +159,25 @@ def test_processes_share_the_shards_of_a_run_until_it_is_deleted(home: RedisTran
     delete(home, 0)
     until(lambda: first.has_ended, "the process to end")
     assert isinstance(first.error, UnknownRunError)
+
+
+def test_a_shard_that_cannot_be_served_is_tried_again(
+    home: RedisTransport, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, faults, loaded = Merger.load, [ConfigError("nothing can restore it", "")], list[int]()
+
+    def fails_once(self: Merger) -> None:
+        if self.manifest.shard == 1 and faults:
+            raise faults.pop()
+        load(self)
+        loaded.append(self.manifest.shard)
+
+    monkeypatch.setattr(Merger, "load", fails_once)
+    process = Process(home, "first")
+    until(lambda: sorted(loaded) == [0, 1], "both shards to be served")
+    assert not process.has_ended
+    process.stop()
+    assert process.error is None
 
 
 def test_a_mistake_of_ours_ends_the_process(
