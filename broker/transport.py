@@ -298,12 +298,15 @@ class IslandClient(Protocol):
         """Ask the other islands for inner optimiser state, for `who` (island/incarnation)."""
         ...
 
-    def open_requests(self) -> list[str]:
-        """Return the live islands (island/incarnation) whose request no other island has promised to answer."""
+    def open_requests(self, me: str = "") -> list[str]:
+        """Return the live islands (island/incarnation) whose request no other island than `me` promised to answer."""
         ...
 
     def promise_answer(self, who: str, giver: str) -> bool:
-        """Promise that `giver` answers the request of `who`. Returns False if another island has promised it."""
+        """Promise that `giver` answers the request of `who`. Returns False if another island has promised it.
+
+        A giver that missed the reply promises again.
+        """
         ...
 
     def hand_over(self, who: str, handover: Handover, payload: bytes) -> None:

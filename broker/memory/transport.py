@@ -293,14 +293,14 @@ class MemoryIsland:
         with self._broker.opened(self._run) as run:
             run.requests.setdefault(who, "")
 
-    def open_requests(self) -> list[str]:
+    def open_requests(self, me: str = "") -> list[str]:
         with self._broker.opened(self._run) as run:
             live = run.live(self._broker.clock())
-            return sorted(who for who, giver in run.requests.items() if not giver and who in live)
+            return sorted(who for who, giver in run.requests.items() if giver in ("", me) and who in live)
 
     def promise_answer(self, who: str, giver: str) -> bool:
         with self._broker.opened(self._run) as run:
-            if run.requests.get(who) != "":
+            if run.requests.get(who) not in ("", giver):
                 return False
             run.requests[who] = giver
             return True

@@ -193,12 +193,12 @@ class RedisIsland:
             pipe.expire(self._keys.requests, REMEMBER_SECONDS)  # removes the requests of islands that died
             pipe.execute()
 
-    def open_requests(self) -> list[str]:
+    def open_requests(self, me: str = "") -> list[str]:
         key = self._keys.requests
         with self._connection.translated():
             is_flooded = self._redis.hlen(key) > REQUESTS_READ
             found = {} if is_flooded else text_fields(self._redis.hgetall(key))
-        waiting = {who for who, giver in found.items() if not giver}
+        waiting = {who for who, giver in found.items() if giver in ("", me)}
         if not waiting and not is_flooded:
             return []
         names = None if is_flooded else sorted({who.partition("/")[0] for who in waiting})
@@ -206,12 +206,12 @@ class RedisIsland:
         if is_flooded and live:  # reading the requests of the live islands costs less than reading all
             with self._connection.translated():
                 givers = self._redis.hmget(key, live)
-            waiting = {who for who, giver in zip(live, givers, strict=True) if giver == b""}
+            waiting = {who for who, giver in zip(live, givers, strict=True) if giver in (b"", me.encode())}
         return [who for who in live if who in waiting]
 
     def promise_answer(self, who: str, giver: str) -> bool:
         def offer(pipe: Any) -> bool:
-            if pipe.hget(self._keys.requests, who) != b"":
+            if pipe.hget(self._keys.requests, who) not in (b"", giver.encode()):
                 return False
             pipe.multi()
             pipe.hset(self._keys.requests, who, giver)

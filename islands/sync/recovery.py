@@ -13,6 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from archipelago.broker.errors import BrokerError, WireError
+from archipelago.broker.errors import BrokerError, UnreachableError, WireError
 from archipelago.broker.messages import Handover
 from archipelago.broker.presence import Presence
 from archipelago.broker.transport import IslandTransport
@@ -36,6 +37,8 @@ log = logging.getLogger(__name__)
 #: How long a newcomer waits for a peer's answer once it is ready to train.
 ASK_SECONDS = 10.0
 POLL_SECONDS = 0.05
+#: How often a newcomer looks whether peers still live. This reads the heartbeats of all islands.
+PEERS_SECONDS = 1.0
 #: After so long without an answer another peer is asked. The one that has promised it may have none to give.
 ASK_AGAIN_SECONDS = 4.0
 #: How many answers that it cannot use a newcomer asks for. Each costs a peer a copy of its state.
@@ -153,7 +156,7 @@ def receive(
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> Received | None:
-    """Wait for a peer's answer to `ask`, and return it; None if no peer answered.
+    """Wait for a peer's answer to `ask`, and return it; None if no peer answered. An outage is waited for, too.
 
     An answer that cannot be used, such as the state of a peer in another framework, is withdrawn with its request, and
     the request is made again, as after a peer that stays silent. Each peer answers an incarnation once, so another one
@@ -169,38 +172,44 @@ def receive(
         pause: Sleeps for some seconds.
 
     Raises:
-        BrokerError: The broker cannot be reached.
+        BrokerError: The broker refuses to answer, or cannot be reached in the end.
         WireError: No answer can be used. This is the fault of the last one.
     """
-    asked_at = clock()
+    asked_at = look_at = clock()
     deadline = asked_at + seconds
     name = who.partition("/")[0]
     faults: list[WireError] = []
-    useless: set[str] = set()
+    others, useless = set[str](), set[str]()
     try:
         while True:
             beat()
             found: tuple[Handover, bytes] | None = None
             fault: WireError | None = None
-            try:
-                if (found := transport.island.handed_over(who)) is not None:
-                    return Received(found[0], decode(*found))
-            except WireError as error:
-                fault = error
-                faults.append(error)
-                useless |= {found[0].giver} if found is not None else set()
-            others = {*peers(transport.reader.presences(), name)} - useless
-            if not others or clock() >= deadline or len(faults) >= ANSWERS_MAX:
-                if faults:
-                    raise faults[-1]
-                return None
-            is_silent = len(others) > 1 and clock() - asked_at >= ASK_AGAIN_SECONDS
-            if fault is not None or is_silent:
-                log.info("another peer is asked for optimiser state: %s", "no answer" if fault is None else fault.what)
-                transport.island.withdraw_request(who)
-                transport.island.request_state(who)
-                asked_at = clock()
+            with suppress(UnreachableError):
+                try:
+                    if (found := transport.island.handed_over(who)) is not None:
+                        return Received(found[0], decode(*found))
+                except WireError as error:
+                    fault = error
+                    faults.append(error)
+                    useless |= {found[0].giver} if found is not None else set()
+                if clock() >= look_at:
+                    others, look_at = {*peers(transport.reader.presences(), name)}, clock() + PEERS_SECONDS
+                left = others - useless
+                if not left or len(faults) >= ANSWERS_MAX:
+                    break
+                if fault is not None or (len(left) > 1 and clock() - asked_at >= ASK_AGAIN_SECONDS):
+                    why = "no answer" if fault is None else fault.what
+                    log.info("another peer is asked for optimiser state: %s", why)
+                    transport.island.withdraw_request(who)
+                    transport.island.request_state(who)
+                    asked_at = clock()
+            if clock() >= deadline:
+                break
             pause(POLL_SECONDS)
+        if faults:
+            raise faults[-1]
+        return None
     finally:
         transport.island.withdraw_request(who)
 

@@ -359,8 +359,8 @@ class Link:
         room = HANDOVERS_AT_ONCE - len(self._asked_by) - len(self._handovers)
         if room <= 0:
             return
-        wanted = (who for who in self.transport.island.open_requests() if who != self.who and who not in self._answered)
-        for who in islice(wanted, room):
+        found = self.transport.island.open_requests(self.who)
+        for who in islice((who for who in found if who != self.who and who not in self._answered), room):
             if self.transport.island.promise_answer(who, self.who):
                 self._answered[who] = None
                 self._asked_by.append(who)

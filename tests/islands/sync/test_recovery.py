@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from optax.tree_utils import tree_get_all_with_path
 
-from archipelago.broker.errors import WireError
-from archipelago.broker.memory.transport import MemoryBroker, MemoryTransport
+from archipelago.broker.errors import UnreachableError, WireError
+from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Handover
 from archipelago.broker.wire import digest
 from archipelago.islands.inner import begin, moment_bounds, require_sound
@@ -30,6 +30,7 @@ from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests import samples
 from tests.failing import failing
 from tests.harness import tiny
+from tests.islands.sync.connection.link_run import FaultyTransport
 from tests.limits import memory_below
 from tests.tiers import examples
 
@@ -160,7 +161,7 @@ class Waiting:
         assert self.pauses < 10_000, "the wait does not end"
         self.meanwhile(self.pauses)
 
-    def receive(self, transport: MemoryTransport | None = None, seconds: float = 5.0) -> Any:
+    def receive(self, transport: Any = None, seconds: float = 5.0) -> Any:
         return receive(
             transport or self.transport, "new/z",
             lambda about, payload: decode_tree(about, payload, LIKE, require_sound),
@@ -194,7 +195,24 @@ def test_without_peers_there_is_no_wait() -> None:
     new.transport.island.heartbeat(samples.heartbeat("a"))
     new.meanwhile = lambda number: new.transport.island.heartbeat(samples.heartbeat("a", "left"))
     assert new.receive(seconds=1e9) is None
-    assert new.pauses == 1, "the last peer has left"
+    assert new.clock.now < 2 * recovery.PEERS_SECONDS, "the last peer has left"
+    new.assert_withdrawn()
+
+
+def test_a_newcomer_waits_through_an_outage_and_seldom_looks_for_peers() -> None:
+    new = Waiting()
+    new.transport.island.heartbeat(samples.heartbeat("a"))
+    faulty = FaultyTransport(new.transport)
+    faulty.failing = frozenset({"handed_over", "presences"})
+
+    def meanwhile(number: int) -> None:
+        faulty.outage = UnreachableError("connection refused") if number < 20 else None
+        if number == 60:
+            new.transport.island.hand_over("new/z", HANDOVER, PAYLOAD)
+
+    new.meanwhile = meanwhile
+    assert new.receive(faulty).handover == HANDOVER
+    assert faulty.calls["presences"] < 60 * recovery.POLL_SECONDS / recovery.PEERS_SECONDS + 2
     new.assert_withdrawn()
 
 

@@ -108,6 +108,16 @@ def test_one_other_peer_that_trains_promises_an_answer_and_is_asked_once(harness
     assert [link.take().asked_by for link in links] == [[], []]
 
 
+def test_a_promise_whose_reply_is_lost_is_kept(harness: Harness) -> None:
+    link = harness.link()
+    link.beat(samples.heartbeat())
+    ask(harness)
+    harness.faulty.after["promise_answer"] = raising(UnreachableError("connection reset"))
+    link.pump()
+    link.pump()
+    assert link.take().asked_by == ["new/z"]
+
+
 def test_a_flood_of_requests_costs_two_copies_at_a_time_and_one_for_each(harness: Harness) -> None:
     link = harness.link("giver/x")
     link.beat(samples.heartbeat("giver"))
