@@ -21,6 +21,8 @@ from archipelago.islands.sync.connection.uplink import Uplink
 from archipelago.islands.sync.connection.watch import require_same_run
 
 EVENTS_AT_ONCE = 256
+#: No more events are read while the training thread has as many as this to take. The broker keeps the later ones.
+EVENTS_KEPT = 4096
 #: How often an island looks whether another server answers.
 INSTANCE_SECONDS = 2.0
 
@@ -72,6 +74,7 @@ class Announcements:
         self._instance = ""
         self._looked_at = -math.inf
         self._lock = threading.Lock()
+        self._taken = threading.Event()
 
     def join(self) -> list[Arrival]:
         """Fetch all fragments, and set the position in the stream so that no newer event is missed."""
@@ -86,6 +89,7 @@ class Announcements:
         with self._lock:
             taken = list(self._events), list(self._arrivals.values())
             self._events, self._arrivals = deque(), {}
+        self._taken.set()
         return taken
 
     def pump(self, block_seconds: float = 0.0) -> None:
@@ -130,7 +134,13 @@ class Announcements:
         self.listen()
 
     def listen(self, block_seconds: float = 0.0) -> None:
-        """Read new events, and ignore those that no merger of this run can have sent."""
+        """Read new events, and ignore those that no merger of this run can have sent.
+
+        A training loop that does not sync takes no events, so at some number they are left in the stream.
+        """
+        self._taken.clear()
+        if len(self._events) >= EVENTS_KEPT and not self._taken.wait(block_seconds):
+            return
         news = self._transport.reader.events(self._after, block_seconds, EVENTS_AT_ONCE)
         self._heads = None  # headers are read at most once for these events
         for entry, event in news:

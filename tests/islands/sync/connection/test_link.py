@@ -5,6 +5,7 @@ from __future__ import annotations
 from archipelago.broker.errors import WireError
 from archipelago.broker.messages import Event
 from archipelago.broker.transport import MEMORY_SHARE_MAX, Memory
+from archipelago.islands.sync.connection.inbox import EVENTS_AT_ONCE, EVENTS_KEPT
 from tests import samples
 from tests.failing import failing
 from tests.islands.sync.connection.link_run import SIZE, Harness, arrived, received, send
@@ -45,6 +46,20 @@ def test_events_arrive_in_order_with_only_the_newest_snapshot_of_each_fragment(h
     assert events == happened
     assert {a.snapshot.round: a.params_N[0] for a in arrivals} == {3: 3.0, 2: 2.0}
     assert received(link) == ([], [])
+
+
+def test_a_loop_that_does_not_sync_keeps_a_bounded_number_of_events(harness: Harness) -> None:
+    link = harness.link()
+    for _ in range(EVENTS_KEPT + 2 * EVENTS_AT_ONCE):
+        harness.resume(0)
+    harness.close(1, 1.0)
+    for _ in range(EVENTS_KEPT // EVENTS_AT_ONCE + 4):
+        link.pump_receive()
+    events, arrivals = received(link)
+    assert (len(events), arrivals) == (EVENTS_KEPT, [])
+    while not (found := arrived(link)):
+        link.pump_receive()
+    assert found == {1: 1.0}
 
 
 def test_a_snapshot_waits_for_all_earlier_events(harness: Harness) -> None:
