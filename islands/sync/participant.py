@@ -101,6 +101,7 @@ class Participant(ABC):
         #: The length of the run for the learning rate's schedule. It follows the operator's at the next boundary.
         self.run_steps = config.inner.steps
         self._measures = replica
+        self._arrivals: dict[int, Arrival] = {}  # those that arrived, until they are adopted
         self._has_joined = False
 
     # -- what a loop provides -----------------------------------------------------------------------------------------
@@ -195,12 +196,14 @@ class Participant(ABC):
                     self._marker = number
                 case _:
                     self.ledger.heard(event)
-        for arrival in news.arrivals:
-            self.adopt(arrival)
         if news.lost_ranges:
             self.forget_ranges(news.lost_ranges)
         for who in news.asked_by:
             self._hand_over(who)
+        self._arrivals |= {arrival.snapshot.fragment: arrival for arrival in news.arrivals}
+        for p in sorted(self._arrivals):
+            self.adopt(self._arrivals[p])
+            del self._arrivals[p]
 
     def _require_finite_loss(self) -> None:
         self.losses.read()

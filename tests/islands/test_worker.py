@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from archipelago.broker.config import AdoptConfig
-from archipelago.broker.errors import DivergedError
+from archipelago.broker.errors import ConfigError, DivergedError
 from archipelago.broker.messages import Marker
 from archipelago.islands.inner import InnerState, InnerSteps
 from archipelago.islands.sync.connection.outbox import Draft
+from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.connection.uplink import Uplink
 from archipelago.islands.sync.ledger import AHEAD_STEPS_MIN
 from archipelago.islands.worker import Island, train
@@ -81,6 +82,25 @@ def test_only_an_island_that_keeps_what_a_codec_leaves_out_uses_a_thin_one(monke
         monkeypatch.setattr(island.link, "send", sent.append)
         run.play(island, 8)
         assert {draft.header.codec for draft in sent} == {codec}, rule
+
+
+def test_a_snapshot_whose_adoption_fails_is_adopted_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop of a user may go on after an error, such as parameters of another shape."""
+
+    def fails(arrival: Arrival) -> None:
+        raise ConfigError("the parameters are others", "")
+
+    run, island = tiny.played(5)
+    before, take_over = versions(island), island.take_over
+    monkeypatch.setattr(island, "take_over", fails)
+    run.play(run.island("other"), 8)
+    island.link.pump()
+    with failing(ConfigError):
+        island.boundary()
+    assert versions(island) == before
+    monkeypatch.setattr(island, "take_over", take_over)
+    island.boundary()
+    assert versions(island) == [snapshot.version for snapshot in run.merger.snapshots]
 
 
 # -- data -----------------------------------------------------------------------------------------------------------
