@@ -7,8 +7,8 @@ of the held-out text over its bytes, over ln 2. Evaluations use the merger's par
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,85 +44,59 @@ class Measures(NamedTuple):
         return f"{unit.from_evaluation(self.bits):.4f} {unit.name} on held-out data{right}"
 
 
-def _nats_and_accuracy(model: Model, params: Params, tokens_BxT1: jax.Array) -> jax.Array:
-    """Return both measures, so that the model is compiled once."""
-    guesses = jnp.argmax(model.logits(params, tokens_BxT1[:, :-1]), axis=-1)
-    return jnp.stack([model.loss(params, tokens_BxT1), jnp.mean(guesses == tokens_BxT1[:, 1:], dtype=jnp.float32)])
+#: From parameters to the measures of each slice, which are made one by one: each is a short call of the device.
+Evaluate = Callable[[Params], Iterator[Measures]]
 
 
-class Slices(Protocol):
-    """An evaluation in slices, each of them a short call of the device.
+def in_slices(model: Model, held_out_NxT1: Tokens, batch_size: int, bytes_per_token: float = 1.0) -> Evaluate:
+    """Return the evaluation of a model on held-out sequences, in slices of at most `batch_size` sequences.
 
-    Attributes:
-        slices: The number of slices.
+    It reads a whole number of batches of 32 sequences, or one batch if there are fewer. The first slice compiles.
     """
+    whole = min(BATCH, len(held_out_NxT1))
+    used = len(held_out_NxT1) // whole * whole
+    size = math.gcd(used, batch_size) if used % min(used, batch_size) else min(used, batch_size)
+    batches = jax.device_put(list(held_out_NxT1[:used].reshape(used // size, size, -1)))
+    bits_per_nat = 1.0 / math.log(2.0) / bytes_per_token
 
-    slices: int
+    @jax.jit
+    def nats_and_accuracy(params: Params, tokens_BxT1: jax.Array) -> jax.Array:
+        tokens_BxT1 = tokens_BxT1.astype(jnp.int32)
+        right = jnp.argmax(model.logits(params, tokens_BxT1[:, :-1]), axis=-1) == tokens_BxT1[:, 1:]
+        return jnp.stack([model.loss(params, tokens_BxT1), jnp.mean(right, dtype=jnp.float32)])
 
-    def measure_slice(self, params: Params, index: int) -> Measures:
-        """Return the measures of one slice, once the device has made them."""
+    def evaluation(params: Params) -> Iterator[Measures]:
+        for batch in batches:
+            nats, accuracy = np.asarray(nats_and_accuracy(params, batch)).tolist()
+            yield Measures(nats * bits_per_nat, accuracy)
 
-
-class SlicedMeasures:
-    """An evaluation in slices of a few sequences, each of them a short call of the device.
-
-    It reads a whole number of batches of 32 sequences, or one batch if there are fewer.
-
-    Attributes:
-        slices: The number of slices.
-    """
-
-    def __init__(
-        self, model: Model, held_out_NxT1: Tokens, params: Params, batch_size: int, bytes_per_token: float = 1.0
-    ) -> None:
-        """Compile the program of a slice. `params` gives the shapes; a slice has at most `batch_size` sequences."""
-        whole = min(BATCH, len(held_out_NxT1))
-        used = len(held_out_NxT1) // whole * whole
-        size = math.gcd(used, batch_size) if used % min(used, batch_size) else min(used, batch_size)
-        self.slices = used // size
-        self._batches = jax.device_put(list(held_out_NxT1[:used].reshape(self.slices, size, -1)))
-        self._bits = 1.0 / math.log(2.0) / bytes_per_token
-        both = jax.jit(lambda params, tokens: _nats_and_accuracy(model, params, tokens.astype(jnp.int32)))
-        self._run = both.lower(params, self._batches[0]).compile()
-
-    def measure_slice(self, params: Params, index: int) -> Measures:
-        """Return the measures of one slice, once the device has made them."""
-        nats, accuracy = np.asarray(self._run(params, self._batches[index])).tolist()
-        return Measures(nats * self._bits, accuracy)
+    return evaluation
 
 
 class CorpusEvaluation:
-    """The evaluation of one of our models on the validation text of a corpus, or on another held-out text of it.
-
-    As the `evaluate` of a task it is compiled, and measured in slices between inner steps.
-    """
+    """The evaluation of one of our models on the validation text of a corpus, or on another held-out text of it."""
 
     def __init__(self, config: RunConfig, corpus: OpenCorpus, text: Tokens | None = None) -> None:
         self._config, self._bytes_per_token = config, corpus.bytes_per_token
         self._text = corpus.valid if text is None else text
-        self._compiled: SlicedMeasures | None = None
+        self._evaluation: Evaluate | None = None
 
-    def compiled(self, params: Params) -> SlicedMeasures:
-        """Return the evaluation, compiled for parameters of these shapes. Raises DataError for a text too short."""
+    def __call__(self, params: Params) -> Iterator[Measures]:
+        """Return the measures of each slice. Raises DataError for a text too short."""
         from archipelago.islands.models.registry import build
 
-        if self._compiled is None:
+        if self._evaluation is None:
             data, model = self._config.data, build(self._config.model)
             text = held_out(self._text, data.held_out_sequences, data.sequence_length)
-            self._compiled = SlicedMeasures(model, text, params, data.batch_size, self._bytes_per_token)
-        return self._compiled
+            self._evaluation = in_slices(model, text, data.batch_size, self._bytes_per_token)
+        return self._evaluation(params)
 
 
-def measured(slices: Slices, params: Params) -> Measures:
-    """Return a whole evaluation."""
-    return mean_of([slices.measure_slice(params, index) for index in range(slices.slices)])
-
-
-def mean_of(slices: Sequence[Measures]) -> Measures:
+def mean_of(slices: Iterable[Measures]) -> Measures:
     """Return the measures of an evaluation from those of its slices. No number is infinite."""
-    bits = math.fsum(each.bits for each in slices) / len(slices)
-    accuracy = math.fsum(each.accuracy for each in slices) / len(slices)
-    return Measures(bits if math.isfinite(bits) else math.nan, accuracy)
+    all_bits, accuracies = zip(*slices, strict=True)
+    bits = math.fsum(all_bits) / len(all_bits)
+    return Measures(bits if math.isfinite(bits) else math.nan, math.fsum(accuracies) / len(accuracies))
 
 
 def assemble(manifest: Manifest, vectors: Sequence[Vector], place: Callable[[Any], Params] = jax.device_put) -> Params:

@@ -22,7 +22,7 @@ from archipelago.broker.manifest import Manifest, loss_unit
 from archipelago.broker.messages import Evaluation
 from archipelago.broker.observe.curves import CurveWriter
 from archipelago.broker.transport import IslandTransport, ReaderTransport
-from archipelago.islands.evaluation import Measures, Slices, assemble, mean_of, published
+from archipelago.islands.evaluation import Evaluate, Measures, assemble, mean_of, published
 from archipelago.islands.models.interface import Params
 from archipelago.islands.sync.connection.snapshots import Arrival
 
@@ -47,7 +47,7 @@ class Evaluator:
         transport: The connection to the broker.
         manifest: The run.
         who: The island and its incarnation, as `NAME/INCARNATION`.
-        compiled: Compiles the evaluation for parameters.
+        evaluation: Measures parameters, slice by slice.
         arrivals: Returns the newest snapshots that the island holds, as they were published; an empty list if it does
             not hold them all.
         every_seconds: The time between the beginnings of two evaluations.
@@ -62,7 +62,7 @@ class Evaluator:
         transport: IslandTransport,
         manifest: Manifest,
         who: str,
-        compiled: Callable[[Params], Slices],
+        evaluation: Evaluate,
         arrivals: Callable[[], Sequence[Arrival]],
         every_seconds: float,
         curves: CurveWriter | None = None,
@@ -71,9 +71,13 @@ class Evaluator:
         place: Callable[[Any], Params] = jax.device_put,
     ) -> None:
         self._transport, self._manifest, self._who = transport, manifest, who
-        self._compile, self._arrivals, self._every_seconds, self._curves = compiled, arrivals, every_seconds, curves
+        self._evaluation, self._arrivals, self._every_seconds, self._curves = (
+            evaluation,
+            arrivals,
+            every_seconds,
+            curves,
+        )
         self._clock, self._wall, self._place = clock, wall, place
-        self._measures: Slices | None = None
         self._used_seconds = 0.0  # of the device, by the last evaluation
         self._has_measured = False
         self._due = -math.inf
@@ -181,25 +185,19 @@ class Evaluator:
 
     def _measure(self, params: Params, stopped: Callable[[], bool]) -> Measures | None:
         """Evaluate slice by slice. Return None if the lease is lost or the time is over before the end."""
-        measures = self._compiled(params)
-        found, seconds = list[Measures](), list[float]()
+        slices, found, seconds = self._evaluation(params), list[Measures](), list[float]()
         self._used_seconds = 0.0
-        for index in range(measures.slices):
-            if stopped() or not self._holds_lease():
-                return None
+        while not stopped() and self._holds_lease():
             began = time.perf_counter()
-            found.append(measures.measure_slice(params, index))
-            if self._has_measured:  # a task's own function may compile in its first call, which takes no device time
+            if (measured := next(slices, None)) is None:
+                return mean_of(found)
+            found.append(measured)
+            if self._has_measured:  # the first call may compile, which takes no device time
                 seconds.append(time.perf_counter() - began)
                 # The fastest slice is the one that waited the least for inner steps on the same device.
                 self._used_seconds = len(found) * min(seconds)
             self._has_measured = True
-        return mean_of(found)
-
-    def _compiled(self, params: Params) -> Slices:
-        if self._measures is None:
-            self._measures = self._compile(params)
-        return self._measures
+        return None
 
     def _record(self, measured: Measures, number: int, step: int, tokens: int) -> Evaluation:
         unit = loss_unit(self._manifest.corpus)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -19,7 +19,7 @@ from archipelago.broker.config import OWN_MODEL, DataConfig, InnerConfig, ModelC
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.manifest import Manifest, balanced, installed_versions
 from archipelago.islands.data.batches import Supply
-from archipelago.islands.evaluation import CorpusEvaluation, Measures, Slices, measured
+from archipelago.islands.evaluation import CorpusEvaluation, Evaluate, Measures, mean_of
 from archipelago.islands.inner import InnerState, InnerSteps, MomentBounds, accumulated, begin, compiled_scan, descent
 from archipelago.islands.models.interface import Params
 from archipelago.islands.sync.connection.link import Link
@@ -33,22 +33,6 @@ from archipelago.islands.worker import Island
 LEARNING_RATE = 1e-3
 
 log = logging.getLogger(__name__)
-
-
-class TaskSlices:
-    """An evaluation of a task in one slice."""
-
-    slices = 1
-
-    def __init__(self, model: TaskModel) -> None:
-        self._model = model
-
-    def measure_slice(self, params: Params, index: int) -> Measures:
-        """Return the loss of the user's evaluation, and its accuracy if there is one."""
-        found = self._model.evaluated(params)
-        if more := {key: value for key, value in found.items() if key not in ("loss", "accuracy")}:
-            log.info("evaluated: %s", ", ".join(f"{key} {value:.4g}" for key, value in more.items()))
-        return Measures(found["loss"] / math.log(2.0), found.get("accuracy", math.nan))
 
 
 @dataclass(frozen=True)
@@ -109,17 +93,20 @@ class Workload:
             name, manifest, self.steps, supply, link, arrivals, first_state=first_state, bounds=bounds, **more
         )
 
-    def evaluation(self) -> Callable[[Params], Slices] | None:
-        """Return what compiles the evaluation for parameters; None if this machine cannot evaluate the task."""
+    def evaluation(self) -> Evaluate | None:
+        """Return the evaluation of the task; None if it has none. That of a user has one slice."""
         evaluate = self.named.task.evaluate
-        if evaluate is None:
-            return None
-        return evaluate.compiled if isinstance(evaluate, CorpusEvaluation) else lambda params: TaskSlices(self.model)
+        return evaluate if isinstance(evaluate, CorpusEvaluation) else self._evaluated if evaluate else None
 
-    def require_evaluation(self) -> Callable[[Params], Slices]:
-        """Return what compiles the evaluation. Raises ConfigError (`task.evaluate`) for a task without one."""
-        found = self.evaluation()
-        if found is None:
+    def _evaluated(self, params: Params) -> Iterator[Measures]:
+        found = self.model.evaluated(params)
+        if more := {key: value for key, value in found.items() if key not in ("loss", "accuracy")}:
+            log.info("evaluated: %s", ", ".join(f"{key} {value:.4g}" for key, value in more.items()))
+        yield Measures(found["loss"] / math.log(2.0), found.get("accuracy", math.nan))
+
+    def require_evaluation(self) -> Evaluate:
+        """Return the evaluation. Raises ConfigError (`task.evaluate`) for a task without one."""
+        if (found := self.evaluation()) is None:
             raise self.named.wrong("evaluate", "is missing", "Give it a function from parameters to a held-out loss.")
         return found
 
@@ -175,5 +162,5 @@ def require_trainable(work: Workload) -> None:
     # The loss names itself where it fails. What remains is an optimiser whose new state is not like its old one.
     state, part = jax.eval_shape(work.begin, params), "optimizer" if work.model.has_own_optimizer else "loss"
     work.named.call(part, jax.eval_shape, work.steps, state, batch, np.int32(0))
-    if (compiled := work.evaluation()) is not None:
-        measured(compiled(params), params)
+    if (evaluation := work.evaluation()) is not None:
+        mean_of(evaluation(params))

@@ -115,7 +115,7 @@ def _refused(processes: RunProcesses) -> frozenset[Identity]:
 def _held_out_loss(plan: StormPlan, transport: ReaderTransport) -> float:
     """Return the held-out loss of the final parameters; NaN for a script, or a task without `evaluate`."""
     from archipelago.islands.data.corpus import open_corpus
-    from archipelago.islands.evaluation import measured, published
+    from archipelago.islands.evaluation import mean_of, published
     from archipelago.islands.tasks.ours import our_work
     from archipelago.islands.tasks.task import task_of
     from archipelago.islands.tasks.workload import Workload
@@ -126,5 +126,5 @@ def _held_out_loss(plan: StormPlan, transport: ReaderTransport) -> float:
         return math.nan
     work = Workload.of(file, manifest.config) if file else our_work(manifest.config, open_corpus(manifest.corpus.name))
     params, _, _ = published(transport, manifest)
-    measures = measured(work.require_evaluation()(params), params)
+    measures = mean_of(work.require_evaluation()(params))
     return loss_unit(manifest.corpus).from_evaluation(measures.bits)

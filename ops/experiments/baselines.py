@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from archipelago.broker.config import RunConfig
 from archipelago.broker.ranges import ReadPosition
-from archipelago.islands.evaluation import CorpusEvaluation, measured
+from archipelago.islands.evaluation import CorpusEvaluation, mean_of
 from archipelago.islands.models.interface import Params
 from archipelago.islands.tasks.batches import TaskRun
 from archipelago.islands.tasks.ours import OurTask
@@ -125,10 +125,10 @@ def scoring(work: Workload) -> Callable[[int, Params], CurvePoint]:
     named = work.named
     if isinstance(named, OurTask):
         of, texts = named.corpus, (named.corpus.valid, named.corpus.test)
-        both = [CorpusEvaluation(work.config, of, text).compiled for text in texts]
-        return lambda tokens, params: CurvePoint(tokens, *(measured(each(params), params).bits for each in both))
-    compiled = work.require_evaluation()
-    return lambda tokens, params: CurvePoint(tokens, measured(compiled(params), params).bits)
+        both = [CorpusEvaluation(work.config, of, text) for text in texts]
+        return lambda tokens, params: CurvePoint(tokens, *(mean_of(each(params)).bits for each in both))
+    evaluation = work.require_evaluation()
+    return lambda tokens, params: CurvePoint(tokens, mean_of(evaluation(params)).bits)
 
 
 def _reported(point: CurvePoint, progress: Progress | None) -> CurvePoint:

@@ -14,7 +14,7 @@ import pytest
 from archipelago.broker.config import AdoptConfig, OuterConfig, RunConfig
 from archipelago.broker.messages import TapeEntry
 from archipelago.broker.shards.transport import WholeRun
-from archipelago.islands.evaluation import measured, published
+from archipelago.islands.evaluation import mean_of, published
 from archipelago.islands.tasks.task import load_task
 from archipelago.islands.tasks.workload import Workload, task_config
 from archipelago.merger.outer import OUTER
@@ -115,7 +115,7 @@ def test_the_example_with_images_learns() -> None:
         run = VirtualRun(made, [1.0, 1.3])
         run.finish()
         params = published(run.transport, run.manifest)[0]
-        right = measured(made.require_evaluation()(params), params).accuracy
+        right = mean_of(made.require_evaluation()(params)).accuracy
     assert right > 0.7, "one in ten is right before training"
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Literal, NoReturn
 
 import jax
@@ -14,7 +15,7 @@ import pytest
 from archipelago.broker.config import DataConfig
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.data.ranges import held_out
-from archipelago.islands.evaluation import Measures, SlicedMeasures, Slices, published
+from archipelago.islands.evaluation import Evaluate, Measures, in_slices, published
 from archipelago.islands.evaluator import (
     DEVICE_SHARE,
     LEASE_SECONDS,
@@ -45,10 +46,10 @@ def _logits(params: Params, tokens_BxT: jax.Array) -> jax.Array:
 MODEL = Model(lambda seed: {}, _loss, tiny.TENSORS, _logits, tiny.NO_DECODER)
 
 
-def compiled(params: Params) -> SlicedMeasures:
-    """Compile the evaluation of the model on the held-out text."""
-    text = held_out(CORPUS.valid, DATA.held_out_sequences, DATA.sequence_length)
-    return SlicedMeasures(MODEL, text, params, DATA.batch_size)
+@cache
+def evaluation() -> Evaluate:
+    """Return the evaluation of the model on the held-out text."""
+    return in_slices(MODEL, held_out(CORPUS.valid, DATA.held_out_sequences, DATA.sequence_length), DATA.batch_size)
 
 
 def created(down: Literal["int4", "float32"] = "int4") -> TinyRun:
@@ -65,25 +66,25 @@ def run() -> TinyRun:
 def of(
     run: TinyRun,
     island: Island,
-    compiles: Callable[[Params], Slices] = compiled,
+    evaluates: Evaluate | None = None,
     arrivals: Callable[[], Sequence[Arrival]] | None = None,
 ) -> Evaluator:
     return Evaluator(
-        run.transport, run.manifest, island.link.who, compiles,
+        run.transport, run.manifest, island.link.who, evaluates or evaluation(),
         arrivals or island.link.channels[0].inbox.snapshots.all_held, EVERY_SECONDS,
         clock=run.clock, wall=lambda: 1.7e9 + run.clock.now,
     )  # fmt: skip
 
 
-class Slow:
-    """An evaluation in slices. `meanwhile` is called at each slice."""
+def slowly(meanwhile: Callable[[], object], slices: int = 1) -> Evaluate:
+    """Return an evaluation in slices. `meanwhile` is called at each slice."""
 
-    def __init__(self, params: Params, meanwhile: Callable[[], object], slices: int = 1) -> None:
-        self.inner, self.meanwhile, self.slices = compiled(params), meanwhile, slices
+    def evaluates(params: Params) -> Iterator[Measures]:
+        for _ in range(slices):
+            meanwhile()
+            yield next(evaluation()(params))
 
-    def measure_slice(self, params: Params, index: int) -> Measures:
-        self.meanwhile()
-        return self.inner.measure_slice(params, 0)
+    return evaluates
 
 
 def expected(run: TinyRun) -> float:
@@ -117,7 +118,7 @@ def test_an_island_evaluates_what_the_merger_has_published(down: Literal["int4",
 def test_evaluations_take_a_small_share_of_the_device(run: TinyRun) -> None:
     """The first slice compiles, and does not count. Otherwise an island would pause for fifty times as long."""
     island = run.island("a")
-    evaluator = of(run, island, lambda params: Slow(params, lambda: time.sleep(0.5 * EVERY_SECONDS * DEVICE_SHARE), 4))
+    evaluator = of(run, island, slowly(lambda: time.sleep(0.5 * EVERY_SECONDS * DEVICE_SHARE), 4))
     for wait in (1.4 * EVERY_SECONDS, 1.9 * EVERY_SECONDS):  # three slices count, and then four
         began = run.clock.now
         assert evaluator.turn() is not None
@@ -138,7 +139,7 @@ def test_an_evaluation_has_the_tokens_of_its_parameters(run: TinyRun) -> None:
 
     trains_on()
     before = tokens_trained(run.transport, 1)
-    found = of(run, island, lambda params: Slow(params, trains_on)).turn()
+    found = of(run, island, slowly(trains_on)).turn()
     assert found is not None
     assert found.tokens == before
     assert before < tokens_trained(run.transport, 1)
@@ -182,9 +183,9 @@ def test_a_failing_evaluation_does_not_stop_the_island() -> None:
     def fail(*_: object) -> NoReturn:
         raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
-    for compiles, arrivals, evaluated in ((fail, None, 0), (compiled, fail, 1)):
+    for evaluates, arrivals, evaluated in ((fail, None, 0), (None, fail, 1)):
         run = created()
-        evaluator = of(run, run.island("a"), compiles, arrivals)
+        evaluator = of(run, run.island("a"), evaluates, arrivals)
         evaluator.start()
         evaluator._thread.join()
         evaluator.stop()

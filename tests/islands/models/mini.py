@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from archipelago.islands.data.tokenizer import Tokens
-from archipelago.islands.evaluation import BATCH, Measures, SlicedMeasures, measured
+from archipelago.islands.evaluation import BATCH, Measures, in_slices, mean_of
 from archipelago.islands.models import moe
 from archipelago.islands.models.interface import Model, Params
 from archipelago.islands.models.llama import Size
@@ -59,4 +59,4 @@ def tokens(batch: int, time: int, seed: int = 0) -> jax.Array:
 
 def measures(model: Model, held_out_NxT1: Tokens, params: Params, bytes_per_token: float = 1.0) -> Measures:
     """Return bits and accuracy of a whole evaluation."""
-    return measured(SlicedMeasures(model, held_out_NxT1, params, BATCH, bytes_per_token), params)
+    return mean_of(in_slices(model, held_out_NxT1, BATCH, bytes_per_token)(params))
