@@ -66,11 +66,6 @@ def island_name(address: str | None, given: str | None, option: str = "`island=`
     return checked_name(given or (invited.name if invited else random), "the island name")
 
 
-#: The runs that scripts in this process have joined. Usually it is one.
-_joined: list[Session] = []
-_joining = threading.Lock()
-
-
 class Session(ABC):
     """One membership of a script in a run, as a context manager. A framework sets the parameters and the state."""
 
@@ -93,7 +88,6 @@ class Session(ABC):
         self._incarnation = uuid.uuid4().hex[:8]
         self._thread = 0
         self._stop = StopSignal()
-        self._joined_as: tuple[str, str, str] | None = None
         self._transport: RedisTransport | None = None
         self._loop: OwnLoop | None = None
         self._measured: MeasuredTurns | None = None
@@ -136,8 +130,8 @@ class Session(ABC):
         """Join the run, and return when the first step can begin.
 
         Raises:
-            ConfigError: The run has other tensors (`loop.other-tensors`, `loop.other-frozen`), this process has joined
-                it under this name already (`loop.two-runs`), or the join file or the settings cannot be used.
+            ConfigError: The run has other tensors (`loop.other-tensors`, `loop.other-frozen`), or the join file or the
+                settings cannot be used.
             BrokerError: The Redis cannot be reached, or has no such run.
         """
         if self._has_left or self._loop is not None:
@@ -157,7 +151,6 @@ class Session(ABC):
         transport = whole(home, manifest)
         self._require_same_model(manifest)
         name = island_name(self._address, self._given_island)
-        self._claim(manifest, name)
         require_welcome(awaited(transport.reader.control), name, manifest.run)
         link = Link(transport, manifest, f"{name}/{self._incarnation}", ())
         arrivals = awaited(link.join)
@@ -200,18 +193,6 @@ class Session(ABC):
         with progress(f"comparing {len(frozen):,} frozen tensors with those of the run"):
             require_same_frozen(manifest.run, manifest.frozen, frozen)
         log.info("trains %s tensors; %s are frozen, as in the run", len(tensors), len(frozen))
-
-    def _claim(self, manifest: Manifest, name: str) -> None:
-        joined_as = (manifest.uid, manifest.run, name)
-        with _joining:
-            if any(other._joined_as == joined_as for other in _joined):
-                raise ConfigError(
-                    f"this process has joined the run {manifest.run!r} as {name!r} already",
-                    "Leave the first `with` block before, or give each its own `island=`.",
-                    code="loop.two-runs",
-                )
-            self._joined_as = joined_as
-            _joined.append(self)
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -337,6 +318,3 @@ class Session(ABC):
             self._loop.link.pumps.stop()
         if self._transport is not None:
             self._transport.close()
-        with _joining:
-            if self in _joined:
-                _joined.remove(self)

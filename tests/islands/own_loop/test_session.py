@@ -192,15 +192,10 @@ def test_leaves_without_values_are_named(url: str, made: str) -> None:
         run.leave()
 
 
-def test_joining_twice_under_one_name_is_refused(made: str) -> None:
-    with join(made, "own", tree(), island="a") as run:
-        with failing(ConfigError, "loop.two-runs"), join(made, "own", tree(), island="a"):
-            pass
-        with join(made, "own", tree(), island="b") as other:
-            assert (run.island, other.island) == ("a", "b")
-        run.sync(run.params)
-    with join(made, "own", tree(), island="a"):
-        pass
+def test_joining_again_under_one_name_replaces_the_older_membership(made: str, until: Until) -> None:
+    with join(made, "own", tree(), island="a") as older, join(made, "own", tree(), island="a") as newer:
+        until(lambda: older.finished, "the older one to notice")
+        assert not newer.finished
 
 
 def test_only_the_newest_parameters_are_kept(made: str) -> None:
