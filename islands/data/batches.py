@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from archipelago.broker.config import BYTES, RunConfig
-from archipelago.broker.errors import ConfigError
+from archipelago.broker.config import RunConfig
 from archipelago.broker.ranges import POSITIONS_MAX, ReadPosition
 from archipelago.islands.data.ranges import gather, require_fit, windows
 from archipelago.islands.data.tokenizer import Tokens
@@ -104,7 +103,6 @@ class Batches(Supply):
 
     Raises:
         DataError: The text is too short for the ranges.
-        ConfigError: The text is tokenised, and the model has a vocabulary of bytes (`config.vocabulary`).
     """
 
     def __init__(
@@ -113,12 +111,6 @@ class Batches(Supply):
         self._train, self._config, self._lease, self._private = train, config, lease, fallback
         self._pass: _Pass | None = None
         self._positions: dict[str, ReadPosition] = {}  # by range, as leased; all but the newest have ended
-        if train.dtype != np.uint8 and config.model.vocabulary == BYTES:
-            raise ConfigError(
-                "the corpus is tokenised, and the model reads bytes only (model.vocabulary)",
-                "Set --model.vocabulary to the `vocabulary` in the corpus's corpus.json.",
-                code="config.vocabulary",
-            )
         require_fit(train, config.data.sequence_length, config.data.shards)
 
     def next(self, steps: int) -> Tokens:

@@ -11,7 +11,6 @@ Shapes in names: T tokens of a sequence, N windows.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from itertools import count
 
@@ -46,18 +45,6 @@ def lease_all(ranges: int, seed: int) -> Callable[[], ReadPosition]:
     return lambda: next(endless)
 
 
-def range_number(name: str, ranges: int) -> int:
-    """Return the number in a range's name, `17` or `CORPUS/17`. Raises DataError (`data.bad-position`)."""
-    digits = name.rpartition("/")[2]
-    if not re.fullmatch("0|[1-9][0-9]{0,6}", digits) or int(digits) >= ranges:
-        raise DataError(
-            f"there is no range {name!r} among {ranges:,}",
-            "Ranges are named 0, 1, 2 … or CORPUS/0 …",
-            code="data.bad-position",
-        )
-    return int(digits)
-
-
 def windows(size: int, ranges: int, length: int, seed: int, name: str, pass_number: int) -> NDArray[np.int64]:
     """Return where the windows of a pass over a range begin, in random order.
 
@@ -70,16 +57,13 @@ def windows(size: int, ranges: int, length: int, seed: int, name: str, pass_numb
         ranges: The number of ranges.
         length: T. A window has T + 1 tokens.
         seed: The run's seed.
-        name: The range's name.
+        name: The range's name, which is its number.
         pass_number: The number of the pass.
 
     Returns:
         int64 [N], where N is at least one.
-
-    Raises:
-        DataError: There is no such range.
     """
-    number = range_number(name, ranges)
+    number = int(name)
     offset = int(_random(1, _OFFSETS_STREAM, seed, pass_number)[0]) % length
     # The ranges are permuted. Otherwise the same ranges would always have the windows that do not divide evenly.
     first = int(_permutation(_random(ranges, _PLACES_STREAM, seed, pass_number))[number])

@@ -133,8 +133,6 @@ def test_a_corpus_that_the_model_cannot_read_is_refused(tokens: OpenCorpus) -> N
     narrow = replace(CONFIG, model=ModelConfig(vocabulary=400))
     with failing(ConfigError, "config.vocabulary"):
         require_readable(narrow, tokens)
-    with failing(ConfigError, "config.vocabulary"):
-        Batches(tokens.train, CONFIG, lambda: None)
 
 
 def test_batches_are_windows_of_tokens(tokens: OpenCorpus) -> None:
