@@ -76,36 +76,28 @@ class PreparedIsland:
         meshes = [None if each is None else each.shape for each in (self.placement, placement)]
         return (self.manifest, self.batch_size) == (manifest, batch_size) and meshes[0] == meshes[1]
 
-    def link(self, transport: IslandTransport, who: str) -> Link:
-        """Return a link for `who`, an island's name and incarnation."""
-        return Link(transport, self.manifest, who, ())
-
     def island(
         self,
         name: str,
         incarnation: str,
         link: Link,
         arrivals: Sequence[Arrival],
+        scan_steps: int = 1,
         on_marker: Callable[[Island, int], None] | None = None,
     ) -> Island:
-        """Return an island that begins with these snapshots."""
+        """Return an island that begins with these snapshots, and makes `scan_steps` inner steps between boundaries."""
         leases = None if name == REHEARSING else link
         supply = self.workload.supply(TaskRun(name, secrets.randbits(32), self.manifest.config.seed, leases))
         return self.workload.island(
             name, self.manifest, supply, link, arrivals, incarnation=incarnation, on_marker=on_marker,
-            placement=self.placement, computes=self._computes,
+            scan_steps=scan_steps, placement=self.placement, computes=self._computes,
         )  # fmt: skip
-
-    def warm_up(self, island: Island, scan_steps: int) -> None:
-        """Compile everything that the island will run, for `scan_steps` inner steps between two boundaries."""
-        island.scan_steps = max(1, scan_steps)
-        island.warm_up()
 
     def rehearse(self, transport: IslandTransport, awaited: Patience, scan_steps: int) -> None:
         """Build an island from the run's snapshots and warm it up. Its link never starts, so no peer hears of it."""
-        link = self.link(transport, "")
-        island = self.island(REHEARSING, "", link, awaited(link.join))
-        self.warm_up(island, scan_steps)
+        link = Link(transport, self.manifest, "", ())
+        island = self.island(REHEARSING, "", link, awaited(link.join), scan_steps)
+        island.warm_up()
         del island, link
         gc.collect()  # frees the model and its device memory
 

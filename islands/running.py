@@ -25,6 +25,7 @@ from archipelago.broker.process import REPLACED, keep_compiled, print_json
 from archipelago.broker.shards.transport import whole
 from archipelago.islands.options import IslandOptions, own_bucket, own_task, require_valid
 from archipelago.islands.own_loop.session import island_name
+from archipelago.islands.sync.connection.link import Link
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from archipelago.islands.evaluator import Evaluator
     from archipelago.islands.hosts.leader import HostLeader
     from archipelago.islands.prepared import PreparedIsland
-    from archipelago.islands.sync.connection.link import Link
     from archipelago.islands.worker import Island
 
 log = logging.getLogger(__name__)
@@ -98,11 +98,13 @@ def run_named(
         make_untracked(folder)
     store = IslandStore(folder, manifest, bucket)
     incarnation = uuid.uuid4().hex[:8]
-    link = prepared.link(transport, f"{name}/{incarnation}")
+    link = Link(transport, manifest, f"{name}/{incarnation}", ())
     with progress(f"downloading the {manifest.parameters:,} parameters"):
         arrivals = awaited(link.join)
     with progress("placing the parameters on the device"):
-        island = prepared.island(name, incarnation, link, arrivals, lambda of, _: store.on_marker(of))
+        island = prepared.island(
+            name, incarnation, link, arrivals, options.scan_steps, lambda of, _: store.on_marker(of)
+        )
     if leader is not None:
         leader.island = island
     joined = time.process_time() - began
@@ -117,7 +119,7 @@ def run_named(
     link.pumps.start()
     evaluator = _evaluator(options, prepared, transport, link, curves)
     with progress("compiling the inner steps"):
-        prepared.warm_up(island, options.scan_steps)
+        island.warm_up()
     compiled = time.process_time() - began
     with progress("taking the optimiser state"):
         rejoin.complete(store)

@@ -20,6 +20,7 @@ from archipelago.broker.config import RunConfig, SyncConfig
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.process import return_freed_memory
 from archipelago.broker.redis.transport import connect
+from archipelago.islands.sync.connection.link import Link
 from archipelago.ops.bench.harness import INCARNATION, forget_peak, peak_bytes, wait_until
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from archipelago.islands.inner import InnerState, InnerSteps
     from archipelago.islands.placement import Placement
     from archipelago.islands.prepared import PreparedIsland
-    from archipelago.islands.sync.connection.link import Link
     from archipelago.islands.worker import Island
 
 RUN, JOINED_RUN = "bench-island", "bench-joining"
@@ -120,10 +120,10 @@ def sync_and_not(
     import jax
 
     transport, prepared = _prepared(url, mesh)
-    link = prepared.link(transport, f"island/{INCARNATION}")
+    link = Link(transport, prepared.manifest, f"island/{INCARNATION}", ())
     island = prepared.island("island", INCARNATION, link, link.join())
     link.pumps.start()
-    prepared.warm_up(island, scan_steps=0)
+    island.warm_up()
     interval = max(1, island.config.sync.interval // island.scan_steps) * island.scan_steps
     first = _synced_turn(island, interval)  # This turn pays for everything that happens only once.
     steps = interval * max(1, math.ceil(turn_seconds / first.seconds))
