@@ -17,7 +17,6 @@ from archipelago.islands.inner import InnerState, InnerSteps
 from archipelago.islands.models.interface import Params
 from archipelago.islands.placement import Placement
 from archipelago.islands.sync.arrays import device_copy
-from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.replica import Replica
 from archipelago.islands.sync.tree_replica import TreeReplica
 
@@ -52,11 +51,7 @@ class Computation:
         self.inner: InnerState
         self._fresh, self._length = fresh, manifest.config.inner.steps
 
-    def begin(self, arrivals: Sequence[Arrival]) -> None:
-        """Start from one snapshot of each fragment, with fresh inner optimiser state."""
-        self.begin_at([arrival.params_N for arrival in arrivals])
-
-    def begin_at(self, vectors: Sequence[Vector]) -> None:
+    def begin(self, vectors: Sequence[Vector]) -> None:
         """Start from one vector of each fragment, with fresh inner optimiser state."""
         params = self.replica.begin(list(vectors))
         self.inner = self._fresh(params) if self.placement is None else self.placement.begin(self._fresh, params)
@@ -99,12 +94,8 @@ class Computation:
         """Return the fragment's outer gradient."""
         return self.replica.measure(fragment, self.inner.params, codec)
 
-    def adopt(self, arrival: Arrival) -> None:
-        """Adopt a fragment."""
-        self.adopt_vector(arrival.snapshot.fragment, arrival.params_N)
-
-    def adopt_vector(self, fragment: int, new_N: Vector) -> None:
-        """Adopt a fragment's vector."""
+    def adopt(self, fragment: int, new_N: Vector) -> None:
+        """Adopt a fragment's snapshot."""
         self.inner = self.inner._replace(params=self.replica.adopt(fragment, self.inner.params, new_N))
 
     def optimizer_leaves(self) -> list[Any]:

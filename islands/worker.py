@@ -70,7 +70,7 @@ class Island(Participant):
         self.moment_bounds = bounds or moment_bounds(manifest.config.inner)
         self._has_own_optimizer = first_state is not None
         self.computation = computes(manifest, steps, fresh, placement)
-        self.computation.begin(arrivals)
+        self.computation.begin([arrival.params_N for arrival in arrivals])
         host = jax_host(clock, placement)
         super().__init__(name, manifest, link, self.computation.replica, arrivals, host, clock, incarnation)
         self.batches = batches
@@ -148,7 +148,7 @@ class Island(Participant):
 
     def take_over(self, arrival: Arrival) -> None:
         """Adopt a fragment."""
-        self.computation.adopt(arrival)
+        self.computation.adopt(arrival.snapshot.fragment, arrival.params_N)
 
     def positions(self) -> Sequence[object]:
         """Return how far each leased range was read."""

@@ -12,12 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from archipelago.broker.codecs import Parts
+from archipelago.broker.codecs import Parts, Vector
 from archipelago.islands.computation import Computation
 from archipelago.islands.hosts.leader import HostLeader
 from archipelago.islands.hosts.messages import Frame, unfit
 from archipelago.islands.sync.arrays import put
-from archipelago.islands.sync.connection.snapshots import Arrival
 
 
 class SharedComputation(Computation):
@@ -54,10 +53,10 @@ class LeadingComputation(SharedComputation):
         super().__init__(*about)
         self._leader = leader
 
-    def begin(self, arrivals: Sequence[Arrival]) -> None:
-        """Start from one snapshot of each fragment, in all processes."""
-        self._leader.tell("begin", (), [arrival.params_N for arrival in arrivals])
-        super().begin(arrivals)
+    def begin(self, vectors: Sequence[Vector]) -> None:
+        """Start from one vector of each fragment, in all processes."""
+        self._leader.tell("begin", (), vectors)
+        super().begin(vectors)
 
     def step(self, batches_n: Any, schedule_step: int, length: int) -> jax.Array:
         """Dispatch inner steps in all processes."""
@@ -74,10 +73,10 @@ class LeadingComputation(SharedComputation):
         self._leader.tell("measure", (fragment, codec))
         return super().measure(fragment, codec)
 
-    def adopt(self, arrival: Arrival) -> None:
-        """Adopt a fragment in all processes."""
-        self._leader.tell("adopt", (arrival.snapshot.fragment,), [arrival.params_N])
-        super().adopt(arrival)
+    def adopt(self, fragment: int, new_N: Vector) -> None:
+        """Adopt a fragment's snapshot in all processes."""
+        self._leader.tell("adopt", (fragment,), [new_N])
+        super().adopt(fragment, new_N)
 
     def optimizer_leaves(self) -> list[Any]:
         """Return copies of the inner optimiser's arrays, which all processes gather."""
@@ -108,11 +107,11 @@ def follow(next_frame: Callable[[], Frame], computation: SharedComputation, samp
         return jax.tree.unflatten(structure, frame.arrays)
 
     doings: dict[str, Callable[[Frame], Any]] = {
-        "begin": lambda frame: computation.begin_at(frame.arrays),
+        "begin": lambda frame: computation.begin(frame.arrays),
         "try": lambda frame: computation.try_steps(batches(frame), frame.number(0)),
         "step": lambda frame: computation.step(batches(frame), frame.number(0), frame.number(1)),
         "measure": lambda frame: computation.measure(frame.number(0), frame.text(1)),
-        "adopt": lambda frame: computation.adopt_vector(frame.number(0), frame.arrays[0]),
+        "adopt": lambda frame: computation.adopt(frame.number(0), frame.arrays[0]),
         "give": lambda frame: computation.optimizer_leaves(),
         "take": lambda frame: computation.use_optimizer(frame.arrays),
     }

@@ -199,7 +199,7 @@ def test_a_follower_does_what_its_leader_says_and_nothing_else() -> None:
     assert follow(iter(frames).__next__, computation, batch) == 3
     np.testing.assert_array_equal(taken[-1], batch)
     assert {shard.data.shape for shard in taken[-1].addressable_shards} == {(2, 2, 3)}
-    computation.begin_at([np.zeros(size, np.float32) for size in manifest().sizes])
+    computation.begin([np.zeros(size, np.float32) for size in manifest().sizes])
     for wrong in (
         Frame("dance"),
         Frame("step", (0, 100), (batch, batch)),
