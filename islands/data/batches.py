@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -58,34 +58,74 @@ class Supply(ABC):
 
 
 @dataclass
-class _Pass:
-    """A pass over a range.
+class Shard:
+    """One pass over one shard of a task's data, or over one range of the text.
 
     Attributes:
-        range: The range's name.
-        pass_number: The number of the pass.
-        starts: Where its windows begin, in the order of use. [N]
-        position: How many of them were read.
+        number: The number of the shard, from 0.
+        of: How many shards there are.
+        pass_number: The number of the pass, from 0. Passes without a lease have large numbers.
+        position: The batches of this pass that are merged already. Skip them.
+        seed: A seed for the order of the data in this pass. All readers of the pass have the same.
     """
 
-    range: str
+    number: int
+    of: int
     pass_number: int
-    starts: NDArray[np.int64]
     position: int
+    seed: int
+    _read: int = field(default=0, repr=False)
+    _ended: bool = field(default=False, repr=False)
 
     @property
     def is_leased(self) -> bool:
-        """Whether contributions report the position in this pass."""
+        """Whether the run keeps account of this pass. Without a lease, other islands may read the same data."""
         return self.pass_number < PRIVATE_PASSES
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether all windows were read."""
-        return self.position >= len(self.starts)
-
     def read_position(self) -> ReadPosition:
-        """Return the position as a contribution reports it. A pass that has ended has none."""
-        return ReadPosition(self.range, self.pass_number, 0 if self.has_ended else self.position, self.has_ended)
+        """Return the position in this pass, as contributions report it. A pass that has ended has none."""
+        return ReadPosition(
+            str(self.number), self.pass_number, 0 if self._ended else self.position + self._read, self._ended
+        )
+
+    def read(self, count: int = 1) -> None:
+        """Count what the island trains on: batches, or windows of the text."""
+        self._read += count
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the whole pass has given nothing."""
+        return self._ended and self.position + self._read == 0
+
+    def end(self) -> None:
+        """Note that all of the pass was drawn."""
+        self._ended = True
+
+
+class HeldShards:
+    """The leased passes that an island reads, or whose end is not merged yet, in order of leasing."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Shard] = {}
+
+    def __len__(self) -> int:
+        """Return the number of passes."""
+        return len(self._held)
+
+    def begin(self, shard: Shard) -> None:
+        """Hold a pass if it is leased. An older pass over the shard has ended, or it would still be leased."""
+        if shard.is_leased:
+            self._held.pop(str(shard.number), None)
+            self._held[str(shard.number)] = shard
+
+    def positions(self) -> tuple[ReadPosition, ...]:
+        """Return the positions in the newest passes, at most POSITIONS_MAX."""
+        return tuple(shard.read_position() for shard in self._held.values())[-POSITIONS_MAX:]
+
+    def forget(self, ranges: Collection[str]) -> list[str]:
+        """Forget leases that have ended or were lost, and return those that were lost before the end of the pass."""
+        forgotten = [(name, self._held.pop(name)) for name in ranges if name in self._held]
+        return [name for name, shard in forgotten if not shard.read_position().ended]
 
 
 class Batches(Supply):
@@ -109,8 +149,9 @@ class Batches(Supply):
         self, train: Tokens, config: RunConfig, lease: Callable[[], ReadPosition | None], fallback: int = 0
     ) -> None:
         self._train, self._config, self._lease, self._private = train, config, lease, fallback
-        self._pass: _Pass | None = None
-        self._positions: dict[str, ReadPosition] = {}  # by range, as leased; all but the newest have ended
+        self._shard: Shard | None = None
+        self._starts = np.empty(0, np.int64)  # where the windows begin that are left of it
+        self._held = HeldShards()
         require_fit(train, config.data.sequence_length, config.data.shards)
 
     def next(self, steps: int) -> Tokens:
@@ -118,14 +159,11 @@ class Batches(Supply):
         batch, length = self._config.data.batch_size, self._config.data.sequence_length
         out = np.empty((steps * batch, length + 1), dtype=self._train.dtype)
         self.tokens = steps * self._config.tokens_per_step
-        if self._pass and not self._pass.is_leased and (lease := self._lease()):
+        if self._shard is not None and not self._shard.is_leased and (lease := self._lease()):
             self._begin(lease)  # a private pass ends as soon as there is a lease
         filled = 0
         while filled < len(out):
-            current = self._pass if self._pass and not self._pass.has_ended else self._another()
-            starts = current.starts[current.position : current.position + len(out) - filled]
-            current.position += len(starts)
-            self._note_position(current)
+            starts = self._taken(len(out) - filled)
             out[filled : filled + len(starts)] = gather(self._train, starts, length)
             filled += len(starts)
         return out.reshape(steps, batch, length + 1)
@@ -135,48 +173,43 @@ class Batches(Supply):
         data = self._config.data
         return np.zeros((steps, data.batch_size, data.sequence_length + 1), self._train.dtype)
 
-    def _another(self) -> _Pass:
+    def _taken(self, most: int) -> NDArray[np.int64]:
+        """Return where the next windows begin, at least one."""
+        shard = self._shard if self._shard is not None and len(self._starts) else self._another()
+        starts, self._starts = self._starts[:most], self._starts[most:]
+        shard.read(len(starts))
+        if not len(self._starts):
+            shard.end()
+        return starts
+
+    def _another(self) -> Shard:
         """Begin a pass that has windows left. Try leases first, then a private pass."""
         for _ in range(LEASES_TRIED):
             if (lease := self._lease()) is None:
                 break
             begun = self._begin(lease)
-            if not begun.has_ended:
+            if len(self._starts):
                 return begun
         number, name = divmod(self._private, self._config.data.shards)
         self._private += 1
         return self._begin(ReadPosition(str(name), PRIVATE_PASSES + number % PRIVATE_PASSES, 0))
 
-    def _begin(self, at: ReadPosition) -> _Pass:
+    def _begin(self, at: ReadPosition) -> Shard:
         """Begin a pass. It has no windows left if its position is beyond them, as after a change of the config."""
-        self._pass = begun = self._pass_at(at)
-        begun.position = min(begun.position, len(begun.starts))
-        if begun.is_leased:
-            self._positions.pop(begun.range, None)  # an older pass over it has ended, or it would still be leased
-        self._note_position(begun)
+        data, seed, (pass_number, position) = self._config.data, self._config.seed, at.cursor
+        starts = windows(self._train.size, data.shards, data.sequence_length, seed, at.range, pass_number)
+        self._shard = begun = Shard(int(at.range), data.shards, pass_number, min(position, len(starts)), seed)
+        self._starts = starts[position:]
+        if not len(self._starts):
+            begun.end()
+        self._held.begin(begun)
         return begun
 
-    def _pass_at(self, at: ReadPosition) -> _Pass:
-        data, (pass_number, position) = self._config.data, at.cursor
-        starts = windows(self._train.size, data.shards, data.sequence_length, self._config.seed, at.range, pass_number)
-        return _Pass(at.range, pass_number, starts, position)
-
-    def _note_position(self, current: _Pass) -> None:
-        if current.is_leased:
-            self._positions[current.range] = current.read_position()
-
-    # -- reports to the broker ---------------------------------------------------------------------------------------
-
     def positions(self) -> tuple[ReadPosition, ...]:
-        """Return the position in each leased pass that is not forgotten: the newest POSITIONS_MAX, in order of leasing.
-
-        A pass that has ended has no position, as after `parse_positions`.
-        """
-        return tuple(self._positions.values())[-POSITIONS_MAX:]
+        """Return how far each leased range was read."""
+        return self._held.positions()
 
     def forget(self, ranges: Collection[str]) -> None:
         """Forget leases that have ended or were lost. The rest of a pass whose lease was lost is not read."""
-        for name in ranges:
-            position = self._positions.pop(name, None)
-            if position and not position.ended:
-                self._pass = None
+        if self._held.forget(ranges):
+            self._shard = None

@@ -9,7 +9,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import jax
@@ -18,7 +17,7 @@ import numpy as np
 from archipelago.broker.config import OWN_TOKENS_PER_STEP_MAX
 from archipelago.broker.errors import ConfigError, MismatchError
 from archipelago.broker.ranges import POSITIONS_MAX, RANGES_MAX, ReadPosition
-from archipelago.islands.data.batches import PRIVATE_PASSES, Supply
+from archipelago.islands.data.batches import PRIVATE_PASSES, HeldShards, Shard, Supply
 from archipelago.islands.data.ranges import range_order
 from archipelago.islands.tasks.task import NamedTask
 
@@ -29,51 +28,6 @@ POLL_SECONDS = 0.02
 _NO_NUMBERS = "OSUMm"
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class Shard:
-    """One pass over one shard of a task's data.
-
-    Attributes:
-        number: The number of the shard, from 0.
-        of: How many shards there are.
-        pass_number: The number of the pass, from 0. Passes without a lease have large numbers.
-        position: The batches of this pass that are merged already. Skip them.
-        seed: A seed for the order of the data in this pass. All readers of the pass have the same.
-    """
-
-    number: int
-    of: int
-    pass_number: int
-    position: int
-    seed: int
-    _read: int = field(default=0, repr=False)
-    _ended: bool = field(default=False, repr=False)
-
-    @property
-    def is_leased(self) -> bool:
-        """Whether the run keeps account of this pass. Without a lease, other islands may read the same data."""
-        return self.pass_number < PRIVATE_PASSES
-
-    def read_position(self) -> ReadPosition:
-        """Return the position in this pass, as contributions report it."""
-        return ReadPosition(
-            str(self.number), self.pass_number, 0 if self._ended else self.position + self._read, self._ended
-        )
-
-    def read(self) -> None:
-        """Count a batch that the island trains on."""
-        self._read += 1
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the whole pass has given no batch."""
-        return self._ended and self.position + self._read == 0
-
-    def end(self) -> None:
-        """Note that all batches of the pass were drawn."""
-        self._ended = True
 
 
 class Leases(Protocol):
@@ -121,7 +75,7 @@ class TaskRun:
         self.island, self.seed = island, seed
         self._run_seed, self._link, self._pause = run_seed, link, pause
         self._thread = threading.get_ident()
-        self._held: dict[str, Shard] = {}
+        self._held = HeldShards()
         self._private, self._is_sharded = 0, False
         #: The shard that is read now.
         self.current: Shard | None = None
@@ -172,9 +126,7 @@ class TaskRun:
                 )
             leased = self._next_leased()
             self.current = shard = self._shard_at(leased, count) if leased else self._private_shard(count)
-            if shard.is_leased:
-                self._held.pop(str(shard.number), None)
-                self._held[str(shard.number)] = shard
+            self._held.begin(shard)
             yield shard
             shard.end()
             (empty.add if shard.is_empty else empty.discard)(shard.number)
@@ -223,15 +175,13 @@ class TaskRun:
     # -- reports to the broker ----------------------------------------------------------------------------------------
 
     def positions(self) -> tuple[ReadPosition, ...]:
-        """Return the positions in leased passes that are not forgotten, in order of leasing: at most POSITIONS_MAX."""
-        return tuple(shard.read_position() for shard in self._held.values())
+        """Return how far each leased shard was read."""
+        return self._held.positions()
 
     def forget(self, ranges: Collection[str]) -> None:
         """Forget leases that have ended or were lost. The rest of a pass whose lease was lost is read all the same."""
-        for name in ranges:
-            shard = self._held.pop(name, None)
-            if shard is not None and not shard.read_position().ended:
-                log.warning("the lease of shard %s was lost; another island may read it too", name)
+        for name in self._held.forget(ranges):
+            log.warning("the lease of shard %s was lost; another island may read it too", name)
 
 
 class TaskBatches(Supply):

@@ -153,7 +153,7 @@ class IslandProcess(Process):
 
         def begun(at: ReadPosition) -> Any:
             found = begin(at)
-            simulation.invariants[0].began(self.who, at, len(found.starts))
+            simulation.invariants[0].began(self.who, at, found.position + len(batches._starts))
             return found
 
         def sent(draft: Draft) -> None:
