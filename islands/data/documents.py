@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from archipelago.broker.errors import DataError
+from archipelago.broker.observe.progress import progress
 from archipelago.islands.data.tokenizer import character_start
 
 #: The largest documents, in bytes. A smaller limit is tried while a held-out split is too small or too large.
@@ -28,9 +29,6 @@ TRAINED = 0.90
 LEAST, MOST = 0.01, 0.20
 BINARY, EMPTY, HIDDEN, NOT_UTF8, UNREADABLE = "binary", "empty", "hidden", "not UTF-8", "unreadable"
 _RANGE = 1 << 64
-
-#: Called with an activity, how much of it is done, and how much there is.
-Progress = Callable[[str, int, int], None]
 
 
 class Writer(Protocol):
@@ -126,12 +124,11 @@ def visible_files(folder: Path) -> tuple[list[Path], int]:
     return visible, len(found) - len(visible)
 
 
-def choose(files: Sequence[Path], progress: Progress | None = None, hidden: int = 0) -> Choice:
+def choose(files: Sequence[Path], hidden: int = 0) -> Choice:
     """Read all files, and choose the documents that are held out.
 
     Args:
         files: The files, in any order.
-        progress: Called after each file.
         hidden: The number of files that were left out before.
     """
     skipped: Counter[str] = Counter({HIDDEN: hidden} if hidden else {})
@@ -140,14 +137,14 @@ def choose(files: Sequence[Path], progress: Progress | None = None, hidden: int 
     ordered: list[Document] = []
     for limit in LIMITS:
         texts = []
-        for number, path in enumerate(wanted):
-            found = documents_of(path, limit)
-            if isinstance(found, str):
-                skipped[found] += 1
-            else:
-                texts.append(found)
-            if progress:
-                progress("reading", number + 1, len(wanted))
+        with progress("reading the files", len(wanted)) as reading:
+            for path in wanted:
+                found = documents_of(path, limit)
+                if isinstance(found, str):
+                    skipped[found] += 1
+                else:
+                    texts.append(found)
+                reading.done += 1
         wanted = [documents[0].path for documents in texts]
         # The order depends on the contents alone, so that names do not change the corpus.
         ordered = [document for documents in sorted(texts, key=_digest_of_file) for document in documents]

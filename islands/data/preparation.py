@@ -27,6 +27,7 @@ import numpy as np
 from archipelago.broker.config import BYTES
 from archipelago.broker.errors import DataError
 from archipelago.broker.files import staged_folder
+from archipelago.broker.observe.progress import progress
 from archipelago.broker.redis.keys import checked_name
 from archipelago.islands.data.corpus import (
     CARD_FILE,
@@ -44,7 +45,6 @@ from archipelago.islands.data.corpus import (
 from archipelago.islands.data.documents import (
     LIMITS,
     Choice,
-    Progress,
     Reading,
     choose,
     documents_of,
@@ -132,7 +132,8 @@ def create(name: str, fill: Fill, encoding: Encoding = BYTES) -> OpenCorpus:
         with staged_folder(final) as stage:
             card = _write(stage, name, fill)
             if not is_bytes(encoding):
-                card = _tokenise(stage, card, encoding)
+                with progress("turning the text into tokens"):
+                    card = _tokenise(stage, card, encoding)
             (stage / CARD_FILE).write_bytes(card_json(card))
     except OSError as error:
         if card is None or not is_prepared(name):
@@ -221,7 +222,7 @@ def _write_tokens(writer: TextWriter, source: BinaryIO, size: int, tokenizer: Te
     return (writer.size - before) // dtype_of(tokenizer.vocabulary).itemsize
 
 
-def prepare_text(source: Path, name: str, encoding: Encoding = BYTES, progress: Progress | None = None) -> OpenCorpus:
+def prepare_text(source: Path, name: str, encoding: Encoding = BYTES) -> OpenCorpus:
     """Prepare a text file, or all text files of a folder, joined by newlines.
 
     Of a folder, `documents` chooses what is held out; of a file, it is the last tenth. Hidden files, and files that are
@@ -231,7 +232,6 @@ def prepare_text(source: Path, name: str, encoding: Encoding = BYTES, progress: 
         source: The file or folder.
         name: The corpus's name.
         encoding: How the text is stored.
-        progress: Called while files are read.
 
     Raises:
         DataError: There is nothing at `source` (`data.no-source`), the name is reserved (`data.taken`), a file changes
@@ -249,14 +249,12 @@ def prepare_text(source: Path, name: str, encoding: Encoding = BYTES, progress: 
     if not source.is_dir():
         raise DataError(f"there is no file or folder {source}", "Copy it here first.", code="data.no-source")
     files, hidden = visible_files(source)
-    return create(name, lambda writer: fill_from_files(writer, files, what, progress, hidden), encoding=encoding)
+    return create(name, lambda writer: fill_from_files(writer, files, what, hidden), encoding=encoding)
 
 
-def fill_from_files(
-    writer: TextWriter, files: Sequence[Path], what: str, progress: Progress | None = None, hidden: int = 0
-) -> Filled:
+def fill_from_files(writer: TextWriter, files: Sequence[Path], what: str, hidden: int = 0) -> Filled:
     """Write text files, and hold out documents of them. `what` says in words what they are."""
-    choice = choose(files, progress, hidden)
+    choice = choose(files, hidden)
     sizes = choice.write(writer)
     return Filled(what, Splits(*sizes) if len(sizes) == 3 else None, choice.reading)
 
@@ -326,9 +324,7 @@ class Enwik8:
     file_bytes: int = 36_445_475
 
 
-def prepare_enwik8(
-    progress: Progress, name: str = ENWIK8, encoding: Encoding = BYTES, wanted: Enwik8 = Enwik8()
-) -> OpenCorpus:
+def prepare_enwik8(name: str = ENWIK8, encoding: Encoding = BYTES, wanted: Enwik8 = Enwik8()) -> OpenCorpus:
     """Download and prepare enwik8, or open the corpus of its bytes if it exists.
 
     Raises:
@@ -339,20 +335,23 @@ def prepare_enwik8(
         return open_corpus(name)
 
     def fill(writer: TextWriter) -> Filled:
-        writer.write(_downloaded(wanted, progress))
+        writer.write(_downloaded(wanted))
         return Filled(wanted.url.rpartition("/")[2])
 
     return create(name, fill, encoding)
 
 
-def _downloaded(wanted: Enwik8, progress: Progress) -> bytes:
+def _downloaded(wanted: Enwik8) -> bytes:
     """Return the text. The file is read up to its known size, and unpacked up to that of the text."""
     packed = bytearray()
     try:
-        with urllib.request.urlopen(wanted.url, timeout=CONNECT_SECONDS) as answer:  # noqa: S310
+        with (
+            progress(f"downloading {wanted.url} (bytes)", wanted.file_bytes) as downloading,
+            urllib.request.urlopen(wanted.url, timeout=CONNECT_SECONDS) as answer,  # noqa: S310
+        ):
             while len(packed) <= wanted.file_bytes and (chunk := answer.read(CHUNK_BYTES)):
                 packed += chunk
-                progress("downloading", len(packed), wanted.file_bytes)
+                downloading.done = len(packed)
         if len(packed) > wanted.file_bytes:
             raise ValueError(f"the file is larger than {wanted.file_bytes:,} bytes")
         with zipfile.ZipFile(io.BytesIO(packed)) as archive, archive.open(ENWIK8) as file:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +11,6 @@ import tyro
 
 from archipelago.broker.config import BYTES
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.observe.progress import progress as waiting
 from archipelago.broker.process import print_json
 from archipelago.broker.redis.keys import checked_name
 from archipelago.ops.settings import say
@@ -90,23 +87,11 @@ def _prepare(options: PrepareOptions) -> OpenCorpus:
     name = checked_name(options.name or _name(options) + suffix, "the corpus name")
     if is_known and not is_prepared(name):
         download_corpus(data_folder() / name, CARD_FILE, TEXT_FILE)  # the bucket's, if it has it
-    with _progress() as progress:
-        if options.source == STDLIB:
-            return prepare_stdlib(name, encoding)
-        if options.source == ENWIK8:
-            return prepare_enwik8(progress, name, encoding)
-        return prepare_text(Path(options.source), name, encoding, progress)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Yield a function that says from time to time how far each activity is."""
-    with waiting("preparing the text") as activity:
-
-        def progress(what: str, done: int, total: int) -> None:
-            activity.what, activity.done, activity.total = what, done, total
-
-        yield progress
+    if options.source == STDLIB:
+        return prepare_stdlib(name, encoding)
+    if options.source == ENWIK8:
+        return prepare_enwik8(name, encoding)
+    return prepare_text(Path(options.source), name, encoding)
 
 
 def _name(options: PrepareOptions) -> str:
