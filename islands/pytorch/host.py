@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -89,40 +88,22 @@ class FrozenTensors:
         self._tensors = tensors
         self._versions = {name: _version(tensor) for name, tensor in tensors.items()}
         self._expected: dict[str, int] = {}
-        self._next = cycle(tensors)
-        self._pending: tuple[str, HostCopy] | None = None
 
     def note(self) -> None:
         """Add up the bits of all tensors as they should be. This reads each of them once."""
         self._expected = {name: int(_sum(tensor)) for name, tensor in self._tensors.items()}
 
     def look(self) -> None:
-        """Compare all counts of changes, and the bits of one tensor after another, without waiting for the device.
-
-        Raises:
-            ConfigError: A tensor has changed (`loop.frozen-changed`).
-        """
+        """Compare all counts of changes. Raises ConfigError (`loop.frozen-changed`)."""
         for name, tensor in self._tensors.items():
             if _version(tensor) != self._versions[name]:
                 raise frozen_changed(name)
-        if not self._expected:
-            return
-        if self._pending is not None:
-            name, found = self._pending
-            if not found.is_ready():
-                return
-            self._require_same(name, int(found.__array__()))
-        name = next(self._next)
-        self._pending = name, HostCopy(_sum(self._tensors[name]))
 
     def require_same(self) -> None:
         """Compare the bits of all tensors, which waits for the device. Raises ConfigError (`loop.frozen-changed`)."""
-        for name in self._expected:
-            self._require_same(name, int(_sum(self._tensors[name])))
-
-    def _require_same(self, name: str, found: int) -> None:
-        if found != self._expected[name]:
-            raise frozen_changed(name)
+        for name, expected in self._expected.items():
+            if int(_sum(self._tensors[name])) != expected:
+                raise frozen_changed(name)
 
 
 def _version(tensor: Any) -> int:

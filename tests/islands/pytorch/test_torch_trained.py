@@ -95,21 +95,17 @@ def uncounted_write(weight: Any) -> None:
     weight.data[2] += 1.0
 
 
-@pytest.mark.parametrize(
-    ("write", "is_trained"), [(counted_write, True), (uncounted_write, True), (uncounted_write, False)]
-)
-def test_a_frozen_parameter_that_changes_is_an_error(made: str, write: Any, is_trained: bool) -> None:
-    """PyTorch does not count writes to `.data`. They are noticed while the island trains, or when it leaves."""
+@pytest.mark.parametrize("write", [counted_write, uncounted_write])
+def test_a_frozen_parameter_that_changes_is_an_error(made: str, write: Any) -> None:
+    """PyTorch does not count writes to `.data`. They are noticed when the island leaves."""
     model = adapted()
     joined = archipelago.pytorch.join(made, "own", model)
-    with failing(ConfigError, "loop.frozen-changed") as caught, served(made) as merger, joined as run:
+    with failing(ConfigError, "loop.frozen-changed") as caught, served(made), joined as run:
         run.sync()
         write(model[1].weight)
-        while is_trained:
+        while write is counted_write:
             run.sync()
     assert "1.weight" in caught.value.what
-    if write is uncounted_write:
-        assert (merger.state.closed > 0) is is_trained
 
 
 def test_frozen_tensors_of_all_dtypes_are_added_up() -> None:
@@ -122,8 +118,7 @@ def test_frozen_tensors_of_all_dtypes_are_added_up() -> None:
         before = made[changed].data.clone()
         made[changed].data[6, 2] = 0
         with failing(ConfigError, "loop.frozen-changed") as caught:
-            for _ in range(2 * len(made)):
-                frozen.look()
+            frozen.require_same()
         assert changed in caught.value.what
         made[changed].data.copy_(before)
         assert made[changed]._version == 0
