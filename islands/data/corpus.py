@@ -8,10 +8,15 @@ mapped into memory. There are two kinds:
   `tokenizer.json` too.
 
 `preparation` writes corpora.
+
+$ARCHIPELAGO_DATA can be the address of a bucket. There, a corpus is a folder with the same files. Its card is uploaded
+last, so a folder without one is no corpus. Each machine downloads a corpus once, and compares the data with the digest
+in the card.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,20 +27,13 @@ import platformdirs
 from annotated_types import Ge, Gt
 from pydantic import StringConstraints, TypeAdapter, ValidationError
 
-from archipelago.broker.buckets.folder import is_address
+from archipelago.broker.buckets.folder import BucketFolder, is_address
 from archipelago.broker.config import BYTES
 from archipelago.broker.errors import ConfigError, DataError
-from archipelago.broker.files import require_local
+from archipelago.broker.files import require_local, staged_folder
 from archipelago.broker.manifest import Corpus
+from archipelago.broker.observe.progress import progress
 from archipelago.broker.redis.keys import checked_name, is_name
-from archipelago.islands.data.copies import (
-    CARD_BYTES_MAX,
-    DATA_VARIABLE,
-    bucket_of_corpora,
-    digest_of,
-    download_corpus,
-    folder_in_front_of,
-)
 from archipelago.islands.data.documents import Reading
 from archipelago.islands.data.tokenizer import FILE as TOKENIZER_FILE
 from archipelago.islands.data.tokenizer import TextTokenizer, Tokens, byte_tokenizer, dtype_of, from_file
@@ -44,6 +42,8 @@ STDLIB, ENWIK8 = "stdlib", "enwik8"
 #: Corpora that `archipelago prepare` makes by their name alone.
 KNOWN = (STDLIB, ENWIK8)
 TEXT_FILE, CARD_FILE = "text.bin", "corpus.json"
+DATA_VARIABLE = "ARCHIPELAGO_DATA"
+CARD_BYTES_MAX = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -161,8 +161,9 @@ def data_folder() -> Path:
     chosen = os.environ.get(DATA_VARIABLE)
     if not chosen:
         return platformdirs.user_cache_path("archipelago") / "corpora"
-    if is_address(chosen):
-        return folder_in_front_of(chosen)
+    if is_address(chosen):  # each address has its own folder
+        name = hashlib.blake2b(chosen.rstrip("/").encode(), digest_size=6).hexdigest()
+        return platformdirs.user_cache_path("archipelago") / f"corpora-{name}"
     require_local(Path(chosen), "$ARCHIPELAGO_DATA")
     return Path(chosen).expanduser()
 
@@ -196,7 +197,7 @@ def open_corpus(name: str, *, verifies: bool = False) -> OpenCorpus:
             "a bucket, set ARCHIPELAGO_DATA to the address of their folder. Then give the corpus's name.",
             code="data.not-prepared",
         )
-    if not is_prepared(name) and not download_corpus(data_folder() / name, CARD_FILE, TEXT_FILE):
+    if not is_prepared(name) and not download_corpus(name):
         if name == STDLIB:
             from archipelago.islands.data.preparation import prepare_stdlib
 
@@ -258,3 +259,76 @@ def _damaged(folder: Path, why: str) -> DataError:
     return DataError(
         f"the corpus {folder.name!r} is damaged ({why})", f"Delete {folder} and prepare it again.", code="data.damaged"
     )
+
+
+def digest_of(path: Path) -> str:
+    """Return the BLAKE2b-128 digest of a file, 32 hexadecimal digits. Raises OSError if it cannot be read."""
+    with progress(f"verifying {path}"), path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+# -- copies in a bucket ------------------------------------------------------------------------------------------------
+
+
+def bucket_of_corpora() -> BucketFolder | None:
+    """Return the folder of all corpora in the bucket; None if $ARCHIPELAGO_DATA is no address. Raises BucketError."""
+    address = os.environ.get(DATA_VARIABLE, "")
+    return BucketFolder(address) if is_address(address) else None
+
+
+def download_corpus(name: str) -> bool:
+    """Download a corpus, if there is a bucket that has it. Return whether it is there now.
+
+    Raises:
+        BucketError: The bucket cannot be read.
+        DataError: The corpus in the bucket is damaged (`data.damaged`), or the disk refuses it (`data.unwritable`).
+    """
+    bucket, target = bucket_of_corpora(), data_folder() / name
+    if bucket is None:
+        return False
+    remote = bucket.child(name)
+    files = [path for path in remote.tree() if path and "/" not in path]
+    if CARD_FILE not in files:
+        return False
+    try:
+        with progress(f"downloading the corpus {name!r} from {bucket}"), staged_folder(target) as stage:
+            remote.download({file: stage / file for file in files})
+            if f'"{digest_of(stage / TEXT_FILE)}"'.encode() not in (stage / CARD_FILE).read_bytes():
+                raise DataError(
+                    f"the corpus {name!r} in {bucket} is damaged ({TEXT_FILE} lacks the digest that {CARD_FILE} says)",
+                    "Delete it there, and run `archipelago prepare` again.",
+                    code="data.damaged",
+                )
+    except OSError as error:
+        if is_prepared(name):
+            return True  # another process has downloaded it meanwhile
+        raise DataError(
+            f"the corpus {name!r} cannot be downloaded to {target.parent} ({error})",
+            "Check the disk's space and permissions.",
+            code="data.unwritable",
+        ) from error
+    return True
+
+
+def upload_corpus(name: str) -> None:
+    """Upload a corpus of this machine, if there is a bucket that does not have it yet.
+
+    Raises:
+        BucketError: The bucket refuses it.
+        DataError: The bucket has another corpus of that name (`data.taken`).
+    """
+    bucket, folder = bucket_of_corpora(), data_folder() / name
+    if bucket is None:
+        return
+    remote = bucket.child(name)
+    if CARD_FILE in remote.tree():
+        if f'"{_read_card(folder).digest}"'.encode() in remote.read(CARD_FILE):
+            return
+        raise DataError(
+            f"{bucket} holds a different corpus {name!r} already",
+            "Choose another --name, or delete it there.",
+            code="data.taken",
+        )
+    with progress(f"uploading the corpus {name!r} to {bucket}"):
+        remote.upload({path.name: path for path in folder.glob("[!.]*") if path.is_file() and path.name != CARD_FILE})
+        remote.upload({CARD_FILE: folder / CARD_FILE})

@@ -38,12 +38,11 @@ class PrepareOptions:
 
 def main(options: PrepareOptions) -> int:
     """Prepare one corpus, and print a summary."""
-    from archipelago.islands.data.copies import bucket_of_corpora, upload_corpus
-    from archipelago.islands.data.corpus import CARD_FILE, data_folder
+    from archipelago.islands.data.corpus import bucket_of_corpora, data_folder, upload_corpus
 
     bucket = bucket_of_corpora()  # an unknown scheme shows before the work begins
     corpus = _prepare(options)
-    upload_corpus(data_folder() / corpus.name, CARD_FILE)
+    upload_corpus(corpus.name)
     found: dict[str, object] = {
         "corpus": corpus.name, "digest": corpus.digest, "train": corpus.train.size, "valid": corpus.valid.size,
         "test": corpus.test.size, "folder": str(data_folder() / corpus.name),
@@ -74,8 +73,7 @@ def main(options: PrepareOptions) -> int:
 
 
 def _prepare(options: PrepareOptions) -> OpenCorpus:
-    from archipelago.islands.data.copies import download_corpus
-    from archipelago.islands.data.corpus import CARD_FILE, ENWIK8, KNOWN, STDLIB, TEXT_FILE, data_folder, is_prepared
+    from archipelago.islands.data.corpus import ENWIK8, KNOWN, STDLIB, download_corpus, is_prepared
     from archipelago.islands.data.preparation import is_bytes, prepare_enwik8, prepare_stdlib, prepare_text
     from archipelago.islands.data.tokenizer import encoding_of
 
@@ -86,7 +84,7 @@ def _prepare(options: PrepareOptions) -> OpenCorpus:
     suffix = (f"-bpe{encoding}" if isinstance(encoding, int) else "-tokens") if is_tokenised else ""
     name = checked_name(options.name or _name(options) + suffix, "the corpus name")
     if is_known and not is_prepared(name):
-        download_corpus(data_folder() / name, CARD_FILE, TEXT_FILE)  # the bucket's, if it has it
+        download_corpus(name)  # the bucket's, if it has it
     if options.source == STDLIB:
         return prepare_stdlib(name, encoding)
     if options.source == ENWIK8:
