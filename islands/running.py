@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from archipelago.broker.transport import IslandTransport
-    from archipelago.islands.evaluator import Evaluator
+    from archipelago.islands.evaluation import Evaluator
     from archipelago.islands.hosts.leader import HostLeader
     from archipelago.islands.prepared import PreparedIsland
     from archipelago.islands.worker import Island
@@ -183,7 +183,7 @@ def _evaluator(
     options: IslandOptions, prepared: PreparedIsland, transport: IslandTransport, link: Link, curves: CurveWriter
 ) -> Evaluator | None:
     """Start the evaluations of this island; None if it makes none."""
-    from archipelago.islands.evaluator import Evaluator
+    from archipelago.islands.evaluation import Evaluator
 
     evaluation = prepared.workload.evaluation() if options.evaluate_every else None
     if evaluation is not None and not prepared.evaluates_here:

@@ -15,11 +15,14 @@ import pytest
 from archipelago.broker.config import DataConfig
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.data.ranges import held_out
-from archipelago.islands.evaluation import Evaluate, Measures, in_slices, published
-from archipelago.islands.evaluator import (
+from archipelago.islands.evaluation import (
     DEVICE_SHARE,
     LEASE_SECONDS,
+    Evaluate,
     Evaluator,
+    Measures,
+    in_slices,
+    published,
     tokens_trained,
 )
 from archipelago.islands.models.registry import Model, Params
