@@ -6,7 +6,6 @@ Between two inner steps it adopts snapshots and sends.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -29,8 +28,6 @@ from archipelago.islands.sync.connection.snapshots import Arrival
 from archipelago.islands.sync.heartbeat import MemoryMeter, measured
 from archipelago.islands.sync.participant import Host, Participant
 from archipelago.islands.turn_log import Pacer, TurnLog
-
-log = logging.getLogger(__name__)
 
 
 class Island(Participant):
@@ -212,11 +209,5 @@ def train(island: Island, stopped: Callable[[], bool], turn_log: TurnLog | None 
             raise
         if turn_log is not None:
             turn_log.turned(island.clock(), island.totals.steps - steps_before, island.pacer.idle_seconds)
-    state = "done" if island.finished else "left"
-    if state == "left" and island.must_leave:
-        log.warning("leaves: %s", island.leave_reason()[1])
-    if island.link.is_replaced:
-        state = "replaced"
-    if not island.leave(state):
-        log.warning("the broker did not take %s contributions", island.link.channels.backlog)
-    return state
+    state = island.end()
+    return "replaced" if island.link.is_replaced else state

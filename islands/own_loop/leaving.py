@@ -86,16 +86,12 @@ def frozen_fault(loop: OwnLoop) -> ConfigError | None:
 
 def leave_cleanly(loop: OwnLoop) -> None:
     """Send all progress and leave. Parameters that went into a later step are not there any more."""
-    state = "done" if loop.finished else "left"
-    if loop.must_leave:
-        log.warning("leaves: %s", loop.leave_reason()[1])
-    if not loop.parameters.are_there():
-        kind, reason = loop.leave_reason()
+    if loop.parameters.are_there():
+        loop.end()
+    else:
         log.warning("the progress of the newest steps is lost: the parameters of the last `sync` were donated since")
-        loop.give_up(kind, reason)
-    elif not loop.leave(state):
-        log.warning("the broker did not take %s contributions", loop.link.channels.backlog)
-    log.info("%s after %s steps, %s tokens", state, loop.totals.steps, f"{loop.totals.tokens:,}")
+        loop.give_up(*loop.leave_reason())
+    log.info("left after %s steps, %s tokens", loop.totals.steps, f"{loop.totals.tokens:,}")
 
 
 def leave_after(loop: OwnLoop, error: BaseException) -> None:

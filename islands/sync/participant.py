@@ -286,6 +286,15 @@ class Participant(ABC):
 
     # -- leaving ------------------------------------------------------------------------------------------------------
 
+    def end(self) -> str:
+        """Leave, and say in the log why, and what was lost. Return `done` at the end of the run, else `left`."""
+        state = "done" if self.finished else "left"
+        if state == "left" and self.must_leave:
+            log.warning("leaves: %s", self.leave_reason()[1])
+        if not self.leave(state):
+            log.warning("the broker did not take %s contributions", self.link.channels.backlog)
+        return state
+
     def leave(self, state: str = "left", flush_seconds: float = FLUSH_SECONDS) -> bool:
         """Send all progress and announce the departure. Return whether the broker received everything.
 
