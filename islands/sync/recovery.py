@@ -147,73 +147,6 @@ def peers(presences: list[Presence], name: str) -> list[str]:
     return [p.heartbeat.island for p in presences if p.is_training and p.heartbeat.island != name]
 
 
-def receive(
-    transport: IslandTransport,
-    who: str,
-    decode: Decode,
-    beat: Callable[[], None],
-    seconds: float = ASK_SECONDS,
-    clock: Callable[[], float] = time.monotonic,
-    pause: Callable[[float], None] = time.sleep,
-) -> Received | None:
-    """Wait for a peer's answer to `ask`, and return it; None if no peer answered. An outage is waited for, too.
-
-    An answer that cannot be used, such as the state of a peer in another framework, is withdrawn with its request, and
-    the request is made again, as after a peer that stays silent. Each peer answers an incarnation once, so another one
-    answers next.
-
-    Args:
-        transport: Where the answer arrives.
-        who: The newcomer and its incarnation.
-        decode: Reads the state from an answer.
-        beat: Called before each look, to renew the heartbeat.
-        seconds: How long to wait while a peer is live.
-        clock: Monotonic seconds.
-        pause: Sleeps for some seconds.
-
-    Raises:
-        BrokerError: The broker refuses to answer, or cannot be reached in the end.
-        WireError: No answer can be used. This is the fault of the last one.
-    """
-    asked_at = look_at = clock()
-    deadline = asked_at + seconds
-    name = who.partition("/")[0]
-    faults: list[WireError] = []
-    others, useless = set[str](), set[str]()
-    try:
-        while True:
-            beat()
-            found: tuple[Handover, bytes] | None = None
-            fault: WireError | None = None
-            with suppress(UnreachableError):
-                try:
-                    if (found := transport.island.handed_over(who)) is not None:
-                        return Received(found[0], decode(*found))
-                except WireError as error:
-                    fault = error
-                    faults.append(error)
-                    useless |= {found[0].giver} if found is not None else set()
-                if clock() >= look_at:
-                    others, look_at = {*peers(transport.reader.presences(), name)}, clock() + PEERS_SECONDS
-                left = others - useless
-                if not left or len(faults) >= ANSWERS_MAX:
-                    break
-                if fault is not None or (len(left) > 1 and clock() - asked_at >= ASK_AGAIN_SECONDS):
-                    why = "no answer" if fault is None else fault.what
-                    log.info("another peer is asked for optimiser state: %s", why)
-                    transport.island.withdraw_request(who)
-                    transport.island.request_state(who)
-                    asked_at = clock()
-            if clock() >= deadline:
-                break
-            pause(POLL_SECONDS)
-        if faults:
-            raise faults[-1]
-        return None
-    finally:
-        transport.island.withdraw_request(who)
-
-
 #: The largest total that an island takes over from its last heartbeat.
 TOTAL_MAX = 1 << 60
 
@@ -264,16 +197,64 @@ class Newcomer:
 
     def received(self, decode: Decode) -> Received | None:
         """Wait for a peer's state if one was asked, and return it; None if there is none that can be used."""
-        if not self._asked:
-            return None
-        island = self.island
         try:
-            return receive(
-                self.transport, self.who, decode, lambda: island.beat("joining"), self.seconds, island.clock, self.pause
-            )
+            return self.wait(decode) if self._asked else None
         except (BrokerError, WireError) as error:
             log.warning("no optimiser state from a peer: %s", error.what)
             return None
+
+    def wait(self, decode: Decode) -> Received | None:
+        """Wait for a peer's answer to `ask`, and return it; None if no peer answered. An outage is waited for, too.
+
+        An answer that cannot be used, such as the state of a peer in another framework, is withdrawn with its request,
+        and the request is made again, as after a peer that stays silent. Each peer answers an incarnation once, so
+        another one answers next.
+
+        Args:
+            decode: Reads the state from an answer.
+
+        Raises:
+            BrokerError: The broker refuses to answer, or cannot be reached in the end.
+            WireError: No answer can be used. This is the fault of the last one.
+        """
+        clock, broker = self.island.clock, self.transport.island
+        asked_at = look_at = clock()
+        deadline = asked_at + self.seconds
+        faults: list[WireError] = []
+        others, useless = set[str](), set[str]()
+        try:
+            while True:
+                self.island.beat("joining")
+                found: tuple[Handover, bytes] | None = None
+                fault: WireError | None = None
+                with suppress(UnreachableError):
+                    try:
+                        if (found := broker.handed_over(self.who)) is not None:
+                            return Received(found[0], decode(*found))
+                    except WireError as error:
+                        fault = error
+                        faults.append(error)
+                        useless |= {found[0].giver} if found is not None else set()
+                    if clock() >= look_at:
+                        others = {*peers(self.transport.reader.presences(), self.island.name)}
+                        look_at = clock() + PEERS_SECONDS
+                    left = others - useless
+                    if not left or len(faults) >= ANSWERS_MAX:
+                        break
+                    if fault is not None or (len(left) > 1 and clock() - asked_at >= ASK_AGAIN_SECONDS):
+                        why = "no answer" if fault is None else fault.what
+                        log.info("another peer is asked for optimiser state: %s", why)
+                        broker.withdraw_request(self.who)
+                        broker.request_state(self.who)
+                        asked_at = clock()
+                if clock() >= deadline:
+                    break
+                self.pause(POLL_SECONDS)
+            if faults:
+                raise faults[-1]
+            return None
+        finally:
+            broker.withdraw_request(self.who)
 
     def count_earlier(self) -> None:
         """Continue the totals of earlier incarnations. What they did and lost was trained, too."""

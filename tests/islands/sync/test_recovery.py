@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ from archipelago.islands.inner import begin, moment_bounds, require_sound
 from archipelago.islands.models.registry import Params
 from archipelago.islands.sync import recovery
 from archipelago.islands.sync.arrays import decode_tree
-from archipelago.islands.sync.recovery import StateForPeer, encode, receive
+from archipelago.islands.sync.recovery import Newcomer, StateForPeer, encode
 from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests import samples
 from tests.failing import failing
@@ -151,7 +152,7 @@ class Waiting:
         self.beats = self.pauses = 0
         self.meanwhile: Callable[[int], object] = lambda number: None
 
-    def _beat(self) -> None:
+    def _beat(self, state: str) -> None:
         self.beats += 1
 
     def _pause(self, seconds: float) -> None:
@@ -162,11 +163,9 @@ class Waiting:
         self.meanwhile(self.pauses)
 
     def receive(self, transport: Any = None, seconds: float = 5.0) -> Any:
-        return receive(
-            transport or self.transport, "new/z",
-            lambda about, payload: decode_tree(about, payload, LIKE, require_sound),
-            self._beat, seconds, self.clock, self._pause,
-        )  # fmt: skip
+        island: Any = SimpleNamespace(name="new", incarnation="z", clock=self.clock, beat=self._beat)
+        newcomer = Newcomer(transport or self.transport, island, seconds, self._pause)
+        return newcomer.wait(lambda about, payload: decode_tree(about, payload, LIKE, require_sound))
 
     def assert_withdrawn(self) -> None:
         run = self.broker.runs["sample"]
