@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from archipelago.broker.errors import DataError
 from archipelago.broker.observe.progress import progress
 from archipelago.islands.data.tokenizer import character_start
 
@@ -111,7 +110,9 @@ class Choice:
             for document in documents:
                 if last is not None and document.path != last:
                     writer.write(b"\n")
-                writer.write(_read_again(document))
+                with document.path.open("rb") as file:
+                    file.seek(document.start)
+                    writer.write(file.read(document.size))
                 last = document.path
             sizes.append(writer.size - before)
         return tuple(sizes)
@@ -201,16 +202,3 @@ def _digest(data: bytes) -> bytes:
 
 def _digest_of_file(documents: Sequence[Document]) -> bytes:
     return documents[0].digest if len(documents) == 1 else _digest(b"".join(each.digest for each in documents))
-
-
-def _read_again(document: Document) -> bytes:
-    """Return the bytes of a document. Raise DataError (`data.changed`) if they are not those that were hashed."""
-    try:
-        with document.path.open("rb") as file:
-            file.seek(document.start)
-            data = file.read(document.size)
-    except OSError:
-        data = b""
-    if _digest(data) != document.digest:
-        raise DataError(f"{document.path} changed while it was read", "Run the command again.", code="data.changed")
-    return data

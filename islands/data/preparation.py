@@ -234,8 +234,8 @@ def prepare_text(source: Path, name: str, encoding: Encoding = BYTES) -> OpenCor
         encoding: How the text is stored.
 
     Raises:
-        DataError: There is nothing at `source` (`data.no-source`), the name is reserved (`data.taken`), a file changes
-            while it is read (`data.changed`), or one of the errors of `create`.
+        DataError: There is nothing at `source` (`data.no-source`), the name is reserved (`data.taken`), or one of the
+            errors of `create`.
     """
     if name == STDLIB:
         raise DataError(

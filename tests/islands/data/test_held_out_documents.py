@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from archipelago.broker.errors import DataError
 from archipelago.islands.data.documents import Choice, blocks, choose, visible_files
 from archipelago.islands.data.preparation import prepare_text
-from tests.failing import failing
 from tests.tiers import examples
 
 #: Texts that look alike by their beginning, as the files of a project do.
@@ -90,21 +88,6 @@ def test_odd_names_and_links_are_no_trouble(tmp_path: Path) -> None:
     (folder / "broken-link").symlink_to(tmp_path / "absent")
     files, hidden = visible_files(folder)
     assert (choose(files, hidden=hidden).reading.files, hidden) == (1, 1)
-
-
-def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path / "texts", {f"{n}.py": text for n, text in enumerate(TEXTS)})
-    choice = chosen(folder)
-    choice.splits[0][0].path.write_text("other text")
-
-    class Kept:
-        size = 0
-
-        def write(self, data: bytes) -> None:
-            self.size += len(data)
-
-    with failing(DataError, "data.changed"):
-        choice.write(Kept())
 
 
 @settings(max_examples=examples(100))
