@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 
 from archipelago.broker.codecs import HUGE, INT4_BLOCK, INT8_BLOCK, TINY, TOP_BLOCK, TOP_KEPT, TOP_LARGE, TOP_UNITS
-from archipelago.broker.errors import WireError
 
 #: A tensor of PyTorch, which has no types here: PyTorch is optional.
 Tensor = Any
@@ -175,15 +174,3 @@ CODECS: dict[str, TorchCodec] = {
     "int4": TorchCodec(_quantise_int4, _restore_int4),
     "top3": TorchCodec(_quantise_top, _restore_top),
 }
-
-
-def codec(name: str) -> TorchCodec:
-    """Return the codec of that name. Raises WireError for an unknown one."""
-    try:
-        return CODECS[name]
-    except KeyError:
-        raise WireError(
-            f"codec {name[:32]!r} is unknown to PyTorch islands",
-            f"Known: {', '.join(CODECS)}.",
-            code="wire.codec",
-        ) from None

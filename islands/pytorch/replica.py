@@ -13,9 +13,8 @@ import torch
 
 from archipelago.broker.codecs import Parts, Vector
 from archipelago.broker.manifest import Manifest, Tensor
+from archipelago.islands.pytorch.codecs import CODECS, TorchCodec
 from archipelago.islands.pytorch.codecs import Parts as TorchParts
-from archipelago.islands.pytorch.codecs import TorchCodec
-from archipelago.islands.pytorch.codecs import codec as codec_of
 from archipelago.islands.pytorch.host import HostCopy, on_device
 from archipelago.islands.pytorch.module import ModuleParameters
 from archipelago.islands.pytorch.pieces import Courier, own_piece
@@ -52,7 +51,7 @@ class TorchReplica:
 
     def measure(self, fragment: int, params: Tensors, codec: str = "") -> Parts:
         """Return a fragment's outer gradient as the codec's parts. The reference moves to what the merger will read."""
-        chosen, reference_N = codec_of(codec or self.codec), self.references[fragment]
+        chosen, reference_N = CODECS[codec or self.codec], self.references[fragment]
         with torch.no_grad():
             parts, restored_N = self._quantised(fragment, chosen, reference_N - _flatten(self.layout[fragment], params))
             self.references[fragment] = reference_N - restored_N
