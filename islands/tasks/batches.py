@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -21,9 +20,6 @@ from archipelago.islands.data.batches import PRIVATE_PASSES, HeldShards, Shard, 
 from archipelago.islands.data.ranges import range_order
 from archipelago.islands.tasks.task import NamedTask
 
-#: How long an island waits for its first shard. Later it reads data without a lease instead.
-FIRST_SECONDS = 5.0
-POLL_SECONDS = 0.02
 #: The kinds of numpy dtypes that are not numbers: objects, texts and times. Records are not numbers either.
 _NO_NUMBERS = "OSUMm"
 
@@ -33,15 +29,11 @@ log = logging.getLogger(__name__)
 class Leases(Protocol):
     """What leases shards: the link of an island, or a baseline that has all of them."""
 
-    @property
-    def is_started(self) -> bool:
-        """Whether threads lease shards meanwhile, so that it helps to wait."""
-
     def offer(self, ranges: Sequence[str], /) -> None:
         """Set the ranges that may be leased, in the order of preference."""
 
-    def lease(self) -> ReadPosition | None:
-        """Return the next leased range, or None if none is free now."""
+    def lease(self, *, asks: bool = False) -> ReadPosition | None:
+        """Return the next leased range, or None if none is free now. With `asks`, wait for an answer of the broker."""
 
     def register_shards(self, count: int, /) -> int:
         """Register how many shards the data has, and return what other islands have registered."""
@@ -55,14 +47,7 @@ class TaskRun:
         seed: A random seed that differs between islands, and between restarts of one.
     """
 
-    def __init__(
-        self,
-        island: str,
-        seed: int,
-        run_seed: int = 0,
-        link: Leases | None = None,
-        pause: Callable[[float], None] | None = None,
-    ) -> None:
+    def __init__(self, island: str, seed: int, run_seed: int = 0, link: Leases | None = None) -> None:
         """Note where shards are leased.
 
         Args:
@@ -70,10 +55,9 @@ class TaskRun:
             seed: A number of this process.
             run_seed: The seed of the run.
             link: Leases shards. None reads without leases, as a check of the task does.
-            pause: Lets some seconds pass until the first shard is leased. The default sleeps if the link has threads.
         """
         self.island, self.seed = island, seed
-        self._run_seed, self._link, self._pause = run_seed, link, pause
+        self._run_seed, self._link = run_seed, link
         self._thread = threading.get_ident()
         self._held = HeldShards()
         self._private, self._is_sharded = 0, False
@@ -147,17 +131,9 @@ class TaskRun:
 
     def _next_leased(self) -> ReadPosition | None:
         """Return the next range of the run; None if none is free, or too many ends of ranges are not merged yet."""
-        if self._link is None:
+        if self._link is None or len(self._held) >= POSITIONS_MAX:
             return None
-        if len(self._held) >= POSITIONS_MAX:
-            return None
-        leased, waited = self.lease(), 0.0
-        pause = self._pause or (time.sleep if self._link.is_started else None)
-        while leased is None and self.current is None and pause is not None and waited < FIRST_SECONDS:
-            pause(POLL_SECONDS)
-            waited += POLL_SECONDS
-            leased = self.lease()
-        return leased
+        return self._link.lease(asks=self.current is None)
 
     def _shard_at(self, at: ReadPosition, count: int) -> Shard:
         number, (pass_number, position) = int(at.range), at.cursor

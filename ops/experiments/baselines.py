@@ -39,8 +39,6 @@ def evaluations(config: RunConfig) -> int:
 class AllShards:
     """The leases of a reader without a run: all shards, pass after pass."""
 
-    is_started = False
-
     def __init__(self) -> None:
         self._positions: Iterator[ReadPosition] = iter(())
 
@@ -49,7 +47,7 @@ class AllShards:
         passes = count() if ranges else ()
         self._positions = (ReadPosition(name, pass_number, 0) for pass_number in passes for name in ranges)
 
-    def lease(self) -> ReadPosition | None:
+    def lease(self, *, asks: bool = False) -> ReadPosition | None:
         """Return the next shard; None if there are none."""
         return next(self._positions, None)
 

@@ -150,7 +150,7 @@ class VirtualRun:
         link = Link(transport, self.manifest, f"{name}/{incarnation}", (), clock=self.clock, wall=self.clock)
         arrivals = link.join()
         work, seed = self._others.get(name, self._work), self.manifest.config.seed
-        supply = work.supply(TaskRun(name, self._born, seed, link, pause=lambda seconds: link.pump()))
+        supply = work.supply(TaskRun(name, self._born, seed, link))
         island = self.new_island(name, work, supply, link, arrivals, incarnation)
         rejoin = Rejoin(transport, island, seconds=0.0)
         return self.begin(island, rejoin, step_seconds, asks_peers=moments == "peer")

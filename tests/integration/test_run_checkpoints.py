@@ -6,7 +6,6 @@ merger's own tests have checkpoints that lack a part.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,8 +55,7 @@ class CheckpointedRun(VirtualRun):
         store = IslandStore(self.path / name, self.manifest)
         link = Link(transport, self.manifest, f"{name}/v{self._born}", (), clock=self.clock, wall=self.clock)
         arrivals = link.join()
-        pause: Callable[[float], None] = lambda seconds: link.pump()  # noqa: E731 - it has a type
-        supply = self.of.supply(TaskRun(name, self._born, self.manifest.config.seed, link, pause=pause))
+        supply = self.of.supply(TaskRun(name, self._born, self.manifest.config.seed, link))
         island = self.of.island(
             name, self.manifest, supply, link, arrivals, clock=self.clock, incarnation=f"v{self._born}",
             on_marker=lambda island, number: store.save(taken(island)),

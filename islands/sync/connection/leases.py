@@ -31,7 +31,7 @@ class IslandLeases:
         self._at_hand: deque[ReadPosition] = deque()
         self._reading: frozenset[str] = frozenset()
         self._lost: frozenset[str] = frozenset()
-        self._lock = threading.Lock()
+        self._lock, self._asking = threading.Lock(), threading.Lock()
         self._refused = self._skipped = 0  # questions without an answer in a row, and looks since the last one
 
     def take(self) -> ReadPosition | None:
@@ -58,6 +58,10 @@ class IslandLeases:
 
     def pump(self) -> None:
         """Check the leases, and lease another range if there is no next one."""
+        with self._asking:
+            self._pump()
+
+    def _pump(self) -> None:
         with self._lock:
             watched = sorted({position.range for position in self._at_hand} | self._reading)
         lost = frozenset(watched) - self._transport.island.leased(watched, self._who) if watched else frozenset()

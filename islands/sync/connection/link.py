@@ -164,8 +164,18 @@ class Link:
         self._handovers.append(state)
         self._handing_over.wake.set()
 
-    def lease(self) -> ReadPosition | None:
-        """Return the next leased range, if any. The heartbeat thread then leases another."""
+    def lease(self, *, asks: bool = False) -> ReadPosition | None:
+        """Return the next leased range, if any. The heartbeat thread then leases another.
+
+        With `asks`, this waits for the broker. An island does so before its first step only.
+        """
+        if asks:
+            try:
+                if self.heartbeat is not None:  # frees the ranges of an earlier incarnation
+                    self.transport.island.heartbeat(self.heartbeat)
+                self.leases.pump()
+            except BrokerError as error:
+                log.debug("no range was leased: %s", error.what)
         place = self.leases.take()
         if place is not None:
             self._beating.wake.set()
@@ -368,11 +378,6 @@ class Link:
             del self._answered[next(iter(self._answered))]
 
     # -- threads ------------------------------------------------------------------------------------------------------
-
-    @property
-    def is_started(self) -> bool:
-        """Whether the pumps' threads were started."""
-        return bool(self.pumps.threads)
 
     def drain(self, seconds: float) -> bool:
         """Wait up to `seconds` until everything queued and the newest heartbeat are sent; return whether they were."""

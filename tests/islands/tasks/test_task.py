@@ -66,7 +66,7 @@ def test_an_island_goes_on_with_a_shard_where_what_was_merged_ends() -> None:
 def leasing(free: Iterator[str]) -> Any:
     """Return a link that leases these shards."""
     return SimpleNamespace(
-        register_shards=int, offer=lambda shards: None, lease=lambda: ReadPosition(next(free), 0, 0), is_started=True
+        register_shards=int, offer=lambda shards: None, lease=lambda asks: ReadPosition(next(free), 0, 0)
     )
 
 
