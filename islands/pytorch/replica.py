@@ -18,7 +18,7 @@ from archipelago.islands.pytorch.codecs import Parts as TorchParts
 from archipelago.islands.pytorch.host import HostCopy, on_device
 from archipelago.islands.pytorch.module import ModuleParameters
 from archipelago.islands.pytorch.pieces import Courier, own_piece
-from archipelago.islands.sync.adoption import build
+from archipelago.islands.sync.adoption import RULES
 
 #: The tensors of one fragment with their offsets in its vector.
 Rows = tuple[tuple[Tensor, int], ...]
@@ -36,7 +36,7 @@ class TorchReplica:
             manifest: The run.
             device: The device of the module.
         """
-        self.rule = build(manifest.config.adopt)
+        self.rule = RULES[manifest.config.adopt.rule]
         self.layout = manifest.layout
         self.codec = manifest.config.wire.up
         self.device = device

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from archipelago.broker.codecs import Parts, Vector
-from archipelago.broker.config import AdoptConfig
 
 #: A vector of any framework.
 Array = Any
@@ -54,11 +53,6 @@ RULES: dict[str, AdoptRule] = {
     "overwrite": AdoptRule(overwrite, keeps_progress=False),
     "carry": AdoptRule(carry, keeps_progress=True),
 }
-
-
-def build(config: AdoptConfig) -> AdoptRule:
-    """Return the rule that the config names."""
-    return RULES[config.rule]
 
 
 class AnyReplica(Protocol):

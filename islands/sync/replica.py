@@ -13,7 +13,7 @@ from archipelago.broker.codecs import TOP_BLOCK, Parts, Vector
 from archipelago.broker.codecs import codec as codec_of
 from archipelago.broker.config import AdoptConfig
 from archipelago.broker.manifest import Manifest
-from archipelago.islands.sync.adoption import Adopt, build
+from archipelago.islands.sync.adoption import RULES, Adopt
 from archipelago.islands.sync.arrays import Rows, Tensors, device_copy, flatten, unflatten
 from archipelago.islands.sync.connection.uplink import SMALL_BYTES
 
@@ -35,7 +35,7 @@ class Replica:
     def __init__(self, manifest: Manifest) -> None:
         self.layout = manifest.layout
         self.sizes = manifest.sizes
-        self.rule = build(manifest.config.adopt)
+        self.rule = RULES[manifest.config.adopt.rule]
         #: One vector [N] for each fragment. A replica of several devices has tensors by name in its place.
         self.references: list[Any] = []
         self.codec = manifest.config.wire.up
@@ -183,7 +183,7 @@ def _compiled_settle(codec: str, elements: int) -> Callable[[jax.Array, Parts, j
 def _compiled_adopt(
     rows: Rows, config: AdoptConfig
 ) -> Callable[[jax.Array, Tensors, jax.Array], tuple[Tensors, jax.Array | None]]:
-    return jax.jit(partial(_adopt, rows, build(config).adopt), donate_argnames="part")
+    return jax.jit(partial(_adopt, rows, RULES[config.rule].adopt), donate_argnames="part")
 
 
 def outer_gradient(rows: Rows, reference_N: jax.Array, part: Tensors) -> jax.Array:

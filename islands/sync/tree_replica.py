@@ -20,7 +20,7 @@ from archipelago.broker.codecs import Parts, Vector
 from archipelago.broker.codecs import codec as codec_of
 from archipelago.broker.config import AdoptConfig
 from archipelago.broker.manifest import Manifest
-from archipelago.islands.sync.adoption import build
+from archipelago.islands.sync.adoption import RULES
 from archipelago.islands.sync.arrays import (
     Home,
     Rows,
@@ -154,7 +154,7 @@ def _adopt(
     rows: Rows, config: AdoptConfig, dtypes: Dtypes, new: Tensors, part: Tensors, reference: Tensors
 ) -> tuple[Tensors, Tensors, Tensors]:
     """Return the next tensors, and the next references and the next parameters as they are before rounding."""
-    rule = build(config)
+    rule = RULES[config.rule]
     exact, after = {}, {}
     for tensor, _ in rows:
         name = tensor.name

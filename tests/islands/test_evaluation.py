@@ -74,7 +74,7 @@ def of(
 ) -> Evaluator:
     return Evaluator(
         run.transport, run.manifest, island.link.who, evaluates or evaluation(),
-        arrivals or island.link.channels[0].inbox.snapshots.all_held, EVERY_SECONDS,
+        arrivals or island.link.channels.all_held, EVERY_SECONDS,
         clock=run.clock, wall=lambda: 1.7e9 + run.clock.now,
     )  # fmt: skip
 

@@ -27,7 +27,7 @@ from archipelago.broker.codecs import codec
 from archipelago.broker.config import AdoptConfig, InnerConfig, OuterConfig
 from archipelago.broker.wire import Body
 from archipelago.islands.inner import InnerState
-from archipelago.islands.sync.adoption import build
+from archipelago.islands.sync.adoption import RULES
 from archipelago.merger.outer import OuterOptimizer, Round
 
 Vector = NDArray[np.float32]
@@ -158,4 +158,4 @@ def _measure(rows: Any, codec_name: str) -> Any:
 
 
 def _adopt(rows: Any, config: AdoptConfig) -> Any:
-    return partial(archipelago.islands.sync.replica._adopt, rows, build(config).adopt)
+    return partial(archipelago.islands.sync.replica._adopt, rows, RULES[config.rule].adopt)

@@ -66,21 +66,18 @@ class Channel:
 
     def join(self) -> list[Arrival]:
         """Fetch all fragments of the shard. Later events are received from here on."""
-        return [self._arrival(arrival) for arrival in self.inbox.join()]
+        return [self.arrival(arrival) for arrival in self.inbox.join()]
 
     def take(self) -> tuple[list[Event], list[Arrival]]:
         """Return the events since the last call in order, and the newest snapshot of each fragment."""
         events, arrivals = self.inbox.take()
         return (
             [self._layout.event_in_run(self.shard, event) for event in events],
-            [self._arrival(arrival) for arrival in arrivals],
+            [self.arrival(arrival) for arrival in arrivals],
         )
 
-    def held(self) -> dict[int, Arrival]:
-        """Return the newest snapshot of each fragment as it was published; none if one is not held."""
-        return {arrival.snapshot.fragment: arrival for arrival in map(self._arrival, self.inbox.snapshots.all_held())}
-
-    def _arrival(self, arrival: Arrival) -> Arrival:
+    def arrival(self, arrival: Arrival) -> Arrival:
+        """Return an arrival of the shard as one of the run."""
         return replace(arrival, snapshot=self._layout.in_run(self.shard, arrival.snapshot))
 
 
@@ -171,5 +168,6 @@ class Channels(tuple[Channel, ...]):
 
     def all_held(self) -> list[Arrival]:
         """Return the newest snapshot of every fragment as it was published; an empty list if one is not held."""
-        held = {p: arrival for channel in self for p, arrival in channel.held().items()}
-        return [held[p] for p in sorted(held)] if len(held) == self._layout.count else []
+        held = [channel.arrival(each) for channel in self for each in list(channel.inbox.snapshots.held.values())]
+        in_order = sorted(held, key=lambda arrival: arrival.snapshot.fragment)
+        return in_order if len(held) == self._layout.count else []

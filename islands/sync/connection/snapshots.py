@@ -83,11 +83,6 @@ class Snapshots:
         """Note that the last arrival of a fragment was not handed over. Differences may still build on it."""
         self._known.pop(p, None)
 
-    def all_held(self) -> list[Arrival]:
-        """Return the newest snapshot of every fragment as it was published; an empty list if one is not held."""
-        found = [self.held.get(p) for p in range(len(self._manifest.fragments))]
-        return [] if None in found else [arrival for arrival in found if arrival is not None]
-
     def is_current(self, p: int, heads: Heads) -> bool:
         """Return whether the newest version of a fragment has arrived already."""
         head = heads[p]
