@@ -6,7 +6,7 @@ Each island has a stream of its own, so the name of an entry, `NAME/ID`, says wh
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -23,6 +23,7 @@ from archipelago.broker.messages import (
     Snapshot,
     TapeEntry,
 )
+from archipelago.broker.presence import Presence
 
 _ENTRY = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63})/([0-9]{1,20})-([0-9]{1,20})")
 #: The largest number of an entry within its millisecond.
@@ -251,6 +252,13 @@ class MergerClient(Protocol):
 
     def stand_down(self, name: str) -> None:
         """Remove a merger from the standbys."""
+        ...
+
+    def forget(self, epoch: int, presences: Iterable[Presence]) -> None:
+        """Delete what is left of islands that have no entries and fell silent a day ago, given all heartbeats.
+
+        Of many silent islands, those that were silent for longer are forgotten earlier.
+        """
         ...
 
     def updates(self, block_seconds: float, count: int = 64) -> list[Delivery]:

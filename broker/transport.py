@@ -161,7 +161,7 @@ class ReaderClient(Protocol):
         ...
 
     def presences(self) -> list[Presence]:
-        """Return every island that sent a heartbeat during the last day, by name."""
+        """Return every island that sent a heartbeat during the last day, by name; of many silent ones, the newest."""
         ...
 
     def unreadable(self) -> dict[str, str]:

@@ -230,7 +230,9 @@ class Merger:
     def _poll_islands(self) -> None:
         if self.clock() - self._live_at >= self.live_poll_seconds:
             self._follow_controls()
-            presences = [p for p in self.transport.reader.presences() if not self.controls.refuses(p.heartbeat.island)]
+            every = self.transport.reader.presences()
+            self.transport.merger.forget(self.epoch, every)
+            presences = [p for p in every if not self.controls.refuses(p.heartbeat.island)]
             self.live = self.liveness.look(presences, self.clock(), self.state.closed)
             self._has_islands = any(presence.is_live for presence in presences)
             self.compactor.want({p for presence in presences if presence.is_live for p in presence.unreadable})

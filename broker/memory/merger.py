@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ from archipelago.broker.commits import DIFFERENCES_KEPT, Commit, Compaction, Del
 from archipelago.broker.errors import BrokerError, FencedError, WireError
 from archipelago.broker.memory.state import MemoryRun, MemoryState
 from archipelago.broker.messages import Call, Marker, Refusal, Resume
+from archipelago.broker.presence import Presence
 
 
 class MemoryMerger:
@@ -51,6 +52,9 @@ class MemoryMerger:
     def stand_down(self, name: str) -> None:
         with self._broker.opened(self._run) as run:
             run.standbys.pop(name, None)
+
+    def forget(self, epoch: int, presences: Iterable[Presence]) -> None:
+        pass  # no run in memory is that long
 
     def updates(self, block_seconds: float, count: int = 64) -> list[Delivery]:
         with self._broker.opened(self._run) as run:

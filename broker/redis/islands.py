@@ -18,7 +18,8 @@ from archipelago.broker.redis.administration import KnownMembers
 from archipelago.broker.redis.connection import DisturbedError
 from archipelago.broker.redis.keys import HANDOVER, is_name
 from archipelago.broker.redis.leases import RangeLeases
-from archipelago.broker.redis.reader import REMEMBER_SECONDS, RedisReader
+from archipelago.broker.redis.names import REMEMBER_SECONDS
+from archipelago.broker.redis.reader import RedisReader
 from archipelago.broker.redis.replies import count_in, text_fields
 from archipelago.broker.signing import Raw
 

@@ -10,11 +10,13 @@ from archipelago.broker.commits import Commit, Delivery, Rewrite, never_gone, pa
 from archipelago.broker.errors import WireError
 from archipelago.broker.failpoints import failpoint
 from archipelago.broker.messages import KINDS, Call, Event, Marker, Refusal, Resume, TapeEntry, to_fields
+from archipelago.broker.presence import Presence
 from archipelago.broker.ranges import cursor_text
 from archipelago.broker.redis.administration import KnownMembers
 from archipelago.broker.redis.compactions import Compactions
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.lease import Lease
+from archipelago.broker.redis.names import IslandNames
 from archipelago.broker.redis.reader import RedisReader
 from archipelago.broker.redis.replies import signed_state
 from archipelago.broker.redis.script import Write
@@ -30,9 +32,9 @@ STANDBYS_SECONDS = 60
 class RedisMerger:
     """See `broker.commits.MergerClient`."""
 
-    def __init__(self, reader: RedisReader, members: KnownMembers) -> None:
+    def __init__(self, reader: RedisReader, members: KnownMembers, names: IslandNames) -> None:
         connection, stored, chunks, updates = reader.connection, reader.stored, reader.chunks, reader.updates
-        self._reader, self._members, self._connection = reader, members, connection
+        self._reader, self._members, self._connection, self._names = reader, members, connection, names
         self._redis, self._keys = connection.redis, connection.keys
         self._chunks, self._updates = chunks, updates
         consumer = UpdatesConsumer(connection, updates)
@@ -67,6 +69,9 @@ class RedisMerger:
     def stand_down(self, name: str) -> None:
         with self._connection.translated():
             self._redis.hdel(self._keys.standbys, name)
+
+    def forget(self, epoch: int, presences: Iterable[Presence]) -> None:
+        self._names.forget(self.lease.mark(epoch), presences)
 
     # -- writes -----------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from archipelago.broker.redis.chunks import ChunkStore
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.events import EventStream
 from archipelago.broker.redis.keys import is_name
+from archipelago.broker.redis.names import ISLANDS_MAX, REMEMBER_SECONDS
 from archipelago.broker.redis.replies import (
     count_in,
     counts_in,
@@ -35,12 +36,10 @@ from archipelago.broker.redis.replies import (
     verified_state,
 )
 from archipelago.broker.redis.stored_run import StoredRun
-from archipelago.broker.redis.updates import ISLANDS_MAX, UpdatesStreams
+from archipelago.broker.redis.updates import UpdatesStreams
 from archipelago.broker.signing import MERGER, PAYLOAD_DIGEST, SIGNATURE, STAMP, HeartbeatOrder, Raw, stamp_of
 from archipelago.broker.transport import NOTES_KEPT, STANDBY_SECONDS, Arrived, MergerStatus, Standby, unwatched
 
-#: How long the heartbeat of a silent island is kept.
-REMEMBER_SECONDS = 24 * 3600
 EVALUATIONS_KEPT = 20_000
 #: An island's heartbeat that takes more memory at the server is not read. Honest ones take 6 kB.
 BEAT_BYTES_MAX = 1 << 16

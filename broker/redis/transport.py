@@ -22,6 +22,7 @@ from archipelago.broker.redis.connection import DisturbedError, RedisConnection
 from archipelago.broker.redis.islands import RedisIsland, chunks_name
 from archipelago.broker.redis.keys import REGISTRY
 from archipelago.broker.redis.merger import RedisMerger
+from archipelago.broker.redis.names import IslandNames
 from archipelago.broker.redis.reader import EVALUATIONS_KEPT, RedisReader
 from archipelago.broker.redis.replies import epoch_in, epoch_mark, signed_state
 from archipelago.broker.redis.script import has_scripts
@@ -96,10 +97,11 @@ class RedisTransport:
         self._keys, self._signing = self.connection.keys, self.connection.signing
         self._stored = stored = StoredRun(self.connection)
         self.chunks = chunks = ChunkStore(self.connection, stored.payload_max)
-        self.updates = UpdatesStreams(self.connection, chunks, self.members.islands)
+        self.names = IslandNames(self.connection, self.members.islands)
+        self.updates = UpdatesStreams(self.connection, chunks, self.names.all)
         self.reader = RedisReader(self.connection, stored, chunks, self.updates)
         self.island = RedisIsland(self.reader, self.members)
-        self.merger = RedisMerger(self.reader, self.members)
+        self.merger = RedisMerger(self.reader, self.members, self.names)
         self._compactions = Compactions(self.connection, chunks)
 
     def of_shard(self, shard: int) -> RedisTransport:

@@ -18,16 +18,12 @@ from archipelago.broker.messages import Contribution, Pending, from_fields
 from archipelago.broker.redis.chunks import PAYLOAD, ChunkStore
 from archipelago.broker.redis.connection import PAGE, RedisConnection, block_ms
 from archipelago.broker.redis.failures import is_wrong_kind
-from archipelago.broker.redis.replies import entries_by_stream, entry_id, is_last, names_in, text_fields
+from archipelago.broker.redis.replies import entries_by_stream, entry_id, is_last, text_fields
 from archipelago.broker.signing import Raw
 
-#: The most islands whose streams are read. Other programs may have added any number of names to the set of islands.
-ISLANDS_MAX = 2048
 #: A stream with more entries is read only by the merger, which refuses them. Honest islands have a few entries for each
 #: round of the window.
 FLOOD_ENTRIES = 1 << 13
-#: How many pages of the set of islands are read at a time, with two lookups for each name.
-NAME_PAGES_MAX = 4
 #: How long one command waits for entries. Streams of islands that are new since then are read by the next command.
 NEW_ISLANDS_SECONDS = 0.25
 #: How often a run without any contribution is looked at.
@@ -41,48 +37,13 @@ class UpdatesStreams:
     Args:
         connection: The connection to the run, or to one of its shards.
         chunks: The payloads.
-        invited: Returns the names of the invited islands; None if anyone may join.
+        names: Returns the names of the islands.
     """
 
-    def __init__(
-        self, connection: RedisConnection, chunks: ChunkStore, invited: Callable[[], Iterable[str] | None]
-    ) -> None:
-        self._connection, self._invited = connection, invited
+    def __init__(self, connection: RedisConnection, chunks: ChunkStore, names: Callable[[], list[str]]) -> None:
+        self._connection = connection
         self._redis, self._keys = connection.redis, connection.keys
-        self._chunks = chunks
-        self._names: set[str] = set()
-        self._cursor = 0
-
-    def names(self) -> list[str]:
-        """Return the names of the islands that have a key of their own, sorted; ISLANDS_MAX at most.
-
-        Every island can add any number of names to the set, so a name alone counts for nothing, and the names that
-        were found stay. If the set is very long, the next call goes on where this one has stopped. In a run with
-        invitations, only the names of invited islands are looked for, and the set is not read.
-        """
-        if (invited := self._invited()) is not None:
-            with self._connection.translated():
-                self._names.update(self._existing([name for name in invited if name not in self._names]))
-            return sorted(self._names)
-        with self._connection.forgiving(self._keys.islands, "a set"):
-            for _ in range(NAME_PAGES_MAX):
-                self._cursor, some = self._redis.sscan(self._keys.islands, self._cursor, count=PAGE)
-                new = [name for name in names_in(some) if name not in self._names]
-                self._names.update(self._existing(new)[: ISLANDS_MAX - len(self._names)])
-                if not int(self._cursor):
-                    break
-        return sorted(self._names)
-
-    def _existing(self, names: Sequence[str]) -> list[str]:
-        """Return those of the islands that have a heartbeat, a stream or leases."""
-        if not names:
-            return []
-        with self._redis.pipeline(transaction=False) as pipe:
-            for name in names:
-                pipe.exists(self._keys.updates(name), self._keys.leases(name))
-                pipe.exists(self._keys.island(name))
-            answers = pipe.execute()
-        return [name for name, *found in zip(names, answers[::2], answers[1::2], strict=True) if any(found)]
+        self._chunks, self.names = chunks, names
 
     # -- what waits -------------------------------------------------------------------------------------------------
 

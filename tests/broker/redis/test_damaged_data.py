@@ -11,9 +11,11 @@ import pytest
 from archipelago.broker.commits import NUMBER_MAX, START, parse_entry
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.messages import Call, Evaluation, Pending, to_fields
-from archipelago.broker.redis import connection
+from archipelago.broker.redis import connection, names
 from archipelago.broker.redis.chunks import CHUNK_BYTES
 from archipelago.broker.redis.keys import REGISTRY, Keys
+from archipelago.broker.redis.names import ISLANDS_MAX, REMEMBER_SECONDS, SILENT_KEPT
+from archipelago.broker.redis.replies import GROUP
 from archipelago.broker.redis.transport import RedisTransport
 from archipelago.broker.redis.updates import FLOOD_ENTRIES
 from tests import samples
@@ -218,12 +220,48 @@ def test_a_heartbeat_that_is_far_too_large_is_not_read(transport: RedisTransport
 def test_a_long_set_of_names_is_read_in_parts(transport: RedisTransport, raw: Any) -> None:
     transport.island.heartbeat(samples.heartbeat("a"))
     raw.sadd(Keys(transport.run).islands, *(f"m{number}" for number in range(20_000)))
-    calls, names = 0, list[str]()
-    while not names:
+    calls, found = 0, list[str]()
+    while not found:
         before = raw.info("stats")["total_commands_processed"]
-        names, calls = transport.updates.names(), calls + 1
+        found, calls = transport.updates.names(), calls + 1
         assert raw.info("stats")["total_commands_processed"] - before < 3_000, "half a minute of lookups for each read"
-    assert names == ["a"] and calls < 100
+    assert found == ["a"] and calls < 100
+
+
+def test_the_names_of_islands_that_are_gone_are_forgotten(
+    transport: RedisTransport, raw: Any, epoch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user's loop may get another name at each start. What new islands send must be read all the same."""
+    monkeypatch.setattr(names, "FORGET_SECONDS", 0.0)
+    keys, beat = Keys(transport.run), to_fields(samples.heartbeat("b"))
+    _, kept = (transport.island.publish(samples.contribution(island=name), b"payload") for name in ("x", "y"))
+    transport.merger.updates(0.0)
+    transport.merger.commit(epoch, samples.commit([kept]))
+    transport.island.heartbeat(samples.heartbeat("z"))
+    with raw.pipeline(transaction=False) as pipe:
+        for number in range(ISLANDS_MAX):
+            pipe.sadd(keys.islands, name := f"b{number}")
+            pipe.hset(keys.island(name), mapping={**beat, "island": name})
+            pipe.pexpire(keys.island(name), 1000 * (REMEMBER_SECONDS - 60 - number))
+            pipe.xgroup_create(keys.updates(name), GROUP, mkstream=True)
+        pipe.execute()
+    while len(transport.updates.names()) < ISLANDS_MAX:
+        pass
+    new = transport.island.publish(samples.contribution(island="new"), b"payload")
+    found = []
+    for _ in range(4):
+        transport.merger.forget(epoch, transport.reader.presences())
+        found += [delivery.entry for delivery in transport.merger.updates(0.0)]
+    assert found == [new]
+    left = {"new", "x", "y", "z", *(f"b{number}" for number in range(SILENT_KEPT))}
+    assert set(transport.updates.names()) == left == {name.decode() for name in raw.smembers(keys.islands)}
+    assert transport.reader.pending().contributions == 2
+    assert not raw.exists(keys.island(f"b{SILENT_KEPT}"), keys.updates(f"b{SILENT_KEPT}"))
+    transport.merger.trim(epoch, [kept])
+    transport.merger.forget(epoch - 1, [])
+    assert "y" in transport.updates.names(), "a merger that was overtaken forgets nobody"
+    transport.merger.forget(epoch, transport.reader.presences())
+    assert "y" not in transport.updates.names()
 
 
 def test_unreadable_names_and_heartbeats_do_not_hide_the_others(

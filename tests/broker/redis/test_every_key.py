@@ -30,8 +30,8 @@ LARGE: Final = bytes(range(256)) * 10_000
 KEYS: Final = {
     "manifest": "with the run",
     "members": "with the run",
-    "updates:a": "with the run; its entries when they are merged or refused",
-    "leases:a": "with the run; claims of earlier passes by their island",
+    "updates:a": "with the run, or once its island is forgotten; its entries when they are merged or refused",
+    "leases:a": "with the run, or once its island is forgotten; claims of earlier passes by their island",
     "c:a:x[.][0-9]+[.].*": "with their entry",
     "c:b:h[.].*": "expires",
     "island:[abc]": "expires",

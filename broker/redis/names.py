@@ -1,0 +1,118 @@
+"""The names of a run's islands: which ones are read, and which ones a merger forgets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from archipelago.broker.presence import LIVE_SECONDS, Presence
+from archipelago.broker.redis.connection import PAGE, RedisConnection
+from archipelago.broker.redis.replies import names_in
+
+#: The most islands whose streams are read. Other programs may have added any number of names to the set of islands.
+ISLANDS_MAX = 2048
+#: How many pages of the set of islands are read at a time, with two lookups for each name.
+NAME_PAGES_MAX = 4
+#: How long the heartbeat of a silent island is kept.
+REMEMBER_SECONDS = 24 * 3600
+#: The heartbeats of more silent islands than this are not kept that long. User loops may get a new name at each start.
+SILENT_KEPT = 256
+#: How often a process looks whether the islands that it knows still have keys, and a merger deletes those of others.
+FORGET_SECONDS = 10.0
+#: About how many names a merger looks at each time.
+FORGET_NAMES = 4096
+#: Deletes the keys of islands without entries whose heartbeats have less time left than ARGV[2] milliseconds, or more
+#: than an island gives them.
+_FORGET = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return {} end
+local gone = {}
+for i = 4, #ARGV do
+  local beat, stream, leases = unpack(KEYS, 3 * i - 9, 3 * i - 7)
+  local left, length = redis.call('PTTL', beat), redis.pcall('XLEN', stream)
+  local waits = type(length) == 'number' and length > 0
+  if not waits and (left < tonumber(ARGV[2]) or left > tonumber(ARGV[3])) then
+    redis.call('UNLINK', beat, stream, leases)
+    redis.call('SREM', KEYS[2], ARGV[i])
+    gone[#gone + 1] = ARGV[i]
+  end
+end
+return gone
+"""
+
+
+class IslandNames:
+    """Knows the islands that have keys of their own in one shard of a run.
+
+    Args:
+        connection: The connection to the run, or to one of its shards.
+        invited: Returns the names of the invited islands; None if anyone may join.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        connection: RedisConnection,
+        invited: Callable[[], Iterable[str] | None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._connection, self._invited, self._clock = connection, invited, clock
+        self._redis, self._keys = connection.redis, connection.keys
+        self._names: set[str] = set()
+        self._cursor = self._forget_cursor = 0
+        self._looked_at = self._forgot_at = clock()
+
+    def all(self) -> list[str]:
+        """Return the names of the islands that have a key of their own, sorted; ISLANDS_MAX at most.
+
+        Every island can add any number of names to the set, so a name alone counts for nothing, and the names that
+        were found stay until their keys are gone. If the set is very long, the next call goes on where this one has
+        stopped. In a run with invitations, only the names of invited islands are looked for, and the set is not read.
+        """
+        if self._clock() - self._looked_at >= FORGET_SECONDS:
+            self._looked_at = self._clock()
+            with self._connection.translated():
+                self._names.intersection_update(self._existing(sorted(self._names)))
+        if (invited := self._invited()) is not None:
+            with self._connection.translated():
+                self._names.update(self._existing([name for name in invited if name not in self._names]))
+            return sorted(self._names)
+        with self._connection.forgiving(self._keys.islands, "a set"):
+            for _ in range(NAME_PAGES_MAX):
+                self._cursor, some = self._redis.sscan(self._keys.islands, self._cursor, count=PAGE)
+                new = [name for name in names_in(some) if name not in self._names]
+                self._names.update(self._existing(new)[: ISLANDS_MAX - len(self._names)])
+                if not int(self._cursor):
+                    break
+        return sorted(self._names)
+
+    def _existing(self, names: Sequence[str]) -> list[str]:
+        """Return those of the islands that have a heartbeat, a stream or leases."""
+        if not names:
+            return []
+        with self._redis.pipeline(transaction=False) as pipe:
+            for name in names:
+                pipe.exists(self._keys.updates(name), self._keys.leases(name))
+                pipe.exists(self._keys.island(name))
+            answers = pipe.execute()
+        return [name for name, *found in zip(names, answers[::2], answers[1::2], strict=True) if any(found)]
+
+    def forget(self, mark: bytes, presences: Iterable[Presence]) -> None:
+        """Delete the keys of islands that are gone; see `MergerClient.forget`. Each call looks at a part of the names.
+
+        Args:
+            mark: The value of the epoch's key while this merger serves.
+            presences: The heartbeats that were read last.
+        """
+        if self._clock() - self._forgot_at < FORGET_SECONDS:
+            return
+        self._forgot_at = self._clock()
+        silent = sorted(p.age_seconds for p in presences if p.age_seconds > 2 * LIVE_SECONDS)
+        kept = silent[SILENT_KEPT] if len(silent) > SILENT_KEPT else REMEMBER_SECONDS
+        with self._connection.forgiving(self._keys.islands, "a set"):
+            self._forget_cursor, some = self._redis.sscan(self._keys.islands, self._forget_cursor, count=FORGET_NAMES)
+            names = [name.decode("utf-8", "replace") for name in some]
+            keys = [key(name) for name in names for key in (self._keys.island, self._keys.updates, self._keys.leases)]
+            limits = [round(1000 * (REMEMBER_SECONDS - kept)), 1000 * REMEMBER_SECONDS]
+            fixed = [self._keys.epoch, self._keys.islands]
+            gone = self._redis.eval(_FORGET, 2 + len(keys), *fixed, *keys, mark, *limits, *some)
+            self._names.difference_update(names_in(gone))
