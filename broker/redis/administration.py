@@ -6,12 +6,13 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any, Literal
 
 import redis
 
 from archipelago.broker.commits import DIFFERENCES_KEPT
-from archipelago.broker.errors import BrokerError, ConfigError, WireError
+from archipelago.broker.errors import BrokerError, ConfigError, UnreachableError, WireError
 from archipelago.broker.invitation import MERGER_KEY, Invitation, Member, Members, raw_key
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Snapshot, from_fields
@@ -20,6 +21,7 @@ from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.keys import REGISTRY
 from archipelago.broker.redis.lease import Lease
 from archipelago.broker.redis.replies import count_in, signed_state, text_fields, verified_state
+from archipelago.broker.shards.reader import RETRY_SECONDS, Aside, asked, on_a_thread
 from archipelago.broker.signing import MERGER, SIGNATURE, Signing, SigningOn, covered, public_key
 from archipelago.broker.wire import payload_bytes_max
 
@@ -31,6 +33,8 @@ Kept = Literal["aclfile", "config", "nowhere"]
 _NO_ADMIN = "unknown command|unknown subcommand|NOPERM|no permissions|disabled|not allowed|not supported"
 #: The members are read again when they are older than this, so a revoked key is refused within this time.
 FRESH_SECONDS = 1.0
+#: While their server is away, the members that were known last count for this long.
+KNOWN_SECONDS = 600.0
 
 
 def sign_stored(connection: RedisConnection, chunks: ChunkStore, lease: Lease, key: bytes) -> None:
@@ -277,12 +281,15 @@ class Membership:
 
 
 class KnownMembers:
-    """The members of a run as one process knows them. Threads may share it.
+    """The members of a run as one process knows them. Threads may share it, and those of all shards do.
+
+    Shard 0 has the records. While it is away or hangs, the other shards go on with those that were known last.
 
     Args:
         run: The name of the run.
         stored: Reads the members from Redis.
         clock: Monotonic seconds.
+        aside: Runs an attempt to read them beside the calls.
     """
 
     def __init__(
@@ -290,21 +297,36 @@ class KnownMembers:
         run: str,
         stored: Callable[[], Members],
         clock: Callable[[], float] = time.monotonic,
+        aside: Aside = on_a_thread,
     ) -> None:
         self._run, self._stored = run, stored
-        self._clock = clock
-        self._lock = threading.Lock()
+        self._clock, self._aside = clock, aside
+        self._lock = threading.Lock()  # never held while a server is asked
         self._members = Members()
         self._keys: dict[str, bytes] = {}
-        self._read_at = float("-inf")
+        self._read_at = self._asked_at = float("-inf")
+        self._answer: Future[Members] = Future()
 
     def read(self) -> Members:
-        """Return the members, at most FRESH_SECONDS old."""
+        """Return the members, at most FRESH_SECONDS old, or KNOWN_SECONDS while their server is away."""
         with self._lock:
-            if self._clock() - self._read_at >= FRESH_SECONDS:
-                self._members = self._stored()
-                self._keys = {name: raw_key(m.key) for name, m in self._members.by_name.items() if m.key}
-                self._read_at = self._clock()
+            if (now := self._clock()) - self._read_at < FRESH_SECONDS:
+                return self._members
+            is_known = now - self._read_at < KNOWN_SECONDS
+            is_due = now - self._asked_at >= (RETRY_SECONDS if is_known else 0.0)
+            if self._asked_at == self._read_at or (self._answer.done() and is_due):
+                self._answer, self._asked_at = asked(self._stored, self._aside), now
+            answer, asked_at = self._answer, self._asked_at
+        try:
+            found = answer.result(max(0.0, asked_at + FRESH_SECONDS - now) if is_known else None)
+        except (UnreachableError, TimeoutError):
+            if not is_known:
+                raise
+            return self._members
+        with self._lock:
+            if asked_at > self._read_at:
+                self._members, self._read_at = found, asked_at
+                self._keys = {name: raw_key(m.key) for name, m in found.by_name.items() if m.key}
             return self._members
 
     def key_of(self, island: str) -> bytes | None:

@@ -27,6 +27,26 @@ RETRY_SECONDS = 5.0
 PATIENCE_SECONDS = 3.0
 
 T = TypeVar("T")
+Aside = Callable[[Callable[[], None]], None]
+
+
+def on_a_thread(attempt: Callable[[], None]) -> None:
+    """Run an attempt beside the call, on a thread that may hang for as long as a socket waits."""
+    threading.Thread(target=attempt, daemon=True).start()
+
+
+def asked(read: Callable[[], T], aside: Aside) -> Future[T]:
+    """Begin to read from a server that may hang, and return what will hold the answer or the error."""
+    answer: Future[T] = Future()
+
+    def attempt() -> None:
+        try:
+            answer.set_result(read())
+        except Exception as error:  # noqa: BLE001 - the thread that takes the answer raises it
+            answer.set_exception(error)
+
+    aside(attempt)
+    return answer
 
 
 class ShardedReader:
@@ -315,9 +335,7 @@ class DisplayReader(ShardedReader):
         readers: Sequence[ReaderClient],
         manifest: Manifest,
         clock: Callable[[], float] = time.monotonic,
-        aside: Callable[[Callable[[], None]], None] = lambda attempt: threading.Thread(
-            target=attempt, daemon=True
-        ).start(),
+        aside: Aside = on_a_thread,
         patience_seconds: float = PATIENCE_SECONDS,
     ) -> None:
         super().__init__(readers, manifest)
@@ -343,16 +361,7 @@ class DisplayReader(ShardedReader):
 
     def _ask(self, shard: int, read: Callable[[ReaderClient], T]) -> Future[T]:
         """Begin to read from a shard, beside this call."""
-        answer: Future[T] = Future()
-
-        def attempt() -> None:
-            try:
-                answer.set_result(read(self._readers[shard]))
-            except Exception as error:  # noqa: BLE001 - the thread that takes the answer raises it
-                answer.set_exception(error)
-
-        self._aside(attempt)
-        return answer
+        return asked(lambda: read(self._readers[shard]), self._aside)
 
     def _is_left_out(self, shard: int) -> bool:
         """Return whether a shard is away. If it is time for that, begin another attempt to reach it."""

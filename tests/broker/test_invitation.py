@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from archipelago.broker import invitation
-from archipelago.broker.errors import ConfigError, WireError
+from archipelago.broker.errors import ConfigError, UnreachableError, WireError
 from archipelago.broker.invitation import MERGER_KEY, Invitation, Member, Members, key_text
+from archipelago.broker.redis import administration
+from archipelago.broker.redis.administration import KnownMembers
+from tests.conftest import Until
 from tests.failing import failing
 from tests.tiers import examples
 
@@ -95,3 +99,31 @@ def test_members_are_read_and_damaged_ones_admit_nobody() -> None:
     assert members.faults.keys() == {"bad", "a:b"}
     assert members.is_signed
     assert not Members.of({}).is_signed
+
+
+def test_known_members_count_while_their_server_is_away(monkeypatch: pytest.MonkeyPatch, until: Until) -> None:
+    """Shard 0 has the members, and the mergers and islands of all shards ask for them."""
+    monkeypatch.setattr(administration, "FRESH_SECONDS", 0.01)
+    now, state, name, ended = 0.0, "there", "old", threading.Event()
+
+    def stored() -> Members:
+        if state == "hangs":
+            ended.wait()
+        if state != "there":
+            raise UnreachableError("it does not answer")
+        return Members.of({MERGER_KEY: KEY, name: Member("island", KEY).to_json()})
+
+    known = KnownMembers("demo", stored, lambda: now)
+    try:
+        for state in ("there", "away", "hangs"):
+            now += 6.0
+            assert [known.islands() for _ in range(3)] == [["old"]] * 3, state
+            assert known.key_of("old")
+    finally:
+        ended.set()
+    now, state, name = now + 6.0, "there", "new"
+    until(lambda: known.islands() == ["new"], "the members were not read again")
+    state = "away"
+    now += 2 * administration.KNOWN_SECONDS
+    with pytest.raises(UnreachableError):
+        known.read()
