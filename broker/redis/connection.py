@@ -34,8 +34,6 @@ from archipelago.broker.transport import Memory
 ATTEMPTS = 16
 #: Entries of a stream that one command reads.
 PAGE = 256
-#: The newest entries of a stream are read until they have this many bytes. Honest streams have far fewer.
-NEWEST_BYTES_MAX = 256 << 20
 #: Damaged records are named once each, up to this number.
 UNREADABLE_MAX = 1000
 #: The sections of INFO that tell one instance from another.
@@ -257,16 +255,13 @@ class RedisConnection:
     def newest(self, key: str, count: int) -> list[tuple[bytes, Raw]]:
         """Return the newest entries of a stream, newest first; none if the key holds no stream."""
         found: list[tuple[bytes, Raw]] = []
-        size, until = 0, "+"
         with self.forgiving(key, "a stream"):
-            # Islands may append to some streams, so reading ends with the page that passes NEWEST_BYTES_MAX.
-            while len(found) < count and size <= NEWEST_BYTES_MAX:
+            while len(found) < count:
+                until = f"({found[-1][0].decode()}" if found else "+"
                 page = self.redis.xrevrange(key, until, count=min(PAGE, count - len(found)))
                 if not page:
                     break
                 found += page
-                size += sum(len(name) + len(value) for _, raw in page for name, value in raw.items())
-                until = f"({page[-1][0].decode()}"
         return found
 
     def signed_snapshot(self, snapshot: Snapshot, payload: Payload, epoch: int) -> dict[str, str]:

@@ -21,8 +21,8 @@ cannot contain a colon. All roles read all keys.
 | `corpora` | hash | islands (HSETNX) | the number of ranges of a task |
 | `asks`, `handover:…` | hashes | islands | requests for optimiser state, and answers |
 | `restored` | hash | mergers | the checkpoint from which the run was restored |
-| `notes` | stream | islands, mergers and operators append | notes |
-| `evaluations` | stream | islands and operators append | results on held-out text |
+| `notes`, `notes:NAME` | streams | mergers; NAME appends, mergers delete | notes |
+| `evaluations`, `evaluations:NAME` | streams | mergers; NAME appends, mergers delete | results on held-out text |
 | `evaluator` | string | islands | the island that evaluates, until its lease expires |
 | `control` | hash | operators | requests to the run |
 | `members` | hash | administrators | the members of the run |
@@ -114,7 +114,7 @@ class Keys:
         merger = [self.snapshots, self.tape, self.state, self.books, self.kept_entries, *states]
         return [
             *merger,
-            *(key for name in islands for key in (self.updates(name), self.leases(name))),
+            *(key for name in islands for key in self.of_island(name)[1:]),
             self.islands,
             self.data,
             self.corpora,
@@ -141,6 +141,14 @@ class Keys:
 
     def island(self, island: str) -> str:
         return f"{self.tag}:island:{island}"
+
+    def said(self, island: str) -> tuple[str, str]:
+        """Return the keys of the notes and of the evaluations that an island has written."""
+        return f"{self.notes}:{island}", f"{self.evaluations}:{island}"
+
+    def of_island(self, island: str) -> tuple[str, ...]:
+        """Return the keys of which one must exist for an island to be known, the heartbeat first."""
+        return self.island(island), self.updates(island), self.leases(island), *self.said(island)
 
     def name(self, island: str) -> str:
         return f"{self.tag}:name:{island}"

@@ -71,7 +71,7 @@ class RedisMerger:
             self._redis.hdel(self._keys.standbys, name)
 
     def forget(self, epoch: int, presences: Iterable[Presence]) -> None:
-        self._names.forget(self.lease.mark(epoch), presences)
+        self._reader.collect_evaluations(self._names.forget(self.lease.mark(epoch), presences))
 
     # -- writes -----------------------------------------------------------------------------------------------------
 

@@ -22,21 +22,24 @@ FORGET_SECONDS = 10.0
 #: About how many names a merger looks at each time.
 FORGET_NAMES = 4096
 #: Deletes the keys of islands without entries whose heartbeats have less time left than ARGV[2] milliseconds, or more
-#: than an island gives them.
+#: than an island gives them. Islands whose evaluations must be moved first are returned.
 _FORGET = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return {} end
-local gone = {}
+local evaluated = {}
 for i = 4, #ARGV do
-  local beat, stream, leases = unpack(KEYS, 3 * i - 9, 3 * i - 7)
+  local beat, stream, leases, notes, evaluations = unpack(KEYS, 5 * i - 17, 5 * i - 13)
   local left, length = redis.call('PTTL', beat), redis.pcall('XLEN', stream)
   local waits = type(length) == 'number' and length > 0
   if not waits and (left < tonumber(ARGV[2]) or left > tonumber(ARGV[3])) then
-    redis.call('UNLINK', beat, stream, leases)
-    redis.call('SREM', KEYS[2], ARGV[i])
-    gone[#gone + 1] = ARGV[i]
+    redis.call('UNLINK', beat, stream, leases, notes)
+    if redis.call('EXISTS', evaluations) == 1 then
+      evaluated[#evaluated + 1] = ARGV[i]
+    else
+      redis.call('SREM', KEYS[2], ARGV[i])
+    end
   end
 end
-return gone
+return evaluated
 """
 
 
@@ -86,33 +89,37 @@ class IslandNames:
         return sorted(self._names)
 
     def _existing(self, names: Sequence[str]) -> list[str]:
-        """Return those of the islands that have a heartbeat, a stream or leases."""
+        """Return those of the islands that have a key of their own."""
         if not names:
             return []
         with self._redis.pipeline(transaction=False) as pipe:
             for name in names:
-                pipe.exists(self._keys.updates(name), self._keys.leases(name))
-                pipe.exists(self._keys.island(name))
+                pipe.exists(*self._keys.of_island(name))
             answers = pipe.execute()
-        return [name for name, *found in zip(names, answers[::2], answers[1::2], strict=True) if any(found)]
+        return [name for name, found in zip(names, answers, strict=True) if found]
 
-    def forget(self, mark: bytes, presences: Iterable[Presence]) -> None:
+    def forget(self, mark: bytes, presences: Iterable[Presence]) -> list[str]:
         """Delete the keys of islands that are gone; see `MergerClient.forget`. Each call looks at a part of the names.
 
         Args:
             mark: The value of the epoch's key while this merger serves.
             presences: The heartbeats that were read last.
+
+        Returns:
+            Islands that are gone except for evaluations.
         """
         if self._clock() - self._forgot_at < FORGET_SECONDS:
-            return
+            return []
         self._forgot_at = self._clock()
         silent = sorted(p.age_seconds for p in presences if p.age_seconds > 2 * LIVE_SECONDS)
         kept = silent[SILENT_KEPT] if len(silent) > SILENT_KEPT else REMEMBER_SECONDS
+        evaluated: list[bytes] = []
         with self._connection.forgiving(self._keys.islands, "a set"):
             self._forget_cursor, some = self._redis.sscan(self._keys.islands, self._forget_cursor, count=FORGET_NAMES)
             names = [name.decode("utf-8", "replace") for name in some]
-            keys = [key(name) for name in names for key in (self._keys.island, self._keys.updates, self._keys.leases)]
+            keys = [key for name in names for key in self._keys.of_island(name)]
             limits = [round(1000 * (REMEMBER_SECONDS - kept)), 1000 * REMEMBER_SECONDS]
             fixed = [self._keys.epoch, self._keys.islands]
-            gone = self._redis.eval(_FORGET, 2 + len(keys), *fixed, *keys, mark, *limits, *some)
-            self._names.difference_update(names_in(gone))
+            evaluated = self._redis.eval(_FORGET, 2 + len(keys), *fixed, *keys, mark, *limits, *some)
+            self._looked_at = float("-inf")
+        return names_in(evaluated)

@@ -6,6 +6,7 @@ import dataclasses
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from archipelago.broker.errors import WireError
@@ -22,7 +23,7 @@ from archipelago.broker.messages import (
 )
 from archipelago.broker.presence import Heartbeat, Presence
 from archipelago.broker.redis.chunks import ChunkStore
-from archipelago.broker.redis.connection import RedisConnection
+from archipelago.broker.redis.connection import DisturbedError, RedisConnection
 from archipelago.broker.redis.events import EventStream
 from archipelago.broker.redis.keys import is_name
 from archipelago.broker.redis.names import ISLANDS_MAX, REMEMBER_SECONDS
@@ -41,6 +42,8 @@ from archipelago.broker.signing import MERGER, PAYLOAD_DIGEST, SIGNATURE, STAMP,
 from archipelago.broker.transport import NOTES_KEPT, STANDBY_SECONDS, Arrived, MergerStatus, Standby, unwatched
 
 EVALUATIONS_KEPT = 20_000
+#: A stream of an island's notes or evaluations that takes more memory is not read. Honest ones take a third at most.
+SAID_BYTES_MAX = 16 << 20
 #: An island's heartbeat that takes more memory at the server is not read. Honest ones take 6 kB.
 BEAT_BYTES_MAX = 1 << 16
 #: More standbys than this are not listed. Any member with the role of a merger can write the hash.
@@ -223,23 +226,52 @@ class RedisReader:
         return text_fields(found)
 
     def notes(self, count: int) -> list[Note]:
-        return self._newest(self._keys.notes, Note, count)
+        if not (count := min(count, NOTES_KEPT)):
+            return []
+        own = [note for name, note in self._said(self.updates.names(), Note, count) if note.who == name]
+        found = [*self._newest(self._keys.notes, Note, count), *own]
+        return sorted(found, key=lambda note: note.unix_seconds)[-count:]
 
     def evaluations(self) -> list[Evaluation]:
-        return self._newest(self._keys.evaluations, Evaluation, EVALUATIONS_KEPT)
+        said = self._said(self.updates.names(), Evaluation, EVALUATIONS_KEPT)
+        own = [evaluation for name, evaluation in said if evaluation.by == name]
+        found = [*self._newest(self._keys.evaluations, Evaluation, EVALUATIONS_KEPT), *own]
+        return sorted(found, key=lambda evaluation: evaluation.unix_seconds)[-EVALUATIONS_KEPT:]
 
     def _newest(
         self, key: str, kind: type[Message], count: int, verify: Callable[[Raw], None] = lambda raw: None
     ) -> list[Message]:
         """Return the newest entries of a stream as messages, oldest first. Those that cannot be read are skipped."""
+        return self._read(key, kind, self.connection.newest(key, count) if count else [], verify)
+
+    def _read(
+        self, key: str, kind: type[Message], entries: Sequence[tuple[bytes, Raw]], verify: Callable[[Raw], None]
+    ) -> list[Message]:
         out = []
-        for entry, raw in reversed(self.connection.newest(key, count) if count else []):
+        for entry, raw in reversed(entries):
             try:
                 verify(raw)
                 out.append(from_fields(kind, text_fields(raw)))
             except WireError as error:
                 self.connection.warn_once(f"entry {entry.decode()} of {key}", error)
         return out
+
+    def _said(self, names: Sequence[str], kind: type[Message], count: int) -> Iterator[tuple[str, Message]]:
+        """Yield the newest messages in the own streams of islands, each with its island. Large streams are not read."""
+        keys = [self._keys.said(name)[kind is Evaluation] for name in names]
+        with self.connection.translated(), self._redis.pipeline(transaction=False) as pipe:
+            for key in keys:
+                pipe.memory_usage(key, samples=0)
+            sizes = pipe.execute(raise_on_error=False)
+            read = {key: name for name, key, size in zip(names, keys, sizes, strict=True) if self._is_small(key, size)}
+            answers = self.connection.tolerant(*(("xrevrange", key, "+", "-", count) for key in read)) if read else []
+        for (key, name), entries in zip(read.items(), answers, strict=True):
+            yield from ((name, message) for message in self._read(key, kind, entries or [], lambda raw: None))
+
+    def _is_small(self, key: str, size: Any) -> bool:
+        if is_large := isinstance(size, int) and size > SAID_BYTES_MAX:
+            self.connection.warn_once(key, WireError(f"it has {size:,} bytes"))
+        return size is not None and not is_large  # an error is the answer of a server that does not tell sizes
 
     def steer(self, changes: Mapping[str, str]) -> None:
         self.stored.require()
@@ -253,12 +285,32 @@ class RedisReader:
             pipe.execute()
 
     def note(self, note: Note) -> None:
-        with self.connection.translated():
-            self._redis.xadd(self._keys.notes, to_fields(note), maxlen=NOTES_KEPT, approximate=False)
+        self._say(note, "" if note.who == "merger" else note.who, NOTES_KEPT)
 
     def record_evaluation(self, evaluation: Evaluation) -> None:
-        with self.connection.translated():
-            self._redis.xadd(self._keys.evaluations, to_fields(evaluation), maxlen=EVALUATIONS_KEPT)
+        self._say(evaluation, evaluation.by, EVALUATIONS_KEPT)
+
+    def _say(self, message: Note | Evaluation, island: str, kept: int) -> None:
+        """Append a message to the own stream of an island, or to that of the mergers if the name is empty."""
+        keys = self._keys.said(island) if island else (self._keys.notes, self._keys.evaluations)
+        with self.connection.translated(), self._redis.pipeline(transaction=False) as pipe:
+            pipe.xadd(keys[isinstance(message, Evaluation)], to_fields(message), maxlen=kept, approximate=False)
+            if island:
+                pipe.sadd(self._keys.islands, island)
+            pipe.execute()
+
+    def collect_evaluations(self, names: Sequence[str]) -> None:
+        """Move the evaluations of islands that are gone into the stream of the run. Only mergers may."""
+        if not names:
+            return
+        keys = [self._keys.said(name)[1] for name in names]
+        with suppress(DisturbedError), self.connection.watching(*keys) as pipe:
+            found = [each for name, each in self._said(names, Evaluation, EVALUATIONS_KEPT) if each.by == name]
+            pipe.multi()
+            for evaluation in found:
+                pipe.xadd(self._keys.evaluations, to_fields(evaluation), maxlen=EVALUATIONS_KEPT)
+            pipe.unlink(*keys)
+            pipe.execute()
 
     def standbys(self) -> list[Standby]:
         known = (each for each in self.known_standbys(self.server_ms()) if each.age_seconds < STANDBY_SECONDS)

@@ -3,8 +3,8 @@
 | role | reads | writes |
 | --- | --- | --- |
 | viewer | the run | nothing |
-| operator | the run | requests to the run, notes, evaluations |
-| island | the run | its own keys; it appends notes, evaluations and to its streams, and `XADD` can shorten these |
+| operator | the run | requests to the run |
+| island | the run | its own keys; it appends to its streams, and `XADD` can shorten these |
 | merger | the run | the run, except the records of its members |
 
 A role has the same rights in all shards of a run. Only an administrator can invite members and create runs. Every role
@@ -72,13 +72,13 @@ def _viewer(_keys: Keys, _name: str) -> list[Grant]:
 
 
 def _operator(keys: Keys, _name: str) -> list[Grant]:
-    return [Grant(("HSET", "HDEL"), (keys.control,)), Grant(("XADD",), (keys.notes, keys.evaluations))]
+    return [Grant(("HSET", "HDEL"), (keys.control,))]
 
 
 def _island(keys: Keys, name: str) -> list[Grant]:
     tag = keys.tag
     return [
-        Grant(("XADD",), (keys.updates(name), keys.notes, keys.evaluations)),
+        Grant(("XADD",), (keys.updates(name), *keys.said(name))),
         Grant(("SET",), (keys.evaluator, f"{tag}:taken:*")),
         Grant(_KEY_WRITES, (f"{tag}:c:{name}:*",)),
         Grant(_KEY_WRITES + _HASH_WRITES + _SET_WRITES, (keys.island(name), keys.name(name), keys.leases(name))),

@@ -213,7 +213,9 @@ class Administrator:
             for shard in self._shards():  # its stream stays: mergers may need what was merged, and refuse the rest
                 keys = shard.connection.keys
                 with shard.connection.translated():
-                    shard.connection.redis.unlink(keys.island(name), keys.leases(name), keys.name(name))
+                    shard.connection.redis.unlink(
+                        keys.island(name), keys.leases(name), keys.name(name), *keys.said(name)
+                    )
                     shard.connection.redis.srem(keys.islands, name)
         self.membership.remove(name)
         return None if was_user is None else True

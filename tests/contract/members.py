@@ -17,8 +17,6 @@ from archipelago.broker.redis.transport import RedisTransport, connect
 
 #: The calls whose second argument names the island that makes them. In the other calls it is the first one.
 _SECOND = ("lease_range", "leased", "promise_answer", "hand_over")
-#: The writes of operators.
-_STEERING = ("steer", "note", "record_evaluation")
 
 
 def _caller(call: str, *arguments: Any) -> str:
@@ -26,6 +24,15 @@ def _caller(call: str, *arguments: Any) -> str:
     says = arguments[call in _SECOND] if arguments else "anyone"
     text = getattr(says, "island", None) or getattr(says, "giver", None) or says
     return str(text).partition("/")[0]
+
+
+def _reading(members: Members, call: str, *arguments: Any) -> RedisTransport:
+    if call == "steer":
+        return members.as_("operator")
+    if call not in ("note", "record_evaluation"):
+        return members.as_("viewer")
+    writer = getattr(arguments[0], "who", "") or getattr(arguments[0], "by", "")
+    return members.as_("merger") if writer in ("", "merger") else members.as_("island", writer)
 
 
 class Members:
@@ -65,7 +72,7 @@ class MembersTransport:
         self.administrator = members.administrator
         self._members = members
         self.island: Any = _Calls("island", lambda *call: members.as_("island", _caller(*call)))
-        self.reader: Any = _Calls("reader", lambda call, *_: members.as_("operator" if call in _STEERING else "viewer"))
+        self.reader: Any = _Calls("reader", lambda *call: _reading(members, *call))
         self.merger: Any = _Calls("merger", lambda *_: members.as_("merger"))
 
     def create(self, manifest: Manifest, snapshots: Sequence[tuple[Snapshot, bytes]]) -> None:

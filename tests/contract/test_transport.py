@@ -245,10 +245,11 @@ def test_downloaded_bytes_are_those_that_all_incarnations_report(transport: Tran
 @everywhere
 def test_evaluations_and_notes_are_kept_in_order(transport: Transport, connections: Connect) -> None:
     for n in range(3):
-        transport.reader.record_evaluation(Evaluation(n, n, 10 * n, 1.7e9, 5.0 - n))
+        transport.reader.record_evaluation(Evaluation(n, n, 10 * n, 1.7e9 + n, 5.0 - n, by=("b", "", "a")[n]))
     assert [e.bits_per_byte for e in transport.reader.evaluations()] == [5.0, 4.0, 3.0]
     assert transport.reader.notes(9) == []
     notes = [Note(1.7e9 + n / 3, "a", "joined", f"note {n}") for n in range(NOTES_KEPT + 5)]
+    notes += [Note(1.8e9, "merger", "served", "epoch 1"), Note(1.9e9, "b", "left", "it was stopped")]
     for note in notes:
         transport.reader.note(note)
     other = connections()

@@ -10,11 +10,12 @@ import pytest
 
 from archipelago.broker.commits import NUMBER_MAX, START, parse_entry
 from archipelago.broker.errors import BrokerError
-from archipelago.broker.messages import Call, Evaluation, Pending, to_fields
-from archipelago.broker.redis import connection, names
+from archipelago.broker.messages import Call, Evaluation, Note, Pending, to_fields
+from archipelago.broker.redis import names
 from archipelago.broker.redis.chunks import CHUNK_BYTES
 from archipelago.broker.redis.keys import REGISTRY, Keys
 from archipelago.broker.redis.names import ISLANDS_MAX, REMEMBER_SECONDS, SILENT_KEPT
+from archipelago.broker.redis.reader import SAID_BYTES_MAX
 from archipelago.broker.redis.replies import GROUP
 from archipelago.broker.redis.transport import RedisTransport
 from archipelago.broker.redis.updates import FLOOD_ENTRIES
@@ -174,15 +175,28 @@ def test_unreadable_events_are_skipped(transport: RedisTransport, raw: Any, epoc
     assert [event for _, event in transport.reader.events(first, 5.0)] == [Call(2, 1)]
 
 
-def test_a_flooded_stream_is_read_in_part(transport: RedisTransport, raw: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An island may append anything to the evaluations. Their readers must not run out of memory."""
-    for number in range(7):
-        fields = to_fields(Evaluation(number, 0, 0, 0.0, 1.0)) | {"filler": "x" * 600}
-        raw.xadd(Keys(transport.run).evaluations, fields)
-    monkeypatch.setattr(connection, "PAGE", 2)
-    assert [each.round for each in transport.reader.evaluations()] == list(range(7))
-    monkeypatch.setattr(connection, "NEWEST_BYTES_MAX", 2000)
-    assert [each.round for each in transport.reader.evaluations()] == [3, 4, 5, 6]
+def test_what_an_island_says_harms_nobody_else(transport: RedisTransport, raw: Any) -> None:
+    """An island may append anything to its own notes and evaluations, at any id."""
+    keys, reader, last = Keys(transport.run), transport.reader, f"{2**64 - 1}-{2**64 - 1}"
+    says = (Note(3.0, "mallory", "joined", "")), Evaluation(1, 4, 100, 3.0, 5.0, "mallory")
+    forged = Note(3.0, "merger", "refused", "no"), Evaluation(1, 4, 100, 3.0, 5.0, "a")
+    for key, said, lie in zip(keys.said("mallory"), says, forged, strict=True):
+        for fields, id_ in ((to_fields(said), "*"), (to_fields(lie), "*"), ({b"\xff": b"\xfe"}, last)):
+            raw.xadd(key, fields, id=id_)
+    raw.sadd(keys.islands, "mallory")
+    notes = [Note(2.0, "merger", "served", ""), Note(4.0, "a", "joined", "")]
+    evaluations = [Evaluation(1, 4, 100, 2.0, 5.0), Evaluation(1, 4, 100, 4.0, 5.0, "a")]
+    for note, evaluation in zip(notes, evaluations, strict=True):
+        reader.note(note)
+        reader.record_evaluation(evaluation)
+    assert reader.notes(9) == [notes[0], says[0], notes[1]]
+    assert reader.evaluations() == [evaluations[0], says[1], evaluations[1]]
+    for key in keys.said("mallory"):
+        raw.delete(key)
+        raw.xadd(key, {"x": "x" * (SAID_BYTES_MAX + 1)})
+    before = raw.info("stats")["total_net_output_bytes"]
+    assert (reader.notes(9), reader.evaluations()) == (notes, evaluations)
+    assert raw.info("stats")["total_net_output_bytes"] - before < 100_000, "large streams were read"
 
 
 def test_a_flooded_stream_is_counted_and_not_read(transport: RedisTransport, raw: Any) -> None:
@@ -260,7 +274,11 @@ def test_the_names_of_islands_that_are_gone_are_forgotten(
     transport.merger.trim(epoch, [kept])
     transport.merger.forget(epoch - 1, [])
     assert "y" in transport.updates.names(), "a merger that was overtaken forgets nobody"
-    transport.merger.forget(epoch, transport.reader.presences())
+    evaluation = Evaluation(1, 4, 100, 1.7e9, 5.0, "y")
+    transport.reader.record_evaluation(evaluation)
+    for _ in range(2):  # the evaluations of an island are moved first
+        transport.merger.forget(epoch, transport.reader.presences())
+        assert transport.reader.evaluations() == [evaluation]
     assert "y" not in transport.updates.names()
 
 

@@ -43,7 +43,9 @@ KEYS: Final = {
     "handover:c:z": "expires",
     "restored": "with the run",
     "notes": "with the run; old entries by newer ones",
+    "notes:a": "with the run, or once its island is forgotten; old entries by newer ones",
     "evaluations": "with the run; old entries by newer ones",
+    "evaluations:a": "with the run; moved once its island is forgotten",
     "evaluator": "expires",
     "control": "with the run",
     "snapshots": "with the run; old entries by newer ones",
@@ -106,8 +108,10 @@ def play(transport: RedisTransport, manifest: Manifest) -> None:
     assert island.promise_answer("c/z", "b/y")
     island.withdraw_request("nobody/x")
     island.hand_over("c/z", samples.handover(LARGE), LARGE)
-    reader.note(Note(1.0, "a", "left", "it was stopped"))
-    reader.record_evaluation(Evaluation(1, 4, 100, 1.7e9, 5.0))
+    for who in ("a", "merger"):
+        reader.note(Note(1.0, who, "left", "it was stopped"))
+    for by in ("a", ""):
+        reader.record_evaluation(Evaluation(1, 4, 100, 1.7e9, 5.0, by))
     reader.steer({"pause": "1"})
     merger.stand_by("other")
     transport.membership.put("a", Member("island"))

@@ -31,6 +31,8 @@ PLACES = {
     "kept": KEYS.kept("a/1-0"),
     "lease": KEYS.lease, "epoch": KEYS.epoch, "manifest": KEYS.manifest, "members": KEYS.members, "data": KEYS.data,
     "control": KEYS.control, "notes": KEYS.notes, "evaluations": KEYS.evaluations, "evaluator": KEYS.evaluator,
+    "own notes": f"{TAG}:notes:{NAME}", "own evaluations": f"{TAG}:evaluations:{NAME}",
+    "other notes": f"{TAG}:notes:bergen", "other evaluations": f"{TAG}:evaluations:bergen",
     "islands": f"{TAG}:islands",
     "registry": REGISTRY, "other run": Keys("other").books, "similar run": Keys("demo2").books, "own key": "mine",
 }  # fmt: skip
@@ -45,11 +47,11 @@ _RUN = set(PLACES) - {"members", "own key", "other run", "similar run", "registr
 #: The writing commands that each role may use, by place. Everything else must be refused.
 ALLOWED: dict[Role, dict[str, set[str]]] = {
     "viewer": {},
-    "operator": {"control": {"HSET", "HDEL"}, "notes": {"XADD"}, "evaluations": {"XADD"}},
+    "operator": {"control": {"HSET", "HDEL"}},
     "island": {
         "own stream": {"XADD"}, "own chunk": _VALUES, "own heartbeat": _PARTS,
-        "own leases": _PARTS, "islands": {"SADD"}, "notes": {"XADD"}, "evaluations": {"XADD"}, "evaluator": {"SET"},
-        "taken shard": {"SET"},
+        "own leases": _PARTS, "islands": {"SADD"}, "own notes": {"XADD"}, "own evaluations": {"XADD"},
+        "evaluator": {"SET"}, "taken shard": {"SET"},
     },
     "merger": {**dict.fromkeys(_RUN, _ALL), "registry": {"SADD"}},
 }  # fmt: skip

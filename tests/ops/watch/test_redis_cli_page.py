@@ -77,7 +77,7 @@ def fill(url: str) -> None:
     merged, refused, _ = transport.merger.updates(0.0)
     transport.merger.commit(epoch, samples.commit([merged.entry], cursors={"0": (0, 42)}))
     samples.refuse(transport, epoch, [(refused.entry, Refusal("island-0", "x", 1, 1, 0, 100, "it was too old"))])
-    transport.reader.record_evaluation(Evaluation(1, 4, 100, 1.7e9, 5.0))
+    transport.reader.record_evaluation(Evaluation(1, 4, 100, 1.7e9, 5.0, "island-0"))
     transport.reader.steer({"outer.learning_rate": "0.6", "island.island-2": "drain"})
     transport.reader.note(Note(1.7e9, "merger", "steered", "outer.learning_rate=0.6 from round 2 on"))
     transport.close()
