@@ -31,8 +31,6 @@ NUMBER_MAX = (1 << 64) - 1
 #: How many differences of each fragment the broker keeps. An island that missed more downloads the full snapshot, and
 #: the differences after it. So a fragment's newest full snapshot is never more versions old than this.
 DIFFERENCES_KEPT = 32
-#: How many of the newest rounds the tape keeps at least.
-TAPE_KEPT = 4096
 #: The id before the first event of a run.
 START = "0-0"
 
@@ -63,11 +61,6 @@ def arrival(entry: str) -> tuple[int, str, int]:
     sender, entry_id = parse_entry(entry)
     milliseconds, _, number = entry_id.partition("-")
     return int(milliseconds), sender, int(number)
-
-
-def tape_kept(fragments: int) -> int:
-    """Return how many of the newest rounds the tape keeps. All that no compaction covers are among them."""
-    return max(TAPE_KEPT, 2 * DIFFERENCES_KEPT * fragments)
 
 
 def never_gone(holder: str) -> bool:

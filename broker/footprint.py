@@ -36,6 +36,13 @@ REDIS_PER_PARAMETER: Final = 12
 REDIS_LOG: Final = 2
 #: Bytes per element of the full snapshot that a compaction has replaced, which readers may still be reading.
 REPLACED_PER_PARAMETER: Final = 4
+#: A tape of few islands has this many entries. Of larger entries, it has no more than TAPE_BYTES.
+TAPE_KEPT: Final = 4096
+TAPE_BYTES: Final = 64 << 20
+#: Bytes of an entry of the tape, and of the merger's state, for each island; and of the rest of an entry.
+TAPE_PER_ISLAND: Final = 300
+STATE_PER_ISLAND: Final = 480
+TAPE_ENTRY: Final = 600
 #: Bytes of activations per token of a batch and element of a norm. A layer has two norms of its width.
 ACTIVATION_BYTES: Final = 68
 
@@ -102,17 +109,41 @@ def has_momentum(config: RunConfig) -> bool:
     return config.outer.rule != "sgd"
 
 
-def redis_parts(config: RunConfig, parameters: int, largest: int) -> dict[str, int]:
-    """Estimate the memory of a run in Redis at its peak, by part in words. For the arguments, see `merger_parts`."""
+def tape_kept(entry_bytes: int, fragments: int) -> int:
+    """Return how many entries the tape keeps, so that its bytes are bounded, too.
+
+    Args:
+        entry_bytes: The size of its newest entry.
+        fragments: The number of fragments. A merger that starts merges at most DIFFERENCES_KEPT rounds of each again.
+    """
+    return max(DIFFERENCES_KEPT * fragments, min(TAPE_KEPT, TAPE_BYTES // max(1, entry_bytes)))
+
+
+def redis_parts(
+    config: RunConfig, parameters: int, largest: int, islands: int = 4, fragments: int = 1
+) -> dict[str, int]:
+    """Estimate the memory of a run, or of one shard, in Redis at its peak, by part in words.
+
+    Args:
+        config: The run's config.
+        parameters: The parameters of the shard.
+        largest: The parameters of its largest fragment.
+        islands: How many islands contribute to each round.
+        fragments: The fragments of the shard.
+    """
     wire = config.wire
+    entry = TAPE_ENTRY + TAPE_PER_ISLAND * islands
+    up = codec(wire.up)
     difference = codec(wire.down).encoded_size(parameters) if wire.sends_differences else 0
     return {
         "parameters and momentum": REDIS_PER_PARAMETER * parameters,
         "differences": DIFFERENCES_KEPT * difference,
-        "contributions": 4 * codec(wire.up).encoded_size(parameters),
+        "contributions": max(4 * up.encoded_size(parameters), islands * up.encoded_size(largest)),
         "contributions since the last compaction": REDIS_LOG * REDIS_PER_PARAMETER * parameters if difference else 0,
         "replaced snapshots": REPLACED_PER_PARAMETER * parameters,
         "a compaction that is written": REDIS_PER_PARAMETER * largest,
+        "the tape": entry * tape_kept(entry, fragments),
+        "the merger's state": STATE_PER_ISLAND * islands,
     }
 
 

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from archipelago.broker.commits import TAPE_KEPT
 from archipelago.broker.messages import Marker, TapeEntry
 from archipelago.broker.transport import MergerTransport
 from archipelago.merger.checkpointer import CheckpointCut, Checkpointer
@@ -92,8 +91,7 @@ class Retention:
             if not self._is_compacted(merged.round):
                 kept.append(merged)
                 continue
-            is_taped = merged.round > state.closed - TAPE_KEPT  # a merger that starts knows no others
-            is_wanted = self.checkpointer is not None and merged.round > state.covered and is_taped
+            is_wanted = self.checkpointer is not None and merged.round > state.covered
             if is_wanted and size <= KEPT_BYTES_MAX:
                 kept.append(merged)
                 continue

@@ -6,9 +6,10 @@ import logging
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
-from archipelago.broker.commits import Commit, Delivery, Rewrite, never_gone, parse_entry, tape_kept
+from archipelago.broker.commits import Commit, Delivery, Rewrite, never_gone, parse_entry
 from archipelago.broker.errors import WireError
 from archipelago.broker.failpoints import failpoint
+from archipelago.broker.footprint import tape_kept
 from archipelago.broker.messages import KINDS, Call, Event, Marker, Refusal, Resume, TapeEntry, to_fields
 from archipelago.broker.presence import Presence
 from archipelago.broker.ranges import cursor_text
@@ -176,7 +177,8 @@ class RedisMerger:
 
     def _tape(self, write: Write, entry: TapeEntry) -> None:
         signed = self._signing.signed("tape", to_fields(entry))
-        write.xadd(self._keys.tape, signed, maxlen=tape_kept(len(self._reader.stored.sizes())), approximate=False)
+        kept = tape_kept(sum(map(len, signed.values())), len(self._reader.stored.sizes()))
+        write.xadd(self._keys.tape, signed, maxlen=kept, approximate=False)
 
     def _derived(self, write: Write, cursors: Mapping[str, tuple[int, int]], counts: Mapping[str, int]) -> None:
         """Write parts of the state where others read them."""

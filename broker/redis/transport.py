@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from archipelago.broker.address import AddressError, redacted
-from archipelago.broker.commits import Image, tape_kept
+from archipelago.broker.commits import Image
 from archipelago.broker.control import fields_in
 from archipelago.broker.errors import BadUrlError, BrokerError, ConfigError, RunExistsError, UnknownRunError
 from archipelago.broker.failpoints import failpoint
+from archipelago.broker.footprint import tape_kept
 from archipelago.broker.invitation import Invitation
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Contribution, Snapshot, to_fields
@@ -226,9 +227,10 @@ class RedisTransport:
             pipe.hset(self._keys.control, mapping=requests)
         if image.cursors:
             pipe.hset(self._keys.data, mapping={name: cursor_text(c) for name, c in image.cursors.items()})
-        most = tape_kept(len(image.snapshots))
         for entry in image.tape:
-            pipe.xadd(self._keys.tape, self._signing.signed("tape", to_fields(entry)), maxlen=most)
+            fields = self._signing.signed("tape", to_fields(entry))
+            kept = tape_kept(sum(map(len, fields.values())), len(image.snapshots))
+            pipe.xadd(self._keys.tape, fields, maxlen=kept)
         for evaluation in image.evaluations:
             pipe.xadd(self._keys.evaluations, to_fields(evaluation), maxlen=EVALUATIONS_KEPT)
         pipe.hset(self._keys.restored, mapping={"number": image.number, "round": image.round})

@@ -162,7 +162,7 @@ def cycle(
         shards=shards,
         merger_bytes=sum(merger_parts(config, *sizes, checkpoints=checkpoints).values()),
         redis_first_bytes=REDIS_BASE + full + written,
-        redis_bytes=REDIS_BASE + sum(redis_parts(config, *sizes).values()),
+        redis_bytes=REDIS_BASE + sum(redis_parts(config, *sizes, islands, rounds).values()),
         bytes_up=codec(wire.up).encoded_size(parameters),
         bytes_down=codec(wire.down).encoded_size(parameters),
         publish_seconds=machine.seconds(

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from archipelago.broker.config import DataConfig, InnerConfig, ModelConfig, RunConfig
-from archipelago.broker.footprint import footprint, shortage
+from archipelago.broker.footprint import (
+    STATE_PER_ISLAND,
+    TAPE_BYTES,
+    TAPE_KEPT,
+    footprint,
+    redis_parts,
+    shortage,
+    tape_kept,
+)
 from archipelago.broker.manifest import Corpus, Manifest, Tensor, balanced
 
 #: 13 layers of width 896: the run `124m` with its default batch of 8 sequences of 128 bytes.
@@ -44,3 +52,13 @@ def test_a_larger_batch_takes_more_memory_in_an_island_only() -> None:
 def test_a_part_that_does_not_fit_is_said() -> None:
     assert not shortage("the merger", 5, 5)
     assert "the merger" in shortage("the merger", 6, 5)
+
+
+def test_many_islands_take_bounded_memory_in_redis() -> None:
+    """4,096 rounds of 1,000 islands would take 1.2 GB, about 300 bytes for each contribution."""
+    config, sizes = RunConfig(), (10**6, 10**5)
+    few, many = (redis_parts(config, *sizes, islands, 128) for islands in (4, 1000))
+    assert few["the tape"] < 10e6 < many["the tape"] < 1.1 * TAPE_BYTES
+    assert few["the merger's state"] < many["the merger's state"] == STATE_PER_ISLAND * 1000
+    assert few["contributions"] < many["contributions"]
+    assert (tape_kept(1000, 0), tape_kept(TAPE_BYTES, 7), tape_kept(0, 0)) == (TAPE_KEPT, 7, TAPE_KEPT)

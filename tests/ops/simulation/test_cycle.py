@@ -66,6 +66,7 @@ def test_a_cycle_grows_with_the_parameters_and_with_the_islands() -> None:
     few, many = (cycle(CONFIG, PARAMETERS, 128, islands) for islands in (2, 8))
     assert many.merge_seconds > few.merge_seconds
     assert many.redis_first_bytes > few.redis_first_bytes
+    assert many.redis_bytes > few.redis_bytes, "the tape and the state"
     assert (many.bytes_up, many.publish_seconds, many.merger_bytes) == (
         few.bytes_up, few.publish_seconds, few.merger_bytes
     )  # fmt: skip
