@@ -16,7 +16,7 @@ NAME_PAGES_MAX = 4
 #: How long the heartbeat of a silent island is kept.
 REMEMBER_SECONDS = 24 * 3600
 #: The heartbeats of more silent islands than this are not kept that long. User loops may get a new name at each start.
-SILENT_KEPT = 256
+SILENT_KEPT = 128
 #: How often a process looks whether the islands that it knows still have keys, and a merger deletes those of others.
 FORGET_SECONDS = 10.0
 #: About how many names a merger looks at each time.

@@ -66,7 +66,7 @@ class RedisReader:
         self.backlog, self.pending = updates.backlog, updates.pending
         self._beats = HeartbeatOrder(time.monotonic)
         self._verified: dict[str, Raw] = {}
-        self._beat_bytes: dict[str, int] = {}  # how much memory each island's heartbeat takes at the server
+        self._bytes: dict[str, int] = {}  # how much memory the keys of islands take at the server
 
     def unreadable(self) -> dict[str, str]:
         return dict(self.connection.unreadable)
@@ -138,27 +138,9 @@ class RedisReader:
         return self.presences_of(self.updates.names())
 
     def presences_of(self, names: Sequence[str]) -> list[Presence]:
-        """Return the same as `presences`, of these islands only. A heartbeat that is far too large is not read.
-
-        Each size is asked for along with the heartbeats, and decides at the next call. Those of new names are asked
-        for first.
-        """
-        if len(self._beat_bytes) > 2 * ISLANDS_MAX:  # names come and go
-            self._beat_bytes.clear()
-        with self.connection.translated(), self._redis.pipeline(transaction=False) as pipe:
-            if new := [name for name in names if name not in self._beat_bytes]:
-                self._ask_for_sizes(pipe, new)
-                self._note_sizes(new, pipe.execute(raise_on_error=False))
-            every, names = names, [name for name in names if self._beat_bytes.get(name, 0) <= BEAT_BYTES_MAX]
-            for name in names:
-                pipe.hgetall(self._keys.island(name))
-                pipe.pttl(self._keys.island(name))
-            self._ask_for_sizes(pipe, every)
-            answers = pipe.execute(raise_on_error=False)
-            self._note_sizes(every, answers[2 * len(names) :])
-        out = []
-        for index, name in enumerate(names):
-            raw, ttl_ms = answers[2 * index], answers[2 * index + 1]
+        """Return the same as `presences`, of these islands only. A heartbeat that is far too large is not read."""
+        keys, out = {name: self._keys.island(name) for name in names}, []
+        for name, (raw, ttl_ms) in self._bounded(keys, BEAT_BYTES_MAX, ("hgetall",), ("pttl",)):
             if not raw:
                 continue
             try:  # an unreadable heartbeat must not hide the other islands
@@ -169,15 +151,38 @@ class RedisReader:
                     out.append(known)
         return out
 
-    def _ask_for_sizes(self, pipe: Any, names: Sequence[str]) -> None:
-        for name in names:
-            pipe.memory_usage(self._keys.island(name), samples=0)  # all fields count
+    def _bounded(
+        self, keys: Mapping[str, str], limit: int, *commands: tuple[Any, ...]
+    ) -> Iterator[tuple[str, tuple[Any, ...]]]:
+        """Return the answers to reading commands about the key of each island, without keys that are far too large.
 
-    def _note_sizes(self, names: Sequence[str], answers: Sequence[Any]) -> None:
-        for name, size in zip(names, answers, strict=True):
-            self._beat_bytes[name] = size if isinstance(size, int) else 0  # none, or a server that does not tell
-            if self._beat_bytes[name] > BEAT_BYTES_MAX:
-                self.connection.warn_once(f"the heartbeat of {name}", WireError(f"it has {size:,} bytes"))
+        Each size is asked for along with the answers, and decides at the next call. Those of new keys are asked for
+        first.
+        """
+        if len(self._bytes) > 8 * ISLANDS_MAX:  # names come and go
+            self._bytes.clear()
+        with self.connection.translated(), self._redis.pipeline(transaction=False) as pipe:
+            self._with_sizes(pipe, [key for key in keys.values() if key not in self._bytes])
+            read = [name for name, key in keys.items() if self._bytes[key] <= limit]
+            for name in read:
+                for command, *arguments in commands:
+                    getattr(pipe, command)(keys[name], *arguments)
+            answers = iter(self._with_sizes(pipe, list(keys.values())))
+        for name in keys.keys() - set(read):
+            self.connection.warn_once(keys[name], WireError(f"it has {self._bytes[keys[name]]:,} bytes"))
+        return zip(read, zip(*[answers] * len(commands), strict=False), strict=False)
+
+    def _with_sizes(self, pipe: Any, keys: Sequence[str]) -> Sequence[Any]:
+        """Return the answers to the commands in a pipeline, and note how much memory some keys take at the server."""
+        for key in keys:
+            pipe.memory_usage(key, samples=0)  # all fields count
+        answers = pipe.execute(raise_on_error=False)
+        count = len(answers) - len(keys)
+        # Nothing, or an error, is the answer for a key that is not there and of a server that does not tell.
+        self._bytes |= {
+            key: size if isinstance(size, int) else 0 for key, size in zip(keys, answers[count:], strict=True)
+        }
+        return list(answers[:count])
 
     def _presence(self, name: str, raw: Any, age_seconds: float) -> Presence:
         """Return an island's heartbeat. Raises WireError if it is damaged, or not the newest that the island signed."""
@@ -206,12 +211,9 @@ class RedisReader:
 
     def _downloaded(self) -> int:
         """Return the bytes that the islands say they have downloaded."""
-        with self.connection.translated(), self._redis.pipeline(transaction=False) as pipe:
-            for name in self.updates.names():
-                if self._beat_bytes.get(name, 0) <= BEAT_BYTES_MAX:
-                    pipe.hget(self._keys.island(name), "bytes_down")
-            answers = pipe.execute(raise_on_error=False)
-        return sum(count_in(answer) for answer in answers if isinstance(answer, bytes))
+        keys = {name: self._keys.island(name) for name in self.updates.names()}
+        found = self._bounded(keys, BEAT_BYTES_MAX, ("hget", "bytes_down"))
+        return sum(count_in(answer) for _, (answer,) in found if isinstance(answer, bytes))
 
     def tape(self, count: int) -> list[TapeEntry]:
         return self._newest(self._keys.tape, TapeEntry, count, self._verify_tape)
@@ -257,21 +259,11 @@ class RedisReader:
         return out
 
     def _said(self, names: Sequence[str], kind: type[Message], count: int) -> Iterator[tuple[str, Message]]:
-        """Yield the newest messages in the own streams of islands, each with its island. Large streams are not read."""
-        keys = [self._keys.said(name)[kind is Evaluation] for name in names]
-        with self.connection.translated(), self._redis.pipeline(transaction=False) as pipe:
-            for key in keys:
-                pipe.memory_usage(key, samples=0)
-            sizes = pipe.execute(raise_on_error=False)
-            read = {key: name for name, key, size in zip(names, keys, sizes, strict=True) if self._is_small(key, size)}
-            answers = self.connection.tolerant(*(("xrevrange", key, "+", "-", count) for key in read)) if read else []
-        for (key, name), entries in zip(read.items(), answers, strict=True):
-            yield from ((name, message) for message in self._read(key, kind, entries or [], lambda raw: None))
-
-    def _is_small(self, key: str, size: Any) -> bool:
-        if is_large := isinstance(size, int) and size > SAID_BYTES_MAX:
-            self.connection.warn_once(key, WireError(f"it has {size:,} bytes"))
-        return size is not None and not is_large  # an error is the answer of a server that does not tell sizes
+        """Yield the newest messages in the own streams of islands, each with its island."""
+        keys = {name: self._keys.said(name)[kind is Evaluation] for name in names}
+        for name, (entries,) in self._bounded(keys, SAID_BYTES_MAX, ("xrevrange", "+", "-", count)):
+            if not isinstance(entries, Exception):
+                yield from ((name, message) for message in self._read(keys[name], kind, entries, lambda raw: None))
 
     def steer(self, changes: Mapping[str, str]) -> None:
         self.stored.require()
