@@ -115,9 +115,11 @@ class IslandNames:
         kept = silent[SILENT_KEPT] if len(silent) > SILENT_KEPT else REMEMBER_SECONDS
         evaluated: list[bytes] = []
         with self._connection.forgiving(self._keys.islands, "a set"):
-            self._forget_cursor, some = self._redis.sscan(self._keys.islands, self._forget_cursor, count=FORGET_NAMES)
-            names = [name.decode("utf-8", "replace") for name in some]
-            keys = [key for name in names for key in self._keys.of_island(name)]
+            some: Sequence[bytes] = [name.encode() for name in sorted(self._names)]
+            if self._invited() is None:
+                cursor = self._forget_cursor
+                self._forget_cursor, some = self._redis.sscan(self._keys.islands, cursor, count=FORGET_NAMES)
+            keys = [key for name in some for key in self._keys.of_island(name.decode("utf-8", "replace"))]
             limits = [round(1000 * (REMEMBER_SECONDS - kept)), 1000 * REMEMBER_SECONDS]
             fixed = [self._keys.epoch, self._keys.islands]
             evaluated = self._redis.eval(_FORGET, 2 + len(keys), *fixed, *keys, mark, *limits, *some)

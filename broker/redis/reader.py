@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from archipelago.broker.errors import WireError
 from archipelago.broker.messages import (
@@ -44,10 +44,15 @@ from archipelago.broker.transport import NOTES_KEPT, STANDBY_SECONDS, Arrived, M
 EVALUATIONS_KEPT = 20_000
 #: A stream of an island's notes or evaluations that takes more memory is not read. Honest ones take a third at most.
 SAID_BYTES_MAX = 16 << 20
+#: How far the clock of an honest island may be ahead. A message of the future would stay the newest one.
+AHEAD_SECONDS = 3600.0
 #: An island's heartbeat that takes more memory at the server is not read. Honest ones take 6 kB.
 BEAT_BYTES_MAX = 1 << 16
 #: More standbys than this are not listed. Any member with the role of a merger can write the hash.
 STANDBYS_LISTED_MAX = 64
+
+
+Said = TypeVar("Said", Note, Evaluation)
 
 
 class RedisReader:
@@ -258,12 +263,13 @@ class RedisReader:
                 self.connection.warn_once(f"entry {entry.decode()} of {key}", error)
         return out
 
-    def _said(self, names: Sequence[str], kind: type[Message], count: int) -> Iterator[tuple[str, Message]]:
-        """Yield the newest messages in the own streams of islands, each with its island."""
+    def _said(self, names: Sequence[str], kind: type[Said], count: int) -> Iterator[tuple[str, Said]]:
+        """Yield the newest messages in the own streams of islands, each with its island. None is of the future."""
         keys = {name: self._keys.said(name)[kind is Evaluation] for name in names}
         for name, (entries,) in self._bounded(keys, SAID_BYTES_MAX, ("xrevrange", "+", "-", count)):
             if not isinstance(entries, Exception):
-                yield from ((name, message) for message in self._read(keys[name], kind, entries, lambda raw: None))
+                said = self._read(keys[name], kind, entries, lambda raw: None)
+                yield from ((name, each) for each in said if each.unix_seconds < time.time() + AHEAD_SECONDS)
 
     def steer(self, changes: Mapping[str, str]) -> None:
         self.stored.require()

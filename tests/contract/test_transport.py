@@ -249,7 +249,7 @@ def test_evaluations_and_notes_are_kept_in_order(transport: Transport, connectio
     assert [e.bits_per_byte for e in transport.reader.evaluations()] == [5.0, 4.0, 3.0]
     assert transport.reader.notes(9) == []
     notes = [Note(1.7e9 + n / 3, "a", "joined", f"note {n}") for n in range(NOTES_KEPT + 5)]
-    notes += [Note(1.8e9, "merger", "served", "epoch 1"), Note(1.9e9, "b", "left", "it was stopped")]
+    notes += [Note(1.71e9, "merger", "served", "epoch 1"), Note(1.72e9, "b", "left", "it was stopped")]
     for note in notes:
         transport.reader.note(note)
     other = connections()
