@@ -40,8 +40,8 @@ from archipelago.broker.ranges import ReadPosition
 
 #: The newest notes among which a merger's refusal is looked for.
 NOTES_READ = 50
-#: How many notes the broker keeps.
-NOTES_KEPT = 1000
+#: How many notes the broker keeps, and how many of one island, so that none can push out those of all others.
+NOTES_KEPT, NOTES_EACH = 1000, 16
 #: How many of the newest events are searched for refusals. Dashboards ask often, and the stream is long.
 REFUSALS_AMONG = 2048
 #: Islands do not publish while the broker uses more than this share of its memory limit.
@@ -212,7 +212,7 @@ class ReaderClient(Protocol):
         ...
 
     def note(self, note: Note) -> None:
-        """Append a note. The newest NOTES_KEPT remain."""
+        """Append a note. The newest NOTES_KEPT remain, and of each island the newest NOTES_EACH."""
         ...
 
     def notes(self, count: int) -> list[Note]:

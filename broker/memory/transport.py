@@ -30,6 +30,7 @@ from archipelago.broker.presence import Heartbeat, NameClaim, Presence, newest_c
 from archipelago.broker.ranges import ReadPosition, choose
 from archipelago.broker.redis.keys import is_name
 from archipelago.broker.transport import (
+    NOTES_EACH,
     NOTES_KEPT,
     REFUSALS_AMONG,
     STANDBY_SECONDS,
@@ -196,7 +197,9 @@ class MemoryReader:
 
     def note(self, note: Note) -> None:
         with self._broker.opened(self._run) as run:
-            run.notes = [*run.notes, from_fields(Note, to_fields(note))][-NOTES_KEPT:]
+            own = [each for each in run.notes if each.who == note.who != "merger"]
+            kept = [each for each in run.notes if each not in own[: 1 - NOTES_EACH]]
+            run.notes = [*kept, from_fields(Note, to_fields(note))][-NOTES_KEPT:]
 
     def notes(self, count: int) -> list[Note]:
         with self._broker.opened(self._run) as run:

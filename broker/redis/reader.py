@@ -39,11 +39,20 @@ from archipelago.broker.redis.replies import (
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import UpdatesStreams
 from archipelago.broker.signing import MERGER, PAYLOAD_DIGEST, SIGNATURE, STAMP, HeartbeatOrder, Raw, stamp_of
-from archipelago.broker.transport import NOTES_KEPT, STANDBY_SECONDS, Arrived, MergerStatus, Standby, unwatched
+from archipelago.broker.transport import (
+    NOTES_EACH,
+    NOTES_KEPT,
+    STANDBY_SECONDS,
+    Arrived,
+    MergerStatus,
+    Standby,
+    unwatched,
+)
 
-EVALUATIONS_KEPT = 20_000
+#: How many evaluations the run keeps, and how many of one island, so that none can push out those of all others.
+EVALUATIONS_KEPT, EVALUATIONS_EACH = 20_000, 5_000
 #: A stream of an island's notes or evaluations that takes more memory is not read. Honest ones take a third at most.
-SAID_BYTES_MAX = 16 << 20
+SAID_BYTES_MAX = 4 << 20
 #: How far the clock of an honest island may be ahead. A message of the future would stay the newest one.
 AHEAD_SECONDS = 3600.0
 #: An island's heartbeat that takes more memory at the server is not read. Honest ones take 6 kB.
@@ -168,13 +177,13 @@ class RedisReader:
             self._bytes.clear()
         with self.connection.translated(), self._redis.pipeline(transaction=False) as pipe:
             self._with_sizes(pipe, [key for key in keys.values() if key not in self._bytes])
-            read = [name for name, key in keys.items() if self._bytes[key] <= limit]
+            read = [name for name, key in keys.items() if self._bytes.get(key, 0) <= limit]  # threads share it
             for name in read:
                 for command, *arguments in commands:
                     getattr(pipe, command)(keys[name], *arguments)
             answers = iter(self._with_sizes(pipe, list(keys.values())))
         for name in keys.keys() - set(read):
-            self.connection.warn_once(keys[name], WireError(f"it has {self._bytes[keys[name]]:,} bytes"))
+            self.connection.warn_once(keys[name], WireError(f"it has more than {limit:,} bytes"))
         return zip(read, zip(*[answers] * len(commands), strict=False), strict=False)
 
     def _with_sizes(self, pipe: Any, keys: Sequence[str]) -> Sequence[Any]:
@@ -235,15 +244,16 @@ class RedisReader:
     def notes(self, count: int) -> list[Note]:
         if not (count := min(count, NOTES_KEPT)):
             return []
-        own = [note for name, note in self._said(self.updates.names(), Note, count) if note.who == name]
+        said = self._said(self.updates.names(), Note, min(count, NOTES_EACH))
+        own = [note for name, note in said if note.who == name]
         found = [*self._newest(self._keys.notes, Note, count), *own]
         return sorted(found, key=lambda note: note.unix_seconds)[-count:]
 
     def evaluations(self) -> list[Evaluation]:
-        said = self._said(self.updates.names(), Evaluation, EVALUATIONS_KEPT)
+        said = self._said(self.updates.names(), Evaluation, EVALUATIONS_EACH)
         own = [evaluation for name, evaluation in said if evaluation.by == name]
         found = [*self._newest(self._keys.evaluations, Evaluation, EVALUATIONS_KEPT), *own]
-        return sorted(found, key=lambda evaluation: evaluation.unix_seconds)[-EVALUATIONS_KEPT:]
+        return sorted(found, key=lambda evaluation: evaluation.unix_seconds)
 
     def _newest(
         self, key: str, kind: type[Message], count: int, verify: Callable[[Raw], None] = lambda raw: None
@@ -283,10 +293,11 @@ class RedisReader:
             pipe.execute()
 
     def note(self, note: Note) -> None:
-        self._say(note, "" if note.who == "merger" else note.who, NOTES_KEPT)
+        is_own = note.who != "merger"
+        self._say(note, note.who if is_own else "", NOTES_EACH if is_own else NOTES_KEPT)
 
     def record_evaluation(self, evaluation: Evaluation) -> None:
-        self._say(evaluation, evaluation.by, EVALUATIONS_KEPT)
+        self._say(evaluation, evaluation.by, EVALUATIONS_EACH if evaluation.by else EVALUATIONS_KEPT)
 
     def _say(self, message: Note | Evaluation, island: str, kept: int) -> None:
         """Append a message to the own stream of an island, or to that of the mergers if the name is empty."""
@@ -303,7 +314,7 @@ class RedisReader:
             return
         keys = [self._keys.said(name)[1] for name in names]
         with suppress(DisturbedError), self.connection.watching(*keys) as pipe:
-            found = [each for name, each in self._said(names, Evaluation, EVALUATIONS_KEPT) if each.by == name]
+            found = [each for name, each in self._said(names, Evaluation, EVALUATIONS_EACH) if each.by == name]
             pipe.multi()
             for evaluation in found:
                 pipe.xadd(self._keys.evaluations, to_fields(evaluation), maxlen=EVALUATIONS_KEPT)

@@ -16,7 +16,7 @@ import pytest
 from archipelago.broker.commits import START
 from archipelago.broker.errors import FencedError, RunExistsError, UnknownRunError, WireError
 from archipelago.broker.messages import Books, Call, Evaluation, Marker, Note, Pending, Resume, Snapshot
-from archipelago.broker.transport import NOTES_KEPT, REFUSALS_AMONG, STANDBY_SECONDS, Memory, Transport
+from archipelago.broker.transport import NOTES_EACH, NOTES_KEPT, REFUSALS_AMONG, STANDBY_SECONDS, Memory, Transport
 from tests import samples
 from tests.conftest import Until
 from tests.contract.transports import (
@@ -248,7 +248,7 @@ def test_evaluations_and_notes_are_kept_in_order(transport: Transport, connectio
         transport.reader.record_evaluation(Evaluation(n, n, 10 * n, 1.7e9 + n, 5.0 - n, by=("b", "", "a")[n]))
     assert [e.bits_per_byte for e in transport.reader.evaluations()] == [5.0, 4.0, 3.0]
     assert transport.reader.notes(9) == []
-    notes = [Note(1.7e9 + n / 3, "a", "joined", f"note {n}") for n in range(NOTES_KEPT + 5)]
+    notes = [Note(1.7e9 + n / 3, f"i{n % 70}", "joined", f"note {n}") for n in range(NOTES_KEPT + 5)]
     notes += [Note(1.71e9, "merger", "served", "epoch 1"), Note(1.72e9, "b", "left", "it was stopped")]
     for note in notes:
         transport.reader.note(note)
@@ -256,6 +256,10 @@ def test_evaluations_and_notes_are_kept_in_order(transport: Transport, connectio
     assert other.reader.notes(3) == notes[-3:]
     assert other.reader.notes(0) == []
     assert other.reader.notes(1 << 20) == notes[-NOTES_KEPT:], "only the newest ones are kept"
+    notes = [Note(1.73e9 + n, "a", "joined", f"note {n}") for n in range(NOTES_EACH + 1)]
+    for note in notes:
+        transport.reader.note(note)
+    assert [note for note in other.reader.notes(99) if note.who == "a"] == notes[1:], "nobody pushes out the others'"
 
 
 @everywhere
