@@ -79,7 +79,7 @@ def test_nothing_is_sent_to_a_redis_that_cannot_hold_the_model(
             framework.create(url, "own", framework.model(), steps=10)
     with failing(UnknownRunError, "broker.unknown-run"):
         connect(url, "own").reader.manifest()
-    monkeypatch.setattr(RedisConnection, "memory", lambda self: Memory(used=1 << 20, limit=2 << 20))
+    monkeypatch.setattr(RedisConnection, "memory", lambda self: Memory(used=1 << 20, limit=32 << 20))
     assert framework.create(url, "own", framework.model(), steps=10)
 
 
