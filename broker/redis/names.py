@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from archipelago.broker.presence import LIVE_SECONDS, Presence
-from archipelago.broker.redis.connection import PAGE, RedisConnection
+from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.replies import names_in
 
 #: The most islands whose streams are read. Other programs may have added any number of names to the set of islands.
 ISLANDS_MAX = 2048
-#: How many pages of the set of islands are read at a time, with two lookups for each name.
-NAME_PAGES_MAX = 4
+#: About how many names of the set of islands are read at a time, with a lookup for each new one.
+NAMES_READ = 1024
 #: How long the heartbeat of a silent island is kept.
 REMEMBER_SECONDS = 24 * 3600
 #: The heartbeats of more silent islands than this are not kept that long. User loops may get a new name at each start.
@@ -80,12 +80,9 @@ class IslandNames:
                 self._names.update(self._existing([name for name in invited if name not in self._names]))
             return sorted(self._names)
         with self._connection.forgiving(self._keys.islands, "a set"):
-            for _ in range(NAME_PAGES_MAX):
-                self._cursor, some = self._redis.sscan(self._keys.islands, self._cursor, count=PAGE)
-                new = [name for name in names_in(some) if name not in self._names]
-                self._names.update(self._existing(new)[: ISLANDS_MAX - len(self._names)])
-                if not int(self._cursor):
-                    break
+            self._cursor, some = self._redis.sscan(self._keys.islands, self._cursor, count=NAMES_READ)
+            new = [name for name in names_in(some) if name not in self._names]
+            self._names.update(self._existing(new)[: ISLANDS_MAX - len(self._names)])
         return sorted(self._names)
 
     def _existing(self, names: Sequence[str]) -> list[str]:
