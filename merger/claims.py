@@ -100,7 +100,7 @@ def next_step(
     claimed = sorted(each for island, each in others.items() if island != furthest.island)
     if not claimed and live <= {furthest.island}:
         return max(step, furthest.global_step)
-    usual = claimed[(len(claimed) - 1) // 2] if claimed else 0
+    usual = claimed[len(claimed) // 2] if claimed else 0  # the upper median, which a minority moves neither way
     return max(step, min(furthest.global_step, max(step + math.ceil(STRIDES_OF_A_ROUND * stride), usual)))
 
 

@@ -119,6 +119,8 @@ def test_islands_of_stretched_intervals_move_the_schedule_together() -> None:
     first = claims.next_step(0, [claim(island="a", global_step=480)], {"a": 480}, STRIDE, set("ab"))
     both = claims.next_step(first, [claim(island="b", global_step=470)], {"a": 480, "b": 470}, STRIDE, set("ab"))
     assert (first, both) == (LEAST, 470)
+    others = {"a": 480, "b": 470, "x": 0}
+    assert claims.next_step(first, [claim(island="a", global_step=480)], others, STRIDE, set("abx")) == 470
     assert claims.next_step(480, [claim(global_step=4)], {}, STRIDE) == 480
     assert claims.next_step(480, [], {}, STRIDE) == 480
 
