@@ -283,8 +283,7 @@ class Inbox:
             tokens = claims.counted_tokens(c, steered(self.rules.manifest.config, state.steered))
             refusal = Refusal(c.island, c.incarnation, c.sequence, c.round, c.fragment, tokens, text, repeat, decided)
             unused = self._unused.setdefault((c.island, c.incarnation), set())
-            if not repeat and len(unused) < REMEMBERED_MAX:
-                unused.add(c.sequence)
+            unused |= {c.sequence} if not repeat and len(unused) < REMEMBERED_MAX else set()
             if len(self._unused) > INCARNATIONS_MAX:
                 del self._unused[next(iter(self._unused))]
         state.refuse(reason.code, refusal.tokens, c.bytes if c else 0)
@@ -303,10 +302,10 @@ class Inbox:
 
     def _use_up(self, accepted: Contribution, state: RunState) -> None:
         """Mark refused numbers as used once their island has gone on. Gaps would make the stored state grow."""
-        unused = self._unused.pop((accepted.island, accepted.incarnation), set())
-        for sequence in sorted(unused):
-            if sequence < accepted.sequence:
-                state.see((accepted.island, accepted.incarnation, sequence))
+        unused = self._unused.get((accepted.island, accepted.incarnation), set())
+        for sequence in sorted(number for number in unused if number < accepted.sequence):
+            state.see((accepted.island, accepted.incarnation, sequence))
+            unused.discard(sequence)
 
     def _flush(self, state: RunState, epoch: int) -> None:
         """Send the refusals in one call."""
