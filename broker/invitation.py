@@ -66,6 +66,11 @@ class Invitation:
     merger_key: str = ""
     ca_certificate: str = field(default="", repr=False)
 
+    @property
+    def island(self) -> str:
+        """The name of the island that this file belongs to; empty for every other role."""
+        return self.name if self.role == "island" else ""
+
     def to_json(self) -> str:
         """Return the content of the join file."""
         return json.dumps({"archipelago": _FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n"

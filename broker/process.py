@@ -33,7 +33,7 @@ from archipelago.broker.errors import (
     require_number,
 )
 from archipelago.broker.files import exposure, file_error
-from archipelago.broker.invitation import Invitation, Role
+from archipelago.broker.invitation import ADMIN, Invitation, Role
 from archipelago.broker.observe import logs
 from archipelago.broker.redis.transport import RedisTransport, connect
 
@@ -366,8 +366,11 @@ def _run_of(invited: Invitation, run: str | None) -> str:
 
 
 def require_role(invited: Invitation | None, role: Role) -> None:
-    """Raise ConfigError if there is an invitation, and it is one for another role."""
-    if invited is not None and invited.role != role:
+    """Raise ConfigError if there is an invitation, and it is one for another role.
+
+    The file of the administrator of a run that is not signed admits every role, as the URL in it does.
+    """
+    if invited is not None and invited.role != role and (invited.role != ADMIN or invited.merger_key):
         raise ConfigError(
             f"the join file of {invited.name!r} is for the role {invited.role}, so no {role} can use it",
             f"Ask for another: `archipelago invite NAME --role {role}`.",

@@ -78,7 +78,8 @@ def require_valid(options: IslandOptions) -> None:
 
 def own_bucket(options: IslandOptions, run: str, name: str) -> BucketFolder | None:
     """Return the folder of the island's copies in a bucket. An island with a random name cannot come back to them."""
-    if options.name is None and options.invitation() is None:
+    invited = options.invitation()
+    if options.name is None and not (invited and invited.island):
         return None
     return options.bucket_folder(run, "islands", name)
 

@@ -22,9 +22,12 @@ def main() -> int:
         signal.signal(signal.SIGTERM, _end)
     # Numpy reads this when it is loaded. Its threads wait busily, and slow down a machine that does other work, too.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from archipelago.broker.address import redacted
     from archipelago.broker.process import guarded, interruptible
     from archipelago.ops.commands import run
 
+    if any("://" in word and redacted(word) != word for word in sys.argv[1:]):
+        sys.stderr.write("warning: `ps` shows the password in this URL. Give a join file, or set $ARCHIPELAGO_URL.\n")
     is_launched = len(sys.argv) > 1 and sys.argv[1] in LAUNCHED
     status = guarded(lambda: run(sys.argv[1:], interruptible), supervised=is_launched)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # The interpreter's own end would print a traceback.

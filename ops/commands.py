@@ -89,19 +89,18 @@ EXAMPLES: dict[str, dict[str, str]] = {
         "archipelago up --run shared --open": "Let other machines join, over TLS and with invitations.",
     },
     "init": {
-        "archipelago init redis://:PASSWORD@HOST:6379 --run demo --model.size small": "Create a run in a Redis.",
+        "archipelago init redis://HOST:6379 --run demo --model.size small": "Create a run in a Redis.",
         "archipelago init --run bytes --task docs/examples/task_bytes.py": "Create a run that trains a task of yours.",
         "archipelago init --run tuned --from demo-llama --data.corpus mine": "Begin with the weights of an export.",
     },
     "island": {
-        "archipelago island redis://:PASSWORD@HOST:6379 --run demo": "Join the run demo.",
         "archipelago island demo.oslo.join": "Join with a join file that `archipelago invite` made.",
         "archipelago island --run bytes --task docs/examples/task_bytes.py": "Train the task of the run.",
         "archipelago island --run demo --mesh data=2,fsdp=2": "Use four devices of this machine.",
         "archipelago island --run demo --coordinator node0:9000 --hosts 2 --host-rank 1": "Be the second host of one.",
     },
     "merger": {
-        "archipelago merger redis://:PASSWORD@HOST:6379 --run demo": "Serve the run demo. The second one stands by.",
+        "archipelago merger demo.merger.join": "Serve the run demo. The second one stands by.",
         "archipelago merger --run demo --resume": "Restore the run from its checkpoints if the Redis has lost it.",
         "archipelago merger --run demo --bucket s3://my-bucket/runs": "Copy the checkpoints to a bucket.",
     },
@@ -111,10 +110,10 @@ EXAMPLES: dict[str, dict[str, str]] = {
     },
     "runs": {
         "archipelago runs": "List the runs at $ARCHIPELAGO_URL and those in the folder runs/.",
-        "archipelago runs redis://:PASSWORD@HOST:6379 --json": "List the runs of a Redis for a program.",
+        "archipelago runs redis://HOST:6379 --json": "List the runs of a Redis for a program.",
     },
     "rm": {
-        "archipelago rm old redis://:PASSWORD@HOST:6379": "Delete the keys of the run old, after you typed its name.",
+        "archipelago rm old runs/old/admin.join": "Delete the keys of the run old, after you typed its name.",
         "archipelago rm old redis://HOST:6379 --yes": "Delete it without a question, for scripts.",
     },
     "dash": {
@@ -134,12 +133,12 @@ EXAMPLES: dict[str, dict[str, str]] = {
     },
     "revoke": {"archipelago revoke oslo --run demo": "End the membership of the island oslo at once."},
     "doctor": {
-        "archipelago doctor redis://:PASSWORD@HOST:6379 --run demo": "Check this site before it joins.",
+        "archipelago doctor demo.oslo.join": "Check this site before it joins.",
         "archipelago doctor": "Check only this machine.",
     },
     "report": {
         "archipelago report demo": "Write the report of the run in runs/demo.",
-        "archipelago report redis://:PASSWORD@HOST:6379 --run demo --out demo.html": "Write that of a run at a Redis.",
+        "archipelago report demo.oslo.join --out demo.html": "Write that of a run at a Redis.",
     },
     "export": {
         "archipelago export runs/demo --out demo-llama": "Write the newest checkpoint as a Llama.",

@@ -56,14 +56,15 @@ def island_name(address: str | None, given: str | None, option: str = "`island=`
     """
     invited = invitation_at(address or os.environ.get(URL_VARIABLE, ""))
     require_role(invited, "island")
-    if invited is not None and given not in (None, invited.name):
+    own = invited.island if invited else ""
+    if own and given not in (None, own):
         raise ConfigError(
-            f"the join file is the one of the island {invited.name!r}, not of {given!r}",
+            f"the join file is the one of the island {own!r}, not of {given!r}",
             f"Leave out {option}, or use the join file of that island.",
             code="invitation.other",
         )
     random = f"{platform.node().split('.')[0][:20] or 'island'}-{uuid.uuid4().hex[:4]}"
-    return checked_name(given or (invited.name if invited else random), "the island name")
+    return checked_name(given or own or random, "the island name")
 
 
 class Session(ABC):

@@ -65,7 +65,7 @@ class AdministratorOptions:
             which = f"there are {len(found)} files" if found else "there is no file"
             raise ConfigError(
                 f"no Redis URL was given, and {which} {self.folder / run / ADMIN_FILE}",
-                f"Give an administrator's URL (redis://USER:PASSWORD@HOST:PORT), as an argument or in ${URL_VARIABLE}.",
+                f"Give an administrator's URL (redis://USER:PASSWORD@HOST:PORT) in ${URL_VARIABLE}.",
                 code="invitation.no-admin",
             )
         return str(found[0])

@@ -10,15 +10,16 @@ from typing import Annotated, Any
 
 import tyro
 
+from archipelago.broker import invitation as invitations
 from archipelago.broker.address import redacted
 from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.control import STEPS, checked_changes, run_steps
 from archipelago.broker.errors import ConfigError, UnknownRunError, require_number
 from archipelago.broker.files import require_writable, write_atomically
+from archipelago.broker.invitation import ADMIN, Invitation
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.observe import metrics
 from archipelago.broker.observe.curves import require_wandb
-from archipelago.broker.observe.logs import as_json
 from archipelago.broker.observe.options import WorkerOptions
 from archipelago.broker.process import INTERRUPTED, keep_compiled, print_json, stop_on_signals
 from archipelago.broker.redis.keys import checked_name
@@ -118,6 +119,8 @@ def main(options: UpOptions) -> int:
         if server and server.host:
             administrator = Administrator(transport, server.address.url(server.host), folder)
             administrator.open()  # before anything is written into the run
+        elif server:
+            invitations.write(folder / ADMIN_FILE, Invitation(url, name, ADMIN, ADMIN))
         kept = MergerFolder(folder / "merger", bucket=bucket.child("merger") if bucket else None)
         manifest, created = _find_or_create(transport, config, kept, options)
         all_shards = whole(transport, manifest)
@@ -174,7 +177,8 @@ def _require_openable(options: UpOptions) -> None:
         )
     if options.host is not None and not options.open_:
         raise ConfigError("--host needs --open", "Give both, or neither.", code="config.value")
-    if not options.open_ and not options.url and (options.folder / options.run / ADMIN_FILE).exists():
+    file = options.folder / options.run / ADMIN_FILE
+    if not options.open_ and not options.url and file.exists() and invitations.read(file).merger_key:
         raise ConfigError(
             f"the members of the run {options.run!r} have invitations, and its Redis is open to them",
             f"Continue it with `archipelago up --open --run {options.run}`.",
@@ -260,15 +264,14 @@ def _greet(manifest: Manifest, created: bool, server: RedisServer | None, url: s
         f"({manifest.task or manifest.config.model.size}) in {len(manifest.fragments)} fragments{corpus}")  # fmt: skip
     say(f"  data    {text_of(manifest)}")
     say(f"  redis   {server.describe() if server else redacted(url)}")
+    task, file = " --task FILE.py:NAME" if manifest.task else "", shlex.quote(str(folder / ADMIN_FILE))
     if server and server.host:
         say(f"  invite  archipelago invite NAME --role island --run {manifest.run}{_in(folder)}   (makes a join file)")
-        task = " --task FILE.py:NAME" if manifest.task else ""
         say(f"  join    archipelago island {manifest.run}.NAME.join{task}   (on another machine, with that file)")
-        say(f"  watch   archipelago status {folder / ADMIN_FILE}")
-    elif server and not as_json():  # The password belongs on a terminal, not into collected logs.
-        say(f"  inspect redis-cli -u {url.replace('://:', '://default:', 1)}")  # else redis-cli sends an empty user
-        task = " --task FILE.py:NAME" if manifest.task else ""
-        say(f"  join    archipelago island '{url}' --run {manifest.run}{task}")
+    elif server:
+        say(f"  join    archipelago island {file}{task}   (on this machine)")
+    if server:  # The file holds the password, so that it shows neither here nor in `ps`.
+        say(f"  watch   archipelago status {file}")
     say(f"  folder  {folder}/ (logs, config.toml, report)")
 
 

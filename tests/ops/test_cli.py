@@ -146,11 +146,14 @@ NEED_A_RUN = ["status", "island", "merger"]
 AT_ONCE = {"island": ["--wait-seconds", "0"], "merger": ["--wait-seconds", "0"]}
 
 
-def test_a_launcher_learns_that_another_try_may_succeed(monkeypatch: pytest.MonkeyPatch) -> None:
-    address = f"redis://127.0.0.1:{unused_port()}"
+def test_a_launcher_learns_that_another_try_may_succeed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = f"redis://:secret@127.0.0.1:{unused_port()}"
     for verb, status in (("init", OUTAGE), ("island", OUTAGE), ("merger", OUTAGE), ("status", USER_ERROR)):
         monkeypatch.setattr(sys, "argv", ["archipelago", verb, address, "--run", "x", *AT_ONCE.get(verb, [])])
         assert cli.main() == status, verb
+        assert re.match("warning: `ps` shows the password(?!.*secret)", capsys.readouterr().err, re.DOTALL)
 
 
 def test_the_first_process_of_a_container_ends_on_sigterm_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.commands import parse
 from archipelago.ops.launch import up
+from archipelago.ops.launch.embedded_redis import RedisServer
 from archipelago.ops.launch.init import InitOptions, create
 from archipelago.ops.launch.up import UpOptions
 from tests.failing import failing
@@ -81,6 +82,15 @@ def test_a_larger_number_of_steps_extends_the_run(
     monkeypatch.setattr(sys, "argv", ["archipelago", "up", f"--inner.steps={default}"])
     continued(transport, lasting(default), tmp_path)
     assert transport.reader.control() == {STEPS: str(default)}
+
+
+def test_up_tells_no_password(
+    transport: Transport, server: RedisServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    up._greet(transport.reader.manifest(), False, server, server.url, tmp_path)
+    said = capsys.readouterr().err
+    assert f"archipelago island {tmp_path / 'admin.join'}" in said
+    assert server.address.password not in said
 
 
 def test_flags_give_the_config() -> None:

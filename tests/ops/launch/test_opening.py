@@ -18,11 +18,13 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from archipelago.broker import invitation as invitations
+from archipelago.broker import signing
 from archipelago.broker.errors import BrokerError, ConfigError
-from archipelago.broker.invitation import Invitation
+from archipelago.broker.invitation import Invitation, key_text
 from archipelago.broker.redis.transport import RedisTransport, connect
+from archipelago.islands.own_loop.session import island_name
 from archipelago.ops.launch import up
-from archipelago.ops.launch.administration import Administrator, administrator_at, invite_ours
+from archipelago.ops.launch.administration import Administrator, administrator_at, invite_ours, public_text
 from archipelago.ops.launch.embedded_redis import (
     CONFIG,
     Program,
@@ -204,8 +206,14 @@ def test_the_host_is_an_address_or_a_name() -> None:
             public_host(host)
 
 
-def test_a_run_that_was_open_is_not_continued_as_a_closed_one(tmp_path: Path) -> None:
-    (tmp_path / "demo").mkdir()
-    (tmp_path / "demo" / "admin.join").touch()
+def test_the_file_of_a_run_that_was_open_continues_no_closed_one_and_admits_no_island(tmp_path: Path) -> None:
+    file, key = tmp_path / "demo" / "admin.join", key_text(signing.generate()[0])
+    file.parent.mkdir()
+    invitations.write(file, Invitation("redis://h", "demo", "admin", "admin"))
+    assert island_name(str(file), "lima") == "lima"
+    assert island_name(str(file), None) not in (island_name(str(file), None), "admin")
+    invitations.write(file, Invitation("redis://h", "demo", "admin", "admin", key, public_text(key)))
     with failing(ConfigError, "up.was-open"):
         up.main(UpOptions(folder=tmp_path))
+    with failing(ConfigError, "invitation.other"):
+        island_name(str(file), "lima")
