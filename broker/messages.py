@@ -36,6 +36,8 @@ MERGED_MAX = 1 << 16
 NOTE_MAX = 500
 #: The kind of the note of a merger that does not serve a run.
 REFUSED = "refused"
+#: The kind of the note of a merger whose checkpoints fail.
+UNSAVED = "unsaved"
 #: The longest name of an entry, in characters.
 ENTRY_MAX = 128
 
@@ -308,7 +310,7 @@ class Note:
         who: An island's name, or `merger`.
         kind: For an island `joined`, `left`, `replaced`, `diverged`, `drained` or `expelled`. For a merger `served`,
             `left`, `lowered`, `restored`, `expelled`, `idle`, `steered`, `paused`, `resumed`, `checkpoint`, `bucket`
-            or, when it does not serve the run, REFUSED.
+            UNSAVED while its checkpoints fail or, when it does not serve the run, REFUSED.
         text: At most NOTE_MAX characters.
     """
 

@@ -16,7 +16,7 @@ the same identity. No method retries.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -368,7 +368,13 @@ class Transport(IslandTransport, MergerTransport, Protocol):
         ...
 
 
-def refusal(reader: ReaderClient) -> str:
-    """Return why a merger did not serve the run, if that was the last that mergers said of themselves; else empty."""
-    said = [note for note in reader.notes(NOTES_READ) if note.who == "merger" and note.kind in ("served", REFUSED)]
-    return said[-1].text if said and said[-1].kind == REFUSED else ""
+def refusal(reader: ReaderClient, kind: str = REFUSED, ends: Collection[str] = ("served",)) -> str:
+    """Return why a merger did not serve the run, if no merger has served it since; else empty.
+
+    Args:
+        reader: The run.
+        kind: Another kind of merger's note, to return the newest of.
+        ends: The kinds of notes after which it no longer holds.
+    """
+    said = [note for note in reader.notes(NOTES_READ) if note.who == "merger" and note.kind in (kind, *ends)]
+    return said[-1].text if said and said[-1].kind == kind else ""

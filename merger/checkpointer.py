@@ -18,7 +18,7 @@ from archipelago.broker.buckets.copier import Copier
 from archipelago.broker.commits import Image
 from archipelago.broker.errors import ArchipelagoError, BrokerError
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.messages import Books, Snapshot, TapeEntry
+from archipelago.broker.messages import UNSAVED, Books, Snapshot, TapeEntry
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.transport import MergerTransport
 from archipelago.broker.wire import digest_of
@@ -91,6 +91,7 @@ class Checkpointer:
         self._may_copy = False
         #: The last failure without its digits. A repeat of the same failure is logged at debug level.
         self._trouble = ""
+        self._news: list[tuple[str, str]] = []
 
     def is_due(self, now: float, *, urgent: bool = False) -> bool:
         """Return whether a checkpoint should be taken now.
@@ -160,12 +161,15 @@ class Checkpointer:
             return None
         if self._trouble:
             self._trouble = ""
-            log.info(
-                "checkpoints are written again: %s",
-                covered.number,
-                extra={"round": covered.round, "code": "checkpoint.recovered"},
-            )
+            what = f"checkpoints are written again: {covered.number}"
+            log.info(what, extra={"round": covered.round, "code": "checkpoint.recovered"})
+            self._news.append(("checkpoint", what))
         return covered
+
+    def news(self) -> list[tuple[str, str]]:
+        """Return what operators should read, once: the kind of each note and its text."""
+        own, self._news = self._news, []
+        return own + [("bucket", text) for text in (self.copier.news() if self.copier else ())]
 
     def start(self) -> None:
         """Allow copies to the bucket once this merger serves. A standby may share the folder of the one that serves."""
@@ -190,8 +194,10 @@ class Checkpointer:
         trouble = re.sub(r"\d+", "", str(error))  # each try has another number
         again = trouble == self._trouble
         self._trouble = trouble
-        level = logging.DEBUG if again else logging.WARNING
-        log.log(level, "no checkpoint was written, training continues: %s", error, extra={"code": "checkpoint.failed"})
+        what = f"no checkpoint was written, training continues: {error}"
+        log.log(logging.DEBUG if again else logging.WARNING, what, extra={"code": "checkpoint.failed"})
+        if not again:
+            self._news.append((UNSAVED, what))
 
     def _keep(self, cut: CheckpointCut) -> CheckpointCut:
         newest = self.transport.reader.tape(cut.round - cut.covered + 2 * TAPE_IN_IMAGE)

@@ -171,8 +171,8 @@ class Retention:
         """Trim the entries that a finished checkpoint covers. With `wait`, first wait for the one in progress."""
         if self.checkpointer is None:
             return
-        for text in self.checkpointer.copier.news() if self.checkpointer.copier else ():
-            self.controls.note("bucket", text)
+        for kind, text in self.checkpointer.news():
+            self.controls.note(kind, text)
         if (covered := self.checkpointer.finished(self.clock(), wait=wait)) is None:
             return
         state.covered = max(state.covered, covered.round)

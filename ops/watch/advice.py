@@ -44,7 +44,7 @@ _ORDER = ("bad", "warn", "info")
 #: The events about problems that are kept.
 EVENTS_KEPT = 200
 #: Problems of which the merger writes a note when they begin.
-_NOTED = frozenset(["island.refused", "island.lowered", "run.paused"])
+_NOTED = frozenset(["island.refused", "island.lowered", "run.paused", "checkpoint.failed"])
 #: What is said when a problem ends, by its code.
 _ENDS = {
     "island.silent": "It has left, or is silent for so long that it counts as gone.",
@@ -268,6 +268,12 @@ def rising(losses: Sequence[float]) -> tuple[float, float] | None:
 
 
 def _checkpoint_problems(view: RunView, tape: Sequence[TapeEntry]) -> Iterator[Problem]:
+    if view.unsaved:
+        yield Problem(
+            "checkpoint.failed", "bad", "merger", f"{view.unsaved[:1].upper()}{view.unsaved[1:]}",
+            "The merger tries again by itself. Until then, only Redis can restore the newer rounds.",
+        )  # fmt: skip
+        return
     behind = view.rounds - view.covered
     times = [entry.unix_seconds for entry in tape if entry.unix_seconds]
     if len(times) < 2 or behind <= 0 or not view.merger.holder:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from archipelago.broker.messages import Note, Refusal
+from archipelago.broker.messages import UNSAVED, Note, Refusal
 
 NOTHING = "Nothing has to be done."
 
@@ -44,6 +44,7 @@ _REMEDIES = {
     "resumed": NOTHING,
     "steered": "To undo it, reset the value under Steer.",
     "checkpoint": NOTHING,
+    UNSAVED: "Do what it says; the merger tries again by itself.",
     "bucket": "Look at the rights, the address and the network of the merger. It tries again by itself, and its disk "
               "keeps the checkpoints meanwhile.",
     "repaired": "Find out who else writes to this Redis, and give each program credentials of its own.",

@@ -11,7 +11,7 @@ from typing import Any
 
 from archipelago.broker.control import Control, run_steps
 from archipelago.broker.manifest import LossUnit, Manifest, loss_unit
-from archipelago.broker.messages import Books, Evaluation, Pending, Refusal, RoundMember, TapeEntry
+from archipelago.broker.messages import UNSAVED, Books, Evaluation, Pending, Refusal, RoundMember, TapeEntry
 from archipelago.broker.presence import Heartbeat, Presence
 from archipelago.broker.shards.transport import shards_away
 from archipelago.broker.transport import Memory, MergerStatus, ReaderClient, ReaderTransport, refusal
@@ -59,6 +59,7 @@ def observe(
         view,
         merger=status,
         refused="" if status.holders else refusal(reader),
+        unsaved=refusal(reader, UNSAVED, ("served", "checkpoint")),
         standbys=tuple(reader.standbys()),
         refusals=tuple(refusals_of(reader) if refusals is None else refusals),
         unreadable=tuple(reader.unreadable()),

@@ -102,6 +102,7 @@ class RunView:
         merger: The merger that holds the lease, and the time since the last round closed.
         standbys: The mergers that wait for the lease.
         refused: Why the last merger refused to serve the run, while none serves it.
+        unsaved: Why the last merger writes no checkpoints, while they fail.
         control: The requests of operators.
         refusals: The newest refusals without repeats, oldest first, each with the broker's unix time in seconds.
         refused_by_code: How many contributions were refused, by code.
@@ -152,6 +153,7 @@ class RunView:
     merger: MergerStatus = field(default_factory=MergerStatus)
     standbys: tuple[Standby, ...] = ()
     refused: str = ""
+    unsaved: str = ""
     control: Control = field(default_factory=Control, hash=False)
     refusals: tuple[tuple[float, Refusal], ...] = ()
     refused_by_code: Mapping[str, int] = field(default_factory=dict, hash=False)

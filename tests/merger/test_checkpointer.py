@@ -18,6 +18,8 @@ from archipelago.merger.checkpointer import RETRY_SECONDS, Checkpointer
 from archipelago.merger.record import Recorder
 from archipelago.merger.service import Merger
 from archipelago.merger.state import RunState
+from archipelago.ops.watch.advice import problems
+from archipelago.ops.watch.reading import observe
 from tests.harness.merger_run import (
     Later,
     MergerRun,
@@ -111,6 +113,20 @@ def test_a_failure_and_its_end_are_each_logged_once(caplog: pytest.LogCaptureFix
         run.clock.now += RETRY_SECONDS
     codes = [vars(record).get("code") for record in caplog.records if record.levelname != "DEBUG"]
     assert [code for code in codes if code] == ["checkpoint.failed"] * 3 + ["checkpoint.recovered"]
+    assert (len(run.notes("unsaved")), run.notes("checkpoint")) == (3, ["checkpoints are written again: 6"])
+
+
+def test_status_shows_that_checkpoints_fail_until_they_are_written_again() -> None:
+    run = MergerRun(quorum=2)
+    merger = serving(run, Shelf([ConfigError("the disk is full", "Free some space.")]), every=0.0)
+    found = []
+    for number in range(1, 4):
+        run.play(merger, number)
+        for _ in range(2):
+            merger.turn(0.0)
+        found.append([each.code for each in problems(observe(run.transport, run.manifest), run.manifest.config)])
+        run.clock.now += RETRY_SECONDS
+    assert [("checkpoint.failed" in codes) for codes in found] == [True, False, False]
 
 
 class Unlisted(Shelf):

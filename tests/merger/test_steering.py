@@ -190,7 +190,7 @@ def test_a_request_whose_checkpoint_failed_is_kept_and_answered_by_another_merge
     for _ in range(2):
         merger.turn(0.0)
     assert list(shelf.images) == [2]
-    assert run.notes("checkpoint") == ["checkpoint 2 holds the run up to round 2"]
+    assert run.notes("checkpoint")[0] == "checkpoint 2 holds the run up to round 2"
 
 
 def test_a_merger_without_checkpoints_answers_a_request_once() -> None:
