@@ -65,6 +65,7 @@ class LocalRun:
 
     Attributes:
         seconds: How long this session trained; 0 if the run was already complete.
+        steps: The length of the run when training ended.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class LocalRun:
         self.standbys = IslandStandbys(options.standbys, argv, environment("standby"), folder / "logs", devices)
         for island in self.islands:
             island.stand_in = self.standbys.stand_in
-        self.seconds = 0.0
+        self.seconds, self.steps = 0.0, 0
         self._view: RunView | None = None
         self._tokens_before = 0
 
@@ -130,7 +131,7 @@ class LocalRun:
     def train(self) -> bool:
         """Train until the islands are done or a signal arrives. Return whether the run has made all its steps."""
         view = self._observe()
-        self._tokens_before = view.tokens_trained
+        self._tokens_before, self.steps = view.tokens_trained, view.steps
         if view.step >= view.steps:
             say(f"the run has already made all its {view.steps:,} steps")
             return True
@@ -148,6 +149,7 @@ class LocalRun:
             stop_all(children, KILL_SECONDS)
         self.seconds = time.monotonic() - began
         view = self._last_view()
+        self.steps = view.steps
         return view.step >= view.steps
 
     def _watch(self, children: list[Child]) -> None:

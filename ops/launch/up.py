@@ -124,8 +124,7 @@ def main(options: UpOptions) -> int:
         kept = MergerFolder(folder / "merger", bucket=bucket.child("merger") if bucket else None)
         manifest, created = _find_or_create(transport, config, kept, options)
         all_shards = whole(transport, manifest)
-        steps = run_steps(manifest.config, all_shards.reader.control())
-        write_atomically(folder / "config.toml", to_toml(replace(config, inner=replace(config.inner, steps=steps))))
+        _keep_settings(folder, config, run_steps(manifest.config, all_shards.reader.control()))
         _greet(manifest, created, server, url, folder)
         names = [island_name(number) for number in range(options.islands)]
         for line in shares.describe(names) if shares else []:
@@ -136,6 +135,7 @@ def main(options: UpOptions) -> int:
             raise KeyboardInterrupt
         local = LocalRun(options, manifest, all_shards, url, folder, stopped, server, joins, shares)
         finished = local.train()
+        _keep_settings(folder, config, local.steps)  # an operator may have changed the length meanwhile
         report = local.report(described, with_comparison=finished and options.one_process and has_losses)
     earlier = {} if local.seconds else run_summary.read(folder) or {}
     if earlier.keys() >= report.keys():  # this call trained nothing, and keeps the report of the one that did
@@ -273,6 +273,11 @@ def _greet(manifest: Manifest, created: bool, server: RedisServer | None, url: s
     if server:  # The file holds the password, so that it shows neither here nor in `ps`.
         say(f"  watch   archipelago status {file}")
     say(f"  folder  {folder}/ (logs, config.toml, report)")
+
+
+def _keep_settings(folder: Path, config: RunConfig, steps: int) -> None:
+    """Write the run's settings with its length into its folder, for `runs`, the page and the comparison."""
+    write_atomically(folder / "config.toml", to_toml(replace(config, inner=replace(config.inner, steps=steps))))
 
 
 def _in(folder: Path) -> str:

@@ -14,6 +14,7 @@ from archipelago.broker.redis.transport import connect
 from archipelago.broker.shards.transport import whole
 from archipelago.islands.checkpoint import FILE
 from archipelago.merger.storage import MergerFolder
+from archipelago.ops.watch.run_list import of_folder
 from tests.conftest import Until, gone
 from tests.harness.processes import SETTINGS, Processes, UpRun, children
 
@@ -138,10 +139,12 @@ def test_a_run_survives_kills_the_loss_of_redis_an_interrupt_and_the_loss_of_its
     until(lambda: run.rounds > covered + 4, "rounds after the checkpoint")
     own = {"island-0": "own checkpoint", "island-1": "own checkpoint"}
     until(lambda: {island.name: island.moments for island in run.view.islands} == own, "the islands' own moments")
-    set_steps(run, run.view.step + STEPS)
+    steps = run.view.step + STEPS
+    set_steps(run, steps)
     started = children(second)
     second.send_signal(signal.SIGINT)
-    second.wait()  # its status follows from the length that the run had when `up` began
+    second.wait()  # its status depends on how far the run has come
+    assert [entry.steps for entry in of_folder(tmp_path / "runs")] == [steps]
     assert all(gone(each.pid) for each in started)
     interrupted = run.report
     assert (interrupted["finished"], interrupted["pending"]) == (False, 0)
