@@ -286,8 +286,7 @@ class Evaluation:
     """The loss of the merger's parameters on held-out text.
 
     Attributes:
-        tokens: Tokens that all islands have trained on, merged or not. A single process with the same data budget
-            would train on the same number.
+        tokens: Tokens merged until then, each counted once.
         unix_seconds: The wall clock of the process that evaluated.
         bits_per_byte: The loss. Of a task, it is in bits instead of nats (`broker.manifest` converts it).
         by: The island that evaluated; empty if `up` measured the end of the run.

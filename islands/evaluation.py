@@ -29,7 +29,7 @@ from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.manifest import LossUnit, Manifest, loss_unit
 from archipelago.broker.messages import Evaluation
 from archipelago.broker.observe.curves import CurveWriter
-from archipelago.broker.transport import IslandTransport, ReaderTransport
+from archipelago.broker.transport import IslandTransport
 from archipelago.broker.wire import newest
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.data.ranges import held_out
@@ -259,7 +259,8 @@ class Evaluator:
     def _evaluate(self, found: tuple[Params, int, int], stopped: Callable[[], bool]) -> Evaluation | None:
         """Evaluate parameters of a round and step, and record the result. Return None if it was cut short."""
         params, number, step = found
-        tokens = tokens_trained(self._transport, number)
+        # An evaluation takes a while, and rounds close meanwhile. The books go on when an island is killed or returns.
+        tokens = self._transport.reader.books().merged_tokens // len(self._manifest.fragments) if number else 0
         measured = self._measure(params, stopped)
         return self._record(measured, number, step, tokens) if measured else None
 
@@ -329,11 +330,3 @@ def _attempt(what: str, call: Callable[[], T]) -> T | None:
     except Exception as error:  # noqa: BLE001 - such as a device without memory for another copy of the parameters
         log.warning("this island cannot %s (%.300s)", what, error)
     return None
-
-
-def tokens_trained(transport: ReaderTransport, round_number: int) -> int:
-    """Return the tokens that all islands have trained on by now; 0 if the newest parameters are those of round 0.
-
-    Read it with the parameters: an evaluation takes a while, and islands train on.
-    """
-    return 0 if round_number == 0 else sum(presence.heartbeat.tokens for presence in transport.reader.presences())

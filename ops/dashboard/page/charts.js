@@ -268,7 +268,7 @@ const Charts = (() => {
 
   let compared = [];
 
-  /** Draws the held-out losses of several runs over the tokens that they trained on. */
+  /** Draws the held-out losses of several runs over the tokens that they merged. */
   function compare() {
     if (!document.getElementById("chart-runs").checkVisibility()) return;
     const before = [axis, part];
@@ -276,7 +276,7 @@ const Charts = (() => {
     const drawn = compared.map((run, n) => [run, run.curve.map(([x]) => x), run.curve.map(([, y]) => y), COLOURS[n % COLOURS.length]]);
     const scale = scaled(drawn.map(([, x, y]) => [x, y]));
     draw("chart-runs", drawn.map(([run, x, y, swatch]) => line(run.run.slice(0, 24), x, y, swatch, { mode: x.length > 60 ? "lines" : "lines+markers", marker: { size: 4 }, hovertemplate: "%{y:.4f}" })),
-      { xaxis: { ...across([]), title: { text: "tokens trained" } }, yaxis: scale.y }, "The chosen runs have no evaluations yet.");
+      { xaxis: { ...across([]), title: { text: "tokens merged" } }, yaxis: scale.y }, "The chosen runs have no evaluations yet.");
     legend("legend-runs", drawn.map(([run, , y, swatch]) => [swatch, run.run.length > 20 ? `${run.run.slice(0, 19)}…` : run.run, fixed(last(known(y)), 3)]));
     [axis, part] = before;
   }
