@@ -29,7 +29,7 @@ from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.manifest import LossUnit, Manifest, loss_unit
 from archipelago.broker.messages import Evaluation
 from archipelago.broker.observe.curves import CurveWriter
-from archipelago.broker.transport import IslandTransport
+from archipelago.broker.transport import IslandTransport, ReaderTransport
 from archipelago.broker.wire import newest
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.data.ranges import held_out

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+import psutil
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -38,6 +39,11 @@ CERTIFICATES: Final = "certificates"
 USERS: Final = "users.acl"
 #: The user that may do everything at a server that other machines reach. The user `default` is off there.
 ADMINISTRATOR: Final = "archipelago"
+#: The server closes connections that are idle for so long; members connect again by themselves. It holds at most that
+#: many, or as many as the system lets it open files.
+IDLE_SECONDS, CLIENTS_MAX = 60, 50_000
+#: The share of this machine's memory that the server may take.
+MEMORY_SHARE = 0.75
 #: An address that no machine has (RFC 5737). It only makes the system choose the address with which it would send.
 _ELSEWHERE: Final = ("192.0.2.1", 9)
 
@@ -65,6 +71,10 @@ def tls_settings(folder: Path, host: str, port: int, password: str) -> dict[str,
         "tls-ca-cert-file": f"{CERTIFICATES}/{AUTHORITY}",
         "tls-auth-clients": "no",
         "aclfile": USERS,
+        # Anyone may connect. Idle connections must neither lock newcomers out nor take the memory of this machine.
+        "timeout": str(IDLE_SECONDS),
+        "maxclients": str(CLIENTS_MAX),
+        "maxmemory": str(int(MEMORY_SHARE * psutil.virtual_memory().total)),
     }
 
 

@@ -103,6 +103,9 @@ def test_the_files_of_an_open_server_allow_tls_and_known_users_only(tmp_path: Pa
         assert administrator == f"user {ADMINISTRATOR} on #{digest} ~* &* +@all"
         assert members == invited
         (tmp_path / USERS).write_text("\n".join([default, administrator, "user demo~oslo on"]))
+    values = dict(line.split(maxsplit=1) for line in (tmp_path / CONFIG).read_text().splitlines())
+    bounds = [int(values[name]) for name in ("timeout", "maxclients", "maxmemory")]
+    assert bounds[0] <= 300 and bounds[1] > 10_000 and bounds[2] < psutil.virtual_memory().total
     for file in (CONFIG, USERS):
         assert stat.S_IMODE((tmp_path / file).stat().st_mode) == 0o600
     assert last_start(tmp_path) == ("redis-server", opened)
