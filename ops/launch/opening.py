@@ -44,6 +44,7 @@ ADMINISTRATOR: Final = "archipelago"
 IDLE_SECONDS, CLIENTS_MAX = 60, 50_000
 #: The share of this machine's memory that the server may take.
 MEMORY_SHARE = 0.75
+VALUE_BYTES_MAX = 16 << 20
 #: An address that no machine has (RFC 5737). It only makes the system choose the address with which it would send.
 _ELSEWHERE: Final = ("192.0.2.1", 9)
 
@@ -75,6 +76,8 @@ def tls_settings(folder: Path, host: str, port: int, password: str) -> dict[str,
         "timeout": str(IDLE_SECONDS),
         "maxclients": str(CLIENTS_MAX),
         "maxmemory": str(int(MEMORY_SHARE * psutil.virtual_memory().total)),
+        # Readers get whole values. Ours have at most 8 MiB: payloads are stored in chunks.
+        "proto-max-bulk-len": str(VALUE_BYTES_MAX),
     }
 
 

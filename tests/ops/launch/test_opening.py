@@ -21,6 +21,8 @@ from archipelago.broker import invitation as invitations
 from archipelago.broker import signing
 from archipelago.broker.errors import BrokerError, ConfigError
 from archipelago.broker.invitation import Invitation, key_text
+from archipelago.broker.redis.checkup import BURST_BYTES_MAX
+from archipelago.broker.redis.chunks import CHUNK_BYTES
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.islands.own_loop.session import island_name
 from archipelago.ops.launch import up
@@ -104,8 +106,9 @@ def test_the_files_of_an_open_server_allow_tls_and_known_users_only(tmp_path: Pa
         assert members == invited
         (tmp_path / USERS).write_text("\n".join([default, administrator, "user demo~oslo on"]))
     values = dict(line.split(maxsplit=1) for line in (tmp_path / CONFIG).read_text().splitlines())
-    bounds = [int(values[name]) for name in ("timeout", "maxclients", "maxmemory")]
+    bounds = [int(values[name]) for name in ("timeout", "maxclients", "maxmemory", "proto-max-bulk-len")]
     assert bounds[0] <= 300 and bounds[1] > 10_000 and bounds[2] < psutil.virtual_memory().total
+    assert max(CHUNK_BYTES, BURST_BYTES_MAX) < bounds[3] < 100 << 20
     for file in (CONFIG, USERS):
         assert stat.S_IMODE((tmp_path / file).stat().st_mode) == 0o600
     assert last_start(tmp_path) == ("redis-server", opened)

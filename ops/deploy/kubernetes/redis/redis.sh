@@ -18,4 +18,5 @@ touch users.acl
 mv users.new users.acl
 server=$(command -v valkey-server || command -v redis-server)
 exec "$server" --port "${REDIS_PORT:-6379}" --dir "$PWD" --aclfile "$PWD/users.acl" --appendonly yes \
-	--timeout 60 --maxclients 50000 --maxmemory "${REDIS_MAXMEMORY:-2gb}" --maxmemory-policy noeviction
+	--timeout 60 --maxclients 50000 --proto-max-bulk-len 16mb \
+	--maxmemory "${REDIS_MAXMEMORY:-2gb}" --maxmemory-policy noeviction
