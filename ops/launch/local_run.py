@@ -180,7 +180,7 @@ class LocalRun:
         except UnreachableError:
             return line_due
         if live:
-            live.update(terminal.render(view, self._problems(view), has_trouble=False))
+            live.update(terminal.render(view, self._problems(view)))
         elif now >= line_due:
             say(f"  {terminal.line(view)}")
             return now + LINE_SECONDS

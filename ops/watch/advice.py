@@ -115,11 +115,11 @@ def _run_problems(view: RunView, config: RunConfig, tape: Sequence[TapeEntry]) -
     another = f"Start one with `archipelago island URL {command}`"
     if config.has_own_loops:
         another = f"{another[:-1]} --task FILE.py:NAME`" if view.task else "Start one of its training scripts"
-    if view.known and not view.live:
+    if not view.live:
+        log = "; the run goes on where it is. The log of the last island says why it ended." if view.known else "."
         yield Problem(
-            "run.no-islands", "bad", "run", "No island is live.",
-            f"{another}; the run goes on where it is. The log of the last "
-            "island says why it ended.", min(island.last_seen_seconds for island in view.islands),
+            "run.no-islands", "bad", "run", "No island is live." if view.known else "No island has joined yet.",
+            f"{another}{log}", min((island.last_seen_seconds for island in view.islands), default=0.0),
         )  # fmt: skip
     if view.control.is_paused:
         yield Problem(
@@ -290,10 +290,9 @@ def _checkpoint_problems(view: RunView, tape: Sequence[TapeEntry]) -> Iterator[P
         )  # fmt: skip
 
 
-def worst(found: Sequence[Problem]) -> str:
-    """Return the worst problem and what to do about it as words; empty if all is well."""
-    first = next((each for each in found if each.mood != "info"), None)
-    return f"{first.who}: {first.text} {first.remedy}" if first else ""
+def worst(found: Sequence[Problem]) -> Problem | None:
+    """Return the first of the sorted problems if somebody should look at it; None if all is well."""
+    return found[0] if found and found[0].mood != "info" else None
 
 
 def _island_problems(island: IslandView, view: RunView) -> Iterator[Problem]:

@@ -16,7 +16,7 @@ from archipelago.ops.watch.advice import worst
 from archipelago.ops.watch.events import Event
 from archipelago.ops.watch.formatting import ago, number
 from archipelago.ops.watch.run_view import RunView
-from archipelago.ops.watch.terminal import Islands, run_lines
+from archipelago.ops.watch.terminal import Islands, problem_line, run_lines
 from archipelago.ops.watch.watcher import Outage, RunReading
 
 TICKS = "▁▂▃▄▅▆▇█"
@@ -64,8 +64,11 @@ class Screen:
         is_small = width < ROOMY_COLUMNS or height < ROOMY_LINES
         parts.append(progress(view, width))
         parts.append(run_lines(view, briefly=is_small))
-        if (advice := worst(self.reading.problems)) and height >= ROOMY_LINES:  # A low screen has no room for it.
-            parts.append(Text(printable(advice), "yellow"))
+        if (first := worst(self.reading.problems)) and (first.mood == "bad" or height >= ROOMY_LINES):
+            line = problem_line(first)
+            if height < ROOMY_LINES:
+                line.truncate(width, overflow="ellipsis")
+            parts.append(line)
         parts += [histories(self.reading, width)] if is_small else [Text(), histories(self.reading, width), Text()]
         taken = sum(len(console.render_lines(part, options.update(height=None))) for part in parts)
         recent = [each for each in self.reading.events if self.now - each.unix_seconds < EVENT_SECONDS]

@@ -241,19 +241,6 @@ class RunView:
                 return "stalled"
         return "training" if self.rounds else "starting"
 
-    @property
-    def trouble(self) -> str:
-        """Why an operator should look at the run; empty if it is fine, has ended, or is paused."""
-        if self.unreachable:
-            return f"{numbered('shard', sorted(self.unreachable))} cannot be reached, so its figures are missing"
-        if self.steps <= self.step:
-            return ""
-        if not self.live:
-            return "no island is live"
-        if not self.control.is_paused and self.merger.still_seconds > self.stall_seconds:
-            return f"nothing was merged{in_shards(self.stalled_shards)} for {self.merger.still_seconds:,.0f} s"
-        return ""
-
     def as_json(self) -> dict[str, Any]:
         """Return the view as one object for `print_json`."""
         found = asdict(self)
@@ -263,7 +250,6 @@ class RunView:
             "steered_words": describe_control(self.control),
             "refusals": [{"unix_seconds": at, **asdict(refusal)} for at, refusal in self.refusals[-REFUSALS_SHOWN:]],
             "syncs": self.syncs,
-            "trouble": self.trouble,
         }
 
 

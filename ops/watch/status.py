@@ -10,8 +10,9 @@ import os
 import select
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from rich.console import Console
 
@@ -20,8 +21,9 @@ from archipelago.broker.observe.logs import printable
 from archipelago.broker.process import RunAddress, print_json, stop_on_signals
 from archipelago.broker.shards.transport import opened
 from archipelago.broker.transport import ReaderTransport
-from archipelago.ops.watch.advice import problems
+from archipelago.ops.watch.advice import Problem, problems, worst
 from archipelago.ops.watch.reading import RECENT_ROUNDS, observe
+from archipelago.ops.watch.run_view import RunView
 from archipelago.ops.watch.terminal import line, render
 from archipelago.ops.watch.watcher import LOOK_SECONDS, Watcher, repeated
 
@@ -39,8 +41,9 @@ QUIT_KEYS = ("q", "Q", "\x03", "\x1b")
 class StatusOptions(RunAddress):
     """Show a run: its islands, rounds, accounts, merger and controls. Reads only.
 
-    The exit status is 0 if the run is fine, has ended or is paused. It is 1 if no island is live, if nothing was merged
-    for more than a minute (for three strides, if the islands are slower than that), or if a shard cannot be reached.
+    The exit status is 1 while the run suffers: no island is live, no merger serves it, nothing was merged for more than
+    a minute (for three strides, if the islands are slower than that), its checkpoints fail, its Redis is full, or a
+    shard cannot be reached. It is 0 if the run is fine, has ended or is paused.
 
     With --watch it shows the run live until q is pressed, and survives restarts of Redis. If standard output is not
     a terminal, --watch prints a line for each reading until the run has ended.
@@ -69,10 +72,14 @@ def main(options: StatusOptions) -> int:
     view = observe(run, manifest, tape, evaluations)
     found = problems(view, manifest.config, tape, evaluations, time.time())
     if options.json:
-        print_json(view.as_json() | {"problems": [asdict(each) for each in found]})
+        print_json(_as_json(view, found))
     else:
         Console(highlight=False).print(render(view, found, None if options.all else ROWS))
-    return 1 if view.trouble else 0
+    return 1 if found and found[0].mood == "bad" else 0
+
+
+def _as_json(view: RunView, found: Sequence[Problem]) -> dict[str, Any]:
+    return view.as_json() | {"problems": [asdict(each) for each in found]}
 
 
 # -- live -------------------------------------------------------------------------------------------------------------
@@ -132,18 +139,20 @@ def print_lines(watcher: Watcher, every_seconds: float, stopped: Callable[[], bo
             continue
         due = time.monotonic() + every_seconds
         watcher.update()
-        outage, view = watcher.outage(), watcher.latest.view if watcher.latest else None
-        if outage or not view:
+        outage, reading = watcher.outage(), watcher.latest
+        if outage or not reading:
             why = outage.error if outage else ""
             text = {"error": why} if as_json else why
         elif as_json:
-            text = view.as_json()
+            text = _as_json(reading.view, reading.problems)
         else:
-            text = line(view) + (f"  TROUBLE: {view.trouble}" if view.trouble else "")
+            text = line(reading.view)
+            if (first := worst(reading.problems)) and first.mood == "bad":
+                text += f"  TROUBLE: {first.text}"
         if isinstance(text, str):
             sys.stdout.write(printable(text) + "\n")
             sys.stdout.flush()
         else:
             print_json(text)
-        if view and view.step >= view.steps and not view.live:
+        if reading and reading.view.state == "finished":
             return

@@ -37,21 +37,18 @@ BARS_FROM = 96
 BAR_CELLS = 10
 
 
-def render(
-    view: RunView, found: Sequence[Problem] = (), rows: int | None = None, *, has_trouble: bool = True
-) -> RenderableType:
+def render(view: RunView, found: Sequence[Problem] = (), rows: int | None = None) -> RenderableType:
     """Return the run's lines, its islands and its problems.
 
     Args:
         view: The run.
         found: The problems.
         rows: The most islands, and the most problems; a last line counts the rest.
-        has_trouble: Whether to show the run's trouble.
     """
     lines = problem_lines(view, found)
     if rows is not None and len(lines) > rows:
         lines = [*lines[: rows - 1], Text(f"… and {len(lines) - rows + 1:,} more problems", style="dim")]
-    return Group(run_lines(view, has_trouble=has_trouble), Islands(view, rows), *lines)
+    return Group(run_lines(view), Islands(view, rows), *lines)
 
 
 def line(view: RunView) -> str:
@@ -66,8 +63,8 @@ def line(view: RunView) -> str:
     )
 
 
-def run_lines(view: RunView, *, briefly: bool = False, has_trouble: bool = True) -> RenderableType:
-    """Return the run in a few lines, its trouble last. `briefly` leaves out the accounts of tokens."""
+def run_lines(view: RunView, *, briefly: bool = False) -> RenderableType:
+    """Return the run in a few lines. `briefly` leaves out the accounts of tokens."""
     books = view.books
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim")
@@ -105,8 +102,6 @@ def run_lines(view: RunView, *, briefly: bool = False, has_trouble: bool = True)
     grid.add_row("merger", Text(printable(merger_in_words(view)), style="" if is_served else "yellow"))
     if changes := describe_control(view.control):
         grid.add_row("steered", Text(printable(changes), style="yellow"))
-    if has_trouble and view.trouble:
-        grid.add_row("[bold red]trouble[/]", Text(printable(view.trouble), style="bold red"))
     return grid
 
 
@@ -138,14 +133,19 @@ def _add_tokens(grid: Table, view: RunView, equals: str) -> None:
 
 def problem_lines(view: RunView, found: Sequence[Problem] = ()) -> list[Text]:
     """Return a line for each problem with what to do about it, and for each island whose work was refused earlier."""
-    lines = [f"{each.who}: {each.text} {each.remedy}" for each in found]
     refused = {each.who for each in found if each.code == "island.refused"}
-    lines += [f"{i.name}: last refused: {i.last_refusal}" for i in view.islands
+    lines = [f"{i.name}: last refused: {i.last_refusal}" for i in view.islands
               if i.last_refusal and i.name not in refused]  # fmt: skip
     counts = sorted(view.refused_by_code.items(), key=lambda each: -each[1])
     if counts:
         lines.append(f"contributions refused so far: {', '.join(f'{code} {count:,}' for code, count in counts)}")
-    return [Text(printable(line), style="yellow") for line in lines]
+    return [*map(problem_line, found), *(Text(printable(line), style="yellow") for line in lines)]
+
+
+def problem_line(problem: Problem) -> Text:
+    """Return a problem and what to do about it."""
+    text = printable(f"{problem.who}: {problem.text} {problem.remedy}")
+    return Text(text, style="bold red" if problem.mood == "bad" else "yellow")
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,9 @@ LOWERED = replace(tape_of([2.0])[0], members=(replace(ROUND.members[0], island="
 CASES: list[tuple[RunView, list[str]]] = [
     (view(beat("a", 90.0), beat("b", 80.0)), ["run.no-islands", "island.silent", "island.silent"]),
     (view(beat("b", 40.0)), ["island.silent"]),
+    (view(live=0, known=0), ["run.no-islands"]),  # A new run.
+    (view(interval=2400, merger=status(still_seconds=350.0)), []),  # A stride is 120 s; slow islands have three.
+    (view(interval=2400, merger=status(still_seconds=361.0)), ["run.stalled"]),
     (view(beat("b", 7200.0)), []),  # It is gone for good.
     (view(beat("b", 40.0, state="left")), []),
     (view(beat("b", link="thin link at 3.2 Mbit/s up: fewer bits")), ["island.thin-link"]),
@@ -137,9 +140,8 @@ def test_a_shard_without_a_merger_or_at_a_standstill_is_named() -> None:
     one = shards(MergerStatus("m", 1, 5.0, 1.0), MergerStatus("n", 1, 5.0, 90.0))
     (still,) = problems(one, MANIFEST.config)
     assert (still.code, still.text) == ("run.stalled", "Nothing was merged in shard 1 for 90 s.")
-    assert one.trouble == "nothing was merged in shard 1 for 90 s"
     both = shards(MergerStatus("m", 1, 5.0, 80.0), MergerStatus("n", 1, 5.0, 90.0))
-    assert both.trouble == "nothing was merged for 90 s"
+    assert [each.text for each in problems(both, MANIFEST.config)] == ["Nothing was merged for 90 s."]
 
 
 def test_each_problem_is_in_the_guide() -> None:
