@@ -242,9 +242,6 @@ def _norm_bound(symmetric_SS: Matrix) -> float:
 
 #: How often `between` is called while matrices are changed. It must be far below a merger's lease.
 BETWEEN_SECONDS: Final = 0.25
-#: The matrix that a machine's rate is measured with. Smaller ones spend more of their time outside products.
-_TRIAL: Final = (256, 1024)
-_TRIALS: Final = 3
 
 #: Products with fewer operations are not worth the hand-over to other threads, which takes about 0.1 ms.
 _LARGE: Final = 1e8
@@ -317,15 +314,3 @@ def cycle_operations(tensors: Sequence[Tensor], config: MergeConfig) -> float:
         for group in groups([(tensor, 0) for tensor in tensors], config)
         if group.changes_spectrum
     )
-
-
-def measured_rate(count: int = 0) -> float:
-    """Measure how many operations a second this machine does with that many threads, in about 0.2 s."""
-    count = count or default_threads()
-    matrix_RC = np.random.default_rng(0).standard_normal(_TRIAL, np.float32)
-    matrices, seconds = [(matrix_RC, 0.0)] * count, []
-    for _ in range(1 + _TRIALS):  # the first one starts the threads of numpy
-        spectra = Spectra(threads=count)
-        spectra.change(with_power, matrices)
-        seconds.append(spectra.seconds)
-    return count * operations(_TRIAL, 0.0) / min(seconds)

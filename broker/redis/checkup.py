@@ -65,7 +65,6 @@ class ServerFacts:
     Attributes:
         info: The answers to INFO for all INFO_SECTIONS, in one mapping.
         settings: The answers to CONFIG GET for SETTINGS.
-        clock_ahead_seconds: The server's wall clock minus ours; 0 if unknown.
         needs_password: Whether a client without a password is rejected; None if unknown.
         denied: The commands that the user's role needs on the run's keys, and that this user cannot execute.
         excess: The commands that this user can execute although its role must not; empty for an administrator.
@@ -73,7 +72,6 @@ class ServerFacts:
 
     info: Mapping[str, Any]
     settings: Mapping[str, str]
-    clock_ahead_seconds: float
     needs_password: bool | None
     denied: tuple[str, ...]
     excess: tuple[str, ...] = ()
@@ -185,7 +183,7 @@ class RedisCheckup:
 
     # -- facts ------------------------------------------------------------------------------------------------------
 
-    def facts(self, wall: Clock = time.time) -> ServerFacts:
+    def facts(self) -> ServerFacts:
         """Ask the server for facts, and leave out those that it refuses. Raises UnreachableError."""
         info: dict[str, Any] = {}
         for section in INFO_SECTIONS:
@@ -194,12 +192,7 @@ class RedisCheckup:
         for name in SETTINGS:
             with self._if_allowed():
                 settings |= self._redis.config_get(name)
-        ahead = 0.0
-        with self._if_allowed():
-            before = wall()
-            seconds, microseconds = self._redis.time()
-            ahead = seconds + microseconds / 1e6 - (before + wall()) / 2
-        return ServerFacts(info, settings, ahead, self._needs_password(), *self._rights())
+        return ServerFacts(info, settings, self._needs_password(), *self._rights())
 
     def servers(self) -> tuple[Kind, list[NodeFacts]]:
         """Return the kind of the address, and facts about each server. Raises UnreachableError if none is found."""

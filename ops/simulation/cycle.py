@@ -55,7 +55,7 @@ REDIS_BASE: Final = 9_000_000
 MERGER_SHARE_MAX: Final = 0.9
 #: A merger that spends more of an interval on spectra has too little time for contributions, commits and checkpoints.
 SHARE_MAX: Final = 0.7
-#: Operations a second of one of several threads (docs/results/performance.md). `archipelago doctor` measures its own.
+#: Operations a second of one of several threads (docs/results/performance.md).
 THREAD_RATE: Final = 30e9
 #: A run has no more fragments (`sync.fragments`).
 FRAGMENTS_MAX: Final = 4096
@@ -278,7 +278,7 @@ class SpectraLoad:
         operations: The floating-point operations; 0 if no rule of the run changes spectra.
         threads: The threads of the merger.
         seconds: The time that they take.
-        interval_seconds: H times the time of an inner step; NaN if that is unknown.
+        interval_seconds: H times the time of an inner step.
         side_max: The largest `merge.isotropic_side_max` with which the merger keeps up; the run's own if it does.
         coarser: The settings of coarser merge rules with which the merger keeps up, as few as possible.
     """
@@ -297,8 +297,8 @@ class SpectraLoad:
 
     @property
     def fits(self) -> bool:
-        """Whether the merger keeps up, as far as that is known."""
-        return not self.share > SHARE_MAX
+        """Whether the merger keeps up."""
+        return self.share <= SHARE_MAX
 
     @property
     def remedy(self) -> str:
@@ -313,10 +313,10 @@ class SpectraLoad:
     def describe(self) -> str:
         """Return the cost in words."""
         where = f"{self.threads} thread{'s' * (self.threads != 1)}"
-        what = f"spectra take {self.operations / 1e12:.2g} TFLOP a cycle, {seconds_text(self.seconds)} on {where}"
-        if math.isnan(self.interval_seconds):
-            return what
-        return f"{what}: {self.share:.0%} of the interval of {seconds_text(self.interval_seconds)}"
+        return (
+            f"spectra take {self.operations / 1e12:.2g} TFLOP a cycle, {seconds_text(self.seconds)} on {where}: "
+            f"{self.share:.0%} of the interval of {seconds_text(self.interval_seconds)}"
+        )
 
 
 def spectra_load(
@@ -329,7 +329,7 @@ def spectra_load(
         config: The merge rules.
         threads: The threads of the merger.
         rate: The operations a second of all of them together.
-        interval_seconds: H times the time of an inner step; NaN if that is unknown.
+        interval_seconds: H times the time of an inner step.
     """
     sides = {min(tensor.shape[-2:]) for tensor in tensors if len(tensor.shape) > 1 and tensor.size}
     limits = [config.isotropic_side_max, *sorted((s for s in sides if s < config.isotropic_side_max), reverse=True), 1]
@@ -337,7 +337,7 @@ def spectra_load(
     def seconds(side_max: int) -> float:
         return cycle_operations(tensors, replace(config, isotropic_side_max=side_max)) / rate
 
-    fitting = next(side for side in limits if side == 1 or not seconds(side) > SHARE_MAX * interval_seconds)
+    fitting = next(side for side in limits if side == 1 or seconds(side) <= SHARE_MAX * interval_seconds)
     own = cycle_operations(tensors, config)
     embeddings_left = cycle_operations(tensors, replace(config, rest="rda")) / rate > SHARE_MAX * interval_seconds
     coarser = "--merge.rest rda" + " --merge.embedding rda" * embeddings_left

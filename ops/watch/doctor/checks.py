@@ -19,7 +19,6 @@ Level = Literal["ok", "warning", "problem"]
 
 #: Above this share of the memory limit the doctor warns. Above `MEMORY_SHARE_MAX`, islands stop sending.
 TIGHT_SHARE = 0.6
-SKEW_SECONDS = 1.0
 CLIENTS_SHARE = 0.8
 #: The most connections that an island has at once: three pumps, leases, and one for queries.
 CONNECTIONS_AN_ISLAND = 6
@@ -96,7 +95,6 @@ def server_checks(facts: ServerFacts, host: str, *, has_tls: bool, role: Role | 
         *([] if role else untold(facts)),
         rights(facts.denied, facts.excess, role),
         *privacy(facts.needs_password, host, has_tls=has_tls),
-        clock(facts.clock_ahead_seconds),
     ]
 
 
@@ -198,18 +196,6 @@ def clients(facts: ServerFacts) -> Iterator[Finding]:
         yield warning("clients.many", what, "CONFIG SET maxclients to a larger number.")
     elif connected and most:
         yield ok("clients", what)
-
-
-def clock(ahead_seconds: float) -> Finding:
-    """Compare the server's clock with ours. Training never compares clocks."""
-    if abs(ahead_seconds) < SKEW_SECONDS:
-        return ok("clock", f"The server's clock is within {1e3 * abs(ahead_seconds):.0f} ms of this machine's.")
-    way = "ahead of" if ahead_seconds > 0 else "behind"
-    return warning(
-        "clock.skewed",
-        f"The server's clock is {abs(ahead_seconds):,.1f} s {way} this machine's. Only times in logs are affected.",
-        "Synchronise both with NTP.",
-    )
 
 
 # -- users -------------------------------------------------------------------------------------------------------------

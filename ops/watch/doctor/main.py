@@ -17,11 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from archipelago.broker.address import redacted
-from archipelago.broker.config import RunConfig, checked
-from archipelago.broker.errors import ArchipelagoError, BadUrlError, BrokerError, ConfigError, require_number
+from archipelago.broker.errors import BadUrlError, BrokerError, ConfigError, require_number
 from archipelago.broker.footprint import available_here
 from archipelago.broker.invitation import ADMIN, Invitation, Role
-from archipelago.broker.manifest import NO_CORPUS, Manifest, balanced, installed_versions
+from archipelago.broker.manifest import Manifest, installed_versions
 from archipelago.broker.observe.logs import printable
 from archipelago.broker.presence import Presence
 from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, invitation_at, keep_compiled, print_json
@@ -53,14 +52,11 @@ class DoctorOptions:
     url: Annotated[str | None, tyro.conf.Positional] = None
     """The URL or join file of a Redis. The default is $ARCHIPELAGO_URL. Without both, only this machine is checked."""
     run: str | None = None
-    """The run to join (default $ARCHIPELAGO_RUN, or the only run there). Without one, the settings below apply."""
+    """The run to join. The default is $ARCHIPELAGO_RUN, or the only run there."""
     seconds: float = 4.0
     """The approximate time for measuring the link. 0 measures no bandwidth and writes nothing."""
     folder: Path = Path("runs")
     """The folder in which this machine would keep runs."""
-    config: Path | None = None
-    """A TOML file with settings of a run that does not exist yet. Flags override it."""
-    settings: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
     json: bool = False
     """Print one JSON object."""
 
@@ -78,7 +74,6 @@ class CheckedServer:
 
 def main(options: DoctorOptions) -> int:
     """Check everything, and print it part by part. Return 1 if there is a problem."""
-    config = checked(options.settings)
     require_number("--seconds", options.seconds, f"Choose 0 to {SECONDS_MAX:g}.", most=SECONDS_MAX)
     url, run = options.url or os.environ.get(URL_VARIABLE), options.run or os.environ.get(RUN_VARIABLE)
     invited = invitation_at(url or "")
@@ -93,7 +88,7 @@ def main(options: DoctorOptions) -> int:
     manifest = server.manifest
     with busy.status("loading JAX, and measuring this machine"):
         keep_compiled()
-        here = check_machine(options.folder, config, server)
+        here = check_machine(options.folder, server)
     out.print(section("this machine", here), "")
     findings = [*server.findings, *here]
     problems, warnings = (sum(f.level == level for f in findings) for level in ("problem", "warning"))
@@ -225,37 +220,26 @@ def _check_one(checkup: RedisCheckup, shards: Sequence[int], found: CheckedServe
     ]
 
 
-def check_machine(folder: Path, config: RunConfig, server: CheckedServer) -> list[Finding]:
+def check_machine(folder: Path, server: CheckedServer) -> list[Finding]:
     """Check this machine, and what an island and a merger of the run would do here."""
     manifest = server.manifest
-    config, parameters = (manifest.config, manifest.parameters) if manifest else (config, 0)
-    name, wanted = (manifest.corpus.name, manifest.corpus) if manifest else (config.data.corpus, None)
+    parameters = manifest.parameters if manifest else 0
     found = [
         doctor_site.machine(available_here(), parameters),
         doctor_site.disk(doctor_site.free_bytes(folder), folder, parameters),
-        *([] if config.has_own_loops else [doctor_site.corpus(name, wanted)]),  # users' loops bring their own data
         doctor_site.packages(installed_versions()),
         doctor_site.accelerators(),
     ]
-    is_missing = any(finding.code == "run.missing" for finding in server.findings)
-    try:
-        manifest = manifest or _as_if_created(config)
-    except ArchipelagoError:
+    if manifest is None:
         return found
+    if not manifest.config.has_own_loops:  # users' loops bring their own data
+        found.append(doctor_site.corpus(manifest.corpus))
     steps = [p.heartbeat.step_seconds for p in server.presences if p.is_training and p.heartbeat.step_seconds > 0]
     step_seconds = statistics.median(steps) if steps else math.nan
-    if server.round_trip_seconds and not is_missing:
-        found.append(doctor_site.sync(server.link, server.round_trip_seconds, config, manifest.sizes, step_seconds))
+    if server.round_trip_seconds:
+        found.append(doctor_site.sync(server.link, server.round_trip_seconds, manifest, step_seconds))
     live = sum(presence.is_live for presence in server.presences)
-    return [*found, *doctor_site.merging(manifest, live, step_seconds)]
-
-
-def _as_if_created(config: RunConfig) -> Manifest:
-    """Return the manifest that a run with these settings would have."""
-    from archipelago.islands.models.registry import build
-
-    tensors = tuple(build(config.model).tensors)
-    return Manifest(NO_RUN, config, tensors, balanced(tensors, config.sync.fragments), NO_CORPUS, {})
+    return [*found, doctor_site.merging(manifest, live, step_seconds)]
 
 
 def section(title: str, findings: Sequence[Finding]) -> Table:

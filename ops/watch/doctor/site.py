@@ -10,18 +10,16 @@ import os
 import shutil
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from archipelago.broker.codecs import codec
-from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import ArchipelagoError
 from archipelago.broker.footprint import available_here, memory_text
 from archipelago.broker.machine import install_hint, usable_cores
 from archipelago.broker.manifest import MISSING, Corpus, Manifest
 from archipelago.broker.redis.checkup import Bandwidth
-from archipelago.merger.spectra import cycle_operations, default_threads, measured_rate
-from archipelago.ops.simulation.cycle import SHARE_MAX, Cycle, SpectraLoad, cycle, measured_machine, spectra_load
+from archipelago.ops.simulation.cycle import SHARE_MAX, Cycle, cycle, measured_machine
 from archipelago.ops.watch.doctor.checks import Finding, ok, problem, warning
 from archipelago.ops.watch.formatting import seconds_text, size
 
@@ -69,8 +67,9 @@ def disk(free: int, folder: Path, parameters: int) -> Finding:
     return warning("disk.tight", what, remedy) if tight else ok("disk", what)
 
 
-def corpus(name: str, wanted: Corpus | None) -> Finding:
-    """Check that the corpus is here, and that it is the run's. `wanted` is None without a run."""
+def corpus(wanted: Corpus) -> Finding:
+    """Check that the corpus of the run is here."""
+    name = wanted.name
     from archipelago.islands.data.corpus import KNOWN, is_prepared, open_corpus, prepared
 
     try:
@@ -79,22 +78,17 @@ def corpus(name: str, wanted: Corpus | None) -> Finding:
             what = f"The corpus {name!r} is not on this machine (prepared: {present})."
             if name in KNOWN:
                 return ok("corpus", f"{what} `archipelago prepare {name}` makes it.")
-            copy = "Copy its folder from the machine that created the run"
-            how = copy if wanted else "Run `archipelago prepare FILE`"
-            return problem("corpus.missing", what, f"{how}.")
+            return problem("corpus.missing", what, "Copy its folder from the machine that created the run.")
         found = open_corpus(name, verifies=True)
     except ArchipelagoError as error:
         return problem("corpus.damaged", error.what, error.remedy)
-    if wanted is not None and found.digest != wanted.digest:
+    if found.digest != wanted.digest:
         return problem(
             "corpus.different",
             f"The corpus {name!r} has the digest {found.digest[:8]}…, and the run's has {wanted.digest[:8]}….",
             "Copy its folder from the machine that created the run. The same name may be another text elsewhere.",
         )
-    same = " It is the run's." if wanted else ""
-    return ok(
-        "corpus", f"The corpus {name!r} is here ({size(found.identity.bytes)}, digest {found.digest[:8]}…).{same}"
-    )
+    return ok("corpus", f"The corpus {name!r} of the run is here ({size(wanted.bytes)}, digest {found.digest[:8]}…).")
 
 
 def packages(here: Mapping[str, str]) -> Finding:
@@ -153,19 +147,17 @@ def bandwidth(link: Bandwidth) -> Finding:
     return ok("bandwidth", f"One connection carries {up} up, {down} down.")
 
 
-def sync(
-    link: Bandwidth, round_trip_seconds: float, config: RunConfig, sizes: Sequence[int], step_seconds: float
-) -> Finding:
+def sync(link: Bandwidth, round_trip_seconds: float, manifest: Manifest, step_seconds: float) -> Finding:
     """Predict what an island here sends and receives in a sync of the largest fragment, and whether steps hide it.
 
     Args:
         link: The rates of the link to the Redis.
         round_trip_seconds: The median round trip to it.
-        config: The run's config.
-        sizes: The elements of each fragment.
+        manifest: The run.
         step_seconds: The time of an inner step; NaN if it is unknown.
     """
-    wire, stride = config.wire, step_seconds * config.sync.interval / len(sizes)
+    wire, sizes = manifest.config.wire, manifest.sizes
+    stride = step_seconds * manifest.config.sync.interval / len(sizes)
     up, down = (codec(name).encoded_size(max(sizes)) for name in (wire.up, wire.down))
     what = f"An island here sends {size(up)} and receives {size(down)} in a sync of the largest fragment"
     what += "." if math.isnan(stride) else f", every {seconds_text(stride)}."
@@ -191,7 +183,7 @@ def sync(
 # -- a merger here -----------------------------------------------------------------------------------------------------
 
 
-def merging(manifest: Manifest, live: int, step_seconds: float) -> Iterator[Finding]:
+def merging(manifest: Manifest, live: int, step_seconds: float) -> Finding:
     """Judge whether a merger on this machine would have the memory, and keep up with the run's islands.
 
     Args:
@@ -201,16 +193,11 @@ def merging(manifest: Manifest, live: int, step_seconds: float) -> Iterator[Find
     """
     config, shards = manifest.config, manifest.shards
     largest = max((manifest.of_shard(shard) for shard in range(shards)), key=lambda own: own.parameters)
-    interval_seconds = config.sync.interval * step_seconds
     need = cycle(
         config, shards * largest.parameters, shards * len(largest.fragments), max(ISLANDS_MIN, live), shards,
         largest=max(largest.sizes, default=0), machine=measured_machine(),
     )  # fmt: skip
-    yield merger(need, available_here(), interval_seconds)
-    if cycle_operations(largest.tensors, config.merge):
-        threads = default_threads()
-        rate = measured_rate(threads)
-        yield spectra(spectra_load(largest.tensors, config.merge, threads, rate, interval_seconds))
+    return merger(need, available_here(), config.sync.interval * step_seconds)
 
 
 def merger(found: Cycle, available: int, interval_seconds: float) -> Finding:
@@ -224,13 +211,3 @@ def merger(found: Cycle, available: int, interval_seconds: float) -> Finding:
         what += f" The interval is {seconds_text(interval_seconds)}: islands would wait for it, and stretch it."
         return warning("merger.slow", what, more.capitalize())
     return ok("merger", what)
-
-
-def spectra(found: SpectraLoad) -> Finding:
-    """Judge whether a merger would keep up with the spectra of a cycle."""
-    what = f"A merger here: {found.describe()}."
-    if not found.fits:
-        return warning("spectra.slow", f"{what} Islands would wait for it, and stretch their interval.", found.remedy)
-    if math.isnan(found.interval_seconds):
-        what += f" Intervals should take at least {seconds_text(found.seconds / SHARE_MAX)}."
-    return ok("spectra", what)

@@ -154,7 +154,6 @@ def test_the_prediction_is_the_arithmetic_over_the_rate() -> None:
     assert (found.seconds, found.share) == (found.operations / 1e9, found.operations / 1e10)
     assert found.fits
     assert found.side_max == ISOTROPIC.isotropic_side_max
-    assert spectra_load(TENSORS, ISOTROPIC, 2, 1e9, math.nan).fits, "nothing is known against it"
     assert spectra_load(TENSORS, MergeConfig(embedding="average", rest="rda"), 2, 1e9, 1e-9).fits
 
 

@@ -8,19 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from archipelago.broker.codecs import codec
-from archipelago.broker.config import MergeConfig, RunConfig, SyncConfig, WireConfig
+from archipelago.broker.config import RunConfig, SyncConfig, WireConfig
 from archipelago.broker.footprint import memory_text
-from archipelago.broker.manifest import Corpus
+from archipelago.broker.manifest import NO_CORPUS, Corpus, Manifest, Tensor, balanced
 from archipelago.broker.redis.checkup import Bandwidth, NodeFacts, ServerFacts
 from archipelago.islands.data.corpus import OpenCorpus, data_folder
-from archipelago.ops.simulation.cycle import SpectraLoad, cycle
+from archipelago.ops.simulation.cycle import cycle
 from archipelago.ops.watch.doctor import checks
 from archipelago.ops.watch.doctor import site as doctor_site
 from archipelago.ops.watch.doctor.checks import Finding
-from tests import samples
 
 GOOD = ServerFacts(
     info={
@@ -31,7 +28,7 @@ GOOD = ServerFacts(
     settings={
         "appendonly": "yes", "appendfsync": "everysec", "maxmemory-policy": "noeviction",
     },
-    clock_ahead_seconds=0.0, needs_password=True, denied=(),
+    needs_password=True, denied=(),
 )  # fmt: skip
 
 
@@ -74,7 +71,6 @@ FAULTS = [
     (replace(GOOD, denied=("XADD", "EVAL")), "problem", "rights.denied"),
     (replace(GOOD, needs_password=False), "warning", "password.none"),
     (replace(GOOD, settings={}), "warning", "server.untold"),
-    (replace(GOOD, clock_ahead_seconds=-7.25), "warning", "clock.skewed"),
 ]  # fmt: skip
 
 
@@ -87,9 +83,9 @@ def test_each_fault_has_a_code_and_a_remedy() -> None:
 
 def test_a_server_that_tells_nothing_gives_warnings_only() -> None:
     """Managed servers forbid INFO and CONFIG."""
-    found = judged(ServerFacts({}, {}, 0.0, True, ()))
+    found = judged(ServerFacts({}, {}, True, ()))
     assert [(finding.level, finding.code) for finding in found] == [("warning", "server.untold")]
-    member = checks.server_checks(ServerFacts({}, {}, 0.0, True, ()), "localhost", has_tls=True, role="island")
+    member = checks.server_checks(ServerFacts({}, {}, True, ()), "localhost", has_tls=True, role="island")
     assert all(finding.level == "ok" for finding in member), "it is not a member's business"
 
 
@@ -136,26 +132,31 @@ def test_what_a_failover_would_lose_has_a_code() -> None:
         assert codes(*nodes, min_replicas=min_replicas) == [code], nodes
 
 
-CONFIG = RunConfig(sync=SyncConfig(interval=24, fragments=2), wire=WireConfig(up="int4", thin="top3", down="int4"))
-SIZES = (1 << 20, 1 << 19)
+SIZE = 1 << 20
+SENDING = RunConfig(sync=SyncConfig(interval=24, fragments=2), wire=WireConfig(up="int4", thin="top3", down="int4"))
+
+
+def sync(link: Bandwidth, step_seconds: float, config: RunConfig = SENDING) -> Finding:
+    tensors = tuple(Tensor(name, (SIZE,)) for name in "ab")
+    run = Manifest("sample", config, tensors, balanced(tensors, 2), NO_CORPUS, {})
+    return doctor_site.sync(link, 0.05, run, step_seconds)
 
 
 def test_a_sync_is_predicted_from_codecs_link_and_steps() -> None:
     """Two fragments, H = 24 and steps of 0.1 s: one sync every 1.2 s. int4 takes 33 bits for eight elements."""
-    size = SIZES[0] * 33 // 64
-    assert size == codec("int4").encoded_size(SIZES[0])
+    size = SIZE * 33 // 64
+    assert size == codec("int4").encoded_size(SIZE)
     thin = Bandwidth(up=size / 2.4, down=10.0 * size)
-    found = doctor_site.sync(thin, 0.05, CONFIG, SIZES, 0.1)
+    found = sync(thin, 0.1)
     assert found.code == "sync.ok" and "every 1.2 s" in found.what
     assert "2.45 s up and 150 ms down" in found.what and "top3" in found.what
-    fixed = replace(CONFIG, wire=replace(CONFIG.wire, thin=""))
-    slow = doctor_site.sync(thin, 0.05, fixed, SIZES, 0.1)
+    slow = sync(thin, 0.1, replace(SENDING, wire=replace(SENDING.wire, thin="")))
     assert (slow.level, slow.code) == ("warning", "sync.slow")
     assert "50%" in slow.what and "2.0 times" in slow.what, "1.2 s of steps hide half of the 2.4 s upload"
     fast = Bandwidth(1e9, 1e9)
     for link, step_seconds in ((Bandwidth(), 0.1), (fast, 0.1), (fast, math.nan), (thin, math.nan)):
-        assert doctor_site.sync(link, 0.05, CONFIG, SIZES, step_seconds).code == "sync.ok"
-    assert "2.4 s apart" in doctor_site.sync(thin, 0.05, CONFIG, SIZES, math.nan).what
+        assert sync(link, step_seconds).code == "sync.ok"
+    assert "2.4 s apart" in sync(thin, math.nan).what
 
 
 def test_a_merger_that_would_not_fit_or_keep_up_gives_a_warning() -> None:
@@ -167,21 +168,6 @@ def test_a_merger_that_would_not_fit_or_keep_up_gives_a_warning() -> None:
     assert (large.level, large.code, "--shards 2" in large.remedy) == ("warning", "merger.memory", True)
     late = doctor_site.merger(need, need.merger_bytes, need.merge_seconds)
     assert (late.level, late.code) == ("warning", "merger.slow")
-    load = SpectraLoad(operations=1e12, threads=2, seconds=5.0, interval_seconds=10.0, side_max=1024, coarser="")
-    slow = replace(load, interval_seconds=6.0)
-    for given, code in ((load, "spectra.ok"), (replace(load, interval_seconds=math.nan), "spectra.ok"),
-                        (slow, "spectra.slow")):  # fmt: skip
-        assert doctor_site.spectra(given).code == code
-    assert doctor_site.spectra(slow).remedy == slow.remedy
-
-
-@pytest.mark.full
-def test_spectra_are_measured_where_the_run_changes_any() -> None:
-    average, isotropic = MergeConfig("average", "average"), MergeConfig("average", "isotropic")
-    for merge, subjects in ((average, ["merger"]), (isotropic, ["merger", "spectra"])):
-        run = samples.manifest("sample", RunConfig(merge=merge))
-        found = [*doctor_site.merging(run, live=0, step_seconds=1.0)]
-        assert [(each.level, each.subject) for each in found] == [("ok", subject) for subject in subjects]
 
 
 def test_this_machine_needs_room_for_checkpoints(tmp_path: Path) -> None:
@@ -193,16 +179,15 @@ def test_this_machine_needs_room_for_checkpoints(tmp_path: Path) -> None:
 
 
 def test_a_corpus_is_the_runs_or_missing_or_different(corpus: OpenCorpus) -> None:
-    assert doctor_site.corpus("small-text", corpus.identity).code == "corpus.ok"
-    assert doctor_site.corpus("small-text", None).code == "corpus.ok"
-    other = doctor_site.corpus("small-text", Corpus("small-text", "0" * 32, 7))
+    assert doctor_site.corpus(corpus.identity).code == "corpus.ok"
+    other = doctor_site.corpus(Corpus("small-text", "0" * 32, 7))
     assert (other.code, "00000000" in other.what) == ("corpus.different", True)
     path = data_folder() / "small-text" / "text.bin"
     path.write_bytes(b"?" + path.read_bytes()[1:])
-    assert doctor_site.corpus("small-text", corpus.identity).code == "corpus.damaged"
-    missing = doctor_site.corpus("nowhere", None)
+    assert doctor_site.corpus(corpus.identity).code == "corpus.damaged"
+    missing = doctor_site.corpus(Corpus("nowhere", "0" * 32, 7))
     assert (missing.code, "small-text" in missing.what) == ("corpus.missing", True)
-    assert doctor_site.corpus("enwik8", None).code == "corpus.ok"  # `prepare enwik8` makes this corpus.
+    assert doctor_site.corpus(Corpus("enwik8", "0" * 32, 7)).code == "corpus.ok"  # `prepare enwik8` makes this corpus.
 
 
 def test_missing_packages_are_a_problem() -> None:
