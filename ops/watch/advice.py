@@ -116,10 +116,11 @@ def _run_problems(view: RunView, config: RunConfig, tape: Sequence[TapeEntry]) -
     if config.has_own_loops:
         another = f"{another[:-1]} --task FILE.py:NAME`" if view.task else "Start one of its training scripts"
     if not view.live:
-        log = "; the run goes on where it is. The log of the last island says why it ended." if view.known else "."
+        had, log = view.known or view.rounds, "The log of the last island says why it ended."
         yield Problem(
-            "run.no-islands", "bad", "run", "No island is live." if view.known else "No island has joined yet.",
-            f"{another}{log}", min((island.last_seen_seconds for island in view.islands), default=0.0),
+            "run.no-islands", "bad", "run", "No island is live." if had else "No island has joined yet.",
+            f"{another}; the run goes on where it is. {log}" if had else f"{another}.",
+            min((island.last_seen_seconds for island in view.islands), default=0.0),
         )  # fmt: skip
     if view.control.is_paused:
         yield Problem(

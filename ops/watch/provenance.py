@@ -63,7 +63,7 @@ def provenance(
         picture: The run's loss.png; empty if there is none.
     """
     settings, defaults = flat(manifest.config), flat(RunConfig())
-    machines = _machines(view)
+    machines, islands = _machines(view), view.known or int(report.get("islands") or 0)
     return Provenance(
         sections={
             "Run": _run(manifest, view) | _times(tape, evaluations, report),
@@ -74,7 +74,7 @@ def provenance(
         },
         settings={key: setting_text(value) for key, value in settings.items()},
         changed=[key for key, value in settings.items() if value != defaults[key]],
-        commands=commands(manifest, view.known, len(machines), [e for e in tape if e.steered]),
+        commands=commands(manifest, islands, len(machines), [e for e in tape if e.steered]),
         picture=picture if report.get("curve_one_process") else b"",  # Without a baseline, the page's chart has it all.
     )
 
@@ -180,7 +180,7 @@ def commands(manifest: Manifest, islands: int, hosts: int, steered: Sequence[Tap
             f"archipelago island --run {name}   # {islands} islands on {hosts} machines",
         ]
     if steered and hosts <= 1:
-        lines.append("export ARCHIPELAGO_URL=URL   # the one that `up` prints; then, while it trains:")
+        lines.append(f"export ARCHIPELAGO_URL=runs/{name}/admin.join   # then, while it trains:")
     lines += [f"archipelago steer --run {name} {entry.steered}   # at round {entry.round}" for entry in steered]
     return "\n".join(lines) + "\n"
 

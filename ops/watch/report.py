@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import dataclasses
-import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from archipelago.broker.buckets.folder import BucketFolder, is_bucket
-from archipelago.broker.commits import Image
-from archipelago.broker.control import fields_in
-from archipelago.broker.errors import ArchipelagoError, BrokerError, ConfigError
+from archipelago.broker.errors import BrokerError, ConfigError
 from archipelago.broker.files import make_untracked, write_atomically
 from archipelago.broker.invitation import names_redis
-from archipelago.broker.manifest import Manifest
-from archipelago.broker.messages import Pending
+from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.process import connect_to, print_json
 from archipelago.broker.redis.keys import checked_name
+from archipelago.broker.shards.transport import restore
 from archipelago.ops.dashboard.page_data import PAGE, chart_library, charts_of, page_of, to_json
 from archipelago.ops.settings import say
 from archipelago.ops.watch import run_summary
-from archipelago.ops.watch.history import History
 from archipelago.ops.watch.provenance import Provenance, cards, provenance
-from archipelago.ops.watch.reading import RECENT_ROUNDS, summarise
-from archipelago.ops.watch.run_view import IslandView, RunView
-from archipelago.ops.watch.watcher import TAPE_MOST, RunReading, Watcher
+from archipelago.ops.watch.watcher import TAPE_MOST, Watcher
+
+if TYPE_CHECKING:
+    from archipelago.merger.storage import MergerFolder
 
 STYLES = ("page.css", "report.css")
 SCRIPTS = ("charts.js", "page.js")
@@ -128,13 +124,9 @@ def everything(options: ReportOptions) -> ReportData:
 
 def of_watch(watch: Watcher, folder: Path | None = None) -> ReportData:
     """Return the run as Redis has it now. `folder` has what `up` has left there; None if that is not known."""
-    reading = watch.read()
+    reading, history, manifest = watch.read(), watch.history, watch.manifest
     tape = watch.transport.reader.tape(TAPE_MOST)
-    about = provenance(watch.manifest, reading.view, tape, reading.evaluations, *_left_in(folder))
-    return _report(reading, watch.history, watch.manifest, about)
-
-
-def _report(reading: RunReading, history: History, manifest: Manifest, about: Provenance) -> ReportData:
+    about = provenance(manifest, reading.view, tape, reading.evaluations, *_left_in(folder))
     page, charts = page_of(reading, history, manifest), charts_of(reading, history, manifest)
     return ReportData({"page": page, "charts": charts, "fault": None}, about)
 
@@ -156,12 +148,7 @@ def of_folder(folder: Path) -> ReportData:
 
     if (folder / "redis").is_dir():
         return _of_own_server(folder)
-    image = MergerFolder(folder / "merger").load()
-    if image is None:
-        raise ConfigError(
-            f"{folder} holds no checkpoint and no Redis data", "Give the URL of the run's Redis.", code="report.no-data"
-        )
-    return of_image(image, *_left_in(folder), time.time())
+    return _of_checkpoint(MergerFolder(folder / "merger"), folder, f"{folder}")
 
 
 def of_bucket(address: str) -> ReportData:
@@ -169,16 +156,23 @@ def of_bucket(address: str) -> ReportData:
     from archipelago.merger.storage import fetched
 
     bucket = BucketFolder(address)
-    with fetched(address) as folder:
-        image = folder.load()
-        if image is None:
-            raise ConfigError(
-                f"{bucket} holds no checkpoint",
-                "Name the folder of a run, s3://BUCKET/FOLDER/RUN.",
-                code="report.no-data",
-            )
-        run_summary.fetch_run(bucket, folder.path)
-        return of_image(image, *_left_in(folder.path), time.time())
+    with fetched(address) as kept:
+        run_summary.fetch_run(bucket, kept.path)
+        return _of_checkpoint(kept, kept.path, f"{bucket}")
+
+
+def _of_checkpoint(kept: MergerFolder, folder: Path, place: str) -> ReportData:
+    """Return a run from its newest checkpoint, which is restored in memory."""
+    images = kept.newest()
+    if not images:
+        raise ConfigError(
+            f"{place} holds no checkpoint and no Redis data",
+            "Give the URL of the run's Redis, or the folder of a run, also in a bucket (s3://BUCKET/FOLDER/RUN).",
+            code="report.no-data",
+        )
+    transport = MemoryBroker().connect(images[0].manifest.run)
+    restore(transport, images)
+    return of_watch(Watcher(transport), folder)
 
 
 def _of_own_server(folder: Path) -> ReportData:
@@ -195,40 +189,6 @@ def _of_own_server(folder: Path) -> ReportData:
         transport = connect_to(address, folder.resolve().name)
         stack.callback(transport.close)
         return of_watch(Watcher(transport), folder)
-
-
-def of_image(image: Image, report: Mapping[str, Any], picture: bytes, unix_seconds: float) -> ReportData:
-    """Return the run from a checkpoint, and its islands from report.json (`report`). Pure."""
-    manifest, history = image.manifest, History(image.manifest.shard_layout)
-    history.begin(image.books.merged_tokens, image.tape)
-    view = _view_of(image, report)
-    reading = RunReading(view, unix_seconds, image.tape[-RECENT_ROUNDS:], image.evaluations)
-    about = provenance(manifest, view, image.tape, image.evaluations, report, picture)
-    return _report(reading, history, manifest, about)
-
-
-def _view_of(image: Image, report: Mapping[str, Any]) -> RunView:
-    waiting = Pending(len(image.pending), sum(contribution.tokens for contribution, _ in image.pending))
-    view = summarise(
-        image.manifest, image.tape[-RECENT_ROUNDS:], [], image.balanced_books, waiting, image.evaluations, image.state,
-        image.cursors, control=fields_in(image.state),
-    )  # fmt: skip
-    islands = tuple(_island_of(fields) for fields in report.get("each_island", ()))
-    lost = int(report.get("tokens_lost") or 0)
-    trained = view.tokens_trained - view.tokens_lost + lost
-    return dataclasses.replace(view, islands=islands, known=len(islands), tokens_lost=lost, tokens_trained=trained)
-
-
-def _island_of(fields: Mapping[str, Any]) -> IslandView:
-    """Return an island from report.json. The run is over, so no island is live."""
-    known = {f.name: fields[f.name] for f in dataclasses.fields(IslandView) if f.name in fields}
-    numbers = {name: float("nan") if value is None else value for name, value in known.items()}
-    try:
-        return cast(Any, IslandView)(**{**numbers, "live": False})  # type: ignore[no-any-return]
-    except TypeError:
-        raise ArchipelagoError(
-            "this run's report.json is of another version", "Move it away.", code="report.version"
-        ) from None
 
 
 def html(found: ReportData, library: str) -> str:
