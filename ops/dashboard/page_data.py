@@ -134,7 +134,7 @@ def charts_of(reading: RunReading, history: History, manifest: Manifest) -> dict
         "lines": lines | {"loss": [unit.from_nats(value) for value in lines["loss"]], "rate": rates},
         "held_out": {
             "round": [e.round for e in evaluations],
-            "tokens": history.tokens_at(e.round for e in evaluations),
+            "tokens": [e.tokens for e in evaluations],
             "unix_seconds": [e.unix_seconds for e in evaluations],
             "loss": [unit.from_evaluation(e.bits_per_byte) for e in evaluations],
         },

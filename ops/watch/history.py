@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -275,18 +274,6 @@ class History:
     def losses(self, points: int = ISLAND_POINTS) -> dict[str, dict[str, list[float]]]:
         """Return columns of each island's own loss in nats per token, by the island's name."""
         return {name: columns(thinned(trail.rows, points), IslandRow) for name, trail in sorted(self._losses.items())}
-
-    def tokens_at(self, rounds: Iterable[float]) -> list[float]:
-        """Return the tokens that were merged at each of these rounds, between two known rounds in proportion."""
-        rows = [RoundRow(0, 0.0, math.nan, 0, 0, 0), *self._trail.rows]
-        numbers = [row.round for row in rows]
-        out = []
-        for number in rounds:
-            n = min(len(rows) - 1, bisect_left(numbers, number))
-            low, high = rows[max(0, n - 1)], rows[n]
-            share = (number - low.round) / (high.round - low.round) if high.round > low.round else 1.0
-            out.append(low.tokens + min(1.0, max(0.0, share)) * (high.tokens - low.tokens))
-        return out
 
     def steps_per_second(self) -> float:
         """Return the global steps per second over the recent rounds, since the last pause; NaN if it is not known."""

@@ -120,14 +120,6 @@ def test_the_losses_of_each_island() -> None:
     assert len(many["a"]["loss"]) <= ISLAND_POINTS
 
 
-def test_tokens_at_a_round() -> None:
-    """After rounds 1, 2 and 3, 50, 250 and 300 tokens are merged."""
-    assert history().tokens_at([0, 1, 2, 3, 9]) == [0, 50, 250, 300, 300]
-    thin = history([TAPE[0], TAPE[2]], merged_tokens=300)
-    assert thin.tokens_at([2]) == [sum(thin.tokens_at([1, 3])) / 2]
-    assert History(Layout.whole(2)).tokens_at([5]) == [0]
-
-
 def test_the_speed_of_a_run_leaves_out_a_night_without_rounds() -> None:
     assert math.isnan(history().steps_per_second())  # This tape has no times.
     timed = [entry(n, [member("a")], step=10 * n, unix_seconds=1e9 + 4.0 * n) for n in range(1, 9)]
