@@ -120,7 +120,7 @@ def test_the_view_contains_everything_that_was_read(client: TestClient) -> None:
     assert page["settings"]["inner.steps"] == str(MANIFEST.config.inner.steps)
     assert page["settings"]["version.jax"] == "1"
     assert page["progress"]["learning_rate"] == pytest.approx(MANIFEST.config.inner.rate_at(4), rel=1e-4)
-    assert charts["held_out"] == {"round": [1], "tokens": [50], "unix_seconds": [1_700_000_000], "loss": [5]}
+    assert charts["held_out"] == {"round": [1], "tokens": [100], "unix_seconds": [1_700_000_000], "loss": [5]}
     assert charts["unit"] == page["run"]["unit"] == "bits per byte"
     assert charts["lines"]["round"] == [1]
     assert charts["lines"]["loss"] == [pytest.approx(2.5 / math.log(2), abs=1e-3)]  # The tape has 2.5 nats.
