@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-from rich.table import Table
-
+from archipelago.ops.bench.output import table
 from archipelago.ops.experiments import study as studies
 from archipelago.ops.experiments.study import Record, Study
 from archipelago.ops.experiments.trial import OWN, key_of
 from archipelago.ops.settings import say, table_console
-from archipelago.ops.watch.formatting import new_table
 
 #: Two runs are compared when their tokens differ by at most this share. Islands end within a few steps of each other.
 SAME_TOKENS = 0.03
@@ -72,7 +70,7 @@ def show(study: Study, known: Mapping[str, Record], quiet: bool = False) -> dict
     if not quiet:
         console = table_console()
         console.print(study.about)
-        console.print(_table(found, varying))
+        console.print(table([_shown(row, varying) for row in found], console.width))
     return {"study": study.name, "about": study.about, "rows": found}
 
 
@@ -140,15 +138,16 @@ def _plain(row: TrialRow, rows: Sequence[TrialRow], varying: Sequence[str]) -> d
     }
 
 
-def _table(found: Sequence[Mapping[str, Any]], varying: Sequence[str]) -> Table:
-    own = [name.removeprefix("outer.") for name in varying]
-    heads = [*own, "seeds", "tokens", "bits per byte", "to baseline", "on the test text", "s"]
-    table = new_table(*heads, numbers={*heads} - {"kind", "rule"})
-    for row in found:
-        loss = f"{row['diverged']} diverged" if row["diverged"] else f"{row['bits_per_byte']:.4f} ± {row['spread']:.4f}"
-        known = math.isfinite(row["to_parallel"])
-        ratio = f"{row['to_parallel']:.4f} ± {row['ratio_spread']:.4f}" if known else ""
-        test = f"{row['to_parallel_on_test']:.4f}" if "to_parallel_on_test" in row else ""
-        values = [str(row[name]) for name in varying]
-        table.add_row(*values, str(row["seeds"]), f"{row['tokens']:,}", loss, ratio, test, f"{row['seconds']:.0f}")
-    return table
+def _shown(row: Mapping[str, Any], varying: Sequence[str]) -> dict[str, Any]:
+    """Return a row as the table shows it."""
+    loss = f"{row['diverged']} diverged" if row["diverged"] else f"{row['bits_per_byte']:.4f} ± {row['spread']:.4f}"
+    known = math.isfinite(row["to_parallel"])
+    return {
+        **{name.removeprefix("outer."): str(row[name]) for name in varying},
+        "seeds": row["seeds"],
+        "tokens": row["tokens"],
+        "bits per byte": loss,
+        "to baseline": f"{row['to_parallel']:.4f} ± {row['ratio_spread']:.4f}" if known else "",
+        "on the test text": row.get("to_parallel_on_test", ""),
+        "s": round(row["seconds"]),
+    }
