@@ -183,7 +183,7 @@ EXAMPLES: dict[str, dict[str, str]] = {
     "bench largest": {"archipelago bench largest --quick": "Send a large model through Redis."},
     "simulate plan": {
         "archipelago simulate plan --sites 3 --link-mbits 200": "Plan a run over three sites.",
-        "archipelago simulate plan --task docs/examples/task_bytes.py --sites 3": "Plan a run of a task of yours.",
+        "archipelago simulate plan --model 12B --chips 64 --tokens-per-second 5000": "Plan a larger model.",
     },
     "simulate tables": {"archipelago simulate tables --days 2": "Compare with the published tables."},
 }

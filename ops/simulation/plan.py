@@ -25,7 +25,7 @@ from archipelago.ops.simulation.cycle import (
     spectra_load,
 )
 from archipelago.ops.simulation.failures import YEAR_SECONDS, FailureModel, simulate
-from archipelago.ops.simulation.plan_text import measured_step, parameters_of, tensors_of, tokens_of
+from archipelago.ops.simulation.plan_text import page, parameters_of, tensors_of, tokens_of
 from archipelago.ops.simulation.tables import data_parallel_gbits
 
 #: The defaults are tuned for up to this number of islands, and the paper has no more.
@@ -74,10 +74,6 @@ class PlanOptions:
 
     model: str = "1b"
     """The parameters (5e9, 5B, 120M), or a model by name (tiny, small, base, 124m, 1b)."""
-    task: str | None = None
-    """A task of your own, FILE.py:NAME. It gives the parameters, and its step is timed on this machine's device; each
-    chip is then one such device, with one batch a step.
-    """
     tokens: str = "20x"
     """The tokens to train on: a number (26B), or a multiple of the parameters (20x)."""
     sites: int = 2
@@ -204,10 +200,6 @@ class RunPlan:
 
 def main(options: PlanOptions) -> int:
     """Plan, and print one page."""
-    from archipelago.ops.simulation.plan_text import page
-
-    if options.task is not None:
-        options = of_task(options, options.task)
     found = plan(options)
     if options.json:
         print_json(dataclasses.asdict(found))
@@ -215,14 +207,6 @@ def main(options: PlanOptions) -> int:
         for line in page(options, found):
             say(line)
     return 0
-
-
-def of_task(options: PlanOptions, task: str) -> PlanOptions:
-    """Return the options with the size, the batch and the speed of a task."""
-    tokens, seconds = measured_step(task)
-    say(f"a step of the task takes {seconds * 1e3:.3g} ms here, for {tokens:,} tokens")
-    batch_tokens = tokens * options.chips
-    return dataclasses.replace(options, model=task, batch_tokens=batch_tokens, tokens_per_second=tokens / seconds)
 
 
 def plan(options: PlanOptions) -> RunPlan:

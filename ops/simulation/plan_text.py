@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from archipelago.broker.config import RunConfig, flags
 from archipelago.broker.errors import ConfigError
@@ -19,8 +16,6 @@ from archipelago.ops.watch.formatting import seconds_text, size
 if TYPE_CHECKING:
     from archipelago.ops.simulation.plan import PlanOptions, RunPlan
 
-#: Steps that are timed. The shortest one counts, because other work on the machine only makes steps longer.
-TIMED = 4
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 
@@ -40,14 +35,9 @@ def parameters_of(model: str) -> int:
 
 
 def tensors_of(model: str) -> Sequence[Tensor]:
-    """Return the tensors of a model by name or of a task's, or those of a usual decoder of that many parameters."""
+    """Return the tensors of a model by name, or those of a usual decoder of that many parameters."""
     if _is_number(model):
         return decoder(_number(model, "--model"))
-    if ".py" in model:
-        from archipelago.islands.tasks.model import TaskModel
-        from archipelago.islands.tasks.task import load_task
-
-        return TaskModel(load_task(model), 0).tensors
     from archipelago.islands.models.registry import build
 
     return build(model).tensors
@@ -63,32 +53,6 @@ def tokens_of(tokens: str, parameters: int) -> int:
     if tokens.lower().endswith("x"):
         return round(_number(tokens[:-1], "--tokens") * parameters)
     return round(_number(tokens, "--tokens"))
-
-
-def measured_step(flag: str) -> tuple[int, float]:
-    """Return the tokens of a batch of the task FILE.py:NAME, and the seconds that a step takes on this device.
-
-    Raises:
-        ConfigError: The task is wrong; the code names the part.
-    """
-    import jax
-
-    from archipelago.islands.tasks.batches import TaskRun
-    from archipelago.islands.tasks.task import load_task
-    from archipelago.islands.tasks.workload import Workload, require_trainable, task_config
-
-    file = load_task(flag)
-    work = Workload.of(file, task_config(RunConfig(), file))
-    require_trainable(work)
-    state, supply = work.begin(work.model.init()), work.supply(TaskRun("plan", 0))
-    seconds = []
-    for _ in range(TIMED + 1):  # the first one compiles
-        batch = jax.device_put(supply.next(1))
-        began = time.perf_counter()
-        state, losses_n = work.steps(state, batch, np.int32(0))
-        losses_n.block_until_ready()
-        seconds.append(time.perf_counter() - began)
-    return supply.tokens, min(seconds[1:])
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------

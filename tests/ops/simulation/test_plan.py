@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +17,6 @@ from archipelago.ops.simulation.plan import (
     Fleet,
     PlanOptions,
     choose,
-    of_task,
     plan,
 )
 from archipelago.ops.simulation.plan_text import page, parameters_of, tokens_of
@@ -33,20 +31,6 @@ def test_more_islands_are_taken_while_they_bring_goodput() -> None:
     assert choose([Fleet(2, 0.97, 0.95), Fleet(4, 0.98, 1.0), Fleet(8, 0.99, 1.0)]).islands == 4, "for the uptime"
     assert choose([Fleet(2, 0.99, 1.0), Fleet(4, 0.995, 1.0)]).islands == 2
     assert choose([Fleet(3, 0.1, 0.1)]).islands == 3
-
-
-def test_a_task_gives_its_size_and_its_step_time(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        "import jax.numpy as jnp, numpy as np\nfrom archipelago import Task\n"
-        "task = Task(lambda seed: {'w': jnp.ones((30, 20))}, lambda params, batch: jnp.mean(batch @ params['w']),\n"
-        "            lambda run: [np.ones((4, 30), np.float32)] * 9, tokens=7)\n"
-    )
-    options = of_task(replace(SPOT, slice_chips=8), f"{tmp_path / 'mine.py'}:task")
-    found = plan(options)
-    assert found.parameters == 600
-    assert options.batch_tokens == 7 * options.chips
-    assert found.step_seconds == pytest.approx(7 / options.tokens_per_second)
-    assert 0.0 < found.step_seconds < 10.0
 
 
 def test_machines_that_fail_often_want_more_islands() -> None:
