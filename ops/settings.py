@@ -14,7 +14,7 @@ import tomli_w
 from archipelago.broker import config
 from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.machine import install_hint, is_installed, require_extra
+from archipelago.broker.machine import install_hint, is_installed
 from archipelago.broker.observe.logs import as_json, printable_lines
 
 if TYPE_CHECKING:
@@ -103,9 +103,7 @@ def can_draw() -> bool:
 
 
 def pyplot() -> Any:
-    """Return `matplotlib.pyplot`, set up to draw into files. Raise ConfigError if matplotlib is not installed."""
-    if not is_installed("matplotlib"):
-        require_extra("plots", "Drawing a picture")
+    """Return `matplotlib.pyplot`, set up to draw into files. Call `can_draw` first."""
     import matplotlib as mpl
 
     mpl.use("Agg")

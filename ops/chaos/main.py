@@ -248,4 +248,5 @@ def _print(found: StormFigures, folder: Path) -> None:
         widths = [max(map(len, cells)) + 3 for cells in zip(COLUMNS, *rows, strict=True)]
         for row in (COLUMNS, *rows):
             say("  " + "".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
-    say(f"report: {folder / REPORT}  picture: {folder / PICTURE}")
+    picture = f"  picture: {folder / PICTURE}" if (folder / PICTURE).exists() else ""
+    say(f"report: {folder / REPORT}{picture}")

@@ -12,7 +12,7 @@ from archipelago.broker.process import finite
 from archipelago.ops.chaos.figures import Stalls, StormFigures
 from archipelago.ops.chaos.record import StormRecord, Timelines, timelines
 from archipelago.ops.chaos.schedule import KINDS
-from archipelago.ops.settings import pyplot
+from archipelago.ops.settings import can_draw, pyplot
 from archipelago.ops.watch.formatting import number, size
 
 if TYPE_CHECKING:
@@ -32,10 +32,11 @@ SHARE_COLOURS = {**STATE_COLOURS, "useful": STATE_COLOURS["training"], "lost": "
 
 
 def write(folder: Path, storm: StormRecord, found: StormFigures, command: str) -> None:
-    """Write report.json and storm.png into the folder. `command` is the one that ran the storm."""
+    """Write report.json and, if it can be drawn, storm.png into the folder. `command` is the one that ran the storm."""
     data = {"command": command, **asdict(found)}
     (folder / REPORT).write_text(json.dumps(finite(data), indent=2) + "\n", encoding="utf-8")
-    draw(folder / PICTURE, storm, found)
+    if can_draw():
+        draw(folder / PICTURE, storm, found)
 
 
 # -- figures as text --------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -201,7 +202,7 @@ def test_each_violation_breaks_its_own_invariant() -> None:
 BASELINE = MethodFigures(goodput=0.2, uptime=0.4, steps_useful=40, steps_lost=12, pause_seconds_worst=4.5)
 
 
-def test_the_report_compares_with_the_baseline(tmp_path: Path) -> None:
+def test_the_report_compares_with_the_baseline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, command = storm(), "archipelago chaos <&>"
     found = figures(one, figures(one), BASELINE)
     assert (found.steps_useful, found.steps_lost, found.uptime) == (170, 10, 1.0)
@@ -210,6 +211,10 @@ def test_the_report_compares_with_the_baseline(tmp_path: Path) -> None:
         ("85.0%", "100.0%", "170", "10", "0.1 s"),
         ("20.0%", "40.0%", "40", "12", "4.5 s"),
     ]
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib", None)  # The report of a storm needs no picture.
+        write(tmp_path, one, found, command)
+    assert not (tmp_path / "storm.png").exists()
     write(tmp_path, one, found, command)
     data = json.loads((tmp_path / "report.json").read_text())
     assert data == finite({"command": command, **json.loads(json.dumps(finite(asdict(found))))})
