@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +20,6 @@ from archipelago.broker.wire import unpack
 from archipelago.ops.settings import say
 
 if TYPE_CHECKING:
-    from archipelago.broker.commits import Image
     from archipelago.islands.data.tokenizer import TextTokenizer
     from archipelago.islands.models.registry import Params
 
@@ -61,27 +61,29 @@ def find(source: str | None, run: str | None) -> RunParameters:
         ConfigError: There is no checkpoint in the folder (`checkpoint.missing`), or no source at all.
     """
     keep_compiled()
-    if source is not None and is_bucket(source):
-        return from_bucket(source, run)
-    if source is not None and not names_redis(source):
-        return from_checkpoint(_folder(source), run)
+    if source is not None and (is_bucket(source) or not names_redis(source)):
+        return from_checkpoint(source if is_bucket(source) else _folder(source), run)
     name = run or os.environ.get(RUN_VARIABLE)
-    folder = RUNS / checked_name(name, "the run name") if name else None
-    if folder is not None and not (source or os.environ.get(URL_VARIABLE)):
+    folder = str(RUNS / checked_name(name, "the run name")) if name else ""
+    if folder and not (source or os.environ.get(URL_VARIABLE)):
         return from_checkpoint(folder, name)
     try:
         return from_redis(source, run)
     except (UnreachableError, UnknownRunError) as error:
-        if folder is None or not _checkpoints(folder):
+        try:
+            found = from_checkpoint(folder, name) if folder else None
+        except ConfigError:
+            found = None
+        if found is None:
             raise
         say(f"{error.what.rstrip('.')}. The newest checkpoint in {folder} is used instead.")
-        return from_checkpoint(folder, name)
+        return found
 
 
-def _folder(source: str) -> Path:
+def _folder(source: str) -> str:
     """Return the folder of that name, or of the run of that name."""
-    here, of_run = Path(source), RUNS / source
-    return of_run if "/" not in source and of_run.is_dir() and not here.exists() else here
+    is_run = "/" not in source and (RUNS / source).is_dir() and not Path(source).exists()
+    return str(RUNS / source) if is_run else source
 
 
 def from_redis(url: str | None, run: str | None) -> RunParameters:
@@ -97,24 +99,27 @@ def from_redis(url: str | None, run: str | None) -> RunParameters:
         transport.close()
 
 
-def from_checkpoint(folder: Path, run: str | None) -> RunParameters:
-    """Read the newest checkpoint in the folder of a run, of its merger, or of the checkpoints themselves.
+def from_checkpoint(folder: str, run: str | None) -> RunParameters:
+    """Read the newest checkpoint in the folder of a run or of its merger, here or in a bucket.
 
     Raises:
+        BucketError: The bucket cannot be read.
         ConfigError: There is no checkpoint (`checkpoint.missing`).
         UnknownRunError: The checkpoints belong to another run.
     """
-    place = _checkpoints(folder)
-    if place is None or (image := _newest(place)) is None:
+    from archipelago.merger.storage import MergerFolder, fetched
+
+    path = Path(folder)
+    here = MergerFolder(path / "merger" if (path / "merger").is_dir() else path)
+    with fetched(folder) if is_bucket(folder) else nullcontext(here) as kept:
+        image, place = kept.load(), redacted(folder)
+    if image is None:
         raise ConfigError(
-            f"no Redis is named, and there is no checkpoint in {folder}",
-            "Name the run's Redis (redis://HOST:PORT), or a folder that `up` or the merger wrote, such as runs/demo.",
+            f"no Redis is named, and there is no checkpoint in {place}",
+            "Name the run's Redis (redis://HOST:PORT), or the folder of a run or of its merger, such as runs/demo or "
+            "s3://BUCKET/FOLDER/RUN.",
             code="checkpoint.missing",
         )
-    return _of_image(image, run, str(place))
-
-
-def _of_image(image: Image, run: str | None, place: str) -> RunParameters:
     manifest = image.manifest
     if run and manifest.run != run:
         raise UnknownRunError(f"{place} holds checkpoints of run {manifest.run!r}, not of {run!r}", "Name that run.")
@@ -125,49 +130,6 @@ def _of_image(image: Image, run: str | None, place: str) -> RunParameters:
     step = max(snapshot.step for snapshot, _ in image.snapshots)
     origin = f"checkpoint {image.number} in {place}"
     return RunParameters(manifest, assemble(manifest, vectors), image.round, step, origin)
-
-
-def from_bucket(address: str, run: str | None) -> RunParameters:
-    """Read the newest checkpoint in the folder of a run in a bucket, or in that of its merger.
-
-    Raises:
-        BucketError: The bucket cannot be read.
-        ConfigError: There is no checkpoint (`checkpoint.missing`).
-        UnknownRunError: The checkpoints belong to another run.
-    """
-    from archipelago.merger.storage import fetched
-
-    with fetched(address) as folder:
-        if (image := folder.load()) is not None:
-            return _of_image(image, run, redacted(address))
-    raise ConfigError(
-        f"there is no checkpoint in {redacted(address)}",
-        "Name the folder of a run or of its merger, such as s3://BUCKET/FOLDER/RUN.",
-        code="checkpoint.missing",
-    )
-
-
-def _newest(place: Path) -> Image | None:
-    """Return the newest checkpoint in a folder `checkpoints`, with all shards of the run."""
-    from archipelago.merger.checkpoint import CheckpointStore
-    from archipelago.merger.storage import MergerFolder
-
-    image = MergerFolder(place.parent).load() if place.name == "checkpoints" else CheckpointStore(place).load()
-    if image is not None and image.manifest.whole is not None:
-        raise ConfigError(
-            f"{place} holds the checkpoints of one shard of run {image.manifest.run!r}",
-            "Name the folder of the run, or that of its merger, which has those of all shards.",
-            code="checkpoint.one-shard",
-        )
-    return image
-
-
-def _checkpoints(folder: Path) -> Path | None:
-    """Return the folder of checkpoints in or at `folder`."""
-    from archipelago.merger.checkpoint import CheckpointStore
-
-    places = (folder / "merger" / "checkpoints", folder / "checkpoints", folder)
-    return next((place for place in places if CheckpointStore(place).numbers()), None)
 
 
 def tokenizer_of(manifest: Manifest) -> TextTokenizer:

@@ -113,7 +113,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_checkpoint_is_found_in_its_folders() -> None:
     checkpointed(found_of())
-    for place in ("mine", "runs/mine", "runs/mine/merger", "runs/mine/merger/checkpoints"):
+    for place in ("mine", "runs/mine", "runs/mine/merger"):
         found = find(place, None)
         assert same(found.params, found_of().params)
         assert "checkpoint 3" in found.origin
