@@ -26,7 +26,8 @@ def main() -> int:
     from archipelago.broker.process import guarded, interruptible
     from archipelago.ops.commands import run
 
-    if any("://" in word and redacted(word) != word for word in sys.argv[1:]):
+    # Tell the person who types it. Logs, which programs read, stay as they are.
+    if sys.stderr.isatty() and any("://" in word and redacted(word) != word for word in sys.argv[1:]):
         sys.stderr.write("warning: `ps` shows the password in this URL. Give a join file, or set $ARCHIPELAGO_URL.\n")
     is_launched = len(sys.argv) > 1 and sys.argv[1] in LAUNCHED
     status = guarded(lambda: run(sys.argv[1:], interruptible), supervised=is_launched)

@@ -152,6 +152,7 @@ def test_a_launcher_learns_that_another_try_may_succeed(
     address = f"redis://:secret@127.0.0.1:{unused_port()}"
     for verb, status in (("init", OUTAGE), ("island", OUTAGE), ("merger", OUTAGE), ("status", USER_ERROR)):
         monkeypatch.setattr(sys, "argv", ["archipelago", verb, address, "--run", "x", *AT_ONCE.get(verb, [])])
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
         assert cli.main() == status, verb
         assert re.match("warning: `ps` shows the password(?!.*secret)", capsys.readouterr().err, re.DOTALL)
 
