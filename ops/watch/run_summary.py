@@ -23,6 +23,12 @@ from archipelago.ops.watch.run_view import RunView
 TEXT, PICTURE = "report.json", "loss.png"
 #: Pairs of tokens and bits per byte, in order.
 Curve = Sequence[tuple[int, float]]
+#: The figures that a report has under the same names as the view.
+_OF_VIEW = (
+    "run", "unit", "parameters", "frozen_parameters", "fragments", "rounds", "held_out_first", "held_out_last",
+    "pending", "tokens_trained", "tokens_merged", "tokens_refused", "tokens_pending", "tokens_unsent", "tokens_lost",
+    "passes", "bytes_up", "bytes_down",
+)  # fmt: skip
 #: After as many syncs of each fragment, up to four islands ended no worse than data-parallel training. The figures are
 #: those of docs/results/learning.md, which were measured on models of up to 1 M parameters.
 SYNCS_ENOUGH = 50
@@ -52,14 +58,10 @@ def summary(
         server: The Redis server, in words.
     """
     return {
-        "run": view.run,
+        **{name: getattr(view, name) for name in _OF_VIEW},
         "finished": view.step >= view.steps,
-        "unit": unit.name,
-        "held_out_first": view.held_out_first,
-        "held_out_last": view.held_out_last,
         "held_out_one_process": unit.from_evaluation(one_process[-1][1]) if one_process else math.nan,
         "training_loss": view.loss,
-        "rounds": view.rounds,
         "syncs": view.syncs,
         "syncs_enough": SYNCS_ENOUGH,
         "steps_for_enough": steps_for_enough(view),
@@ -69,22 +71,9 @@ def summary(
         "contributions": view.books.published,
         "merged": view.books.merged,
         "refused": view.books.refused,
-        "pending": view.pending,
-        "tokens_trained": view.tokens_trained,
-        "tokens_merged": view.tokens_merged,
-        "tokens_refused": view.tokens_refused,
-        "tokens_pending": view.tokens_pending,
-        "tokens_unsent": view.tokens_unsent,
-        "tokens_lost": view.tokens_lost,
-        "passes": view.passes,
         "books_balance": view.balanced,
         "tokens_per_second": tokens_per_second,
         "seconds": seconds,
-        "bytes_up": view.bytes_up,
-        "bytes_down": view.bytes_down,
-        "parameters": view.parameters,
-        "frozen_parameters": view.frozen_parameters,
-        "fragments": view.fragments,
         "server": server,
         "curve": [[e.tokens, unit.from_evaluation(e.bits_per_byte)] for e in evaluations],
         "curve_one_process": [[tokens, unit.from_evaluation(bits)] for tokens, bits in one_process],
