@@ -18,7 +18,7 @@ from rich.text import Text
 
 from archipelago.broker.address import redacted
 from archipelago.broker.errors import BadUrlError, BrokerError, ConfigError, require_number
-from archipelago.broker.footprint import available_here
+from archipelago.broker.footprint import available_here, footprint
 from archipelago.broker.invitation import ADMIN, Invitation, Role
 from archipelago.broker.manifest import Manifest, installed_versions
 from archipelago.broker.observe.logs import printable
@@ -225,7 +225,7 @@ def check_machine(folder: Path, server: CheckedServer) -> list[Finding]:
     manifest = server.manifest
     parameters = manifest.parameters if manifest else 0
     found = [
-        doctor_site.machine(available_here(), parameters),
+        doctor_site.machine(available_here(), footprint(manifest).island if manifest else 0),
         doctor_site.disk(doctor_site.free_bytes(folder), folder, parameters),
         doctor_site.packages(installed_versions()),
         doctor_site.accelerators(),

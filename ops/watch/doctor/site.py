@@ -27,8 +27,6 @@ from archipelago.ops.watch.formatting import seconds_text, size
 DISK_BYTES = 2e9
 #: Bytes of checkpoints per parameter: the three newest checkpoints of merger and island, at 12 bytes each.
 CHECKPOINT_BYTES = 72
-#: The least bytes of training per parameter: parameters, gradients, two moments and the link's copies, in float32.
-TRAINING_BYTES = 28
 NVIDIA = Path("/proc/driver/nvidia/version")
 #: Above this round trip, rounds wait longer for their announcements than for anything else.
 SLOW_SECONDS = 0.5
@@ -36,16 +34,15 @@ SLOW_SECONDS = 0.5
 ISLANDS_MIN = 2
 
 
-def machine(available_bytes: int, parameters: int) -> Finding:
-    """Compare the memory with the needs of an island. 0 parameters mean that no model is known."""
+def machine(available_bytes: int, need: int) -> Finding:
+    """Compare the memory with what an island needs; 0 if no run is known."""
     what = (
         f"This machine has {usable_cores()} cores, {size(available_bytes)} of free memory, and Python "
         f"{sys.version.split()[0]}."
     )
-    need = TRAINING_BYTES * parameters
     if need <= available_bytes:
         return ok("machine", what)
-    what += f" An island on this processor needs at least {size(need)}."
+    what += f" An island on this processor needs about {size(need)}."
     return warning("machine.small", what, "Train on an accelerator, or choose a smaller model.")
 
 

@@ -173,7 +173,7 @@ def test_a_merger_that_would_not_fit_or_keep_up_gives_a_warning() -> None:
 def test_this_machine_needs_room_for_checkpoints(tmp_path: Path) -> None:
     for parameters, level in ((0, "ok"), (100_000_000, "ok"), (120_000_000, "warning"), (200_000_000, "problem")):
         assert doctor_site.disk(10_000_000_000, Path("runs"), parameters).level == level
-    assert [doctor_site.machine(8 << 30, size).level for size in (1_000_000, 1_000_000_000)] == ["ok", "warning"]
+    assert [doctor_site.machine(8 << 30, need).level for need in (8 << 30, 9 << 30)] == ["ok", "warning"]
     assert doctor_site.free_bytes(tmp_path / "not" / "there" / "yet") > 0
     assert doctor_site.accelerators().level == "ok"
 
