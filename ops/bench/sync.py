@@ -1,12 +1,8 @@
 """`archipelago bench sync`: one outer synchronisation of a whole model, from publishing to adoption, against torchft's.
 
-Islands, merger and Redis are the real ones, each a process; a pause and a random walk replace the inner steps. Both
-systems take turns in the same run, so that other work on the machine slows both. The torchft side runs in another
+Islands, merger and Redis are the real ones, each a process; a random walk replaces the inner steps. Both systems
+take turns in the same run, so that other work on the machine slows both. The torchft side runs in another
 Python environment (the head of `torchft.py` says how to make one). Without it, its rows name the reason.
-
-The second half puts one island behind a proxy that lets THIN_MBIT through each way. Our islands train on while they
-sync, so the row shows in how many rounds both islands took part, and how many inner steps the link costs. torchft's row
-beside it is computed: its replicas wait until all float32 gradients have crossed the link.
 """
 
 from __future__ import annotations
@@ -27,11 +23,9 @@ from archipelago.broker.errors import BrokerError
 from archipelago.ops.bench.harness import wait_until
 from archipelago.ops.bench.output import OutputOptions, compared, finish, taking_turns
 from archipelago.ops.bench.two_islands import (
-    AT_ONCE,
     FRAGMENTS,
     PATIENCE_SECONDS,
     TENSORS,
-    TRAINING,
     WIRE,
     Rule,
     Synced,
@@ -46,14 +40,14 @@ TORCHFT_PYTHON = "ARCHIPELAGO_TORCHFT_PYTHON"
 #: It runs in a Python environment that has torchft.
 SCRIPT = Path(__file__).with_name("torchft.py")
 END_SECONDS = 10.0
-QUICK = SyncSize(rounds=3, thin_syncs=2)
+QUICK = SyncSize(rounds=3)
 #: Rounds at the beginning that do not count.
 WARM_UPS = 2
 
 
 @dataclass(frozen=True)
 class SyncOptions(OutputOptions):
-    """Measure one outer synchronisation of 10 M parameters against torchft's, on loopback and over a thin link."""
+    """Measure one outer synchronisation of 10 M parameters on loopback, against torchft's."""
 
     torchft_python: str = ""
     """A Python that has torchft (the head of `ops/bench/torchft.py` says how to make it). The default is
@@ -90,7 +84,7 @@ def in_pieces(size: SyncSize) -> dict[str, Any]:
         milliseconds of processor time of a sync, and the milliseconds as a share of a sync. Pieces of several threads
         and processes run at the same time.
     """
-    with two_islands(AT_ONCE, size) as ours:
+    with two_islands(size) as ours:
         wait_until(lambda: ours.sync().committed, "sync of both islands", PATIENCE_SECONDS)
         for _ in range(WARM_UPS):
             ours.sync()
@@ -110,105 +104,51 @@ def in_pieces(size: SyncSize) -> dict[str, Any]:
 
 
 def sync(torchft_python: str, size: SyncSize) -> dict[str, Any]:
-    """Measure both systems, on loopback and over a thin link.
+    """Measure both systems.
 
     Returns:
         Plain data with `rows`. `seconds` are medians over syncs, from the start of the first process to the end of the
         last one; `MB` is the traffic of one process in a sync, both ways; `speed_to_torchft` is the median ratio of
-        torchft's seconds to ours, round by round. `committed` counts the syncs in which both processes took part. Our
-        sync over an unthrottled link takes as long as its inner steps do.
+        torchft's seconds to ours, round by round. `committed` counts the syncs in which both processes took part.
     """
     python = torchft_python or os.environ.get(TORCHFT_PYTHON, "")
-    loopback = on_loopback(size, python)
-    rows = [*loopback, *over_thin_link(size, loopback[1])]
+    with two_islands(size) as ours, torchft(size, python) as theirs:
+        # The merger may close the first rounds before it knows both islands.
+        wait_until(lambda: ours.sync().committed, "sync of both islands", PATIENCE_SECONDS)
+        rows = _turns(size, ours, theirs)
     return {
         "parameters": sum(tensor.size for tensor in size.tensors),
         "fragments": FRAGMENTS,
         "codecs": f"{WIRE.up} up, {WIRE.down} down; torchft float32",
-        "step_seconds": size.step_seconds,
         "rows": rows,
     }
-
-
-def on_loopback(size: SyncSize, python: str) -> list[dict[str, Any]]:
-    """Return a row for each system without a throttle."""
-    with two_islands(AT_ONCE, size) as ours, torchft(size, python) as theirs:
-        # The merger may close the first rounds before it knows both islands.
-        wait_until(lambda: ours.sync().committed, "sync of both islands", PATIENCE_SECONDS)
-        return _turns(size, ours, theirs)
 
 
 def _turns(size: SyncSize, ours: TwoIslands, theirs: Torchft) -> list[dict[str, Any]]:
     """Let both systems sync in turn."""
     sides: list[Callable[[], Synced]] = [ours.sync, theirs.sync] if theirs.usable else [ours.sync]
     mine, *others = taking_turns(sides, size.rounds, WARM_UPS)
-    rows = [_row("archipelago", "loopback", mine)]
-    say(f"loopback: {rows[0]['seconds']:.3f} s a sync, median of {size.rounds}")
+    rows = [_row("archipelago", mine)]
+    say(f"{rows[0]['seconds']:.3f} s a sync, median of {size.rounds}")
     if not others:
-        return [*rows, _missing(theirs)]
+        missing = _row("torchft", [Synced(math.nan, committed=False)], theirs.reason)
+        return [*rows, {**missing, "committed": "not run"}]
     rows[0]["speed_to_torchft"] = compared([each.seconds for each in others[0]], [each.seconds for each in mine]).ratio
-    return [*rows, _row(theirs.name, "loopback", others[0])]
+    return [*rows, _row(theirs.name, others[0])]
 
 
-def over_thin_link(size: SyncSize, torchft_row: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a row for each system over a throttled link: ours as measured, torchft's as computed.
-
-    Args:
-        size: The size of the measurement.
-        torchft_row: Its row without a throttle.
-    """
-    link = f"{size.mbit:g} Mbit/s"
-    with two_islands(TRAINING, size, proxied=True) as ours:
-        row = _trained(ours, link)
-    unthrottled, megabytes = torchft_row["seconds"], 4e-6 * sum(tensor.size for tensor in size.tensors)
-    seconds, steps_seconds = unthrottled + 8 * megabytes / size.mbit, TRAINING.interval * size.step_seconds
-    theirs = {
-        **torchft_row, "link": link, "seconds": seconds, "from": seconds, "to": seconds,
-        # torchft makes no inner step while it syncs, and as many as we do between two syncs.
-        "steps_to_unthrottled": (steps_seconds + unthrottled) / (steps_seconds + seconds),
-    }  # fmt: skip
-    if not math.isnan(seconds):
-        theirs |= {
-            "committed": "computed", "MB": 2 * megabytes, "note": f"its replicas wait for {megabytes:.0f} MB each way"
-        }  # fmt: skip
-    return [row, theirs]
-
-
-def _trained(ours: TwoIslands, link: str) -> dict[str, Any]:
-    """Let both islands train, the second one first without and then with a throttle."""
-    size = ours.size
-    with ours.training():
-        free, pace = ours.syncs(max(1, size.thin_syncs // 4))
-        say(f"unthrottled: {pace:.2f} inner steps a second, {free[0].seconds:.2f} s a sync")
-        assert ours.proxy is not None  # noqa: S101
-        ours.proxy.set_rate(size.mbit)
-        thin, thin_pace = ours.syncs(size.thin_syncs)
-        ours.proxy.set_rate(math.inf)
-        say(f"{link}: {thin_pace:.2f} inner steps a second, {thin[0].seconds:.2f} s a sync")
-    usual = statistics.median(s.seconds for s in free)
-    note = f"{usual:.2f} s unthrottled, of {TRAINING.interval * size.step_seconds:.2f} s of inner steps"
-    return {**_row("archipelago", link, thin, note), "steps_to_unthrottled": thin_pace / pace}
-
-
-def _row(what: str, link: str, syncs: Sequence[Synced], note: str = "") -> dict[str, Any]:
+def _row(what: str, syncs: Sequence[Synced], note: str = "") -> dict[str, Any]:
     seconds = [s.seconds for s in syncs]
     return {
         "what": what,
-        "link": link,
         "seconds": statistics.median(seconds),
         "from": min(seconds),
         "to": max(seconds),
         "committed": f"{sum(s.committed for s in syncs)} of {len(syncs)}",
         "MB": round(statistics.median(s.megabytes for s in syncs), 1),
         "speed_to_torchft": math.nan,
-        "steps_to_unthrottled": math.nan,
         "note": note,
     }
-
-
-def _missing(torchft_side: Torchft) -> dict[str, Any]:
-    row = _row("torchft", "loopback", [Synced(math.nan, committed=False)])
-    return {**row, "committed": "not run", "note": torchft_side.reason}
 
 
 # -- torchft's side ----------------------------------------------------------------------------------------------------

@@ -1,11 +1,9 @@
-"""`bench sync`: a torchft that is missing, replaced or ends, and the proxy in front of its replica."""
+"""`bench sync`: a torchft that is missing, replaced or ends."""
 
 from __future__ import annotations
 
-import json
-import math
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -53,21 +51,6 @@ def test_both_sides_take_turns_and_warm_ups_do_not_count(tmp_path: Path) -> None
     assert (ours["seconds"], ours["from"], ours["to"], ours["committed"]) == (2.5, 1.0, 4.0, "2 of 2")
     assert ours["MB"] == 10.0
     assert ours["speed_to_torchft"] == (2.0 / 4.0 + 2.0 / 1.0) / 2
-
-
-def test_options_reach_the_measurement_and_an_unknown_figure_is_null(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[Any] = []
-
-    def measured(*arguments: Any) -> dict[str, Any]:
-        given.extend(arguments)
-        return {"rows": [{"what": "archipelago", "seconds": math.nan}]}
-
-    monkeypatch.setattr(bench_sync, "sync", measured)
-    assert bench_sync.main(bench_sync.SyncOptions(quick=True, torchft_python="there", output=tmp_path)) == 0
-    assert given == ["there", bench_sync.QUICK]
-    assert json.loads((tmp_path / "sync.json").read_text(encoding="utf-8"))["rows"][0]["seconds"] is None
 
 
 def test_a_python_without_torchft_is_named(tmp_path: Path) -> None:

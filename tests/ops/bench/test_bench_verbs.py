@@ -103,21 +103,18 @@ def test_codecs_merging_and_spectra_are_measured() -> None:
     assert {row["against"] for row in rows} >= {"merging 4 int4 of it, RDA"}
 
 
-TINY = SyncSize(parameters=12_000, rounds=2, thin_syncs=2, step_seconds=0.002, mbit=50.0)
+TINY = SyncSize(parameters=12_000, rounds=2)
 
 
 def test_a_sync_without_torchft_names_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TORCHFT_PYTHON, raising=False)
     found = sync("", TINY)
-    ours, theirs, thin, thin_theirs = found["rows"]
+    ours, theirs = found["rows"]
     assert found["parameters"] == 12_000
-    assert (ours["what"], ours["link"], ours["committed"]) == ("archipelago", "loopback", "2 of 2")
+    assert (ours["what"], ours["committed"]) == ("archipelago", "2 of 2")
     assert 0 < ours["from"] <= ours["seconds"] <= ours["to"]
-    assert (thin["link"], thin["committed"][-5:]) == ("50 Mbit/s", " of 2")
-    assert thin["seconds"] > 0 and thin["steps_to_unthrottled"] > 0
-    for row in (theirs, thin_theirs):
-        assert row["committed"] == "not run" and TORCHFT_PYTHON in row["note"] and math.isnan(row["seconds"])
-    assert all(row.keys() == ours.keys() for row in found["rows"])
+    assert theirs["committed"] == "not run" and TORCHFT_PYTHON in theirs["note"] and math.isnan(theirs["seconds"])
+    assert theirs.keys() == ours.keys()
 
 
 def test_the_pieces_of_a_sync_with_a_merger_that_is_far_from_its_redis() -> None:
