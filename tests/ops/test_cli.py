@@ -225,18 +225,6 @@ def create_runs(url: str, *names: str) -> None:
         transport.close()
 
 
-def test_status_prints_one_object_or_words(call: Call, url: str) -> None:
-    create_runs(url, "alpha")
-    found = one_object(call("status", url, "--json"))
-    assert (found["run"], found["known"], found["live"], found["rounds"]) == ("alpha", 1, 1, 0)
-    assert found["held_out_last"] is None  # JSON has no NaN.
-    assert found["islands"][0]["loss"] is None
-    assert found["books"]["published"] == 0
-    words = call("status", url)
-    assert (words.status, words.err) == (0, "")
-    assert "alpha" in words.out and "1 known, 1 live, 0 participating" in words.out
-
-
 def test_address_and_run_from_the_environment(call: Call, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     create_runs(url, "alpha", "beta")
     monkeypatch.setenv("ARCHIPELAGO_URL", url)

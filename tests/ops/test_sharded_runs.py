@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,9 +17,7 @@ from archipelago.broker.errors import UnreachableError
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.shards.transport import shards_away, whole
 from archipelago.broker.transport import Transport
-from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.evaluation import published
-from archipelago.islands.tasks.ours import our_work
 from archipelago.islands.tasks.workload import Workload
 from archipelago.merger.scores import Score
 from archipelago.ops.commands import run as command
@@ -31,14 +26,12 @@ from archipelago.ops.experiments.virtual_time import VirtualRun
 from archipelago.ops.watch import report, run_list
 from archipelago.ops.watch.advice import worst
 from archipelago.ops.watch.reading import observe
-from archipelago.ops.watch.run_list import ComparedRuns
 from archipelago.ops.watch.status import StatusOptions, print_lines
 from archipelago.ops.watch.watcher import Watcher
 from archipelago.ops.weights.parameters import find
 from tests.failing import failing
 from tests.intercept import Intercepted
 from tests.sharded import closed, create_sharded, newest_round, train_sharded
-from tests.small import SMALL
 
 GOOD, BAD = Score(10.0, 10.0, 0.01), Score(-5.0, 10.0, 0.01)
 
@@ -115,53 +108,11 @@ def test_the_page_shows_all_shards_and_keeps_their_history_in_an_outage(demo: Vi
     assert len(before.details()["round"]) == sum(closed(demo))
 
 
-def test_the_page_follows_all_shards(small_task: Workload) -> None:
-    made = train_sharded(small_task, rounds=2)
-    watcher = Watcher(made.transport, clock=made.clock, wall=made.clock)
-    watcher.update()
-    first = watcher.history
-    made.advance_until(lambda: min(closed(made)) >= 8)
-    watcher.update()
-    assert watcher.history is first, "the history began anew"
-    assert len(first.details()["round"]) == sum(closed(made))
-
-
-def test_the_runs_of_the_page_and_of_the_verb_are_whole(
-    url: str, demo: VirtualRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (entry,) = printed(capsys, "runs", url)["runs"]
-    newest = demo.transport.reader.tape(1)[0]
-    assert (entry["run"], entry["round"], entry["step"]) == ("demo", newest.round, newest.step)
-    runs = ComparedRuns(partial(connect, url), "demo", tmp_path, lambda: 0.0)
-    (row,) = runs.newest()["runs"]
-    assert row["tokens"] == printed(capsys, "status", url)["tokens_trained"]
-
-
-def test_a_report_shows_all_shards(
-    url: str, demo: VirtualRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = printed(capsys, "report", url, "--out", str(tmp_path / "report.html"))
-    assert found["page"]["run"]["rounds"] == newest_round(demo)
-    data = re.search(r'id="data">(.*?)</script>', (tmp_path / "report.html").read_text(encoding="utf-8"), re.DOTALL)
-    assert data is not None
-    assert len(json.loads(data[1])["charts"]["details"]["round"]) == sum(closed(demo))
-
-
 def test_parameters_come_from_all_shards(url: str, demo: VirtualRun) -> None:
     found = find(url, "demo")
     wanted, number, _ = published(demo.transport, demo.manifest)
     assert (found.round, set(found.params)) == (number, set(wanted))
     assert all(np.array_equal(found.params[name], wanted[name]) for name in wanted)
-
-
-@pytest.mark.full
-def test_export_and_generate(corpus: OpenCorpus, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = replace(SMALL, data=replace(SMALL.data, corpus="small-text"), inner=replace(SMALL.inner, steps=480))
-    url = f"fakeredis://{uuid.uuid4().hex}"
-    trained = train_sharded(our_work(config, corpus), url, rounds=1)
-    number = newest_round(trained)
-    assert printed(capsys, "export", url, "--out", str(tmp_path / "out"))["round"] == number
-    assert printed(capsys, "generate", url, "--tokens", "3")["tokens"] == 3
 
 
 # -- steering -------------------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from archipelago.broker.errors import ConfigError
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.redis.transport import connect
 from archipelago.ops.commands import run
-from archipelago.ops.dashboard import main
 from archipelago.ops.dashboard.app import application
 from archipelago.ops.dashboard.main import TOKEN_VARIABLE, serving
 from archipelago.ops.watch.watcher import Watcher
@@ -71,13 +70,6 @@ def test_events_come_live_and_the_stream_ends_with_the_server() -> None:
         server.close()  # The page is connected meanwhile.
         assert not answer.read().endswith(b"data: ")
     assert not [thread for thread in threading.enumerate() if thread.name == "pages"]
-
-
-def test_an_empty_variable_counts_as_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TOKEN_VARIABLE, "")
-    assert len(main._token(None)) > 20
-    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
-    assert main._token(None) == TOKEN
 
 
 @pytest.mark.full

@@ -6,7 +6,6 @@ import math
 import re
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -184,30 +183,6 @@ def test_the_page_of_an_empty_run(page: Page, until: Until) -> None:
         assert page.is_shown("#no-lanes")
 
 
-def test_the_choice_of_theme_is_kept(page: Page, address: str, until: Until) -> None:
-    def ground() -> Any:
-        return page.run(
-            "return [getComputedStyle(document.body).backgroundColor,"
-            " document.querySelector('#chart-learn .xtick text')?.style.fill]"
-        )
-
-    def preferred(wanted: str) -> Any:
-        features = [{"name": "prefers-color-scheme", "value": wanted}]
-        page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-        page.open(address)
-        return ground()
-
-    light, dark = preferred("light"), preferred("dark")
-    assert light[0] != dark[0]
-    assert light[1] != dark[1], "the charts follow"
-    page.click("#theme")
-    until(lambda: ground() == light, "the switch wins over the system")
-    page.open(address)
-    until(lambda: ground() == light, "and is remembered")
-    page.run("localStorage.clear()")
-    page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
-
-
 def test_a_report_is_one_file_that_needs_no_network(
     page: Page, until: Until, transport: MemoryTransport, tmp_path: Path
 ) -> None:
@@ -227,3 +202,64 @@ def test_a_report_is_one_file_that_needs_no_network(
     page.click("#theme")
     until(lambda: page.run(ticks) != before, "the charts follow the theme")
     assert page.complaints() == []
+
+
+# -- steering ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_action_needs_the_token(page: Page, address: str, until: Until, transport: MemoryTransport) -> None:
+    page.open(address)
+    assert not page.is_shown("#merging")
+    assert not page.is_shown(".actions")
+    page.type_into("#token", "wrong")
+    page.click("#unlock button")
+    until(lambda: page.text("#answer") != "", "the page reports it")
+    assert not page.is_shown("#merging")
+    page.run("document.querySelector('#answer').textContent = ''; steer({merging: 'paused'})")
+    until(lambda: page.text("#answer") != "", "the server refuses it")
+    assert transport.reader.control() == {}
+    page.type_into("#token", TOKEN)
+    page.click("#unlock button")
+    until(lambda: page.is_shown("#merging"), "the knobs are there")
+    page.click("#merging")
+    until(lambda: transport.reader.control() == {"merging": "paused"}, "merging is paused")
+    until(lambda: "paused" in page.text("#answer"), "the answer confirms it")
+    until(lambda: page.text("#state") == "paused", "the page shows it")
+    until(lambda: page.text("#merging") == "Resume merging", "the button turns")
+    page.click("#merging")
+    until(lambda: transport.reader.control() == {}, "merging goes on")
+    page.open(address)
+    until(lambda: page.is_shown("#merging"), "this window remembers the token")
+    page.click("#forget")
+    assert not page.is_shown("#merging")
+
+
+def test_settings_and_islands_are_steered(page: Page, address: str, until: Until, transport: MemoryTransport) -> None:
+    page.open(f"{address}/#token={TOKEN}")
+    assert TOKEN not in page.driver.current_url
+    until(lambda: page.is_shown("#merging"), "the address holds the token")
+    until(lambda: page.run("return document.querySelector('#k-rate').value") == "0.7", "the run's own")
+    page.type_into("#k-rate", "fast")
+    page.click("[data-name='outer.learning_rate'] button")
+    until(lambda: "fast" in page.text("#answer"), "a wrong value is explained")
+    until(lambda: "fast" in page.text("#why-k-rate"), "beside its field")
+    assert page.run("return document.querySelector('#k-rate').getAttribute('aria-invalid')") == "true"
+    assert transport.reader.control() == {}
+    page.type_into("#k-rate", "0.5")
+    page.click("[data-name='outer.learning_rate'] button")
+    until(lambda: transport.reader.control() == {"outer.learning_rate": "0.5"}, "the rate is set")
+    until(lambda: not page.is_shown("#why-k-rate"), "the field is good again")
+    until(lambda: "0.5 (steered" in page.text("#settings-rows"), "the settings show it")
+    own = "[data-name='outer.learning_rate'] [data-own]"
+    until(lambda: not page.run("return document.querySelector(arguments[0]).disabled", own), "it is shown")
+    page.click(own)
+    until(lambda: transport.reader.control() == {}, "and taken back")
+    deeds = f"document.querySelector(\"[title='{NAMES[0]}']\").closest('.lane').querySelectorAll('.actions button')"
+    page.run(f"{deeds}[1].click()")
+    assert transport.reader.control() == {}  # The button asks for confirmation first.
+    # On a slow machine the time to confirm may be over by now. The button then asks again.
+    page.run(f"const it = {deeds}[1]; if (it.textContent !== 'confirm?') it.click(); it.click()")
+    until(lambda: transport.reader.control() == {f"island.{NAMES[0]}": "expel"}, "the island is expelled")
+    until(lambda: page.run(f"return {deeds}[2].checkVisibility()"), "the island can be readmitted")
+    page.run(f"{deeds}[2].click(); {deeds}[2].click()")
+    until(lambda: transport.reader.control() == {}, "the island is readmitted")

@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import json
-import math
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from starlette.testclient import TestClient
 
 from archipelago.broker.control import Control
-from archipelago.broker.messages import Books, Note, Pending, Refusal
+from archipelago.broker.errors import BrokerError
+from archipelago.broker.memory.transport import MemoryBroker, MemoryTransport
+from archipelago.broker.messages import Books, Evaluation, Note, Pending, Refusal
+from archipelago.broker.observe.merge_load import BUSY_SHARE, STRETCH
 from archipelago.broker.presence import Presence
 from archipelago.broker.transport import MergerStatus
-from archipelago.ops.dashboard import page_data
-from archipelago.ops.dashboard.app import _sentences, _stamped
+from archipelago.islands.running import IslandCollector
+from archipelago.merger.telemetry import RoundMetrics
+from archipelago.ops.dashboard import metrics, page_data
+from archipelago.ops.dashboard.app import Board, _sentences, _stamped, application
 from archipelago.ops.dashboard.page_data import events, to_json
+from archipelago.ops.experiments.virtual_time import VirtualClock
+from archipelago.ops.watch import run_summary
 from archipelago.ops.watch.events import events_of
 from archipelago.ops.watch.history import Rate, measured
-from archipelago.ops.watch.reading import summarise
+from archipelago.ops.watch.reading import observe, summarise
+from archipelago.ops.watch.run_list import FRESH_SECONDS, RUNS_MOST, ComparedRuns
 from archipelago.ops.watch.run_view import RunView
+from archipelago.ops.watch.watcher import Watcher
 from tests import samples
+from tests.broker.observe.test_metrics import parsed
 
 MANIFEST = samples.manifest()
 
@@ -85,16 +98,6 @@ def test_rates_converge_and_survive_a_restart() -> None:
     assert isinstance(again, Rate)
 
 
-def test_the_use_of_a_link_is_relative_to_its_speed() -> None:
-    (island,) = islands(uplink_bytes_per_second=200.0, downlink_bytes_per_second=math.nan)
-    lane = page_data._lane(island, [], Rate(0.0, 0, 0, 50.0, 7.0), {})
-    assert lane["up_share"] == 0.25
-    assert math.isnan(lane["down_share"]), "nothing was measured of its way down"
-    for nonsense in (0.0, -1.0, math.nan):
-        (island,) = islands(uplink_bytes_per_second=nonsense)
-        assert math.isnan(page_data._lane(island, [], Rate(0.0, 0, 0, 50.0, 7.0), {})["up_share"])
-
-
 def test_every_value_becomes_valid_json_and_every_action_a_sentence() -> None:
     text = to_json({"a": [float("nan"), float("inf"), 1.0, 0.123456789, 1.7e9 + 0.25], "b": (True, None, "x", 7)})
     assert json.loads(text) == {"a": [None, None, 1, 0.12346, 1_700_000_000], "b": [True, None, "x", 7]}
@@ -102,3 +105,154 @@ def test_every_value_becomes_valid_json_and_every_action_a_sentence() -> None:
     assert len(said.split(", ")) == 3, "words for each change"
     assert _sentences({})
     assert _stamped({"checkpoint": "now", "merging": "paused"}, 12.5) == {"checkpoint": "12.500", "merging": "paused"}
+
+
+# -- the list of runs -------------------------------------------------------------------------------------------------
+
+
+REPORT = {
+    "run": "old", "finished": True, "unit": "bits per byte", "held_out_last": 3.0, "steps": 70, "islands": 2,
+    "tokens_trained": 900, "curve": [[0, 8.0], [900, 3.0]],
+}  # fmt: skip
+
+
+@pytest.fixture
+def broker() -> MemoryBroker:
+    """Return a broker with the runs `sample` and `fast`, whose batches differ."""
+    broker = MemoryBroker(clock=lambda: 100.0)
+    for name, batch in (("sample", 8), ("fast", 32)):
+        base = samples.manifest(name).config
+        found = samples.manifest(name, replace(base, data=replace(base.data, batch_size=batch)))
+        transport = broker.connect(name)
+        transport.create(found, samples.first_snapshots(found))
+        transport.reader.record_evaluation(Evaluation(0, 0, 500, 1.7e9, 8.0 - batch / 8))
+    broker.connect("sample").island.heartbeat(samples.heartbeat("a"))
+    return broker
+
+
+def listed(found: ComparedRuns) -> list[tuple[str, str, str, float | None]]:
+    return [(row["run"], row["where"], row["state"], row["held_out"]) for row in found.newest()["runs"]]
+
+
+def test_the_runs_of_a_redis_and_of_a_folder(broker: MemoryBroker, tmp_path: Path) -> None:
+    for name, report in (("old", REPORT), ("sample", REPORT | {"run": "sample"}), ("damaged", {"run": "damaged"})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / run_summary.TEXT).write_text(json.dumps(report), encoding="utf-8")
+    found = ComparedRuns(broker.connect, "sample", tmp_path, VirtualClock(100.0))
+    assert listed(found) == [
+        ("sample", "redis", "starting", 7.0), ("fast", "redis", "new", 4.0),
+        ("old", str(tmp_path / "old"), "finished", 3.0),
+    ]  # fmt: skip
+    own, fast, old = found.newest()["runs"]
+    assert (own["differs"], fast["differs"]) == ([], ["data.batch_size: 32 → 8"])
+    assert (fast["curve"], old["curve"]) == ([(500, 4.0)], [(0.0, 8.0), (900.0, 3.0)])
+
+    def opened(name: str) -> MemoryTransport:
+        if name == "fast":
+            raise BrokerError("no permission", "Ask for it.")
+        return broker.connect(name)
+
+    assert [name for name, *_ in listed(ComparedRuns(opened, "sample", None, VirtualClock(100.0)))] == ["sample"]
+
+
+def test_the_list_is_read_seldom_and_bounded(broker: MemoryBroker) -> None:
+    clock, count = VirtualClock(100.0), 0
+
+    def opened(name: str) -> MemoryTransport:
+        nonlocal count
+        count += 1
+        return broker.connect(name)
+
+    found = ComparedRuns(opened, "sample", None, clock)
+    found.newest()
+    before = count
+    found.newest()
+    assert count == before
+    for n in range(2 * RUNS_MOST):
+        more = samples.manifest(f"run-{n}")
+        broker.connect(more.run).create(more, samples.first_snapshots(more))
+    clock.now += FRESH_SECONDS
+    assert len(found.newest()["runs"]) == RUNS_MOST
+
+
+def test_the_page_asks_for_the_list(broker: MemoryBroker) -> None:
+    board = Board(Watcher(broker.connect("sample")))
+    runs = ComparedRuns(broker.connect, "sample", None, VirtualClock(100.0))
+    with TestClient(application(board, "token", runs=runs), "http://localhost") as client:
+        assert [run["run"] for run in client.get("/api/runs").json()["runs"]] == ["sample", "fast"]
+    with TestClient(application(board, "token"), "http://localhost") as client:
+        assert client.get("/api/runs").json()["runs"] == []
+
+
+# -- metrics ----------------------------------------------------------------------------------------------------------
+
+
+DEPLOY = Path(__file__).parents[3] / "ops" / "deploy"
+
+
+def test_a_whole_run_is_exported() -> None:
+    manifest = samples.manifest()
+    transport = MemoryBroker().connect(manifest.run)
+    transport.create(manifest, samples.first_snapshots(manifest))
+    for name in ("oslo", "quito"):
+        transport.island.heartbeat(samples.heartbeat(name))
+    transport.island.publish(*samples.packed(np.ones(manifest.sizes[0], np.float32)))
+    view = observe(transport, manifest)
+    found = parsed(metrics.render(replace(view, rounds=1, merger=MergerStatus("m", 1, 4.0, 2.5))))
+    assert found["archipelago_run_islands_known", ""] == found["archipelago_run_islands_live", ""] == 2
+    assert found["archipelago_run_islands_participating", ""] == 0
+    assert found["archipelago_run_pending_contributions", ""] == 1
+    assert found["archipelago_run_published_contributions_total", ""] == 1
+    assert found["archipelago_run_pending_tokens", ""] == 100
+    assert found["archipelago_run_books_balanced", ""] == 1
+    assert found["archipelago_run_round_age_seconds", ""] == 2.5
+    assert found["archipelago_run_memory_used_bytes", ""] == view.memory_bytes > 0
+    assert found["archipelago_run_island_live", "quito"] == 1
+    assert found["archipelago_run_island_tokens_total", "oslo"] == 1000
+    exported = {*metrics.RUN, *metrics.BOOKS, metrics.UNFINISHED, *metrics.RUN_ISLAND}
+    not_known = {"archipelago_run_held_out_loss", "archipelago_run_loss"}  # No evaluation, and no round.
+    not_known |= {"archipelago_run_island_score", "archipelago_run_island_weight_factor"}
+    assert {name for name, _ in found} == exported - not_known
+
+
+def is_exported(name: str) -> bool:
+    """Return whether a worker or the dashboard exports that metric."""
+    if name in {*metrics.RUN, *metrics.BOOKS, metrics.UNFINISHED, *metrics.RUN_ISLAND}:
+        return True
+    sources = [Path(str(module.__code__.co_filename)) for module in (IslandCollector.collect, RoundMetrics.closed)]
+    for kind, source in zip(("island", "merger"), sources, strict=True):
+        short = re.sub("_(bucket|count|sum)$", "", name).removeprefix(f"archipelago_{kind}_")
+        if re.search(rf'"(archipelago_{kind}_)?{short}"', source.read_text(encoding="utf-8")):
+            return True
+    return False
+
+
+def expressions(value: object) -> list[str]:
+    """Return all queries in Grafana's JSON."""
+    if isinstance(value, dict):
+        own = [str(value[key]) for key in ("expr", "definition") if key in value]
+        return own + [found for part in value.values() for found in expressions(part)]
+    return [found for part in value for found in expressions(part)] if isinstance(value, list) else []
+
+
+def test_grafana_and_the_alerts_use_exported_metrics() -> None:
+    board = json.loads((DEPLOY / "grafana.json").read_text(encoding="utf-8"))
+    used = {name for text in expressions(board) for name in re.findall(r"\barchipelago_\w+", text)}
+    assert len(used) > 30
+    panels = [panel for panel in board["panels"] if panel["type"] != "row"]
+    assert all(panel["targets"] and panel["title"] for panel in panels)
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+    for file, least in (("alerts.yml", 8), ("prometheus.yml", 0)):
+        lines = (DEPLOY / file).read_text(encoding="utf-8").splitlines()
+        text = "\n".join(line for line in lines if not line.lstrip().startswith("#"))
+        named = set(re.findall(r"\barchipelago_\w+", text))
+        assert len(named) >= least, file
+        used |= named
+    assert {name for name in used if not is_exported(name)} == set()
+
+
+def test_the_alert_about_the_merger_is_that_of_its_warning() -> None:
+    text = (DEPLOY / "alerts.yml").read_text(encoding="utf-8")
+    rule = text.partition("alert: MergerTooSlow")[2].partition("- alert:")[0]
+    assert f"archipelago_merger_busy_ratio >= {BUSY_SHARE}" in rule
+    assert f"archipelago_merger_stretch_ratio >= {STRETCH}" in rule

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from archipelago.broker.config import MergeConfig, RunConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.islands.data.corpus import OpenCorpus
-from archipelago.ops.experiments import baselines, island_runs, parity
+from archipelago.islands.inner import begin
+from archipelago.islands.models.registry import build
+from archipelago.islands.tasks.batches import TaskRun
+from archipelago.ops.experiments import baselines, island_runs, mixed, parity
+from archipelago.ops.experiments.baselines import AllShards, Reader
+from archipelago.ops.experiments.mixed import BOTH, JAX, TORCH, rows
 from archipelago.ops.experiments.parity import Arm
+from archipelago.ops.experiments.single_process import SingleProcessOptions, run
 from archipelago.ops.experiments.trial import CurvePoint
+from tests import pytorch
 from tests.failing import failing
+from tests.islands.tasks.task_runs import BATCHES, EXAMPLES, SHARDS
 from tests.ops.experiments.trials import task_work
-from tests.small import SMALL
+from tests.small import SMALL, compiled
 
 
 @pytest.fixture
@@ -85,3 +98,104 @@ def test_a_quick_comparison_makes_few_steps(
 def test_what_cannot_be_compared_is_refused() -> None:
     with failing(ConfigError, "task.evaluate"):
         parity.parity(task_work(evaluate=None), (2,), (), 1.0)
+
+
+# -- bench mixed ------------------------------------------------------------------------------------------------------
+
+
+def test_the_table() -> None:
+    losses = {JAX: (2.0, 4.0), TORCH: (1.0, 4.0), BOTH: (3.0, 2.0)}
+    arms = {name: Arm(name, 2, tuple([CurvePoint(10, loss)] for loss in each)) for name, each in losses.items()}
+    one, other, both = rows(arms)
+    assert (one["to_jax"], other["to_jax"], both["to_jax"]) == (1.0, 0.75, 1.0)
+    assert (one["to_pytorch"], other["to_pytorch"], both["to_pytorch"]) == (1.5, 1.0, 1.75)
+    assert (both["bits_per_byte"], both["spread"]) == (2.5, pytest.approx(0.5**0.5))
+
+
+@pytest.mark.full
+def test_short_runs_end_alike(corpus: OpenCorpus) -> None:
+    pytorch.required("transformers")
+    with failing(ConfigError, "bench.not-in-both"):
+        no_llama = dataclasses.replace(SMALL.model, size="tiny-moe")
+        mixed.compared(RunConfig(model=no_llama), corpus, 2, (0,))
+    averaged = dataclasses.replace(SMALL, merge=MergeConfig("average", "average"))  # little to compile
+    found = mixed.compared(averaged, corpus, 2, (3,))
+    json.dumps(found)
+    one, other, both = found["rows"]
+    assert one["tokens"] == other["tokens"] == both["tokens"] > 0
+    # Only rounding differs, which the merges amplify. Without clipping, the loss would be 1 % higher.
+    assert both["to_jax"] == pytest.approx(1.0, abs=0.005)
+    assert both["to_pytorch"] == pytest.approx(1.0, abs=0.005)
+    first, *_, last = (loss for _, loss in found["curves"][BOTH][0])
+    assert last < 0.8 * first
+
+
+@pytest.mark.full
+def test_a_llama_makes_the_steps_of_our_worker(corpus: OpenCorpus) -> None:
+    torch = pytorch.required()
+    pytorch.required("transformers")
+    from archipelago.ops.experiments.both_frameworks import LlamaTraining, SeededBatches
+
+    def batches() -> SeededBatches:
+        return SeededBatches(corpus.train, SMALL, lambda: None, 1)
+
+    training, first = LlamaTraining(SMALL, batches()), build(SMALL.model).init(0)
+    named = training.parameters.named()
+    with torch.no_grad():
+        for name, tensor in named.items():
+            tensor.copy_(torch.tensor(np.asarray(first[name])))
+    made = [training.step(step) for step in range(8)]
+    state = begin(SMALL.inner, first)
+    tokens = batches().next(8)
+    state, losses = compiled(SMALL)(state, jnp.asarray(tokens), jnp.int32(0))
+    assert [loss for _, loss in made] == pytest.approx(np.asarray(losses).tolist(), rel=1e-5)
+    assert sum(count for count, _ in made) == tokens[..., 1:].size
+    for name, tensor in named.items():
+        np.testing.assert_allclose(tensor.detach().numpy(), np.asarray(state.params[name]), atol=1e-5, err_msg=name)
+
+
+# -- baselines --------------------------------------------------------------------------------------------------------
+
+
+def quiet(_: CurvePoint) -> None:
+    pass
+
+
+def test_data_parallel_takes_the_mean_of_the_gradients() -> None:
+    """Two workers with the halves of a batch make the steps of one with the whole batch."""
+
+    def wholes(run: TaskRun) -> Iterator[dict[str, Any]]:
+        for shard in run.shards(SHARDS):
+            for number in range(0, BATCHES, 2):
+                yield {"x": EXAMPLES[shard.number, number : number + 2].reshape(4, 3)}
+
+    two = baselines.data_parallel(task_work(), 2, quiet, 8)
+    one = baselines.data_parallel(task_work(batches=wholes, tokens=20), 1, quiet, 8)
+    assert two[-1].tokens == one[-1].tokens
+    assert two[-1].bits_per_byte < two[0].bits_per_byte
+    assert two[-1].bits_per_byte == pytest.approx(one[-1].bits_per_byte, rel=1e-5)
+
+
+def test_a_reader_without_a_run_reads_all_shards_pass_after_pass() -> None:
+    leases = AllShards()
+    leases.offer(["b", "a"])
+    places = [place for _ in range(4) if (place := leases.lease())]
+    assert [(place.range, place.pass_number) for place in places] == [("b", 0), ("a", 0), ("b", 1), ("a", 1)]
+    reader = Reader(task_work())
+    reader.next(3 * SHARDS * BATCHES)
+    assert reader.tokens == 3 * SHARDS * BATCHES * 10
+
+
+def test_the_curve_is_written(config: RunConfig, corpus: OpenCorpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained(work: Any, tokens: int, progress: Any, params: Any) -> list[CurvePoint]:
+        points = [CurvePoint(0, 8.0), CurvePoint(tokens, 2.0)]
+        for point in points:
+            progress(point)
+        return points
+
+    monkeypatch.setattr(baselines, "one_process", trained)
+    assert run(SingleProcessOptions(tokens=640, output=Path("curve.json"), settings=config)) == 0
+    assert json.loads(Path("curve.json").read_text(encoding="utf-8")) == {
+        "tokens": 640,
+        "curve": [[0, 8.0], [640, 2.0]],
+    }

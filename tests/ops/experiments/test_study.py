@@ -80,15 +80,6 @@ def test_the_shipped_studies_can_be_loaded() -> None:
         assert len(study.trials) >= 2
 
 
-def test_only_settings_that_differ_within_a_kind_are_shown() -> None:
-    said = [
-        {"kind": "parallel", "inner.steps": 5},
-        {"kind": "islands", "inner.steps": 5, "outer.rule": "sgd"},
-        {"kind": "islands", "inner.steps": 5, "outer.rule": "nesterov"},
-    ]
-    assert studies.varying(said) == ["outer.rule"]
-
-
 INTERRUPTIBLE = (
     "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
     "from archipelago.ops.cli import main; sys.exit(main())"

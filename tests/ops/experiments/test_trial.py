@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from archipelago.broker.errors import ConfigError, DivergedError
+from archipelago.broker.memory.transport import MemoryBroker
+from archipelago.broker.wire import digest, pack, unpack
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.ops.experiments import study as studies
 from archipelago.ops.experiments import trial as trials
-from archipelago.ops.experiments.trial import CurvePoint, Trial, key_of, measure
+from archipelago.ops.experiments.island_runs import CLAIMED, FORGERIES, LITTLE, HostileClient, Public
+from archipelago.ops.experiments.results import TrialRow, baseline, grouped, show
+from archipelago.ops.experiments.trial import ATTACKS, CurvePoint, Trial, key_of, measure
+from tests import samples
 from tests.failing import failing
 from tests.ops.conftest import prepare_small_text
 from tests.ops.experiments.trials import BASE, STUDY, record_of, trial_of
@@ -119,3 +126,135 @@ def test_islands_in_lockstep_adopt_at_once_what_they_send(measured: dict[str, di
     found = measured["lockstep"]
     assert (found["staleness_max"], found["per_round"], found["tokens"]) == (0, 3.0, 3 * 24 * 4 * 32)
     assert found["curve"] != measured["usual"]["curve"]
+
+
+# -- results ----------------------------------------------------------------------------------------------------------
+
+
+def results(*losses: tuple[Trial, float | None, int]) -> list[TrialRow]:
+    return grouped(record_of(one, loss, tokens) for one, loss, tokens in losses)
+
+
+def test_rows_are_means_over_seeds_and_ratios_are_taken_seed_by_seed() -> None:
+    rows = results(
+        (trial_of("parallel", seed=0), 2.0, 1000),
+        (trial_of("parallel", seed=1), 4.0, 1000),
+        (trial_of(seed=1), 4.4, 990),
+        (trial_of(seed=0), 2.0, 990),
+    )
+    parallel, ours = rows
+    assert (ours.mean, list(ours.losses)) == (3.2, [0, 1])
+    assert baseline(ours, rows) is parallel
+    assert ours.ratios(parallel) == [1.0, 1.1]
+
+
+def test_the_baseline_is_the_best_with_as_many_islands_and_tokens() -> None:
+    rows = results(
+        (trial_of("parallel", inner__learning_rate=1e-3), 2.0, 1000),
+        (trial_of("parallel", inner__learning_rate=2e-3), 1.9, 1000),
+        (trial_of("parallel", inner__learning_rate=9.0), None, 1000),
+        (trial_of("parallel", islands=4), 1.0, 1000),
+        (trial_of("parallel", inner__steps=99), 1.0, 3000),
+        (trial_of(), 2.1, 1010),
+    )
+    found = baseline(rows[-1], rows)
+    assert found is not None
+    assert found.settings["inner.learning_rate"] == 2e-3
+
+
+def test_a_row_with_scores_is_compared_with_data_parallel_where_no_row_is_without() -> None:
+    parallel, scored = results((trial_of("parallel"), 2.0, 1000), (trial_of(merge__scores=True), 2.1, 1000))
+    assert baseline(scored, [parallel, scored]) is parallel
+
+
+def test_a_row_with_a_diverged_seed_has_no_mean() -> None:
+    (row,) = results((trial_of(seed=0), 2.0, 1000), (trial_of(seed=1), None, 500))
+    assert (row.diverged, row.losses, row.mean) == (1, {}, math.inf)
+
+
+def test_the_test_text_has_its_own_column(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    study = studies.load(folder, "rates")
+    losses = {"parallel": (2.0, 3.0), "islands": (2.2, 3.6)}
+    known = {
+        t.key: {**record_of(t, losses[t.kind][0]), "test": losses[t.kind][1]} for t in study.trials if t.kind in losses
+    }
+    rows = show(study, known)["rows"]
+    found = {r["kind"]: (r["to_parallel"], r["to_parallel_on_test"]) for r in rows if r["islands"] == 2}
+    assert found == {"parallel": (1.0, 1.0), "islands": (pytest.approx(1.1), pytest.approx(1.2))}
+    assert "1.2000" in capsys.readouterr().out
+
+
+def test_an_unfinished_study_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "rates.toml").write_text(STUDY.replace("islands = 2\n", "islands = [2, 4]\n"), encoding="utf-8")
+    study = studies.load(folder, "rates")
+    assert show(study, {})["rows"] == []
+    known = {t.key: record_of(t, None if t.islands == 4 and t.kind == "islands" else 2.0) for t in study.trials}
+    assert [row["diverged"] for row in show(study, known)["rows"]].count(1) == 2
+    assert "1 diverged" in capsys.readouterr().out
+
+
+# -- hostile islands --------------------------------------------------------------------------------------------------
+
+
+def test_a_forgery_has_a_header_that_fits_it() -> None:
+    assert set(ATTACKS) == FORGERIES.keys() | LITTLE.keys(), "studies and forgeries name the same attacks"
+    manifest = samples.manifest()
+    delta_N = np.random.default_rng(0).standard_normal(manifest.sizes[0], np.float32)
+    payload = pack(delta_N, "float32", 1)
+    for attack in ATTACKS:
+        transport = MemoryBroker().connect("sample")
+        transport.create(manifest, samples.first_snapshots(manifest))
+        client = HostileClient(transport.island, manifest, attack, 7, {0: {"b": delta_N, "c": 3 * delta_N}})
+        client.publish(samples.contribution(payload), payload)
+        (delivery,) = transport.merger.updates(0.0)
+        found = delivery.with_payload()
+        assert found.contribution is not None
+        assert (found.contribution.digest, found.contribution.bytes) == (digest(found.payload), len(found.payload))
+        assert found.contribution.tokens == 100 * (CLAIMED if attack in LITTLE else 1), attack
+        sent_N = unpack(found.payload, manifest.sizes[0])
+        factor = {"flip": -1, "scale": 3, "labels": 1, "stale": -1}.get(attack)
+        if factor is not None:
+            np.testing.assert_array_equal(sent_N, factor * delta_N, attack)
+        elif attack in LITTLE:  # the mean is twice, and the deviation once what b sends
+            np.testing.assert_allclose(sent_N, 2 * delta_N - LITTLE[attack] * np.abs(delta_N), rtol=1e-5, atol=1e-6)
+        else:
+            assert not np.allclose(sent_N, delta_N), attack
+            assert np.linalg.norm(sent_N) == pytest.approx(np.linalg.norm(delta_N), rel=1e-5), attack
+
+
+def test_what_honest_islands_send_is_noted_for_the_hostile_ones() -> None:
+    manifest, public = samples.manifest(), Public()
+    transport = MemoryBroker().connect("sample")
+    transport.create(manifest, samples.first_snapshots(manifest))
+    delta_N = np.random.default_rng(0).standard_normal(manifest.sizes[0], np.float32)
+    payload = pack(delta_N, "float32", 1)
+    HostileClient(transport.island, manifest, "", 7, public).publish(samples.contribution(payload), payload)
+    np.testing.assert_array_equal(public[0]["a"], delta_N)
+    assert transport.merger.updates(0.0)[0].contribution == samples.contribution(payload)
+
+
+def hostile_trial(islands: int = 4, hostile: int = 0, attack: str = "", scores: bool = True, seed: int = 0) -> Trial:
+    settings = {"data.corpus": "small-text", "inner.steps": 24, "merge.scores": scores}
+    return Trial.of(settings, seed, islands=islands, hostile=hostile, attack=attack)
+
+
+def test_a_row_is_compared_with_the_run_without_its_hostile_islands() -> None:
+    def record(trial: Trial, loss: float) -> dict[str, object]:
+        return record_of(trial, loss) | {"hostile": trial.hostile, "attack": trial.attack}
+
+    rows = grouped(
+        [
+            record(hostile_trial(4, 1, "flip"), 2.02),
+            record(hostile_trial(4, 1, "flip", scores=False), 2.4),
+            record(hostile_trial(4), 2.2),
+            record(hostile_trial(4, scores=False), 2.2),
+            record(hostile_trial(3, scores=False), 2.0),
+        ]
+    )
+    assert [row.ratios(baseline(row, rows)) for row in rows] == [
+        [pytest.approx(1.01)],
+        [pytest.approx(1.2)],
+        [pytest.approx(1.0)],
+        [],
+        [],
+    ]

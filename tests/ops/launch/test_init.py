@@ -2,25 +2,46 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from archipelago.broker.buckets.copier import FINISH_SECONDS
+from archipelago.broker.buckets.folder import BUCKET_VARIABLE
 from archipelago.broker.config import InnerConfig, MergeConfig, ModelConfig, RunConfig, WireConfig, flags
 from archipelago.broker.control import STEPS
-from archipelago.broker.errors import MismatchError
+from archipelago.broker.errors import ArchipelagoError, ConfigError, MismatchError
+from archipelago.broker.memory.transport import MemoryBroker
+from archipelago.broker.messages import Books, Pending
+from archipelago.broker.observe.options import WorkerOptions
+from archipelago.broker.presence import Presence
 from archipelago.broker.redis.transport import connect
-from archipelago.broker.transport import Transport
+from archipelago.broker.transport import Memory, Transport
 from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.islands.mesh import MeshShape
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.commands import parse
-from archipelago.ops.launch import up
+from archipelago.ops.launch import devices, up
+from archipelago.ops.launch.devices import Accelerators, accelerators, shared_out
 from archipelago.ops.launch.embedded_redis import RedisServer
 from archipelago.ops.launch.init import InitOptions, create
+from archipelago.ops.launch.local_run import (
+    DRAIN_SECONDS,
+    KILL_SECONDS,
+    LocalRun,
+    leave_seconds,
+)
+from archipelago.ops.launch.supervisor import LAST_LINES, Child
 from archipelago.ops.launch.up import UpOptions
+from archipelago.ops.watch.reading import summarise
+from tests import samples
 from tests.failing import failing
 from tests.small import SMALL
 
@@ -100,3 +121,159 @@ def test_flags_give_the_config() -> None:
         RunConfig(merge=MergeConfig(normalise=False, scores=False), wire=WireConfig(thin="")),
     ):
         assert parse(InitOptions, "archipelago init", flags(config)).settings == config
+
+
+# -- workers of up ----------------------------------------------------------------------------------------------------
+
+
+def session(folder: Path, *failed: str, is_fatal: bool = False) -> LocalRun:
+    """Return a session of a merger and two islands, of which those named have failed."""
+    children = [Child(name, [], {}, folder / f"{name}.log") for name in ("merger", "island-0", "island-1")]
+    for child in children:
+        child.log.write_text("".join(f"line {n}\n" for n in range(10)) + "error: the port is taken\n")
+        if child.name in failed:
+            child.failed, child.is_fatal = child.last_words(), is_fatal
+    return cast(LocalRun, SimpleNamespace(merger=children[0], islands=children[1:]))
+
+
+def test_a_process_that_cannot_continue_ends_up(tmp_path: Path) -> None:
+    for failed, is_fatal in ((["merger"], False), (["island-1"], True), (["island-0", "island-1"], False)):
+        with failing(ArchipelagoError, "up.worker-failed") as failure:
+            LocalRun._require_workers(session(tmp_path, *failed, is_fatal=is_fatal))
+        assert "the port is taken" in failure.value.what
+        assert failure.value.remedy.count("\n") == LAST_LINES
+    LocalRun._require_workers(session(tmp_path))
+    LocalRun._require_workers(session(tmp_path, "island-0"))  # It has left its name to another process.
+
+
+def test_workers_have_the_time_to_copy_their_last_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(BUCKET_VARIABLE, raising=False)
+    usual, copying = (leave_seconds(WorkerOptions(bucket=bucket)) for bucket in (None, "s3://bucket/folder"))
+    assert copying == usual + FINISH_SECONDS
+    monkeypatch.setenv(BUCKET_VARIABLE, "s3://bucket/folder")
+    assert leave_seconds(WorkerOptions()) == copying
+    # First the islands end, and then the merger, before `up` ends itself.
+    assert 2 * copying + DRAIN_SECONDS + KILL_SECONDS < up.END_SECONDS
+
+
+def test_up_does_not_ask_for_islands_that_it_starts_itself(tmp_path: Path) -> None:
+    manifest = samples.manifest()
+    silent = [Presence(samples.heartbeat(name), 60.0) for name in ("island-0", "oslo")]
+    view = summarise(manifest, [], silent, Books(), Pending(0, 0), memory=Memory(6, 10))
+    mine = session(tmp_path)
+    mine.manifest = manifest
+    assert [(problem.code, problem.who) for problem in LocalRun._problems(mine, view)] == [("island.silent", "oslo")]
+
+
+def argv(options: UpOptions) -> dict[str, list[str]]:
+    manifest = samples.manifest()
+    transport = MemoryBroker().connect(manifest.run)
+    made = LocalRun(options, manifest, transport, "redis://h", Path("runs/demo"), lambda: False, None, {}, None)
+    return {child.name: list(child.argv) for child in (made.merger, *made.islands)}
+
+
+def test_each_worker_gets_the_same_flags_and_a_separate_port() -> None:
+    found = argv(UpOptions(islands=2, metrics_port=9310, wandb=True, log_json=True, tensorboard=False))
+    for given in found.values():
+        assert {"--no-tensorboard", "--wandb", "--log-json"} <= set(given)
+    ports = {name: given[given.index("--metrics-port") + 1] for name, given in found.items()}
+    assert ports == {"merger": "9310", "island-0": "9311", "island-1": "9312"}
+
+
+def test_a_missing_package_is_reported_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with failing(ConfigError, "config.extra"):
+        up.main(UpOptions(wandb=True))
+    assert not Path("runs").exists()
+
+
+# -- devices of islands -----------------------------------------------------------------------------------------------
+
+
+FOUR = Accelerators("cuda", ("0", "1", "2", "3"), "H100")
+TPU = Accelerators("tpu", ("0", "1", "2", "3"), "TPU v4")
+
+
+def test_each_island_gets_equally_many() -> None:
+    assert accelerators({"JAX_PLATFORMS": "cpu"}) is None
+    assert shared_out(None, 64, 3, mesh=MeshShape(data=8)) is None
+    shares = shared_out(FOUR, 2)
+    assert shares is not None
+    visible = [shares.environment(n) for n in range(2)]
+    assert visible == [{"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "2,3"}]
+    assert len(shares.describe(["a", "b"])) == 2
+    odd = shared_out(FOUR, 3)
+    assert odd is not None
+    assert odd.names == (("0",), ("1",), ("2",))
+    assert len(odd.describe(["a", "b", "c"])) == 4, "the fourth is not used"
+
+
+def test_islands_share_accelerators_only_if_they_may() -> None:
+    with failing(code="up.devices"):
+        shared_out(FOUR, 5)
+    shares = shared_out(FOUR, 5, may_share=True)
+    assert shares is not None
+    assert shares.names == (("0",), ("1",), ("2",), ("3",), ("0",))
+
+
+def test_there_are_no_more_islands_than_accelerators_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    for found, islands in ((None, 3), (Accelerators("cuda", ("0",), "H100"), 1), (FOUR, 3)):
+        monkeypatch.setattr(up, "accelerators", lambda found=found: found)
+        assert up._with_devices(UpOptions())[0].islands == islands
+
+
+def test_chips_of_a_tpu_belong_to_one_process_and_a_mesh_must_fit_into_a_share() -> None:
+    shares = shared_out(TPU, 2)
+    assert shares is not None
+    assert shares.environment(1) == {
+        "TPU_VISIBLE_CHIPS": "2,3", "TPU_PROCESS_BOUNDS": "1,1,1", "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,2,1"
+    }  # fmt: skip
+    with failing(code="up.devices"):
+        shared_out(TPU, 5, may_share=True)
+    with failing(code="up.devices"):
+        shared_out(TPU, 2, standbys=1)
+    assert shared_out(FOUR, 2, mesh=MeshShape(fsdp=2)) is not None
+    with failing(code="mesh.devices"):
+        shared_out(FOUR, 2, mesh=MeshShape(fsdp=4))
+
+
+def test_another_process_asks_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "find_spec", lambda name: object())
+    answers: tuple[tuple[str, dict[str, str], tuple[str, ...] | None], ...] = (
+        ('["cuda", 2, "H100"]', {}, ("0", "1")),
+        ('["cuda", 2, "H100"]', {"CUDA_VISIBLE_DEVICES": "GPU-5, GPU-7"}, ("GPU-5", "GPU-7")),
+        ('["cpu", 1, "cpu"]', {}, None),
+        ("the driver is broken", {}, None),
+    )
+    for answer, environ, names in answers:
+        done = SimpleNamespace(stdout=f"a warning\n{answer}\n")
+        monkeypatch.setattr(subprocess, "run", lambda *given, done=done, **more: done)
+        found = accelerators(environ)
+        assert (found.names if found else None) == names, answer
+
+
+@pytest.mark.full
+def test_the_question_is_answered_in_a_real_process() -> None:
+    """JAX finds a processor here, and the question must not fail before it says so."""
+    asked = subprocess.run(
+        [sys.executable, "-c", devices._QUESTION], capture_output=True, text=True, check=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    assert asked.stdout.startswith('["cpu", ')
+
+
+def session_of(options: UpOptions) -> LocalRun:
+    """Return a session of `up` on a machine with four accelerators. It has started nothing."""
+    manifest = samples.manifest()
+    transport: Any = MemoryBroker().connect(manifest.run)
+    folder, shares = Path("runs/demo"), shared_out(FOUR, 2)
+    return LocalRun(options, manifest, transport, "redis://h", folder, lambda: False, None, {}, shares)
+
+
+def test_islands_and_standbys_get_their_devices_and_their_mesh() -> None:
+    session = session_of(UpOptions(islands=2, standbys=3, mesh="fsdp=2"))
+    shown = [child.environment.get("CUDA_VISIBLE_DEVICES") for child in (*session.islands, *session.standbys.all)]
+    assert shown == ["0,1", "2,3", "0,1", "2,3", "0,1"]
+    for child in (*session.islands, *session.standbys.all):
+        assert child.argv[list(child.argv).index("--mesh") + 1] == "fsdp=2"
+    assert "CUDA_VISIBLE_DEVICES" not in session.merger.environment

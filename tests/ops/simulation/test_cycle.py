@@ -124,13 +124,6 @@ def test_a_model_gets_as_many_shards_as_its_machines_need() -> None:
 # -- the machine ------------------------------------------------------------------------------------------------------
 
 
-def test_work_and_new_memory_have_prices_of_their_own() -> None:
-    machine = Machine(slowness=2.0, new_byte_seconds=1e-9)
-    assert machine.seconds(3.0) == 6.0
-    assert machine.seconds(3.0, new_bytes=5e9) == pytest.approx(11.0)
-    assert machine.slower(2.0) == Machine(4.0, 2e-9)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts page faults alike")
 def test_this_machine_is_measured_with_memory_that_is_new() -> None:
     import resource

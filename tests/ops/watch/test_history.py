@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from archipelago.broker.messages import Evaluation, RoundMember, TapeEntry
+from archipelago.broker.messages import RoundMember, TapeEntry
 from archipelago.broker.shards.layout import Layout
 from archipelago.ops.watch.history import (
     DETAIL_ROUNDS,
@@ -20,12 +20,7 @@ from archipelago.ops.watch.history import (
     POINTS_DRAWN,
     ROWS_KEPT,
     History,
-    IslandRow,
-    QueueRow,
-    RoundRow,
     Trail,
-    joined,
-    newest,
     thinned,
 )
 from archipelago.ops.watch.reading import RECENT_ROUNDS
@@ -173,15 +168,6 @@ def test_a_shard_without_new_rounds_breaks_no_history() -> None:
     assert not out.follows(of_shards(2, 4)), "shard 0 went back"
     forked = [*of_shards(2), replace(of_shards(5)[0], digest="f" * 32)]
     assert not out.follows(forked)
-
-
-def test_neighbours_are_joined() -> None:
-    rows = [RoundRow(1, 10, 4.0, 3, 3, 2), RoundRow(2, 20, math.nan, 4, 1, 1), RoundRow(3, 30, 2.0, 4, 4, 3)]
-    assert joined([row._replace(unix_seconds=9.0, step=5) for row in rows]) == RoundRow(3, 30, 3.0, 4, 1, 1, 9.0, 5)
-    assert joined([IslandRow(1, 10, 1.0, 4.0), IslandRow(2, 20, 2.0, 2.0)]) == IslandRow(2, 20, 2.0, 3.0)
-    assert joined([QueueRow(1, 5, 100), QueueRow(2, 1, 300)]) == QueueRow(2, 5, 300)
-    first, second = Evaluation(1, 1, 1, 1.0, 8.0), Evaluation(2, 2, 2, 2.0, 4.0)
-    assert newest([first, second]) == second
 
 
 @given(st.lists(st.integers(), max_size=400), st.integers(1, 50))

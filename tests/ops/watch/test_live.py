@@ -11,7 +11,6 @@ import select
 import subprocess
 import sys
 import termios
-import time
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,8 +32,8 @@ from archipelago.ops.launch.embedded_redis import RedisServer
 from archipelago.ops.watch import formatting, status, terminal
 from archipelago.ops.watch.advice import Problem, problems
 from archipelago.ops.watch.events import Event
-from archipelago.ops.watch.live_screen import Screen, rates_a_minute, rooms, sparkline
-from archipelago.ops.watch.reading import observe, summarise
+from archipelago.ops.watch.live_screen import Screen, sparkline
+from archipelago.ops.watch.reading import summarise
 from archipelago.ops.watch.run_view import RunView, describe_control
 from archipelago.ops.watch.watcher import SILENT, Outage, RunReading, Watcher
 from tests import samples
@@ -113,16 +112,6 @@ def test_the_worst_problem_and_an_outage_are_shown_above_the_last_reading() -> N
     assert "reading …" in drawn(Screen(None, None, NOW), 80, 30)[1]
 
 
-def test_islands_and_events_share_the_screen() -> None:
-    for lines, islands, events, expected in (
-        (20, 3, 4, (3, 4)), (20, 3, 30, (3, 8)), (8, 3, 30, (3, 4)), (20, 100, 4, (15, 4)), (4, 100, 4, (3, 0)),
-        (1, 3, 3, (0, 0)), (-5, 3, 3, (0, 0)), (20, 0, 4, (0, 4)), (2, 5, 5, (1, 0)),
-    ):  # fmt: skip
-        found = rooms(lines, islands, events)
-        assert found == expected, (lines, islands, events)
-        assert sum(found) + 1 <= max(1, lines)
-
-
 def test_sparklines_bars_and_spans_of_time() -> None:
     for values, low, ticks in (
         ([], None, ""), ([1.0], None, "▁"), ([0.0, 7.0], None, "▁█"), ([5.0, 5.0], None, "▁▁"), ([5.0, 5.0], 0.0, "██"),
@@ -133,15 +122,6 @@ def test_sparklines_bars_and_spans_of_time() -> None:
         assert terminal.bar(share, 4) == text
     spans = {0.4: "0 s", 119: "119 s", 121: "2 min", 7200: "2 h", 259200: "3 d", -3: "0 s"}
     assert {seconds: formatting.ago(seconds) for seconds in spans} == spans
-
-
-def test_rounds_a_minute_in_whole_spans() -> None:
-    closes = [95.0, 101.0, 105.0, 109.9, 110.0, 131.0]
-    # Three, one and no rounds close in spans of ten seconds. The round at 131 is after the last whole span.
-    assert rates_a_minute(closes, 130.0, 9) == [18.0, 6.0, 0.0]
-    assert rates_a_minute(closes, 139.0, 2) == [6.0, 0.0]
-    assert rates_a_minute([], 139.0, 2) == []
-    assert rates_a_minute([138.0], 139.0, 2) == []
 
 
 # -- words ------------------------------------------------------------------------------------------------------------
@@ -170,7 +150,7 @@ def test_control_characters_never_reach_the_terminal() -> None:
     assert not set(text) & set(map(chr, CONTROLS)) - {"\n"}
 
 
-def test_the_health_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_exit_status_says_whether_a_run_is_well(capsys: pytest.CaptureFixture[str]) -> None:
     url, run = f"fakeredis://{uuid.uuid4().hex}", "situation"
     transport = connect(url, run)
     manifest = samples.manifest(run)
@@ -181,21 +161,7 @@ def test_the_health_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     transport.island.heartbeat(samples.heartbeat("oslo"))
     assert status.main(options) == 0
     assert json.loads(capsys.readouterr().out)["problems"] == []
-    entry = transport.island.publish(samples.contribution(), b"payload")
-    epoch = transport.merger.acquire("merger-1", 60.0)
-    assert epoch is not None
-    transport.merger.updates(0.0)
-    samples.refuse(transport, epoch, [(entry, Refusal("a", "x", 0, 1, 0, 100, "too old"))])
-    transport.reader.steer({"merging": "paused"})
-    found = observe(transport, manifest)
-    assert (found.merger.holder, found.merger.epoch, found.control.is_paused) == ("merger-1", epoch, True)
-    assert [refusal.reason for _, refusal in found.refusals] == ["too old"]
     transport.close()
-    console = Console(record=True, width=80, file=StringIO(), highlight=False)
-    found = replace(found, live=0, memory_bytes=600, memory_limit_bytes=1000)
-    console.print(terminal.render(found, problems(found, manifest.config, unix_seconds=time.time())))
-    text = console.export_text()
-    assert all(fact in text for fact in ("60%", "merger-1", "paused", "No island is live", "too old"))
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------

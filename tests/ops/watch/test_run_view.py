@@ -19,7 +19,7 @@ from archipelago.ops.watch.advice import problems
 from archipelago.ops.watch.formatting import number, size
 from archipelago.ops.watch.reading import BALANCE_TRIES, RECENT_ROUNDS, observe, summarise
 from archipelago.ops.watch.run_view import RunView
-from archipelago.ops.watch.terminal import evaluated, line, render
+from archipelago.ops.watch.terminal import evaluated, render
 from tests import samples
 from tests.intercept import Intercepted
 from tests.samples import member
@@ -228,15 +228,6 @@ def test_a_terminal_shows_the_facts() -> None:
         assert "does not answer" not in text  # The last link state of a silent island is not shown.
 
 
-def test_a_lowered_weight_is_shown_with_its_score() -> None:
-    lowered = replace(TAPE[-1], members=tuple(replace(m, score=-0.41, factor=0.0) for m in TAPE[-1].members))
-    name = lowered.members[0].island
-    presence = Presence(samples.heartbeat(name), 0.0)
-    view = summarise(MANIFEST, [*TAPE[:-1], lowered], [presence], BOOKS, Pending(3, 299), memory=MEMORY)
-    assert (view.islands[0].score, view.islands[0].factor) == (-0.41, 0.0)
-    assert f"{name}: Its weight is lowered to 0%" in words(shown(view, 120))
-
-
 def test_numbers_are_not_cut_in_80_columns() -> None:
     busy = samples.heartbeat(
         "an-island-with-a-long-name-7", steps=123_456, tokens_per_second=1_234_567.0, loss=2.345, staleness=12.34,
@@ -249,11 +240,6 @@ def test_numbers_are_not_cut_in_80_columns() -> None:
     # Text from islands is not interpreted as markup.
     assert "an-island-with-a-long-name-7: Its link fails: [red]no[/] link" in text
     assert "held-out loss – (first –)" in text
-
-
-def test_the_run_in_one_line() -> None:
-    for fact in ("round 4", "40/2000", "4.250", "7.213", "3/5", "1 loading", "5.0 kB", "6.0 MB", "pending 3"):
-        assert fact in line(VIEW)
 
 
 def test_formatted_sizes_and_numbers() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import resource
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +22,7 @@ from archipelago.broker.buckets.bundles import Bundles
 from archipelago.broker.buckets.folder import BucketFolder
 from archipelago.broker.config import ModelConfig
 from archipelago.broker.errors import (
+    ArchipelagoError,
     ConfigError,
     DataError,
     UnknownRunError,
@@ -30,7 +33,7 @@ from archipelago.islands.models.llama import to_llama
 from archipelago.ops.commands import run
 from archipelago.ops.launch.embedded_redis import RedisServer
 from archipelago.ops.weights.export import write
-from archipelago.ops.weights.generate import open_text_model
+from archipelago.ops.weights.generate import open_text_model, show
 from archipelago.ops.weights.parameters import RunParameters, find
 from archipelago.ops.weights.safetensors_files import WeightFiles
 from tests.failing import failing
@@ -177,3 +180,48 @@ def test_a_run_takes_its_vocabulary_from_the_corpus(url: str, call: Call) -> Non
     assert call("init", url, "--run", "t", *flags)[0] == 0
     with failing(ConfigError, "config.vocabulary"):
         run(["init", url, "--run", "u", *flags, "--model.vocabulary", "300"])
+
+
+# -- text -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_a_seed_determines_the_generated_text(exported: Path, call: Call, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["generate", str(exported), "--prompt", "17 isl", "--tokens", "40", "--seed", "5"]
+    status, text, _ = call(*flags)
+    assert status == 0
+    found = json.loads(call(*flags, "--json")[1])
+    assert (found["tokens"], found["seed"], found["prompt"]) == (40, 5, "17 isl")
+    assert len(found["text"]) <= 40
+    show(found["text"] + "\n")
+    assert capsys.readouterr().out == text
+    assert call(*flags[:-1], "6")[1] != text
+
+
+def test_control_characters_are_replaced(capsys: pytest.CaptureFixture[str]) -> None:
+    show("a\x1b[2J\tb\r\nc\x9b\x7fä")
+    assert capsys.readouterr().out == "a\ufffd[2J\tb\ufffd\nc\ufffd\ufffdä"
+
+
+def test_a_checkpoint_of_a_tokenised_corpus_generates_text(call: Call) -> None:
+    checkpointed(of_tokens())
+    status, out, _ = call("generate", "--run", "mine", "--tokens", "12", "--temperature", "0", "--prompt", "", "--json")
+    assert status == 0
+    assert json.loads(out)["tokens"] == 12
+    assert json.loads(out)["text"]
+
+
+def test_a_config_that_is_not_ours_is_refused(tmp_path: Path, exported: Path) -> None:
+    shutil.copytree(exported, tmp_path / "out")
+    config = json.loads((exported / "config.json").read_text())
+    changes: list[dict[str, Any]] = [
+        {"model_type": "bert"},
+        {"vocab_size": math.inf},
+        {"num_hidden_layers": 10**9},
+        {"model_type": "archipelago", "archipelago": {}},
+    ]
+    for changed in changes:
+        (tmp_path / "out" / "config.json").write_text(json.dumps({**config, **changed}))
+        with pytest.raises(ArchipelagoError) as caught:
+            run(["generate", "out"])
+        assert caught.value.code in {"weights.damaged", "export.foreign", "llama.damaged", "weights.unfit"}, changed
