@@ -5,9 +5,7 @@ What islands sent is merged once, and two mergers never both write one history.
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,10 +17,9 @@ import pytest
 from archipelago.broker.errors import FencedError, UnreachableError
 from archipelago.broker.redis import chunks, merger
 from archipelago.broker.redis.transport import RedisTransport, connect
-from archipelago.ops.launch.embedded_redis import start_server
 from tests import samples
 from tests.chaos.threaded_run import ThreadedRun, void
-from tests.clusters import Cluster, Watched
+from tests.clusters import Cluster
 from tests.conftest import Until
 
 pytestmark = [pytest.mark.full, pytest.mark.processes]
@@ -72,21 +69,6 @@ def at_a_moment_within(seconds: float, chance: random.Random, until: Until) -> N
     until(lambda: time.monotonic() >= moment, "the moment of the kill")
 
 
-def test_no_contribution_is_lost_when_redis_is_killed(tmp_path: Path, until: Until, seed: int) -> None:
-    """The server starts again on its folder, while contributions arrive, merge and are checkpointed."""
-    chance, kills = random.Random(seed), 8
-    with start_server(tmp_path / "redis") as server:
-        run = ThreadedRun(server.url, "killed", tmp_path, until)
-        for kill in range(kills):
-            run.goes_on(f"before kill {kill} (seed {seed})")
-            at_a_moment_within(0.4, chance, until)
-            os.kill(server.pid, signal.SIGKILL)
-            until(lambda: not server.alive(), "the end of the server")
-            server.tend()
-        run.end(f"after the last kill (seed {seed})")
-        assert len(run.acknowledged) > 4 * kills
-
-
 #: Of these kills some come in the middle of a commit, some lose writes, and after some the others elect the replica.
 KILLS = 5
 
@@ -118,20 +100,6 @@ def test_no_contribution_is_lost_when_replicas_take_over_without_the_newest_writ
         until(old.is_synced, f"the killed one to follow {what}")
     run.end(f"after the last kill (seed {seed})")
     assert len(run.acknowledged) > 4 * KILLS
-
-
-def test_a_run_goes_on_when_sentinels_replace_its_primary(tmp_path: Path, until: Until) -> None:
-    watched = Watched(tmp_path / "watched", until)
-    try:
-        run = ThreadedRun(watched.url, "watched", tmp_path, until)
-        run.goes_on("before the failover")
-        with watched.replica.cut_off():
-            run.goes_on("that will be lost")
-        watched.primary.kill()
-        until(lambda: watched.replica.role() == "master", "the Sentinels to promote the replica")
-        run.end("after the failover")
-    finally:
-        watched.end()
 
 
 def fail_over(cluster: Cluster, run: str, meanwhile: Callable[[], None], until: Until) -> None:

@@ -69,16 +69,6 @@ def test_one_island_over_shards_equals_plain_training() -> None:
         require_plain_training(run, f"{shards} shards")
 
 
-def test_the_merger_holds_the_same_parameters() -> None:
-    """This holds after the last contributions, up to the rounding of one subtraction."""
-    run = VirtualRun(work(with_codec("float32")), [1.0])
-    run.finish()
-    for rows, fragment in zip(run.manifest.layout, run.merger.fragments, strict=True):
-        for tensor, offset in rows:
-            found = np.asarray(fragment.params_N[offset : offset + tensor.size]).reshape(tensor.shape)
-            np.testing.assert_allclose(found, np.asarray(plain_training()[tensor.name]), rtol=0, atol=1e-6)
-
-
 def played(
     replaced_after: Sequence[int] = (), shards: int = 1, connection: Callable[[], Any] | None = None
 ) -> list[tuple[Any, ...]]:

@@ -15,7 +15,6 @@ from archipelago.broker.codecs import Vector, body_of, codec
 from archipelago.broker.errors import UnreachableError
 from archipelago.islands.checkpoint import IslandStore, Rejoin, taken
 from archipelago.islands.inner import begin
-from archipelago.islands.sync import recovery
 from archipelago.islands.sync.connection.outbox import Draft
 from archipelago.islands.worker import Island
 from tests import samples
@@ -88,17 +87,6 @@ def test_a_newcomer_gets_the_givers_moments_and_the_mergers_parameters() -> None
     assert [count.steps for count in island.ledger.counts] == [0, 0]
     stored = run.broker.runs["tiny"]
     assert (stored.requests, stored.handovers) == ({}, {})
-
-
-def test_the_wait_for_a_silent_peer_ends_with_fresh_moments() -> None:
-    run = TinyRun()
-    run.play(run.island("silent"), 10)
-    began, beat = run.clock.now, samples.heartbeat("silent")
-    island, rejoin = returning(run, meanwhile=lambda: run.transport.island.heartbeat(beat))
-    rejoin.complete()
-    assert recovery.ASK_SECONDS <= run.clock.now - began < recovery.ASK_SECONDS + 1.0
-    assert (island.moments, optimizer_bytes(island)) == ("fresh", fresh_moments(island))
-    assert run.broker.runs["tiny"].requests == {}
 
 
 # -- from its own checkpoint ----------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from archipelago.broker.observe.metrics import new_registry
 from archipelago.islands import inner, running
 from archipelago.islands.worker import Island
 from tests.harness import tiny
-from tests.harness.tiny import TinyRun
 
 
 def test_the_exported_learning_rate_is_that_of_the_inner_step() -> None:
@@ -35,16 +34,6 @@ def scraped(island: Island) -> dict[str, float]:
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     assert {tuple(sorted(sample.labels.items())) for sample in samples} <= {(("island", "a"), ("run", "tiny"))}
     return {sample.name.removeprefix("archipelago_island_"): sample.value for sample in samples}
-
-
-def test_there_is_no_curve_point_before_training() -> None:
-    run = TinyRun()
-    island = run.island()
-    assert running.point(island) is None
-    assert scraped(island)["steps_total"] == 0
-    silent = run.island("b", silent=True)
-    assert running.point(silent) is None
-    assert scraped(silent) == {}
 
 
 def test_a_training_island_exports_all_metrics() -> None:

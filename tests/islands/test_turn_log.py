@@ -70,8 +70,3 @@ def test_each_turn_is_a_line_and_incarnations_share_a_file(tmp_path: Path) -> No
     waited = [line.pop("waited") for line in lines]
     assert lines[1] == {"at": 1.6, "who": "first", "steps": 4, "idle": 0.25}
     assert min(waited) >= 0.0
-
-
-def test_without_the_variable_there_is_no_log() -> None:
-    assert TurnLog.named_in({}, "who") is None
-    assert TurnLog.named_in({VARIABLE: ""}, "who") is None

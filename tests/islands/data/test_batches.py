@@ -90,14 +90,6 @@ def test_the_windows_of_a_pass_tile_the_text(size: int, shards: int, length: int
     assert 0 <= size - (ordered[-1] + length + 1) < length  # no further window fits
 
 
-def test_windows_differ_between_ranges_seeds_and_passes() -> None:
-    entropies = [(0, "0", 0), (1, "0", 0), (0, "1", 0), (0, "0", 1), (0, "0", 1 << 40)]
-    found = [ranges.windows(10_000, 4, 16, *entropy) for entropy in entropies]
-    assert len({tuple(np.argsort(starts)) for starts in found}) == len(entropies)
-    # A range is a sample of the whole text.
-    starts = ranges.windows(100_000, 10, 8, 0, "3", 0)
-    quarters = np.histogram(starts, bins=4, range=(0, 100_000))[0]
-    assert quarters.min() > 0.99 * len(starts) / 4
 
 
 @settings(deadline=None)
@@ -165,15 +157,6 @@ def test_without_a_lease_an_island_reads_private_passes() -> None:
     assert supply.positions() == (ReadPosition("3", 1, 0, ended=True), ReadPosition("1", 0, 1))
 
 
-def test_a_private_pass_ends_with_the_first_lease() -> None:
-    supply = Batches(TEXT, CONFIG, leases([None, None, ReadPosition("1", 0, 3)]))
-    for _ in range(2):
-        supply.next(2)
-    assert supply.positions() == ()
-    assert np.array_equal(supply.next(2)[:, 0], rows("1", 0)[3:5])
-    assert supply.positions() == (ReadPosition("1", 0, 5),)
-
-
 @settings(deadline=None)
 @given(
     leased=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 3), st.integers(0, 15)), unique_by=lambda t: t[0]),
@@ -225,12 +208,6 @@ def test_a_lost_lease_is_not_read_further() -> None:
     supply.forget({"1"})
     assert np.array_equal(supply.next(4)[:, 0], rows("0", PRIVATE_PASSES)[:4])
     assert supply.positions() == ()
-
-
-def test_a_range_that_is_leased_again_has_only_its_newest_position() -> None:
-    supply = Batches(TEXT, CONFIG, leases([ReadPosition("0", 0, 0), ReadPosition("1", 0, 0), ReadPosition("0", 1, 0)]))
-    supply.next(len(rows("0", 0)) + len(rows("1", 0)) + 2)
-    assert supply.positions() == (ReadPosition("1", 0, 0, ended=True), ReadPosition("0", 1, 2))
 
 
 def test_a_cursor_beyond_the_pass_ends_it() -> None:

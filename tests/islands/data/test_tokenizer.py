@@ -93,11 +93,6 @@ def test_pieces_join_to_the_text(text: str, piece_bytes: int, more: int) -> None
     assert stream.tell() == len(data)
 
 
-def test_pieces_end_after_a_line_and_with_the_stream() -> None:
-    assert list(pieces(io.BytesIO(b"one\ntwo\nthree"), 13, 6)) == ["one\n", "two\n", "three"]
-    assert "".join(pieces(io.BytesIO(b"abcdef"), 10, 4)) == "abcdef"
-
-
 def other() -> Any:
     """Return a byte-level tokenizer as other programs write it, with special tokens, one of them before each text."""
     from tokenizers import AddedToken, Tokenizer, processors

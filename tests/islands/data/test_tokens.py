@@ -19,7 +19,7 @@ from archipelago.broker.manifest import Manifest
 from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.corpus import OpenCorpus, open_corpus
 from archipelago.islands.data.preparation import prepare_text
-from archipelago.islands.data.ranges import held_out, lease_all
+from archipelago.islands.data.ranges import held_out
 from archipelago.islands.data.tokenizer import byte_tokenizer
 from archipelago.islands.models.registry import Model, Params, learning_rate
 from archipelago.islands.tasks.ours import fitted, our_work, require_readable
@@ -102,12 +102,6 @@ def test_a_card_that_contradicts_itself_or_another_tokenizer_is_refused(
         open_corpus("tokens").open_tokenizer()
 
 
-def test_a_corpus_of_bytes_has_the_tokenizer_byte_tokenizer() -> None:
-    plain = open_corpus("text")
-    assert plain.open_tokenizer().encode("ä") == list("ä".encode())
-    assert (plain.vocabulary, plain.bytes_per_token, plain.identity.tokenizer) == (256, 1.0, "")
-
-
 CONFIG = replace(RunConfig(), data=replace(RunConfig().data, sequence_length=16, batch_size=4, shards=8))
 CONFIG = replace(CONFIG, inner=replace(CONFIG.inner, learning_rate=2e-3))
 WIDE = replace(CONFIG, model=ModelConfig(vocabulary=VOCABULARY))
@@ -133,14 +127,6 @@ def test_a_corpus_that_the_model_cannot_read_is_refused(tokens: OpenCorpus) -> N
     narrow = replace(CONFIG, model=ModelConfig(vocabulary=400))
     with failing(ConfigError, "config.vocabulary"):
         require_readable(narrow, tokens)
-
-
-def test_batches_are_windows_of_tokens(tokens: OpenCorpus) -> None:
-    batches = Batches(tokens.train, WIDE, lease_all(8, 0))
-    found = batches.next(3)
-    assert (found.dtype.name, found.shape) == ("uint16", (3, 4, 17))
-    text = tokens.train.tobytes()
-    assert all(window.tobytes() in text for window in found.reshape(-1, 17))
 
 
 def test_the_loss_is_per_byte_under_any_tokenizer(tokens: OpenCorpus) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,14 +49,6 @@ def test_one_choice_and_one_slot_by_hand() -> None:
     assert float(routes.router_z) == pytest.approx(0.0, abs=1e-12)  # these logits are log-probabilities
 
 
-def test_two_choices_share_the_weight() -> None:
-    routes = routed(logits((0.5, 0.3, 0.2), (0.1, 0.3, 0.6)), 2, 2)
-    combined_TxE = np.asarray(routes.combine_BxTxExC)[0].sum(-1)
-    np.testing.assert_allclose(combined_TxE, np.array([[0.625, 0.375, 0], [0, 1 / 3, 2 / 3]]), rtol=1e-6)
-    # The second expert's slots are in order.
-    assert np.asarray(routes.dispatch_BxTxExC)[0, :, 1].tolist() == [[1, 0], [0, 1]]
-
-
 @settings(deadline=None, max_examples=examples(25))
 @given(st.integers(0, 10_000), st.sampled_from([(1, 2), (2, 3), (4, 7)]))
 def test_each_slot_has_one_token_and_each_token_different_experts(seed: int, bounds: tuple[int, int]) -> None:
@@ -77,15 +67,6 @@ def _named(seed: int, choices: int) -> np.ndarray[tuple[int, ...], np.dtype[np.i
     """Return how many tokens of each sequence choose each expert, [B, E]."""
     order = np.argsort(-np.random.default_rng(seed).normal(size=(3, 9, 4)), axis=-1)[..., :choices]
     return np.stack([np.bincount(row.ravel(), minlength=4) for row in order])
-
-
-def test_the_balance_is_one_for_equal_use_of_experts() -> None:
-    even = routed(50.0 * np.eye(4, dtype=np.float32)[None], 1, 4)
-    one = routed(np.array([[[0.0, 0.0, 50.0, 0.0]] * 4], np.float32), 1, 4)
-    assert float(even.balance) == pytest.approx(1.0)
-    assert float(one.balance) == pytest.approx(4.0)
-    flat = routed(np.full((1, 4, 4), 3.0, np.float32), 1, 4)
-    assert float(flat.router_z) == pytest.approx((3 + math.log(4)) ** 2, rel=1e-6)
 
 
 # -- the model ------------------------------------------------------------------------------------------------------

@@ -136,12 +136,6 @@ def test_a_billion_parameters_fit_a_machine_of_24_gib() -> None:
     largest.require_room(largest.predict(int(0.98 * share * 10**9), 128, 2, Machine()), 16 << 30)
 
 
-def test_memory_grows_with_the_parameters_and_with_the_size_of_a_fragment() -> None:
-    many, few, twice = (largest.predict(*sizes, 2, Machine()) for sizes in ((10**9, 128), (10**9, 16), (2 * 10**9, 16)))
-    assert many.together_bytes < few.together_bytes < twice.together_bytes
-    assert few.restart_seconds < twice.restart_seconds
-
-
 # -- torchft beside bench sync ----------------------------------------------------------------------------------------
 
 

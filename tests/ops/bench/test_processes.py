@@ -141,17 +141,6 @@ def test_a_piece_excludes_the_pieces_within_it(module: Any) -> None:
     assert found[WHOLE] - Spent(0, 0.0, 0.0) == Spent(1, 20.0, 10.0)
 
 
-def test_a_call_that_fails_counts(module: Any) -> None:
-    def fails(seconds: float) -> None:
-        raise ValueError("no")
-
-    module.inner = fails
-    counted = Pieces({f"{NAME}:inner": "inner"})
-    with pytest.raises(ValueError, match="no"):
-        module.inner(1.0)
-    assert counted.spent()["inner"].calls == 1
-
-
 def test_the_named_functions_exist() -> None:
     for place in (*OF_ISLAND, *OF_MERGER):
         module, _, path = place.partition(":")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from archipelago.broker.memory.transport import MemoryBroker, MemoryTransport
+from archipelago.broker.memory.transport import MemoryTransport
 from archipelago.broker.messages import Evaluation, Note
 from archipelago.ops.dashboard.main import serving
 from archipelago.ops.dashboard.page_data import chart_library
@@ -17,8 +17,7 @@ from archipelago.ops.watch.report import html, of_watch
 from archipelago.ops.watch.watcher import Watcher
 from tests import samples
 from tests.conftest import Until
-from tests.ops.dashboard.conftest import MANIFEST, NAMES, TOKEN, TROUBLE, Page, close_round
-from tests.ops.dashboard.test_dashboard import Away
+from tests.ops.dashboard.conftest import NAMES, TOKEN, TROUBLE, Page, close_round
 
 pytestmark = pytest.mark.full  # These tests drive a browser.
 
@@ -157,30 +156,6 @@ def test_the_page_survives_a_restart_of_its_server(page: Page, transport: Memory
     with serving(Watcher(transport), TOKEN, "127.0.0.1", port):
         until(lambda: page.text("#step-sub").startswith("round 41"), "the page goes on")
         until(lambda: not page.is_shown("#banner"), "all is well again")
-
-
-def test_the_page_survives_an_outage_of_redis(page: Page, transport: MemoryTransport, until: Until) -> None:
-    redis = Away(transport)
-    with serving(Watcher(redis), TOKEN, "127.0.0.1", 0) as address:
-        page.open(address)
-        redis.away = {"tape"}
-        until(lambda: page.text("#banner").startswith("Redis does not answer since "), "the page reports it")
-        assert page.text("#run") == "sample"  # The page still shows the last reading.
-        redis.away = set()
-        transport.island.heartbeat(samples.heartbeat("survivor"))
-        until(lambda: "survivor" in page.text("#lanes"), "the page goes on")
-        until(lambda: "Redis" not in page.text("#banner"), "the page is content")
-
-
-def test_the_page_of_an_empty_run(page: Page, until: Until) -> None:
-    transport = MemoryBroker().connect("sample")
-    transport.create(MANIFEST, samples.first_snapshots(MANIFEST))
-    with serving(Watcher(transport), TOKEN, "127.0.0.1", 0) as address:
-        page.driver.get(address)
-        until(lambda: page.text("#banner") == "No island has joined yet.", "the page reports it")
-        until(lambda: "No round has closed yet." in page.text("#chart-learn"), "empty charts say why")
-        assert page.is_shown("#no-events")
-        assert page.is_shown("#no-lanes")
 
 
 def test_a_report_is_one_file_that_needs_no_network(

@@ -90,14 +90,6 @@ def test_a_merger_without_momentum_or_checkpoints_takes_less() -> None:
     assert usual.merger_bytes - alone.merger_bytes == 2 * 12 * PARAMETERS
 
 
-def test_a_slower_machine_takes_longer_and_no_more_memory() -> None:
-    usual, slow = (cycle(CONFIG, PARAMETERS, 128, 2, machine=Machine().slower(factor)) for factor in (1.0, 2.0))
-    assert slow.merge_seconds == pytest.approx(2 * usual.merge_seconds)
-    assert usual.restart_seconds < slow.restart_seconds < 2 * usual.restart_seconds, "a lease ends when it ends"
-    assert slow.publish_seconds == pytest.approx(2 * usual.publish_seconds)
-    assert (slow.merger_bytes, slow.redis_bytes) == (usual.merger_bytes, usual.redis_bytes)
-
-
 def test_only_vectors_that_go_back_to_the_system_take_new_memory() -> None:
     dear = Machine(new_byte_seconds=1.0)
     small, large = ((RETURNED_BYTES // 4 + more) * 128 for more in (-1, 0))
