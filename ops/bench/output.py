@@ -84,7 +84,7 @@ def table(rows: Sequence[Mapping[str, Any]], width: int) -> Table:
     cells = [list(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
     heads, *body = cells
     fits = sum(max(map(len, column)) + 2 for column in zip(*cells, strict=True)) - 2 <= width
-    heads = [head.replace("_", " " if fits else "\n") for head in heads]
+    heads = [head.replace("_", " ") if fits else head.replace("_", "\n").replace(".", ".\n") for head in heads]
     made = new_table(*heads, numbers=heads[1:], padding=(0, 1) if fits else (0, 1, 0, 0))
     for row in body:
         made.add_row(*row)
