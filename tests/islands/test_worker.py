@@ -106,24 +106,6 @@ def test_a_snapshot_whose_adoption_fails_is_adopted_later(monkeypatch: pytest.Mo
 # -- data -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_island_sends_its_remaining_progress_at_the_end_of_the_run() -> None:
-    short = replace(tiny.CONFIG, inner=replace(tiny.CONFIG.inner, steps=6))
-    run = TinyRun(tiny.manifest(config=short))
-    island = run.island()
-    while not island.finished:
-        run.play(island, 1)
-    assert island.totals.steps == 6
-    outbox = island.link.channels[0].outbox
-    sent = outbox.sent
-    run.depart(island, "done")
-    assert outbox.sent > sent
-    assert run.transport.reader.presences()[0].heartbeat.state == "done"
-    books = run.transport.reader.books()
-    assert books.published == books.merged == outbox.sent
-    members = [member for entry in run.transport.reader.tape(100) for member in entry.members]
-    assert sum(member.tokens for member in members) == 2 * 6 * short.tokens_per_step  # in both fragments
-
-
 # -- without a merger -----------------------------------------------------------------------------------------------
 
 

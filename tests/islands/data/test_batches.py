@@ -62,11 +62,6 @@ def rows(name: str, pass_number: int) -> Bytes:
 # -- ranges and windows -----------------------------------------------------------------------------------------------
 
 
-@given(st.integers(1, 300), st.integers(0, (1 << 31) - 1))
-def test_the_order_names_every_range_once(count: int, seed: int) -> None:
-    assert sorted(range_order(count, seed)) == sorted(map(str, range(count)))
-
-
 def test_the_order_of_ranges_and_windows_is_the_same_on_every_machine() -> None:
     # Recorded values. If they change, islands of two versions train on the same windows.
     assert range_order(8, seed=1) == ["0", "6", "2", "1", "3", "7", "4", "5"]

@@ -218,16 +218,6 @@ def test_only_the_newest_parameters_are_kept(made: str) -> None:
 # -- how a session ends ---------------------------------------------------------------------------------------------
 
 
-def test_a_clean_end_sends_all_progress(made: str, until: Until) -> None:
-    with served(made) as merger:
-        with join(made, "own", tree(), island="a") as run:
-            run.sync(trained(run.params), tokens=64, loss=1.5)
-        until(lambda: merger.state.closed >= 2, "both fragments to be merged")
-    assert books_of(made).merged == 2
-    assert books_of(made).merged_tokens == 128
-    assert left_because(made)
-
-
 def test_an_island_stays_until_the_last_contributions_of_the_run_are_merged(
     url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 from archipelago import SyncConfig, create, join
 from archipelago.broker.errors import ConfigError, MismatchError
 from archipelago.broker.redis.transport import connect
-from archipelago.islands.own_loop.tree import FrozenLeaves, TreeLayout
+from archipelago.islands.own_loop.tree import FrozenLeaves
 from tests.failing import failing
 from tests.islands.own_loop.own_runs import OwnRun, only_kernels_trained
 
@@ -33,14 +33,6 @@ def tree(base: float = 1.0) -> dict[str, Any]:
 def made(url: str) -> str:
     assert create(url, "own", tree(), sync=SYNC, steps=1000, trained="lora")
     return url
-
-
-def test_only_the_chosen_leaves_are_tensors_of_the_run() -> None:
-    for chosen in ("^LORA", lambda name: name.startswith("lora")):
-        layout = TreeLayout.of(tree(), chosen)
-        assert set(layout.templates) == {"lora.a", "lora.b"}
-        assert [values.name for values in layout.frozen_values()] == ["base.kernel", "base.packed"]
-        assert set(layout.own) - set(layout.frozen) == {"key", "count"}
 
 
 def test_a_choice_that_cannot_be_used_is_refused() -> None:

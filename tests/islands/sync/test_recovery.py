@@ -172,32 +172,6 @@ class Waiting:
         assert (run.requests, run.handovers) == ({}, {})
 
 
-def test_an_answer_is_awaited_and_removed() -> None:
-    new = Waiting()
-    new.transport.island.heartbeat(samples.heartbeat("a"))
-    new.meanwhile = lambda number: new.transport.island.hand_over("new/z", HANDOVER, PAYLOAD) if number == 3 else None
-    received = new.receive()
-    assert received.handover == HANDOVER
-    assert tiny.leaf_bytes(received.optimizer) == tiny.leaf_bytes(STATE)
-    assert (new.pauses, new.beats) == (3, 4)  # it sends heartbeats during the wait
-    new.assert_withdrawn()
-
-
-def test_without_peers_there_is_no_wait() -> None:
-    new = Waiting()
-    new.transport.island.heartbeat(samples.heartbeat("gone", "left"))
-    new.transport.island.heartbeat(samples.heartbeat("also-new", "joining"))
-    assert new.receive() is None
-    assert new.pauses == 0
-    new.assert_withdrawn()
-    new = Waiting()
-    new.transport.island.heartbeat(samples.heartbeat("a"))
-    new.meanwhile = lambda number: new.transport.island.heartbeat(samples.heartbeat("a", "left"))
-    assert new.receive(seconds=1e9) is None
-    assert new.clock.now < 2 * recovery.PEERS_SECONDS, "the last peer has left"
-    new.assert_withdrawn()
-
-
 def test_a_newcomer_waits_through_an_outage_and_seldom_looks_for_peers() -> None:
     new = Waiting()
     new.transport.island.heartbeat(samples.heartbeat("a"))

@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import pytest
 
-from archipelago.broker.errors import UnreachableError
 from archipelago.broker.ranges import ReadPosition
-from archipelago.islands.inner import require_sound
-from archipelago.islands.sync.arrays import decode_tree
 from archipelago.islands.sync.connection.link import FRESH_SECONDS
 from archipelago.islands.sync.connection.watch import REMIND_SECONDS
-from archipelago.islands.sync.recovery import StateForPeer
 from tests import samples
-from tests.harness import tiny
-from tests.islands.sync.connection.link_run import Harness, heartbeat, raising, ranges_of, send
+from tests.islands.sync.connection.link_run import Harness, heartbeat, ranges_of
 
 RANGES = ranges_of(samples.manifest())
 
 # -- ranges --------------------------------------------------------------------------------------------------------
-
-
-def test_a_held_range_is_not_leased_again(harness: Harness) -> None:
-    link = harness.link(ranges=["3", "1"])
-    for expected in (ReadPosition("3", 0, 0), ReadPosition("1", 0, 0), None, None):
-        heartbeat(link)
-        assert link.lease() == expected
-    link.leases.hold(["3"])  # range 1 is leased under our name, but we missed the answer
-    heartbeat(link)
-    assert link.lease() == ReadPosition("1", 0, 0)
 
 
 def test_a_lost_lease_is_reported_once(harness: Harness) -> None:
@@ -147,39 +131,7 @@ def test_a_loop_of_short_steps_describes_itself_now_and_then(harness: Harness) -
     assert link.wants_beat("training")
 
 
-def test_optimiser_state_is_handed_over_once(harness: Harness) -> None:
-    link = harness.link("a/x")
-    ask(harness)
-    link.hand_over(StateForPeer("new/z", jax.tree.leaves(MOMENTS), 40))
-    harness.faulty.before["hand_over"] = raising(UnreachableError("connection refused"))
-    link.pump()
-    assert (link.pumps.trouble, harness.transport.island.handed_over("new/z")) == ("connection refused", None)
-    for _ in range(2):
-        link.pump()
-        assert link.pumps.trouble == ""
-        found = harness.transport.island.handed_over("new/z")
-        assert found is not None
-        handover, payload = found
-        assert (handover.giver, handover.incarnation, handover.global_step) == ("a", "x", 40)
-        assert tiny.leaf_bytes(decode_tree(handover, payload, MOMENTS, require_sound)) == tiny.leaf_bytes(MOMENTS)
-
-
 # -- the name, and the merger --------------------------------------------------------------------------------------
-
-
-def test_the_older_of_two_links_finds_that_its_name_was_taken_over(harness: Harness) -> None:
-    older = harness.link("a/old")
-    heartbeat(older)
-    newer = harness.link("a/new")
-    heartbeat(newer)
-    older.pump_heartbeat()
-    send(older, 1)
-    assert (older.is_replaced, newer.is_replaced) == (True, False)
-    (presence,) = harness.transport.reader.presences()
-    assert presence.heartbeat.incarnation == "new"
-    assert harness.published() == [], "it sends nothing more"
-    newer.pump()
-    assert not newer.is_replaced
 
 
 def test_a_link_writes_a_lost_claim_again(harness: Harness) -> None:
