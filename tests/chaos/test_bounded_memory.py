@@ -24,7 +24,6 @@ from archipelago.broker.transport import MEMORY_SHARE_MAX
 from archipelago.merger.service import Merger
 from archipelago.ops.experiments.virtual_time import VirtualRun
 from archipelago.ops.launch.embedded_redis import start_server
-from tests.chaos.threaded_run import Identity
 from tests.conftest import Until
 from tests.integration import virtual
 
@@ -37,6 +36,7 @@ SLACK = 1 << 20
 OTHERS = "another-user"
 #: Seconds per step of each island.
 SPEEDS = [1.0, 1.0, 1.7]
+Identity = tuple[str, str, int]
 
 
 class Absent:
