@@ -8,7 +8,7 @@ So the lengths of the streams say how much waits.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from archipelago.broker.commits import NUMBER_MAX, START, Delivery, arrival, ent
 from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.messages import Contribution, Pending, from_fields
 from archipelago.broker.redis.chunks import PAYLOAD, ChunkStore
-from archipelago.broker.redis.connection import PAGE, RedisConnection, block_ms
+from archipelago.broker.redis.connection import RedisConnection, block_ms
 from archipelago.broker.redis.failures import is_wrong_kind
 from archipelago.broker.redis.replies import entries_by_stream, entry_id, is_last, text_fields
 from archipelago.broker.signing import Raw

@@ -16,6 +16,7 @@ from archipelago import join
 from archipelago.broker.errors import ConfigError, MismatchError
 from archipelago.broker.footprint import footprint, redis_parts
 from archipelago.broker.redis.transport import connect
+from archipelago.islands.own_loop.tree import TreeLayout
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.dashboard import page_data
 from archipelago.ops.experiments.replay import ReplayOptions

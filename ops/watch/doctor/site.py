@@ -167,9 +167,11 @@ def sync(link: Bandwidth, round_trip_seconds: float, manifest: Manifest, step_se
         return ok("sync", f"{what} Syncs should be at least {seconds_text(seconds)} apart (--sync.interval).")
     if seconds <= stride:
         return ok("sync", what)
-    thin = codec(config.thin).encoded_size(max(sizes)) if config.thin else up
+    thin = codec(manifest.config.thin).encoded_size(max(sizes)) if manifest.config.thin else up
     if max(thin / link.up, down / link.down) <= stride:
-        return ok("sync", f"{what} It would send {size(thin)} instead ({config.thin}), because this is a thin link.")
+        return ok(
+            "sync", f"{what} It would send {size(thin)} instead ({manifest.config.thin}), because this is a thin link."
+        )
     return warning(
         "sync.slow",
         f"{what} Inner steps hide {stride / seconds:.0%} of it: intervals would stretch {seconds / stride:.1f} times.",

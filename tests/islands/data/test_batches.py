@@ -85,8 +85,6 @@ def test_the_windows_of_a_pass_tile_the_text(size: int, shards: int, length: int
     assert 0 <= size - (ordered[-1] + length + 1) < length  # no further window fits
 
 
-
-
 @settings(deadline=None)
 @given(size=st.integers(10, 3000), sequences=st.integers(1, 50), length=st.integers(2, 80))
 def test_held_out_windows_are_spread_and_do_not_overlap(size: int, sequences: int, length: int) -> None:

@@ -16,7 +16,6 @@ import pytest
 from archipelago.broker.config import ModelConfig, RunConfig
 from archipelago.broker.errors import ConfigError, DataError, MismatchError
 from archipelago.broker.manifest import Manifest
-from archipelago.islands.data.batches import Batches
 from archipelago.islands.data.corpus import OpenCorpus, open_corpus
 from archipelago.islands.data.preparation import prepare_text
 from archipelago.islands.data.ranges import held_out

@@ -5,11 +5,12 @@ from __future__ import annotations
 import jax.numpy as jnp
 import pytest
 
+from archipelago.broker.errors import UnreachableError
 from archipelago.broker.ranges import ReadPosition
 from archipelago.islands.sync.connection.link import FRESH_SECONDS
 from archipelago.islands.sync.connection.watch import REMIND_SECONDS
 from tests import samples
-from tests.islands.sync.connection.link_run import Harness, heartbeat, ranges_of
+from tests.islands.sync.connection.link_run import Harness, heartbeat, raising, ranges_of
 
 RANGES = ranges_of(samples.manifest())
 
