@@ -134,6 +134,7 @@ class Commit:
         after_round: The last closed round that the merger knows. If the broker restarted without its newest writes,
             its last round or its instance (`ReaderClient.instance`) differs from that of the lease, and it refuses the
             commit. None skips the check.
+        uncovered: How many of the newest rounds some compaction does not cover yet. The tape keeps these.
         counts: The run's counters after the round (`RunState.counts`).
     """
 
@@ -147,6 +148,7 @@ class Commit:
     cursors: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     difference: bytes = b""
     after_round: int | None = None
+    uncovered: int = 0
     counts: Mapping[str, int] = field(default_factory=dict)
 
     @property

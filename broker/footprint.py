@@ -109,14 +109,14 @@ def has_momentum(config: RunConfig) -> bool:
     return config.outer.rule != "sgd"
 
 
-def tape_kept(entry_bytes: int, fragments: int) -> int:
+def tape_kept(entry_bytes: int, needed: int) -> int:
     """Return how many entries the tape keeps, so that its bytes are bounded, too.
 
     Args:
         entry_bytes: The size of its newest entry.
-        fragments: The number of fragments. A merger that starts merges at most DIFFERENCES_KEPT rounds of each again.
+        needed: How many of the newest rounds a merger that starts may have to merge again.
     """
-    return max(DIFFERENCES_KEPT * fragments, min(TAPE_KEPT, TAPE_BYTES // max(1, entry_bytes)))
+    return max(needed, min(TAPE_KEPT, TAPE_BYTES // max(1, entry_bytes)))
 
 
 def redis_parts(
@@ -142,7 +142,7 @@ def redis_parts(
         "contributions since the last compaction": REDIS_LOG * REDIS_PER_PARAMETER * parameters if difference else 0,
         "replaced snapshots": REPLACED_PER_PARAMETER * parameters,
         "a compaction that is written": REDIS_PER_PARAMETER * largest,
-        "the tape": entry * tape_kept(entry, fragments),
+        "the tape": entry * tape_kept(entry, fragments),  # with many islands, a compaction covers each round
         "the merger's state": STATE_PER_ISLAND * islands,
     }
 

@@ -175,6 +175,11 @@ class Manifest:
             remedy = f"Give {self.shards}, or create a run with another name."
             raise MismatchError("number of shards", str(self.shards), str(shards), remedy)
 
+    @property
+    def run_fragments(self) -> Sequence[int]:
+        """The numbers that the fragments have in the run."""
+        return range(len(self.fragments)) if self.whole is None else self.whole.shard_layout.fragments[self.shard]
+
     def described(self, number: int) -> str:
         """Return a round of this run or shard in words, with its number in the run."""
         shard = f" of shard {self.shard}" if self.whole is not None else ""

@@ -84,6 +84,7 @@ def build_commit(
     after: RunState,
     trim: Sequence[str],
     is_full: bool,
+    uncovered: int,
 ) -> Commit:
     """Return the commit of a round.
 
@@ -96,6 +97,7 @@ def build_commit(
         after: The run's state after it.
         trim: Merged entries that the commit deletes from the stream.
         is_full: Whether the commit carries the fragment's full state.
+        uncovered: How many of the newest rounds some compaction does not cover.
     """
     wire, held_N = manifest.config.wire, merged.state.published_N
     difference = (
@@ -115,6 +117,7 @@ def build_commit(
         cursors={s: c for s, c in after.cursors.items() if before.cursors.get(s) != c},
         after_round=before.closed,
         difference=difference,
+        uncovered=uncovered,
         counts=after.counts(),
     )
 
@@ -274,7 +277,7 @@ class Compactor:
         """Write the full state of these fragments again, because a part of it cannot be read. Not too often."""
         if fragments and self.clock() - self._wanted_at >= IDLE_SECONDS:
             self._wanted_at = self.clock()
-            self._wanted |= fragments & set(range(len(self.fragments)))
+            self._wanted |= fragments
 
     def carries_full(self, p: int, version: int) -> bool:
         """Return whether the commit of this version must carry the fragment's full state.
@@ -297,6 +300,11 @@ class Compactor:
         If that write fails, the merger loads the run again.
         """
         self.fragments[self.manifest.fragment_of(number)] = Uncovered(number, version)
+
+    @property
+    def oldest(self) -> int:
+        """The round of the oldest compaction that is a fragment's newest."""
+        return min((fragment.round for fragment in self.fragments), default=0)
 
     def is_compacted(self, number: int) -> bool:
         """Return whether the full state in Redis includes that round."""

@@ -235,7 +235,8 @@ class Merger:
             presences = [p for p in every if not self.controls.refuses(p.heartbeat.island)]
             self.live = self.liveness.look(presences, self.clock(), self.state.closed)
             self._has_islands = any(presence.is_live for presence in presences)
-            self.compactor.want({p for presence in presences if presence.is_live for p in presence.unreadable})
+            unreadable = {number for presence in presences if presence.is_live for number in presence.unreadable}
+            self.compactor.want({p for p, number in enumerate(self.manifest.run_fragments) if number in unreadable})
             self.controls.tell_of_idle(self.liveness.idle)
             self._live_at = self.clock()
 
@@ -292,10 +293,10 @@ class Merger:
         record = RoundRecord(
             close, self.epoch, len(self.live), steered, self.wall(), merge_seconds, spectra_seconds, self.busy.take()
         )
-        before, epoch = self.state, self.epoch
+        before, epoch, uncovered = self.state, self.epoch, close.round - self.compactor.oldest
 
         def commit() -> tuple[Commit, float]:
-            made = build_commit(self.manifest, record, merged, addends, before, after, trim, is_full)
+            made = build_commit(self.manifest, record, merged, addends, before, after, trim, is_full, uncovered)
             self.transport.merger.commit(epoch, made)
             return made, self.clock() - began
 

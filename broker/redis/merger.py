@@ -154,7 +154,7 @@ class RedisMerger:
             write.do("SADD", self._keys.kept_entries, *commit.entries)
         self._forget(write, commit.trim)
         self._derived(write, commit.cursors, commit.counts)
-        self._tape(write, commit.tape)
+        self._tape(write, commit.tape, commit.uncovered)
         self._announce(write, epoch, commit.snapshot)
         self.lease.write(epoch, write, commit.after_round)
         failpoint("commit.done")
@@ -169,15 +169,15 @@ class RedisMerger:
         if rewrite.tape is not None:
             write.delete(self._keys.tape)
         for entry in rewrite.tape or ():
-            self._tape(write, entry)
+            self._tape(write, entry, len(rewrite.tape or ()))
         self.lease.write(epoch, write, at_instance=True)
 
     def _state(self, write: Write, state: str) -> None:
         write.set(self._keys.state, signed_state(self._signing, state))
 
-    def _tape(self, write: Write, entry: TapeEntry) -> None:
+    def _tape(self, write: Write, entry: TapeEntry, needed: int) -> None:
         signed = self._signing.signed("tape", to_fields(entry))
-        kept = tape_kept(sum(map(len, signed.values())), len(self._reader.stored.sizes()))
+        kept = tape_kept(sum(map(len, signed.values())), needed)
         write.xadd(self._keys.tape, signed, maxlen=kept, approximate=False)
 
     def _derived(self, write: Write, cursors: Mapping[str, tuple[int, int]], counts: Mapping[str, int]) -> None:

@@ -229,7 +229,7 @@ class RedisTransport:
             pipe.hset(self._keys.data, mapping={name: cursor_text(c) for name, c in image.cursors.items()})
         for entry in image.tape:
             fields = self._signing.signed("tape", to_fields(entry))
-            kept = tape_kept(sum(map(len, fields.values())), len(image.snapshots))
+            kept = tape_kept(sum(map(len, fields.values())), 1)
             pipe.xadd(self._keys.tape, fields, maxlen=kept)
         for evaluation in image.evaluations:
             pipe.xadd(self._keys.evaluations, to_fields(evaluation), maxlen=EVALUATIONS_KEPT)

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from archipelago.islands.sync.participant import Participant
 
 
+#: How many fragments that cannot be read a heartbeat names.
+UNREADABLE_TOLD = 64
+
+
 def heartbeat(island: Participant, state: str) -> Heartbeat:
     """Return the heartbeat of an island in that state."""
     link, ledger, seconds = island.link, island.ledger, island.speed.step_seconds
@@ -52,6 +56,7 @@ def heartbeat(island: Participant, state: str) -> Heartbeat:
         uplink_bytes_per_second=_rate(link.uplink.seconds_a_byte),
         downlink_bytes_per_second=_rate(link.uplink.down_seconds_a_byte),
         ignored=link.channels.ignored,
+        unreadable=" ".join(map(str, link.channels.unreadable[:UNREADABLE_TOLD])),
         tokens_unsent=(ledger.unsent_tokens + link.channels.queued_tokens) // len(ledger.counts),
         machine=machine.describe(),
         memory_bytes=memory.process,

@@ -50,7 +50,6 @@ BOOKS = {
     "archipelago_run_published_contributions_total": ("published", "Contributions published."),
     "archipelago_run_merged_contributions_total": ("merged", "Contributions merged."),
     "archipelago_run_refused_contributions_total": ("refused", "Contributions refused."),
-    "archipelago_run_kept_contributions": ("kept", "Merged ones that stay until a checkpoint covers them."),
 }
 
 UNFINISHED = "archipelago_run_unfinished"

@@ -194,7 +194,7 @@ def test_a_client_without_a_key_changes_nothing(run: SignedRun) -> None:
     assert {presence.heartbeat.island for presence in reader.presences()} == set(ISLANDS)
 
 
-def test_a_forged_snapshot_is_not_adopted_and_the_next_round_replaces_it(run: SignedRun) -> None:
+def test_a_forged_snapshot_is_not_adopted_and_is_replaced_once_an_island_cannot_read_it(run: SignedRun) -> None:
     run.close_until(4)
     for island in run.islands.values():
         island.link.pump()
@@ -203,7 +203,8 @@ def test_a_forged_snapshot_is_not_adopted_and_the_next_round_replaces_it(run: Si
     run.raw.hset(run.redis_keys.fragment(0), mapping={**fields, "payload": payload})
     with failing(SignatureError, "signature.wrong"):
         run.keys.viewer().reader.fragment(0)
-    run.close_until(run.merger.state.closed + len(run.manifest.fragments))
+    run.islands["island-0"].link.channels[0].inbox.unreadable.add(0)
+    run.close_until(run.merger.state.closed + 2 * len(run.manifest.fragments))
     run.keys.viewer().reader.fragment(0)
     run.finish()
     assert [entry[0] for entry in bits(run)] == [entry[0] for entry in honest()]

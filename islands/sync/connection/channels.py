@@ -162,6 +162,12 @@ class Channels(tuple[Channel, ...]):
         return sum(channel.inbox.ignored for channel in self)
 
     @property
+    def unreadable(self) -> list[int]:
+        """The fragments of the run whose newest version could not be read, in order."""
+        of_shards = self._layout.fragments
+        return sorted(of_shards[channel.shard][p] for channel in self for p in list(channel.inbox.unreadable))
+
+    @property
     def arrived_at(self) -> float:
         """When the last snapshot arrived."""
         return max(channel.inbox.arrived_at for channel in self)

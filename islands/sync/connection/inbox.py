@@ -64,6 +64,8 @@ class Announcements:
         #: How many announcements were ignored.
         self.ignored = 0
         self._faults: set[str] = set()
+        #: The fragments whose newest version could not be read, which heartbeats tell the merger.
+        self.unreadable: set[int] = set()
         self._heads: Heads | None = None
         self._after = START
         self._events: deque[Event] = deque()
@@ -108,10 +110,12 @@ class Announcements:
         for p in sorted(self._wanted):
             try:
                 self._fetch(p)
+                self.unreadable.discard(p)
             except UnreachableError:
                 raise
             except (BrokerError, WireError) as error:
                 faults.append(error)
+                self.unreadable.add(p)
         if faults:
             raise faults[0]
 

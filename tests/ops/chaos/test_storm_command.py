@@ -256,9 +256,9 @@ def test_islands_and_mergers_do_not_decide_by_the_wall_clock() -> None:
     """So storms need no clock faults of islands and mergers. Logs and curves in `broker/observe` only show times.
 
     The default of an argument `wall` only makes time stamps. The stamps that order one member's messages need the
-    wall clock.
+    wall clock, and people are shown no notes of the future.
     """
-    needed = {"broker/redis/connection.py"}
+    needed = {"broker/redis/connection.py", "broker/redis/reader.py"}
     found = set()
     for path in (path for package in ("broker", "islands", "merger") for path in (ROOT / package).rglob("*.py")):
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -95,8 +95,11 @@ CASES: list[tuple[RunView, list[str]]] = [
     (view(beat("a", 90.0), beat("b", 80.0)), ["run.no-islands", "island.silent", "island.silent"]),
     (view(beat("b", 40.0)), ["island.silent"]),
     (view(live=0, known=0), ["run.no-islands"]),  # A new run.
-    (view(interval=2400, merger=status(still_seconds=350.0)), []),  # A stride is 120 s; slow islands have three.
-    (view(interval=2400, merger=status(still_seconds=361.0)), ["run.stalled"]),
+    (
+        view(interval=2400, merger=status(still_seconds=350.0)),
+        ["run.few-syncs"],
+    ),  # A stride is 120 s; slow islands have three.
+    (view(interval=2400, merger=status(still_seconds=361.0)), ["run.stalled", "run.few-syncs"]),
     (view(beat("b", 7200.0)), []),  # It is gone for good.
     (view(beat("b", 40.0, state="left")), []),
     (view(beat("b", link="thin link at 3.2 Mbit/s up: fewer bits")), ["island.thin-link"]),
