@@ -16,7 +16,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Final, NamedTuple, TypeVar
 
 import jax
@@ -237,13 +236,17 @@ class Evaluator:
         beats = (presence.heartbeat.state for presence in self._transport.reader.presences() if presence.is_live)
         if stopped() or any(state in ("joining", "training") for state in beats):
             return None
-        with self._lease() as is_held:
-            newest = published(self._transport, self._manifest, self._place) if is_held else None
+        if not self._holds_lease():
+            return None
+        try:
+            newest = published(self._transport, self._manifest, self._place)
             known = self._transport.reader.evaluations()
-            if newest is None or (known and known[-1].round == newest[1]):
+            if known and known[-1].round == newest[1]:
                 return None
             log.info("evaluating the final parameters")
             return self._evaluate(newest, stopped)
+        finally:
+            self._free_lease()
 
     def _keep_evaluating(self) -> None:
         while not self._stopping.is_set():
@@ -269,16 +272,6 @@ class Evaluator:
 
     def _free_lease(self) -> None:
         self._transport.island.lease_evaluation(self._who, 0.0)
-
-    @contextmanager
-    def _lease(self) -> Iterator[bool]:
-        """Take the lease if it is free, and free it at the end. Yields whether this island holds it."""
-        is_held = self._holds_lease()
-        try:
-            yield is_held
-        finally:
-            if is_held:
-                self._free_lease()
 
     def _newest(self) -> tuple[Params, int, int] | None:
         """Return the newest published parameters, their round and their step; None if they are known already."""
