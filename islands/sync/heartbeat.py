@@ -55,7 +55,7 @@ def heartbeat(island: Participant, state: str) -> Heartbeat:
         moments=island.moments,
         uplink_bytes_per_second=_rate(link.uplink.seconds_a_byte),
         downlink_bytes_per_second=_rate(link.uplink.down_seconds_a_byte),
-        ignored=link.channels.ignored,
+        ignored=sum(channel.inbox.ignored for channel in link.channels),
         unreadable=" ".join(map(str, link.channels.unreadable[:UNREADABLE_TOLD])),
         tokens_unsent=(ledger.unsent_tokens + link.channels.queued_tokens) // len(ledger.counts),
         machine=machine.describe(),

@@ -157,11 +157,6 @@ class Channels(tuple[Channel, ...]):
         return sum(channel.inbox.snapshots.bytes_down for channel in self)
 
     @property
-    def ignored(self) -> int:
-        """The number of announcements that were ignored."""
-        return sum(channel.inbox.ignored for channel in self)
-
-    @property
     def unreadable(self) -> list[int]:
         """The fragments of the run whose newest version could not be read, in order."""
         of_shards = self._layout.fragments
