@@ -60,8 +60,14 @@ def rounded(product_N: jax.Array, known: jax.Array) -> jax.Array:
     Left to itself, XLA adds a product in one instruction, without rounding, where the processor has that. Here the bits
     are combined with a zero that XLA does not know to be one: the sign of `known`, a scalar that is never negative.
     """
-    zero = jax.lax.bitcast_convert_type(known, jnp.uint32) >> jnp.uint32(31)
-    return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(product_N, jnp.uint32) | zero, jnp.float32)
+    bits_N = jax.lax.bitcast_convert_type(product_N, jnp.uint32) | _zero(known)
+    return jax.lax.bitcast_convert_type(bits_N, jnp.float32)
+
+
+def _zero(known: jax.Array) -> jax.Array:
+    """Return the integer 0, which XLA does not know."""
+    zero: jax.Array = jax.lax.bitcast_convert_type(known, jnp.uint32) >> jnp.uint32(31)
+    return zero
 
 
 def _average_add(sum_L: jax.Array, delta_L: jax.Array, norm: jax.Array, weight: jax.Array) -> jax.Array:
@@ -81,7 +87,9 @@ class RdaAccumulator(NamedTuple):
 
 def _norm(x_L: jax.Array, known: jax.Array) -> jax.Array:
     """Return the L2 norm, which is zero from 1e-28 down. `known` is a number that is never negative."""
-    return jnp.sqrt(jnp.sum(rounded(jnp.square(_UNIT * x_L), known))) / _UNIT
+    # The maximum serves the same purpose as `rounded`, with which XLA would not decode and sum in one pass.
+    squares_L = jnp.maximum(jnp.square(_UNIT * x_L), jax.lax.bitcast_convert_type(_zero(known), jnp.float32))
+    return jnp.sqrt(jnp.sum(squares_L)) / _UNIT
 
 
 def _unit(x_L: jax.Array, norm: jax.Array) -> jax.Array:
