@@ -12,7 +12,7 @@ import math
 import mmap
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -279,16 +279,12 @@ class SpectraLoad:
         threads: The threads of the merger.
         seconds: The time that they take.
         interval_seconds: H times the time of an inner step.
-        side_max: The largest `merge.isotropic_side_max` with which the merger keeps up; the run's own if it does.
-        coarser: The settings of coarser merge rules with which the merger keeps up, as few as possible.
     """
 
     operations: float
     threads: int
     seconds: float
     interval_seconds: float
-    side_max: int
-    coarser: str
 
     @property
     def share(self) -> float:
@@ -304,10 +300,9 @@ class SpectraLoad:
     def remedy(self) -> str:
         """What to do if the merger does not keep up."""
         count = math.ceil(self.threads * self.share / SHARE_MAX)
-        side = f", or only large ones with --merge.isotropic-side-max {self.side_max}" if self.side_max > 1 else ""
         return (
-            f"Run the merger on a machine with {count} such cores (--threads {count}). Or merge matrices by a "
-            f"coarser rule in a new run: {self.coarser}{side}."
+            f"Run the merger on a machine with {count} such cores (--threads {count}). Or merge large matrices by RDA "
+            "in a new run (--merge.isotropic-side-max), or all of them (--merge.rest rda --merge.embedding rda)."
         )
 
     def describe(self) -> str:
@@ -331,17 +326,8 @@ def spectra_load(
         rate: The operations a second of all of them together.
         interval_seconds: H times the time of an inner step.
     """
-    sides = {min(tensor.shape[-2:]) for tensor in tensors if len(tensor.shape) > 1 and tensor.size}
-    limits = [config.isotropic_side_max, *sorted((s for s in sides if s < config.isotropic_side_max), reverse=True), 1]
-
-    def seconds(side_max: int) -> float:
-        return cycle_operations(tensors, replace(config, isotropic_side_max=side_max)) / rate
-
-    fitting = next(side for side in limits if side == 1 or seconds(side) <= SHARE_MAX * interval_seconds)
-    own = cycle_operations(tensors, config)
-    embeddings_left = cycle_operations(tensors, replace(config, rest="rda")) / rate > SHARE_MAX * interval_seconds
-    coarser = "--merge.rest rda" + " --merge.embedding rda" * embeddings_left
-    return SpectraLoad(own, threads, own / rate, interval_seconds, fitting, coarser)
+    operations = cycle_operations(tensors, config)
+    return SpectraLoad(operations, threads, operations / rate, interval_seconds)
 
 
 def decoder(parameters: float) -> tuple[Tensor, ...]:
