@@ -28,6 +28,7 @@ COLUMNS = ("", "goodput", "uptime", "inner steps kept", "inner steps lost", "lon
 STATE_COLOURS = {"training": "#4c9f70", "stopped": "#e0b040", "recovering": "#6fa8dc", "dead": "#c0504d"}
 MARKS = {"kill": "x", "died": "x", "stop": "s", "disk": "d", "clock": "*"}
 OTHER_MARK = "v"
+BIN_SECONDS = 2.0
 SHARE_COLOURS = {**STATE_COLOURS, "useful": STATE_COLOURS["training"], "lost": "#8064a2", "idle": "#b8b8b8"}
 
 
@@ -150,9 +151,9 @@ def _draw_timelines(axes: Axes, storm: StormRecord, states: Timelines) -> None:
                 title_fontsize=8)  # fmt: skip
 
 
-def _draw_round_rate(axes: Axes, storm: StormRecord, bin_seconds: float = 2.0) -> None:
+def _draw_round_rate(axes: Axes, storm: StormRecord) -> None:
     times = [at - storm.begin for at in storm.closed_at.values() if storm.begin <= at < storm.end]
-    bins = max(1, round(storm.seconds / bin_seconds))
+    bins = max(1, round(storm.seconds / BIN_SECONDS))
     width = storm.seconds / bins
     axes.hist(times, bins=bins, range=(0.0, storm.seconds), weights=[60.0 / width] * len(times), color="#4472c4")
     axes.set(xlabel="seconds", ylabel="rounds per minute")

@@ -169,15 +169,13 @@ def ring_factor(sites: int) -> float:
     return 2.0 * (sites - 1) / sites
 
 
-def data_parallel_gbits(
-    parameters: float, bits: float, step_seconds: float, sites: int, utilisation: float, forward: float = FORWARD_SHARE
-) -> float:
+def data_parallel_gbits(parameters: float, bits: float, step_seconds: float, sites: int, utilisation: float) -> float:
     """Return the Gbit/s with which data-parallel reaches this utilisation, a share below 1.
 
     A step takes T/CU in all. Gradients leave during the backward pass, so everything but the forward pass can send
-    them: B = ring · N · bits / (T/CU − T · forward).
+    them: B = ring · N · bits / (T/CU − T · FORWARD_SHARE).
     """
-    return ring_factor(sites) * parameters * bits / 1e9 / (step_seconds * (1.0 / utilisation - forward))
+    return ring_factor(sites) * parameters * bits / 1e9 / (step_seconds * (1.0 / utilisation - FORWARD_SHARE))
 
 
 def fragments_gbits(

@@ -271,9 +271,11 @@ class History:
             with suppress(KeyError, ValueError):
                 self._length = float(changes[STEPS])
 
-    def losses(self, points: int = ISLAND_POINTS) -> dict[str, dict[str, list[float]]]:
+    def losses(self) -> dict[str, dict[str, list[float]]]:
         """Return columns of each island's own loss in nats per token, by the island's name."""
-        return {name: columns(thinned(trail.rows, points), IslandRow) for name, trail in sorted(self._losses.items())}
+        return {
+            name: columns(thinned(trail.rows, ISLAND_POINTS), IslandRow) for name, trail in sorted(self._losses.items())
+        }
 
     def steps_per_second(self) -> float:
         """Return the global steps per second over the recent rounds, since the last pause; NaN if it is not known."""
@@ -284,9 +286,9 @@ class History:
         seconds = rows[-1].unix_seconds - rows[begin].unix_seconds if rows else 0.0
         return (rows[-1].step - rows[begin].step) / seconds if seconds > 0.0 else math.nan
 
-    def lines(self, points: int = POINTS_DRAWN) -> dict[str, list[float]]:
-        """Return columns over rounds, thinned to at most `points`."""
-        return columns(thinned(self._trail.rows, points), RoundRow)
+    def lines(self) -> dict[str, list[float]]:
+        """Return columns over rounds, thinned to at most POINTS_DRAWN."""
+        return columns(thinned(self._trail.rows, POINTS_DRAWN), RoundRow)
 
     def details(self) -> dict[str, list[Any]]:
         """Return columns of the newest rounds, one row for each."""

@@ -135,22 +135,22 @@ def histories(reading: RunReading, width: int) -> Table:
     return table
 
 
-def rates_a_minute(closes: Sequence[float], now: float, count: int, seconds: float = BUCKET_SECONDS) -> list[float]:
-    """Return the rounds closed per minute in each of the last `count` spans of `seconds` seconds, oldest first.
+def rates_a_minute(closes: Sequence[float], now: float, count: int) -> list[float]:
+    """Return the rounds closed per minute in each of the last `count` spans of BUCKET_SECONDS, oldest first.
 
-    Spans begin at whole multiples of `seconds`, so a tick keeps its height while it moves to the left. Spans before
+    Spans begin at whole multiples of that time, so a tick keeps its height while it moves to the left. Spans before
     the first known round are left out.
     """
     if not closes:
         return []
-    end = math.floor(now / seconds)
-    first = max(end - count, math.floor(closes[0] / seconds) + 1)  # The first known round's span is incomplete.
+    end = math.floor(now / BUCKET_SECONDS)
+    first = max(end - count, math.floor(closes[0] / BUCKET_SECONDS) + 1)  # The first known round's span is incomplete.
     buckets = [0] * max(0, end - first)
     for at in closes:
-        index = math.floor(at / seconds) - first
+        index = math.floor(at / BUCKET_SECONDS) - first
         if 0 <= index < len(buckets):
             buckets[index] += 1
-    return [60.0 / seconds * bucket for bucket in buckets]
+    return [60.0 / BUCKET_SECONDS * bucket for bucket in buckets]
 
 
 def sparkline(values: Sequence[float], low: float | None = None) -> str:
