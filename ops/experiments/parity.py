@@ -177,7 +177,9 @@ def _tell(arm: Arm, unit: LossUnit) -> None:
 
 
 def _row(arm: Arm, arms: Sequence[Arm], unit: LossUnit) -> dict[str, Any]:
-    parallel = _parallel(arm, arms)
+    parallel = next(other for other in arms if not other.interval and other.islands == arm.islands)
+    # A user's loss may be negative; then ratios mean nothing.
+    has_ratios = all(loss > 0 for arm in arms if not arm.interval for loss in arm.losses)
     return {
         "islands": arm.islands,
         "interval": arm.interval,
@@ -185,20 +187,10 @@ def _row(arm: Arm, arms: Sequence[Arm], unit: LossUnit) -> dict[str, Any]:
         "loss": unit.from_evaluation(fmean(arm.losses)),
         **({"spread": _spread(arm, unit)} if len(arm.losses) > 1 else {}),
         "data_parallel": unit.from_evaluation(fmean(parallel.losses)),
-        "to_parallel": arm.ratio(parallel) if _has_ratios(arms) else math.nan,
+        "to_parallel": arm.ratio(parallel) if has_ratios else math.nan,
         "rounds": arm.rounds,
         "per_round": arm.per_round,
     }
-
-
-def _parallel(arm: Arm, arms: Sequence[Arm]) -> Arm:
-    """Return data-parallel training of as many workers."""
-    return next(other for other in arms if not other.interval and other.islands == arm.islands)
-
-
-def _has_ratios(arms: Sequence[Arm]) -> bool:
-    """Return whether ratios mean something. A user's loss may be negative."""
-    return all(loss > 0 for arm in arms if not arm.interval for loss in arm.losses)
 
 
 def mean_curve(curves: Sequence[Sequence[CurvePoint]]) -> list[CurvePoint]:

@@ -66,7 +66,7 @@ def show(study: Study, known: Mapping[str, Record], quiet: bool = False) -> dict
         say(f"{study.name}: nothing is recorded yet")
         return {"study": study.name, "about": study.about, "rows": []}
     varying = ["kind", *studies.varying([row.settings for row in rows])]
-    found = [_plain(row, rows, varying) for row in sorted(rows, key=_order)]
+    found = [_plain(row, rows, varying) for row in sorted(rows, key=lambda row: (row.settings["islands"], row.mean))]
     if not quiet:
         console = table_console()
         console.print(study.about)
@@ -113,10 +113,6 @@ def _identity(row: TrialRow) -> tuple[Any, ...]:
     others = {k: v for k, v in row.settings.items() if k not in ("islands", "hostile", "attack", *_RULES)}
     honest = row.settings["islands"] - row.settings["hostile"]
     return honest, sorted(others.items(), key=str)
-
-
-def _order(row: TrialRow) -> tuple[Any, ...]:
-    return row.settings["islands"], row.mean
 
 
 def _plain(row: TrialRow, rows: Sequence[TrialRow], varying: Sequence[str]) -> dict[str, Any]:

@@ -200,18 +200,14 @@ def html(found: ReportData, library: str) -> str:
         "style-src 'unsafe-inline'; img-src data: blob:\">"
     )
     page = page.replace('<link rel="stylesheet" href="page.css">', f"{policy}\n<style>\n{style}</style>")
-    page = page.replace('id="data"></script>', f'id="data">{_escaped_data(to_json(found.data))}</script>')
+    data = to_json(found.data).replace("<", "\\u003c")  # so that no text in it can end its element
+    page = page.replace('id="data"></script>', f'id="data">{data}</script>')
     page = page.replace("</main>", f"{cards(found.about)}</main>")
     page = page.replace('<script src="plotly.min.js"></script>', f"<script>{_escaped_script(library)}</script>")
     for name in SCRIPTS:
         script = (PAGE / name).read_text(encoding="utf-8")
         page = page.replace(f'<script src="{name}"></script>', f"<script>\n{_escaped_script(script)}</script>")
     return page
-
-
-def _escaped_data(data: str) -> str:
-    """Escape JSON so that no text in it can end its element."""
-    return data.replace("<", "\\u003c")
 
 
 def _escaped_script(script: str) -> str:
