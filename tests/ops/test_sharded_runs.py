@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 from archipelago.broker.control import EXPEL
 from archipelago.broker.errors import UnreachableError
 from archipelago.broker.redis.transport import connect
-from archipelago.broker.shards.transport import shards_away, whole
+from archipelago.broker.shards.transport import whole
 from archipelago.broker.transport import Transport
 from archipelago.islands.evaluation import published
 from archipelago.islands.tasks.workload import Workload
@@ -88,24 +88,6 @@ def test_status_shows_all_shards_and_which_fragments_stand_still(
     command(["status", url])
     shown = " ".join(capsys.readouterr().out.split())
     assert "no merger serves shard 1; the others have one (shard 0)" in shown
-
-
-def test_the_page_shows_all_shards_and_keeps_their_history_in_an_outage(demo: VirtualRun) -> None:
-    run = Cut(demo.connect_as("admin"))
-    watcher = Watcher(run)
-    page, charts = shown(Board(watcher))
-    assert len(charts["details"]["round"]) == sum(closed(demo))
-    assert page["run"]["rounds"] == newest_round(demo)
-    assert page["serving"].startswith("No merger serves shard 1; the others have one (shard 0), ")
-    assert charts["lines"]["round"] == sorted(charts["lines"]["round"])
-    assert charts["marks"]["text"] == [], "two mergers are no takeover"
-    assert {problem["code"] for problem in page["problems"]} >= {"shard.no-merger"}
-    before, transport = watcher.history, watcher.transport
-    run.cut.add(1)
-    watcher.update()
-    assert (watcher.history, watcher.transport) == (before, transport)
-    assert shards_away(watcher.transport)
-    assert len(before.details()["round"]) == sum(closed(demo))
 
 
 def test_parameters_come_from_all_shards(url: str, demo: VirtualRun) -> None:

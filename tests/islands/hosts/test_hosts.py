@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import jax.numpy as jnp
@@ -299,13 +298,6 @@ def test_a_port_that_is_taken_is_refused_or_awaited(
             await_free(here.port, 0.0)
         monkeypatch.setattr("archipelago.islands.hosts.coordinator.time.sleep", lambda seconds: taken.close())
         await_free(here.port, 60.0)
-
-
-def test_the_key_is_the_content_of_a_join_file(tmp_path: Path) -> None:
-    for name in ("a.join", "b.join"):
-        (tmp_path / name).write_text("secret")
-    assert key_of(str(tmp_path / "a.join")) == key_of(str(tmp_path / "b.join"))
-    assert key_of("redis://a") != key_of("redis://b")
 
 
 # -- what is used of JAX's private modules -----------------------------------------------------------------------------

@@ -71,28 +71,6 @@ def test_the_schedule_waits_for_the_merger() -> None:
 # -- strides -------------------------------------------------------------------------------------------------------
 
 
-#: The interval, the number of fragments, the window, and the contributions after each step.
-STRIDES = [
-    (8, 2, 2, [0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 1]),  # a stride of 4
-    (5, 2, 2, [0, 0, 1, 0, 1, 0, 0, 1, 0, 1]),  # 2.5: owed after 2.5, 5, 7.5, 10 steps
-    (7, 3, 2, [0, 0, 1, 0, 1, 0, 1, 0, 0, 1]),  # 7/3: owed after 2.3, 4.7, 7, 9.3 steps
-    (3, 3, 3, [1, 1, 1, 1]),
-    (4, 6, 6, [1, 2, 1, 2]),  # 1.5 contributions a step
-    (2, 6, 6, [3, 3, 3]),
-    (2, 6, 2, [2, 2, 2]),  # three are owed, the window lets two through
-    (1, 1, 2, [1, 1, 1]),
-    (1, 4, 64, [4, 4, 4]),  # a window over P is P: each fragment once a step
-]
-
-
-def test_a_stride_is_h_over_p_steps() -> None:
-    for interval, fragments, window, each_step in STRIDES:
-        alone = ledger(fragments, interval, window)
-        sent = train(alone, len(each_step), closing=True)
-        assert [len(rounds) for rounds in sent] == each_step, (interval, fragments, window)
-        assert flat(sent) == list(range(1, 1 + sum(each_step)))
-
-
 # -- the window ----------------------------------------------------------------------------------------------------
 
 

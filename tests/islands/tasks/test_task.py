@@ -52,17 +52,6 @@ def test_islands_train_a_task_and_its_cursors_follow_what_was_merged() -> None:
     assert not set(one.batches.held()) & set(two.batches.held())
 
 
-def test_an_island_goes_on_with_a_shard_where_what_was_merged_ends() -> None:
-    run = TaskedRun()
-    run.play(run.island("a"), 7)
-    before = run.transport.reader.cursors()
-    run.clock.now += 1e4  # the island is gone
-    run.play(again := run.island("a"), 1)
-    (place,) = again.batches.positions()
-    assert place.position == before[place.range][1] + 1
-    assert place.pass_number == before[place.range][0]
-
-
 def leasing(free: Iterator[str]) -> Any:
     """Return a link that leases these shards."""
     return SimpleNamespace(

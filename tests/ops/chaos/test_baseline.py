@@ -16,7 +16,6 @@ from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import ArchipelagoError
 from archipelago.ops.chaos.baseline import GroupProgress, Hub, run_baseline, summarise, worker_faults
 from archipelago.ops.chaos.baseline_worker import DataParallelWorker
-from archipelago.ops.chaos.figures import pauses
 from archipelago.ops.chaos.injection import FaultInjector, FaultTarget
 from archipelago.ops.chaos.processes import StormPlan, await_ready
 from archipelago.ops.chaos.schedule import Fault
@@ -53,11 +52,6 @@ def test_steps_that_were_rolled_back_are_lost() -> None:
     assert lost.uptime == pytest.approx(15 / 20), "a time in which a connection was lost is downtime, however short"
     none = summarise(GroupProgress(), 0, 0.0, 20.0, {"a": 1.0})
     assert (none.goodput, none.uptime, none.pause_seconds_worst) == (0.0, 0.0, 20.0)
-
-
-def test_a_pause_may_touch_the_edge_of_the_window() -> None:
-    for times, longest in (([1.0, 2.0], 3.0), ([], 5.0), ([-1.0, 4.5, 9.0], 4.5)):
-        assert max(after - before for before, after in pauses(times, 0.0, 5.0)) == longest, times
 
 
 def test_faults_of_processes_and_links_apply_to_workers() -> None:

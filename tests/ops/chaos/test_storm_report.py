@@ -17,7 +17,7 @@ from archipelago.broker.messages import Books, Pending, RoundMember, TapeEntry
 from archipelago.broker.process import finite
 from archipelago.broker.shards.layout import Layout
 from archipelago.ops.chaos.figures import MethodFigures, figures, merged_steps, rejoins, shares, stalls
-from archipelago.ops.chaos.record import LoggedTurn, ProcessEvent, Span, StormRecord, checks, timelines, uptime
+from archipelago.ops.chaos.record import LoggedTurn, ProcessEvent, Span, StormRecord, checks, timelines
 from archipelago.ops.chaos.report import comparison, headlines, write
 from archipelago.ops.chaos.schedule import Fault
 from archipelago.ops.chaos.storm import own_step_seconds
@@ -105,11 +105,6 @@ def test_a_slow_island_lowers_the_ceiling() -> None:
     assert found.ceiling == 0.75
     assert found.goodput == pytest.approx(170 / 200)
     assert found.goodput_of_live_time == pytest.approx(170 / (100 + 20 + 19.75))
-
-
-def test_uptime_is_the_time_in_which_an_island_trains() -> None:
-    alone = replace(storm(), islands=("b",))
-    assert uptime(alone, timelines(alone)) == pytest.approx((4.0 + 3.95) / 10)
 
 
 def test_a_rejoin_has_three_parts() -> None:

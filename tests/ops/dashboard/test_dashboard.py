@@ -162,12 +162,6 @@ def test_a_foreign_host_name_is_refused_on_every_address(watch: Watcher) -> None
                     assert connection.getresponse().status == status, (host, name)
 
 
-def test_before_the_first_reading_there_is_no_page_and_no_metric(board: Board) -> None:
-    with TestClient(application(board, TOKEN), "http://localhost") as client:
-        assert client.get("/api/view").json() == {"page": None, "charts": None, "fault": None}
-        assert client.get("/metrics").status_code == 503
-
-
 def test_all_files_of_the_page_are_served_here(client: TestClient) -> None:
     for path in (*FILES, "/plotly.min.js"):
         answer = client.get(path)

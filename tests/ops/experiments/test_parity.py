@@ -41,14 +41,6 @@ def config() -> RunConfig:
     )
 
 
-def test_ratios_are_taken_seed_by_seed() -> None:
-    ours, theirs = (
-        Arm("arm", 2, tuple([CurvePoint(0, 8.0), CurvePoint(10, loss)] for loss in losses))
-        for losses in ([1.0, 4.0], [2.0, 2.0])
-    )
-    assert ours.ratio(theirs) == (0.5 + 2.0) / 2
-
-
 def test_islands_of_a_task_are_compared_at_equal_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(baselines, "EVALUATIONS", 3)
     found = parity.parity(task_work(), (2,), (4, 12), 1.0)

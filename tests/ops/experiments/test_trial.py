@@ -167,11 +167,6 @@ def test_a_row_with_scores_is_compared_with_data_parallel_where_no_row_is_withou
     assert baseline(scored, [parallel, scored]) is parallel
 
 
-def test_a_row_with_a_diverged_seed_has_no_mean() -> None:
-    (row,) = results((trial_of(seed=0), 2.0, 1000), (trial_of(seed=1), None, 500))
-    assert (row.diverged, row.losses, row.mean) == (1, {}, math.inf)
-
-
 def test_the_test_text_has_its_own_column(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     study = studies.load(folder, "rates")
     losses = {"parallel": (2.0, 3.0), "islands": (2.2, 3.6)}

@@ -83,13 +83,6 @@ def test_the_supervisor_reports_a_signal_as_a_shell_does() -> None:
     assert run(parent_death.command(["sh", "-c", "kill -TERM $$"], watch=True)).returncode == 128 + signal.SIGTERM
 
 
-@pytest.mark.skipif(not parent_death.HAS_DEATH_SIGNAL, reason="only Linux has a parent-death signal")
-def test_the_death_signal_leaves_no_process_between() -> None:
-    with subprocess.Popen(parent_death.command(["sh", "-c", "echo $$"]), stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        assert int(child.stdout.read()) == child.pid
-
-
 def test_the_module_imports_nothing_slow() -> None:
     """It runs before every child, so each start pays for its imports."""
     code = (

@@ -225,22 +225,6 @@ def test_a_standby_replaces_a_child_that_dies_and_another_is_loaded(
     assert not gone(own)
 
 
-def test_without_a_ready_standby_a_child_is_restarted(pool: IslandStandbys, island: Child, until: Until) -> None:
-    pool.start()
-    until(pool.are_ready, "a standby")
-    died(pool.all[0])
-    island.start()
-    until(lambda: "began" in island.log.read_text(), "a start without the standby, which has died")
-    died(island)
-    assert island.tend(time.monotonic())
-    assert not island.stood_in
-    island.tend(time.monotonic())
-    until(lambda: island.log.read_text().count("began") == 2, "its second process")
-    assert len(pool.tend(time.monotonic())) == 1
-    pool.tend(time.monotonic())
-    until(pool.are_ready, "another standby")
-
-
 def test_a_standby_that_cannot_be_loaded_is_an_error(pool: IslandStandbys, until: Until) -> None:
     pool.all[0].argv = ["-c", "import sys; sys.stderr.write('error: no such run\\n'); sys.exit(2)"]
     pool.start()

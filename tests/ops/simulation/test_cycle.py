@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from archipelago.broker.codecs import codec
-from archipelago.broker.config import MergeConfig, ModelConfig, OuterConfig, RunConfig, WireConfig, checked
+from archipelago.broker.config import MergeConfig, ModelConfig, RunConfig, WireConfig, checked
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.footprint import MERGER_BASE
 from archipelago.broker.manifest import Tensor
-from archipelago.broker.process import RETURNED_BYTES
 from archipelago.islands.models.registry import build
 from archipelago.merger import service
 from archipelago.merger.spectra import cycle_operations
@@ -25,7 +24,6 @@ from archipelago.ops.simulation.cycle import (
     REDIS_BASE,
     SHARE_MAX,
     THREAD_RATE,
-    Machine,
     cycle,
     decoder,
     measured_machine,
@@ -58,20 +56,6 @@ def test_the_limits_are_those_of_the_product() -> None:
         checked({"sync": {"fragments": FRAGMENTS_MAX + 1}})
 
 
-def test_a_cycle_grows_with_the_parameters_and_with_the_islands() -> None:
-    small, large = (cycle(CONFIG, size, 128, 2) for size in (PARAMETERS, 2 * PARAMETERS))
-    for each in fields(small):
-        if each.name != "shards":
-            assert getattr(large, each.name) > getattr(small, each.name), each.name
-    few, many = (cycle(CONFIG, PARAMETERS, 128, islands) for islands in (2, 8))
-    assert many.merge_seconds > few.merge_seconds
-    assert many.redis_first_bytes > few.redis_first_bytes
-    assert many.redis_bytes > few.redis_bytes, "the tape and the state"
-    assert (many.bytes_up, many.publish_seconds, many.merger_bytes) == (
-        few.bytes_up, few.publish_seconds, few.merger_bytes
-    )  # fmt: skip
-
-
 def test_shards_divide_what_one_machine_holds_and_does() -> None:
     one, four = cycle(CONFIG, PARAMETERS, 128, 2), cycle(CONFIG, PARAMETERS, 128, 2, 4)
     fragment = PARAMETERS // 128
@@ -80,24 +64,6 @@ def test_shards_divide_what_one_machine_holds_and_does() -> None:
     assert four.merger_bytes - MERGER_BASE > (one.merger_bytes - MERGER_BASE) / 4, "a fragment stays whole"
     assert four.merger_bytes - MERGER_BASE < (one.merger_bytes - MERGER_BASE) / 4 + 100 * fragment
     assert (four.bytes_up, four.publish_seconds) == (one.bytes_up, one.publish_seconds), "an island sends them all"
-
-
-def test_a_merger_without_momentum_or_checkpoints_takes_less() -> None:
-    usual = cycle(CONFIG, PARAMETERS, 128, 2)
-    plain = cycle(replace(CONFIG, outer=OuterConfig(rule="sgd")), PARAMETERS, 128, 2)
-    alone = cycle(CONFIG, PARAMETERS, 128, 2, checkpoints=False)
-    assert usual.merger_bytes - plain.merger_bytes == 3 * 4 * PARAMETERS
-    assert usual.merger_bytes - alone.merger_bytes == 2 * 12 * PARAMETERS
-
-
-def test_only_vectors_that_go_back_to_the_system_take_new_memory() -> None:
-    dear = Machine(new_byte_seconds=1.0)
-    small, large = ((RETURNED_BYTES // 4 + more) * 128 for more in (-1, 0))
-    kept, returned = (cycle(CONFIG, size, 128, 2, machine=dear) for size in (small, large))
-    assert kept.publish_seconds < 1.0
-    assert returned.publish_seconds > large
-    assert kept.merge_seconds == pytest.approx(cycle(CONFIG, small, 128, 2).merge_seconds), "a merger keeps its memory"
-    assert kept.restart_seconds > 8 * small, "the next one has none"
 
 
 def test_a_model_gets_as_many_shards_as_its_machines_need() -> None:
@@ -131,14 +97,6 @@ def test_this_machine_is_measured_with_memory_that_is_new() -> None:
 
 ISOTROPIC = MergeConfig(embedding="isotropic", rest="isotropic", embedding_exponent=0.5, rest_exponent=0.0)
 TENSORS = (Tensor("embedding", (256, 64), "embedding"), Tensor("a", (64, 64)), Tensor("b", (3, 100, 400)))
-
-
-def test_the_prediction_is_the_arithmetic_over_the_rate() -> None:
-    found = spectra_load(TENSORS, ISOTROPIC, 2, 1e9, 10.0)
-    assert found.operations == cycle_operations(TENSORS, ISOTROPIC)
-    assert (found.seconds, found.share) == (found.operations / 1e9, found.operations / 1e10)
-    assert found.fits
-    assert spectra_load(TENSORS, MergeConfig(embedding="average", rest="rda"), 2, 1e9, 1e-9).fits
 
 
 def test_the_remedies_make_it_fit() -> None:

@@ -24,7 +24,6 @@ from archipelago.ops.simulation.failures import (
     simulate,
     stretches,
 )
-from archipelago.ops.simulation.plan import load
 from archipelago.ops.simulation.tables import (
     BANDWIDTH,
     ROWS,
@@ -72,12 +71,6 @@ def test_all_islands_are_down_together_by_chance() -> None:
         outcome = simulate(model, 1.5e7, rng())
         assert outcome.goodput == pytest.approx(0.5, abs=0.01), f"{islands} islands, seed {SEED}"
         assert outcome.uptime == pytest.approx(1.0 - 0.5**islands, abs=0.01), f"{islands} islands, seed {SEED}"
-
-
-def test_missing_slices_cost_only_their_share() -> None:
-    """Without pauses an elastic island's goodput is MTBF / (MTBF + R) of each slice, whatever their number."""
-    model = one_slice(slices=50, chips=50, pause_seconds=0.0, return_seconds=250.0)
-    assert simulate(model, 4e5, rng()).goodput == pytest.approx(0.8, abs=0.01), f"seed {SEED}"
 
 
 def test_delays_are_exponentiated_weibull() -> None:
@@ -193,16 +186,6 @@ def test_bandwidth_gives_the_requested_utilisation(utilisation: float, step: flo
     transfers = gbit / fragments_gbits(5e9, bits, step, sites, utilisation, interval=30.0, hidden_steps=12.0)
     unhidden = transfers - 12.0 * step
     assert 30.0 * step / (30.0 * step + unhidden) == pytest.approx(utilisation)
-
-
-def test_our_load_follows_from_the_codecs() -> None:
-    """2^20 parameters, three islands, a sync of all of them in 10 s."""
-    need = load(1 << 20, 3, 0.5, 20, 4, "bfloat16", "float32", 1e6)
-    assert need.up == (2 << 20) / 10.0
-    assert need.down == (4 << 20) / 10.0
-    assert need.redis_in == 3 * need.up + need.down
-    assert need.redis_out == 3 * (need.up + need.down)
-    assert need.fragment_up_seconds == (2 << 20) / 4 / 1e6
 
 
 # -- the verb tables --------------------------------------------------------------------------------------------------

@@ -46,12 +46,6 @@ def judged(facts: ServerFacts, host: str = "localhost", *, has_tls: bool = False
     return [finding for finding in found if finding.level != "ok"]
 
 
-def test_a_server_within_the_limits_is_fine() -> None:
-    for facts in (GOOD, info(redis_version="7.0.0", maxclients=0), info(used_memory=500, maxmemory=1000)):
-        assert judged(facts) == []
-    assert judged(GOOD, "far.example", has_tls=True) == []
-
-
 FAULTS = [
     (info(role="slave"), "problem", "role.replica"),
     (setting("appendonly", "no"), "warning", "persistence.none"),

@@ -69,23 +69,6 @@ def test_an_island_that_left_stays_known_and_participates_for_some_rounds() -> N
     assert (counts[RECENT_ROUNDS - 1], counts[RECENT_ROUNDS]) == (2, 1)
 
 
-def test_the_staleness_of_the_newest_rounds() -> None:
-    seen = history()
-    assert history([entry(1, [member("a"), member("b", 3)]), entry(2, [member("a")])]).staleness() == [2, 0, 0, 1]
-    assert History(Layout.whole(2)).staleness() == []
-    assert seen.extend(TAPE) == 0, "a round is added once"
-    assert seen.extend([*TAPE[1:], entry(4, [])]) == 1
-    assert seen.lines()["round"] == [1, 2, 3, 4]
-
-
-def test_the_times_of_a_round() -> None:
-    times = {"quorum_seconds": 0.25, "open_seconds": 1.0, "grace_seconds": 2.0, "merge_seconds": 0.125}
-    details = history([entry(7, [member("a"), member("b")], live=4, **times)]).details()
-    assert {name: values[0] for name, values in details.items()} == {
-        "round": 7, "quorum_seconds": 0.25, "waited_seconds": 0.75, "merge_seconds": 0.125, "grace_seconds": 2.0,
-    }  # fmt: skip
-
-
 def test_changes_and_takeovers_are_marked() -> None:
     tape = [
         entry(1, [member("a")], epoch=1),

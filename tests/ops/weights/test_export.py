@@ -35,10 +35,9 @@ from archipelago.ops.launch.embedded_redis import RedisServer
 from archipelago.ops.weights.export import write
 from archipelago.ops.weights.generate import open_text_model, show
 from archipelago.ops.weights.parameters import RunParameters, find
-from archipelago.ops.weights.safetensors_files import WeightFiles
 from tests.failing import failing
 from tests.ops.conftest import Call
-from tests.ops.weights.small_runs import SMALL, TINY, checkpointed, found_of, of_tokens, same
+from tests.ops.weights.small_runs import SMALL, checkpointed, found_of, of_tokens, same
 from tests.servers import empty_database
 
 
@@ -74,14 +73,6 @@ def test_a_dense_model_is_written_as_a_llama(made: Callable[[], RunParameters], 
     text = "17 islands, äöü"
     expected = open_corpus(found.manifest.corpus.name).open_tokenizer().encode(text)
     assert writer.tokenizer.encode(text) == expected
-
-
-def test_bfloat16_halves_the_file(tmp_path: Path) -> None:
-    found = found_of()
-    write(found, tmp_path / "out", "bfloat16")
-    loaded = WeightFiles(tmp_path / "out").load(TINY.tensors)
-    assert same(loaded, {n: p.astype(jnp.bfloat16).astype(jnp.float32) for n, p in found.params.items()})
-    assert (tmp_path / "out" / "model.safetensors").stat().st_size < 2.1 * found.manifest.parameters
 
 
 @pytest.mark.full

@@ -62,12 +62,6 @@ def test_weights_need_text_of_their_tokenizer(exports: Path) -> None:
                 create(MemoryBroker().connect("run"), config_of(corpus), exports / weights, may_replace=True)
 
 
-def test_the_file_alone_knows_its_tokenizer(exports: Path, tmp_path: Path) -> None:
-    alone = copied(exports / "of-tokens", tmp_path / "alone", "model.safetensors")
-    with failing(DataError, "weights.tokenizer"):
-        require_usable(config_of("others"), alone / "model.safetensors")
-
-
 def test_weights_of_another_program_are_compared_by_the_tokenizer_beside_them(exports: Path, tmp_path: Path) -> None:
     theirs = copied(exports / "of-tokens", tmp_path / "theirs", "config.json", FILE)
     save_file(load_file(exports / "of-tokens" / "model.safetensors"), theirs / "model.safetensors")  # no metadata

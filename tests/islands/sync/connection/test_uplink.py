@@ -96,15 +96,6 @@ def test_a_pause_during_one_transfer_is_no_thin_link(before: int) -> None:
     assert link.uplink.in_words(40.0) == ""
 
 
-def test_a_link_that_becomes_slow_is_noticed_with_the_second_transfer() -> None:
-    link = played(1e9)
-    for _ in range(2):
-        assert link.uplink.fits(1_000_000, 0.1)
-        link.carry(10.0)
-    assert not link.uplink.fits(1_000_000, 0.1)
-    assert link.uplink.in_words(2.0)
-
-
 def test_compression_is_retried_from_time_to_time_on_a_fast_link() -> None:
     slow, fast = measured(1e5), measured(1e10)
     for uplink in (slow, fast):
