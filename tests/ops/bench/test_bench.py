@@ -1,4 +1,4 @@
-"""The rules of `archipelago bench`: figures, tables, predictions and refusals. Nothing here measures the machine."""
+"""The rules of `archipelago bench`: figures, tables, predictions and torchft. Nothing here measures the machine."""
 
 from __future__ import annotations
 

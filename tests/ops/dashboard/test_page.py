@@ -1,4 +1,4 @@
-"""The dashboard in a browser: it updates live, survives restarts, fits a phone, and is readable in both themes."""
+"""The dashboard in a browser: it updates live, survives restarts, fits a phone, is readable, and steers a run."""
 
 from __future__ import annotations
 

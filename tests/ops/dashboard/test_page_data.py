@@ -1,4 +1,4 @@
-"""What the page says of a run: its state, its events, its merger, and rates that it measures."""
+"""What the page says of a run and of the runs beside it, and the metrics of a whole run."""
 
 from __future__ import annotations
 

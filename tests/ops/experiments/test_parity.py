@@ -1,4 +1,4 @@
-"""`bench parity`: islands of several numbers and intervals are compared with data-parallel training."""
+"""`bench parity` and `bench mixed`, and the baselines that they compare islands with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trials: their identity, what is refused, and the records of real runs."""
+"""Trials: their identity, what is refused, records of real runs, results, and hostile islands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run is continued with its own settings or extended, and others are refused by name; its loss is measured."""
+"""A run is continued with its own settings or extended; `up` passes flags and devices to its workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The failure model against closed forms and small cases by hand, and the formulas of links."""
+"""The failure model against closed forms and small cases by hand, the formulas of links, and the paper's tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exports that other programs read, where parameters are found, and runs that begin from weights."""
+"""Exports that other programs read, where parameters are found, runs that begin from weights, and generated text."""
 
 from __future__ import annotations
 
