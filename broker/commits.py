@@ -63,6 +63,10 @@ def arrival(entry: str) -> tuple[int, str, int]:
     return int(milliseconds), sender, int(number)
 
 
+def nothing() -> None:
+    """Do nothing between two parts of a long call."""
+
+
 def never_gone(holder: str) -> bool:
     """Return False, for who cannot tell whether another merger has ended."""
     return False
@@ -269,8 +273,11 @@ class MergerClient(Protocol):
         """Let `updates` begin anew with the oldest entry that waits."""
         ...
 
-    def read(self, entries: Sequence[str]) -> list[Delivery]:
-        """Return contributions with their payloads, whether they wait or were merged. A missing one has a fault."""
+    def read(self, entries: Sequence[str], between: Callable[[], object] = nothing) -> list[Delivery]:
+        """Return contributions with their payloads, whether they wait or were merged. A missing one has a fault.
+
+        `between` is called while large payloads arrive.
+        """
         ...
 
     def kept(self) -> list[str]:

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from archipelago.broker.commits import Delivery
+from archipelago.broker.commits import Delivery, nothing
 from archipelago.broker.control import steered
 from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Manifest
@@ -21,7 +21,7 @@ from archipelago.broker.messages import MERGED_MAX, Contribution, Refusal
 from archipelago.broker.ranges import RANGES_MAX, advanced, parse_positions
 from archipelago.broker.transport import MergerTransport
 from archipelago.merger import claims
-from archipelago.merger.beside import Spawn, at_once
+from archipelago.merger.beside import Spawn, at_once, awaited
 from archipelago.merger.round_merge import Addend, RoundMerge
 from archipelago.merger.state import INCARNATIONS_MAX, REMEMBERED_MAX, RunState
 from archipelago.merger.steering import EXPELLED
@@ -133,6 +133,7 @@ class Inbox:
         is_expelled: Whether the operator has expelled an island.
         believed: Returns a contribution with the claims that the merger believes.
         beside: Downloads and checks the next contributions.
+        between: Called between two contributions, and while a download is awaited: they may take longer than a lease.
     """
 
     def __init__(
@@ -142,13 +143,15 @@ class Inbox:
         is_expelled: Callable[[str], bool],
         believed: Believed,
         beside: Spawn = at_once,
+        between: Callable[[], object] = nothing,
     ) -> None:
         self.transport, self.rules = transport, rules
         #: How many contributions this process has refused.
         self.refused = 0
         #: How many contributions this process has refused, by code.
         self.codes: Counter[str] = Counter()
-        self._is_expelled, self._believed, self._beside = is_expelled, believed, beside
+        self._is_expelled, self._believed = is_expelled, believed
+        self._beside, self._between = beside, between
         self._waiting: dict[int, Waiting] = {}  # by fragment
         self._identities: set[tuple[str, str, int]] = set()
         self._entries: dict[str, None] = {}  # in the order of arrival
@@ -205,9 +208,10 @@ class Inbox:
             Each contribution that waits from now on, with the claims that the merger believes.
         """
         for delivery, opening in self._ahead(deliveries, state):
+            self._between()
             reason = self._reason(delivery, state)
             if reason is None and opening is not None and delivery.entry not in self._entries:
-                opened = opening.result()
+                opened = awaited(opening, self._between)
                 if isinstance(opened, Addend):
                     believed = self._believed(opened.contribution)
                     self._put(replace(opened, contribution=believed))

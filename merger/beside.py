@@ -14,6 +14,8 @@ from typing import Protocol, TypeVar
 from archipelago.broker.errors import ArchipelagoError
 
 T = TypeVar("T")
+#: How often a merger that waits for a job, or computes for long, looks whether its lease must be renewed.
+BETWEEN_SECONDS = 0.25
 
 
 class Spawn(Protocol):
@@ -46,6 +48,17 @@ def at_once(job: Callable[[], T], /) -> Future[T]:
     except (ArchipelagoError, OSError) as error:
         future.set_exception(error)
     return future
+
+
+def awaited(future: Future[T], between: Callable[[], object]) -> T:
+    """Return the result of a job, or raise its error. `between` is called meanwhile, every BETWEEN_SECONDS."""
+    while True:
+        try:
+            return future.result(BETWEEN_SECONDS)
+        except TimeoutError:
+            if future.done():  # it is the error of the job
+                raise
+        between()
 
 
 class BusyTime:

@@ -142,7 +142,7 @@ def merge_again(
     """
     for tape in rounds:
         before = state_before(tape)
-        deliveries = transport.merger.read([member.entry for member in tape.members])
+        deliveries = transport.merger.read([member.entry for member in tape.members], between)
         begun = with_norms(fragment, before, tape.fragment)
         fragment = replay_round(rules, before, begun, tape, deliveries, exactly=exactly)
         between()

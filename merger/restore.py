@@ -116,7 +116,7 @@ def _from_redis(transport: MergerTransport, rules: RoundMerge, between: Callable
     full, fragments = [], []
     tape: dict[int, TapeEntry] = {}
     for p, snapshot in enumerate(snapshots):
-        held, payload = _full(transport, manifest, p, snapshot.version)
+        held, payload = _full(transport, manifest, p, snapshot.version, between)
         if len(tape) < state.closed - (after := min(held.round, state.covered)):
             tape = _rounds(transport, after, state.closed)
         outer_state = transport.merger.outer(p, held.version) if held.version else b""
@@ -154,9 +154,15 @@ def _head(manifest: Manifest, closed: int, p: int, head: Snapshot | None) -> Sna
     return head
 
 
-def _full(transport: MergerTransport, manifest: Manifest, p: int, version: int) -> tuple[Snapshot, bytes]:
+def _full(
+    transport: MergerTransport, manifest: Manifest, p: int, version: int, between: Callable[[], object]
+) -> tuple[Snapshot, bytes]:
     """Return the newest full snapshot of a fragment and its payload. Raises WireError if it is lost or damaged."""
-    snapshot, payload = transport.reader.fragment(p)
+
+    def arrived(_: memoryview) -> None:
+        between()
+
+    snapshot, payload = transport.reader.fragment(p, arrived)
     if snapshot.fragment != p or snapshot.version > version:
         raise WireError(f"the snapshot of fragment {p} is of version {snapshot.version}, and {version} is the newest")
     if digest(payload) != snapshot.digest:
@@ -234,7 +240,7 @@ def _from_checkpoint(
     for entry in (entry for entry in tape.values() if entry.round > covered):
         p = entry.fragment
         try:
-            deliveries = transport.merger.read([member.entry for member in entry.members])
+            deliveries = transport.merger.read([member.entry for member in entry.members], between)
             fragments[p] = replay_round(rules, state, fragments[p], entry, deliveries)
         except (DifferenceError, WireError) as error:
             log.warning("the tape ends before round %s: %s", entry.round, error.what, extra={"code": "restore.tape"})

@@ -20,7 +20,7 @@ from archipelago.broker.wire import payload_bytes_max
 from archipelago.merger import claims
 from archipelago.merger.accounts import Accounts, Liveness
 from archipelago.merger.admission import AHEAD, Inbox
-from archipelago.merger.beside import Beside, BusyTime, in_virtual_time
+from archipelago.merger.beside import Beside, BusyTime, awaited, in_virtual_time
 from archipelago.merger.checkpointer import CheckpointCut, Checkpointer
 from archipelago.merger.committing import RESTART_SECONDS, Compactor, RoundRecord, build_commit
 from archipelago.merger.restore import load
@@ -102,7 +102,8 @@ class Merger:
         self.accounts = Accounts(self.config.sync.interval, fragments)
         self.liveness = Liveness(self.accounts)
         self._range_sequences = claims.range_sequences(self.manifest)
-        self.inbox = Inbox(transport, self.rules, self.controls.refuses, self._believed, beside("download", AHEAD))
+        download = beside("download", AHEAD)
+        self.inbox = Inbox(transport, self.rules, self.controls.refuses, self._believed, download, self._renew)
         self.compactor = Compactor(transport, self.manifest, clock, beside("compaction"), restart_seconds)
         self.retention = Retention(
             transport, checkpointer, self.controls, clock, self._cut, self.compactor.is_compacted
@@ -313,7 +314,7 @@ class Merger:
         if self._under_way is None:
             return
         under_way, self._under_way = self._under_way, None
-        commit, seconds = under_way.result()
+        commit, seconds = awaited(under_way, self._renew)
         tape, snapshot = commit.tape, commit.snapshot
         self.compactor.committed(tape, snapshot, is_full=bool(commit.payload))
         self.snapshots[snapshot.fragment] = snapshot

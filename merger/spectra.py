@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from archipelago.broker.config import MergeConfig
 from archipelago.broker.machine import usable_cores
 from archipelago.broker.manifest import Tensor
+from archipelago.merger.beside import BETWEEN_SECONDS
 
 
 @dataclass(frozen=True)
@@ -240,9 +241,6 @@ def _norm_bound(symmetric_SS: Matrix) -> float:
     return float(counts.sum(axis=1).max() + side) * unit
 
 
-#: How often `between` is called while matrices are changed. It must be far below a merger's lease.
-BETWEEN_SECONDS: Final = 0.25
-
 #: Products with fewer operations are not worth the hand-over to other threads, which takes about 0.1 ms.
 _LARGE: Final = 1e8
 
@@ -279,7 +277,7 @@ class Spectra:
     ) -> None:
         self.seconds = 0.0
         self.threads = threads or default_threads()
-        self._between, self._clock = between, clock
+        self.between, self._clock = between, clock
 
     def change(self, work: Work, matrices: Sequence[tuple[NDArray[np.float32], float]]) -> None:
         """Call `work` with each matrix and its exponent, the most expensive first."""
@@ -293,7 +291,7 @@ class Spectra:
                 done, running = wait(running, BETWEEN_SECONDS, FIRST_COMPLETED)
                 for future in done:
                     future.result()
-                self._between()
+                self.between()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
             rows.shutdown(wait=False, cancel_futures=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from typing import Any
 
-from archipelago.broker.commits import DIFFERENCES_KEPT, Commit, Compaction, Delivery, Rewrite, never_gone
+from archipelago.broker.commits import DIFFERENCES_KEPT, Commit, Compaction, Delivery, Rewrite, never_gone, nothing
 from archipelago.broker.errors import BrokerError, FencedError, WireError
 from archipelago.broker.memory.state import MemoryRun, MemoryState
 from archipelago.broker.messages import Call, Marker, Refusal, Resume
@@ -72,7 +72,7 @@ class MemoryMerger:
     def rewind(self) -> None:
         self._read.clear()
 
-    def read(self, entries: Sequence[str]) -> list[Delivery]:
+    def read(self, entries: Sequence[str], between: Callable[[], object] = nothing) -> list[Delivery]:
         with self._broker.opened(self._run) as run:
             there = {run.name_of(number): entry for number, entry in run.updates.items()} | run.kept
             gone = "the entry is gone"

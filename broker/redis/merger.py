@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
-from archipelago.broker.commits import Commit, Delivery, Rewrite, never_gone, parse_entry
+from archipelago.broker.commits import Commit, Delivery, Rewrite, never_gone, nothing, parse_entry
 from archipelago.broker.errors import WireError
 from archipelago.broker.failpoints import failpoint
 from archipelago.broker.footprint import tape_kept
@@ -194,8 +194,8 @@ class RedisMerger:
 
     # -- contributions ------------------------------------------------------------------------------------------------
 
-    def read(self, entries: Sequence[str]) -> list[Delivery]:
-        return [self._updates.read(entry) for entry in entries]
+    def read(self, entries: Sequence[str], between: Callable[[], object] = nothing) -> list[Delivery]:
+        return [self._updates.read(entry, between) for entry in entries]
 
     def kept(self) -> list[str]:
         found: set[bytes] = set()

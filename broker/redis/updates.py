@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from archipelago.broker.commits import NUMBER_MAX, START, Delivery, arrival, entry_name, parse_entry
+from archipelago.broker.commits import NUMBER_MAX, START, Delivery, arrival, entry_name, nothing, parse_entry
 from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.messages import Contribution, Pending, from_fields
 from archipelago.broker.redis.chunks import PAYLOAD, ChunkStore
@@ -85,7 +85,7 @@ class UpdatesStreams:
 
     # -- single entries ---------------------------------------------------------------------------------------------
 
-    def read(self, entry: str) -> Delivery:
+    def read(self, entry: str, between: Callable[[], object] = nothing) -> Delivery:
         """Return a contribution with its payload, whether it waits or was merged, or a delivery with a fault.
 
         Its signature is not checked again: its island may have left the run or have a new key since it was merged.
@@ -100,9 +100,11 @@ class UpdatesStreams:
                 ("xrange", self._keys.updates(name), id_, id_), ("hgetall", self._keys.kept(entry))
             )
         raw = found[0][1] if found else raw
-        return self.delivery(name, id_, raw, verify=False).with_payload() if raw else gone
+        return self.delivery(name, id_, raw, verify=False, between=between).with_payload() if raw else gone
 
-    def delivery(self, sender: str, id_: str, raw: Raw, *, verify: bool = True) -> Delivery:
+    def delivery(
+        self, sender: str, id_: str, raw: Raw, *, verify: bool = True, between: Callable[[], object] = nothing
+    ) -> Delivery:
         """Return an entry as a delivery. Its payload is downloaded later, unless it is stored in the entry.
 
         With `verify`, an entry that its sender has not signed has a fault and no header.
@@ -118,13 +120,16 @@ class UpdatesStreams:
             return Delivery(entry, None, fault=error.reason)
         if contribution.island != sender:
             return Delivery(entry, None, fault=f"{sender} sent it in the name of {contribution.island}")
-        download = partial(self._download, sender, raw, contribution.bytes, verify=verify)
+        download = partial(self._download, sender, raw, contribution.bytes, between, verify=verify)
         delivery = Delivery(entry, contribution, download=download)
         return delivery.with_payload() if PAYLOAD.encode() in raw else delivery
 
-    def _download(self, sender: str, raw: Raw, size: int, *, verify: bool) -> bytes:
+    def _download(self, sender: str, raw: Raw, size: int, between: Callable[[], object], *, verify: bool) -> bytes:
+        def arrived(_: memoryview) -> None:
+            between()
+
         with self._connection.translated():
-            payload = self._chunks.of(sender).fetch(raw, size)
+            payload = self._chunks.of(sender).fetch(raw, size, arrived=arrived)
         if verify:
             self._connection.signing.verify_payload(raw, payload)
         return payload

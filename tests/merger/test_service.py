@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from archipelago.broker.commits import Delivery
 from archipelago.broker.errors import UnreachableError
 from archipelago.broker.messages import Call, Snapshot
 from archipelago.broker.wire import digest
 from archipelago.merger import spectra
 from archipelago.merger.beside import Spawn, at_once
+from archipelago.merger.round_merge import Addend
 from archipelago.merger.service import LEASE_SECONDS
 from archipelago.merger.weights import path
 from tests.conftest import Until
@@ -153,6 +155,26 @@ def test_a_long_merge_renews_the_lease(monkeypatch: pytest.MonkeyPatch, until: U
     assert slept > 6, "the merge took at least two leases"
     assert not run.idle_merger("second").acquire()
     assert first.epoch == epoch
+
+
+def test_a_merger_that_receives_many_contributions_keeps_its_lease() -> None:
+    """Each takes a while to download. Another merger must not take over in the middle of a turn."""
+    run, names, taken = MergerRun(quorum=9), [f"island-{n}" for n in range(9)], list[bool]()
+
+    merger = run.merger("first")
+    opened = merger.rules.opened
+
+    def slow(delivery: Delivery) -> Addend:
+        run.clock.now += LEASE_SECONDS / 6
+        taken.append(run.idle_merger("second").acquire())
+        return opened(delivery)
+
+    object.__setattr__(merger.rules, "opened", slow)
+    run.live(*names)
+    for name in names:
+        run.send(name, 1, values(1))
+    assert merger.turn(0.0)
+    assert taken == [False] * len(names)
 
 
 # -- rounds that are due together: while one is committed, the next one is merged --------------------------------------
