@@ -87,9 +87,12 @@ class RdaAccumulator(NamedTuple):
 
 def _norm(x_L: jax.Array, known: jax.Array) -> jax.Array:
     """Return the L2 norm, which is zero from 1e-28 down. `known` is a number that is never negative."""
+    return jnp.sqrt(jnp.sum(_squares(x_L, known))) / _UNIT
+
+
+def _squares(x_N: jax.Array, known: jax.Array) -> jax.Array:
     # The maximum serves the same purpose as `rounded`, with which XLA would not decode and sum in one pass.
-    squares_L = jnp.maximum(jnp.square(_UNIT * x_L), jax.lax.bitcast_convert_type(_zero(known), jnp.float32))
-    return jnp.sqrt(jnp.sum(squares_L)) / _UNIT
+    return jnp.maximum(jnp.square(_UNIT * x_N), jax.lax.bitcast_convert_type(_zero(known), jnp.float32))
 
 
 def _unit(x_L: jax.Array, norm: jax.Array) -> jax.Array:
@@ -151,9 +154,9 @@ def norms(body: Body, groups: tuple[Group, ...]) -> tuple[NDArray[np.float32], f
 
 @partial(jax.jit, static_argnames=("codec", "groups"))
 def _norms(parts: Any, known: jax.Array, *, codec: str, groups: tuple[Group, ...]) -> tuple[jax.Array, jax.Array]:
-    delta_N = codec_of(codec).restore(parts, _elements(groups), jnp)
-    found = [_norm(delta_N[group.start : group.end], known) for group in groups]
-    of_tensors = jnp.stack(found) if found else jnp.zeros(0, jnp.float32)
+    squares_N = _squares(codec_of(codec).restore(parts, _elements(groups), jnp), known)
+    sums = [jnp.sum(squares_N[group.start : group.end]) for group in groups]
+    of_tensors = jnp.sqrt(jnp.stack(sums)) / _UNIT if sums else jnp.zeros(0, jnp.float32)
     return of_tensors, _norm(of_tensors, known)
 
 
