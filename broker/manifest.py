@@ -24,6 +24,8 @@ from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.shards.layout import SHARDS_MAX, Layout, dealt
 
 TensorKind = Literal["embedding", "rest"]
+#: The format of what a run keeps in its broker. Checkpoints of earlier formats can be restored.
+FORMAT = "0.3"
 #: The packages whose versions a manifest records.
 PACKAGES = ("archipelago-train", "jax", "jaxlib", "flax", "optax", "numpy", "redis")
 MISSING = "not installed"
@@ -274,6 +276,7 @@ class Manifest:
             "frozen": json.dumps([tensor.to_list() for tensor in self.frozen]),
             "task": self.task,
             "shards": str(self.shards),
+            "format": FORMAT,
         }
 
     @classmethod

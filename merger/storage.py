@@ -23,6 +23,7 @@ from archipelago.broker.commits import Image
 from archipelago.broker.errors import ConfigError, RunExistsError, UnknownRunError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.redis.administration import Deletion
+from archipelago.broker.redis.stored_run import OTHER_FORMAT
 from archipelago.broker.redis.transport import RedisTransport
 from archipelago.broker.shards.transport import SHARD_EXISTS, of_shard, restore, whole, whole_image
 from archipelago.broker.transport import Transport
@@ -286,7 +287,7 @@ class MergerFolder:
             if not self._replaces(transport, manifest, resume=resume):
                 return manifest
         except (UnknownRunError, ConfigError) as error:
-            if error.code == OTHER_RUN:
+            if error.code in (OTHER_RUN, OTHER_FORMAT):
                 raise
             self.fetch()
             numbers = self.store.numbers()

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError
-from archipelago.broker.manifest import Manifest
+from archipelago.broker.manifest import FORMAT, Manifest
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.failures import is_wrong_kind
 from archipelago.broker.redis.keys import REGISTRY, Keys
 from archipelago.broker.redis.replies import names_in, text_fields
 from archipelago.broker.signing import MERGER, SignatureError
 from archipelago.broker.wire import payload_bytes_max
+
+
+#: The code of the error that another version of archipelago has made a run.
+OTHER_FORMAT = "config.format"
 
 
 class StoredRun:
@@ -46,7 +51,7 @@ class StoredRun:
 
         Raises:
             UnknownRunError: There is none.
-            ConfigError: It is damaged (`config.manifest`), or not signed by the run's mergers (`signature.manifest`).
+            ConfigError: It is damaged (`config.manifest`), of another version (`config.format`), or not signed by the run's mergers (`signature.manifest`).
         """
         try:
             with self._connection.translated():
@@ -66,6 +71,7 @@ class StoredRun:
                 "administrator signs a new run with `archipelago invite`.",
                 code="signature.manifest",
             ) from None
+        self._require_format(text_fields(raw))
         manifest, shard = Manifest.from_fields(text_fields(raw)), self._connection.shard
         if shard is not None and shard >= manifest.shards:
             raise ConfigError(
@@ -74,6 +80,17 @@ class StoredRun:
                 code="config.manifest",
             )
         return manifest if shard is None else manifest.of_shard(shard)
+
+    def _require_format(self, fields: Mapping[str, str]) -> None:
+        """Raise ConfigError if another version of archipelago has made the run."""
+        run, found = self._connection.run, fields.get("format", "0.2")
+        if found != FORMAT and "tensors" in fields:
+            raise ConfigError(
+                f"version {found} of archipelago has made the run {run!r}; this one has the format {FORMAT}",
+                f"Finish it with archipelago-train {found}. Or stop its processes, delete it (`archipelago rm {run}`), "
+                f"and go on from its last checkpoint: `archipelago init --run {run} --resume FOLDER`.",
+                code=OTHER_FORMAT,
+            )
 
     def uid(self) -> str | None:
         """See `ReaderClient.uid`."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from archipelago.broker.buckets.folder import BucketError, BucketFolder
-from archipelago.broker.errors import RunExistsError, UnknownRunError
+from archipelago.broker.errors import ConfigError, RunExistsError, UnknownRunError
 from archipelago.broker.memory.transport import MemoryBroker
+from archipelago.broker.redis.transport import connect
 from archipelago.merger import record
 from archipelago.merger.beside import at_once
 from archipelago.merger.service import Merger
@@ -102,6 +104,21 @@ def test_a_run_is_restored_only_with_resume_and_by_one_process_of_two(tmp_path: 
 
     assert folder.find_or_bring_back(run.faulty(before=restore_before), resume=True) == run.manifest
     assert folder.find_or_bring_back(run.transport, resume=False) == run.manifest  # the run exists now
+
+
+def test_a_run_of_an_earlier_version_is_not_touched_and_its_checkpoint_is_restored_elsewhere(tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    folder, transport = MergerFolder(tmp_path), connect(f"fakeredis://{uuid.uuid4().hex}", run.manifest.run)
+    folder.bring_back(transport)
+    redis, key = transport.connection.redis, transport.connection.keys.manifest
+    redis.hdel(key, "format")  # version 0.2 had none
+    before = redis.hgetall(key)
+    for resume in (False, True):
+        with failing(ConfigError, "config.format"):
+            folder.find_or_bring_back(transport, resume=resume)
+    assert redis.hgetall(key) == before
+    elsewhere = connect(f"fakeredis://{uuid.uuid4().hex}", run.manifest.run)
+    assert folder.find_or_bring_back(elsewhere, resume=True) == run.manifest
 
 
 # -- copies in a bucket: another machine continues the run from there, to the same bits --------------------------------
