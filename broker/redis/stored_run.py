@@ -14,7 +14,6 @@ from archipelago.broker.redis.replies import names_in, text_fields
 from archipelago.broker.signing import MERGER, SignatureError
 from archipelago.broker.wire import payload_bytes_max
 
-
 #: The code of the error that another version of archipelago has made a run.
 OTHER_FORMAT = "config.format"
 
@@ -51,7 +50,8 @@ class StoredRun:
 
         Raises:
             UnknownRunError: There is none.
-            ConfigError: It is damaged (`config.manifest`), of another version (`config.format`), or not signed by the run's mergers (`signature.manifest`).
+            ConfigError: It is damaged (`config.manifest`), of another version (`config.format`), or not signed by the
+                run's mergers (`signature.manifest`).
         """
         try:
             with self._connection.translated():
