@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Manifest
@@ -220,6 +220,29 @@ class Image:
         )
 
 
+class Renewal(NamedTuple):
+    """What extends a lease: the epoch and the name of the merger that holds it, and for how long."""
+
+    epoch: int
+    holder: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a merger sees when it looks at its shard.
+
+    Attributes:
+        deliveries: Entries that have arrived.
+        control: The operator's requests; None unless they were asked for.
+        presences: The heartbeats of the islands; None unless they were asked for.
+    """
+
+    deliveries: Sequence[Delivery]
+    control: Mapping[str, str] | None = None
+    presences: Sequence[Presence] | None = None
+
+
 class Placed(Protocol):
     """A compaction that lies in the broker without a pointer to it."""
 
@@ -266,6 +289,19 @@ class MergerClient(Protocol):
         Waits at most `block_seconds` for the first one. An entry that names another island than the one in whose stream
         it lies has a fault and no contribution. Large payloads are not downloaded yet, so that a merger can refuse a
         contribution by its header.
+        """
+        ...
+
+    def look(
+        self, block_seconds: float, count: int = 64, renewal: Renewal | None = None, *, around: bool = False
+    ) -> Seen:
+        """Do in one round trip what a turn without work needs.
+
+        Args:
+            block_seconds: As in `updates`.
+            count: As in `updates`.
+            renewal: Extend this lease, as `renew` does, and raise what that raises.
+            around: Read the operator's requests and the heartbeats, too.
         """
         ...
 

@@ -148,7 +148,8 @@ def norms(body: Body, groups: tuple[Group, ...]) -> tuple[NDArray[np.float32], f
 
     The decoded values are not kept.
     """
-    of_tensors, norm = _norms(body.parts, np.float32(1.0), codec=body.codec, groups=groups)
+    known = jax.device_put(np.float32(1.0), _cpu())  # so that these are computed where the sum is
+    of_tensors, norm = _norms(body.parts, known, codec=body.codec, groups=groups)
     return np.asarray(of_tensors), float(norm)
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
-from archipelago.broker.commits import Commit, Delivery, never_gone
+from archipelago.broker.commits import Commit, Delivery, Renewal, Seen, never_gone
 from archipelago.broker.messages import Books, Call, Contribution, Resume, Snapshot, TapeEntry
+from archipelago.broker.presence import Presence
 from archipelago.broker.transport import MergerTransport
 from archipelago.broker.wire import payload_bytes_max
 from archipelago.merger import claims
@@ -153,7 +154,9 @@ class Merger:
         self._live_at = float("-inf")
         self._has_islands, self._finished_at = True, None
         self.controls.resume_from(self.state)
-        self._follow_controls()  # before the first contribution, which may come from an expelled island
+        self._follow_controls(
+            self.transport.reader.control()
+        )  # before the first contribution, which may come from an expelled island
         self.transport.merger.rewind()
         while waiting := self.transport.merger.updates(0.0, self._read_count):
             self.retention.follow(self.state, self.epoch)
@@ -170,16 +173,17 @@ class Merger:
             return self._turn(block_seconds)
 
     def _turn(self, block_seconds: float) -> bool:
-        self._renew()
-        self._poll_islands()
+        seen = self._look(block_seconds)
+        if seen.control is not None:
+            self._follow_controls(seen.control)
+        if seen.presences is not None:
+            self._note_presences(seen.presences)
         self.retention.release(
             self.state, self.epoch, wait=False
         )  # first, because the next commit stores which rounds are covered
         self._compact()
-        with self.busy.waiting():
-            found = self.transport.merger.updates(self._patience(block_seconds), self._read_count)
         self.retention.follow(self.state, self.epoch)
-        self._receive(found)
+        self._receive(seen.deliveries)
         if calls := [Call(number, self.manifest.fragment_of(number)) for number in self.rounds.calls()]:
             self.transport.merger.announce(self.epoch, *calls)
         if not self.live and self.clock() - self._heard_at < self.linger_seconds:
@@ -222,28 +226,39 @@ class Merger:
             return block_seconds
         return min(block_seconds, max(0.0, deadline - self.clock()))
 
+    def _look(self, block_seconds: float) -> Seen:
+        """Wait for contributions, and renew the lease and read what is around if it is time, in one round trip."""
+        now = self.clock()
+        renewal = Renewal(self.epoch, self.holder, self.lease_seconds) if self._must_renew() else None
+        around = now - self._live_at >= self.live_poll_seconds
+        patience = self._patience(block_seconds)
+        with self.busy.waiting():
+            seen = self.transport.merger.look(patience, self._read_count, renewal, around=around)
+        self._renewed_at = now if renewal else self._renewed_at
+        self._live_at = now if around else self._live_at
+        return seen
+
+    def _must_renew(self) -> bool:
+        return bool(self.epoch) and self.clock() - self._renewed_at >= self.lease_seconds / 4
+
     def _renew(self) -> None:
         """Renew the lease if it is held and it is time."""
-        if self.epoch and self.clock() - self._renewed_at >= self.lease_seconds / 4:
+        if self._must_renew():
             self.transport.merger.renew(self.epoch, self.holder, self.lease_seconds)
             self._renewed_at = self.clock()
 
-    def _poll_islands(self) -> None:
-        if self.clock() - self._live_at >= self.live_poll_seconds:
-            self._follow_controls()
-            every = self.transport.reader.presences()
-            self.transport.merger.forget(self.epoch, every)
-            presences = [p for p in every if not self.controls.refuses(p.heartbeat.island)]
-            self.live = self.liveness.look(presences, self.clock(), self.state.closed)
-            self._has_islands = any(presence.is_live for presence in presences)
-            unreadable = {number for presence in presences if presence.is_live for number in presence.unreadable}
-            self.compactor.want({p for p, number in enumerate(self.manifest.run_fragments) if number in unreadable})
-            self.controls.tell_of_idle(self.liveness.idle)
-            self._live_at = self.clock()
+    def _note_presences(self, every: Sequence[Presence]) -> None:
+        self.transport.merger.forget(self.epoch, every)
+        presences = [p for p in every if not self.controls.refuses(p.heartbeat.island)]
+        self.live = self.liveness.look(presences, self.clock(), self.state.closed)
+        self._has_islands = any(presence.is_live for presence in presences)
+        unreadable = {number for presence in presences if presence.is_live for number in presence.unreadable}
+        self.compactor.want({p for p, number in enumerate(self.manifest.run_fragments) if number in unreadable})
+        self.controls.tell_of_idle(self.liveness.idle)
 
-    def _follow_controls(self) -> None:
+    def _follow_controls(self, requests: Mapping[str, str]) -> None:
         """Apply the operator's requests if they have changed."""
-        if not self.controls.poll(self.state):
+        if not self.controls.hear(requests, self.state):
             return
         control = self.controls.control
         self.rounds.config, self.rounds.is_paused = self.controls.next_config(self.state).sync, control.is_paused

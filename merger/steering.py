@@ -47,12 +47,11 @@ class OperatorControls:
         """Continue from the requests that an earlier merger acted on, without noting them again."""
         self.control, self._fields = Control.of(state.control), None
 
-    def poll(self, state: RunState) -> bool:
-        """Read the requests, and return whether they have changed."""
-        fields = self.transport.reader.control()
+    def hear(self, fields: Mapping[str, str], state: RunState) -> bool:
+        """Take the requests, and return whether they have changed."""
         if fields == self._fields:
             return False
-        before, self.control, self._fields = self.control, Control.of(fields), fields
+        before, self.control, self._fields = self.control, Control.of(fields), dict(fields)
         acted_on = {name: value for name, value in self.control.fields.items() if name != CHECKPOINT}
         if self.control.checkpoint and CHECKPOINT in state.control:
             acted_on[CHECKPOINT] = state.control[CHECKPOINT]

@@ -7,17 +7,29 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from typing import Any
 
-from archipelago.broker.commits import DIFFERENCES_KEPT, Commit, Compaction, Delivery, Rewrite, never_gone, nothing
+from archipelago.broker.commits import (
+    DIFFERENCES_KEPT,
+    Commit,
+    Compaction,
+    Delivery,
+    Renewal,
+    Rewrite,
+    Seen,
+    never_gone,
+    nothing,
+)
 from archipelago.broker.errors import BrokerError, FencedError, WireError
 from archipelago.broker.memory.state import MemoryRun, MemoryState
 from archipelago.broker.messages import Call, Marker, Refusal, Resume
 from archipelago.broker.presence import Presence
+from archipelago.broker.transport import ReaderClient
 
 
 class MemoryMerger:
     """See `broker.commits.MergerClient`."""
 
-    def __init__(self, broker: MemoryState, run: str) -> None:
+    def __init__(self, broker: MemoryState, run: str, reader: ReaderClient) -> None:
+        self._reader = reader
         self._broker, self._run = broker, run
         self._holder, self._epoch = "", 0
         self._instance = ""
@@ -68,6 +80,16 @@ class MemoryMerger:
                     out.append(number)
             self._read.update(out)
             return [run.delivery(run.name_of(number), run.updates[number]) for number in out]
+
+    def look(
+        self, block_seconds: float, count: int = 64, renewal: Renewal | None = None, *, around: bool = False
+    ) -> Seen:
+        if renewal:
+            self.renew(*renewal)
+        if not around:
+            return Seen(self.updates(block_seconds, count))
+        control, presences = self._reader.control(), self._reader.presences()
+        return Seen(self.updates(block_seconds, count), control, presences)
 
     def rewind(self) -> None:
         self._read.clear()

@@ -58,7 +58,7 @@ class MemoryTransport:
         self._key = key_of(run, shard)
         self.reader = MemoryReader(broker, run, shard)
         self.island = MemoryIsland(broker, self._key)
-        self.merger = MemoryMerger(broker, self._key)
+        self.merger = MemoryMerger(broker, self._key, self.reader)
 
     def of_shard(self, shard: int) -> MemoryTransport:
         """Return a connection to one shard of the run."""

@@ -89,7 +89,7 @@ class RedisConnection:
         password = self.redis.connection_pool.connection_kwargs.get("password")
         #: Raises our errors in place of the client library's.
         self.translated = Failures(where, password, is_invited=is_invited).translated
-        self.has_info = True
+        self.has_info = not type(self.redis).__module__.startswith("fakeredis")
         #: How this process signs what it writes and checks what it reads.
         self.signing = Signing()
         self.stamps = Stamps(time.time)

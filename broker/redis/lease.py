@@ -17,14 +17,17 @@ primary has, in their order) is still written by one merger at a time:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from archipelago.broker.commits import never_gone
+import redis
+
+from archipelago.broker.commits import Renewal, never_gone
 from archipelago.broker.errors import BrokerError, FencedError, UnknownRunError
 from archipelago.broker.failpoints import failpoint
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.replies import epoch_in, epoch_mark
-from archipelago.broker.redis.script import ACQUIRE, FENCED, Script, Write
+from archipelago.broker.redis.script import ACQUIRE, FENCED, Script, Value, Write, texts
 from archipelago.broker.redis.stored_run import StoredRun
 
 #: No merger takes a lease for longer. A lease without an end, or with a later one, was not written by a merger.
@@ -73,10 +76,9 @@ class Lease:
 
     def renew(self, epoch: int, holder: str, seconds: float) -> None:
         """See `MergerClient.renew`."""
-        write = Write()
-        write.do("lease", self._keys.lease, holder, int(seconds * 1000))
-        self.write(epoch, write, at_instance=True)
-        failpoint("renew.done")
+        with self._connection.translated():
+            answer = self._fenced.run(*self._renewal(Renewal(epoch, holder, seconds)))
+        self._renewed(answer, epoch)
 
     def release(self, epoch: int) -> None:
         """See `MergerClient.release`."""
@@ -112,25 +114,55 @@ class Lease:
             BrokerError: Another round was closed last, the server has lost something (`broker.other-round`), or a key
                 was damaged and is written anew (`broker.damaged`). The merger must load the run again.
         """
+        keys, arguments = self._request(epoch, write, after_round, at_instance=at_instance)
+        with self._connection.translated():
+            answer = self._fenced.run(keys, arguments)
+        self._require_done(answer, epoch, after_round)
+
+    def ask(self, pipe: Any, renewal: Renewal) -> None:
+        """Queue a renewal, whose answer `answered` takes."""
+        self._fenced.queue(pipe, *self._renewal(renewal))
+
+    def answered(self, answer: Any, renewal: Renewal) -> None:
+        """Take the answer to a renewal that `ask` has queued. It raises what `renew` raises."""
+        if isinstance(answer, redis.ResponseError):  # such as a server that has forgotten the script
+            self.renew(*renewal)
+        else:
+            self._renewed(texts(answer), renewal.epoch)
+
+    def _renewal(self, renewal: Renewal) -> tuple[list[str], list[Value]]:
+        write = Write()
+        write.do("lease", self._keys.lease, renewal.holder, int(renewal.seconds * 1000))
+        return self._request(renewal.epoch, write, None, at_instance=True)
+
+    def _renewed(self, answer: Sequence[str], epoch: int) -> None:
+        self._require_done(answer, epoch, None)
+        failpoint("renew.done")
+
+    def _request(
+        self, epoch: int, write: Write, after_round: int | None, *, at_instance: bool
+    ) -> tuple[list[str], list[Value]]:
+        """Return the keys and the arguments of the script."""
         at_instance = at_instance or after_round is not None or bool(write.needed)
         p = 0 if after_round is None else (after_round - 1) % len(self._stored.sizes())
         keys = [self._keys.manifest, self._keys.epoch, self._keys.head(p), *write.keys()]
-        arguments = [
+        arguments: list[Value] = [
             self._uid or "",
             self.mark(epoch),
             "" if after_round is None else after_round,
             self._instance if at_instance else "",
             *write.arguments(),
         ]
-        with self._connection.translated():
-            code, *found = self._fenced.run(keys, arguments)
+        return keys, arguments
+
+    def _require_done(self, answer: Sequence[str], epoch: int, after_round: int | None) -> None:
+        code, *found = answer
         if code == "overtaken":
             raise self._overtaken(epoch)
         if code == "gone":
             raise self._gone()
         if code == "round":
-            what = f"holds {found[0][:20] or 'no'} round of fragment {p} although round {after_round} was closed last"
-            raise self._forgotten(what)
+            raise self._forgotten(f"holds {found[0][:20] or 'no'} round although round {after_round} was closed last")
         if code == "instance":
             raise self._forgotten("is another instance than the one at which this merger took the lease")
         if code == "missing":

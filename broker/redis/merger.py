@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
-from archipelago.broker.commits import Commit, Delivery, Rewrite, never_gone, nothing, parse_entry
+from archipelago.broker.commits import (
+    Commit,
+    Delivery,
+    Renewal,
+    Rewrite,
+    Seen,
+    never_gone,
+    nothing,
+    parse_entry,
+)
 from archipelago.broker.errors import WireError
 from archipelago.broker.failpoints import failpoint
 from archipelago.broker.footprint import tape_kept
@@ -19,7 +29,7 @@ from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.lease import Lease
 from archipelago.broker.redis.names import IslandNames
 from archipelago.broker.redis.reader import RedisReader
-from archipelago.broker.redis.replies import signed_state
+from archipelago.broker.redis.replies import signed_state, text_fields
 from archipelago.broker.redis.script import Write
 from archipelago.broker.redis.updates import UpdatesConsumer
 from archipelago.broker.transport import STANDBY_SECONDS
@@ -38,8 +48,8 @@ class RedisMerger:
         self._reader, self._members, self._connection, self._names = reader, members, connection, names
         self._redis, self._keys = connection.redis, connection.keys
         self._chunks, self._updates = chunks, updates
-        consumer = UpdatesConsumer(connection, updates)
-        self.updates, self.rewind = consumer.new, consumer.rewind
+        self._consumer = UpdatesConsumer(connection, updates)
+        self.updates, self.rewind = self._consumer.new, self._consumer.rewind
         self.lease = Lease(connection, stored)
         self.renew, self.release = self.lease.renew, self.lease.release
         self._stamps, self._signing = connection.stamps, connection.signing
@@ -70,6 +80,40 @@ class RedisMerger:
     def stand_down(self, name: str) -> None:
         with self._connection.translated():
             self._redis.hdel(self._keys.standbys, name)
+
+    def look(
+        self, block_seconds: float, count: int = 64, renewal: Renewal | None = None, *, around: bool = False
+    ) -> Seen:
+        names, began = self._names.known, time.monotonic()
+        waits = block_seconds if self._connection.has_info else 0.0  # fakeredis blocks its whole pipeline
+        take_presences, is_scanned = None, False
+        with self._connection.translated(), self._redis.pipeline(transaction=False) as pipe:
+            if renewal:
+                self.lease.ask(pipe, renewal)
+            if around:
+                is_scanned = self._names.ask(pipe)
+                pipe.hgetall(self._keys.control)
+                take_presences = self._reader.ask_presences(pipe, names)
+            is_read = self._consumer.ask(pipe, names, count, waits)
+            answers = iter(pipe.execute(raise_on_error=False))
+        if renewal:
+            self.lease.answered(next(answers), renewal)
+        control, presences = None, None
+        if is_scanned:
+            self._names.found(next(answers))
+        if take_presences:
+            found = next(answers)
+            control = {} if isinstance(found, Exception) else text_fields(found)
+            presences = take_presences(answers)
+        deliveries = self._consumer.taken(names, next(answers)) if is_read else []
+        if around and not is_scanned:
+            self._names.all()
+        if new := [name for name in self._names.known if name not in names] if around else []:
+            presences = [*(presences or []), *self._reader.presences_of(new)]
+        left = block_seconds - (time.monotonic() - began)
+        if not deliveries and left > 0 and not (is_read and waits):
+            deliveries = self.updates(left, count)
+        return Seen(deliveries, control, presences)
 
     def forget(self, epoch: int, presences: Iterable[Presence]) -> None:
         self._reader.collect_evaluations(self._names.forget(self.lease.mark(epoch), presences))

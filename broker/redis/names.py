@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from archipelago.broker.presence import LIVE_SECONDS, Presence
 from archipelago.broker.redis.connection import RedisConnection
@@ -80,9 +81,27 @@ class IslandNames:
                 self._names.update(self._existing([name for name in invited if name not in self._names]))
             return sorted(self._names)
         with self._connection.forgiving(self._keys.islands, "a set"):
-            self._cursor, some = self._redis.sscan(self._keys.islands, self._cursor, count=NAMES_READ)
-            new = [name for name in names_in(some) if name not in self._names]
-            self._names.update(self._existing(new)[: ISLANDS_MAX - len(self._names)])
+            self.found(self._redis.sscan(self._keys.islands, self._cursor, count=NAMES_READ))
+        return sorted(self._names)
+
+    def ask(self, pipe: Any) -> bool:
+        """Queue what `all` reads, if that takes a command. The answer is for `found`."""
+        if is_asked := self._invited() is None and self._clock() - self._looked_at < FORGET_SECONDS:
+            pipe.sscan(self._keys.islands, self._cursor, count=NAMES_READ)
+        return is_asked
+
+    def found(self, answer: Any) -> None:
+        """Take a part of the set of names."""
+        if isinstance(answer, Exception):  # another type of value
+            return
+        self._cursor, some = answer
+        if new := [name for name in names_in(some) if name not in self._names]:
+            with self._connection.translated():
+                self._names.update(self._existing(new)[: ISLANDS_MAX - len(self._names)])
+
+    @property
+    def known(self) -> list[str]:
+        """The names that were found, sorted."""
         return sorted(self._names)
 
     def _existing(self, names: Sequence[str]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -153,8 +153,19 @@ class RedisReader:
 
     def presences_of(self, names: Sequence[str]) -> list[Presence]:
         """Return the same as `presences`, of these islands only. A heartbeat that is far too large is not read."""
-        keys, out = {name: self._keys.island(name) for name in names}, []
-        for name, (raw, ttl_ms) in self._bounded(keys, BEAT_BYTES_MAX, ("hgetall",), ("pttl",)):
+        with self.connection.translated(), self._redis.pipeline(transaction=False) as pipe:
+            take = self.ask_presences(pipe, names)
+            return take(iter(pipe.execute(raise_on_error=False)))
+
+    def ask_presences(self, pipe: Any, names: Sequence[str]) -> Callable[[Iterator[Any]], list[Presence]]:
+        """Queue the reading of these heartbeats, and return what takes the answers."""
+        keys = {name: self._keys.island(name) for name in names}
+        take = self._ask_bounded(pipe, keys, BEAT_BYTES_MAX, ("hgetall",), ("pttl",))
+        return lambda answers: self._presences_in(take(answers))
+
+    def _presences_in(self, found: Iterable[tuple[str, tuple[Any, ...]]]) -> list[Presence]:
+        out = []
+        for name, (raw, ttl_ms) in found:
             if not raw:
                 continue
             try:  # an unreadable heartbeat must not hide the other islands
@@ -173,30 +184,45 @@ class RedisReader:
         Each size is asked for along with the answers, and decides at the next call. Those of new keys are asked for
         first.
         """
+        with self.connection.translated(), self._redis.pipeline(transaction=False) as pipe:
+            take = self._ask_bounded(pipe, keys, limit, *commands)
+            return take(iter(pipe.execute(raise_on_error=False)))
+
+    def _ask_bounded(
+        self, pipe: Any, keys: Mapping[str, str], limit: int, *commands: tuple[Any, ...]
+    ) -> Callable[[Iterator[Any]], Iterator[tuple[str, tuple[Any, ...]]]]:
+        """Queue what `_bounded` reads, and return what takes the answers."""
         if len(self._bytes) > 8 * ISLANDS_MAX:  # names come and go
             self._bytes.clear()
-        with self.connection.translated(), self._redis.pipeline(transaction=False) as pipe:
-            self._with_sizes(pipe, [key for key in keys.values() if key not in self._bytes])
-            read = [name for name, key in keys.items() if self._bytes.get(key, 0) <= limit]  # threads share it
-            for name in read:
-                for command, *arguments in commands:
-                    getattr(pipe, command)(keys[name], *arguments)
-            answers = iter(self._with_sizes(pipe, list(keys.values())))
+        self._ask_sizes([key for key in keys.values() if key not in self._bytes])
+        read = [name for name, key in keys.items() if self._bytes.get(key, 0) <= limit]  # threads share it
+        for name in read:
+            for command, *arguments in commands:
+                getattr(pipe, command)(keys[name], *arguments)
+        for key in keys.values():
+            pipe.memory_usage(key, samples=0)  # all fields count
         for name in keys.keys() - set(read):
             self.connection.warn_once(keys[name], WireError(f"it has more than {limit:,} bytes"))
-        return zip(read, zip(*[answers] * len(commands), strict=False), strict=False)
 
-    def _with_sizes(self, pipe: Any, keys: Sequence[str]) -> Sequence[Any]:
-        """Return the answers to the commands in a pipeline, and note how much memory some keys take at the server."""
-        for key in keys:
-            pipe.memory_usage(key, samples=0)  # all fields count
-        answers = pipe.execute(raise_on_error=False)
-        count = len(answers) - len(keys)
+        def take(answers: Iterator[Any]) -> Iterator[tuple[str, tuple[Any, ...]]]:
+            found = [(name, tuple(next(answers) for _ in commands)) for name in read]
+            self._note_sizes(list(keys.values()), answers)
+            return iter(found)
+
+        return take
+
+    def _ask_sizes(self, keys: Sequence[str]) -> None:
+        """Ask how much memory some keys take at the server."""
+        if keys:
+            with self.connection.translated(), self._redis.pipeline(transaction=False) as pipe:
+                for key in keys:
+                    pipe.memory_usage(key, samples=0)
+                self._note_sizes(keys, iter(pipe.execute(raise_on_error=False)))
+
+    def _note_sizes(self, keys: Sequence[str], answers: Iterator[Any]) -> None:
         # Nothing, or an error, is the answer for a key that is not there and of a server that does not tell.
-        self._bytes |= {
-            key: size if isinstance(size, int) else 0 for key, size in zip(keys, answers[count:], strict=True)
-        }
-        return list(answers[:count])
+        sizes = [(key, next(answers)) for key in keys]
+        self._bytes |= {key: size if isinstance(size, int) else 0 for key, size in sizes}
 
     def _presence(self, name: str, raw: Any, age_seconds: float) -> Presence:
         """Return an island's heartbeat. Raises WireError if it is damaged, or not the newest that the island signed."""

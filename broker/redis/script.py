@@ -239,10 +239,18 @@ class Script:
     def run(self, keys: Sequence[str], arguments: Sequence[Value]) -> list[str]:
         """Return the script's answer as texts."""
         try:
-            answer = self._client.evalsha(self._digest, len(keys), *keys, *arguments)
+            return texts(self._client.evalsha(self._digest, len(keys), *keys, *arguments))
         except redis.exceptions.NoScriptError:
-            answer = self._client.eval(self._text, len(keys), *keys, *arguments)
-        return [each.decode("utf-8", "replace") if isinstance(each, bytes) else str(each) for each in answer]
+            return texts(self._client.eval(self._text, len(keys), *keys, *arguments))
+
+    def queue(self, pipe: Any, keys: Sequence[str], arguments: Sequence[Value]) -> None:
+        """Queue the script, which the server must know."""
+        pipe.execute_command("EVALSHA", self._digest, len(keys), *keys, *arguments)
+
+
+def texts(answer: Sequence[Any]) -> list[str]:
+    """Return a script's answer as texts."""
+    return [each.decode("utf-8", "replace") if isinstance(each, bytes) else str(each) for each in answer]
 
 
 def has_scripts(client: Any) -> bool:

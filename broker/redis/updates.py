@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import redis
+
 from archipelago.broker.commits import NUMBER_MAX, START, Delivery, arrival, entry_name, nothing, parse_entry
 from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.messages import Contribution, Pending, from_fields
@@ -162,10 +164,31 @@ class UpdatesConsumer:
             if not self._connection.has_info:
                 time.sleep(FAKE_POLL_SECONDS)  # fakeredis returns too early
 
+    def ask(self, pipe: Any, names: Sequence[str], count: int, block_seconds: float) -> bool:
+        """Queue the reading of these islands' streams, if there are any. The answer is for `taken`."""
+        if ends := self._ends(names):
+            pipe.xread(ends, count=count, block=block_ms(block_seconds))
+        return bool(ends)
+
+    def taken(self, names: Sequence[str], answer: Any) -> list[Delivery]:
+        """Take the answer to what `ask` has queued."""
+        if isinstance(answer, redis.ResponseError):
+            self._skip_other_keys(list(self._ends(names)))
+            return []
+        senders, out = {self._keys.updates(name): name for name in names}, []
+        for key, id_, raw in entries_by_stream(answer):
+            self._read_to[key] = id_
+            out.append(self._updates.delivery(senders[key], id_, raw))
+        return sorted(out, key=lambda delivery: arrival(delivery.entry))
+
+    def _ends(self, names: Sequence[str]) -> dict[str, str]:
+        """Return the streams that can be read, each with the last id that was read."""
+        ends = {key: self._read_to.get(key, START) for key in map(self._keys.updates, names)}
+        return {key: id_ for key, id_ in ends.items() if not is_last(id_)}  # from there, Redis would begin anew
+
     def _read(self, count: int, block_seconds: float) -> list[Delivery]:
-        senders = {self._keys.updates(name): name for name in self._updates.names()}
-        ends = {key: self._read_to.get(key, START) for key in senders}
-        ends = {key: id_ for key, id_ in ends.items() if not is_last(id_)}  # from there, Redis would begin anew
+        names = self._updates.names()
+        ends = self._ends(names)
         if not ends:
             time.sleep(min(max(block_seconds, 0.0), EMPTY_POLL_SECONDS))  # no command waits without a stream
             return []
@@ -177,11 +200,7 @@ class UpdatesConsumer:
                 raise
             self._skip_other_keys(list(ends))
             return []
-        out = []
-        for key, id_, raw in entries_by_stream(found):
-            self._read_to[key] = id_
-            out.append(self._updates.delivery(senders[key], id_, raw))
-        return sorted(out, key=lambda delivery: arrival(delivery.entry))
+        return self.taken(names, found)
 
     def _skip_other_keys(self, keys: Sequence[str]) -> None:
         """Read the keys that are no streams no more, until `rewind`."""

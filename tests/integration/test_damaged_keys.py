@@ -85,7 +85,7 @@ class Unblocked(Intercepted):
     """A connection that never waits for contributions, because no other thread sends any."""
 
     def intercept(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return method(0.0, *args[1:]) if name == "updates" else method(*args, **kwargs)
+        return method(0.0, *args[1:], **kwargs) if name == "look" else method(*args, **kwargs)
 
 
 class Observed(Merger):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 REPEATED = frozenset(["publish", "heartbeat", "hand_over"])
 FENCED = frozenset(["renew", "take_up", "announce", "refuse", "commit", "compact", "trim", "release", "rewrite"])
-WRITES = REPEATED | FENCED | {"lease_range", "request_state", "promise_answer", "withdraw_request", "acquire"}
+WRITES = REPEATED | FENCED | {"lease_range", "request_state", "promise_answer", "withdraw_request", "acquire", "look"}
 #: Calls that change nothing.
 READS = frozenset(
     ["events", "heads", "fragment", "difference", "manifest", "tape", "cursors", "control", "outer", "updates",

@@ -236,6 +236,8 @@ class Simulation:
         invariants = self.invariants[connection.shard]
         if name == "publish":
             invariants.published(answer, cast(Contribution, args[0]), args[1])
+        elif name == "look" and args[2] is not None:
+            invariants.wrote(args[2].epoch)  # it has renewed its lease
         elif name in FENCED:
             invariants.wrote(args[0])
             if name == "announce" and isinstance(args[1], Marker) and connection.shard == 0:
