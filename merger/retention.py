@@ -76,7 +76,7 @@ class Retention:
                 self.kept.append(MergedEntries(entry.round, entries, entry.bytes_up))
         named = {entry for merged in self.kept for entry in merged.entries}
         if strays := [entry for entry in self.transport.merger.kept() if entry not in named]:
-            self.transport.merger.trim(epoch, strays)
+            self.transport.merger.trim(epoch, strays, state.closed)
 
     def not_needed(self, state: RunState) -> list[str]:
         """Return the entries that may be deleted now, once.

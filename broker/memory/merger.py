@@ -152,6 +152,7 @@ class MemoryMerger:
         quiet: Container[str] = (),
     ) -> None:
         with self._fenced(epoch) as run:
+            self._require_instance()
             run.state = state
             run.books |= counts
             for entry, refusal in refusals:

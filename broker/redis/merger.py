@@ -169,7 +169,7 @@ class RedisMerger:
             write.do("remove", self._keys.updates(name), id_, chunks.prefix, chunks.most())
             if entry not in quiet:
                 self._announce(write, epoch, refusal)
-        self.lease.write(epoch, write)
+        self.lease.write(epoch, write, at_instance=True)
         failpoint("refuse.done")
 
     def compact(self, epoch: int, placed: Any, after_round: int, trim: Sequence[str] = ()) -> None:

@@ -14,7 +14,7 @@ from archipelago.broker.messages import Call, Pending
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.transport import RedisTransport
 from tests import samples
-from tests.broker.redis.stored_keys import LARGE, Connect, chunk_keys, with_payloads
+from tests.broker.redis.stored_keys import LARGE, REFUSAL, Connect, chunk_keys, with_payloads
 from tests.failing import failing
 
 
@@ -91,6 +91,7 @@ def test_what_another_instance_may_have_forgotten_is_not_built_on(
         lambda: transport.merger.commit(epoch, samples.commit([], round_number=3, after_round=1)),
         lambda: transport.merger.compact(epoch, placed, after_round=1),
         lambda: transport.merger.trim(epoch, [], after_round=1),
+        lambda: samples.refuse(transport, epoch, [("a/1-0", REFUSAL)]),
         lambda: transport.merger.renew(epoch, "m", 60.0),
     ]
     for write in writes:
