@@ -194,8 +194,7 @@ class RedisMerger:
             name, id_ = parse_entry(entry)
             write.entries.append((self._keys.updates(name), id_))
             write.do("keep", self._keys.updates(name), id_, self._keys.kept(entry))
-        if commit.entries:
-            write.do("SADD", self._keys.kept_entries, *commit.entries)
+        write.do_all("SADD", self._keys.kept_entries, commit.entries)
         self._forget(write, commit.trim)
         self._derived(write, commit.cursors, commit.counts)
         self._tape(write, commit.tape, commit.uncovered)
@@ -262,8 +261,7 @@ class RedisMerger:
             except WireError:
                 continue
             write.do("forget", self._keys.kept(entry), chunks.prefix, chunks.most())
-        if entries:
-            write.do("SREM", self._keys.kept_entries, *entries)
+        write.do_all("SREM", self._keys.kept_entries, entries)
 
 
 def kinds_of(keys: Keys, fragments: int, islands: Iterable[str]) -> dict[str, str]:

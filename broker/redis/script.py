@@ -19,6 +19,8 @@ from typing import Any
 import redis
 
 Value = str | bytes | int
+#: Words of one command. Lua unpacks a few thousand values at most.
+WORDS_MAX = 1000
 
 #: Lua that both scripts share.
 _COMMON = """
@@ -196,6 +198,11 @@ class Write:
         """Add a command of Redis (in capitals), or of the script."""
         self.commands.append((command, key, *words))
 
+    def do_all(self, command: str, key: str, words: Sequence[Value]) -> None:
+        """Add a command for any number of words, WORDS_MAX at a time."""
+        for start in range(0, len(words), WORDS_MAX):
+            self.do(command, key, *words[start : start + WORDS_MAX])
+
     def delete(self, *keys: str) -> None:
         for key in keys:
             self.do("DEL", key)
@@ -207,7 +214,7 @@ class Write:
         self.do("PERSIST", key)
 
     def hset(self, key: str, mapping: Mapping[str, Any]) -> None:
-        self.do("HSET", key, *(each for pair in mapping.items() for each in pair))
+        self.do_all("HSET", key, [each for pair in mapping.items() for each in pair])
 
     def xadd(self, key: str, fields: Mapping[str, Any], maxlen: int, approximate: bool = True) -> None:
         """Append an entry, and keep the newest `maxlen`, or some more if that is `approximate`."""

@@ -10,7 +10,8 @@ import pytest
 from redis.connection import AbstractConnection
 
 from archipelago.broker.errors import BrokerError, FencedError, UnknownRunError, UnreachableError
-from archipelago.broker.messages import Call, Pending
+from archipelago.broker.messages import Call, Pending, Resume
+from archipelago.broker.ranges import RANGES_MAX
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.transport import RedisTransport
 from tests import samples
@@ -135,6 +136,14 @@ def test_many_entries_are_counted_correctly(transport: RedisTransport, epoch: in
     assert (transport.reader.pending(), transport.reader.backlog()) == (Pending(300, 30_000), 300)
     transport.merger.rewind()
     assert len(transport.merger.updates(0.0, count=500)) == 300
+
+
+def test_a_write_has_any_number_of_cursors_and_of_entries(transport: RedisTransport, epoch: int) -> None:
+    """Lua unpacks a few thousand values at most, and would fail after the first commands of the write."""
+    cursors = {str(number): (0, number) for number in range(RANGES_MAX)}
+    transport.merger.take_up(epoch, Resume(0, epoch), cursors, {})
+    assert transport.connection.cursors() == cursors
+    transport.merger.trim(epoch, [f"a/{number}-0" for number in range(1, 20_001)])
 
 
 # -- a full server -------------------------------------------------------------------------------------------------
