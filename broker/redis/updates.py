@@ -101,7 +101,7 @@ class UpdatesStreams:
             found, raw = self._connection.tolerant(
                 ("xrange", self._keys.updates(name), id_, id_), ("hgetall", self._keys.kept(entry))
             )
-        raw = found[0][1] if found else raw
+        raw = raw or (found[0][1] if found else {})  # what was merged is the mergers', whatever its island adds
         return self.delivery(name, id_, raw, verify=False, between=between).with_payload() if raw else gone
 
     def delivery(

@@ -87,6 +87,18 @@ def test_a_contribution_with_very_many_fields_is_merged_whole(transport: RedisTr
     assert (transport.reader.backlog(), len(transport.reader.tape(9))) == (0, 1)
 
 
+def test_a_merged_contribution_is_not_hidden_by_another_entry_of_its_name(
+    transport: RedisTransport, raw: Any, epoch: int
+) -> None:
+    """The stream of an island that fell silent is deleted. Then the island may use its ids again."""
+    entry = transport.island.publish(samples.contribution(), b"payload")
+    (found,) = transport.merger.updates(0.0)
+    transport.merger.commit(epoch, samples.commit([entry]))
+    raw.delete(Keys(transport.run).updates("a"))
+    raw.xadd(Keys(transport.run).updates("a"), {"x": "1"}, id=parse_entry(entry)[1])
+    assert transport.merger.read([entry]) == [found]
+
+
 # -- lost streams --------------------------------------------------------------------------------------------------
 
 
