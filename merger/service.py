@@ -158,9 +158,11 @@ class Merger:
             self.transport.reader.control()
         )  # before the first contribution, which may come from an expelled island
         self.transport.merger.rewind()
-        while waiting := self.transport.merger.updates(0.0, self._read_count):
+        left = self.transport.reader.backlog()  # islands may send faster than we read
+        while left > 0 and (waiting := self.transport.merger.updates(0.0, self._read_count)):
             self.retention.follow(self.state, self.epoch)
             self._receive(waiting)
+            left -= len(waiting)
         self.controls.note("served", f"epoch {self.epoch} begins after {self.manifest.described(self.state.closed)}")
         resume = Resume(self.state.closed, self.epoch)
         self.transport.merger.take_up(self.epoch, resume, self.state.cursors, self.state.counts())

@@ -135,6 +135,21 @@ def test_a_restart_keeps_the_measured_round_times() -> None:
 # -- two mergers ---------------------------------------------------------------------------------------------------
 
 
+def test_a_merger_takes_up_a_run_however_fast_an_island_sends() -> None:
+    run, _ = served_run()
+    run.live("a")
+    sent: list[str] = []
+
+    def flood(name: str, *_: object) -> None:
+        if name == "updates" and len(sent) < 100:
+            sent.append(run.send("a", 1, constant(1.0), tokens=1 << 20).island)
+
+    run.send("a", 1, constant(1.0))
+    merger = run.merger(transport=run.faulty(before=flood))
+    assert len(sent) < 10
+    assert merger.turn(0.0)
+
+
 def test_a_long_merge_renews_the_lease(monkeypatch: pytest.MonkeyPatch, until: Until) -> None:
     """The spectra of a large fragment take longer than a lease. Another thread changes them meanwhile."""
     run = MergerRun(ISOTROPIC)
