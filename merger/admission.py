@@ -33,6 +33,8 @@ REASON_CHARACTERS_MAX = 500
 WAITING_MAX = 32
 #: Contributions that are downloaded at once. If the Redis is far away, most of a download is the round trip.
 AHEAD = 4
+#: Refusals that one write holds. A server takes about a million words in a command, and does nothing else meanwhile.
+REFUSED_MAX = 1000
 #: How many refusals of one batch are logged one by one.
 LOGGED_MAX = 20
 #: How many refusals of one island are announced in one round. All islands read all announcements, and the stream of
@@ -219,8 +221,10 @@ class Inbox:
                     yield believed
                     continue
                 reason = opened
-            if reason is not None:  # else a recreated consumer group delivered it again; it waits already
+            if reason is not None:  # else it was delivered again; it waits already
                 self._refuse(delivery, reason, state)
+                if len(self._refusals) >= REFUSED_MAX:
+                    self._flush(state, epoch)
         self._flush(state, epoch)
 
     def _reason(self, delivery: Delivery, state: RunState) -> Reason | None:

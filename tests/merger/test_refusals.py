@@ -10,6 +10,7 @@ import pytest
 from archipelago.broker.codecs import Vector
 from archipelago.broker.messages import MERGED_MAX, Call, Contribution, Refusal, Snapshot, from_fields, to_fields
 from archipelago.broker.wire import pack
+from archipelago.merger.admission import REFUSED_MAX
 from archipelago.merger.state import RunState, Sequences
 from archipelago.merger.weights import seen_steps
 from tests.harness.merger_run import SIZE, MergerRun, constant, logged_codes, served_run
@@ -48,6 +49,23 @@ def send_bad(run: MergerRun, kind: str, island: str, number: int) -> Contributio
     """Send a contribution that must be refused."""
     _, values_N, changes = BAD[kind]
     return run.send(island, number + 2000 * (kind == "ahead"), values_N, **changes)
+
+
+def test_a_flood_is_refused_in_parts() -> None:
+    run, _ = served_run()
+    sizes: list[int] = []
+
+    def note(name: str, *args: Any) -> None:
+        if name == "refuse":
+            sizes.append(len(args[1]))
+
+    merger = run.merger(transport=run.faulty(before=note))
+    for number in range(2200):
+        send_bad(run, "future", f"island-{number % 50}", 1)
+    while run.transport.reader.backlog():
+        merger.turn(0.0)
+    assert (sum(sizes), max(sizes)) == (2200, REFUSED_MAX)
+    run.balance()
 
 
 def test_a_refusal_has_a_reason_and_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
