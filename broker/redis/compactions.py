@@ -112,7 +112,7 @@ class Compactions:
         key, size = self._keys.difference(p, version), {"bytes": str(len(commit.difference))}
         signing = self._connection.signing
         signed = signing.signed("difference", size, about=f"{p}/{version}", payload=commit.difference)
-        write.delete(key)  # whatever lies there
+        write.do("forget", key, *self._owned())  # whatever lies there, as after a return to a checkpoint
         write.hset(key, {**signed, **where})
         self._keep(write, where)
         if version > DIFFERENCES_KEPT:

@@ -331,6 +331,15 @@ def test_a_repeated_commit_keeps_its_chunks(transport: RedisTransport, raw: Any,
     assert transport.reader.fragment(0)[1] == transport.merger.outer(0, 1) == LARGE
 
 
+def test_a_difference_of_a_version_that_is_made_again_leaves_no_chunks(
+    transport: RedisTransport, raw: Any, epoch: int
+) -> None:
+    """After a return to a checkpoint, rounds that were closed before close again."""
+    for _ in range(2):
+        transport.merger.commit(epoch, samples.commit([], b"", difference=LARGE))
+    assert len([key for key in lasting_chunks(raw, transport.run) if ":m:d0.1." in key]) == 3
+
+
 @pytest.mark.usefixtures("small_chunks")
 def test_at_most_two_versions_of_a_snapshot_are_kept(transport: RedisTransport, raw: Any, epoch: int) -> None:
     """Memory stays bounded even if versions follow each other fast."""
