@@ -115,10 +115,11 @@ def _from_redis(transport: MergerTransport, rules: RoundMerge, between: Callable
     snapshots = [_head(manifest, state.closed, p, head) for p, head in enumerate(heads)]
     full, fragments = [], []
     tape: dict[int, TapeEntry] = {}
+    read_after = state.closed
     for p, snapshot in enumerate(snapshots):
         held, payload = _full(transport, manifest, p, snapshot.version, between)
-        if len(tape) < state.closed - (after := min(held.round, state.covered)):
-            tape = _rounds(transport, after, state.closed)
+        if (after := min(held.round, state.covered)) < read_after:
+            tape, read_after = _rounds(transport, manifest, after, state.closed), after
         outer_state = transport.merger.outer(p, held.version) if held.version else b""
         fragment = fragment_of(rules, p, payload, outer_state)
         numbers = [manifest.round_of(version, p) for version in range(held.version + 1, snapshot.version + 1)]
@@ -132,7 +133,7 @@ def _from_redis(transport: MergerTransport, rules: RoundMerge, between: Callable
     return Loaded(state, fragments, snapshots, full, list(tape.values()))
 
 
-def _rounds(transport: MergerTransport, after: int, last: int) -> dict[int, TapeEntry]:
+def _rounds(transport: MergerTransport, manifest: Manifest, after: int, last: int) -> dict[int, TapeEntry]:
     """Return the rounds after `after` up to `last` that are on the tape, in order.
 
     The whole tape is read only if the newest entries lack some of them, because others have added entries.
@@ -140,7 +141,7 @@ def _rounds(transport: MergerTransport, after: int, last: int) -> dict[int, Tape
     tape: dict[int, TapeEntry] = {}
     for count in (last - after, WHOLE_TAPE):
         for entry in transport.reader.tape(count):
-            if after < entry.round <= last:
+            if after < entry.round <= last and entry.fragment == manifest.fragment_of(entry.round):
                 tape.setdefault(entry.round, entry)
         if len(tape) == last - after:
             break
@@ -236,7 +237,7 @@ def _from_checkpoint(
     state, fragments = RunState.from_json(image.state), of_image(rules, image)
     state.covered = covered = state.closed
     snapshots, merged = [snapshot for snapshot, _ in image.snapshots], []
-    tape = _rounds(transport, 0, COUNT_MAX)
+    tape = _rounds(transport, manifest, 0, COUNT_MAX)
     for entry in (entry for entry in tape.values() if entry.round > covered):
         p = entry.fragment
         try:

@@ -116,6 +116,18 @@ def test_lost_state_is_rebuilt_to_the_same_bits(caplog: pytest.LogCaptureFixture
         run.balance()
 
 
+def test_a_short_tape_is_read_once_and_entries_of_no_fragment_are_skipped(caplog: pytest.LogCaptureFixture) -> None:
+    run, _ = begun(CONFIG, store := Shelf())
+    del run.stored.tape[:5]
+    run.stored.tape.insert(0, replace(run.stored.tape[0], fragment=7))
+    calls: list[str] = []
+    load(run.faulty(before=lambda name, *_: calls.append(name)), RoundMerge.of(run.manifest), None)
+    assert calls.count("tape") == 2
+    run.stored.state = ""
+    run.play(run.merger(store=store), 4)
+    assert "restore.rebuilt" in logged_codes(caplog)
+
+
 def test_nothing_is_rebuilt_when_nothing_is_lost(caplog: pytest.LogCaptureFixture) -> None:
     class Untouched(Shelf):
         def load(self, number: int | None = None) -> None:
