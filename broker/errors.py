@@ -79,6 +79,19 @@ class BrokerError(ArchipelagoError):
     code = "broker"
 
 
+class WithdrawnError(BrokerError):
+    """A contribution left its stream before the commit that merges it. Its island may have trimmed the stream."""
+
+    code = "broker.withdrawn"
+
+    def __init__(self, island: str) -> None:
+        self.island = island
+        super().__init__(
+            f"a contribution of {island} was deleted before its round was committed",
+            f"The merger loads the run again. If this goes on, it refuses what {island} sends.",
+        )
+
+
 class BadUrlError(BrokerError):
     """The address cannot be read as a Redis URL."""
 

@@ -33,6 +33,8 @@ REASON_CHARACTERS_MAX = 500
 WAITING_MAX = 32
 #: Contributions that are downloaded at once. If the Redis is far away, most of a download is the round trip.
 AHEAD = 4
+#: An island whose contributions were gone before so many commits is refused by this process. Each costs a load.
+WITHDRAWN_MAX = 3
 #: Refusals that one write holds. A server takes about a million words in a command, and does nothing else meanwhile.
 REFUSED_MAX = 1000
 #: How many refusals of one batch are logged one by one.
@@ -150,6 +152,8 @@ class Inbox:
         self.transport, self.rules = transport, rules
         #: How many contributions this process has refused.
         self.refused = 0
+        #: How many commits failed because a contribution of an island had been deleted.
+        self.withdrawn: Counter[str] = Counter()
         #: How many contributions this process has refused, by code.
         self.codes: Counter[str] = Counter()
         self._is_expelled, self._believed = is_expelled, believed
@@ -185,6 +189,10 @@ class Inbox:
     def waiting_fragments(self) -> set[int]:
         """Return the fragments that contributions wait for."""
         return set(self._waiting)
+
+    def is_fickle(self, island: str) -> bool:
+        """Return whether this process refuses the island because too many of its contributions were withdrawn."""
+        return self.withdrawn[island] >= WITHDRAWN_MAX
 
     def refuse_expelled(self, state: RunState, epoch: int) -> None:
         """Refuse the waiting contributions of expelled islands."""
@@ -238,6 +246,8 @@ class Inbox:
             return Reason("repeat", "a repeat of a contribution that was taken already")
         if self._is_expelled(c.island):
             return Reason("expelled", EXPELLED)
+        if self.is_fickle(c.island):
+            return Reason("withdrawn", "contributions of this island were deleted before their rounds closed")
         if reason := reason_to_refuse(c, self.rules.manifest, state.closed):
             return reason
         if not self._waiting.get(c.fragment, Waiting()).fits(c):

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from archipelago.broker.commits import Commit, Delivery, Renewal, Seen, never_gone
+from archipelago.broker.errors import WithdrawnError
 from archipelago.broker.messages import Books, Call, Contribution, Resume, Snapshot, TapeEntry
 from archipelago.broker.presence import Presence
 from archipelago.broker.transport import MergerTransport
@@ -251,7 +252,8 @@ class Merger:
 
     def _note_presences(self, every: Sequence[Presence]) -> None:
         self.transport.merger.forget(self.epoch, every)
-        presences = [p for p in every if not self.controls.refuses(p.heartbeat.island)]
+        refused = (self.controls.refuses, self.inbox.is_fickle)
+        presences = [p for p in every if not any(refuses(p.heartbeat.island) for refuses in refused)]
         self.live = self.liveness.look(presences, self.clock(), self.state.closed)
         self._has_islands = any(presence.is_live for presence in presences)
         unreadable = {number for presence in presences if presence.is_live for number in presence.unreadable}
@@ -331,7 +333,11 @@ class Merger:
         if self._under_way is None:
             return
         under_way, self._under_way = self._under_way, None
-        commit, seconds = awaited(under_way, self._renew)
+        try:
+            commit, seconds = awaited(under_way, self._renew)
+        except WithdrawnError as error:
+            self.inbox.withdrawn[error.island] += 1
+            raise
         tape, snapshot = commit.tape, commit.snapshot
         self.compactor.committed(tape, snapshot, is_full=bool(commit.payload))
         self.snapshots[snapshot.fragment] = snapshot

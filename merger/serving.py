@@ -24,6 +24,7 @@ from archipelago.broker.errors import (
     UnknownRunError,
     UnreachableError,
     WireError,
+    WithdrawnError,
     is_outage,
 )
 from archipelago.broker.machine import has_ended
@@ -124,7 +125,7 @@ class Troubles:
         if error.what != self._last:  # an outage is logged once, however long it lasts
             log.warning("%s", error, extra={"code": error.code})
         self._last = error.what
-        if is_outage(error):
+        if is_outage(error) or isinstance(error, WithdrawnError):  # which ends by itself, too
             return RETRY_SECONDS
         self._faults += 1
         if self._faults > FAULTS_MAX:

@@ -17,8 +17,9 @@ from archipelago.broker.commits import (
     Seen,
     never_gone,
     nothing,
+    sender_of,
 )
-from archipelago.broker.errors import BrokerError, FencedError, WireError
+from archipelago.broker.errors import BrokerError, FencedError, WireError, WithdrawnError
 from archipelago.broker.memory.state import MemoryRun, MemoryState
 from archipelago.broker.messages import Call, Marker, Refusal, Resume
 from archipelago.broker.presence import Presence
@@ -165,11 +166,12 @@ class MemoryMerger:
     def commit(self, epoch: int, commit: Commit) -> None:
         with self._fenced(epoch) as run:
             self._require_round(run, commit.after_round)
-            numbers = [run.found(entry) for entry in dict.fromkeys(commit.entries)]
-            if None in numbers:
-                raise BrokerError("the broker has lost a contribution", "Reload the state.", code="broker.other-round")
-            for entry, number in zip(dict.fromkeys(commit.entries), numbers, strict=True):
-                assert number is not None  # noqa: S101 - checked above
+            found: dict[str, int] = {}
+            for entry in commit.entries:
+                if (number := run.found(entry)) is None:
+                    raise WithdrawnError(sender_of(entry))
+                found[entry] = number
+            for entry, number in found.items():
                 run.kept[entry] = run.updates.pop(number)
             run.trim(commit.trim)
             for name, cursor in commit.cursors.items():

@@ -23,7 +23,7 @@ from typing import Any
 import redis
 
 from archipelago.broker.commits import Renewal, never_gone
-from archipelago.broker.errors import BrokerError, FencedError, UnknownRunError
+from archipelago.broker.errors import BrokerError, FencedError, UnknownRunError, WithdrawnError
 from archipelago.broker.failpoints import failpoint
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.replies import epoch_in, epoch_mark
@@ -110,6 +110,7 @@ class Lease:
 
         Raises:
             FencedError: A newer epoch exists.
+            WithdrawnError: An entry that the write merges is gone.
             UnknownRunError: The run was deleted (`broker.unknown-run`), or created again (`broker.other-run`).
             BrokerError: Another round was closed last, the server has lost something (`broker.other-round`), or a key
                 was damaged and is written anew (`broker.damaged`). The merger must load the run again.
@@ -165,6 +166,8 @@ class Lease:
             raise self._forgotten(f"holds {found[0][:20] or 'no'} round although round {after_round} was closed last")
         if code == "instance":
             raise self._forgotten("is another instance than the one at which this merger took the lease")
+        if code == "withdrawn":
+            raise WithdrawnError(self._keys.short(found[0]).removeprefix("updates:"))
         if code == "missing":
             raise self._forgotten(f"has lost {self._keys.short(found[0])}, which this merger has written or read")
         if found:

@@ -65,7 +65,8 @@ return {'taken', uid, number, instance()}
 #: KEYS: manifest, epoch, the header of the last round, then all others that the commands name. ARGV: the uid, the value
 #: of the epoch's key, the last round or nothing, the instance or nothing, how many keys must exist and these, how many
 #: entries must exist and their keys and ids, then each command as the number of its words and these. Answers `done`
-#: with the keys that were damaged, `gone`, `overtaken`, `round` with what was found, `instance`, or `missing`.
+#: with the keys that were damaged, `gone`, `overtaken`, `round` with what was found, `instance`, or `missing`
+#: or `withdrawn` with the key.
 FENCED = (
     _COMMON
     + """
@@ -89,7 +90,7 @@ local function fields_of(key, id)
 end
 for i = 1, tonumber(word()) do
   local key, id = word(), word()
-  if not fields_of(key, id) then return {'missing', key .. ' ' .. id} end
+  if not fields_of(key, id) then return {'withdrawn', key} end
 end
 
 local damaged = {'done'}

@@ -16,6 +16,7 @@ from archipelago.broker.errors import ConfigError
 from archipelago.broker.messages import Snapshot
 from archipelago.broker.redis.keys import is_name
 from archipelago.merger import serving
+from archipelago.merger.admission import WITHDRAWN_MAX
 from archipelago.merger.service import LEASE_SECONDS, Merger
 from archipelago.merger.serving import has_ended_here, merger_name, numbering, serve
 from archipelago.merger.state import RunState
@@ -42,6 +43,28 @@ def test_a_fenced_merger_leaves() -> None:
     serve(old, stopped, lambda seconds: None)
     assert asked == 3
     assert not run.idle_merger("third").acquire()  # it did not release the lease of another merger
+
+
+def test_an_island_that_deletes_what_it_has_sent_does_not_stop_the_others() -> None:
+    """It may append to its stream, and can shorten it with that."""
+    run, tries = MergerRun(), list[float]()
+
+    def shorten(name: str, *_: object) -> None:
+        if name == "commit":
+            for number in [number for number, entry in run.stored.updates.items() if entry.sender == "b"]:
+                del run.stored.updates[number]
+
+    def again(seconds: float) -> None:
+        tries.append(seconds)
+        run.send("b", 1, constant(2.0))
+
+    merger = run.idle_merger(transport=run.faulty(before=shorten))
+    run.live("a", "b")
+    run.send("a", 1, constant(1.0))
+    run.send("b", 1, constant(1.0))
+    serve(merger, lambda: bool(run.merged()), again)
+    assert run.merged() == [("a", "x", 0)]
+    assert len(tries) == WITHDRAWN_MAX
 
 
 def test_a_standby_is_listed_until_it_takes_over_when_the_lease_runs_out(caplog: pytest.LogCaptureFixture) -> None:

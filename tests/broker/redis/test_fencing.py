@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from redis.connection import AbstractConnection
 
-from archipelago.broker.errors import BrokerError, FencedError, UnknownRunError, UnreachableError
+from archipelago.broker.errors import BrokerError, FencedError, UnknownRunError, UnreachableError, WithdrawnError
 from archipelago.broker.messages import Call, Pending, Resume
 from archipelago.broker.ranges import RANGES_MAX
 from archipelago.broker.redis.keys import Keys
@@ -136,6 +136,16 @@ def test_many_entries_are_counted_correctly(transport: RedisTransport, epoch: in
     assert (transport.reader.pending(), transport.reader.backlog()) == (Pending(300, 30_000), 300)
     transport.merger.rewind()
     assert len(transport.merger.updates(0.0, count=500)) == 300
+
+
+def test_a_commit_names_the_island_whose_contribution_is_gone(transport: RedisTransport, raw: Any, epoch: int) -> None:
+    """An island's role lets it shorten its stream."""
+    entries = [transport.island.publish(samples.contribution(island=name), b"payload") for name in ("a", "b.c-d")]
+    raw.xtrim(Keys(transport.run).updates("b.c-d"), maxlen=0)
+    with pytest.raises(WithdrawnError) as found:
+        transport.merger.commit(epoch, samples.commit(entries))
+    assert found.value.island == "b.c-d"
+    assert (transport.reader.tape(9), transport.reader.backlog()) == ([], 1)
 
 
 def test_a_write_has_any_number_of_cursors_and_of_entries(transport: RedisTransport, epoch: int) -> None:
