@@ -49,8 +49,8 @@ def replay_round(
     """Return the fragment after a recorded round, and advance `state` by it.
 
     Raises:
-        DifferenceError: The entry is not of this run's next round, or, with `exactly`, a result differs. `state` keeps
-            its round then.
+        DifferenceError: The entry is not of this run's next round, or, with `exactly`, a result differs. `state` stays
+            as it is then.
     """
     where = f"round {tape.round}"
     if tape.round != state.closed + 1:
@@ -60,11 +60,11 @@ def replay_round(
             f"{where} does not sync fragment {tape.fragment}, which the tape names", code="replay.round"
         )
     try:
-        state.steered = control.after_changes(rules.manifest.config, state.steered, tape.steered)
+        steered = control.after_changes(rules.manifest.config, state.steered, tape.steered)
     except WireError as error:
         raise DifferenceError(f"{where}: {error.reason}") from None
     try:
-        merged, addends = merge_recorded(rules, state, fragment, tape, deliveries)
+        merged, addends = merge_recorded(rules, replace(state, steered=steered), fragment, tape, deliveries)
     except WireError as error:
         raise DifferenceError(
             f"{where}: a contribution cannot be read ({error.reason})", code="replay.contribution"
@@ -73,6 +73,7 @@ def replay_round(
         require_same(tape, merged)
     if not state.step <= tape.step <= max([state.step, *(a.contribution.global_step for a in addends)]):
         raise DifferenceError(f"{where}: no member explains step {tape.step}")
+    state.steered = steered
     rules.advance(state, tape.round, tape.step, merged, addends)
     return merged.state
 

@@ -21,6 +21,7 @@ from archipelago.merger.replay import DifferenceError, replay_round
 from archipelago.merger.restore import load
 from archipelago.merger.round_merge import RoundMerge, new_state
 from archipelago.merger.service import Merger
+from archipelago.merger.state import RunState
 from tests.failing import failing
 from tests.harness.merger_run import (
     CONFIG,
@@ -276,3 +277,13 @@ def test_other_beginnings_rounds_and_contributions_are_differences() -> None:
         with failing(DifferenceError, "replay.contribution"):
             replayed(run, [(entry, [wrong, other])])
     assert replayed(run, rounds)[0].closed == 4
+
+
+def test_a_round_that_cannot_be_replayed_changes_no_setting() -> None:
+    """A shard that is restored goes on from there, and the tape names each change of a setting."""
+    run = four_rounds()
+    rules, state, fragments = beginning(run)
+    (entry, _), *_ = recorded(run)
+    with failing(DifferenceError, "replay.difference"):
+        replay_round(rules, state, fragments[0], replace(entry, steered="outer.learning_rate=0.25"), [])
+    assert state == RunState()
