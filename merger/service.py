@@ -36,7 +36,8 @@ from archipelago.merger.steering import OperatorControls
 LEASE_SECONDS = 5.0
 LIVE_POLL_SECONDS = 0.5
 BLOCK_SECONDS = 0.25
-#: Payload bytes that are read at once. Each payload is added to its round's sum and dropped, so memory stays bounded.
+#: A turn reads no more contributions of an island than fit in this many payload bytes, but one in any case, so that due
+#: rounds close soon. It does not bound the memory: bodies wait until their rounds close.
 READ_BYTES = 64 << 20
 READ_COUNT_MAX = 64
 #: A merger ends when its run has been finished, without live islands and without anything to merge, for this long.

@@ -43,8 +43,6 @@ class Ledger:
     """The counts of one island.
 
     Attributes:
-        formerly: The island's incarnation before the whole run went back to a checkpoint. Refusals of its
-            contributions count as refusals of this one's.
         global_step: The clock of the learning-rate schedule.
         merged_step: The run's step at the newest merge that the island knows of.
         refused: The number of refused contributions.
