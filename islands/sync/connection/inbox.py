@@ -21,6 +21,8 @@ from archipelago.islands.sync.connection.uplink import Uplink
 from archipelago.islands.sync.connection.watch import require_same_run
 
 EVENTS_AT_ONCE = 256
+#: How often an island looks whether what it waits for still lies in its stream. Someone may have deleted it there.
+LOST_SECONDS = 10.0
 #: No more events are read while the training thread has as many as this to take. The broker keeps the later ones.
 EVENTS_KEPT = 4096
 #: How often an island looks whether another server answers.
@@ -72,7 +74,7 @@ class Announcements:
         self._arrivals: dict[int, Arrival] = {}
         self._wanted: set[int] = set()
         self._early: dict[int, Arrival] = {}
-        self._must_resend = False
+        self._must_resend, self._resent_at = False, clock()
         self._instance = ""
         self._looked_at = -math.inf
         self._lock = threading.Lock()
@@ -150,9 +152,10 @@ class Announcements:
         for entry, event in news:
             self._judge(event)
             self._after = entry  # last, so that an event whose handling failed is read again
-        if self._must_resend and len(news) < EVENTS_AT_ONCE:  # every decision from before the restart has been read
+        must_resend = self._must_resend or self._clock() - self._resent_at >= LOST_SECONDS
+        if must_resend and len(news) < EVENTS_AT_ONCE:  # every decision so far has been read
             self._outbox.resend_lost()
-            self._must_resend = False
+            self._must_resend, self._resent_at = False, self._clock()
 
     def _judge(self, event: Event) -> None:
         fault = fault_in(event, self._manifest)

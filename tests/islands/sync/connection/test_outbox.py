@@ -10,7 +10,7 @@ import pytest
 
 from archipelago.broker.errors import UnreachableError
 from archipelago.broker.messages import Resume
-from archipelago.islands.sync.connection.inbox import INSTANCE_SECONDS
+from archipelago.islands.sync.connection.inbox import INSTANCE_SECONDS, LOST_SECONDS
 from archipelago.islands.sync.connection.outbox import KEPT_BYTES_MAX, KEPT_MIN, KEPT_SECONDS, Merged
 from tests.islands.sync.connection.link_run import Harness, draft, raising, received, send, unresolved
 
@@ -54,6 +54,17 @@ def test_lost_contributions_are_sent_again_once_when_a_merger_resumes(harness: H
     harness.resume(1)
     link.pump()
     assert len(harness.deliveries()) == 2
+
+
+def test_a_contribution_that_someone_deleted_from_the_stream_is_sent_again(harness: Harness) -> None:
+    link = harness.link()
+    send(link, 1, 2)
+    harness.forget(harness.deliveries()[0].entry)
+    link.pump()
+    assert harness.rounds() == [2]
+    harness.ahead += LOST_SECONDS
+    link.pump()
+    assert harness.rounds() == [2, 1]
 
 
 @pytest.mark.parametrize("is_other", [False, True], ids=["lost", "another one closed"])
