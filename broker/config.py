@@ -346,12 +346,8 @@ def checked(
         code = "config.unknown-key" if unknown else "config.value"
         raise ConfigError(f"{source} cannot be used: " + "; ".join(faults), remedy, code=code) from None
     if config.adopt.rule == "overwrite" and config.wire.up == "top3":
-        raise ConfigError(
-            f"{source} cannot be used: adopt.rule overwrite drops what wire.up top3 leaves out, which is most of an "
-            "island's progress",
-            "Choose adopt.rule carry, or another codec for wire.up.",
-            code="config.value",
-        )
+        what = f"{source} cannot be used: adopt.rule overwrite drops what wire.up top3 leaves out"
+        raise ConfigError(what, "Choose adopt.rule carry, or another codec for wire.up.", code="config.value")
     return config
 
 
@@ -388,19 +384,6 @@ def differing(theirs: RunConfig, ours: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Return both values of every setting in which two configs differ, by its name."""
     a, b = flat(theirs), flat(ours)
     return {key: (a[key], b[key]) for key in a if a[key] != b[key]}
-
-
-def flags(config: RunConfig) -> list[str]:
-    """Return the flags of the command line that give this config, without those of settings at their defaults."""
-    found = []
-    for key, (value, _) in differing(config, RunConfig()).items():
-        section, _, name = key.replace("_", "-").rpartition(".")
-        prefix = f"--{section}." if section else "--"
-        if isinstance(value, bool):
-            found.append(f"{prefix}{'' if value else 'no-'}{name}")
-        elif value is not None:
-            found += [f"{prefix}{name}", str(value)]
-    return found
 
 
 def flat(config: RunConfig) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import tomli_w
 
 from archipelago.broker import config
-from archipelago.broker.config import RunConfig
+from archipelago.broker.config import RunConfig, differing
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.machine import install_hint, is_installed
 from archipelago.broker.observe.logs import as_json, printable_lines
@@ -110,3 +110,16 @@ def pyplot() -> Any:
     from matplotlib import pyplot as plt
 
     return plt
+
+
+def flags(config: RunConfig) -> list[str]:
+    """Return the flags of the command line that give this config, without those of settings at their defaults."""
+    found = []
+    for key, (value, _) in differing(config, RunConfig()).items():
+        section, _, name = key.replace("_", "-").rpartition(".")
+        prefix = f"--{section}." if section else "--"
+        if isinstance(value, bool):
+            found.append(f"{prefix}{'' if value else 'no-'}{name}")
+        elif value is not None:
+            found += [f"{prefix}{name}", str(value)]
+    return found

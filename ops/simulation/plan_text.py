@@ -7,9 +7,10 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from archipelago.broker.config import RunConfig, flags
+from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.manifest import Tensor
+from archipelago.ops.settings import flags
 from archipelago.ops.simulation.cycle import decoder
 from archipelago.ops.watch.formatting import seconds_text, size
 

@@ -16,7 +16,7 @@ from archipelago.broker.config import RunConfig
 from archipelago.broker.messages import Evaluation, TapeEntry
 from archipelago.broker.observe.merge_load import FEW_SYNCS_REMEDY, merge_load
 from archipelago.broker.shards.reader import numbered
-from archipelago.ops.watch.events import NOTHING, Event, refusal_remedy
+from archipelago.ops.watch.events import ENDS, NOTHING, Event, refusal_remedy
 from archipelago.ops.watch.run_view import IslandView, RunView, in_shards
 
 Mood = Literal["bad", "warn", "info"]
@@ -45,15 +45,6 @@ _ORDER = ("bad", "warn", "info")
 EVENTS_KEPT = 200
 #: Problems of which the merger writes a note when they begin.
 _NOTED = frozenset(["island.refused", "island.lowered", "run.paused", "checkpoint.failed"])
-#: What is said when a problem ends, by its code.
-_ENDS = {
-    "island.silent": "It has left, or is silent for so long that it counts as gone.",
-    "merger.missing": "A merger serves again.",
-    "merger.slow": "Rounds no longer wait for the merger.",
-    "run.no-islands": "An island is live again.",
-    "run.stalled": "Rounds close again.",
-    "shard.unreachable": "All shards can be reached again.",
-}
 
 
 @dataclass(frozen=True)
@@ -403,4 +394,4 @@ def _end_of(problem: Problem, unix_seconds: float, live: Collection[str]) -> Eve
         return Event(unix_seconds, problem.who, "over", "The run is finished.", NOTHING)
     if problem.code == "island.silent" and problem.who in live:
         return Event(unix_seconds, problem.who, "came back", "It sends heartbeats again.", NOTHING)
-    return Event(unix_seconds, problem.who, "over", _ENDS.get(problem.code, f"Over: {problem.text}"), NOTHING)
+    return Event(unix_seconds, problem.who, "over", ENDS.get(problem.code, f"Over: {problem.text}"), NOTHING)

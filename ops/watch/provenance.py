@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from archipelago.broker.config import RunConfig, flags, flat
+from archipelago.broker.config import RunConfig, flat
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Evaluation, TapeEntry
-from archipelago.ops.settings import setting_text
+from archipelago.ops.settings import flags, setting_text
 from archipelago.ops.watch.formatting import date, hours, number, size
 from archipelago.ops.watch.run_summary import syncs_in_words
 from archipelago.ops.watch.run_view import RunView

@@ -165,10 +165,7 @@ class Link:
         self._handing_over.wake.set()
 
     def lease(self, *, asks: bool = False) -> ReadPosition | None:
-        """Return the next leased range, if any. The heartbeat thread then leases another.
-
-        With `asks`, this waits for the broker. An island does so before its first step only.
-        """
+        """Return the next leased range, if any; `asks` waits for the broker. The heartbeat thread leases another."""
         if asks:
             try:
                 if self.heartbeat is not None:  # frees the ranges of an earlier incarnation
@@ -187,10 +184,7 @@ class Link:
         self._beating.wake.set()
 
     def register_shards(self, count: int) -> int:
-        """Return how many shards the data of the run's task has, by the island that registered it first.
-
-        This waits for the broker. An island calls it before its first step. In an outage, it returns `count`.
-        """
+        """Return how many shards the run's task has, by the island that registered it first; `count` in an outage."""
         try:
             return int(self.transport.island.register_corpus(SHARDS_OF_TASK, str(count)))
         except (BrokerError, ValueError) as error:
@@ -382,18 +376,20 @@ class Link:
     def drain(self, seconds: float) -> bool:
         """Wait up to `seconds` until everything queued and the newest heartbeat are sent; return whether they were."""
         self._wake_heartbeats()
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_drained or self.pumps.failure is not None, timeout=seconds)
-            return self._is_drained
+        self._await(lambda: self._is_drained, seconds)
+        return self._is_drained
 
     def await_decisions(self, seconds: float) -> int:
         """Wait up to `seconds` for the merger to decide about everything sent. Return how many contributions are left.
 
         The island lives meanwhile, so the merger of a finished run stays.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: not self.channels.undecided or self.pumps.failure is not None, seconds)
+        self._await(lambda: not self.channels.undecided, seconds)
         return self.channels.undecided
+
+    def _await(self, holds: Callable[[], bool], seconds: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: holds() or self.pumps.failure is not None, seconds)
 
     @property
     def _is_drained(self) -> bool:
@@ -401,5 +397,4 @@ class Link:
 
 
 def _named(what: str, channel: Channel) -> str:
-    """Return the name of a pump."""
     return f"{what}-{channel.shard}" if channel.shard else what

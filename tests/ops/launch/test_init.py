@@ -15,7 +15,7 @@ import pytest
 
 from archipelago.broker.buckets.copier import FINISH_SECONDS
 from archipelago.broker.buckets.folder import BUCKET_VARIABLE
-from archipelago.broker.config import InnerConfig, MergeConfig, ModelConfig, RunConfig, WireConfig, flags
+from archipelago.broker.config import InnerConfig, MergeConfig, ModelConfig, RunConfig, WireConfig
 from archipelago.broker.control import STEPS
 from archipelago.broker.errors import ArchipelagoError, ConfigError, MismatchError
 from archipelago.broker.memory.transport import MemoryBroker
@@ -40,6 +40,7 @@ from archipelago.ops.launch.local_run import (
 )
 from archipelago.ops.launch.supervisor import LAST_LINES, Child
 from archipelago.ops.launch.up import UpOptions
+from archipelago.ops.settings import flags
 from archipelago.ops.watch.reading import summarise
 from tests import samples
 from tests.failing import failing

@@ -17,7 +17,7 @@ import pytest
 
 from archipelago.broker.buckets.bundles import Bundles
 from archipelago.broker.buckets.folder import BucketFolder
-from archipelago.broker.config import checked, flags
+from archipelago.broker.config import checked
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.manifest import loss_unit
 from archipelago.broker.memory.transport import MemoryBroker
@@ -28,6 +28,7 @@ from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.ops.commands import run
 from archipelago.ops.dashboard.page_data import PAGE
 from archipelago.ops.launch.embedded_redis import RedisServer, start_server
+from archipelago.ops.settings import flags
 from archipelago.ops.watch import report as run_report
 from archipelago.ops.watch import run_summary
 from archipelago.ops.watch.provenance import Provenance, cards, commands
