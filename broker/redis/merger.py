@@ -192,8 +192,7 @@ class RedisMerger:
             self._compactions.point(write, epoch, placed)
         for entry in dict.fromkeys(commit.entries):
             name, id_ = parse_entry(entry)
-            write.entries.append((self._keys.updates(name), id_))
-            write.do("keep", self._keys.updates(name), id_, self._keys.kept(entry))
+            write.keep(self._keys.updates(name), id_, self._keys.kept(entry))
         write.do_all("SADD", self._keys.kept_entries, commit.entries)
         self._forget(write, commit.trim)
         self._derived(write, commit.cursors, commit.counts)

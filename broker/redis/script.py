@@ -64,9 +64,9 @@ return {'taken', uid, number, instance()}
 
 #: KEYS: manifest, epoch, the header of the last round, then all others that the commands name. ARGV: the uid, the value
 #: of the epoch's key, the last round or nothing, the instance or nothing, how many keys must exist and these, how many
-#: entries must exist and their keys and ids, then each command as the number of its words and these. Answers `done`
-#: with the keys that were damaged, `gone`, `overtaken`, `round` with what was found, `instance`, or `missing`
-#: or `withdrawn` with the key.
+#: entries must exist, their keys and ids and where they will be kept (where nothing may lie), then each command as the
+#: number of its words and these. Answers `done` with the keys that were damaged, `gone`, `overtaken`, `round` with what
+#: was found, `instance`, or `missing` or `withdrawn` with the key.
 FENCED = (
     _COMMON
     + """
@@ -89,8 +89,8 @@ local function fields_of(key, id)
   return not found.err and found[1] and found[1][2]
 end
 for i = 1, tonumber(word()) do
-  local key, id = word(), word()
-  if not fields_of(key, id) then return {'withdrawn', key} end
+  local key, id, kept = word(), word(), word()
+  if not fields_of(key, id) or redis.call('EXISTS', kept) == 1 then return {'withdrawn', key} end
 end
 
 local damaged = {'done'}
@@ -130,7 +130,6 @@ end
 -- keep STREAM ID KEY: moves an entry into a hash.
 function commands.keep(words)
   local fields = fields_of(words[2], words[3])
-  redis.call('DEL', words[4])
   for i = 1, #fields, 1000 do  -- Lua unpacks a few thousand values at most, and an island may add any number of fields
     redis.call('HSET', words[4], unpack(fields, i, math.min(i + 999, #fields)))
   end
@@ -192,8 +191,8 @@ class Write:
         self.commands: list[tuple[Value, ...]] = []
         #: Keys that must exist.
         self.needed: list[str] = []
-        #: Keys of streams, and ids of entries that must be in them.
-        self.entries: list[tuple[str, str]] = []
+        #: Keys of streams, ids of entries that must be in them, and the keys to which they move.
+        self.entries: list[tuple[str, str, str]] = []
 
     def do(self, command: str, key: str, *words: Value) -> None:
         """Add a command of Redis (in capitals), or of the script."""
@@ -203,6 +202,11 @@ class Write:
         """Add a command for any number of words, WORDS_MAX at a time."""
         for start in range(0, len(words), WORDS_MAX):
             self.do(command, key, *words[start : start + WORDS_MAX])
+
+    def keep(self, stream: str, id_: str, kept: str) -> None:
+        """Move an entry of a stream into a hash, which must not exist. Else its island uses the id a second time."""
+        self.entries.append((stream, id_, kept))
+        self.do("keep", stream, id_, kept)
 
     def delete(self, *keys: str) -> None:
         for key in keys:
@@ -224,9 +228,8 @@ class Write:
 
     def keys(self) -> list[str]:
         """Return all keys that the write names, once each."""
-        named = [str(command[1]) for command in self.commands] + [key for key, _ in self.entries]
-        kept = [str(command[3]) for command in self.commands if command[0] == "keep"]
-        return list(dict.fromkeys([*named, *kept, *self.needed]))
+        named = [str(command[1]) for command in self.commands] + [kept for _, _, kept in self.entries]
+        return list(dict.fromkeys([*named, *self.needed]))
 
     def arguments(self) -> list[Value]:
         """Return the words of the script's arguments from the needed keys on."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from archipelago.broker.commits import NUMBER_MAX, START, parse_entry
-from archipelago.broker.errors import BrokerError
+from archipelago.broker.errors import BrokerError, WithdrawnError
 from archipelago.broker.messages import Call, Evaluation, Note, Pending, to_fields
 from archipelago.broker.redis import names
 from archipelago.broker.redis.chunks import CHUNK_BYTES
@@ -96,6 +96,12 @@ def test_a_merged_contribution_is_not_hidden_by_another_entry_of_its_name(
     transport.merger.commit(epoch, samples.commit([entry]))
     raw.delete(Keys(transport.run).updates("a"))
     raw.xadd(Keys(transport.run).updates("a"), {"x": "1"}, id=parse_entry(entry)[1])
+    assert transport.merger.read([entry]) == [found]
+    raw.delete(Keys(transport.run).updates("a"))
+    again = {**to_fields(samples.contribution(sequence=1)), "payload": b"payload"}
+    raw.xadd(Keys(transport.run).updates("a"), again, id=parse_entry(entry)[1])
+    with failing(WithdrawnError, "broker.withdrawn"):
+        transport.merger.commit(epoch, samples.commit([entry], round_number=3))
     assert transport.merger.read([entry]) == [found]
 
 
