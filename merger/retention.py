@@ -20,6 +20,8 @@ from archipelago.merger.steering import OperatorControls
 #: The most bytes of merged contributions that are kept for a checkpoint alone. Beyond it, the oldest are
 #: deleted, although no checkpoint covers them.
 KEPT_BYTES_MAX = 256 << 20
+#: About how many entries one write deletes. A server takes about a million words, and does nothing else meanwhile.
+TRIMMED_MAX = 10_000
 #: How often, and at which distance, a shard that ends looks for the last checkpoint of shard 0.
 MARKER_TRIES, MARKER_SECONDS = 40, 0.05
 
@@ -75,11 +77,12 @@ class Retention:
                 entries = tuple(member.entry for member in entry.members)
                 self.kept.append(MergedEntries(entry.round, entries, entry.bytes_up))
         named = {entry for merged in self.kept for entry in merged.entries}
-        if strays := [entry for entry in self.transport.merger.kept() if entry not in named]:
-            self.transport.merger.trim(epoch, strays, state.closed)
+        strays = [entry for entry in self.transport.merger.kept() if entry not in named]
+        for start in range(0, len(strays), TRIMMED_MAX):
+            self.transport.merger.trim(epoch, strays[start : start + TRIMMED_MAX], state.closed)
 
     def not_needed(self, state: RunState) -> list[str]:
-        """Return the entries that may be deleted now, once.
+        """Return the entries that may be deleted now, once: about TRIMMED_MAX of them, and the others later.
 
         Compactions cover them. So does a checkpoint, unless there are none, or these are the oldest ones beyond
         KEPT_BYTES_MAX.
@@ -88,7 +91,7 @@ class Retention:
         kept: deque[MergedEntries] = deque()
         gone: list[str] = []
         for merged in self.kept:
-            if not self._is_compacted(merged.round):
+            if not self._is_compacted(merged.round) or len(gone) >= TRIMMED_MAX:
                 kept.append(merged)
                 continue
             is_wanted = self.checkpointer is not None and merged.round > state.covered
@@ -176,7 +179,8 @@ class Retention:
         if (covered := self.checkpointer.finished(self.clock(), wait=wait)) is None:
             return
         state.covered = max(state.covered, covered.round)
-        self.transport.merger.trim(epoch, self.not_needed(state), state.closed)
+        while gone := self.not_needed(state):
+            self.transport.merger.trim(epoch, gone, state.closed)
         if self._asked:
             self.controls.took_checkpoint(state, self._asked)
             self._asked = ""

@@ -15,7 +15,7 @@ from archipelago.broker.config import RunConfig, WireConfig
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.memory.state import MemoryRun
 from archipelago.broker.messages import Resume, TapeEntry
-from archipelago.merger import outer
+from archipelago.merger import outer, retention
 from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.merger.replay import DifferenceError, replay_round
 from archipelago.merger.restore import load
@@ -115,6 +115,22 @@ def test_lost_state_is_rebuilt_to_the_same_bits(caplog: pytest.LogCaptureFixture
         run.play(merger, 8, 9, 10)
         assert bits(run) == undisturbed(config), damage
         run.balance()
+
+
+def test_what_a_checkpoint_covers_is_deleted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "TRIMMED_MAX", 3)
+    run, sizes = MergerRun(CONFIG, quorum=2), list[int]()
+
+    def note(name: str, *args: Any) -> None:
+        if name == "trim":
+            sizes.append(len(args[1]))
+
+    merger = run.merger(transport=run.faulty(before=note), store=Shelf())
+    run.play(merger, 1, 2, 3, 4, 5, 6)
+    take_checkpoint(merger)
+    merger.turn(0.0)
+    assert sizes == [4, 4, 4]
+    assert not run.stored.kept
 
 
 def test_a_short_tape_is_read_once_and_entries_of_no_fragment_are_skipped(caplog: pytest.LogCaptureFixture) -> None:
