@@ -247,7 +247,9 @@ class Inbox:
         if self._is_expelled(c.island):
             return Reason("expelled", EXPELLED)
         if self.is_fickle(c.island):
-            return Reason("withdrawn", "contributions of this island were deleted before their rounds closed")
+            return Reason(
+                "withdrawn", "others were deleted before their rounds closed; a merger that starts forgets that"
+            )
         if reason := reason_to_refuse(c, self.rules.manifest, state.closed):
             return reason
         if not self._waiting.get(c.fragment, Waiting()).fits(c):
