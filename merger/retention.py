@@ -17,9 +17,11 @@ from archipelago.merger.checkpointer import CheckpointCut, Checkpointer
 from archipelago.merger.state import RunState
 from archipelago.merger.steering import OperatorControls
 
-#: The most bytes of merged contributions that are kept for a checkpoint alone. Beyond it, the oldest are
+#: The most bytes in Redis of merged contributions that are kept for a checkpoint alone. Beyond it, the oldest are
 #: deleted, although no checkpoint covers them.
 KEPT_BYTES_MAX = 256 << 20
+#: Bytes that an entry takes in Redis besides its payload, at most.
+ENTRY_BYTES = 2 << 10
 #: About how many entries one write deletes. A server takes about a million words, and does nothing else meanwhile.
 TRIMMED_MAX = 10_000
 #: How often, and at which distance, a shard that ends looks for the last checkpoint of shard 0.
@@ -35,6 +37,11 @@ class MergedEntries:
     round: int
     entries: tuple[str, ...]
     bytes: int
+
+    @property
+    def stored_bytes(self) -> int:
+        """About how many bytes they take in Redis."""
+        return self.bytes + ENTRY_BYTES * len(self.entries)
 
 
 class Retention:
@@ -99,7 +106,7 @@ class Retention:
                 kept.append(merged)
                 continue
             was_behind |= is_wanted
-            size -= merged.bytes
+            size -= merged.stored_bytes
             gone += merged.entries
         self.kept = kept
         if was_behind:
@@ -212,5 +219,5 @@ class Retention:
             pause(MARKER_SECONDS)
 
     def _waiting_bytes(self) -> int:
-        """Return the bytes of the entries that compactions cover, and that wait for a checkpoint."""
-        return sum(merged.bytes for merged in self.kept if self._is_compacted(merged.round))
+        """Return the bytes in Redis of the entries that compactions cover, and that wait for a checkpoint."""
+        return sum(merged.stored_bytes for merged in self.kept if self._is_compacted(merged.round))

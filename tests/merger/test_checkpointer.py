@@ -16,6 +16,7 @@ from archipelago.merger import record
 from archipelago.merger.beside import at_once
 from archipelago.merger.checkpointer import RETRY_SECONDS, Checkpointer
 from archipelago.merger.record import Recorder
+from archipelago.merger.retention import ENTRY_BYTES
 from archipelago.merger.service import Merger
 from archipelago.merger.state import RunState
 from archipelago.ops.watch.advice import problems
@@ -69,7 +70,7 @@ def test_the_oldest_entries_are_trimmed_above_the_limit(
     run = MergerRun(quorum=2)
     merger = serving(run, Shelf(), spawn=Later())
     run.play(merger, 1)
-    one_round = sum(len(payload) for _, payload in run.sent)
+    one_round = sum(ENTRY_BYTES + len(payload) for _, payload in run.sent)
     monkeypatch.setattr(archipelago.merger.retention, "KEPT_BYTES_MAX", 3 * one_round + 100)
     run.play(merger, 2, 3)
     assert (run.kept_rounds(), caplog.records) == ([1, 2, 3], [])
