@@ -51,12 +51,13 @@ class ChunkStore:
     Args:
         connection: The connection to the run.
         payload_max: Returns the size in bytes of the largest payload that the run's manifest allows.
-        owner: The name of the island; empty for the mergers.
+        prefix: What the keys of the chunks begin with; by default those of the mergers.
     """
 
-    def __init__(self, connection: RedisConnection, payload_max: Callable[[], int], owner: str = "") -> None:
+    def __init__(self, connection: RedisConnection, payload_max: Callable[[], int], prefix: str = "") -> None:
         self._connection = connection
-        self._owner = owner
+        #: What the keys of these chunks begin with. Their name and their number follow.
+        self.prefix = prefix or connection.keys.chunk_prefix()
         self._redis = connection.redis
         self._keys = connection.keys
         self.payload_max = payload_max
@@ -67,19 +68,18 @@ class ChunkStore:
         A pointer in an entry of an island leads only to chunks of that island, whatever the pointer says. So no island
         can make a merger read, keep or delete the chunks of others.
         """
-        return ChunkStore(self._connection, self.payload_max, owner)
+        return ChunkStore(self._connection, self.payload_max, self._keys.chunk_prefix(owner))
 
-    @property
-    def prefix(self) -> str:
-        """What the keys of these chunks begin with. Their name and their number follow."""
-        return self._keys.chunk_prefix(self._owner)
+    def kept_of(self, owner: str) -> ChunkStore:
+        """Return the store of the chunks of one island that mergers keep, and that it can no longer change."""
+        return ChunkStore(self._connection, self.payload_max, self._keys.kept_prefix(owner))
 
     def most(self) -> int:
         """Return the most chunks that an honest payload has."""
         return -(-self.payload_max() // CHUNK_BYTES)
 
     def _chunk(self, name: str, index: int) -> str:
-        return self._keys.chunk(name, index, self._owner)
+        return f"{self.prefix}{name}:{index}"
 
     def place(self, name: str, payload: bytes, seconds: int = ORPHAN_SECONDS) -> dict[str, str | bytes]:
         """Upload a large payload as chunks that expire unless they are kept.

@@ -29,7 +29,7 @@ cannot contain a colon. All roles read all keys.
 | `snapshots`, `tape` | streams | mergers | events and decisions |
 | `head:P`, `fragment:P`, `outer:P` | hashes | mergers | the newest header; the newest full state of a fragment |
 | `difference:P:V`, `m:…` | hashes, strings | mergers | what a version changes; chunks |
-| `kept`, `kept:NAME:ID` | set, hashes | mergers | merged contributions, until compactions and a checkpoint cover them |
+| `kept`, `kept:NAME:ID`, `m:NAME:…` | set, hashes, strings | mergers | merged contributions, until they are covered |
 | `data` | hash | mergers | cursors of the ranges of text |
 | `state`, `books`, `epoch`, `lease` | string, hash, strings | mergers | the merger's state, counters, lease |
 | `standbys` | hash | mergers | mergers that wait for the lease, with the time of their last sign of life |
@@ -181,6 +181,10 @@ class Keys:
     def chunk_prefix(self, owner: str = "") -> str:
         """Return what the keys of the chunks of an island's payloads begin with; those of mergers for no owner."""
         return f"{self.tag}:c:{owner}:" if owner else f"{self.tag}:m:"
+
+    def kept_prefix(self, owner: str) -> str:
+        """Return what the keys of the chunks of an island's merged payloads begin with. Only mergers write these."""
+        return f"{self.tag}:m:{owner}:"
 
     def chunk(self, name: str, index: int, owner: str = "") -> str:
         """Return the key of one chunk of a large payload. `owner` is an island's name, or empty for a merger."""

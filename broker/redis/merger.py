@@ -192,7 +192,8 @@ class RedisMerger:
             self._compactions.point(write, epoch, placed)
         for entry in dict.fromkeys(commit.entries):
             name, id_ = parse_entry(entry)
-            write.keep(self._keys.updates(name), id_, self._keys.kept(entry))
+            stream, own, kept = self._keys.updates(name), self._chunks.of(name), self._chunks.kept_of(name)
+            write.keep(stream, id_, self._keys.kept(entry), own.prefix, own.most(), kept.prefix)
         write.do_all("SADD", self._keys.kept_entries, commit.entries)
         self._forget(write, commit.trim)
         self._derived(write, commit.cursors, commit.counts)
@@ -256,7 +257,7 @@ class RedisMerger:
         """Delete merged contributions. Names that cannot be read, of a damaged tape, are left out."""
         for entry in dict.fromkeys(entries):
             try:
-                chunks = self._chunks.of(parse_entry(entry)[0])
+                chunks = self._chunks.kept_of(parse_entry(entry)[0])
             except WireError:
                 continue
             write.do("forget", self._keys.kept(entry), chunks.prefix, chunks.most())

@@ -93,7 +93,7 @@ def _island(keys: Keys, name: str) -> list[Grant]:
 
 
 def _merger(keys: Keys, _name: str) -> list[Grant]:
-    everything = (*_KEY_WRITES, *_HASH_WRITES, *_SET_WRITES, *_STREAM_WRITES, "EVAL", "EVALSHA")
+    everything = (*_KEY_WRITES, "RENAME", *_HASH_WRITES, *_SET_WRITES, *_STREAM_WRITES, "EVAL", "EVALSHA")
     # All keys of the run except `members`: only an administrator decides who belongs to a run.
     but_members = (f"{keys.tag}:[^m]*", f"{keys.tag}:m:*", keys.manifest)
     return [Grant(everything, but_members), Grant(("SADD",), (REGISTRY,))]
@@ -138,7 +138,7 @@ def _selector(grant: Grant) -> str:
 #: Arguments that make each command complete, with `*` in place of the key.
 _ARGUMENTS: Final[dict[str, str]] = {
     "SET": "* x", "EXPIRE": "* 1", "PEXPIRE": "* 1", "GETRANGE": "* 0 1", "HGET": "* x", "HMGET": "* x",
-    "HEXISTS": "* x", "HSTRLEN": "* x", "SISMEMBER": "* x", "SSCAN": "* 0", "HSCAN": "* 0",
+    "HEXISTS": "* x", "HSTRLEN": "* x", "SISMEMBER": "* x", "SSCAN": "* 0", "HSCAN": "* 0", "RENAME": "* *",
     "XRANGE": "* - +", "XREVRANGE": "* + -",
     "XREAD": "STREAMS * 0", "HSET": "* x x", "HSETNX": "* x x", "HDEL": "* x",
     "HINCRBY": "* x 1", "SADD": "* x", "SREM": "* x", "XADD": "* ID x x", "XDEL": "* 0-1", "XTRIM": "* MAXLEN 1",

@@ -64,9 +64,10 @@ return {'taken', uid, number, instance()}
 
 #: KEYS: manifest, epoch, the header of the last round, then all others that the commands name. ARGV: the uid, the value
 #: of the epoch's key, the last round or nothing, the instance or nothing, how many keys must exist and these, how many
-#: entries must exist, their keys and ids and where they will be kept (where nothing may lie), then each command as the
-#: number of its words and these. Answers `done` with the keys that were damaged, `gone`, `overtaken`, `round` with what
-#: was found, `instance`, or `missing` or `withdrawn` with the key.
+#: entries must exist, and of each its key, its id, where it will be kept (where nothing may lie), what its chunks' keys
+#: begin with, and how many it may have; then each command as the number of its words, and these. Answers `done` with
+#: the keys that were damaged, `gone`, `overtaken`, `round` with what was found, `instance`, or `missing` or `withdrawn`
+#: with the key.
 FENCED = (
     _COMMON
     + """
@@ -88,9 +89,35 @@ local function fields_of(key, id)
   local found = redis.pcall('XRANGE', key, id, id)
   return not found.err and found[1] and found[1][2]
 end
+-- What follows the prefix in the keys of the chunks that a pointer names. A forged pointer, to more chunks than `most`,
+-- names none.
+local function suffixes(most, count, name)
+  local out = {}
+  count = tonumber(count or '')
+  if not count or count > most or not name or not string.match(name, '^[%w%._%-]+$') then return out end
+  for i = 0, count - 1 do out[i + 1] = name .. ':' .. string.format('%.0f', i) end
+  return out
+end
+local function chunks(prefix, most, count, name)
+  local out = suffixes(most, count, name)
+  for i, suffix in ipairs(out) do out[i] = prefix .. suffix end
+  return out
+end
+local function pointer_in(fields)
+  local count, name
+  for i = 1, #fields, 2 do
+    if fields[i] == 'chunks' then count = fields[i + 1] end
+    if fields[i] == 'chunks_name' then name = fields[i + 1] end
+  end
+  return count, name
+end
 for i = 1, tonumber(word()) do
-  local key, id, kept = word(), word(), word()
-  if not fields_of(key, id) or redis.call('EXISTS', kept) == 1 then return {'withdrawn', key} end
+  local key, id, kept, prefix, most = word(), word(), word(), word(), tonumber(word())
+  local fields = fields_of(key, id)
+  if not fields or redis.call('EXISTS', kept) == 1 then return {'withdrawn', key} end
+  for _, chunk in ipairs(chunks(prefix, most, pointer_in(fields))) do
+    if redis.call('EXISTS', chunk) == 0 then return {'withdrawn', key} end
+  end
 end
 
 local damaged = {'done'}
@@ -104,14 +131,6 @@ local function run(words)
     failed = type(answer) == 'table' and answer.err
   end
   return failed and answer
-end
--- The keys of the chunks that a pointer names. A forged pointer, to more chunks than `most`, names none.
-local function chunks(prefix, most, count, name)
-  local out = {}
-  count = tonumber(count or '')
-  if not count or count > most or not name or not string.match(name, '^[%w%._%-]+$') then return out end
-  for i = 0, count - 1 do out[i + 1] = prefix .. name .. ':' .. string.format('%.0f', i) end
-  return out
 end
 local function each(command, keys, ...) for _, key in ipairs(keys) do redis.call(command, key, ...) end end
 local function pointed(key, prefix, most, of)
@@ -127,22 +146,20 @@ function commands.lease(words)
     return run({'SET', words[2], words[3], 'PX', words[4]})
   end
 end
--- keep STREAM ID KEY: moves an entry into a hash.
+-- keep STREAM ID KEY FROM MOST TO: moves an entry into a hash, and its chunks to keys that its island cannot write.
 function commands.keep(words)
   local fields = fields_of(words[2], words[3])
   for i = 1, #fields, 1000 do  -- Lua unpacks a few thousand values at most, and an island may add any number of fields
     redis.call('HSET', words[4], unpack(fields, i, math.min(i + 999, #fields)))
   end
+  for _, suffix in ipairs(suffixes(tonumber(words[6]), pointer_in(fields))) do
+    redis.call('RENAME', words[5] .. suffix, words[7] .. suffix)
+  end
   return run({'XDEL', words[2], words[3]})
 end
 -- remove STREAM ID PREFIX MOST: deletes an entry and its chunks.
 function commands.remove(words)
-  local fields, count, name = fields_of(words[2], words[3]) or {}, nil, nil
-  for i = 1, #fields, 2 do
-    if fields[i] == 'chunks' then count = fields[i + 1] end
-    if fields[i] == 'chunks_name' then name = fields[i + 1] end
-  end
-  each('UNLINK', chunks(words[4], tonumber(words[5]), count, name))
+  each('UNLINK', chunks(words[4], tonumber(words[5]), pointer_in(fields_of(words[2], words[3]) or {})))
   return run({'XDEL', words[2], words[3]})
 end
 -- forget KEY PREFIX MOST: deletes a hash and its chunks.
@@ -191,8 +208,9 @@ class Write:
         self.commands: list[tuple[Value, ...]] = []
         #: Keys that must exist.
         self.needed: list[str] = []
-        #: Keys of streams, ids of entries that must be in them, and the keys to which they move.
-        self.entries: list[tuple[str, str, str]] = []
+        #: Of each entry that must be there its stream, its id, the key to which it moves, what its chunks' keys begin
+        #: with, and how many chunks it may have.
+        self.entries: list[tuple[str, str, str, str, int]] = []
 
     def do(self, command: str, key: str, *words: Value) -> None:
         """Add a command of Redis (in capitals), or of the script."""
@@ -203,10 +221,19 @@ class Write:
         for start in range(0, len(words), WORDS_MAX):
             self.do(command, key, *words[start : start + WORDS_MAX])
 
-    def keep(self, stream: str, id_: str, kept: str) -> None:
-        """Move an entry of a stream into a hash, which must not exist. Else its island uses the id a second time."""
-        self.entries.append((stream, id_, kept))
-        self.do("keep", stream, id_, kept)
+    def keep(self, stream: str, id_: str, kept: str, chunks: str, most: int, kept_chunks: str) -> None:
+        """Move an entry of a stream into a hash, which must not exist. Else its island uses the id a second time.
+
+        Args:
+            stream: The key of the stream.
+            id_: The id of the entry.
+            kept: The key of the hash.
+            chunks: What the keys of its chunks begin with.
+            most: The most chunks that it may have.
+            kept_chunks: What the keys to which the chunks move begin with.
+        """
+        self.entries.append((stream, id_, kept, chunks, most))
+        self.do("keep", stream, id_, kept, chunks, most, kept_chunks)
 
     def delete(self, *keys: str) -> None:
         for key in keys:
@@ -228,7 +255,7 @@ class Write:
 
     def keys(self) -> list[str]:
         """Return all keys that the write names, once each."""
-        named = [str(command[1]) for command in self.commands] + [kept for _, _, kept in self.entries]
+        named = [str(command[1]) for command in self.commands] + [kept for _, _, kept, *_ in self.entries]
         return list(dict.fromkeys([*named, *self.needed]))
 
     def arguments(self) -> list[Value]:

@@ -101,15 +101,30 @@ class UpdatesStreams:
             found, raw = self._connection.tolerant(
                 ("xrange", self._keys.updates(name), id_, id_), ("hgetall", self._keys.kept(entry))
             )
-        raw = raw or (found[0][1] if found else {})  # what was merged is the mergers', whatever its island adds
-        return self.delivery(name, id_, raw, verify=False, between=between).with_payload() if raw else gone
+        kept = bool(raw)  # what was merged is the mergers', whatever its island adds
+        raw = raw or (found[0][1] if found else {})
+        if not raw:
+            return gone
+        delivery = self.delivery(name, id_, raw, verify=False, between=between, kept=kept).with_payload()
+        if delivery.fault and not kept:  # it may have been merged meanwhile
+            with self._connection.translated():
+                if self._redis.exists(self._keys.kept(entry)):
+                    return self.read(entry, between)
+        return delivery
 
     def delivery(
-        self, sender: str, id_: str, raw: Raw, *, verify: bool = True, between: Callable[[], object] = nothing
+        self,
+        sender: str,
+        id_: str,
+        raw: Raw,
+        *,
+        verify: bool = True,
+        between: Callable[[], object] = nothing,
+        kept: bool = False,
     ) -> Delivery:
         """Return an entry as a delivery. Its payload is downloaded later, unless it is stored in the entry.
 
-        With `verify`, an entry that its sender has not signed has a fault and no header.
+        With `verify`, an entry that its sender has not signed has a fault and no header. `kept`: it was merged.
         """
         entry = entry_name(sender, id_)
         if not raw:
@@ -122,16 +137,19 @@ class UpdatesStreams:
             return Delivery(entry, None, fault=error.reason)
         if contribution.island != sender:
             return Delivery(entry, None, fault=f"{sender} sent it in the name of {contribution.island}")
-        download = partial(self._download, sender, raw, contribution.bytes, between, verify=verify)
+        chunks = self._chunks.kept_of(sender) if kept else self._chunks.of(sender)
+        download = partial(self._download, chunks, raw, contribution.bytes, between, verify=verify)
         delivery = Delivery(entry, contribution, download=download)
         return delivery.with_payload() if PAYLOAD.encode() in raw else delivery
 
-    def _download(self, sender: str, raw: Raw, size: int, between: Callable[[], object], *, verify: bool) -> bytes:
+    def _download(
+        self, chunks: ChunkStore, raw: Raw, size: int, between: Callable[[], object], *, verify: bool
+    ) -> bytes:
         def arrived(_: memoryview) -> None:
             between()
 
         with self._connection.translated():
-            payload = self._chunks.of(sender).fetch(raw, size, arrived=arrived)
+            payload = chunks.fetch(raw, size, arrived=arrived)
         if verify:
             self._connection.signing.verify_payload(raw, payload)
         return payload

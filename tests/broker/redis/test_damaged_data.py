@@ -76,6 +76,22 @@ def test_the_fields_of_a_contribution_are_text(transport: RedisTransport, raw: A
         assert len(str(text)) < 600
 
 
+def test_an_island_changes_no_merged_contribution_and_loses_one_whose_chunks_it_deletes(
+    transport: RedisTransport, raw: Any, epoch: int
+) -> None:
+    """Its role may delete what it has uploaded. A merger that starts needs what was merged."""
+    merged, withdrawn = (transport.island.publish(samples.contribution(LARGE, sequence=n), LARGE) for n in range(2))
+    transport.merger.updates(0.0)
+    transport.merger.commit(epoch, samples.commit([merged]))
+    raw.delete(*raw.keys(f"*{transport.run}*:c:a:*"))
+    assert transport.merger.read([merged])[0].payload == LARGE
+    with pytest.raises(WithdrawnError):
+        transport.merger.commit(epoch, samples.commit([withdrawn], round_number=3))
+    assert [entry.round for entry in transport.reader.tape(9)] == [1]
+    transport.merger.trim(epoch, [merged])
+    assert not raw.keys(f"*{transport.run}*:m:a:*")
+
+
 def test_a_contribution_with_very_many_fields_is_merged_whole(transport: RedisTransport, raw: Any, epoch: int) -> None:
     """The server's Lua unpacks a few thousand values at most. A commit must not stop halfway."""
     extra = {f"x{n}": "1" for n in range(9000)}

@@ -65,6 +65,7 @@ KEYS: Final = {
     "lease": "expires",
     "standbys": "expires",
     "kept": "with the run",
+    "m:a:.*": "with the run; once a checkpoint covers them",
     "kept:a:.*": "with the run; once a checkpoint covers them",
 }
 

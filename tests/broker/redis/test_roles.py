@@ -37,7 +37,8 @@ PLACES = {
     "registry": REGISTRY, "other run": Keys("other").books, "similar run": Keys("demo2").books, "own key": "mine",
 }  # fmt: skip
 WRITES = (
-    "SET", "DEL", "UNLINK", "EXPIRE", "PEXPIRE", "PERSIST", "HSET", "HSETNX", "HDEL", "HINCRBY", "SADD", "SREM",
+    "SET", "DEL", "UNLINK", "EXPIRE", "PEXPIRE", "PERSIST", "RENAME", "HSET", "HSETNX", "HDEL", "HINCRBY", "SADD",
+    "SREM",
     "XADD", "XDEL", "XTRIM", "EVAL", "EVALSHA",
 )  # fmt: skip
 _VALUES = {"SET", "DEL", "UNLINK", "EXPIRE", "PEXPIRE", "PERSIST"}
