@@ -85,7 +85,7 @@ def transport() -> MemoryTransport:
         transport.reader.note(Note(1.7e9, NAMES[-1], kind, "what happened, in words that go on for a while " * 3))
     for number in range(1, 41):
         close_round(transport, number)
-        transport.reader.record_evaluation(Evaluation(number, 4, 1000 * number, 1.7e9, 2.0 + 5.0 / number))
+        transport.reader.record_evaluation(Evaluation(number, 4, 800 * number, 1.7e9, 2.0 + 5.0 / number))
     return transport
 
 
