@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from archipelago.broker.wire import payload_bytes_max
 
 #: The code of the error that another version of archipelago has made a run.
 OTHER_FORMAT = "config.format"
+_FORMAT = re.compile(r"[0-9]{1,3}\.[0-9]{1,3}")
 
 
 class StoredRun:
@@ -84,7 +86,7 @@ class StoredRun:
     def _require_format(self, fields: Mapping[str, str]) -> None:
         """Raise ConfigError if another version of archipelago has made the run."""
         run, found = self._connection.run, fields.get("format", "0.2")
-        if found != FORMAT and "tensors" in fields:
+        if found != FORMAT and "tensors" in fields and _FORMAT.fullmatch(found):  # else the manifest is damaged
             raise ConfigError(
                 f"version {found} of archipelago has made the run {run!r}; this one has the format {FORMAT}",
                 f"Finish it with archipelago-train {found}. Or stop its processes, delete it (`archipelago rm {run}`), "
