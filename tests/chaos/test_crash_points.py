@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import redis
 
+from archipelago.broker.commits import sender_of
 from archipelago.broker.messages import Snapshot
 from archipelago.broker.redis.keys import Keys
 from archipelago.merger.checkpoint import CheckpointStore
@@ -90,14 +91,21 @@ def chunks(client: Any, run: str) -> tuple[set[str], set[str]]:
 
 
 def pointed_to(client: Any, run: str) -> set[str]:
-    """Return the chunks to which an entry, a fragment or an outer state refers."""
+    """Return the chunks to which an entry, a merged one, a fragment or an outer state refers."""
     keys = Keys(run)
-    rows = [(name, fields) for name in ISLANDS for _, fields in client.xrange(keys.updates(name))]
-    rows += [("", client.hgetall(key)) for p in range(2) for key in (keys.fragment(p), keys.outer(p))]
+    rows = [(keys.chunk_prefix(name), fields) for name in ISLANDS for _, fields in client.xrange(keys.updates(name))]
+    for entry in map(bytes.decode, client.smembers(keys.kept_entries)):
+        rows.append((keys.kept_prefix(sender_of(entry)), client.hgetall(keys.kept(entry))))
     full = [int(client.hget(keys.fragment(p), "version")) for p in range(2)]
-    rows += [("", client.hgetall(keys.difference(p, v))) for p in range(2) for v in range(full[p] + 1, ROUNDS)]
-    found = [(owner, row[b"chunks_name"].decode(), int(row[b"chunks"])) for owner, row in rows if b"chunks_name" in row]
-    return {keys.chunk(name, index, owner) for owner, name, count in found for index in range(count)}
+    mergers = [key for p in range(2) for key in (keys.fragment(p), keys.outer(p))]
+    mergers += [keys.difference(p, version) for p in range(2) for version in range(full[p] + 1, ROUNDS)]
+    rows += [(keys.chunk_prefix(), client.hgetall(key)) for key in mergers]
+    return {
+        f"{prefix}{row[b'chunks_name'].decode()}:{index}"
+        for prefix, row in rows
+        if b"chunks_name" in row
+        for index in range(int(row[b"chunks"]))
+    }
 
 
 def with_a_retry(books: dict[str, int]) -> dict[str, int]:
