@@ -312,7 +312,7 @@ def test_each_key_has_a_case() -> None:
     names = {name for name in dir(Keys) if not name.startswith("_")} | set(vars(Keys(RUN)))
     assert names - {*KEYS, *FAMILIES} == {
         "run", "tag", "patterns", "short", "of_the_past", "of_island", "said", "chunk", "chunk_prefix",
-        "handover_chunks",
+        "handover_chunks", "kept_prefix",
     }  # fmt: skip
 
 
