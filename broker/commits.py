@@ -209,16 +209,6 @@ class Image:
         """The last round in the checkpoint."""
         return max(snapshot.round for snapshot, _ in self.snapshots)
 
-    @property
-    def balanced_books(self) -> Books:
-        """The books of the restored run, which publishes only the pending contributions again."""
-        old = self.books
-        return replace(
-            old,
-            published=old.merged + old.refused + len(self.pending),
-            published_tokens=old.merged_tokens + old.refused_tokens + sum(c.tokens for c, _ in self.pending),
-        )
-
 
 class Renewal(NamedTuple):
     """What extends a lease: the epoch and the name of the merger that holds it, and for how long."""

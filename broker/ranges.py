@@ -1,7 +1,7 @@
 """Leases and cursors of ranges of text, as pure functions.
 
 A corpus, or the data of a task, is split into ranges. An island leases a range, and reads it from the range's cursor
-on. Every contribution states how far its island has read (`ReadPosition`s). The transaction that merges the
+on. Every contribution states how far its island has read (`ReadPosition`s). The commit that merges the
 contribution also moves the cursor there. If an island dies, another one continues its range after the merged part. So
 each completed pass over a range has merged each of its tokens once.
 """

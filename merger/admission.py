@@ -33,7 +33,8 @@ REASON_CHARACTERS_MAX = 500
 WAITING_MAX = 32
 #: Contributions that are downloaded at once. If the Redis is far away, most of a download is the round trip.
 AHEAD = 4
-#: An island whose contributions were gone before so many commits is refused by this process. Each costs a load.
+#: Contributions that an island may delete from its stream before they are merged. Each makes the merger load the run
+#: again, so this process refuses what an island sends after that many.
 WITHDRAWN_MAX = 3
 #: Refusals that one write holds. A server takes about a million words in a command, and does nothing else meanwhile.
 REFUSED_MAX = 1000
@@ -178,10 +179,6 @@ class Inbox:
         """Return the number of waiting contributions."""
         return len(self._entries)
 
-    def __contains__(self, entry: str) -> bool:
-        """Return whether the contribution in that stream entry waits."""
-        return entry in self._entries
-
     def entries(self) -> list[str]:
         """Return the stream entries of all waiting contributions."""
         return list(self._entries)
@@ -248,7 +245,8 @@ class Inbox:
             return Reason("expelled", EXPELLED)
         if self.is_fickle(c.island):
             return Reason(
-                "withdrawn", "others were deleted before their rounds closed; a merger that starts forgets that"
+                "withdrawn",
+                "others were deleted before they were merged; this merger refuses all until it starts again",
             )
         if reason := reason_to_refuse(c, self.rules.manifest, state.closed):
             return reason

@@ -1,7 +1,7 @@
 """Checkpoints in the background: a cut is taken between two rounds, and another thread writes it to disk.
 
 A cut costs only references, because the arrays never change. A finished checkpoint covers its rounds, whose entries may
-then leave the stream. If the run keeps a record (`--record`), they are written to it first.
+then be deleted. If the run keeps a record (`--record`), they are written to it first.
 """
 
 from __future__ import annotations

@@ -84,8 +84,8 @@ def next_step(
     """Return the run's step after a round: the largest claim, but no further than its island can have come.
 
     The fastest island opens the rounds, so a few strides for each round are enough for it, however fast it is. It may
-    have gone further if the islands' intervals are stretched, as on thin links, and then the others have, too. While
-    an island is the only one, nobody contradicts it.
+    have gone further if the islands' intervals are stretched, as on thin links, and then the others have, too. A
+    single island is taken at its word.
 
     Args:
         step: The run's step before the round.

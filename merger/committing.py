@@ -95,7 +95,7 @@ def build_commit(
         addends: The contributions that it merged.
         before: The run's state before the round.
         after: The run's state after it.
-        trim: Merged entries that the commit deletes from the stream.
+        trim: Merged entries that the commit deletes.
         is_full: Whether the commit carries the fragment's full state.
         uncovered: How many of the newest rounds some compaction does not cover.
     """

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import jax
 import numpy as np
 
-from archipelago.broker.commits import Image, Rewrite
+from archipelago.broker.commits import Image, Rewrite, nothing
 from archipelago.broker.errors import ConfigError, WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import COUNT_MAX, Snapshot, TapeEntry
@@ -71,7 +71,7 @@ def load(
     transport: MergerTransport,
     rules: RoundMerge,
     store: CheckpointStore | None,
-    between: Callable[[], object] = lambda: None,
+    between: Callable[[], object] = nothing,
 ) -> Loaded:
     """Load the shard as its last commit left it, to the same bits. If it is damaged, restore it from a checkpoint.
 
@@ -139,7 +139,7 @@ def _rounds(transport: MergerTransport, manifest: Manifest, after: int, last: in
     The whole tape is read only if the newest entries lack some of them, because others have added entries.
     """
     tape: dict[int, TapeEntry] = {}
-    for count in (last - after, WHOLE_TAPE):
+    for count in sorted({min(last - after, WHOLE_TAPE), WHOLE_TAPE}):
         for entry in transport.reader.tape(count):
             if after < entry.round <= last and entry.fragment == manifest.fragment_of(entry.round):
                 tape.setdefault(entry.round, entry)

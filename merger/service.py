@@ -58,7 +58,8 @@ class Merger:
         live_poll_seconds: How often heartbeats are read.
         linger_seconds: How long after the last contribution rounds close when no island is live. Islands that leave
             together send their last contributions over some time, and one round should merge all of them.
-        checkpointer: Writes checkpoints. Without it none are written, and merged entries leave the stream at once.
+        checkpointer: Writes checkpoints. Without it none are written, and merged entries are deleted once
+            compactions cover them.
         lease_seconds: How long the lease lasts unless it is renewed.
         wall: Seconds of the wall clock, for the tape and for notes.
         on_round: Called with the tape entry and the snapshot after each commit.

@@ -8,7 +8,7 @@ Of S shards and n processes,
   one serves fewer than that.
 
 Each shard has a thread of its own, so one that cannot be served keeps no other one waiting. It is tried again from time
-to time, as a process that serves one shard is started again by whoever watches over it.
+to time, as a process that serves one shard is started again by its supervisor.
 """
 
 from __future__ import annotations

@@ -98,14 +98,12 @@ def saturated(count: int) -> int:
     return min(count, COUNT_MAX)
 
 
-def put_bounded(values: dict[str, Any], island: str, value: Any) -> list[str]:
-    """Set an island's value, and forget the islands that were set longest ago beyond ACCOUNTS_MAX. Return these."""
+def put_bounded(values: dict[str, Any], island: str, value: Any) -> None:
+    """Set an island's value, and forget the islands that were set longest ago beyond ACCOUNTS_MAX."""
     values.pop(island, None)
     values[island] = value
-    forgotten = list(values)[: len(values) - ACCOUNTS_MAX] if len(values) > ACCOUNTS_MAX else []
-    for name in forgotten:
-        del values[name]
-    return forgotten
+    while len(values) > ACCOUNTS_MAX:
+        del values[next(iter(values))]
 
 
 @dataclass

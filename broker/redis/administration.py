@@ -84,14 +84,13 @@ def _sign_fragment(connection: RedisConnection, chunks: ChunkStore, signing: Sig
     for version in range(first + 1, min(last, first + DIFFERENCES_KEPT) + 1):
         _sign_difference(connection, chunks, signing, (p, version), limit)
     if outer := redis.hgetall(keys.outer(p)):
-        size = count_in(outer.get(b"bytes"))
-        fields = {"version": outer[b"version"].decode(), "bytes": str(size)}
         try:
-            payload = chunks.fetch(outer, size)
+            payload = chunks.fetch(outer, count_in(outer.get(b"bytes")))
         except WireError as error:
             connection.warn_once(keys.outer(p), error)
             return
-        redis.hset(keys.outer(p), mapping=signing.signed("outer", fields, about=about, payload=payload))
+        signed = signing.signed("outer", text_fields(covered(outer)), about=about, payload=payload)
+        redis.hset(keys.outer(p), mapping=signed)
 
 
 def _sign_tape(connection: RedisConnection, signing: Signing) -> None:

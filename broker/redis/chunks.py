@@ -39,7 +39,6 @@ UPLOAD_SECONDS = 600
 #: How long readers can finish with a payload that was replaced, unless it is replaced once more.
 PREVIOUS_SECONDS = 600
 PAYLOAD, CHUNKS, NAME = "payload", "chunks", "chunks_name"
-PREVIOUS = "previous_"
 #: What TTL answers about a chunk that a pointer keeps, and about one that is not there.
 KEPT, MISSING = -1, -2
 _CHUNKS_NAME = re.compile(r"[A-Za-z0-9._-]{1,256}")
@@ -159,7 +158,7 @@ class ChunkStore:
             raise
 
     def settle(self, pipe: Any, where: Mapping[str, str | bytes]) -> None:
-        """Keep a placed payload for as long as the entry or hash that points to it, within a transaction."""
+        """Keep a placed payload for as long as the entry or hash that points to it, by a pipeline or a fenced write."""
         for chunk in self.placed(where):
             pipe.persist(chunk)
 
@@ -228,33 +227,18 @@ class ChunkStore:
         lengths = self._lengths(chunks)
         return [("GET", chunk) for chunk, size, found in zip(chunks, sizes, lengths, strict=True) if found == size]
 
-    def keys_of(self, raw: Raw, prefix: str = "", limit: int | None = None) -> list[str]:
-        """Return the chunks that an entry or hash points to; `limit` is that of `fetch`.
+    def found_keys(self, raw: Raw, limit: int) -> list[str]:
+        """Return the chunks to which a hash points.
 
-        Raises WireError for a pointer that cannot be read.
+        There are none for a pointer that cannot be read, or that leads to more than `limit` bytes.
         """
-        if (prefix + NAME).encode() not in raw:
-            return []
-        name, count = _pointer(raw, prefix)
-        if count > -(-self._limit(limit) // CHUNK_BYTES):
-            return []  # forged: not worth a transaction of that size
-        return [self._chunk(name, index) for index in range(count)]
-
-    def size_of(self, raw: Raw) -> int:
-        """Return the size in bytes of the payload that an entry holds or points to, as far as it can be true."""
-        if PAYLOAD.encode() in raw:
-            return len(raw[PAYLOAD.encode()])
         try:
-            return max(0, min(int(raw[b"bytes"]), _pointer(raw)[1] * CHUNK_BYTES, self.payload_max()))
-        except (KeyError, ValueError, WireError):
-            return 0
-
-    def found_keys(self, raw: Raw, limit: int | None = None, prefix: str = "") -> list[str]:
-        """Return the same as `keys_of`; nothing for a pointer that cannot be read."""
-        try:
-            return self.keys_of(raw, prefix, limit)
+            name, count = _pointer(raw)
         except WireError:
             return []
+        if count > -(-limit // CHUNK_BYTES):
+            return []  # forged: not worth a command of that size
+        return [self._chunk(name, index) for index in range(count)]
 
     def _limit(self, limit: int | None) -> int:
         return self.payload_max() if limit is None else limit
@@ -275,10 +259,10 @@ def _questions(chunks: Sequence[str]) -> list[tuple[str, str]]:
     return [(command, chunk) for chunk in chunks for command in ("STRLEN", "TTL")]
 
 
-def _pointer(raw: Raw, prefix: str = "") -> tuple[str, int]:
+def _pointer(raw: Raw) -> tuple[str, int]:
     try:
-        count = int(raw[(prefix + CHUNKS).encode()])
-        name = raw[(prefix + NAME).encode()].decode()
+        count = int(raw[CHUNKS.encode()])
+        name = raw[NAME.encode()].decode()
     except (KeyError, ValueError):
         raise WireError("neither a payload nor a pointer to one", code="wire.payload") from None
     if not 0 < count <= CHUNKS_MAX:

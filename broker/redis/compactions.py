@@ -127,9 +127,8 @@ class Compactions:
 
     def _keep(self, write: Write, where: Where) -> None:
         """Keep a placed payload for as long as the hash that points to it. Its chunks must be there."""
-        for chunk in self._chunks.placed(where):
-            write.needed.append(chunk)
-            write.persist(chunk)
+        write.needed += self._chunks.placed(where)
+        self._chunks.settle(write, where)
 
     def _owned(self) -> tuple[str, int]:
         """Return what the keys of the mergers' chunks begin with, and the most chunks of one payload."""

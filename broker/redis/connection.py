@@ -36,16 +36,9 @@ ATTEMPTS = 16
 PAGE = 256
 #: Damaged records are named once each, up to this number.
 UNREADABLE_MAX = 1000
-#: The sections of INFO that tell one instance from another.
-INSTANCE = ("server", "replication")
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-
-
-def instance_in(server: Mapping[str, Any], replication: Mapping[str, Any]) -> str:
-    """Return what `RedisConnection.instance` returns, given the sections INSTANCE."""
-    return f"{server.get('run_id', '')} {replication.get('master_replid', '')}".strip()
 
 
 class DisturbedError(Exception):
@@ -153,16 +146,13 @@ class RedisConnection:
         if warning := eviction_warning(self.where, self.info("memory")):
             log.warning("%s", warning, extra={"code": "broker.evicts"})
 
-    def info(self, section: str, client: Any = None) -> dict[str, Any]:
-        """Return one section of INFO; empty for a server without INFO, such as fakeredis.
-
-        `client` is a pipeline that reads at once, and asks over its own connection.
-        """
+    def info(self, section: str) -> dict[str, Any]:
+        """Return one section of INFO; empty for a server without INFO, such as fakeredis."""
         if not self.has_info:
             return {}
         with self.translated():
             try:
-                return dict((self.redis if client is None else client).info(section))
+                return dict(self.redis.info(section))
             except redis.ResponseError as error:
                 if not re.match(r"unknown command .?info\b", str(error), re.IGNORECASE):
                     raise
@@ -170,13 +160,14 @@ class RedisConnection:
                 self.redis.connection_pool.disconnect(False)  # the TCP server of fakeredis hangs up after an error
                 return {}
 
-    def instance(self, client: Any = None) -> str:
-        """Return the id of the server's process and of its data's history. `client` is as in `info`.
+    def instance(self) -> str:
+        """Return the id of the server's process and of its data's history.
 
         A restart changes the first. A failover changes both, except where a server that was demoted without a restart
         is promoted again: only its history then tells that it took another server's data in between.
         """
-        return instance_in(*(self.info(section, client) for section in INSTANCE))
+        server, replication = self.info("server"), self.info("replication")
+        return f"{server.get('run_id', '')} {replication.get('master_replid', '')}".strip()
 
     def memory(self) -> Memory:
         """Return how much memory the server uses, its limit, and the memory of its machine."""
@@ -287,17 +278,16 @@ class RedisConnection:
         return out
 
     def tolerant(self, *commands: tuple[Any, ...]) -> list[Any]:
-        """Return the answers to reading commands; None where the stream or its group is missing, or is no stream.
+        """Return the answers to reading commands; None where the key holds another type of value.
 
-        This is a pipeline without a transaction: a server at its memory limit refuses every transaction, and its
-        merger must still see which entries it can trim.
+        This is a pipeline without a transaction, because a server at its memory limit refuses every transaction.
         """
         with self.redis.pipeline(transaction=False) as pipe:
             for name, *arguments in commands:
                 getattr(pipe, name)(*arguments)
             answers = pipe.execute(raise_on_error=False)
         for answer in answers:
-            if isinstance(answer, Exception) and not re.search("NOGROUP|no such key|WRONGTYPE", str(answer)):
+            if isinstance(answer, Exception) and "WRONGTYPE" not in str(answer):
                 raise answer
         return [None if isinstance(answer, Exception) else answer for answer in answers]
 

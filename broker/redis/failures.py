@@ -156,11 +156,6 @@ def tls_fault(error: BaseException | None) -> ssl.SSLError | None:
     return None
 
 
-def is_full(error: BrokerError) -> bool:
-    """Return whether the error says that the server has reached its memory limit."""
-    return isinstance(error.__cause__, redis.exceptions.OutOfMemoryError)
-
-
 def is_wrong_kind(error: BrokerError) -> bool:
     """Return whether the error says that the key holds another type of value."""
     return "WRONGTYPE" in str(error.__cause__)

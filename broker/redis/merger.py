@@ -131,7 +131,7 @@ class RedisMerger:
         self._connection.register()
 
     def _of_other_types(self) -> list[str]:
-        """Return the keys that hold another type of value than the run's, which nobody could write any more."""
+        """Return the keys whose values have another type than the run uses. No command could write to them."""
         kinds = kinds_of(self._keys, len(self._reader.stored.sizes()), self._updates.names())
         with self._connection.translated(), self._redis.pipeline(transaction=False) as pipe:
             for key in kinds:

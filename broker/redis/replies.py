@@ -41,12 +41,6 @@ def epoch_mark(epoch: int, holder: str = "none") -> bytes:
     return f"{epoch} {holder}".encode()
 
 
-def info_in(raw: bytes) -> dict[str, str]:
-    """Return the fields in a raw answer to INFO, all as text."""
-    lines = raw.decode("utf-8", "replace").splitlines()
-    return {name: value for name, colon, value in (line.partition(":") for line in lines) if colon}
-
-
 def epoch_in(mark: bytes | None) -> int:
     """Return the number with which the epoch's key begins; 0 if there is none, or no merger can have written it."""
     try:

@@ -8,7 +8,7 @@ So the lengths of the streams say how much waits.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -49,12 +49,12 @@ class UpdatesStreams:
 
     # -- what waits -------------------------------------------------------------------------------------------------
 
-    def waiting(self) -> Iterator[Contribution | None]:
+    def waiting(self, lengths: Mapping[str, int] | None = None) -> Iterator[Contribution | None]:
         """Yield the contributions that wait, island by island; None for an unreadable one.
 
-        Those of flooded streams are left out.
+        Those of flooded streams are left out. `lengths` is what `lengths()` returned just now, if it was asked for.
         """
-        for name, count in self.lengths().items():
+        for name, count in (self.lengths() if lengths is None else lengths).items():
             if 0 < count <= FLOOD_ENTRIES:
                 for id_, raw in self._connection.pages(self._keys.updates(name)):
                     yield self.delivery(name, id_, raw, verify=False).contribution
@@ -69,8 +69,9 @@ class UpdatesStreams:
 
     def pending(self) -> Pending:
         """Return the number of the contributions that wait, and the tokens of those that can be read."""
-        found = list(self.waiting())
-        flooded = sum(count for count in self.lengths().values() if count > FLOOD_ENTRIES)
+        lengths = self.lengths()
+        found = list(self.waiting(lengths))
+        flooded = sum(count for count in lengths.values() if count > FLOOD_ENTRIES)
         return Pending(len(found) + flooded, sum(each.tokens for each in found if each is not None))
 
     def first_arrival(self) -> int | None:

@@ -114,7 +114,7 @@ def test_one_of_three_islands_cannot_end_the_run(claimed: int, rounds: int) -> N
 
 
 def test_islands_of_stretched_intervals_move_the_schedule_together() -> None:
-    """On thin links, many strides go into one contribution. A single island is right, as nobody contradicts it."""
+    """On thin links, many strides go into one contribution. A single island is taken at its word."""
     assert claims.next_step(0, [claim(island="a", global_step=480)], {"a": 480}, STRIDE, {"a"}) == 480
     first = claims.next_step(0, [claim(island="a", global_step=480)], {"a": 480}, STRIDE, set("ab"))
     both = claims.next_step(first, [claim(island="b", global_step=470)], {"a": 480, "b": 470}, STRIDE, set("ab"))

@@ -3,7 +3,7 @@
 An announcement is only a hint: a damaged or forged one must neither end an island nor make it ignore the honest ones
 that follow. `fault_in` compares it with the manifest. `judged` compares its round with the rounds before it. Rounds
 close in order, so an island believes the next round at once. It believes any other round only as far as the hashes of
-the fragments confirm it, which a merger writes in the same transaction as the announcement.
+the fragments confirm it, which a merger writes in the same step as the announcement.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class BusyShare:
     _ended: float | None = None
 
     def add(self, seconds: float, ended: float) -> None:
-        """Add a transfer of so many seconds that ended at that time."""
+        """Add a transfer that took `seconds`. `ended` is when it ended, in monotonic seconds."""
         if self._ended is not None:
             self._busy = SMOOTHING * self._busy + (1.0 - SMOOTHING) * seconds
             self._elapsed = SMOOTHING * self._elapsed + (1.0 - SMOOTHING) * (ended - self._ended)
