@@ -179,12 +179,8 @@ class Evaluator:
         place: Callable[[Any], Params] = jax.device_put,
     ) -> None:
         self._transport, self._manifest, self._who = transport, manifest, who
-        self._evaluation, self._arrivals, self._every_seconds, self._curves = (
-            evaluation,
-            arrivals,
-            every_seconds,
-            curves,
-        )
+        self._evaluation, self._arrivals = evaluation, arrivals
+        self._every_seconds, self._curves = every_seconds, curves
         self._clock, self._wall, self._place = clock, wall, place
         self._used_seconds = 0.0  # of the device, by the last evaluation
         self._has_measured = False
@@ -288,19 +284,23 @@ class Evaluator:
 
     def _measure(self, params: Params, stopped: Callable[[], bool]) -> Measures | None:
         """Evaluate slice by slice. Return None if the lease is lost or the time is over before the end."""
-        slices, found, seconds = self._evaluation(params), list[Measures](), list[float]()
+        found, seconds = list[Measures](), list[float]()
         self._used_seconds = 0.0
-        while not stopped() and self._holds_lease():
-            began = time.perf_counter()
-            if (measured := next(slices, None)) is None:
-                return mean_of(found)
+        goes_on, began = not stopped() and self._holds_lease(), time.perf_counter()
+        if not goes_on:
+            return None
+        for measured in self._evaluation(params):
+            if not goes_on:
+                return None
             found.append(measured)
             if self._has_measured:  # the first call may compile, which takes no device time
                 seconds.append(time.perf_counter() - began)
                 # The fastest slice is the one that waited the least for inner steps on the same device.
                 self._used_seconds = len(found) * min(seconds)
             self._has_measured = True
-        return None
+            # Only another slice needs the lease. One that took longer than a lease still counts if it was the last.
+            goes_on, began = not stopped() and self._holds_lease(), time.perf_counter()
+        return mean_of(found)
 
     def _record(self, measured: Measures, number: int, step: int, tokens: int) -> Evaluation:
         unit = loss_unit(self._manifest.corpus)

@@ -169,6 +169,19 @@ def test_another_island_takes_over_when_the_evaluating_one_has_died_or_ends(run:
     assert third.turn() is not None
 
 
+def test_the_last_slice_counts_although_the_lease_has_ended_meanwhile(run: TinyRun) -> None:
+    other = of(run, run.island("b"))
+    for slices, counts in ((1, True), (2, False)):
+
+        def meanwhile() -> None:
+            run.clock.now += 2 * LEASE_SECONDS
+            assert other._holds_lease()
+
+        found = of(run, run.island("a"), slowly(meanwhile, slices)).turn()
+        assert (found is not None) is counts
+        other.stop()
+
+
 def test_the_last_island_evaluates_the_final_parameters(run: TinyRun) -> None:
     island, other = run.island("a"), run.island("b")
     evaluator = of(run, island)
