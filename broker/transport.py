@@ -368,13 +368,17 @@ class Transport(IslandTransport, MergerTransport, Protocol):
         ...
 
 
-def refusal(reader: ReaderClient, kind: str = REFUSED, ends: Collection[str] = ("served",)) -> str:
+def refusal(
+    reader: ReaderClient, kind: str = REFUSED, ends: Collection[str] = ("served",), notes: Sequence[Note] | None = None
+) -> str:
     """Return why a merger did not serve the run, if no merger has served it since; else empty.
 
     Args:
         reader: The run.
         kind: Another kind of merger's note, to return the newest of.
         ends: The kinds of notes after which it no longer holds.
+        notes: The newest notes, if they were read already.
     """
-    said = [note for note in reader.notes(NOTES_READ) if note.who == "merger" and note.kind in (kind, *ends)]
+    notes = reader.notes(NOTES_READ) if notes is None else notes[-NOTES_READ:]
+    said = [note for note in notes if note.who == "merger" and note.kind in (kind, *ends)]
     return said[-1].text if said and said[-1].kind == kind else ""

@@ -11,10 +11,10 @@ from typing import Any
 
 from archipelago.broker.control import Control, run_steps
 from archipelago.broker.manifest import LossUnit, Manifest, loss_unit
-from archipelago.broker.messages import UNSAVED, Books, Evaluation, Pending, Refusal, RoundMember, TapeEntry
+from archipelago.broker.messages import UNSAVED, Books, Evaluation, Note, Pending, Refusal, RoundMember, TapeEntry
 from archipelago.broker.presence import Heartbeat, Presence
 from archipelago.broker.shards.transport import shards_away
-from archipelago.broker.transport import Memory, MergerStatus, ReaderClient, ReaderTransport, refusal
+from archipelago.broker.transport import NOTES_READ, Memory, MergerStatus, ReaderClient, ReaderTransport, refusal
 from archipelago.ops.watch.run_view import IslandView, RunView
 
 RECENT_ROUNDS = 48
@@ -29,6 +29,7 @@ def observe(
     tape: Sequence[TapeEntry] | None = None,
     evaluations: Sequence[Evaluation] | None = None,
     refusals: Sequence[tuple[float, Refusal]] | None = None,
+    notes: Sequence[Note] | None = None,
     *,
     briefly: bool = False,
 ) -> RunView:
@@ -40,6 +41,7 @@ def observe(
         tape: The recent rounds, if they were read already.
         evaluations: All evaluations, if they were read already.
         refusals: The recent refusals, if they were read already or are not needed.
+        notes: The newest notes, if they were read already.
         briefly: For a reading every second: pending contributions are counted without reading the stream. Pending
             tokens are derived from the accounts, so `balanced` covers contributions only.
     """
@@ -54,12 +56,12 @@ def observe(
         pending, reader.evaluations() if evaluations is None else evaluations, reader.merger_state(), reader.cursors(),
         reader.memory(), shards_away(transport), reader.control(),
     )  # fmt: skip
-    status = reader.merger_status() or MergerStatus()
+    status, notes = reader.merger_status() or MergerStatus(), reader.notes(NOTES_READ) if notes is None else notes
     return replace(
         view,
         merger=status,
-        refused="" if status.holders else refusal(reader),
-        unsaved=refusal(reader, UNSAVED, ("served", "checkpoint")),
+        refused="" if status.holders else refusal(reader, notes=notes),
+        unsaved=refusal(reader, UNSAVED, ("served", "checkpoint"), notes),
         standbys=tuple(reader.standbys()),
         refusals=tuple(refusals_of(reader) if refusals is None else refusals),
         unreadable=tuple(reader.unreadable()),

@@ -135,12 +135,13 @@ class Watcher:
         """Return the run as Redis has it now. Raise BrokerError and WireError."""
         tape = self._follow()
         self._read_seldom()
-        view = observe(self.transport, self.manifest, tape, self._evaluations, self._refusals, briefly=True)
+        notes = self.transport.reader.notes(NOTES_READ)
+        view = observe(self.transport, self.manifest, tape, self._evaluations, self._refusals, notes, briefly=True)
         now, before = self.wall(), self.latest.rates if self.latest else {}
         self.history.queues.add(QueueRow(now, view.pending, view.memory_bytes))
         found = problems(view, self.manifest.config, tape[-RECENT_ROUNDS:], self._evaluations, now)
         self._problem_log.update(found, now, view.live_names)
-        told = events_of(self.transport.reader.notes(NOTES_READ), view.refusals)
+        told = events_of(notes, view.refusals)
         events = [*with_comebacks(told), *self._problem_log.events]
         return RunReading(
             view=view,
