@@ -72,7 +72,9 @@ def find(source: str | None, run: str | None) -> RunParameters:
     except (UnreachableError, UnknownRunError) as error:
         try:
             found = from_checkpoint(folder, name) if folder else None
-        except ConfigError:
+        except ConfigError as fault:
+            if fault.code != "checkpoint.missing":
+                raise
             found = None
         if found is None:
             raise
