@@ -162,7 +162,9 @@ class OwnLoop(Participant):
         self.beat("training")
 
     def turn(self, steps: int, tokens: int, loss: Any) -> None:
-        """Count steps, adopt what has arrived and send what is due, without waiting for anything.
+        """Count steps, adopt what has arrived and send what is due.
+
+        It waits for the device only if nothing was sent for an interval, to look whether the parameters are finite.
 
         Args:
             steps: Inner steps since the last call.
@@ -214,7 +216,7 @@ class OwnLoop(Participant):
             raise not_finite(found, self.manifest.fragments[self.link.channels.unsound[0]])
 
     def _is_check_due(self) -> bool:
-        """Return whether nothing was sent for an interval, as without a merger. Whatever is sent is checked then."""
+        """Return whether nothing was sent for an interval, as without a merger. What is sent is checked then."""
         sent, steps = self._checked
         is_due = sent == self.sequence and self.totals.steps - steps >= self.config.sync.interval
         if is_due or sent != self.sequence:

@@ -182,7 +182,7 @@ def _ask(processes: Sequence[MeasuredProcess], command: str) -> list[Any]:
 
 
 def _train(pipe: Connection, url: str, name: str, size: SyncSize) -> None:
-    """An island's process: obey commands, and train between them once it was asked to."""
+    """An island's process: obey commands."""
     os.environ |= thread_environment(PROCESSES)  # as the launcher does, and before JAX looks at its devices
     pieces = Pieces(OF_ISLAND if size.pieces else {})
     return_freed_memory()  # The real island does this too.

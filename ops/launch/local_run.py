@@ -65,7 +65,6 @@ class LocalRun:
 
     Attributes:
         seconds: How long this session trained; 0 if the run was already complete.
-        steps: The length of the run when training ended.
     """
 
     def __init__(
@@ -122,7 +121,7 @@ class LocalRun:
         self.standbys = IslandStandbys(options.standbys, argv, environment("standby"), folder / "logs", devices)
         for island in self.islands:
             island.stand_in = self.standbys.stand_in
-        self.seconds, self.steps = 0.0, 0
+        self.seconds = 0.0
         self._view: RunView | None = None
         self._tokens_before = 0
 
@@ -131,7 +130,7 @@ class LocalRun:
     def train(self) -> bool:
         """Train until the islands are done or a signal arrives. Return whether the run has made all its steps."""
         view = self._observe()
-        self._tokens_before, self.steps = view.tokens_trained, view.steps
+        self._tokens_before = view.tokens_trained
         if view.step >= view.steps:
             say(f"the run has already made all its {view.steps:,} steps")
             return True
@@ -149,7 +148,6 @@ class LocalRun:
             stop_all(children, KILL_SECONDS)
         self.seconds = time.monotonic() - began
         view = self._last_view()
-        self.steps = view.steps
         return view.step >= view.steps
 
     def _watch(self, children: list[Child]) -> None:
@@ -217,6 +215,11 @@ class LocalRun:
                     break
             time.sleep(POLL_SECONDS)
         stop_all([self.merger], leave_seconds(self.options))
+
+    @property
+    def steps(self) -> int:
+        """The length of the run when it was last seen."""
+        return self._view.steps if self._view else 0
 
     def _observe(self) -> RunView:
         self._view = observe(self.transport, self.manifest)

@@ -39,8 +39,8 @@ CERTIFICATES: Final = "certificates"
 USERS: Final = "users.acl"
 #: The user that may do everything at a server that other machines reach. The user `default` is off there.
 ADMINISTRATOR: Final = "archipelago"
-#: The server closes connections that are idle for so long; members connect again by themselves. It holds at most that
-#: many, or as many as the system lets it open files.
+#: The server closes connections that are idle for IDLE_SECONDS; members connect again by themselves. It holds at most
+#: CLIENTS_MAX connections, or fewer if the system lets it open fewer files.
 IDLE_SECONDS, CLIENTS_MAX = 60, 50_000
 #: The share of this machine's memory that the server may take.
 MEMORY_SHARE = 0.75

@@ -148,7 +148,7 @@ def of_folder(folder: Path) -> ReportData:
 
     if (folder / "redis").is_dir():
         return _of_own_server(folder)
-    return _of_checkpoint(MergerFolder(folder / "merger"), folder, f"{folder}")
+    return _of_checkpoint(MergerFolder(folder / "merger"), folder, str(folder))
 
 
 def of_bucket(address: str) -> ReportData:
@@ -158,7 +158,7 @@ def of_bucket(address: str) -> ReportData:
     bucket = BucketFolder(address)
     with fetched(address) as kept:
         run_summary.fetch_run(bucket, kept.path)
-        return _of_checkpoint(kept, kept.path, f"{bucket}")
+        return _of_checkpoint(kept, kept.path, str(bucket))
 
 
 def _of_checkpoint(kept: MergerFolder, folder: Path, place: str) -> ReportData:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +76,6 @@ def summary(
         "server": server,
         "curve": [[e.tokens, unit.from_evaluation(e.bits_per_byte)] for e in evaluations],
         "curve_one_process": [[tokens, unit.from_evaluation(bits)] for tokens, bits in one_process],
-        "each_island": [asdict(island) for island in view.islands],
     }
 
 
@@ -88,10 +86,10 @@ def steps_for_enough(view: RunView) -> int:
 
 def syncs_in_words(view: RunView) -> str:
     """Return how many syncs there were, which gap to data-parallel that usually leaves, and how many steps close it."""
+    if fault := view.few_syncs:
+        return f"{fault} {FEW_SYNCS_REMEDY}"
     count = round(view.syncs)
     text = f"each fragment was synchronised {count:,} {'time' if count == 1 else 'times'}"
-    if view.few_syncs:
-        return f"{view.few_syncs} {FEW_SYNCS_REMEDY}"
     if view.known < 2:
         return text
     text += f". Islands train apart in between. Four of them ended above data-parallel training by {_GAPS}"

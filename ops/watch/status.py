@@ -21,7 +21,7 @@ from archipelago.broker.observe.logs import printable
 from archipelago.broker.process import RunAddress, print_json, stop_on_signals
 from archipelago.broker.shards.transport import opened
 from archipelago.broker.transport import ReaderTransport
-from archipelago.ops.watch.advice import Problem, problems, worst
+from archipelago.ops.watch.advice import Problem, problems
 from archipelago.ops.watch.reading import RECENT_ROUNDS, observe
 from archipelago.ops.watch.run_view import RunView
 from archipelago.ops.watch.terminal import line, render
@@ -147,8 +147,8 @@ def print_lines(watcher: Watcher, every_seconds: float, stopped: Callable[[], bo
             text = _as_json(reading.view, reading.problems)
         else:
             text = line(reading.view)
-            if (first := worst(reading.problems)) and first.mood == "bad":
-                text += f"  TROUBLE: {first.text}"
+            if (found := reading.problems) and found[0].mood == "bad":
+                text += f"  TROUBLE: {found[0].text}"
         if isinstance(text, str):
             sys.stdout.write(printable(text) + "\n")
             sys.stdout.flush()
