@@ -116,7 +116,9 @@ class RedisMerger:
         return Seen(deliveries, control, presences)
 
     def forget(self, epoch: int, presences: Iterable[Presence]) -> None:
-        self._reader.collect_evaluations(self._names.forget(self.lease.mark(epoch), presences))
+        write = Write()
+        if self._names.forget(write, presences):
+            self.lease.write(epoch, write)
 
     # -- writes -----------------------------------------------------------------------------------------------------
 

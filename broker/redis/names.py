@@ -9,6 +9,7 @@ from typing import Any
 from archipelago.broker.presence import LIVE_SECONDS, Presence
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.replies import names_in
+from archipelago.broker.redis.script import Write
 
 #: The most islands whose streams are read. Other programs may have added any number of names to the set of islands.
 ISLANDS_MAX = 2048
@@ -22,26 +23,8 @@ SILENT_KEPT = 128
 FORGET_SECONDS = 10.0
 #: About how many names a merger looks at each time.
 FORGET_NAMES = 4096
-#: Deletes the keys of islands without entries whose heartbeats have less time left than ARGV[2] milliseconds, or more
-#: than an island gives them. Islands whose evaluations must be moved first are returned.
-_FORGET = """
-if redis.call('GET', KEYS[1]) ~= ARGV[1] then return {} end
-local evaluated = {}
-for i = 4, #ARGV do
-  local beat, stream, leases, notes, evaluations = unpack(KEYS, 5 * i - 17, 5 * i - 13)
-  local left, length = redis.call('PTTL', beat), redis.pcall('XLEN', stream)
-  local waits = type(length) == 'number' and length > 0
-  if not waits and (left < tonumber(ARGV[2]) or left > tonumber(ARGV[3])) then
-    redis.call('UNLINK', beat, stream, leases, notes)
-    if redis.call('EXISTS', evaluations) == 1 then
-      evaluated[#evaluated + 1] = ARGV[i]
-    else
-      redis.call('SREM', KEYS[2], ARGV[i])
-    end
-  end
-end
-return evaluated
-"""
+#: How many evaluations of an island that is gone a merger moves each time, and how many the run keeps.
+MOVED_EVALUATIONS, EVALUATIONS_KEPT = 500, 20_000
 
 
 class IslandNames:
@@ -114,30 +97,32 @@ class IslandNames:
             answers = pipe.execute()
         return [name for name, found in zip(names, answers, strict=True) if found]
 
-    def forget(self, mark: bytes, presences: Iterable[Presence]) -> list[str]:
-        """Delete the keys of islands that are gone; see `MergerClient.forget`. Each call looks at a part of the names.
+    def forget(self, write: Write, presences: Iterable[Presence]) -> bool:
+        """Add the deletion of what is left of islands that are gone; see `MergerClient.forget`.
+
+        Each time it looks at a part of the names.
 
         Args:
-            mark: The value of the epoch's key while this merger serves.
+            write: The write of the merger.
             presences: The heartbeats that were read last.
 
         Returns:
-            Islands that are gone except for evaluations.
+            Whether anything was added.
         """
         if self._clock() - self._forgot_at < FORGET_SECONDS:
-            return []
-        self._forgot_at = self._clock()
+            return False
+        self._forgot_at, self._looked_at = self._clock(), float("-inf")
         silent = sorted(p.age_seconds for p in presences if p.age_seconds > 2 * LIVE_SECONDS)
         kept = silent[SILENT_KEPT] if len(silent) > SILENT_KEPT else REMEMBER_SECONDS
-        evaluated: list[bytes] = []
-        with self._connection.forgiving(self._keys.islands, "a set"):
-            some: Sequence[bytes] = [name.encode() for name in sorted(self._names)]
-            if self._invited() is None:
-                cursor = self._forget_cursor
-                self._forget_cursor, some = self._redis.sscan(self._keys.islands, cursor, count=FORGET_NAMES)
-            keys = [key for name in some for key in self._keys.of_island(name.decode("utf-8", "replace"))]
-            limits = [round(1000 * (REMEMBER_SECONDS - kept)), 1000 * REMEMBER_SECONDS]
-            fixed = [self._keys.epoch, self._keys.islands]
-            evaluated = self._redis.eval(_FORGET, 2 + len(keys), *fixed, *keys, mark, *limits, *some)
-            self._looked_at = float("-inf")
-        return names_in(evaluated)
+        limits = [round(1000 * (REMEMBER_SECONDS - kept)), 1000 * REMEMBER_SECONDS]
+        some: Sequence[str | bytes] = sorted(self._names)
+        if self._invited() is None:
+            with self._connection.forgiving(self._keys.islands, "a set"):
+                self._forget_cursor, some = self._redis.sscan(
+                    self._keys.islands, self._forget_cursor, count=FORGET_NAMES
+                )
+        for name in some:
+            own = self._keys.of_island(name.decode("utf-8", "replace") if isinstance(name, bytes) else name)
+            keys = [*own, self._keys.islands, self._keys.evaluations]
+            write.gone(keys, name, *limits, MOVED_EVALUATIONS, EVALUATIONS_KEPT)
+        return bool(some)

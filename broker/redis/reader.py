@@ -6,7 +6,6 @@ import dataclasses
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, TypeVar
 
 from archipelago.broker.errors import WireError
@@ -23,10 +22,10 @@ from archipelago.broker.messages import (
 )
 from archipelago.broker.presence import Heartbeat, Presence
 from archipelago.broker.redis.chunks import ChunkStore
-from archipelago.broker.redis.connection import DisturbedError, RedisConnection
+from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.events import EventStream
 from archipelago.broker.redis.keys import is_name
-from archipelago.broker.redis.names import ISLANDS_MAX, REMEMBER_SECONDS
+from archipelago.broker.redis.names import EVALUATIONS_KEPT, ISLANDS_MAX, REMEMBER_SECONDS
 from archipelago.broker.redis.replies import (
     count_in,
     counts_in,
@@ -49,8 +48,8 @@ from archipelago.broker.transport import (
     unwatched,
 )
 
-#: How many evaluations the run keeps, and how many of one island, so that none can push out those of all others.
-EVALUATIONS_KEPT, EVALUATIONS_EACH = 20_000, 5_000
+#: How many evaluations of one island are kept, so that none can push out those of all others.
+EVALUATIONS_EACH = 5_000
 #: A stream of an island's notes or evaluations that takes more memory is not read. Honest ones take a third at most.
 SAID_BYTES_MAX = 4 << 20
 #: How far the clock of an honest island may be ahead. A message of the future would stay the newest one.
@@ -332,19 +331,6 @@ class RedisReader:
             pipe.xadd(keys[isinstance(message, Evaluation)], to_fields(message), maxlen=kept, approximate=False)
             if island:
                 pipe.sadd(self._keys.islands, island)
-            pipe.execute()
-
-    def collect_evaluations(self, names: Sequence[str]) -> None:
-        """Move the evaluations of islands that are gone into the stream of the run. Only mergers may."""
-        if not names:
-            return
-        keys = [self._keys.said(name)[1] for name in names]
-        with suppress(DisturbedError), self.connection.watching(*keys) as pipe:
-            found = [each for name, each in self._said(names, Evaluation, EVALUATIONS_EACH) if each.by == name]
-            pipe.multi()
-            for evaluation in found:
-                pipe.xadd(self._keys.evaluations, to_fields(evaluation), maxlen=EVALUATIONS_KEPT)
-            pipe.unlink(*keys)
             pipe.execute()
 
     def standbys(self) -> list[Standby]:

@@ -186,6 +186,33 @@ function commands.expire(words)
   each('EXPIRE', (pointed(words[2], words[3], tonumber(words[4]), '')), words[5])
   redis.call('EXPIRE', words[2], words[5])
 end
+-- gone BEAT STREAM LEASES NOTES EVALUATIONS NAMES TO NAME LEAST MOST COUNT KEPT: deletes the keys of an island without
+-- entries whose heartbeat has fewer milliseconds left than LEAST, or more than MOST. Its evaluations move first, COUNT
+-- at a time. An entry that is too large, or of another island, is none of them.
+function commands.gone(words)
+  local _, beat, stream, leases, notes, evaluations, names, to, name, least, most, count, kept = unpack(words)
+  local left, length = redis.call('PTTL', beat), redis.pcall('XLEN', stream)
+  local waits = type(length) == 'number' and length > 0
+  if waits or (left >= tonumber(least) and left <= tonumber(most)) then return end
+  local found = redis.pcall('XRANGE', evaluations, '-', '+', 'COUNT', count)
+  for _, entry in ipairs(found.err and {} or found) do
+    local fields, bytes, by = entry[2], 0, nil
+    for i, each in ipairs(fields) do
+      bytes = bytes + #each
+      if i % 2 == 1 and each == 'by' then by = fields[i + 1] end
+    end
+    if #fields <= 32 and bytes <= 2048 and by == name then
+      local failed = run({'XADD', to, 'MAXLEN', '~', kept, '*', unpack(fields)})
+      if failed then return failed end
+    end
+    redis.call('XDEL', evaluations, entry[1])
+  end
+  redis.call('UNLINK', beat, stream, leases, notes)
+  if found.err or #found < tonumber(count) then
+    redis.call('UNLINK', evaluations)
+    redis.call('SREM', names, name)
+  end
+end
 
 while at < #ARGV do
   local words = {}
@@ -211,6 +238,7 @@ class Write:
         #: Of each entry that must be there its stream, its id, the key to which it moves, what its chunks' keys begin
         #: with, and how many chunks it may have.
         self.entries: list[tuple[str, str, str, str, int]] = []
+        self._more_keys: list[str] = []  # those that a command names after its first one
 
     def do(self, command: str, key: str, *words: Value) -> None:
         """Add a command of Redis (in capitals), or of the script."""
@@ -235,6 +263,11 @@ class Write:
         self.entries.append((stream, id_, kept, chunks, most))
         self.do("keep", stream, id_, kept, chunks, most, kept_chunks)
 
+    def gone(self, keys: Sequence[str], *words: Value) -> None:
+        """Add the script's command `gone`, which begins with seven keys."""
+        self.commands.append(("gone", *keys, *words))
+        self._more_keys += keys[1:]
+
     def delete(self, *keys: str) -> None:
         for key in keys:
             self.do("DEL", key)
@@ -256,7 +289,7 @@ class Write:
     def keys(self) -> list[str]:
         """Return all keys that the write names, once each."""
         named = [str(command[1]) for command in self.commands] + [kept for _, _, kept, *_ in self.entries]
-        return list(dict.fromkeys([*named, *self.needed]))
+        return list(dict.fromkeys([*named, *self.needed, *self._more_keys]))
 
     def arguments(self) -> list[Value]:
         """Return the words of the script's arguments from the needed keys on."""

@@ -23,8 +23,8 @@ from archipelago.broker.redis.connection import DisturbedError, RedisConnection
 from archipelago.broker.redis.islands import RedisIsland, chunks_name
 from archipelago.broker.redis.keys import REGISTRY
 from archipelago.broker.redis.merger import RedisMerger
-from archipelago.broker.redis.names import IslandNames
-from archipelago.broker.redis.reader import EVALUATIONS_KEPT, RedisReader
+from archipelago.broker.redis.names import EVALUATIONS_KEPT, IslandNames
+from archipelago.broker.redis.reader import RedisReader
 from archipelago.broker.redis.replies import epoch_in, epoch_mark, signed_state
 from archipelago.broker.redis.script import has_scripts
 from archipelago.broker.redis.servers import Servers, servers_at
