@@ -142,7 +142,7 @@ class Deletion:
 
     def found(self) -> int:
         """Return the number of keys of the shard. A run whose deletion was interrupted has keys, but no manifest."""
-        return sum(map(len, self._batches()))
+        return sum(map(len, _batches(self._connection)))
 
     def delete(self) -> int:
         """Delete the shard, and return the number of its keys.
@@ -154,7 +154,7 @@ class Deletion:
         first = [keys.manifest, keys.state, keys.fragment(0), keys.epoch, keys.lease]
         with self._connection.translated():
             count = int(self._redis.unlink(*first))
-            for batch in self._batches():
+            for batch in _batches(self._connection):
                 count += int(self._redis.unlink(*batch))
             if not self._connection.shard:
                 self._connection.registry.srem(REGISTRY, self._connection.run)
@@ -166,20 +166,31 @@ class Deletion:
         users = [member.user for member in membership.all().by_name.values() if member.user]
         return [user for user in users if membership.remove_user(user)]
 
-    def _batches(self) -> Iterator[list[bytes]]:
-        """Yield the shard's keys. No name of a run contains a character that patterns or the prefix use."""
-        prefix = f"{self._keys.tag}:"
-        batch: list[bytes] = []
-        with self._connection.translated():
-            for key in self._redis.scan_iter(match=f"{prefix}*", count=SCANNED):
-                if not key.startswith(prefix.encode()):
-                    continue
-                batch.append(key)
-                if len(batch) == BATCH:
-                    yield batch
-                    batch = []
-        if batch:
-            yield batch
+
+def delete_island(connection: RedisConnection, name: str) -> None:
+    """Delete what an island has written, as far as it is not merged: mergers keep that under keys of their own."""
+    redis, keys = connection.redis, connection.keys
+    with connection.translated():
+        redis.unlink(keys.name(name), *keys.of_island(name))
+        for batch in _batches(connection, keys.chunk_prefix(name)):
+            redis.unlink(*batch)
+        redis.srem(keys.islands, name)
+
+
+def _batches(connection: RedisConnection, prefix: str = "") -> Iterator[list[bytes]]:
+    """Yield the keys of a shard that begin so. No name of a run contains a character that patterns or the tag use."""
+    prefix = prefix or f"{connection.keys.tag}:"
+    batch: list[bytes] = []
+    with connection.translated():
+        for key in connection.redis.scan_iter(match=f"{prefix}*", count=SCANNED):
+            if not key.startswith(prefix.encode()):
+                continue
+            batch.append(key)
+            if len(batch) == BATCH:
+                yield batch
+                batch = []
+    if batch:
+        yield batch
 
 
 class Membership:

@@ -15,7 +15,7 @@ from archipelago.broker.errors import ConfigError
 from archipelago.broker.files import make_untracked
 from archipelago.broker.invitation import ADMIN, SUFFIX, Invitation, Member, Role, key_text, raw_key
 from archipelago.broker.redis import roles
-from archipelago.broker.redis.administration import sign_stored
+from archipelago.broker.redis.administration import delete_island, sign_stored
 from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.redis.transport import RedisTransport
 from archipelago.broker.shards.transport import opened
@@ -210,13 +210,8 @@ class Administrator:
         member = members.by_name.get(name)
         if member is None or member.role == "island":
             self._reader.steer({island_field(name): EXPEL})
-            for shard in self._shards():  # its stream stays: mergers may need what was merged, and refuse the rest
-                keys = shard.connection.keys
-                with shard.connection.translated():
-                    shard.connection.redis.unlink(
-                        keys.island(name), keys.leases(name), keys.name(name), *keys.said(name)
-                    )
-                    shard.connection.redis.srem(keys.islands, name)
+            for shard in self._shards():
+                delete_island(shard.connection, name)
         self.membership.remove(name)
         return None if was_user is None else True
 
