@@ -278,7 +278,10 @@ def kinds_of(keys: Keys, fragments: int, islands: Iterable[str]) -> dict[str, st
             *(key(p) for p in range(fragments) for key in (keys.head, keys.fragment, keys.outer)),
             *map(keys.island, islands), *map(keys.leases, islands),
         ],
-        "stream": [keys.snapshots, keys.tape, keys.notes, keys.evaluations, *map(keys.updates, islands)],
+        "stream": [
+            keys.snapshots, keys.tape, keys.notes, keys.evaluations,
+            *(key for island in islands for key in (keys.updates(island), *keys.said(island))),
+        ],
         "string": [keys.state, keys.epoch, keys.lease, keys.evaluator, *map(keys.name, islands)],
         "set": [keys.islands, keys.kept_entries],
     }  # fmt: skip
