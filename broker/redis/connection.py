@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -97,8 +98,14 @@ class RedisConnection:
     def register(self) -> None:
         """Write the run's name among those of all runs, as far as this user may and the server that has them answers.
 
-        The run does not depend on it. A key of another type is deleted first.
+        The run does not depend on it, so it does not wait for another server. A key of another type is deleted first.
         """
+        if self.registry is self.redis:
+            self._register()
+        else:
+            threading.Thread(target=self._register, name="register", daemon=True).start()
+
+    def _register(self) -> None:
         try:
             try:
                 self._add_name()

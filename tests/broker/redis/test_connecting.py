@@ -17,6 +17,9 @@ from archipelago.broker.address import redacted
 from archipelago.broker.errors import ArchipelagoError, BadUrlError, BrokerError, ServerTooOldError, UnreachableError
 from archipelago.broker.redis import client
 from archipelago.broker.redis.client import SILENT_SECONDS, SOCKET_SECONDS, client_at
+from archipelago.broker.redis.connection import RedisConnection
+from archipelago.broker.redis.keys import REGISTRY
+from archipelago.broker.redis.servers import Servers
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.ops.launch.embedded_redis import RedisServer
 from tests.failing import failing
@@ -176,3 +179,21 @@ def test_no_error_shows_a_password() -> None:
         connect(url.replace("://", f"://:{SECRET}@"), "run")
     assert "unknown command `AUTH`" in str(quoted.value), "the server's reply is shown"
     assert SECRET not in str(quoted.value)
+
+
+def test_another_server_that_has_the_names_of_runs_keeps_nobody_waiting() -> None:
+    """A merger registers its run while its lease lasts. In a cluster, a node that is away may have the names."""
+    may_answer, asked = threading.Event(), threading.Event()
+
+    class Away:
+        def sadd(self, *_: str) -> None:
+            asked.set()
+            may_answer.wait()
+
+    class Two(Servers):
+        def client(self, key: str) -> Any:
+            return Away() if key == REGISTRY else self._client
+
+    RedisConnection(Two(client_at("redis://127.0.0.1:1")), "demo").register()
+    assert asked.wait(10.0)
+    may_answer.set()
