@@ -16,7 +16,7 @@ from archipelago.broker.errors import BrokerError, UnknownRunError, require_numb
 from archipelago.broker.files import make_untracked
 from archipelago.broker.messages import NOTE_MAX, REFUSED, Note
 from archipelago.broker.observe.curves import CurveWriter
-from archipelago.broker.observe.merge_load import FEW_SYNCS_REMEDY, few_syncs
+from archipelago.broker.observe.merge_load import warn_of_few_syncs
 from archipelago.broker.observe.metrics import Health
 from archipelago.broker.observe.options import WorkerOptions
 from archipelago.broker.observe.progress import progress
@@ -162,8 +162,7 @@ def main(options: MergerOptions) -> int:
         text = "the run is finished: all %s steps are made, its islands have left, and everything is merged"
         log.info(text, f"{step:,}", extra={"round": closed})
         log.info("each fragment had %.1f syncs", syncs := closed / len(manifest.fragments))
-        if fault := few_syncs(syncs):
-            log.warning("%s %s", fault, FEW_SYNCS_REMEDY, extra={"code": "run.few-syncs"})
+        warn_of_few_syncs(log, syncs)
     log.info("leaving after round %s", closed, extra={"round": closed})
     if options.json:
         merged = _merged(whole(transport, manifest))

@@ -5,6 +5,7 @@ Warnings and metrics of islands and mergers, `status` and the dashboard share th
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -92,6 +93,12 @@ def merge_load(tape: Sequence[TapeEntry], interval: int) -> MergeLoad | None:
         for name in ("busy_seconds", "spectra_seconds")
     )
     return MergeLoad(busy, spectra, statistics.quantiles(largest, n=4)[0] / interval)
+
+
+def warn_of_few_syncs(log: logging.Logger, syncs: float, verb: str = "had") -> None:
+    """Log what is wrong with so few syncs of each fragment, and what to do; nothing if there are enough."""
+    if fault := few_syncs(syncs, verb):
+        log.warning("%s %s", fault, FEW_SYNCS_REMEDY, extra={"code": "run.few-syncs"})
 
 
 def few_syncs(syncs: float, verb: str = "had") -> str:

@@ -28,7 +28,7 @@ from archipelago.broker.footprint import memory_text, redis_parts
 from archipelago.broker.frozen import FrozenValues
 from archipelago.broker.manifest import NO_CORPUS, Manifest, Tensor, balanced, installed_versions
 from archipelago.broker.messages import Snapshot
-from archipelago.broker.observe.merge_load import FEW_SYNCS_REMEDY, few_syncs
+from archipelago.broker.observe.merge_load import warn_of_few_syncs
 from archipelago.broker.process import connect_to
 from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.shards.transport import create
@@ -123,8 +123,7 @@ def _create(transport: Transport, manifest: Manifest, first: FirstValues, frozen
     except RunExistsError:  # another process was faster
         require_same(transport.reader.manifest(), manifest)
         return False
-    if fault := few_syncs(manifest.config.inner.steps / manifest.config.sync.interval, "will have"):
-        log.warning("%s %s", fault, FEW_SYNCS_REMEDY, extra={"code": "run.few-syncs"})
+    warn_of_few_syncs(log, manifest.config.inner.steps / manifest.config.sync.interval, "will have")
     return True
 
 

@@ -19,7 +19,7 @@ from archipelago.broker.control import DRAIN, EXPEL, IN_WORDS
 from archipelago.broker.errors import DivergedError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Marker, Resume
-from archipelago.broker.observe.merge_load import FEW_SYNCS_REMEDY, few_syncs
+from archipelago.broker.observe.merge_load import warn_of_few_syncs
 from archipelago.islands.sync.adoption import AnyReplica
 from archipelago.islands.sync.connection.link import Link
 from archipelago.islands.sync.connection.outbox import ContributionHeader, Draft
@@ -321,8 +321,7 @@ class Participant(ABC):
                 "keeps them for its merger", left, extra={"code": "island.not-merged"},
             )  # fmt: skip
         log.info("each fragment had %.1f syncs", syncs := self.link.channels.heard_round / len(self.ledger.counts))
-        if fault := few_syncs(syncs):
-            log.warning("%s %s", fault, FEW_SYNCS_REMEDY, extra={"code": "run.few-syncs"})
+        warn_of_few_syncs(log, syncs)
 
     def leave_reason(self) -> tuple[str, str]:
         """Return why the island leaves, as a note's kind and text."""

@@ -76,7 +76,7 @@ def tls_settings(folder: Path, host: str, port: int, password: str) -> dict[str,
         "timeout": str(IDLE_SECONDS),
         "maxclients": str(CLIENTS_MAX),
         "maxmemory": str(int(MEMORY_SHARE * psutil.virtual_memory().total)),
-        # Readers get whole values. Ours have at most 8 MiB: payloads are stored in chunks.
+        # Readers get whole values. Ours are small: payloads are stored in chunks of 1 MiB.
         "proto-max-bulk-len": str(VALUE_BYTES_MAX),
     }
 
