@@ -24,8 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from archipelago.broker.control import CHECKPOINT, MERGING, Control, checked_changes
 from archipelago.broker.errors import ArchipelagoError, ConfigError
 from archipelago.ops.dashboard import metrics
-from archipelago.ops.dashboard.page_data import FILES, PAGE, STATES, chart_library, charts_of, page_of, to_json
-from archipelago.ops.watch.run_list import ComparedRuns
+from archipelago.ops.dashboard.page_data import FILES, PAGE, chart_library, charts_of, page_of, to_json
 from archipelago.ops.watch.run_view import describe_control
 from archipelago.ops.watch.watcher import Watcher
 
@@ -70,12 +69,7 @@ class Board:
             self.charts_number += 1
 
 
-def application(
-    board: Board,
-    token: str,
-    names: Collection[str] = ("localhost",),
-    runs: ComparedRuns | None = None,
-) -> Starlette:
+def application(board: Board, token: str, names: Collection[str] = ("localhost",)) -> Starlette:
     """Return the web application.
 
     Args:
@@ -83,10 +77,9 @@ def application(
         token: The token that changes need.
         names: Host names that requests may carry, beside addresses. Other names are refused, so a page of another
             site whose name resolves to this machine cannot read the dashboard.
-        runs: The runs that the page compares; None for this run alone.
     """
     library = chart_library()
-    service = _Service(board, token, runs)
+    service = _Service(board, token)
     files = [Route(at, _file(PAGE / name, FRESH)) for at, name in FILES.items()]
     kept = {**HEADERS, "Cache-Control": "max-age=86400"}
     routes = [
@@ -96,7 +89,6 @@ def application(
         Route("/metrics", service.metrics),
         Route("/api/view", service.view),
         Route("/api/events", service.events),
-        Route("/api/runs", service.runs),
         Route("/api/steer", service.steer, methods=["POST"]),
     ]
     named = Middleware(HostCheck, names=names)
@@ -115,8 +107,8 @@ def _answer(status: int, text: str, **more: str) -> Response:
 
 
 class _Service:
-    def __init__(self, board: Board, token: str, runs: ComparedRuns | None) -> None:
-        self.board, self.watch, self.compared = board, board.watch, runs
+    def __init__(self, board: Board, token: str) -> None:
+        self.board, self.watch = board, board.watch
         self._token = token.encode()
 
     # -- reading ----------------------------------------------------------------------------------------------------
@@ -149,13 +141,6 @@ class _Service:
     def _fault(self) -> str:
         fault = self.watch.outage()
         return to_json({"since": fault.since_unix_seconds, "what": fault.what, "more": fault.more}) if fault else "null"
-
-    async def runs(self, request: Request) -> Response:
-        """Answer with the runs of this Redis and of the folder."""
-        empty: dict[str, Any] = {"own": self.watch.manifest.run, "folder": "", "runs": []}
-        found = await run_in_threadpool(self.compared.newest) if self.compared else empty
-        rows = [run | {"mood": STATES[run["state"]][0]} for run in found["runs"]]
-        return Response(to_json(found | {"runs": rows}), media_type="application/json", headers=FRESH)
 
     async def events(self, request: Request) -> Response:
         """Answer with server-sent events `page`, `charts` and `fault`, each when it changes."""

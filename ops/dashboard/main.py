@@ -14,14 +14,12 @@ import webbrowser
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from urllib.parse import quote
 
 from archipelago.broker.errors import ConfigError, require_number
 from archipelago.broker.machine import require_extra
-from archipelago.broker.process import RunAddress, connect_to, print_json, stop_on_signals
+from archipelago.broker.process import RunAddress, print_json, stop_on_signals
 from archipelago.ops.settings import say
-from archipelago.ops.watch.run_list import ComparedRuns
 from archipelago.ops.watch.watcher import LOOK_SECONDS, Watcher, repeated
 
 TOKEN_VARIABLE = "ARCHIPELAGO_TOKEN"  # noqa: S105 - only its name
@@ -43,8 +41,6 @@ class DashOptions(RunAddress):
     """The port to listen on. 0 takes a free one."""
     token: str | None = None
     """The token that changes need. The default is $ARCHIPELAGO_TOKEN, or a random one that is printed at the start."""
-    folder: Path = Path("runs")
-    """The folder where runs of `up` keep their reports, which the page compares with this run."""
     open: bool = True
     """Open the page in a browser if this machine has one."""
     json: bool = False
@@ -59,8 +55,7 @@ def main(options: DashOptions) -> int:
     transport = options.connect()
     try:
         watch = Watcher(transport)
-        runs = ComparedRuns(lambda name: connect_to(options.url, name), transport.run, options.folder)
-        with serving(watch, token, options.host, options.port, options.name, runs) as address:
+        with serving(watch, token, options.host, options.port, options.name) as address:
             _greet(watch.manifest.run, address, token, options)
             while not stopped():
                 time.sleep(0.1)
@@ -97,9 +92,7 @@ def _has_screen() -> bool:
 
 
 @contextmanager
-def serving(
-    watch: Watcher, token: str, host: str, port: int, names: Sequence[str] = (), runs: ComparedRuns | None = None
-) -> Iterator[str]:
+def serving(watch: Watcher, token: str, host: str, port: int, names: Sequence[str] = ()) -> Iterator[str]:
     """Serve the page from threads of this process while the block runs; yield its address. Raise ConfigError.
 
     Args:
@@ -108,14 +101,13 @@ def serving(
         host: The address or name to listen on.
         port: The port to listen on; 0 takes a free one.
         names: Host names that requests may carry, beside this machine's own names and addresses.
-        runs: The runs that the page compares; None for this run alone.
     """
     import uvicorn
 
     from archipelago.ops.dashboard.app import Board, application, own_names
 
     board = Board(watch)
-    app = application(board, token, own_names(host).union(names), runs)
+    app = application(board, token, own_names(host).union(names))
     with _listening(host, port) as listener, repeated(board.update, LOOK_SECONDS):
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=STOP_SECONDS,

@@ -27,7 +27,6 @@ EVENTS_SHOWN = 120
 #: The mood (good, busy, warn or idle) of each state of a run, and what the page says about it if there is no problem.
 STATES = {
     "finished": ("idle", "All steps are made."),
-    "ended": ("warn", ""),
     "paused": ("warn", ""),
     "new": ("idle", ""),
     "no islands": ("warn", ""),

@@ -1,35 +1,31 @@
-"""`archipelago runs`, and the runs that the page compares: those of a Redis and of a folder, each in one line."""
+"""`archipelago runs`: the runs of a Redis and of a folder, each in one line."""
 
 from __future__ import annotations
 
 import math
 import os
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from archipelago.broker import config as run_config
-from archipelago.broker.config import RunConfig, differing
 from archipelago.broker.errors import ArchipelagoError, BrokerError, ConfigError
 from archipelago.broker.invitation import is_join_file
-from archipelago.broker.manifest import loss_unit
 from archipelago.broker.observe.logs import printable
 from archipelago.broker.process import URL_VARIABLE, connect_to, print_json
 from archipelago.broker.redis.keys import is_name
 from archipelago.broker.shards.transport import opened
-from archipelago.broker.transport import ReaderTransport, Transport
+from archipelago.broker.transport import ReaderTransport
 from archipelago.ops.launch.administration import ADMIN_FILE
 from archipelago.ops.launch.embedded_redis import url_of_running
 from archipelago.ops.settings import say, table_console
 from archipelago.ops.watch import run_summary
 from archipelago.ops.watch.formatting import ago, new_table
-from archipelago.ops.watch.history import newest, thinned
 from archipelago.ops.watch.reading import observe
 
 if TYPE_CHECKING:
@@ -42,10 +38,6 @@ PARTS = (
 )  # fmt: skip
 #: The files whose times tell when a run in a folder was last active.
 _ACTIVE = ("logs/*", "merger/checkpoints/*", "islands/*/*", run_summary.TEXT, "config.toml")
-#: Seconds for which the page shows its list again.
-FRESH_SECONDS = 15.0
-#: On the page: runs of each place, and points of each curve and differing settings of each run.
-RUNS_MOST, POINTS_MOST, DIFFERENCES_MOST = 30, 120, 8
 
 
 @dataclass(frozen=True)
@@ -82,8 +74,6 @@ class RunEntry:
         tokens: Tokens that its islands have trained on.
         unit: The unit of its losses.
         held_out: Its newest held-out loss; NaN if unknown.
-        curve: Pairs of tokens and held-out loss, in order.
-        config: Its settings; None if unknown.
     """
 
     run: str
@@ -100,14 +90,6 @@ class RunEntry:
     tokens: int = 0
     unit: str = ""
     held_out: float = math.nan
-    curve: Sequence[Sequence[float]] = ()
-    config: RunConfig | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the run as one object, without its curve and its settings."""
-        found = asdict(self)
-        del found["curve"], found["config"]
-        return found
 
 
 def main(options: RunsOptions) -> int:
@@ -115,7 +97,7 @@ def main(options: RunsOptions) -> int:
     has_redis = bool(options.url or os.environ.get(URL_VARIABLE))
     entries = [*(of_redis(options.url) if has_redis else ()), *of_folder(options.folder)]
     if options.json:
-        print_json({"runs": [entry.as_json() for entry in entries]})
+        print_json({"runs": [asdict(entry) for entry in entries]})
     elif entries:
         table_console().print(_table(entries))
     else:
@@ -177,15 +159,13 @@ def _at(url: str | None, run: str, where: str) -> RunEntry:
 def entry_of(transport: ReaderTransport, where: str = "redis") -> RunEntry:
     """Return the run of a connection. Raise BrokerError, and ConfigError for a damaged manifest."""
     manifest, run = opened(transport, for_display=True)
-    evaluations, unit = run.reader.evaluations(), loss_unit(manifest.corpus)
-    view = observe(run, manifest, evaluations=evaluations, refusals=(), briefly=True)
+    view = observe(run, manifest, refusals=(), briefly=True)
     ages = [island.last_seen_seconds for island in view.islands] + [view.merger.still_seconds] * bool(view.rounds)
     return RunEntry(
         run=manifest.run, where=where, state=view.state, model=manifest.config.model.size,
         parameters=manifest.parameters, round=view.rounds, step=view.step, steps=view.steps, live=view.live,
         known=view.known, idle_seconds=max(0.0, min(ages)) if ages else math.nan, tokens=view.tokens_trained,
-        unit=unit.name, held_out=view.held_out_last, config=manifest.config,
-        curve=[(e.tokens, unit.from_evaluation(e.bits_per_byte)) for e in thinned(evaluations, POINTS_MOST, newest)],
+        unit=view.unit, held_out=view.held_out_last,
     )  # fmt: skip
 
 
@@ -202,16 +182,13 @@ def _stopped(path: Path) -> RunEntry:
 
 def _reported(path: Path) -> RunEntry:
     """Return a run from the settings and the report in its folder, as far as they can be read."""
-    config: RunConfig | None = None
+    entry = RunEntry(path.name, str(path), "ended")
     with suppress(ArchipelagoError):
-        config = run_config.from_toml(path / "config.toml") if (path / "config.toml").exists() else None
-    entry = RunEntry(
-        run=path.name, where=str(path), state="ended", model=config.model.size if config else "",
-        steps=config.inner.steps if config else 0, config=config,
-    )  # fmt: skip
+        if (path / "config.toml").exists():
+            config = run_config.from_toml(path / "config.toml")
+            entry = replace(entry, model=config.model.size, steps=config.inner.steps)
     report = run_summary.read(path) or {}
     try:
-        curve = [(float(tokens), float(loss)) for tokens, loss in report.get("curve", ())]
         step = int(report.get("steps") or 0)
         return replace(
             entry,
@@ -223,7 +200,6 @@ def _reported(path: Path) -> RunEntry:
             tokens=int(report.get("tokens_trained") or 0),
             unit=str(report.get("unit", "")),
             held_out=float(report.get("held_out_last", math.nan)),
-            curve=curve[:: max(1, math.ceil(len(curve) / POINTS_MOST))],
         )
     except (TypeError, ValueError, OverflowError):  # This report is of another version.
         return entry
@@ -258,67 +234,3 @@ def _table(entries: Iterable[RunEntry]) -> Table:
             printable(entry.where),
         )
     return out
-
-
-class ComparedRuns:
-    """The runs that the page compares. They are read only while somebody looks at a page.
-
-    Args:
-        connected: Connects to a run of the Redis by name. The caller closes the connection.
-        own: The name of the run of the page.
-        folder: Where runs of `up` keep their reports; None for none.
-        clock: Monotonic seconds.
-    """
-
-    def __init__(
-        self,
-        connected: Callable[[str], Transport],
-        own: str,
-        folder: Path | None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._connected, self._own, self._folder, self._clock = connected, own, folder, clock
-        self._lock = threading.Lock()
-        self._rows: list[dict[str, Any]] = []
-        self._due = -math.inf
-
-    def newest(self) -> dict[str, Any]:
-        """Return the runs, that of the page first. Runs that cannot be read are left out."""
-        with self._lock:
-            if self._clock() >= self._due:
-                entries = list(self._read())
-                own = next((entry.config for entry in entries if entry.run == self._own), None)
-                self._rows = [
-                    entry.as_json() | {"curve": entry.curve, "differs": _differing(entry.config, own)}
-                    for entry in entries
-                ]
-                self._due = self._clock() + FRESH_SECONDS
-        return {"own": self._own, "folder": str(self._folder or ""), "runs": self._rows}
-
-    def _read(self) -> Iterator[RunEntry]:
-        names: list[str] = []
-        with suppress(ArchipelagoError), closing(self._connected(self._own)) as transport:
-            names = transport.reader.runs()
-        names = [self._own, *sorted(name for name in names if name != self._own)][:RUNS_MOST]
-        known = set()
-        for name in names:
-            # It may be deleted meanwhile, or these credentials may not read it.
-            with suppress(ArchipelagoError), closing(self._connected(name)) as transport:
-                yield entry_of(transport)
-                known.add(name)
-        reports: list[Path] = []
-        with suppress(OSError):
-            found = self._folder.glob(f"*/{run_summary.TEXT}") if self._folder else ()
-            reports = sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
-        for path in reports[:RUNS_MOST]:
-            if path.parent.name not in known and (entry := _reported(path.parent)).curve:
-                yield entry
-
-
-def _differing(config: RunConfig | None, own: RunConfig | None) -> list[str]:
-    """Return the settings in which a run differs from that of the page, as `NAME: its own → the page's`."""
-    if config is None or own is None:
-        return []
-    # A file of settings leaves out what `init` chose.
-    found = {key: both for key, both in differing(config, own).items() if both[0] is not None}
-    return [f"{key}: {its} → {ours}" for key, (its, ours) in found.items()][:DIFFERENCES_MOST]

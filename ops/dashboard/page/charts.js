@@ -266,23 +266,7 @@ const Charts = (() => {
     legend("legend-queues", times.length > 1 ? [["s1", "waiting", last(seen.pending)], ["s2", "memory", `${fixed(last(mega), 1)} MB`], ...(seen.limit ? [["bad", "limit", `${(seen.limit / 1e6).toFixed(0)} MB`]] : [])] : []);
   }
 
-  let compared = [];
-
-  /** Draws the held-out losses of several runs over the tokens that they merged. */
-  function compare() {
-    if (!document.getElementById("chart-runs").checkVisibility()) return;
-    const before = [axis, part];
-    [axis, part] = ["tokens", "all"];
-    const drawn = compared.map((run, n) => [run, run.curve.map(([x]) => x), run.curve.map(([, y]) => y), COLOURS[n % COLOURS.length]]);
-    const scale = scaled(drawn.map(([, x, y]) => [x, y]));
-    draw("chart-runs", drawn.map(([run, x, y, swatch]) => line(run.run.slice(0, 24), x, y, swatch, { mode: x.length > 60 ? "lines" : "lines+markers", marker: { size: 4 }, hovertemplate: "%{y:.4f}" })),
-      { xaxis: { ...across([]), title: { text: "tokens merged" } }, yaxis: scale.y }, "The chosen runs have no evaluations yet.");
-    legend("legend-runs", drawn.map(([run, , y, swatch]) => [swatch, run.run.length > 20 ? `${run.run.slice(0, 19)}…` : run.run, fixed(last(known(y)), 3)]));
-    [axis, part] = before;
-  }
-
   function all() {
-    compare();
     if (!data || document.hidden) return;
     for (const figure of [learn, islands, losses, rounds, staleness, queues]) figure();
   }
@@ -292,7 +276,6 @@ const Charts = (() => {
     show(charts) { data = charts; data.lines.smooth = smooth(data.lines.loss); all(); },
     over(name) { axis = name; all(); },
     zoom(name) { part = name; all(); },
-    compare(runs) { compared = runs; compare(); },
     again: all,
   };
 })();

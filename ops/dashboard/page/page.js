@@ -352,52 +352,6 @@ function writeSettings(settings, set) {
   $("settings-rows").replaceChildren(...rows);
 }
 
-// -- several runs ------------------------------------------------------------------------------------------------------
-
-const RUNS_DRAWN = 6;
-const chosen = new Map();
-const keyOf = (run) => `${run.where} ${run.run}`;
-let runs = null;
-
-/** Shows the runs of this Redis and of the folder. Alone, a run needs no comparison. */
-function writeRuns(found) {
-  runs = found;
-  $("runs").hidden = found.runs.length < 2;
-  if (found.runs.length < 2) return;
-  put("runs-folder", found.folder);
-  put("runs-unit", found.runs[0].unit);
-  const rows = found.runs.map((run, n) => {
-    const key = keyOf(run), row = element("tr"), box = element("input");
-    if (!chosen.has(key)) chosen.set(key, n < RUNS_DRAWN && run.unit === found.runs[0].unit);
-    box.type = "checkbox";
-    box.checked = chosen.get(key);
-    box.setAttribute("aria-label", `draw ${run.run}`);
-    box.addEventListener("change", () => { chosen.set(key, box.checked); drawRuns(); });
-    const first = element("td"), name = element("td", "name"), state = element("td"), pill = element("span", "pill", run.state);
-    first.append(box);
-    name.append(element(run.run === found.own ? "b" : "span", "", run.run));
-    if (run.where !== "redis") name.append(element("small", "", run.where));
-    if (run.differs.length) name.append(element("small", "", run.differs.join(", ")));
-    pill.dataset.mood = run.mood;
-    state.append(pill);
-    row.append(first, name, state, element("td", "num", fixed(run.held_out)), element("td", "num", `${short(run.step)} of ${short(run.steps)}`),
-      element("td", "num", run.where === "redis" ? `${run.live} of ${run.known}` : count(run.known)), element("td", "num", brief(run.tokens)));
-    return row;
-  });
-  $("runs-rows").replaceChildren(...rows);
-  drawRuns();
-}
-
-function drawRuns() {
-  Charts.compare(runs.runs.filter((run) => chosen.get(keyOf(run)) && run.unit === runs.runs[0].unit));
-}
-
-async function readRuns() {
-  try {
-    if (!document.hidden) writeRuns(await (await fetch("api/runs")).json());
-  } catch { /* The banner says that the dashboard does not answer. */ }
-}
-
 // -- faults and the connection -------------------------------------------------------------------------
 
 let fault = null;
@@ -580,12 +534,8 @@ over("tokens");
 zoom("all");
 document.documentElement.classList.toggle("still", Boolean(inlined));
 if (inlined) receiveAll(JSON.parse(inlined));
-else if (still) readRuns().then(() => fetch("api/view")).then((answer) => answer.json()).then(receiveAll);
-else {
-  listen();
-  readRuns();
-  setInterval(readRuns, 15000);
-}
+else if (still) fetch("api/view").then((answer) => answer.json()).then(receiveAll);
+else listen();
 if (!inlined) {
   const fragment = new URLSearchParams(location.hash.slice(1)).get("token");
   if (fragment) history.replaceState(null, "", location.pathname + location.search);
