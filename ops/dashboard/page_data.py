@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from archipelago.broker.config import RunConfig, flat
+from archipelago.broker.config import RunConfig, differing, flat
 from archipelago.broker.control import SETTINGS, STEPS, island_field, own
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.machine import install_hint, is_installed
@@ -67,6 +67,7 @@ def page_of(reading: RunReading, history: History, manifest: Manifest) -> dict[s
         "problems": [asdict(problem) for problem in reading.problems],
         "progress": progress(reading, history, config),
         "settings": settings(manifest),
+        "changed": list(differing(config, RunConfig())),
         "unix_seconds": reading.unix_seconds,
         "round_seconds": view.round_seconds,
         "tokens_per_second": sum(i.tokens_per_second for i in view.islands if i.live and i.state == "training"),

@@ -35,7 +35,7 @@ from archipelago.ops.launch.init import create, require_same, require_usable, te
 from archipelago.ops.launch.local_run import LocalRun, island_name
 from archipelago.ops.launch.opening import public_host
 from archipelago.ops.launch.supervisor import STANDBYS_MAX, STANDBYS_REMEDY
-from archipelago.ops.settings import can_draw, is_given, say, to_toml
+from archipelago.ops.settings import is_given, say, to_toml
 from archipelago.ops.watch import formatting, run_summary
 
 #: The most seconds from a signal to the end of everything. The steps of an orderly end take less together.
@@ -296,7 +296,7 @@ def _farewell(report: dict[str, Any], finished: bool, folder: Path, options: UpO
     learnt = f"{fell}{formatting.number(last, 4)} with {islands}"
     say(f"held-out {report['unit']}: {learnt}; one process on as many tokens: {formatting.number(single, 4)}")
     say(f"  {report['syncs_in_words']}")
-    picture = f"  picture: {folder / run_summary.PICTURE}" if can_draw() else ""
-    say(f"report: {folder / run_summary.TEXT}{picture}")
+    page = shlex.join(["archipelago", "report", report["run"]])
+    say(f"report: {folder / run_summary.TEXT}  page: {page}{_in(folder)}")
     if not finished:
         say(f"interrupted; the same command continues the run:  archipelago up --run {report['run']} …")

@@ -1,47 +1,18 @@
-"""Where the figures of a report come from: settings, times, baseline, machines, versions, and how to repeat the run."""
+"""Where the figures of a report come from: times, baseline, machines, versions, and how to repeat the run. Pure."""
 
 from __future__ import annotations
 
-import base64
-import dataclasses
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from html import escape
 from typing import Any
 
-from archipelago.broker.config import RunConfig, flat
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Evaluation, TapeEntry
-from archipelago.ops.settings import flags, setting_text
+from archipelago.ops.settings import flags
 from archipelago.ops.watch.formatting import date, hours, number, size
 from archipelago.ops.watch.run_summary import syncs_in_words
 from archipelago.ops.watch.run_view import RunView
-
-
-@dataclass(frozen=True)
-class Provenance:
-    """Everything that a reader of a report needs to judge and to repeat the run.
-
-    Attributes:
-        sections: Facts in words, by section and by name.
-        settings: All settings of the run as text.
-        changed: The settings that differ from the defaults.
-        commands: A shell script that repeats the run.
-        picture: The loss curve with the baseline, as PNG; empty if there is none.
-    """
-
-    sections: Mapping[str, Mapping[str, str]]
-    settings: Mapping[str, str]
-    changed: Sequence[str]
-    commands: str
-    picture: bytes = b""
-
-    def as_data(self) -> dict[str, Any]:
-        """Return the facts for JSON, without the picture."""
-        found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: value for name, value in found.items() if name != "picture"}
 
 
 def provenance(
@@ -50,9 +21,8 @@ def provenance(
     tape: Sequence[TapeEntry],
     evaluations: Sequence[Evaluation],
     report: Mapping[str, Any],
-    picture: bytes = b"",
-) -> Provenance:
-    """Collect the facts. Pure.
+) -> dict[str, Any]:
+    """Return `sections`, facts in words by section and name, and `commands`, a shell script that repeats the run.
 
     Args:
         manifest: The run's manifest.
@@ -60,23 +30,19 @@ def provenance(
         tape: All rounds that are still known, oldest first.
         evaluations: All evaluations, oldest first.
         report: The run's report.json; empty if there is none.
-        picture: The run's loss.png; empty if there is none.
     """
-    settings, defaults = flat(manifest.config), flat(RunConfig())
     machines, islands = _machines(view), view.known or int(report.get("islands") or 0)
-    return Provenance(
-        sections={
-            "Run": _run(manifest, view) | _times(tape, evaluations, report),
-            "Result": _result(view, report) | {"syncs": syncs_in_words(view)},
-            "Machines": machines,
-            "Versions": dict(manifest.versions),
-            "Changed while it ran": {f"round {e.round}": e.steered for e in tape if e.steered},
-        },
-        settings={key: setting_text(value) for key, value in settings.items()},
-        changed=[key for key, value in settings.items() if value != defaults[key]],
-        commands=commands(manifest, islands, len(machines), [e for e in tape if e.steered]),
-        picture=picture if report.get("curve_one_process") else b"",  # Without a baseline, the page's chart has it all.
-    )
+    sections = {
+        "Run": _run(manifest, view) | _times(tape, evaluations, report),
+        "Result": _result(view, report) | {"syncs": syncs_in_words(view)},
+        "Machines": machines,
+        "Versions": dict(manifest.versions),
+        "Changed while it ran": {f"round {e.round}": e.steered for e in tape if e.steered},
+    }
+    return {
+        "sections": {title: facts for title, facts in sections.items() if facts},
+        "commands": commands(manifest, islands, len(machines), [e for e in tape if e.steered]),
+    }
 
 
 def _run(manifest: Manifest, view: RunView) -> dict[str, str]:
@@ -183,37 +149,3 @@ def commands(manifest: Manifest, islands: int, hosts: int, steered: Sequence[Tap
         lines.append(f"export ARCHIPELAGO_URL=runs/{name}/admin.join   # then, while it trains:")
     lines += [f"archipelago steer --run {name} {entry.steered}   # at round {entry.round}" for entry in steered]
     return "\n".join(lines) + "\n"
-
-
-# -- the part of the page that says it -------------------------------------------------------------------------------
-
-
-def cards(found: Provenance) -> str:
-    """Return the sections as HTML. All text in them is escaped."""
-    facts = "".join(_facts(title, rows) for title, rows in found.sections.items() if rows)
-    picture = ""
-    if found.picture:
-        data = base64.b64encode(found.picture).decode()
-        picture = (
-            f'<div><h3>Loss and baseline</h3><img alt="Loss and baseline" src="data:image/png;base64,{data}"></div>'
-        )
-    settings = "".join(_setting(key, value, key in found.changed) for key, value in found.settings.items())
-    return (
-        f'<section class="card" aria-label="About this run"><div class="head"><h2>About this run</h2></div>'
-        f'<div class="facts">{facts}{picture}</div></section>\n'
-        f'<section class="card" aria-label="Settings"><div class="head"><h2>Settings</h2>'
-        f'<p class="sub">{len(found.changed)} differ from the defaults, in bold</p></div>'
-        f'<dl class="all-settings">{settings}</dl></section>\n'
-        f'<section class="card" aria-label="Repeat this run"><div class="head"><h2>Repeat this run</h2></div>'
-        f'<pre class="script">{escape(found.commands)}</pre></section>\n'
-    )
-
-
-def _facts(title: str, rows: Mapping[str, str]) -> str:
-    inner = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in rows.items())
-    return f"<div><h3>{escape(title)}</h3><dl>{inner}</dl></div>"
-
-
-def _setting(key: str, value: str, changed: bool) -> str:
-    mark = ' class="changed"' if changed else ""
-    return f"<div{mark}><dt>{escape(key)}</dt><dd>{escape(value)}</dd></div>"

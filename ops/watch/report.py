@@ -21,13 +21,12 @@ from archipelago.broker.shards.transport import restore
 from archipelago.ops.dashboard.page_data import PAGE, chart_library, charts_of, page_of, to_json
 from archipelago.ops.settings import say
 from archipelago.ops.watch import run_summary
-from archipelago.ops.watch.provenance import Provenance, cards, provenance
+from archipelago.ops.watch.provenance import provenance
 from archipelago.ops.watch.watcher import TAPE_MOST, Watcher
 
 if TYPE_CHECKING:
     from archipelago.merger.storage import MergerFolder
 
-STYLES = ("page.css", "report.css")
 SCRIPTS = ("charts.js", "page.js")
 FILE = "report.html"
 
@@ -50,24 +49,11 @@ class ReportOptions:
     """Print one JSON object: the name of the file, and the figures."""
 
 
-@dataclass(frozen=True)
-class ReportData:
-    """Everything in a report: the data of the dashboard's page and charts, and where they come from."""
-
-    data: dict[str, Any]
-    about: Provenance
-
-    @property
-    def run(self) -> str:
-        """The name of the run."""
-        return str(self.data["page"]["run"]["run"])
-
-
 def main(options: ReportOptions) -> int:
     """Write the file."""
     library = chart_library()
     found = everything(options)
-    name = checked_name(found.run, "the run name")
+    name = checked_name(str(found["page"]["run"]["run"]), "the run name")
     path = options.out or _folder_of(options, name) / FILE
     text = html(found, library.read_text(encoding="utf-8"))
     try:
@@ -78,7 +64,7 @@ def main(options: ReportOptions) -> int:
             f"{path} cannot be written ({error.strerror})", "Name another file with --out.", code="report.unwritable"
         ) from None
     if options.json:
-        print_json({"file": str(path), "page": found.data["page"], "about": found.about.as_data()})
+        print_json({"file": str(path), "page": found["page"], "about": found["about"]})
     else:
         say(f"report: {path} ({len(text.encode()) / 1e6:.1f} MB, opens without network)")
     return 0
@@ -96,8 +82,8 @@ def _is_path(target: str) -> bool:
     return "/" in target and not names_redis(target)
 
 
-def everything(options: ReportOptions) -> ReportData:
-    """Return the figures of the run that the options name. Raise ArchipelagoError."""
+def everything(options: ReportOptions) -> dict[str, Any]:
+    """Return the data of the page for the run that the options name. Raise ArchipelagoError."""
     if options.target is not None and is_bucket(options.target):
         return of_bucket(options.target)
     if options.target is None or names_redis(options.target):
@@ -122,27 +108,18 @@ def everything(options: ReportOptions) -> ReportData:
     return of_folder(folder)
 
 
-def of_watch(watch: Watcher, folder: Path | None = None) -> ReportData:
-    """Return the run as Redis has it now. `folder` has what `up` has left there; None if that is not known."""
+def of_watch(watch: Watcher, folder: Path | None = None) -> dict[str, Any]:
+    """Return the run as Redis has it now. `folder` has the report.json of `up`; None if that is not known."""
     reading, history, manifest = watch.read(), watch.history, watch.manifest
-    tape = watch.transport.reader.tape(TAPE_MOST)
-    about = provenance(manifest, reading.view, tape, reading.evaluations, *_left_in(folder))
-    page, charts = page_of(reading, history, manifest), charts_of(reading, history, manifest)
-    return ReportData({"page": page, "charts": charts, "fault": None}, about)
+    tape, left = watch.transport.reader.tape(TAPE_MOST), (run_summary.read(folder) if folder else None) or {}
+    return {
+        "page": page_of(reading, history, manifest),
+        "charts": charts_of(reading, history, manifest) | {"one_process": left.get("curve_one_process", [])},
+        "about": provenance(manifest, reading.view, tape, reading.evaluations, left),
+    }
 
 
-def _left_in(folder: Path | None) -> tuple[Mapping[str, Any], bytes]:
-    """Return the content of the folder's report.json and loss.png, as far as they are there."""
-    if folder is None:
-        return {}, b""
-    try:
-        picture = (folder / run_summary.PICTURE).read_bytes()
-    except OSError:
-        picture = b""
-    return run_summary.read(folder) or {}, picture
-
-
-def of_folder(folder: Path) -> ReportData:
+def of_folder(folder: Path) -> dict[str, Any]:
     """Return a run of this machine from its embedded Redis or its data, or from the newest checkpoint."""
     from archipelago.merger.storage import MergerFolder
 
@@ -151,7 +128,7 @@ def of_folder(folder: Path) -> ReportData:
     return _of_checkpoint(MergerFolder(folder / "merger"), folder, str(folder))
 
 
-def of_bucket(address: str) -> ReportData:
+def of_bucket(address: str) -> dict[str, Any]:
     """Return a run from its folder in a bucket: the newest checkpoint of its merger, and the report of `up`."""
     from archipelago.merger.storage import fetched
 
@@ -161,7 +138,7 @@ def of_bucket(address: str) -> ReportData:
         return _of_checkpoint(kept, kept.path, str(bucket))
 
 
-def _of_checkpoint(kept: MergerFolder, folder: Path, place: str) -> ReportData:
+def _of_checkpoint(kept: MergerFolder, folder: Path, place: str) -> dict[str, Any]:
     """Return a run from its newest checkpoint, which is restored in memory."""
     images = kept.newest()
     if not images:
@@ -175,7 +152,7 @@ def _of_checkpoint(kept: MergerFolder, folder: Path, place: str) -> ReportData:
     return of_watch(Watcher(transport), folder)
 
 
-def _of_own_server(folder: Path) -> ReportData:
+def _of_own_server(folder: Path) -> dict[str, Any]:
     from archipelago.ops.launch.embedded_redis import start_server
     from archipelago.ops.watch.run_list import address_of
 
@@ -191,18 +168,17 @@ def _of_own_server(folder: Path) -> ReportData:
         return of_watch(Watcher(transport), folder)
 
 
-def html(found: ReportData, library: str) -> str:
-    """Return one file with the page, its style, its scripts, the chart library, the data and where they come from."""
+def html(found: Mapping[str, Any], library: str) -> str:
+    """Return one file with the page, its style, its scripts, the chart library and the data."""
     page = (PAGE / "index.html").read_text(encoding="utf-8")
-    style = "".join((PAGE / name).read_text(encoding="utf-8") for name in STYLES)
+    style = (PAGE / "page.css").read_text(encoding="utf-8")
     policy = (
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; script-src 'unsafe-inline'; "
         "style-src 'unsafe-inline'; img-src data: blob:\">"
     )
     page = page.replace('<link rel="stylesheet" href="page.css">', f"{policy}\n<style>\n{style}</style>")
-    data = to_json(found.data).replace("<", "\\u003c")  # so that no text in it can end its element
+    data = to_json(found).replace("<", "\\u003c")  # so that no text in it can end its element
     page = page.replace('id="data"></script>', f'id="data">{data}</script>')
-    page = page.replace("</main>", f"{cards(found.about)}</main>")
     page = page.replace('<script src="plotly.min.js"></script>', f"<script>{_escaped_script(library)}</script>")
     for name in SCRIPTS:
         script = (PAGE / name).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The report of `archipelago up`: `report.json`, and the loss curve in `loss.png`; and their copies in a bucket."""
+"""The report of `archipelago up`: `report.json`, and its copy in a bucket."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from typing import Any
 
 from archipelago.broker.buckets.folder import BucketError, BucketFolder
 from archipelago.broker.files import make_untracked, write_atomically
-from archipelago.broker.machine import is_installed
 from archipelago.broker.manifest import LossUnit
 from archipelago.broker.messages import Evaluation
 from archipelago.broker.observe.merge_load import FEW_SYNCS_REMEDY
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import finite
-from archipelago.ops.settings import pyplot
 from archipelago.ops.watch.run_view import RunView
 
-TEXT, PICTURE = "report.json", "loss.png"
+TEXT = "report.json"
 #: Pairs of tokens and bits per byte, in order.
 Curve = Sequence[tuple[int, float]]
 #: The figures that a report has under the same names as the view.
@@ -102,14 +100,9 @@ def syncs_in_words(view: RunView) -> str:
 
 
 def write(folder: Path, report: Mapping[str, Any]) -> None:
-    """Write report.json, and loss.png if matplotlib is installed, into the folder."""
+    """Write report.json into the folder."""
     make_untracked(folder)
     write_atomically(folder / TEXT, json.dumps(finite(report), indent=2) + "\n")
-    if not is_installed("matplotlib"):
-        return
-    curves = {f"{report['islands']} islands": report["curve"], "one process, same tokens": report["curve_one_process"]}
-    title = f"{report['run']}: {report['parameters']:,} parameters"
-    draw(folder / PICTURE, title, curves, ylabel=f"held-out {report['unit']}")
 
 
 def read(folder: Path) -> dict[str, Any] | None:
@@ -123,43 +116,13 @@ def read(folder: Path) -> dict[str, Any] | None:
     return {key: math.nan if value is None else value for key, value in found.items()}
 
 
-def draw(
-    path: Path,
-    title: str,
-    curves: Mapping[str, Sequence[Sequence[float]]],
-    ylabel: str,
-) -> None:
-    """Draw held-out losses over tokens.
-
-    Args:
-        path: The file to write.
-        title: The title.
-        curves: Pairs of tokens and loss by label. The untrained model, of 0 tokens, is left out.
-        ylabel: What the y axis shows.
-    """
-    plt = pyplot()
-    figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120, layout="constrained")
-    for label, points in curves.items():
-        if trained := [point for point in points if point[0] > 0]:
-            tokens, losses = zip(*trained, strict=True)
-            x = [count / 1e6 for count in tokens]
-            axes.plot(x, losses, marker="o", markersize=3, label=f"{label}: {losses[-1]:.3f}")
-    axes.set(title=title, xlabel="million tokens (bytes)", ylabel=ylabel)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    if axes.lines:
-        axes.legend(frameon=False)
-    figure.savefig(path)
-    plt.close(figure)
-
-
 def copy_run_files(folder: Path, bucket: BucketFolder) -> str:
     """Upload the report, the settings and the logs of a run.
 
     Returns:
         Why that failed; empty if it did not. The files are on this machine all the same.
     """
-    paths = [folder / name for name in (TEXT, PICTURE, "config.toml")] + sorted((folder / "logs").glob("*.log"))
+    paths = [folder / name for name in (TEXT, "config.toml")] + sorted((folder / "logs").glob("*.log"))
     try:
         with progress(f"copying the report and the logs to {bucket}"):
             bucket.upload({path.relative_to(folder).as_posix(): path for path in paths if path.is_file()})
@@ -169,6 +132,6 @@ def copy_run_files(folder: Path, bucket: BucketFolder) -> str:
 
 
 def fetch_run(bucket: BucketFolder, folder: Path) -> None:
-    """Download the report of a run, as far as it is there. Raises BucketError."""
-    held = bucket.names()
-    bucket.download({name: folder / name for name in (TEXT, PICTURE) if name in held})
+    """Download the report of a run if it is there. Raises BucketError."""
+    if TEXT in bucket.names():
+        bucket.download({TEXT: folder / TEXT})

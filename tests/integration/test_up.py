@@ -161,7 +161,6 @@ def test_a_run_survives_kills_the_loss_of_redis_an_interrupt_and_the_loss_of_its
     for key in ("tokens_per_second", "bytes_up", "bytes_down", "islands"):
         assert found[key] > 0, key
     assert found["tokens_merged"] > interrupted["tokens_merged"]
-    assert (run.folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert run.covered() > 0, "no checkpoint in the new folder"
     assert "Traceback" not in "".join(path.read_text() for path in (run.folder / "logs").iterdir())
 

@@ -141,7 +141,8 @@ const Charts = (() => {
   function learn() {
     const { lines, held_out: held } = data, x = along(lines), at = along(held);
     document.getElementById("unit").textContent = data.unit;
-    const scale = scaled([[x, lines.smooth], [x, lines.loss], [at, held.loss]]);
+    const alone = axis === "tokens" ? data.one_process ?? [] : [], [tokens, single] = [0, 1].map((n) => alone.map((point) => point[n]));
+    const scale = scaled([[x, lines.smooth], [x, lines.loss], [at, held.loss], [tokens, single]]);
     draw("chart-learn", [
       line("training", x, lines.loss, "s1", { line: { color: colour("s1", 0.3), width: 1 }, hoverinfo: "skip" }),
       line("training", x, lines.smooth, "s1", { hovertemplate: "%{y:.4f}" }),
@@ -150,6 +151,7 @@ const Charts = (() => {
       }),
       marks(lines, lines.smooth),
       line("learning rate", x, lines.rate, "s0", { yaxis: "y2", line: { dash: "dot", width: 1.4 }, hovertemplate: "%{y:.2e}" }),
+      line("one process, held-out", tokens, single, "s3", { line: { dash: "dash", width: 1.6 }, hovertemplate: "%{y:.4f}" }),
     ], {
       xaxis: { ...across([...x, ...at]), ...scale.x }, yaxis: scale.y,
       yaxis2: { overlaying: "y", side: "right", rangemode: "tozero", showgrid: false, visible: false },
@@ -160,6 +162,7 @@ const Charts = (() => {
       ["s1", "training, smoothed", fixed(training, 4)], ["s2", "held-out", fixed(newest, 4)],
       ...(known(held.loss).length ? [["", "best", fixed(Math.min(...known(held.loss)), 4)]] : []),
       ...(then && newest ? [["", "gap", fixed(newest - then, 3)]] : []),
+      ...(single.length ? [["s3", "one process", fixed(last(single), 4)]] : []),
       ["s0", "learning rate", lines.rate.length && last(lines.rate) !== null ? last(lines.rate).toPrecision(2) : ""],
       ...(data.marks.round.length ? [["s4", "steered, or taken over", "", true]] : []),
     ] : []);

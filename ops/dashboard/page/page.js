@@ -87,7 +87,7 @@ function write() {
   else put("join-run", run.run);
   writeKnobs(page.control);
   writeProblems(page.problems);
-  writeSettings(page.settings, page.control.set);
+  writeSettings(page.settings, page.changed, page.control.set);
   put("footer", inlined ? `Report of ${new Date(page.unix_seconds * 1e3).toLocaleString([], { hour12: false })}` : "");
 }
 
@@ -340,9 +340,9 @@ function worst(problems) {
   return { mood: first.mood, text: `${who}${first.text}${more}`, remedy: first.remedy };
 }
 
-function writeSettings(settings, set) {
+function writeSettings(settings, changed, set) {
   const rows = Object.entries(settings).map(([name, value]) => {
-    const row = element("tr"), cell = element("td", set[name] === undefined ? "" : "steered", set[name] === undefined ? value : `${set[name]} (steered; the run's own is ${value})`);
+    const row = element("tr", changed.includes(name) ? "changed" : ""), cell = element("td", set[name] === undefined ? "" : "steered", set[name] === undefined ? value : `${set[name]} (steered; the run's own is ${value})`);
     row.append(element("th", "", name), cell);
     return row;
   });
@@ -350,6 +350,18 @@ function writeSettings(settings, set) {
   if ($("settings-rows").dataset.text === text) return;
   $("settings-rows").dataset.text = text;
   $("settings-rows").replaceChildren(...rows);
+}
+
+/** Shows where the figures of a report come from, and how to repeat the run. */
+function writeAbout({ sections, commands }) {
+  $("about").replaceChildren(...Object.entries(sections).map(([title, facts]) => {
+    const part = element("div"), list = element("dl");
+    for (const [name, value] of Object.entries(facts)) list.append(element("dt", "", name), element("dd", "", value));
+    part.append(element("h3", "", title), list);
+    return part;
+  }));
+  put("commands", commands);
+  $("settings").open = true;
 }
 
 // -- faults and the connection -------------------------------------------------------------------------
@@ -533,7 +545,11 @@ theme(query.get("theme") ?? local?.getItem("theme") ?? "");
 over("tokens");
 zoom("all");
 document.documentElement.classList.toggle("still", Boolean(inlined));
-if (inlined) receiveAll(JSON.parse(inlined));
+if (inlined) {
+  const everything = JSON.parse(inlined);
+  writeAbout(everything.about);
+  receiveAll(everything);
+}
 else if (still) fetch("api/view").then((answer) => answer.json()).then(receiveAll);
 else listen();
 if (!inlined) {

@@ -168,7 +168,7 @@ def test_all_files_of_the_page_are_served_here(client: TestClient) -> None:
         assert (answer.status_code, len(answer.content) > 1000) == (200, True), path
         assert answer.headers["content-security-policy"].startswith("default-src 'none'; script-src 'self';")
     names = sorted(path.name for path in PAGE.iterdir())
-    assert names == sorted([*FILES.values(), "report.css"])  # The last is only for the files of `report`.
+    assert names == sorted(FILES.values())
     for name in names:
         text = (PAGE / name).read_text(encoding="utf-8")
         assert not re.search(r"https?:|(?<![:/])//[a-z0-9-]+\.[a-z]", text), name

@@ -170,6 +170,9 @@ def test_a_report_is_one_file_that_needs_no_network(
     assert page.line("chart-islands")[0] == [*range(1, 41), 40]  # The last point is the present.
     assert "</script>" in page.text("#events")
     assert not page.is_shown("#steer")
+    assert "first record" in page.text("#about")
+    assert "archipelago up" in page.text("#commands")
+    assert page.is_shown("#settings-rows")
     assert page.run("return window.evil === undefined")
     assert page.run("return performance.getEntriesByType('resource').length") == 0
     ticks = "return document.querySelector('#chart-learn .xtick text').style.fill"
