@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
 from archipelago.broker.config import RunConfig
-from archipelago.broker.messages import Evaluation, TapeEntry
+from archipelago.broker.messages import TapeEntry
 from archipelago.broker.observe.merge_load import FEW_SYNCS_REMEDY, merge_load
 from archipelago.broker.shards.reader import numbered
-from archipelago.ops.watch.events import ENDS, NOTHING, Event, refusal_remedy
+from archipelago.ops.watch.events import refusal_remedy
 from archipelago.ops.watch.run_view import IslandView, RunView, in_shards
 
 Mood = Literal["bad", "warn", "info"]
@@ -26,25 +26,14 @@ SILENT_SHOWN_SECONDS = 3600.0
 REFUSAL_SECONDS = 300.0
 #: Rounds that pass during this time should be in a checkpoint.
 CHECKPOINT_SECONDS = 600.0
-#: A held-out figure that is older than this, and than this many strides, is too old.
-EVALUATION_SECONDS = 900.0
-EVALUATION_STRIDES = 60.0
 #: A share of Redis's memory limit. Islands stop sending at 80 %.
 MEMORY_WARN, MEMORY_BAD = 0.7, 0.8
 #: A loss rises if the newer half of the recent rounds is higher by this share and by this many standard errors.
 RISE_SHARE, RISE_ERRORS = 0.02, 4.0
 RISE_ROUNDS = 16
-#: A run does not learn if its held-out loss is still above this share of the first one.
-FLAT_SHARE = 0.995
-#: A live island with steps this many times as long as the median is slow.
-SLOW_TIMES = 3.0
 #: A host that uses more than this share of its memory is about to kill processes.
 HOST_SHARE = 0.95
 _ORDER = ("bad", "warn", "info")
-#: The events about problems that are kept.
-EVENTS_KEPT = 200
-#: Problems of which the merger writes a note when they begin.
-_NOTED = frozenset(["island.refused", "island.lowered", "run.paused", "checkpoint.failed"])
 
 
 @dataclass(frozen=True)
@@ -69,11 +58,7 @@ class Problem:
 
 
 def problems(
-    view: RunView,
-    config: RunConfig,
-    tape: Sequence[TapeEntry] = (),
-    evaluations: Sequence[Evaluation] = (),
-    unix_seconds: float = 0.0,
+    view: RunView, config: RunConfig, tape: Sequence[TapeEntry] = (), unix_seconds: float = 0.0
 ) -> tuple[Problem, ...]:
     """Return what is wrong now, the worst first.
 
@@ -81,7 +66,6 @@ def problems(
         view: The run.
         config: The run's settings.
         tape: The recent rounds, oldest first.
-        evaluations: All evaluations, oldest first.
         unix_seconds: The reader's wall clock.
     """
     unreachable = tuple(_unreachable_shards(view))
@@ -93,9 +77,9 @@ def problems(
         *_run_problems(view, config, tape),
         *few,
         *_memory_problems(view),
-        *_loss_problems(view, config, tape, evaluations, unix_seconds),
+        *_loss_problems(tape),
         *_checkpoint_problems(view, tape),
-        *(problem for island in view.islands for problem in _island_problems(island, view)),
+        *(problem for island in view.islands for problem in _island_problems(island)),
         *_refusal_problems(view, unix_seconds),
     ]
     return tuple(sorted(found, key=lambda problem: _ORDER.index(problem.mood)))
@@ -200,9 +184,7 @@ def _memory_problems(view: RunView) -> Iterator[Problem]:
     )  # fmt: skip
 
 
-def _loss_problems(
-    view: RunView, config: RunConfig, tape: Sequence[TapeEntry], evaluations: Sequence[Evaluation], unix_seconds: float
-) -> Iterator[Problem]:
+def _loss_problems(tape: Sequence[TapeEntry]) -> Iterator[Problem]:
     if rise := rising([entry.loss for entry in tape]):
         yield Problem(
             "loss.rises", "warn", "run",
@@ -210,36 +192,6 @@ def _loss_problems(
             "Compare the islands' own losses: if one is high, drain it. If all rise, lower the outer rate under Steer; "
             "if that does not help, begin a new run from an export (`archipelago init --from FOLDER`) with a lower "
             "--inner.learning-rate.",
-        )  # fmt: skip
-    known = [each for each in evaluations if not math.isnan(each.bits_per_byte)]
-    late = view.step > max(2 * config.inner.warmup_steps, view.steps // 10)
-    if late and len(known) > 2 and known[-1].bits_per_byte > FLAT_SHARE * known[0].bits_per_byte:
-        yield Problem(
-            "loss.flat", "warn", "run",
-            "The run does not learn: the held-out loss is still at "
-            f"{known[-1].bits_per_byte / known[0].bits_per_byte:.1%} of the first one.",
-            "Look at the text and its tokenizer, and at the learning rate: too high and too low look the same. "
-            "`archipelago up --islands 1` on the same data shows whether one process learns.",
-        )  # fmt: skip
-    yield from _evaluation_problems(view, tape, evaluations, unix_seconds)
-
-
-def _evaluation_problems(
-    view: RunView, tape: Sequence[TapeEntry], evaluations: Sequence[Evaluation], unix_seconds: float
-) -> Iterator[Problem]:
-    if not view.live or not evaluations or evaluations[-1].round >= view.rounds:
-        return
-    newest = evaluations[-1]
-    due = newest.unix_seconds
-    if tape and tape[0].round <= newest.round + 1:  # The run may have stood still since then.
-        due = max(due, min((entry.unix_seconds for entry in tape if entry.round > newest.round), default=due))
-    allowed = max(EVALUATION_SECONDS, EVALUATION_STRIDES * view.stride_seconds)
-    if unix_seconds - due > allowed:
-        yield Problem(
-            "evaluation.old", "warn", "run",
-            f"The newest held-out figure is {(unix_seconds - newest.unix_seconds) / 60:,.0f} min old.",
-            "One island evaluates, unless all were started with --evaluate-every 0. Look at its log, or "
-            "start another one without that flag.", unix_seconds - due - allowed,
         )  # fmt: skip
 
 
@@ -287,7 +239,7 @@ def worst(found: Sequence[Problem]) -> Problem | None:
     return found[0] if found and found[0].mood != "info" else None
 
 
-def _island_problems(island: IslandView, view: RunView) -> Iterator[Problem]:
+def _island_problems(island: IslandView) -> Iterator[Problem]:
     if island.is_silent and island.last_seen_seconds < SILENT_SHOWN_SECONDS:
         yield Problem(
             "island.silent", "warn", island.name,
@@ -312,7 +264,6 @@ def _island_problems(island: IslandView, view: RunView) -> Iterator[Problem]:
             f"Its host uses {island.host_memory_bytes / island.host_memory_limit_bytes:.0%} of its memory.",
             f"Stop other processes on {island.host}. When memory ends, the system kills one of them.",
         )  # fmt: skip
-    yield from _slow_problems(island, view)
 
 
 def _link_problems(island: IslandView) -> Iterator[Problem]:
@@ -328,18 +279,6 @@ def _link_problems(island: IslandView) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-def _slow_problems(island: IslandView, view: RunView) -> Iterator[Problem]:
-    paces = [other.step_seconds for other in view.islands if other.live and other.step_seconds > 0.0]
-    usual = statistics.median_low(paces) if len(paces) > 1 else math.inf
-    if island.step_seconds > SLOW_TIMES * usual:
-        yield Problem(
-            "island.slow", "info", island.name,
-            f"It is slow: its steps take {island.step_seconds / usual:.1f} times as long as usual here.",
-            "Nothing has to be done: its work counts by its tokens. If it should be faster, see what else its machine "
-            "does.",
-        )  # fmt: skip
-
-
 def _refusal_problems(view: RunView, unix_seconds: float) -> Iterator[Problem]:
     newest = {refusal.island: (at, refusal) for at, refusal in view.refusals}
     for name, (at, refusal) in newest.items():
@@ -349,49 +288,3 @@ def _refusal_problems(view: RunView, unix_seconds: float) -> Iterator[Problem]:
                 f"A contribution to round {refusal.round:,} was refused: {refusal.reason}.",
                 refusal_remedy(refusal.reason), max(0.0, unix_seconds - at),
             )  # fmt: skip
-
-
-# -- their beginnings and ends, for the history of the run -------------------------------------------------------------
-
-
-class ProblemLog:
-    """The beginnings and ends of problems, as events, in bounded memory."""
-
-    def __init__(self) -> None:
-        self._open: dict[tuple[str, str], Problem] = {}
-        self._events: list[Event] = []
-
-    def update(self, found: Iterable[Problem], unix_seconds: float, live: Collection[str] = ()) -> None:
-        """Compare the present problems with those of the last call.
-
-        Those that the merger notes have events already, and of those of the mood `info` nothing has to be known later.
-
-        Args:
-            found: The present problems.
-            unix_seconds: The reader's wall clock.
-            live: The names of the live islands.
-        """
-        now = {(each.code, each.who): each for each in found if each.code not in _NOTED and each.mood != "info"}
-        for key, problem in now.items():
-            if key not in self._open:
-                began = unix_seconds - problem.seconds
-                kind = problem.code.partition(".")[2]
-                self._events.append(Event(began, problem.who, kind, problem.text, problem.remedy))
-        for key, problem in self._open.items():
-            if key not in now:
-                self._events.append(_end_of(problem, unix_seconds, live))
-        self._open = now
-        del self._events[:-EVENTS_KEPT]
-
-    @property
-    def events(self) -> tuple[Event, ...]:
-        """The events, oldest first."""
-        return tuple(self._events)
-
-
-def _end_of(problem: Problem, unix_seconds: float, live: Collection[str]) -> Event:
-    if problem.code == "run.no-islands" and not live:  # The run has made all its steps.
-        return Event(unix_seconds, problem.who, "over", "The run is finished.", NOTHING)
-    if problem.code == "island.silent" and problem.who in live:
-        return Event(unix_seconds, problem.who, "came back", "It sends heartbeats again.", NOTHING)
-    return Event(unix_seconds, problem.who, "over", ENDS.get(problem.code, f"Over: {problem.text}"), NOTHING)

@@ -7,15 +7,6 @@ from dataclasses import dataclass, replace
 
 from archipelago.broker.messages import UNSAVED, Note, Refusal
 
-#: What is said when a problem ends, by its code.
-ENDS = {
-    "island.silent": "It has left, or is silent for so long that it counts as gone.",
-    "merger.missing": "A merger serves again.",
-    "merger.slow": "Rounds no longer wait for the merger.",
-    "run.no-islands": "An island is live again.",
-    "run.stalled": "Rounds close again.",
-    "shard.unreachable": "All shards can be reached again.",
-}
 NOTHING = "Nothing has to be done."
 
 #: Pairs of words in the reason of a refusal, and what to do. The first that matches counts.
@@ -63,7 +54,7 @@ _REMEDIES = {
 
 @dataclass(frozen=True)
 class Event:
-    """A note, a refusal or a problem's begin or end, as one line of a run's history.
+    """A note or a refusal, as one line of a run's history.
 
     Attributes:
         remedy: What to do about it; empty if its kind says so (`remedy_of`).

@@ -34,7 +34,7 @@ CUT_SHARE = 10
 #: Islands that are shown before events take any room.
 ISLANDS_LEAST = 3
 KIND_STYLES = {"refused": "yellow", "diverged": "bold red", "expelled": "red", "paused": "yellow", "left": "dim",
-               "joined": "green", "came back": "green", "resumed": "green", "over": "green"}  # fmt: skip
+               "joined": "green", "came back": "green", "resumed": "green"}  # fmt: skip
 
 
 @dataclass(frozen=True)

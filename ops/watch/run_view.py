@@ -173,11 +173,6 @@ class RunView:
         return math.isnan(self.passes) and not self.task
 
     @property
-    def live_names(self) -> frozenset[str]:
-        """The names of the live islands."""
-        return frozenset(island.name for island in self.islands if island.live)
-
-    @property
     def unreadable_records(self) -> int:
         """The number of records that could not be read."""
         return len(self.unreadable)

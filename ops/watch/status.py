@@ -70,7 +70,7 @@ def main(options: StatusOptions) -> int:
     manifest, run = opened(transport, for_display=True)
     tape, evaluations = run.reader.tape(RECENT_ROUNDS), run.reader.evaluations()
     view = observe(run, manifest, tape, evaluations)
-    found = problems(view, manifest.config, tape, evaluations, time.time())
+    found = problems(view, manifest.config, tape, time.time())
     if options.json:
         print_json(_as_json(view, found))
     else:

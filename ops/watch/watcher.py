@@ -14,7 +14,7 @@ from archipelago.broker.manifest import loss_unit
 from archipelago.broker.messages import Evaluation, Refusal, TapeEntry
 from archipelago.broker.shards.transport import opened, shards_away, whole
 from archipelago.broker.transport import ReaderTransport
-from archipelago.ops.watch.advice import Problem, ProblemLog, problems
+from archipelago.ops.watch.advice import Problem, problems
 from archipelago.ops.watch.events import Event, events_of, with_comebacks
 from archipelago.ops.watch.history import History, QueueRow, Rate, measured
 from archipelago.ops.watch.reading import RECENT_ROUNDS, observe, refusals_of
@@ -39,7 +39,7 @@ class RunReading:
         tape: The recent rounds, oldest first.
         evaluations: All evaluations, oldest first.
         problems: What is wrong now, the worst first.
-        events: Notes, refusals, and when problems began and ended, oldest first.
+        events: Notes and refusals, oldest first.
         closes: Unix seconds at which the last rounds closed.
         held_out: The held-out losses of all evaluations, oldest first, in the run's unit.
         rates: The traffic of each island.
@@ -98,7 +98,6 @@ class Watcher:
         self._outage: Outage | None = None
         #: When the present reading began, by both clocks.
         self._turn: tuple[float, float] | None = None
-        self._problem_log = ProblemLog()
         self.manifest, self.transport = opened(transport, for_display=True)
         self.history = History(self.manifest.shard_layout)
         #: The shards that the history lacks.
@@ -139,17 +138,14 @@ class Watcher:
         view = observe(self.transport, self.manifest, tape, self._evaluations, self._refusals, notes, briefly=True)
         now, before = self.wall(), self.latest.rates if self.latest else {}
         self.history.queues.add(QueueRow(now, view.pending, view.memory_bytes))
-        found = problems(view, self.manifest.config, tape[-RECENT_ROUNDS:], self._evaluations, now)
-        self._problem_log.update(found, now, view.live_names)
-        told = events_of(notes, view.refusals)
-        events = [*with_comebacks(told), *self._problem_log.events]
+        found = problems(view, self.manifest.config, tape[-RECENT_ROUNDS:], now)
         return RunReading(
             view=view,
             unix_seconds=now,
             tape=tape[-RECENT_ROUNDS:],
             evaluations=self._evaluations,
             problems=found,
-            events=sorted(events, key=lambda event: event.unix_seconds),
+            events=with_comebacks(events_of(notes, view.refusals)),
             closes=tuple(self.history.closes),
             held_out=[loss_unit(self.manifest.corpus).from_evaluation(e.bits_per_byte) for e in self._evaluations],
             rates=measured(before, view.islands, now),

@@ -295,7 +295,7 @@ function writeLanes(islands) {
 
 // -- events ------------------------------------------------------------------------------------------------------------
 
-const KINDS = { refused: "warn", diverged: "bad", expelled: "bad", paused: "warn", drained: "warn", joined: "good", "came back": "good", resumed: "good", over: "good", silent: "warn", "no-islands": "bad", missing: "bad", stalled: "bad", link: "warn", rises: "warn", flat: "warn", late: "warn", lowered: "warn", memory: "warn", old: "warn", ignored: "warn", unreadable: "warn", idle: "warn", replaced: "warn", repaired: "warn", restored: "good", served: "busy", steered: "busy", checkpoint: "idle", left: "idle" };
+const KINDS = { refused: "warn", diverged: "bad", expelled: "bad", paused: "warn", drained: "warn", joined: "good", "came back": "good", resumed: "good", lowered: "warn", idle: "warn", replaced: "warn", repaired: "warn", restored: "good", served: "busy", steered: "busy", checkpoint: "idle", left: "idle" };
 let eventsShown = "";
 
 function writeEvents(events) {

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from pathlib import Path
 
 import pytest
 
 from archipelago.broker.memory.transport import MemoryTransport
-from archipelago.broker.messages import Evaluation, Note
+from archipelago.broker.messages import Note
 from archipelago.ops.dashboard.main import serving
 from archipelago.ops.dashboard.page_data import chart_library
 from archipelago.ops.watch.report import html, of_watch
@@ -120,10 +119,8 @@ def test_problems_have_a_remedy_and_a_banner(
     transport.island.heartbeat(samples.heartbeat(NAMES[5], link="the Redis does not answer"))
     until(lambda: page.is_shown("#banner"), "the banner is there")
     assert page.text("#banner").startswith(f"{NAMES[5]}: Its link fails")
-    until(lambda: "the Redis does not answer" in page.text("#events"), "the event is there")
     transport.island.heartbeat(samples.heartbeat(NAMES[5]))
     until(lambda: not page.is_shown("#banner"), "the problem is over")
-    assert "Over: Its link fails" in page.text("#events")
 
 
 WIDER = """return [...document.querySelectorAll('main *, header *')].filter(place => place.checkVisibility()
@@ -152,7 +149,6 @@ def test_the_page_survives_a_restart_of_its_server(page: Page, transport: Memory
         port = int(first.rpartition(":")[2])
     until(lambda: "does not answer" in page.text("#banner"), "the page says that it hears nothing")
     close_round(transport, 41)
-    transport.reader.record_evaluation(Evaluation(41, 4, 41_000, time.time(), 2.1))  # An old one would be a problem.
     with serving(Watcher(transport), TOKEN, "127.0.0.1", port):
         until(lambda: page.text("#step-sub").startswith("round 41"), "the page goes on")
         until(lambda: not page.is_shown("#banner"), "all is well again")
@@ -171,7 +167,7 @@ def test_a_report_is_one_file_that_needs_no_network(
     assert "</script>" in page.text("#events")
     assert not page.is_shown("#steer")
     assert "first record" in page.text("#about")
-    assert "archipelago up" in page.text("#commands")
+    assert "archipelago merger" in page.text("#commands")
     assert page.is_shown("#settings-rows")
     assert page.run("return window.evil === undefined")
     assert page.run("return performance.getEntriesByType('resource').length") == 0

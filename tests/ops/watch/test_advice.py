@@ -11,12 +11,12 @@ from typing import Any
 
 from archipelago.broker.config import RunConfig
 from archipelago.broker.control import Control
-from archipelago.broker.messages import Books, Evaluation, Pending, Refusal, TapeEntry
+from archipelago.broker.messages import Books, Pending, Refusal, TapeEntry
 from archipelago.broker.presence import Presence
 from archipelago.broker.shards.reader import combined_status
 from archipelago.broker.transport import Memory, MergerStatus
 from archipelago.ops.watch import advice
-from archipelago.ops.watch.advice import Problem, ProblemLog, problems, rising
+from archipelago.ops.watch.advice import Problem, problems, rising
 from archipelago.ops.watch.events import NOTHING, Event, remedy_of, with_comebacks
 from archipelago.ops.watch.reading import summarise
 from archipelago.ops.watch.run_view import RunView
@@ -64,8 +64,7 @@ def status(**changes: Any) -> MergerStatus:
 
 def test_a_healthy_run_has_no_problem() -> None:
     seen = view(tape=tape_of([3.0 - 0.01 * n for n in range(48)]))
-    evaluations = [Evaluation(n, n, n, NOW - 60, 8.0 - n) for n in range(5)]
-    assert look(seen, tape=tape_of([3.0 - 0.01 * n for n in range(48)]), evaluations=evaluations) == []
+    assert look(seen, tape=tape_of([3.0 - 0.01 * n for n in range(48)])) == []
 
 
 def test_a_merger_that_cannot_keep_up_is_a_problem() -> None:
@@ -105,8 +104,6 @@ CASES: list[tuple[RunView, list[str]]] = [
     (view(beat("b", link="thin link at 3.2 Mbit/s up: fewer bits")), ["island.thin-link"]),
     (view(beat("b", link="the Redis does not answer")), ["island.link"]),
     (view(beat("b", link="no merger serves the run"), merger=status(holder="")), ["merger.missing"]),
-    (view(beat("b", step_seconds=0.31)), ["island.slow"]),
-    (view(beat("b", step_seconds=0.29)), []),
     (view(beat("b", host_memory_bytes=96, host_memory_limit_bytes=100)), ["island.memory"]),
     (view(beat("b", host_memory_bytes=94, host_memory_limit_bytes=100)), []),
     (view(tape=[LOWERED]), ["island.lowered"]),
@@ -155,7 +152,7 @@ def test_each_problem_is_in_the_guide() -> None:
 
 
 def test_the_worst_comes_first() -> None:
-    found = problems(view(beat("b", step_seconds=1.0), merger=status(holder="")), RunConfig(), unix_seconds=NOW)
+    found = problems(view(beat("b", link="thin link"), merger=status(holder="")), RunConfig(), unix_seconds=NOW)
     assert [(problem.mood, problem.who) for problem in found] == [("bad", "merger"), ("info", "b")]
     assert all(problem.text and problem.remedy for problem in found)
 
@@ -170,7 +167,7 @@ def test_a_late_checkpoint() -> None:
     assert look(view(tape=tape, covered=2), tape=night) == []
 
 
-def test_a_loss_that_rises_or_does_not_fall_is_a_problem() -> None:
+def test_a_loss_that_rises_is_a_problem() -> None:
     for losses, rises in (
         ([2.0 + 0.02 * n for n in range(48)], True),
         ([3.0 - 0.02 * n for n in range(48)], False),
@@ -180,37 +177,6 @@ def test_a_loss_that_rises_or_does_not_fall_is_a_problem() -> None:
     ):
         assert (rising(losses) is not None) is rises, losses
         assert look(view(), tape=tape_of(losses)) == (["loss.rises"] if rises else [])
-    for last, step, flat in ((7.99, 1000, True), (7.5, 1000, False), (7.99, 150, False)):
-        evaluations = [Evaluation(n, n, n, NOW - 60, bits) for n, bits in enumerate([8.0, 7.9, last])]
-        assert look(view(step=step), evaluations=evaluations) == (["loss.flat"] if flat else []), (last, step)
-
-
-def test_an_old_evaluation() -> None:
-    old = [Evaluation(0, 0, 0, NOW - 2000.0, 8.0)]
-    assert look(view(), evaluations=old) == ["evaluation.old"]
-    assert look(view(), evaluations=[replace(old[0], unix_seconds=NOW - 800.0)]) == []
-    assert look(view(), evaluations=[replace(old[0], round=1)]) == []  # No round has closed since.
-    begun_again = [replace(ROUND, round=1, unix_seconds=NOW - 5.0)]
-    assert look(view(), evaluations=old, tape=begun_again) == []  # The run has stood still since then.
-    assert look(view(), evaluations=old, tape=[replace(begun_again[0], unix_seconds=NOW - 1500.0)]) == [
-        "evaluation.old"
-    ]
-
-
-def test_the_begin_and_the_end_of_a_problem_are_events() -> None:
-    log, silent = ProblemLog(), problems(view(beat("b", 40.0)), RunConfig(), unix_seconds=NOW)
-    log.update(silent, NOW)
-    log.update(silent, NOW + 1)
-    log.update([], NOW + 9)
-    assert [(event.unix_seconds, event.who, event.kind) for event in log.events] == [
-        (NOW - 40.0, "b", "silent"), (NOW + 9, "b", "over"),
-    ]  # fmt: skip
-    log.update(silent, NOW + 20)
-    log.update([], NOW + 21, live={"b"})
-    assert log.events[-1].kind == "came back"
-    for n in range(1000):
-        log.update(silent if n % 2 else [], NOW + n)
-    assert len(log.events) <= 200
 
 
 def test_each_event_has_a_remedy() -> None:
