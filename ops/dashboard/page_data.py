@@ -17,8 +17,8 @@ from archipelago.broker.machine import install_hint, is_installed
 from archipelago.broker.manifest import Manifest, loss_unit
 from archipelago.ops.settings import setting_text
 from archipelago.ops.watch.events import Event, remedy_of
-from archipelago.ops.watch.history import POINTS_DRAWN, History, QueueRow, Rate, columns, newest, thinned
-from archipelago.ops.watch.run_view import IslandView, RunView, merger_in_words
+from archipelago.ops.watch.history import POINTS_DRAWN, History, QueueRow, columns, newest, thinned
+from archipelago.ops.watch.run_view import RunView, merger_in_words
 from archipelago.ops.watch.watcher import RunReading
 
 PAGE = Path(__file__).parent / "page"
@@ -72,7 +72,12 @@ def page_of(reading: RunReading, history: History, manifest: Manifest) -> dict[s
         "round_seconds": view.round_seconds,
         "tokens_per_second": sum(i.tokens_per_second for i in view.islands if i.live and i.state == "training"),
         "islands": [
-            _lane(island, [here.get(island.name, -1) for here in strips], reading.rates.get(island.name), control)
+            {
+                **asdict(island),
+                "shown": "silent" if island.is_silent else island.state,
+                "strip": [here.get(island.name, -1) for here in strips],
+                "asked": control.get(island_field(island.name), ""),
+            }
             for island in view.islands
         ],
         "books": _books(view),
@@ -158,25 +163,6 @@ def _rate_at(config: RunConfig, step: float, length: float) -> float:
     if math.isnan(step) or config.has_own_loops:
         return math.nan
     return replace(config.inner, steps=max(1, int(length))).rate_at(step)
-
-
-def _lane(island: IslandView, strip: Sequence[int], rate: Rate | None, control: Mapping[str, str]) -> dict[str, Any]:
-    up, down = (rate.up, rate.down) if rate and island.live else (0.0, 0.0)
-    return {
-        **asdict(island),
-        "shown": "silent" if island.is_silent else island.state,
-        "strip": list(strip),
-        "up_per_second": up,
-        "down_per_second": down,
-        "up_share": _share(up, island.uplink_bytes_per_second, island.live),
-        "down_share": _share(down, island.downlink_bytes_per_second, island.live),
-        "asked": control.get(island_field(island.name), ""),
-    }
-
-
-def _share(bytes_per_second: float, carries: float, is_live: bool) -> float:
-    """Return the share of a link's speed that is used; NaN if the speed is not known."""
-    return bytes_per_second / carries if is_live and carries > 0.0 else math.nan
 
 
 def _books(view: RunView) -> dict[str, Any]:

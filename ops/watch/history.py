@@ -1,4 +1,4 @@
-"""The history of one run in bounded memory: rounds, queues and traffic over time, for charts and screens. Pure.
+"""The history of one run in bounded memory: rounds and queues over time, for charts. Pure.
 
 A trail keeps every row until it is full. Then it joins neighbours, so that half as many rows each represent twice
 as many additions. The page of a run of several weeks is therefore as small as that of an hour.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any, Final, Generic, NamedTuple, TypeVar
@@ -18,7 +18,6 @@ from archipelago.broker.control import STEPS
 from archipelago.broker.messages import TapeEntry
 from archipelago.broker.shards.layout import Layout
 from archipelago.ops.watch.reading import RECENT_ROUNDS, mean
-from archipelago.ops.watch.run_view import IslandView
 
 #: The most rows of a trail. If there are more, neighbouring rows are joined.
 ROWS_KEPT = 4096
@@ -29,14 +28,10 @@ DETAIL_ROUNDS = 96
 #: The number of newest rounds in the histogram of staleness.
 STALENESS_ROUNDS = 1024
 MARKS_KEPT = 100
-#: The number of newest rounds whose times of closing are kept.
-CLOSES_KEPT = 4096
 #: The run was paused or stopped if the time between two rounds is this many times as long as usual.
 PAUSE_TIMES = 20.0
 #: Islands whose own losses are kept, and rows and drawn points of each.
 ISLANDS_KEPT, ISLAND_ROWS, ISLAND_POINTS = 64, 512, 120
-#: Time constant over which rates of traffic are averaged.
-SMOOTHING_SECONDS = 8.0
 
 Row = TypeVar("Row")
 
@@ -172,12 +167,10 @@ class History:
             is where the run was when it closed.
 
     Attributes:
-        closes: Unix seconds at which the newest rounds closed, where they are known.
         queues: Readings of queue and memory.
     """
 
     def __init__(self, layout: Layout) -> None:
-        self.closes: deque[float] = deque(maxlen=CLOSES_KEPT)
         self.queues: Trail[QueueRow] = Trail()
         self._layout = layout
         self._newest: dict[int, TapeEntry] = {}  # of each shard
@@ -241,8 +234,6 @@ class History:
         )  # fmt: skip
         known, live = max(entry.live, len(self._known)), float(entry.live)
         closed = entry.unix_seconds or math.nan
-        if entry.unix_seconds:
-            self.closes.append(entry.unix_seconds)
         self._round, self._step = max(self._round, entry.round), max(self._step, entry.step)
         self._mark(entry, closed)
         participating = min(live, len(set().union(*self._recent)))
@@ -305,28 +296,3 @@ class History:
         for value in values:
             counts[value] += 1
         return counts
-
-
-class Rate(NamedTuple):
-    """Bytes per second of one island in both directions, and the counters that the next measurement starts from."""
-
-    unix_seconds: float
-    bytes_up: int
-    bytes_down: int
-    up: float = 0.0
-    down: float = 0.0
-
-
-def measured(before: Mapping[str, Rate], islands: Iterable[IslandView], unix_seconds: float) -> dict[str, Rate]:
-    """Update each island's rates with its counters. The rates of an island that restarted begin at zero."""
-    out = {}
-    for island in islands:
-        counters = (island.bytes_up, island.bytes_down)
-        old = before.get(island.name, Rate(unix_seconds, *counters))
-        if (seconds := unix_seconds - old.unix_seconds) > 0.0:
-            share = min(1.0, seconds / SMOOTHING_SECONDS)
-            speeds = [max(0, now - then) / seconds for now, then in zip(counters, old[1:3], strict=True)]
-            smooth = [rate + share * (speed - rate) for rate, speed in zip(old[3:], speeds, strict=True)]
-            old = Rate(unix_seconds, *counters, *smooth)
-        out[island.name] = old
-    return out

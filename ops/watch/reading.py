@@ -6,13 +6,13 @@ import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from archipelago.broker.control import Control, run_steps
 from archipelago.broker.manifest import LossUnit, Manifest, loss_unit
 from archipelago.broker.messages import UNSAVED, Books, Evaluation, Note, Pending, Refusal, RoundMember, TapeEntry
-from archipelago.broker.presence import Heartbeat, Presence
+from archipelago.broker.presence import Presence
 from archipelago.broker.shards.transport import shards_away
 from archipelago.broker.transport import NOTES_READ, Memory, MergerStatus, ReaderClient, ReaderTransport, refusal
 from archipelago.ops.watch.run_view import IslandView, RunView
@@ -204,9 +204,8 @@ def _island(
 ) -> IslandView:
     beat = presence.heartbeat
     mine = [member for _, member in parts]
-    found = {name: getattr(beat, name) for name in _SAME} | {"loss": unit.from_nats(beat.loss)}
     return IslandView(
-        **found,
+        **vars(beat) | {"loss": unit.from_nats(beat.loss)},
         name=beat.island,
         live=presence.is_live,
         last_seen_seconds=presence.age_seconds,
@@ -215,10 +214,6 @@ def _island(
         factor=mine[-1].factor if mine else math.nan,
         tokens_merged=merged.get(beat.island, 0) // fragments,
     )
-
-
-#: The fields that a heartbeat and the view of its island share.
-_SAME = {each.name for each in fields(IslandView)} & {each.name for each in fields(Heartbeat)}
 
 
 def _token_accounts(

@@ -10,6 +10,7 @@ from typing import Any
 from archipelago.broker.control import DRAIN, EXPEL, Control
 from archipelago.broker.messages import Books, Refusal
 from archipelago.broker.observe.merge_load import few_syncs
+from archipelago.broker.presence import Heartbeat
 from archipelago.broker.shards.reader import holders_in_words, numbered
 from archipelago.broker.transport import MergerStatus, Standby
 from archipelago.ops.watch.formatting import ago
@@ -20,51 +21,26 @@ STALL_SECONDS = 60.0
 STALL_STRIDES = 3.0
 
 
-@dataclass(frozen=True)
-class IslandView:
-    """One island. The fields that a `Heartbeat` has, too, are those of its last one.
+@dataclass(frozen=True, kw_only=True)
+class IslandView(Heartbeat):
+    """One island: its last heartbeat, with the loss in the run's unit, and what others know about it.
 
     Attributes:
+        live: Whether it sent a heartbeat lately and has not left.
+        last_seen_seconds: The age of its last heartbeat.
         participation: Share of the recent rounds that merged it.
-        loss: Its training loss, in the run's unit.
         score: How well its newest merged contribution's island agrees with the others; 1 is usual, 0 unrelated.
         factor: The factor on the weight of its newest merged contribution; below 1 it was lowered.
         tokens_merged: The merged part of its tokens, mean over the fragments.
     """
 
     name: str
-    state: str
     live: bool
     last_seen_seconds: float
-    host: str
-    device: str
-    steps: int
-    tokens: int
-    tokens_per_second: float
-    step_seconds: float
-    loss: float
-    staleness: float
     participation: float
     score: float
     factor: float
     tokens_merged: int
-    data: str
-    moments: str
-    backlog: int
-    sent: int
-    refused: int
-    last_refusal: str
-    bytes_up: int
-    bytes_down: int
-    uplink_bytes_per_second: float
-    downlink_bytes_per_second: float
-    link: str
-    machine: str = ""
-    memory_bytes: int = 0
-    host_memory_bytes: int = 0
-    host_memory_limit_bytes: int = 0
-    device_memory_bytes: int = 0
-    device_memory_limit_bytes: int = 0
 
     @property
     def is_silent(self) -> bool:

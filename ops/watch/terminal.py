@@ -32,9 +32,6 @@ _LEFT_OUT = (
     (58, ("score", "up", "down", "queue", "lag")),
     (0, ("score", "queue", "up", "down", "lag", "tokens/s")),
 )
-#: From this terminal width on, the share has a bar as well.
-BARS_FROM = 96
-BAR_CELLS = 10
 
 
 def render(view: RunView, found: Sequence[Problem] = (), rows: int | None = None) -> RenderableType:
@@ -154,7 +151,6 @@ class Islands:
 
     view: RunView
     rows: int | None = None
-    bars: bool = False
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = options.max_width
@@ -165,7 +161,7 @@ class Islands:
             column.no_wrap, column.overflow = index > 0, "ellipsis"
         shown, rest = self._chosen()
         for island in shown:
-            cells = _row(island, with_bar=self.bars and width >= BARS_FROM)
+            cells = _row(island)
             table.add_row(*(cells[column] for column in columns))
         yield table
         if rest:
@@ -182,18 +178,9 @@ class Islands:
         return ordered[:kept], ordered[kept:]
 
 
-def bar(share: float, cells: int = BAR_CELLS) -> str:
-    """Draw a share between 0 and 1 as a bar of `cells` cells, to an eighth of a cell."""
-    eighths = round(8 * cells * min(1.0, max(0.0, share)))
-    whole, part = divmod(eighths, 8)
-    return ("█" * whole + (" ▏▎▍▌▋▊▉"[part] if part else "")).ljust(cells)
-
-
-def _row(island: IslandView, *, with_bar: bool = False) -> dict[str, Text | str]:
+def _row(island: IslandView) -> dict[str, Text | str]:
     style = "green" if island.live and island.state == "training" else "yellow" if island.live else "dim"
     state = "silent" if island.is_silent else island.state
-    share = f"{island.participation:.0%}"
-    part = Text.assemble((bar(island.participation), style), f"{share:>5}") if with_bar else share
     return {
         "island": island.name,
         "state": Text(state, style=style),
@@ -201,7 +188,7 @@ def _row(island: IslandView, *, with_bar: bool = False) -> dict[str, Text | str]
         "tokens/s": f"{island.tokens_per_second:,.0f}" if island.live else "–",
         "loss": number(island.loss),
         "lag": f"{island.staleness:.2f}",
-        "part": part,
+        "part": f"{island.participation:.0%}",
         "score": Text(number(island.score, 2), style="yellow" if island.factor < 1.0 else ""),
         "queue": str(island.backlog),
         "up": size(island.bytes_up),

@@ -6,8 +6,8 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from archipelago.broker.errors import ArchipelagoError, UnreachableError
 from archipelago.broker.manifest import loss_unit
@@ -16,7 +16,7 @@ from archipelago.broker.shards.transport import opened, shards_away, whole
 from archipelago.broker.transport import ReaderTransport
 from archipelago.ops.watch.advice import Problem, problems
 from archipelago.ops.watch.events import Event, events_of, with_comebacks
-from archipelago.ops.watch.history import History, QueueRow, Rate, measured
+from archipelago.ops.watch.history import History, QueueRow
 from archipelago.ops.watch.reading import RECENT_ROUNDS, observe, refusals_of
 from archipelago.ops.watch.run_view import RunView
 
@@ -40,9 +40,7 @@ class RunReading:
         evaluations: All evaluations, oldest first.
         problems: What is wrong now, the worst first.
         events: Notes and refusals, oldest first.
-        closes: Unix seconds at which the last rounds closed.
         held_out: The held-out losses of all evaluations, oldest first, in the run's unit.
-        rates: The traffic of each island.
     """
 
     view: RunView
@@ -51,9 +49,7 @@ class RunReading:
     evaluations: Sequence[Evaluation] = ()
     problems: Sequence[Problem] = ()
     events: Sequence[Event] = ()
-    closes: Sequence[float] = ()
     held_out: Sequence[float] = ()
-    rates: Mapping[str, Rate] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -136,7 +132,7 @@ class Watcher:
         self._read_seldom()
         notes = self.transport.reader.notes(NOTES_READ)
         view = observe(self.transport, self.manifest, tape, self._evaluations, self._refusals, notes, briefly=True)
-        now, before = self.wall(), self.latest.rates if self.latest else {}
+        now = self.wall()
         self.history.queues.add(QueueRow(now, view.pending, view.memory_bytes))
         found = problems(view, self.manifest.config, tape[-RECENT_ROUNDS:], now)
         return RunReading(
@@ -146,9 +142,7 @@ class Watcher:
             evaluations=self._evaluations,
             problems=found,
             events=with_comebacks(events_of(notes, view.refusals)),
-            closes=tuple(self.history.closes),
             held_out=[loss_unit(self.manifest.corpus).from_evaluation(e.bits_per_byte) for e in self._evaluations],
-            rates=measured(before, view.islands, now),
         )
 
     def _read_seldom(self) -> None:

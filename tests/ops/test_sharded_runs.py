@@ -228,14 +228,14 @@ def test_the_live_status_counts_the_rounds_of_all_shards_and_goes_on(
     for _ in range(2):  # the same rounds are not counted again
         assert watcher.update(), watcher.outage()
         assert watcher.latest is not None
-        assert len(watcher.latest.closes) == sum(closed(demo))
+        assert len(watcher.history.details()["round"]) == sum(closed(demo))
         assert watcher.latest.view.rounds == newest_round(demo)
     run.cut.add(1)
     assert watcher.update(), watcher.outage()
     assert watcher.latest is not None
     first = worst(watcher.latest.problems)
     assert first is not None and first.code == "shard.unreachable"
-    assert len(watcher.latest.closes) == sum(closed(demo)), "the rounds that were read are forgotten"
+    assert len(watcher.history.details()["round"]) == sum(closed(demo)), "the rounds that were read are forgotten"
     answers = iter([False, True])
     print_lines(watcher, 0.0, lambda: next(answers), as_json=False)
     assert "TROUBLE: Shard 1 cannot be reached" in capsys.readouterr().out

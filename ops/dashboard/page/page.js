@@ -236,10 +236,8 @@ function writeLane(island) {
   fill(cells.lag, island.live ? fixed(island.staleness, 2) : dash, island.score === null ? "" : `score ${fixed(island.score, 2)}`);
   fill(cells.speed, island.live ? count(island.tokens_per_second) : dash);
   fill(cells.step, island.live && island.step_seconds ? duration(island.step_seconds) : dash);
-  const flows = island.live && !inlined; // A report is one reading, so it has no rates.
-  const used = (share) => share === null ? "" : `${share < 0.01 ? "<1" : (100 * share).toFixed(0)} % of link`;
-  fill(cells.up, size(island.bytes_up), flows ? `${size(island.up_per_second)}/s` : "", flows ? used(island.up_share) : "");
-  fill(cells.down, size(island.bytes_down), flows ? `${size(island.down_per_second)}/s` : "", flows ? used(island.down_share) : "");
+  fill(cells.up, size(island.bytes_up));
+  fill(cells.down, size(island.bytes_down));
   fill(cells.queue, count(island.backlog));
   fill(cells.seen, inlined || island.last_seen_seconds >= 3 ? span(island.last_seen_seconds) : "now");
   const of = (used, limit, words) => used && limit ? `${words} ${(100 * used / limit).toFixed(0)} %` : "";

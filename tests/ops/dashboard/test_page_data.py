@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from archipelago.broker.control import Control
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Books, Note, Pending, Refusal
 from archipelago.broker.observe.merge_load import BUSY_SHARE, STRETCH
-from archipelago.broker.presence import Presence
 from archipelago.broker.transport import MergerStatus
 from archipelago.islands.running import IslandCollector
 from archipelago.merger.telemetry import RoundMetrics
@@ -23,7 +21,6 @@ from archipelago.ops.dashboard import metrics, page_data
 from archipelago.ops.dashboard.app import _sentences, _stamped
 from archipelago.ops.dashboard.page_data import events, to_json
 from archipelago.ops.watch.events import events_of
-from archipelago.ops.watch.history import Rate, measured
 from archipelago.ops.watch.reading import observe, summarise
 from archipelago.ops.watch.run_view import RunView
 from tests import samples
@@ -72,24 +69,6 @@ def test_events_are_newest_first_and_repeated_refusals_are_counted() -> None:
         (13.0, "a", "refused", 1), (12.0, "b", "refused", 1), (11.5, "merger", "served", 1), (11.0, "b", "refused", 2),
         (1.0, "b", "joined", 1),
     ]  # fmt: skip
-
-
-def islands(**changes: Any) -> Any:
-    beats = [Presence(samples.heartbeat("a", **changes), 0.0)]
-    return summarise(MANIFEST, [], beats, Books(), Pending(0, 0)).islands
-
-
-def test_rates_converge_and_survive_a_restart() -> None:
-    rates = measured({}, islands(bytes_up=1000), 0.0)
-    assert (rates["a"].up, rates["a"].down) == (0.0, 0.0)
-    for second in range(1, 120):
-        rates = measured(rates, islands(bytes_up=1000 + 50 * second, bytes_down=7 * second), float(second))
-    assert rates["a"].up == pytest.approx(50.0, rel=1e-3)
-    assert rates["a"].down == pytest.approx(7.0, rel=1e-3)
-    again = measured(rates, islands(bytes_up=0), 120.0)["a"]
-    assert 0.0 < again.up < 50.0
-    assert measured({"a": again}, islands(bytes_up=10), 120.0)["a"] == again  # No time has passed.
-    assert isinstance(again, Rate)
 
 
 def test_every_value_becomes_valid_json_and_every_action_a_sentence() -> None:
