@@ -19,9 +19,6 @@ Level = Literal["ok", "warning", "problem"]
 
 #: Above this share of the memory limit the doctor warns. Above `MEMORY_SHARE_MAX`, islands stop sending.
 TIGHT_SHARE = 0.6
-CLIENTS_SHARE = 0.8
-#: The most connections that an island has at once: three pumps, leases, and one for queries.
-CONNECTIONS_AN_ISLAND = 6
 
 
 @dataclass(frozen=True)
@@ -91,7 +88,6 @@ def server_checks(facts: ServerFacts, host: str, *, has_tls: bool, role: Role | 
         *persistence(facts),
         *memory(info),
         *evictions(facts),
-        *clients(facts),
         *([] if role else untold(facts)),
         rights(facts.denied, facts.excess, role),
         *privacy(facts.needs_password, host, has_tls=has_tls),
@@ -179,23 +175,6 @@ def evictions(facts: ServerFacts) -> Iterator[Finding]:
             f"maxmemory-policy is {policy}. At its limit the server deletes keys, even contributions and parameters.",
             f"CONFIG SET maxmemory-policy {KEEPS_ALL}, and set it in the server's configuration file.",
         )
-    if count := int(facts.info.get("evicted_keys", 0)):
-        yield warning(
-            "eviction.happened",
-            f"The server has evicted {count:,} keys since it started.",
-            f"Check its runs with `archipelago status`, and set maxmemory-policy {KEEPS_ALL}.",
-        )
-
-
-def clients(facts: ServerFacts) -> Iterator[Finding]:
-    """Compare the connections with the server's limit."""
-    connected = int(facts.info.get("connected_clients", 0))
-    most = int(facts.info.get("maxclients") or facts.settings.get("maxclients") or 0)
-    what = f"{connected:,} of {most:,} connections are in use. An island takes about {CONNECTIONS_AN_ISLAND}."
-    if most and max(connected / CLIENTS_SHARE, connected + CONNECTIONS_AN_ISLAND) > most:
-        yield warning("clients.many", what, "CONFIG SET maxclients to a larger number.")
-    elif connected and most:
-        yield ok("clients", what)
 
 
 # -- users -------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from archipelago.broker.address import redacted
 from archipelago.broker.errors import BadUrlError, BrokerError, ConfigError, require_number
 from archipelago.broker.footprint import available_here, footprint
 from archipelago.broker.invitation import ADMIN, Invitation, Role
-from archipelago.broker.manifest import Manifest, installed_versions
+from archipelago.broker.manifest import Manifest
 from archipelago.broker.observe.logs import printable
 from archipelago.broker.presence import Presence
 from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, invitation_at, keep_compiled, print_json
@@ -197,10 +197,12 @@ def _check_link(checkup: RedisCheckup, seconds: float, found: CheckedServer) -> 
     found.findings.append(doctor_site.latency(samples))
     if seconds and checkup.may_write:
         try:
-            found.link = checkup.bandwidth(seconds * (1 - PING_SHARE) / 2, found.round_trip_seconds)
+            link = checkup.bandwidth(seconds * (1 - PING_SHARE) / 2, found.round_trip_seconds)
         except BrokerError as error:
-            found.link = Bandwidth(why_not=error.what)
-        found.findings.append(doctor_site.bandwidth(found.link))
+            link = Bandwidth(why_not=error.what)
+        found.findings.append(doctor_site.bandwidth(link))
+        if not checks.is_local(str(checkup.options.get("host", ""))):  # loopback is as fast as the processor is free
+            found.link = link
 
 
 def _check_one(checkup: RedisCheckup, shards: Sequence[int], found: CheckedServer, *, is_first: bool) -> None:
@@ -227,7 +229,6 @@ def check_machine(folder: Path, server: CheckedServer) -> list[Finding]:
     found = [
         doctor_site.machine(available_here(), footprint(manifest).island if manifest else 0),
         doctor_site.disk(doctor_site.free_bytes(folder), folder, parameters),
-        doctor_site.packages(installed_versions()),
         doctor_site.accelerators(),
     ]
     if manifest is None:

@@ -10,14 +10,14 @@ import os
 import shutil
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from archipelago.broker.codecs import codec
 from archipelago.broker.errors import ArchipelagoError
 from archipelago.broker.footprint import available_here, memory_text
 from archipelago.broker.machine import install_hint, usable_cores
-from archipelago.broker.manifest import MISSING, Corpus, Manifest
+from archipelago.broker.manifest import Corpus, Manifest
 from archipelago.broker.redis.checkup import Bandwidth
 from archipelago.ops.simulation.cycle import SHARE_MAX, Cycle, cycle, measured_machine
 from archipelago.ops.watch.doctor.checks import Finding, ok, problem, warning
@@ -27,6 +27,8 @@ from archipelago.ops.watch.formatting import seconds_text, size
 DISK_BYTES = 2e9
 #: Bytes of checkpoints per parameter: the three newest checkpoints of merger and island, at 12 bytes each.
 CHECKPOINT_BYTES = 72
+#: A faster connection is memory of this machine, or was measured too briefly.
+MBITS_MAX = 10_000
 NVIDIA = Path("/proc/driver/nvidia/version")
 #: Above this round trip, rounds wait longer for their announcements than for anything else.
 SLOW_SECONDS = 0.5
@@ -88,13 +90,6 @@ def corpus(wanted: Corpus) -> Finding:
     return ok("corpus", f"The corpus {name!r} of the run is here ({size(wanted.bytes)}, digest {found.digest[:8]}…).")
 
 
-def packages(here: Mapping[str, str]) -> Finding:
-    """Say which packages are `here`, and which are missing."""
-    if missing := [name for name, found in here.items() if found == MISSING and name != "archipelago-train"]:
-        return problem("packages.missing", f"Not installed: {', '.join(missing)}.", install_hint())
-    return ok("packages", f"Installed are {', '.join(f'{name} {found}' for name, found in here.items())}.")
-
-
 def accelerators() -> Finding:
     """List the devices that JAX finds. Loading JAX takes seconds."""
     try:
@@ -140,15 +135,20 @@ def bandwidth(link: Bandwidth) -> Finding:
     if link.why_not:
         what = f"The bandwidth was not measured ({link.why_not})."
         return warning("bandwidth.unknown", what, "Free memory there, then run doctor again.")
-    up, down = (f"{8e-6 * rate:,.{0 if rate > 12.5e6 else 2}f} Mbit/s" for rate in (link.up, link.down))
+    up, down = (_rate_text(rate) for rate in (link.up, link.down))
     return ok("bandwidth", f"One connection carries {up} up, {down} down.")
+
+
+def _rate_text(bytes_per_second: float) -> str:
+    mbits = 8e-6 * bytes_per_second
+    return "over 10 Gbit/s" if mbits > MBITS_MAX else f"{mbits:,.{0 if mbits > 100 else 2}f} Mbit/s"
 
 
 def sync(link: Bandwidth, round_trip_seconds: float, manifest: Manifest, step_seconds: float) -> Finding:
     """Predict what an island here sends and receives in a sync of the largest fragment, and whether steps hide it.
 
     Args:
-        link: The rates of the link to the Redis.
+        link: The rates of the link to the Redis; 0 if they are unknown, or if the Redis is on this machine.
         round_trip_seconds: The median round trip to it.
         manifest: The run.
         step_seconds: The time of an inner step; NaN if it is unknown.

@@ -22,8 +22,8 @@ from archipelago.ops.watch.doctor.checks import Finding
 GOOD = ServerFacts(
     info={
         "redis_version": "7.2.4", "role": "master", "cluster_enabled": 0, "aof_enabled": 1, "used_memory": 1000,
-        "maxmemory": 0, "total_system_memory": 10**9, "maxmemory_policy": "noeviction", "evicted_keys": 0,
-        "connected_clients": 10, "maxclients": 1000, "rdb_last_bgsave_status": "ok", "aof_last_write_status": "ok",
+        "maxmemory": 0, "total_system_memory": 10**9, "maxmemory_policy": "noeviction",
+        "rdb_last_bgsave_status": "ok", "aof_last_write_status": "ok",
     },
     settings={
         "appendonly": "yes", "appendfsync": "everysec", "maxmemory-policy": "noeviction",
@@ -60,8 +60,6 @@ FAULTS = [
     (setting("maxmemory-policy", "allkeys-lru"), "warning", "eviction.policy"),
     (replace(setting("maxmemory-policy", "volatile-ttl"), info={**GOOD.info, "maxmemory": 10**6}), "problem",
      "eviction.policy"),
-    (info(evicted_keys=3), "warning", "eviction.happened"),
-    (info(connected_clients=900), "warning", "clients.many"),
     (replace(GOOD, denied=("XADD", "EVAL")), "problem", "rights.denied"),
     (replace(GOOD, needs_password=False), "warning", "password.none"),
     (replace(GOOD, settings={}), "warning", "server.untold"),
@@ -96,8 +94,8 @@ def test_a_slow_link_gives_a_warning() -> None:
     assert (found.code, re.findall(r"\d+ m?s\b", found.what)) == ("latency.ok", ["200 ms", "3 s"])
     assert doctor_site.latency([0.6]).code == "latency.slow"
     assert "p99 99 s (100 pings)" in doctor_site.latency([float(n) for n in range(100, 0, -1)]).what
-    what = doctor_site.bandwidth(Bandwidth(1.25e5, 1.25e9)).what
-    assert re.findall(r"[\d,.]+ Mbit/s", what) == ["1.00 Mbit/s", "10,000 Mbit/s"]
+    for rate, text in ((1.25e5, "1.00 Mbit/s"), (1.25e9, "10,000 Mbit/s"), (7e11, "over 10 Gbit/s")):
+        assert f"{text} up" in doctor_site.bandwidth(Bandwidth(rate, 1.0)).what
     assert doctor_site.bandwidth(Bandwidth(why_not="full")).code == "bandwidth.unknown"
 
 
@@ -182,9 +180,3 @@ def test_a_corpus_is_the_runs_or_missing_or_different(corpus: OpenCorpus) -> Non
     missing = doctor_site.corpus(Corpus("nowhere", "0" * 32, 7))
     assert (missing.code, "small-text" in missing.what) == ("corpus.missing", True)
     assert doctor_site.corpus(Corpus("enwik8", "0" * 32, 7)).code == "corpus.ok"  # `prepare enwik8` makes this corpus.
-
-
-def test_missing_packages_are_a_problem() -> None:
-    here = {"archipelago-train": "0.1.0", "jax": "0.10.2", "flax": "0.12.0", "optax": "0.2.8"}
-    for jax, code in (("0.10.2", "packages.ok"), ("not installed", "packages.missing")):
-        assert doctor_site.packages({**here, "jax": jax}).code == code
