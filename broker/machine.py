@@ -33,7 +33,6 @@ PACKAGES = {
     "plots": ("matplotlib", "tensorboardX"),
     "s3": ("s3fs",),
     "torch": ("torch",),
-    "wandb": ("wandb",),
 }
 
 

@@ -72,7 +72,6 @@ def run_named(
     home = awaited(options.connect)
     origin.run = home.run
     folder = options.folder or Path("runs") / home.run / "islands" / name
-    sinks = options.sinks(home.run, name, "island", folder, "global_step")
     manifest = awaited(home.reader.manifest)  # before JAX loads, so that a wrong name fails at once
     transport = whole(home, manifest)
     task = own_task(options, manifest)
@@ -114,7 +113,7 @@ def run_named(
     island.beat("joining")
     if registry is not None:
         registry.register(IslandCollector(island))
-    curves = CurveWriter(sinks, lambda: point(island))
+    curves = CurveWriter(options.event_file(folder), lambda: point(island))
     island.pacer.step_seconds_min = options.step_seconds_min
     link.pumps.start()
     evaluator = _evaluator(options, prepared, transport, link, curves)

@@ -88,7 +88,7 @@ def main(options: MergerOptions) -> int:
     awaited(transport.connection.warn_of_eviction)
     bucket = options.bucket_folder(transport.run, "merger")
     folder = MergerFolder(options.folder or Path("runs") / transport.run / "merger", options.keep, bucket)
-    curves = CurveWriter(options.sinks(transport.run, "merger", "merger", folder.path, "round"))
+    curves = CurveWriter(options.event_file(folder.path))
     # Read the manifest before JAX loads, so that errors appear quickly.
     try:
         with progress("looking for the run, in Redis and in checkpoints"):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from archipelago.broker.buckets.folder import BucketFolder, chosen, open_bucket
 from archipelago.broker.machine import install_hint
 from archipelago.broker.observe import metrics
-from archipelago.broker.observe.curves import EventFile, Sink, WandbRun, has_tensorboard
+from archipelago.broker.observe.curves import EventFile, has_tensorboard
 from archipelago.broker.observe.logs import Origin, log_to_stderr
 from archipelago.broker.observe.metrics import Health
 from archipelago.broker.process import RUN_VARIABLE
@@ -28,8 +28,6 @@ class CurveOptions:
 
     tensorboard: bool = field(default_factory=has_tensorboard)
     """Write curves as TensorBoard event files into the worker's folder `tensorboard` (needs the extra `plots`)."""
-    wandb: bool = False
-    """Also send curves to Weights & Biases: project `archipelago`, the run as group (needs the extra `wandb`)."""
     log_json: bool = False
     """Log one JSON object on each line: time, level, who, run, island, round, code, message."""
 
@@ -41,28 +39,13 @@ class CurveOptions:
     def curve_flags(self) -> list[str]:
         """Return the flags that give a child process the same options."""
         flags = [] if self.tensorboard else ["--no-tensorboard"]
-        return flags + ["--wandb"] * self.wandb + ["--log-json"] * self.log_json
+        return flags + ["--log-json"] * self.log_json
 
-    def sinks(self, run: str, name: str, kind: str, folder: Path, axis: str) -> list[Sink]:
-        """Return the sinks of this worker's curves.
-
-        Args:
-            name: The worker's name.
-            kind: The kind of worker.
-            folder: The worker's folder.
-            axis: The name of the quantity that a curve's step counts.
-
-        Raises:
-            ConfigError: A package that the user asked for is not installed.
-        """
-        sinks: list[Sink] = []
-        if self.tensorboard and has_tensorboard():
-            sinks.append(EventFile(folder / "tensorboard"))
-        elif self.tensorboard:
+    def event_file(self, folder: Path) -> EventFile | None:
+        """Return the event files of a worker's curves in its folder; None if there are to be none."""
+        if self.tensorboard and not has_tensorboard():
             log.warning("curves are off: tensorboardX is not installed. %s", install_hint("plots"))
-        if self.wandb:
-            sinks.append(WandbRun(run, name, kind, folder, axis))
-        return sinks
+        return EventFile(folder / "tensorboard") if self.tensorboard and has_tensorboard() else None
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from archipelago.broker.files import require_writable, write_atomically
 from archipelago.broker.invitation import ADMIN, Invitation
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.observe import metrics
-from archipelago.broker.observe.curves import require_wandb
 from archipelago.broker.observe.options import WorkerOptions
 from archipelago.broker.process import INTERRUPTED, keep_compiled, print_json, stop_on_signals
 from archipelago.broker.redis.keys import checked_name
@@ -157,8 +156,6 @@ def require_sensible(options: UpOptions) -> None:
     require_number("--checkpoint-every", options.checkpoint_every, remedy)
     remedy = "Give a number of seconds such as 15, or 0 to evaluate at the end only."
     require_number("--evaluate-every", options.evaluate_every, remedy)
-    if options.wandb:
-        require_wandb()
     last = metrics.PORT_MAX - options.islands  # Each island takes a port after the merger's.
     if options.metrics_port is not None:
         require_number("--metrics-port", options.metrics_port, f"Choose 0 to {last}.", most=last)

@@ -31,7 +31,7 @@ class KeptCurves(CurveWriter):
     """A curve writer that keeps its points."""
 
     def __init__(self) -> None:
-        super().__init__([])
+        super().__init__(None)
         self.points: list[tuple[int, Mapping[str, float]]] = []
 
     def put(self, step: int, values: Mapping[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""Curves: event files are valid, and work continues when a disk is full or a service fails."""
+"""Curves: event files are valid, and work continues when a disk is full."""
 
 from __future__ import annotations
 
@@ -7,21 +7,18 @@ import math
 import struct
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import pytest
 from tensorboardX.proto.event_pb2 import Event  # type: ignore[import-untyped]
 from tensorboardX.record_writer import masked_crc32c  # type: ignore[import-untyped]
 
-from archipelago.broker.errors import ConfigError
-from archipelago.broker.observe.curves import RETRY_SECONDS, WAITING_MAX, CurveWriter, EventFile, Outlet, Point
+from archipelago.broker.observe.curves import RETRY_SECONDS, WAITING_MAX, CurveWriter, EventFile, Point
 from archipelago.broker.observe.options import CurveOptions
 from archipelago.ops.experiments.virtual_time import VirtualClock
 from tests.conftest import Until
-from tests.failing import failing
 
 
 def events(path: Path) -> Iterator[Event]:
@@ -46,12 +43,11 @@ def point(step: int, **values: float) -> Point:
     return Point(1.7e9 + step, step, values)
 
 
-class FaultySink:
-    """A sink that raises `fault` if it is set."""
-
-    where, remedy = "curves nowhere", "Check it."
+class FaultyFile(EventFile):
+    """A file that raises `fault` if it is set."""
 
     def __init__(self) -> None:
+        super().__init__(Path("nowhere"))
         self.fault: Exception | None = None
         self.calls: list[str] = []
         self.points: list[Point] = []
@@ -102,7 +98,7 @@ def test_a_thread_writes_queued_and_sampled_points(tmp_path: Path, until: Until)
         step = next(steps, None)
         return None if step is None else (step // 2, {"loss": float(step)})
 
-    writer = CurveWriter([EventFile(tmp_path)], sample, every_seconds=0.001)
+    writer = CurveWriter(EventFile(tmp_path), sample, every_seconds=0.001)
     writer.put(100, {"loss": 9.0})
     writer.start()
     until(lambda: next(steps, None) is None, "all samples")
@@ -114,56 +110,50 @@ def test_a_thread_writes_queued_and_sampled_points(tmp_path: Path, until: Until)
     assert threads == {"curves"}
 
 
-def test_a_sink_that_hangs_delays_neither_other_sinks_nor_the_end(tmp_path: Path) -> None:
-    hanging = threading.Event()
-    stuck = FaultySink()
+def test_a_file_that_hangs_does_not_delay_the_end() -> None:
+    hanging, stuck = threading.Event(), FaultyFile()
     stuck._do = lambda what: (hanging.wait(), None)[1]  # type: ignore[method-assign]
-    writer = CurveWriter([stuck, EventFile(tmp_path)], every_seconds=0.001)
+    writer = CurveWriter(stuck, every_seconds=0.001)
     writer.start()
-    writer.put(1, {"loss": 1.0})
-    writer.close(seconds=0.5)
-    writer._threads[1].join()  # A slow machine may need longer than that for the first event file.
-    assert curves(tmp_path) == [(1, {"loss": 1.0})]
+    writer.close(seconds=0.05)
     hanging.set()
 
 
 def test_the_queue_is_bounded() -> None:
-    sink, clock = FaultySink(), VirtualClock()
-    sink.fault = OSError("no")
-    outlet = Outlet(sink, clock=clock)
+    file, clock = FaultyFile(), VirtualClock()
+    file.fault = OSError("no")
+    writer = CurveWriter(file, clock=clock)
     for step in range(WAITING_MAX + 10):
-        outlet.put(point(step, loss=1.0))
-    outlet.turn()
-    sink.fault = None
+        writer.put(step, {"loss": 1.0})
+    writer.turn()
+    file.fault = None
     clock.now = RETRY_SECONDS
-    outlet.turn()
-    assert [p.step for p in sink.points] == list(range(10, WAITING_MAX + 10))
+    writer.turn()
+    assert [p.step for p in file.points] == list(range(10, WAITING_MAX + 10))
 
 
 def test_a_failure_and_its_end_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    for fault in (OSError(28, "No space left on device"), RuntimeError("a service that is away")):
+    for fault in (OSError(28, "No space left on device"), RuntimeError("a library that fails")):
         caplog.clear()
-        sink, clock = FaultySink(), VirtualClock()
-        outlet = Outlet(sink, clock=clock)
-        outlet.put(point(1, loss=1.0))
-        outlet.turn()
-        sink.fault = fault
+        file, clock = FaultyFile(), VirtualClock()
+        writer = CurveWriter(file, clock=clock)
+        writer.put(1, {"loss": 1.0})
+        writer.turn()
+        file.fault = fault
         for _ in range(5):
-            outlet.put(point(2, loss=1.0))
-            outlet.turn()
+            writer.put(2, {"loss": 1.0})
+            writer.turn()
             clock.now += RETRY_SECONDS / 2
         (said,) = [record.getMessage() for record in caplog.records]
-        assert sink.where in said and sink.remedy in said
+        assert "nowhere" in said and "--no-tensorboard" in said
         assert ("No space left" in said) == isinstance(fault, OSError)
-        sink.fault = None
+        file.fault = None
         clock.now += RETRY_SECONDS
-        outlet.put(point(3, loss=1.0))
-        outlet.turn()
+        writer.put(3, {"loss": 1.0})
+        writer.turn()
         assert (len(caplog.records), caplog.records[-1].levelno) == (2, logging.INFO)
-        assert [p.step for p in sink.points][-1] == 3
-        outlet.close()
-        assert sink.calls[-1] == "close"
+        assert [p.step for p in file.points][-1] == 3
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
@@ -178,85 +168,25 @@ def test_a_full_disk_is_a_warning(
         return Path("/dev/full").open("wb")
 
     monkeypatch.setattr("tensorboardX.record_writer.open_file", opened)
-    outlet = Outlet(EventFile(tmp_path))
-    outlet.put(point(1, loss=1.0))
-    outlet.turn()
-    outlet.close()
+    writer = CurveWriter(EventFile(tmp_path), every_seconds=0.001)
+    writer.put(1, {"loss": 1.0})
+    writer.start()
+    writer.close()
     (said,) = [record.getMessage() for record in caplog.records]
     assert "No space left on device" in said
     assert made
     assert not list(tmp_path.iterdir()), "no empty file is left behind"
 
 
-# -- Weights & Biases, with a fake package -----------------------------------------------------------------------------
-
-
-class FakeWandb(ModuleType):
-    """The part of the package that we use. It records the calls."""
-
-    def __init__(self) -> None:
-        super().__init__("wandb")
-        self.calls: list[tuple[str, Any]] = []
-        self.fault: Exception | None = None
-        self.__spec__ = SimpleNamespace(name="wandb", loader=object())  # type: ignore[assignment]
-
-    def Settings(self, **settings: Any) -> dict[str, Any]:  # noqa: N802 - wandb's name
-        return settings
-
-    def init(self, **how: Any) -> Any:
-        if self.fault is not None:
-            raise self.fault
-        self.calls.append(("init", how))
-        return SimpleNamespace(
-            define_metric=lambda name, step_metric: self.calls.append(("axis", step_metric)),
-            log=lambda row: self.calls.append(("log", row)),
-            finish=lambda: self.calls.append(("finish", None)),
-        )
-
-
-@pytest.fixture
-def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
-    module = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", module)
-    return module
-
-
-def test_points_go_to_a_wandb_run_in_the_group_of_our_run_and_a_refusal_is_a_warning(
-    wandb: FakeWandb, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    options = CurveOptions(tensorboard=False, wandb=True)
-    for fault in (None, RuntimeError("api_key not configured")):
-        wandb.fault = fault
-        (sink,) = options.sinks("demo", "oslo", "island", tmp_path, "global_step")
-        outlet = Outlet(sink)
-        outlet.put(point(7, loss=2.0, staleness=math.nan))
-        outlet.turn()
-        outlet.close()
-        assert ("RuntimeError: api_key not configured" in caplog.text) == (fault is not None)
-    assert "wandb login" in caplog.text
-    (_, how), *rest = wandb.calls
-    assert {key: how[key] for key in ("project", "group", "name", "job_type", "dir")} == {
-        "project": "archipelago", "group": "demo", "name": "oslo", "job_type": "island", "dir": str(tmp_path),
-    }  # fmt: skip
-    assert rest == [("axis", "global_step"), ("log", {"global_step": 7, "loss": 2.0}), ("finish", None)]
-
-
-def test_curves_need_the_packages_that_the_user_asks_for(
+def test_curves_need_a_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def sinks(**options: bool) -> Sequence[object]:
-        return CurveOptions(**options).sinks("demo", "oslo", "island", tmp_path, "global_step")
-
-    (sink,) = sinks()
-    assert isinstance(sink, EventFile)
-    assert sink.folder == tmp_path / "tensorboard"
-    assert sinks(tensorboard=False) == []
+    file = CurveOptions().event_file(tmp_path)
+    assert file is not None and file.folder == tmp_path / "tensorboard"
+    assert CurveOptions(tensorboard=False).event_file(tmp_path) is None
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with failing(ConfigError, "config.extra"):
-        sinks(wandb=True)
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    assert sinks() == []
+    assert CurveOptions().event_file(tmp_path) is None
     assert caplog.records == []
-    assert sinks(tensorboard=True) == []
+    assert CurveOptions(tensorboard=True).event_file(tmp_path) is None
     assert "pip install '.[plots]'" in caplog.text  # The user asked for them.

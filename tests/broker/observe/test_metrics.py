@@ -81,8 +81,8 @@ def test_an_address_that_cannot_be_served_is_an_error_before_anything_starts() -
 
 def test_children_get_the_same_options_and_separate_ports() -> None:
     host = ["--metrics-host", "0.0.0.0"]  # noqa: S104
-    options = WorkerOptions(metrics_port=9310, metrics_host=host[1], tensorboard=False, wandb=True, log_json=True)
-    flags = ["--no-tensorboard", "--wandb", "--log-json"]
+    options = WorkerOptions(metrics_port=9310, metrics_host=host[1], tensorboard=False, log_json=True)
+    flags = ["--no-tensorboard", "--log-json"]
     assert options.flags(2) == [*flags, "--metrics-port", "9312", *host]
     assert options.curve_flags() == flags
     assert WorkerOptions().flags(1) == []

@@ -17,7 +17,7 @@ from archipelago.broker.buckets.copier import FINISH_SECONDS
 from archipelago.broker.buckets.folder import BUCKET_VARIABLE
 from archipelago.broker.config import InnerConfig, MergeConfig, ModelConfig, RunConfig, WireConfig
 from archipelago.broker.control import STEPS
-from archipelago.broker.errors import ArchipelagoError, ConfigError, MismatchError
+from archipelago.broker.errors import ArchipelagoError, MismatchError
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Books, Pending
 from archipelago.broker.observe.options import WorkerOptions
@@ -174,18 +174,11 @@ def argv(options: UpOptions) -> dict[str, list[str]]:
 
 
 def test_each_worker_gets_the_same_flags_and_a_separate_port() -> None:
-    found = argv(UpOptions(islands=2, metrics_port=9310, wandb=True, log_json=True, tensorboard=False))
+    found = argv(UpOptions(islands=2, metrics_port=9310, log_json=True, tensorboard=False))
     for given in found.values():
-        assert {"--no-tensorboard", "--wandb", "--log-json"} <= set(given)
+        assert {"--no-tensorboard", "--log-json"} <= set(given)
     ports = {name: given[given.index("--metrics-port") + 1] for name, given in found.items()}
     assert ports == {"merger": "9310", "island-0": "9311", "island-1": "9312"}
-
-
-def test_a_missing_package_is_reported_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with failing(ConfigError, "config.extra"):
-        up.main(UpOptions(wandb=True))
-    assert not Path("runs").exists()
 
 
 # -- devices of islands -----------------------------------------------------------------------------------------------
