@@ -1,4 +1,4 @@
-"""The events of a run, in order, and what an operator does about each. Pure."""
+"""The events of a run, in order, and what an operator does about them. Pure."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 
 from archipelago.broker.messages import UNSAVED, Note, Refusal
 
-NOTHING = "Nothing has to be done."
-
 #: Pairs of words in the reason of a refusal, and what to do. The first that matches counts.
 _REFUSALS = (
     ("over the cap", "Its link or its steps are too slow for the run: give it a faster link, or choose a larger "
@@ -16,7 +14,7 @@ _REFUSALS = (
     ("far ahead", "The run went back to a checkpoint. The island follows by itself within seconds."),
     ("not exist yet", "The run went back to a checkpoint. The island follows by itself within seconds."),
     ("too many", "The merger is slower than the islands. It catches up, or needs a faster machine."),
-    ("repeat", NOTHING),
+    ("repeat", "Nothing has to be done."),
     ("expelled", "The operator or the run's rule has expelled it. To admit it, use `readmit` in its row."),
     ("finite", "Its arithmetic broke. Start it again; if that repeats, lower the learning rate in a new run."),
     ("digest", "Its bytes were changed on the way. Check its network, its machine and its version of the program."),
@@ -26,29 +24,18 @@ _REFUSALS = (
     ("codec", "It has another version of the program. Install the run's version there."),
 )  # fmt: skip
 
-#: Words in the note of an island or a merger that leaves as it should.
-_AS_EXPECTED = ("the run is at its end", "the run is finished", "another merger serves")
-#: By kind of event.
+#: By kind of event. About others, nothing has to be done.
 _REMEDIES = {
-    "joined": NOTHING,
-    "left": "If it should go on, start it again under the same name.",
     "replaced": "Give each island its own --name. The newer process goes on.",
     "diverged": "Start it again: it takes the run's parameters. If all islands diverge, begin a new run with a lower "
                 "--inner.learning-rate.",
     "drained": "To let it join again, use `readmit` in its row, and start it.",
     "expelled": "To let it join again, use `readmit` in its row, and start it.",
     "lowered": "Check the island's corpus, its software and its device. Its weight returns when it agrees again.",
-    "restored": NOTHING,
     "idle": "Look at these islands' logs: they live and send nothing. Restart or expel them.",
     "paused": "Resume merging under Steer, or with `archipelago steer URL merging=`.",
-    "resumed": NOTHING,
-    "steered": "To undo it, reset the value under Steer.",
-    "checkpoint": NOTHING,
     UNSAVED: "Do what it says; the merger tries again by itself.",
-    "bucket": "Look at the rights, the address and the network of the merger. It tries again by itself, and its disk "
-              "keeps the checkpoints meanwhile.",
     "repaired": "Find out who else writes to this Redis, and give each program credentials of its own.",
-    "refused": "Look at the island's log.",
 }  # fmt: skip
 
 
@@ -81,29 +68,10 @@ def refusal_remedy(reason: str) -> str:
 
 
 def remedy_of(event: Event) -> str:
-    """Return what to do about the event. Each event has a remedy, if only that nothing has to be done."""
-    if event.remedy:
-        return event.remedy
-    if event.kind == "refused" and event.who == "merger":
-        return "Do what it says."
-    if event.kind == "refused":
+    """Return what to do about the event; empty if nothing has to be done."""
+    if event.kind == "refused" and event.who != "merger":  # the merger's own says what to do
         return refusal_remedy(event.text)
-    if event.kind == "left" and any(words in event.text for words in _AS_EXPECTED):
-        return NOTHING
-    if event.kind == "left" and event.who == "merger":
-        return "If no other merger serves, start one: it goes on where this one stopped."
-    if event.kind == "steered" and event.text.startswith("ignored"):
-        return "Correct the value, or remove it under Steer."
-    if event.kind == "checkpoint" and "takes no" in event.text:
-        return "Start the merger with --checkpoint-every 30 if you want checkpoints."
-    if event.kind == "bucket" and event.text.startswith("copied again"):
-        return NOTHING
-    if event.kind == "served":
-        first = event.text.startswith("epoch 1 ")
-        return (
-            NOTHING if first else "It goes on with the same bits. If you did not restart it, read the log of the last."
-        )
-    return _REMEDIES.get(event.kind, "If you did not expect this, look at the log of its process.")
+    return event.remedy or _REMEDIES.get(event.kind, "")
 
 
 def with_comebacks(events: Iterable[Event]) -> list[Event]:
@@ -122,6 +90,6 @@ def with_comebacks(events: Iterable[Event]) -> list[Event]:
             remedy = "It goes on with what was merged. If you did not stop it, look at its machine: memory, preemption."
             event = replace(event, kind="came back", text=text, remedy=remedy)
         elif event.kind == "joined" and before:
-            event = replace(event, kind="came back", remedy=NOTHING)
+            event = replace(event, kind="came back")
         out.append(event)
     return out

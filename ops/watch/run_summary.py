@@ -26,11 +26,11 @@ _OF_VIEW = (
     "pending", "tokens_trained", "tokens_merged", "tokens_refused", "tokens_pending", "tokens_unsent", "tokens_lost",
     "passes", "bytes_up", "bytes_down",
 )  # fmt: skip
-#: After as many syncs of each fragment, up to four islands ended no worse than data-parallel training. The figures are
-#: those of docs/results/learning.md, which were measured on models of up to 1 M parameters.
-SYNCS_ENOUGH = 50
-#: How far four islands ended above data-parallel training on as many tokens.
-_GAPS = "about 5 % after 10 syncs, and not at all after 50 or more"
+#: The figures are those of docs/results/learning.md, which were measured on models of up to 1 M parameters.
+_GAPS = (
+    "Islands train apart in between: four of them ended above data-parallel training by about 5 % after 10 syncs, and "
+    "not at all after 50 or more (--inner.steps, --sync.interval)"
+)
 
 
 def summary(
@@ -60,8 +60,6 @@ def summary(
         "held_out_one_process": unit.from_evaluation(one_process[-1][1]) if one_process else math.nan,
         "training_loss": view.loss,
         "syncs": view.syncs,
-        "syncs_enough": SYNCS_ENOUGH,
-        "steps_for_enough": steps_for_enough(view),
         "syncs_in_words": syncs_in_words(view),
         "steps": view.step,
         "islands": view.known,
@@ -77,26 +75,13 @@ def summary(
     }
 
 
-def steps_for_enough(view: RunView) -> int:
-    """Return after how many steps each fragment has SYNCS_ENOUGH syncs, at the pace of the run so far."""
-    return math.ceil(SYNCS_ENOUGH * max(view.interval, view.step / view.syncs if view.syncs else 0.0))
-
-
 def syncs_in_words(view: RunView) -> str:
-    """Return how many syncs there were, which gap to data-parallel that usually leaves, and how many steps close it."""
+    """Return how many syncs there were, and which gap to data-parallel training that usually leaves."""
     if fault := view.few_syncs:
         return f"{fault} {FEW_SYNCS_REMEDY}"
     count = round(view.syncs)
     text = f"each fragment was synchronised {count:,} {'time' if count == 1 else 'times'}"
-    if view.known < 2:
-        return text
-    text += f". Islands train apart in between. Four of them ended above data-parallel training by {_GAPS}"
-    if count >= SYNCS_ENOUGH:
-        return text
-    return (
-        f"{text}. Here, {SYNCS_ENOUGH} syncs take {steps_for_enough(view):,} steps (--inner.steps), "
-        "fewer with a smaller --sync.interval"
-    )
+    return text if view.known < 2 else f"{text}. {_GAPS}"
 
 
 def write(folder: Path, report: Mapping[str, Any]) -> None:

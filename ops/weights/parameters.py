@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 
 from archipelago.broker.address import redacted
 from archipelago.broker.buckets.folder import is_bucket
-from archipelago.broker.errors import ConfigError, DataError, UnknownRunError, UnreachableError
+from archipelago.broker.errors import ConfigError, DataError, UnknownRunError
 from archipelago.broker.invitation import names_redis
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, connect_to, keep_compiled
 from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.shards.transport import opened
 from archipelago.broker.wire import unpack
-from archipelago.ops.settings import say
 
 if TYPE_CHECKING:
     from archipelago.islands.data.tokenizer import TextTokenizer
@@ -49,7 +48,7 @@ class RunParameters:
 def find(source: str | None, run: str | None) -> RunParameters:
     """Find a run's newest published parameters.
 
-    If no Redis is named, or it does not answer or has lost the run, they come from the checkpoints of `up`.
+    If no Redis is named, they come from the checkpoints of `up`.
 
     Args:
         source: A Redis URL or a join file, the name or folder of a run with checkpoints, or the address of one in a
@@ -57,29 +56,16 @@ def find(source: str | None, run: str | None) -> RunParameters:
         run: The run's name. The default is $ARCHIPELAGO_RUN, or the only run in that Redis.
 
     Raises:
-        BrokerError: The Redis does not answer or has no such run, and there is no checkpoint.
+        BrokerError: The Redis does not answer or has no such run.
         ConfigError: There is no checkpoint in the folder (`checkpoint.missing`), or no source at all.
     """
     keep_compiled()
     if source is not None and (is_bucket(source) or not names_redis(source)):
         return from_checkpoint(source if is_bucket(source) else _folder(source), run)
     name = run or os.environ.get(RUN_VARIABLE)
-    folder = str(RUNS / checked_name(name, "the run name")) if name else ""
-    if folder and not (source or os.environ.get(URL_VARIABLE)):
-        return from_checkpoint(folder, name)
-    try:
-        return from_redis(source, run)
-    except (UnreachableError, UnknownRunError) as error:
-        try:
-            found = from_checkpoint(folder, name) if folder else None
-        except ConfigError as fault:
-            if fault.code != "checkpoint.missing":
-                raise
-            found = None
-        if found is None:
-            raise
-        say(f"{error.what.rstrip('.')}. The newest checkpoint in {folder} is used instead.")
-        return found
+    if name and not (source or os.environ.get(URL_VARIABLE)):
+        return from_checkpoint(str(RUNS / checked_name(name, "the run name")), name)
+    return from_redis(source, run)
 
 
 def _folder(source: str) -> str:

@@ -307,7 +307,7 @@ function writeEvents(events) {
     const kind = element("span", "kind", event.kind + (event.times > 1 ? ` ×${event.times}` : ""));
     kind.dataset.mood = KINDS[event.kind] ?? "idle";
     const what = element("span", "what");
-    what.append(element("b", "", event.who), event.text, worded("small", "remedy", event.remedy));
+    what.append(element("b", "", event.who), event.text, event.remedy && worded("small", "remedy", event.remedy));
     item.append(time, kind, what);
     return item;
   }));

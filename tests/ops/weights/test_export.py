@@ -126,13 +126,9 @@ def test_a_checkpoint_is_found_in_a_bucket(bucket: BucketFolder, tmp_path: Path)
         find(bucket.child("other").address, None)
 
 
-def test_without_a_redis_the_runs_own_checkpoint_is_read(call: Call) -> None:
+def test_without_a_redis_the_runs_own_checkpoint_is_read() -> None:
     checkpointed(found_of())
     assert "checkpoint 3" in find(None, "mine").origin
-    status, _, said = call("export", "redis://127.0.0.1:1", "--run", "mine", "--out", "out")
-    assert status == 0
-    assert "runs/mine" in said
-    assert same(open_text_model("out", None).params, found_of().params)
 
 
 # -- runs that begin from weights -----------------------------------------------------------------------------------
