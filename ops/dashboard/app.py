@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import ipaddress
 import json
 import math
 import platform
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -29,9 +28,6 @@ from archipelago.ops.watch.run_view import describe_control
 from archipelago.ops.watch.watcher import Watcher
 
 BODY_BYTES_MAX = 1 << 16
-POLL_SECONDS = 0.2
-#: A ping keeps the connection alive through proxies.
-PING_SECONDS = 5.0
 CHARTS_SECONDS = 2.0
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
@@ -43,17 +39,12 @@ FRESH = {**HEADERS, "Cache-Control": "no-store"}
 
 
 class Board:
-    """The newest page and charts of a run as JSON, with one writer and any number of readers.
-
-    Attributes:
-        closed: Whether the server ends, and with it all streams.
-    """
+    """The newest page and charts of a run as JSON, with one writer and any number of readers."""
 
     def __init__(self, watch: Watcher) -> None:
         self.watch = watch
         self.page, self.charts = "", ""
-        self.page_number = self.charts_number = 0
-        self.closed = False
+        self.charts_number = 0
         self._charts_due = -math.inf
 
     def update(self) -> None:
@@ -62,7 +53,6 @@ class Board:
         if not watch.update() or watch.latest is None:
             return
         self.page = to_json(page_of(watch.latest, watch.history, watch.manifest))
-        self.page_number += 1
         if watch.clock() >= self._charts_due or watch.history is not before:
             self._charts_due = watch.clock() + CHARTS_SECONDS
             self.charts = to_json(charts_of(watch.latest, watch.history, watch.manifest))
@@ -88,7 +78,6 @@ def application(board: Board, token: str, names: Collection[str] = ("localhost",
         Route("/healthz", service.health),
         Route("/metrics", service.metrics),
         Route("/api/view", service.view),
-        Route("/api/events", service.events),
         Route("/api/steer", service.steer, methods=["POST"]),
     ]
     named = Middleware(HostCheck, names=names)
@@ -131,43 +120,21 @@ class _Service:
         return Response(text, media_type=metrics.CONTENT_TYPE, headers=FRESH)
 
     async def view(self, request: Request) -> Response:
-        """Answer with page, charts and fault as one JSON object; parts that are missing are null."""
-        return Response(self._whole(), media_type="application/json", headers=FRESH)
+        """Answer with page, charts and fault as one JSON object; parts that are missing are null.
 
-    def _whole(self) -> str:
-        parts = {"page": self.board.page, "charts": self.board.charts, "fault": self._fault()}
-        return "{" + ",".join(f'"{name}":{text or "null"}' for name, text in parts.items()) + "}"
-
-    def _fault(self) -> str:
-        fault = self.watch.outage()
-        return to_json({"since": fault.since_unix_seconds, "what": fault.what, "more": fault.more}) if fault else "null"
-
-    async def events(self, request: Request) -> Response:
-        """Answer with server-sent events `page`, `charts` and `fault`, each when it changes."""
-        headers = {**FRESH, "X-Accel-Buffering": "no"}
-        return StreamingResponse(self._stream(), media_type="text/event-stream", headers=headers)
-
-    async def _stream(self) -> AsyncIterator[str]:
-        yield "retry: 1000\n\n"
-        sent: dict[str, object] = {"page": 0, "charts": 0, "fault": ""}
-        silent_since = self.watch.clock()
-        while not self.board.closed:
-            now: dict[str, tuple[object, str]] = {
-                "page": (self.board.page_number, self.board.page),
-                "charts": (self.board.charts_number, self.board.charts),
-            }
-            fault = self._fault()
-            now["fault"] = (fault, fault)
-            changed = [name for name, (number, _) in now.items() if number != sent[name]]
-            for name in changed:
-                sent[name], text = now[name]
-                yield f"event: {name}\ndata: {text}\n\n"
-            if changed:
-                silent_since = self.watch.clock()
-            elif self.watch.clock() - silent_since > PING_SECONDS:
-                silent_since = self.watch.clock()
-                yield "event: ping\ndata: 0\n\n"
-            await asyncio.sleep(POLL_SECONDS)
+        The charts are left out if the request has their number (`?charts=N`), so that they are not sent every second.
+        """
+        fault, number = self.watch.outage(), self.board.charts_number
+        parts = {
+            "page": self.board.page,
+            "charts": "" if request.query_params.get("charts") == str(number) else self.board.charts,
+            "number": str(number),
+            "fault": to_json({"since": fault.since_unix_seconds, "what": fault.what, "more": fault.more})
+            if fault
+            else "",
+        }
+        text = "{" + ",".join(f'"{name}":{part or "null"}' for name, part in parts.items()) + "}"
+        return Response(text, media_type="application/json", headers=FRESH)
 
     # -- changing ---------------------------------------------------------------------------------------------------
 

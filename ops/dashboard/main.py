@@ -120,7 +120,6 @@ def serving(watch: Watcher, token: str, host: str, port: int, names: Sequence[st
         try:
             yield f"http://{_shown(host)}:{listener.getsockname()[1]}"
         finally:
-            board.closed = True
             server.should_exit = True
             pages.join(2 * STOP_SECONDS)
 

@@ -31,13 +31,8 @@ from archipelago.ops.watch.reading import observe
 if TYPE_CHECKING:
     from rich.table import Table
 
-#: What only a run writes into its folder. A folder without any of these is none.
-PARTS = (
-    "redis/server.conf", "merger/checkpoints", "merger/tensorboard", "islands/*/checkpoints", "islands/*/tensorboard",
-    run_summary.TEXT,
-)  # fmt: skip
-#: The files whose times tell when a run in a folder was last active.
-_ACTIVE = ("logs/*", "merger/checkpoints/*", "islands/*/*", run_summary.TEXT, "config.toml")
+#: What a run writes into its folder. Their times tell when it was last active; a folder without any of them is no run.
+_TRACES = ("config.toml", run_summary.TEXT, "redis/*", "merger/*", "islands/*/*")
 
 
 @dataclass(frozen=True)
@@ -71,9 +66,6 @@ class RunEntry:
         step, steps: The steps that it has made, and those that it will make.
         live, known: The islands that are live, and those of the last day.
         idle_seconds: Time since a heartbeat arrived or a round closed; NaN if nothing has happened yet.
-        tokens: Tokens that its islands have trained on.
-        unit: The unit of its losses.
-        held_out: Its newest held-out loss; NaN if unknown.
     """
 
     run: str
@@ -87,9 +79,6 @@ class RunEntry:
     live: int = 0
     known: int = 0
     idle_seconds: float = math.nan
-    tokens: int = 0
-    unit: str = ""
-    held_out: float = math.nan
 
 
 def main(options: RunsOptions) -> int:
@@ -121,7 +110,7 @@ def of_redis(url: str | None) -> list[RunEntry]:
 def of_folder(folder: Path) -> Iterator[RunEntry]:
     """Yield the runs in a folder, by name. Those whose own Redis runs are read from it."""
     try:
-        paths = sorted(path for path in folder.iterdir() if is_run_folder(path))
+        paths = sorted(path for path in folder.iterdir() if is_name(path.name) and _traces(path))
     except OSError:
         return
     for path in paths:
@@ -133,9 +122,8 @@ def of_folder(folder: Path) -> Iterator[RunEntry]:
             yield _at(url, path.name, str(path)) if url else _stopped(path)
 
 
-def is_run_folder(path: Path) -> bool:
-    """Return whether a folder has been made by a run."""
-    return is_name(path.name) and path.is_dir() and any(any(path.glob(part)) for part in PARTS)
+def _traces(path: Path) -> list[Path]:
+    return [trace for pattern in _TRACES for trace in path.glob(pattern)]
 
 
 def address_of(path: Path) -> str:
@@ -164,55 +152,36 @@ def entry_of(transport: ReaderTransport, where: str = "redis") -> RunEntry:
     return RunEntry(
         run=manifest.run, where=where, state=view.state, model=manifest.config.model.size,
         parameters=manifest.parameters, round=view.rounds, step=view.step, steps=view.steps, live=view.live,
-        known=view.known, idle_seconds=max(0.0, min(ages)) if ages else math.nan, tokens=view.tokens_trained,
-        unit=view.unit, held_out=view.held_out_last,
+        known=view.known, idle_seconds=max(0.0, min(ages)) if ages else math.nan,
     )  # fmt: skip
 
 
 def _stopped(path: Path) -> RunEntry:
-    """Return a run from the files in its folder."""
-    from archipelago.merger.storage import MergerFolder  # the dashboard, which uses this module, needs no merger
+    """Return a run from the files in its folder, as far as they can be read."""
+    from archipelago.merger.storage import MergerFolder
 
     numbers: list[int] = []
     with suppress(ArchipelagoError):
         numbers = MergerFolder(path / "merger").store.numbers()
-    entry = _reported(path)
-    return replace(entry, round=entry.round or max(numbers, default=0), idle_seconds=idle_seconds(path))
+    report, times = run_summary.read(path) or {}, []
+    for trace in _traces(path):
+        with suppress(OSError):
+            times.append(trace.stat().st_mtime)
 
+    def count(name: str) -> int:
+        found = report.get(name)
+        return found if isinstance(found, int) else 0
 
-def _reported(path: Path) -> RunEntry:
-    """Return a run from the settings and the report in its folder, as far as they can be read."""
-    entry = RunEntry(path.name, str(path), "ended")
+    entry = RunEntry(
+        path.name, str(path), "finished" if report.get("finished") else "ended",
+        round=count("rounds") or max(numbers, default=0), step=count("steps"), steps=count("steps"),
+        known=count("islands"), idle_seconds=max(0.0, time.time() - max(times)) if times else math.nan,
+    )  # fmt: skip
     with suppress(ArchipelagoError):
         if (path / "config.toml").exists():
             config = run_config.from_toml(path / "config.toml")
             entry = replace(entry, model=config.model.size, steps=config.inner.steps)
-    report = run_summary.read(path) or {}
-    try:
-        step = int(report.get("steps") or 0)
-        return replace(
-            entry,
-            state="finished" if report.get("finished") else "ended",
-            round=int(report.get("rounds") or 0),
-            step=step,
-            steps=entry.steps or step,
-            known=int(report.get("islands") or 0),
-            tokens=int(report.get("tokens_trained") or 0),
-            unit=str(report.get("unit", "")),
-            held_out=float(report.get("held_out_last", math.nan)),
-        )
-    except (TypeError, ValueError, OverflowError):  # This report is of another version.
-        return entry
-
-
-def idle_seconds(path: Path) -> float:
-    """Return how long ago a run last wrote into its folder; NaN if it has written nothing."""
-    times = []
-    for pattern in _ACTIVE:
-        for file in path.glob(pattern):
-            with suppress(OSError):
-                times.append(file.stat().st_mtime)
-    return max(0.0, time.time() - max(times)) if times else math.nan
+    return entry
 
 
 def _table(entries: Iterable[RunEntry]) -> Table:

@@ -384,8 +384,6 @@ function writeLink() {
   link.querySelector("span").textContent = inlined ? "report" : lost ? "no connection" : fault ? "no answer from Redis" : everConnected ? "live" : "connecting";
 }
 
-function setFault(found) { fault = found; writeLink(); }
-
 // -- steering ----------------------------------------------------------------------------------------------------------
 
 let token = "";
@@ -514,29 +512,29 @@ function zoom(name) {
 }
 for (const button of document.querySelectorAll("[data-part]")) button.addEventListener("click", () => zoom(button.dataset.part));
 
-// -- receiving events ---------------------------------------------------------------------------------------------------------
+// -- readings ----------------------------------------------------------------------------------------------------------
 
-function receive(name, value) {
+let chartsShown = 0;
+
+function receive(reading) {
   connected = everConnected = true;
-  if (name === "page") { page = value; write(); }
-  if (name === "charts") Charts.show(value);
-  if (name === "fault") fault = value;
+  if (reading.page) { page = reading.page; write(); }
+  if (reading.charts) Charts.show(reading.charts);
+  chartsShown = reading.number;
+  fault = reading.fault;
   writeLink();
 }
 
-function receiveAll(everything) {
-  for (const name of ["page", "charts", "fault"]) if (everything[name] || name === "fault") receive(name, everything[name]);
-}
-
-function listen() {
-  const source = new EventSource("api/events");
-  for (const name of ["page", "charts", "fault", "ping"]) source.addEventListener(name, (event) => receive(name, JSON.parse(event.data)));
-  source.onopen = () => { connected = true; writeLink(); };
-  source.onerror = () => {
+/** Asks for the newest reading, and again every second unless `still`. Charts come if they are newer than those shown. */
+async function read() {
+  try {
+    const answer = await fetch(`api/view?charts=${chartsShown}`, { signal: AbortSignal.timeout(10000) });
+    receive(await answer.json());
+  } catch {
     connected = false;
     writeLink();
-    if (source.readyState === EventSource.CLOSED) setTimeout(listen, 1000);
-  };
+  }
+  if (!still) setTimeout(read, 1000);
 }
 
 theme(query.get("theme") ?? local?.getItem("theme") ?? "");
@@ -546,10 +544,9 @@ document.documentElement.classList.toggle("still", Boolean(inlined));
 if (inlined) {
   const everything = JSON.parse(inlined);
   writeAbout(everything.about);
-  receiveAll(everything);
+  receive(everything);
 }
-else if (still) fetch("api/view").then((answer) => answer.json()).then(receiveAll);
-else listen();
+else read();
 if (!inlined) {
   const fragment = new URLSearchParams(location.hash.slice(1)).get("token");
   if (fragment) history.replaceState(null, "", location.pathname + location.search);

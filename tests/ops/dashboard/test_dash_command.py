@@ -1,4 +1,4 @@
-"""The server of the dashboard and the command `dash`: live events, options, the process, and needed packages."""
+"""The server of the dashboard and the command `dash`: readings, options, the process, and needed packages."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+import urllib.request
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -24,6 +24,7 @@ from archipelago.ops.dashboard.app import application
 from archipelago.ops.dashboard.main import TOKEN_VARIABLE, serving
 from archipelago.ops.watch.watcher import Watcher
 from tests import samples
+from tests.conftest import Until
 from tests.failing import failing
 from tests.ops.dashboard.test_dashboard import MANIFEST, TOKEN, a_run, close_round
 
@@ -37,38 +38,21 @@ def url(url: str) -> str:
     return url
 
 
-@contextmanager
-def stream(address: str) -> Iterator[http.client.HTTPResponse]:
-    host, port = address.removeprefix("http://").split(":")
-    with closing(http.client.HTTPConnection(host, int(port), timeout=30)) as connection:
-        connection.request("GET", "/api/events")
-        with connection.getresponse() as answer:
-            yield answer
+def shown(address: str, charts: int = 0) -> Any:
+    with urllib.request.urlopen(f"{address}/api/view?charts={charts}", timeout=30) as answer:  # noqa: S310
+        return json.load(answer)
 
 
-def next_event(answer: http.client.HTTPResponse, wanted: str) -> Any:
-    while line := answer.readline().decode():
-        if line == f"event: {wanted}\n":
-            return json.loads(answer.readline().decode().removeprefix("data: "))
-    pytest.fail("the stream ended")
-
-
-def test_events_come_live_and_the_stream_ends_with_the_server() -> None:
+def test_a_page_gets_each_reading_and_new_charts_and_the_threads_end_with_the_server(until: Until) -> None:
     transport = a_run(MemoryBroker())
-    watch = Watcher(transport)
-    with ExitStack() as server, ExitStack() as page:
-        address = server.enter_context(serving(watch, TOKEN, "127.0.0.1", 0))
-        answer = page.enter_context(stream(address))
-        assert answer.headers["content-type"].startswith("text/event-stream")
-        assert next_event(answer, "page")["run"]["rounds"] == 1
-        assert next_event(answer, "charts")["lines"]["round"] == [1]
+    with serving(Watcher(transport), TOKEN, "127.0.0.1", 0) as address:
+        until(lambda: shown(address)["page"] is not None, "a first reading")
+        first = shown(address)
+        assert (first["page"]["run"]["rounds"], first["charts"]["lines"]["round"]) == (1, [1])
         close_round(transport, 2)
-        while next_event(answer, "page")["run"]["rounds"] != 2:
-            pass
-        while next_event(answer, "charts")["lines"]["round"] != [1, 2]:
-            pass
-        server.close()  # The page is connected meanwhile.
-        assert not answer.read().endswith(b"data: ")
+        until(lambda: shown(address)["page"]["run"]["rounds"] == 2, "the round")
+        until(lambda: shown(address)["charts"]["lines"]["round"] == [1, 2], "its charts")
+        until(lambda: shown(address, shown(address)["number"])["charts"] is None, "an answer without charts")
     assert not [thread for thread in threading.enumerate() if thread.name == "pages"]
 
 
@@ -90,8 +74,9 @@ def test_a_signal_ends_it_while_a_page_is_connected(url: str, number: signal.Sig
         found = re.search(r"(http://127\.0\.0\.1:\d+)/#token=open-sesame", greeting)
         assert found, greeting
         assert told == {"run": "sample", "address": found[1], "token": TOKEN}
-        with stream(found[1]) as answer:
-            assert next_event(answer, "page")["run"]["run"] == "sample"
+        with closing(http.client.HTTPConnection(found[1].removeprefix("http://"))) as connection:
+            connection.request("GET", "/healthz")
+            assert connection.getresponse().read()
             process.send_signal(number)
             assert process.wait() == 0
         assert process.stderr.read().count("\n") == 1  # It prints the token, and nothing about its end.
