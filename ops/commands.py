@@ -117,7 +117,7 @@ EXAMPLES: dict[str, dict[str, str]] = {
         "archipelago rm old redis://HOST:6379 --yes": "Delete it without a question, for scripts.",
     },
     "dash": {
-        "archipelago dash --run demo --open": "Open the page of the run in the browser.",
+        "archipelago dash --run demo": "Serve the page of the run on this machine.",
         "archipelago dash --host 0.0.0.0 --port 8080": "Serve the page to other machines.",
     },
     "steer": {

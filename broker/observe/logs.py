@@ -13,9 +13,7 @@ import threading
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import Any, Final
-
-from pythonjsonlogger.json import JsonFormatter
+from typing import Final
 
 from archipelago.broker.errors import ArchipelagoError
 
@@ -35,16 +33,15 @@ class Origin:
     island: str = ""
 
 
-class JsonLines(JsonFormatter):
+class JsonLines(logging.Formatter):
     """A formatter that writes each record as one JSON object on one line, with the fields of its origin."""
 
     def __init__(self, origin: Origin) -> None:
-        super().__init__(json_ensure_ascii=False)
+        super().__init__()
         self.origin = origin
 
-    def add_fields(self, log_data: dict[str, Any], record: logging.LogRecord, message_dict: dict[str, Any]) -> None:
-        """Fill in the object. Fields that are not known are left out."""
-        exception = message_dict.pop("exc_info", None)
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the object, without the fields that are not known."""
         error = record.exc_info[1] if record.exc_info else None
         fields = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
@@ -53,13 +50,13 @@ class JsonLines(JsonFormatter):
             "run": self.origin.run,
             "island": self.origin.island,
             "shard": shard_of(record),
-            "code": error.code if isinstance(error, ArchipelagoError) else None,
+            "round": getattr(record, "round", None),
+            "code": error.code if isinstance(error, ArchipelagoError) else getattr(record, "code", None),
             "message": record.getMessage(),
-            "exception": exception,
+            "exception": self.formatException(record.exc_info) if record.exc_info else None,
         }
-        log_data.update({name: value for name, value in fields.items() if value not in (None, "")})
-        message_dict.pop("message", None)
-        super().add_fields(log_data, record, message_dict)  # The fields of `extra`, such as the round.
+        known = {name: value for name, value in fields.items() if value not in (None, "")}
+        return json.dumps(known, ensure_ascii=False, default=str)
 
 
 class _Lines(logging.Formatter):
@@ -148,26 +145,25 @@ def _install_hooks() -> None:
         return  # They are installed already.
     before, before_in_thread, before_unraisable = sys.excepthook, threading.excepthook, sys.unraisablehook
 
+    def is_told(error: BaseException | None, text: str) -> bool:
+        """Log an uncaught error as an object, if objects were asked for."""
+        if not as_json() or error is None or isinstance(error, KeyboardInterrupt):
+            return False
+        log.critical("%s: %s", text, error, exc_info=error)
+        return True
+
     def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if as_json() and not issubclass(kind, KeyboardInterrupt):
-            log.critical("unexpected error: %s", error, exc_info=(kind, error, trace))
-        else:
+        if not is_told(error, "unexpected error"):
             before(kind, error, trace)
 
     def uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
-        if as_json() and args.exc_value is not None:
-            about = (args.exc_type, args.exc_value, args.exc_traceback)
-            log.critical("thread %s ended: %s", args.thread and args.thread.name, args.exc_value, exc_info=about)
-        else:
+        if not is_told(args.exc_value, f"thread {args.thread and args.thread.name} ended"):
             before_in_thread(args)
 
     def unraisable(args: sys.UnraisableHookArgs) -> None:
         if is_late_answer(args.exc_value):
             log.debug("a write ended after its event loop was closed")
-        elif as_json() and args.exc_value is not None:
-            about = (args.exc_type, args.exc_value, args.exc_traceback)
-            log.error("%s: %s", args.err_msg or "exception ignored", args.object, exc_info=about)
-        else:
+        elif not is_told(args.exc_value, f"{args.err_msg or 'exception ignored'} {args.object}"):
             before_unraisable(args)
 
     sys.excepthook, threading.excepthook, sys.unraisablehook = uncaught, uncaught_in_thread, unraisable

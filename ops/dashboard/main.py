@@ -7,10 +7,8 @@ import os
 import re
 import secrets
 import socket
-import sys
 import threading
 import time
-import webbrowser
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +28,8 @@ STOP_SECONDS = 5
 class DashOptions(RunAddress):
     """Show a run live in the browser, and steer it from there. Needs only Redis, so it can run anywhere.
 
-    Anyone who can reach the port can see the run. Changing it needs the token.
+    Anyone who can reach the port can see the run. Changing it needs the token: that in $ARCHIPELAGO_TOKEN, or a random
+    one that is printed at the start.
     """
 
     host: str = "127.0.0.1"
@@ -39,10 +38,6 @@ class DashOptions(RunAddress):
     """More host names under which browsers reach the page, such as that of a proxy. Other names are refused."""
     port: int = 8765
     """The port to listen on. 0 takes a free one."""
-    token: str | None = None
-    """The token that changes need. The default is $ARCHIPELAGO_TOKEN, or a random one that is printed at the start."""
-    open: bool = True
-    """Open the page in a browser if this machine has one."""
     json: bool = False
     """Print one JSON object, address and token, once it serves."""
 
@@ -51,7 +46,7 @@ def main(options: DashOptions) -> int:
     """Serve until a signal arrives."""
     require_extra("dash", "The dashboard")
     stopped = stop_on_signals()
-    token = _token(options.token)
+    token = _token()
     transport = options.connect()
     try:
         watch = Watcher(transport)
@@ -64,16 +59,11 @@ def main(options: DashOptions) -> int:
     return 0
 
 
-def _token(given: str | None) -> str:
-    token = (os.environ.get(TOKEN_VARIABLE) or None) if given is None else given
-    if token is None:
-        return secrets.token_urlsafe(18)
+def _token() -> str:
+    token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(18)
     if not re.fullmatch(r"[!-~]+", token):  # Only these characters are valid in a header.
-        raise ConfigError(
-            "that token cannot be used",
-            "Use letters, digits and signs, or leave it out for a random one.",
-            code="config.value",
-        )
+        remedy = "Use letters, digits and signs, or unset it for a random one."
+        raise ConfigError(f"the token in ${TOKEN_VARIABLE} cannot be used", remedy, code="config.value")
     return token
 
 
@@ -83,12 +73,6 @@ def _greet(run: str, address: str, token: str, options: DashOptions) -> None:
         print_json({"run": run, "address": address, "token": token})
     say(f"run {run!r} in the browser: {whole}")
     say(f"  token   {token} (needed to change the run; Ctrl-C ends the page, not the run)")
-    if options.open and sys.stderr.isatty() and _has_screen():
-        webbrowser.open(whole)
-
-
-def _has_screen() -> bool:
-    return sys.platform in ("darwin", "win32") or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
 
 
 @contextmanager

@@ -118,8 +118,8 @@ def settings(manifest: Manifest) -> dict[str, str]:
         words = {name: text for name, text in words.items() if name == STEPS or not name.startswith(unknown)}
         words["model"] = f"that of the task {manifest.task!r}" if manifest.task else "that of its users' scripts"
         return words | {f"version.{name}": version for name, version in manifest.versions.items()}
-    words["corpus"] = f"{corpus.name}, {corpus.bytes:,} bytes, digest {corpus.digest[:12]}"
-    words["tokenizer"] = f"{corpus.tokenizer[:12]}, {corpus.tokens:,} tokens" if corpus.tokenizer else "bytes"
+    words["corpus"] = f"{corpus.name}, {corpus.bytes:,} bytes, digest {corpus.digest}"
+    words["tokenizer"] = f"digest {corpus.tokenizer}, {corpus.tokens:,} tokens" if corpus.tokenizer else "bytes"
     return words | {f"version.{name}": version for name, version in manifest.versions.items()}
 
 

@@ -20,6 +20,7 @@ from archipelago.broker.errors import ArchipelagoError, BrokerError, Unreachable
 from archipelago.broker.manifest import Manifest, loss_unit
 from archipelago.broker.observe.logs import printable
 from archipelago.broker.observe.options import WorkerOptions
+from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE
 from archipelago.broker.transport import ReaderTransport
 from archipelago.ops.launch.devices import DeviceShares
@@ -273,17 +274,12 @@ class LocalRun:
         argv += ["--config", str(self.folder / "config.toml")]
         argv += ["--from", str(self.options.from_)] if self.options.from_ else []
         argv += ["--task", self.options.task] if self.options.task else []
-        log.unlink(missing_ok=True)
         child = Child("one-process", argv, thread_environment(1), log)
         child.start()
-        shown = 0
         try:
-            while child.alive() and not self.stopped():
-                lines = log.read_text(encoding="utf-8").splitlines()
-                for text in lines[shown:]:
-                    say(f"  {text}")
-                shown = len(lines)
-                time.sleep(POLL_SECONDS)
+            with progress("  training one process"):
+                while child.alive() and not self.stopped():
+                    time.sleep(POLL_SECONDS)
         finally:
             child.stop(KILL_SECONDS)
         found = _curve_in(result, tokens)

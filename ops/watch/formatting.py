@@ -57,11 +57,6 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1.0 else f"{1e3 * seconds:.3g} ms"
 
 
-def hours(seconds: float) -> str:
-    """Format a time span in hours and minutes."""
-    return ago(seconds) if seconds < 120 else f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min"
-
-
 def date(unix_seconds: float) -> str:
     """Format a moment as date and time in UTC."""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(unix_seconds))

@@ -10,7 +10,7 @@ from typing import Any
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Evaluation, TapeEntry
 from archipelago.ops.settings import flags
-from archipelago.ops.watch.formatting import date, hours, number, size
+from archipelago.ops.watch.formatting import ago, date, number
 from archipelago.ops.watch.run_summary import syncs_in_words
 from archipelago.ops.watch.run_view import RunView
 
@@ -33,8 +33,8 @@ def provenance(
     """
     machines, islands = _machines(view), view.known or int(report.get("islands") or 0)
     sections = {
-        "Run": _run(manifest, view) | _times(tape, evaluations, report),
-        "Result": _result(view, report) | {"syncs": syncs_in_words(view)},
+        "Run": {"config digest": manifest.config.digest(), **_times(tape, evaluations, report)},
+        "Result": {**_baseline(report), "syncs": syncs_in_words(view)},
         "Machines": machines,
         "Versions": dict(manifest.versions),
         "Changed while it ran": {f"round {e.round}": e.steered for e in tape if e.steered},
@@ -42,22 +42,6 @@ def provenance(
     return {
         "sections": {title: facts for title, facts in sections.items() if facts},
         "commands": commands(manifest, islands, len(machines), [e for e in tape if e.steered]),
-    }
-
-
-def _run(manifest: Manifest, view: RunView) -> dict[str, str]:
-    corpus = manifest.corpus
-    model = manifest.config.model.size
-    known = f"{corpus.name}, {corpus.bytes:,} bytes, digest {corpus.digest}"
-    return {
-        "run": view.run,
-        "model": f"{model}, {view.size}",
-        "corpus": known if corpus.name else "that of its task" if manifest.task else "that of its users' scripts",
-        **({"tokenizer": f"digest {corpus.tokenizer}, {corpus.tokens:,} tokens"} if corpus.tokenizer else {}),
-        "config digest": manifest.config.digest(),
-        "progress": f"step {view.step:,} of {view.steps:,}, round {view.rounds:,}",
-        "tokens": f"{view.tokens_trained:,} trained, {view.tokens_merged:,} merged, {view.tokens_lost:,} lost",
-        "traffic": f"{size(view.bytes_up)} up, {size(view.bytes_down)} down",
     }
 
 
@@ -70,29 +54,23 @@ def _times(tape: Sequence[TapeEntry], evaluations: Sequence[Evaluation], report:
     found = {
         "first record": date(min(moments)),
         "last record": date(max(moments)),
-        "duration": f"{hours(max(moments) - min(moments))}, pauses included",
+        "duration": f"{ago(max(moments) - min(moments))}, pauses included",
     }
     trained, speed = (float(report.get(key) or math.nan) for key in ("seconds", "tokens_per_second"))
     if trained > 0:
-        found["last session"] = f"{hours(trained)}, {number(speed, 0)} tokens/s in all"
+        found["last session"] = f"{ago(trained)}, {number(speed, 0)} tokens/s in all"
     return found
 
 
-def _result(view: RunView, report: Mapping[str, Any]) -> dict[str, str]:
-    unit = view.unit
-    found = {
-        f"held-out {unit}": f"{number(view.held_out_first, 4)} at the first evaluation, "
-                            f"{number(view.held_out_last, 4)} at the last",
-        f"training {unit}": number(view.loss, 4),
-    }  # fmt: skip
+def _baseline(report: Mapping[str, Any]) -> dict[str, str]:
     single, curve = float(report.get("held_out_one_process") or math.nan), report.get("curve_one_process")
     if math.isnan(single) or not curve:
-        found["baseline"] = "not measured"
-        return found
+        return {"baseline": "not measured"}
     last = float(report.get("held_out_last") or math.nan)
-    found["baseline"] = f"{number(single, 4)}: one process that trained on {int(curve[-1][0]):,} tokens"
-    found["relative to it"] = f"{100 * (last / single - 1):+.2f} %"
-    return found
+    return {
+        "baseline": f"{number(single, 4)}: one process that trained on {int(curve[-1][0]):,} tokens",
+        "relative to it": f"{100 * (last / single - 1):+.2f} %",
+    }
 
 
 def _machines(view: RunView) -> dict[str, str]:

@@ -59,7 +59,7 @@ def test_a_page_gets_each_reading_and_new_charts_and_the_threads_end_with_the_se
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_while_a_page_is_connected(url: str, number: signal.Signals) -> None:
-    words = ["dash", url, "--run", "sample", "--port", "0", "--no-open", "--json"]
+    words = ["dash", url, "--run", "sample", "--port", "0", "--json"]
     with subprocess.Popen(
         [sys.executable, "-P", "-m", "archipelago.ops", *words],
         env={**os.environ, TOKEN_VARIABLE: TOKEN},
@@ -98,7 +98,7 @@ def test_the_dashboard_needs_its_extra_but_other_verbs_do_not(url: str, monkeypa
                 patch.delitem(sys.modules, name)
             patch.setitem(sys.modules, package, None)
             with failing(ConfigError, "config.extra"):
-                run(["dash", url, "--run", "sample", "--no-open"])
+                run(["dash", url, "--run", "sample"])
     for package in ("starlette", "uvicorn", "plotly", "matplotlib", "tensorboardX"):
         monkeypatch.setitem(sys.modules, package, None)
     with failing(ConfigError, "config.extra"):

@@ -218,7 +218,8 @@ def test_the_report_says_where_its_figures_come_from(ended: Path) -> None:
     found = everything(ReportOptions("sample", folder=ended.parent))
     sections = found["about"]["sections"]
     assert sections["Versions"] == MANIFEST.versions
-    assert MANIFEST.corpus.digest in sections["Run"]["corpus"]
+    assert MANIFEST.corpus.digest in found["page"]["settings"]["corpus"]
+    assert sections["Run"]["config digest"] == MANIFEST.config.digest()
     assert sections["Result"]["baseline"].startswith("5.0000: ")
     assert sections["Result"]["relative to it"] == "-20.00 %"
     assert found["charts"]["one_process"] == [[100, 6.0], [200, 5.0]]
