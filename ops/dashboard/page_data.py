@@ -55,12 +55,12 @@ def chart_library() -> Path:
 def page_of(reading: RunReading, history: History, manifest: Manifest) -> dict[str, Any]:
     """Return the data that changes with each reading: everything except the charts. The JSON writer replaces NaN."""
     view, config = reading.view, manifest.config
-    run = asdict(replace(view, islands=(), refusals=()))
+    run = replace(view, islands=(), refusals=()).figures()
     control, served = dict(view.control.fields), merger_in_words(view)
     if not view.merger.holder:  # It begins with a word, not with a name.
         served = served[0].upper() + served[1:]
     mood, sentence = STATES[view.state]
-    strips = [{member.island: member.staleness for member in entry.members} for entry in reading.tape]
+    strips = [{member.island: member.staleness for member in entry.members} for entry in view.tape]
     return {
         "run": {name: value for name, value in run.items() if name not in _ELSEWHERE},
         "state": {"word": view.state, "mood": mood, "sentence": sentence},
@@ -125,7 +125,7 @@ def settings(manifest: Manifest) -> dict[str, str]:
 
 def charts_of(reading: RunReading, history: History, manifest: Manifest) -> dict[str, Any]:
     """Return the charts' data, thinned to a few hundred points for each line. All losses have the run's unit."""
-    evaluations, unit = thinned(reading.evaluations, POINTS_DRAWN, newest), loss_unit(manifest.corpus)
+    evaluations, unit = thinned(reading.view.evaluations, POINTS_DRAWN, newest), loss_unit(manifest.corpus)
     lines, config = history.lines(), manifest.config
     lengths = lines.pop("length")
     # The present length counts for all rounds if the tape no longer has the change of it.

@@ -189,8 +189,7 @@ class LocalRun:
         """Return what is wrong with the run, without the absence of our own processes: we start them again."""
         ours = {"run", "merger", *(island.name for island in self.islands)}
         absent = ("run.no-islands", "merger.missing", "shard.no-merger", "island.silent")
-        found = problems(view, self.manifest.config)
-        return [each for each in found if each.code not in absent or each.who not in ours]
+        return [each for each in problems(view) if each.code not in absent or each.who not in ours]
 
     def _require_workers(self) -> None:
         """Raise ArchipelagoError if a process has made a fatal error, or if all islands have failed for good."""

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from archipelago.broker.config import RunConfig
 from archipelago.broker.messages import TapeEntry
 from archipelago.broker.observe.merge_load import FEW_SYNCS_REMEDY, merge_load
 from archipelago.broker.shards.reader import numbered
@@ -57,38 +56,29 @@ class Problem:
     seconds: float = 0.0
 
 
-def problems(
-    view: RunView, config: RunConfig, tape: Sequence[TapeEntry] = (), unix_seconds: float = 0.0
-) -> tuple[Problem, ...]:
-    """Return what is wrong now, the worst first.
-
-    Args:
-        view: The run.
-        config: The run's settings.
-        tape: The recent rounds, oldest first.
-        unix_seconds: The reader's wall clock.
-    """
+def problems(view: RunView, unix_seconds: float = 0.0) -> tuple[Problem, ...]:
+    """Return what is wrong now, the worst first. `unix_seconds` is the reader's wall clock."""
     unreachable = tuple(_unreachable_shards(view))
     few = [Problem("run.few-syncs", "warn", "run", fault, FEW_SYNCS_REMEDY)] if (fault := view.few_syncs) else []
     if view.steps <= view.step and not view.pending:
         return (*unreachable, *few)
     found = [
         *unreachable,
-        *_run_problems(view, config, tape),
+        *_run_problems(view),
         *few,
         *_memory_problems(view),
-        *_loss_problems(tape),
-        *_checkpoint_problems(view, tape),
+        *_loss_problems(view.tape),
+        *_checkpoint_problems(view),
         *(problem for island in view.islands for problem in _island_problems(island)),
         *_refusal_problems(view, unix_seconds),
     ]
     return tuple(sorted(found, key=lambda problem: _ORDER.index(problem.mood)))
 
 
-def _run_problems(view: RunView, config: RunConfig, tape: Sequence[TapeEntry]) -> Iterator[Problem]:
+def _run_problems(view: RunView) -> Iterator[Problem]:
     status, command = view.merger, f"--run {view.run}"
     another = f"Start one with `archipelago island URL {command}`"
-    if config.has_own_loops:
+    if view.config.has_own_loops:
         another = f"{another[:-1]} --task FILE.py:NAME`" if view.task else "Start one of its training scripts"
     if not view.live:
         had, log = view.known or view.rounds, "The log of the last island says why it ended."
@@ -119,8 +109,8 @@ def _run_problems(view: RunView, config: RunConfig, tape: Sequence[TapeEntry]) -
             if view.live else "Start an island.", status.still_seconds,
         )  # fmt: skip
     is_merging = view.live and not stalls and not view.control.is_paused and not view.lacks_merger
-    for where, entries in _by_shard(view, tape):
-        load = merge_load(entries, config.sync.interval)
+    for where, entries in _by_shard(view):
+        load = merge_load(entries, view.interval)
         if load is not None and load.is_slow and is_merging:
             yield Problem("merger.slow", "warn", "merger", f"{where}{load.describe()}", load.remedy)
     for name, why in view.control.faults.items():
@@ -137,12 +127,12 @@ def _run_problems(view: RunView, config: RunConfig, tape: Sequence[TapeEntry]) -
         )  # fmt: skip
 
 
-def _by_shard(view: RunView, tape: Sequence[TapeEntry]) -> Iterator[tuple[str, Sequence[TapeEntry]]]:
+def _by_shard(view: RunView) -> Iterator[tuple[str, Sequence[TapeEntry]]]:
     """Yield the rounds of each shard, with the words that name the shard; of a run with one shard, all rounds."""
     if not view.shards:
-        yield "", tape
+        yield "", view.tape
     for shard, fragments in enumerate(view.shards):
-        yield f"Shard {shard}: ", [entry for entry in tape if entry.fragment in fragments]
+        yield f"Shard {shard}: ", [entry for entry in view.tape if entry.fragment in fragments]
 
 
 def _unreachable_shards(view: RunView) -> Iterator[Problem]:
@@ -211,7 +201,7 @@ def rising(losses: Sequence[float]) -> tuple[float, float] | None:
     return statistics.fmean(before), statistics.fmean(after)
 
 
-def _checkpoint_problems(view: RunView, tape: Sequence[TapeEntry]) -> Iterator[Problem]:
+def _checkpoint_problems(view: RunView) -> Iterator[Problem]:
     if view.unsaved:
         yield Problem(
             "checkpoint.failed", "bad", "merger", f"{view.unsaved[:1].upper()}{view.unsaved[1:]}",
@@ -219,7 +209,7 @@ def _checkpoint_problems(view: RunView, tape: Sequence[TapeEntry]) -> Iterator[P
         )  # fmt: skip
         return
     behind = view.rounds - view.covered
-    times = [entry.unix_seconds for entry in tape if entry.unix_seconds]
+    times = [entry.unix_seconds for entry in view.tape if entry.unix_seconds]
     if len(times) < 2 or behind <= 0 or not view.merger.holder:
         return
     # The median, because the run may have stood still for a night between two of these rounds.

@@ -19,7 +19,6 @@ def provenance(
     manifest: Manifest,
     view: RunView,
     tape: Sequence[TapeEntry],
-    evaluations: Sequence[Evaluation],
     report: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return `sections`, facts in words by section and name, and `commands`, a shell script that repeats the run.
@@ -28,12 +27,11 @@ def provenance(
         manifest: The run's manifest.
         view: The run as it is now.
         tape: All rounds that are still known, oldest first.
-        evaluations: All evaluations, oldest first.
         report: The run's report.json; empty if there is none.
     """
     machines, islands = _machines(view), view.known or int(report.get("islands") or 0)
     sections = {
-        "Run": {"config digest": manifest.config.digest(), **_times(tape, evaluations, report)},
+        "Run": {"config digest": manifest.config.digest(), **_times(tape, view.evaluations, report)},
         "Result": {**_baseline(report), "syncs": syncs_in_words(view)},
         "Machines": machines,
         "Versions": dict(manifest.versions),

@@ -152,6 +152,9 @@ def summarise(
         control=Control.of(control or {}),
         refused_by_code=_counts(figures, "refused"),
         covered=_count(figures, "covered"),
+        config=manifest.config,
+        tape=tape,
+        evaluations=evaluations,
         **_token_accounts(presences, merged, books, pending, fragments),
     )
 
@@ -225,18 +228,8 @@ def _token_accounts(
 ) -> dict[str, Any]:
     """Return where the run's tokens are: trained = merged + refused + pending + unsent + lost.
 
-    A token counts once, although each fragment is synchronised on its own: every account is the mean over the
-    fragments.
-
-    - *Trained*: tokens of the inner steps that islands have made, by their heartbeats. Islands that return go on
-      counting. An island of long ago has its merged tokens.
-    - *Merged*, *refused*, *pending*: what became of the contributions, by the books. A run that went back to a
-      checkpoint has the books of that checkpoint.
-    - *Unsent*: work that islands which are alive have not sent yet.
-    - *Lost*: all other trained tokens. They were not sent when their island died, or they were merged after the
-      checkpoint to which the run went back, or the island had to adopt newer parameters over them.
-
-    Heartbeats are up to a second older than the books, so the newest steps may be missing from trained and lost.
+    docs/guide/operating.md says what each account holds. A token counts once, although each fragment is synchronised on
+    its own: every account is the mean over the fragments. An island of long ago has trained its merged tokens.
 
     Args:
         presences: The islands that are known.

@@ -115,7 +115,7 @@ def of_watch(watch: Watcher, folder: Path | None = None) -> dict[str, Any]:
     return {
         "page": page_of(reading, history, manifest),
         "charts": charts_of(reading, history, manifest) | {"one_process": left.get("curve_one_process", [])},
-        "about": provenance(manifest, reading.view, tape, reading.evaluations, left),
+        "about": provenance(manifest, reading.view, tape, left),
     }
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from archipelago.broker.config import RunConfig
 from archipelago.broker.control import DRAIN, EXPEL, Control
-from archipelago.broker.messages import Books, Refusal
+from archipelago.broker.messages import Books, Evaluation, Refusal, TapeEntry
 from archipelago.broker.observe.merge_load import few_syncs
 from archipelago.broker.presence import Heartbeat
 from archipelago.broker.shards.reader import holders_in_words, numbered
@@ -83,6 +84,9 @@ class RunView:
         refusals: The newest refusals without repeats, oldest first, each with the broker's unix time in seconds.
         refused_by_code: How many contributions were refused, by code.
         covered: The last round in a finished checkpoint; 0 if there is none.
+        config: The run's settings.
+        tape: The recent rounds, oldest first.
+        evaluations: All evaluations, oldest first.
     """
 
     run: str
@@ -134,6 +138,9 @@ class RunView:
     refusals: tuple[tuple[float, Refusal], ...] = ()
     refused_by_code: Mapping[str, int] = field(default_factory=dict, hash=False)
     covered: int = 0
+    config: RunConfig = field(default_factory=RunConfig)
+    tape: Sequence[TapeEntry] = ()
+    evaluations: Sequence[Evaluation] = ()
 
     @property
     def size(self) -> str:
@@ -212,9 +219,14 @@ class RunView:
                 return "stalled"
         return "training" if self.rounds else "starting"
 
+    def figures(self) -> dict[str, Any]:
+        """Return the view as plain data, without what was read to make it."""
+        found = asdict(replace(self, config=RunConfig(), tape=(), evaluations=()))
+        return {name: value for name, value in found.items() if name not in ("config", "tape", "evaluations")}
+
     def as_json(self) -> dict[str, Any]:
         """Return the view as one object for `print_json`."""
-        found = asdict(self)
+        found = self.figures()
         control = found.pop("control")
         return found | {
             "steered": dict(control["fields"]),

@@ -22,7 +22,7 @@ from archipelago.broker.process import RunAddress, print_json, stop_on_signals
 from archipelago.broker.shards.transport import opened
 from archipelago.broker.transport import ReaderTransport
 from archipelago.ops.watch.advice import Problem, problems
-from archipelago.ops.watch.reading import RECENT_ROUNDS, observe
+from archipelago.ops.watch.reading import observe
 from archipelago.ops.watch.run_view import RunView
 from archipelago.ops.watch.terminal import line, render
 from archipelago.ops.watch.watcher import LOOK_SECONDS, Watcher, repeated
@@ -68,9 +68,8 @@ def main(options: StatusOptions) -> int:
         _watch(transport, options.every, as_json=options.json)
         return 0
     manifest, run = opened(transport, for_display=True)
-    tape, evaluations = run.reader.tape(RECENT_ROUNDS), run.reader.evaluations()
-    view = observe(run, manifest, tape, evaluations)
-    found = problems(view, manifest.config, tape, time.time())
+    view = observe(run, manifest)
+    found = problems(view, time.time())
     if options.json:
         print_json(_as_json(view, found))
     else:

@@ -36,8 +36,6 @@ class RunReading:
 
     Attributes:
         unix_seconds: The reader's wall clock.
-        tape: The recent rounds, oldest first.
-        evaluations: All evaluations, oldest first.
         problems: What is wrong now, the worst first.
         events: Notes and refusals, oldest first.
         held_out: The held-out losses of all evaluations, oldest first, in the run's unit.
@@ -45,8 +43,6 @@ class RunReading:
 
     view: RunView
     unix_seconds: float
-    tape: Sequence[TapeEntry] = ()
-    evaluations: Sequence[Evaluation] = ()
     problems: Sequence[Problem] = ()
     events: Sequence[Event] = ()
     held_out: Sequence[float] = ()
@@ -134,13 +130,10 @@ class Watcher:
         view = observe(self.transport, self.manifest, tape, self._evaluations, self._refusals, notes, briefly=True)
         now = self.wall()
         self.history.queues.add(QueueRow(now, view.pending, view.memory_bytes))
-        found = problems(view, self.manifest.config, tape[-RECENT_ROUNDS:], now)
         return RunReading(
             view=view,
             unix_seconds=now,
-            tape=tape[-RECENT_ROUNDS:],
-            evaluations=self._evaluations,
-            problems=found,
+            problems=problems(view, now),
             events=with_comebacks(events_of(notes, view.refusals)),
             held_out=[loss_unit(self.manifest.corpus).from_evaluation(e.bits_per_byte) for e in self._evaluations],
         )

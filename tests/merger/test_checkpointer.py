@@ -125,7 +125,7 @@ def test_status_shows_that_checkpoints_fail_until_they_are_written_again() -> No
         run.play(merger, number)
         for _ in range(2):
             merger.turn(0.0)
-        found.append([each.code for each in problems(observe(run.transport, run.manifest), run.manifest.config)])
+        found.append([each.code for each in problems(observe(run.transport, run.manifest))])
         run.clock.now += RETRY_SECONDS
     assert [("checkpoint.failed" in codes) for codes in found] == [True, False, False]
 

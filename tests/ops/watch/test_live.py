@@ -140,7 +140,7 @@ def test_control_characters_never_reach_the_terminal() -> None:
     found = replace(found, islands=(replace(found.islands[0], link=evil, last_refusal=evil),))
     shown = RunReading(found, NOW, events=[Event(NOW, evil, "refused", evil)])
     console = Console(file=StringIO(), width=200, height=60, highlight=False)
-    console.print(terminal.render(found, problems(found, MANIFEST.config)))
+    console.print(terminal.render(found, problems(found)))
     console.print(Screen(shown, Outage(NOW, evil), NOW))
     assert isinstance(console.file, StringIO)
     text = console.file.getvalue()

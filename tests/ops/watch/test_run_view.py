@@ -206,7 +206,7 @@ def test_a_state_of_any_form_is_read_as_far_as_possible() -> None:
 
 def shown(view: RunView, width: int) -> str:
     console = Console(record=True, width=width, file=StringIO(), highlight=False)
-    console.print(render(view, problems(view, MANIFEST.config)))
+    console.print(render(view, problems(view)))
     text = console.export_text()
     assert max(map(len, text.splitlines())) <= width
     return text
