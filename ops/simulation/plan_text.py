@@ -68,8 +68,8 @@ def page(options: PlanOptions, found: RunPlan) -> list[str]:
     settings += f" --shards {found.cycle.shards}" if found.cycle.shards > 1 else ""
     settings = " ".join([settings, *flags(RunConfig(merge=options.merge))])
     return [
-        f"plan     {_count(found.parameters)} parameters on {_count(found.tokens)} tokens: {options.chips:,} chips in "
-        f"{options.sites} sites, {options.link_mbits:,.0f} Mbit/s each; a chip fails every {fails}",
+        f"plan     {count_text(found.parameters)} parameters on {count_text(found.tokens)} tokens: {options.chips:,} "
+        f"chips in {options.sites} sites, {options.link_mbits:,.0f} Mbit/s each; a chip fails every {fails}",
         "",
         f"M = {fleet.islands:<5} islands, {found.islands_a_site} a site, {options.chips / fleet.islands:g} chips each",
         f"H = {way.interval:<5} inner steps between two syncs of a fragment: {seconds_text(interval_seconds)}",
@@ -135,7 +135,8 @@ def _merger_line(found: RunPlan) -> str:
             f"It {merging}.")  # fmt: skip
 
 
-def _count(value: float) -> str:
+def count_text(value: float) -> str:
+    """Format a number of parameters, tokens or chips, such as 150k or 1.2M."""
     for unit, factor in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= factor:
             return f"{value / factor:.3g}{unit}"
