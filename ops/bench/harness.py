@@ -197,7 +197,7 @@ OF_MERGER = {
     f"{_MERGER}.round_merge:publish": "quantise the difference",
     f"{_MERGER}.service:build_commit": "encode the commit",
     f"{_REDIS}.chunks:ChunkStore.place": "upload",
-    f"{_REDIS}.merger:RedisMerger.commit": "transaction",
+    f"{_REDIS}.merger:RedisMerger.commit": "commit",
 }
 WHOLE = "whole process"
 
@@ -205,12 +205,16 @@ WHOLE = "whole process"
 class Spent(NamedTuple):
     """What calls have taken: their number, seconds, and seconds of processor time."""
 
-    calls: int = 0
+    calls: float = 0
     seconds: float = 0.0
     cpu_seconds: float = 0.0
 
+    def plus(self, other: Spent, sign: int = 1) -> Spent:
+        """Return the sum of both, or with a `sign` of -1 the difference."""
+        return Spent(*(mine + sign * theirs for mine, theirs in zip(self, other, strict=True)))
+
     def __sub__(self, other: Spent) -> Spent:
-        return Spent(self.calls - other.calls, self.seconds - other.seconds, self.cpu_seconds - other.cpu_seconds)
+        return self.plus(other, -1)
 
 
 class Pieces:

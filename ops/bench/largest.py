@@ -1,35 +1,34 @@
 """`archipelago bench largest`: pass a model of a billion parameters through Redis once, and kill its merger half-way.
 
-Links of two islands, mergers and Redis, each a process, without training: each fragment is published by both islands,
-merged, fetched and adopted. Fragments follow one after another, so that the seconds of each part are separate. Redis
-keeps nothing on disk here. The same figures are predicted (`ops.simulation.cycle`), and printed beside the measured
-ones.
+Links of two islands, mergers and Redis, without training: each fragment is published by both islands, merged, fetched
+and adopted. Fragments follow one after another, so that the seconds of each part are separate. Redis keeps nothing on
+disk here. What `ops.simulation.cycle` predicts stands beside what is measured.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import statistics
 import time
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from archipelago.broker.codecs import codec
 from archipelago.broker.errors import BrokerError, ConfigError, require_number
 from archipelago.broker.footprint import available_here, memory_text
-from archipelago.broker.process import keep_compiled
+from archipelago.broker.messages import Resume, Snapshot
+from archipelago.broker.process import keep_compiled, return_freed_memory
 from archipelago.ops.bench.harness import (
-    MeasuredProcess,
     child,
+    cpu_seconds,
+    forget_peak,
     own_redis,
     peak_bytes,
     require_linux,
     resident_bytes,
     serve_merger,
 )
-from archipelago.ops.bench.largest_islands import RUN, Passed, config_of, pass_all
+from archipelago.ops.bench.largest_islands import RUN, WireIslands, config_of
 from archipelago.ops.bench.output import OutputOptions, finish
 from archipelago.ops.settings import say
 from archipelago.ops.simulation.cycle import (
@@ -50,8 +49,6 @@ ISLANDS = 2
 MEMORY_SHARE = 0.95
 #: The measurement ends when the machine has less memory than this.
 FLOOR_BYTES = 1 << 28
-WATCH_SECONDS = 0.25
-MERGERS = ("first merger", "second merger")
 #: Memory of the islands' process before it holds a fragment, and for each island and element of one (both measured).
 ISLANDS_BASE, ISLAND_FRAGMENT_BYTES = 290_000_000, 60
 
@@ -82,21 +79,18 @@ def main(options: LargestOptions) -> int:
     return finish("largest", largest(parameters, options.fragments, options.islands), options)
 
 
-@dataclass(frozen=True)
-class Predicted:
+class Predicted(NamedTuple):
     """What the measurement should find.
 
     Attributes:
-        machine: How fast this machine is.
         islands_bytes: Memory of the islands' process.
         load_seconds: Processor time of a merger that starts and loads the run.
         merge_seconds: Processor time of the mergers in the first cycle, after that.
         restart_seconds: The same from the kill until the next merger has closed a round. Its process runs on the same
             machine, so it does not wait for a lease.
-        cycle: Memory, bytes and time of the rest.
+        cycle: Memory and bytes of the rest.
     """
 
-    machine: Machine
     islands_bytes: int
     load_seconds: float
     merge_seconds: float
@@ -115,7 +109,6 @@ def predict(parameters: int, fragments: int, islands: int, machine: Machine) -> 
     expected = cycle(config, parameters, fragments, islands, checkpoints=False, machine=machine)
     load_seconds = loading_seconds(parameters, codec(config.wire.full).encoded_size(parameters) / parameters, machine)
     return Predicted(
-        machine,
         ISLANDS_BASE + ISLAND_FRAGMENT_BYTES * islands * math.ceil(parameters / fragments),
         load_seconds,
         expected.merge_seconds + machine.seconds(0.0, FIRST_MERGE_BYTES * parameters),
@@ -136,69 +129,22 @@ def require_room(predicted: Predicted, available: int) -> None:
         )
 
 
-def row(what: str, unit: str, measured: float, expected: float, seconds: float | str = "") -> dict[str, Any]:
-    """Return a line of the table: what was measured and predicted."""
-    ratio = measured / expected if expected else ""
-    return {"what": what, "wall seconds": seconds, "unit": unit, "measured": measured, "predicted": expected,
-            "ratio": ratio}  # fmt: skip
+class Memory:
+    """The memory of several processes.
 
+    Attributes:
+        processes: The process IDs by name.
+        peaks: The most memory that each of them had when it was looked at last.
+        together: The most that all of them had at one time.
+    """
 
-def rows(passed: Passed, memory: _Memory, predicted: Predicted) -> list[dict[str, Any]]:
-    """Return a table for people: each part with its time of day, and what was measured and predicted."""
-    need, islands = predicted.cycle, passed.islands
-    restarted = passed.restart_cpu_seconds, predicted.restart_seconds
+    def __init__(self, **processes: int) -> None:
+        self.processes, self.peaks, self.together = processes, dict[str, int](), 0
 
-    def processor(what: str, part: str, expected: float) -> dict[str, Any]:
-        of_all = passed.fragments * statistics.fmean(passed.cpu_seconds[part] or [0.0])
-        return row(what, "processor s", of_all, expected, sum(passed.seconds[part]))
-
-    def gigabytes(what: str, measured: float, expected: float) -> dict[str, Any]:
-        return row(what, "GB", 1e-9 * measured, 1e-9 * expected)
-
-    loaded = passed.load_cpu_seconds, predicted.load_seconds, passed.load_seconds
-    times = [
-        row("the first merger starts and loads", "processor s", *loaded),
-        processor("publish, all islands", "publish", islands * need.publish_seconds),
-        processor("merge", "merge", predicted.merge_seconds),
-        processor("adopt, all islands", "adopt", islands * need.adopt_seconds),
-        row("the second merger starts, loads and merges again", "processor s", *restarted),
-    ]
-    together = (sum(each[column] for each in times) for column in ("measured", "predicted"))
-    return [
-        *times,
-        row("all of these together", "processor s", *together),
-        row("from the kill to the next closed round", "s", passed.restart_seconds, predicted.restart_seconds),
-        gigabytes("bytes up, all islands", passed.bytes_up, islands * need.bytes_up),
-        gigabytes("bytes down, all islands", passed.bytes_down, islands * need.bytes_down),
-        gigabytes("peak memory: merger", max(memory.peaks[name] for name in MERGERS), need.merger_bytes),
-        gigabytes("peak memory: Redis", memory.peaks["Redis"], need.redis_first_bytes),
-        gigabytes("peak memory: islands' process", memory.peaks["islands"], predicted.islands_bytes),
-        gigabytes("peak memory: all together", memory.together, predicted.together_bytes),
-    ]
-
-
-class _Memory:
-    """The memory of several processes: the peak of each, and of all together."""
-
-    def __init__(self) -> None:
-        self.processes: dict[str, int] = {}
-        self.peaks: dict[str, int] = {}
-        self.together = 0
-
-    def await_(self, process: MeasuredProcess) -> Any:
-        """Return the process's next message, and note the sizes meanwhile, and the peaks so far at the end.
-
-        Raises:
-            BrokerError: The machine has hardly any memory left.
-        """
-        while (message := process.receive(WATCH_SECONDS)) is None:
-            self._look()
-        self._look()
+    def look(self) -> None:
+        """Note the sizes and peaks. Raise BrokerError if the machine has hardly any memory left."""
+        self.together = max(self.together, sum(map(resident_bytes, self.processes.values())))
         self.peaks |= {name: peak_bytes(pid) for name, pid in self.processes.items()}
-        return message
-
-    def _look(self) -> None:
-        self.together = max(self.together, sum(resident_bytes(pid) for pid in self.processes.values()))
         if available_here() < FLOOR_BYTES:
             raise BrokerError(
                 "the measurement ended because this machine has hardly any memory left",
@@ -217,38 +163,92 @@ def largest(parameters: float, fragments: int = FRAGMENTS, islands: int = ISLAND
     require_room(needed, available_here())
     say(f"all of the memory is taken once before: {memory_text(needed.together_bytes)}")
     # The host of a virtual machine takes back memory that is free, and takes long to find it again.
-    first_seconds = new_memory_seconds(needed.together_bytes) / needed.together_bytes
-    predicted = predict(size * fragments, fragments, islands, measured_machine())
-    memory = _Memory()
-    with ExitStack() as held:
-        server = held.enter_context(own_redis(append_only=False))
-        players = held.enter_context(child(pass_all, server.url, size, fragments, islands))
-        memory.processes = {"islands": players.pid, "Redis": server.pid}
-        memory.await_(players)
+    first_price = new_memory_seconds(needed.together_bytes) / needed.together_bytes
+    machine = measured_machine()
+    rows = [row("new memory when it is taken before the run", 1e9 * first_price, 1e9 * machine.new_byte_seconds,
+                unit="s a GB")]  # fmt: skip
+    return_freed_memory()  # as `archipelago island` does
+    forget_peak()
+    with own_redis(append_only=False) as server:
+        fleet, half = WireIslands(server.url, size, fragments, islands), fragments // 2
+        memory = Memory(islands=os.getpid(), Redis=server.pid)
         say(f"a run of {size * fragments:,} parameters in {fragments} fragments is in Redis")
-        with child(serve_merger, server.url, RUN) as first:
-            memory.processes[MERGERS[0]] = first.pid
-            players.pipe.send(first.pid)
-            memory.await_(players)
-            del memory.processes[MERGERS[0]]
-            killed_at = time.monotonic()
+        began = time.monotonic()
+        with child(serve_merger, server.url, RUN) as merger:
+            memory.processes["first merger"] = merger.pid
+            fleet.hear(Resume)
+            loaded, load_cpu = time.monotonic() - began, cpu_seconds(merger.pid)
+            for p in range(half):
+                fleet.passes(p, merger.pid)
+                memory.look()
+            fleet.train()
+            fleet.islands[0].publish(half)
+            memory.look()
+        killed_at = time.monotonic()
         say("the merger was killed, and another one starts")
-        second = held.enter_context(child(serve_merger, server.url, RUN))
-        memory.processes[MERGERS[1]] = second.pid
-        players.pipe.send((killed_at, second.pid))
-        passed: Passed = memory.await_(players)
-    # The price of as much memory as the run takes, beside the price afterwards, which the prediction uses.
-    prices = 1e9 * first_seconds, 1e9 * predicted.machine.new_byte_seconds
+        del memory.processes["first merger"]
+        with child(serve_merger, server.url, RUN) as merger:
+            memory.processes["second merger"] = merger.pid
+            fleet.publish(half, first=1)
+            fleet.hear(Snapshot)
+            restarted, restart_cpu = time.monotonic() - killed_at, cpu_seconds(merger.pid)
+            fleet.adopt(half)
+            for p in range(half + 1, fragments):
+                fleet.passes(p, merger.pid)
+                memory.look()
+            memory.look()
+        fleet.require_nothing_lost()
+    found = predict(size * fragments, fragments, islands, machine)
+    rows += [
+        row("the first merger starts and loads", load_cpu, found.load_seconds, loaded),
+        *_part_rows(fleet, fragments, found),
+        row("the second merger starts, loads and merges again", restart_cpu, found.restart_seconds),
+        row("from the kill to the next closed round", restarted, found.restart_seconds, unit="s"),
+        *_byte_rows(fleet, memory, found),
+    ]
     return {
         "parameters": size * fragments,
-        "append_only_file": False,
-        "rows": [
-            row("new memory when it is taken before the run", "s a GB", *prices),
-            *rows(passed, memory, predicted),
-        ],
-        "predicted": asdict(predicted),
+        "fragments": fragments,
+        "islands": islands,
+        "rows": rows,
+        "predicted": found._asdict() | {"machine": asdict(machine), "cycle": asdict(found.cycle)},
         "load": os.getloadavg()[0],
-        "peak_bytes": memory.peaks,
-        "together_bytes": memory.together,
-        **asdict(passed),
     }
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+
+def row(
+    what: str, measured: float, predicted: float | str = "", seconds: float | str = "", unit: str = "processor s"
+) -> dict[str, Any]:
+    """Return a line of the table: what was measured and predicted, and the time of day that it took."""
+    ratio = "" if isinstance(predicted, str) else measured / predicted
+    return {"what": what, "wall seconds": seconds, "unit": unit, "measured": measured, "predicted": predicted,
+            "ratio": ratio}  # fmt: skip
+
+
+def _part_rows(fleet: WireIslands, fragments: int, predicted: Predicted) -> list[dict[str, Any]]:
+    """Return a line of each part of a pass. The fragment of the kill counts like the mean of the others."""
+    return [
+        row(f"{part}, all islands" if part != "merge" else part, spent.cpu_seconds * fragments / max(1, spent.calls),
+            predicted.merge_seconds if part == "merge" else "", spent.seconds)
+        for part, spent in fleet.spent.items()
+    ]  # fmt: skip
+
+
+def _byte_rows(fleet: WireIslands, memory: Memory, predicted: Predicted) -> list[dict[str, Any]]:
+    need, channels = predicted.cycle, [island.link.channels for island in fleet.islands]
+    up, down = sum(each.bytes_up for each in channels), sum(each.bytes_down for each in channels)
+    merger = max(memory.peaks["first merger"], memory.peaks["second merger"])
+    return [
+        row(what, 1e-9 * measured, 1e-9 * expected, unit="GB")
+        for what, measured, expected in (
+            ("bytes up, all islands", up, len(channels) * need.bytes_up),
+            ("bytes down, all islands", down, len(channels) * need.bytes_down),
+            ("peak memory: merger", merger, need.merger_bytes),
+            ("peak memory: Redis", memory.peaks["Redis"], need.redis_first_bytes),
+            ("peak memory: islands' process", memory.peaks["islands"], predicted.islands_bytes),
+            ("peak memory: all together", memory.together, predicted.together_bytes),
+        )
+    ]

@@ -1,7 +1,7 @@
-"""The islands of `archipelago bench largest`: one process plays all of them, and passes each fragment once.
+"""The islands of `archipelago bench largest`, which pass each fragment once.
 
-A real link and replica for each island, without training. The process holds one fragment at a time, and every fragment
-begins with the same numbers, because in a real run an accelerator holds the parameters.
+A real link and replica for each island, without training. One process plays all of them and holds one fragment at a
+time, and every fragment begins with the same numbers, because in a real run an accelerator holds the parameters.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import numpy as np
 
@@ -20,50 +18,19 @@ from archipelago.broker.config import MergeConfig, OuterConfig, RunConfig, SyncC
 from archipelago.broker.errors import BrokerError, WireError
 from archipelago.broker.manifest import Manifest, Tensor
 from archipelago.broker.messages import Refusal, Resume, Snapshot
-from archipelago.broker.process import return_freed_memory
 from archipelago.broker.redis.transport import connect
 from archipelago.broker.transport import Transport
 from archipelago.broker.wire import pack
-from archipelago.ops.bench.harness import INCARNATION, cpu_seconds, first_version, heartbeat_of, manifest_of
-
-if TYPE_CHECKING:
-    from archipelago.islands.sync.connection.outbox import ContributionHeader
-    from archipelago.islands.sync.connection.snapshots import Arrival
+from archipelago.islands.sync.connection.link import Link
+from archipelago.islands.sync.connection.outbox import ContributionHeader, Draft
+from archipelago.islands.sync.connection.snapshots import Arrival
+from archipelago.islands.sync.replica import Replica
+from archipelago.ops.bench.harness import INCARNATION, Spent, cpu_seconds, first_version, heartbeat_of, manifest_of
 
 RUN = "bench-largest"
 BEAT_SECONDS = 1.0
-#: The parts of a pass over a fragment.
-PARTS = ("publish", "merge", "adopt")
 #: The time limit for one fragment, and for a merger to begin.
 PATIENCE_SECONDS = 600.0
-
-
-@dataclass
-class Passed:
-    """The measurements of the islands' process.
-
-    The fragment at which the merger is killed is in none of them but those of the restart.
-
-    Attributes:
-        bytes_up, bytes_down: Bytes that all islands sent and received.
-        load_seconds, load_cpu_seconds: From the start of the first merger's process until it serves.
-        restart_seconds: From the merger's kill until the next one has closed a round.
-        restart_cpu_seconds: The processor time of the next one until then.
-        seconds: The time of each part for each fragment: of all islands, one after the other, to publish; until one
-            hears of a new version; of all islands to adopt it.
-        cpu_seconds: The processor time of each part for each fragment, of the islands' process or of the merger.
-    """
-
-    fragments: int
-    islands: int
-    bytes_up: int = 0
-    bytes_down: int = 0
-    load_seconds: float = 0.0
-    load_cpu_seconds: float = 0.0
-    restart_seconds: float = 0.0
-    restart_cpu_seconds: float = 0.0
-    seconds: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
-    cpu_seconds: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
 
 
 def config_of(fragments: int, islands: int) -> RunConfig:
@@ -80,82 +47,40 @@ def config_of(fragments: int, islands: int) -> RunConfig:
     )
 
 
-def manifest_of_equal(size: int, fragments: int, islands: int) -> Manifest:
-    """Return a manifest of equal fragments, each of one tensor."""
-    tensors = [Tensor(f"t{p:04}", (size,)) for p in range(fragments)]
-    return manifest_of(RUN, config_of(fragments, islands), tensors, [[t.name] for t in tensors])
-
-
-def pass_all(pipe: Connection, url: str, size: int, fragments: int, islands: int) -> None:
-    """Create the run, and pass every fragment once a merger serves it.
-
-    The parent receives "created", and answers with the merger's process id. Half-way it receives "half", kills the
-    merger, and answers with the time of the kill and the next merger's id. At the end it receives the `Passed`.
-    """
-    return_freed_memory()  # as `archipelago island` does
-    passed, manifest = Passed(fragments, islands), manifest_of_equal(size, fragments, islands)
-    first_N = np.random.default_rng(0).standard_normal(size, np.float32) * np.float32(0.02)
-    full = manifest.config.wire.full
-    payload = pack(first_N, full, manifest.config.wire.full_zstd_level)
-    with contextlib.closing(connect(url, RUN)) as transport:
-        transport.create(manifest, [first_version(p, payload, full) for p in range(fragments)])
-    fleet = WireIslands(url, manifest, first_N)
-    pipe.send("created")
-    merger, began = pipe.recv(), time.perf_counter()
-    fleet.hear(Resume)
-    passed.load_seconds, passed.load_cpu_seconds = time.perf_counter() - began, cpu_seconds(merger)
-    for p in range(fragments):
-        if p == fragments // 2:
-            merger = fleet.passes_over_a_kill(p, passed, pipe)
-        else:
-            fleet.passes(p, passed, merger)
-    fleet.require_nothing_lost()
-    passed.bytes_up = sum(island.link.channels.bytes_up for island in fleet.islands)
-    passed.bytes_down = sum(island.link.channels.bytes_down for island in fleet.islands)
-    pipe.send(passed)
-    pipe.poll(None)  # Stay alive, so that the parent can read the peak of memory.
-
-
 class WireIslands:
-    """All islands. They act one after the other, so that the seconds of each part are separate."""
+    """All islands of a new run. They act one after the other, so that the times of each part are separate.
 
-    def __init__(self, url: str, manifest: Manifest, first_N: Vector) -> None:
-        self.islands = [WireIsland(url, manifest, number, first_N) for number in range(manifest.config.sync.quorum)]
-        self._manifest = manifest
+    Attributes:
+        spent: What publishing, merging and adopting has taken: the seconds of all islands together, or until one hears
+            of a new version; and the processor time of this process, or of the merger.
+    """
+
+    def __init__(self, url: str, size: int, fragments: int, islands: int) -> None:
+        """Create a run of `fragments`, each with `size` elements, and its islands."""
+        tensors = [Tensor(f"t{p:04}", (size,)) for p in range(fragments)]
+        self._manifest = manifest_of(RUN, config_of(fragments, islands), tensors, [[t.name] for t in tensors])
+        wire, first_N = self._manifest.config.wire, np.random.default_rng(0).standard_normal(size, np.float32)
+        first_N *= np.float32(0.02)
+        payload = pack(first_N, wire.full, wire.full_zstd_level)
+        with contextlib.closing(connect(url, RUN)) as transport:
+            transport.create(self._manifest, [first_version(p, payload, wire.full) for p in range(fragments)])
+        self.islands = [WireIsland(url, self._manifest, number, first_N) for number in range(islands)]
+        self.spent = dict.fromkeys(("publish", "merge", "adopt"), Spent())
         self._beat_at = float("-inf")
 
-    def passes(self, p: int, passed: Passed, merger: int) -> None:
-        """Pass fragment `p`, and note what each part took. `merger` is a process id."""
-        for island in self.islands:
-            island.train()
-        parts: dict[str, Callable[[], None]] = {
-            "publish": lambda: self.publish(p),
-            "merge": lambda: self.hear(Snapshot),
-            "adopt": lambda: self.adopt(p),
-        }
-        before_all = cpu_seconds(merger)
-        for part, work in parts.items():
-            began, before = time.perf_counter(), time.process_time()
-            work()
-            passed.seconds[part].append(time.perf_counter() - began)
-            passed.cpu_seconds[part].append(time.process_time() - before)
-        passed.cpu_seconds["merge"][-1] = cpu_seconds(merger) - before_all
+    def passes(self, p: int, merger: int) -> None:
+        """Pass fragment `p`, and count what each part takes. `merger` is a process ID."""
+        self.train()
+        before = cpu_seconds(merger)
+        self._count("publish", lambda: self.publish(p))
+        self._count("merge", lambda: self.hear(Snapshot), cpu=lambda: cpu_seconds(merger) - before)
+        self._count("adopt", lambda: self.adopt(p))
 
-    def passes_over_a_kill(self, p: int, passed: Passed, pipe: Connection) -> int:
-        """Pass fragment `p`, whose merger the parent kills when it has one contribution. Return the next one's id."""
-        first, *others = self.islands
-        for island in self.islands:
-            island.train()
-        first.publish(p)
-        pipe.send("half")
-        killed_at, merger = pipe.recv()
-        for island in others:
-            island.publish(p)
-        self.hear(Snapshot)
-        passed.restart_seconds = time.monotonic() - killed_at
-        passed.restart_cpu_seconds = cpu_seconds(merger)
-        self.adopt(p)
-        return int(merger)
+    def _count(self, part: str, work: Callable[[], None], cpu: Callable[[], float] | None = None) -> None:
+        began, used = time.perf_counter(), time.process_time()
+        work()
+        seconds, own = time.perf_counter() - began, time.process_time() - used
+        self.spent[part] = self.spent[part].plus(Spent(1, seconds, cpu() if cpu else own))
 
     def hear(self, kind: type[Resume | Snapshot]) -> None:
         """Send heartbeats, and listen until an event of this kind arrives. Fetch no payload yet.
@@ -183,9 +108,14 @@ class WireIslands:
             for island in self.islands:
                 island.transport.island.heartbeat(heartbeat_of(island.name))
 
-    def publish(self, p: int) -> None:
-        """Publish the contributions of all islands to fragment `p`."""
+    def train(self) -> None:
+        """Let all islands train a fragment."""
         for island in self.islands:
+            island.train()
+
+    def publish(self, p: int, first: int = 0) -> None:
+        """Publish the contributions of the islands from number `first` on to fragment `p`."""
+        for island in self.islands[first:]:
             island.publish(p)
 
     def adopt(self, p: int) -> None:
@@ -216,9 +146,6 @@ class WireIsland:
     """
 
     def __init__(self, url: str, manifest: Manifest, number: int, first_N: Vector) -> None:
-        from archipelago.islands.sync.connection.link import Link
-        from archipelago.islands.sync.replica import Replica
-
         self.name, self.first_N = f"island-{number}", first_N
         self.transport: Transport = connect(url, RUN)
         self.transport.island.claim_name(self.name, INCARNATION)
@@ -239,8 +166,6 @@ class WireIsland:
 
     def publish(self, p: int) -> None:
         """Publish this island's contribution to fragment `p`."""
-        from archipelago.islands.sync.connection.outbox import Draft
-
         parts = self._replica.measure(0, self._params)
         self.link.send(Draft(self._header(p), parts, self.first_N.size))
         self.link.pump_send()
@@ -256,8 +181,6 @@ class WireIsland:
             x_N.block_until_ready()
 
     def _header(self, p: int) -> ContributionHeader:
-        from archipelago.islands.sync.connection.outbox import ContributionHeader
-
         config = self._manifest.config
         steps, step = config.sync.interval, 1 + p * config.sync.interval // config.sync.fragments
         return ContributionHeader(
@@ -268,6 +191,4 @@ class WireIsland:
 
 
 def _version_0(manifest: Manifest, p: int, first_N: Vector) -> Arrival:
-    from archipelago.islands.sync.connection.snapshots import Arrival
-
     return Arrival(Snapshot(0, p, 0, 0, manifest.config.wire.full, 1, "0" * 32, merged=""), first_N)

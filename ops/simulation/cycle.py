@@ -21,19 +21,12 @@ from archipelago.broker.codecs import codec
 from archipelago.broker.config import MergeConfig, RunConfig
 from archipelago.broker.footprint import has_momentum, memory_text, merger_parts, redis_parts
 from archipelago.broker.manifest import Tensor
-from archipelago.broker.process import RETURNED_BYTES
 from archipelago.broker.transport import MEMORY_SHARE_MAX
 from archipelago.merger.spectra import cycle_operations
 from archipelago.ops.watch.formatting import seconds_text
 
 # Processor time on the machine of docs/results/performance.md apart from new memory, and new memory, measured by
 # `archipelago bench largest` with 2e7 to 1e9 parameters in 26 to 256 fragments.
-#: An island, for each element: quantise, pack and upload; fetch, check, decode and adopt.
-PUBLISH_SECONDS, ADOPT_SECONDS = 2.4e-9, 2.75e-9
-#: The same for each fragment of any size.
-CONTRIBUTION_SECONDS, ADOPTION_SECONDS = 0.6e-3, 0.9e-3
-#: New memory for each element of a fragment whose vector goes back to the system when it is freed (RETURNED_BYTES).
-PUBLISH_BYTES, ADOPT_BYTES = 4.1, 0.5
 #: The merger, for each element of a contribution: fetch, check, decode and add.
 ADD_SECONDS: Final = 1.8e-9
 #: The merger, for each element of a round: finish the sum, take the outer step, quantise and send the difference.
@@ -103,7 +96,6 @@ class Cycle:
         redis_first_bytes: Memory of Redis for one shard after the first cycle.
         redis_bytes: The most memory of Redis for one shard, just before a compaction covers what has been merged.
         bytes_up, bytes_down: Bytes that one island sends and receives, before zstd.
-        publish_seconds, adopt_seconds: Processor time of one island.
         merge_seconds: Processor time of one merger, without spectra, after the first cycle.
         restart_seconds: The longest time in which a merger that starts has merged again what no compaction covers.
     """
@@ -114,8 +106,6 @@ class Cycle:
     redis_bytes: int
     bytes_up: int
     bytes_down: int
-    publish_seconds: float
-    adopt_seconds: float
     merge_seconds: float
     restart_seconds: float
 
@@ -156,8 +146,6 @@ def cycle(
     up, down, full = (codec(name).encoded_size(elements) for name in (wire.up, wire.down, wire.full))
     # Without differences, each round writes the full state, and the last snapshot stays for a while.
     written = islands * up + down if wire.sends_differences else full + 4 * elements * (1 + has_momentum(config))
-    is_returned = 4 * sizes[1] >= RETURNED_BYTES
-    publish_bytes, adopt_bytes = (PUBLISH_BYTES, ADOPT_BYTES) if is_returned else (0.0, 0.0)
     return Cycle(
         shards=shards,
         merger_bytes=sum(merger_parts(config, *sizes, checkpoints=checkpoints).values()),
@@ -165,12 +153,6 @@ def cycle(
         redis_bytes=REDIS_BASE + sum(redis_parts(config, *sizes, islands, rounds).values()),
         bytes_up=codec(wire.up).encoded_size(parameters),
         bytes_down=codec(wire.down).encoded_size(parameters),
-        publish_seconds=machine.seconds(
-            PUBLISH_SECONDS * parameters + CONTRIBUTION_SECONDS * fragments, publish_bytes * parameters
-        ),
-        adopt_seconds=machine.seconds(
-            ADOPT_SECONDS * parameters + ADOPTION_SECONDS * fragments, adopt_bytes * parameters
-        ),
         merge_seconds=machine.seconds(merging_seconds(elements, rounds, islands)),
         restart_seconds=_longest_restart_seconds(config, elements, rounds, islands, written, machine),
     )

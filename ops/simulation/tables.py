@@ -59,8 +59,8 @@ def main(options: TablesOptions) -> int:
     )
     say(f"{options.days:g} virtual days for each cell in {seconds:.1f} processor seconds")
     if options.json:
-        cells = {name: [cell._asdict() for cell in cells] for name, cells in tables.items()}
-        print_json({"model": dataclasses.asdict(model), "days": options.days, "seed": options.seed, **found, **cells})
+        plain = {name: [cell._asdict() for cell in cells] for name, cells in tables.items()}
+        print_json({"model": dataclasses.asdict(model), "days": options.days, "seed": options.seed, **found, **plain})
         return 0
     console = table_console()
     for name, cells in tables.items():
