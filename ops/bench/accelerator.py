@@ -22,7 +22,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -125,15 +125,8 @@ def accelerator(config: RunConfig, sizes: Sequence[str], options: AcceleratorOpt
         if "steps" in parts:
             profile = options.output / f"profile-{size}"
             found, alone = measured_turns(own, options, profile)
-            models[size] |= summary(found, alone.peak_bytes) | {
-                "syncs_expected": found.steps / own.sync.interval,
-                "tokens_a_second": own.tokens_per_step * found.steps / statistics.median(on.seconds for on in found.on),
-                "tokens_a_second_plain": own.tokens_per_step * found.steps / alone.seconds,
-                "profile": str(profile),
-            }
-            rows += step_rows(models[size])
-            if is_stretched(models[size]):
-                say(STRETCHED)
+            models[size] |= {"turns": asdict(found), "alone": asdict(alone), "profile": str(profile)}
+            rows += step_rows(own, backend, found, alone)
         if "loop" in parts:
             say(f"{_what(own)}: calls of `sync` in a loop of its own")
             with own_redis() as server, child(sync_own_loop, server.url, own) as looping:
@@ -147,14 +140,12 @@ def accelerator(config: RunConfig, sizes: Sequence[str], options: AcceleratorOpt
     if "quantiser" in parts:
         say(f"quantising {elements:,} elements to {CODEC}, against a copy")
         with child(quantise_and_copy, elements) as measuring:
-            seconds = measuring.receive()
-        quantise, copy = 1e3 * seconds["quantise_seconds"], 1e3 * seconds["copy_seconds"]
-        rows.append(_row(f"{elements / 1e6:g} M elements to {CODEC}, ms", quantise, "a copy", copy))
+            quantise, copy = measuring.receive()
+        rows.append(_row(f"{elements / 1e6:g} M elements to {CODEC}, ms", 1e3 * quantise, "a copy", 1e3 * copy))
     if "bits" in parts:
         say("every codec on this device and by numpy")
         with child(compare_bits, elements // 8) as comparing:
-            while (found := comparing.receive()) is not None:
-                framework, name, differing, total = found
+            for framework, name, differing, total in comparing.receive():
                 what = f"{framework}, {name}: bytes that differ from numpy's"
                 rows.append(_row(what, differing, "all", total, goal=0.0))
     return {"models": models, "elements": elements, "rows": rows}
@@ -204,66 +195,43 @@ def measured_turns(config: RunConfig, options: AcceleratorOptions, profile: Path
 # -- figures ----------------------------------------------------------------------------------------------------------
 
 
-def summary(found: IslandTurns, alone_peak: int) -> dict[str, Any]:
-    """Return the figures: medians over pairs of neighbouring turns.
+def step_rows(config: RunConfig, backend: str, found: IslandTurns, alone: TimedTurn) -> list[dict[str, Any]]:
+    """Return the lines of a model's steps, tokens and memory: medians over pairs of neighbouring turns.
 
     Args:
+        config: The settings of the run.
+        backend: The kind of the device.
         found: What the island's process measured.
-        alone_peak: The peak of memory of the process that only trains, in bytes.
+        alone: The turn of the process that only trains.
     """
     step = compared([turn.seconds for turn in found.on], [turn.seconds for turn in found.off])
     cpu = compared([turn.cpu_seconds for turn in found.on], [turn.cpu_seconds for turn in found.off])
-    return {
-        "scan_steps": found.scan_steps,
-        "turn_steps": found.steps,
-        "parameters": found.parameters,
-        "step_seconds_on": step.first / found.steps,
-        "step_seconds_off": step.second / found.steps,
-        "step_ratio": step.ratio,
-        "step_ratio_from": step.ratio_from,
-        "step_ratio_to": step.ratio_to,
-        "cpu_seconds_on": cpu.first / found.steps,
-        "cpu_seconds_off": cpu.second / found.steps,
-        "cpu_ratio": cpu.ratio,
-        "cpu_seconds_a_synced_parameter": statistics.median(
-            (on.cpu_seconds - off.cpu_seconds) / on.synced for on, off in zip(found.on, found.off, strict=True)
-        ),
-        "synced_parameters_a_turn": statistics.median(on.synced for on in found.on),
-        "syncs": statistics.median(on.synced for on in found.on) / (2 * found.parameters),
-        "largest_fragment_bytes": 4 * found.largest,
-        "peak_bytes_alone": alone_peak,
-        "peak_bytes_beside": max(turn.peak_bytes for turn in found.on) - alone_peak,
-        "peak_bytes_beside_between_syncs": max(turn.peak_bytes for turn in found.off) - alone_peak,
-        "held_bytes": found.held_bytes,
-    }
+    syncs = statistics.median(on.synced for on in found.on) / (2 * found.parameters)
+    expected, each = found.steps / config.sync.interval, 1e3 / found.steps
+    goal: float | str = GOAL_STEP if backend != "cpu" else ""
+    if syncs < SYNCS_LEAST * expected:
+        say(STRETCHED)
+        goal = ""
+    tokens, turn = config.tokens_per_step * found.steps, statistics.median(on.seconds for on in found.on)
+    a_parameter = statistics.median(
+        (on.cpu_seconds - off.cpu_seconds) / on.synced for on, off in zip(found.on, found.off, strict=True)
+    )
+    largest = 4 * found.largest
 
+    def memory(what: str, size: int, goal: float | str = "") -> dict[str, Any]:
+        return _row(f"{what}, MiB", size / 2**20, "largest fragment", largest / 2**20, goal=goal)
 
-def step_rows(s: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the lines of a model's steps, tokens and memory."""
-    largest, goal = s["largest_fragment_bytes"], GOAL_STEP if s["backend"] != "cpu" and not is_stretched(s) else ""
-
-    def milliseconds(what: str, kind: str, ratio: str, goal: float | str = "") -> dict[str, Any]:
-        on, off = 1e3 * s[f"{kind}_on"], 1e3 * s[f"{kind}_off"]
-        return _row(what, on, "no sync", off, s[ratio], goal)
-
-    def memory(what: str, name: str, goal: float | str = "") -> dict[str, Any]:
-        return _row(f"{what}, MiB", s[name] / 2**20, "largest fragment", largest / 2**20, goal=goal)
-
+    beside, between = (max(turn.peak_bytes for turn in turns) - alone.peak_bytes for turns in (found.on, found.off))
     return [
-        milliseconds(f"{s['what']}: a step, ms", "step_seconds", "step_ratio", goal),
-        _row("  syncs of the model in a turn", s["syncs"], "one each H steps", s["syncs_expected"]),
-        milliseconds("  its processor time, ms", "cpu_seconds", "cpu_ratio"),
-        _row("  tokens a second with syncing", s["tokens_a_second"], "plain JAX", s["tokens_a_second_plain"]),
-        _row("  processor time a synced parameter, ns", 1e9 * s["cpu_seconds_a_synced_parameter"], "", "", ""),
-        memory("  peak memory beside the training", "peak_bytes_beside", GOAL_MEMORY + s["held_bytes"] / largest),
-        memory("    also between syncs", "peak_bytes_beside_between_syncs"),
-        memory("    snapshots held for differences", "held_bytes"),
+        _row(f"{_what(config)}: a step, ms", each * step.first, "no sync", each * step.second, step.ratio, goal),
+        _row("  syncs of the model in a turn", syncs, "one each H steps", expected),
+        _row("  its processor time, ms", each * cpu.first, "no sync", each * cpu.second, cpu.ratio),
+        _row("  tokens a second with syncing", tokens / turn, "plain JAX", tokens / alone.seconds),
+        _row("  processor time a synced parameter, ns", 1e9 * a_parameter, "", "", ""),
+        memory("  peak memory beside the training", beside, GOAL_MEMORY + found.held_bytes / largest),
+        memory("    also between syncs", between),
+        memory("    snapshots held for differences", found.held_bytes),
     ]
-
-
-def is_stretched(s: dict[str, Any]) -> bool:
-    """Return whether the merger could not keep up, so that a turn had fewer syncs than a run would have."""
-    return bool(s["syncs"] < SYNCS_LEAST * s["syncs_expected"])
 
 
 def loop_rows(size: str, times: LoopFound) -> list[dict[str, Any]]:

@@ -32,23 +32,24 @@ def quantise_and_copy(pipe: Connection, elements: int) -> None:
         return seconds_of(lambda: jax.block_until_ready(program(values_N)))  # type: ignore[no-untyped-call]
 
     both = taking_turns([lambda: seconds(quantise), lambda: seconds(copy)], TIMES)
-    pipe.send(dict(zip(("quantise_seconds", "copy_seconds"), map(statistics.median, both), strict=True)))
+    pipe.send([statistics.median(each) for each in both])
 
 
 def compare_bits(pipe: Connection, elements: int) -> None:
-    """Send (framework, codec, bytes that differ, bytes) for each codec, on the device and in numpy; then None."""
+    """Send (framework, codec, bytes that differ, bytes) of each codec on the device, compared with numpy."""
     import jax
     import jax.numpy as jnp
 
+    found = []
     for name, chosen in CODECS.items():
         program = jax.jit(lambda values_N, chosen=chosen: chosen.quantise(values_N, jnp))
-        pipe.send(("JAX", name, *_differing(chosen, elements, program)))
+        found.append(("JAX", name, *_differing(chosen, elements, program)))
     if importlib.util.find_spec("torch") is not None:
         from archipelago.islands.pytorch.codecs import CODECS as TORCH_CODECS
 
         for name, theirs in TORCH_CODECS.items():
-            pipe.send(("PyTorch", name, *_differing(CODECS[name], elements, partial(_by_torch, theirs))))
-    pipe.send(None)
+            found.append(("PyTorch", name, *_differing(CODECS[name], elements, partial(_by_torch, theirs))))
+    pipe.send(found)
 
 
 def _by_torch(theirs: Any, values_N: Vector) -> list[np.ndarray]:

@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
@@ -21,10 +20,11 @@ from archipelago.broker.machine import require_extra
 from archipelago.broker.process import keep_compiled
 from archipelago.islands.data.corpus import OpenCorpus, open_corpus
 from archipelago.ops.bench.output import OutputOptions, finish
-from archipelago.ops.experiments.parity import Arm
+from archipelago.ops.experiments.trial import Progress, Trial, TrialRow, measure
 from archipelago.ops.settings import say
 
 if TYPE_CHECKING:
+    from archipelago.islands.tasks.workload import Workload
     from archipelago.ops.experiments.both_frameworks import Framework
 
 JAX, TORCH, BOTH = "all in JAX", "all in PyTorch", "both in one run"
@@ -78,19 +78,23 @@ def compared(config: RunConfig, corpus: OpenCorpus, islands: int, seeds: Sequenc
     from archipelago.ops.experiments.island_runs import play
 
     require_both(config)
-    configs = [dataclasses.replace(config, seed=seed) for seed in seeds]
-    arms: dict[str, Arm] = {}
+    arms: dict[str, TrialRow] = {}
     for name, each in frameworks(islands).items():
-        curves = []
-        for one in configs:
-            curves.append(play(MixedRun(one, corpus, each), scoring(our_work(one, corpus))))
-            last = curves[-1][-1]
-            say(f"{name}, seed {one.seed}: {last.bits_per_byte:.4f} bits per byte after {last.tokens:,} tokens")
-        arms[name] = Arm(name, islands, tuple(curves))
+
+        def played(trial: Trial, work: Workload, note: Progress, each: Sequence[Framework] = each) -> dict[str, Any]:
+            play(MixedRun(work.config, corpus, each), scoring(work), note)
+            return {}
+
+        records = []
+        for seed in seeds:
+            work = our_work(dataclasses.replace(config, seed=seed), corpus)
+            record = measure(Trial.of({}, seed, islands=islands), work, played)
+            say(f"{name}, seed {seed}: {record['bits_per_byte']} bits per byte after {record['tokens']:,} tokens")
+            records.append(record)
+        arms[name] = TrialRow({}, tuple(records))
     return {"config": config.digest(), "seeds": [*seeds], "rows": rows(arms),
-             "curves": {name: [[(p.tokens, p.bits_per_byte) for p in curve] for curve in arm.curves]
-                        for name, arm in arms.items()},
-             "losses": {name: arm.losses for name, arm in arms.items()}}  # fmt: skip
+            "curves": {name: [record["curve"] for record in arm.records] for name, arm in arms.items()},
+            "losses": {name: [*arm.losses.values()] for name, arm in arms.items()}}  # fmt: skip
 
 
 def frameworks(islands: int) -> dict[str, list[Framework]]:
@@ -102,14 +106,14 @@ def frameworks(islands: int) -> dict[str, list[Framework]]:
     }
 
 
-def rows(arms: Mapping[str, Arm]) -> list[dict[str, Any]]:
+def rows(arms: Mapping[str, TrialRow]) -> list[dict[str, Any]]:
     """Return a table for people. The spread over the seeds is the noise that the ratios are compared with."""
     return [
         {
             "what": name,
-            "tokens": arm.curves[0][-1].tokens,
-            "bits_per_byte": fmean(arm.losses),
-            **({"spread": stdev(arm.losses)} if len(arm.losses) > 1 else {}),
+            "tokens": arm.records[0]["tokens"],
+            "bits_per_byte": arm.mean,
+            "spread": arm.spread,
             "to_jax": arm.ratio(arms[JAX]),
             "to_pytorch": arm.ratio(arms[TORCH]),
         }

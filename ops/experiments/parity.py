@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
@@ -22,7 +21,7 @@ from archipelago.broker.manifest import LossUnit, loss_unit
 from archipelago.broker.process import keep_compiled
 from archipelago.islands.tasks.task import TaskFile
 from archipelago.ops.bench.output import OutputOptions, finish
-from archipelago.ops.experiments.trial import ISLANDS_MAX, CurvePoint, Trial, work_of
+from archipelago.ops.experiments.trial import ISLANDS_MAX, Record, Settings, Trial, TrialRow, measure
 from archipelago.ops.launch.init import workload_of
 from archipelago.ops.settings import say
 
@@ -73,36 +72,6 @@ def main(options: ParityOptions) -> int:
     return finish("parity", found, options)
 
 
-@dataclass(frozen=True)
-class Arm:
-    """One way to train, with its results over all seeds.
-
-    Attributes:
-        name: Its name in tables.
-        islands: Number of islands or of workers.
-        curves: One curve for each seed.
-        rounds: Rounds of the first seed's run.
-        per_round: Mean number of contributions in a round.
-        interval: The interval H of islands; 0 for data-parallel.
-    """
-
-    name: str
-    islands: int
-    curves: tuple[list[CurvePoint], ...]
-    rounds: int = 0
-    per_round: float = 0.0
-    interval: int = 0
-
-    @property
-    def losses(self) -> list[float]:
-        """Held-out bits per byte at the end, for each seed."""
-        return [curve[-1].bits_per_byte for curve in self.curves]
-
-    def ratio(self, other: Arm) -> float:
-        """Return the mean over the seeds of the ratio of this loss to the other's."""
-        return fmean(loss / other_loss for loss, other_loss in zip(self.losses, other.losses, strict=True))
-
-
 def parity(
     work: Workload,
     counts: Sequence[int],
@@ -126,76 +95,52 @@ def parity(
         ConfigError: The task is wrong, or has no evaluation (`task.evaluate`).
     """
     work.require_evaluation()
-    unit = loss_unit(work.named.data)
-    arms = [
-        arm
-        for count in counts
-        for arm in _arms(work, count, intervals or (work.config.sync.interval,), slow, seeds, unit)
-    ]
+    unit, seeds, rows, curves = loss_unit(work.named.data), seeds or [work.config.seed], [], {}
+    for count in counts:
+        settings: list[Settings] = [
+            {"sync.interval": interval} for interval in intervals or [work.config.sync.interval]
+        ]
+        parallel = _measured(Trial.of({}, kind="parallel", islands=count, slow=slow), work, seeds)
+        names = {f"data-parallel, {count}× batch": parallel}
+        for each in settings:
+            measured = _measured(Trial.of(each, islands=count, slow=slow), work, seeds)
+            names[f"{count} island{'s' * (count > 1)}, H = {each['sync.interval']}"] = measured
+            rows.append(_row(measured, parallel, unit))
+        for name, measured in names.items():
+            say(f"{name}: {unit.from_evaluation(measured.mean):.4f} {unit.name} after {measured.tokens:,.0f} tokens")
+            curves[name] = [_curve(record, unit) for record in measured.records]
     return {
         "config": work.config.digest(), "task": work.named.name or work.config.model.size,
-        "slow": slow, "seeds": list(seeds or [work.config.seed]),
-        "unit": unit.name, "rows": [_row(arm, arms, unit) for arm in arms if arm.interval],
-        "curves": {arm.name: [(p.tokens, unit.from_evaluation(p.bits_per_byte)) for p in mean_curve(arm.curves)]
-                   for arm in arms},
-        "losses": {arm.name: [unit.from_evaluation(loss) for loss in arm.losses] for arm in arms},
+        "slow": slow, "seeds": [*seeds], "unit": unit.name, "rows": rows, "curves": curves,
     }  # fmt: skip
 
 
-def _arms(
-    work: Workload, count: int, intervals: Sequence[int], slow: float, seeds: Sequence[int], unit: LossUnit
-) -> list[Arm]:
-    """Train data-parallel, and islands with each interval."""
-    from archipelago.ops.experiments.baselines import data_parallel
-    from archipelago.ops.experiments.island_runs import islands, participation
-
-    config, trial = work.config, Trial.of({}, islands=count, slow=slow)
-    works = [work.changed(seed=seed) for seed in seeds] or [work]
-    steps = max(1, round(config.inner.steps * work_of(trial) / count))  # as many tokens as the islands
-    curves = tuple(data_parallel(each, count, steps=steps) for each in works)
-    arms = [Arm(f"data-parallel, {count}× batch", count, curves)]
-    _tell(arms[0], unit)
-    for interval in intervals:
-        wanted = checked(replace(config, sync=replace(config.sync, interval=interval))).sync
-        played = [islands(each.changed(sync=wanted), trial) for each in works]
-        rounds, per_round = participation(played[0][1])
-        name = f"{count} island{'s' * (count > 1)}, H = {interval}"
-        arms.append(Arm(name, count, tuple(points for points, _ in played), rounds, per_round, interval))
-        _tell(arms[-1], unit)
-    return arms
+def _measured(trial: Trial, work: Workload, seeds: Sequence[int]) -> TrialRow:
+    """Run the trial with each seed."""
+    config = work.config
+    sync = checked(
+        replace(config, sync=replace(config.sync, **{k.removeprefix("sync."): v for k, v in trial.settings}))
+    )
+    records = [measure(replace(trial, seed=seed), work.changed(seed=seed, sync=sync.sync)) for seed in seeds]
+    return TrialRow(trial.named_values, tuple(records))
 
 
-def _spread(arm: Arm, unit: LossUnit) -> float:
-    """Return the standard deviation over the seeds; 0 for one seed."""
-    return stdev(map(unit.from_evaluation, arm.losses)) if len(arm.losses) > 1 else 0.0
-
-
-def _tell(arm: Arm, unit: LossUnit) -> None:
-    loss, spread = unit.from_evaluation(fmean(arm.losses)), _spread(arm, unit)
-    shown = f" ± {spread:.4f}" if spread else ""
-    say(f"{arm.name}: {loss:.4f}{shown} {unit.name} after {arm.curves[0][-1].tokens:,} tokens")
-
-
-def _row(arm: Arm, arms: Sequence[Arm], unit: LossUnit) -> dict[str, Any]:
-    parallel = next(other for other in arms if not other.interval and other.islands == arm.islands)
+def _row(islands: TrialRow, parallel: TrialRow, unit: LossUnit) -> dict[str, Any]:
+    first = islands.records[0]
     # A user's loss may be negative; then ratios mean nothing.
-    has_ratios = all(loss > 0 for arm in arms if not arm.interval for loss in arm.losses)
+    has_ratios = all(loss > 0 for loss in parallel.losses.values())
     return {
-        "islands": arm.islands,
-        "interval": arm.interval,
-        "tokens": arm.curves[0][-1].tokens,
-        "loss": unit.from_evaluation(fmean(arm.losses)),
-        **({"spread": _spread(arm, unit)} if len(arm.losses) > 1 else {}),
-        "data_parallel": unit.from_evaluation(fmean(parallel.losses)),
-        "to_parallel": arm.ratio(parallel) if has_ratios else math.nan,
-        "rounds": arm.rounds,
-        "per_round": arm.per_round,
+        "islands": islands.settings["islands"],
+        "interval": islands.settings["sync.interval"],
+        "tokens": first["tokens"],
+        "loss": unit.from_evaluation(islands.mean),
+        **({"spread": unit.from_evaluation(islands.spread)} if len(islands.records) > 1 else {}),
+        "data_parallel": unit.from_evaluation(parallel.mean),
+        "to_parallel": islands.ratio(parallel) if has_ratios else math.nan,
+        "rounds": first["rounds"],
+        "per_round": first["per_round"],
     }
 
 
-def mean_curve(curves: Sequence[Sequence[CurvePoint]]) -> list[CurvePoint]:
-    """Return the mean curve: tokens and loss, point by point."""
-    return [
-        CurvePoint(round(fmean(p.tokens for p in points)), fmean(p.bits_per_byte for p in points))
-        for points in zip(*curves, strict=False)
-    ]
+def _curve(record: Record, unit: LossUnit) -> list[tuple[int, float]]:
+    return [(tokens, unit.from_evaluation(math.nan if loss is None else loss)) for tokens, loss in record["curve"]]

@@ -3,60 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
 from archipelago.ops.bench.output import table
 from archipelago.ops.experiments import study as studies
-from archipelago.ops.experiments.study import Record, Study
-from archipelago.ops.experiments.trial import OWN, key_of
+from archipelago.ops.experiments.study import Study
+from archipelago.ops.experiments.trial import Record, TrialRow, grouped
 from archipelago.ops.settings import say, table_console
 
 #: Two runs are compared when their tokens differ by at most this share. Islands end within a few steps of each other.
 SAME_TOKENS = 0.03
 #: The settings of the merger's rule against hostile islands.
 _RULES = ("merge.scores", "merge.share_cap")
-
-
-@dataclass(frozen=True)
-class TrialRow:
-    """A trial with its results for all seeds, sorted by seed."""
-
-    #: The settings, and the values of OWN.
-    settings: Mapping[str, Any]
-    records: tuple[Record, ...]
-
-    @property
-    def losses(self) -> dict[int, float]:
-        """Bits per byte of the validation text by seed; empty when a seed diverged."""
-        return self.by_seed("bits_per_byte")
-
-    def by_seed(self, text: str) -> dict[int, float]:
-        """Return bits per byte by seed, of the validation text (`bits_per_byte`) or the test text (`test`)."""
-        return {} if self.diverged else {r["seed"]: r[text] for r in self.records if text in r}
-
-    @property
-    def diverged(self) -> int:
-        """The number of seeds that diverged."""
-        return sum(bool(r["diverged"]) for r in self.records)
-
-    @property
-    def tokens(self) -> float:
-        """Mean number of tokens over the seeds."""
-        return fmean(r["tokens"] for r in self.records)
-
-    @property
-    def mean(self) -> float:
-        """Mean loss over the seeds, infinite when one of them diverged."""
-        return fmean(self.losses.values()) if self.losses else float("inf")
-
-    def ratios(self, other: TrialRow | None, text: str = "bits_per_byte") -> list[float]:
-        """Return the ratio of this loss to the other's, for each seed that both have."""
-        others = other.by_seed(text) if other else {}
-        return [loss / others[seed] for seed, loss in self.by_seed(text).items() if seed in others]
 
 
 def show(study: Study, known: Mapping[str, Record], quiet: bool = False) -> dict[str, Any]:
@@ -72,18 +32,6 @@ def show(study: Study, known: Mapping[str, Record], quiet: bool = False) -> dict
         console.print(study.about)
         console.print(table([_shown(row, varying) for row in found], console.width))
     return {"study": study.name, "about": study.about, "rows": found}
-
-
-def grouped(records: Iterable[Record]) -> list[TrialRow]:
-    """Group the records into rows: the same trial with different seeds is one row."""
-    by: defaultdict[str, list[Record]] = defaultdict(list)
-    for record in records:
-        by[key_of({**record, "seed": 0})].append(record)
-    return [
-        TrialRow({**{name: r[0].get(name, usual) for name, usual in OWN.items()}, **r[0]["settings"]},
-            tuple(sorted(r, key=lambda record: record["seed"])))
-        for r in by.values()
-    ]  # fmt: skip
 
 
 def baseline(row: TrialRow, rows: Sequence[TrialRow]) -> TrialRow | None:
@@ -116,7 +64,7 @@ def _identity(row: TrialRow) -> tuple[Any, ...]:
 
 
 def _plain(row: TrialRow, rows: Sequence[TrialRow], varying: Sequence[str]) -> dict[str, Any]:
-    losses, best = list(row.losses.values()), baseline(row, rows)
+    best = baseline(row, rows)
     ratios, tests = row.ratios(best), row.ratios(best, "test")
     rounds = [r["rounds"] for r in row.records if "rounds" in r]
     return {
@@ -126,8 +74,8 @@ def _plain(row: TrialRow, rows: Sequence[TrialRow], varying: Sequence[str]) -> d
         "tokens": round(row.tokens),
         "rounds": round(fmean(rounds)) if rounds else 0,
         "bits_per_byte": row.mean,
-        "spread": stdev(losses) if len(losses) > 1 else 0.0,
-        "to_parallel": fmean(ratios) if ratios else float("nan"),
+        "spread": row.spread,
+        "to_parallel": row.ratio(best),
         "ratio_spread": stdev(ratios) if len(ratios) > 1 else 0.0,
         **({"to_parallel_on_test": fmean(tests)} if tests else {}),
         "seconds": fmean(r["seconds"] for r in row.records),

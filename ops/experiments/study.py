@@ -44,11 +44,10 @@ import tyro
 
 from archipelago.broker.errors import ArchipelagoError, ConfigError, require_number
 from archipelago.broker.process import finite, keep_compiled, print_json
-from archipelago.ops.experiments.trial import OWN, Trial, key_of, measure
+from archipelago.ops.experiments.trial import OWN, Record, Trial, key_of, measure
 from archipelago.ops.launch.supervisor import ONE_THREAD
 from archipelago.ops.settings import say
 
-Record = Mapping[str, Any]
 _TOP = {"about", "base", "seeds", "grid"}
 _SHAPE = "See ops/experiments/studies/*.toml, and the head of ops/experiments/study.py."
 #: The studies that come with the package.
@@ -68,8 +67,6 @@ class StudyOptions:
     """The study. Without a name, all studies are listed."""
     jobs: int = 1
     """The number of processes, each with one thread."""
-    most: int = 0
-    """End after this many trials. 0 runs all."""
     show: bool = False
     """Run nothing. Print the table of the results so far."""
     folder: Path | None = None
@@ -99,10 +96,9 @@ def main(options: StudyOptions) -> int:
     if not options.name:
         return _overview(options)
     require_number("--jobs", options.jobs, "Give at least one process.", 1)
-    require_number("--most", options.most, "Give 0 for all trials, or a number of them.")
     study = load(options.studies, options.name)
     if not options.show:
-        run(study, options.results, options.jobs, options.known(), options.most)
+        run(study, options.results, options.jobs, options.known())
     from archipelago.ops.experiments.results import show
 
     found = show(study, options.known(), quiet=options.json)
@@ -228,7 +224,7 @@ def append(path: Path, record: Record) -> None:
 # -- trials -----------------------------------------------------------------------------------------------------------
 
 
-def run(study: Study, folder: Path, jobs: int, known: Mapping[str, Record], most: int = 0) -> int:
+def run(study: Study, folder: Path, jobs: int, known: Mapping[str, Record]) -> int:
     """Run the trials that are not in `known`, and append each result to `FOLDER/NAME.jsonl` when it arrives.
 
     Trials with `chips` are left out. Raise ConfigError if no others are due.
@@ -245,7 +241,6 @@ def run(study: Study, folder: Path, jobs: int, known: Mapping[str, Record], most
             code="study.trial",
         )
     say(f"{study.name}: {len(study.trials)} trials, {len(due)} to run")
-    due = due[:most] if most else due
     began, done = time.monotonic(), 0
     varied = [name for name in varying([trial.named_values for trial in study.trials]) if name != "islands"]
     for trial, record in _results(due, jobs):
@@ -254,9 +249,8 @@ def run(study: Study, folder: Path, jobs: int, known: Mapping[str, Record], most
         append(folder / f"{study.name}.jsonl", finite({**record, "command": command}))
         done += 1
         left = (time.monotonic() - began) / done * (len(due) - done)
-        say(
-            f"{done}/{len(due)}  {in_words(trial, record, varied)}  {record['seconds']:.0f} s, {left / 60:.0f} min left"
-        )
+        said = f"{done}/{len(due)}  {in_words(trial, record, varied)}"
+        say(f"{said}  {record['seconds']:.0f} s, {left / 60:.0f} min left")
     return done
 
 

@@ -6,29 +6,24 @@ A trial is identified by the settings that it names. Settings that it leaves out
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib import metadata
-from importlib.util import find_spec
-from pathlib import Path
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from archipelago.broker.config import RunConfig, checked
 from archipelago.broker.errors import ConfigError, DivergedError
+from archipelago.broker.manifest import installed_versions
 
 if TYPE_CHECKING:
     from archipelago.islands.tasks.workload import Workload
 
 #: Islands in virtual time; then, on the same number of tokens, data-parallel and one process.
 KINDS = ("islands", "parallel", "one")
-DISTRIBUTION = "archipelago-train"
-#: The packages whose sources decide a result. An editable install may keep each in a folder elsewhere.
-PACKAGES = ("archipelago.broker", "archipelago.islands", "archipelago.merger", "archipelago.ops")
 #: The sections that each kind of run reads.
 _MATTERS = {
     "islands": ("model", "data", "inner", "sync", "merge", "outer", "adopt", "wire"),
@@ -42,6 +37,8 @@ ISLANDS_MAX = 64
 ATTACKS = ("flip", "noise", "scale", "collude", "labels", "stale", "little-0.6", "little-1.0", "little-1.5")
 #: Settings by dotted name, such as `outer.rule`.
 Settings = Mapping[str, Any]
+#: The result of a trial.
+Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -172,24 +169,25 @@ Progress = Callable[[CurvePoint], None]
 Play = Callable[["Trial", "Workload", Progress], dict[str, Any]]
 
 
-def measure(trial: Trial, play: Play | None = None) -> dict[str, Any]:
+def measure(trial: Trial, work: Workload | None = None, play: Play | None = None) -> dict[str, Any]:
     """Run the trial and return its record. A run that diverges is a result too, with null as its loss.
 
     Args:
         trial: The trial.
+        work: What it trains, with its settings; by default one of our models with the trial's.
         play: Trains it, and reports each evaluation; by default as its kind says.
     """
-    from archipelago.islands.data.corpus import open_corpus
-    from archipelago.islands.tasks.ours import fitted, our_work
+    if work is None:
+        from archipelago.islands.data.corpus import open_corpus
+        from archipelago.islands.tasks.ours import fitted, our_work
 
-    config = trial.config
-    corpus = open_corpus(config.data.corpus)
-    config = fitted(config, corpus)
+        corpus = open_corpus(trial.config.data.corpus)
+        work = our_work(fitted(trial.config, corpus), corpus)
     points: list[CurvePoint] = []
     found: dict[str, Any] = {}
     began, used = time.perf_counter(), time.process_time()
     try:
-        found = (play or _played)(trial, our_work(config, corpus), points.append)
+        found = (play or _played)(trial, work, points.append)
     except DivergedError:
         points.append(CurvePoint(points[-1].tokens, math.nan))
     last, first = points[-1].bits_per_byte, points[0].bits_per_byte
@@ -209,7 +207,7 @@ def measure(trial: Trial, play: Play | None = None) -> dict[str, Any]:
         "cpu_seconds": round(time.process_time() - used, 2),
         **found,
         "curve": [[p.tokens, round(p.bits_per_byte, 5) if math.isfinite(p.bits_per_byte) else None] for p in points],
-        "version": version(),
+        "versions": installed_versions(),
     }
 
 
@@ -237,14 +235,64 @@ def work_of(trial: Trial) -> float:
     return trial.islands - trial.slowed + trial.slowed / trial.slow
 
 
-@cache
-def version() -> str:
-    """Return the distribution's version and twelve digits of the digest of the sources that this process runs."""
-    specs = [find_spec(package) for package in PACKAGES]
-    folders = [Path(folder) for spec in specs if spec for folder in spec.submodule_search_locations or ()]
-    paths = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
-    sources = hashlib.sha256(b"\0".join(path.read_bytes() for path in paths)).hexdigest()[:12]
-    try:
-        return f"{metadata.version(DISTRIBUTION)}+{sources}"
-    except metadata.PackageNotFoundError:
-        return f"0+{sources}"
+# -- the same trial with several seeds ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TrialRow:
+    """The records of a trial with different seeds, sorted by seed."""
+
+    #: The settings, and the values of OWN.
+    settings: Settings
+    records: tuple[Record, ...]
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """Bits per byte of the validation text by seed; empty when a seed diverged."""
+        return self.by_seed("bits_per_byte")
+
+    def by_seed(self, text: str) -> dict[int, float]:
+        """Return bits per byte by seed, of the validation text (`bits_per_byte`) or the test text (`test`)."""
+        return {} if self.diverged else {r["seed"]: r[text] for r in self.records if text in r}
+
+    @property
+    def diverged(self) -> int:
+        """The number of seeds that diverged."""
+        return sum(bool(r["diverged"]) for r in self.records)
+
+    @property
+    def tokens(self) -> float:
+        """Mean number of tokens over the seeds."""
+        return fmean(r["tokens"] for r in self.records)
+
+    @property
+    def mean(self) -> float:
+        """Mean loss over the seeds, infinite when one of them diverged."""
+        return fmean(self.losses.values()) if self.losses else math.inf
+
+    @property
+    def spread(self) -> float:
+        """The standard deviation of the loss over the seeds; 0 for one seed."""
+        return stdev(self.losses.values()) if len(self.losses) > 1 else 0.0
+
+    def ratios(self, other: TrialRow | None, text: str = "bits_per_byte") -> list[float]:
+        """Return the ratio of this loss to the other's, for each seed that both have."""
+        others = other.by_seed(text) if other else {}
+        return [loss / others[seed] for seed, loss in self.by_seed(text).items() if seed in others]
+
+    def ratio(self, other: TrialRow | None) -> float:
+        """Return the mean of these ratios; NaN without any."""
+        ratios = self.ratios(other)
+        return fmean(ratios) if ratios else math.nan
+
+
+def grouped(records: Iterable[Record]) -> list[TrialRow]:
+    """Group the records into rows: the same trial with different seeds is one row."""
+    by: defaultdict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        by[key_of({**record, "seed": 0})].append(record)
+    return [
+        TrialRow({**{name: r[0].get(name, usual) for name, usual in OWN.items()}, **r[0]["settings"]},
+            tuple(sorted(r, key=lambda record: record["seed"])))
+        for r in by.values()
+    ]  # fmt: skip

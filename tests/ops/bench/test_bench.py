@@ -86,20 +86,17 @@ def test_the_figures_of_an_island_are_medians_of_pairs_and_differences_of_peaks(
     ]
     off = [TimedTurn(1.0, 2.0, 600 << 20), TimedTurn(1.0, 2.0, 500 << 20), TimedTurn(1.0, 2.0, 550 << 20)]
     turns = IslandTurns(1, 10, 1000, 25 << 18, on, off, held_bytes=100 << 20)
-    found = accelerator.summary(turns, alone_peak=400 << 20)
-    assert (found["step_ratio"], found["step_ratio_from"], found["step_ratio_to"]) == (1.2, 1.1, 1.5)
-    assert (found["step_seconds_on"], found["cpu_ratio"]) == pytest.approx((0.12, 1.5))
-    assert found["cpu_seconds_a_synced_parameter"] == pytest.approx(1e-3)  # The median of 0.5, 1 and 4 ms.
-    assert found["peak_bytes_beside"] == 500 << 20
-    assert found["peak_bytes_beside_between_syncs"] == 200 << 20
-    assert found["largest_fragment_bytes"] == 25 << 20
-    tokens = {"tokens_a_second": 90.0, "tokens_a_second_plain": 100.0}
-    cases = (("gpu", 0.5, [1.01, 8.0]), ("gpu", 0.6, [8.0]), ("cpu", 0.5, [8.0]))  # 100 of 25 MiB held, and 4
-    for backend, expected, goals in cases:  # with 0.5 of 0.6 syncs, rounds were stretched
-        more = {"what": "a model", "backend": backend, "syncs_expected": expected}
-        rows = accelerator.step_rows({**found, **tokens, **more})
+    alone = TimedTurn(1.0, 2.0, 400 << 20)
+    # With 0.5 of 0.6 syncs, rounds were stretched. 100 of 25 MiB are held, and 4 more may be.
+    for backend, interval, goals in (("gpu", 20, [1.01, 8.0]), ("gpu", 16, [8.0]), ("cpu", 20, [8.0])):
+        config = replace(RunConfig(), sync=replace(RunConfig().sync, interval=interval))
+        rows = accelerator.step_rows(config, backend, turns, alone)
         assert [row["goal"] for row in rows if row["goal"]] == goals
-        assert [row["ratio"] for row in rows[:4]] == pytest.approx([1.2, 0.5 / expected, 1.5, 0.9])
+        step, syncs, cpu, tokens, parameter, beside, between, held = rows
+        assert (step["ours"], step["theirs"], step["ratio"]) == pytest.approx((120.0, 100.0, 1.2))
+        assert (cpu["ratio"], syncs["ratio"], tokens["ratio"]) == pytest.approx((1.5, interval / 20, 1 / 1.2))
+        assert parameter["ours"] == pytest.approx(1e6), "the median of 0.5, 1 and 4 ms"
+        assert (beside["ours"], between["ours"], held["ours"], held["theirs"]) == (500, 200, 100, 25)
 
 
 def test_the_figures_of_a_loop_and_a_start_are_ratios_to_a_step_and_to_plain_jax() -> None:

@@ -60,10 +60,10 @@ def test_what_an_island_costs_is_measured(tmp_path: Path, monkeypatch: pytest.Mo
     bits = [row for row in found["rows"] if "bytes that differ" in row["what"]]
     assert len(bits) >= 5 and all(row["ours"] == 0 < row["theirs"] for row in bits)
     island = found["models"]["tiny"]
-    assert island["synced_parameters_a_turn"] > 0
-    assert island["step_ratio_from"] <= island["step_ratio"] <= island["step_ratio_to"]
-    assert island["peak_bytes_alone"] > 4 * 3 * island["parameters"]
-    assert island["held_bytes"] == 4 * island["parameters"]
+    turns = island["turns"]
+    assert all(on["synced"] > 0 for on in turns["on"])
+    assert island["alone"]["peak_bytes"] > 4 * 3 * turns["parameters"]
+    assert turns["held_bytes"] == 4 * turns["parameters"]
     assert list(Path(island["profile"]).rglob("*.xplane.pb")), "the profile"
     assert all(min(seconds) > 0 for seconds in island["loop_seconds"].values())
     start = island["start"]

@@ -19,16 +19,15 @@ from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.inner import begin
 from archipelago.islands.models.registry import build
 from archipelago.islands.tasks.batches import TaskRun
-from archipelago.ops.experiments import baselines, island_runs, mixed, parity
+from archipelago.ops.experiments import baselines, mixed, parity
 from archipelago.ops.experiments.baselines import AllShards, Reader
 from archipelago.ops.experiments.mixed import BOTH, JAX, TORCH, rows
-from archipelago.ops.experiments.parity import Arm
 from archipelago.ops.experiments.single_process import SingleProcessOptions, run
-from archipelago.ops.experiments.trial import CurvePoint
+from archipelago.ops.experiments.trial import CurvePoint, Trial, TrialRow
 from tests import pytorch
 from tests.failing import failing
 from tests.islands.tasks.task_runs import BATCHES, EXAMPLES, SHARDS
-from tests.ops.experiments.trials import task_work
+from tests.ops.experiments.trials import record_of, task_work, trial_of
 from tests.small import SMALL, compiled
 
 
@@ -53,18 +52,20 @@ def test_islands_of_a_task_are_compared_at_equal_tokens(monkeypatch: pytest.Monk
     often, rarely = (row["rounds"] for row in found["rows"])
     assert often > 2 * rarely > 2
     assert found["unit"] == "loss units"
-    assert len(found["curves"]["2 islands, H = 4"]) == len(found["curves"]["data-parallel, 2× batch"]) == 4
+    (ours,), (parallel,) = (found["curves"][name] for name in ("2 islands, H = 4", "data-parallel, 2× batch"))
+    assert len(ours) == len(parallel) == 4
 
 
 def test_a_negative_loss_has_no_ratios_and_the_interval_is_that_of_the_settings(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def ends_at(loss: float) -> list[CurvePoint]:
-        return [CurvePoint(0, 0.0), CurvePoint(100, loss / 2), CurvePoint(200, loss)]
+    losses = {"islands": -1.0, "parallel": -2.0}
 
-    monkeypatch.setattr(island_runs, "islands", lambda *_: (ends_at(-1.0), None))
-    monkeypatch.setattr(island_runs, "participation", lambda run: (7, 2.0))
-    monkeypatch.setattr(baselines, "data_parallel", lambda *_, **__: ends_at(-2.0))
+    def measured(trial: Trial, work: Any) -> dict[str, Any]:
+        curve = [[0, 0.0], [1000, losses[trial.kind]]]
+        return {**record_of(trial, losses[trial.kind]), "curve": curve, "rounds": 7, "per_round": 2.0}
+
+    monkeypatch.setattr(parity, "measure", measured)
     (row,) = parity.parity(task_work(), (2,), (), 1.0)["rows"]
     assert (row["interval"], row["rounds"]) == (4, 7)
     assert row["to_parallel"] != row["to_parallel"], "it is not a number"
@@ -97,7 +98,10 @@ def test_what_cannot_be_compared_is_refused() -> None:
 
 def test_the_table() -> None:
     losses = {JAX: (2.0, 4.0), TORCH: (1.0, 4.0), BOTH: (3.0, 2.0)}
-    arms = {name: Arm(name, 2, tuple([CurvePoint(10, loss)] for loss in each)) for name, each in losses.items()}
+    arms = {
+        name: TrialRow({}, tuple(record_of(trial_of(seed=seed), loss) for seed, loss in enumerate(each)))
+        for name, each in losses.items()
+    }
     one, other, both = rows(arms)
     assert (one["to_jax"], other["to_jax"], both["to_jax"]) == (1.0, 0.75, 1.0)
     assert (one["to_pytorch"], other["to_pytorch"], both["to_pytorch"]) == (1.5, 1.0, 1.75)

@@ -18,7 +18,7 @@ from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.ops.commands import run as archipelago
 from archipelago.ops.experiments import study as studies
 from archipelago.ops.experiments import trial as trials
-from archipelago.ops.experiments.study import SHIPPED, Study
+from archipelago.ops.experiments.study import RESULTS, SHIPPED, Study, StudyOptions
 from archipelago.ops.experiments.trial import Trial, key_of
 from tests.failing import failing
 from tests.ops.experiments.trials import STUDY, record_of, trial_of
@@ -100,19 +100,26 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
     return seen
 
 
-def run_rest(study: Study, folder: Path, most: int = 0) -> int:
+def run_rest(study: Study, folder: Path) -> int:
     """Run the trials that have no result yet, and return their number."""
-    return studies.run(study, folder, 1, studies.recorded(folder), most=most)
+    return studies.run(study, folder, 1, studies.recorded(folder))
+
+
+def record_first(study: Study, folder: Path, count: int) -> None:
+    """Record results of the first trials."""
+    for trial in study.trials[:count]:
+        studies.append(folder / f"{study.name}.jsonl", record_of(trial))
 
 
 def test_a_recorded_trial_is_not_measured_again(folder: Path, measured: list[Trial]) -> None:
     study = studies.load(folder, "rates")
-    assert [run_rest(study, folder, most=2), run_rest(study, folder), run_rest(study, folder)] == [2, 4, 0]
-    assert measured == list(study.trials)
+    record_first(study, folder, 2)
+    assert [run_rest(study, folder), run_rest(study, folder)] == [4, 0]
+    assert measured == list(study.trials[2:])
     path = folder / "rates.jsonl"
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert [key_of(line) for line in lines] == [t.key for t in study.trials]
-    assert {line["command"] for line in lines} == {"archipelago bench study rates"}
+    assert {line["command"] for line in lines[2:]} == {"archipelago bench study rates"}
     (folder / "more.toml").write_text(STUDY.replace("sgd", "nesterov"), encoding="utf-8")
     assert run_rest(studies.load(folder, "more"), folder) == 4, "the baselines are those of the other study"
     path.write_bytes(path.read_bytes()[:-40])
@@ -143,7 +150,7 @@ def test_trials_run_in_processes_and_learn(folder: Path, corpus: OpenCorpus) -> 
         assert r["bits_per_byte"] < 0.8 * r["curve"][0][1], f"{r['kind']} learnt nothing"
         assert r["tokens"] == pytest.approx(32 * 4 * 32, rel=0.3 if r["kind"] == "islands" else 0.0), r["kind"]
         assert r["test"] != r["bits_per_byte"], "it is another text"
-        assert r["version"].count("+") == 1
+        assert r["versions"].keys() >= {"jax"}
     ours = next(r for r in records if r["kind"] == "islands")
     assert ours["rounds"] >= 2
     assert archipelago(["bench", "study", "kinds", "--folder", str(folder)]) == 0
@@ -186,18 +193,15 @@ def test_a_result_is_shown_with_the_settings_that_vary() -> None:
     assert studies.in_words(at_once, record_of(at_once, None), names) == "diverged  islands M=2 seed=0 sending=0.0"
 
 
-def test_without_a_name_all_studies_are_listed(
-    folder: Path, measured: list[Trial], capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_rest(studies.load(folder, "rates"), folder, most=2)
-    capsys.readouterr()
+def test_without_a_name_all_studies_are_listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record_first(studies.load(folder, "rates"), folder, 2)
     assert archipelago(["bench", "study", "--folder", str(folder), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said == {"studies": [{"study": "rates", "trials": 6, "done": 2, "about": "which rate"}]}
 
 
-def test_results_of_shipped_studies_go_to_the_working_directory(measured: list[Trial]) -> None:
-    assert archipelago(["bench", "study", "muon", "--most", "1"]) == 0
-    assert [path.name for path in Path("studies").glob("*.jsonl")] == ["muon.jsonl"]
-    assert archipelago(["bench", "study", "muon", "--most", "1"]) == 0
-    assert len(set(measured)) == 2, "the first result is not measured again"
+def test_results_of_shipped_studies_go_to_the_working_directory(folder: Path) -> None:
+    shipped, own = StudyOptions("muon"), StudyOptions("rates", folder=folder)
+    assert (shipped.studies, shipped.results) == (SHIPPED, RESULTS)
+    assert (own.studies, own.results) == (folder, folder)
+    assert shipped.known().keys() == studies.recorded(SHIPPED).keys()

@@ -19,8 +19,8 @@ from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.ops.experiments import study as studies
 from archipelago.ops.experiments import trial as trials
 from archipelago.ops.experiments.island_runs import CLAIMED, FORGERIES, LITTLE, HostileClient, Public
-from archipelago.ops.experiments.results import TrialRow, baseline, grouped, show
-from archipelago.ops.experiments.trial import ATTACKS, CurvePoint, Trial, key_of, measure
+from archipelago.ops.experiments.results import baseline, show
+from archipelago.ops.experiments.trial import ATTACKS, CurvePoint, Trial, TrialRow, grouped, key_of, measure
 from tests import samples
 from tests.failing import failing
 from tests.ops.conftest import prepare_small_text
@@ -83,7 +83,7 @@ def test_a_run_that_diverges_is_a_result(corpus: OpenCorpus) -> None:
             note(CurvePoint(10, last))
             return {}
 
-        found = measure(trial_of(data__corpus="small-text"), diverges)
+        found = measure(trial_of(data__corpus="small-text"), play=diverges)
         assert (found["diverged"], found["bits_per_byte"]) == (True, None), last
         json.dumps(found, allow_nan=False)
 
