@@ -27,7 +27,6 @@ from archipelago.ops.chaos.injection import FaultInjector, FaultTarget
 from archipelago.ops.chaos.processes import StormPlan, await_ready
 from archipelago.ops.chaos.proxy import LOOPBACK, LoopServer, Proxy
 from archipelago.ops.chaos.schedule import ON_LINKS, Fault
-from archipelago.ops.launch.init import require_usable
 from archipelago.ops.launch.supervisor import Child, thread_environment
 
 #: A time without a step is downtime if a connection was lost in it, or if it is longer than this, and than this many
@@ -162,7 +161,7 @@ def start_group(plan: StormPlan, faults: Sequence[Fault], hub: Hub, stack: ExitS
     group, names = FaultInjector(), tuple(plan.step_seconds)
     plan.folder.mkdir(parents=True)
     settings = {
-        "config": plan.config.to_json(), "step_seconds": dict(plan.step_seconds),
+        "config": plan.config.to_json(), "task": plan.task, "step_seconds": dict(plan.step_seconds),
         "checkpoint_seconds": plan.checkpoint_seconds,
     }  # fmt: skip
     (plan.folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
@@ -188,11 +187,10 @@ def run_baseline(plan: StormPlan, stopped: Callable[[], bool]) -> MethodFigures:
     Raises:
         ArchipelagoError: The workers do not begin to train, or a signal interrupted them.
     """
-    config, _ = require_usable(plan.config)
     faults, progress = worker_faults(plan.faults, tuple(plan.step_seconds)), GroupProgress()
     with ExitStack() as stack:
         hub = stack.enter_context(Hub(tuple(plan.step_seconds), progress))
-        group = start_group(dataclasses.replace(plan, config=config), faults, hub, stack)
+        group = start_group(plan, faults, hub, stack)
         await_ready(group, dict.fromkeys(plan.step_seconds, lambda: progress.made))
         first = progress.step
         begin, end = group.carry_out(faults, lambda begin: time.monotonic() >= begin + plan.seconds, stopped)

@@ -7,7 +7,6 @@ if both fit into that time.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import socket
@@ -21,28 +20,26 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 from jax.flatten_util import ravel_pytree
-from safetensors import safe_open
 
 from archipelago.broker.codecs import Vector
-from archipelago.broker.config import RunConfig, from_json
+from archipelago.broker.config import from_json
 from archipelago.broker.files import write_atomically
-from archipelago.islands.data.batches import Batches
-from archipelago.islands.data.corpus import open_corpus
-from archipelago.islands.data.ranges import lease_all
-from archipelago.islands.inner import InnerState, begin, descent, gradient
-from archipelago.islands.models.registry import build
+from archipelago.islands.inner import InnerState, descent
+from archipelago.islands.tasks.workload import Workload
 from archipelago.islands.turn_log import Pacer
 from archipelago.ops.chaos.proxy import LOOPBACK
+from archipelago.ops.experiments.baselines import Reader
+from archipelago.ops.launch.init import workload_of
 
 CONNECT_SECONDS = 0.1
 
 
 class DataParallelWorker:
-    """The arithmetic of one worker, which computes the gradient of its rows of the group's batch.
+    """The arithmetic of one worker, which computes the gradient of its part of the group's batch.
 
     Args:
-        config: The run's config. The group's batch has `workers` times its batch size.
-        number: Which rows are this worker's. The first worker saves checkpoints.
+        work: What the group trains. The group's batch is `workers` batches of it.
+        number: Which of these batches is this worker's. The first worker saves checkpoints.
         workers: The number of workers.
         folder: Where the group keeps its checkpoints.
         checkpoint_seconds: The time from one checkpoint to the next.
@@ -54,16 +51,14 @@ class DataParallelWorker:
 
     state: InnerState
     saved: int
-    _batches: Batches
+    _reader: Reader
 
-    def __init__(self, config: RunConfig, number: int, workers: int, folder: Path, checkpoint_seconds: float) -> None:
-        size = config.data.batch_size
-        self._config = dataclasses.replace(config, data=dataclasses.replace(config.data, batch_size=size * workers))
-        self._rows = slice(number * size, (number + 1) * size)
-        self._folder, self._checkpoint_seconds = folder, checkpoint_seconds if number == 0 else math.inf
-        self._text, self._model = open_corpus(config.data.corpus).train, build(config.model)
-        compute, descend = gradient(self._model), descent(config.inner)
-        self._gradient = jax.jit(lambda params, tokens_BxT1: ravel_pytree(compute(params, tokens_BxT1)[0])[0])
+    def __init__(self, work: Workload, number: int, workers: int, folder: Path, checkpoint_seconds: float) -> None:
+        self._work, self._number, self._workers, self._folder = work, number, workers, folder
+        self._checkpoint_seconds = checkpoint_seconds if number == 0 else math.inf
+        model = work.model
+        descend = model.descent() if model.has_own_optimizer else descent(work.config.inner)
+        self._gradient = jax.jit(lambda params, batch: ravel_pytree(model.gradient(params, batch)[0])[0])
         self._descend = jax.jit(
             lambda state, mean_N, n: descend(state, ravel_pytree(state.params)[1](mean_N), n), donate_argnums=0
         )
@@ -71,9 +66,9 @@ class DataParallelWorker:
         self._descend_by(self.gradient())  # This compiles all programs before the group begins.
 
     def gradient(self) -> Vector:
-        """Return the gradient of this worker's rows of the next batch: float32 [N]."""
-        tokens_BxT1 = self._batches.next(1)[0, self._rows]
-        return np.asarray(self._gradient(self.state.params, jnp.asarray(tokens_BxT1)))
+        """Return the gradient of this worker's part of the next batch: float32 [N]."""
+        batch = jax.tree.map(lambda x: x[self._number], self._reader.next(self._workers))
+        return np.asarray(self._gradient(self.state.params, batch))
 
     def apply(self, mean_N: Vector) -> None:
         """Make the optimiser's step on the mean gradient, and save a checkpoint if one is due."""
@@ -84,8 +79,7 @@ class DataParallelWorker:
 
     def _save(self) -> None:
         leaves = {f"{number:05d}": np.asarray(leaf) for number, leaf in enumerate(jax.tree.leaves(self.state))}
-        text = safetensors.numpy.save(leaves)
-        write_atomically(self._checkpoint(self._step), text)
+        write_atomically(self._checkpoint(self._step), safetensors.numpy.save(leaves))
         kept = {self._checkpoint(self._step), self._checkpoint(self.saved)}  # The hub may not know the newest one yet.
         for path in set(self._folder.glob("checkpoint-*.safetensors")) - kept:
             path.unlink()
@@ -97,16 +91,14 @@ class DataParallelWorker:
     def load(self, step: int) -> None:
         """Continue from the checkpoint after that many steps; 0 for the first parameters."""
         self._step = self.saved = step
-        self._saved_at = time.monotonic()
-        self._batches = Batches(self._text, self._config, lease_all(self._config.data.shards, self._config.seed))
+        self._saved_at, self._reader = time.monotonic(), Reader(self._work)
         if step == 0:
-            self.state = begin(self._config.inner, self._model.init(self._config.seed))
+            self.state = self._work.begin(self._work.model.init())
             return
-        with safe_open(self._checkpoint(step), framework="numpy") as file:
-            leaves = [jnp.asarray(file.get_tensor(name)) for name in sorted(file.keys())]
-        self.state = jax.tree.unflatten(jax.tree.structure(self.state), leaves)
-        for _ in range(step):  # each step has read one batch
-            self._batches.next(1)
+        leaves = sorted(safetensors.numpy.load_file(self._checkpoint(step)).items())
+        self.state = jax.tree.unflatten(jax.tree.structure(self.state), [jnp.asarray(leaf) for _, leaf in leaves])
+        for _ in range(step):  # each step has read a batch for each worker
+            self._reader.next(self._workers)
 
     def _checkpoint(self, step: int) -> Path:
         return self._folder / f"checkpoint-{step}.safetensors"
@@ -137,9 +129,8 @@ def _whole(message: bytes, least: int) -> bytes:
 def main(folder: Path, name: str, port: int) -> None:
     """Train until the process is killed."""
     settings: dict[str, Any] = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
-    names = list(settings["step_seconds"])
-    config = from_json(settings["config"])
-    worker = DataParallelWorker(config, names.index(name), len(names), folder, settings["checkpoint_seconds"])
+    names, work = list(settings["step_seconds"]), workload_of(from_json(settings["config"]), settings["task"])
+    worker = DataParallelWorker(work, names.index(name), len(names), folder, settings["checkpoint_seconds"])
     while True:
         try:
             with socket.create_connection((LOOPBACK, port)) as connection:

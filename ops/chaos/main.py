@@ -27,7 +27,7 @@ from archipelago.ops.chaos.processes import StormPlan, parse_script
 from archipelago.ops.chaos.report import COLUMNS, PICTURE, REPORT, comparison, headlines, write
 from archipelago.ops.chaos.schedule import REDIS, Fault, Kind, merger_names
 from archipelago.ops.chaos.storm import run_storm
-from archipelago.ops.launch.init import require_usable, workload_of
+from archipelago.ops.launch.init import workload_of
 from archipelago.ops.launch.supervisor import STANDBYS_MAX, STANDBYS_REMEDY
 from archipelago.ops.settings import say
 
@@ -129,12 +129,10 @@ def _require_sensible(options: ChaosOptions) -> None:
 def _require_compatible(options: ChaosOptions) -> None:
     """Raise ConfigError (`chaos.conflict`) for options that do not go together."""
     needs_steps = {"--slow": options.slow != 1.0, "--baseline": options.baseline}
-    needs_our_model = {"--baseline": options.baseline}
     needs_our_loop = {"--task": bool(options.task), "--standbys": options.standbys > 0, "--shards": options.shards > 1}
     for other, is_set, flags in (
         ("--step-seconds 0", not options.step_seconds, needs_steps),
-        ("--script", bool(options.script), needs_our_loop | needs_our_model),
-        ("--task", bool(options.task), needs_our_model),
+        ("--script", bool(options.script), {**needs_our_loop, "--baseline": options.baseline}),
     ):
         if is_set and (wrong := [flag for flag, is_given in flags.items() if is_given]):
             raise ConfigError(
@@ -144,12 +142,11 @@ def _require_compatible(options: ChaosOptions) -> None:
 
 def _require_trainable(config: RunConfig, options: ChaosOptions) -> None:
     """Raise an error unless the model or the task can be trained here."""
-    if options.task is None:
-        require_usable(config)
-        return
-    from archipelago.islands.tasks.workload import require_trainable
+    work = workload_of(config, options.task)
+    if options.task is not None:
+        from archipelago.islands.tasks.workload import require_trainable
 
-    require_trainable(workload_of(config, options.task))
+        require_trainable(work)
 
 
 def _names(options: ChaosOptions) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,8 @@ from archipelago.ops.chaos.baseline_worker import DataParallelWorker
 from archipelago.ops.chaos.injection import FaultInjector, FaultTarget
 from archipelago.ops.chaos.processes import StormPlan, await_ready
 from archipelago.ops.chaos.schedule import Fault
+from archipelago.ops.experiments.baselines import data_parallel, scoring
+from archipelago.ops.launch.init import workload_of
 from archipelago.ops.launch.supervisor import Child
 from tests.failing import failing
 from tests.small import SMALL
@@ -135,13 +136,8 @@ def test_a_hub_averages_gradients_and_forms_the_group_again_after_a_loss() -> No
 @pytest.mark.usefixtures("corpus")
 def test_workers_that_load_checkpoints_train_as_one_process_does(config: RunConfig, tmp_path: Path) -> None:
     """The position in the text and the moments roll back with the parameters. The last two checkpoints are kept."""
-    whole = replace(config, data=replace(config.data, batch_size=WORKERS * config.data.batch_size))
-    alone = DataParallelWorker(whole, 0, 1, tmp_path, math.inf)
-    initial = {name: np.array(tensor) for name, tensor in alone.state.params.items()}
-    alone.load(0)
-    for _ in range(16):
-        alone.apply(alone.gradient())
-    workers = [DataParallelWorker(config, number, WORKERS, tmp_path, 0.0) for number in range(WORKERS)]
+    work = workload_of(config, None)
+    workers = [DataParallelWorker(work, number, WORKERS, tmp_path, 0.0) for number in range(WORKERS)]
     for first, last in ((0, 6), (5, 11), (11, 16)):
         for worker in workers:
             worker.load(first)
@@ -149,11 +145,11 @@ def test_workers_that_load_checkpoints_train_as_one_process_does(config: RunConf
             mean_N = np.mean([worker.gradient() for worker in workers], axis=0)
             for worker in workers:
                 worker.apply(mean_N)
-    wanted = alone.state.params
+    untrained, *_, wanted = data_parallel(work, WORKERS)
     for worker in workers:
-        for name in wanted:
-            np.testing.assert_allclose(worker.state.params[name], wanted[name], atol=2e-5, err_msg=name)
-    assert max(np.abs(wanted[name] - initial[name]).max() for name in wanted) > 1e-2, "the parameters did not change"
+        found = scoring(work)(0, worker.state.params)
+        assert found.bits_per_byte == pytest.approx(wanted.bits_per_byte, rel=1e-5)
+        assert found.bits_per_byte < 0.99 * untrained.bits_per_byte, "the workers learnt nothing"
 
 
 # -- real processes ---------------------------------------------------------------------------------------------------
