@@ -215,12 +215,11 @@ def pauses(times: Iterable[float], begin: float, end: float) -> list[tuple[float
 
 
 @dataclass(frozen=True)
-class StormFigures:
+class StormFigures(MethodFigures):
     """The figures of one storm.
 
     Attributes:
         step_seconds: The run's step duration.
-        steps_useful, steps_lost, pause_seconds_worst: As in MethodFigures.
         ceiling: The highest possible goodput, which is below one if an island is slow.
         goodput_of_live_time: Merged inner steps over those that fit into the time in which islands trained.
         rounds: Rounds that closed in the window.
@@ -240,12 +239,7 @@ class StormFigures:
     islands: int
     step_seconds: float
     ceiling: float
-    goodput: float
     goodput_of_live_time: float
-    uptime: float
-    steps_useful: float
-    steps_lost: float
-    pause_seconds_worst: float
     shares: TimeShares
     rounds: int
     rounds_per_minute: float

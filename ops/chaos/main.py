@@ -24,12 +24,12 @@ from archipelago.ops.chaos.baseline import run_baseline
 from archipelago.ops.chaos.figures import StormFigures, figures
 from archipelago.ops.chaos.injection import library
 from archipelago.ops.chaos.processes import StormPlan, parse_script
-from archipelago.ops.chaos.report import COLUMNS, PICTURE, REPORT, comparison, headlines, write
+from archipelago.ops.chaos.report import PICTURE, REPORT, comparison, headlines, write
 from archipelago.ops.chaos.schedule import REDIS, Fault, Kind, merger_names
 from archipelago.ops.chaos.storm import run_storm
 from archipelago.ops.launch.init import workload_of
 from archipelago.ops.launch.supervisor import STANDBYS_MAX, STANDBYS_REMEDY
-from archipelago.ops.settings import say
+from archipelago.ops.settings import can_draw, say
 
 #: Exit status if an invariant is broken.
 BROKEN = 1
@@ -105,6 +105,7 @@ def main(options: ChaosOptions) -> int:
     if not script:
         keep_compiled()
         _require_trainable(config, options)
+    can_draw()  # It says before the storm, and not after it, that there will be no picture.
     stopped = stop_on_signals()
     _prepare_folder(folder)
     found = _storm(options, config, folder, faults, stopped)
@@ -241,9 +242,7 @@ def _print(found: StormFigures, folder: Path) -> None:
         say(f"  {name:<64} {value}")
     for check in found.checks:
         say(f"  {'holds ' if check.holds else 'BROKEN'} {check.name}: {check.found}")
-    if rows := comparison(found):
-        widths = [max(map(len, cells)) + 3 for cells in zip(COLUMNS, *rows, strict=True)]
-        for row in (COLUMNS, *rows):
-            say("  " + "".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+    for row in comparison(found):
+        say("  " + ", ".join(f"{name} {value}".strip() for name, value in row.items()))
     picture = f"  picture: {folder / PICTURE}" if (folder / PICTURE).exists() else ""
     say(f"report: {folder / REPORT}{picture}")

@@ -8,11 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from archipelago.broker.machine import is_installed
 from archipelago.broker.process import finite
 from archipelago.ops.chaos.figures import Stalls, StormFigures
 from archipelago.ops.chaos.record import StormRecord, Timelines, timelines
 from archipelago.ops.chaos.schedule import KINDS
-from archipelago.ops.settings import can_draw, pyplot
+from archipelago.ops.settings import pyplot
 from archipelago.ops.watch.formatting import number, size
 
 if TYPE_CHECKING:
@@ -23,20 +24,16 @@ SHARE_LABELS = {
     "useful": "merged", "lost": "trained, never merged", "idle": "slower than the step duration",
     "stopped": "stopped", "recovering": "starting again", "dead": "dead",
 }  # fmt: skip
-#: The columns of the comparison with the baseline.
-COLUMNS = ("", "goodput", "uptime", "inner steps kept", "inner steps lost", "longest time without a step")
 STATE_COLOURS = {"training": "#4c9f70", "stopped": "#e0b040", "recovering": "#6fa8dc", "dead": "#c0504d"}
 MARKS = {"kill": "x", "died": "x", "stop": "s", "disk": "d", "clock": "*"}
 OTHER_MARK = "v"
-BIN_SECONDS = 2.0
-SHARE_COLOURS = {**STATE_COLOURS, "useful": STATE_COLOURS["training"], "lost": "#8064a2", "idle": "#b8b8b8"}
 
 
 def write(folder: Path, storm: StormRecord, found: StormFigures, command: str) -> None:
     """Write report.json and, if it can be drawn, storm.png into the folder. `command` is the one that ran the storm."""
     data = {"command": command, **asdict(found)}
     (folder / REPORT).write_text(json.dumps(finite(data), indent=2) + "\n", encoding="utf-8")
-    if can_draw():
+    if is_installed("matplotlib"):
         draw(folder / PICTURE, storm, found)
 
 
@@ -50,6 +47,8 @@ def headlines(found: StormFigures) -> list[tuple[str, str]]:
         ("goodput: merged inner steps over possible ones", f"{found.goodput:.1%}{ceiling}"),
         ("goodput of the time in which islands trained", f"{found.goodput_of_live_time:.1%}"),
         ("lost to restarts: dead, and starting again", f"{found.shares.dead + found.shares.recovering:.1%}"),
+        ("the islands' time", ", ".join(f"{label} {getattr(found.shares, name):.1%}"
+                                        for name, label in SHARE_LABELS.items())),
         ("uptime: at least one island trains", f"{found.uptime:.1%}"),
         ("rounds, per minute", f"{found.rounds:,}, {found.rounds_per_minute:.0f}"),
         ("contributions per round", f"{found.contributions_per_round:.2f}"),
@@ -85,40 +84,34 @@ def _idle(stalls: Stalls) -> str:
     )
 
 
-def comparison(found: StormFigures) -> list[tuple[str, ...]]:
-    """Return a row of COLUMNS for the islands and one for the baseline; nothing if the baseline did not run."""
+def comparison(found: StormFigures) -> list[dict[str, str]]:
+    """Return a row for the islands and one for the baseline; nothing if the baseline did not run."""
     if found.baseline is None:
         return []
     return [
-        (
-            name, f"{one.goodput:.1%}", f"{one.uptime:.1%}", f"{one.steps_useful:,.0f}", f"{one.steps_lost:,.0f}",
-            f"{one.pause_seconds_worst:.1f} s",
-        )
+        {
+            "": name,
+            "goodput": f"{one.goodput:.1%}",
+            "uptime": f"{one.uptime:.1%}",
+            "inner steps kept": f"{one.steps_useful:,.0f}",
+            "inner steps lost": f"{one.steps_lost:,.0f}",
+            "longest time without a step": f"{one.pause_seconds_worst:.1f} s",
+        }
         for name, one in (("islands, this storm", found), ("data-parallel", found.baseline))
-    ]  # fmt: skip
+    ]
 
 
 # -- the picture ------------------------------------------------------------------------------------------------------
 
 
 def draw(path: Path, storm: StormRecord, found: StormFigures) -> None:
-    """Draw timelines and faults, rounds per minute, staleness and shares of time."""
+    """Draw a lane for each process, with its states and faults."""
     plt = pyplot()
     states = timelines(storm)
-    heights = [0.45 * len(states) + 0.6, 1.5, 1.6]
-    figure, axes = plt.subplot_mosaic(
-        [["states", "states"], ["pace", "pace"], ["stale", "shares"]],
-        figsize=(11, sum(heights) + 1.2), dpi=110, layout="constrained", height_ratios=heights,
-    )  # fmt: skip
-    _draw_timelines(axes["states"], storm, states)
-    _draw_round_rate(axes["pace"], storm)
-    axes["stale"].bar([str(lag) for lag in found.staleness], list(found.staleness.values()), color="#4472c4")
-    axes["stale"].set(xlabel="staleness when merged", ylabel="contributions")
-    _draw_shares(axes["shares"], found)
-    for name in ("states", "pace"):
-        axes[name].set_xlim(0.0, storm.seconds)
-    for one in axes.values():
-        one.spines[["top", "right"]].set_visible(False)
+    figure, axes = plt.subplots(figsize=(11, 0.45 * len(states) + 1.4), dpi=110, layout="constrained")
+    _draw_timelines(axes, storm, states)
+    axes.set(xlim=(0.0, storm.seconds), xlabel="seconds")
+    axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(
         f"{found.islands} islands, {found.step_seconds * 1e3:.0f} ms steps, {len(storm.faults)} faults in "
         f"{found.seconds:.0f} s: goodput {found.goodput:.1%}, {found.goodput_of_live_time:.1%} of live time, "
@@ -149,21 +142,3 @@ def _draw_timelines(axes: Axes, storm: StormRecord, states: Timelines) -> None:
     axes.legend(handles=handles, ncols=len(handles), frameon=False, fontsize=8, loc="lower right",
                 bbox_to_anchor=(1.0, 1.0), title="✕ kill  ■ stop  ▼ link  ◆ disk  ★ clock",
                 title_fontsize=8)  # fmt: skip
-
-
-def _draw_round_rate(axes: Axes, storm: StormRecord) -> None:
-    times = [at - storm.begin for at in storm.closed_at.values() if storm.begin <= at < storm.end]
-    bins = max(1, round(storm.seconds / BIN_SECONDS))
-    width = storm.seconds / bins
-    axes.hist(times, bins=bins, range=(0.0, storm.seconds), weights=[60.0 / width] * len(times), color="#4472c4")
-    axes.set(xlabel="seconds", ylabel="rounds per minute")
-
-
-def _draw_shares(axes: Axes, found: StormFigures) -> None:
-    left = 0.0
-    for name, label in SHARE_LABELS.items():
-        share = getattr(found.shares, name)
-        axes.barh(0, max(0.0, share), left=left, color=SHARE_COLOURS[name], label=f"{label} {share:.1%}")
-        left += max(0.0, share)
-    axes.set(xlim=(0, 1), ylim=(-0.5, 3.0), yticks=[], xlabel="share of the islands' allocated time")
-    axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper left")

@@ -183,7 +183,7 @@ def test_the_baseline_runs_under_the_faults_of_the_storm(
     assert plan.faults == ours.faults and plan.faults
     assert plan.step_seconds == ours.step_seconds
     assert plan.config == ours.config
-    assert "data-parallel         20.0%" in capsys.readouterr().err
+    assert "data-parallel, goodput 20.0%" in capsys.readouterr().err
     played.failing = ArchipelagoError("interrupted", code="chaos.interrupted")
     with failing(ArchipelagoError, "chaos.interrupted"):
         main(options)

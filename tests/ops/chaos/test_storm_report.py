@@ -202,7 +202,7 @@ def test_the_report_compares_with_the_baseline(tmp_path: Path, monkeypatch: pyte
     found = figures(one, figures(one), BASELINE)
     assert (found.steps_useful, found.steps_lost, found.uptime) == (170, 10, 1.0)
     rows = comparison(found)
-    assert [row[1:] for row in rows] == [
+    assert [tuple(row.values())[1:] for row in rows] == [
         ("85.0%", "100.0%", "170", "10", "0.1 s"),
         ("20.0%", "40.0%", "40", "12", "4.5 s"),
     ]
