@@ -11,7 +11,7 @@ records what was believed, so a replay merges the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
@@ -19,6 +19,7 @@ from archipelago.broker.config import BATCH_FACTOR_MAX, OWN_TOKENS_PER_STEP_MAX,
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Contribution
 from archipelago.broker.ranges import ReadPosition, parse_positions
+from archipelago.merger.accounts import SILENT_ROUNDS, Account
 
 #: An island may be this much faster than the median of at least two others.
 SPEED_MAX = 16.0
@@ -26,6 +27,10 @@ SPEED_MAX = 16.0
 SPEED_MAX_OF_TWO = 256.0
 #: Each round may advance the run's step by this many strides of H/P steps, if no other island has come further.
 STRIDES_OF_A_ROUND = 2
+#: An island may have read the text of this many sync intervals more than it has answered rounds.
+BURST_INTERVALS = 8
+#: The same before its first contribution.
+FIRST_BURST_INTERVALS = 64
 #: An island may have read this many times the text of its steps, because contributions of it may have been lost.
 DATA_SLACK = 4
 #: At most this share of a corpus is held out.
@@ -76,7 +81,7 @@ def fastest_step_seconds(reported: Mapping[str, float], live: AbstractSet[str]) 
 
 def next_step(
     step: int,
-    members: Iterable[Contribution],
+    members: Sequence[Contribution],
     others: Mapping[str, int],
     stride: float,
     live: AbstractSet[str] = frozenset(),
@@ -90,21 +95,45 @@ def next_step(
     Args:
         step: The run's step before the round.
         members: The merged contributions.
-        others: The steps that islands have claimed last (`Accounts.global_steps`).
+        others: The steps that islands have claimed in earlier rounds (`global_steps`).
         stride: H/P, the inner steps from one round to the next.
         live: The live islands.
     """
     furthest = max(members, key=lambda c: c.global_step, default=None)
     if furthest is None:
         return step
-    claimed = sorted(each for island, each in others.items() if island != furthest.island)
+    steps = {**others, **{c.island: c.global_step for c in members}}
+    claimed = sorted(each for island, each in steps.items() if island != furthest.island)
     if not claimed and live <= {furthest.island}:
         return max(step, furthest.global_step)
     usual = claimed[len(claimed) // 2] if claimed else 0  # the upper median, which a minority moves neither way
     return max(step, min(furthest.global_step, max(step + math.ceil(STRIDES_OF_A_ROUND * stride), usual)))
 
 
+def global_steps(accounts: Mapping[str, Account], closed: int) -> dict[str, int]:
+    """Return the global step that each island has claimed last, of those that contributed to the last rounds."""
+    return {name: a.global_step for name, a in accounts.items() if closed - a.round <= SILENT_ROUNDS}
+
+
 # -- data ------------------------------------------------------------------------------------------------------------
+
+
+def steps_read(contribution: Contribution, account: Account | None, closed: int, stride: float, fragments: int) -> int:
+    """Return in how many steps the island may have read the text that a contribution claims.
+
+    That is more than the steps of the contribution if the island trained on after its last one and waited for
+    snapshots, as it does while no merger serves: the work of that time is lost, and the text was read.
+
+    Args:
+        contribution: The contribution.
+        account: The account of its island, if it has one.
+        closed: The last closed round.
+        stride: H/P, the inner steps from one round to the next.
+        fragments: P.
+    """
+    if account is None:
+        return min(contribution.steps, round(FIRST_BURST_INTERVALS * fragments * stride))
+    return math.ceil((BURST_INTERVALS * fragments + max(0, closed - account.round)) * stride)
 
 
 def believed_data(
@@ -123,7 +152,7 @@ def believed_data(
 
     Args:
         contribution: A contribution whose positions can be parsed.
-        steps: In how many steps its island may have read them (`Accounts.steps_read`).
+        steps: In how many steps its island may have read them (`steps_read`).
         cursors: The cursor of each started range.
         waiting: Where contributions that wait for their rounds will move the cursors.
         config: The run's config.

@@ -165,7 +165,7 @@ def _tape_entry(
         step=before.step,
         staleness=before.staleness,
         norms={p: before.norms[p]} if p in before.norms else {},
-        scores={island: score for island, score in before.scores.items() if island in islands},
+        accounts={island: account for island, account in before.accounts.items() if island in islands},
         steered=before.steered,
     )
     return TapeEntry(

@@ -188,8 +188,7 @@ class RoundMerge:
         """Advance the run's state by a merged round that leads to global step `step`, except what clocks measure."""
         p = self.manifest.fragment_of(number)
         state.staleness, state.norms[p] = merged.staleness, merged.state.norms
-        state.scores = dict(merged.scores)
-        state.after_round(number, step, [addend.contribution for addend in addends])
+        state.after_round(number, step, [addend.contribution for addend in addends], merged.scores)
 
 
 def merge_round(

@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 
 from archipelago.broker.config import SyncConfig
 from archipelago.broker.messages import Contribution
+from archipelago.merger.accounts import put_bounded
 from archipelago.merger.claims import fastest_step_seconds
-from archipelago.merger.state import RoundTiming, RunState, put_bounded
+from archipelago.merger.state import RoundTiming, RunState
 
 #: No round waits longer than this after its quorum, however long the steps are that islands report.
 GRACE_SECONDS_MAX = 86400.0
@@ -81,7 +82,7 @@ class Rounds:
         self._state = state
         self._open: dict[int, OpenRound] = {}
         #: The last reported step time of each island, also from contributions that are not merged yet.
-        self.step_seconds = dict(state.step_seconds)
+        self.step_seconds = {island: account.step_seconds for island, account in state.accounts.items()}
 
     @property
     def closed(self) -> int:

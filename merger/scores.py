@@ -62,8 +62,6 @@ FRESH = 1
 JUDGES_LEAST = 3
 #: Contributions are compared with those of at most this many islands.
 JUDGES_MOST = 32
-#: Islands whose scores are remembered. Those that were judged least recently are forgotten first.
-SCORES_MAX = 1024
 
 
 @dataclass(frozen=True)
@@ -198,15 +196,13 @@ def judge(known: Mapping[str, Score], sent: Sequence[Sent], spans: Spans, live: 
         scores, away = _compared(scores, sent, fresh, spans)
         losses, pointing_away = _ratios_of_losses(sent, islands), {sent[i].island for i in away}
         for name in islands:
-            before = scores.pop(name, Score())  # inserted again at the end, which keeps the order of last use
-            ratios = before.with_ratios(norms[name], losses[name])
+            ratios = scores.get(name, Score()).with_ratios(norms[name], losses[name])
             is_lowered = ratios.factor < 1.0 or name in pointing_away
             scores[name] = replace(ratios, lowered=ratios.lowered + 1 if is_lowered else 0)
     of = [scores.get(one.island, Score()) for one in sent]
     factors = tuple(0.0 if i in away else score.factor for i, score in enumerate(of))
     limits = tuple(norm if score.norm > NORM_LARGE else math.inf for norm, score in zip(usual, of, strict=True))
-    newest = dict(list(scores.items())[-SCORES_MAX:])
-    return Judgement(factors, tuple(score.value for score in of), limits, newest)
+    return Judgement(factors, tuple(score.value for score in of), limits, scores)
 
 
 def unjudged(known: Mapping[str, Score], count: int) -> Judgement:

@@ -20,7 +20,7 @@ from archipelago.broker.presence import Presence
 from archipelago.broker.transport import MergerTransport
 from archipelago.broker.wire import payload_bytes_max
 from archipelago.merger import claims
-from archipelago.merger.accounts import Accounts, Liveness
+from archipelago.merger.accounts import Liveness
 from archipelago.merger.admission import AHEAD, Inbox
 from archipelago.merger.beside import Beside, BusyTime, awaited, in_virtual_time
 from archipelago.merger.checkpointer import CheckpointCut, Checkpointer
@@ -103,8 +103,8 @@ class Merger:
         self.rules = RoundMerge.of(self.manifest, self.spectra)
         self.controls = OperatorControls(transport, self.manifest, wall)
         fragments = len(self.manifest.fragments)
-        self.accounts = Accounts(self.config.sync.interval, fragments)
-        self.liveness = Liveness(self.accounts)
+        self._stride = self.config.sync.interval / fragments
+        self.liveness = Liveness()
         self._range_sequences = claims.range_sequences(self.manifest)
         download = beside("download", AHEAD)
         self.inbox = Inbox(transport, self.rules, self.controls.refuses, self._believed, download, self._renew)
@@ -148,8 +148,7 @@ class Merger:
         self.state, self.fragments, self.snapshots = found.state, found.fragments, found.snapshots
         if checkpointer is not None:
             checkpointer.load(self.manifest, self.state.closed)
-        self.accounts.load(self.state.accounts, self.clock(), self.wall())
-        self.liveness.clear()
+        self.liveness.load(self.state.accounts, self.clock(), self.state.closed)
         self.rounds = Rounds(self.config.sync, len(self.fragments), self.state)
         self.inbox.clear()
         self.compactor.load(found.full, found.uncovered, found.snapshots)
@@ -274,7 +273,7 @@ class Merger:
     def _receive(self, deliveries: Iterable[Delivery]) -> None:
         for contribution in self.inbox.receive(deliveries, self.state, self.epoch):
             island, now = contribution.island, self.clock()
-            self.accounts.accept(contribution, self.state.closed, now, self.wall())
+            self.liveness.heard(island, now, self.state.closed)
             self.rounds.answer(contribution, now)
             self._heard_at = now
             # Sending counts as a heartbeat. Else a round could close with a first contribution alone between two polls.
@@ -283,7 +282,8 @@ class Merger:
 
     def _believed(self, contribution: Contribution) -> Contribution:
         """Return the contribution with the claims that the merger believes."""
-        steps = self.accounts.steps_read(contribution, self.state.closed)
+        account, fragments = self.state.accounts.get(contribution.island), len(self.fragments)
+        steps = claims.steps_read(contribution, account, self.state.closed, self._stride, fragments)
         cursors = self.state.cursors, self.inbox.cursors
         data = claims.believed_data(contribution, steps, *cursors, self.config, self._range_sequences)
         config = self.controls.next_config(self.state)
@@ -303,7 +303,6 @@ class Merger:
         after.timing = self.rounds.timing.after_quorum(close.quorum_seconds, self.rounds.config.smoothing)
         step = self._next_step([addend.contribution for addend in addends])
         self.rules.advance(after, close.round, step, merged, addends)
-        after.accounts = self.accounts.stored()
         entries = tuple(addend.entry for addend in addends)
         size = sum(addend.contribution.bytes for addend in addends)
         snapshot_version = self.manifest.version_after(close.round)
@@ -353,8 +352,8 @@ class Merger:
 
     def _next_step(self, members: Sequence[Contribution]) -> int:
         """Return the run's step after this round. A step that no member can have reached is lowered (`claims`)."""
-        stride, others = self.config.sync.interval / len(self.fragments), self.accounts.global_steps(self.state.closed)
-        return claims.next_step(self.state.step, members, others, stride, self.live)
+        others = claims.global_steps(self.state.accounts, self.state.closed)
+        return claims.next_step(self.state.step, members, others, self._stride, self.live)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 

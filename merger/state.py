@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -98,14 +98,6 @@ def saturated(count: int) -> int:
     return min(count, COUNT_MAX)
 
 
-def put_bounded(values: dict[str, Any], island: str, value: Any) -> None:
-    """Set an island's value, and forget the islands that were set longest ago beyond ACCOUNTS_MAX."""
-    values.pop(island, None)
-    values[island] = value
-    while len(values) > ACCOUNTS_MAX:
-        del values[next(iter(values))]
-
-
 @dataclass
 class RunState:
     """The state of the run that belongs to no single fragment.
@@ -120,10 +112,7 @@ class RunState:
         norms: The norms that clipping compares with, by fragment.
         seen: The sequence numbers of merged or refused contributions, by incarnation.
         cursors: The pass and sequence at which reading of each range of the corpus resumes.
-        step_seconds: Each island's seconds per inner step, as it last reported.
-        island_tokens: Merged tokens of each island, summed over the fragments.
-        scores: How well each island's contributions agree with those of the others (`merger.scores`).
-        accounts: The last accepted contribution of each island, by which rounds know whom to wait for.
+        accounts: What these rounds say of each island whose contributions they merged.
         refused: How many contributions were refused, by code.
         refused_tokens: Tokens of these.
         bytes_up: Bytes of the payloads of merged and refused contributions.
@@ -141,9 +130,6 @@ class RunState:
     norms: dict[int, NormWindow] = field(default_factory=dict)
     seen: dict[str, Sequences] = field(default_factory=dict)
     cursors: dict[str, tuple[int, int]] = field(default_factory=dict)
-    step_seconds: dict[str, float] = field(default_factory=dict)
-    island_tokens: dict[str, int] = field(default_factory=dict)
-    scores: dict[str, Score] = field(default_factory=dict)
     accounts: dict[str, Account] = field(default_factory=dict)
     refused: dict[str, int] = field(default_factory=dict)
     refused_tokens: int = 0
@@ -157,17 +143,39 @@ class RunState:
         values: dict[str, Any] = {name: v.copy() for name, v in vars(self).items() if isinstance(v, dict)}
         return replace(self, **values)
 
-    def after_round(self, number: int, step: int, merged: Sequence[Contribution]) -> None:
-        """Advance this state by a closed round with these contributions, which brings the run to global step `step`."""
+    @property
+    def scores(self) -> dict[str, Score]:
+        """The score of each island that has an account."""
+        return {island: account.score for island, account in self.accounts.items()}
+
+    def after_round(
+        self, number: int, step: int, merged: Sequence[Contribution], scores: Mapping[str, Score] | None = None
+    ) -> None:
+        """Advance this state by a closed round.
+
+        Args:
+            number: The round.
+            step: The global step to which it brings the run.
+            merged: The contributions that it merged.
+            scores: The scores of their islands after it; None if they stay.
+        """
         self.closed, self.step = number, step
         self.tokens = saturated(self.tokens + sum(c.tokens for c in merged))
         self.merged = saturated(self.merged + len(merged))
         self.bytes_up = saturated(self.bytes_up + sum(c.bytes for c in merged))
         for c in sorted(merged, key=lambda c: c.identity):  # so that the result does not depend on the order of arrival
             self.see(c.identity)
-            put_bounded(self.step_seconds, c.island, c.step_seconds)
-            put_bounded(self.island_tokens, c.island, saturated(self.island_tokens.get(c.island, 0) + c.tokens))
             self.cursors |= advanced(self.cursors, parse_positions(c.data))
+            before = self.accounts.get(c.island, Account())
+            self.accounts[c.island] = Account(
+                round=number,
+                tokens=saturated(before.tokens + c.tokens),
+                global_step=c.global_step,
+                step_seconds=c.step_seconds,
+                score=(scores or {}).get(c.island, before.score),
+            )
+        for _ in range(len(self.accounts) - ACCOUNTS_MAX):
+            del self.accounts[min(self.accounts, key=lambda island: (self.accounts[island].round, island))]
 
     def refuse(self, code: str, tokens: int, size: int) -> None:
         """Count a contribution that was refused for the reason with that code, with its tokens and bytes."""
@@ -212,8 +220,7 @@ class RunState:
             "norms": {p: list(window.norms) for p, window in self.norms.items()},
             "norm_steps": {p: window.step for p, window in self.norms.items()},
             "seen": {key: [s.floor, *sorted(s.above)] for key, s in self.seen.items()},
-            "scores": {island: score.to_list() for island, score in self.scores.items()},
-            "accounts": {island: asdict(account) for island, account in self.accounts.items()},
+            "accounts": {island: account.to_values() for island, account in self.accounts.items()},
         }
         text = json.dumps(values)
         return f'{text[:-1]}{_DIGEST}{digest(text.encode())}"}}'
@@ -245,10 +252,7 @@ class RunState:
                 },
                 seen={key: Sequences(floor, set(above)) for key, (floor, *above) in values["seen"].items()},
                 cursors={str(s): (int(n), int(at)) for s, (n, at) in values["cursors"].items()},
-                step_seconds={str(island): float(seconds) for island, seconds in values["step_seconds"].items()},
-                island_tokens={str(island): int(tokens) for island, tokens in values["island_tokens"].items()},
-                scores={str(island): Score.from_list(score) for island, score in values["scores"].items()},
-                accounts={str(island): Account.of(account) for island, account in values["accounts"].items()},
+                accounts={str(island): Account.from_values(each) for island, each in values["accounts"].items()},
                 refused={str(code): int(count) for code, count in values["refused"].items()},
                 refused_tokens=int(values.get("refused_tokens", 0)),
                 bytes_up=int(values.get("bytes_up", 0)),

@@ -252,7 +252,7 @@ def combined_state(states: Mapping[int, str], layout: Layout) -> str:
     return json.dumps(
         found[0]
         | {
-            "island_tokens": _summed(state.get("island_tokens") for state in found.values()),
+            "accounts": {island: {"tokens": tokens} for island, tokens in _merged_tokens(found.values()).items()},
             "refused": _summed(state.get("refused") for state in found.values()),
             "covered": min(covered),
         }
@@ -291,6 +291,12 @@ def numbered(noun: str, numbers: Sequence[int]) -> str:
     if len(words) < 2:
         return f"{noun} {words[0]}" if words else f"no {noun}"
     return f"{noun}s {', '.join(words[:-1])} and {words[-1]}"
+
+
+def _merged_tokens(states: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Return the merged tokens of each island, from the accounts in the states of all shards."""
+    every = (accounts for state in states if isinstance(accounts := state.get("accounts"), dict))
+    return _summed({n: a.get("tokens") for n, a in of.items() if isinstance(a, dict)} for of in every)
 
 
 def _parsed(state: str) -> dict[str, Any]:

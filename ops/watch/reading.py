@@ -107,7 +107,7 @@ def summarise(
     parts = parts_by_island(tape)
     last = {layout.shard_of(entry.round): entry for entry in tape}.values()  # of each shard
     figures = _figures(state)
-    merged = _counts(figures, "island_tokens")
+    merged = _merged_tokens(figures)
     islands = tuple(
         _island(each, parts.get(each.heartbeat.island, []), len(tape), merged, fragments, unit) for each in presences
     )
@@ -179,6 +179,14 @@ def _counts(figures: Mapping[str, Any], name: str) -> dict[str, int]:
     try:
         return {str(key): int(count) for key, count in figures.get(name, {}).items()}
     except (ValueError, AttributeError, TypeError, OverflowError):
+        return {}
+
+
+def _merged_tokens(figures: Mapping[str, Any]) -> dict[str, int]:
+    """Return the merged tokens of each island, summed over the fragments."""
+    try:
+        return {str(island): int(account["tokens"]) for island, account in figures.get("accounts", {}).items()}
+    except (ValueError, AttributeError, KeyError, TypeError, OverflowError):
         return {}
 
 

@@ -182,9 +182,8 @@ class MergerRun(CreatedRun):
 
 
 def state_of(run: MergerRun) -> RunState:
-    """Return the committed state without the times of accounts. Times that were not measured yet are 0, as in Eq. 3."""
+    """Return the committed state. Times that were not measured yet are 0, as in Eq. 3."""
     state = RunState.from_json(run.transport.reader.merger_state())
-    state.accounts = {}
     state.timing = RoundTiming(state.timing.quorum_seconds or 0.0, state.timing.sync_seconds or 0.0)
     return state
 

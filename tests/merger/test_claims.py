@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 from hypothesis import given, settings
@@ -20,14 +19,11 @@ from archipelago.broker.messages import Contribution
 from archipelago.broker.presence import LIVE_SECONDS, Presence
 from archipelago.merger import claims
 from archipelago.merger.accounts import (
-    ACCOUNTS_MAX,
-    BURST_INTERVALS,
-    FIRST_BURST_INTERVALS,
     NEWCOMERS_MIN,
     SILENT_ROUNDS,
     SILENT_SECONDS,
     SILENT_SECONDS_MAX,
-    Accounts,
+    Account,
     Liveness,
 )
 from tests import samples
@@ -151,31 +147,21 @@ def test_positions_that_no_island_can_have_reached_move_nothing() -> None:
     assert believed(f"1:0:{reach} 0:2:99") == f"1:0:{reach} 0:2:10"
 
 
-# -- accounts ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_oldest_accounts_are_forgotten_first() -> None:
-    accounts = Accounts(H, P)
-    for number in range(ACCOUNTS_MAX + 5):
-        accounts.accept(claim(island=f"i{number}"), 0, float(number), float(number))
-    assert len(accounts.stored()) == ACCOUNTS_MAX
-    assert accounts.round_of("i4") is None
-    assert accounts.round_of("i5") == 0
-
-
 def test_an_island_may_have_read_on_while_it_waited_and_as_rounds_closed() -> None:
     """While no merger serves, an island trains on. Its next contribution has few steps, and says all that was read."""
-    accounts = Accounts(H, P)
-    first = claim(steps=1 << 40, tokens=BATCH)
-    assert accounts.steps_read(first, 0) == FIRST_BURST_INTERVALS * H
-    for p in range(P):
-        accounts.accept(claim(fragment=p, steps=4, global_step=4), 10, 40.0, 40.0)
-    waited = claim(steps=1, tokens=BATCH, global_step=4)
-    assert accounts.steps_read(waited, 10) == BURST_INTERVALS * H
-    assert accounts.steps_read(waited, 10 + P) == (BURST_INTERVALS + 1) * H
-    assert accounts.steps_read(replace(waited, incarnation="other"), 10) == 1
-    assert accounts.global_steps(10 + SILENT_ROUNDS) == {waited.island: 4}
-    assert accounts.global_steps(11 + SILENT_ROUNDS) == {}
+
+    def read(steps: int, account: Account | None, closed: int = 10) -> int:
+        return claims.steps_read(claim(steps=steps), account, closed, STRIDE, P)
+
+    assert (read(1 << 40, None), read(5, None)) == (claims.FIRST_BURST_INTERVALS * H, 5)
+    assert read(1, Account(10)) == read(1, Account(12)) == claims.BURST_INTERVALS * H
+    assert read(1, Account(10), 10 + P) == (claims.BURST_INTERVALS + 1) * H
+
+
+def test_steps_that_were_claimed_long_ago_move_no_schedule() -> None:
+    accounts = {"a": Account(10, global_step=4)}
+    assert claims.global_steps(accounts, 10 + SILENT_ROUNDS) == {"a": 4}
+    assert claims.global_steps(accounts, 11 + SILENT_ROUNDS) == {}
 
 
 # -- heartbeats ------------------------------------------------------------------------------------------------------
@@ -185,8 +171,7 @@ class Watch:
     """A merger that looks at heartbeats each second. Islands that are not `frozen` send one each second."""
 
     def __init__(self) -> None:
-        self.accounts = Accounts(24, 6)
-        self.liveness = Liveness(self.accounts)
+        self.liveness = Liveness()
         self.now, self.closed = 0.0, 0
 
     def look(self, islands: Iterable[str], frozen: Iterable[str] = (), age: float = 0.5, **changes: Any) -> set[str]:
@@ -197,7 +182,7 @@ class Watch:
 
     def contribute(self, *islands: str) -> None:
         for island in islands:
-            self.accounts.accept(samples.contribution(island=island), self.closed, self.now, self.now)
+            self.liveness.heard(island, self.now, self.closed)
 
 
 def test_a_heartbeat_that_never_changes_counts_for_ten_seconds() -> None:

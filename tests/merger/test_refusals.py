@@ -146,7 +146,7 @@ def test_what_islands_do_while_no_merger_serves_counts_in_full(order: str, caplo
     last = merger or run.merger()
     while last.turn(0.0):
         pass
-    assert last.state.island_tokens == {"a": 2 * 1024 * steps, "b": 2 * 1024 * steps}
+    assert {n: a.tokens for n, a in last.state.accounts.items()} == dict.fromkeys("ab", 2 * 1024 * steps)
     assert [m.weight for e in run.transport.reader.tape(2) for m in e.members] == [0.5] * 4
     assert not last.state.refused
     assert not logged_codes(caplog)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import archipelago.merger.state
 from archipelago.broker.errors import ConfigError
-from archipelago.merger.accounts import Account
+from archipelago.merger.accounts import ACCOUNTS_MAX, Account
 from archipelago.merger.scores import Score
 from archipelago.merger.state import (
     INCARNATIONS_OF_AN_ISLAND,
@@ -36,10 +36,7 @@ FULL = RunState(
     norms={0: NormWindow((1.0, 2.0), 36), 1: NormWindow()},
     seen={"a/x": Sequences(3, {5, 7}), "b/y": Sequences()},
     cursors={"0": (0, 96), "site/7": (2, 0)},
-    step_seconds={"a": 0.25, "b": 0.1},
-    island_tokens={"a": 700, "b": 300},
-    scores={"a": Score(1.5, 2.0, 0.01, 1.25, 0.9, 4, 1), "b": Score()},
-    accounts={"a": Account("x", 6, 1e9, 40)},
+    accounts={"a": Account(6, 700, 40, 0.25, Score(1.5, 2.0, 0.01, 1.25, 0.9, 4, 1)), "b": Account(5, 300)},
     refused={"stale": 2, "late": 1},
     covered=5,
 )
@@ -63,8 +60,7 @@ def test_only_an_undamaged_state_is_read() -> None:
         "norms": [{"first": [1.0]}],
         "seen": [[], {"a/x": [0, [1]]}],
         "cursors": [{"0": [1]}],
-        "step_seconds": [{"a": "slow"}],
-        "island_tokens": [{"a": []}],
+        "accounts": [{"a": []}, {"a": {"round": 1}}, {"a": {**Account().to_values(), "step_seconds": "slow"}}],
         "covered": [None],
     }
     damaged = [json.dumps(values | {name: value}) for name, all_ in wrong.items() for value in all_]
@@ -84,11 +80,11 @@ def test_a_round_advances_the_state() -> None:
         ),
         samples.contribution(island="c", sequence=0, tokens=30, global_step=44, step_seconds=0.3, data="0:0:97"),
     ]
-    state.after_round(8, 44, merged)
+    state.after_round(8, 44, merged, {"b": Score(rounds=1), "x": Score()})
     assert (state.closed, state.step, state.tokens, state.timing) == (8, 44, 1080, FULL.timing)
     assert state.cursors == {"0": (0, 97), "1": (1, 0)}  # cursors only advance, also to the next pass
-    assert state.step_seconds == {"a": 0.25, "b": 0.2, "c": 0.3}
-    assert state.island_tokens == {"a": 700, "b": 350, "c": 30}
+    assert state.accounts["b"] == Account(8, 350, 39, 0.2, Score(rounds=1))
+    assert state.accounts == FULL.accounts | {"b": state.accounts["b"], "c": Account(8, 30, 44, 0.3)}
     assert state.has_seen(("b", "x", 4))
     assert state.has_seen(("c", "x", 0))
     assert not any(state.has_seen(other) for other in (("b", "y", 4), ("c", "x", 4), ("d", "x", 0)))
@@ -121,7 +117,16 @@ def test_the_order_of_arrival_changes_no_bit(parts: list[tuple[str, str, int, fl
     assert one.to_json() == other.to_json()
 
 
-# -- the memory of seen contributions is bounded -------------------------------------------------------------------
+# -- the memory of islands is bounded ------------------------------------------------------------------------------
+
+
+def test_the_oldest_accounts_are_forgotten_first() -> None:
+    state = RunState()
+    for number in range(5):
+        state.after_round(number + 1, 4, [samples.contribution(island=f"old{number}")])
+    state.after_round(6, 4, [samples.contribution(island=f"new{number}") for number in range(ACCOUNTS_MAX - 2)])
+    assert len(state.accounts) == ACCOUNTS_MAX
+    assert [island for island in state.accounts if island.startswith("old")] == ["old3", "old4"]
 
 
 def test_the_incarnations_of_one_island_do_not_displace_others(monkeypatch: pytest.MonkeyPatch) -> None:

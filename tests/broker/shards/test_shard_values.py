@@ -38,16 +38,16 @@ def test_a_cursor_is_where_all_shards_have_merged() -> None:
 
 
 def test_counts_of_the_mergers_are_added_up() -> None:
-    first = {"closed": 7, "island_tokens": {"a": 3}, "refused": {"late": 1}, "covered": 3}
-    second = {"closed": 5, "island_tokens": {"a": 4, "b": 1}, "refused": {}, "covered": 1}
+    first = {"closed": 7, "accounts": {"a": {"tokens": 3}}, "refused": {"late": 1}, "covered": 3}
+    second = {"closed": 5, "accounts": {"a": {"tokens": 4}, "b": {"tokens": 1}}, "refused": {}, "covered": 1}
     found = json.loads(combined_state({0: json.dumps(first), 1: json.dumps(second)}, LAYOUT))
-    assert found["island_tokens"] == {"a": 7, "b": 1}
+    assert found["accounts"] == {"a": {"tokens": 7}, "b": {"tokens": 1}}
     assert found["refused"] == {"late": 1}
     assert found["covered"] == min(LAYOUT.run_round(0, 3), LAYOUT.run_round(1, 1))
     assert combined_state({0: "", 1: ""}, LAYOUT) == ""
-    nonsense = json.dumps({"island_tokens": "x", "covered": -1, "refused": None})
+    nonsense = json.dumps({"accounts": "x", "covered": -1, "refused": None})
     found = json.loads(combined_state({0: "[1]", 1: nonsense}, LAYOUT))
-    assert (found["island_tokens"], found["refused"], found["covered"]) == ({}, {}, 0), "unreadable ones count nothing"
+    assert (found["accounts"], found["refused"], found["covered"]) == ({}, {}, 0), "unreadable ones count nothing"
 
 
 class Tape:
