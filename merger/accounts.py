@@ -38,6 +38,8 @@ class Account:
         tokens: Its merged tokens, summed over the fragments.
         global_step: The global step that it claimed last.
         step_seconds: The time of an inner step that it reported last.
+        batch: The tokens in a step that it claimed last.
+        credit: The inner steps that it may have done besides those that weighed (`claims.seen`).
         score: How well its contributions agree with those of the others (`merger.scores`).
     """
 
@@ -45,6 +47,8 @@ class Account:
     tokens: int = 0
     global_step: int = 0
     step_seconds: float = 0.0
+    batch: float = 0.0
+    credit: int = 0
     score: Score = field(default_factory=Score)
 
     def to_values(self) -> dict[str, Any]:
@@ -59,6 +63,8 @@ class Account:
             tokens=int(values["tokens"]),
             global_step=int(values["global_step"]),
             step_seconds=float(values["step_seconds"]),
+            batch=float(values["batch"]),
+            credit=int(values["credit"]),
             score=Score.from_list(values["score"]),
         )
 

@@ -2,8 +2,8 @@
 
 A contribution's header claims tokens, steps, a global step, a speed and a position in the data. None of them can be
 verified, so none of them widens a bound. A claim that contradicts itself is refused (`contradiction`). Tokens and steps
-beyond what the merger saw add no weight (`weights.seen_steps`, `weights.seen_batches`). They are no reason to refuse
-or to warn, because an honest island trains on while no merger serves. The run's step and the positions of its text
+beyond what the merger saw add no weight (`seen`). They are no reason to refuse or to warn, because an honest island
+trains on while no merger serves. The run's step and the positions of its text
 advance no further than an island can have come; the next contributions of honest islands advance them again. The tape
 records what was believed, so a replay merges the same.
 """
@@ -13,13 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from archipelago.broker.config import BATCH_FACTOR_MAX, OWN_TOKENS_PER_STEP_MAX, RunConfig
+from archipelago.broker.config import BATCH_FACTOR_MAX, OWN_TOKENS_PER_STEP_MAX, RunConfig, SyncConfig
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Contribution
 from archipelago.broker.ranges import ReadPosition, parse_positions
 from archipelago.merger.accounts import SILENT_ROUNDS, Account
+from archipelago.merger.scores import upper_median
 
 #: An island may be this much faster than the median of at least two others.
 SPEED_MAX = 16.0
@@ -56,6 +57,77 @@ def counted_tokens(contribution: Contribution, config: RunConfig) -> int:
     """Return the tokens that the books count for a contribution: at most those of a whole run."""
     most = config.inner.steps * tokens_per_step_max(config)
     return min(contribution.tokens, most)
+
+
+# -- the work that weighs ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Seen:
+    """How much of the claimed work of a round the merger has seen.
+
+    Attributes:
+        steps: The inner steps of each contribution that weigh, at least 1.
+        batches: The tokens in a step of each contribution that weigh.
+        credit: The steps that each island of the round may add to those of its next rounds.
+    """
+
+    steps: Sequence[int]
+    batches: Sequence[float]
+    credit: Mapping[str, int]
+
+
+def seen(
+    contributions: Sequence[Contribution],
+    version: int,
+    number: int,
+    accounts: Mapping[str, Account],
+    usual_batch: float,
+    sync: SyncConfig,
+    fragments: int,
+) -> Seen:
+    """Return the work that weighs. The result depends on no order of the contributions.
+
+    The fastest island's stride is the clock of the rounds. So an island does no more than an interval of steps on the
+    fragment of each round, and steps on average no faster than rounds close. What it saves in rounds without it counts
+    later, as on a thin link. A contribution covers an interval for each version since its base, and the window.
+
+    A step counts at most the usual batch, of the run and of the round. A minority of islands can raise neither. With
+    two islands it is the larger one, because nobody can tell which of the two is right.
+
+    Args:
+        contributions: The contributions of a round.
+        version: The version of its fragment before the round.
+        number: The round.
+        accounts: The islands' accounts before it.
+        usual_batch: The usual batch of the run's islands before it (`usual_batch`); 0 if it is not known.
+        sync: When rounds close.
+        fragments: P.
+    """
+    islands = {c.island for c in contributions}
+    credit = {island: _credit(accounts.get(island), number, sync, fragments) for island in islands}
+    steps, largest = [1] * len(contributions), dict[str, float]()
+    for i, c in sorted(enumerate(contributions), key=lambda each: each[1].identity):
+        strides = fragments * (version - c.base + 1) + min(sync.window, fragments)
+        steps[i] = max(1, min(c.steps, math.ceil(strides * sync.interval / fragments), credit[c.island]))
+        credit[c.island] = max(0, credit[c.island] - steps[i])
+        largest[c.island] = max(c.tokens / c.steps, largest.get(c.island, 0.0))
+    usual = min(upper_median(list(largest.values())) if largest else 0.0, usual_batch or math.inf)
+    return Seen(steps, [min(c.tokens / c.steps, usual) for c in contributions], credit)
+
+
+def _credit(account: Account | None, number: int, sync: SyncConfig, fragments: int) -> int:
+    """Return how many steps of an island may weigh in a round, in all its contributions together."""
+    if account is None:
+        return sync.interval
+    most = (sync.staleness_cap + 1) * fragments * sync.interval
+    return min(account.credit + (number - account.round) * sync.interval, most)
+
+
+def usual_batch(accounts: Mapping[str, Account], closed: int) -> float:
+    """Return the upper median of the batches that islands have claimed last, of those that contributed of late."""
+    batches = [account.batch for account in accounts.values() if closed - account.round <= SILENT_ROUNDS]
+    return upper_median(batches) if batches else 0.0
 
 
 # -- speed -----------------------------------------------------------------------------------------------------------

@@ -165,6 +165,7 @@ def _tape_entry(
         step=before.step,
         staleness=before.staleness,
         norms={p: before.norms[p]} if p in before.norms else {},
+        usual_batch=before.usual_batch,
         accounts={island: account for island, account in before.accounts.items() if island in islands},
         steered=before.steered,
     )

@@ -29,7 +29,8 @@ from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Contribution, RoundMember
 from archipelago.broker.wire import Body, digest, encoded, unpack_encoded
-from archipelago.merger import merge_rules, outer, weights
+from archipelago.merger import claims, merge_rules, outer, weights
+from archipelago.merger.claims import Seen
 from archipelago.merger.outer import OuterOptimizer, Round, publish
 from archipelago.merger.scores import Judgement, Score, Sent, judge, unjudged
 from archipelago.merger.spectra import Group, Spectra, groups
@@ -68,6 +69,7 @@ class MergedRound:
         members: The contributions, with their weights, as the tape records them.
         gain: The factor on the merged outer gradient.
         scores: The islands' scores after the round.
+        credit: The islands' credit after the round (`claims.seen`).
         difference: The body that takes islands to the new version; empty where full snapshots go down.
     """
 
@@ -76,6 +78,7 @@ class MergedRound:
     members: tuple[RoundMember, ...]
     gain: float
     scores: Mapping[str, Score]
+    credit: Mapping[str, int]
     difference: bytes = b""
 
 
@@ -164,7 +167,7 @@ class RoundMerge:
         version = self.manifest.version_at(state.closed, p)
         # Rounds follow each other by strides of the fastest island. These are the strides from the step before the
         # fragment's last round to the end of this one.
-        strides = fragments + 1 if version else p + 1
+        strides, headers = fragments + 1 if version else p + 1, [addend.contribution for addend in addends]
         run_step = fragment.norms.step + strides * config.sync.interval / fragments
         return merge_round(
             fragment,
@@ -178,7 +181,9 @@ class RoundMerge:
             outer=outer.build(config.outer),
             now=Round(progress=min(1.0, state.step / config.inner.steps), interval=float(config.sync.interval)),
             path=partial(weights.path, config, run_step=run_step),
-            seen=partial(weights.seen_steps, config.sync, fragments),
+            seen=claims.seen(
+                headers, version, state.closed + 1, state.accounts, state.usual_batch, config.sync, fragments
+            ),
             scores=state.scores,
             step=state.step,
             spectra=self.spectra,
@@ -188,7 +193,8 @@ class RoundMerge:
         """Advance the run's state by a merged round that leads to global step `step`, except what clocks measure."""
         p = self.manifest.fragment_of(number)
         state.staleness, state.norms[p] = merged.staleness, merged.state.norms
-        state.after_round(number, step, [addend.contribution for addend in addends], merged.scores)
+        headers = [addend.contribution for addend in addends]
+        state.after_round(number, step, headers, merged.scores, merged.credit)
 
 
 def merge_round(
@@ -204,7 +210,7 @@ def merge_round(
     outer: OuterOptimizer,
     now: Round,
     path: Callable[[int], float],
-    seen: Callable[[int, int], int],
+    seen: Seen,
     scores: Mapping[str, Score] | None = None,
     step: int = 0,
     spectra: Spectra | None = None,
@@ -224,8 +230,8 @@ def merge_round(
         wire: The codecs, by which published parameters are rounded.
         outer: The outer optimiser.
         now: The progress of the run; participation is filled in here.
-        path: Returns the length of the path that a norm is compared by, from the contribution's number of steps.
-        seen: Returns how many steps of a contribution weigh, from their number and its staleness.
+        path: Returns the length of the path that a norm is compared by, from the number of steps that weigh.
+        seen: The work of each contribution that weighs.
         scores: The islands' scores before the round.
         step: The run's step before the round.
         spectra: How the matrices share this machine's threads. It changes no bit.
@@ -240,7 +246,7 @@ def merge_round(
         published_N, difference = publish(wire, fragment.published_N, fragment.published_N)
         kept = replace(fragment, norms=norms, published_N=published_N)
         members = _members(addends, version, final, clips, judged)
-        return MergedRound(kept, staleness, members, 0.0, judged.scores, difference)
+        return MergedRound(kept, staleness, members, 0.0, judged.scores, seen.credit, difference)
     weighed = weights.weigh(final, [one.staleness for one in sent], config, staleness)
     acc, largest = merge_rules.begin(groups), max(final)
     relative = [
@@ -258,19 +264,16 @@ def merge_round(
     published_N, difference = publish(wire, fragment.published_N, params_N)
     state = FragmentState(params_N, outer_state, norms, published_N)
     members = _members(addends, version, weighed.shares, clips, judged)
-    return MergedRound(state, weighed.running, members, weighed.gain, judged.scores, difference)
+    return MergedRound(state, weighed.running, members, weighed.gain, judged.scores, seen.credit, difference)
 
 
-def _sent(
-    addends: Sequence[Addend], version: int, path: Callable[[int], float], seen: Callable[[int, int], int]
-) -> list[Sent]:
-    """Return what weighs of each contribution: no more steps and tokens than `merger.weights` believes."""
-    headers = [addend.contribution for addend in addends]
-    batches = weights.seen_batches([c.tokens / c.steps for c in headers], [c.island for c in headers])
-    steps = [seen(c.steps, version - c.base) for c in headers]
+def _sent(addends: Sequence[Addend], version: int, path: Callable[[int], float], seen: Seen) -> list[Sent]:
+    """Return what contributions are judged and weighed by."""
+    both = zip(addends, seen.steps, seen.batches, strict=True)
     return [
-        Sent(c.island, version - c.base, n, batch * n, addend.norm / path(c.steps), c.loss, c.digest, addend.body)
-        for addend, c, n, batch in zip(addends, headers, steps, batches, strict=True)
+        Sent(c.island, version - c.base, n, batch * n, addend.norm / path(n), c.loss, c.digest, addend.body)
+        for addend, n, batch in both
+        for c in [addend.contribution]
     ]
 
 

@@ -139,8 +139,8 @@ class Sent:
     Attributes:
         island: The island that sent it.
         staleness: Versions between its base and the fragment.
-        steps: The inner steps of it that weigh (`weights.seen_steps`).
-        tokens: The tokens of it that weigh (`weights.seen_batches`).
+        steps: The inner steps of it that weigh (`claims.seen`).
+        tokens: The tokens of it that weigh.
         norm: Its norm over the length of its path (`weights.path`).
         loss: The loss that it claims.
         digest: The digest of its payload.

@@ -15,6 +15,7 @@ from archipelago.broker.messages import COUNT_MAX, Contribution
 from archipelago.broker.ranges import advanced, parse_positions
 from archipelago.broker.wire import digest
 from archipelago.merger.accounts import ACCOUNTS_MAX, Account
+from archipelago.merger.claims import usual_batch
 from archipelago.merger.scores import Score
 from archipelago.merger.weights import NormWindow, RunningMean
 
@@ -113,6 +114,7 @@ class RunState:
         seen: The sequence numbers of merged or refused contributions, by incarnation.
         cursors: The pass and sequence at which reading of each range of the corpus resumes.
         accounts: What these rounds say of each island whose contributions they merged.
+        usual_batch: The usual tokens in a step of these islands (`claims.usual_batch`).
         refused: How many contributions were refused, by code.
         refused_tokens: Tokens of these.
         bytes_up: Bytes of the payloads of merged and refused contributions.
@@ -131,6 +133,7 @@ class RunState:
     seen: dict[str, Sequences] = field(default_factory=dict)
     cursors: dict[str, tuple[int, int]] = field(default_factory=dict)
     accounts: dict[str, Account] = field(default_factory=dict)
+    usual_batch: float = 0.0
     refused: dict[str, int] = field(default_factory=dict)
     refused_tokens: int = 0
     bytes_up: int = 0
@@ -149,7 +152,12 @@ class RunState:
         return {island: account.score for island, account in self.accounts.items()}
 
     def after_round(
-        self, number: int, step: int, merged: Sequence[Contribution], scores: Mapping[str, Score] | None = None
+        self,
+        number: int,
+        step: int,
+        merged: Sequence[Contribution],
+        scores: Mapping[str, Score],
+        credit: Mapping[str, int],
     ) -> None:
         """Advance this state by a closed round.
 
@@ -157,7 +165,8 @@ class RunState:
             number: The round.
             step: The global step to which it brings the run.
             merged: The contributions that it merged.
-            scores: The scores of their islands after it; None if they stay.
+            scores: The scores of their islands after it; an island that is missing keeps its own.
+            credit: The credit of their islands after it (`claims.seen`).
         """
         self.closed, self.step = number, step
         self.tokens = saturated(self.tokens + sum(c.tokens for c in merged))
@@ -172,10 +181,13 @@ class RunState:
                 tokens=saturated(before.tokens + c.tokens),
                 global_step=c.global_step,
                 step_seconds=c.step_seconds,
-                score=(scores or {}).get(c.island, before.score),
+                batch=c.tokens / c.steps,
+                credit=credit[c.island],
+                score=scores.get(c.island, before.score),
             )
         for _ in range(len(self.accounts) - ACCOUNTS_MAX):
             del self.accounts[min(self.accounts, key=lambda island: (self.accounts[island].round, island))]
+        self.usual_batch = usual_batch(self.accounts, number)
 
     def refuse(self, code: str, tokens: int, size: int) -> None:
         """Count a contribution that was refused for the reason with that code, with its tokens and bytes."""
@@ -252,6 +264,7 @@ class RunState:
                 },
                 seen={key: Sequences(floor, set(above)) for key, (floor, *above) in values["seen"].items()},
                 cursors={str(s): (int(n), int(at)) for s, (n, at) in values["cursors"].items()},
+                usual_batch=float(values["usual_batch"]),
                 accounts={str(island): Account.from_values(each) for island, each in values["accounts"].items()},
                 refused={str(code): int(count) for code, count in values["refused"].items()},
                 refused_tokens=int(values.get("refused_tokens", 0)),

@@ -4,8 +4,7 @@ A contribution weighs `tokens · (tokens / steps) · s(staleness)`: Decoupled Di
 times a staleness factor s. Within a round only the ratios matter (`shares`). Across rounds, s alone would slow a run
 whose rounds are always somewhat stale, so the mean s of a round is divided by its running mean (`gain`).
 
-An island cannot raise its weight by what it says of itself. Steps count up to the number that the closed rounds allow
-(`seen_steps`), and tokens up to the median batch of the round's islands (`seen_batches`).
+An island cannot raise its weight by what it says of itself: its steps and tokens count as far as `claims.seen` goes.
 
 A contribution is clipped to a multiple of the usual norm, so that one outlier cannot derail the run. Norms are divided
 by the length of the path behind them, which is learning rate times steps. The first contributions of a run cover a few
@@ -19,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from archipelago.broker.config import MergeConfig, RunConfig, SyncConfig
+from archipelago.broker.config import MergeConfig, RunConfig
 from archipelago.merger.scores import Sent
 
 #: Decay per round of the running mean of s, which remembers about twenty rounds.
@@ -128,33 +127,6 @@ def capped(weights: Sequence[float], islands: Sequence[str], cap: float) -> list
         if largest <= level * (1.0 + _ROUNDING):
             break
     return [level / totals[i] if totals[i] > level * (1.0 + _ROUNDING) else 1.0 for i in islands]
-
-
-def seen_steps(config: SyncConfig, fragments: int, steps: int, staleness: int) -> int:
-    """Return how many of a contribution's steps weigh: an interval for each version since its base, and the window.
-
-    The fastest island's stride is the clock of the rounds, so no island that answers them has done more. What islands
-    did while no merger served counts as one interval for each of them.
-    """
-    strides = fragments * (staleness + 1) + min(config.window, fragments)
-    return min(steps, math.ceil(strides * config.interval / fragments))
-
-
-def seen_batches(batches: Sequence[float], islands: Sequence[str]) -> list[float]:
-    """Return how many tokens of a step weigh: at most the upper median of the batches of the round's islands.
-
-    A minority of islands cannot raise that median. With two islands it is the larger batch, because nobody can tell
-    which of the two is right.
-
-    Args:
-        batches: The tokens of a step of each contribution.
-        islands: The island of each contribution.
-    """
-    largest: dict[str, float] = {}
-    for batch, island in zip(batches, islands, strict=True):
-        largest[island] = max(batch, largest.get(island, 0.0))
-    usual = sorted(largest.values(), reverse=True)[(len(largest) - 1) // 2] if largest else 0.0
-    return [min(batch, usual) for batch in batches]
 
 
 def gain(mean_staleness_factor: float, running: RunningMean) -> float:

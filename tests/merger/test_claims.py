@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hypothesis import given, settings
@@ -26,6 +26,7 @@ from archipelago.merger.accounts import (
     Account,
     Liveness,
 )
+from archipelago.merger.state import RunState
 from tests import samples
 from tests.tiers import examples
 
@@ -52,6 +53,68 @@ def test_impossible_claims_contradict_themselves_and_cannot_fill_the_books() -> 
     assert found[0] == "tokens"
     assert claims.counted_tokens(claim(tokens=100), CONFIG) == 100
     assert claims.counted_tokens(claim(tokens=1 << 53), CONFIG) * 1_000_000 < 1 << 62
+
+
+# -- the work that weighs ----------------------------------------------------------------------------------------------
+
+
+def seen(*claims_: Contribution, accounts: Mapping[str, Account] | None = None, **changes: Any) -> claims.Seen:
+    """Return what weighs in round 8, before which the fragment has version 3."""
+    values: dict[str, Any] = {
+        "version": 3,
+        "number": 8,
+        "usual_batch": 0.0,
+        "sync": CONFIG.sync,
+        "fragments": P,
+    } | changes
+    return claims.seen(claims_, accounts=accounts or {}, **values)
+
+
+def test_steps_weigh_as_rounds_close() -> None:
+    """An island that claims more than it can have done gains nothing, by any number of contributions."""
+    most, known = 1 << 40, {"a": Account(7, credit=5), "b": Account(2)}
+
+    def steps(island: str, claimed: int, base: int = 3) -> int:
+        return seen(claim(island=island, steps=claimed, base=base), accounts=known).steps[0]
+
+    assert [steps("new", claimed) for claimed in (1, H, most)] == [1, H, H]
+    assert [steps("a", claimed) for claimed in (H, H + 5, most)] == [H, H + 5, H + 5]
+    assert steps("b", most) == H + CONFIG.sync.window * H / P, "it covers an interval and the window"
+    assert steps("b", most, base=0) == 4 * H + CONFIG.sync.window * H / P, "on a thin link"
+    assert steps("a", most, base=0) == H + 5, "a stale base adds nothing to what rounds allow"
+    both = seen(*(claim(island="a", sequence=n, steps=20) for n in (1, 0)), accounts=known)
+    assert (both.steps, both.credit) == ([9, 20], {"a": 0})
+    assert seen(claim(island="a", steps=4), accounts=known).credit == {"a": H + 1}
+    long_ago = {"a": Account(-10_000)}
+    assert seen(claim(island="a", steps=1), accounts=long_ago).credit["a"] < (CONFIG.sync.staleness_cap + 1) * P * H
+
+
+@given(st.lists(st.integers(1, 1 << 40), min_size=1, max_size=99))
+def test_an_island_weighs_no_more_steps_than_one_that_answers_all_rounds(claimed: list[int]) -> None:
+    state, weighed = RunState(), 0
+    for number, steps in enumerate(claimed, 1):
+        found = seen(claim(steps=steps, base=0), number=number, accounts=state.accounts)
+        state.after_round(number, 4, [claim(steps=steps)], {}, found.credit)
+        weighed += found.steps[0]
+        assert weighed <= number * H
+
+
+def test_a_minority_cannot_make_larger_batches_weigh() -> None:
+    def batches(sizes: list[int], islands: str, usual: float = 0.0) -> list[float]:
+        every = [claim(island=i, tokens=4 * n, sequence=k) for k, (n, i) in enumerate(zip(sizes, islands, strict=True))]
+        return list(seen(*every, usual_batch=usual).batches)
+
+    assert batches([1, 64, 1, 1], "axbc") == [1] * 4
+    assert batches([64, 64, 1, 1, 1], "xyabc") == [1] * 5
+    assert batches([64, 64, 1, 1], "xxab") == [1] * 4, "one island sent two"
+    assert batches([2, 2, 1, 1], "abcd") == [2, 2, 1, 1], "half of the islands"
+    assert batches([64, 1], "xa") == [64, 1], "of two, nobody can tell which one is right"
+    assert batches([64, 1], "xa", usual=2.0) == [2, 1], "in a small round, the run's other islands count"
+    assert batches([], "") == []
+    accounts = {"a": Account(9, batch=2.0), "b": Account(9, batch=4.0), "x": Account(9, batch=64.0)}
+    assert claims.usual_batch(accounts, 9) == 4.0
+    assert claims.usual_batch(accounts | {"c": Account(8 - SILENT_ROUNDS, batch=99.0)}, 9) == 4.0
+    assert claims.usual_batch({}, 9) == 0.0
 
 
 # -- speed -----------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ FULL = RunState(
     norms={0: NormWindow((1.0, 2.0), 36), 1: NormWindow()},
     seen={"a/x": Sequences(3, {5, 7}), "b/y": Sequences()},
     cursors={"0": (0, 96), "site/7": (2, 0)},
-    accounts={"a": Account(6, 700, 40, 0.25, Score(1.5, 2.0, 0.01, 1.25, 0.9, 4, 1)), "b": Account(5, 300)},
+    accounts={"a": Account(6, 700, 40, 0.25, 12.5, 24, Score(1.5, 2.0, 0.01, 1.25, 0.9, 4, 1)), "b": Account(5, 300)},
     refused={"stale": 2, "late": 1},
     covered=5,
 )
@@ -80,16 +80,17 @@ def test_a_round_advances_the_state() -> None:
         ),
         samples.contribution(island="c", sequence=0, tokens=30, global_step=44, step_seconds=0.3, data="0:0:97"),
     ]
-    state.after_round(8, 44, merged, {"b": Score(rounds=1), "x": Score()})
+    state.after_round(8, 44, merged, {"b": Score(rounds=1), "x": Score()}, {"b": 1, "c": 2})
     assert (state.closed, state.step, state.tokens, state.timing) == (8, 44, 1080, FULL.timing)
     assert state.cursors == {"0": (0, 97), "1": (1, 0)}  # cursors only advance, also to the next pass
-    assert state.accounts["b"] == Account(8, 350, 39, 0.2, Score(rounds=1))
-    assert state.accounts == FULL.accounts | {"b": state.accounts["b"], "c": Account(8, 30, 44, 0.3)}
+    assert state.accounts["b"] == Account(8, 350, 39, 0.2, 12.5, 1, Score(rounds=1))
+    assert state.accounts == FULL.accounts | {"b": state.accounts["b"], "c": Account(8, 30, 44, 0.3, 7.5, 2)}
+    assert state.usual_batch == 12.5
     assert state.has_seen(("b", "x", 4))
     assert state.has_seen(("c", "x", 0))
     assert not any(state.has_seen(other) for other in (("b", "y", 4), ("c", "x", 4), ("d", "x", 0)))
     assert state.covered == 5  # only checkpoints change this
-    state.after_round(9, 44, [])
+    state.after_round(9, 44, [], {}, {})
     assert (state.closed, state.step, state.tokens) == (9, 44, 1080), "an empty round only has a number"
 
 
@@ -111,9 +112,9 @@ def test_the_order_of_arrival_changes_no_bit(parts: list[tuple[str, str, int, fl
         for n, (island, life, tokens, seconds, at) in enumerate(parts)
     ]
     one, other = RunState(), RunState()
-    one.after_round(1, 4, merged)
+    one.after_round(1, 4, merged, {}, dict.fromkeys("ab", 0))
     random.shuffle(merged)
-    other.after_round(1, 4, merged)
+    other.after_round(1, 4, merged, {}, dict.fromkeys("ab", 0))
     assert one.to_json() == other.to_json()
 
 
@@ -122,9 +123,11 @@ def test_the_order_of_arrival_changes_no_bit(parts: list[tuple[str, str, int, fl
 
 def test_the_oldest_accounts_are_forgotten_first() -> None:
     state = RunState()
-    for number in range(5):
-        state.after_round(number + 1, 4, [samples.contribution(island=f"old{number}")])
-    state.after_round(6, 4, [samples.contribution(island=f"new{number}") for number in range(ACCOUNTS_MAX - 2)])
+    old, new = [f"old{number}" for number in range(5)], [f"new{number}" for number in range(ACCOUNTS_MAX - 2)]
+    for number, islands in enumerate([*([island] for island in old), new], 1):
+        state.after_round(
+            number, 4, [samples.contribution(island=island) for island in islands], {}, dict.fromkeys(islands, 0)
+        )
     assert len(state.accounts) == ACCOUNTS_MAX
     assert [island for island in state.accounts if island.startswith("old")] == ["old3", "old4"]
 

@@ -45,8 +45,6 @@ from archipelago.merger.weights import (
     limit,
     path,
     raw_weight,
-    seen_batches,
-    seen_steps,
     shares,
     weigh,
 )
@@ -182,22 +180,6 @@ def test_a_path_is_steps_times_the_learning_rate_in_their_middle() -> None:
     assert path(CLIPPED, 0, 0) > 0.0
     assert path(CLIPPED, 24, 5000) == pytest.approx(24 * 1e-3 * 0.01), "where the learning rate is 0"
     assert path(CLIPPED, 1 << 40, 500) == path(CLIPPED, INTERVALS_MOST * 24, 500), "whatever the island claims"
-
-
-def test_steps_weigh_by_the_rounds_since_their_base() -> None:
-    sync = SyncConfig(interval=24, window=2)
-    assert [seen_steps(sync, 6, steps, 0) for steps in (1, 24, 32, 33, 1 << 40)] == [1, 24, 32, 32, 32]
-    assert seen_steps(sync, 6, 1 << 40, 2) == 3 * 24 + 8
-    assert seen_steps(sync, 1, 1 << 40, 0) == 2 * 24, "a window is no wider than the fragments"
-
-
-def test_a_minority_cannot_make_larger_batches_weigh() -> None:
-    assert seen_batches([1.0, 64.0, 1.0, 1.0], list("axbc")) == [1.0] * 4
-    assert seen_batches([64.0, 64.0, 1.0, 1.0, 1.0], list("xyabc")) == [1.0] * 5
-    assert seen_batches([64.0, 64.0, 1.0, 1.0], list("xxab")) == [1.0] * 4, "one island sent two"
-    assert seen_batches([2.0, 2.0, 1.0, 1.0], list("abcd")) == [2.0, 2.0, 1.0, 1.0], "half of the islands"
-    assert seen_batches([64.0, 1.0], list("xa")) == [64.0, 1.0], "of two, nobody can tell which one is right"
-    assert seen_batches([], []) == []
 
 
 def test_the_path_of_a_users_own_loop_is_its_steps() -> None:
