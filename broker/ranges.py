@@ -23,7 +23,7 @@ TURNS_SKIPPED_MAX = 1000
 #: Cursors stay below this pass, so that every cursor can be written as a position.
 PASSES_MAX = 10**12
 # The pattern avoids \d, which matches the digits of all scripts, and leading zeros, so that a range has one name.
-_POSITION = re.compile(r"((?:[A-Za-z0-9][A-Za-z0-9._-]{0,63}/)?(?:0|[1-9][0-9]{0,6})):([0-9]{1,12}):([0-9]{1,15}|end)")
+_POSITION = re.compile(r"(0|[1-9][0-9]{0,6}):([0-9]{1,12}):([0-9]{1,15}|end)")
 
 _CLAIM = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63}):([0-9]{1,13}):([0-9]{1,15})")
 
@@ -32,10 +32,10 @@ _CLAIM = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63}):([0-9]{1,13}):([0-9]{1,1
 class ReadPosition:
     """A position in a pass over a range.
 
-    The text form is `17:0:96`, at the end of the pass `17:0:end`, and for another corpus `site/17:0:96`.
+    The text form is `17:0:96`, and at the end of the pass `17:0:end`.
 
     Attributes:
-        range: The range's number in the run's corpus, or `CORPUS/NUMBER` in a corpus that only some islands have.
+        range: The range's number.
         pass_number: The number of the pass over the range, from 0.
         position: The number of sequences of this pass that were read.
         ended: The whole pass was read.

@@ -95,7 +95,7 @@ def _fault_of_positions(data: str, ranges: int) -> str:
         positions = parse_positions(data)
     except WireError as error:
         return error.reason
-    beyond = [position.range for position in positions if int(position.range.rpartition("/")[2]) >= ranges]
+    beyond = [position.range for position in positions if int(position.range) >= ranges]
     return f"range {beyond[0]} of {ranges} does not exist" if beyond else ""
 
 

@@ -36,8 +36,6 @@ FIRST_BURST_INTERVALS = 64
 DATA_SLACK = 4
 #: At most this share of a corpus is held out.
 HELD_OUT_SHARE_MAX = 0.5
-#: How many cursors there can be of ranges of corpora that only some islands have.
-OTHER_CURSORS_MAX = 8192
 
 
 def contradiction(contribution: Contribution, config: RunConfig) -> tuple[str, str] | None:
@@ -237,13 +235,11 @@ def believed_data(
     believed: list[ReadPosition] = []
     moved: dict[str, tuple[int, int]] = {}
     for read in parse_positions(contribution.data):
-        before = max((each[read.range] for each in (cursors, waiting, moved) if read.range in each), default=None)
-        if before is None and "/" in read.range and len(cursors) + len(moved) >= data.shards + OTHER_CURSORS_MAX:
-            continue
-        cursor = before or (0, 0)
-        believed.append(_believed_position(read, cursor, reach, range_sequences))
-        reach -= _sequences_between(cursor, believed[-1], range_sequences)
-        moved[read.range] = max(cursor, believed[-1].cursor)
+        cursor = max(each.get(read.range, (0, 0)) for each in (cursors, waiting, moved))
+        believed.append(position := _believed_position(read, cursor, reach, range_sequences))
+        if position.cursor > cursor:
+            reach -= max(0, (range_sequences if position.ended else position.position) - cursor[1])
+            moved[read.range] = position.cursor
     return " ".join(map(str, believed))
 
 
@@ -253,16 +249,9 @@ def _believed_position(read: ReadPosition, cursor: tuple[int, int], reach: int, 
     pass_number, furthest = cursor[0], cursor[1] + reach
     if read.pass_number == pass_number and not read.ended:
         return replace(read, position=min(read.position, furthest))
-    if "/" in read.range or range_sequences <= furthest:  # the merger does not know the size of other corpora
+    if range_sequences <= furthest:
         return ReadPosition(read.range, pass_number, 0, ended=True)
     return ReadPosition(read.range, pass_number, furthest)
-
-
-def _sequences_between(cursor: tuple[int, int], believed: ReadPosition, range_sequences: int) -> int:
-    """Return how many sequences a believed position moves the cursor on, at least."""
-    if believed.cursor <= cursor:
-        return 0
-    return max(0, (range_sequences if believed.ended else believed.position) - cursor[1])
 
 
 def range_sequences(manifest: Manifest) -> int:

@@ -154,7 +154,7 @@ def image(of: Manifest, pending: list[tuple[Contribution, bytes]], outer: bytes 
         outers=[outer, *[b""] * (len(of.sizes) - 1)],
         state=closed.state,
         books=Books(9, 900, 2, 200, 1, 100, 5000, 6000),
-        cursors={"0": (0, 96), "site/7": (2, 0)},
+        cursors={"0": (0, 96), "7": (2, 0)},
         tape=[closed.tape],
         evaluations=[Evaluation(1, 4, 100, 1.7e9, 5.0)],
         pending=pending,

@@ -113,7 +113,7 @@ def summarise(
     )
     live = [island for island in islands if island.live]
     newest = evaluations[-1] if evaluations else None
-    read = sum(number for part, (number, _) in (cursors or {}).items() if "/" not in part)
+    read = sum(number for number, _ in (cursors or {}).values())
     return RunView(
         run=manifest.run,
         parameters=manifest.parameters,

@@ -317,7 +317,7 @@ def test_a_restored_run_continues(connections: Connect) -> None:
     made.merger.commit(epoch, samples.commit([delivery.entry], round_number=3, cursors={"0": (1, 0)}))
     assert made.reader.fragment(0)[0].version == 2
     assert [entry.round for entry in made.reader.tape(9)] == [1, 3]
-    assert made.reader.cursors() == {"0": (1, 0), "site/7": (2, 0)}
+    assert made.reader.cursors() == {"0": (1, 0), "7": (2, 0)}
     assert made.reader.backlog() == 0
 
 

@@ -53,7 +53,7 @@ EVALUATIONS = [Evaluation(n, 0, 0, 0.0, bits) for n, bits in enumerate([8.0, 5.0
 MERGED = json.dumps(
     {"accounts": {n: {"tokens": tokens} for n, tokens in zip("abdex", (1801, 400, 140, 4, 1000), strict=True)}}
 )
-CURSORS = {"0": (2, 0), "1": (1, 96), "2": (0, 7), "site/0": (9, 0)}
+CURSORS = {"0": (2, 0), "1": (1, 96), "2": (0, 7)}
 MEMORY = Memory(7_000, 0)
 VIEW = summarise(MANIFEST, TAPE, PRESENCES, BOOKS, Pending(3, 299), EVALUATIONS, MERGED, CURSORS, MEMORY)
 
