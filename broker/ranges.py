@@ -9,7 +9,8 @@ each completed pass over a range has merged each of its tokens once.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from archipelago.broker.errors import WireError
@@ -18,14 +19,10 @@ from archipelago.broker.errors import WireError
 POSITIONS_MAX = 32
 #: The most ranges of a corpus, or of a task's data.
 RANGES_MAX = 1 << 14
-#: How many turns a claim may be ahead of the one before it.
-TURNS_SKIPPED_MAX = 1000
 #: Cursors stay below this pass, so that every cursor can be written as a position.
 PASSES_MAX = 10**12
 # The pattern avoids \d, which matches the digits of all scripts, and leading zeros, so that a range has one name.
 _POSITION = re.compile(r"(0|[1-9][0-9]{0,6}):([0-9]{1,12}):([0-9]{1,15}|end)")
-
-_CLAIM = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63}):([0-9]{1,13}):([0-9]{1,15})")
 
 
 @dataclass(frozen=True)
@@ -81,65 +78,10 @@ def advanced(cursors: Mapping[str, tuple[int, int]], positions: Iterable[ReadPos
     return moved
 
 
-@dataclass(frozen=True)
-class Claim:
-    """The lease of a range by an island, as the island has written it.
-
-    The text form is `INCARNATION:PASS:TURN`. A claim ends with its pass. Islands cannot delete each other's claims. So
-    an island that takes a range over from one that is gone writes the next turn, and the last turn counts.
-
-    Attributes:
-        holder: The island and its incarnation, as island/incarnation.
-        pass_number: The pass over the range.
-        turn: How often the range was taken over during this pass.
-    """
-
-    holder: str
-    pass_number: int
-    turn: int
-
-    def __str__(self) -> str:
-        return f"{self.holder.partition('/')[2]}:{self.pass_number}:{self.turn}"
-
-
-def parse_claim(island: str, text: str) -> Claim:
-    """Parse a claim of an island. Raises WireError."""
-    found = _CLAIM.fullmatch(text)
-    if not found:
-        raise WireError(f"{text[:40]!r} is not a lease")
-    return Claim(f"{island}/{found[1]}", int(found[2]), int(found[3]))
-
-
-def claims_that_count(
-    claims: Mapping[str, Mapping[str, Claim]], cursors: Mapping[str, tuple[int, int]]
-) -> dict[str, Claim]:
-    """Return the claim that counts for each leased range: the last turn of the present pass.
-
-    No honest island skips more than TURNS_SKIPPED_MAX turns. A claim that does would keep its range for ever, so it
-    does not count. An island that claims more than POSITIONS_MAX ranges gets only that many.
-
-    Args:
-        claims: The claims of each island, by range.
-        cursors: The cursor of each started range.
-    """
-    of_range: dict[str, list[tuple[int, str, Claim]]] = {}
-    for island, mine in claims.items():
-        for name, claim in mine.items():
-            if claim.pass_number == cursors.get(name, (0, 0))[0]:
-                of_range.setdefault(name, []).append((claim.turn, island, claim))
-    out: dict[str, Claim] = {}
-    count: dict[str, int] = {}
-    for name in sorted(of_range):
-        winner, before = "", 0
-        for turn, island, claim in sorted(of_range[name], key=lambda each: each[:2]):
-            if turn > before + TURNS_SKIPPED_MAX:
-                break
-            winner, before, out[name] = island, turn, claim
-        if winner:
-            count[winner] = count.get(winner, 0) + 1
-            if count[winner] > POSITIONS_MAX:
-                del out[name]
-    return out
+def holder_in(lease: str, pass_number: int) -> str:
+    """Return the holder (island/incarnation) in the text of a range's lease; empty if it is of another pass."""
+    holder, _, of_pass = lease.rpartition(":")
+    return holder if of_pass == str(pass_number) else ""
 
 
 def choose(
@@ -148,13 +90,15 @@ def choose(
     holders: Mapping[str, str],
     me: str,
     gone: Callable[[str], bool],
+    reading: Collection[str] = (),
 ) -> str | None:
     """Return the range that `me` should lease; None if there is none.
 
-    A range is free if it has no holder, if its holder is gone, or if `me` holds it: an island asks again for its own
-    range only if it never got the first answer. Among the free ranges, those with the fewest passes come first, so that
-    no text is read twice before all text is read once. Then come ranges that an earlier incarnation of this island
-    held, and then the order of `ranges`. No pass begins before all ranges have reached the previous pass.
+    A range is free if it has no holder, if its holder is gone, or if `me` holds it without reading it: then it never
+    got the answer to its lease. No island reads more than POSITIONS_MAX ranges, so the leases of one that claims more
+    do not count. Among the free ranges, those with the fewest passes come first, so that no text is read twice before
+    all text is read once. Then come ranges that an earlier incarnation of this island held, and then the order of
+    `ranges`. No pass begins before all ranges have reached the previous pass.
 
     Args:
         ranges: The ranges that `me` can read, in its order of preference.
@@ -162,20 +106,23 @@ def choose(
         holders: The holder (island/incarnation) of each leased range.
         me: The island and its incarnation, as island/incarnation.
         gone: Returns whether a holder has lost its leases.
+        reading: The ranges that `me` reads already.
     """
-    free = [name for name in ranges if holders.get(name, "") in ("", me) or gone(holders[name])]
-    if not free:
-        return None
-    mine = [name for name, holder in holders.items() if holder == me]
-    slowest = min(cursors.get(name, (0, 0))[0] for name in [*ranges, *mine])
-    island = me.partition("/")[0]
+    held, island = Counter(holders.values()), me.partition("/")[0]
 
-    def rank(indexed: tuple[int, str]) -> tuple[int, bool, int]:
-        index, name = indexed
-        return cursors.get(name, (0, 0))[0], holders.get(name, "").partition("/")[0] != island, index
+    def pass_of(name: str) -> int:
+        return cursors.get(name, (0, 0))[0]
 
-    _, best = min(enumerate(free), key=rank)
-    return best if cursors.get(best, (0, 0))[0] <= slowest + 1 else None
+    def is_free(name: str) -> bool:
+        holder = holders.get(name, "")
+        return holder in ("", me) or held[holder] > POSITIONS_MAX or gone(holder)
+
+    def rank(name: str) -> tuple[int, bool]:
+        return pass_of(name), holders.get(name, "").partition("/")[0] != island
+
+    free = [name for name in ranges if name not in reading and is_free(name)]
+    best = min(free, key=rank, default=None)
+    return best if best is not None and pass_of(best) <= 1 + min(map(pass_of, ranges)) else None
 
 
 def parse_cursor(text: str) -> tuple[int, int]:

@@ -269,8 +269,8 @@ class IslandClient(Protocol):
         """Return the newest claim to the name. If the broker has lost `claim`, it is written again."""
         ...
 
-    def lease_range(self, ranges: Sequence[str], me: str) -> ReadPosition | None:
-        """Lease a range for `me` (island/incarnation), as `ranges.choose` selects it; None if all are leased.
+    def lease_range(self, ranges: Sequence[str], me: str, reading: Collection[str] = ()) -> ReadPosition | None:
+        """Lease another range for `me` (island/incarnation), as `ranges.choose` selects it; None if all are leased.
 
         A lease ends when its holder has sent no heartbeat for LIVE_SECONDS, has left, or is expelled. It does not end
         while a contribution of the holder waits to be merged, because that may still move the cursor. An expelled

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 
 from archipelago.broker.commits import START, Image
@@ -263,13 +263,13 @@ class MemoryIsland:
             run.names[island] = newest_claim(claim, run.names.get(island))
             return run.names[island]
 
-    def lease_range(self, ranges: Sequence[str], me: str) -> ReadPosition | None:
+    def lease_range(self, ranges: Sequence[str], me: str, reading: Collection[str] = ()) -> ReadPosition | None:
         with self._broker.opened(self._run) as run:
             if is_expelled(run.control, me):
                 return None
             busy = {f"{e.sender}/{e.contribution.incarnation}" for e in run.updates.values()}
             live = run.live(self._broker.clock()) | busy
-            chosen = choose(ranges, run.cursors, run.holders, me, lambda holder: holder not in live)
+            chosen = choose(ranges, run.cursors, run.holders, me, lambda holder: holder not in live, reading)
             if chosen is None:
                 return None
             run.holders[chosen] = me

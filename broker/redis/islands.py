@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -13,11 +13,10 @@ from archipelago.broker.errors import UnreachableError, WireError
 from archipelago.broker.failpoints import failpoint
 from archipelago.broker.messages import COUNT_MAX, Contribution, Handover, from_fields, to_fields
 from archipelago.broker.presence import Heartbeat, NameClaim, newest_claim, next_claim, parse_name_claim
-from archipelago.broker.ranges import ReadPosition
+from archipelago.broker.ranges import ReadPosition, choose, holder_in
 from archipelago.broker.redis.administration import KnownMembers
-from archipelago.broker.redis.connection import DisturbedError
+from archipelago.broker.redis.connection import ATTEMPTS, DisturbedError
 from archipelago.broker.redis.keys import HANDOVER, is_name
-from archipelago.broker.redis.leases import RangeLeases
 from archipelago.broker.redis.names import REMEMBER_SECONDS
 from archipelago.broker.redis.reader import RedisReader
 from archipelago.broker.redis.replies import count_in, text_fields
@@ -29,6 +28,8 @@ HANDOVER_SECONDS = 600
 EVALUATION_LEASE_MAX = 60
 #: With more requests for optimiser state than this, only those of live islands are read.
 REQUESTS_READ = 256
+#: The longest text of a lease of a range.
+LEASE_MAX = 160
 
 
 class RedisIsland:
@@ -40,7 +41,6 @@ class RedisIsland:
         connection = reader.connection
         self._redis, self._keys = connection.redis, connection.keys
         self._stamps, self._signing = connection.stamps, connection.signing
-        self._leases = RangeLeases(connection, reader.updates)
         self._downloaded: dict[str, int] = {}  # by incarnation: what earlier ones had downloaded
 
     def publish(self, contribution: Contribution, payload: bytes) -> str:
@@ -142,11 +142,48 @@ class RedisIsland:
 
     # -- leases of text -----------------------------------------------------------------------------------------------
 
-    def lease_range(self, ranges: Sequence[str], me: str) -> ReadPosition | None:
+    def lease_range(self, ranges: Sequence[str], me: str, reading: Collection[str] = ()) -> ReadPosition | None:
         if is_expelled(self._reader.control(), me):
             return None
         live, busy = cache(self._live), cache(self._busy)  # read at most once, and only if a range is leased
-        return self._leases.lease(ranges, me, lambda who: who not in live() and who not in busy())
+
+        def is_gone(holder: str) -> bool:
+            return holder not in live() and holder not in busy()
+
+        for _ in range(ATTEMPTS):
+            cursors, holders = self._leases(ranges)
+            chosen = choose(ranges, cursors, holders, me, is_gone, reading)
+            if chosen is None:
+                return None
+            if (cursor := self._take(chosen, holders.get(chosen, ""), me)) is not None:
+                return ReadPosition(chosen, *cursor)
+        return None
+
+    def _take(self, name: str, holder: str, me: str) -> tuple[int, int] | None:
+        """Take the lease of a range from its holder. Return the cursor; None if another island or the merger did more.
+
+        The cursor is read after the lease is taken. So no island starts at an outdated cursor.
+        """
+
+        def take(pipe: Any) -> None:
+            cursors, holders = self._leases([name])
+            if holders.get(name, "") == holder:
+                pipe.multi()
+                pipe.set(self._keys.taken(name), f"{me}:{cursors[name][0]}")
+
+        self._connection.attempted(self._keys.taken(name), take)
+        cursors, holders = self._leases([name])
+        return cursors[name] if holders.get(name) == me else None  # else the pass has just ended, or another was faster
+
+    def _leases(self, ranges: Sequence[str]) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
+        """Return the cursor and the holder of each range. The holder is empty if the range is not leased."""
+        if not ranges:
+            return {}, {}
+        leases = [("getrange", self._keys.taken(name), 0, LEASE_MAX) for name in ranges]
+        with self._connection.translated():
+            stored, *found = self._connection.tolerant(("hmget", self._keys.data, list(ranges)), *leases)
+        cursors = dict.fromkeys(ranges, (0, 0)) | self._connection.parsed_cursors(_texts(ranges, stored or ()))
+        return cursors, {name: holder_in(text, cursors[name][0]) for name, text in _texts(ranges, found).items()}
 
     def _live(self, names: Sequence[str] | None = None) -> frozenset[str]:
         """Return the live islands (island/incarnation), all or those among the names, that are not expelled."""
@@ -162,7 +199,7 @@ class RedisIsland:
         return frozenset(f"{c.island}/{c.incarnation}" for c in waiting)
 
     def leased(self, ranges: Sequence[str], me: str) -> frozenset[str]:
-        return self._leases.held(ranges, me) if ranges else frozenset()
+        return frozenset(name for name, holder in self._leases(ranges)[1].items() if holder == me)
 
     def lease_evaluation(self, me: str, seconds: float) -> bool:
         key = self._keys.evaluator
@@ -278,6 +315,12 @@ class RedisIsland:
 
     def _handover_max(self) -> int:
         return 4 * 3 * sum(self._stored.sizes()) + (1 << 20)  # two float32 moments per parameter, with a margin
+
+
+def _texts(names: Sequence[str], values: Sequence[bytes | None]) -> dict[str, str]:
+    """Return the values that exist as text, by name."""
+    found = zip(names, values, strict=False)
+    return {name: value.decode("utf-8", "replace") for name, value in found if value is not None}
 
 
 def chunks_name(contribution: Contribution) -> str:

@@ -2,8 +2,8 @@
 
 All keys of a shard K of a run share the hash tag `{RUN:sK}`, so that one node of a cluster has all of them. A run with
 one shard has the shard 0. Only the names of all runs lie elsewhere (`archipelago:runs`). Each shard has the keys below,
-for its own fragments and rounds. Those of shard 0 that belong to the run exist only there: `members`, `leases`,
-`taken`, `name`, `corpora`, `asks`, `handover`, `restored`, `evaluations` and `evaluator`.
+for its own fragments and rounds. Those of shard 0 that belong to the run exist only there: `members`, `taken`,
+`name`, `corpora`, `asks`, `handover`, `restored`, `evaluations` and `evaluator`.
 
 Every key has one kind of writer, so that the access rules of a role can name its keys. NAME is an island's name, which
 cannot contain a colon. All roles read all keys.
@@ -12,8 +12,7 @@ cannot contain a colon. All roles read all keys.
 | --- | --- | --- | --- |
 | `manifest` | hash | `init`, mergers | the run's settings and fragments |
 | `updates:NAME` | stream | NAME appends, mergers delete | contributions that wait |
-| `leases:NAME` | hash | NAME | `RANGE` to `INCARNATION:PASS:TURN` (`broker.ranges.Claim`) |
-| `taken:RANGE` | string | islands | the island that leased the range last, a hint that expires |
+| `taken:RANGE` | string | islands | the lease of a range of text, as `ISLAND/INCARNATION:PASS` |
 | `c:NAME:…` | strings | NAME, mergers delete | chunks of the payloads that NAME sends |
 | `island:NAME` | hash | NAME | heartbeat |
 | `name:NAME` | string | NAME | the newest claim to the name |
@@ -133,9 +132,6 @@ class Keys:
     def updates(self, island: str) -> str:
         return f"{self.tag}:updates:{island}"
 
-    def leases(self, island: str) -> str:
-        return f"{self.tag}:leases:{island}"
-
     def taken(self, name: str) -> str:
         return f"{self.tag}:taken:{name}"
 
@@ -148,7 +144,7 @@ class Keys:
 
     def of_island(self, island: str) -> tuple[str, ...]:
         """Return the keys of which one must exist for an island to be known, the heartbeat first."""
-        return self.island(island), self.updates(island), self.leases(island), *self.said(island)
+        return self.island(island), self.updates(island), *self.said(island)
 
     def name(self, island: str) -> str:
         return f"{self.tag}:name:{island}"

@@ -276,7 +276,7 @@ def kinds_of(keys: Keys, fragments: int, islands: Iterable[str]) -> dict[str, st
         "hash": [
             keys.data, keys.corpora, keys.requests, keys.restored, keys.control, keys.books, keys.standbys,
             *(key(p) for p in range(fragments) for key in (keys.head, keys.fragment, keys.outer)),
-            *map(keys.island, islands), *map(keys.leases, islands),
+            *map(keys.island, islands),
         ],
         "stream": [
             keys.snapshots, keys.tape, keys.notes, keys.evaluations,

@@ -81,7 +81,7 @@ def _island(keys: Keys, name: str) -> list[Grant]:
         Grant(("XADD",), (keys.updates(name), *keys.said(name))),
         Grant(("SET",), (keys.evaluator, f"{tag}:taken:*")),
         Grant(_KEY_WRITES, (f"{tag}:c:{name}:*",)),
-        Grant(_KEY_WRITES + _HASH_WRITES + _SET_WRITES, (keys.island(name), keys.name(name), keys.leases(name))),
+        Grant(_KEY_WRITES + _HASH_WRITES + _SET_WRITES, (keys.island(name), keys.name(name))),
         Grant(("SADD",), (keys.islands,)),
         # The first to write a field keeps it.
         Grant(("HSETNX",), (keys.corpora,)),

@@ -186,11 +186,11 @@ function commands.expire(words)
   each('EXPIRE', (pointed(words[2], words[3], tonumber(words[4]), '')), words[5])
   redis.call('EXPIRE', words[2], words[5])
 end
--- gone BEAT STREAM LEASES NOTES EVALUATIONS NAMES TO NAME LEAST MOST COUNT KEPT: deletes the keys of an island without
+-- gone BEAT STREAM NOTES EVALUATIONS NAMES TO NAME LEAST MOST COUNT KEPT: deletes the keys of an island without
 -- entries whose heartbeat has fewer milliseconds left than LEAST, or more than MOST. Its evaluations move first, COUNT
 -- at a time. An entry that is too large, or of another island, is none of them.
 function commands.gone(words)
-  local _, beat, stream, leases, notes, evaluations, names, to, name, least, most, count, kept = unpack(words)
+  local _, beat, stream, notes, evaluations, names, to, name, least, most, count, kept = unpack(words)
   local left, length = redis.call('PTTL', beat), redis.pcall('XLEN', stream)
   local waits = type(length) == 'number' and length > 0
   if waits or (left >= tonumber(least) and left <= tonumber(most)) then return end
@@ -207,7 +207,7 @@ function commands.gone(words)
     end
     redis.call('XDEL', evaluations, entry[1])
   end
-  redis.call('UNLINK', beat, stream, leases, notes)
+  redis.call('UNLINK', beat, stream, notes)
   if found.err or #found < tonumber(count) then
     redis.call('UNLINK', evaluations)
     redis.call('SREM', names, name)
@@ -264,7 +264,7 @@ class Write:
         self.do("keep", stream, id_, kept, chunks, most, kept_chunks)
 
     def gone(self, keys: Sequence[str], *words: Value) -> None:
-        """Add the script's command `gone`, which begins with seven keys."""
+        """Add the script's command `gone`, which begins with six keys."""
         self.commands.append(("gone", *keys, *words))
         self._more_keys += keys[1:]
 

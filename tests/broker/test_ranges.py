@@ -13,18 +13,15 @@ from archipelago.broker.messages import Contribution, from_fields, to_fields
 from archipelago.broker.ranges import (
     PASSES_MAX,
     POSITIONS_MAX,
-    Claim,
     ReadPosition,
     advanced,
     choose,
-    claims_that_count,
     cursor_text,
-    parse_claim,
+    holder_in,
     parse_cursor,
     parse_positions,
 )
 from tests import samples
-from tests.failing import failing
 
 NAMES = st.from_regex(r"[1-9][0-9]{0,6}", fullmatch=True)
 PASSES, POSITIONS = st.integers(0, PASSES_MAX - 1), st.integers(0, 10**15 - 1)
@@ -121,43 +118,20 @@ def test_the_choice_of_a_range_by_hand() -> None:
     assert choose([], {}, {}, "a/1", nobody) is None
     assert choose(["0"], {}, {"0": "a/2"}, "a/1", nobody) is None
     assert choose(["0"], {}, {"0": "a/1"}, "a/1", nobody) == "0", "the island lost the answer to its lease"
-    # A held range that is a pass behind blocks the pass after the next.
-    assert choose(["1"], {"1": (2, 0)}, {"0": "a/1"}, "a/1", nobody) is None
+    # A range that is a pass behind blocks the pass after the next.
+    assert choose(["0", "1"], {"1": (2, 0)}, {"0": "a/1"}, "a/1", nobody, ["0"]) is None
+    assert choose(["0", "1"], {"1": (1, 0)}, {"0": "a/1"}, "a/1", nobody, ["0"]) == "1"
+    # No honest island holds as many.
+    names = [str(n) for n in range(POSITIONS_MAX + 1)]
+    assert choose(names[1:], {}, dict.fromkeys(names[1:], "m/1"), "a/1", nobody) is None
+    assert choose(names, {}, dict.fromkeys(names, "m/1"), "a/1", nobody) == "0"
     # An island prefers the range of its earlier incarnation, and `ab` is another island.
     holders = {"1": "ab/1", "2": "a/1"}
     assert choose(["0", "1", "2"], {}, holders, "a/2", lambda _: True) == "2"
     assert choose(["0", "1", "2"], {"2": (1, 0)}, holders, "a/2", lambda _: True) == "0"
 
 
-# -- claims -------------------------------------------------------------------------------------------------------
-
-
-def claim(holder: str, turn: int = 0, pass_number: int = 0) -> Claim:
-    return Claim(holder, pass_number, turn)
-
-
-def test_the_last_turn_of_the_present_pass_counts() -> None:
-    claims = {
-        "a": {"0": claim("a/x"), "1": claim("a/x", turn=1), "2": claim("a/x")},
-        "b": {"0": claim("b/y", turn=1), "1": claim("b/y"), "2": claim("b/y", turn=9, pass_number=1)},
-    }
-    found = claims_that_count(claims, {"1": (0, 5)})
-    assert {name: each.holder for name, each in found.items()} == {"0": "b/y", "1": "a/x", "2": "a/x"}
-    assert claims_that_count(claims, {"0": (1, 0), "1": (1, 0), "2": (1, 0)}) == {"2": claim("b/y", 9, 1)}
-
-
-def test_a_claim_that_nobody_could_take_over_or_that_is_one_too_many_does_not_count() -> None:
-    forged = {"0": claim("mallory/m", turn=10**14), "1": claim("mallory/m", turn=10**9)}
-    claims = {"a": {"0": claim("a/x")}, "mallory": forged}
-    assert claims_that_count(claims, {}) == {"0": claim("a/x")}
-    claims = {"mallory": {str(n): claim("mallory/m") for n in range(1000)}, "a": {"500": claim("a/x", turn=1)}}
-    found = claims_that_count(claims, {})
-    assert len(found) == POSITIONS_MAX + 1
-    assert found["500"].holder == "a/x"
-
-
-def test_the_text_of_a_claim_gives_the_claim_again() -> None:
-    assert parse_claim("a", str(Claim("a/x.1", 3, 7))) == Claim("a/x.1", 3, 7)
-    for text in ("", "x:0", "x:0:-1", "x/y:0:0", "x:0:0:0", f"x:0:{10**15}"):
-        with failing(WireError):
-            parse_claim("a", text)
+def test_a_lease_is_of_one_pass() -> None:
+    assert holder_in("a/x:3", 3) == "a/x"
+    for lease in ("a/x:3", "", "3", ":2", "a/x:2 ", "a/x:02", "a/x"):
+        assert holder_in(lease, 2) == ""

@@ -289,8 +289,9 @@ def heartbeat_in_pieces(attacker: Attacker, dice: Dice) -> None:
 
 def leases(attacker: Attacker, dice: Dice) -> None:
     shards = (*range(20), 10**9, "../x", "")
-    claims = {str(shard): dice.choice([f"{attacker.name}/x", "x:0:0", "x:0:9", "x:999999:0"]) for shard in shards}
-    attacker.redis.hset(attacker.key(f"leases:{attacker.name}"), mapping=claims)
+    for shard in shards:
+        holder = dice.choice([f"{attacker.name}/x", f"{attacker.victim}/{attacker.incarnation_of(attacker.victim)}"])
+        attacker.redis.set(attacker.key(f"taken:{shard}"), dice.choice([f"{holder}:0", f"{holder}:1", "x", "\xff"]))
 
 
 def requests(attacker: Attacker, dice: Dice) -> None:

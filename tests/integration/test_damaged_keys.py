@@ -53,7 +53,6 @@ FAMILIES = ("difference", "kept")
 KEYS: dict[str, Callable[[Keys], str]] = {
     **{name: attrgetter(name) for name in vars(Keys(RUN)) if name not in ("run", "tag")},
     "updates": lambda keys: keys.updates("a"),
-    "leases": lambda keys: keys.leases("a"),
     "taken": lambda keys: keys.taken("0"),
     "island": lambda keys: keys.island("a"),
     "name": lambda keys: keys.name("a"),

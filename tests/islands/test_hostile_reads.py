@@ -39,7 +39,7 @@ def keys_of(transport: RedisTransport) -> list[str]:
     return [
         keys.fragment(0), keys.fragment(1), keys.difference(0, 1), keys.data, keys.control, keys.requests, keys.islands,
         keys.island("a"), keys.island("b"), keys.name("a"), keys.handover("a/x"), keys.notes, keys.tape, keys.restored,
-        keys.state, keys.corpora, keys.leases("b"), keys.leases("a"),
+        keys.state, keys.corpora, keys.taken("0"), keys.taken("1"),
     ]  # fmt: skip
 
 

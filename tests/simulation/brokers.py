@@ -30,7 +30,7 @@ from archipelago.broker.memory.state import MemoryEntry, MemoryRun, key_of
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Books, Event, Snapshot, TapeEntry, from_fields
 from archipelago.broker.presence import Heartbeat
-from archipelago.broker.ranges import claims_that_count, parse_claim
+from archipelago.broker.ranges import holder_in
 from archipelago.broker.redis.client import fake_client
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.replies import counts_in, entry_id, text_fields
@@ -275,11 +275,11 @@ class RedisRun:
 
     @cached_property
     def holders(self) -> dict[str, str]:
-        claims = {}
-        for name in self.transport.updates.names():
-            raw = text_fields(self._client.hgetall(self._keys.leases(name)))
-            claims[name] = {shard: parse_claim(name, text) for shard, text in raw.items() if is_claim(text)}
-        return {shard: claim.holder for shard, claim in claims_that_count(claims, self.cursors).items()}
+        keys = self._client.scan_iter(match=self._keys.taken("*"), count=1000)
+        ranges = [key.decode("utf-8", "replace").rpartition(":")[2] for key in keys]
+        leases = self.transport.connection.tolerant(*(("get", self._keys.taken(name)) for name in ranges))
+        texts = {name: (lease or b"").decode("utf-8", "replace") for name, lease in zip(ranges, leases, strict=True)}
+        return {name: holder_in(text, self.cursors.get(name, (0, 0))[0]) for name, text in texts.items()}
 
     @cached_property
     def differences(self) -> dict[tuple[int, int], bool]:
@@ -300,14 +300,6 @@ class RedisRun:
     @cached_property
     def state(self) -> str:
         return self.transport.reader.merger_state()
-
-
-def is_claim(text: str) -> bool:
-    try:
-        parse_claim("", text)
-    except WireError:
-        return False
-    return True
 
 
 def _parsed(raw: Any) -> TapeEntry | None:

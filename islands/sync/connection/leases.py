@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Sequence
 
 from archipelago.broker.ranges import ReadPosition
 from archipelago.broker.transport import IslandTransport
 
-#: An island that finds no free range asks again after 1, 2, 4 and then always this many looks. Each question reads the
-#: claims of all islands, and with more islands than ranges some of them find none for hours.
-LOOKS_SKIPPED_MAX = 8
+#: An island that finds no free range skips this many looks. Each question reads the leases of all ranges, and with
+#: more islands than ranges some of them find none for hours.
+LOOKS_SKIPPED = 8
 
 
 class IslandLeases:
@@ -28,19 +27,18 @@ class IslandLeases:
         self._transport = transport
         self._who = who
         self.ranges = list(ranges)
-        self._at_hand: deque[ReadPosition] = deque()
+        self._next: ReadPosition | None = None
         self._reading: frozenset[str] = frozenset()
         self._lost: frozenset[str] = frozenset()
         self._lock, self._asking = threading.Lock(), threading.Lock()
-        self._refused = self._skipped = 0  # questions without an answer in a row, and looks since the last one
+        self._skips = 0  # looks to skip before the next question
 
     def take(self) -> ReadPosition | None:
         """Return the next range to read and the position in it, or None if none is leased yet."""
         with self._lock:
-            if not self._at_hand:
-                return None
-            position = self._at_hand.popleft()
-            self._reading |= {position.range}
+            position, self._next = self._next, None
+            if position is not None:
+                self._reading |= {position.range}
         return position
 
     def hold(self, ranges: Sequence[str]) -> None:
@@ -48,7 +46,6 @@ class IslandLeases:
         with self._lock:
             self._reading = frozenset(ranges)
             self._lost &= self._reading  # a loss is reported once
-            self._at_hand = deque(position for position in self._at_hand if position.range not in self._reading)
 
     def take_lost(self) -> frozenset[str]:
         """Return the ranges whose lease was lost since the last call: the pass ended, or another island has them."""
@@ -59,27 +56,22 @@ class IslandLeases:
     def pump(self) -> None:
         """Check the leases, and lease another range if there is no next one."""
         with self._asking:
-            self._pump()
+            self._check()
+            if self._next is not None or not self.ranges:
+                return
+            if self._skips:
+                self._skips -= 1
+                return
+            self._next = self._transport.island.lease_range(self.ranges, self._who, self._reading)
+            self._skips = LOOKS_SKIPPED if self._next is None else 0
 
-    def _pump(self) -> None:
+    def _check(self) -> None:
         with self._lock:
-            watched = sorted({position.range for position in self._at_hand} | self._reading)
-        lost = frozenset(watched) - self._transport.island.leased(watched, self._who) if watched else frozenset()
-        with self._lock:
-            self._at_hand = deque(position for position in self._at_hand if position.range not in lost)
-            self._lost |= lost & self._reading
-            free = [] if self._at_hand else [name for name in self.ranges if name not in self._reading]
-        if not free or not self._should_ask():
+            watched = sorted(self._reading | ({self._next.range} if self._next else set()))
+        if not watched:
             return
-        position = self._transport.island.lease_range(free, self._who)
-        self._refused = self._refused + 1 if position is None else 0
-        if position is not None:
-            with self._lock:
-                if position.range not in self._reading:  # an island that rejoined may have leased it again
-                    self._at_hand.append(position)
-
-    def _should_ask(self) -> bool:
-        """Return whether it is time to ask for a range, after `_refused` questions that found none."""
-        wait = min(1 << (self._refused - 1), LOOKS_SKIPPED_MAX) if self._refused else 0
-        self._skipped = self._skipped + 1 if self._skipped < wait else 0
-        return self._skipped == 0
+        lost = frozenset(watched) - self._transport.island.leased(watched, self._who)
+        with self._lock:
+            self._lost |= lost & self._reading
+            if self._next is not None and self._next.range in lost:
+                self._next = None

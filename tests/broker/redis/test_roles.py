@@ -22,9 +22,9 @@ TAG = KEYS.tag
 #: Keys of the run by the name that the table below uses.
 PLACES = {
     "own stream": f"{TAG}:updates:{NAME}", "own chunk": f"{TAG}:c:{NAME}:1.0:0",
-    "own heartbeat": KEYS.island(NAME), "own leases": f"{TAG}:leases:{NAME}", "taken shard": f"{TAG}:taken:7",
+    "own heartbeat": KEYS.island(NAME), "taken shard": f"{TAG}:taken:7",
     "other stream": f"{TAG}:updates:bergen", "other chunk": f"{TAG}:c:bergen:1.0:0",
-    "other heartbeat": KEYS.island("bergen"), "other leases": f"{TAG}:leases:bergen",
+    "other heartbeat": KEYS.island("bergen"),
     "similar stream": f"{TAG}:updates:{NAME}2", "similar chunk": f"{TAG}:c:{NAME}2:1.0:0",
     "merger chunk": f"{TAG}:m:f0.1:0", "snapshots": KEYS.snapshots, "tape": KEYS.tape, "state": KEYS.state,
     "books": KEYS.books, "fragment": KEYS.fragment(0), "difference": KEYS.difference(0, 1), "outer": KEYS.outer(0),
@@ -51,7 +51,7 @@ ALLOWED: dict[Role, dict[str, set[str]]] = {
     "operator": {"control": {"HSET", "HDEL"}},
     "island": {
         "own stream": {"XADD"}, "own chunk": _VALUES, "own heartbeat": _PARTS,
-        "own leases": _PARTS, "islands": {"SADD"}, "own notes": {"XADD"}, "own evaluations": {"XADD"},
+        "islands": {"SADD"}, "own notes": {"XADD"}, "own evaluations": {"XADD"},
         "evaluator": {"SET"}, "taken shard": {"SET"},
     },
     "merger": {**dict.fromkeys(_RUN, _ALL), "registry": {"SADD"}},
