@@ -219,7 +219,7 @@ def test_members_have_their_rights_in_all_shards(server: RedisServer, tmp_path: 
     raw.sadd(keys.islands, "stranger")
     raw.hset(keys.island("stranger"), mapping={"island": "stranger"})
     assert "stranger" not in joined["viewer"].updates.names(), "one that is no member is not looked up"
-    island.island.publish(samples.contribution(large := bytes(1 << 15), island="island"), large)
+    joined["island"].island.publish(samples.contribution(large := bytes(1 << 15), island="island"), large)
     assert raw.keys(f"*{run}*:c:island:*")
     administrator.revoke("island")
     assert not [*raw.keys(f"*{run}*:island"), *raw.keys(f"*{run}*:c:island:*")] and not raw.sismember(
