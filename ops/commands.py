@@ -96,7 +96,6 @@ EXAMPLES: dict[str, dict[str, str]] = {
     "island": {
         "archipelago island demo.oslo.join": "Join with a join file that `archipelago invite` made.",
         "archipelago island --run bytes --task docs/examples/task_bytes.py": "Train the task of the run.",
-        "archipelago island --run demo --mesh data=2,fsdp=2": "Use four devices of this machine.",
         "archipelago island --run demo --coordinator node0:9000 --hosts 2 --host-rank 1": "Be the second host of one.",
     },
     "merger": {
@@ -124,7 +123,6 @@ EXAMPLES: dict[str, dict[str, str]] = {
         "archipelago steer --run demo": "Show what is set.",
         "archipelago steer outer.learning_rate=0.5 sync.quorum=2": "Change two settings from the next round on.",
         "archipelago steer merging=paused": "Pause merging; `merging=` resumes it.",
-        "archipelago steer island.oslo=drain": "Ask an island to send its work and leave.",
     },
     "invite": {
         "archipelago invite oslo --run demo": "Make a user and a join file for the island oslo.",
@@ -150,7 +148,6 @@ EXAMPLES: dict[str, dict[str, str]] = {
     },
     "prepare": {
         "archipelago prepare notes/ --name mine": "Make a corpus of the text files in a folder.",
-        "archipelago prepare enwik8": "Download and prepare 100 MB of Wikipedia.",
         "archipelago prepare notes/ --name mine-bpe --tokenizer bpe:16384": "Learn a tokenizer on it.",
     },
     "replay": {
@@ -159,13 +156,9 @@ EXAMPLES: dict[str, dict[str, str]] = {
     "chaos": {
         "archipelago chaos --seconds 120 --islands 4": "Train for two minutes while processes are killed.",
         "archipelago chaos --task docs/examples/task_bytes.py": "Kill processes that train a task of yours.",
-        "archipelago chaos --every 15 --baseline": "Compare with data-parallel training under the same kills.",
     },
     "bench parity": {
         "archipelago bench parity --quick": "Compare with data-parallel training, in minutes.",
-        "archipelago bench parity --task docs/examples/task_bytes.py --islands 1 2 4 --intervals 12 48": (
-            "Show what M and H cost a task of yours."
-        ),
     },
     "bench study": {"archipelago bench study isotropic --show": "Show the table of a study."},
     "bench mixed": {"archipelago bench mixed --seeds 0": "Train a Llama in PyTorch beside our model in JAX."},
@@ -173,17 +166,13 @@ EXAMPLES: dict[str, dict[str, str]] = {
     "bench merge": {"archipelago bench merge --quick": "Measure codecs, merges and many islands."},
     "bench sync": {
         "archipelago bench sync --quick": "Measure one synchronisation.",
-        "archipelago bench sync --rule rda --pieces --merger-rtt-ms 20": "See what a merger far from its Redis costs.",
     },
     "bench accelerator": {
         "archipelago bench accelerator --quick": "Try the table of an accelerator on any machine.",
-        "archipelago bench accelerator --sizes base --merge.rest rda": "Measure what syncing costs one model.",
-        "archipelago bench accelerator --sizes small --parts start": "Measure what starting an island costs.",
     },
     "bench largest": {"archipelago bench largest --quick": "Send a large model through Redis."},
     "simulate plan": {
         "archipelago simulate plan --sites 3 --link-mbits 200": "Plan a run over three sites.",
-        "archipelago simulate plan --model 12B --chips 64 --tokens-per-second 5000": "Plan a larger model.",
     },
     "simulate tables": {"archipelago simulate tables --days 2": "Compare with the published tables."},
 }

@@ -20,11 +20,10 @@ from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from archipelago.broker.control import CHECKPOINT, MERGING, Control, checked_changes
+from archipelago.broker.control import CHECKPOINT, checked_changes
 from archipelago.broker.errors import ArchipelagoError, ConfigError
 from archipelago.ops.dashboard import metrics
 from archipelago.ops.dashboard.page_data import FILES, PAGE, chart_library, charts_of, page_of, to_json
-from archipelago.ops.watch.run_view import describe_control
 from archipelago.ops.watch.watcher import Watcher
 
 BODY_BYTES_MAX = 1 << 16
@@ -194,11 +193,10 @@ def _stamped(changes: Mapping[str, str], unix_seconds: float) -> dict[str, str]:
 
 def _sentences(changes: Mapping[str, str]) -> str:
     """Describe checked changes in words. An empty value removes a setting, a pause or a request to an island."""
-    given = {name: value for name, value in changes.items() if value}
-    words = [describe_control(Control.of(given))] if given.keys() - {CHECKPOINT} else []
-    words += ["the merger takes a checkpoint now"] if CHECKPOINT in given else []
-    removed = [name for name in changes if name not in given]
-    words += ["merging continues" if name == MERGING else f"{name} is removed" for name in removed]
+    words = [
+        "a checkpoint is taken" if name == CHECKPOINT else f"{name} = {value}" if value else f"{name} is removed"
+        for name, value in changes.items()
+    ]
     return f"Done: {', '.join(words)}." if words else "No change was requested."
 
 

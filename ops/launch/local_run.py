@@ -148,7 +148,7 @@ class LocalRun:
             self.standbys.end()
             stop_all(children, KILL_SECONDS)
         self.seconds = time.monotonic() - began
-        view = self._last_view()
+        view = self._observe()
         return view.step >= view.steps
 
     def _watch(self, children: list[Child]) -> None:
@@ -225,16 +225,6 @@ class LocalRun:
         self._view = observe(self.transport, self.manifest)
         return self._view
 
-    def _last_view(self) -> RunView:
-        """Return the run as it is now, or as it was last seen if Redis died during the shutdown."""
-        try:
-            return self._observe()
-        except BrokerError as error:
-            if self._view is None:
-                raise
-            say(f"the report shows the run as it was last seen: {error.what}")
-            return self._view
-
     # -- the report -------------------------------------------------------------------------------------------------
 
     def report(self, server: str, with_comparison: bool) -> dict[str, Any]:
@@ -244,15 +234,11 @@ class LocalRun:
             server: The Redis server, in words.
             with_comparison: Whether to train one process on as many tokens first.
         """
-        view = self._last_view()
+        view = self._observe()
         curve = self._one_process(view.tokens_trained) if with_comparison else []
-        evaluations = []
-        with suppress(BrokerError):
-            evaluations = self.transport.reader.evaluations()
         tokens = view.tokens_trained - self._tokens_before
         return run_summary.summary(
             view,
-            evaluations,
             curve,
             loss_unit(self.manifest.corpus),
             tokens_per_second=tokens / self.seconds if self.seconds else math.nan,

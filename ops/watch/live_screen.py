@@ -50,7 +50,7 @@ class Screen:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         clock = time.strftime("%H:%M:%S", time.localtime(self.now))
         parts: list[RenderableType] = [
-            Text.assemble(("archipelago status", "bold"), (f"  {clock}  q to quit", "dim")),
+            Text.assemble(("archipelago status", "bold"), (f"  {clock}  Ctrl-C to quit", "dim")),
         ]
         if self.outage:
             since = time.strftime("%H:%M:%S", time.localtime(self.outage.since_unix_seconds))

@@ -11,7 +11,6 @@ from typing import Any
 from archipelago.broker.buckets.folder import BucketError, BucketFolder
 from archipelago.broker.files import make_untracked, write_atomically
 from archipelago.broker.manifest import LossUnit
-from archipelago.broker.messages import Evaluation
 from archipelago.broker.observe.merge_load import FEW_SYNCS_REMEDY
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import finite
@@ -35,7 +34,6 @@ _GAPS = (
 
 def summary(
     view: RunView,
-    evaluations: Sequence[Evaluation],
     one_process: Curve,
     unit: LossUnit,
     *,
@@ -47,7 +45,6 @@ def summary(
 
     Args:
         view: The run at its end.
-        evaluations: All evaluations, oldest first.
         one_process: The comparison's results, as evaluations have them; empty if it did not run.
         unit: The unit of the report's losses.
         tokens_per_second: Training speed in this session.
@@ -70,7 +67,7 @@ def summary(
         "tokens_per_second": tokens_per_second,
         "seconds": seconds,
         "server": server,
-        "curve": [[e.tokens, unit.from_evaluation(e.bits_per_byte)] for e in evaluations],
+        "curve": [[e.tokens, unit.from_evaluation(e.bits_per_byte)] for e in view.evaluations],
         "curve_one_process": [[tokens, unit.from_evaluation(bits)] for tokens, bits in one_process],
     }
 

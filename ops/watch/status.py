@@ -1,22 +1,18 @@
 """`archipelago status`: show a run once, or live with `--watch`.
 
-A separate thread reads Redis for the live screen, so that keys work even while Redis does not answer.
+A separate thread reads Redis for the live screen, which goes on while Redis does not answer.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import select
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
 
-from archipelago.broker.errors import require_number
 from archipelago.broker.observe.logs import printable
 from archipelago.broker.process import RunAddress, print_json, stop_on_signals
 from archipelago.broker.shards.transport import opened
@@ -34,7 +30,6 @@ LINE_SECONDS = 10.0
 #: The rounds that the live screen reads for its history.
 ROUNDS_READ = 1024
 FRAMES_A_SECOND = 4.0
-QUIT_KEYS = ("q", "Q", "\x03", "\x1b")
 
 
 @dataclass(frozen=True)
@@ -45,14 +40,12 @@ class StatusOptions(RunAddress):
     a minute (for three strides, if the islands are slower than that), its checkpoints fail, its Redis is full, or a
     shard cannot be reached. It is 0 if the run is fine, has ended or is paused.
 
-    With --watch it shows the run live until q is pressed, and survives restarts of Redis. If standard output is not
-    a terminal, --watch prints a line for each reading until the run has ended.
+    With --watch it shows the run live until Ctrl-C, and survives restarts of Redis. If standard output is not
+    a terminal, --watch prints a line every ten seconds until the run has ended.
     """
 
     watch: bool = False
     """Keep showing the run, with its history and events."""
-    every: float | None = None
-    """With --watch: seconds between two readings. The default is 1, and 10 if standard output is not a terminal."""
     all: bool = False
     """Show every island and problem. Without it, a run of many islands shows 40 of each, live islands first."""
     json: bool = False
@@ -61,11 +54,9 @@ class StatusOptions(RunAddress):
 
 def main(options: StatusOptions) -> int:
     """Show the run. Return 1 if an operator should look at it."""
-    if options.every is not None:
-        require_number("--every", options.every, "Choose 0.05 to 3600 seconds.", 0.05, 3600.0)
     transport = options.connect()
     if options.watch:
-        _watch(transport, options.every, as_json=options.json)
+        _watch(transport, as_json=options.json)
         return 0
     manifest, run = opened(transport, for_display=True)
     view = observe(run, manifest)
@@ -84,49 +75,28 @@ def _as_json(view: RunView, found: Sequence[Problem]) -> dict[str, Any]:
 # -- live -------------------------------------------------------------------------------------------------------------
 
 
-def _watch(transport: ReaderTransport, every_seconds: float | None, *, as_json: bool) -> None:
-    """Show the run until a quit key or a signal. Without a terminal, print lines until the run has ended."""
+def _watch(transport: ReaderTransport, *, as_json: bool) -> None:
+    """Show the run until a signal. Without a terminal, print lines until the run has ended."""
     console = Console(highlight=False)
     stopped = stop_on_signals()
     watcher = Watcher(transport, ROUNDS_READ)
-    if console.is_terminal and sys.stdin.isatty() and not as_json:
-        with repeated(watcher.update, every_seconds or LOOK_SECONDS):
+    if console.is_terminal and not as_json:
+        with repeated(watcher.update, LOOK_SECONDS):
             _draw(console, watcher, stopped)
     else:
-        print_lines(watcher, every_seconds or LINE_SECONDS, stopped, as_json=as_json)
+        print_lines(watcher, LINE_SECONDS, stopped, as_json=as_json)
 
 
 def _draw(console: Console, watcher: Watcher, stopped: Callable[[], bool]) -> None:
-    """Draw the live screen until a quit key or a signal."""
+    """Draw the live screen until a signal."""
     from rich.live import Live
 
     from archipelago.ops.watch.live_screen import Screen
 
-    with _keys() as key, Live(console=console, screen=True, auto_refresh=False) as live:
-        while not stopped() and key(1.0 / FRAMES_A_SECOND) not in QUIT_KEYS:
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while not stopped():
             live.update(Screen(watcher.latest, watcher.outage(), time.time()), refresh=True)
-
-
-@contextlib.contextmanager
-def _keys() -> Iterator[Callable[[float], str]]:
-    """Yield a function that waits at most that many seconds for a key. The terminal's mode is restored afterwards."""
-    import termios
-    import tty
-
-    before = termios.tcgetattr(sys.stdin)
-    tty.setcbreak(sys.stdin)
-
-    def key(seconds: float) -> str:
-        try:
-            ready, _, _ = select.select([sys.stdin], [], [], seconds)
-        except InterruptedError:
-            return ""
-        return os.read(sys.stdin.fileno(), 1).decode(errors="replace") if ready else ""
-
-    try:
-        yield key
-    finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+            time.sleep(1.0 / FRAMES_A_SECOND)
 
 
 def print_lines(watcher: Watcher, every_seconds: float, stopped: Callable[[], bool], *, as_json: bool) -> None:

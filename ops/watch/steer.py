@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,8 +22,6 @@ from archipelago.broker.control import (
     Control,
     checked_changes,
     own,
-    read_settings,
-    steered,
 )
 from archipelago.broker.errors import ConfigError
 from archipelago.broker.observe.logs import printable
@@ -108,28 +105,17 @@ def changes_of(
 
 
 def observe(transport: ReaderTransport, config: RunConfig) -> dict[str, Any]:
-    """Return the changes, the settings in force since the last closed round, and the run's own settings."""
+    """Return the changes, and the run's own settings."""
     fields = transport.reader.control()
     control = Control.of(fields)
-    now = steered(config, _in_force(transport.reader.merger_state()))
     return {
         "run": transport.run,
         "set": fields,
         "ignored": dict(control.faults),
-        "settings": {
-            name: {"set": control.settings.get(name), "in_force": own(now, name), "own": own(config, name)}
-            for name in SETTINGS
-        },
+        "settings": {name: {"set": control.settings.get(name), "own": own(config, name)} for name in SETTINGS},
         "paused": control.is_paused,
         "islands": dict(control.islands),
     }
-
-
-def _in_force(state: str) -> dict[str, float]:
-    try:
-        return read_settings(json.loads(state or "{}").get("steered", {}))
-    except (ConfigError, ValueError, AttributeError, RecursionError):
-        return {}
 
 
 def _warn(transport: ReaderTransport, changes: Sequence[str]) -> None:
@@ -141,13 +127,13 @@ def _warn(transport: ReaderTransport, changes: Sequence[str]) -> None:
 
 
 def _table(found: Mapping[str, Any]) -> Table:
-    table = new_table(f"run {found['run']}", "set", "in force", "run's own")
+    table = new_table(f"run {found['run']}", "set", "run's own")
     for name, values in found["settings"].items():
         wish = "–" if values["set"] is None else str(values["set"])
-        table.add_row(name, wish, str(values["in_force"]), str(values["own"]))
-    table.add_row(MERGING, PAUSED if found["paused"] else "–", "", "")
+        table.add_row(name, wish, str(values["own"]))
+    table.add_row(MERGING, PAUSED if found["paused"] else "–", "")
     for name, wish in sorted(found["islands"].items()):
-        table.add_row(ISLAND + name, wish, "", "")
+        table.add_row(ISLAND + name, wish, "")
     for name, fault in found["ignored"].items():
-        table.add_row(Text(printable(name)), Text("ignored", style="yellow"), Text(printable(fault)), "")
+        table.add_row(Text(printable(name)), Text("ignored", style="yellow"), Text(printable(fault)))
     return table

@@ -82,7 +82,6 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     view = observe(transport, MANIFEST)
     summary = run_summary.summary(
         view,
-        transport.reader.evaluations(),
         [(100, 6.0), (200, 5.0)],
         loss_unit(MANIFEST.corpus),
         tokens_per_second=1.0,
