@@ -141,8 +141,6 @@ def main(options: UpOptions) -> int:
         report = earlier
     else:
         run_summary.write(folder, report)
-    if bucket and (fault := run_summary.copy_run_files(folder, bucket)):
-        say(f"warning: the report is in {folder} only: {fault}")
     _farewell(report, finished, folder, options)
     return 0 if finished else INTERRUPTED
 

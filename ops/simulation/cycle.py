@@ -19,7 +19,7 @@ import numpy as np
 
 from archipelago.broker.codecs import codec
 from archipelago.broker.config import MergeConfig, RunConfig
-from archipelago.broker.footprint import has_momentum, memory_text, merger_parts, redis_parts
+from archipelago.broker.footprint import has_momentum, merger_parts, redis_parts
 from archipelago.broker.manifest import Tensor
 from archipelago.broker.transport import MEMORY_SHARE_MAX
 from archipelago.merger.spectra import cycle_operations
@@ -108,14 +108,6 @@ class Cycle:
     bytes_down: int
     merge_seconds: float
     restart_seconds: float
-
-    def describe(self) -> str:
-        """Return the memory and the time of a merger, and the memory of its Redis, in words."""
-        return (
-            f"a merger takes {memory_text(self.merger_bytes)} and {seconds_text(self.merge_seconds)} a cycle without "
-            f"spectra, and {seconds_text(self.restart_seconds)} at most to restart; Redis takes "
-            f"{memory_text(self.redis_first_bytes)} after the first cycle, {memory_text(self.redis_bytes)} at most"
-        )
 
 
 def cycle(

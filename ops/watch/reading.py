@@ -151,7 +151,7 @@ def summarise(
         interval=manifest.config.sync.interval,
         control=Control.of(control or {}),
         refused_by_code=_counts(figures, "refused"),
-        covered=_count(figures, "covered"),
+        covered=covered if isinstance(covered := figures.get("covered"), int) else 0,
         config=manifest.config,
         tape=tape,
         evaluations=evaluations,
@@ -168,18 +168,9 @@ def _figures(state: str) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _count(figures: Mapping[str, Any], name: str) -> int:
-    try:
-        return max(0, int(figures.get(name, 0)))
-    except (ValueError, TypeError, OverflowError):
-        return 0
-
-
 def _counts(figures: Mapping[str, Any], name: str) -> dict[str, int]:
-    try:
-        return {str(key): int(count) for key, count in figures.get(name, {}).items()}
-    except (ValueError, AttributeError, TypeError, OverflowError):
-        return {}
+    found = figures.get(name)
+    return {key: count for key, count in found.items() if isinstance(count, int)} if isinstance(found, dict) else {}
 
 
 def _merged_tokens(figures: Mapping[str, Any]) -> dict[str, int]:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from archipelago.broker.buckets.folder import BucketFolder, is_bucket
+from archipelago.broker.address import redacted
+from archipelago.broker.buckets.folder import is_bucket
 from archipelago.broker.errors import BrokerError, ConfigError
 from archipelago.broker.files import make_untracked, write_atomically
 from archipelago.broker.invitation import names_redis
@@ -99,12 +100,6 @@ def everything(options: ReportOptions) -> dict[str, Any]:
         raise ConfigError(
             f"there is no folder {folder}", "Give the URL of the run's Redis, or --folder.", code="report.no-data"
         )
-    if options.run not in (None, folder.resolve().name):
-        raise ConfigError(
-            f"the run in {folder} is not {options.run!r:.80}",
-            "Leave --run out, or give a URL.",
-            code="report.no-data",
-        )
     return of_folder(folder)
 
 
@@ -129,13 +124,11 @@ def of_folder(folder: Path) -> dict[str, Any]:
 
 
 def of_bucket(address: str) -> dict[str, Any]:
-    """Return a run from its folder in a bucket: the newest checkpoint of its merger, and the report of `up`."""
+    """Return a run from its folder in a bucket: the newest checkpoint of its merger."""
     from archipelago.merger.storage import fetched
 
-    bucket = BucketFolder(address)
     with fetched(address) as kept:
-        run_summary.fetch_run(bucket, kept.path)
-        return _of_checkpoint(kept, kept.path, str(bucket))
+        return _of_checkpoint(kept, kept.path, redacted(address))
 
 
 def _of_checkpoint(kept: MergerFolder, folder: Path, place: str) -> dict[str, Any]:

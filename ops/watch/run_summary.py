@@ -1,4 +1,4 @@
-"""The report of `archipelago up`: `report.json`, and its copy in a bucket."""
+"""The report of `archipelago up`: `report.json`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from archipelago.broker.buckets.folder import BucketError, BucketFolder
 from archipelago.broker.files import make_untracked, write_atomically
 from archipelago.broker.manifest import LossUnit
 from archipelago.broker.observe.merge_load import FEW_SYNCS_REMEDY
-from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import finite
 from archipelago.ops.watch.run_view import RunView
 
@@ -96,24 +94,3 @@ def read(folder: Path) -> dict[str, Any] | None:
     if not isinstance(found, dict):
         return None
     return {key: math.nan if value is None else value for key, value in found.items()}
-
-
-def copy_run_files(folder: Path, bucket: BucketFolder) -> str:
-    """Upload the report, the settings and the logs of a run.
-
-    Returns:
-        Why that failed; empty if it did not. The files are on this machine all the same.
-    """
-    paths = [folder / name for name in (TEXT, "config.toml")] + sorted((folder / "logs").glob("*.log"))
-    try:
-        with progress(f"copying the report and the logs to {bucket}"):
-            bucket.upload({path.relative_to(folder).as_posix(): path for path in paths if path.is_file()})
-    except (BucketError, OSError) as error:
-        return f"{error}"
-    return ""
-
-
-def fetch_run(bucket: BucketFolder, folder: Path) -> None:
-    """Download the report of a run if it is there. Raises BucketError."""
-    if TEXT in bucket.names():
-        bucket.download({TEXT: folder / TEXT})

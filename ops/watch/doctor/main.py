@@ -86,7 +86,7 @@ def main(options: DoctorOptions) -> int:
             server = check_server(url, run, options.seconds, invited)
         out.print(section(f"redis  {redacted(url)}", server.findings), "")
     manifest = server.manifest
-    with busy.status("loading JAX, and measuring this machine"):
+    with busy.status("loading JAX"):
         keep_compiled()
         here = check_machine(options.folder, server)
     out.print(section("this machine", here), "")
@@ -223,12 +223,11 @@ def _check_one(checkup: RedisCheckup, shards: Sequence[int], found: CheckedServe
 
 
 def check_machine(folder: Path, server: CheckedServer) -> list[Finding]:
-    """Check this machine, and what an island and a merger of the run would do here."""
+    """Check this machine, and what an island of the run would do here."""
     manifest = server.manifest
-    parameters = manifest.parameters if manifest else 0
     found = [
-        doctor_site.machine(available_here(), footprint(manifest).island if manifest else 0),
-        doctor_site.disk(doctor_site.free_bytes(folder), folder, parameters),
+        doctor_site.machine(available_here(), footprint(manifest) if manifest else None),
+        doctor_site.disk(doctor_site.free_bytes(folder), folder, manifest.parameters if manifest else 0),
         doctor_site.accelerators(),
     ]
     if manifest is None:
@@ -239,8 +238,7 @@ def check_machine(folder: Path, server: CheckedServer) -> list[Finding]:
     step_seconds = statistics.median(steps) if steps else math.nan
     if server.round_trip_seconds:
         found.append(doctor_site.sync(server.link, server.round_trip_seconds, manifest, step_seconds))
-    live = sum(presence.is_live for presence in server.presences)
-    return [*found, doctor_site.merging(manifest, live, step_seconds)]
+    return found
 
 
 def section(title: str, findings: Sequence[Finding]) -> Table:

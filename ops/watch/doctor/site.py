@@ -1,4 +1,4 @@
-"""Judge this machine and its link for `archipelago doctor`: what an island and a merger here would have, and need.
+"""Judge this machine and its link for `archipelago doctor`: what an island here would have, and need.
 
 Only `accelerators` loads JAX.
 """
@@ -15,11 +15,10 @@ from pathlib import Path
 
 from archipelago.broker.codecs import codec
 from archipelago.broker.errors import ArchipelagoError
-from archipelago.broker.footprint import available_here, memory_text
+from archipelago.broker.footprint import Footprint
 from archipelago.broker.machine import install_hint, usable_cores
 from archipelago.broker.manifest import Corpus, Manifest
 from archipelago.broker.redis.checkup import Bandwidth
-from archipelago.ops.simulation.cycle import SHARE_MAX, Cycle, cycle, measured_machine
 from archipelago.ops.watch.doctor.checks import Finding, ok, problem, warning
 from archipelago.ops.watch.formatting import seconds_text, size
 
@@ -32,19 +31,19 @@ MBITS_MAX = 10_000
 NVIDIA = Path("/proc/driver/nvidia/version")
 #: Above this round trip, rounds wait longer for their announcements than for anything else.
 SLOW_SECONDS = 0.5
-#: The fewest contributions to a round that are assumed, because a run without islands will have some.
-ISLANDS_MIN = 2
 
 
-def machine(available_bytes: int, need: int) -> Finding:
-    """Compare the memory with what an island needs; 0 if no run is known."""
+def machine(available_bytes: int, needed: Footprint | None) -> Finding:
+    """Compare the memory with what an island and the merger of the run need; None if no run is known."""
     what = (
         f"This machine has {usable_cores()} cores, {size(available_bytes)} of free memory, and Python "
         f"{sys.version.split()[0]}."
     )
-    if need <= available_bytes:
+    if needed is None:
         return ok("machine", what)
-    what += f" An island on this processor needs about {size(need)}."
+    what += f" The merger of the run needs about {size(needed.merger)}, and an island here {size(needed.island)}."
+    if needed.island <= available_bytes:
+        return ok("machine", what)
     return warning("machine.small", what, "Train on an accelerator, or choose a smaller model.")
 
 
@@ -177,36 +176,3 @@ def sync(link: Bandwidth, round_trip_seconds: float, manifest: Manifest, step_se
         f"{what} Inner steps hide {stride / seconds:.0%} of it: intervals would stretch {seconds / stride:.1f} times.",
         "Begin a run with a longer interval (--sync.interval) or fewer bits (--wire.up, --wire.down).",
     )
-
-
-# -- a merger here -----------------------------------------------------------------------------------------------------
-
-
-def merging(manifest: Manifest, live: int, step_seconds: float) -> Finding:
-    """Judge whether a merger on this machine would have the memory, and keep up with the run's islands.
-
-    Args:
-        manifest: The run. The merger of its largest shard is meant.
-        live: The islands that are live.
-        step_seconds: The time of an inner step; NaN if it is unknown.
-    """
-    config, shards = manifest.config, manifest.shards
-    largest = max((manifest.of_shard(shard) for shard in range(shards)), key=lambda own: own.parameters)
-    need = cycle(
-        config, shards * largest.parameters, shards * len(largest.fragments), max(ISLANDS_MIN, live), shards,
-        largest=max(largest.sizes, default=0), machine=measured_machine(),
-    )  # fmt: skip
-    return merger(need, available_here(), config.sync.interval * step_seconds)
-
-
-def merger(found: Cycle, available: int, interval_seconds: float) -> Finding:
-    """Compare what a merger takes in a cycle, without spectra, with the available memory and with the interval."""
-    whose = f"A merger here, of one of {found.shards} shards:" if found.shards > 1 else "A merger here:"
-    what, more = f"{whose} {found.describe()}.", f"begin a run of more shards (`init --shards {2 * found.shards}`)."
-    if found.merger_bytes > available:
-        what += f" {memory_text(available)} are available: it may be killed."
-        return warning("merger.memory", what, f"Run the merger on a machine with more memory, or {more}")
-    if found.merge_seconds > SHARE_MAX * interval_seconds:
-        what += f" The interval is {seconds_text(interval_seconds)}: islands would wait for it, and stretch it."
-        return warning("merger.slow", what, more.capitalize())
-    return ok("merger", what)

@@ -38,7 +38,6 @@ from archipelago.ops.watch.run_view import RunView
 from archipelago.ops.watch.watcher import Watcher
 from archipelago.ops.weights.parameters import find
 from tests import samples
-from tests.broker.buckets.faulty_bucket import FaultyFileSystem
 from tests.failing import failing
 from tests.servers import empty_database
 
@@ -150,22 +149,14 @@ def test_a_report_from_a_folder_without_redis(
 
 def test_a_report_from_a_bucket(bucket: BucketFolder, ended: Path) -> None:
     remote = bucket.child("sample")
-    assert not run_summary.copy_run_files(ended, remote)
     store = CheckpointStore(ended / "merger" / "checkpoints")
     number = store.numbers()[-1]
     Bundles(remote.child("merger", "checkpoints")).put(number, store.path_of(number), {})
     here = everything(ReportOptions(str(ended)))
     there = everything(ReportOptions(remote.address))
     assert there["charts"]["lines"] == here["charts"]["lines"]
-    assert there["about"] == here["about"]
     with failing(ConfigError, "report.no-data"):
         everything(ReportOptions(bucket.child("other").address))
-
-    def away(request: str, path: str) -> None:
-        raise ConnectionError("refused")
-
-    FaultyFileSystem.fault = staticmethod(away)
-    assert run_summary.copy_run_files(ended, remote), "a copy that fails must say why"
 
 
 def test_the_password_of_a_bucket_is_not_shown() -> None:
