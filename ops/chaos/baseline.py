@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from archipelago.ops.chaos.figures import MethodFigures, pauses
+from archipelago.ops.chaos.figures import Figures, pauses
 from archipelago.ops.chaos.injection import FaultInjector, FaultTarget
 from archipelago.ops.chaos.processes import StormPlan, await_ready
 from archipelago.ops.chaos.proxy import LOOPBACK, LoopServer, Proxy
@@ -177,7 +177,7 @@ def start_group(plan: StormPlan, faults: Sequence[Fault], hub: Hub, stack: ExitS
     return group
 
 
-def run_baseline(plan: StormPlan, stopped: Callable[[], bool]) -> MethodFigures:
+def run_baseline(plan: StormPlan, stopped: Callable[[], bool]) -> Figures:
     """Train data-parallel under the faults of a storm, and return the figures.
 
     Args:
@@ -200,7 +200,7 @@ def run_baseline(plan: StormPlan, stopped: Callable[[], bool]) -> MethodFigures:
 
 def summarise(
     progress: GroupProgress, useful: int, begin: float, end: float, step_seconds: Mapping[str, float]
-) -> MethodFigures:
+) -> Figures:
     """Return the figures of a process group.
 
     Args:
@@ -214,10 +214,10 @@ def summarise(
     seconds = [after - before for before, after in between]
     limit = max(DOWN_SECONDS, DOWN_STEPS * statistics.median(seconds)) if made else 0.0
     up = [b - a for a, b in between if b - a <= limit and not any(a <= at < b for at in progress.lost)]
-    return MethodFigures(
-        goodput=useful * min(step_seconds.values()) / (end - begin),
-        uptime=sum(up) / (end - begin),
-        steps_useful=useful * workers,
-        steps_lost=(made - useful) * workers,
-        pause_seconds_worst=max(seconds),
-    )
+    return {
+        "goodput": useful * min(step_seconds.values()) / (end - begin),
+        "uptime": sum(up) / (end - begin),
+        "steps_useful": useful * workers,
+        "steps_lost": (made - useful) * workers,
+        "pause_seconds_worst": max(seconds),
+    }

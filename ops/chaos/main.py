@@ -7,7 +7,7 @@ import math
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -21,10 +21,10 @@ from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.shards.layout import SHARDS_MAX
 from archipelago.ops.chaos import schedule as schedules
 from archipelago.ops.chaos.baseline import run_baseline
-from archipelago.ops.chaos.figures import StormFigures, figures
+from archipelago.ops.chaos.figures import Figures, figures
 from archipelago.ops.chaos.injection import library
 from archipelago.ops.chaos.processes import StormPlan, parse_script
-from archipelago.ops.chaos.report import PICTURE, REPORT, comparison, headlines, write
+from archipelago.ops.chaos.report import PICTURE, REPORT, headlines, write
 from archipelago.ops.chaos.schedule import REDIS, Fault, Kind, merger_names
 from archipelago.ops.chaos.storm import run_storm
 from archipelago.ops.launch.init import workload_of
@@ -110,8 +110,8 @@ def main(options: ChaosOptions) -> int:
     _prepare_folder(folder)
     found = _storm(options, config, folder, faults, stopped)
     if options.json:
-        print_json(asdict(found))
-    return 0 if found.holds else BROKEN
+        print_json(found)
+    return 0 if found["holds"] else BROKEN
 
 
 def _require_sensible(options: ChaosOptions) -> None:
@@ -193,7 +193,7 @@ def _prepare_folder(folder: Path) -> None:
 
 def _storm(
     options: ChaosOptions, config: RunConfig, folder: Path, faults: Sequence[Fault], stopped: Callable[[], bool]
-) -> StormFigures:
+) -> Figures:
     """Run a storm and, as the options say, the same run without faults and the baseline. Write the report."""
     names = _names(options)
     step_seconds = dict.fromkeys(names, options.step_seconds)
@@ -236,13 +236,11 @@ def _enough_steps(options: ChaosOptions, config: RunConfig) -> int:
     )
 
 
-def _print(found: StormFigures, folder: Path) -> None:
+def _print(found: Figures, folder: Path) -> None:
     say()
     for name, value in headlines(found):
         say(f"  {name:<64} {value}")
-    for check in found.checks:
-        say(f"  {'holds ' if check.holds else 'BROKEN'} {check.name}: {check.found}")
-    for row in comparison(found):
-        say("  " + ", ".join(f"{name} {value}".strip() for name, value in row.items()))
+    for check in found["checks"]:
+        say(f"  {'holds ' if check['holds'] else 'BROKEN'} {check['name']}: {check['found']}")
     picture = f"  picture: {folder / PICTURE}" if (folder / PICTURE).exists() else ""
     say(f"report: {folder / REPORT}{picture}")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from archipelago.broker.machine import is_installed
 from archipelago.broker.process import finite
-from archipelago.ops.chaos.figures import Stalls, StormFigures
+from archipelago.ops.chaos.figures import Figures
 from archipelago.ops.chaos.record import StormRecord, Timelines, timelines
 from archipelago.ops.chaos.schedule import KINDS
 from archipelago.ops.settings import pyplot
@@ -29,10 +28,10 @@ MARKS = {"kill": "x", "died": "x", "stop": "s", "disk": "d", "clock": "*"}
 OTHER_MARK = "v"
 
 
-def write(folder: Path, storm: StormRecord, found: StormFigures, command: str) -> None:
+def write(folder: Path, storm: StormRecord, found: Figures, command: str) -> None:
     """Write report.json and, if it can be drawn, storm.png into the folder. `command` is the one that ran the storm."""
-    data = {"command": command, **asdict(found)}
-    (folder / REPORT).write_text(json.dumps(finite(data), indent=2) + "\n", encoding="utf-8")
+    text = json.dumps(finite({"command": command, **found}), indent=2)
+    (folder / REPORT).write_text(f"{text}\n", encoding="utf-8")
     if is_installed("matplotlib"):
         draw(folder / PICTURE, storm, found)
 
@@ -40,71 +39,48 @@ def write(folder: Path, storm: StormRecord, found: StormFigures, command: str) -
 # -- figures as text --------------------------------------------------------------------------------------------------
 
 
-def headlines(found: StormFigures) -> list[tuple[str, str]]:
+def headlines(found: Figures) -> list[tuple[str, str]]:
     """Return the name and the value of each figure."""
-    ceiling = "" if found.ceiling > 0.999 else f" (at most {found.ceiling:.1%}: an island is slow)"
+    ceiling = "" if found["ceiling"] > 0.999 else f" (at most {found['ceiling']:.1%}: an island is slow)"
+    spent = found["shares"]
     rows = [
-        ("goodput: merged inner steps over possible ones", f"{found.goodput:.1%}{ceiling}"),
-        ("goodput of the time in which islands trained", f"{found.goodput_of_live_time:.1%}"),
-        ("lost to restarts: dead, and starting again", f"{found.shares.dead + found.shares.recovering:.1%}"),
-        ("the islands' time", ", ".join(f"{label} {getattr(found.shares, name):.1%}"
-                                        for name, label in SHARE_LABELS.items())),
-        ("uptime: at least one island trains", f"{found.uptime:.1%}"),
-        ("rounds, per minute", f"{found.rounds:,}, {found.rounds_per_minute:.0f}"),
-        ("contributions per round", f"{found.contributions_per_round:.2f}"),
-        ("tokens trained", f"{found.tokens_trained:,} = merged {found.tokens_merged:,} + refused "
-                           f"{found.tokens_refused:,} + pending {found.tokens_pending:,} + lost {found.tokens_lost:,}"),
-        ("from a kill to the first merged contribution", f"{number(found.rejoin_seconds_median, 1)} s median, "
-                                                         f"{number(found.rejoin_seconds_worst, 1)} s worst"),
-        ("device idle for over 10 ms", _idle(found.stalls)),
-        ("bytes up, down", f"{size(found.bytes_up)}, {size(found.bytes_down)}"),
+        ("goodput: merged inner steps over possible ones", f"{found['goodput']:.1%}{ceiling}"),
+        ("goodput of the time in which islands trained", f"{found['goodput_of_live_time']:.1%}"),
+        ("lost to restarts: dead, and starting again", f"{spent['dead'] + spent['recovering']:.1%}"),
+        ("the islands' time", ", ".join(f"{label} {spent[name]:.1%}" for name, label in SHARE_LABELS.items())),
+        ("uptime: at least one island trains", f"{found['uptime']:.1%}"),
+        ("rounds, per minute", f"{found['rounds']:,}, {found['rounds_per_minute']:.0f}"),
+        ("contributions per round", f"{found['contributions_per_round']:.2f}"),
+        ("tokens trained", "{tokens_trained:,} = merged {tokens_merged:,} + refused {tokens_refused:,} + pending "
+                           "{tokens_pending:,} + lost {tokens_lost:,}".format(**found)),
+        ("from a kill to the first merged contribution", f"{number(found['rejoin_seconds_median'], 1)} s median, "
+                                                         f"{number(found['rejoin_seconds_worst'], 1)} s worst"),
+        ("device idle for over 10 ms, without waits for a core",
+         "{over_10_ms:,} of {turns:,} turns, worst {worst_seconds:.3f} s".format(**found["stalls"])),
+        ("bytes up, down", f"{size(found['bytes_up'])}, {size(found['bytes_down'])}"),
         _loss(found),
     ]  # fmt: skip
-    if (control := found.control) is None:
-        return rows
-    name, loss = _loss(control)
-    return [
-        *rows,
-        (f"the same run without faults, after {control.tokens_merged:,} merged tokens",
-         f"{name} {loss}, goodput {control.goodput:.1%}"),
-        ("its device idle for over 10 ms", _idle(control.stalls)),
-    ]  # fmt: skip
+    if (control := found["control"]) is not None:
+        name, loss = _loss(control)
+        what = f"the same run without faults, after {control['tokens_merged']:,} merged tokens"
+        rows.append((what, f"{name} {loss}, goodput {control['goodput']:.1%}"))
+    if (baseline := found["baseline"]) is not None:
+        columns = ("goodput {goodput:.1%}, uptime {uptime:.1%}, inner steps kept {steps_useful:,.0f}, lost "
+                   "{steps_lost:,.0f}, longest time without a step {pause_seconds_worst:.1f} s")  # fmt: skip
+        rows += [("islands, this storm", columns.format(**found)), ("data-parallel", columns.format(**baseline))]
+    return rows
 
 
-def _loss(found: StormFigures) -> tuple[str, str]:
-    if math.isnan(found.held_out_loss):  # only the user's script can compute its model
-        return "training loss in the last tenth of the rounds", number(found.training_loss, 4)
-    return f"held-out {found.unit}", number(found.held_out_loss, 4)
-
-
-def _idle(stalls: Stalls) -> str:
-    return (
-        f"{stalls.over_10_ms:,} of {stalls.turns:,}, worst {stalls.worst_seconds * 1e3:.0f} ms; without waits for a "
-        f"core {stalls.net_over_10_ms:,}, worst {stalls.net_worst_seconds * 1e3:.0f} ms"
-    )
-
-
-def comparison(found: StormFigures) -> list[dict[str, str]]:
-    """Return a row for the islands and one for the baseline; nothing if the baseline did not run."""
-    if found.baseline is None:
-        return []
-    return [
-        {
-            "": name,
-            "goodput": f"{one.goodput:.1%}",
-            "uptime": f"{one.uptime:.1%}",
-            "inner steps kept": f"{one.steps_useful:,.0f}",
-            "inner steps lost": f"{one.steps_lost:,.0f}",
-            "longest time without a step": f"{one.pause_seconds_worst:.1f} s",
-        }
-        for name, one in (("islands, this storm", found), ("data-parallel", found.baseline))
-    ]
+def _loss(found: Figures) -> tuple[str, str]:
+    if math.isnan(found["held_out_loss"]):  # only the user's script can compute its model
+        return "training loss in the last tenth of the rounds", number(found["training_loss"], 4)
+    return f"held-out {found['unit']}", number(found["held_out_loss"], 4)
 
 
 # -- the picture ------------------------------------------------------------------------------------------------------
 
 
-def draw(path: Path, storm: StormRecord, found: StormFigures) -> None:
+def draw(path: Path, storm: StormRecord, found: Figures) -> None:
     """Draw a lane for each process, with its states and faults."""
     plt = pyplot()
     states = timelines(storm)
@@ -113,9 +89,9 @@ def draw(path: Path, storm: StormRecord, found: StormFigures) -> None:
     axes.set(xlim=(0.0, storm.seconds), xlabel="seconds")
     axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(
-        f"{found.islands} islands, {found.step_seconds * 1e3:.0f} ms steps, {len(storm.faults)} faults in "
-        f"{found.seconds:.0f} s: goodput {found.goodput:.1%}, {found.goodput_of_live_time:.1%} of live time, "
-        f"uptime {found.uptime:.1%}"
+        f"{found['islands']} islands, {found['step_seconds'] * 1e3:.0f} ms steps, {len(storm.faults)} faults in "
+        f"{found['seconds']:.0f} s: goodput {found['goodput']:.1%}, {found['goodput_of_live_time']:.1%} of live time, "
+        f"uptime {found['uptime']:.1%}"
     )
     figure.savefig(path)
     plt.close(figure)

@@ -45,14 +45,11 @@ def test_steps_that_were_rolled_back_are_lost() -> None:
     """Two workers make a step a second, lose three steps at 10 s, and go on at 14 s."""
     made = [*map(float, range(-2, 11)), *map(float, range(14, 20))]
     found = summarise(GroupProgress(made=made), 17 - 3, 0.0, 20.0, {"a": 1.0, "b": 2.0})
-    assert found.goodput == pytest.approx(14 / 20)
-    assert (found.steps_useful, found.steps_lost) == (28, 6)
-    assert found.pause_seconds_worst == 4.0
-    assert found.uptime == pytest.approx(16 / 20)
+    assert [*found.values()] == pytest.approx([14 / 20, 16 / 20, 28, 6, 4.0])
     lost = summarise(GroupProgress(made=made, lost=[1.5]), 17 - 3, 0.0, 20.0, {"a": 1.0})
-    assert lost.uptime == pytest.approx(15 / 20), "a time in which a connection was lost is downtime, however short"
+    assert lost["uptime"] == pytest.approx(15 / 20), "a time in which a connection was lost is downtime, however short"
     none = summarise(GroupProgress(), 0, 0.0, 20.0, {"a": 1.0})
-    assert (none.goodput, none.uptime, none.pause_seconds_worst) == (0.0, 0.0, 20.0)
+    assert [*none.values()] == [0.0, 0.0, 0, 0, 20.0]
 
 
 def test_faults_of_processes_and_links_apply_to_workers() -> None:
@@ -178,9 +175,9 @@ def test_a_group_survives_a_storm(config: RunConfig, tmp_path: Path) -> None:
     folder = tmp_path / "storm"
     plan = StormPlan("storm", folder, config, dict.fromkeys(ISLANDS, 0.05), SECONDS, faults, checkpoint_seconds=0.1)
     found = run_baseline(plan, lambda: False)
-    assert found.steps_useful > 0 and found.steps_lost >= 0
-    assert found.goodput == pytest.approx(found.steps_useful * 0.05 / (2 * SECONDS), rel=0.03)
-    assert 0 < found.uptime < 1
-    assert found.pause_seconds_worst >= 0.4, "the others did not wait for the stopped worker"
+    assert found["steps_useful"] > 0 and found["steps_lost"] >= 0
+    assert found["goodput"] == pytest.approx(found["steps_useful"] * 0.05 / (2 * SECONDS), rel=0.03)
+    assert 0 < found["uptime"] < 1
+    assert found["pause_seconds_worst"] >= 0.4, "the others did not wait for the stopped worker"
     log = (folder / "logs" / "island-0.log").read_text()
     assert log.count("connecting again") >= 2, "the group did not form again"
