@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Literal, NamedTuple
-from urllib.parse import urlsplit
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +39,7 @@ from archipelago.ops.bench.harness import (
     serve_merger,
     wait_until,
 )
-from archipelago.ops.chaos.proxy import LOOPBACK, Proxy
+from archipelago.ops.chaos.proxy import Proxy
 from archipelago.ops.launch.supervisor import thread_environment
 
 RUN = "sync"
@@ -113,9 +112,7 @@ def two_islands(size: SyncSize) -> Iterator[TwoIslands]:
         held.callback(made.close)
         _create_run(made, size)
         if size.merger_rtt_ms:
-            proxy = held.enter_context(Proxy(server.port, delay_seconds=size.merger_rtt_ms / 2e3))
-            address = urlsplit(server.url)
-            of_merger = address._replace(netloc=f":{address.password or ''}@{LOOPBACK}:{proxy.port}").geturl()
+            of_merger = held.enter_context(Proxy(server.port, size.merger_rtt_ms / 2e3)).url(server.url)
         # While the merger works, the islands wait, so its spectra may use all cores.
         merger = held.enter_context(child(serve_merger, of_merger, RUN, (), PROCESSES, usable_cores(), size.pieces))
         merger.answer(PATIENCE_SECONDS)

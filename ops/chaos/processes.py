@@ -12,7 +12,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from archipelago.broker.config import RunConfig
 from archipelago.broker.control import checked_changes
@@ -26,7 +25,7 @@ from archipelago.broker.transport import ReaderTransport
 from archipelago.islands.turn_log import STEP_VARIABLE
 from archipelago.islands.turn_log import VARIABLE as TURN_LOG_VARIABLE
 from archipelago.ops.chaos.injection import TICK_SECONDS, FakeClock, FaultInjector, FaultTarget
-from archipelago.ops.chaos.proxy import LOOPBACK, Proxy
+from archipelago.ops.chaos.proxy import Proxy
 from archipelago.ops.chaos.record import STANDBY_USED, LoggedTurn
 from archipelago.ops.chaos.schedule import ON_LINKS, REDIS, Fault, merger_names
 from archipelago.ops.launch.embedded_redis import start_server
@@ -188,8 +187,8 @@ class RunProcesses(FaultInjector):
         proxy = self._stack.enter_context(Proxy(self._port)) if name in self._linked else None
         log, turn_log = self.plan.folder / "logs" / f"{name}.log", self.turn_log(name)
         environment = {
-            URL_VARIABLE: _through(proxy, self.url), RUN_VARIABLE: self.plan.run, TURN_LOG_VARIABLE: str(turn_log),
-            **self._threads,
+            URL_VARIABLE: proxy.url(self.url) if proxy else self.url, RUN_VARIABLE: self.plan.run,
+            TURN_LOG_VARIABLE: str(turn_log), **self._threads,
         }  # fmt: skip
         child, is_island = Child(name, argv, environment, log), name in self.plan.step_seconds
         if is_island and self.plan.script:
@@ -312,11 +311,3 @@ def read_turn_log(path: Path) -> list[LoggedTurn]:
         with suppress(ValueError, TypeError):
             out.append(LoggedTurn(**json.loads(line)))
     return out
-
-
-def _through(proxy: Proxy | None, url: str) -> str:
-    """Return the URL of the server behind `url` as a client reaches it through the proxy."""
-    if proxy is None:
-        return url
-    address = urlsplit(url)
-    return address._replace(netloc=f":{address.password or ''}@{LOOPBACK}:{proxy.port}").geturl()

@@ -15,6 +15,7 @@ import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 LOOPBACK = "127.0.0.1"
 #: Bytes that pass at a time. Pieces are small, so that connections take turns and a new rate applies at once.
@@ -119,6 +120,11 @@ class Proxy(LoopServer):
         self._writers: dict[asyncio.Task[Any], set[asyncio.StreamWriter]] = {}
         self._forgotten: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def url(self, url: str) -> str:
+        """Return the URL of the server behind `url` as a client reaches it through the proxy."""
+        address = urlsplit(url)
+        return address._replace(netloc=f":{address.password or ''}@{LOOPBACK}:{self.port}").geturl()
 
     # -- from any thread --------------------------------------------------------------------------------------------
 
