@@ -23,38 +23,6 @@ from archipelago.islands.data.tokenizer import Tokens
 
 #: Passes from this number on are private. The broker leases only smaller ones (`broker.ranges.PASSES_MAX`).
 PRIVATE_PASSES = 1 << 41
-#: After this many leases in a row with nothing left to read, an island reads on without a lease.
-LEASES_TRIED = 8
-
-
-class Supply(ABC):
-    """An endless supply of batches, for one thread. Batches are trees of arrays, all of the same shapes.
-
-    Attributes:
-        tokens: The tokens of all batches that `next` returned last.
-    """
-
-    tokens: int = 0
-
-    @abstractmethod
-    def next(self, steps: int) -> Any:
-        """Return the next `steps` batches: one tree whose arrays have an axis of steps in front."""
-
-    @abstractmethod
-    def sample(self, steps: int) -> Any:
-        """Return batches as `next` does, to compile with. They are not used up, and their values do not matter."""
-
-    @abstractmethod
-    def positions(self) -> tuple[ReadPosition, ...]:
-        """Return how far each leased range was read."""
-
-    def held(self) -> list[str]:
-        """Return the ranges in `positions()`."""
-        return [position.range for position in self.positions()]
-
-    @abstractmethod
-    def forget(self, ranges: Collection[str]) -> None:
-        """Forget leases that have ended or were lost."""
 
 
 @dataclass
@@ -102,30 +70,85 @@ class Shard:
         self._ended = True
 
 
-class HeldShards:
-    """The leased passes that an island reads, or whose end is not merged yet, in order of leasing."""
+class Reading:
+    """The passes that an island reads one after the other: leased ones, and private ones while none can be leased.
 
-    def __init__(self) -> None:
-        self._held: dict[str, Shard] = {}
+    Args:
+        lease: Returns the next range and the position to start from, or None if no range is free now.
+        seed: The seed of the run.
+        private: A number that differs between islands, not negative, so that they read different private passes.
 
-    def __len__(self) -> int:
-        """Return the number of passes."""
-        return len(self._held)
+    Attributes:
+        current: The pass that is read now.
+    """
 
-    def begin(self, shard: Shard) -> None:
-        """Hold a pass if it is leased. An older pass over the shard has ended, or it would still be leased."""
-        if shard.is_leased:
-            self._held.pop(str(shard.number), None)
-            self._held[str(shard.number)] = shard
+    def __init__(self, lease: Callable[[], ReadPosition | None], seed: int, private: int = 0) -> None:
+        self._lease, self._seed, self._private = lease, seed, private
+        self._held: dict[str, Shard] = {}  # leased passes that are read, or whose end is not merged yet
+        self.current: Shard | None = None
+
+    def begin(self, ranges: int) -> Shard:
+        """Begin the next pass: a leased one, or a private one. `ranges` is the number of all ranges."""
+        if (leased := self.begin_leased(ranges)) is not None:
+            return leased
+        number, name = divmod(self._private, ranges)
+        self._private += 1
+        return self._begin(ReadPosition(str(name), PRIVATE_PASSES + number % PRIVATE_PASSES, 0), ranges)
+
+    def begin_leased(self, ranges: int) -> Shard | None:
+        """Begin a leased pass; None if no range is free, or the ends of too many passes are not merged yet."""
+        at = self._lease() if len(self._held) < POSITIONS_MAX else None
+        return None if at is None else self._begin(at, ranges)
+
+    def _begin(self, at: ReadPosition, ranges: int) -> Shard:
+        number, (pass_number, position) = int(at.range), at.cursor
+        seed = int(np.random.SeedSequence((self._seed, number, pass_number)).generate_state(1)[0])
+        self.current = shard = Shard(number, ranges, pass_number, position, seed)
+        if shard.is_leased:  # an older pass over the range has ended, or it would still be leased
+            self._held.pop(at.range, None)
+            self._held[at.range] = shard
+        return shard
 
     def positions(self) -> tuple[ReadPosition, ...]:
-        """Return the positions in the newest passes, at most POSITIONS_MAX."""
-        return tuple(shard.read_position() for shard in self._held.values())[-POSITIONS_MAX:]
+        """Return how far each leased pass was read, in order of leasing."""
+        return tuple(shard.read_position() for shard in self._held.values())
 
     def forget(self, ranges: Collection[str]) -> list[str]:
         """Forget leases that have ended or were lost, and return those that were lost before the end of the pass."""
         forgotten = [(name, self._held.pop(name)) for name in ranges if name in self._held]
         return [name for name, shard in forgotten if not shard.read_position().ended]
+
+
+class Supply(ABC):
+    """An endless supply of batches, for one thread. Batches are trees of arrays, all of the same shapes.
+
+    Attributes:
+        reading: The passes that it reads.
+        tokens: The tokens of all batches that `next` returned last.
+    """
+
+    def __init__(self, reading: Reading) -> None:
+        self.reading, self.tokens = reading, 0
+
+    @abstractmethod
+    def next(self, steps: int) -> Any:
+        """Return the next `steps` batches: one tree whose arrays have an axis of steps in front."""
+
+    @abstractmethod
+    def sample(self, steps: int) -> Any:
+        """Return batches as `next` does, to compile with. They are not used up, and their values do not matter."""
+
+    def positions(self) -> tuple[ReadPosition, ...]:
+        """Return how far each leased range was read."""
+        return self.reading.positions()
+
+    def held(self) -> list[str]:
+        """Return the ranges in `positions()`."""
+        return [position.range for position in self.positions()]
+
+    @abstractmethod
+    def forget(self, ranges: Collection[str]) -> None:
+        """Forget leases that have ended or were lost."""
 
 
 class Batches(Supply):
@@ -148,10 +171,9 @@ class Batches(Supply):
     def __init__(
         self, train: Tokens, config: RunConfig, lease: Callable[[], ReadPosition | None], fallback: int = 0
     ) -> None:
-        self._train, self._config, self._lease, self._private = train, config, lease, fallback
-        self._shard: Shard | None = None
-        self._starts = np.empty(0, np.int64)  # where the windows begin that are left of it
-        self._held = HeldShards()
+        super().__init__(Reading(lease, config.seed, fallback))
+        self._train, self._config = train, config
+        self._starts = np.empty(0, np.int64)  # where the windows begin that are left of the current pass
         require_fit(train, config.data.sequence_length, config.data.shards)
 
     def next(self, steps: int) -> Tokens:
@@ -159,8 +181,9 @@ class Batches(Supply):
         batch, length = self._config.data.batch_size, self._config.data.sequence_length
         out = np.empty((steps * batch, length + 1), dtype=self._train.dtype)
         self.tokens = steps * self._config.tokens_per_step
-        if self._shard is not None and not self._shard.is_leased and (lease := self._lease()):
-            self._begin(lease)  # a private pass ends as soon as there is a lease
+        shard = self.reading.current
+        if shard is not None and not shard.is_leased and (leased := self.reading.begin_leased(shard.of)):
+            self._begin(leased)  # a private pass ends as soon as there is a lease
         filled = 0
         while filled < len(out):
             starts = self._taken(len(out) - filled)
@@ -175,41 +198,25 @@ class Batches(Supply):
 
     def _taken(self, most: int) -> NDArray[np.int64]:
         """Return where the next windows begin, at least one."""
-        shard = self._shard if self._shard is not None and len(self._starts) else self._another()
+        while not len(self._starts):
+            self._begin(self.reading.begin(self._config.data.shards))
         starts, self._starts = self._starts[:most], self._starts[most:]
+        shard = self.reading.current
+        assert shard is not None  # noqa: S101 - there were windows left of it
         shard.read(len(starts))
         if not len(self._starts):
             shard.end()
         return starts
 
-    def _another(self) -> Shard:
-        """Begin a pass that has windows left. Try leases first, then a private pass."""
-        for _ in range(LEASES_TRIED):
-            if (lease := self._lease()) is None:
-                break
-            begun = self._begin(lease)
-            if len(self._starts):
-                return begun
-        number, name = divmod(self._private, self._config.data.shards)
-        self._private += 1
-        return self._begin(ReadPosition(str(name), PRIVATE_PASSES + number % PRIVATE_PASSES, 0))
-
-    def _begin(self, at: ReadPosition) -> Shard:
-        """Begin a pass. It has no windows left if its position is beyond them, as after a change of the config."""
-        data, seed, (pass_number, position) = self._config.data, self._config.seed, at.cursor
-        starts = windows(self._train.size, data.shards, data.sequence_length, seed, at.range, pass_number)
-        self._shard = begun = Shard(int(at.range), data.shards, pass_number, min(position, len(starts)), seed)
-        self._starts = starts[position:]
+    def _begin(self, shard: Shard) -> None:
+        """Find the windows of a pass. None are left if its position is beyond them, as after a change of the config."""
+        data, seed = self._config.data, self._config.seed
+        starts = windows(self._train.size, data.shards, data.sequence_length, seed, shard.number, shard.pass_number)
+        self._starts = starts[shard.position :]
         if not len(self._starts):
-            begun.end()
-        self._held.begin(begun)
-        return begun
-
-    def positions(self) -> tuple[ReadPosition, ...]:
-        """Return how far each leased range was read."""
-        return self._held.positions()
+            shard.end()
 
     def forget(self, ranges: Collection[str]) -> None:
         """Forget leases that have ended or were lost. The rest of a pass whose lease was lost is not read."""
-        if self._held.forget(ranges):
-            self._shard = None
+        if self.reading.forget(ranges):
+            self._starts = self._starts[:0]

@@ -45,7 +45,7 @@ def lease_all(ranges: int, seed: int) -> Callable[[], ReadPosition]:
     return lambda: next(endless)
 
 
-def windows(size: int, ranges: int, length: int, seed: int, name: str, pass_number: int) -> NDArray[np.int64]:
+def windows(size: int, ranges: int, length: int, seed: int, number: int, pass_number: int) -> NDArray[np.int64]:
     """Return where the windows of a pass over a range begin, in random order.
 
     The windows of all ranges tile the text from a random offset below T, which differs between passes. Neighbouring
@@ -57,13 +57,12 @@ def windows(size: int, ranges: int, length: int, seed: int, name: str, pass_numb
         ranges: The number of ranges.
         length: T. A window has T + 1 tokens.
         seed: The run's seed.
-        name: The range's name, which is its number.
+        number: The range's number.
         pass_number: The number of the pass.
 
     Returns:
         int64 [N], where N is at least one.
     """
-    number = int(name)
     offset = int(_random(1, _OFFSETS_STREAM, seed, pass_number)[0]) % length
     # The ranges are permuted. Otherwise the same ranges would always have the windows that do not divide evenly.
     first = int(_permutation(_random(ranges, _PLACES_STREAM, seed, pass_number))[number])

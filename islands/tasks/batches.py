@@ -15,8 +15,8 @@ import numpy as np
 
 from archipelago.broker.config import OWN_TOKENS_PER_STEP_MAX
 from archipelago.broker.errors import ConfigError, MismatchError
-from archipelago.broker.ranges import POSITIONS_MAX, RANGES_MAX, ReadPosition
-from archipelago.islands.data.batches import PRIVATE_PASSES, HeldShards, Shard, Supply
+from archipelago.broker.ranges import RANGES_MAX, ReadPosition
+from archipelago.islands.data.batches import Reading, Shard, Supply
 from archipelago.islands.data.ranges import range_order
 from archipelago.islands.tasks.task import NamedTask
 
@@ -59,10 +59,9 @@ class TaskRun:
         self.island, self.seed = island, seed
         self._run_seed, self._link = run_seed, link
         self._thread = threading.get_ident()
-        self._held = HeldShards()
-        self._private, self._is_sharded = 0, False
-        #: The shard that is read now.
-        self.current: Shard | None = None
+        self._is_sharded = False
+        #: The shards that are read. The first one waits for an answer of the broker.
+        self.reading = Reading(lambda: self.lease(asks=self.reading.current is None), run_seed, seed)
 
     def shards(self, count: int) -> Iterator[Shard]:
         """Yield shards of the data without an end, pass after pass. No other island reads a leased shard meanwhile.
@@ -108,10 +107,7 @@ class TaskRun:
                     "lease shards. Read them in the generator itself.",
                     code="task.shards",
                 )
-            leased = self._next_leased()
-            self.current = shard = self._shard_at(leased, count) if leased else self._private_shard(count)
-            self._held.begin(shard)
-            yield shard
+            yield (shard := self.reading.begin(count))
             shard.end()
             (empty.add if shard.is_empty else empty.discard)(shard.number)
         raise ConfigError(
@@ -125,39 +121,9 @@ class TaskRun:
         if self._link is not None:
             self._link.offer(ranges)
 
-    def lease(self) -> ReadPosition | None:
+    def lease(self, *, asks: bool = False) -> ReadPosition | None:
         """Return the next leased range, and the position in it; None if none is leased yet."""
-        return self._link.lease() if self._link is not None else None
-
-    def _next_leased(self) -> ReadPosition | None:
-        """Return the next range of the run; None if none is free, or too many ends of ranges are not merged yet."""
-        if self._link is None or len(self._held) >= POSITIONS_MAX:
-            return None
-        return self._link.lease(asks=self.current is None)
-
-    def _shard_at(self, at: ReadPosition, count: int) -> Shard:
-        number, (pass_number, position) = int(at.range), at.cursor
-        return Shard(number, count, pass_number, position, self._seed_of(number, pass_number))
-
-    def _private_shard(self, count: int) -> Shard:
-        """Return a shard to read without a lease, because none is free now."""
-        number, pass_number = (self.seed + self._private) % count, PRIVATE_PASSES + self._private
-        self._private += 1
-        return Shard(number, count, pass_number, 0, self._seed_of(number, pass_number + self.seed))
-
-    def _seed_of(self, number: int, pass_number: int) -> int:
-        return int(np.random.SeedSequence((self._run_seed, number, pass_number)).generate_state(1)[0])
-
-    # -- reports to the broker ----------------------------------------------------------------------------------------
-
-    def positions(self) -> tuple[ReadPosition, ...]:
-        """Return how far each leased shard was read."""
-        return self._held.positions()
-
-    def forget(self, ranges: Collection[str]) -> None:
-        """Forget leases that have ended or were lost. The rest of a pass whose lease was lost is read all the same."""
-        for name in self._held.forget(ranges):
-            log.warning("the lease of shard %s was lost; another island may read it too", name)
+        return self._link.lease(asks=asks) if self._link is not None else None
 
 
 class TaskBatches(Supply):
@@ -169,14 +135,14 @@ class TaskBatches(Supply):
 
     def __init__(self, named: NamedTask, run: TaskRun, batches: Any) -> None:
         """Note the task, and what its `batches` gave."""
-        self._task, self._run = named, run
+        super().__init__(run.reading)
+        self._task = named
         self._iterator: Iterator[Any] | None = None
         self._given = batches
         self._first: tuple[Any, Shard | None, int] | None = None
         self._structure: Any = None
         self._shapes: list[tuple[tuple[int, ...], Any]] = []
         self._told = False
-        self.tokens = 0
 
     def next(self, steps: int) -> Any:
         """Return the next batches, stacked. Raises ConfigError (`task.batches`) for wrong ones, and at their end."""
@@ -193,7 +159,7 @@ class TaskBatches(Supply):
             # The next batch may be drawn into the same arrays, so this one is copied first.
             for whole, part in zip(jax.tree.leaves(stacked), jax.tree.leaves(batch), strict=True):
                 whole[step] = part
-        if self._run.current is None and not self._told:
+        if self.reading.current is None and not self._told:
             log.warning("the task %r does not read by `run.shards`: a restart may repeat data", self._task.name)
         self._told = True
         return stacked
@@ -203,15 +169,10 @@ class TaskBatches(Supply):
         batch, _, _ = self._peek()
         return jax.tree.map(lambda x: np.stack([x] * steps), batch)
 
-    # -- shards -------------------------------------------------------------------------------------------------------
-
-    def positions(self) -> tuple[ReadPosition, ...]:
-        """Return how far each leased range was read."""
-        return self._run.positions()
-
     def forget(self, ranges: Collection[str]) -> None:
-        """Forget leases that have ended or were lost."""
-        self._run.forget(ranges)
+        """Forget leases that have ended or were lost. The rest of a pass whose lease was lost is read all the same."""
+        for name in self.reading.forget(ranges):
+            log.warning("the lease of shard %s was lost; another island may read it too", name)
 
     # -- drawing ------------------------------------------------------------------------------------------------------
 
@@ -219,7 +180,7 @@ class TaskBatches(Supply):
         """Return the next batch, its shard and its tokens, and keep them."""
         if self._first is None:
             batch = self._checked(self._drawn())
-            self._first = batch, self._run.current, self._tokens_of(batch)
+            self._first = batch, self.reading.current, self._tokens_of(batch)
         return self._first
 
     def _drawn(self) -> Any:

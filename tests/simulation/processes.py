@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from archipelago.broker.errors import BrokerError, FencedError, UnknownRunError
-from archipelago.broker.ranges import ReadPosition
 from archipelago.broker.shards.transport import of_shard, whole
 from archipelago.islands.checkpoint import Rejoin
-from archipelago.islands.data.batches import Batches
+from archipelago.islands.data.batches import Batches, Shard
 from archipelago.islands.data.ranges import range_order
 from archipelago.islands.inner import InnerSteps
 from archipelago.islands.sync.connection.link import Link
@@ -151,10 +150,10 @@ class IslandProcess(Process):
         begin, send = batches._begin, link.send
         shard_of = simulation.manifest.shard_layout.place
 
-        def begun(at: ReadPosition) -> Any:
-            found = begin(at)
-            simulation.invariants[0].began(self.who, at, found.position + len(batches._starts))
-            return found
+        def begun(shard: Shard) -> None:
+            at = shard.read_position()
+            begin(shard)
+            simulation.invariants[0].began(self.who, at, at.position + len(batches._starts))
 
         def sent(draft: Draft) -> None:
             shard, _ = shard_of(draft.header.fragment)

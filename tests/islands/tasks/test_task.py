@@ -18,7 +18,6 @@ import pytest
 from archipelago import Task
 from archipelago.broker.config import DataConfig, InnerConfig, ModelConfig
 from archipelago.broker.errors import ArchipelagoError, ConfigError, MismatchError
-from archipelago.broker.ranges import POSITIONS_MAX, ReadPosition
 from archipelago.islands.evaluation import mean_of, published
 from archipelago.islands.inner import InnerState
 from archipelago.islands.tasks.batches import TaskRun
@@ -50,26 +49,6 @@ def test_islands_train_a_task_and_its_cursors_follow_what_was_merged() -> None:
     assert max(read.values()) - min(read.values()) <= 2 * BATCHES
     assert len(read) == SHARDS, "all shards were read before one was read twice"
     assert not set(one.batches.held()) & set(two.batches.held())
-
-
-def leasing(free: Iterator[str]) -> Any:
-    """Return a link that leases these shards."""
-    return SimpleNamespace(
-        register_shards=int, offer=lambda shards: None, lease=lambda asks: ReadPosition(next(free), 0, 0)
-    )
-
-
-def test_an_island_holds_no_more_shards_than_it_can_report() -> None:
-    free = map(str, itertools.count())
-    link: Any = leasing(free)
-    run = TaskRun("a", 1, link=link)
-    shards = run.shards(1000)
-    for _ in range(2 * POSITIONS_MAX):
-        next(shards).read()
-    assert [place.range for place in run.positions()] == [str(number) for number in range(POSITIONS_MAX)]
-    run.forget(["0"])  # its end was merged
-    next(shards).read()
-    assert run.positions()[-1] == ReadPosition(str(POSITIONS_MAX), 0, 1)
 
 
 def test_a_schedule_of_the_users_optimiser_follows_the_clock_of_the_run() -> None:
