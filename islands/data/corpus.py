@@ -47,65 +47,6 @@ CARD_BYTES_MAX = 64 << 10
 
 
 @dataclass(frozen=True)
-class OpenCorpus:
-    """A prepared corpus, mapped into memory.
-
-    The three splits are contiguous, disjoint, read-only views of the file. A token is a byte unless there is a
-    tokenizer.
-
-    Attributes:
-        name: The corpus's name.
-        digest: BLAKE2b-128 of the data, 32 hexadecimal digits.
-        source: Where the data came from, in words.
-        train: The tokens to train on.
-        valid: Held-out tokens for evaluations during a run.
-        test: Held-out tokens for a final evaluation.
-        vocabulary: The number of different tokens.
-        tokenizer: The digest of the tokenizer. Empty if a token is a byte.
-        text_bytes: The bytes of text in each split, if there is a tokenizer.
-        reading: The files that it was made of, if it was made of a user's files.
-    """
-
-    name: str
-    digest: str
-    source: str
-    train: Tokens
-    valid: Tokens
-    test: Tokens
-    vocabulary: int = BYTES
-    tokenizer: str = ""
-    text_bytes: tuple[int, ...] = ()
-    reading: Reading | None = None
-
-    def describe(self) -> str:
-        """Return where the data came from, and what was read, skipped and held out."""
-        return f"{self.source}: {self.reading.describe()}" if self.reading else self.source
-
-    @property
-    def identity(self) -> Corpus:
-        """The corpus as a run's manifest describes it."""
-        tokens = self.train.size + self.valid.size + self.test.size
-        if self.tokenizer:
-            return Corpus(self.name, self.digest, sum(self.text_bytes), self.tokenizer, tokens)
-        return Corpus(self.name, self.digest, tokens)
-
-    @property
-    def bytes_per_token(self) -> float:
-        """Bytes per token of the validation text. It makes losses under different tokenizers comparable."""
-        return self.text_bytes[1] / self.valid.size if self.tokenizer else 1.0
-
-    def open_tokenizer(self) -> TextTokenizer:
-        """Return the tokenizer that the text was encoded with. Raises DataError when its file is damaged."""
-        if not self.tokenizer:
-            return byte_tokenizer()
-        folder = data_folder() / self.name
-        found = from_file(folder / TOKENIZER_FILE)
-        if found.digest != self.tokenizer:
-            raise _damaged(folder, f"{TOKENIZER_FILE} is not the tokenizer that {CARD_FILE} names")
-        return found
-
-
-@dataclass(frozen=True)
 class Splits:
     """The sizes of the splits, in their order: elements of the data, or bytes of text."""
 
@@ -143,6 +84,54 @@ class Card:
     text_bytes: Splits | None = None
     reading: Reading | None = None
     example_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenCorpus(Card):
+    """A prepared corpus, mapped into memory, with its card.
+
+    The three splits are contiguous, disjoint, read-only views of the file. A token is a byte unless there is a
+    tokenizer.
+
+    Attributes:
+        train: The tokens to train on.
+        valid: Held-out tokens for evaluations during a run.
+        test: Held-out tokens for a final evaluation.
+    """
+
+    train: Tokens
+    valid: Tokens
+    test: Tokens
+
+    def describe(self) -> str:
+        """Return where the data came from, and what was read, skipped and held out."""
+        return f"{self.source}: {self.reading.describe()}" if self.reading else self.source
+
+    @property
+    def text_sizes(self) -> tuple[int, ...]:
+        """The bytes of text in each split."""
+        return tuple(asdict(self.text_bytes or self.splits).values())
+
+    @property
+    def identity(self) -> Corpus:
+        """The corpus as a run's manifest describes it."""
+        tokens = self.train.size + self.valid.size + self.test.size
+        return Corpus(self.name, self.digest, sum(self.text_sizes), self.tokenizer, tokens if self.tokenizer else 0)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes per token of the validation text. It makes losses under different tokenizers comparable."""
+        return self.text_sizes[1] / self.valid.size if self.tokenizer else 1.0
+
+    def open_tokenizer(self) -> TextTokenizer:
+        """Return the tokenizer that the text was encoded with. Raises DataError when its file is damaged."""
+        if not self.tokenizer:
+            return byte_tokenizer()
+        folder = data_folder() / self.name
+        found = from_file(folder / TOKENIZER_FILE)
+        if found.digest != self.tokenizer:
+            raise _damaged(folder, f"{TOKENIZER_FILE} is not the tokenizer that {CARD_FILE} names")
+        return found
 
 
 _CARD = TypeAdapter(Card)
@@ -226,10 +215,7 @@ def open_corpus(name: str, *, verifies: bool = False) -> OpenCorpus:
     except OSError as error:
         raise _damaged(folder, f"{TEXT_FILE} cannot be read: {error.strerror}") from None
     train, valid, test = np.split(data, [card.splits.train, card.splits.train + card.splits.valid])
-    text_bytes = tuple(asdict(card.text_bytes).values()) if card.text_bytes else ()
-    return OpenCorpus(
-        name, card.digest, card.source, train, valid, test, card.vocabulary, card.tokenizer, text_bytes, card.reading
-    )
+    return OpenCorpus(**vars(card), train=train, valid=valid, test=test)
 
 
 def _read_card(folder: Path) -> Card:

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 from archipelago.broker.observe.progress import progress
 from archipelago.islands.data.tokenizer import character_start
@@ -28,14 +28,6 @@ TRAINED = 0.90
 LEAST, MOST = 0.01, 0.20
 BINARY, EMPTY, HIDDEN, NOT_UTF8, UNREADABLE = "binary", "empty", "hidden", "not UTF-8", "unreadable"
 _RANGE = 1 << 64
-
-
-class Writer(Protocol):
-    """What text is written to."""
-
-    size: int
-
-    def write(self, data: bytes) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -102,19 +94,19 @@ class Choice:
     splits: tuple[tuple[Document, ...], ...]
     reading: Reading
 
-    def write(self, writer: Writer) -> tuple[int, ...]:
+    def write(self, target: BinaryIO) -> tuple[int, ...]:
         """Write the documents, split after split, with a newline between files. Return the size of each split."""
         sizes, last = [], None
         for documents in self.splits:
-            before = writer.size
+            before = target.tell()
             for document in documents:
                 if last is not None and document.path != last:
-                    writer.write(b"\n")
+                    target.write(b"\n")
                 with document.path.open("rb") as file:
                     file.seek(document.start)
-                    writer.write(file.read(document.size))
+                    target.write(file.read(document.size))
                 last = document.path
-            sizes.append(writer.size - before)
+            sizes.append(target.tell() - before)
         return tuple(sizes)
 
 

@@ -1,4 +1,4 @@
-"""Preparing corpora: text or tokens are written to disk, measured and hashed on the way.
+"""Preparing corpora: text or tokens are written to disk with a card that describes them.
 
 A corpus is written to a temporary folder, which is then renamed. It is therefore complete or absent, even when several
 processes prepare it at once.
@@ -8,25 +8,24 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 import platform
 import sysconfig
 import urllib.request
 import zipfile
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from http.client import HTTPException
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 from urllib.error import HTTPError
 
 import numpy as np
 
 from archipelago.broker.config import BYTES
 from archipelago.broker.errors import DataError
-from archipelago.broker.files import staged_folder
+from archipelago.broker.files import staged_folder, sync
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.redis.keys import checked_name
 from archipelago.islands.data.corpus import (
@@ -39,6 +38,7 @@ from archipelago.islands.data.corpus import (
     Splits,
     card_json,
     data_folder,
+    digest_of,
     is_prepared,
     open_corpus,
 )
@@ -63,35 +63,10 @@ _PIECE_BYTES = 64 << 10
 _PIECES_AT_ONCE = 16
 
 
-def splits_of(size: int) -> tuple[int, int, int]:
+def splits_of(size: int) -> Splits:
     """Split a text of `size` bytes into 90 % for training, and 5 % each for validation and test."""
     train, valid = size * 90 // 100, size * 5 // 100
-    return train, valid, size - train - valid
-
-
-class TextWriter:
-    """Writes a corpus's data, and measures and hashes it on the way."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._hash = hashlib.blake2b(digest_size=16)
-        self.size = 0
-
-    @property
-    def digest(self) -> str:
-        """BLAKE2b-128 of the data so far, 32 hexadecimal digits."""
-        return self._hash.hexdigest()
-
-    def write(self, data: bytes) -> None:
-        """Append `data`."""
-        self._file.write(data)
-        self._hash.update(data)
-        self.size += len(data)
-
-    def sync(self) -> None:
-        """Wait until the data is on the disk."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+    return Splits(train, valid, size - train - valid)
 
 
 @dataclass(frozen=True)
@@ -110,7 +85,7 @@ class Filled:
 
 
 #: Writes a corpus's data, and returns what it is.
-Fill = Callable[[TextWriter], Filled]
+Fill = Callable[[BinaryIO], Filled]
 #: How text is stored: BYTES, the number of tokens that a tokenizer learns from the training split, or a tokenizer.
 Encoding = int | TextTokenizer
 
@@ -130,11 +105,7 @@ def create(name: str, fill: Fill, encoding: Encoding = BYTES) -> OpenCorpus:
     final, card = data_folder() / checked_name(name, "the corpus name"), None
     try:
         with staged_folder(final) as stage:
-            card = _write(stage, name, fill)
-            if not is_bytes(encoding):
-                with progress("turning the text into tokens"):
-                    card = _tokenise(stage, card, encoding)
-            (stage / CARD_FILE).write_bytes(card_json(card))
+            card = _write(stage, name, fill, encoding)
     except OSError as error:
         if card is None or not is_prepared(name):
             raise DataError(
@@ -152,21 +123,27 @@ def create(name: str, fill: Fill, encoding: Encoding = BYTES) -> OpenCorpus:
     return corpus
 
 
-def _write(stage: Path, name: str, fill: Fill) -> Card:
-    """Write the data. Returns the card that describes it."""
-    with (stage / TEXT_FILE).open("wb") as file:
-        writer = TextWriter(file)
-        filled = fill(writer)
-        writer.sync()
-    if writer.size < MINIMUM_BYTES:
+def _write(stage: Path, name: str, fill: Fill, encoding: Encoding) -> Card:
+    """Write the data, and the card that describes it. Returns the card."""
+    path = stage / TEXT_FILE
+    with path.open("wb") as file:
+        filled = fill(file)
+        size = file.tell()
+    if size < MINIMUM_BYTES:
         read = f" ({filled.reading.describe().partition(';')[0]})" if filled.reading else ""
         raise DataError(
-            f"{filled.source}{read} holds {writer.size:,} bytes of data, which is too little to train on",
+            f"{filled.source}{read} holds {size:,} bytes of data, which is too little to train on",
             f"Prepare UTF-8 text of at least {MINIMUM_BYTES:,} bytes.",
             code="data.too-small",
         )
-    splits = filled.splits or Splits(*splits_of(writer.size))
-    return Card(name, writer.size, writer.digest, filled.source, splits, reading=filled.reading)
+    described: dict[str, Any] = {"splits": filled.splits or splits_of(size)}
+    if not is_bytes(encoding):
+        with progress("turning the text into tokens"):
+            described = _tokenise(stage, described["splits"], encoding)
+    sync(path)
+    card = Card(name, path.stat().st_size, digest_of(path), filled.source, reading=filled.reading, **described)
+    (stage / CARD_FILE).write_bytes(card_json(card))
+    return card
 
 
 def is_bytes(encoding: Encoding) -> bool:
@@ -174,31 +151,26 @@ def is_bytes(encoding: Encoding) -> bool:
     return encoding == BYTES if isinstance(encoding, int) else encoding.is_bytes
 
 
-def _tokenise(stage: Path, card: Card, encoding: Encoding) -> Card:
-    """Replace the text in `stage` by its tokens, and add their tokenizer. Returns the new card."""
+def _tokenise(stage: Path, splits: Splits, encoding: Encoding) -> dict[str, Any]:
+    """Replace the text in `stage` by its tokens, and add their tokenizer. Returns the parts of the card about them."""
     path, text = stage / TEXT_FILE, stage / "text"
     path.rename(text)
-    sizes = _whole_characters(text, card.splits)
+    sizes = _whole_characters(text, splits)
     with text.open("rb") as source, path.open("wb") as file:
         tokenizer = encoding
         if isinstance(tokenizer, int):
             tokenizer = train(pieces(source, sizes.train, _PIECE_BYTES), tokenizer)
         source.seek(0)
-        writer = TextWriter(file)
-        counts = [_write_tokens(writer, source, size, tokenizer) for size in asdict(sizes).values()]
-        writer.sync()
+        counts = [_write_tokens(file, source, size, tokenizer) for size in asdict(sizes).values()]
     text.unlink()
     (stage / TOKENIZER_FILE).write_text(tokenizer.to_json(), encoding="utf-8", newline="\n")
-    return replace(
-        card,
-        bytes=writer.size,
-        digest=writer.digest,
-        splits=Splits(*counts),
-        dtype=dtype_of(tokenizer.vocabulary).name,  # type: ignore[arg-type]
-        vocabulary=tokenizer.vocabulary,
-        tokenizer=tokenizer.digest,
-        text_bytes=sizes,
-    )
+    return {
+        "splits": Splits(*counts),
+        "dtype": dtype_of(tokenizer.vocabulary).name,
+        "vocabulary": tokenizer.vocabulary,
+        "tokenizer": tokenizer.digest,
+        "text_bytes": sizes,
+    }
 
 
 def _whole_characters(text: Path, splits: Splits) -> Splits:
@@ -213,13 +185,14 @@ def _whole_characters(text: Path, splits: Splits) -> Splits:
     return Splits(first, second - first, mapped.size - second)
 
 
-def _write_tokens(writer: TextWriter, source: BinaryIO, size: int, tokenizer: TextTokenizer) -> int:
+def _write_tokens(target: BinaryIO, source: BinaryIO, size: int, tokenizer: TextTokenizer) -> int:
     """Append the tokens of the next `size` bytes. Returns the number of tokens."""
-    before, texts = writer.size, pieces(source, size, _PIECE_BYTES)
+    count, texts = 0, pieces(source, size, _PIECE_BYTES)
     while some := list(islice(texts, _PIECES_AT_ONCE)):
         for tokens in tokenizer.encode_batch(some):
-            writer.write(tokens.tobytes())
-    return (writer.size - before) // dtype_of(tokenizer.vocabulary).itemsize
+            target.write(tokens.tobytes())
+            count += len(tokens)
+    return count
 
 
 def prepare_text(source: Path, name: str, encoding: Encoding = BYTES) -> OpenCorpus:
@@ -245,26 +218,26 @@ def prepare_text(source: Path, name: str, encoding: Encoding = BYTES) -> OpenCor
         )
     what = source.name or str(source)
     if source.is_file():
-        return create(name, lambda writer: _fill_from_file(writer, source, what), encoding=encoding)
+        return create(name, lambda target: _fill_from_file(target, source, what), encoding)
     if not source.is_dir():
         raise DataError(f"there is no file or folder {source}", "Copy it here first.", code="data.no-source")
     files, hidden = visible_files(source)
-    return create(name, lambda writer: fill_from_files(writer, files, what, hidden), encoding=encoding)
+    return create(name, lambda target: fill_from_files(target, files, what, hidden), encoding)
 
 
-def fill_from_files(writer: TextWriter, files: Sequence[Path], what: str, hidden: int = 0) -> Filled:
+def fill_from_files(target: BinaryIO, files: Sequence[Path], what: str, hidden: int = 0) -> Filled:
     """Write text files, and hold out documents of them. `what` says in words what they are."""
     choice = choose(files, hidden)
-    sizes = choice.write(writer)
+    sizes = choice.write(target)
     return Filled(what, Splits(*sizes) if len(sizes) == 3 else None, choice.reading)
 
 
-def _fill_from_file(writer: TextWriter, path: Path, what: str) -> Filled:
+def _fill_from_file(target: BinaryIO, path: Path, what: str) -> Filled:
     """Write one text file, whose end is held out: published splits of single files are made like this."""
     found = documents_of(path, LIMITS[0])
     if isinstance(found, str):
         return Filled(what, reading=Reading(0, {found: 1}))
-    Choice((tuple(found),), Reading(1)).write(writer)
+    Choice((tuple(found),), Reading(1)).write(target)
     return Filled(what, reading=Reading(1))
 
 
@@ -291,7 +264,7 @@ def prepare_stdlib(name: str = STDLIB, encoding: Encoding = BYTES) -> OpenCorpus
             code="data.no-source",
         )
     what = f"standard library of Python {platform.python_version()}"
-    return create(name, lambda writer: fill_from_files(writer, files, what), encoding)
+    return create(name, lambda target: fill_from_files(target, files, what), encoding)
 
 
 def _sources(root: Path) -> list[Path]:
@@ -334,8 +307,8 @@ def prepare_enwik8(name: str = ENWIK8, encoding: Encoding = BYTES, wanted: Enwik
     if is_bytes(encoding) and is_prepared(name):
         return open_corpus(name)
 
-    def fill(writer: TextWriter) -> Filled:
-        writer.write(_downloaded(wanted))
+    def fill(target: BinaryIO) -> Filled:
+        target.write(_downloaded(wanted))
         return Filled(wanted.url.rpartition("/")[2])
 
     return create(name, fill, encoding)

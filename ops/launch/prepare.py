@@ -50,7 +50,7 @@ def main(options: PrepareOptions) -> int:
     if corpus.reading:
         found["reading"] = asdict(corpus.reading)
     if corpus.tokenizer:
-        train_bytes, valid_bytes, test_bytes = corpus.text_bytes
+        train_bytes, valid_bytes, test_bytes = corpus.text_sizes
         found |= {"vocabulary": corpus.vocabulary, "dtype": corpus.train.dtype.name, "tokenizer": corpus.tokenizer,
                   "train_bytes": train_bytes, "valid_bytes": valid_bytes, "test_bytes": test_bytes}  # fmt: skip
     if bucket:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from archipelago.broker.config import DataConfig
-from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.islands.data.corpus import OpenCorpus, Splits
 from archipelago.islands.data.ranges import held_out
 from archipelago.islands.evaluation import (
     DEVICE_SHARE,
@@ -32,7 +32,9 @@ from tests.harness import tiny
 from tests.harness.tiny import TEXT, TinyRun
 from tests.islands.models import mini
 
-CORPUS = OpenCorpus("text", "0" * 32, "noise", TEXT, TEXT[:100], TEXT[:0])
+CORPUS = OpenCorpus(
+    "text", TEXT.size, "0" * 32, "noise", Splits(TEXT.size, 0, 0), train=TEXT, valid=TEXT[:100], test=TEXT[:0]
+)
 EVERY_SECONDS = 15.0
 DATA = DataConfig(sequence_length=4, batch_size=2, shards=4, held_out_sequences=7)
 

@@ -18,12 +18,14 @@ from archipelago.broker.manifest import NO_CORPUS
 from archipelago.broker.observe.logs import Origin
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.islands import main, running
-from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.islands.data.corpus import OpenCorpus, Splits
 from tests import samples
 from tests.failing import failing
 
 TEXT = np.random.default_rng(0).integers(0, 256, 1 << 16, np.uint8)
-CORPUS = OpenCorpus("noise", "0" * 32, "chance", TEXT, TEXT[:4096], TEXT[:4096])
+CORPUS = OpenCorpus(
+    "noise", TEXT.size, "0" * 32, "chance", Splits(TEXT.size, 0, 0), train=TEXT, valid=TEXT[:4096], test=TEXT[:4096]
+)
 
 
 @pytest.fixture

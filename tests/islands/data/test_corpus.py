@@ -6,6 +6,7 @@ import json
 import os
 import sysconfig
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 from hypothesis import given
@@ -47,7 +48,7 @@ def whole(opened: corpus.OpenCorpus) -> bytes:
 
 @given(st.integers(preparation.MINIMUM_BYTES, 1 << 40))
 def test_splits_cover_the_text(size: int) -> None:
-    train, valid, test = preparation.splits_of(size)
+    train, valid, test = vars(preparation.splits_of(size)).values()
     assert train + valid + test == size
     assert train == pytest.approx(0.9 * size, abs=1)
     assert min(valid, test) == pytest.approx(0.05 * size, abs=2)
@@ -154,16 +155,16 @@ def test_a_card_that_contradicts_itself_or_is_not_json_is_damaged(tmp_path: Path
 
 
 def test_two_processes_can_prepare_the_same_corpus_and_a_failed_write_leaves_no_files(data: Path) -> None:
-    def failed(writer: preparation.TextWriter) -> preparation.Filled:
-        fill(writer)
+    def failed(target: BinaryIO) -> preparation.Filled:
+        fill(target)
         raise DataError("the disk failed", code="data.cable")
 
-    def overtaken(writer: preparation.TextWriter) -> preparation.Filled:
+    def overtaken(target: BinaryIO) -> preparation.Filled:
         preparation.create("mine", fill)
-        return fill(writer)
+        return fill(target)
 
-    def fill(writer: preparation.TextWriter) -> preparation.Filled:
-        writer.write(TEXT.encode())
+    def fill(target: BinaryIO) -> preparation.Filled:
+        target.write(TEXT.encode())
         return preparation.Filled("test")
 
     with failing(DataError, "data.cable"):

@@ -57,20 +57,20 @@ def test_the_splits_decode_to_the_text_and_the_card_describes_them(tokens: OpenC
     tokenizer = tokens.open_tokenizer()
     splits = [tokenizer.bytes_of(split.tolist()).decode() for split in (tokens.train, tokens.valid, tokens.test)]
     assert "".join(splits) == TEXT
-    assert tuple(len(split.encode()) for split in splits) == tokens.text_bytes
+    assert tuple(len(split.encode()) for split in splits) == tokens.text_sizes
     assert len(splits[0].encode()) == pytest.approx(0.9 * len(TEXT.encode()), abs=4)
     assert tokens.train.dtype == np.uint16
     assert not tokens.train.flags.writeable
     assert int(tokens.train.max()) < tokens.vocabulary == VOCABULARY
-    assert tokens.train.size < 0.5 * tokens.text_bytes[0]
+    assert tokens.train.size < 0.5 * tokens.text_sizes[0]
     card = json.loads((data / "tokens" / "corpus.json").read_text())
     assert (card["dtype"], card["vocabulary"], card["tokenizer"]) == ("uint16", VOCABULARY, tokens.tokenizer)
-    assert card["text_bytes"] == dict(zip(("train", "valid", "test"), tokens.text_bytes, strict=True))
+    assert card["text_bytes"] == dict(zip(("train", "valid", "test"), tokens.text_sizes, strict=True))
     assert card["bytes"] == 2 * sum(card["splits"].values())
 
 
 def test_the_tokenizer_does_not_depend_on_held_out_text(tmp_path: Path, tokens: OpenCorpus) -> None:
-    size = tokens.text_bytes[0]
+    size = tokens.text_sizes[0]
     other = TEXT.encode()[:size] + b"z" * (len(TEXT.encode()) - size)
     (tmp_path / "other").write_bytes(other)
     found = prepare_text(tmp_path / "other", "other", VOCABULARY)
@@ -137,7 +137,7 @@ def test_the_loss_is_per_byte_under_any_tokenizer(tokens: OpenCorpus) -> None:
 
     model = Model(lambda seed: {}, loss, (), uniform, NO_DECODER)
     text = held_out(tokens.valid, 8, 16)
-    bits = math.log2(VOCABULARY) * tokens.valid.size / tokens.text_bytes[1]
+    bits = math.log2(VOCABULARY) * tokens.valid.size / tokens.text_sizes[1]
     assert mini.measures(model, text, {}, tokens.bytes_per_token).bits == pytest.approx(bits)
     assert mini.measures(model, text, {}).bits == pytest.approx(math.log2(VOCABULARY))
 

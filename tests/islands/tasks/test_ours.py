@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from archipelago.broker.config import ModelConfig
-from archipelago.islands.data.corpus import OpenCorpus
+from archipelago.islands.data.corpus import OpenCorpus, Splits
 from archipelago.islands.inner import compile_steps
 from archipelago.islands.models.registry import build
 from archipelago.islands.tasks.batches import TaskRun
@@ -18,7 +18,9 @@ from archipelago.ops.experiments.baselines import AllShards
 from tests.small import SMALL
 
 TEXT = np.random.default_rng(0).integers(0, 256, 20_000, np.uint8)
-CORPUS = OpenCorpus("text", "0" * 32, "noise", TEXT, TEXT[:2000], TEXT[:0])
+CORPUS = OpenCorpus(
+    "text", TEXT.size, "0" * 32, "noise", Splits(TEXT.size, 0, 0), train=TEXT, valid=TEXT[:2000], test=TEXT[:0]
+)
 
 
 @pytest.mark.parametrize("size", ["tiny", pytest.param("tiny-moe", marks=pytest.mark.full)])
