@@ -52,7 +52,7 @@ def asked(read: Callable[[], T], aside: Aside) -> Future[T]:
 class ShardedReader:
     """See `broker.transport.ReaderClient`. Fragments and rounds are those of the run (`Layout`).
 
-    Values that belong to the run (islands, evaluations, requests) are read from shard 0. Requests and settings are
+    Values that belong to the run (islands, cursors, evaluations, requests) are read from shard 0. Requests and settings are
     written to every shard, because each merger reads its own. Notes and the tape are put in the order of their times.
 
     Args:
@@ -143,7 +143,7 @@ class ShardedReader:
         return Pending(sum(each.contributions for each in found), sum(each.tokens for each in found))
 
     def cursors(self) -> dict[str, tuple[int, int]]:
-        return merged_everywhere([*self._each(lambda reader: reader.cursors()).values()])
+        return self._home.cursors()
 
     def tape(self, count: int) -> list[TapeEntry]:
         found: list[tuple[float, int, TapeEntry]] = []
@@ -217,25 +217,6 @@ def summed_books(books: Sequence[Books]) -> Books:
     total = {name: min(COUNT_MAX, sum(each[name] for each in found)) for name in found[0]}
     # Each shard counts what islands say they have downloaded, which is the same in all of them.
     return Books(**total | {"bytes_down": found[0]["bytes_down"]})
-
-
-def merged_everywhere(cursors: Sequence[Mapping[str, tuple[int, int]]]) -> dict[str, tuple[int, int]]:
-    """Return, for each range of text, the position up to which all shards of the run have merged it.
-
-    A range is in the pass that shard 0 has begun, as the claims to it are (`Claim`). Where
-    another shard of the run has not come to that pass, the position is the beginning of the pass.
-
-    Args:
-        cursors: The cursors of each shard of the run.
-    """
-    home, *others = cursors
-    out = {}
-    for name, (pass_number, position) in home.items():
-        found = [of.get(name, (0, 0)) for of in others]
-        behind = min((at for number, at in found if number == pass_number), default=position)
-        is_level = all(number >= pass_number for number, _ in found)
-        out[name] = (pass_number, min(position, behind) if is_level else 0)
-    return out
 
 
 def combined_state(states: Mapping[int, str], layout: Layout) -> str:

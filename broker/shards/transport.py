@@ -14,7 +14,6 @@ from archipelago.broker.shards.reader import (
     DisplayReader,
     ShardedReader,
     combined_state,
-    merged_everywhere,
     summed_books,
 )
 from archipelago.broker.transport import IslandClient, IslandTransport, ReaderClient, ReaderTransport, Transport
@@ -164,7 +163,7 @@ def whole_image(images: Sequence[Image]) -> Image:
         outers=tuple(placed[p][1] for p in range(layout.count)),
         state=combined_state({shard: image.state for shard, image in enumerate(images)}, layout),
         books=summed_books([image.books for image in images]),
-        cursors=merged_everywhere([image.cursors for image in images]),
+        cursors=home.cursors,
         tape=tuple(sorted(tape, key=lambda entry: (entry.unix_seconds, entry.round))),
         evaluations=home.evaluations,
         pending=tuple(

@@ -209,7 +209,7 @@ def test_what_decides_needs_all_shards_and_what_is_shown_needs_shard_0(
     demo: VirtualRun, run: Cut, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strict = whole(run, demo.manifest).reader
-    for read in (strict.cursors, strict.books, strict.merger_state, strict.heads, lambda: strict.tape(5)):
+    for read in (strict.books, strict.merger_state, strict.heads, lambda: strict.tape(5)):
         with failing(UnreachableError):
             read()
     with failing(UnreachableError):

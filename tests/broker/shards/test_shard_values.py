@@ -17,24 +17,11 @@ from archipelago.broker.shards.reader import (
     combined_state,
     combined_status,
     holders_in_words,
-    merged_everywhere,
 )
 from archipelago.broker.transport import MergerStatus, ReaderClient
 from tests import samples
 
 LAYOUT = Layout(((0, 3), (1, 2)))
-
-
-def test_a_cursor_is_where_all_shards_have_merged() -> None:
-    for home, other, merged in (
-        ((0, 40), (0, 30), (0, 30)),
-        ((0, 40), (0, 50), (0, 40)),
-        ((1, 8), (1, 9), (1, 8)),
-        ((1, 8), (0, 50), (1, 0)),  # the other shard of the run has not come to this pass
-        ((1, 8), (2, 3), (1, 8)),
-        ((0, 40), None, (0, 0)),
-    ):
-        assert merged_everywhere([{"0": home}, {"0": other} if other else {}]) == {"0": merged}, (home, other)
 
 
 def test_counts_of_the_mergers_are_added_up() -> None:
