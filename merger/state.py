@@ -23,7 +23,6 @@ from archipelago.merger.weights import NormWindow, RunningMean
 INCARNATIONS_MAX = 4096
 #: How many incarnations of one island are remembered, so that one island cannot make the merger forget the others.
 INCARNATIONS_OF_AN_ISLAND = 64
-_DIGEST = ', "digest": "'
 #: How many sequence numbers are remembered one by one. Missing ones further back count as seen.
 REMEMBERED_MAX = 1024
 
@@ -47,15 +46,19 @@ class FragmentState:
 
 @dataclass
 class Sequences:
-    """The sequence numbers of one incarnation that were seen: all below `floor`, and those in `above`."""
+    """The sequence numbers of one incarnation that were seen: all below `floor`, and those in `above`.
+
+    The last closed round when one was added is in `round`.
+    """
 
     floor: int = 0
     above: set[int] = field(default_factory=set)
+    round: int = 0
 
     def __contains__(self, sequence: int) -> bool:
         return sequence < self.floor or sequence in self.above
 
-    def with_one(self, sequence: int) -> Sequences:
+    def with_one(self, sequence: int, closed: int = 0) -> Sequences:
         """Return these numbers and one more. Old gaps count as seen, so that `above` stays small."""
         floor, above = self.floor, set(self.above)
         if sequence >= floor:
@@ -65,7 +68,17 @@ class Sequences:
         while floor in above:
             above.remove(floor)
             floor += 1
-        return Sequences(floor, above)
+        return Sequences(floor, above, closed)
+
+    def to_list(self) -> list[int]:
+        """Return the values for JSON."""
+        return [self.round, self.floor, *sorted(self.above)]
+
+    @classmethod
+    def from_list(cls, values: Sequence[int]) -> Sequences:
+        """Return the numbers that `to_list` wrote. Raises ValueError or TypeError for other values."""
+        closed, floor, *above = map(int, values)
+        return cls(floor, set(above), closed)
 
 
 @dataclass(frozen=True)
@@ -214,28 +227,32 @@ class RunState:
         """Mark a contribution as merged or refused."""
         island, incarnation, sequence = identity
         key = f"{island}/{incarnation}"
-        # Reinserting the key moves it to the end. The dictionary stays in order of last use, and JSON keeps the order.
         is_new = key not in self.seen
-        self.seen[key] = (self.seen.pop(key, None) or Sequences()).with_one(sequence)
+        self.seen[key] = self.seen.get(key, Sequences()).with_one(sequence, self.closed)
         if is_new:
-            of_island = [other for other in self.seen if other.startswith(f"{island}/")]
-            for forgotten in of_island[:-INCARNATIONS_OF_AN_ISLAND]:
-                del self.seen[forgotten]
-        while len(self.seen) > INCARNATIONS_MAX:
-            del self.seen[next(iter(self.seen))]
+            self._forget([other for other in self.seen if other.startswith(f"{island}/")], INCARNATIONS_OF_AN_ISLAND)
+            self._forget(list(self.seen), INCARNATIONS_MAX)
 
-    def to_json(self) -> str:
-        """Return the JSON for the commit. It ends with a digest of itself, which shows any damage."""
-        values = vars(self) | {
+    def _forget(self, incarnations: list[str], kept: int) -> None:
+        """Forget those of the incarnations that were silent longest, except as many."""
+        incarnations.sort(key=lambda key: (self.seen[key].round, key))
+        for forgotten in incarnations[: max(0, len(incarnations) - kept)]:
+            del self.seen[forgotten]
+
+    def _values(self) -> dict[str, Any]:
+        return vars(self) | {
             "staleness": asdict(self.staleness),
             "timing": asdict(self.timing),
-            "norms": {p: list(window.norms) for p, window in self.norms.items()},
-            "norm_steps": {p: window.step for p, window in self.norms.items()},
-            "seen": {key: [s.floor, *sorted(s.above)] for key, s in self.seen.items()},
+            "norms": {str(p): [window.step, *window.norms] for p, window in self.norms.items()},
+            "seen": {key: sequences.to_list() for key, sequences in self.seen.items()},
+            "cursors": {name: list(cursor) for name, cursor in self.cursors.items()},
             "accounts": {island: account.to_values() for island, account in self.accounts.items()},
         }
-        text = json.dumps(values)
-        return f'{text[:-1]}{_DIGEST}{digest(text.encode())}"}}'
+
+    def to_json(self) -> str:
+        """Return the JSON for the commit: what a fresh state does not have, and a digest of it, which shows damage."""
+        fresh = RunState()._values()
+        return _digested({name: value for name, value in self._values().items() if value != fresh[name]})
 
     @classmethod
     def from_json(cls, text: str) -> RunState:
@@ -247,10 +264,11 @@ class RunState:
         if not text:
             return cls()
         try:
-            body, marked, rest = text.rpartition(_DIGEST)
-            if marked and rest != digest(f"{body}}}".encode()) + '"}':
-                raise ValueError("its digest differs")
             values = json.loads(text)
+            del values["digest"]
+            if json.loads(_digested(values)) != json.loads(text):
+                raise ValueError("its digest differs")
+            values = cls()._values() | values
             return cls(
                 closed=int(values["closed"]),
                 step=int(values["step"]),
@@ -258,17 +276,14 @@ class RunState:
                 merged=int(values["merged"]),
                 staleness=RunningMean(**values["staleness"]),
                 timing=RoundTiming(**values["timing"]),
-                norms={
-                    int(p): NormWindow(tuple(norms), int(values.get("norm_steps", {}).get(p, values["step"])))
-                    for p, norms in values["norms"].items()
-                },
-                seen={key: Sequences(floor, set(above)) for key, (floor, *above) in values["seen"].items()},
+                norms={int(p): NormWindow(tuple(norms), int(step)) for p, (step, *norms) in values["norms"].items()},
+                seen={key: Sequences.from_list(numbers) for key, numbers in values["seen"].items()},
                 cursors={str(s): (int(n), int(at)) for s, (n, at) in values["cursors"].items()},
                 usual_batch=float(values["usual_batch"]),
                 accounts={str(island): Account.from_values(each) for island, each in values["accounts"].items()},
                 refused={str(code): int(count) for code, count in values["refused"].items()},
-                refused_tokens=int(values.get("refused_tokens", 0)),
-                bytes_up=int(values.get("bytes_up", 0)),
+                refused_tokens=int(values["refused_tokens"]),
+                bytes_up=int(values["bytes_up"]),
                 covered=int(values["covered"]),
                 steered=read_settings(values["steered"]),
                 control=read_fields(values["control"]),
@@ -279,3 +294,9 @@ class RunState:
                 "A merger with the --folder of its checkpoints rebuilds it, unless another version has written it.",
                 code="config.lost-state",
             ) from None
+
+
+def _digested(values: dict[str, Any]) -> str:
+    """Return the values and their digest as JSON, whose keys are sorted: the broker keeps them in no order."""
+    found = digest(json.dumps(values, sort_keys=True).encode())
+    return json.dumps(values | {"digest": found}, sort_keys=True)

@@ -20,7 +20,7 @@ from archipelago.broker.redis.chunks import ChunkStore
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.keys import REGISTRY
 from archipelago.broker.redis.lease import Lease
-from archipelago.broker.redis.replies import count_in, signed_state, text_fields, verified_state
+from archipelago.broker.redis.replies import count_in, state_fields, state_in, text_fields
 from archipelago.broker.shards.reader import RETRY_SECONDS, Aside, asked, on_a_thread
 from archipelago.broker.signing import MERGER, SIGNATURE, Signing, SigningOn, covered, public_key
 from archipelago.broker.wire import payload_bytes_max
@@ -61,8 +61,8 @@ def sign_stored(connection: RedisConnection, chunks: ChunkStore, lease: Lease, k
         for fragment, size in enumerate(sizes):
             _sign_fragment(connection, chunks, signing, fragment, payload_bytes_max(size))
         _sign_tape(connection, signing)
-        if state := redis.get(keys.state):
-            redis.set(keys.state, signed_state(signing, verified_state(Signing(), state)))
+        if state := state_in(Signing(), redis.hgetall(keys.state)):
+            redis.hset(keys.state, mapping=state_fields(signing, state))
         redis.hset(keys.manifest, mapping=signing.signed("manifest", text_fields(manifest)))
 
 

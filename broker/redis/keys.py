@@ -30,7 +30,7 @@ cannot contain a colon. All roles read all keys.
 | `difference:P:V`, `m:…` | hashes, strings | mergers | what a version changes; chunks |
 | `kept`, `kept:NAME:ID`, `m:NAME:…` | set, hashes, strings | mergers | merged contributions, until they are covered |
 | `data` | hash | mergers | cursors of the ranges of text |
-| `state`, `books`, `epoch`, `lease` | string, hash, strings | mergers | the merger's state, counters, lease |
+| `state`, `books`, `epoch`, `lease` | hashes, strings | mergers | the merger's state, counters, lease |
 | `standbys` | hash | mergers | mergers that wait for the lease, with the time of their last sign of life |
 """
 

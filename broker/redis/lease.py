@@ -34,6 +34,10 @@ from archipelago.broker.redis.stored_run import StoredRun
 LEASE_SECONDS_MAX = 24 * 3600
 
 
+class ChangedError(BrokerError):
+    """A hash of the run does not have the value that this merger has written last."""
+
+
 class Lease:
     """The lease of one merger on the run, and its fenced writes.
 
@@ -110,6 +114,7 @@ class Lease:
 
         Raises:
             FencedError: A newer epoch exists.
+            ChangedError: A field does not have the expected value.
             WithdrawnError: An entry that the write merges is gone.
             UnknownRunError: The run was deleted (`broker.unknown-run`), or created again (`broker.other-run`).
             BrokerError: Another round was closed last, the server has lost something (`broker.other-round`), or a key
@@ -168,6 +173,8 @@ class Lease:
             raise self._forgotten("is another instance than the one at which this merger took the lease")
         if code == "withdrawn":
             raise WithdrawnError(self._keys.short(found[0]).removeprefix("updates:"))
+        if code == "changed":
+            raise ChangedError(f"{self._connection.where} holds another {self._keys.short(found[0])}")
         if code == "missing":
             raise self._forgotten(f"has lost {self._keys.short(found[0])}, which this merger has written or read")
         if found:

@@ -26,10 +26,10 @@ from archipelago.broker.ranges import cursor_text
 from archipelago.broker.redis.administration import KnownMembers
 from archipelago.broker.redis.compactions import Compactions
 from archipelago.broker.redis.keys import Keys
-from archipelago.broker.redis.lease import Lease
+from archipelago.broker.redis.lease import ChangedError, Lease
 from archipelago.broker.redis.names import IslandNames
 from archipelago.broker.redis.reader import RedisReader
-from archipelago.broker.redis.replies import signed_state, text_fields
+from archipelago.broker.redis.replies import DIGEST, state_fields, text_fields
 from archipelago.broker.redis.script import Write
 from archipelago.broker.redis.updates import UpdatesConsumer
 from archipelago.broker.transport import STANDBY_SECONDS
@@ -49,7 +49,9 @@ class RedisMerger:
         self._redis, self._keys = connection.redis, connection.keys
         self._chunks, self._updates = chunks, updates
         self._consumer = UpdatesConsumer(connection, updates)
-        self.updates, self.rewind = self._consumer.new, self._consumer.rewind
+        self.updates = self._consumer.new
+        #: The fields of the merger's state as this process has written them last; None if Redis may hold others.
+        self._written: dict[str, str] | None = None
         self.lease = Lease(connection, stored)
         self.renew, self.release = self.lease.renew, self.lease.release
         self._stamps, self._signing = connection.stamps, connection.signing
@@ -115,6 +117,10 @@ class RedisMerger:
             deliveries = self.updates(left, count)
         return Seen(deliveries, control, presences)
 
+    def rewind(self) -> None:
+        self._consumer.rewind()
+        self._written = None
+
     def forget(self, epoch: int, presences: Iterable[Presence]) -> None:
         write = Write()
         if self._names.forget(write, presences):
@@ -163,7 +169,6 @@ class RedisMerger:
     ) -> None:
         failpoint("refuse.before")
         write = Write()
-        self._state(write, state)
         self._derived(write, {}, counts)
         for entry, refusal in refusals:
             name, id_ = parse_entry(entry)
@@ -171,7 +176,7 @@ class RedisMerger:
             write.do("remove", self._keys.updates(name), id_, chunks.prefix, chunks.most())
             if entry not in quiet:
                 self._announce(write, epoch, refusal)
-        self.lease.write(epoch, write, at_instance=True)
+        self._write(epoch, write, state)
         failpoint("refuse.done")
 
     def compact(self, epoch: int, placed: Any, after_round: int, trim: Sequence[str] = ()) -> None:
@@ -186,7 +191,6 @@ class RedisMerger:
         where = self._compactions.place_difference(epoch, commit)
         failpoint("commit.placed")
         write = Write()
-        self._state(write, commit.state)  # first: a full server refuses it, and with it all that follows
         self._compactions.write_head(write, epoch, commit.snapshot)
         if where:
             self._compactions.write_difference(write, commit, where)
@@ -201,13 +205,12 @@ class RedisMerger:
         self._derived(write, commit.cursors, commit.counts)
         self._tape(write, commit.tape, commit.uncovered)
         self._announce(write, epoch, commit.snapshot)
-        self.lease.write(epoch, write, commit.after_round)
+        self._write(epoch, write, commit.state, commit.after_round)
         failpoint("commit.done")
 
     def rewrite(self, epoch: int, rewrite: Rewrite) -> None:
         placed = [self._compactions.place(epoch, compaction) for compaction in rewrite.compactions]
-        write = Write()
-        self._state(write, rewrite.state)
+        write, self._written = Write(), None
         for each in placed:
             self._compactions.point(write, epoch, each)
             self._compactions.write_head(write, epoch, each.snapshot)
@@ -215,10 +218,30 @@ class RedisMerger:
             write.delete(self._keys.tape)
         for entry in rewrite.tape or ():
             self._tape(write, entry, len(rewrite.tape or ()))
-        self.lease.write(epoch, write, at_instance=True)
+        self._write(epoch, write, rewrite.state)
 
-    def _state(self, write: Write, state: str) -> None:
-        write.set(self._keys.state, signed_state(self._signing, state))
+    def _write(self, epoch: int, write: Write, state: str, after_round: int | None = None) -> None:
+        """Make a write with those fields of the state that have changed. Nobody else writes them meanwhile.
+
+        If someone has damaged the stored state, it is read, so that all of it is written.
+        """
+        key, fields, others = self._keys.state, state_fields(self._signing, state), write.commands
+        before, self._written = self._written, None
+        for is_first in (True, False):
+            before = text_fields(self._reader.stored_state()) if before is None else before
+            write.commands, write.expected = [], [(key, DIGEST, before[DIGEST])] if DIGEST in before else []
+            # First: a full server refuses it, and with it all that follows.
+            write.hset(key, {name: value for name, value in fields.items() if before.get(name) != value})
+            write.do_all("HDEL", key, [name for name in before if name not in fields])
+            write.commands += others
+            try:
+                self.lease.write(epoch, write, after_round, at_instance=True)
+                break
+            except ChangedError:
+                before = None
+                if not is_first:
+                    raise
+        self._written = fields
 
     def _tape(self, write: Write, entry: TapeEntry, needed: int) -> None:
         signed = self._signing.signed("tape", to_fields(entry))
@@ -274,7 +297,7 @@ def kinds_of(keys: Keys, fragments: int, islands: Iterable[str]) -> dict[str, st
     islands = list(islands)
     kinds = {
         "hash": [
-            keys.data, keys.corpora, keys.requests, keys.restored, keys.control, keys.books, keys.standbys,
+            keys.data, keys.corpora, keys.requests, keys.restored, keys.control, keys.books, keys.state, keys.standbys,
             *(key(p) for p in range(fragments) for key in (keys.head, keys.fragment, keys.outer)),
             *map(keys.island, islands),
         ],
@@ -282,7 +305,7 @@ def kinds_of(keys: Keys, fragments: int, islands: Iterable[str]) -> dict[str, st
             keys.snapshots, keys.tape, keys.notes, keys.evaluations,
             *(key for island in islands for key in (keys.updates(island), *keys.said(island))),
         ],
-        "string": [keys.state, keys.epoch, keys.lease, keys.evaluator, *map(keys.name, islands)],
+        "string": [keys.epoch, keys.lease, keys.evaluator, *map(keys.name, islands)],
         "set": [keys.islands, keys.kept_entries],
     }  # fmt: skip
     return {key: kind for kind, of_kind in kinds.items() for key in of_kind}

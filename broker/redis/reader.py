@@ -32,8 +32,8 @@ from archipelago.broker.redis.replies import (
     entry_id,
     epoch_in,
     fields_of,
+    state_in,
     text_fields,
-    verified_state,
 )
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import UpdatesStreams
@@ -84,12 +84,16 @@ class RedisReader:
     def unreadable(self) -> dict[str, str]:
         return dict(self.connection.unreadable)
 
+    def stored_state(self) -> Raw:
+        """Return the fields of the merger's state."""
+        raw: Raw = {}
+        with self.connection.forgiving(self._keys.state, "a hash"):
+            raw = self._redis.hgetall(self._keys.state)
+        return dict(raw)
+
     def merger_state(self) -> str:
-        found = b""
-        with self.connection.forgiving(self._keys.state, "a string"):
-            found = self._redis.get(self._keys.state) or b""
         try:
-            return verified_state(self._signing, found)
+            return state_in(self._signing, self.stored_state())
         except WireError as error:
             self.connection.warn_once(self._keys.state, error)
             return ""

@@ -6,6 +6,7 @@ All functions are pure.
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -16,6 +17,8 @@ from archipelago.broker.messages import COUNT_MAX, EVENTS, Books, Event, from_fi
 from archipelago.broker.redis.keys import is_name
 from archipelago.broker.signing import MERGER, SIGNATURE, Raw, Signing
 
+#: The field of the merger's state that tells it from all others.
+DIGEST = "digest"
 #: A larger epoch is damage. Every take-over counts one.
 EPOCH_MAX = 1 << 53
 
@@ -118,15 +121,39 @@ def _count(text: str) -> int | None:
     return min(int(text), COUNT_MAX) if re.fullmatch(r"[0-9]{1,30}", text, re.ASCII) else None
 
 
-def signed_state(signing: Signing, state: str) -> str:
-    """Return the merger's state as Redis keeps it: with its signature in a line of its own if signing is on."""
+def state_fields(signing: Signing, state: str) -> dict[str, str]:
+    """Return the merger's state by fields of a hash, with its signature if signing is on.
+
+    Each entry of a mapping in it has a field of its own, so that a commit writes only those that have changed.
+
+    Args:
+        signing: Signs it.
+        state: The state as JSON, whose keys are sorted, without empty mappings.
+    """
+    fields: dict[str, str] = {}
+    for key, value in json.loads(state or "{}").items():
+        entries = {f"{key}/{name}": each for name, each in value.items()} if isinstance(value, dict) else {key: value}
+        fields |= {name: json.dumps(each) for name, each in entries.items()}
     signature = signing.signed("state", {"state": state}).get(SIGNATURE)
-    return f"{state}\n{signature}" if signature else state
+    return fields | ({SIGNATURE: signature} if signature else {})
 
 
-def verified_state(signing: Signing, stored: bytes) -> str:
-    """Return the merger's state as it was before `signed_state`. Raises SignatureError."""
-    state, _, signature = stored.partition(b"\n")
+def state_in(signing: Signing, stored: Raw) -> str:
+    """Return the merger's state, which `state_fields` has divided; empty without any. Raises WireError."""
+    values: dict[str, Any] = {}
+    try:
+        for name, text in stored.items():
+            key, is_entry, entry = name.decode().partition("/")
+            if name == SIGNATURE.encode():
+                continue
+            if is_entry:
+                values.setdefault(key, {})[entry] = json.loads(text)
+            else:
+                values[key] = json.loads(text)
+        state = json.dumps(values, sort_keys=True) if values else ""
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise WireError(f"a part of the merger's state cannot be read ({error})", code="wire.message") from None
     if stored:
-        signing.verify("state", MERGER, {b"state": state, **({SIGNATURE.encode(): signature} if signature else {})})
-    return state.decode("utf-8", "replace")
+        signed = {name: value for name, value in stored.items() if name == SIGNATURE.encode()}
+        signing.verify("state", MERGER, {b"state": state.encode(), **signed})
+    return state

@@ -63,11 +63,11 @@ return {'taken', uid, number, instance()}
 )
 
 #: KEYS: manifest, epoch, the header of the last round, then all others that the commands name. ARGV: the uid, the value
-#: of the epoch's key, the last round or nothing, the instance or nothing, how many keys must exist and these, how many
-#: entries must exist, and of each its key, its id, where it will be kept (where nothing may lie), what its chunks' keys
-#: begin with, and how many it may have; then each command as the number of its words, and these. Answers `done` with
-#: the keys that were damaged, `gone`, `overtaken`, `round` with what was found, `instance`, or `missing` or `withdrawn`
-#: with the key.
+#: of the epoch's key, the last round or nothing, the instance or nothing; how many fields of hashes must have a value,
+#: and of each its key, its name and the value; how many keys must exist, and these; how many entries must exist, and of
+#: each its key, its id, where it will be kept (where nothing may lie), what its chunks' keys begin with, and how many
+#: it may have; then each command as the number of its words, and these. Answers `done` with the keys that were damaged,
+#: `gone`, `overtaken`, `round` with what was found, `instance`, or `changed`, `missing` or `withdrawn` with the key.
 FENCED = (
     _COMMON
     + """
@@ -81,6 +81,10 @@ if round ~= '' then
   if found ~= round then return {'round', found} end
 end
 if server ~= '' and instance() ~= server then return {'instance'} end
+for i = 1, tonumber(word()) do
+  local key, name, value = word(), word(), word()
+  if text(redis.pcall('HGET', key, name)) ~= value then return {'changed', key} end
+end
 for i = 1, tonumber(word()) do
   local key = word()
   if redis.call('EXISTS', key) == 0 then return {'missing', key} end
@@ -124,7 +128,7 @@ local damaged = {'done'}
 local function run(words)
   local answer = redis.pcall(unpack(words))
   local failed = type(answer) == 'table' and answer.err
-  if failed and (string.find(failed, 'WRONGTYPE') or string.find(failed, 'exhausted')) then
+  if failed and (string.find(tostring(failed), 'WRONGTYPE') or string.find(tostring(failed), 'exhausted')) then
     redis.call('DEL', words[2])
     table.insert(damaged, words[2])
     answer = redis.pcall(unpack(words))
@@ -233,6 +237,8 @@ class Write:
 
     def __init__(self) -> None:
         self.commands: list[tuple[Value, ...]] = []
+        #: Fields of hashes that must have a value: of each its key, its name and the value.
+        self.expected: list[tuple[str, str, str]] = []
         #: Keys that must exist.
         self.needed: list[str] = []
         #: Of each entry that must be there its stream, its id, the key to which it moves, what its chunks' keys begin
@@ -289,11 +295,12 @@ class Write:
     def keys(self) -> list[str]:
         """Return all keys that the write names, once each."""
         named = [str(command[1]) for command in self.commands] + [kept for _, _, kept, *_ in self.entries]
-        return list(dict.fromkeys([*named, *self.needed, *self._more_keys]))
+        return list(dict.fromkeys([*named, *self.needed, *self._more_keys, *(key for key, *_ in self.expected)]))
 
     def arguments(self) -> list[Value]:
-        """Return the words of the script's arguments from the needed keys on."""
-        out: list[Value] = [len(self.needed), *self.needed, len(self.entries)]
+        """Return the words of the script's arguments from the expected fields on."""
+        out: list[Value] = [len(self.expected), *(word for each in self.expected for word in each)]
+        out += [len(self.needed), *self.needed, len(self.entries)]
         out += [word for entry in self.entries for word in entry]
         for command in self.commands:
             out += [len(command), *command]

@@ -87,7 +87,7 @@ def test_a_refusal_has_a_reason_and_changes_nothing(caplog: pytest.LogCaptureFix
     run.send("a", 1, constant(1.0))
     assert merger.turn(0.0)
     assert run.parameters(0) == [-0.75] * SIZE
-    assert merger.state.seen["a/x"] == Sequences(len(BAD) + 1), "refusals do not make the state grow"
+    assert merger.state.seen["a/x"] == Sequences(len(BAD) + 1, round=1), "refusals do not make the state grow"
 
 
 def test_a_refused_forgery_uses_up_no_sequence_number() -> None:
