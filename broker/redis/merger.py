@@ -133,7 +133,7 @@ class RedisMerger:
     ) -> None:
         write = Write()
         write.delete(self._keys.data, *self._of_other_types())
-        self._derived(write, cursors, counts)
+        self.write_derived(write, cursors, counts)
         self._announce(write, epoch, resume)
         self.lease.write(epoch, write)
         self._connection.register()
@@ -169,7 +169,7 @@ class RedisMerger:
     ) -> None:
         failpoint("refuse.before")
         write = Write()
-        self._derived(write, {}, counts)
+        self.write_derived(write, {}, counts)
         for entry, refusal in refusals:
             name, id_ = parse_entry(entry)
             chunks = self._chunks.of(name)
@@ -202,8 +202,7 @@ class RedisMerger:
             write.keep(stream, id_, self._keys.kept(entry), own.prefix, own.most(), kept.prefix)
         write.do_all("SADD", self._keys.kept_entries, commit.entries)
         self._forget(write, commit.trim)
-        self._derived(write, commit.cursors, commit.counts)
-        self._tape(write, commit.tape, commit.uncovered)
+        self.write_tape(write, commit.tape, commit.uncovered)
         self._announce(write, epoch, commit.snapshot)
         self._write(epoch, write, commit.state, commit.after_round)
         failpoint("commit.done")
@@ -217,7 +216,7 @@ class RedisMerger:
         if rewrite.tape is not None:
             write.delete(self._keys.tape)
         for entry in rewrite.tape or ():
-            self._tape(write, entry, len(rewrite.tape or ()))
+            self.write_tape(write, entry, len(rewrite.tape or ()))
         self._write(epoch, write, rewrite.state)
 
     def _write(self, epoch: int, write: Write, state: str, after_round: int | None = None) -> None:
@@ -243,17 +242,18 @@ class RedisMerger:
                     raise
         self._written = fields
 
-    def _tape(self, write: Write, entry: TapeEntry, needed: int) -> None:
+    def write_tape(self, write: Any, entry: TapeEntry, needed: int) -> None:
+        """Append a round to the tape, by a pipeline or a fenced write. `needed` is as in `tape_kept`."""
         signed = self._signing.signed("tape", to_fields(entry))
         kept = tape_kept(sum(map(len, signed.values())), needed)
         write.xadd(self._keys.tape, signed, maxlen=kept, approximate=False)
 
-    def _derived(self, write: Write, cursors: Mapping[str, tuple[int, int]], counts: Mapping[str, int]) -> None:
-        """Write parts of the state where others read them."""
+    def write_derived(self, write: Any, cursors: Mapping[str, tuple[int, int]], counts: Mapping[str, Any]) -> None:
+        """Write parts of the state where others read them, by a pipeline or a fenced write."""
         if cursors:
-            write.hset(self._keys.data, {name: cursor_text(cursor) for name, cursor in cursors.items()})
+            write.hset(self._keys.data, mapping={name: cursor_text(cursor) for name, cursor in cursors.items()})
         if counts:
-            write.hset(self._keys.books, counts)
+            write.hset(self._keys.books, mapping=counts)
 
     def _announce(self, write: Write, epoch: int, event: Event) -> None:
         fields = {"kind": KINDS[type(event)], **to_fields(event)}

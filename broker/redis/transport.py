@@ -10,11 +10,9 @@ from archipelago.broker.commits import Image
 from archipelago.broker.control import fields_in
 from archipelago.broker.errors import BadUrlError, BrokerError, ConfigError, RunExistsError, UnknownRunError
 from archipelago.broker.failpoints import failpoint
-from archipelago.broker.footprint import tape_kept
 from archipelago.broker.invitation import Invitation
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Contribution, Snapshot, to_fields
-from archipelago.broker.ranges import cursor_text
 from archipelago.broker.redis.administration import KnownMembers, Membership, signing_of
 from archipelago.broker.redis.chunks import ChunkStore
 from archipelago.broker.redis.client import RedisClient, fake_client
@@ -222,15 +220,11 @@ class RedisTransport:
         """Write all parts of a checkpoint that have no payload."""
         pipe.hset(self._keys.state, mapping=state_fields(self._signing, image.state))
         counts = {name: value for name, value in to_fields(image.books).items() if not name.startswith("published")}
-        pipe.hset(self._keys.books, mapping=counts)
+        self.merger.write_derived(pipe, image.cursors, counts)
         if requests := fields_in(image.state):
             pipe.hset(self._keys.control, mapping=requests)
-        if image.cursors:
-            pipe.hset(self._keys.data, mapping={name: cursor_text(c) for name, c in image.cursors.items()})
         for entry in image.tape:
-            fields = self._signing.signed("tape", to_fields(entry))
-            kept = tape_kept(sum(map(len, fields.values())), 1)
-            pipe.xadd(self._keys.tape, fields, maxlen=kept)
+            self.merger.write_tape(pipe, entry, needed=1)
         for evaluation in image.evaluations:
             pipe.xadd(self._keys.evaluations, to_fields(evaluation), maxlen=EVALUATIONS_KEPT)
         pipe.hset(self._keys.restored, mapping={"number": image.number, "round": image.round})

@@ -53,7 +53,8 @@ class ShardedReader:
     """See `broker.transport.ReaderClient`. Fragments and rounds are those of the run (`Layout`).
 
     Values that belong to the run (islands, cursors, evaluations, requests) are read from shard 0. Requests and settings
-    are written to every shard, because each merger reads its own. Notes and the tape are put in the order of their times.
+    are written to every shard, because each merger reads its own. Notes and the tape are put in the order of their
+    times.
 
     Args:
         readers: The reader of each shard.
