@@ -25,7 +25,7 @@ from archipelago.broker.shards.layout import SHARDS_MAX, Layout, dealt
 
 TensorKind = Literal["embedding", "rest"]
 #: The format of what a run keeps in its broker. Checkpoints of earlier formats can be restored.
-FORMAT = "0.3"
+FORMAT = "0.4"
 #: The packages whose versions a manifest records.
 PACKAGES = ("archipelago-train", "jax", "jaxlib", "flax", "optax", "numpy", "redis")
 MISSING = "not installed"

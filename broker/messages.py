@@ -29,7 +29,8 @@ Steps = Annotated[int, Ge(0), Le((1 << 31) - 1)]
 Seconds = Annotated[float, Ge(0.0), Le(1e9)]
 UnixSeconds = Annotated[float, Ge(0.0), Le(1e12)]
 Text = Annotated[str, MaxLen(512)]
-Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
+#: XXH3-128, or SHA-256 of a payload where members sign.
+Digest = Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{32}|[0-9a-f]{64})$")]
 #: The longest text of the identities that a round merges, in characters. The merger admits no more to one round.
 MERGED_MAX = 1 << 16
 #: The longest text of a note, in characters.

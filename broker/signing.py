@@ -1,4 +1,4 @@
-"""Signatures of messages: Ed25519 over canonical bytes, and SHA-256 of payloads.
+"""Signatures of messages: Ed25519 over canonical bytes. A signed header names the SHA-256 digest of its payload.
 
 Every member of a run has a key pair. An island signs its contributions, heartbeats and handovers. The mergers
 of a run share one key pair, and sign the manifest, events, snapshots, differences, the tape and their own state. The
@@ -15,10 +15,8 @@ incarnation decides.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Final, Literal
 
@@ -28,6 +26,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from archipelago.broker.errors import ConfigError, WireError
 from archipelago.broker.presence import Presence
+from archipelago.broker.wire import SIGNED_DIGITS, digest, signed_digest
 
 Kind = Literal[
     "contribution",
@@ -45,7 +44,9 @@ Kind = Literal[
 CONTEXT: Final = b"archipelago signature 1"
 #: The sender of everything that the mergers of a run sign. No island can have this name.
 MERGER: Final = "@merger"
-SIGNATURE, PAYLOAD_DIGEST, STAMP, SIGNER = "signature", "payload_sha256", "stamp", "signer"
+SIGNATURE, DIGEST, STAMP, SIGNER = "signature", "digest", "stamp", "signer"
+#: The kinds of messages that have a payload, and so a digest of it.
+WITH_PAYLOAD: Final = frozenset({"contribution", "handover", "fragment", "outer", "difference"})
 #: Fields that a signature does not cover. The payload is covered by its digest, and its chunks may move.
 NOT_COVERED: Final = frozenset(
     {b"signature", b"payload", b"chunks", b"chunks_name", b"previous_chunks", b"previous_chunks_name"}
@@ -54,8 +55,6 @@ SIGNATURE_DIGITS: Final = 128
 
 #: The fields of an entry or hash as the server returns them.
 Raw = Mapping[bytes, bytes]
-#: A payload, or a call that waits for its digest.
-Payload = bytes | Callable[[], str]
 Stamp = tuple[int, int]
 #: The stamp that is earlier than every other one.
 FIRST: Stamp = (-1, 0)
@@ -119,11 +118,6 @@ def covered(raw: Raw) -> Raw:
     return {name: value for name, value in raw.items() if name not in NOT_COVERED}
 
 
-def payload_digest(payload: bytes | memoryview) -> str:
-    """Return the SHA-256 digest of a payload, as 64 hexadecimal digits."""
-    return hashlib.sha256(payload).hexdigest()
-
-
 @lru_cache(maxsize=256)
 def _public(raw: bytes) -> Ed25519PublicKey:
     return Ed25519PublicKey.from_public_bytes(raw)
@@ -158,34 +152,30 @@ class Signing:
         fields: Mapping[str, str],
         *,
         about: str = "",
-        payload: Payload | None = None,
+        payload: bytes | None = None,
         stamp: str = "",
         sender: str = "",
     ) -> dict[str, str]:
-        """Return the fields of a message with the fields that sign it.
+        """Return the fields of a message with the digest of its payload and the fields that sign it.
 
         Args:
             kind: The kind of the message.
-            fields: All its fields, without its payload.
+            fields: All its fields, without its payload. If they have a digest, only a signature replaces it.
             about: See `canonical`.
-            payload: Its payload, if it has one, or what `hashing` returned for it.
+            payload: Its payload, if it has one.
             stamp: Its stamp, if a replay must be recognised.
             sender: The island that sent the message first, if a merger signs in its place.
 
         Raises:
             ConfigError: This process has no key to sign with (`signature.no-key`).
         """
-        return dict(fields)
-
-    def hashing(self, payload: bytes) -> Payload:
-        """Begin to hash a large payload on another thread, while this one sends it. The result goes to `signed`."""
-        return payload
+        return dict(fields) if payload is None or DIGEST in fields else {**fields, DIGEST: digest(payload)}
 
     def verify(self, kind: Kind, sender: str, raw: Raw, *, about: str = "") -> None:
-        """Raise SignatureError unless `sender` has signed the fields. Nothing else may look at them before."""
+        """Raise SignatureError unless `sender` has signed the fields. Nothing else may look at them before.
 
-    def verify_payload(self, raw: Raw, payload: bytes) -> None:
-        """Raise SignatureError unless the verified fields announce this payload."""
+        They name the digest of the payload, with which its reader compares it (`wire.is_digest`).
+        """
 
 
 class SigningOn(Signing):
@@ -209,7 +199,6 @@ class SigningOn(Signing):
         self._private = None if private is None else Ed25519PrivateKey.from_private_bytes(private)
         self._merger_key = merger_key
         self._key_of = key_of
-        self._pool = ThreadPoolExecutor(1, "hashing")  # its thread starts with the first payload
 
     def signed(
         self,
@@ -217,7 +206,7 @@ class SigningOn(Signing):
         fields: Mapping[str, str],
         *,
         about: str = "",
-        payload: Payload | None = None,
+        payload: bytes | None = None,
         stamp: str = "",
         sender: str = "",
     ) -> dict[str, str]:
@@ -229,15 +218,12 @@ class SigningOn(Signing):
             )
         out = {**fields, **({STAMP: stamp} if stamp else {})}
         if payload is not None:
-            out[PAYLOAD_DIGEST] = payload() if callable(payload) else payload_digest(payload)
+            out[DIGEST] = signed_digest(payload)
         if sender and sender != self._name:
             out[SIGNER] = self._name
         raw = {name.encode(): value.encode() for name, value in out.items()}
         message = canonical(self._run, kind, sender or self._name, about, covered(raw))
         return {**out, SIGNATURE: self._private.sign(message).hex()}
-
-    def hashing(self, payload: bytes) -> Payload:
-        return self._pool.submit(payload_digest, payload).result
 
     def verify(self, kind: Kind, sender: str, raw: Raw, *, about: str = "") -> None:
         signature = raw.get(SIGNATURE.encode())
@@ -249,10 +235,8 @@ class SigningOn(Signing):
             raise SignatureError(f"{sender} is not an island that was invited", code="signature.wrong")
         if not is_signed(key, canonical(self._run, kind, sender, about, covered(raw)), signature):
             raise SignatureError(f"the signature is not one of {sender}", code="signature.wrong")
-
-    def verify_payload(self, raw: Raw, payload: bytes) -> None:
-        if raw.get(PAYLOAD_DIGEST.encode(), b"").decode("ascii", "replace") != payload_digest(payload):
-            raise SignatureError("the payload is not the signed one", code="signature.wrong")
+        if kind in WITH_PAYLOAD and len(raw.get(DIGEST.encode(), b"")) != SIGNED_DIGITS:
+            raise SignatureError("it does not name the SHA-256 of its payload", code="signature.wrong")
 
 
 class Stamps:

@@ -9,6 +9,7 @@ The newest published parameters of a fragment are its newest full snapshot, and 
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any, NamedTuple
 
 import msgpack
@@ -25,6 +26,8 @@ from archipelago.broker.transport import ReaderClient
 MAGIC = b"ARC1"
 HEADER_BYTES_MAX = 1024
 WINDOW_BYTES_MAX = 8 << 20
+#: The length of a `signed_digest`.
+SIGNED_DIGITS = 64
 _PREFIX = len(MAGIC) + 2
 #: How often the newest version is read again because a newer full snapshot has replaced differences meanwhile.
 TRIES = 4
@@ -37,6 +40,16 @@ def digest(data: bytes | memoryview) -> str:
     hash would take longer than all other work of the merger on a payload, and XXH3 takes a tenth of a memory copy.
     """
     return xxhash.xxh3_128_hexdigest(data)
+
+
+def signed_digest(payload: bytes | memoryview) -> str:
+    """Return the SHA-256 digest of a payload, which a signed header names: 64 hexadecimal digits."""
+    return hashlib.sha256(payload).hexdigest()
+
+
+def is_digest(announced: str, payload: bytes) -> bool:
+    """Return whether a header announces this payload: by its `signed_digest` in runs whose members sign."""
+    return announced == (signed_digest(payload) if len(announced) == SIGNED_DIGITS else digest(payload))
 
 
 def digest_of(values_N: Vector) -> str:
@@ -327,7 +340,7 @@ def full_snapshot(reader: ReaderClient, manifest: Manifest, p: int) -> Published
     """Download the newest full snapshot of fragment `p`. Raises WireError for a payload that was not announced."""
     unpacking = Unpacking(manifest.sizes[p])
     snapshot, payload = reader.fragment(p, unpacking.arrived)
-    if digest(payload) != snapshot.digest or snapshot.fragment != p:
+    if not is_digest(snapshot.digest, payload) or snapshot.fragment != p:
         raise WireError(f"the snapshot of fragment {p} is not the announced one", code="wire.snapshot")
     return Published(snapshot, unpacking.finish(payload), len(payload))
 

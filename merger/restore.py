@@ -18,7 +18,7 @@ from archipelago.broker.errors import ConfigError, WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import COUNT_MAX, Snapshot, TapeEntry
 from archipelago.broker.transport import MergerTransport
-from archipelago.broker.wire import digest, digest_of, newest, unpack
+from archipelago.broker.wire import digest_of, is_digest, newest, unpack
 from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.merger.committing import compaction_of, snapshot_of
 from archipelago.merger.replay import (
@@ -166,7 +166,7 @@ def _full(
     snapshot, payload = transport.reader.fragment(p, arrived)
     if snapshot.fragment != p or snapshot.version > version:
         raise WireError(f"the snapshot of fragment {p} is of version {snapshot.version}, and {version} is the newest")
-    if digest(payload) != snapshot.digest:
+    if not is_digest(snapshot.digest, payload):
         raise WireError(f"the payload of the snapshot of fragment {p} is not the published one")
     if snapshot.held and digest_of(unpack(payload, manifest.sizes[p])) != snapshot.held:
         raise WireError(f"the parameters in the snapshot of fragment {p} are not the published ones")

@@ -28,7 +28,7 @@ from archipelago.broker.config import MergeConfig, WireConfig
 from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Contribution, RoundMember
-from archipelago.broker.wire import Body, digest, encoded, unpack_encoded
+from archipelago.broker.wire import Body, encoded, is_digest, unpack_encoded
 from archipelago.merger import claims, merge_rules, outer, weights
 from archipelago.merger.claims import Seen
 from archipelago.merger.outer import OuterOptimizer, Round, publish
@@ -135,7 +135,7 @@ class RoundMerge:
         contribution, payload = delivery.contribution, delivery.payload
         if contribution is None or delivery.fault:
             raise WireError(delivery.fault or "the entry cannot be read", code="unreadable")
-        if digest(payload) != contribution.digest:
+        if not is_digest(contribution.digest, payload):
             raise WireError("the payload's digest is not the announced one", code="wire.payload")
         if len(payload) != contribution.bytes:  # the tape adds these numbers up
             raise WireError(f"the payload has {len(payload)} bytes, not {contribution.bytes}", code="wire.payload")

@@ -16,7 +16,8 @@ from archipelago.broker.messages import Snapshot, to_fields
 from archipelago.broker.redis.chunks import PREVIOUS_SECONDS, ChunkStore
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.script import Write
-from archipelago.broker.signing import MERGER, Payload, Raw
+from archipelago.broker.signing import MERGER, Raw
+from archipelago.broker.wire import is_digest
 
 #: A difference that a full snapshot covers expires after this time. Islands that are a little behind still read it.
 DIFFERENCE_SECONDS = 3600
@@ -30,7 +31,7 @@ class RedisPlaced:
     """A compaction whose chunks are in Redis, with the fields that will point to them."""
 
     snapshot: Snapshot
-    hashing: Payload
+    fields: dict[str, str]
     payload_at: Where
     outer_fields: dict[str, str]
     outer_at: Where
@@ -50,8 +51,7 @@ class Compactions:
             raw = self._redis.hgetall(self._keys.outer(fragment))
         if not raw:
             raise WireError(f"the outer state of fragment {fragment} is missing")
-        signing = self._connection.signing
-        signing.verify("outer", MERGER, raw, about=str(fragment))
+        self._connection.signing.verify("outer", MERGER, raw, about=str(fragment))
         try:
             found, size = int(raw[b"version"]), int(raw[b"bytes"])
         except (KeyError, ValueError):
@@ -60,7 +60,8 @@ class Compactions:
             raise WireError(f"the stored outer state of fragment {fragment} is not of version {version}")
         with self._connection.translated():
             payload = self._chunks.fetch(raw, size)
-        signing.verify_payload(raw, payload)
+        if not is_digest(raw.get(b"digest", b"").decode("ascii", "replace"), payload):
+            raise WireError(f"the stored outer state of fragment {fragment} is not the announced one")
         return payload
 
     # -- writes -----------------------------------------------------------------------------------------------------
@@ -70,23 +71,22 @@ class Compactions:
         snapshot, outer = compaction.snapshot, compaction.outer
         name = f"{snapshot.fragment}.{snapshot.version}.e{epoch}"
         with self._connection.translated():
-            hashing = self._connection.signing.hashing(compaction.payload)  # while it is sent
             payload_at = self._chunks.place(f"f{name}", compaction.payload, PLACED_SECONDS)
             failpoint("compact.placed-snapshot")
             outer_at = self._chunks.place(f"o{name}", outer, PLACED_SECONDS) if outer else {}
             failpoint("compact.placed-outer")
-        return RedisPlaced(snapshot, hashing, payload_at, self.outer_fields(snapshot, outer), outer_at)
+            fields = self._connection.signed_snapshot(snapshot, compaction.payload, epoch)
+        return RedisPlaced(snapshot, fields, payload_at, self.outer_fields(snapshot, outer), outer_at)
 
     def outer_fields(self, snapshot: Snapshot, outer: bytes) -> dict[str, str]:
         """Return the fields of the hash of an outer state, besides those of its payload."""
         fields = {"version": str(snapshot.version), "bytes": str(len(outer))}
         return self._connection.signing.signed("outer", fields, about=str(snapshot.fragment), payload=outer)
 
-    def point(self, write: Write, epoch: int, placed: RedisPlaced) -> None:
+    def point(self, write: Write, placed: RedisPlaced) -> None:
         """Point to a placed compaction, and let the differences that it covers expire."""
         p, version = placed.snapshot.fragment, placed.snapshot.version
-        fields = self._connection.signed_snapshot(placed.snapshot, placed.hashing, epoch)
-        self.replace(write, self._keys.fragment(p), fields, placed.payload_at)
+        self.replace(write, self._keys.fragment(p), placed.fields, placed.payload_at)
         if placed.outer_at:
             write.do("forget", self._keys.outer(p), *self._owned())  # no other process reads its chunks
             write.hset(self._keys.outer(p), {**placed.outer_fields, **placed.outer_at})

@@ -28,7 +28,7 @@ from archipelago.broker.redis.failures import (
 from archipelago.broker.redis.keys import REGISTRY, Keys
 from archipelago.broker.redis.replies import is_last, next_id, text_fields
 from archipelago.broker.redis.servers import Servers
-from archipelago.broker.signing import Payload, Raw, Signing, Stamps
+from archipelago.broker.signing import Raw, Signing, Stamps
 from archipelago.broker.transport import Memory
 
 #: Tries of a change that other clients may disturb.
@@ -262,7 +262,7 @@ class RedisConnection:
                 found += page
         return found
 
-    def signed_snapshot(self, snapshot: Snapshot, payload: Payload, epoch: int) -> dict[str, str]:
+    def signed_snapshot(self, snapshot: Snapshot, payload: bytes, epoch: int) -> dict[str, str]:
         """Return the fields of a fragment's snapshot, signed as a write of a merger with that epoch."""
         about, stamp = str(snapshot.fragment), self.stamps.next(epoch)
         return self.signing.signed("fragment", to_fields(snapshot), about=about, payload=payload, stamp=stamp)

@@ -181,7 +181,7 @@ class RedisMerger:
 
     def compact(self, epoch: int, placed: Any, after_round: int, trim: Sequence[str] = ()) -> None:
         write = Write()
-        self._compactions.point(write, epoch, placed)
+        self._compactions.point(write, placed)
         self._forget(write, trim)
         self.lease.write(epoch, write, after_round)
         failpoint("compact.done")
@@ -195,7 +195,7 @@ class RedisMerger:
         if where:
             self._compactions.write_difference(write, commit, where)
         if placed:
-            self._compactions.point(write, epoch, placed)
+            self._compactions.point(write, placed)
         for entry in dict.fromkeys(commit.entries):
             name, id_ = parse_entry(entry)
             stream, own, kept = self._keys.updates(name), self._chunks.of(name), self._chunks.kept_of(name)
@@ -211,7 +211,7 @@ class RedisMerger:
         placed = [self._compactions.place(epoch, compaction) for compaction in rewrite.compactions]
         write, self._written = Write(), None
         for each in placed:
-            self._compactions.point(write, epoch, each)
+            self._compactions.point(write, each)
             self._compactions.write_head(write, epoch, each.snapshot)
         if rewrite.tape is not None:
             write.delete(self._keys.tape)

@@ -37,7 +37,7 @@ from archipelago.broker.redis.replies import (
 )
 from archipelago.broker.redis.stored_run import StoredRun
 from archipelago.broker.redis.updates import UpdatesStreams
-from archipelago.broker.signing import MERGER, PAYLOAD_DIGEST, SIGNATURE, STAMP, HeartbeatOrder, Raw, stamp_of
+from archipelago.broker.signing import MERGER, SIGNATURE, STAMP, HeartbeatOrder, Raw, stamp_of
 from archipelago.broker.transport import (
     NOTES_EACH,
     NOTES_KEPT,
@@ -47,6 +47,7 @@ from archipelago.broker.transport import (
     Standby,
     unwatched,
 )
+from archipelago.broker.wire import is_digest
 
 #: How many evaluations of one island are kept, so that none can push out those of all others.
 EVALUATIONS_EACH = 5_000
@@ -113,13 +114,12 @@ class RedisReader:
                     payload = self.chunks.fetch(raw, snapshot.bytes, arrived=arrived)
                 except WireError:
                     continue  # a newer snapshot has replaced it, and its chunks expired during the read
-            self._signing.verify_payload(raw, payload)
             self._events.accept_fragment(fragment, raw)
             return snapshot, payload
         raise WireError(f"fragment {fragment} cannot be read whole", code="wire.fragment")
 
     def heads(self) -> list[Snapshot | None]:
-        names = [*(f.name for f in dataclasses.fields(Snapshot)), PAYLOAD_DIGEST, STAMP, SIGNATURE]
+        names = [*(f.name for f in dataclasses.fields(Snapshot)), STAMP, SIGNATURE]
         with self.connection.translated(), self._redis.pipeline(transaction=False) as pipe:
             for p in range(len(self.stored.sizes())):
                 pipe.hmget(self._keys.head(p), names)
@@ -133,11 +133,10 @@ class RedisReader:
                 if raw:
                     self._signing.verify("difference", MERGER, raw, about=f"{fragment}/{version}")
                 payload = self.chunks.fetch(raw, int(raw[b"bytes"]), arrived=arrived) if raw else None
-                if payload is not None:
-                    self._signing.verify_payload(raw, payload)
+                is_sound = payload is not None and is_digest(raw[b"digest"].decode(), payload)
             except (WireError, KeyError, ValueError):
                 return None  # it expired during the read, or is damaged; the island takes the full snapshot
-            return payload
+            return payload if is_sound else None
 
     def _head(self, p: int, names: Sequence[str], values: Any) -> Snapshot | None:
         if isinstance(values, Exception) or not any(values):  # another type under that key, or nothing

@@ -139,21 +139,16 @@ class UpdatesStreams:
         if contribution.island != sender:
             return Delivery(entry, None, fault=f"{sender} sent it in the name of {contribution.island}")
         chunks = self._chunks.kept_of(sender) if kept else self._chunks.of(sender)
-        download = partial(self._download, chunks, raw, contribution.bytes, between, verify=verify)
+        download = partial(self._download, chunks, raw, contribution.bytes, between)
         delivery = Delivery(entry, contribution, download=download)
         return delivery.with_payload() if PAYLOAD.encode() in raw else delivery
 
-    def _download(
-        self, chunks: ChunkStore, raw: Raw, size: int, between: Callable[[], object], *, verify: bool
-    ) -> bytes:
+    def _download(self, chunks: ChunkStore, raw: Raw, size: int, between: Callable[[], object]) -> bytes:
         def arrived(_: memoryview) -> None:
             between()
 
         with self._connection.translated():
-            payload = chunks.fetch(raw, size, arrived=arrived)
-        if verify:
-            self._connection.signing.verify_payload(raw, payload)
-        return payload
+            return chunks.fetch(raw, size, arrived=arrived)
 
 
 class UpdatesConsumer:

@@ -25,7 +25,7 @@ from archipelago.broker.errors import BrokerError, UnreachableError, WireError
 from archipelago.broker.messages import Handover
 from archipelago.broker.presence import Presence
 from archipelago.broker.transport import IslandTransport
-from archipelago.broker.wire import digest
+from archipelago.broker.wire import digest, is_digest
 from archipelago.islands.sync.heartbeat import Totals
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def decode(
     """
     if layout is not None:
         like = [layout, *like]
-    if len(payload) != handover.bytes or digest(payload) != handover.digest:
+    if len(payload) != handover.bytes or not is_digest(handover.digest, payload):
         raise WireError("the peer's optimiser state is not the announced one", code="handover.unsound")
     expected = sum(leaf.nbytes for leaf in like)
     try:

@@ -186,7 +186,7 @@ OF_ISLAND = {
 OF_MERGER = {
     f"{_REDIS}.updates:UpdatesConsumer.new": "wait for contributions",
     f"{_REDIS}.chunks:ChunkStore.fetch": "download",
-    f"{_MERGER}.round_merge:digest": "digest",
+    f"{_MERGER}.round_merge:is_digest": "digest",
     f"{_MERGER}.round_merge:unpack_encoded": "decompress",
     f"{_MERGER}.merge_rules:norms": "check",
     f"{_MERGER}.merge_rules:accumulate": "decode and add",

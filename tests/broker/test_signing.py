@@ -27,6 +27,7 @@ from archipelago.broker.signing import (
     public_key,
     stamp_of,
 )
+from archipelago.broker.wire import digest, is_digest
 from tests.failing import failing
 from tests.samples import heartbeat
 from tests.tiers import examples
@@ -52,7 +53,7 @@ def stored(fields: Mapping[str, str], **more: bytes) -> Raw:
 def test_a_signed_message_is_accepted_and_carries_its_fields() -> None:
     raw = stored(signing().signed("contribution", FIELDS, payload=b"gradient"), payload=b"gradient", chunks=b"3")
     signing("rome", ROME).verify("contribution", "oslo", raw)
-    signing("rome", ROME).verify_payload(raw, b"gradient")
+    assert is_digest(raw[b"digest"].decode(), b"gradient")
     assert FIELDS.items() <= {k.decode(): v.decode() for k, v in raw.items()}.items()
 
 
@@ -73,7 +74,7 @@ def test_a_signature_holds_for_one_kind_sender_place_and_run() -> None:
 
 @settings(max_examples=examples(200))
 @given(
-    change=st.sampled_from([*FIELDS, "payload_sha256", SIGNATURE, "new"]),
+    change=st.sampled_from([*FIELDS, "digest", SIGNATURE, "new"]),
     value=st.binary(max_size=130),
 )
 def test_any_changed_field_is_noticed(change: str, value: bytes) -> None:
@@ -87,14 +88,15 @@ def test_any_changed_field_is_noticed(change: str, value: bytes) -> None:
 
 def test_a_missing_field_an_unsigned_message_and_another_payload_are_refused() -> None:
     raw = stored(signing().signed("contribution", FIELDS, payload=b"gradient"))
-    for gone in (*FIELDS, "payload_sha256"):
+    for gone in (*FIELDS, "digest"):
         with failing(SignatureError, "signature.wrong"):
             signing().verify("contribution", "oslo", {k: v for k, v in raw.items() if k != gone.encode()})
     with failing(SignatureError, "signature.wrong"):
         signing().verify("contribution", "oslo", stored(FIELDS))
-    for fields, payload in ((raw, b"another"), (stored(FIELDS), b"gradient")):
-        with failing(SignatureError, "signature.wrong"):
-            signing().verify_payload(fields, payload)
+    assert not is_digest(raw[b"digest"].decode(), b"another")
+    weak = Signing().signed("contribution", FIELDS, payload=b"gradient")  # anyone can find another payload for it
+    with failing(SignatureError, "signature.wrong"):
+        signing().verify("contribution", "oslo", stored(signing().signed("contribution", weak)))
 
 
 @settings(max_examples=examples(200))
@@ -130,9 +132,9 @@ def test_keys_and_signatures_are_reproducible() -> None:
 
 def test_without_signing_everything_passes() -> None:
     off = Signing()
-    assert off.signed("contribution", FIELDS, payload=b"x", sender="oslo") == FIELDS
+    assert off.signed("contribution", FIELDS, payload=b"x", sender="oslo") == {**FIELDS, "digest": digest(b"x")}
+    assert off.signed("contribution", {"digest": "announced"}, payload=b"x") == {"digest": "announced"}
     off.verify("contribution", "oslo", stored(FIELDS))
-    off.verify_payload({}, b"x")
 
 
 # -- stamps --------------------------------------------------------------------------------------------------------

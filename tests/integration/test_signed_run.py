@@ -19,7 +19,8 @@ from archipelago.broker.messages import Call, Resume, Snapshot, to_fields
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.signing import EPOCHS_SKIPPED, MERGER, SignatureError, SigningOn, generate
 from archipelago.broker.transport import Transport
-from archipelago.broker.wire import digest, digest_of, newest, pack
+from archipelago.broker.wire import digest, digest_of, full_snapshot, newest, pack, signed_digest
+from archipelago.merger.round_merge import RoundMerge
 from archipelago.merger.service import Merger
 from archipelago.ops.experiments.virtual_time import VirtualRun
 from archipelago.ops.launch.administration import Administrator
@@ -235,8 +236,8 @@ def test_a_snapshot_with_another_payload_and_an_older_snapshot_are_refused(run: 
     put(keys.head(0), new_head)
     assert island.reader.heads()[0] is not None
     put(keys.fragment(0), {**new, b"payload": old[b"payload"]})
-    with pytest.raises(WireError):
-        run.keys.viewer().reader.fragment(0)
+    with failing(WireError, "wire.snapshot"):
+        full_snapshot(run.keys.viewer().reader, run.manifest, 0)
 
 
 # -- mergers -------------------------------------------------------------------------------------------------------
@@ -280,7 +281,8 @@ def test_the_first_invitation_signs_the_run_and_stops_the_merger_without_a_key(t
     merger_key = plain.membership.all().merger_key
     viewer = connect(f"fakeredis://{name}", name, Invitation("redis://x", name, "viewer", "viewer", "", merger_key))
     assert viewer.reader.manifest() == manifest(name)
-    assert viewer.reader.fragment(1) == first_snapshots(manifest(name))[1]
+    snapshot, payload = first_snapshots(manifest(name))[1]
+    assert viewer.reader.fragment(1) == (replace(snapshot, digest=signed_digest(payload)), payload)
     assert not administrator.open()
 
 
@@ -318,7 +320,7 @@ def test_a_restored_run_is_signed_by_the_merger(pair: tuple[Keys, RedisTransport
     assert epoch > EPOCHS_SKIPPED
     (delivery,) = merger.merger.updates(0.0)
     assert delivery.with_payload().payload == b"gradient"
-    assert delivery.contribution == pending
+    assert delivery.contribution == replace(pending, digest=signed_digest(b"gradient"))
     island = keys.connect("a")
     assert island.reader.manifest() == of
     assert island.reader.fragment(0)[0].version == 1
@@ -335,7 +337,7 @@ def test_a_handover_is_believed_only_if_its_giver_signed_it_for_this_newcomer(
     for who in ("a/x", "a/y"):
         newcomer.island.request_state(who)
         giver.island.hand_over(who, handover(), b"moments")
-    assert newcomer.island.handed_over("a/x") == (handover(), b"moments")
+    assert newcomer.island.handed_over("a/x") == (handover(digest=signed_digest(b"moments")), b"moments")
     raw, key = newcomer.connection.redis, newcomer.connection.keys
     copied = raw.hgetall(key.handover("a/x"))
     raw.delete(key.handover("a/y"))
@@ -354,4 +356,5 @@ def test_chunks_that_were_replaced_after_signing_are_noticed(pair: tuple[Keys, R
     (chunk,) = list(raw.scan_iter(f"{{{keys.run}:s0}}:c:a*"))
     raw.set(chunk, b"x" + payload[1:])
     (delivery,) = merger.merger.updates(0.0)
-    assert "signature.wrong" in delivery.with_payload().fault
+    with failing(WireError, "wire.payload"):
+        RoundMerge.of(of).opened(delivery.with_payload())
