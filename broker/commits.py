@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from archipelago.broker.errors import WireError
+from archipelago.broker.full_state import Compaction, FullState
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import (
     Books,
@@ -106,28 +107,12 @@ class Delivery:
 
 
 @dataclass(frozen=True)
-class Compaction:
-    """The full state of a fragment at one version. A merger that loads the run merges later rounds again.
-
-    Attributes:
-        snapshot: The version.
-        payload: The published parameters, as a full snapshot.
-        outer: The exact parameters and outer optimiser state, which only mergers read; empty for version 0.
-    """
-
-    snapshot: Snapshot
-    payload: bytes
-    outer: bytes
-
-
-@dataclass(frozen=True)
 class Commit:
     """All changes of one closed round. The broker applies them in one step.
 
     Attributes:
         snapshot: The fragment's new version.
-        payload: The payload of the snapshot; empty unless the commit carries the fragment's full state (`Compaction`).
-        outer: The fragment's exact parameters and outer optimiser state; empty unless there is a payload.
+        compaction: The fragment's full state after the round; None unless the commit carries it.
         state: The merger's other state, as JSON.
         tape: The round's entry on the tape.
         entries: Entries of the updates streams that this commit merges, and which the broker keeps elsewhere from then
@@ -143,8 +128,7 @@ class Commit:
     """
 
     snapshot: Snapshot
-    payload: bytes
-    outer: bytes
+    compaction: Compaction | None
     state: str
     tape: TapeEntry
     entries: Sequence[str]
@@ -154,11 +138,6 @@ class Commit:
     after_round: int | None = None
     uncovered: int = 0
     counts: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def compaction(self) -> Compaction | None:
-        """The fragment's full state after the round, if the commit carries it."""
-        return Compaction(self.snapshot, self.payload, self.outer) if self.payload else None
 
 
 @dataclass(frozen=True)
@@ -183,8 +162,7 @@ class Image:
     Attributes:
         manifest: The run's manifest.
         number: The number of the checkpoint.
-        snapshots: The newest snapshot of each fragment, with its payload.
-        outers: The exact parameters and outer optimiser state of each fragment; empty if none of its rounds has closed.
+        fragments: The full state of each fragment at its newest version.
         state: The merger's other state, as JSON.
         books: The run's counters.
         cursors: The resume position of each started range of text.
@@ -195,8 +173,7 @@ class Image:
 
     manifest: Manifest
     number: int
-    snapshots: Sequence[tuple[Snapshot, bytes]]
-    outers: Sequence[bytes]
+    fragments: Sequence[FullState]
     state: str
     books: Books
     cursors: Mapping[str, tuple[int, int]]
@@ -207,7 +184,12 @@ class Image:
     @property
     def round(self) -> int:
         """The last round in the checkpoint."""
-        return max(snapshot.round for snapshot, _ in self.snapshots)
+        return max(full.snapshot.round for full in self.fragments)
+
+    @property
+    def step(self) -> int:
+        """The furthest global step in the checkpoint."""
+        return max(full.snapshot.step for full in self.fragments)
 
 
 class Renewal(NamedTuple):

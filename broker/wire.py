@@ -10,7 +10,7 @@ The newest published parameters of a fragment are its newest full snapshot, and 
 from __future__ import annotations
 
 import hashlib
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgpack
 import numpy as np
@@ -21,7 +21,9 @@ from archipelago.broker.codecs import PIECE, Vector, codec, empty_vector
 from archipelago.broker.errors import WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Snapshot
-from archipelago.broker.transport import ReaderClient
+
+if TYPE_CHECKING:  # clients use this module
+    from archipelago.broker.transport import ReaderClient
 
 MAGIC = b"ARC1"
 HEADER_BYTES_MAX = 1024

@@ -17,7 +17,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,10 @@ from archipelago.broker.commits import Image
 from archipelago.broker.errors import ConfigError, WireError
 from archipelago.broker.failpoints import failpoint
 from archipelago.broker.files import FILE_FAULTS, in_words, remedy
+from archipelago.broker.full_state import PARAMETERS, FullState, octets
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Books, Contribution, Evaluation, Snapshot, TapeEntry, from_fields, to_fields
-from archipelago.broker.wire import digest, pack, unpack
+from archipelago.broker.wire import digest
 
 FORMAT = 2
 
@@ -173,10 +174,9 @@ class CheckpointStore:
 
 def describe(image: Image) -> str:
     """Return a line about an image for people."""
-    step = max(snapshot.step for snapshot, _ in image.snapshots)
     return (
         f"checkpoint {image.number} of run {image.manifest.run!r}: "
-        f"round {image.round}, step {step}, {len(image.pending)} pending"
+        f"round {image.round}, step {image.step}, {len(image.pending)} pending"
     )
 
 
@@ -184,17 +184,14 @@ def describe(image: Image) -> str:
 
 
 def _arrays_of(image: Image) -> Items:
-    from archipelago.merger import outer  # loads JAX, which readers that only list checkpoints do not need
-
     manifest = image.manifest
     items: Items = {"parameters": {}, "published": {}, "outer": {}, "pending": {}}
-    for p, ((_, payload), state) in enumerate(zip(image.snapshots, image.outers, strict=True)):
-        published_N = unpack(payload, manifest.sizes[p])
-        arrays = outer.load_named(state) if state else {}
-        items["published"] |= _tensors(manifest, p, published_N)
-        items["parameters"] |= _tensors(manifest, p, arrays.pop(outer.PARAMETERS, published_N))
-        if arrays:
-            items["outer"][str(p)] = arrays
+    for full in image.fragments:
+        p, state = full.snapshot.fragment, dict(full.own)
+        items["published"] |= _tensors(manifest, p, full.published_N)
+        items["parameters"] |= _tensors(manifest, p, state.pop(PARAMETERS, full.published_N))
+        if state:
+            items["outer"][str(p)] = state
     items["pending"] = {str(n): np.frombuffer(data, np.uint8) for n, (_, data) in enumerate(image.pending) if data}
     return {name: arrays for name, arrays in items.items() if arrays}
 
@@ -222,8 +219,8 @@ def _metadata_of(image: Image, items: Items) -> Fields:
         "number": image.number,
         "manifest": image.manifest.to_fields(),
         "shard": image.manifest.shard,
-        "snapshots": [to_fields(snapshot) for snapshot, _ in image.snapshots],
-        "has_outer": [bool(state) for state in image.outers],
+        "snapshots": [to_fields(full.snapshot) for full in image.fragments],
+        "has_outer": [bool(full.own) for full in image.fragments],
         "state": image.state,
         "books": to_fields(image.books),
         "cursors": {name: list(cursor) for name, cursor in image.cursors.items()},
@@ -236,24 +233,20 @@ def _metadata_of(image: Image, items: Items) -> Fields:
 
 
 def _image_of(items: Items, fields: Fields) -> Image:
-    from archipelago.merger import outer
-
-    manifest = Manifest.from_fields(fields["manifest"]).of_shard(fields.get("shard", 0))
-    wire = manifest.config.wire
-    snapshots, outers = [], []
-    for p, (values, has_outer) in enumerate(zip(fields["snapshots"], fields["has_outer"], strict=True)):
-        payload = pack(_vector(manifest, p, items.get("published", {})), wire.full, wire.full_zstd_level)
+    manifest, fragments = Manifest.from_fields(fields["manifest"]).of_shard(fields.get("shard", 0)), []
+    for values, has_outer in zip(fields["snapshots"], fields["has_outer"], strict=True):
         snapshot = from_fields(Snapshot, values)
-        snapshots.append((replace(snapshot, bytes=len(payload), digest=digest(payload)), payload))
-        state = items.get("outer", {}).get(str(p), {})
-        params_N = _vector(manifest, p, items.get("parameters", {}))
-        outers.append(outer.dump_named({outer.PARAMETERS: params_N, **state}) if has_outer else b"")
+        p = snapshot.fragment
+        published_N, own = _vector(manifest, p, items.get("published", {})), {}
+        if has_outer:
+            params_N = _vector(manifest, p, items.get("parameters", {}))
+            own = {PARAMETERS: params_N, **items.get("outer", {}).get(str(p), {})}
+        fragments.append(FullState(snapshot, published_N, own))
     payloads = items.get("pending", {})
     return Image(
         manifest=manifest,
         number=fields["number"],
-        snapshots=tuple(snapshots),
-        outers=tuple(outers),
+        fragments=tuple(fragments),
         state=fields["state"],
         books=from_fields(Books, fields["books"]),
         cursors={name: (of_pass, sequence) for name, (of_pass, sequence) in fields["cursors"].items()},
@@ -269,7 +262,7 @@ def _image_of(items: Items, fields: Fields) -> Image:
 def _digest_of(items: Items, fields: Fields) -> str:
     """Return a digest of the metadata's fields and of every array, because Orbax does not notice all damage."""
     leaves = sorted(_leaves(items), key=lambda leaf: leaf[0])
-    arrays = [[path, str(array.dtype), array.shape, digest(array.tobytes())] for path, array in leaves]
+    arrays = [[path, str(array.dtype), array.shape, digest(octets(array))] for path, array in leaves]
     return digest(json.dumps([fields, arrays], sort_keys=True).encode())
 
 
@@ -278,7 +271,7 @@ def _leaves(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tup
         if isinstance(value, Mapping):
             yield from _leaves(value, (*path, name))
         else:
-            yield (*path, name), np.ascontiguousarray(value).reshape(np.shape(value))
+            yield (*path, name), value
 
 
 # -- arrays and metadata on disk -------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from archipelago.broker.transport import MergerTransport
 from archipelago.broker.wire import digest_of
 from archipelago.merger.beside import Spawn
 from archipelago.merger.checkpoint import CheckpointStore
-from archipelago.merger.committing import compaction_of
+from archipelago.merger.committing import full_state
 from archipelago.merger.one_cut import Following, Leading
 from archipelago.merger.record import Recorder
 from archipelago.merger.state import FragmentState
@@ -224,12 +224,10 @@ class Checkpointer:
 
     def _image(self, cut: CheckpointCut, tape: Sequence[TapeEntry]) -> Image:
         both = zip(cut.fragments, cut.snapshots, strict=True)
-        full = [compaction_of(cut.manifest, snapshot, fragment) for fragment, snapshot in both]
         return Image(
             manifest=cut.manifest,
             number=cut.number,
-            snapshots=tuple((each.snapshot, each.payload) for each in full),
-            outers=tuple(each.outer for each in full),
+            fragments=tuple(full_state(snapshot, fragment) for fragment, snapshot in both),
             state=cut.state,
             books=cut.books,
             cursors=cut.cursors,

@@ -17,19 +17,20 @@ import statistics
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import numpy as np
 
 from archipelago.broker.codecs import codec
-from archipelago.broker.commits import DIFFERENCES_KEPT, Commit, Compaction, Placed
+from archipelago.broker.commits import DIFFERENCES_KEPT, Commit, Placed
 from archipelago.broker.errors import ArchipelagoError, ConfigError, WireError
 from archipelago.broker.footprint import REDIS_LOG
+from archipelago.broker.full_state import FullState
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import RoundMember, Snapshot, TapeEntry
 from archipelago.broker.transport import MergerTransport
-from archipelago.broker.wire import digest, digest_of, pack, pack_body
+from archipelago.broker.wire import digest_of, pack_body
 from archipelago.merger import outer
 from archipelago.merger.beside import Spawn
 from archipelago.merger.round_merge import Addend, MergedRound
@@ -104,12 +105,11 @@ def build_commit(
         pack_body(merged.difference, wire.down, held_N.size, wire.zstd_level) if wire.sends_differences else b""
     )
     snapshot = snapshot_of(manifest, after.closed, after.step, held_N, merged.members, len(difference))
-    full = compaction_of(manifest, snapshot, merged.state) if is_full else None
+    full = full_state(snapshot, merged.state).packed(wire) if is_full else None
     tape = _tape_entry(manifest, record, merged, addends, before, after, snapshot.held)
     return Commit(
         full.snapshot if full else snapshot,
-        full.payload if full else b"",
-        full.outer if full else b"",
+        full,
         after.to_json(),
         tape,
         [addend.entry for addend in addends],
@@ -122,12 +122,10 @@ def build_commit(
     )
 
 
-def compaction_of(manifest: Manifest, snapshot: Snapshot, state: FragmentState) -> Compaction:
-    """Return the full state of a fragment at the version of `snapshot`, whose size and digest become the payload's."""
-    wire = manifest.config.wire
-    payload = pack(np.asarray(state.published_N), wire.full, wire.full_zstd_level)
-    header = replace(snapshot, bytes=len(payload), digest=digest(payload))
-    return Compaction(header, payload, outer.dump(state.params_N, state.outer) if snapshot.version else b"")
+def full_state(snapshot: Snapshot, state: FragmentState) -> FullState:
+    """Return the full state of a fragment at the version of `snapshot`. No array is copied."""
+    own = outer.named(state.params_N, state.outer) if snapshot.version else {}
+    return FullState(snapshot, np.asarray(state.published_N), own)
 
 
 def snapshot_of(
@@ -334,9 +332,10 @@ class Compactor:
         due = [p for p, snapshot in enumerate(snapshots) if self._is_due(p, fragments[p], snapshot)]
         if due:
             p = max(due, key=lambda each: snapshots[each].version - self.fragments[each].version)
-            fragment, snapshot, place = fragments[p], snapshots[p], self.transport.merger.place
+            fragment, snapshot, wire = fragments[p], snapshots[p], self.manifest.config.wire
+            place = self.transport.merger.place
             self._wanted.discard(p)
-            self._job = self._spawn(lambda: place(epoch, compaction_of(self.manifest, snapshot, fragment)))
+            self._job = self._spawn(lambda: place(epoch, full_state(snapshot, fragment).packed(wire)))
 
     def _is_due(self, p: int, fragment: FragmentState, snapshot: Snapshot) -> bool:
         since, size = self.fragments[p], state_bytes(fragment)

@@ -17,27 +17,20 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import msgpack
 import numpy as np
 import optax
-from flax import serialization
 from numpy.typing import NDArray
 
 from archipelago.broker.codecs import body_of, codec
 from archipelago.broker.config import OuterConfig, WireConfig
 from archipelago.broker.errors import WireError
-from archipelago.broker.wire import digest
+from archipelago.broker.full_state import PARAMETERS
 from archipelago.merger.merge_rules import rounded
 
 Vector = jax.Array | NDArray[np.float32]
 #: A pytree of arrays.
 State = Any
-#: Arrays by name: the parameters under PARAMETERS, and each leaf of the state under its path.
-NamedArrays = dict[str, NDArray[Any]]
 
-PARAMETERS = "params"
-MAGIC = b"ARO1"
-_DIGEST_CHARACTERS = 32
 _TINY = 1e-30
 
 
@@ -210,75 +203,34 @@ def _difference_programs(name: str) -> tuple[Any, Any, Any]:
     )
 
 
-# -- the state as bytes ------------------------------------------------------------------------------------------------
+# -- the state as named arrays -----------------------------------------------------------------------------------------
 
 
-def _named_state(state: State) -> dict[str, Any]:
-    """Return the leaves of a state, each under its path, such as `state[0].trace`."""
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    return {f"state{jax.tree_util.keystr(path)}": leaf for path, leaf in leaves}
+def named(params_N: Vector, state: State) -> dict[str, NDArray[Any]]:
+    """Return parameters and state as named arrays: PARAMETERS, and each leaf under its path, as `state[0].trace`."""
+    return {name: np.asarray(leaf) for name, leaf in {PARAMETERS: params_N, **_leaves(state)}.items()}
 
 
-def dump(params_N: Vector, state: State) -> bytes:
-    """Return parameters and state as bytes: MAGIC, the digest of the rest, and flax's msgpack of the named arrays."""
-    leaves = {PARAMETERS: params_N, **_named_state(state)}
-    return dump_named({name: np.asarray(leaf) for name, leaf in leaves.items()})
-
-
-def dump_named(arrays: NamedArrays) -> bytes:
-    """Return named arrays as the bytes that `dump` would write."""
-    body = serialization.msgpack_serialize(arrays, in_place=True)
-    return MAGIC + digest(body).encode() + body
-
-
-def load_named(data: bytes) -> dict[Any, Any]:
-    """Return the named arrays in bytes that `dump` wrote. Raises WireError for damaged bytes."""
-    body = data[len(MAGIC) + _DIGEST_CHARACTERS :]
-    if data[: len(data) - len(body)] != MAGIC + digest(body).encode():
-        raise WireError("the outer optimiser's state is damaged, or was written by another version")
-    try:
-        arrays = serialization.msgpack_restore(body)
-    except (
-        ValueError,
-        TypeError,
-        LookupError,
-        ArithmeticError,
-        AssertionError,
-        RecursionError,
-        SyntaxError,  # numpy parses the names of dtypes
-        msgpack.exceptions.UnpackException,
-    ) as error:
-        raise WireError(f"the outer optimiser's state is not msgpack ({type(error).__name__})") from None
-    if not isinstance(arrays, dict):
-        raise WireError("the outer optimiser's state is not a map")
-    return arrays
-
-
-def load(template_state: State, data: bytes, size: int) -> tuple[jax.Array, State]:
-    """Return the parameters and state that `dump` wrote, bit for bit, on the CPU.
+def of_named(template_state: State, arrays: Mapping[str, NDArray[Any]], size: int) -> tuple[jax.Array, State]:
+    """Return the parameters and state of which `named` made these arrays, bit for bit, on the CPU.
 
     Args:
         template_state: Any state of the same rule and size, such as `init(zeros)`.
-        data: What `dump` returned.
+        arrays: The arrays.
         size: How many parameters there must be.
 
     Raises:
-        WireError: The bytes are damaged, or a name, shape or dtype is not the template's.
+        WireError: A name, shape or dtype is not the template's.
     """
-    arrays = load_named(data)
-    named = _named_state(template_state)
-    expected = {PARAMETERS: ((size,), np.dtype(np.float32))} | {k: (v.shape, v.dtype) for k, v in named.items()}
-    _check_arrays(arrays, expected)
-    state = jax.tree.unflatten(jax.tree.structure(template_state), [arrays[name] for name in named])
+    leaves = _leaves(template_state)
+    expected = {PARAMETERS: ((size,), np.dtype(np.float32))} | {k: (v.shape, v.dtype) for k, v in leaves.items()}
+    found = {name: (array.shape, array.dtype) for name, array in arrays.items()}
+    if found != expected:
+        raise WireError(f"the run has {expected!s:.200}, and its full state holds {found!s:.200}")
+    state = jax.tree.unflatten(jax.tree.structure(template_state), [arrays[name] for name in leaves])
     params_N, state = _on_cpu((arrays[PARAMETERS], state))
     return params_N, state
 
 
-def _check_arrays(arrays: Mapping[Any, Any], expected: Mapping[str, tuple[Any, Any]]) -> None:
-    if arrays.keys() != expected.keys():
-        raise WireError(f"arrays {sorted(map(str, arrays))!s:.200} where the rule has {sorted(expected)}")
-    for name, (shape, dtype) in expected.items():
-        array = arrays[name]
-        if not isinstance(array, np.ndarray) or (array.shape, array.dtype) != (shape, dtype):
-            found = f"{getattr(array, 'dtype', type(array).__name__)} of shape {getattr(array, 'shape', '()')}"
-            raise WireError(f"{name} is {found} where the run has {dtype} of shape {shape}")
+def _leaves(state: State) -> dict[str, Any]:
+    return {f"state{jax.tree_util.keystr(path)}": leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}

@@ -17,9 +17,10 @@ import numpy as np
 from archipelago.broker import control
 from archipelago.broker.commits import Delivery, Image
 from archipelago.broker.errors import ArchipelagoError, WireError
+from archipelago.broker.full_state import FullState
 from archipelago.broker.messages import RoundMember, TapeEntry
 from archipelago.broker.transport import MergerTransport
-from archipelago.broker.wire import digest_of, pack, unpack
+from archipelago.broker.wire import digest_of
 from archipelago.merger import outer
 from archipelago.merger.committing import state_before
 from archipelago.merger.round_merge import Addend, MergedRound, RoundMerge, new_state
@@ -155,26 +156,18 @@ def of_image(rules: RoundMerge, image: Image) -> list[FragmentState]:
     if image.manifest.to_fields() != rules.manifest.to_fields():
         raise WireError(f"checkpoint {image.number} is of another run", code="wire.other-run")
     state = RunState.from_json(image.state)
-    both = zip(image.snapshots, image.outers, strict=True)
-    return [with_norms(fragment_of(rules, p, payload, o), state, p) for p, ((_, payload), o) in enumerate(both)]
+    return [with_norms(fragment_of(rules, full), state, full.snapshot.fragment) for full in image.fragments]
 
 
-def fragment_of(rules: RoundMerge, p: int, payload: bytes | None, outer_state: bytes) -> FragmentState:
-    """Return a fragment from its published payload and its own state. Raises WireError if they do not fit the run.
-
-    Without the payload, what islands hold is the rounding of the exact parameters, which a full snapshot would have.
-    """
-    size, wire = rules.manifest.sizes[p], rules.manifest.config.wire
-    if not (outer_state or payload):
-        raise WireError("neither its snapshot nor its outer state is left")
-    if not outer_state:
-        return new_state(unpack(payload or b"", size), rules.outer)
+def fragment_of(rules: RoundMerge, full: FullState) -> FragmentState:
+    """Return a fragment from its full state. Raises WireError if that does not fit the run."""
+    if not full.own:
+        return new_state(full.published_N, rules.outer)
+    size, wire = rules.manifest.sizes[full.snapshot.fragment], rules.manifest.config.wire
     template = new_state(np.zeros(size, np.float32), rules.outer)
-    params_N, state = outer.load(template.outer, outer_state, size)
+    params_N, state = outer.of_named(template.outer, full.own, size)
     exact = wire.full == "float32" and not wire.sends_differences
-    if payload is None:
-        payload = pack(np.asarray(params_N), wire.full, 0)
-    return FragmentState(params_N, state, NormWindow(), params_N if exact else jax.numpy.asarray(unpack(payload, size)))
+    return FragmentState(params_N, state, NormWindow(), params_N if exact else jax.numpy.asarray(full.published_N))
 
 
 def with_norms(fragment: FragmentState, state: RunState, p: int) -> FragmentState:

@@ -15,12 +15,13 @@ import numpy as np
 
 from archipelago.broker.commits import Image, Rewrite, nothing
 from archipelago.broker.errors import ConfigError, WireError
+from archipelago.broker.full_state import Compaction, unpacked
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import COUNT_MAX, Snapshot, TapeEntry
 from archipelago.broker.transport import MergerTransport
 from archipelago.broker.wire import digest_of, is_digest, newest, unpack
 from archipelago.merger.checkpoint import CheckpointStore
-from archipelago.merger.committing import compaction_of, snapshot_of
+from archipelago.merger.committing import full_state, snapshot_of
 from archipelago.merger.replay import (
     WHOLE_TAPE,
     DifferenceError,
@@ -121,7 +122,7 @@ def _from_redis(transport: MergerTransport, rules: RoundMerge, between: Callable
         if (after := min(held.round, state.covered)) < read_after:
             tape, read_after = _rounds(transport, manifest, after, state.closed), after
         outer_state = transport.merger.outer(p, held.version) if held.version else b""
-        fragment = fragment_of(rules, p, payload, outer_state)
+        fragment = fragment_of(rules, unpacked(Compaction(held, payload, outer_state), manifest.sizes[p]))
         numbers = [manifest.round_of(version, p) for version in range(held.version + 1, snapshot.version + 1)]
         if missing := [number for number in numbers if number not in tape]:
             raise WireError(f"the tape lacks round {missing[0]}")
@@ -236,7 +237,7 @@ def _from_checkpoint(
     manifest = rules.manifest
     state, fragments = RunState.from_json(image.state), of_image(rules, image)
     state.covered = covered = state.closed
-    snapshots, merged = [snapshot for snapshot, _ in image.snapshots], []
+    snapshots, merged = [full.snapshot for full in image.fragments], []
     tape = _rounds(transport, manifest, 0, COUNT_MAX)
     for entry in (entry for entry in tape.values() if entry.round > covered):
         p = entry.fragment
@@ -250,7 +251,8 @@ def _from_checkpoint(
         merged.append(entry)
         between()
     state = replace(_with_refusals(transport, state), covered=covered)
-    compactions = [compaction_of(manifest, s, f) for s, f in zip(snapshots, fragments, strict=True)]
+    both, wire = zip(snapshots, fragments, strict=True), manifest.config.wire
+    compactions = [full_state(snapshot, fragment).packed(wire) for snapshot, fragment in both]
     full = [compaction.snapshot for compaction in compactions]
     log.warning(
         "restored from checkpoint %s and %s rounds on the tape: the run goes on after %s",

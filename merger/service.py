@@ -340,7 +340,7 @@ class Merger:
             self.inbox.withdrawn[error.island] += 1
             raise
         tape, snapshot = commit.tape, commit.snapshot
-        self.compactor.committed(tape, snapshot, is_full=bool(commit.payload))
+        self.compactor.committed(tape, snapshot, is_full=commit.compaction is not None)
         self.snapshots[snapshot.fragment] = snapshot
         self.rounds.committed(seconds)
         self.controls.tell_of_scores(self._before.scores, self.state.scores)

@@ -11,6 +11,7 @@ import numpy as np
 from archipelago.broker.codecs import TINY, Vector, codec
 from archipelago.broker.commits import Commit, Image, entry_name
 from archipelago.broker.config import InnerConfig, RunConfig, WireConfig
+from archipelago.broker.full_state import PARAMETERS, Compaction, FullState, joined, unpacked
 from archipelago.broker.manifest import Corpus, Manifest, Tensor, balanced
 from archipelago.broker.memory.transport import MemoryBroker, MemoryTransport
 from archipelago.broker.messages import (
@@ -27,6 +28,8 @@ from archipelago.broker.messages import (
 from archipelago.broker.presence import Heartbeat
 from archipelago.broker.transport import MergerTransport
 from archipelago.broker.wire import digest, pack
+from archipelago.merger import outer
+from archipelago.merger.state import FragmentState
 
 
 def manifest(run: str = "sample", config: RunConfig | None = None, width: int = 4, fragments: int = 2) -> Manifest:
@@ -83,14 +86,17 @@ def heartbeat(island: str = "a", state: str = "training", **changes: Any) -> Hea
     return replace(base, **changes)
 
 
-def commit(entries: list[str], payload: bytes = b"new", round_number: int = 1, **changes: Any) -> Commit:
-    """Return the commit of a round of fragment 0 that merges `entries`."""
+def commit(
+    entries: list[str], payload: bytes = b"new", round_number: int = 1, own: bytes = b"outer", **changes: Any
+) -> Commit:
+    """Return the commit of a round of fragment 0 that merges `entries`. Without a payload, it has no full state."""
     version = (round_number + 1) // 2
     member = RoundMember("a", "x", 0, 0, 0, 1.0, 1.0, 100, 4, 2.5)
     tape = TapeEntry(round_number, 0, version, 1, 4, 1.0, 0.1, 0.2, 0.3, 1, 7, 2.5, digest(payload), (member,))
     snapshot = Snapshot(round_number, 0, version, 4, "float32", len(payload), digest(payload), "a")
     counts = {"merged": len(entries), "merged_tokens": 100 * len(entries), "bytes_up": 7 * len(entries)}
-    base = Commit(snapshot, payload, b"outer", '{"closed": 1}', tape, entries, counts=counts)
+    full = Compaction(snapshot, payload, own) if payload else None
+    base = Commit(snapshot, full, '{"closed": 1}', tape, entries, counts=counts)
     return replace(base, **changes)
 
 
@@ -142,16 +148,30 @@ def handover(payload: bytes = b"moments", **changes: Any) -> Handover:
     return replace(Handover("b", "y", 40, len(payload), digest(payload)), **changes)
 
 
-def image(of: Manifest, pending: list[tuple[Contribution, bytes]], outer: bytes = b"outer", **changes: Any) -> Image:
-    """Return checkpoint 3 of a run that merged one round of fragment 0 and refused one contribution."""
+def outer_bits(fragment: FragmentState) -> bytes:
+    """Return the exact parameters and the outer optimiser's state of a fragment."""
+    return joined(outer.named(fragment.params_N, fragment.outer))
+
+
+def plain(image: Image | None) -> Any:
+    """Return an image that equals others with the same bits."""
+    assert image is not None
+    return replace(image, fragments=[full.packed(image.manifest.config.wire) for full in image.fragments])  # type: ignore[misc]
+
+
+def image(of: Manifest, pending: list[tuple[Contribution, bytes]], noise: bytes = b"outer", **changes: Any) -> Image:
+    """Return checkpoint 3 of a run that merged one round of fragment 0 and refused one contribution.
+
+    `noise` is a part of that fragment's outer state, which it lacks without any.
+    """
     closed = commit([])
-    payload = pack(np.full(of.sizes[0], 1.0, np.float32), "float32", 1)
-    snapshot = replace(closed.snapshot, bytes=len(payload), digest=digest(payload))
+    first = [unpacked(Compaction(*each), size) for each, size in zip(first_snapshots(of), of.sizes, strict=True)]
+    ones_N = np.ones(of.sizes[0], np.float32)
+    own: dict[str, Any] = {PARAMETERS: ones_N, "noise": np.frombuffer(noise, np.uint8)} if noise else {}
     base = Image(
         manifest=of,
         number=3,
-        snapshots=[(snapshot, payload), *first_snapshots(of)[1:]],
-        outers=[outer, *[b""] * (len(of.sizes) - 1)],
+        fragments=[FullState(closed.snapshot, ones_N, own), *first[1:]],
         state=closed.state,
         books=Books(9, 900, 2, 200, 1, 100, 5000, 6000),
         cursors={"0": (0, 96), "7": (2, 0)},

@@ -10,7 +10,6 @@ from typing import Any
 from archipelago.broker.commits import (
     DIFFERENCES_KEPT,
     Commit,
-    Compaction,
     Delivery,
     Renewal,
     Rewrite,
@@ -20,6 +19,7 @@ from archipelago.broker.commits import (
     sender_of,
 )
 from archipelago.broker.errors import BrokerError, FencedError, WireError, WithdrawnError
+from archipelago.broker.full_state import Compaction
 from archipelago.broker.memory.state import MemoryRun, MemoryState
 from archipelago.broker.messages import Call, Marker, Refusal, Resume
 from archipelago.broker.presence import Presence

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 
-from archipelago.broker.commits import Compaction, Delivery, entry_name, parse_entry
+from archipelago.broker.commits import Delivery, entry_name, parse_entry
 from archipelago.broker.control import is_expelled
 from archipelago.broker.errors import UnknownRunError, WireError
+from archipelago.broker.full_state import Compaction
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Books, Contribution, Evaluation, Event, Handover, Note, Snapshot, TapeEntry
 from archipelago.broker.presence import Heartbeat, NameClaim, Presence

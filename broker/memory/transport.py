@@ -76,9 +76,10 @@ class MemoryTransport:
 
     def restore(self, image: Image) -> None:
         with self._broker.changed:
-            self.create(image.manifest, image.snapshots)
+            packed = [full.packed(image.manifest.config.wire) for full in image.fragments]
+            self.create(image.manifest, [(each.snapshot, each.payload) for each in packed])
             run = self._broker.runs[self._key]
-            run.outer = {p: data for p, data in enumerate(image.outers) if data}
+            run.outer = {each.snapshot.fragment: each.outer for each in packed if each.outer}
             run.state, run.tape, run.restored = image.state, list(image.tape), (image.number, image.round)
             run.control = fields_in(image.state)
             run.evaluations, run.cursors = list(image.evaluations), dict(image.cursors)

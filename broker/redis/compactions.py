@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from archipelago.broker.commits import DIFFERENCES_KEPT, Commit, Compaction
+from archipelago.broker.commits import DIFFERENCES_KEPT, Commit
 from archipelago.broker.errors import WireError
-from archipelago.broker.failpoints import failpoint
+from archipelago.broker.full_state import Compaction
 from archipelago.broker.messages import Snapshot, to_fields
 from archipelago.broker.redis.chunks import PREVIOUS_SECONDS, ChunkStore
 from archipelago.broker.redis.connection import RedisConnection
@@ -66,22 +66,27 @@ class Compactions:
 
     # -- writes -----------------------------------------------------------------------------------------------------
 
-    def place(self, epoch: int, compaction: Compaction) -> RedisPlaced:
-        """Upload a compaction as chunks that expire unless `point` keeps them."""
+    def place(self, epoch: int, compaction: Compaction, seconds: int = PLACED_SECONDS) -> RedisPlaced:
+        """Upload a compaction as chunks that expire after that time unless `point` keeps them."""
         snapshot, outer = compaction.snapshot, compaction.outer
         name = f"{snapshot.fragment}.{snapshot.version}.e{epoch}"
         with self._connection.translated():
-            payload_at = self._chunks.place(f"f{name}", compaction.payload, PLACED_SECONDS)
-            failpoint("compact.placed-snapshot")
-            outer_at = self._chunks.place(f"o{name}", outer, PLACED_SECONDS) if outer else {}
-            failpoint("compact.placed-outer")
+            payload_at = self._chunks.place(f"f{name}", compaction.payload, seconds)
+            outer_at = self._chunks.place(f"o{name}", outer, seconds) if outer else {}
             fields = self._connection.signed_snapshot(snapshot, compaction.payload, epoch)
-        return RedisPlaced(snapshot, fields, payload_at, self.outer_fields(snapshot, outer), outer_at)
+            of_outer = {"version": str(snapshot.version), "bytes": str(len(outer))}
+            signed = self._connection.signing.signed("outer", of_outer, about=str(snapshot.fragment), payload=outer)
+        return RedisPlaced(snapshot, fields, payload_at, signed, outer_at)
 
-    def outer_fields(self, snapshot: Snapshot, outer: bytes) -> dict[str, str]:
-        """Return the fields of the hash of an outer state, besides those of its payload."""
-        fields = {"version": str(snapshot.version), "bytes": str(len(outer))}
-        return self._connection.signing.signed("outer", fields, about=str(snapshot.fragment), payload=outer)
+    def write_first(self, pipe: Any, epoch: int, placed: RedisPlaced) -> None:
+        """Point to a placed compaction, and write its header, in a run that is created by this pipeline."""
+        p = placed.snapshot.fragment
+        pipe.hset(self._keys.fragment(p), mapping={**placed.fields, **placed.payload_at})
+        self._chunks.settle(pipe, placed.payload_at)
+        if placed.outer_at:
+            pipe.hset(self._keys.outer(p), mapping={**placed.outer_fields, **placed.outer_at})
+            self._chunks.settle(pipe, placed.outer_at)
+        self.write_head(pipe, epoch, placed.snapshot)
 
     def point(self, write: Write, placed: RedisPlaced) -> None:
         """Point to a placed compaction, and let the differences that it covers expire."""

@@ -20,11 +20,12 @@ from archipelago.broker.commits import (
 from archipelago.broker.errors import WireError
 from archipelago.broker.failpoints import failpoint
 from archipelago.broker.footprint import tape_kept
+from archipelago.broker.full_state import Compaction
 from archipelago.broker.messages import KINDS, Call, Event, Marker, Refusal, Resume, TapeEntry, to_fields
 from archipelago.broker.presence import Presence
 from archipelago.broker.ranges import cursor_text
 from archipelago.broker.redis.administration import KnownMembers
-from archipelago.broker.redis.compactions import Compactions
+from archipelago.broker.redis.compactions import Compactions, RedisPlaced
 from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.lease import ChangedError, Lease
 from archipelago.broker.redis.names import IslandNames
@@ -56,7 +57,7 @@ class RedisMerger:
         self.renew, self.release = self.lease.renew, self.lease.release
         self._stamps, self._signing = connection.stamps, connection.signing
         self._compactions = Compactions(connection, chunks)
-        self.outer, self.place = self._compactions.outer, self._compactions.place
+        self.outer = self._compactions.outer
 
     def acquire(self, holder: str, seconds: float, is_gone: Callable[[str], bool] = never_gone) -> int | None:
         self._require_key()
@@ -179,6 +180,11 @@ class RedisMerger:
         self._write(epoch, write, state)
         failpoint("refuse.done")
 
+    def place(self, epoch: int, compaction: Compaction) -> RedisPlaced:
+        placed = self._compactions.place(epoch, compaction)
+        failpoint("compact.placed")
+        return placed
+
     def compact(self, epoch: int, placed: Any, after_round: int, trim: Sequence[str] = ()) -> None:
         write = Write()
         self._compactions.point(write, placed)
@@ -187,7 +193,7 @@ class RedisMerger:
         failpoint("compact.done")
 
     def commit(self, epoch: int, commit: Commit) -> None:
-        placed = self._compactions.place(epoch, commit.compaction) if commit.compaction else None
+        placed = self.place(epoch, commit.compaction) if commit.compaction else None
         where = self._compactions.place_difference(epoch, commit)
         failpoint("commit.placed")
         write = Write()
@@ -208,7 +214,7 @@ class RedisMerger:
         failpoint("commit.done")
 
     def rewrite(self, epoch: int, rewrite: Rewrite) -> None:
-        placed = [self._compactions.place(epoch, compaction) for compaction in rewrite.compactions]
+        placed = [self.place(epoch, compaction) for compaction in rewrite.compactions]
         write, self._written = Write(), None
         for each in placed:
             self._compactions.point(write, each)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from archipelago.broker.address import AddressError, redacted
@@ -10,11 +10,12 @@ from archipelago.broker.commits import Image
 from archipelago.broker.control import fields_in
 from archipelago.broker.errors import BadUrlError, BrokerError, ConfigError, RunExistsError, UnknownRunError
 from archipelago.broker.failpoints import failpoint
+from archipelago.broker.full_state import Compaction
 from archipelago.broker.invitation import Invitation
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Contribution, Snapshot, to_fields
 from archipelago.broker.redis.administration import KnownMembers, Membership, signing_of
-from archipelago.broker.redis.chunks import ChunkStore
+from archipelago.broker.redis.chunks import ORPHAN_SECONDS, ChunkStore
 from archipelago.broker.redis.client import RedisClient, fake_client
 from archipelago.broker.redis.compactions import Compactions
 from archipelago.broker.redis.connection import DisturbedError, RedisConnection
@@ -108,9 +109,14 @@ class RedisTransport:
         servers, where = self.connection.servers, self.connection.where
         return RedisTransport(servers, self.run, where, self.invitation, home=self, shard=shard)
 
-    def create(
-        self, manifest: Manifest, snapshots: Sequence[tuple[Snapshot, bytes]], image: Image | None = None
-    ) -> None:
+    def create(self, manifest: Manifest, snapshots: Sequence[tuple[Snapshot, bytes]]) -> None:
+        self._create(manifest, [Compaction(snapshot, payload) for snapshot, payload in snapshots])
+
+    def restore(self, image: Image) -> None:
+        self._create(image.manifest, [full.packed(image.manifest.config.wire) for full in image.fragments], image)
+        failpoint("restore.done")
+
+    def _create(self, manifest: Manifest, full: Sequence[Compaction], image: Image | None = None) -> None:
         try:
             with self.connection.watching(self._keys.manifest) as pipe:
                 if pipe.exists(self._keys.manifest):
@@ -124,17 +130,15 @@ class RedisTransport:
                     )
                 # Before the transaction, whose keys all share one hash tag. Names without a run are not listed.
                 self.connection.registry.sadd(REGISTRY, self.connection.run)
-                placed = [self.chunks.place(f"f{s.fragment}.{s.version}", payload) for s, payload in snapshots]
-                fill = self._prepared(image) if image else None
                 epoch = self._first_epoch(pipe, image)
-                signed = [self.connection.signed_snapshot(snapshot, payload, epoch) for snapshot, payload in snapshots]
+                placed = [self._compactions.place(epoch, each, ORPHAN_SECONDS) for each in full]
+                fill = self._prepared(image) if image else None
                 # Keys remain if someone deleted only the manifest by hand.
-                past = self._keys.of_the_past(len(snapshots), self.updates.names())
+                past = self._keys.of_the_past(len(full), self.updates.names())
                 pipe.multi()
                 pipe.delete(*past)
-                for fields, (snapshot, _), where in zip(signed, snapshots, placed, strict=True):
-                    self._point(pipe, self._keys.fragment(snapshot.fragment), fields, where)
-                    self._compactions.write_head(pipe, epoch, snapshot)
+                for each in placed:
+                    self._compactions.write_first(pipe, epoch, each)
                 pipe.hset(self._keys.manifest, mapping=self._signing.signed("manifest", manifest.to_fields()))
                 if epoch:
                     pipe.set(self._keys.epoch, epoch_mark(epoch))
@@ -143,10 +147,6 @@ class RedisTransport:
                 pipe.execute()
         except DisturbedError:
             raise self._exists() from None
-
-    def restore(self, image: Image) -> None:
-        self.create(image.manifest, image.snapshots, image)
-        failpoint("restore.done")
 
     def mend_manifest(self, manifest: Manifest) -> bool:
         fragments = [self._keys.fragment(p) for p in range(len(manifest.fragments))]
@@ -182,11 +182,6 @@ class RedisTransport:
 
     def _prepared(self, image: Image) -> Callable[[Any], None]:
         """Upload the rest of a checkpoint. Returns a function that adds it to the transaction that creates the run."""
-        outers = [
-            (s.fragment, self._compactions.outer_fields(s, data), self.chunks.place(f"o{s.fragment}.{s.version}", data))
-            for (s, _), data in zip(image.snapshots, image.outers, strict=True)
-            if data
-        ]
         pending = [
             (c, {**self._vouched(c, payload), **self.chunks.of(c.island).place(chunks_name(c), payload)})
             for c, payload in image.pending
@@ -194,8 +189,6 @@ class RedisTransport:
         failpoint("restore.placed")
 
         def fill(pipe: Any) -> None:
-            for p, fields, where in outers:
-                self._point(pipe, self._keys.outer(p), fields, where)
             for contribution, where in pending:
                 pipe.sadd(self._keys.islands, contribution.island)
                 pipe.xadd(self._keys.updates(contribution.island), where)
@@ -203,12 +196,6 @@ class RedisTransport:
             self._fill(pipe, image)
 
         return fill
-
-    def _point(self, pipe: Any, key: str, fields: Mapping[str, str], where: Mapping[str, str | bytes]) -> None:
-        """Write a hash that points to a placed payload, and keep the payload."""
-        pipe.delete(key)
-        pipe.hset(key, mapping={**fields, **where})
-        self.chunks.settle(pipe, where)
 
     def _vouched(self, contribution: Contribution, payload: bytes) -> dict[str, str]:
         """Return the fields of a contribution. The mergers sign in the place of its island, which signed it before."""

@@ -151,16 +151,13 @@ def whole_image(images: Sequence[Image]) -> Image:
     if (manifest := home.manifest.whole) is None:
         return home
     layout = manifest.shard_layout
-    placed: dict[int, tuple[tuple[Snapshot, bytes], bytes]] = {}
-    for shard, image in enumerate(images):
-        for (snapshot, payload), outer in zip(image.snapshots, image.outers, strict=True):
-            placed[layout.fragments[shard][snapshot.fragment]] = (layout.in_run(shard, snapshot), payload), outer
+    both = [(shard, full) for shard, image in enumerate(images) for full in image.fragments]
+    fragments = [replace(full, snapshot=layout.in_run(shard, full.snapshot)) for shard, full in both]
     tape = [layout.in_run(shard, entry) for shard, image in enumerate(images) for entry in image.tape]
     return Image(
         manifest=manifest,
         number=home.number,
-        snapshots=tuple(placed[p][0] for p in range(layout.count)),
-        outers=tuple(placed[p][1] for p in range(layout.count)),
+        fragments=tuple(sorted(fragments, key=lambda full: full.snapshot.fragment)),
         state=combined_state({shard: image.state for shard, image in enumerate(images)}, layout),
         books=summed_books([image.books for image in images]),
         cursors=home.cursors,

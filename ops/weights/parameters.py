@@ -16,7 +16,6 @@ from archipelago.broker.manifest import Manifest
 from archipelago.broker.process import RUN_VARIABLE, URL_VARIABLE, connect_to, keep_compiled
 from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.shards.transport import opened
-from archipelago.broker.wire import unpack
 
 if TYPE_CHECKING:
     from archipelago.islands.data.tokenizer import TextTokenizer
@@ -114,10 +113,9 @@ def from_checkpoint(folder: str, run: str | None) -> RunParameters:
 
     from archipelago.islands.evaluation import assemble
 
-    vectors = [unpack(payload, size) for (_, payload), size in zip(image.snapshots, manifest.sizes, strict=True)]
-    step = max(snapshot.step for snapshot, _ in image.snapshots)
+    vectors = [full.published_N for full in image.fragments]
     origin = f"checkpoint {image.number} in {place}"
-    return RunParameters(manifest, assemble(manifest, vectors), image.round, step, origin)
+    return RunParameters(manifest, assemble(manifest, vectors), image.round, image.step, origin)
 
 
 def tokenizer_of(manifest: Manifest) -> TextTokenizer:

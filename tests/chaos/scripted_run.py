@@ -27,7 +27,6 @@ from archipelago.broker.manifest import Corpus, Manifest, Tensor, balanced
 from archipelago.broker.messages import Contribution, Refusal, TapeEntry
 from archipelago.broker.redis.transport import RedisTransport, connect
 from archipelago.broker.wire import digest, newest, pack
-from archipelago.merger import outer
 from archipelago.merger.restore import load
 from archipelago.merger.round_merge import RoundMerge
 from archipelago.merger.state import FragmentState
@@ -96,7 +95,7 @@ def outcome(transport: RedisTransport) -> dict[str, Any]:
     return {
         "snapshots": [replace(found.snapshot, bytes=0, digest=found.snapshot.held) for found in fragments],
         "payloads": [digest(np.asarray(found.params_N).tobytes()) for found in fragments],
-        "outer states": [digest(outer.dump(each.params_N, each.outer)) for each in _loaded(transport, manifest)],
+        "outer states": [digest(samples.outer_bits(each)) for each in _loaded(transport, manifest)],
         "tape": [_timeless(entry) for entry in tape],
         "cursors": transport.reader.cursors(),
         "books": asdict(transport.reader.books()) | {"bytes_down": 0, "kept": 0},

@@ -31,7 +31,7 @@ CHECKPOINTS = ("--checkpoint-every", "0.1")
 MERGERS = (
     ("acquire.done", NO_CHECKPOINTS), ("refuse.done", NO_CHECKPOINTS), ("announce.done:2", NO_CHECKPOINTS),
     ("commit.placed", NO_CHECKPOINTS), ("commit.done", NO_CHECKPOINTS),
-    ("compact.placed-outer", (*NO_CHECKPOINTS, *COMPACTIONS)), ("checkpoint.done:2", (*CHECKPOINTS, *COMPACTIONS)),
+    ("compact.placed", (*NO_CHECKPOINTS, *COMPACTIONS)), ("checkpoint.done:2", (*CHECKPOINTS, *COMPACTIONS)),
     ("", (*CHECKPOINTS, *COMPACTIONS)),
 )  # fmt: skip
 #: The failpoints at which the process of island b dies while it publishes, by round. Payloads of odd rounds are chunks.
@@ -150,7 +150,7 @@ def test_a_run_whose_processes_are_killed_gives_the_same_bits(
         image = CheckpointStore(run.folder / "merger" / "checkpoints").load()
         assert image is not None
         newest_held = [head.held for head in run.transport.reader.heads() if head is not None]
-        assert [snapshot.held for snapshot, _ in image.snapshots] == newest_held
+        assert [full.snapshot.held for full in image.fragments] == newest_held
         check_stream(run, 1, LOST_AFTER)
         victims.process.terminate()
         assert run.ended(victims.process) == 0, run.said(victims.process)

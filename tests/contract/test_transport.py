@@ -288,12 +288,13 @@ def test_a_checkpoint_restores_everything(connections: Connect, payload: bytes) 
     made = connections()
     manifest = samples.manifest(made.run, width=WIDTH)
     pending = [(samples.contribution(payload, sequence=n, tokens=10 + n), payload) for n in range(2)]
-    image = samples.image(manifest, pending, outer=payload)
+    image = samples.image(manifest, pending, noise=payload)
     made.restore(image)
     other = connections()
     assert other.reader.manifest() == manifest
-    assert [other.reader.fragment(p) for p in range(2)] == image.snapshots
-    assert other.merger.outer(0, 1) == payload
+    packed = [full.packed(manifest.config.wire) for full in image.fragments]
+    assert [other.reader.fragment(p) for p in range(2)] == [(each.snapshot, each.payload) for each in packed]
+    assert other.merger.outer(0, 1) == packed[0].outer
     assert (other.reader.merger_state(), other.reader.cursors()) == (image.state, image.cursors)
     assert (other.reader.tape(9), other.reader.evaluations()) == (image.tape, image.evaluations)
     assert other.reader.events(START, 0.0) == []

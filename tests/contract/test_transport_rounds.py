@@ -74,7 +74,7 @@ def test_a_commit_changes_everything_at_once(
     assert transport.island.holds(entry)
     deliveries = transport.merger.updates(0.0)
     assert [delivery.entry for delivery in deliveries] == [first, entry, third]
-    commit = samples.commit([entry], payload, outer=payload + b"!")
+    commit = samples.commit([entry], payload, own=payload + b"!")
     transport.merger.commit(epoch, commit)
     other = connections()
     assert other.reader.fragment(0) == (commit.snapshot, payload)

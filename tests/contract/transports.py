@@ -51,7 +51,7 @@ def gone(entry: str) -> Delivery:
 
 def small(number: int, **changes: Any) -> Commit:
     """Return a commit without a full state."""
-    return samples.commit([], round_number=number, **({"payload": b"", "outer": b""} | changes))
+    return samples.commit([], round_number=number, **({"payload": b""} | changes))
 
 
 def live(transport: Transport, *islands: str) -> None:

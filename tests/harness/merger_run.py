@@ -22,7 +22,7 @@ from archipelago.broker.wire import newest, pack, unpack
 from archipelago.merger.beside import Spawn, at_once
 from archipelago.merger.checkpoint import CheckpointStore
 from archipelago.merger.checkpointer import CheckpointCut, Checkpointer
-from archipelago.merger.committing import compaction_of
+from archipelago.merger.committing import full_state
 from archipelago.merger.record import Recorder
 from archipelago.merger.replay import replay_round
 from archipelago.merger.round_merge import RoundMerge, new_state
@@ -301,7 +301,7 @@ def finish(merger: Merger) -> None:
 
 def compact_now(merger: Merger, p: int) -> None:
     """Write the full state of fragment `p` at its newest version, unless it is written."""
-    full = compaction_of(merger.manifest, merger.snapshots[p], merger.fragments[p])
+    full = full_state(merger.snapshots[p], merger.fragments[p]).packed(merger.config.wire)
     if full.snapshot.version > merger.transport.reader.fragment(p)[0].version:
         of = merger.transport.merger
         of.compact(merger.epoch, of.place(merger.epoch, full), merger.state.closed, [])

@@ -110,7 +110,7 @@ class Phoenix(UpRun):
             image = self.checkpoints.load()
         except ConfigError:  # no checkpoint has the parts of all shards yet
             return 0
-        return 0 if image is None else max(snapshot.round for snapshot, _ in image.snapshots)
+        return 0 if image is None else image.round
 
 
 def test_a_run_survives_kills_the_loss_of_redis_an_interrupt_and_the_loss_of_its_checkpoints(

@@ -18,12 +18,13 @@ import pytest
 from archipelago.broker.commits import Image
 from archipelago.broker.config import OuterConfig
 from archipelago.broker.errors import ConfigError
+from archipelago.broker.full_state import PARAMETERS, FullState
 from archipelago.broker.messages import Books, Evaluation
-from archipelago.broker.wire import digest, pack
 from archipelago.merger import outer
 from archipelago.merger.checkpoint import CheckpointStore, describe
 from tests import samples
 from tests.failing import failing
+from tests.samples import plain
 
 EVALUATION = Evaluation(4, 312, 40_000, 1.75e9, 2.25)
 BOOKS = Books(published=5, published_tokens=500, merged=2, merged_tokens=200, refused=1, refused_tokens=100)
@@ -32,17 +33,17 @@ ROOT = Path(__file__).parents[2]
 
 def fragment(of: Image, p: int, version: int) -> Image:
     """Return the image with one fragment at this version. Equal arguments give equal images."""
-    snapshot, _ = of.snapshots[p]
-    rng, wire = np.random.default_rng([p, version]), of.manifest.config.wire
+    rng = np.random.default_rng([p, version])
     params_N, trace_N = rng.normal(size=(2, of.manifest.sizes[p])).astype(np.float32)
-    payload = pack(params_N + np.float32(0.5), wire.full, wire.full_zstd_level)
-    changed = replace(snapshot, round=2 * version - 1 + p, version=version, step=4 * version, merged="a/x/0 b/y/1")
-    changed = replace(changed, bytes=len(payload), digest=digest(payload))
-    snapshots, outers = list(of.snapshots), list(of.outers)
+    changed = replace(
+        of.fragments[p].snapshot,
+        round=2 * version - 1 + p, version=version, step=4 * version, merged="a/x/0 b/y/1",
+    )  # fmt: skip
+    fragments = list(of.fragments)
     state = outer.build(OuterConfig(rule="nesterov")).init(params_N)
     state = jax.tree.map(lambda leaf: trace_N if leaf.ndim else leaf, state)
-    snapshots[p], outers[p] = (changed, payload), outer.dump(params_N, state)
-    return replace(of, snapshots=tuple(snapshots), outers=tuple(outers))
+    fragments[p] = FullState(changed, params_N + np.float32(0.5), outer.named(params_N, state))
+    return replace(of, fragments=tuple(fragments))
 
 
 def image(number: int = 1, *versions: int) -> Image:
@@ -51,8 +52,7 @@ def image(number: int = 1, *versions: int) -> Image:
     out = Image(
         manifest=manifest,
         number=number,
-        snapshots=tuple(samples.first_snapshots(manifest)),
-        outers=(b"", b""),
+        fragments=samples.image(manifest, [], noise=b"").fragments,
         state=json.dumps({"closed": number, "of": "ünïcode \ud800"}),
         books=BOOKS,
         cursors={"3": (0, 7), "11": (2, 0)},
@@ -92,7 +92,7 @@ def test_images_are_restored_bit_for_bit_without_a_warning(
     store = saved(tmp_path / "a" / "b", *images, keep=4)
     assert store.numbers() == [1, 2, 4, 5]
     for what in images[:3]:
-        assert CheckpointStore(tmp_path / "a" / "b").load(what.number) == what
+        assert plain(CheckpointStore(tmp_path / "a" / "b").load(what.number)) == plain(what)
     found = store.load()
     assert found is not None
     assert np.isnan(found.evaluations[0].bits_per_byte)
@@ -115,8 +115,8 @@ def test_plain_orbax_restores_named_tensors(tmp_path: Path) -> None:
     for name in ("parameters", "published"):
         assert {key: value.shape for key, value in found[name].items()} == tensors
         assert {np.dtype(value.dtype) for value in found[name].values()} == {np.dtype(np.float32)}
-    for rows, data in zip(what.manifest.layout, what.outers, strict=True):
-        params_N = outer.load_named(data)["params"]
+    for rows, full in zip(what.manifest.layout, what.fragments, strict=True):
+        params_N = full.own[PARAMETERS]
         for tensor, at in rows:
             expected = params_N[at : at + tensor.size].reshape(tensor.shape)
             assert np.array_equal(np.asarray(found["parameters"][tensor.name]), expected)
@@ -127,8 +127,8 @@ def test_plain_orbax_restores_named_tensors(tmp_path: Path) -> None:
 def test_the_newest_are_kept_and_the_newest_of_all_is_loaded_by_default(tmp_path: Path) -> None:
     store = saved(tmp_path, image(3), image(7, 1), image(8, 1, 1), keep=2)
     assert (store.numbers(), directories(tmp_path), store.next_number()) == ([7, 8], ["7", "8"], 9)
-    assert store.load() == image(8, 1, 1)
-    assert store.load(7) == image(7, 1)
+    assert plain(store.load()) == plain(image(8, 1, 1))
+    assert plain(store.load(7)) == plain(image(7, 1))
     for number in (7, 8):
         with failing(ConfigError, "checkpoint.write"):
             store.save(image(number, 1))
@@ -199,14 +199,14 @@ def test_a_death_leaves_the_checkpoint_before_or_after(tmp_path: Path) -> None:
     )
     folders = sorted(tmp_path.iterdir())
     assert len(folders) > 5
-    after = {folder.name: CheckpointStore(folder, keep=2).load() == image(4, 2, 3) for folder in folders}
+    after = {folder.name: plain(CheckpointStore(folder, keep=2).load()) == plain(image(4, 2, 3)) for folder in folders}
     assert (after["checkpoint.before"], after["checkpoint.done"]) == (False, True)
     for folder in folders:
         store = CheckpointStore(folder, keep=2)
-        assert after[folder.name] or store.load() == image(3, 2, 2)
+        assert after[folder.name] or plain(store.load()) == plain(image(3, 2, 2))
         last = image(max(store.next_number(), 5), 9, 9)
         store.save(last)
-        assert store.load() == last
+        assert plain(store.load()) == plain(last)
         assert directories(folder) == sorted(map(str, store.numbers())), folder.name
 
 
@@ -218,13 +218,15 @@ def test_a_checkpoint_that_is_damaged_or_not_its_own_is_skipped_with_one_warning
 ) -> None:
     saved(tmp_path, image(1, 1, 1), image(2, 2, 2))
     shutil.rmtree(tmp_path / "2" / "parameters" / "d")
-    assert CheckpointStore(tmp_path).load() == image(1, 1, 1)
+    assert plain(CheckpointStore(tmp_path).load()) == plain(image(1, 1, 1))
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     with failing(ConfigError, "checkpoint.unreadable"):
         CheckpointStore(tmp_path).load(2)
     shutil.rmtree(tmp_path / "2" / "parameters")
     shutil.copytree(tmp_path / "1" / "parameters", tmp_path / "2" / "parameters")
-    assert CheckpointStore(tmp_path).load() == image(1, 1, 1), "Orbax accepts these arrays, and their shapes fit"
+    assert plain(CheckpointStore(tmp_path).load()) == plain(image(1, 1, 1)), (
+        "Orbax accepts these arrays, and their shapes fit"
+    )
     shutil.rmtree(tmp_path / "2")
     (tmp_path / "1").rename(tmp_path / "4")
     with failing(ConfigError, "checkpoint.unreadable"):

@@ -58,7 +58,7 @@ def test_a_checkpoint_is_taken_at_each_interval_with_new_rounds() -> None:
         run.clock.now += 30.0
         merger.turn(0.0)
     assert len(store.images) == 3
-    assert list(store.images[1].outers) == [store.images[1].outers[0], b""], "fragment 1 has no outer state yet"
+    assert [bool(full.own) for full in store.images[1].fragments] == [True, False], "fragment 1 has no outer state yet"
 
 
 # -- trimming of covered entries -------------------------------------------------------------------------------------

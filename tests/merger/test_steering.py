@@ -8,13 +8,13 @@ import pytest
 
 from archipelago.broker.control import GRACE, OUTER_RATE, QUORUM, STEPS
 from archipelago.broker.messages import Refusal
-from archipelago.merger import outer
 from archipelago.merger.checkpointer import RETRY_SECONDS
 from archipelago.merger.scores import Score
 from archipelago.merger.service import Merger
 from archipelago.merger.state import RunState
 from archipelago.merger.steering import EXPELLED, OperatorControls
 from archipelago.merger.weights import ENOUGH
+from tests import samples
 from tests.harness.merger_run import (
     CONFIG,
     SIZE,
@@ -114,7 +114,7 @@ def test_a_takeover_and_a_replay_keep_changed_settings() -> None:
     ]  # fmt: skip
     assert bits(one) == bits(other)
     state, fragments = replayed(other, recorded(other))
-    assert [outer.dump(f.params_N, f.outer) for f in fragments] == outer_states(other)
+    assert [samples.outer_bits(f) for f in fragments] == outer_states(other)
     assert state.steered == state_of(other).steered == {GRACE: 0.125}
 
 
@@ -333,5 +333,5 @@ def test_contributions_that_wait_during_an_extension_are_clipped_by_its_rates() 
     assert merger.turn(0.0)
     assert steered_on_tape(run)[-2:] == [f"{STEPS}=8000", ""]
     state, fragments = replayed(run, recorded(run))
-    assert [outer.dump(f.params_N, f.outer) for f in fragments] == outer_states(run)
+    assert [samples.outer_bits(f) for f in fragments] == outer_states(run)
     assert replace(state, timing=state_of(run).timing) == replace(state_of(run), control=state.control)

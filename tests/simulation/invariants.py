@@ -11,6 +11,7 @@ import numpy as np
 
 from archipelago.broker.commits import Delivery, Image
 from archipelago.broker.control import is_expelled
+from archipelago.broker.full_state import joined
 from archipelago.broker.messages import (
     Books,
     Call,
@@ -28,11 +29,11 @@ from archipelago.broker.wire import digest_of, unpack
 from archipelago.islands.data.batches import PRIVATE_PASSES
 from archipelago.islands.sync.connection.outbox import ContributionHeader
 from archipelago.islands.worker import Island
-from archipelago.merger import outer
 from archipelago.merger.replay import replay_round
 from archipelago.merger.round_merge import RoundMerge, new_state
 from archipelago.merger.service import Merger
 from archipelago.merger.state import FragmentState, RunState
+from tests import samples
 from tests.simulation.faults import FAILOVER
 from tests.simulation.processes import RUN
 
@@ -275,7 +276,7 @@ class Invariants:
         if not self.simulation.rates.checkpoints or self.simulation.rates.loses == FAILOVER:
             return
         images = self.simulation.disks[self.shard]
-        covered = max(s.round for s, _ in images[max(images)].snapshots) if images else 0
+        covered = images[max(images)].round if images else 0
         while self.uncovered and self.uncovered[0][0] <= covered:
             self.uncovered.popleft()
         for number, entries in self.uncovered:
@@ -313,7 +314,7 @@ class Invariants:
         assert merger.state.cursors == run.cursors
         for p, (version, data) in damaged.items():
             if merger.snapshots[p].version == version:
-                now = outer.dump(merger.fragments[p].params_N, merger.fragments[p].outer)
+                now = samples.outer_bits(merger.fragments[p])
                 assert now == data, f"fragment {p} was rebuilt to other bits"
         for p, entry in {entry.fragment: entry for entry in run.tape[-2:]}.items():
             assert digest_of(np.asarray(merger.fragments[p].published_N)) == entry.digest, f"fragment {p} differs"
@@ -373,21 +374,20 @@ class Invariants:
             if image := images.get(entry.round):
                 self._check_image(image, state, fragments)
             if (compacted := full.get((p, entry.version))) is not None:
-                assert compacted == outer.dump(fragments[p].params_N, fragments[p].outer), f"{entry} was compacted"
+                assert compacted == samples.outer_bits(fragments[p]), f"{entry} was compacted"
         for merger in (process.merger for process in self.simulation.mergers_of(self.shard) if process.loaded):
             if merger.epoch and merger.rounds.closed == self.round:
                 for ours, theirs in zip(fragments, merger.fragments, strict=True):
-                    assert outer.dump(theirs.params_N, theirs.outer) == outer.dump(ours.params_N, ours.outer)
+                    assert samples.outer_bits(theirs) == samples.outer_bits(ours)
 
     def _check_image(self, image: Image, state: RunState, fragments: Sequence[FragmentState]) -> None:
         """Check that a checkpoint holds what the tape gives up to its round."""
         if image.tape[-1].digest != self.run.tape[image.round - 1].digest:
             return  # a failover has lost these rounds
         assert image.cursors == state.cursors
-        for fragment, (snapshot, payload), outer_state in zip(fragments, image.snapshots, image.outers, strict=True):
-            published_N = unpack(payload, self.manifest.sizes[snapshot.fragment])
-            assert digest_of(published_N) == digest_of(np.asarray(fragment.published_N))
-            assert outer_state == (outer.dump(fragment.params_N, fragment.outer) if snapshot.version else b"")
+        for fragment, full in zip(fragments, image.fragments, strict=True):
+            assert digest_of(full.published_N) == digest_of(np.asarray(fragment.published_N))
+            assert not full.snapshot.version or joined(full.own) == samples.outer_bits(fragment)
 
     def check_record(self) -> None:
         """Check that the record is the tape up to its last round, with all contributions.

@@ -174,7 +174,7 @@ from tests import samples
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 logs.log_to_stderr("merger")
 manifest = samples.manifest(width=40_000)
-image = samples.image(manifest, [], outer=np.random.default_rng(0).bytes(3_000_000))
+image = samples.image(manifest, [], noise=np.random.default_rng(0).bytes(3_000_000))
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, resource.RLIM_INFINITY))
 for number in (3, 4):
     try:

@@ -188,7 +188,7 @@ def test_an_upload_without_its_pointer_expires(transport: RedisTransport, raw: A
     with failing(UnreachableError):
         transport.island.publish(samples.contribution(LARGE), LARGE)
     with failing(UnreachableError):
-        transport.merger.commit(epoch, samples.commit([], LARGE, outer=LARGE))
+        transport.merger.commit(epoch, samples.commit([], LARGE, own=LARGE))
     torn = chunk_keys(raw, transport.run) - before
     assert len(torn) == 9
     assert all(0 < raw.ttl(key) <= chunks.ORPHAN_SECONDS for key in torn)
@@ -327,7 +327,7 @@ def test_a_slow_upload_does_not_expire(transport: RedisTransport, raw: Any, monk
 
 def test_a_repeated_commit_keeps_its_chunks(transport: RedisTransport, raw: Any, epoch: int) -> None:
     for _ in range(2):
-        transport.merger.commit(epoch, samples.commit([], LARGE, outer=LARGE))
+        transport.merger.commit(epoch, samples.commit([], LARGE, own=LARGE))
     assert lasting_chunks(raw, transport.run) == wanted_chunks(raw, transport.run)
     assert transport.reader.fragment(0)[1] == transport.merger.outer(0, 1) == LARGE
 
@@ -396,7 +396,7 @@ def test_only_one_of_two_concurrent_creations_succeeds(
         if by == "create":
             loser.create(manifest, samples.first_snapshots(manifest, value=2.0))
         else:
-            loser.restore(samples.image(manifest, [(samples.contribution(LARGE), LARGE)], outer=LARGE))
+            loser.restore(samples.image(manifest, [(samples.contribution(LARGE), LARGE)], noise=LARGE))
     assert [winner.reader.fragment(p) for p in (0, 1)] == first
     assert (winner.reader.backlog(), winner.reader.merger_state()) == (0, "")
     assert lasting_chunks(raw, winner.run) == wanted_chunks(raw, winner.run)
@@ -415,7 +415,7 @@ def test_a_snapshot_is_never_read_torn(transport: RedisTransport, connections: C
     def write() -> None:
         try:
             for number in range(1, versions + 1):
-                commit = samples.commit([], version(number), 2 * number - 1, outer=version(number))
+                commit = samples.commit([], version(number), 2 * number - 1, own=version(number))
                 transport.merger.commit(epoch, commit)
         except BaseException as error:  # noqa: BLE001 - shown by the assertion below
             failed.append(error)

@@ -96,7 +96,7 @@ def play(transport: RedisTransport, manifest: Manifest) -> None:
     island.publish(samples.contribution(LARGE, sequence=2), LARGE)
     refused = island.publish(samples.contribution(LARGE, sequence=3), LARGE)
     assert len(merger.updates(0.0)) == 4
-    commit = samples.commit([entry], LARGE[::-1], 2, outer=LARGE * 2, difference=LARGE)
+    commit = samples.commit([entry], LARGE[::-1], 2, own=LARGE * 2, difference=LARGE)
     merger.commit(epoch, replace(commit, cursors={"0": (0, 5)}))
     merger.commit(epoch, samples.commit([], b"", 4, difference=LARGE))
     samples.refuse(transport, epoch, [(refused, Refusal("a", "x", 3, 1, 0, 100, "no"))])

@@ -89,7 +89,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     run_summary.write(folder, summary)
     pending = samples.packed(np.zeros(MANIFEST.sizes[0], np.float32))
-    image = samples.image(MANIFEST, [pending], outer=b"", tape=transport.reader.tape(99),
+    image = samples.image(MANIFEST, [pending], noise=b"", tape=transport.reader.tape(99),
                           evaluations=transport.reader.evaluations())  # fmt: skip
     CheckpointStore(folder / "merger" / "checkpoints").save(image)
     return folder

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from archipelago.broker.commits import Commit
+from archipelago.broker.full_state import Compaction
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.memory.transport import MemoryBroker
 from archipelago.broker.messages import Call, Contribution, Event, Marker, Refusal, Resume, Snapshot
@@ -153,7 +154,7 @@ class Harness:
             for c in merged
         )
         tape = replace(plain.tape, fragment=snapshot.fragment, members=members)
-        self.transport.merger.commit(self.epoch, Commit(snapshot, payload, b"", "{}", tape, entries))
+        self.transport.merger.commit(self.epoch, Commit(snapshot, Compaction(snapshot, payload), "{}", tape, entries))
         return snapshot
 
     def lose_rounds(self, after: int) -> None:
