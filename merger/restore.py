@@ -86,7 +86,7 @@ def load(
         ConfigError: Redis has lost what no checkpoint can restore (`config.lost-state`).
     """
     try:
-        return _from_redis(transport, rules, between)
+        return _from_redis(transport, rules, between, has_checkpoints=store is not None)
     except (WireError, ConfigError, DifferenceError) as error:
         damage = error.what
     log.warning("a part of the run is lost in Redis: %s", damage, extra={"code": "restore.lost"})
@@ -103,8 +103,12 @@ def load(
 # -- from Redis ------------------------------------------------------------------------------------------------------
 
 
-def _from_redis(transport: MergerTransport, rules: RoundMerge, between: Callable[[], object]) -> Loaded:
+def _from_redis(
+    transport: MergerTransport, rules: RoundMerge, between: Callable[[], object], *, has_checkpoints: bool
+) -> Loaded:
     """Read one fragment after another: the payloads of all of them would take a third of the merger's memory.
+
+    The tape is read as far back as the oldest compaction and, if the merger takes some, the newest checkpoint.
 
     Raises:
         WireError, ConfigError, DifferenceError: Something is lost or damaged.
@@ -119,7 +123,7 @@ def _from_redis(transport: MergerTransport, rules: RoundMerge, between: Callable
     read_after = state.closed
     for p, snapshot in enumerate(snapshots):
         held, payload = _full(transport, manifest, p, snapshot.version, between)
-        if (after := min(held.round, state.covered)) < read_after:
+        if (after := min(held.round, state.covered) if has_checkpoints else held.round) < read_after:
             tape, read_after = _rounds(transport, manifest, after, state.closed), after
         outer_state = transport.merger.outer(p, held.version) if held.version else b""
         fragment = fragment_of(rules, unpacked(Compaction(held, payload, outer_state), manifest.sizes[p]))

@@ -80,7 +80,7 @@ class Retention:
         self._asked = ""
         self.kept.clear()
         for entry in tape:
-            if entry.round > state.covered or not self._is_compacted(entry.round):
+            if self._awaits_checkpoint(entry.round, state) or not self._is_compacted(entry.round):
                 entries = tuple(member.entry for member in entry.members)
                 self.kept.append(MergedEntries(entry.round, entries, entry.bytes_up))
         named = {entry for merged in self.kept for entry in merged.entries}
@@ -101,7 +101,7 @@ class Retention:
             if not self._is_compacted(merged.round) or len(gone) >= TRIMMED_MAX:
                 kept.append(merged)
                 continue
-            is_wanted = self.checkpointer is not None and merged.round > state.covered
+            is_wanted = self._awaits_checkpoint(merged.round, state)
             if is_wanted and size <= KEPT_BYTES_MAX:
                 kept.append(merged)
                 continue
@@ -115,6 +115,9 @@ class Retention:
                 extra={"code": "checkpoint.behind"},
             )
         return gone
+
+    def _awaits_checkpoint(self, number: int, state: RunState) -> bool:
+        return self.checkpointer is not None and number > state.covered
 
     def is_covered(self, state: RunState) -> bool:
         """Return whether a checkpoint holds all closed rounds, or this merger takes none."""

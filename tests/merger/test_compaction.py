@@ -102,6 +102,8 @@ def test_compactions_write_fewer_bytes_than_rounds_whose_entries_they_free() -> 
         assert set(run.stored.kept) == needed
         most = max(most, len(needed))
     assert 4 < most < 40
+    again = run.merger()
+    assert {entry for merged in again.retention.kept for entry in merged.entries} == set(run.stored.kept)
     assert not any(commit.compaction for commit in commits)
     small = sum(entry.bytes_up for entry in run.transport.reader.tape(100)) + sum(len(c.difference) for c in commits)
     assert len(compactions) > 2

@@ -139,7 +139,7 @@ def test_a_short_tape_is_read_once_and_entries_of_no_fragment_are_skipped(caplog
     del run.stored.tape[:5]
     run.stored.tape.insert(0, replace(run.stored.tape[0], fragment=7))
     calls: list[str] = []
-    load(run.faulty(before=lambda name, *_: calls.append(name)), RoundMerge.of(run.manifest), None)
+    load(run.faulty(before=lambda name, *_: calls.append(name)), RoundMerge.of(run.manifest), store)
     assert calls.count("tape") == 2
     run.stored.state = ""
     run.play(run.merger(store=store), 4)
