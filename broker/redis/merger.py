@@ -208,6 +208,7 @@ class RedisMerger:
             write.keep(stream, id_, self._keys.kept(entry), own.prefix, own.most(), kept.prefix)
         write.do_all("SADD", self._keys.kept_entries, commit.entries)
         self._forget(write, commit.trim)
+        self.write_derived(write, commit.cursors, commit.counts)
         self.write_tape(write, commit.tape, commit.uncovered)
         self._announce(write, epoch, commit.snapshot)
         self._write(epoch, write, commit.state, commit.after_round)
