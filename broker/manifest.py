@@ -29,6 +29,8 @@ FORMAT = "0.4"
 #: The packages whose versions a manifest records.
 PACKAGES = ("archipelago-train", "jax", "jaxlib", "flax", "optax", "numpy", "redis")
 MISSING = "not installed"
+#: The code of the error that another version of archipelago has made a run.
+OTHER_FORMAT = "config.format"
 _UID = re.compile(r"([0-9a-f]{32})?")
 _NATS_PER_BIT = math.log(2.0)
 
@@ -125,8 +127,7 @@ class Manifest:
         frozen: The tensors of the model that are not trained, by digest. They are in no fragment, and never sent.
         task: The name of the users' task that the islands train; empty for our models, and for users' scripts.
         shards: S, the number of shards that the fragments are dealt out to.
-        whole: The manifest of the run, in that of one of its shards (`of_shard`); None in the run's own.
-        shard: The number of that shard.
+        shard: The number of the shard, in the manifest of one of several (`of_shard`); None in the run's own.
     """
 
     run: str
@@ -139,8 +140,7 @@ class Manifest:
     frozen: tuple[FrozenTensor, ...] = ()
     task: str = ""
     shards: int = 1
-    whole: Manifest | None = None
-    shard: int = 0
+    shard: int | None = None
 
     @cached_property
     def shard_layout(self) -> Layout:
@@ -148,17 +148,45 @@ class Manifest:
         return Layout(dealt(self.sizes, self.shards))
 
     def of_shard(self, shard: int) -> Manifest:
-        """Return the manifest of a shard: a run of its own fragments. That of a run with one shard is the run's."""
-        if self.shards == 1:
-            return self
-        fragments = tuple(self.fragments[p] for p in self.shard_layout.fragments[shard])
-        mine = {name for names in fragments for name in names}
-        tensors = tuple(tensor for tensor in self.tensors if tensor.name in mine)
-        return replace(self, tensors=tensors, fragments=fragments, shards=1, whole=self, shard=shard)
+        """Return the manifest of a shard: the run's, with fragments of its own. That of the only shard is the run's."""
+        return self if self.shards == 1 else replace(self, shard=shard)
 
-    def run_round(self, number: int) -> int:
-        """Return the number that a round of this manifest has in the run: another one only if it is of a shard."""
-        return number if self.whole is None else self.whole.shard_layout.run_round(self.shard, number)
+    @property
+    def whole(self) -> Manifest:
+        """The manifest of the run."""
+        return self if self.shard is None else replace(self, shard=None)
+
+    @cached_property
+    def own_fragments(self) -> Sequence[int]:
+        """The fragments of this run or shard, in ascending order."""
+        return range(len(self.fragments)) if self.shard is None else self.shard_layout.fragments[self.shard]
+
+    @property
+    def window(self) -> int:
+        """How many rounds can be open at once. Two open rounds never share a fragment."""
+        return min(self.config.sync.window, len(self.own_fragments))
+
+    @property
+    def stride(self) -> float:
+        """The inner steps from one round of this run or shard to the next, H / P."""
+        return self.config.sync.interval / len(self.own_fragments)
+
+    def next_rounds(self, closed: int, count: int) -> Sequence[int]:
+        """Return the `count` rounds of this run or shard after round `closed`."""
+        if self.shard is None:
+            return range(closed + 1, closed + 1 + count)
+        return self.shard_layout.next_rounds(self.shard, closed, count)
+
+    def next_round(self, closed: int) -> int:
+        """Return the first round of this run or shard after round `closed`."""
+        return self.next_rounds(closed, 1)[0]
+
+    def rounds_between(self, after: int, until: int) -> int:
+        """Return how many rounds of this run or shard follow round `after`, up to round `until`."""
+        if self.shard is None:
+            return until - after
+        layout, shard = self.shard_layout, self.shard
+        return layout.rounds_until(shard, until) - layout.rounds_until(shard, after)
 
     def with_shards(self, shards: int) -> Manifest:
         """Return this manifest of a new run with that number of shards. Raises ConfigError (`config.value`)."""
@@ -177,15 +205,9 @@ class Manifest:
             remedy = f"Give {self.shards}, or create a run with another name."
             raise MismatchError("number of shards", str(self.shards), str(shards), remedy)
 
-    @property
-    def run_fragments(self) -> Sequence[int]:
-        """The numbers that the fragments have in the run."""
-        return range(len(self.fragments)) if self.whole is None else self.whole.shard_layout.fragments[self.shard]
-
     def described(self, number: int) -> str:
-        """Return a round of this run or shard in words, with its number in the run."""
-        shard = f" of shard {self.shard}" if self.whole is not None else ""
-        return f"round {self.run_round(number)}{shard}"
+        """Return a round of this run or shard in words."""
+        return f"round {number}" + ("" if self.shard is None else f" of shard {self.shard}")
 
     @cached_property
     def layout(self) -> tuple[tuple[tuple[Tensor, int], ...], ...]:
@@ -207,8 +229,8 @@ class Manifest:
 
     @property
     def parameters(self) -> int:
-        """The number of parameters that the run trains."""
-        return sum(self.sizes)
+        """The number of parameters that this run or shard trains."""
+        return sum(self.sizes[p] for p in self.own_fragments)
 
     @property
     def frozen_parameters(self) -> int:
@@ -261,8 +283,6 @@ class Manifest:
 
     def to_fields(self) -> dict[str, str]:
         """Return the manifest of the run, also of one of its shards, as text fields for a Redis hash."""
-        if self.whole is not None:
-            return self.whole.to_fields()
         return {
             "run": self.run,
             "config": self.config.to_json(),
@@ -281,7 +301,11 @@ class Manifest:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, str]) -> Manifest:
-        """Return the manifest that `to_fields` wrote. Raises ConfigError if it is damaged or of another version."""
+        """Return the manifest that `to_fields` wrote.
+
+        Raises:
+            ConfigError: It is damaged (`config.manifest`), or of shards that an earlier version made (`config.format`).
+        """
         try:
             tensors = tuple(Tensor(str(n), tuple(map(int, s)), k) for n, s, k in json.loads(fields["tensors"]))
             manifest = cls(
@@ -303,6 +327,13 @@ class Manifest:
                 "It is damaged or of another version of archipelago. Create the run again with `archipelago init`.",
                 code="config.manifest",
             ) from None
+        if manifest.shards > 1 and fields.get("format") != FORMAT:
+            raise ConfigError(
+                f"the run {manifest.run!r} has {manifest.shards} shards, and an earlier version of archipelago made it",
+                "Finish it with that version, or export its weights there (`archipelago export`), and begin a new run "
+                "from them (`archipelago init --from`).",
+                code=OTHER_FORMAT,
+            )
         return manifest
 
     def _require_whole(self, fields: Mapping[str, str]) -> None:

@@ -68,12 +68,12 @@ def reason_to_refuse(contribution: Contribution, manifest: Manifest, closed: int
         manifest: The run.
         closed: The last closed round.
     """
-    c, config, fragments = contribution, manifest.config, len(manifest.fragments)
-    if c.fragment >= fragments or manifest.fragment_of(c.round) != c.fragment:
+    c, config = contribution, manifest.config
+    if c.fragment not in manifest.own_fragments or manifest.fragment_of(c.round) != c.fragment:
         return Reason("fragment", f"round {c.round} does not sync fragment {c.fragment}")
     version = manifest.version_at(closed, c.fragment)
-    if c.round > closed + ROUNDS_AHEAD_MAX * fragments or c.base > version:
-        sent = f"round {manifest.run_round(c.round)}, measured from version {c.base} (now {version})"
+    if c.round > closed + ROUNDS_AHEAD_MAX * len(manifest.fragments) or c.base > version:
+        sent = f"round {c.round}, measured from version {c.base} (now {version})"
         return Reason(
             "lost", f"{sent}, is not of the run after {manifest.described(closed)}, to which it may have gone back"
         )
@@ -307,13 +307,12 @@ class Inbox:
         state.refuse(reason.code, refusal.tokens, c.bytes if c else 0)
         self.codes[reason.code] += 1
         if len(self._refusals) < LOGGED_MAX:
-            number = self.rules.manifest.run_round(refusal.round)
             log.warning(
                 "refused a contribution of %s to round %s: %s",
                 refusal.island,
-                number,
+                refusal.round,
                 reason.text,
-                extra={"round": number, "code": f"refused.{reason.code}"},
+                extra={"round": refusal.round, "code": f"refused.{reason.code}"},
             )
         self._refusals.append((delivery.entry, refusal))
         self.refused += 1

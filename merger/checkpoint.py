@@ -218,7 +218,7 @@ def _metadata_of(image: Image, items: Items) -> Fields:
     fields = {
         "number": image.number,
         "manifest": image.manifest.to_fields(),
-        "shard": image.manifest.shard,
+        "shard": image.manifest.shard or 0,
         "snapshots": [to_fields(full.snapshot) for full in image.fragments],
         "has_outer": [bool(full.own) for full in image.fragments],
         "state": image.state,

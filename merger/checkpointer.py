@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -53,8 +53,8 @@ class CheckpointCut:
     round: int
     covered: int
     state: str
-    fragments: Sequence[FragmentState]
-    snapshots: Sequence[Snapshot]
+    fragments: Mapping[int, FragmentState]
+    snapshots: Mapping[int, Snapshot]
     cursors: dict[str, tuple[int, int]]
     books: Books
     waiting: Sequence[str]
@@ -140,7 +140,7 @@ class Checkpointer:
             return
         if closed == 0:
             reader = self.transport.reader
-            self.recorder.begin(manifest, [reader.fragment(p) for p in range(len(manifest.fragments))])
+            self.recorder.begin(manifest, [reader.fragment(p) for p in manifest.own_fragments])
         self.recorder.go_back(closed)  # a Redis that died may have lost the rounds after that one
 
     def begin(self, cut: CheckpointCut, now: float) -> None:
@@ -200,7 +200,8 @@ class Checkpointer:
             self._news.append((UNSAVED, what))
 
     def _keep(self, cut: CheckpointCut) -> CheckpointCut:
-        newest = self.transport.reader.tape(cut.round - cut.covered + 2 * TAPE_IN_IMAGE)
+        rounds = cut.manifest.rounds_between(cut.covered, cut.round)
+        newest = self.transport.reader.tape(rounds + 2 * TAPE_IN_IMAGE)
         tape = [entry for entry in newest if entry.round <= cut.round]
         _require_same(cut, tape)
         if self.recorder is not None:
@@ -223,11 +224,10 @@ class Checkpointer:
         recorder.append(rounds)
 
     def _image(self, cut: CheckpointCut, tape: Sequence[TapeEntry]) -> Image:
-        both = zip(cut.fragments, cut.snapshots, strict=True)
         return Image(
             manifest=cut.manifest,
             number=cut.number,
-            fragments=tuple(full_state(snapshot, fragment) for fragment, snapshot in both),
+            fragments=tuple(full_state(snapshot, cut.fragments[p]) for p, snapshot in cut.snapshots.items()),
             state=cut.state,
             books=cut.books,
             cursors=cut.cursors,
@@ -245,7 +245,7 @@ def _require_same(cut: CheckpointCut, tape: Sequence[TapeEntry]) -> None:
     """Raise BrokerError if the broker has lost rounds of the cut, even if it has reused their numbers."""
     newest = {entry.fragment: entry for entry in tape}
     is_same = not cut.round or (bool(tape) and tape[-1].round == cut.round)
-    for p, fragment in enumerate(cut.fragments):
+    for p, fragment in cut.fragments.items():
         is_same &= p not in newest or digest_of(np.asarray(fragment.published_N)) == newest[p].digest
     if not is_same:
         raise BrokerError(f"the Redis has lost rounds that checkpoint {cut.number} would hold")

@@ -11,7 +11,7 @@ records what was believed, so a replay merges the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
@@ -83,6 +83,7 @@ def seen(
     usual_batch: float,
     sync: SyncConfig,
     fragments: int,
+    rounds_between: Callable[[int, int], int],
 ) -> Seen:
     """Return the work that weighs. The result depends on no order of the contributions.
 
@@ -100,10 +101,15 @@ def seen(
         accounts: The islands' accounts before it.
         usual_batch: The usual batch of the run's islands before it (`usual_batch`); 0 if it is not known.
         sync: When rounds close.
-        fragments: P.
+        fragments: How many fragments the shard has; P in a run of one.
+        rounds_between: Returns how many rounds of the shard follow a round, up to another (`Manifest.rounds_between`).
     """
     islands = {c.island for c in contributions}
-    credit = {island: _credit(accounts.get(island), number, sync, fragments) for island in islands}
+    most = (sync.staleness_cap + 1) * fragments * sync.interval
+    credit = dict.fromkeys(islands, sync.interval)  # how many steps may weigh in the round, in all contributions
+    for island in islands & accounts.keys():
+        rounds = rounds_between(accounts[island].round, number)
+        credit[island] = min(accounts[island].credit + rounds * sync.interval, most)
     steps, largest = [1] * len(contributions), dict[str, float]()
     for i, c in sorted(enumerate(contributions), key=lambda each: each[1].identity):
         strides = fragments * (version - c.base + 1) + min(sync.window, fragments)
@@ -112,14 +118,6 @@ def seen(
         largest[c.island] = max(c.tokens / c.steps, largest.get(c.island, 0.0))
     usual = min(upper_median(list(largest.values())) if largest else 0.0, usual_batch or math.inf)
     return Seen(steps, [min(c.tokens / c.steps, usual) for c in contributions], credit)
-
-
-def _credit(account: Account | None, number: int, sync: SyncConfig, fragments: int) -> int:
-    """Return how many steps of an island may weigh in a round, in all its contributions together."""
-    if account is None:
-        return sync.interval
-    most = (sync.staleness_cap + 1) * fragments * sync.interval
-    return min(account.credit + (number - account.round) * sync.interval, most)
 
 
 def usual_batch(accounts: Mapping[str, Account], closed: int) -> float:
@@ -188,7 +186,7 @@ def global_steps(accounts: Mapping[str, Account], closed: int) -> dict[str, int]
 # -- data ------------------------------------------------------------------------------------------------------------
 
 
-def steps_read(contribution: Contribution, account: Account | None, closed: int, stride: float, fragments: int) -> int:
+def steps_read(contribution: Contribution, account: Account | None, closed: int, interval: int, fragments: int) -> int:
     """Return in how many steps the island may have read the text that a contribution claims.
 
     That is more than the steps of the contribution if the island trained on after its last one and waited for
@@ -198,12 +196,12 @@ def steps_read(contribution: Contribution, account: Account | None, closed: int,
         contribution: The contribution.
         account: The account of its island, if it has one.
         closed: The last closed round.
-        stride: H/P, the inner steps from one round to the next.
-        fragments: P.
+        interval: H, the inner steps of a sync interval.
+        fragments: P, in how many rounds of the run that interval is divided.
     """
     if account is None:
-        return min(contribution.steps, round(FIRST_BURST_INTERVALS * fragments * stride))
-    return math.ceil((BURST_INTERVALS * fragments + max(0, closed - account.round)) * stride)
+        return min(contribution.steps, FIRST_BURST_INTERVALS * interval)
+    return math.ceil((BURST_INTERVALS * fragments + max(0, closed - account.round)) * interval / fragments)
 
 
 def believed_data(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -259,16 +259,18 @@ class Compactor:
         self._wanted_at = float("-inf")
         self._not_before = float("-inf")
         self._committed_at = clock()
-        self.fragments = [Uncovered() for _ in manifest.fragments]
+        self.fragments = {p: Uncovered() for p in manifest.own_fragments}
 
-    def load(self, full: Sequence[Snapshot], uncovered: Sequence[TapeEntry], newest: Sequence[Snapshot]) -> None:
+    def load(
+        self, full: Mapping[int, Snapshot], uncovered: Sequence[TapeEntry], newest: Mapping[int, Snapshot]
+    ) -> None:
         """Begin with a loaded run: the newest full snapshots, the rounds that they do not cover, and the heads.
 
         An upload in progress is forgotten, because it may be of rounds that Redis has lost.
         """
         self._job, self._committed_at = None, self.clock()
         self._wanted.clear()
-        self.fragments = [Uncovered(snapshot.round, snapshot.version) for snapshot in full]
+        self.fragments = {p: Uncovered(snapshot.round, snapshot.version) for p, snapshot in full.items()}
         for tape in uncovered:
             self.fragments[tape.fragment].add(tape, newest[tape.fragment].difference_bytes)
 
@@ -303,7 +305,7 @@ class Compactor:
     @property
     def oldest(self) -> int:
         """The round of the oldest compaction that is a fragment's newest."""
-        return min((fragment.round for fragment in self.fragments), default=0)
+        return min(fragment.round for fragment in self.fragments.values())
 
     def is_compacted(self, number: int) -> bool:
         """Return whether the full state in Redis includes that round."""
@@ -325,11 +327,11 @@ class Compactor:
             return None
         return placed if placed.snapshot.version >= self.fragments[placed.snapshot.fragment].version else None
 
-    def begin(self, epoch: int, fragments: Sequence[FragmentState], snapshots: Sequence[Snapshot]) -> None:
+    def begin(self, epoch: int, fragments: Mapping[int, FragmentState], snapshots: Mapping[int, Snapshot]) -> None:
         """Begin to upload the compaction that is due most, if one is. The arrays never change, so nothing is copied."""
         if self._job is not None or self.clock() < self._not_before:
             return
-        due = [p for p, snapshot in enumerate(snapshots) if self._is_due(p, fragments[p], snapshot)]
+        due = [p for p, snapshot in snapshots.items() if self._is_due(p, fragments[p], snapshot)]
         if due:
             p = max(due, key=lambda each: snapshots[each].version - self.fragments[each].version)
             fragment, snapshot, wire = fragments[p], snapshots[p], self.manifest.config.wire

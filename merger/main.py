@@ -156,7 +156,7 @@ def main(options: MergerOptions) -> int:
         curves.close()
         for checkpointer in filter(None, checkpointers):
             checkpointer.close()
-    closed = max(merger.manifest.run_round(merger.state.closed) for merger in mergers)
+    closed = max(merger.state.closed for merger in mergers)
     if is_finished:
         step = max(merger.state.step for merger in mergers)
         text = "the run is finished: all %s steps are made, its islands have left, and everything is merged"

@@ -32,10 +32,7 @@ Round = tuple[TapeEntry, tuple[Delivery, ...]]
 
 @dataclass
 class Record:
-    """A record that was read: the run, version 0 of its fragments, and its rounds by number.
-
-    Each shard of a run with several has a record of its own, with its fragments and rounds.
-    """
+    """A record that was read: the run or the shard, version 0 of its fragments, and its rounds by number."""
 
     manifest: Manifest
     beginning: Sequence[tuple[Snapshot, bytes]]
@@ -53,7 +50,7 @@ class Recorder:
         body: dict[str, Any] = {
             "manifest": manifest.to_fields(), "snapshots": [[to_fields(s), data] for s, data in snapshots]
         }  # fmt: skip
-        if manifest.whole is not None:
+        if manifest.shard is not None:
             body["shard"] = manifest.shard
         if (self.folder / _BEGIN).exists():
             if _read(self.folder / _BEGIN) != body:
@@ -73,7 +70,7 @@ class Recorder:
             ) from None
 
     def append(self, rounds: Sequence[Round]) -> None:
-        """Add a segment of consecutive rounds. Raises OSError."""
+        """Add a segment of rounds that follow each other. Raises OSError."""
         if not rounds:
             return
         body = {"rounds": [[to_fields(entry), [_packed(delivery) for delivery in ds]] for entry, ds in rounds]}

@@ -54,8 +54,8 @@ def replay_round(
             as it is then.
     """
     where = f"round {tape.round}"
-    if tape.round != state.closed + 1:
-        raise DifferenceError(f"{where} is on the tape where round {state.closed + 1} should be", code="replay.round")
+    if tape.round != (number := rules.manifest.next_round(state.closed)):
+        raise DifferenceError(f"{where} is on the tape where round {number} should be", code="replay.round")
     if tape.fragment != rules.manifest.fragment_of(tape.round):
         raise DifferenceError(
             f"{where} does not sync fragment {tape.fragment}, which the tape names", code="replay.round"
@@ -151,12 +151,15 @@ def merge_again(
     return fragment
 
 
-def of_image(rules: RoundMerge, image: Image) -> list[FragmentState]:
+def of_image(rules: RoundMerge, image: Image) -> dict[int, FragmentState]:
     """Return the fragments in a checkpoint. Raises WireError if it is not of this run (`wire.other-run`)."""
     if image.manifest.to_fields() != rules.manifest.to_fields():
         raise WireError(f"checkpoint {image.number} is of another run", code="wire.other-run")
     state = RunState.from_json(image.state)
-    return [with_norms(fragment_of(rules, full), state, full.snapshot.fragment) for full in image.fragments]
+    return {
+        full.snapshot.fragment: with_norms(fragment_of(rules, full), state, full.snapshot.fragment)
+        for full in image.fragments
+    }
 
 
 def fragment_of(rules: RoundMerge, full: FullState) -> FragmentState:

@@ -56,9 +56,9 @@ class Loaded:
     """
 
     state: RunState
-    fragments: list[FragmentState]
-    snapshots: list[Snapshot]
-    full: list[Snapshot]
+    fragments: dict[int, FragmentState]
+    snapshots: dict[int, Snapshot]
+    full: dict[int, Snapshot]
     tape: Sequence[TapeEntry] = ()
     rewrite: Rewrite | None = None
 
@@ -117,11 +117,11 @@ def _from_redis(
     state = RunState.from_json(transport.reader.merger_state())
     if state.closed == 0 and transport.reader.tape(1):
         raise WireError("the merger's state is missing")
-    snapshots = [_head(manifest, state.closed, p, head) for p, head in enumerate(heads)]
-    full, fragments = [], []
+    snapshots = {p: _head(manifest, state.closed, p, heads[p]) for p in manifest.own_fragments}
+    full, fragments = dict[int, Snapshot](), dict[int, FragmentState]()
     tape: dict[int, TapeEntry] = {}
     read_after = state.closed
-    for p, snapshot in enumerate(snapshots):
+    for p, snapshot in snapshots.items():
         held, payload = _full(transport, manifest, p, snapshot.version, between)
         if (after := min(held.round, state.covered) if has_checkpoints else held.round) < read_after:
             tape, read_after = _rounds(transport, manifest, after, state.closed), after
@@ -132,8 +132,7 @@ def _from_redis(
             raise WireError(f"the tape lacks round {missing[0]}")
         rounds = [tape[number] for number in numbers]
         fragment = _merged_again(transport, rules, p, fragment, rounds, between)
-        full.append(held)
-        fragments.append(with_norms(fragment, state, p))
+        full[p], fragments[p] = held, with_norms(fragment, state, p)
         between()
     return Loaded(state, fragments, snapshots, full, list(tape.values()))
 
@@ -144,11 +143,12 @@ def _rounds(transport: MergerTransport, manifest: Manifest, after: int, last: in
     The whole tape is read only if the newest entries lack some of them, because others have added entries.
     """
     tape: dict[int, TapeEntry] = {}
-    for count in sorted({min(last - after, WHOLE_TAPE), WHOLE_TAPE}):
+    own, wanted = manifest.own_fragments, manifest.rounds_between(after, last)
+    for count in sorted({min(wanted, WHOLE_TAPE), WHOLE_TAPE}):
         for entry in transport.reader.tape(count):
-            if after < entry.round <= last and entry.fragment == manifest.fragment_of(entry.round):
+            if after < entry.round <= last and manifest.fragment_of(entry.round) == entry.fragment in own:
                 tape.setdefault(entry.round, entry)
-        if len(tape) == last - after:
+        if len(tape) == wanted:
             break
     return dict(sorted(tape.items()))
 
@@ -241,7 +241,7 @@ def _from_checkpoint(
     manifest = rules.manifest
     state, fragments = RunState.from_json(image.state), of_image(rules, image)
     state.covered = covered = state.closed
-    snapshots, merged = [full.snapshot for full in image.fragments], []
+    snapshots, merged = {full.snapshot.fragment: full.snapshot for full in image.fragments}, []
     tape = _rounds(transport, manifest, 0, COUNT_MAX)
     for entry in (entry for entry in tape.values() if entry.round > covered):
         p = entry.fragment
@@ -255,9 +255,9 @@ def _from_checkpoint(
         merged.append(entry)
         between()
     state = replace(_with_refusals(transport, state), covered=covered)
-    both, wire = zip(snapshots, fragments, strict=True), manifest.config.wire
-    compactions = [full_state(snapshot, fragment).packed(wire) for snapshot, fragment in both]
-    full = [compaction.snapshot for compaction in compactions]
+    wire = manifest.config.wire
+    compactions = [full_state(snapshots[p], fragment).packed(wire) for p, fragment in fragments.items()]
+    full = {compaction.snapshot.fragment: compaction.snapshot for compaction in compactions}
     log.warning(
         "restored from checkpoint %s and %s rounds on the tape: the run goes on after %s",
         image.number,

@@ -111,8 +111,8 @@ class RoundMerge:
 
         Equal fragments share their programs, and a large model has many of them.
         """
-        wire = self.manifest.config.wire
-        cold = set(zip(self.manifest.sizes, self.groups, strict=True)) - self._warm
+        manifest, wire = self.manifest, self.manifest.config.wire
+        cold = {(manifest.sizes[p], self.groups[p]) for p in manifest.own_fragments} - self._warm
         self._warm.update(cold)
         for size, of_fragment in cold:
             zeros_N = np.zeros(size, np.float32)
@@ -162,13 +162,14 @@ class RoundMerge:
             addends: What waits for the fragment's next round, in the order of arrival.
             live: The number of live islands.
         """
-        config, fragments = control.steered(self.manifest.config, state.steered), len(self.manifest.fragments)
-        p = self.manifest.fragment_of(state.closed + 1)
+        config, own = control.steered(self.manifest.config, state.steered), self.manifest.own_fragments
+        number = self.manifest.next_round(state.closed)
+        p = self.manifest.fragment_of(number)
         version = self.manifest.version_at(state.closed, p)
         # Rounds follow each other by strides of the fastest island. These are the strides from the step before the
         # fragment's last round to the end of this one.
-        strides, headers = fragments + 1 if version else p + 1, [addend.contribution for addend in addends]
-        run_step = fragment.norms.step + strides * config.sync.interval / fragments
+        strides, headers = len(own) + 1 if version else own.index(p) + 1, [addend.contribution for addend in addends]
+        run_step = fragment.norms.step + strides * self.manifest.stride
         return merge_round(
             fragment,
             state.staleness,
@@ -182,7 +183,14 @@ class RoundMerge:
             now=Round(progress=min(1.0, state.step / config.inner.steps), interval=float(config.sync.interval)),
             path=partial(weights.path, config, run_step=run_step),
             seen=claims.seen(
-                headers, version, state.closed + 1, state.accounts, state.usual_batch, config.sync, fragments
+                headers,
+                version,
+                number,
+                state.accounts,
+                state.usual_batch,
+                config.sync,
+                len(own),
+                self.manifest.rounds_between,
             ),
             scores=state.scores,
             step=state.step,

@@ -12,11 +12,11 @@ Islands report their step times, and `merger.claims` bounds what a minority says
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-from archipelago.broker.config import SyncConfig
+from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Contribution
 from archipelago.merger.accounts import put_bounded
 from archipelago.merger.claims import fastest_step_seconds
@@ -66,15 +66,13 @@ class Rounds:
     """The open rounds of a run, whose progress it reads from the run's state.
 
     Args:
-        config: When rounds close.
-        fragments: P, the number of fragments.
+        manifest: The run or the shard, which has rounds of its own fragments only.
         state: The run as last committed. It owns the number of the last closed round.
     """
 
-    def __init__(self, config: SyncConfig, fragments: int, state: RunState) -> None:
-        self.config = config
-        self.fragments = fragments
-        self.window = min(config.window, fragments)  # two open rounds never share a fragment
+    def __init__(self, manifest: Manifest, state: RunState) -> None:
+        self.manifest, self.config = manifest, manifest.config.sync
+        self.window = manifest.window
         #: No round closes while paused. Islands train on until the window stops them.
         self.is_paused = False
         #: The timing of the committed state, plus the time that its own commit took, which the next commit stores.
@@ -107,7 +105,7 @@ class Rounds:
     def calls(self) -> list[int]:
         """Return the open rounds that have a contribution and were not announced, and mark them as announced."""
         due = []
-        for number in range(self.closed + 1, self.closed + 1 + self.window):
+        for number in self._window():
             found = self._open.get(number)
             if found is not None and found.first_at is not None and not found.announced:
                 found.announced = True
@@ -127,9 +125,9 @@ class Rounds:
             waiting: The fragments that contributions wait for.
         """
         self._note_quorums(now, live)  # during a pause as well, because round timing does not know about pauses
-        number = self.closed + 1
+        number = self._next()
         found = self._open.get(number, OpenRound())
-        is_due = found.is_merged or (number - 1) % self.fragments in waiting if live else bool(waiting)
+        is_due = found.is_merged or self.manifest.fragment_of(number) in waiting if live else bool(waiting)
         if self.is_paused or not is_due:
             return None
         grace_is_over = found.quorum_at is not None and now >= found.quorum_at + found.grace_seconds
@@ -146,8 +144,9 @@ class Rounds:
         """Continue from the state in which the next round has closed. Its commit may be under way."""
         self._state = state
         self._open.pop(state.closed, None)
-        for number, found in self._open.items():  # the round merged all contributions to its fragment
-            found.is_merged |= bool(found.answered) and (number - state.closed) % self.fragments == 0
+        merged = self.manifest.fragment_of(state.closed)  # all contributions to it
+        for number, found in self._open.items():
+            found.is_merged |= bool(found.answered) and self.manifest.fragment_of(number) == merged
 
     def committed(self, sync_seconds: float) -> None:
         """Note that the last closed round was committed, `sync_seconds` after it was closed."""
@@ -155,14 +154,14 @@ class Rounds:
 
     def deadline(self) -> float | None:
         """Return when the next round's grace window ends, or None when no window has begun or rounds are paused."""
-        found = self._open.get(self.closed + 1)
+        found = self._open.get(self._next())
         if self.is_paused or found is None or found.quorum_at is None:
             return None
         return found.quorum_at + found.grace_seconds
 
     def _note_quorums(self, now: float, live: AbstractSet[str]) -> None:
         quorum = max(1, min(self.config.quorum, len(live)))
-        for number in range(self.closed + 1, self.closed + 1 + self.window):
+        for number in self._window():
             found = self._open.get(number)
             if found is None or found.first_at is None or found.quorum_at is not None:
                 continue
@@ -170,8 +169,14 @@ class Rounds:
                 found.quorum_at = now
                 found.grace_seconds = self._grace_seconds(live)
 
+    def _next(self) -> int:
+        return self.manifest.next_round(self.closed)
+
+    def _window(self) -> Sequence[int]:
+        return self.manifest.next_rounds(self.closed, self.window)
+
     def _grace_seconds(self, live: AbstractSet[str]) -> float:
-        stride = fastest_step_seconds(self.step_seconds, live) * self.config.interval / self.fragments
+        stride = fastest_step_seconds(self.step_seconds, live) * self.manifest.stride
         return grace_seconds(self.config.grace, slack(self.window, stride, self.timing))
 
 

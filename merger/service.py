@@ -95,15 +95,13 @@ class Merger:
         self.config = self.manifest.config
         self.epoch = 0
         self.state = RunState()
-        self.fragments: list[FragmentState] = []
-        self.snapshots: list[Snapshot] = []
+        self.fragments: dict[int, FragmentState] = {}
+        self.snapshots: dict[int, Snapshot] = {}
         self.live: frozenset[str] = frozenset()
         self.busy = BusyTime(clock)
         self.spectra = Spectra(self._renew, clock, threads)
         self.rules = RoundMerge.of(self.manifest, self.spectra)
         self.controls = OperatorControls(transport, self.manifest, wall)
-        fragments = len(self.manifest.fragments)
-        self._stride = self.config.sync.interval / fragments
         self.liveness = Liveness()
         self._range_sequences = claims.range_sequences(self.manifest)
         download = beside("download", AHEAD)
@@ -112,9 +110,9 @@ class Merger:
         self.retention = Retention(
             transport, checkpointer, self.controls, clock, self._cut, self.compactor.is_compacted
         )
-        self.rounds = Rounds(self.config.sync, fragments, self.state)
+        self.rounds = Rounds(self.manifest, self.state)
         self.on_round = on_round
-        largest = max((payload_bytes_max(size) for size in self.manifest.sizes), default=1)
+        largest = max(payload_bytes_max(self.manifest.sizes[p]) for p in self.manifest.own_fragments)
         self._read_count = max(1, min(READ_COUNT_MAX, READ_BYTES // largest))
         self._live_at = self._renewed_at = self._heard_at = float("-inf")
         #: Whether an island was live when heartbeats were read last.
@@ -149,7 +147,7 @@ class Merger:
         if checkpointer is not None:
             checkpointer.load(self.manifest, self.state.closed)
         self.liveness.load(self.state.accounts, self.clock(), self.state.closed)
-        self.rounds = Rounds(self.config.sync, len(self.fragments), self.state)
+        self.rounds = Rounds(self.manifest, self.state)
         self.inbox.clear()
         self.compactor.load(found.full, found.uncovered, found.snapshots)
         self.retention.load(self.state, self.epoch, found.tape)
@@ -258,7 +256,7 @@ class Merger:
         self.live = self.liveness.look(presences, self.clock(), self.state.closed)
         self._has_islands = any(presence.is_live for presence in presences)
         unreadable = {number for presence in presences if presence.is_live for number in presence.unreadable}
-        self.compactor.want({p for p, number in enumerate(self.manifest.run_fragments) if number in unreadable})
+        self.compactor.want(unreadable & set(self.manifest.own_fragments))
         self.controls.tell_of_idle(self.liveness.idle)
 
     def _follow_controls(self, requests: Mapping[str, str]) -> None:
@@ -282,8 +280,8 @@ class Merger:
 
     def _believed(self, contribution: Contribution) -> Contribution:
         """Return the contribution with the claims that the merger believes."""
-        account, fragments = self.state.accounts.get(contribution.island), len(self.fragments)
-        steps = claims.steps_read(contribution, account, self.state.closed, self._stride, fragments)
+        account, of_run = self.state.accounts.get(contribution.island), len(self.manifest.fragments)
+        steps = claims.steps_read(contribution, account, self.state.closed, self.config.sync.interval, of_run)
         cursors = self.state.cursors, self.inbox.cursors
         data = claims.believed_data(contribution, steps, *cursors, self.config, self._range_sequences)
         config = self.controls.next_config(self.state)
@@ -314,7 +312,8 @@ class Merger:
         record = RoundRecord(
             close, self.epoch, len(self.live), steered, self.wall(), merge_seconds, spectra_seconds, self.busy.take()
         )
-        before, epoch, uncovered = self.state, self.epoch, close.round - self.compactor.oldest
+        before, epoch = self.state, self.epoch
+        uncovered = self.manifest.rounds_between(self.compactor.oldest, close.round)
 
         def commit() -> tuple[Commit, float]:
             made = build_commit(self.manifest, record, merged, addends, before, after, trim, is_full, uncovered)
@@ -345,15 +344,14 @@ class Merger:
         self.rounds.committed(seconds)
         self.controls.tell_of_scores(self._before.scores, self.state.scores)
         if tape.steered:
-            number = self.manifest.run_round(tape.round)
-            log.info("steered from round %s on: %s", number, tape.steered)
-            self.controls.note("steered", f"{tape.steered} from round {number} on")
+            log.info("steered from round %s on: %s", tape.round, tape.steered)
+            self.controls.note("steered", f"{tape.steered} from round {tape.round} on")
         self.on_round(tape, snapshot)
 
     def _next_step(self, members: Sequence[Contribution]) -> int:
         """Return the run's step after this round. A step that no member can have reached is lowered (`claims`)."""
         others = claims.global_steps(self.state.accounts, self.state.closed)
-        return claims.next_step(self.state.step, members, others, self._stride, self.live)
+        return claims.next_step(self.state.step, members, others, self.manifest.stride, self.live)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -368,8 +366,8 @@ class Merger:
             round=state.closed,
             covered=state.covered,
             state=state.to_json(),
-            fragments=tuple(self.fragments),
-            snapshots=tuple(self.snapshots),
+            fragments=dict(self.fragments),
+            snapshots=dict(self.snapshots),
             cursors=dict(state.cursors),
             books=Books(**state.counts()),
             waiting=tuple(self.inbox.entries()),

@@ -81,7 +81,7 @@ def serve(
                     with progress("loading the run's state"):
                         merger.load()
                     loaded = True
-                    closed = merger.manifest.run_round(merger.state.closed)
+                    closed = merger.state.closed
                     log.info("serving from round %s, epoch %s", closed, merger.epoch, extra={"round": closed})
                 if merger.turn():
                     troubles.end()

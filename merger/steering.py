@@ -36,8 +36,8 @@ class OperatorControls:
 
     def __init__(self, transport: ReaderTransport, manifest: Manifest, wall: Callable[[], float]) -> None:
         self.transport, self.config, self.wall = transport, manifest.config, wall
-        run = whole(transport, manifest.whole or manifest)
-        self._is_home = manifest.shard == 0
+        run = whole(transport, manifest)
+        self._is_home = not manifest.shard
         self._shards: Sequence[ReaderTransport] = run.shards if isinstance(run, WholeRun) else [run]
         self.control = Control()
         self._fields: dict[str, str] | None = None

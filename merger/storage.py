@@ -21,11 +21,10 @@ from archipelago.broker.buckets.copier import Copier
 from archipelago.broker.buckets.folder import BucketError, BucketFolder
 from archipelago.broker.commits import Image
 from archipelago.broker.errors import ConfigError, RunExistsError, UnknownRunError
-from archipelago.broker.manifest import Manifest
+from archipelago.broker.manifest import OTHER_FORMAT, Manifest
 from archipelago.broker.redis.administration import Deletion
-from archipelago.broker.redis.stored_run import OTHER_FORMAT
 from archipelago.broker.redis.transport import RedisTransport
-from archipelago.broker.shards.transport import SHARD_EXISTS, of_shard, restore, whole, whole_image
+from archipelago.broker.shards.transport import SHARD_EXISTS, image_of_run, of_shard, restore, whole
 from archipelago.broker.transport import Transport
 from archipelago.merger.beside import Spawn, in_background
 from archipelago.merger.checkpoint import CheckpointStore, describe
@@ -105,8 +104,8 @@ class MergerFolder:
         recorder = self.recorder if manifest.config.record else None
         copier = self._copier(manifest) if self._bundles else None
         leading = following = None
-        if (whole := manifest.whole) is not None:
-            home, *others = (of_shard(transport, whole, k).reader for k in range(whole.shards))
+        if manifest.shards > 1:
+            home, *others = (of_shard(transport, manifest, k).reader for k in range(manifest.shards))
             leading = None if manifest.shard else Leading(home, others, self._missing)
             following = Following(home) if manifest.shard else None
         spawn = spawn or in_background("checkpoint")
@@ -134,7 +133,7 @@ class MergerFolder:
     def load(self) -> Image | None:
         """Return the newest checkpoint of the whole run; None if there is none. For errors, see `newest`."""
         images = self.newest()
-        return whole_image(images) if images else None
+        return image_of_run(images) if images else None
 
     def newest(self) -> Sequence[Image]:
         """Return each shard's part of the newest checkpoint that is complete and sound; nothing if there is none.
@@ -147,7 +146,7 @@ class MergerFolder:
         image = self.store.load()
         if image is None:
             return []
-        parts = self.parts(image.manifest.whole or image.manifest)
+        parts = self.parts(image.manifest)
         if len(parts) == 1:
             return [image]
         for number in sorted(set.intersection(*(part._numbers() for part in parts)), reverse=True):
@@ -208,7 +207,7 @@ class MergerFolder:
                 code=OTHER_RUN,
             )
         images, reader = self.newest(), whole(transport, manifest).reader
-        earlier = whole_image(images).manifest if images else manifest
+        earlier = images[0].manifest if images else manifest
         if merged := reader.books().merged:
             why = f"{merged:,} contributions were merged in the new one"
         elif reader.is_served():
@@ -245,7 +244,7 @@ class MergerFolder:
         images = self.newest()
         if not images:
             return None
-        image = whole_image(images)
+        image = image_of_run(images)
         if image.manifest.run != transport.run:
             raise _of_another_name(self.place, image.manifest.run, transport.run)
         restore(transport, images)
@@ -312,9 +311,8 @@ class MergerFolder:
         image = self.store.load()
         if image is None or image.manifest.run != transport.run or not transport.mend_manifest(image.manifest):
             return False
-        whole = image.manifest.whole or image.manifest
-        for shard in range(1, whole.shards):
-            of_shard(transport, whole, shard).mend_manifest(whole.of_shard(shard))
+        for shard in range(1, image.manifest.shards):
+            of_shard(transport, image.manifest, shard).mend_manifest(image.manifest.of_shard(shard))
         log.warning(
             "the run had lost its manifest, which is now that of its checkpoints", extra={"code": "repair.manifest"}
         )

@@ -44,7 +44,7 @@ def values(entry: TapeEntry, unit: LossUnit) -> Mapping[str, float]:
 
 def labels_of(manifest: Manifest) -> dict[str, str]:
     """Return the labels of a merger's metrics: the run and, if the run has several, the shard."""
-    return {"run": manifest.run} | ({} if manifest.whole is None else {"shard": str(manifest.shard)})
+    return {"run": manifest.run} | ({} if manifest.shard is None else {"shard": str(manifest.shard)})
 
 
 class RoundMetrics:
@@ -100,7 +100,7 @@ class RoundMetrics:
 
         A member's tokens count for each fragment of the run by equal parts.
         """
-        labels, fragments = labels_of(manifest), len((manifest.whole or manifest).fragments)
+        labels, fragments = labels_of(manifest), len(manifest.fragments)
         self._rounds.labels(**labels).inc()
         self._merged.labels(**labels).inc(len(entry.members))
         self._tokens.labels(**labels).inc(sum(member.tokens for member in entry.members) / fragments)
@@ -121,7 +121,7 @@ class RoundTelemetry:
 
     Args:
         manifest: The manifest of the run, or of the shard that the merger serves.
-        curves: Get a point for each round, at the round's number in the run.
+        curves: Get a point for each round.
         metrics: Count the rounds.
         clock: Seconds of a monotonic clock.
     """
@@ -144,7 +144,7 @@ class RoundTelemetry:
         self.closed_at = self.clock()
         if self._metrics is not None:
             self._metrics.closed(self._manifest, entry, snapshot)
-        self._curves.put(self._manifest.run_round(entry.round), values(entry, self._unit))
+        self._curves.put(entry.round, values(entry, self._unit))
         self._recent.append(entry)
         self.load = merge_load(tuple(self._recent), self._manifest.config.sync.interval)
         if self.load is not None and self.load.is_slow and not self._has_warned:
@@ -186,7 +186,7 @@ class MergerCollector:
         return {
             "serving": float(serves),
             "epoch": merger.epoch,
-            "round": merger.manifest.run_round(merger.state.closed) if serves else math.nan,
+            "round": merger.state.closed if serves else math.nan,
             "live_islands": len(merger.live) if serves else math.nan,
             "idle_islands": len(merger.liveness.idle) if serves else math.nan,
             "refused_contributions_total": merger.inbox.refused,

@@ -51,8 +51,8 @@ def manifest(run: str = "sample", config: RunConfig | None = None, width: int = 
 def first_snapshots(of: Manifest, value: float = 0.0) -> list[tuple[Snapshot, bytes]]:
     """Return version 0 of each fragment. All elements equal `value`."""
     out = []
-    for p, size in enumerate(of.sizes):
-        payload = pack(np.full(size, value, np.float32), "float32", 1)
+    for p in of.own_fragments:
+        payload = pack(np.full(of.sizes[p], value, np.float32), "float32", 1)
         out.append((Snapshot(0, p, 0, 0, "float32", len(payload), digest(payload), ""), payload))
     return out
 
@@ -160,18 +160,18 @@ def plain(image: Image | None) -> Any:
 
 
 def image(of: Manifest, pending: list[tuple[Contribution, bytes]], noise: bytes = b"outer", **changes: Any) -> Image:
-    """Return checkpoint 3 of a run that merged one round of fragment 0 and refused one contribution.
+    """Return checkpoint 3 of a run or shard that merged its first round and refused one contribution.
 
     `noise` is a part of that fragment's outer state, which it lacks without any.
     """
-    closed = commit([])
-    first = [unpacked(Compaction(*each), size) for each, size in zip(first_snapshots(of), of.sizes, strict=True)]
-    ones_N = np.ones(of.sizes[0], np.float32)
+    p, closed = of.own_fragments[0], commit([], round_number=of.next_round(0))
+    first = [unpacked(Compaction(*each), of.sizes[each[0].fragment]) for each in first_snapshots(of)]
+    ones_N, snapshot = np.ones(of.sizes[p], np.float32), replace(closed.snapshot, fragment=p, version=1)
     own: dict[str, Any] = {PARAMETERS: ones_N, "noise": np.frombuffer(noise, np.uint8)} if noise else {}
     base = Image(
         manifest=of,
         number=3,
-        fragments=[FullState(closed.snapshot, ones_N, own), *first[1:]],
+        fragments=[FullState(snapshot, ones_N, own), *first[1:]],
         state=closed.state,
         books=Books(9, 900, 2, 200, 1, 100, 5000, 6000),
         cursors={"0": (0, 96), "7": (2, 0)},

@@ -40,11 +40,10 @@ def train_sharded(work: Workload, url: str = "", run: str = "demo", shards: int 
 
 
 def closed(run: VirtualRun) -> list[int]:
-    """Return the number of closed rounds of each shard."""
-    return [merger.rounds.closed for merger in run.mergers]
+    """Return how many rounds each shard has closed."""
+    return [merger.manifest.rounds_between(0, merger.rounds.closed) for merger in run.mergers]
 
 
 def newest_round(run: VirtualRun) -> int:
-    """Return the newest round of the run that a shard has closed."""
-    layout = run.manifest.shard_layout
-    return max(layout.run_round(shard, number) for shard, number in enumerate(closed(run)))
+    """Return the newest round that a shard has closed."""
+    return max(merger.rounds.closed for merger in run.mergers)

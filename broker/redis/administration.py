@@ -57,9 +57,9 @@ def sign_stored(connection: RedisConnection, chunks: ChunkStore, lease: Lease, k
         if not manifest or SIGNATURE.encode() in manifest:
             return
         lease.fence()
-        sizes = Manifest.from_fields(text_fields(manifest)).of_shard(connection.shard or 0).sizes
-        for fragment, size in enumerate(sizes):
-            _sign_fragment(connection, chunks, signing, fragment, payload_bytes_max(size))
+        own = Manifest.from_fields(text_fields(manifest)).of_shard(connection.shard or 0)
+        for p in own.own_fragments:
+            _sign_fragment(connection, chunks, signing, p, payload_bytes_max(own.sizes[p]))
         _sign_tape(connection, signing)
         if state := state_in(Signing(), redis.hgetall(keys.state)):
             redis.hset(keys.state, mapping=state_fields(signing, state))
@@ -151,7 +151,7 @@ class Deletion:
         epoch has ended, and it finds no run. The name goes last, so that an interrupted deletion can be repeated.
         """
         keys = self._keys
-        first = [keys.manifest, keys.state, keys.fragment(0), keys.epoch, keys.lease]
+        first = [keys.manifest, keys.state, keys.epoch, keys.lease]
         with self._connection.translated():
             count = int(self._redis.unlink(*first))
             for batch in _batches(self._connection):

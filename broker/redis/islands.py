@@ -313,7 +313,7 @@ class RedisIsland:
             self._redis.unlink(*chunks)
 
     def _handover_max(self) -> int:
-        return 4 * 3 * sum(self._stored.sizes()) + (1 << 20)  # two float32 moments per parameter, with a margin
+        return 4 * 3 * sum(self._stored.shape().sizes) + (1 << 20)  # two float32 moments per parameter, with a margin
 
 
 def _texts(names: Sequence[str], values: Sequence[bytes | None]) -> dict[str, str]:

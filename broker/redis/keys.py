@@ -2,8 +2,8 @@
 
 All keys of a shard K of a run share the hash tag `{RUN:sK}`, so that one node of a cluster has all of them. A run with
 one shard has the shard 0. Only the names of all runs lie elsewhere (`archipelago:runs`). Each shard has the keys below,
-for its own fragments and rounds. Those of shard 0 that belong to the run exist only there: `members`, `taken`,
-`name`, `corpora`, `asks`, `handover`, `restored`, `evaluations` and `evaluator`.
+for its own fragments. Those of shard 0 that belong to the run exist only there: `members`, `taken`, `name`, `corpora`,
+`asks`, `handover`, `restored`, `evaluations` and `evaluator`.
 
 Every key has one kind of writer, so that the access rules of a role can name its keys. NAME is an island's name, which
 cannot contain a colon. All roles read all keys.
@@ -100,16 +100,16 @@ class Keys:
             return [cls(run)]
         return [cls(run, digits) for digits in ("[0-9]", "[0-9][0-9]")[: 1 if shards <= 10 else 2]]
 
-    def of_the_past(self, fragments: int, islands: Iterable[str]) -> list[str]:
+    def of_the_past(self, fragments: Iterable[int], islands: Iterable[str]) -> list[str]:
         """Return the keys that must not exist when the run begins.
 
         Args:
-            fragments: The number of fragments.
+            fragments: The fragments of the shard.
             islands: The names of the islands of an earlier run of that name.
 
         The epoch is not among them: a merger of an earlier run of that name may still be alive.
         """
-        states = [key(fragment) for fragment in range(fragments) for key in (self.head, self.outer)]
+        states = [key(fragment) for fragment in fragments for key in (self.head, self.outer)]
         merger = [self.snapshots, self.tape, self.state, self.books, self.kept_entries, *states]
         return [
             *merger,

@@ -150,8 +150,9 @@ class Lease:
     ) -> tuple[list[str], list[Value]]:
         """Return the keys and the arguments of the script."""
         at_instance = at_instance or after_round is not None or bool(write.needed)
-        p = 0 if after_round is None else (after_round - 1) % len(self._stored.sizes())
-        keys = [self._keys.manifest, self._keys.epoch, self._keys.head(p), *write.keys()]
+        shape = self._stored.shape()
+        last = shape.fragment_of(after_round) if after_round else shape.own_fragments[0]
+        keys = [self._keys.manifest, self._keys.epoch, self._keys.head(last), *write.keys()]
         arguments: list[Value] = [
             self._uid or "",
             self.mark(epoch),

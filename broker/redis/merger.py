@@ -141,7 +141,7 @@ class RedisMerger:
 
     def _of_other_types(self) -> list[str]:
         """Return the keys whose values have another type than the run uses. No command could write to them."""
-        kinds = kinds_of(self._keys, len(self._reader.stored.sizes()), self._updates.names())
+        kinds = kinds_of(self._keys, self._reader.stored.shape().own_fragments, self._updates.names())
         with self._connection.translated(), self._redis.pipeline(transaction=False) as pipe:
             for key in kinds:
                 pipe.type(key)
@@ -296,7 +296,7 @@ class RedisMerger:
         write.do_all("SREM", self._keys.kept_entries, entries)
 
 
-def kinds_of(keys: Keys, fragments: int, islands: Iterable[str]) -> dict[str, str]:
+def kinds_of(keys: Keys, fragments: Iterable[int], islands: Iterable[str]) -> dict[str, str]:
     """Return the type of value that each lasting key of a run holds, as the command TYPE names it.
 
     The members of the run are not among them: only administrators may change these.
@@ -305,7 +305,7 @@ def kinds_of(keys: Keys, fragments: int, islands: Iterable[str]) -> dict[str, st
     kinds = {
         "hash": [
             keys.data, keys.corpora, keys.requests, keys.restored, keys.control, keys.books, keys.state, keys.standbys,
-            *(key(p) for p in range(fragments) for key in (keys.head, keys.fragment, keys.outer)),
+            *(key(p) for p in fragments for key in (keys.head, keys.fragment, keys.outer)),
             *map(keys.island, islands),
         ],
         "stream": [

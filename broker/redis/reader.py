@@ -120,11 +120,13 @@ class RedisReader:
 
     def heads(self) -> list[Snapshot | None]:
         names = [*(f.name for f in dataclasses.fields(Snapshot)), STAMP, SIGNATURE]
+        shape = self.stored.shape()
         with self.connection.translated(), self._redis.pipeline(transaction=False) as pipe:
-            for p in range(len(self.stored.sizes())):
+            for p in shape.own_fragments:
                 pipe.hmget(self._keys.head(p), names)
             answers = pipe.execute(raise_on_error=False)
-        return [self._head(p, names, answer) for p, answer in enumerate(answers)]
+        found = {p: self._head(p, names, answer) for p, answer in zip(shape.own_fragments, answers, strict=True)}
+        return [found.get(p) for p in range(len(shape.fragments))]
 
     def difference(self, fragment: int, version: int, arrived: Arrived = unwatched) -> bytes | None:
         with self.connection.translated():

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from archipelago.broker.errors import BrokerError, ConfigError, UnknownRunError
-from archipelago.broker.manifest import FORMAT, Manifest
+from archipelago.broker.manifest import FORMAT, OTHER_FORMAT, Manifest
 from archipelago.broker.redis.connection import RedisConnection
 from archipelago.broker.redis.failures import is_wrong_kind
 from archipelago.broker.redis.keys import REGISTRY, Keys
@@ -15,8 +15,6 @@ from archipelago.broker.redis.replies import names_in, text_fields
 from archipelago.broker.signing import MERGER, SignatureError
 from archipelago.broker.wire import payload_bytes_max
 
-#: The code of the error that another version of archipelago has made a run.
-OTHER_FORMAT = "config.format"
 _FORMAT = re.compile(r"[0-9]{1,3}\.[0-9]{1,3}")
 
 
@@ -25,7 +23,7 @@ class StoredRun:
 
     def __init__(self, connection: RedisConnection) -> None:
         self._connection = connection
-        self._sizes: tuple[int, ...] = ()
+        self._shape: Manifest | None = None
 
     def names(self) -> list[str]:
         """Return the names of all runs at the server that this user may read.
@@ -105,7 +103,7 @@ class StoredRun:
         """Raise UnknownRunError unless the run exists. A run that has lost only its manifest exists."""
         keys = self._connection.keys
         with self._connection.translated():
-            known = self._connection.redis.exists(keys.manifest, keys.state, keys.fragment(0))
+            known = self._connection.redis.exists(keys.manifest, keys.state, keys.epoch)
         if not known:
             raise self.unknown()
 
@@ -130,11 +128,11 @@ class StoredRun:
         except BrokerError:
             return False
 
-    def sizes(self) -> tuple[int, ...]:
-        """Return the number of elements of each fragment, which never changes."""
-        self._sizes = self._sizes or self.manifest().sizes
-        return self._sizes
+    def shape(self) -> Manifest:
+        """Return the manifest as it was read first. Its fragments never change."""
+        self._shape = self._shape or self.manifest()
+        return self._shape
 
     def payload_max(self) -> int:
         """Return the largest payload in bytes that the merger or an honest island stores."""
-        return 4 * payload_bytes_max(max(self.sizes()))  # the merger's own state contains parameters and momentum
+        return 4 * payload_bytes_max(max(self.shape().sizes))  # the merger's own state contains parameters and momentum

@@ -134,7 +134,7 @@ class RedisTransport:
                 placed = [self._compactions.place(epoch, each, ORPHAN_SECONDS) for each in full]
                 fill = self._prepared(image) if image else None
                 # Keys remain if someone deleted only the manifest by hand.
-                past = self._keys.of_the_past(len(full), self.updates.names())
+                past = self._keys.of_the_past(manifest.own_fragments, self.updates.names())
                 pipe.multi()
                 pipe.delete(*past)
                 for each in placed:
@@ -149,7 +149,7 @@ class RedisTransport:
             raise self._exists() from None
 
     def mend_manifest(self, manifest: Manifest) -> bool:
-        fragments = [self._keys.fragment(p) for p in range(len(manifest.fragments))]
+        fragments = [self._keys.fragment(p) for p in manifest.own_fragments]
         try:
             with self.connection.watching(self._keys.manifest) as pipe:
                 if self._is_whole():

@@ -1,27 +1,18 @@
-"""Which fragments each shard of a run has, and how the rounds of shards are numbered. All of it is pure.
+"""Which fragments each shard of a run has, and which rounds it closes. All of it is pure.
 
-Inside a shard, fragments and rounds count from the shard's own first one, so a shard is a run of its own fragments to
-its merger and to Redis. Islands, readers and people see the fragments and rounds of the whole run:
-
-    round = cycle · P + fragment + 1,   with cycle = (the shard's round − 1) // (the shard's fragments)
-
-Each fragment has one round in each cycle, as in a run without shards, so `fragment = (round − 1) mod P` and the version
-of a fragment are the same. The rounds of one shard close in order. Those of different shards do not.
+Fragments and rounds have the same numbers in all shards. A shard closes the rounds of its own fragments, in order.
+Those of different shards close in any order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
-
-from archipelago.broker.messages import Call, Contribution, Event, Refusal, Snapshot, TapeEntry
 
 #: More shards than this share one host badly, and each takes connections of every island.
 SHARDS_MAX = 64
-
-Placed = TypeVar("Placed", bound=Call | Snapshot | Refusal | TapeEntry | Contribution)
 
 
 def dealt(sizes: Sequence[int], shards: int) -> tuple[tuple[int, ...], ...]:
@@ -69,51 +60,20 @@ class Layout:
         return sum(map(len, self.fragments))
 
     @cached_property
-    def _places(self) -> dict[int, tuple[int, int]]:
-        return {p: (k, own) for k, mine in enumerate(self.fragments) for own, p in enumerate(mine)}
-
-    def place(self, fragment: int) -> tuple[int, int]:
-        """Return the shard of a fragment, and the fragment's number there."""
-        return self._places[fragment]
+    def _shards(self) -> dict[int, int]:
+        return {p: shard for shard, mine in enumerate(self.fragments) for p in mine}
 
     def shard_of(self, number: int) -> int:
-        """Return the shard that closes a round of the run."""
-        return self._places[(number - 1) % self.count][0]
+        """Return the shard that closes a round."""
+        return self._shards[(number - 1) % self.count]
 
-    def own_round(self, number: int) -> int:
-        """Return the number that a round of the run has in its shard; 0 for 0."""
-        if number == 0:
-            return 0
-        cycle, fragment = divmod(number - 1, self.count)
-        k, own = self._places[fragment]
-        return cycle * len(self.fragments[k]) + own + 1
+    def rounds_until(self, shard: int, number: int) -> int:
+        """Return how many rounds of a shard there are up to that round, which may be of any shard."""
+        cycles, fragment = divmod(number, self.count)
+        return cycles * len(self.fragments[shard]) + bisect_left(self.fragments[shard], fragment)
 
-    def run_round(self, shard: int, number: int) -> int:
-        """Return the number that a round of a shard has in the run; 0 for 0."""
-        if number == 0:
-            return 0
-        mine = self.fragments[shard]
-        cycle, own = divmod(number - 1, len(mine))
-        return cycle * self.count + mine[own] + 1
-
-    def next_rounds(self, shard: int, closed: int, count: int) -> Iterator[int]:
-        """Yield the `count` rounds of a shard after its closed one. All are numbers of the run."""
-        own = self.own_round(closed)
-        return (self.run_round(shard, number) for number in range(own + 1, own + 1 + count))
-
-    def in_run(self, shard: int, message: Placed) -> Placed:
-        """Return a message of a shard with the fragment and round that it has in the run."""
-        if self.shards == 1:
-            return message
-        mine, number = self.fragments[shard], self.run_round(shard, message.round)
-        # Version 0 belongs to no round. A forged refusal may name any fragment, so its round decides.
-        fragment = (number - 1) % self.count if number else mine[message.fragment % len(mine)]
-        return replace(message, round=number, fragment=fragment)
-
-    def event_in_run(self, shard: int, event: Event) -> Event:
-        """Return an announcement of a shard's merger with the numbers of the run."""
-        if isinstance(event, Call | Snapshot | Refusal):
-            return self.in_run(shard, event)
-        if self.shards == 1:
-            return event
-        return replace(event, round=self.run_round(shard, event.round))
+    def next_rounds(self, shard: int, closed: int, count: int) -> list[int]:
+        """Return the `count` rounds of a shard after that round, which may be of any shard."""
+        mine, until = self.fragments[shard], self.rounds_until(shard, closed)
+        places = (divmod(place, len(mine)) for place in range(until, until + count))
+        return [cycles * self.count + mine[own] + 1 for cycles, own in places]

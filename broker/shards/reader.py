@@ -16,7 +16,6 @@ from archipelago.broker.errors import UnreachableError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import COUNT_MAX, Books, Evaluation, Event, Note, Pending, Refusal, Snapshot, TapeEntry
 from archipelago.broker.presence import Presence
-from archipelago.broker.shards.layout import Layout
 from archipelago.broker.transport import Arrived, Memory, MergerStatus, ReaderClient, Standby, unwatched
 
 #: Of more things than this, messages say only how many there are.
@@ -50,7 +49,7 @@ def asked(read: Callable[[], T], aside: Aside) -> Future[T]:
 
 
 class ShardedReader:
-    """See `broker.transport.ReaderClient`. Fragments and rounds are those of the run (`Layout`).
+    """See `broker.transport.ReaderClient`.
 
     Values that belong to the run (islands, cursors, evaluations, requests) are read from shard 0. Requests and settings
     are written to every shard, because each merger reads its own. Notes and the tape are put in the order of their
@@ -62,8 +61,7 @@ class ShardedReader:
     """
 
     def __init__(self, readers: Sequence[ReaderClient], manifest: Manifest) -> None:
-        self._readers, self._manifest = readers, manifest
-        self._home, self._layout = readers[0], manifest.shard_layout
+        self._readers, self._home, self._layout = readers, readers[0], manifest.shard_layout
         #: The shards that cannot be reached and are left out, each with the reason. Only `DisplayReader` has any.
         self.away: dict[int, str] = {}
 
@@ -71,14 +69,17 @@ class ShardedReader:
         """Return what is read from each shard, by its number. `DisplayReader` leaves out those that are away."""
         return {shard: read(reader) for shard, reader in enumerate(self._readers)}
 
+    def _of(self, fragment: int) -> ReaderClient:
+        """Return the reader of the shard that has the fragment."""
+        return self._readers[self._layout.shard_of(fragment + 1)]
+
     # -- the run, from shard 0 ----------------------------------------------------------------------------------------
 
     def runs(self) -> list[str]:
         return self._home.runs()
 
     def manifest(self) -> Manifest:
-        found = self._home.manifest()
-        return found.whole or found
+        return self._home.manifest().whole
 
     def uid(self) -> str | None:
         return self._home.uid()
@@ -110,21 +111,14 @@ class ShardedReader:
         raise NotImplementedError("islands read the announcements of each shard")
 
     def fragment(self, fragment: int, arrived: Arrived = unwatched) -> tuple[Snapshot, bytes]:
-        shard, own = self._layout.place(fragment)
-        snapshot, payload = self._readers[shard].fragment(own, arrived)
-        return self._layout.in_run(shard, snapshot), payload
+        return self._of(fragment).fragment(fragment, arrived)
 
     def heads(self) -> list[Snapshot | None]:
-        out: list[Snapshot | None] = [None] * self._layout.count
-        for shard, reader in enumerate(self._readers):
-            for own, head in enumerate(reader.heads()):
-                found = None if head is None else self._layout.in_run(shard, head)
-                out[self._layout.fragments[shard][own]] = found
-        return out
+        of_shards = [reader.heads() for reader in self._readers]
+        return [next((head for head in heads if head), None) for heads in zip(*of_shards, strict=True)]
 
     def difference(self, fragment: int, version: int, arrived: Arrived = unwatched) -> bytes | None:
-        shard, own = self._layout.place(fragment)
-        return self._readers[shard].difference(own, version, arrived)
+        return self._of(fragment).difference(fragment, version, arrived)
 
     def unreadable(self) -> dict[str, str]:
         return {
@@ -147,20 +141,17 @@ class ShardedReader:
         return self._home.cursors()
 
     def tape(self, count: int) -> list[TapeEntry]:
-        found: list[tuple[float, int, TapeEntry]] = []
-        for shard, entries in self._each(lambda reader: reader.tape(count)).items():
+        found: list[tuple[float, TapeEntry]] = []
+        for entries in self._each(lambda reader: reader.tape(count)).values():
             at = 0.0
             for entry in entries:
                 at = max(at, entry.unix_seconds)  # the clock of a merger that took over may be behind
-                found.append((at, self._layout.run_round(shard, entry.round), self._layout.in_run(shard, entry)))
-        return [entry for _, _, entry in sorted(found, key=lambda each: each[:2])][-count:] if count else []
+                found.append((at, entry))
+        found.sort(key=lambda each: (each[0], each[1].round))
+        return [entry for _, entry in found][-count:] if count else []
 
     def refusals(self, count: int) -> list[tuple[float, Refusal]]:
-        found = [
-            (at, self._layout.in_run(shard, refusal))
-            for shard, refusals in self._each(lambda reader: reader.refusals(count)).items()
-            for at, refusal in refusals
-        ]
+        found = [each for refusals in self._each(lambda reader: reader.refusals(count)).values() for each in refusals]
         return sorted(found, key=lambda each: each[0])[-count:] if count else []
 
     def steer(self, changes: Mapping[str, str]) -> None:
@@ -183,7 +174,7 @@ class ShardedReader:
         )
 
     def merger_state(self) -> str:
-        return combined_state(self._each(lambda reader: reader.merger_state()), self._layout)
+        return combined_state(self._each(lambda reader: reader.merger_state()))
 
     def is_served(self) -> bool:
         """Return whether a merger serves any shard. An island trains on as long as one does.
@@ -220,23 +211,21 @@ def summed_books(books: Sequence[Books]) -> Books:
     return Books(**total | {"bytes_down": found[0]["bytes_down"]})
 
 
-def combined_state(states: Mapping[int, str], layout: Layout) -> str:
+def combined_state(states: Mapping[int, str]) -> str:
     """Return the state of shard 0's merger, with the counts of all shards in place of its own.
 
     Args:
         states: The state of each shard's merger by the number of the shard, as JSON; empty before its first round.
-        layout: The fragments of each shard.
     """
     found = {shard: _parsed(state) for shard, state in states.items()}
     if not any(found.values()):
         return ""
-    covered = [layout.run_round(shard, _count(state.get("covered"))) for shard, state in found.items()]
     return json.dumps(
         found[0]
         | {
             "accounts": {island: {"tokens": tokens} for island, tokens in _merged_tokens(found.values()).items()},
             "refused": _summed(state.get("refused") for state in found.values()),
-            "covered": min(covered),
+            "covered": min(_count(state.get("covered")) for state in found.values()),
         }
     )
 

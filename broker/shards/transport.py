@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Protocol, TypeVar, cast
 
 from archipelago.broker.commits import Image
@@ -42,7 +41,7 @@ class WholeRun:
 
     Attributes:
         run: The name of the run.
-        shards: The connection to each shard. Their fragments and rounds are those of the shard.
+        shards: The connection to each shard.
         reader: Reads the whole run.
         island: The island's client of shard 0, which has what belongs to the run: names, leases, newcomers.
 
@@ -100,9 +99,8 @@ def create(transport: Transport, manifest: Manifest, snapshots: Sequence[tuple[S
     if transport.reader.uid() is not None:
         raise RunExistsError(f"a run {manifest.run!r} is here already", "Choose another name with --run.")
     for shard, fragments in reversed(list(enumerate(manifest.shard_layout.fragments))):
-        own = [(replace(snapshots[p][0], fragment=place), snapshots[p][1]) for place, p in enumerate(fragments)]
         try:
-            of_shard(transport, manifest, shard).create(manifest.of_shard(shard), own)
+            of_shard(transport, manifest, shard).create(manifest.of_shard(shard), [snapshots[p] for p in fragments])
         except RunExistsError as error:
             raise RunExistsError(
                 f"shard {shard} of a run {manifest.run!r} is here already",
@@ -124,9 +122,8 @@ def restore(transport: Transport, images: Sequence[Image]) -> None:
     Raises:
         RunExistsError: The run exists, or another state of one of its shards.
     """
-    home = images[0].manifest
     for image in reversed(images):
-        shard = of_shard(transport, home.whole or home, image.manifest.shard)
+        shard = of_shard(transport, image.manifest, image.manifest.shard or 0)
         try:
             shard.restore(image)
         except RunExistsError as error:
@@ -142,30 +139,21 @@ def restore(transport: Transport, images: Sequence[Image]) -> None:
                 ) from error
 
 
-def whole_image(images: Sequence[Image]) -> Image:
-    """Return the image of a whole run, to be read by people, from those of its shards.
-
-    Its fragments and rounds are those of the run. That of a run with one shard is its only one.
-    """
+def image_of_run(images: Sequence[Image]) -> Image:
+    """Return the image of a whole run, to be read by people, from those of its shards."""
     home = images[0]
-    if (manifest := home.manifest.whole) is None:
+    if len(images) == 1:
         return home
-    layout = manifest.shard_layout
-    both = [(shard, full) for shard, image in enumerate(images) for full in image.fragments]
-    fragments = [replace(full, snapshot=layout.in_run(shard, full.snapshot)) for shard, full in both]
-    tape = [layout.in_run(shard, entry) for shard, image in enumerate(images) for entry in image.tape]
+    fragments = [full for image in images for full in image.fragments]
+    tape = [entry for image in images for entry in image.tape]
     return Image(
-        manifest=manifest,
+        manifest=home.manifest.whole,
         number=home.number,
         fragments=tuple(sorted(fragments, key=lambda full: full.snapshot.fragment)),
-        state=combined_state({shard: image.state for shard, image in enumerate(images)}, layout),
+        state=combined_state({shard: image.state for shard, image in enumerate(images)}),
         books=summed_books([image.books for image in images]),
         cursors=home.cursors,
         tape=tuple(sorted(tape, key=lambda entry: (entry.unix_seconds, entry.round))),
         evaluations=home.evaluations,
-        pending=tuple(
-            (layout.in_run(shard, contribution), payload)
-            for shard, image in enumerate(images)
-            for contribution, payload in image.pending
-        ),
+        pending=tuple(each for image in images for each in image.pending),
     )

@@ -12,7 +12,7 @@ not spent on the others.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from archipelago.broker.messages import Call, Event, Refusal, Snapshot
@@ -190,7 +190,7 @@ class Ledger:
     def _fragment(self, number: int) -> int:
         return (number - 1) % len(self.counts)
 
-    def _window_of(self, shard: int) -> Iterator[int]:
+    def _window_of(self, shard: int) -> list[int]:
         """Return the open rounds of a shard."""
         open_rounds = min(self.window, len(self._layout.fragments[shard]))
         return self._layout.next_rounds(shard, self._closed[shard], open_rounds)

@@ -189,7 +189,7 @@ class Participant(ABC):
         for shard, event in news.events:
             match event:
                 case Resume():
-                    self.ledger.resumed(shard, event.round, self.link.channels[shard].unresolved_rounds())
+                    self.ledger.resumed(shard, event.round, self.link.channels[shard].outbox.unresolved_rounds())
                 case Marker(number=number):  # of each shard, at the same number
                     if number > self._marker:
                         self.reached_marker(number)

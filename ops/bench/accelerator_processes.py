@@ -213,7 +213,7 @@ def _settle(link: Link) -> None:
 
 
 def _has_work(link: Link) -> bool:
-    return bool(link.channels[0].unresolved_rounds() or link.channels[0].inbox._wanted)
+    return bool(link.channels[0].outbox.unresolved_rounds() or link.channels[0].inbox._wanted)
 
 
 def _is_busy(island: Island) -> bool:

@@ -267,9 +267,8 @@ def checks(storm: StormRecord) -> list[Check]:
     tokens = sum(member.tokens for entry in storm.tape for member in entry.members)
     over, incarnations = _merged_beyond_steps(storm)
     in_order = all(
-        entry.round == storm.layout.run_round(shard, n)
+        [entry.round for entry in tape] == storm.layout.next_rounds(shard, 0, len(tape))
         for shard, tape in enumerate(tapes)
-        for n, entry in enumerate(tape, 1)
     )
     epochs = [[entry.epoch for entry in tape] for tape in tapes]
     rounds = storm.rounds_in_window

@@ -11,7 +11,6 @@ import tyro
 
 from archipelago.broker.commits import Delivery
 from archipelago.broker.errors import ConfigError
-from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import TapeEntry
 from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import keep_compiled, print_json
@@ -68,15 +67,15 @@ def repeat(recorded: Sequence[records.Record]) -> dict[str, Any]:
     from archipelago.merger.round_merge import RoundMerge, new_state
     from archipelago.merger.state import RunState
 
-    manifest = run_of(recorded)
+    manifest = recorded[0].manifest.whole
     rounds = [rounds_of(record) for record in recorded]
     count, closed, contributions, found = sum(map(len, rounds)), 0, 0, list[str]()
-    repeated, last = list[list[str]](), list[list[str]]()
+    repeated, last = dict[int, str](), dict[int, str]()
     with progress("repeating the rounds", count) as repeating:
         for number, record in enumerate(recorded):
-            rules, state, sizes = RoundMerge.of(record.manifest), RunState(), record.manifest.sizes
-            vectors = [unpack(data, size) for (_, data), size in zip(record.beginning, sizes, strict=True)]
-            fragments = [new_state(vector_N, rules.outer) for vector_N in vectors]
+            rules, state, sizes = RoundMerge.of(record.manifest), RunState(), manifest.sizes
+            vectors = {snapshot.fragment: unpack(data, sizes[snapshot.fragment]) for snapshot, data in record.beginning}
+            fragments = {p: new_state(vector_N, rules.outer) for p, vector_N in vectors.items()}
             try:
                 for tape, deliveries in rounds[number]:
                     p = tape.fragment
@@ -85,11 +84,10 @@ def repeat(recorded: Sequence[records.Record]) -> dict[str, Any]:
                     repeating.done += 1
             except DifferenceError as error:
                 found.append(f"shard {number}: {error.what}" if len(recorded) > 1 else error.what)
-            closed += state.closed
-            expected = {tape.fragment: tape.digest for tape, _ in rounds[number]}
-            last.append([expected.get(p, "") for p in range(len(fragments))])
-            repeated.append([digest_of(np.asarray(fragment.published_N)) for fragment in fragments])
-    pairs = list(zip(in_order(manifest, repeated), in_order(manifest, last), strict=True))
+            closed += record.manifest.rounds_between(0, state.closed)
+            last |= {tape.fragment: tape.digest for tape, _ in rounds[number]}
+            repeated |= {p: digest_of(np.asarray(fragment.published_N)) for p, fragment in fragments.items()}
+    pairs = [(repeated[p], last.get(p, "")) for p in range(len(manifest.fragments))]
     return {
         "run": manifest.run,
         "rounds": closed,
@@ -105,8 +103,9 @@ def repeat(recorded: Sequence[records.Record]) -> dict[str, Any]:
 
 def rounds_of(record: records.Record) -> Sequence[tuple[TapeEntry, tuple[Delivery, ...]]]:
     """Return the rounds of a shard in order. Raise ConfigError if one is missing."""
-    numbers = sorted(record.rounds)
-    missing = [number for number in range(1, max(numbers, default=0) + 1) if number not in record.rounds]
+    of, last = record.manifest, max(record.rounds, default=0)
+    numbers = of.next_rounds(0, of.rounds_between(0, last))
+    missing = [number for number in numbers if number not in record.rounds]
     if missing:
         raise ConfigError(
             f"round {missing[0]} is not in the record ({len(missing)} are missing)",
@@ -116,23 +115,11 @@ def rounds_of(record: records.Record) -> Sequence[tuple[TapeEntry, tuple[Deliver
     return [record.rounds[number] for number in numbers]
 
 
-def run_of(recorded: Sequence[records.Record]) -> Manifest:
-    """Return the manifest of the run whose shards these are."""
-    first = recorded[0].manifest
-    return first.whole or first
-
-
-def in_order(manifest: Manifest, parts: Sequence[Sequence[str]]) -> list[str]:
-    """Return what each shard has of its fragments in the order of the run's fragments."""
-    places = map(manifest.shard_layout.place, range(len(manifest.fragments)))
-    return [parts[shard][own] for shard, own in places]
-
-
 def read(folder: Path) -> list[records.Record]:
     """Return the record of each shard of a run, from the folder of its mergers. Raises ConfigError."""
     kept = MergerFolder(folder)
     first = records.read(kept.recorder.folder)
-    others = kept.parts(run_of([first]))[1:]
+    others = kept.parts(first.manifest)[1:]
     return [first, *(records.read(part.recorder.folder) for part in others)]
 
 

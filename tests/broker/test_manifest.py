@@ -137,6 +137,18 @@ def test_a_damaged_field_is_an_error() -> None:
             pytest.fail(f"{key}: {text[:99]} was read: {Manifest.from_fields({**MANIFEST.to_fields(), key: text})}")
 
 
+def test_a_run_of_several_shards_with_rounds_of_their_own_is_refused() -> None:
+    for shards in (1, 2):
+        fields = samples.manifest().with_shards(shards).of_shard(0).to_fields()
+        assert Manifest.from_fields(fields).of_shard(0) == samples.manifest().with_shards(shards).of_shard(0)
+        fields["format"] = "0.3"  # as in a checkpoint of an earlier version
+        if shards == 1:
+            Manifest.from_fields(fields)
+            continue
+        with failing(ConfigError, "config.format"):
+            Manifest.from_fields(fields)
+
+
 def test_frozen_tensors_belong_to_the_identity_of_a_run() -> None:
     frozen = (FrozenTensor("base", (2, 3), "bfloat16", "0" * 32),)
     manifest = replace(MANIFEST, frozen=frozen)

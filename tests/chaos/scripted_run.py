@@ -75,7 +75,7 @@ def _loaded(transport: RedisTransport, manifest: Manifest) -> list[FragmentState
         before = [transport.reader.fragment(p)[0].version for p in range(2)]
         found = load(transport, RoundMerge.of(manifest), None).fragments
         if before == [transport.reader.fragment(p)[0].version for p in range(2)]:
-            return found
+            return list(found.values())
 
 
 def outcome(transport: RedisTransport) -> dict[str, Any]:

@@ -372,7 +372,7 @@ def check(run: DamagedRun) -> None:
     view = observe(fresh, run.manifest)
     assert view.balanced
     assert view.rounds == run.closed
-    kinds = kinds_of(run.keys, 2, ISLANDS)
+    kinds = kinds_of(run.keys, range(2), ISLANDS)
     found = {key: run.client.type(key).decode() for key in kinds}
     assert {key: kind for key, kind in found.items() if kind not in (kinds[key], "none")} == {}
 

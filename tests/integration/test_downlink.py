@@ -79,7 +79,7 @@ def test_islands_hold_the_bits_that_the_merger_published(server: RedisServer) ->
     assert run.transport.reader.books().bytes_down - taken < 0.5 * full * 3 * 4, "the islands took full snapshots"
     assert late.totals.steps
     require_published(run)
-    for p, fragment in enumerate(run.merger.fragments):
+    for p, fragment in run.merger.fragments.items():
         head = run.transport.reader.heads()[p]
         assert head is not None
         assert digest_of(np.asarray(fragment.published_N)) == head.held
@@ -119,7 +119,7 @@ def test_a_missing_or_hostile_difference_is_replaced_by_a_full_snapshot() -> Non
         lambda payload: payload[:-body] + b"\xff" * body,  # no number
     )
     for run.change in changes:
-        wanted, asked = [snapshot.version + 1 for snapshot in run.merger.snapshots], run.asked
+        wanted, asked = [snapshot.version + 1 for snapshot in run.merger.snapshots.values()], run.asked
 
         def have_arrived(wanted: list[int] = wanted) -> bool:
             for p in range(len(wanted)):

@@ -299,7 +299,7 @@ def test_the_rounds_of_a_run_that_is_signed_later_are_not_lost(tmp_path: Path) -
     assert merger.acquire()
     merger.load()
     assert merger.state.closed == plain.merger.state.closed
-    pairs = zip(merger.fragments, plain.merger.fragments, strict=True)
+    pairs = zip(merger.fragments.values(), plain.merger.fragments.values(), strict=True)
     assert all(digest_of(np.asarray(a.params_N)) == digest_of(np.asarray(b.params_N)) for a, b in pairs)
     assert newest(keyed.reader, plain.manifest, 0).snapshot.version == plain.merger.snapshots[0].version
 

@@ -144,15 +144,15 @@ def test_a_shard_without_a_merger_stops_only_its_fragments() -> None:
     config = replace(CONFIG, inner=replace(CONFIG.inner, steps=240))
     run = VirtualRun(work(config), [1.0, 1.1], shards=2)
     run.advance_until(lambda: min(closed(run)) >= 6)
+    (before, stopped_at), steps = closed(run), run.islands["island-0"].totals.steps
     alive, dead = run.mergers
     run.mergers = [alive]
-    before, stopped_at, steps = alive.rounds.closed, dead.rounds.closed, run.islands["island-0"].totals.steps
-    run.advance_until(lambda: alive.rounds.closed >= before + 12)
+    run.advance_until(lambda: closed(run)[0] >= before + 12)
     taken = run.islands["island-0"].totals.steps - steps
     stride = config.sync.interval / len(run.manifest.shard_layout.fragments[0])
     assert 12 * stride * 0.8 <= taken <= 12 * stride * 1.5, "the strides of the shard were spent on the other one"
     run.mergers = [alive, dead]
     run.mergers[1] = run.merger_of(1)
-    run.advance_until(lambda: run.mergers[1].rounds.closed >= stopped_at + 6)
+    run.advance_until(lambda: closed(run)[1] >= stopped_at + 6)
     run.finish()
     require_balanced(run)

@@ -127,8 +127,8 @@ class LateRun(VirtualRun):
 
 
 def closed(run: VirtualRun) -> list[int]:
-    """Return the closed rounds of each shard."""
-    return [merger.rounds.closed for merger in run.mergers]
+    """Return how many rounds each shard has closed."""
+    return [merger.manifest.rounds_between(0, merger.rounds.closed) for merger in run.mergers]
 
 
 def require_balanced(run: VirtualRun, pending: int | None = None) -> None:

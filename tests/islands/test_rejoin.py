@@ -23,7 +23,7 @@ from tests.harness.tiny import TinyRun, leaf_bytes
 
 
 def merged_params(run: TinyRun) -> list[Vector]:
-    return [np.asarray(fragment.params_N) for fragment in run.merger.fragments]
+    return [np.asarray(fragment.params_N) for fragment in run.merger.fragments.values()]
 
 
 def own_params(island: Island) -> list[Vector]:

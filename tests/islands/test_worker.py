@@ -48,7 +48,7 @@ def test_a_diverged_island_stops_without_changing_the_run(monkeypatch: pytest.Mo
     turn()
     books = run.transport.reader.books()
     assert books.published == books.refused > 0
-    assert all(np.isfinite(np.asarray(fragment.params_N)).all() for fragment in run.merger.fragments)
+    assert all(np.isfinite(np.asarray(fragment.params_N)).all() for fragment in run.merger.fragments.values())
     assert run.transport.reader.notes(100)[-1].kind == "diverged"
     assert run.transport.reader.presences()[0].heartbeat.state == "left"
 
@@ -100,7 +100,7 @@ def test_a_snapshot_whose_adoption_fails_is_adopted_later(monkeypatch: pytest.Mo
     assert versions(island) == before
     monkeypatch.setattr(island, "take_over", take_over)
     island.boundary()
-    assert versions(island) == [snapshot.version for snapshot in run.merger.snapshots]
+    assert versions(island) == [snapshot.version for snapshot in run.merger.snapshots.values()]
 
 
 # -- data -----------------------------------------------------------------------------------------------------------

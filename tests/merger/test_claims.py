@@ -66,6 +66,7 @@ def seen(*claims_: Contribution, accounts: Mapping[str, Account] | None = None, 
         "usual_batch": 0.0,
         "sync": CONFIG.sync,
         "fragments": P,
+        "rounds_between": lambda after, until: until - after,
     } | changes
     return claims.seen(claims_, accounts=accounts or {}, **values)
 
@@ -210,7 +211,7 @@ def test_an_island_may_have_read_on_while_it_waited_and_as_rounds_closed() -> No
     """While no merger serves, an island trains on. Its next contribution has few steps, and says all that was read."""
 
     def read(steps: int, account: Account | None, closed: int = 10) -> int:
-        return claims.steps_read(claim(steps=steps), account, closed, STRIDE, P)
+        return claims.steps_read(claim(steps=steps), account, closed, H, P)
 
     assert (read(1 << 40, None), read(5, None)) == (claims.FIRST_BURST_INTERVALS * H, 5)
     assert read(1, Account(10)) == read(1, Account(12)) == claims.BURST_INTERVALS * H

@@ -29,7 +29,7 @@ ISOTROPIC = replace(SMALL, merge=replace(SMALL.merge, embedding="isotropic", res
 
 def memory(merger: Merger) -> list[Any]:
     """Return the bits of a merger's fragments."""
-    return [(samples.outer_bits(f), np.asarray(f.published_N).tobytes(), f.norms) for f in merger.fragments]
+    return [(samples.outer_bits(f), np.asarray(f.published_N).tobytes(), f.norms) for f in merger.fragments.values()]
 
 
 def full_versions(run: MergerRun) -> list[int]:
@@ -69,7 +69,7 @@ def test_a_merger_that_rounds_in_another_way_keeps_the_momentum(
     monkeypatch.setattr(round_merge, "outer_step", scaled(1 + 2**-18))
     after = run.merger()
     assert set(logged_codes(caplog)) == {"restore.nearly"}
-    for old, new in zip(merger.fragments, after.fragments, strict=True):
+    for old, new in zip(merger.fragments.values(), after.fragments.values(), strict=True):
         assert np.asarray(new.published_N).tolist() == np.asarray(old.published_N).tolist(), "what the islands hold"
         momentum, kept = (outer.named(fragment.params_N, fragment.outer) for fragment in (old, new))
         for name in momentum.keys() - {PARAMETERS}:

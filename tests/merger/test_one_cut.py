@@ -184,8 +184,10 @@ MANIFEST = replace(samples.manifest(), shards=2)
 
 def images(number: int) -> list[Image]:
     """Return the parts of a checkpoint, in which each shard has closed a round."""
-    state = json.dumps({"closed": 1, "covered": number, "accounts": {"a": {"tokens": 10}}})
-    return [samples.image(MANIFEST.of_shard(k), [], noise=b"", number=number, state=state) for k in range(2)]
+    states = [json.dumps({"closed": k + 1, "covered": number, "accounts": {"a": {"tokens": 10}}}) for k in range(2)]
+    return [
+        samples.image(MANIFEST.of_shard(k), [], noise=b"", number=number, state=state) for k, state in enumerate(states)
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -195,7 +195,7 @@ def test_a_run_goes_back_as_far_as_the_tape_has_gaps(caplog: pytest.LogCaptureFi
 
 
 def memory_of(merger: Merger) -> list[Any]:
-    return [(samples.outer_bits(f), np.asarray(f.published_N).tobytes()) for f in merger.fragments]
+    return [(samples.outer_bits(f), np.asarray(f.published_N).tobytes()) for f in merger.fragments.values()]
 
 
 class Broken(Shelf):

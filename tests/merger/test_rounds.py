@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from archipelago.broker.config import SyncConfig
+from archipelago.broker.config import RunConfig, SyncConfig
 from archipelago.broker.messages import Contribution
 from archipelago.merger.rounds import Close, Rounds, grace_seconds, slack
 from archipelago.merger.state import RoundTiming, RunState
@@ -22,7 +22,8 @@ FRAGMENTS = 4
 def rounds(closed: int = 0, timing: RoundTiming | None = None, fragments: int = FRAGMENTS, **settings: Any) -> Rounds:
     """Return the rounds of four fragments with H = 8, so a stride is two inner steps. Grace is half of the slack."""
     changes = {"interval": 8, "window": 2, "quorum": 1, "grace": 0.5, "smoothing": 0.8} | settings
-    return Rounds(SyncConfig(**changes), fragments, RunState(closed=closed, timing=timing or RoundTiming()))
+    of = replace(samples.manifest(fragments=fragments), config=RunConfig(sync=SyncConfig(**changes)))
+    return Rounds(of, RunState(closed=closed, timing=timing or RoundTiming()))
 
 
 def commit(some: Rounds, close: Close, sync_seconds: float = 0.0) -> None:
@@ -173,7 +174,7 @@ def drain(some: Rounds, left: set[int]) -> list[int]:
     """Close rounds without live islands. Each merges the contributions that wait for its fragment."""
     closed = []
     while (close := some.close(0.0, frozenset(), left)) is not None:
-        left.discard((close.round - 1) % some.fragments)
+        left.discard(some.manifest.fragment_of(close.round))
         commit(some, close, 0.0)
         closed.append(close.round)
     return closed

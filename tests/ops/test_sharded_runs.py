@@ -130,8 +130,7 @@ def test_an_expulsion_by_one_merger_holds_in_all_shards(small_task: Workload) ->
 
 def test_requests_are_noted_once_and_notes_name_the_rounds_of_the_run(small_task: Workload) -> None:
     run = train_sharded(small_task, rounds=3)
-    behind = run.manifest.shard_layout.run_round(1, closed(run)[1])
-    assert behind != closed(run)[1]
+    behind = run.mergers[1].rounds.closed
     run.transport.reader.steer({"merging": "paused"})
     run.turn()
     assert [note.kind for note in run.transport.reader.notes(50)].count("paused") == 1

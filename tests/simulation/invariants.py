@@ -70,7 +70,7 @@ Key = tuple[str, int]
 class Invariants:
     """Observes what the broker does with one shard and asserts what must hold.
 
-    A shard is a run of its own fragments: its rounds, epochs, books and sequence numbers are those of no other shard.
+    A shard closes the rounds of its own fragments. Its epochs, books and sequence numbers are those of no other shard.
     All shards merge the same text, and islands lease it by the cursors of shard 0. If an island dies after it has sent
     to another shard and not to that one, its text is read again. So only shard 0 merges no text twice.
     """
@@ -78,7 +78,7 @@ class Invariants:
     def __init__(self, simulation: Simulation, shard: int = 0) -> None:
         self.simulation, self.shard = simulation, shard
         self.manifest = simulation.manifest.of_shard(shard)
-        self.first = [simulation.first[p][1] for p in simulation.manifest.shard_layout.fragments[shard]]
+        self.first = {p: simulation.first[p][1] for p in self.manifest.own_fragments}
         self.entries: dict[str, tuple[Contribution, bytes]] = {}
         self.acknowledged: dict[str, None] = {}
         #: What primaries had acknowledged before they were replaced. Islands that live on send again what was lost.
@@ -204,7 +204,7 @@ class Invariants:
 
     def _read_tape(self, run: Any, again: bool = False) -> None:
         for entry in run.tape[self._known(run) :]:
-            assert entry.round == self.round + 1, f"round {entry.round} after {self.round}"
+            assert entry.round == self.manifest.next_round(self.round), f"round {entry.round} after {self.round}"
             assert entry.epoch >= self.tape_epoch or again, f"epoch {entry.epoch} after {self.tape_epoch}"
             assert entry.version == self.manifest.version_after(entry.round)
             self.round = entry.round
@@ -215,7 +215,7 @@ class Invariants:
             self._check_snapshot(run, entry)
 
     def _known(self, run: Any) -> int:
-        return self.round - run.tape[0].round + 1 if run.tape and self.round else 0
+        return self.manifest.rounds_between(run.tape[0].round - 1, self.round) if run.tape and self.round else 0
 
     def _merge(self, entry: TapeEntry, member: RoundMember, again: bool) -> None:
         identity = member.identity_text
@@ -321,8 +321,7 @@ class Invariants:
 
     def check_heard(self, island: Island) -> None:
         """Check that an island knows of a round only after it has received all events before the round closed."""
-        closed = island.ledger._closed[self.shard]
-        known, heard = island.ledger._layout.own_round(closed), island.link.channels[self.shard].inbox.heard_round
+        known, heard = island.ledger._closed[self.shard], island.link.channels[self.shard].inbox.heard_round
         assert known <= heard, f"{island.name} knows round {known}, and has received the events up to round {heard}"
 
     # -- at the end -------------------------------------------------------------------------------------------------
@@ -345,13 +344,13 @@ class Invariants:
         for _, event in self.run.events if not self.simulation.losses else ():
             match event:
                 case Snapshot(round=number):
-                    assert number == closed + 1
+                    assert number == self.manifest.next_round(closed)
                     closed = number
                 case Resume(round=number, epoch=new):
                     assert (number, new) == (closed, max(new, epoch + 1))
                     epoch = new
                 case Call(round=number):
-                    assert closed < number <= closed + self.manifest.config.sync.window
+                    assert number in self.manifest.next_rounds(closed, self.manifest.window)
 
     def check_promises(self) -> None:
         """Check that living islands have sent again what a failover had lost. The run must have settled."""
@@ -363,8 +362,9 @@ class Invariants:
     def check_replay(self) -> None:
         """Check that replaying the tape from version 0 and the contributions gives the published bits."""
         rules, state = RoundMerge.of(self.manifest), RunState()
-        first = zip(self.first, self.manifest.sizes, strict=True)
-        fragments = [new_state(unpack(payload, size), rules.outer) for payload, size in first]
+        fragments = {
+            p: new_state(unpack(payload, self.manifest.sizes[p]), rules.outer) for p, payload in self.first.items()
+        }
         images = {image.round: image for image in self.simulation.disks[self.shard].values()}
         full = {(p, snapshot.version): self.run.outer.get(p) for p, (snapshot, _) in self.run.fragments.items()}
         for entry in self.run.tape:
@@ -377,15 +377,16 @@ class Invariants:
                 assert compacted == samples.outer_bits(fragments[p]), f"{entry} was compacted"
         for merger in (process.merger for process in self.simulation.mergers_of(self.shard) if process.loaded):
             if merger.epoch and merger.rounds.closed == self.round:
-                for ours, theirs in zip(fragments, merger.fragments, strict=True):
-                    assert samples.outer_bits(theirs) == samples.outer_bits(ours)
+                for p, ours in fragments.items():
+                    assert samples.outer_bits(merger.fragments[p]) == samples.outer_bits(ours)
 
-    def _check_image(self, image: Image, state: RunState, fragments: Sequence[FragmentState]) -> None:
+    def _check_image(self, image: Image, state: RunState, fragments: Mapping[int, FragmentState]) -> None:
         """Check that a checkpoint holds what the tape gives up to its round."""
-        if image.tape[-1].digest != self.run.tape[image.round - 1].digest:
+        if image.tape[-1].digest != self.run.tape[self.manifest.rounds_between(0, image.round) - 1].digest:
             return  # a failover has lost these rounds
         assert image.cursors == state.cursors
-        for fragment, full in zip(fragments, image.fragments, strict=True):
+        for full in image.fragments:
+            fragment = fragments[full.snapshot.fragment]
             assert digest_of(full.published_N) == digest_of(np.asarray(fragment.published_N))
             assert not full.snapshot.version or joined(full.own) == samples.outer_bits(fragment)
 
@@ -401,7 +402,7 @@ class Invariants:
         tape = self.run.tape[: len(found)]
         assert list(found) == [entry.round for entry in tape], "the record has gaps"
         covered = max((image.round for image in self.simulation.disks[self.shard].values()), default=0)
-        assert len(found) >= covered, f"the record ends at round {len(found)}, and a checkpoint at {covered}"
+        assert max(found, default=0) >= covered, f"the record ends at {max(found)}, and a checkpoint at {covered}"
         for expected, (entry, deliveries) in zip(tape, found.values(), strict=True):
             assert to_fields(entry) == to_fields(expected)  # a loss that is NaN does not equal itself
             for member, delivery in zip(entry.members, deliveries, strict=True):

@@ -148,7 +148,7 @@ class IslandProcess(Process):
 
     def _observe(self, simulation: Simulation, link: Link, batches: Batches) -> None:
         begin, send = batches._begin, link.send
-        shard_of = simulation.manifest.shard_layout.place
+        shard_of = simulation.manifest.shard_layout.shard_of
 
         def begun(shard: Shard) -> None:
             at = shard.read_position()
@@ -156,8 +156,7 @@ class IslandProcess(Process):
             simulation.invariants[0].began(self.who, at, at.position + len(batches._starts))
 
         def sent(draft: Draft) -> None:
-            shard, _ = shard_of(draft.header.fragment)
-            if shard == 0:
+            if shard_of(draft.header.round) == 0:
                 simulation.invariants[0].sent(self.who, draft.header)
             send(draft)
 

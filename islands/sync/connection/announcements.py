@@ -37,7 +37,8 @@ def fault_in(event: Event, manifest: Manifest) -> str:
     """Return why no merger of this run can have sent this event; empty if one can."""
     match event:
         case Call(round=number, fragment=p):
-            return "" if p == manifest.fragment_of(number) else "a call of a fragment that its round does not sync"
+            is_own = p == manifest.fragment_of(number) and p in manifest.own_fragments
+            return "" if is_own else "a call of a fragment that its round does not sync"
         case Snapshot():
             return snapshot_fault(event, manifest)
         case _:
@@ -47,8 +48,8 @@ def fault_in(event: Event, manifest: Manifest) -> str:
 def snapshot_fault(snapshot: Snapshot, manifest: Manifest) -> str:
     """Return why no merger of this run can have published this snapshot; empty if one can."""
     number, p = snapshot.round, snapshot.fragment
-    if p >= len(manifest.fragments):
-        return "a snapshot of a fragment that the run does not have"
+    if p not in manifest.own_fragments:
+        return "a snapshot of a fragment that the run or shard does not have"
     is_first = number == 0 and snapshot.version == 0
     if not is_first and (number == 0 or p != manifest.fragment_of(number)):
         return "a snapshot of a fragment that its round does not sync"
@@ -64,18 +65,18 @@ def last_round(heads: Heads) -> int | None:
     return max((head.round for head in heads if head is not None), default=None)
 
 
-def judged(event: Event, heard: int, window: int, read_heads: Callable[[], Heads]) -> Verdict:
+def judged(event: Event, heard: int, window: Sequence[int], read_heads: Callable[[], Heads]) -> Verdict:
     """Return what an island does about an event without a fault, after it has heard of round `heard`.
 
     Args:
         event: The event.
         heard: The last closed round that the island believes in.
-        window: How many rounds can be open at once.
+        window: The rounds after it that can be open, in order.
         read_heads: Returns headers of the fragments that were read after the event. Called only if the round is not
             the expected one.
     """
     match event:
-        case Snapshot(round=number) if number > heard + 1:
+        case Snapshot(round=number) if number > window[0]:
             head = read_heads()[event.fragment]
             is_stored = head is not None and head.round >= number
             return Verdict((event,)) if is_stored else Verdict(fault="a snapshot of a round that has not closed")
@@ -86,7 +87,7 @@ def judged(event: Event, heard: int, window: int, read_heads: Callable[[], Heads
             # The island believed in rounds that have not closed. It goes back to the last one that has.
             found = (event,) if number <= stored else ()
             return Verdict((Resume(stored, 0), *found))
-        case Call(round=number) if number > heard + window:
+        case Call(round=number) if number > window[-1]:
             return Verdict(fault="a call of a round that cannot be open")
         case Resume(round=number) if number != heard:
             stored = last_round(read_heads())

@@ -45,16 +45,14 @@ class Announcements:
 
         Args:
             transport: Where events and fragments are read.
-            manifest: The run.
+            manifest: The run or the shard.
             outbox: Forgets each contribution that was merged or refused.
             uplink: Records the measured download rate.
             clock: Monotonic seconds.
         """
         self._transport = transport
         self._manifest = manifest
-        self._fragments = range(len(manifest.fragments))
-        #: How many rounds can be open at once.
-        self.window = min(manifest.config.sync.window, len(manifest.fragments))
+        self._fragments = manifest.own_fragments
         self._outbox = outbox
         self._clock = clock
         self.snapshots = Snapshots(transport, manifest, uplink, clock, self.listen)
@@ -161,7 +159,8 @@ class Announcements:
         fault = fault_in(event, self._manifest)
         events: tuple[Event, ...] = ()
         if not fault:
-            events, fault = judged(event, self.heard_round, self.window, self._known_heads)
+            window = self._manifest.next_rounds(self.heard_round, self._manifest.window)
+            events, fault = judged(event, self.heard_round, window, self._known_heads)
         if fault:
             self._ignore(fault)
         for each in events:
@@ -249,7 +248,8 @@ class Announcements:
         if first_round is None:
             return {}
         newest = max(closed, last_round(self._known_heads()) or 0)  # more may have closed since
-        tape = self._transport.reader.tape(max(0, newest - first_round + 1) + self.window)
+        rounds = max(0, self._manifest.rounds_between(first_round - 1, newest))
+        tape = self._transport.reader.tape(rounds + self._manifest.window)
         return {entry.round: {member.identity_text for member in entry.members} for entry in tape}
 
     def _go_back(self, number: int) -> None:

@@ -113,13 +113,7 @@ class Link:
         #: Whether a merger serves the run.
         self.serving = MergerWatch(transport.reader, manifest.run, clock)
         self._changed = threading.Condition()
-        self.channels = Channels(
-            manifest,
-            [
-                Channel(shard, manifest, k, self.uplink, clock, self._changed)
-                for k, shard in enumerate(shards_of(transport))
-            ],
-        )
+        self.channels = Channels(manifest, shards_of(transport), self.uplink, clock, self._changed)
         self.leases = IslandLeases(transport, who, ranges)
         self._notes: deque[Note] = deque()
         self._handovers: deque[StateForPeer] = deque()
@@ -151,7 +145,9 @@ class Link:
 
     def send(self, draft: Draft) -> None:
         """Queue a contribution."""
-        self._sending[self.channels.send(draft)].wake.set()
+        shard = self.manifest.shard_layout.shard_of(draft.header.round)
+        self.channels[shard].outbox.queue(draft)
+        self._sending[shard].wake.set()
 
     def take(self) -> News:
         """Return what was received since the last call."""

@@ -11,7 +11,6 @@ import pytest
 
 from archipelago.broker.errors import UnreachableError
 from archipelago.broker.messages import TapeEntry
-from archipelago.broker.shards.layout import Layout
 from archipelago.broker.shards.reader import (
     ShardedReader,
     combined_state,
@@ -21,28 +20,26 @@ from archipelago.broker.shards.reader import (
 from archipelago.broker.transport import MergerStatus, ReaderClient
 from tests import samples
 
-LAYOUT = Layout(((0, 3), (1, 2)))
-
 
 def test_counts_of_the_mergers_are_added_up() -> None:
     first = {"closed": 7, "accounts": {"a": {"tokens": 3}}, "refused": {"late": 1}, "covered": 3}
     second = {"closed": 5, "accounts": {"a": {"tokens": 4}, "b": {"tokens": 1}}, "refused": {}, "covered": 1}
-    found = json.loads(combined_state({0: json.dumps(first), 1: json.dumps(second)}, LAYOUT))
+    found = json.loads(combined_state({0: json.dumps(first), 1: json.dumps(second)}))
     assert found["accounts"] == {"a": {"tokens": 7}, "b": {"tokens": 1}}
     assert found["refused"] == {"late": 1}
-    assert found["covered"] == min(LAYOUT.run_round(0, 3), LAYOUT.run_round(1, 1))
-    assert combined_state({0: "", 1: ""}, LAYOUT) == ""
+    assert found["covered"] == 1
+    assert combined_state({0: "", 1: ""}) == ""
     nonsense = json.dumps({"accounts": "x", "covered": -1, "refused": None})
-    found = json.loads(combined_state({0: "[1]", 1: nonsense}, LAYOUT))
+    found = json.loads(combined_state({0: "[1]", 1: nonsense}))
     assert (found["accounts"], found["refused"], found["covered"]) == ({}, {}, 0), "unreadable ones count nothing"
 
 
 class Tape:
-    """A reader of a shard that has closed rounds at these times."""
+    """A reader of a shard that has closed every second round, from `first` on, at these times."""
 
-    def __init__(self, *seconds: float) -> None:
+    def __init__(self, first: int, *seconds: float) -> None:
         entry = samples.commit([]).tape
-        self._entries = [replace(entry, round=n + 1, fragment=0, unix_seconds=at) for n, at in enumerate(seconds)]
+        self._entries = [replace(entry, round=first + 2 * n, unix_seconds=at) for n, at in enumerate(seconds)]
 
     def tape(self, count: int) -> list[TapeEntry]:
         return self._entries[-count:]
@@ -50,7 +47,7 @@ class Tape:
 
 def test_the_rounds_of_a_shard_stay_in_order_when_a_merger_with_a_slower_clock_takes_over() -> None:
     manifest = replace(samples.manifest(), shards=2)
-    readers = cast(Sequence[ReaderClient], [Tape(1.0, 5.0, 3.0, 4.0, 7.0), Tape(2.0, 6.0)])
+    readers = cast(Sequence[ReaderClient], [Tape(1, 1.0, 5.0, 3.0, 4.0, 7.0), Tape(2, 2.0, 6.0)])
     found = [entry.round for entry in ShardedReader(readers, manifest).tape(9)]
     assert found == [1, 2, 3, 5, 7, 4, 9]
     assert [entry.round for entry in ShardedReader(readers, manifest).tape(2)] == [4, 9]

@@ -250,8 +250,8 @@ def served(url: str, run: str = "own", linger_seconds: float = 0.0) -> Iterator[
 def merged_by(merger: Merger) -> Values:
     """Return the run's newest parameters by name, as float32."""
     found = {}
-    for rows, fragment in zip(merger.manifest.layout, merger.fragments, strict=True):
-        for tensor, offset in rows:
+    for p, fragment in merger.fragments.items():
+        for tensor, offset in merger.manifest.layout[p]:
             part = fragment.published_N[offset : offset + tensor.size]
             found[tensor.name] = np.array(part).reshape(tensor.shape)
     return found

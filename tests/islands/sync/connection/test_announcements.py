@@ -61,7 +61,7 @@ def test_an_island_at_round_ten_believes_what_the_headers_confirm() -> None:
         (Marker(1, HUGE), (9, 10), "ignored"),
     ]
     for event, stored, expected in cases:
-        verdict = judged(event, 10, 2, partial(heads, *stored))
+        verdict = judged(event, 10, (11, 12), partial(heads, *stored))
         back = Resume(max(stored), 0)
         wanted = {"accepted": (event,), "ignored": (), "goes back": (back, event), "goes back without it": (back,)}
         assert verdict.events == wanted[expected], event
