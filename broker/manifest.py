@@ -21,7 +21,7 @@ from archipelago.broker.config import RunConfig
 from archipelago.broker.errors import ConfigError, MismatchError
 from archipelago.broker.frozen import FrozenTensor
 from archipelago.broker.redis.keys import checked_name
-from archipelago.broker.shards.layout import SHARDS_MAX, Layout, dealt
+from archipelago.broker.shards.layout import SHARDS_MAX, Layout, OwnRounds, dealt
 
 TensorKind = Literal["embedding", "rest"]
 #: The format of what a run keeps in its broker. Checkpoints of earlier formats can be restored.
@@ -147,63 +147,28 @@ class Manifest:
         """The fragments of each shard. They are dealt out by size."""
         return Layout(dealt(self.sizes, self.shards))
 
-    def of_shard(self, shard: int) -> Manifest:
-        """Return the manifest of a shard: the run's, with fragments of its own. That of the only shard is the run's."""
+    def of_shard(self, shard: int | None) -> Manifest:
+        """Return the manifest of one of several shards, or of the whole run: the same, with other fragments its own."""
         return self if self.shards == 1 else replace(self, shard=shard)
-
-    @property
-    def whole(self) -> Manifest:
-        """The manifest of the run."""
-        return self if self.shard is None else replace(self, shard=None)
 
     @cached_property
     def own_fragments(self) -> Sequence[int]:
         """The fragments of this run or shard, in ascending order."""
         return range(len(self.fragments)) if self.shard is None else self.shard_layout.fragments[self.shard]
 
-    @property
-    def window(self) -> int:
-        """How many rounds can be open at once. Two open rounds never share a fragment."""
-        return min(self.config.sync.window, len(self.own_fragments))
+    @cached_property
+    def own_rounds(self) -> OwnRounds:
+        """The rounds of this run or shard."""
+        return OwnRounds(self.own_fragments, len(self.fragments))
+
+    def window_after(self, closed: int) -> list[int]:
+        """Return the rounds of this run or shard that can be open after that one. No two of them share a fragment."""
+        return self.own_rounds.following(closed, min(self.config.sync.window, len(self.own_fragments)))
 
     @property
     def stride(self) -> float:
         """The inner steps from one round of this run or shard to the next, H / P."""
         return self.config.sync.interval / len(self.own_fragments)
-
-    def next_rounds(self, closed: int, count: int) -> Sequence[int]:
-        """Return the `count` rounds of this run or shard after round `closed`."""
-        if self.shard is None:
-            return range(closed + 1, closed + 1 + count)
-        return self.shard_layout.next_rounds(self.shard, closed, count)
-
-    def next_round(self, closed: int) -> int:
-        """Return the first round of this run or shard after round `closed`."""
-        return self.next_rounds(closed, 1)[0]
-
-    def rounds_between(self, after: int, until: int) -> int:
-        """Return how many rounds of this run or shard follow round `after`, up to round `until`."""
-        if self.shard is None:
-            return until - after
-        layout, shard = self.shard_layout, self.shard
-        return layout.rounds_until(shard, until) - layout.rounds_until(shard, after)
-
-    def with_shards(self, shards: int) -> Manifest:
-        """Return this manifest of a new run with that number of shards. Raises ConfigError (`config.value`)."""
-        most = min(SHARDS_MAX, len(self.fragments))
-        if not 1 <= shards <= most:
-            raise ConfigError(
-                f"a run with {len(self.fragments)} fragments cannot have {shards} shards",
-                f"Each shard needs a fragment of its own: choose 1 to {most}, or more fragments (--sync.fragments).",
-                code="config.value",
-            )
-        return replace(self, shards=shards)
-
-    def require_shards(self, shards: int) -> None:
-        """Raise MismatchError unless the run has that number of shards."""
-        if self.shards != shards:
-            remedy = f"Give {self.shards}, or create a run with another name."
-            raise MismatchError("number of shards", str(self.shards), str(shards), remedy)
 
     def described(self, number: int) -> str:
         """Return a round of this run or shard in words."""

@@ -200,7 +200,7 @@ class Checkpointer:
             self._news.append((UNSAVED, what))
 
     def _keep(self, cut: CheckpointCut) -> CheckpointCut:
-        rounds = cut.manifest.rounds_between(cut.covered, cut.round)
+        rounds = cut.manifest.own_rounds.between(cut.covered, cut.round)
         newest = self.transport.reader.tape(rounds + 2 * TAPE_IN_IMAGE)
         tape = [entry for entry in newest if entry.round <= cut.round]
         _require_same(cut, tape)

@@ -11,7 +11,7 @@ records what was believed, so a replay merges the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
@@ -19,6 +19,7 @@ from archipelago.broker.config import BATCH_FACTOR_MAX, OWN_TOKENS_PER_STEP_MAX,
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Contribution
 from archipelago.broker.ranges import ReadPosition, parse_positions
+from archipelago.broker.shards.layout import OwnRounds
 from archipelago.merger.accounts import SILENT_ROUNDS, Account
 from archipelago.merger.scores import upper_median
 
@@ -82,8 +83,7 @@ def seen(
     accounts: Mapping[str, Account],
     usual_batch: float,
     sync: SyncConfig,
-    fragments: int,
-    rounds_between: Callable[[int, int], int],
+    rounds: OwnRounds,
 ) -> Seen:
     """Return the work that weighs. The result depends on no order of the contributions.
 
@@ -101,15 +101,15 @@ def seen(
         accounts: The islands' accounts before it.
         usual_batch: The usual batch of the run's islands before it (`usual_batch`); 0 if it is not known.
         sync: When rounds close.
-        fragments: How many fragments the shard has; P in a run of one.
-        rounds_between: Returns how many rounds of the shard follow a round, up to another (`Manifest.rounds_between`).
+        rounds: The rounds of the run or shard.
     """
     islands = {c.island for c in contributions}
+    fragments = len(rounds.fragments)
     most = (sync.staleness_cap + 1) * fragments * sync.interval
     credit = dict.fromkeys(islands, sync.interval)  # how many steps may weigh in the round, in all contributions
     for island in islands & accounts.keys():
-        rounds = rounds_between(accounts[island].round, number)
-        credit[island] = min(accounts[island].credit + rounds * sync.interval, most)
+        earned = rounds.between(accounts[island].round, number) * sync.interval
+        credit[island] = min(accounts[island].credit + earned, most)
     steps, largest = [1] * len(contributions), dict[str, float]()
     for i, c in sorted(enumerate(contributions), key=lambda each: each[1].identity):
         strides = fragments * (version - c.base + 1) + min(sync.window, fragments)

@@ -295,21 +295,21 @@ class Compactor:
         if not is_full:
             self.fragments[tape.fragment].add(tape, snapshot.difference_bytes)
 
-    def covered(self, number: int, version: int) -> None:
-        """Note that Redis holds the full state of a round's fragment at this version, or will with the next write.
+    def covered(self, p: int, number: int, version: int) -> None:
+        """Note that Redis holds the full state of a fragment at this round and version, or will with the next write.
 
         If that write fails, the merger loads the run again.
         """
-        self.fragments[self.manifest.fragment_of(number)] = Uncovered(number, version)
+        self.fragments[p] = Uncovered(number, version)
 
     @property
     def oldest(self) -> int:
         """The round of the oldest compaction that is a fragment's newest."""
         return min(fragment.round for fragment in self.fragments.values())
 
-    def is_compacted(self, number: int) -> bool:
-        """Return whether the full state in Redis includes that round."""
-        return number <= self.fragments[self.manifest.fragment_of(number)].round
+    def is_compacted(self, p: int, number: int) -> bool:
+        """Return whether the full state of a fragment in Redis includes that round of it."""
+        return number <= self.fragments[p].round
 
     def placed(self) -> Placed | None:
         """Return a compaction whose upload has ended, once. One that failed is tried again later.

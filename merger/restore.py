@@ -143,7 +143,7 @@ def _rounds(transport: MergerTransport, manifest: Manifest, after: int, last: in
     The whole tape is read only if the newest entries lack some of them, because others have added entries.
     """
     tape: dict[int, TapeEntry] = {}
-    own, wanted = manifest.own_fragments, manifest.rounds_between(after, last)
+    own, wanted = manifest.own_fragments, manifest.own_rounds.between(after, last)
     for count in sorted({min(wanted, WHOLE_TAPE), WHOLE_TAPE}):
         for entry in transport.reader.tape(count):
             if after < entry.round <= last and manifest.fragment_of(entry.round) == entry.fragment in own:

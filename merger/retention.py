@@ -32,9 +32,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MergedEntries:
-    """The entries that a round merged, and the bytes of their payloads."""
+    """The entries that a round of a fragment merged, and the bytes of their payloads."""
 
     round: int
+    fragment: int
     entries: tuple[str, ...]
     bytes: int
 
@@ -54,7 +55,7 @@ class Retention:
         clock: Seconds of the merger's clock.
         cut: `cut(number, asked)` returns the run as it is now, for checkpoint `number`. `asked` is the operator's
             request that the checkpoint answers.
-        is_compacted: Returns whether the full state in Redis includes a round.
+        is_compacted: `is_compacted(fragment, round)` returns whether the full state in Redis includes a round.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Retention:
         controls: OperatorControls,
         clock: Callable[[], float],
         cut: Callable[[int, str], CheckpointCut],
-        is_compacted: Callable[[int], bool],
+        is_compacted: Callable[[int, int], bool],
     ) -> None:
         self.transport, self.checkpointer, self.controls = transport, checkpointer, controls
         self.clock, self._cut, self._is_compacted = clock, cut, is_compacted
@@ -80,9 +81,9 @@ class Retention:
         self._asked = ""
         self.kept.clear()
         for entry in tape:
-            if self._awaits_checkpoint(entry.round, state) or not self._is_compacted(entry.round):
+            if self._awaits_checkpoint(entry.round, state) or not self._is_compacted(entry.fragment, entry.round):
                 entries = tuple(member.entry for member in entry.members)
-                self.kept.append(MergedEntries(entry.round, entries, entry.bytes_up))
+                self.kept.append(MergedEntries(entry.round, entry.fragment, entries, entry.bytes_up))
         named = {entry for merged in self.kept for entry in merged.entries}
         strays = [entry for entry in self.transport.merger.kept() if entry not in named]
         for start in range(0, len(strays), TRIMMED_MAX):
@@ -98,7 +99,7 @@ class Retention:
         kept: deque[MergedEntries] = deque()
         gone: list[str] = []
         for merged in self.kept:
-            if not self._is_compacted(merged.round) or len(gone) >= TRIMMED_MAX:
+            if not self._is_compacted(merged.fragment, merged.round) or len(gone) >= TRIMMED_MAX:
                 kept.append(merged)
                 continue
             is_wanted = self._awaits_checkpoint(merged.round, state)
@@ -223,4 +224,5 @@ class Retention:
 
     def _waiting_bytes(self) -> int:
         """Return the bytes in Redis of the entries that compactions cover, and that wait for a checkpoint."""
-        return sum(merged.stored_bytes for merged in self.kept if self._is_compacted(merged.round))
+        covered = (merged for merged in self.kept if self._is_compacted(merged.fragment, merged.round))
+        return sum(merged.stored_bytes for merged in covered)

@@ -163,7 +163,7 @@ class RoundMerge:
             live: The number of live islands.
         """
         config, own = control.steered(self.manifest.config, state.steered), self.manifest.own_fragments
-        number = self.manifest.next_round(state.closed)
+        number = self.manifest.own_rounds.next(state.closed)
         p = self.manifest.fragment_of(number)
         version = self.manifest.version_at(state.closed, p)
         # Rounds follow each other by strides of the fastest island. These are the strides from the step before the
@@ -183,14 +183,7 @@ class RoundMerge:
             now=Round(progress=min(1.0, state.step / config.inner.steps), interval=float(config.sync.interval)),
             path=partial(weights.path, config, run_step=run_step),
             seen=claims.seen(
-                headers,
-                version,
-                number,
-                state.accounts,
-                state.usual_batch,
-                config.sync,
-                len(own),
-                self.manifest.rounds_between,
+                headers, version, number, state.accounts, state.usual_batch, config.sync, self.manifest.own_rounds
             ),
             scores=state.scores,
             step=state.step,

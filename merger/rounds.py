@@ -12,7 +12,7 @@ Islands report their step times, and `merger.claims` bounds what a minority says
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
@@ -72,12 +72,12 @@ class Rounds:
 
     def __init__(self, manifest: Manifest, state: RunState) -> None:
         self.manifest, self.config = manifest, manifest.config.sync
-        self.window = manifest.window
         #: No round closes while paused. Islands train on until the window stops them.
         self.is_paused = False
         #: The timing of the committed state, plus the time that its own commit took, which the next commit stores.
         self.timing = state.timing
         self._state = state
+        self._window = manifest.window_after(state.closed)
         self._open: dict[int, OpenRound] = {}
         #: The last reported step time of each island, also from contributions that are not merged yet.
         self.step_seconds = {island: account.step_seconds for island, account in state.accounts.items()}
@@ -105,7 +105,7 @@ class Rounds:
     def calls(self) -> list[int]:
         """Return the open rounds that have a contribution and were not announced, and mark them as announced."""
         due = []
-        for number in self._window():
+        for number in self._window:
             found = self._open.get(number)
             if found is not None and found.first_at is not None and not found.announced:
                 found.announced = True
@@ -125,7 +125,7 @@ class Rounds:
             waiting: The fragments that contributions wait for.
         """
         self._note_quorums(now, live)  # during a pause as well, because round timing does not know about pauses
-        number = self._next()
+        number = self._window[0]
         found = self._open.get(number, OpenRound())
         is_due = found.is_merged or self.manifest.fragment_of(number) in waiting if live else bool(waiting)
         if self.is_paused or not is_due:
@@ -142,7 +142,7 @@ class Rounds:
 
     def advance(self, state: RunState) -> None:
         """Continue from the state in which the next round has closed. Its commit may be under way."""
-        self._state = state
+        self._state, self._window = state, self.manifest.window_after(state.closed)
         self._open.pop(state.closed, None)
         merged = self.manifest.fragment_of(state.closed)  # all contributions to it
         for number, found in self._open.items():
@@ -154,14 +154,14 @@ class Rounds:
 
     def deadline(self) -> float | None:
         """Return when the next round's grace window ends, or None when no window has begun or rounds are paused."""
-        found = self._open.get(self._next())
+        found = self._open.get(self._window[0])
         if self.is_paused or found is None or found.quorum_at is None:
             return None
         return found.quorum_at + found.grace_seconds
 
     def _note_quorums(self, now: float, live: AbstractSet[str]) -> None:
         quorum = max(1, min(self.config.quorum, len(live)))
-        for number in self._window():
+        for number in self._window:
             found = self._open.get(number)
             if found is None or found.first_at is None or found.quorum_at is not None:
                 continue
@@ -169,15 +169,9 @@ class Rounds:
                 found.quorum_at = now
                 found.grace_seconds = self._grace_seconds(live)
 
-    def _next(self) -> int:
-        return self.manifest.next_round(self.closed)
-
-    def _window(self) -> Sequence[int]:
-        return self.manifest.next_rounds(self.closed, self.window)
-
     def _grace_seconds(self, live: AbstractSet[str]) -> float:
         stride = fastest_step_seconds(self.step_seconds, live) * self.manifest.stride
-        return grace_seconds(self.config.grace, slack(self.window, stride, self.timing))
+        return grace_seconds(self.config.grace, slack(len(self._window), stride, self.timing))
 
 
 def slack(window: int, stride_seconds: float, timing: RoundTiming) -> float:

@@ -203,7 +203,8 @@ class Merger:
         """Point to the compaction whose upload has ended, if there is one, and begin with the next that is due."""
         placed = self.compactor.placed()
         if placed is not None:
-            self.compactor.covered(placed.snapshot.round, placed.snapshot.version)
+            snapshot = placed.snapshot
+            self.compactor.covered(snapshot.fragment, snapshot.round, snapshot.version)
             trim = self.retention.not_needed(self.state)
             self.transport.merger.compact(self.epoch, placed, self.state.closed, trim)
         self.compactor.begin(self.epoch, self.fragments, self.snapshots)
@@ -306,14 +307,14 @@ class Merger:
         snapshot_version = self.manifest.version_after(close.round)
         is_full = self.compactor.carries_full(p, snapshot_version)
         if is_full:
-            self.compactor.covered(close.round, snapshot_version)
-        self.retention.kept.append(MergedEntries(close.round, entries, size))
+            self.compactor.covered(p, close.round, snapshot_version)
+        self.retention.kept.append(MergedEntries(close.round, p, entries, size))
         trim = self.retention.not_needed(self.state)
         record = RoundRecord(
             close, self.epoch, len(self.live), steered, self.wall(), merge_seconds, spectra_seconds, self.busy.take()
         )
         before, epoch = self.state, self.epoch
-        uncovered = self.manifest.rounds_between(self.compactor.oldest, close.round)
+        uncovered = self.manifest.own_rounds.between(self.compactor.oldest, close.round)
 
         def commit() -> tuple[Commit, float]:
             made = build_commit(self.manifest, record, merged, addends, before, after, trim, is_full, uncovered)

@@ -164,7 +164,7 @@ def image(of: Manifest, pending: list[tuple[Contribution, bytes]], noise: bytes 
 
     `noise` is a part of that fragment's outer state, which it lacks without any.
     """
-    p, closed = of.own_fragments[0], commit([], round_number=of.next_round(0))
+    p, closed = of.own_fragments[0], commit([], round_number=of.own_rounds.next(0))
     first = [unpacked(Compaction(*each), of.sizes[each[0].fragment]) for each in first_snapshots(of)]
     ones_N, snapshot = np.ones(of.sizes[p], np.float32), replace(closed.snapshot, fragment=p, version=1)
     own: dict[str, Any] = {PARAMETERS: ones_N, "noise": np.frombuffer(noise, np.uint8)} if noise else {}

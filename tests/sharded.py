@@ -41,7 +41,7 @@ def train_sharded(work: Workload, url: str = "", run: str = "demo", shards: int 
 
 def closed(run: VirtualRun) -> list[int]:
     """Return how many rounds each shard has closed."""
-    return [merger.manifest.rounds_between(0, merger.rounds.closed) for merger in run.mergers]
+    return [merger.manifest.own_rounds.until(merger.rounds.closed) for merger in run.mergers]
 
 
 def newest_round(run: VirtualRun) -> int:

@@ -110,7 +110,7 @@ class MemoryReader:
 
     def manifest(self) -> Manifest:
         with self._broker.opened(self._run) as run:
-            return run.manifest.whole if self._shard is None else run.manifest
+            return run.manifest.of_shard(None) if self._shard is None else run.manifest
 
     def uid(self) -> str | None:
         with self._broker.changed:

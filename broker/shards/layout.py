@@ -35,6 +35,38 @@ def dealt(sizes: Sequence[int], shards: int) -> tuple[tuple[int, ...], ...]:
 
 
 @dataclass(frozen=True)
+class OwnRounds:
+    """The rounds of a run, or of one of its shards, in order. Arguments may be rounds of other shards, too.
+
+    Attributes:
+        fragments: The fragments of the run or shard, in ascending order.
+        count: P, the number of fragments of the run.
+    """
+
+    fragments: Sequence[int]
+    count: int
+
+    def until(self, number: int) -> int:
+        """Return how many of these rounds there are up to that one."""
+        cycles, fragment = divmod(number, self.count)
+        return cycles * len(self.fragments) + bisect_left(self.fragments, fragment)
+
+    def between(self, after: int, until: int) -> int:
+        """Return how many of these rounds there are after the first one, up to the second one."""
+        return self.until(until) - self.until(after)
+
+    def following(self, closed: int, count: int) -> list[int]:
+        """Return the `count` of these rounds after that one."""
+        first, mine = self.until(closed), self.fragments
+        places = (divmod(place, len(mine)) for place in range(first, first + count))
+        return [cycles * self.count + mine[own] + 1 for cycles, own in places]
+
+    def next(self, closed: int) -> int:
+        """Return the first of these rounds after that one."""
+        return self.following(closed, 1)[0]
+
+
+@dataclass(frozen=True)
 class Layout:
     """The fragments of each shard.
 
@@ -67,13 +99,7 @@ class Layout:
         """Return the shard that closes a round."""
         return self._shards[(number - 1) % self.count]
 
-    def rounds_until(self, shard: int, number: int) -> int:
-        """Return how many rounds of a shard there are up to that round, which may be of any shard."""
-        cycles, fragment = divmod(number, self.count)
-        return cycles * len(self.fragments[shard]) + bisect_left(self.fragments[shard], fragment)
-
-    def next_rounds(self, shard: int, closed: int, count: int) -> list[int]:
-        """Return the `count` rounds of a shard after that round, which may be of any shard."""
-        mine, until = self.fragments[shard], self.rounds_until(shard, closed)
-        places = (divmod(place, len(mine)) for place in range(until, until + count))
-        return [cycles * self.count + mine[own] + 1 for cycles, own in places]
+    @cached_property
+    def rounds(self) -> tuple[OwnRounds, ...]:
+        """The rounds of each shard."""
+        return tuple(OwnRounds(mine, self.count) for mine in self.fragments)

@@ -79,7 +79,7 @@ class ShardedReader:
         return self._home.runs()
 
     def manifest(self) -> Manifest:
-        return self._home.manifest().whole
+        return self._home.manifest().of_shard(None)
 
     def uid(self) -> str | None:
         return self._home.uid()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol, TypeVar, cast
 
 from archipelago.broker.commits import Image
-from archipelago.broker.errors import RunExistsError
+from archipelago.broker.errors import ConfigError, MismatchError, RunExistsError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Snapshot
+from archipelago.broker.shards.layout import SHARDS_MAX
 from archipelago.broker.shards.reader import (
     DisplayReader,
     ShardedReader,
@@ -83,6 +85,25 @@ def shards_of(transport: IslandTransport) -> Sequence[IslandTransport]:
     return transport.shards if isinstance(transport, WholeRun) else [transport]
 
 
+def with_shards(manifest: Manifest, shards: int) -> Manifest:
+    """Return the manifest of a new run with that number of shards. Raises ConfigError (`config.value`)."""
+    most = min(SHARDS_MAX, len(manifest.fragments))
+    if not 1 <= shards <= most:
+        raise ConfigError(
+            f"a run with {len(manifest.fragments)} fragments cannot have {shards} shards",
+            f"Each shard needs a fragment of its own: choose 1 to {most}, or more fragments (--sync.fragments).",
+            code="config.value",
+        )
+    return replace(manifest, shards=shards)
+
+
+def require_shards(manifest: Manifest, shards: int) -> None:
+    """Raise MismatchError unless the run has that number of shards."""
+    if manifest.shards != shards:
+        remedy = f"Give {manifest.shards}, or create a run with another name."
+        raise MismatchError("number of shards", str(manifest.shards), str(shards), remedy)
+
+
 def create(transport: Transport, manifest: Manifest, snapshots: Sequence[tuple[Snapshot, bytes]]) -> None:
     """Create the run, with version 0 of every fragment. Raises RunExistsError.
 
@@ -147,7 +168,7 @@ def image_of_run(images: Sequence[Image]) -> Image:
     fragments = [full for image in images for full in image.fragments]
     tape = [entry for image in images for entry in image.tape]
     return Image(
-        manifest=home.manifest.whole,
+        manifest=home.manifest.of_shard(None),
         number=home.number,
         fragments=tuple(sorted(fragments, key=lambda full: full.snapshot.fragment)),
         state=combined_state({shard: image.state for shard, image in enumerate(images)}),

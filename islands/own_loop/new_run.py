@@ -31,7 +31,7 @@ from archipelago.broker.messages import Snapshot
 from archipelago.broker.observe.merge_load import warn_of_few_syncs
 from archipelago.broker.process import connect_to
 from archipelago.broker.redis.keys import checked_name
-from archipelago.broker.shards.transport import create
+from archipelago.broker.shards.transport import create, require_shards, with_shards
 from archipelago.broker.transport import Memory, Transport, refusal
 from archipelago.broker.wire import digest, pack
 from archipelago.islands.own_loop.tensors import require_same_tensors
@@ -97,9 +97,8 @@ def create_run(
     """
     run = checked_name(name, "the run name")
     fragments = balanced(tensors, config.sync.fragments)
-    manifest = Manifest(
-        run, config, tuple(tensors), fragments, NO_CORPUS, installed_versions(), uuid.uuid4().hex
-    ).with_shards(shards)
+    whole = Manifest(run, config, tuple(tensors), fragments, NO_CORPUS, installed_versions(), uuid.uuid4().hex)
+    manifest = with_shards(whole, shards)
     transport = connect_to(url, run)
     try:
         return _create(transport, manifest, first, frozen)
@@ -130,7 +129,7 @@ def _create(transport: Transport, manifest: Manifest, first: FirstValues, frozen
 def require_same(found: Manifest, own: Manifest) -> None:
     """Raise MismatchError unless a run that exists has these tensors and settings."""
     require_same_tensors(found, own.tensors)
-    found.require_shards(own.shards)
+    require_shards(found, own.shards)
     changed = differences(found.config, own.config)
     kinds = {t.name: t.kind for t in own.tensors}
     changed += [f"kind of {t.name}: {t.kind} → {kinds[t.name]}" for t in found.tensors if t.kind != kinds[t.name]]

@@ -16,7 +16,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from archipelago.broker.messages import Call, Event, Refusal, Snapshot
-from archipelago.broker.shards.layout import Layout
+from archipelago.broker.shards.layout import Layout, OwnRounds
 
 #: While a merger serves, the schedule may be at least this many steps ahead of the last merge: a round trip takes time.
 AHEAD_STEPS_MIN = 64
@@ -39,6 +39,32 @@ class FragmentCount:
     tokens: int = 0
 
 
+class ShardRounds:
+    """The rounds of one shard, as an island knows and answers them.
+
+    Attributes:
+        closed: The last closed round.
+        window: The open rounds.
+        called: The open rounds that were called.
+        answered: The open rounds that the island has answered.
+        owed: Inner steps since the last contribution, in units of one step over the shard's fragments. A stride is owed
+            at `interval`.
+    """
+
+    def __init__(self, own: OwnRounds, window: int, owed: int) -> None:
+        self.own, self._open = own, min(window, len(own.fragments))
+        self.called: set[int] = set()
+        self.answered: set[int] = set()
+        self.owed = owed
+        self.go_to(0)
+
+    def go_to(self, closed: int) -> None:
+        """Note that a round is the last closed one. It may be an earlier one than before."""
+        self.closed, self.window = closed, self.own.following(closed, self._open)
+        self.called = {number for number in self.called if number > closed}
+        self.answered = {number for number in self.answered if number > closed}
+
+
 class Ledger:
     """The counts of one island.
 
@@ -55,22 +81,20 @@ class Ledger:
         self.interval = interval
         self.window = min(window, layout.count)
         self.counts = [FragmentCount() for _ in range(layout.count)]
-        self._layout = layout
-        self._closed = [0] * layout.shards
         self.global_step = 0
         self.merged_step = 0
         self.refused = 0
         self.last_refusal = ""
-        self._called: set[int] = set()
-        self._answered: set[int] = set()
-        # By shard, in units of one inner step over the shard's fragments: a stride is owed at `interval`. Shards begin
-        # apart, so that an island does not send to all of them at once.
-        self._owed = [interval * shard // layout.shards for shard in range(layout.shards)]
+        # Shards begin apart, so that an island does not send to all of them at once.
+        self.shards = [
+            ShardRounds(own, window, interval * shard // layout.shards) for shard, own in enumerate(layout.rounds)
+        ]
+        self._shard_of = [layout.shard_of(p + 1) for p in range(layout.count)]
 
     @property
     def closed(self) -> int:
         """The last closed round of any shard whose events the training loop has processed."""
-        return max(self._closed)
+        return max(shard.closed for shard in self.shards)
 
     def is_held(self, *, is_served: bool, stretch: float = 1.0) -> bool:
         """Return whether the schedule waits for the merger, because the island is its window ahead of the last merge.
@@ -94,45 +118,43 @@ class Ledger:
             count.tokens += tokens
         self.global_step += 0 if is_held else steps
         # At most one stride stays owed after the window was closed, so that no burst is sent when it opens.
-        self._owed = [
-            min(owed, self.interval - 1) + steps * len(fragments)
-            for owed, fragments in zip(self._owed, self._layout.fragments, strict=True)
-        ]
+        for shard in self.shards:
+            shard.owed = min(shard.owed, self.interval - 1) + steps * len(shard.own.fragments)
 
     def heard(self, event: Event) -> None:
         """Process an announcement of the merger."""
         match event:
             case Call(round=number):
-                if self._is_open(number):
-                    self._called.add(number)
+                if number > (shard := self._of(number)).closed:
+                    shard.called.add(number)
             case Snapshot(round=number, fragment=p, version=version, step=step):
                 self.counts[p].newest = max(self.counts[p].newest, version)
                 self.merged_step = max(self.merged_step, step)
                 self._close(number)
             case Refusal(island=self.island, incarnation=self.incarnation, round=number, reason=reason, repeat=False):
-                self._answered.discard(number)  # a refused contribution has not answered its round
+                self._of(number).answered.discard(number)  # a refused contribution has not answered its round
                 self.refused += 1
                 self.last_refusal = reason
             case _:
                 pass
 
-    def resumed(self, shard: int, closed: int, unresolved: Collection[int]) -> None:
+    def resumed(self, of: int, closed: int, unresolved: Collection[int]) -> None:
         """Continue after round `closed`, where the merger of a shard has resumed.
 
         If the island knew of later rounds, the broker has lost them.
 
         Args:
-            shard: The shard.
+            of: The shard.
             closed: The last closed round of its merger.
             unresolved: The rounds of undecided contributions to it.
         """
-        if closed < self._closed[shard]:
-            self._closed[shard] = closed
-            self._called = self._of_others(shard, self._called)
-            for p in self._layout.fragments[shard]:
+        shard = self.shards[of]
+        if closed < shard.closed:
+            shard.called.clear()
+            shard.go_to(closed)
+            for p in shard.own.fragments:
                 self.counts[p].newest = 0
-        answered = {number for number in unresolved if self._is_open(number)}
-        self._answered = self._of_others(shard, self._answered) | answered
+        shard.answered = {number for number in unresolved if number > shard.closed}
 
     def due(self, blocked: Collection[int] = ()) -> int | None:
         """Return a round to contribute to at this step boundary, or None. Call it again after each sending.
@@ -140,21 +162,16 @@ class Ledger:
         Args:
             blocked: Shards to which nothing can be sent now.
         """
-        for number in sorted(self._called):
-            if self._may_answer(number) and self._layout.shard_of(number) not in blocked:
-                return number
-        for shard, owed in enumerate(self._owed):
-            if owed >= self.interval and shard not in blocked:
-                for number in self._window_of(shard):
-                    if self._may_answer(number):
-                        return number
-        return None
+        free = [shard for number, shard in enumerate(self.shards) if number not in blocked]
+        called = sorted(number for shard in free for number in shard.called)
+        owed = (number for shard in free if shard.owed >= self.interval for number in shard.window)
+        return next((number for number in (*called, *owed) if self._may_answer(number)), None)
 
     def sent(self, number: int) -> None:
         """Note that the progress on that round's fragment was sent. Progress is then measured from this point."""
-        shard = self._layout.shard_of(number)
-        self._owed[shard] = max(0, self._owed[shard] - self.interval)
-        self._answered.add(number)
+        shard = self._of(number)
+        shard.owed = max(0, shard.owed - self.interval)
+        shard.answered.add(number)
         self._zero(self._fragment(number))
 
     def adopted(self, snapshot: Snapshot, keeps_progress: bool) -> None:
@@ -170,12 +187,8 @@ class Ledger:
 
     def farewells(self) -> list[int]:
         """Return the next round of each fragment with unsent progress. A departing island contributes to these."""
-        rounds = (
-            number
-            for shard, fragments in enumerate(self._layout.fragments)
-            for number in self._layout.next_rounds(shard, self._closed[shard], len(fragments))
-        )
-        return [number for number in rounds if self.counts[self._fragment(number)].steps]
+        rounds = (shard.own.following(shard.closed, len(shard.own.fragments)) for shard in self.shards)
+        return [number for each in rounds for number in each if self.counts[self._fragment(number)].steps]
 
     @property
     def staleness(self) -> float:
@@ -190,29 +203,17 @@ class Ledger:
     def _fragment(self, number: int) -> int:
         return (number - 1) % len(self.counts)
 
-    def _window_of(self, shard: int) -> list[int]:
-        """Return the open rounds of a shard."""
-        open_rounds = min(self.window, len(self._layout.fragments[shard]))
-        return self._layout.next_rounds(shard, self._closed[shard], open_rounds)
-
-    def _is_open(self, number: int) -> bool:
-        """Return whether a round is later than the last closed one of its shard."""
-        return number > self._closed[self._layout.shard_of(number)]
-
-    def _of_others(self, shard: int, rounds: Collection[int]) -> set[int]:
-        return {number for number in rounds if self._layout.shard_of(number) != shard}
+    def _of(self, number: int) -> ShardRounds:
+        return self.shards[self._shard_of[self._fragment(number)]]
 
     def _may_answer(self, number: int) -> bool:
-        unanswered = self._is_open(number) and number not in self._answered
+        shard = self._of(number)
+        unanswered = number > shard.closed and number not in shard.answered
         return unanswered and self.counts[self._fragment(number)].steps > 0
 
     def _zero(self, fragment: int) -> None:
         self.counts[fragment].steps = self.counts[fragment].tokens = 0
 
     def _close(self, number: int) -> None:
-        if number == 0:  # version 0 belongs to no round
-            return
-        shard = self._layout.shard_of(number)
-        self._closed[shard] = max(self._closed[shard], number)
-        self._called = {n for n in self._called if self._is_open(n)}
-        self._answered = {n for n in self._answered if self._is_open(n)}
+        if number and number > (shard := self._of(number)).closed:  # version 0 belongs to no round
+            shard.go_to(number)

@@ -267,7 +267,7 @@ def checks(storm: StormRecord) -> list[Check]:
     tokens = sum(member.tokens for entry in storm.tape for member in entry.members)
     over, incarnations = _merged_beyond_steps(storm)
     in_order = all(
-        [entry.round for entry in tape] == storm.layout.next_rounds(shard, 0, len(tape))
+        [entry.round for entry in tape] == storm.layout.rounds[shard].following(0, len(tape))
         for shard, tape in enumerate(tapes)
     )
     epochs = [[entry.epoch for entry in tape] for tape in tapes]

@@ -67,7 +67,7 @@ def repeat(recorded: Sequence[records.Record]) -> dict[str, Any]:
     from archipelago.merger.round_merge import RoundMerge, new_state
     from archipelago.merger.state import RunState
 
-    manifest = recorded[0].manifest.whole
+    manifest = recorded[0].manifest.of_shard(None)
     rounds = [rounds_of(record) for record in recorded]
     count, closed, contributions, found = sum(map(len, rounds)), 0, 0, list[str]()
     repeated, last = dict[int, str](), dict[int, str]()
@@ -84,7 +84,7 @@ def repeat(recorded: Sequence[records.Record]) -> dict[str, Any]:
                     repeating.done += 1
             except DifferenceError as error:
                 found.append(f"shard {number}: {error.what}" if len(recorded) > 1 else error.what)
-            closed += record.manifest.rounds_between(0, state.closed)
+            closed += record.manifest.own_rounds.until(state.closed)
             last |= {tape.fragment: tape.digest for tape, _ in rounds[number]}
             repeated |= {p: digest_of(np.asarray(fragment.published_N)) for p, fragment in fragments.items()}
     pairs = [(repeated[p], last.get(p, "")) for p in range(len(manifest.fragments))]
@@ -104,7 +104,7 @@ def repeat(recorded: Sequence[records.Record]) -> dict[str, Any]:
 def rounds_of(record: records.Record) -> Sequence[tuple[TapeEntry, tuple[Delivery, ...]]]:
     """Return the rounds of a shard in order. Raise ConfigError if one is missing."""
     of, last = record.manifest, max(record.rounds, default=0)
-    numbers = of.next_rounds(0, of.rounds_between(0, last))
+    numbers = of.own_rounds.following(0, of.own_rounds.until(last))
     missing = [number for number in numbers if number not in record.rounds]
     if missing:
         raise ConfigError(

@@ -24,6 +24,7 @@ from archipelago.broker.observe.progress import progress
 from archipelago.broker.process import URL_VARIABLE, connect_to, keep_compiled, print_json
 from archipelago.broker.redis.keys import checked_name
 from archipelago.broker.shards.transport import create as create_run
+from archipelago.broker.shards.transport import require_shards, with_shards
 from archipelago.broker.transport import Memory, Transport, refusal
 from archipelago.islands.data.corpus import OpenCorpus
 from archipelago.islands.sync.connection.watch import require_no_islands as require_no_islands
@@ -232,7 +233,7 @@ def create(
         if not may_replace:
             require_no_islands(transport)
         manifest, params = _new(workload_of(config, task), transport.run, weights)
-        manifest = replace(manifest.with_shards(shards), uid=uuid.uuid4().hex)
+        manifest = replace(with_shards(manifest, shards), uid=uuid.uuid4().hex)
         if weights is not None:
             manifest = replace(manifest, versions={**manifest.versions, "weights": WeightFiles(weights).describe()})
         tell_of_memory(manifest, transport.reader.memory())
@@ -243,7 +244,7 @@ def create(
             return manifest, True
         found = transport.reader.manifest()
     require_same(found, config, task)
-    found.require_shards(shards)
+    require_shards(found, shards)
     return found, False
 
 

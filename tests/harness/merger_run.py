@@ -305,4 +305,4 @@ def compact_now(merger: Merger, p: int) -> None:
     if full.snapshot.version > merger.transport.reader.fragment(p)[0].version:
         of = merger.transport.merger
         of.compact(merger.epoch, of.place(merger.epoch, full), merger.state.closed, [])
-        merger.compactor.covered(full.snapshot.round, full.snapshot.version)
+        merger.compactor.covered(full.snapshot.fragment, full.snapshot.round, full.snapshot.version)

@@ -128,7 +128,7 @@ class LateRun(VirtualRun):
 
 def closed(run: VirtualRun) -> list[int]:
     """Return how many rounds each shard has closed."""
-    return [merger.manifest.rounds_between(0, merger.rounds.closed) for merger in run.mergers]
+    return [merger.manifest.own_rounds.until(merger.rounds.closed) for merger in run.mergers]
 
 
 def require_balanced(run: VirtualRun, pending: int | None = None) -> None:

@@ -17,6 +17,7 @@ from archipelago.broker.config import (
 )
 from archipelago.broker.messages import Contribution
 from archipelago.broker.presence import LIVE_SECONDS, Presence
+from archipelago.broker.shards.layout import OwnRounds
 from archipelago.merger import claims
 from archipelago.merger.accounts import (
     NEWCOMERS_MIN,
@@ -65,8 +66,7 @@ def seen(*claims_: Contribution, accounts: Mapping[str, Account] | None = None, 
         "number": 8,
         "usual_batch": 0.0,
         "sync": CONFIG.sync,
-        "fragments": P,
-        "rounds_between": lambda after, until: until - after,
+        "rounds": OwnRounds(range(P), P),
     } | changes
     return claims.seen(claims_, accounts=accounts or {}, **values)
 

@@ -6,6 +6,7 @@ import threading
 import uuid
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -87,7 +88,7 @@ def test_processes_that_come_and_go_settle_on_equal_shares(shards: int, changes:
 
 
 def manifest_with(shards: int) -> Manifest:
-    return samples.manifest().with_shards(shards)
+    return replace(samples.manifest(), shards=shards)
 
 
 class Process:

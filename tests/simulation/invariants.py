@@ -204,7 +204,7 @@ class Invariants:
 
     def _read_tape(self, run: Any, again: bool = False) -> None:
         for entry in run.tape[self._known(run) :]:
-            assert entry.round == self.manifest.next_round(self.round), f"round {entry.round} after {self.round}"
+            assert entry.round == self.manifest.own_rounds.next(self.round), f"round {entry.round} after {self.round}"
             assert entry.epoch >= self.tape_epoch or again, f"epoch {entry.epoch} after {self.tape_epoch}"
             assert entry.version == self.manifest.version_after(entry.round)
             self.round = entry.round
@@ -215,7 +215,7 @@ class Invariants:
             self._check_snapshot(run, entry)
 
     def _known(self, run: Any) -> int:
-        return self.manifest.rounds_between(run.tape[0].round - 1, self.round) if run.tape and self.round else 0
+        return self.manifest.own_rounds.between(run.tape[0].round - 1, self.round) if run.tape and self.round else 0
 
     def _merge(self, entry: TapeEntry, member: RoundMember, again: bool) -> None:
         identity = member.identity_text
@@ -321,7 +321,7 @@ class Invariants:
 
     def check_heard(self, island: Island) -> None:
         """Check that an island knows of a round only after it has received all events before the round closed."""
-        known, heard = island.ledger._closed[self.shard], island.link.channels[self.shard].inbox.heard_round
+        known, heard = island.ledger.shards[self.shard].closed, island.link.channels[self.shard].inbox.heard_round
         assert known <= heard, f"{island.name} knows round {known}, and has received the events up to round {heard}"
 
     # -- at the end -------------------------------------------------------------------------------------------------
@@ -344,13 +344,13 @@ class Invariants:
         for _, event in self.run.events if not self.simulation.losses else ():
             match event:
                 case Snapshot(round=number):
-                    assert number == self.manifest.next_round(closed)
+                    assert number == self.manifest.own_rounds.next(closed)
                     closed = number
                 case Resume(round=number, epoch=new):
                     assert (number, new) == (closed, max(new, epoch + 1))
                     epoch = new
                 case Call(round=number):
-                    assert number in self.manifest.next_rounds(closed, self.manifest.window)
+                    assert number in self.manifest.window_after(closed)
 
     def check_promises(self) -> None:
         """Check that living islands have sent again what a failover had lost. The run must have settled."""
@@ -382,7 +382,7 @@ class Invariants:
 
     def _check_image(self, image: Image, state: RunState, fragments: Mapping[int, FragmentState]) -> None:
         """Check that a checkpoint holds what the tape gives up to its round."""
-        if image.tape[-1].digest != self.run.tape[self.manifest.rounds_between(0, image.round) - 1].digest:
+        if image.tape[-1].digest != self.run.tape[self.manifest.own_rounds.until(image.round) - 1].digest:
             return  # a failover has lost these rounds
         assert image.cursors == state.cursors
         for full in image.fragments:

@@ -159,7 +159,7 @@ class Announcements:
         fault = fault_in(event, self._manifest)
         events: tuple[Event, ...] = ()
         if not fault:
-            window = self._manifest.next_rounds(self.heard_round, self._manifest.window)
+            window = self._manifest.window_after(self.heard_round)
             events, fault = judged(event, self.heard_round, window, self._known_heads)
         if fault:
             self._ignore(fault)
@@ -248,8 +248,8 @@ class Announcements:
         if first_round is None:
             return {}
         newest = max(closed, last_round(self._known_heads()) or 0)  # more may have closed since
-        rounds = max(0, self._manifest.rounds_between(first_round - 1, newest))
-        tape = self._transport.reader.tape(rounds + self._manifest.window)
+        rounds = max(0, self._manifest.own_rounds.between(first_round - 1, newest))
+        tape = self._transport.reader.tape(rounds + self._manifest.config.sync.window)
         return {entry.round: {member.identity_text for member in entry.members} for entry in tape}
 
     def _go_back(self, number: int) -> None:

@@ -33,22 +33,22 @@ def test_fragments_are_dealt_out_evenly(sizes: list[int], data: st.DataObject) -
 def test_each_round_is_one_of_its_shard(layout: Layout, number: int) -> None:
     shard = layout.shard_of(number)
     assert (number - 1) % layout.count in layout.fragments[shard]
-    assert layout.next_rounds(shard, number - 1, 1) == [number]
-    assert layout.rounds_until(shard, number) == layout.rounds_until(shard, number - 1) + 1
-    assert sum(layout.rounds_until(each, number) for each in range(layout.shards)) == number
+    assert layout.rounds[shard].following(number - 1, 1) == [number]
+    assert layout.rounds[shard].until(number) == layout.rounds[shard].until(number - 1) + 1
+    assert sum(layout.rounds[each].until(number) for each in range(layout.shards)) == number
 
 
 @given(layouts())
 @settings(max_examples=examples(100))
 def test_rounds_of_a_shard_follow_each_other_in_the_order_of_its_fragments(layout: Layout) -> None:
     for shard, fragments in enumerate(layout.fragments):
-        rounds = layout.next_rounds(shard, 0, 3 * len(fragments))
+        rounds = layout.rounds[shard].following(0, 3 * len(fragments))
         assert rounds == sorted(rounds)
         assert [(number - 1) % layout.count for number in rounds] == list(fragments) * 3
-        assert layout.next_rounds(shard, rounds[0], 2) == rounds[1:3]
+        assert layout.rounds[shard].following(rounds[0], 2) == rounds[1:3]
 
 
 def test_a_run_with_one_shard_counts_as_without() -> None:
     layout = Layout.whole(3)
-    assert layout.next_rounds(0, 4, 2) == [5, 6]
-    assert (layout.shard_of(6), layout.rounds_until(0, 6)) == (0, 6)
+    assert layout.rounds[0].following(4, 2) == [5, 6]
+    assert (layout.shard_of(6), layout.rounds[0].until(6)) == (0, 6)
