@@ -65,7 +65,7 @@ def page_of(reading: RunReading, history: History, manifest: Manifest) -> dict[s
         "run": {name: value for name, value in run.items() if name not in _ELSEWHERE},
         "state": {"word": view.state, "mood": mood, "sentence": sentence},
         "problems": [asdict(problem) for problem in reading.problems],
-        "progress": progress(reading, history, config),
+        "progress": progress(reading, history),
         "settings": settings(manifest),
         "changed": list(differing(config, RunConfig())),
         "unix_seconds": reading.unix_seconds,
@@ -94,17 +94,14 @@ def page_of(reading: RunReading, history: History, manifest: Manifest) -> dict[s
 _ELSEWHERE = ("islands", "books", "control", "refusals", "refused_by_code", "merger", "standbys")
 
 
-def progress(reading: RunReading, history: History, config: RunConfig) -> dict[str, float | str]:
-    """Return how long the run still takes, its learning rate, and the age of its newest evaluation; NaN if unknown."""
+def progress(reading: RunReading, history: History) -> dict[str, float]:
+    """Return how long the run still takes, and the age of its newest evaluation; NaN if unknown."""
     view = reading.view
     moves = view.live and not view.control.is_paused and view.merger.still_seconds < view.stall_seconds
     speed = history.steps_per_second() if moves else math.nan
     evaluated = view.evaluated_unix_seconds
     return {
         "seconds_left": max(0, view.steps - view.step) / speed if speed > 0.0 else math.nan,
-        "steps_per_second": speed,
-        "learning_rate": _rate_at(config, view.step, view.steps),
-        "peak_rate": math.nan if config.has_own_loops else config.inner.peak,
         "held_out_age": max(0.0, reading.unix_seconds - evaluated) if evaluated else math.nan,
     }
 
@@ -126,17 +123,13 @@ def settings(manifest: Manifest) -> dict[str, str]:
 def charts_of(reading: RunReading, history: History, manifest: Manifest) -> dict[str, Any]:
     """Return the charts' data, thinned to a few hundred points for each line. All losses have the run's unit."""
     evaluations, unit = thinned(reading.view.evaluations, POINTS_DRAWN, newest), loss_unit(manifest.corpus)
-    lines, config = history.lines(), manifest.config
-    lengths = lines.pop("length")
-    # The present length counts for all rounds if the tape no longer has the change of it.
-    before = config.inner.steps if any(lengths) else reading.view.steps
-    rates = [_rate_at(config, step, length or before) for step, length in zip(lines["step"], lengths, strict=True)]
+    lines = history.lines()
     islands = history.losses()
     for columns_of in islands.values():
         columns_of["loss"] = [unit.from_nats(value) for value in columns_of["loss"]]
     return {
         "unit": unit.name,
-        "lines": lines | {"loss": [unit.from_nats(value) for value in lines["loss"]], "rate": rates},
+        "lines": lines | {"loss": [unit.from_nats(value) for value in lines["loss"]]},
         "held_out": {
             "round": [e.round for e in evaluations],
             "tokens": [e.tokens for e in evaluations],
@@ -153,16 +146,6 @@ def charts_of(reading: RunReading, history: History, manifest: Manifest) -> dict
             "limit": reading.view.memory_limit_bytes,
         },
     }
-
-
-def _rate_at(config: RunConfig, step: float, length: float) -> float:
-    """Return the learning rate after `step` steps; NaN if it is not known, as that of users' own scripts.
-
-    `length` is that of the run, which an operator may have changed.
-    """
-    if math.isnan(step) or config.has_own_loops:
-        return math.nan
-    return replace(config.inner, steps=max(1, int(length))).rate_at(step)
 
 
 def _books(view: RunView) -> dict[str, Any]:

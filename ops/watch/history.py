@@ -10,11 +10,9 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from itertools import pairwise
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
-from archipelago.broker.control import STEPS
 from archipelago.broker.messages import TapeEntry
 from archipelago.broker.shards.layout import Layout
 from archipelago.ops.watch.reading import RECENT_ROUNDS, mean
@@ -48,7 +46,6 @@ class RoundRow(NamedTuple):
         participating: The smallest number of live islands that recent rounds had merged.
         unix_seconds: When the last of the rounds closed, by the merger's clock.
         step: The global step of the last of the rounds.
-        length: The steps of the run that an operator had set by then; 0 if no change was seen yet.
     """
 
     round: float
@@ -59,7 +56,6 @@ class RoundRow(NamedTuple):
     participating: float
     unix_seconds: float = math.nan
     step: float = math.nan
-    length: float = 0.0
 
 
 class IslandRow(NamedTuple):
@@ -181,7 +177,7 @@ class History:
         self._staleness: deque[tuple[int, ...]] = deque(maxlen=STALENESS_ROUNDS)
         self._marks: deque[Mark] = deque(maxlen=MARKS_KEPT)
         self._losses: dict[str, Trail[IslandRow]] = {}
-        self._tokens = self._length = 0.0
+        self._tokens = 0.0
         self._round = self._step = 0
 
     def begin(self, merged_tokens: int, tape: Sequence[TapeEntry]) -> None:
@@ -237,11 +233,7 @@ class History:
         self._round, self._step = max(self._round, entry.round), max(self._step, entry.step)
         self._mark(entry, closed)
         participating = min(live, len(set().union(*self._recent)))
-        self._trail.add(
-            RoundRow(
-                self._round, self._tokens, entry.loss, known, live, participating, closed, self._step, self._length
-            )
-        )
+        self._trail.add(RoundRow(self._round, self._tokens, entry.loss, known, live, participating, closed, self._step))
         for member in entry.members:
             trail = self._losses.pop(member.island, None) or Trail(ISLAND_ROWS)
             self._losses[member.island] = trail  # The island that was merged longest ago stays first.
@@ -258,9 +250,6 @@ class History:
             self._marks.append(Mark(self._round, self._tokens, closed, f"epoch {entry.epoch} begins{where}"))
         if entry.steered:
             self._marks.append(Mark(self._round, self._tokens, closed, f"steered: {entry.steered}"))
-            changes = dict(change.partition("=")[::2] for change in entry.steered.split())
-            with suppress(KeyError, ValueError):
-                self._length = float(changes[STEPS])
 
     def losses(self) -> dict[str, dict[str, list[float]]]:
         """Return columns of each island's own loss in nats per token, by the island's name."""

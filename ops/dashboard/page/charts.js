@@ -150,11 +150,9 @@ const Charts = (() => {
         mode: held.loss.length > 60 ? "lines" : "lines+markers", marker: { size: 6 }, hovertemplate: "%{y:.4f}",
       }),
       marks(lines, lines.smooth),
-      line("learning rate", x, lines.rate, "s0", { yaxis: "y2", line: { dash: "dot", width: 1.4 }, hovertemplate: "%{y:.2e}" }),
       line("one process, held-out", tokens, single, "s3", { line: { dash: "dash", width: 1.6 }, hovertemplate: "%{y:.4f}" }),
     ], {
       xaxis: { ...across([...x, ...at]), ...scale.x }, yaxis: scale.y,
-      yaxis2: { overlaying: "y", side: "right", rangemode: "tozero", showgrid: false, visible: false },
     }, "No round has closed yet.");
     const training = last(known(lines.smooth)), newest = last(known(held.loss));
     const then = lines.smooth[lines.round.findIndex((round) => round >= last(held.round))]; // training loss at that round
@@ -163,7 +161,6 @@ const Charts = (() => {
       ...(known(held.loss).length ? [["", "best", fixed(Math.min(...known(held.loss)), 4)]] : []),
       ...(then && newest ? [["", "gap", fixed(newest - then, 3)]] : []),
       ...(single.length ? [["s3", "one process", fixed(last(single), 4)]] : []),
-      ["s0", "learning rate", lines.rate.length && last(lines.rate) !== null ? last(lines.rate).toPrecision(2) : ""],
       ...(data.marks.round.length ? [["s4", "steered, or taken over", "", true]] : []),
     ] : []);
   }

@@ -83,7 +83,7 @@ function write() {
   writeLanes(page.islands);
   writeEvents(page.events);
   put("serving", page.serving);
-  if (page.progress.peak_rate === null) put("no-lanes", `No island has joined yet. ${run.task ? "Start one with `archipelago island --task FILE.py:NAME`." : "Start one of this run's training scripts."}`);
+  if (run.passes === null) put("no-lanes", `No island has joined yet. ${run.task ? "Start one with `archipelago island --task FILE.py:NAME`." : "Start one of this run's training scripts."}`);
   else put("join-run", run.run);
   writeKnobs(page.control);
   writeProblems(page.problems);
@@ -103,9 +103,8 @@ function writeTiles(run) {
   const { progress } = page, old = progress.held_out_age, by = run.evaluated_by;
   put("bits-sub", `${run.unit} · training ${fixed(run.loss)}`);
   put("learn-sub", [
-    progress.peak_rate === null && !run.task && old === null ? "The islands are training scripts of their users, so nothing is evaluated." :
+    run.passes === null && !run.task && old === null ? "The islands are training scripts of their users, so nothing is evaluated." :
     old === null ? (run.task ? "No evaluation yet: one island evaluates as soon as it trains, if the task has an `evaluate`." : "No evaluation yet: one island evaluates as soon as it trains.") : `Held-out: first ${fixed(run.held_out_first)}, newest after round ${count(run.evaluated_round)}${by ? ` by ${by}` : ""}, ${span(old)} old.`,
-    progress.learning_rate !== null && `Learning rate ${progress.learning_rate.toPrecision(2)} of at most ${progress.peak_rate.toPrecision(2)}.`,
     ending(progress.seconds_left),
   ].filter(Boolean).join(" "));
   put("size", count(run.known));

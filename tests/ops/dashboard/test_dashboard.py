@@ -20,12 +20,11 @@ from archipelago.broker.errors import UnreachableError
 from archipelago.broker.memory.transport import MemoryBroker, MemoryTransport
 from archipelago.broker.messages import Evaluation, Note, Refusal
 from archipelago.broker.transport import Transport
-from archipelago.ops.dashboard import metrics, page_data
+from archipelago.ops.dashboard import metrics
 from archipelago.ops.dashboard.app import BODY_BYTES_MAX, Board, application
 from archipelago.ops.dashboard.main import serving
 from archipelago.ops.dashboard.page_data import FILES, PAGE
 from archipelago.ops.experiments.virtual_time import VirtualClock
-from archipelago.ops.watch.history import History
 from archipelago.ops.watch.reading import observe
 from archipelago.ops.watch.watcher import PATIENCE_SECONDS, SELDOM_SECONDS, SILENT, Watcher
 from tests import samples
@@ -118,26 +117,12 @@ def test_the_view_contains_everything_that_was_read(client: TestClient) -> None:
     }
     assert page["settings"]["inner.steps"] == str(MANIFEST.config.inner.steps)
     assert page["settings"]["version.jax"] == "1"
-    assert page["progress"]["learning_rate"] == pytest.approx(MANIFEST.config.inner.rate_at(4), rel=1e-4)
     assert charts["held_out"] == {"round": [1], "tokens": [100], "unix_seconds": [1_700_000_000], "loss": [5]}
     assert charts["unit"] == page["run"]["unit"] == "bits per byte"
     assert charts["lines"]["round"] == [1]
     assert charts["lines"]["loss"] == [pytest.approx(2.5 / math.log(2), abs=1e-3)]  # The tape has 2.5 nats.
     assert charts["now"] == {name: page["run"][name] for name in ("rounds", "known", "live", "participating")}
     assert (charts["staleness"], charts["queues"]["pending"]) == ([1], [1])
-
-
-def test_an_extended_run_shows_the_learning_rate_of_its_length(watch: Watcher) -> None:
-    watch.transport.reader.steer({"inner.steps": "6000"})
-    (entry,) = watch.transport.reader.tape(1)
-    reading = watch.read()
-    reading = replace(reading, view=replace(reading.view, step=1900))
-    history = History(MANIFEST.shard_layout)
-    history.begin(0, [replace(entry, step=1900), replace(entry, round=2, step=1900, steered="inner.steps=6000.0")])
-    before, after = (replace(MANIFEST.config.inner, steps=steps).rate_at(1900) for steps in (2000, 6000))
-    assert after > 2 * before
-    assert page_data.progress(reading, history, MANIFEST.config)["learning_rate"] == after
-    assert page_data.charts_of(reading, history, MANIFEST)["lines"]["rate"] == [before, after]
 
 
 def test_a_foreign_host_name_is_refused(board: Board) -> None:

@@ -81,12 +81,6 @@ def test_changes_and_takeovers_are_marked() -> None:
     }  # fmt: skip
 
 
-def test_the_length_in_force_at_a_round() -> None:
-    steered, wrong = "sync.quorum=2 inner.steps=200.0", "inner.steps=many"
-    for change, lengths in (("", [0, 0, 0]), (steered, [0, 200, 200]), (wrong, [0, 0, 0])):
-        assert history([TAPE[0], replace(TAPE[1], steered=change), TAPE[2]]).lines()["length"] == lengths, change
-
-
 def test_the_losses_of_each_island() -> None:
     losses = history().losses()
     assert {name: (columns["round"], columns["tokens"], columns["loss"]) for name, columns in losses.items()} == {
