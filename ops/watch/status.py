@@ -110,7 +110,7 @@ def print_lines(watcher: Watcher, every_seconds: float, stopped: Callable[[], bo
         watcher.update()
         outage, reading = watcher.outage(), watcher.latest
         if outage or not reading:
-            why = outage.error if outage else ""
+            why = outage.what if outage else ""
             text = {"error": why} if as_json else why
         elif as_json:
             text = _as_json(reading.view, reading.problems)

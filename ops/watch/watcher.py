@@ -23,8 +23,8 @@ from archipelago.ops.watch.run_view import RunView
 LOOK_SECONDS = 1.0
 #: Evaluations and refusals are read again after this time, and so rarely that it takes at most this share of the time.
 SELDOM_SECONDS, SELDOM_SHARE = 5.0, 0.05
-#: A reading that takes longer counts as an outage. The connection itself waits longer.
-PATIENCE_SECONDS = 4.0
+#: If the newest reading is older than this, the next one hangs, which is an outage. The connection itself waits longer.
+PATIENCE_SECONDS = 5.0
 SILENT, CONTINUES = "Redis does not answer", "The display continues by itself."
 TAPE_MOST = 1 << 16
 NOTES_READ = 200
@@ -50,12 +50,11 @@ class RunReading:
 
 @dataclass(frozen=True)
 class Outage:
-    """The reason why there is no new reading, and the time at which this began. `error` is for logs and pipes."""
+    """The reason why there is no new reading, what is done about it, and the time at which this began."""
 
     since_unix_seconds: float
     what: str
     more: str = ""
-    error: str = ""
 
     @property
     def why(self) -> str:
@@ -88,8 +87,6 @@ class Watcher:
         self.latest: RunReading | None = None
         self._primary, self._rounds = transport, rounds
         self._outage: Outage | None = None
-        #: When the present reading began, by both clocks.
-        self._turn: tuple[float, float] | None = None
         self.manifest, self.transport = opened(transport, for_display=True)
         self.history = History(self.manifest.shard_layout)
         #: The shards that the history lacks.
@@ -100,26 +97,22 @@ class Watcher:
 
     def update(self) -> bool:
         """Read the run once. Return False if the broker did not answer, or sent what cannot be decoded."""
-        self._turn = (self.clock(), self.wall())
         try:
             self.latest = self.read()
         except ArchipelagoError as error:
             since = self._outage.since_unix_seconds if self._outage else self.wall()
             self._seldom_due = -math.inf  # After an outage everything is read again.
-            if isinstance(error, UnreachableError):
-                self._outage = Outage(since, SILENT, f"{error.what}. {CONTINUES}", error.what)
-            else:
-                self._outage = Outage(since, error.what, error.remedy, error.what)
+            more = CONTINUES if isinstance(error, UnreachableError) else error.remedy
+            self._outage = Outage(since, error.what, more)
         else:
             self._outage = None
-        self._turn = None
         return self._outage is None
 
     def outage(self) -> Outage | None:
         """Return why there is no new reading, if there is none. A reading that hangs is an outage."""
-        turn = self._turn
-        if self._outage is None and turn and self.clock() - turn[0] > PATIENCE_SECONDS:
-            return Outage(turn[1], SILENT, CONTINUES)
+        last = self.latest
+        if self._outage is None and last and self.wall() - last.unix_seconds > PATIENCE_SECONDS:
+            return Outage(last.unix_seconds, SILENT, CONTINUES)
         return self._outage
 
     def read(self) -> RunReading:
