@@ -34,7 +34,6 @@ def provenance(
         "Run": {"config digest": manifest.config.digest(), **_times(tape, view.evaluations, report)},
         "Result": {**_baseline(report), "syncs": syncs_in_words(view)},
         "Machines": machines,
-        "Versions": dict(manifest.versions),
         "Changed while it ran": {f"round {e.round}": e.steered for e in tape if e.steered},
     }
     return {

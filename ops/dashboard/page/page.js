@@ -358,7 +358,6 @@ function writeAbout({ sections, commands }) {
     return part;
   }));
   put("commands", commands);
-  $("settings").open = true;
 }
 
 // -- faults and the connection -------------------------------------------------------------------------
