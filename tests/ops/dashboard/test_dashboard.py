@@ -209,28 +209,12 @@ def test_each_action_reaches_the_run_is_answered_and_can_be_removed(client: Test
     assert transport.reader.control() == {"checkpoint": "1000.000", "sync.grace": "0.0"}
 
 
-WRONG_BODIES = [
-    *(
-        '{"changes": ' + changes + "}"
-        for changes in (
-            '{"outer.learning_rate": "fast"}',
-            '{"outer.learning_rate": "-1"}',
-            '{"sync.quorum": "0"}',
-            '{"sync.grace": "nan"}',
-            '{"merging": "perhaps"}',
-            '{"island.b": "sink"}',
-            '{"island.../x": "drain"}',
-            '{"seed": "1"}',
-            '{"sync.quorum": 2}',
-            '["sync.quorum"]',
-            "null",
-        )
-    ),
-    "[]",
-    "not JSON",
-    "",
-    "[" * 5000,
-]
+WRONG_CHANGES = (
+    '{"outer.learning_rate": "fast"}', '{"outer.learning_rate": "-1"}', '{"sync.quorum": "0"}', '{"sync.grace": "nan"}',
+    '{"merging": "perhaps"}', '{"island.b": "sink"}', '{"island.../x": "drain"}', '{"seed": "1"}', '{"sync.quorum": 2}',
+    '["sync.quorum"]', "null",
+)  # fmt: skip
+WRONG_BODIES = [*('{"changes": ' + each + "}" for each in WRONG_CHANGES), "[]", "not JSON", "", "[" * 5000]
 
 
 def test_a_wrong_value_or_too_large_a_request_is_refused(client: TestClient, transport: Away) -> None:

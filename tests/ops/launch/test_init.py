@@ -29,7 +29,7 @@ from archipelago.islands.mesh import MeshShape
 from archipelago.merger.storage import MergerFolder
 from archipelago.ops.commands import parse
 from archipelago.ops.launch import devices, up
-from archipelago.ops.launch.devices import Accelerators, accelerators, shared_out
+from archipelago.ops.launch.devices import Accelerators, DeviceShares, accelerators, shared_out
 from archipelago.ops.launch.embedded_redis import RedisServer
 from archipelago.ops.launch.init import InitOptions, create
 from archipelago.ops.launch.local_run import (
@@ -166,15 +166,16 @@ def test_up_does_not_ask_for_islands_that_it_starts_itself(tmp_path: Path) -> No
     assert [(problem.code, problem.who) for problem in LocalRun._problems(mine, view)] == [("island.silent", "oslo")]
 
 
-def argv(options: UpOptions) -> dict[str, list[str]]:
+def session_of(options: UpOptions, shares: DeviceShares | None = None) -> LocalRun:
+    """Return a session of `up` that has started nothing."""
     manifest = samples.manifest()
-    transport = MemoryBroker().connect(manifest.run)
-    made = LocalRun(options, manifest, transport, "redis://h", Path("runs/demo"), lambda: False, None, {}, None)
-    return {child.name: list(child.argv) for child in (made.merger, *made.islands)}
+    transport: Any = MemoryBroker().connect(manifest.run)
+    return LocalRun(options, manifest, transport, "redis://h", Path("runs/demo"), lambda: False, None, {}, shares)
 
 
 def test_each_worker_gets_the_same_flags_and_a_separate_port() -> None:
-    found = argv(UpOptions(islands=2, metrics_port=9310, log_json=True, tensorboard=False))
+    made = session_of(UpOptions(islands=2, metrics_port=9310, log_json=True, tensorboard=False))
+    found = {child.name: list(child.argv) for child in (made.merger, *made.islands)}
     for given in found.values():
         assert {"--no-tensorboard", "--log-json"} <= set(given)
     ports = {name: given[given.index("--metrics-port") + 1] for name, given in found.items()}
@@ -256,16 +257,8 @@ def test_the_question_is_answered_in_a_real_process() -> None:
     assert asked.stdout.startswith('["cpu", ')
 
 
-def session_of(options: UpOptions) -> LocalRun:
-    """Return a session of `up` on a machine with four accelerators. It has started nothing."""
-    manifest = samples.manifest()
-    transport: Any = MemoryBroker().connect(manifest.run)
-    folder, shares = Path("runs/demo"), shared_out(FOUR, 2)
-    return LocalRun(options, manifest, transport, "redis://h", folder, lambda: False, None, {}, shares)
-
-
 def test_islands_and_standbys_get_their_devices_and_their_mesh() -> None:
-    session = session_of(UpOptions(islands=2, standbys=3, mesh="fsdp=2"))
+    session = session_of(UpOptions(islands=2, standbys=3, mesh="fsdp=2"), shared_out(FOUR, 2))
     shown = [child.environment.get("CUDA_VISIBLE_DEVICES") for child in (*session.islands, *session.standbys.all)]
     assert shown == ["0,1", "2,3", "0,1", "2,3", "0,1"]
     for child in (*session.islands, *session.standbys.all):

@@ -250,29 +250,6 @@ def test_formatted_sizes_and_numbers() -> None:
     assert (number(1234.5678), number(0.5, 1), number(math.nan)) == ("1,234.568", "0.5", "–")
 
 
-class CountedMember(RoundMember):
-    """A member that counts how often its island is read."""
-
-    reads = 0
-
-    def __getattribute__(self, name: str) -> Any:
-        if name == "island":
-            CountedMember.reads += 1
-        return super().__getattribute__(name)
-
-
-def test_a_reading_looks_at_each_member_of_the_tape_once() -> None:
-    """With as many looks as islands, a status of hundreds of islands would take seconds."""
-    names = [f"i{n:03}" for n in range(256)]
-    presences = [Presence(samples.heartbeat(name), 0.5) for name in names]
-    made = [CountedMember(**vars(member(name))) for name in names]
-    tape = [entry(number, made) for number in range(1, 5)]
-    CountedMember.reads = 0
-    view = summarise(MANIFEST, tape, presences, BOOKS, Pending(3, 299), memory=MEMORY)
-    assert CountedMember.reads == 4 * 256
-    assert {island.participation for island in view.islands} == {1.0}
-
-
 def test_a_status_of_many_islands_says_how_many_more_there_are() -> None:
     names = [f"i{n:03}" for n in range(256)]
     presences = [
