@@ -48,28 +48,23 @@ class MeasuredProcess:
     pid: int
 
     def receive(self, seconds: float | None = None) -> Any:
-        """Return the next object that the child sends, or None after `seconds` of silence.
+        """Return the next object that the child sends.
 
         Raises:
-            BrokerError: The child has ended.
+            BrokerError: The child has ended, or sent nothing within that time.
         """
         try:
-            return self.pipe.recv() if self.pipe.poll(seconds) else None
+            if self.pipe.poll(seconds):
+                return self.pipe.recv()
         except (EOFError, ConnectionError):
             raise BrokerError(
                 "a process of the measurement failed", "See its output above.", code="bench.process-failed"
             ) from None
-
-    def answer(self, seconds: float) -> Any:
-        """Return the next object that the child sends. Raise BrokerError if none comes within that time."""
-        answer = self.receive(seconds)
-        if answer is None:
-            raise BrokerError(
-                f"a process of the measurement did not answer for {seconds:g} s",
-                "See its output above. Check whether the machine is very busy.",
-                code="bench.timeout",
-            )
-        return answer
+        raise BrokerError(
+            f"a process of the measurement did not answer for {seconds:g} s",
+            "See its output above. Check whether the machine is very busy.",
+            code="bench.timeout",
+        )
 
 
 @contextlib.contextmanager

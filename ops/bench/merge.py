@@ -262,7 +262,7 @@ def _merger_seconds(islands: int, elements: int, rounds: int) -> float:
     with own_redis() as server, contextlib.closing(connect(server.url, RUN)) as transport:
         transport.create(manifest, [first_version(0, pack(np.zeros(elements, np.float32), "float32", 0))])
         with child(serve_merger, server.url, RUN, (), 2) as merger:
-            merger.answer(PATIENCE_SECONDS)
+            merger.receive(PATIENCE_SECONDS)
             played = _Played(transport, islands, elements)
             played.play(MANY_WARM_UPS)
             before = cpu_seconds(merger.pid)

@@ -115,10 +115,10 @@ def two_islands(size: SyncSize) -> Iterator[TwoIslands]:
             of_merger = held.enter_context(Proxy(server.port, size.merger_rtt_ms / 2e3)).url(server.url)
         # While the merger works, the islands wait, so its spectra may use all cores.
         merger = held.enter_context(child(serve_merger, of_merger, RUN, (), PROCESSES, usable_cores(), size.pieces))
-        merger.answer(PATIENCE_SECONDS)
+        merger.receive(PATIENCE_SECONDS)
         islands = [held.enter_context(child(_train, server.url, name, size)) for name in ISLANDS]
         for island in islands:
-            island.answer(2 * PATIENCE_SECONDS)
+            island.receive(2 * PATIENCE_SECONDS)
         wait_until(lambda: len(made.reader.presences()) == len(ISLANDS), "heartbeat of both islands", PATIENCE_SECONDS)
         yield TwoIslands(made, merger, islands)
 
@@ -175,7 +175,7 @@ def _ask(processes: Sequence[MeasuredProcess], command: str) -> list[Any]:
     """Send all processes a command at once, and collect their answers."""
     for process in processes:
         process.pipe.send(command)
-    return [process.answer(2 * PATIENCE_SECONDS) for process in processes]
+    return [process.receive(2 * PATIENCE_SECONDS) for process in processes]
 
 
 def _train(pipe: Connection, url: str, name: str, size: SyncSize) -> None:

@@ -1,4 +1,4 @@
-"""The baselines of islands: the same task and tokens without islands.
+"""The baselines of islands: the same task and tokens without islands. `archipelago up` runs one as a process.
 
 `one process` has an island's batch, and makes as many steps as all islands together. `data-parallel` has M batches a
 step, and makes as many steps as one island; it computes the same as synchronous data-parallel over M workers,
@@ -7,15 +7,22 @@ except that sums are taken in the order of one machine.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from archipelago.broker.config import RunConfig
+from archipelago.broker.config import RunConfig, from_toml
+from archipelago.broker.files import write_atomically
+from archipelago.broker.manifest import loss_unit
+from archipelago.broker.process import guarded, keep_compiled
 from archipelago.broker.ranges import ReadPosition
 from archipelago.islands.evaluation import CorpusEvaluation, mean_of
 from archipelago.islands.models.interface import Params
@@ -23,6 +30,9 @@ from archipelago.islands.tasks.batches import TaskRun
 from archipelago.islands.tasks.ours import OurTask
 from archipelago.islands.tasks.workload import Workload, compiled_steps
 from archipelago.ops.experiments.trial import CurvePoint, Progress
+from archipelago.ops.launch.init import workload_of
+from archipelago.ops.settings import say
+from archipelago.ops.weights.safetensors_files import WeightFiles
 
 EVALUATIONS = 12
 #: With more held-out sequences than this, evaluations would take longer than training, so that there are fewer of them.
@@ -133,3 +143,31 @@ def _reported(point: CurvePoint, progress: Progress | None) -> CurvePoint:
     if progress:
         progress(point)
     return point
+
+
+def write_curve(work: Workload, tokens: int, output: Path, params: Params | None = None) -> int:
+    """Train one process on `tokens`, print each evaluation, and write the curve as JSON at the end."""
+    unit = loss_unit(work.named.data)
+
+    def progress(point: CurvePoint) -> None:
+        say(f"{point.tokens:>13,} tokens  held-out {unit.from_evaluation(point.bits_per_byte):.4f} {unit.name}")
+
+    curve = [[point.tokens, point.bits_per_byte] for point in one_process(work, tokens, progress, params)]
+    write_atomically(output, json.dumps({"tokens": tokens, "curve": curve}))
+    return 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the curve that the flags ask for: `--config` is the run's, `--from` are the weights to begin with."""
+    parser = argparse.ArgumentParser()
+    for name, kind in (("--tokens", int), ("--output", Path), ("--config", Path), ("--from", Path), ("--task", str)):
+        parser.add_argument(name, type=kind)
+    flags = vars(parser.parse_args(arguments))
+    keep_compiled()
+    work, weights = workload_of(from_toml(flags["config"]), flags["task"], flags["from"]), flags["from"]
+    params = WeightFiles(weights).load(work.model.tensors) if weights else None
+    return write_curve(work, flags["tokens"], flags["output"], params)
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(lambda: main(sys.argv[1:])))

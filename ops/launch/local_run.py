@@ -48,7 +48,7 @@ LEAVE_SECONDS = 30.0
 DRAIN_SECONDS = 20.0
 KILL_SECONDS = 5.0
 POLL_SECONDS = 0.1
-SINGLE_PROCESS = "archipelago.ops.experiments.single_process"
+SINGLE_PROCESS = "archipelago.ops.experiments.baselines"
 
 
 def leave_seconds(worker: WorkerOptions) -> float:

@@ -22,7 +22,6 @@ from archipelago.islands.tasks.batches import TaskRun
 from archipelago.ops.experiments import baselines, mixed, parity
 from archipelago.ops.experiments.baselines import AllShards, Reader
 from archipelago.ops.experiments.mixed import BOTH, JAX, TORCH, rows
-from archipelago.ops.experiments.single_process import SingleProcessOptions, run
 from archipelago.ops.experiments.trial import CurvePoint, Trial, TrialRow
 from tests import pytorch
 from tests.failing import failing
@@ -182,16 +181,9 @@ def test_a_reader_without_a_run_reads_all_shards_pass_after_pass() -> None:
     assert reader.tokens == 3 * SHARDS * BATCHES * 10
 
 
-def test_the_curve_is_written(config: RunConfig, corpus: OpenCorpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    def trained(work: Any, tokens: int, progress: Any, params: Any) -> list[CurvePoint]:
-        points = [CurvePoint(0, 8.0), CurvePoint(tokens, 2.0)]
-        for point in points:
-            progress(point)
-        return points
-
-    monkeypatch.setattr(baselines, "one_process", trained)
-    assert run(SingleProcessOptions(tokens=640, output=Path("curve.json"), settings=config)) == 0
-    assert json.loads(Path("curve.json").read_text(encoding="utf-8")) == {
-        "tokens": 640,
-        "curve": [[0, 8.0], [640, 2.0]],
-    }
+def test_the_curve_is_written(tmp_path: Path) -> None:
+    path, tokens = tmp_path / "curve.json", 320
+    assert baselines.write_curve(task_work(), tokens, path) == 0
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert (found["tokens"], found["curve"][-1][0]) == (tokens, tokens)
+    assert found["curve"][-1][1] < found["curve"][0][1]
