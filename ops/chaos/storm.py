@@ -20,6 +20,7 @@ from archipelago.broker.shards.transport import of_shard
 from archipelago.broker.transport import ReaderTransport
 from archipelago.ops.chaos.processes import RunProcesses, StormPlan, monotonic, read_turn_log
 from archipelago.ops.chaos.record import Identity, LoggedTurn, StormRecord, step_seconds
+from archipelago.ops.launch.init import workload_of
 from archipelago.ops.settings import say
 
 EVERYTHING = 1 << 20
@@ -114,17 +115,11 @@ def _refused(processes: RunProcesses) -> frozenset[Identity]:
 
 def _held_out_loss(plan: StormPlan, transport: ReaderTransport) -> float:
     """Return the held-out loss of the final parameters; NaN for a script, or a task without `evaluate`."""
-    from archipelago.islands.data.corpus import open_corpus
     from archipelago.islands.evaluation import mean_of, published
-    from archipelago.islands.tasks.ours import our_work
-    from archipelago.islands.tasks.task import task_of
-    from archipelago.islands.tasks.workload import Workload
 
     manifest = transport.reader.manifest()
-    file = task_of(plan.task, manifest, "measuring the held-out loss") if not plan.script else None
-    if plan.script or (file is not None and file.task.evaluate is None):
+    evaluate = None if plan.script else workload_of(manifest.config, plan.task).evaluation()
+    if evaluate is None:
         return math.nan
-    work = Workload.of(file, manifest.config) if file else our_work(manifest.config, open_corpus(manifest.corpus.name))
     params, _, _ = published(transport, manifest)
-    measures = mean_of(work.require_evaluation()(params))
-    return loss_unit(manifest.corpus).from_evaluation(measures.bits)
+    return loss_unit(manifest.corpus).from_evaluation(mean_of(evaluate(params)).bits)

@@ -30,7 +30,7 @@ def show(study: Study, known: Mapping[str, Record], quiet: bool = False) -> dict
     if not quiet:
         console = table_console()
         console.print(study.about)
-        console.print(table([_shown(row, varying) for row in found], console.width))
+        console.print(table([{**row, **{name: str(row[name]) for name in varying}} for row in found], console.width))
     return {"study": study.name, "about": study.about, "rows": found}
 
 
@@ -77,21 +77,6 @@ def _plain(row: TrialRow, rows: Sequence[TrialRow], varying: Sequence[str]) -> d
         "spread": row.spread,
         "to_parallel": row.ratio(best),
         "ratio_spread": stdev(ratios) if len(ratios) > 1 else 0.0,
-        **({"to_parallel_on_test": fmean(tests)} if tests else {}),
+        "to_parallel_on_test": fmean(tests) if tests else math.nan,
         "seconds": fmean(r["seconds"] for r in row.records),
-    }
-
-
-def _shown(row: Mapping[str, Any], varying: Sequence[str]) -> dict[str, Any]:
-    """Return a row as the table shows it."""
-    loss = f"{row['diverged']} diverged" if row["diverged"] else f"{row['bits_per_byte']:.4f} ± {row['spread']:.4f}"
-    known = math.isfinite(row["to_parallel"])
-    return {
-        **{name.removeprefix("outer."): str(row[name]) for name in varying},
-        "seeds": row["seeds"],
-        "tokens": row["tokens"],
-        "bits per byte": loss,
-        "to baseline": f"{row['to_parallel']:.4f} ± {row['ratio_spread']:.4f}" if known else "",
-        "on the test text": row.get("to_parallel_on_test", ""),
-        "s": round(row["seconds"]),
     }

@@ -95,25 +95,26 @@ class Trial:
 
     def _require_possible(self) -> None:
         """Raise ConfigError for a combination that no study can have (`study.trial`)."""
-        is_counted = type(self.islands) is int and 1 <= self.islands <= ISLANDS_MAX
-        m = self.islands if is_counted else 1  # A study file may give text.
-        for holds, what, remedy in (
-            (self.kind in KINDS, f"runs of the kind {self.kind!r}", f"Choose one of {', '.join(KINDS)}."),
-            (is_counted and 1.0 <= self.slow < math.inf, f"{self.islands} islands, the last {self.slow} times slower",
-             f"Give 1 to {ISLANDS_MAX} islands, and a factor of 1 or more."),
-            (type(self.slowed) is int and 1 <= self.slowed <= max(1, m - 1),
-             f"{self.slowed} slow islands of {m}",
-             "At least one is slow, and at least one is not."),
-            (0.0 <= self.sending < math.inf, f"sending = {self.sending}", "Give a number of steps."),
-            (type(self.hostile) is int and 0 <= self.hostile < m and (not self.hostile or self.attack in ATTACKS),
-             f"{self.hostile} of {m} islands hostile with the attack {self.attack!r}",
-             f"At least one island is honest, and the attack is one of {', '.join(ATTACKS)}."),
-            (not self.lockstep or not (self.slow > 1.0 or self.sending or self.hostile or self.apart),
-             "lockstep = true with slow, late or hostile islands, or with apart = true",
-             "Leave out lockstep, or the others."),
-        ):  # fmt: skip
-            if not holds:
-                raise ConfigError(f"a study cannot have {what}", remedy, code="study.trial")
+        whole = [self.islands, self.slowed, self.hostile]
+        is_possible = (
+            self.kind in KINDS
+            and all(type(number) is int for number in whole)  # A study file may give text.
+            and 1 <= self.islands <= ISLANDS_MAX
+            and 1 <= self.slowed <= max(1, self.islands - 1)
+            and 1.0 <= self.slow < math.inf
+            and 0.0 <= self.sending < math.inf
+            and 0 <= self.hostile < self.islands
+            and (not self.hostile or self.attack in ATTACKS)
+            and not (self.lockstep and (self.slow > 1.0 or self.sending or self.hostile or self.apart))
+        )
+        if not is_possible:
+            asked = {name: getattr(self, name) for name in OWN if getattr(self, name) != OWN[name]}
+            raise ConfigError(
+                f"a study cannot have a trial of {asked}",
+                f"The kinds are {', '.join(KINDS)}. Of 1 to {ISLANDS_MAX} islands, one is not slow, one not hostile; "
+                f"attacks are {', '.join(ATTACKS)}. In lockstep, none is slow, late, hostile or apart.",
+                code="study.trial",
+            )
 
     @property
     def config(self) -> RunConfig:

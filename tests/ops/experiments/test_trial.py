@@ -185,7 +185,7 @@ def test_an_unfinished_study_is_shown(folder: Path, capsys: pytest.CaptureFixtur
     assert show(study, {})["rows"] == []
     known = {t.key: record_of(t, None if t.islands == 4 and t.kind == "islands" else 2.0) for t in study.trials}
     assert [row["diverged"] for row in show(study, known)["rows"]].count(1) == 2
-    assert "1 diverged" in capsys.readouterr().out
+    assert "inf" in capsys.readouterr().out
 
 
 # -- hostile islands --------------------------------------------------------------------------------------------------
