@@ -117,18 +117,19 @@ def visible_files(folder: Path) -> tuple[list[Path], int]:
     return visible, len(found) - len(visible)
 
 
-def choose(files: Sequence[Path], hidden: int = 0) -> Choice:
+def choose(files: Sequence[Path], hidden: int = 0, holds_out: bool = True) -> Choice:
     """Read all files, and choose the documents that are held out.
 
     Args:
         files: The files, in any order.
         hidden: The number of files that were left out before.
+        holds_out: False holds out the end of the text, as in the published splits of single files.
     """
     skipped: Counter[str] = Counter({HIDDEN: hidden} if hidden else {})
     wanted: Sequence[Path] = files
     texts: list[list[Document]] = []
     ordered: list[Document] = []
-    for limit in LIMITS:
+    for limit in LIMITS if holds_out else LIMITS[:1]:
         texts = []
         with progress("reading the files", len(wanted)) as reading:
             for path in wanted:
@@ -141,7 +142,7 @@ def choose(files: Sequence[Path], hidden: int = 0) -> Choice:
         wanted = [documents[0].path for documents in texts]
         # The order depends on the contents alone, so that names do not change the corpus.
         ordered = [document for documents in sorted(texts, key=_digest_of_file) for document in documents]
-        if _is_balanced(ordered):
+        if holds_out and _is_balanced(ordered):
             splits = tuple(tuple(document for document in ordered if document.split == split) for split in range(3))
             held_out = len(splits[1]) + len(splits[2])
             return Choice(splits, Reading(len(texts), dict(skipped), len(ordered), held_out, limit))

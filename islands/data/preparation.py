@@ -43,11 +43,8 @@ from archipelago.islands.data.corpus import (
     open_corpus,
 )
 from archipelago.islands.data.documents import (
-    LIMITS,
-    Choice,
     Reading,
     choose,
-    documents_of,
     visible_files,
 )
 from archipelago.islands.data.tokenizer import FILE as TOKENIZER_FILE
@@ -69,32 +66,19 @@ def splits_of(size: int) -> Splits:
     return Splits(train, valid, size - train - valid)
 
 
-@dataclass(frozen=True)
-class Filled:
-    """What a corpus was filled with.
-
-    Attributes:
-        source: Where the data came from, in words.
-        splits: The sizes of the splits in bytes. None holds out the end of the data.
-        reading: The files that were read; None if the data does not come from a user's files.
-    """
-
-    source: str
-    splits: Splits | None = None
-    reading: Reading | None = None
-
-
-#: Writes a corpus's data, and returns what it is.
-Fill = Callable[[BinaryIO], Filled]
+#: Writes a corpus's data. Returns the sizes of the splits in bytes, or None to hold out the end of the data, and the
+#: files that were read, or None if the data does not come from a user's files.
+Fill = Callable[[BinaryIO], tuple[Splits | None, Reading | None]]
 #: How text is stored: BYTES, the number of tokens that a tokenizer learns from the training split, or a tokenizer.
 Encoding = int | TextTokenizer
 
 
-def create(name: str, fill: Fill, encoding: Encoding = BYTES) -> OpenCorpus:
+def create(name: str, source: str, fill: Fill, encoding: Encoding = BYTES) -> OpenCorpus:
     """Create a corpus. If another process creates the same one at the same time, one of the two is used.
 
     Args:
         name: The corpus's name.
+        source: Where the data comes from, in words.
         fill: Writes the data.
         encoding: How text is stored.
 
@@ -105,7 +89,7 @@ def create(name: str, fill: Fill, encoding: Encoding = BYTES) -> OpenCorpus:
     final, card = data_folder() / checked_name(name, "the corpus name"), None
     try:
         with staged_folder(final) as stage:
-            card = _write(stage, name, fill, encoding)
+            card = _write(stage, name, source, fill, encoding)
     except OSError as error:
         if card is None or not is_prepared(name):
             raise DataError(
@@ -123,25 +107,25 @@ def create(name: str, fill: Fill, encoding: Encoding = BYTES) -> OpenCorpus:
     return corpus
 
 
-def _write(stage: Path, name: str, fill: Fill, encoding: Encoding) -> Card:
+def _write(stage: Path, name: str, source: str, fill: Fill, encoding: Encoding) -> Card:
     """Write the data, and the card that describes it. Returns the card."""
     path = stage / TEXT_FILE
     with path.open("wb") as file:
-        filled = fill(file)
+        splits, reading = fill(file)
         size = file.tell()
     if size < MINIMUM_BYTES:
-        read = f" ({filled.reading.describe().partition(';')[0]})" if filled.reading else ""
+        read = f" ({reading.describe().partition(';')[0]})" if reading else ""
         raise DataError(
-            f"{filled.source}{read} holds {size:,} bytes of data, which is too little to train on",
+            f"{source}{read} holds {size:,} bytes of data, which is too little to train on",
             f"Prepare UTF-8 text of at least {MINIMUM_BYTES:,} bytes.",
             code="data.too-small",
         )
-    described: dict[str, Any] = {"splits": filled.splits or splits_of(size)}
+    described: dict[str, Any] = {"splits": splits or splits_of(size)}
     if not is_bytes(encoding):
         with progress("turning the text into tokens"):
             described = _tokenise(stage, described["splits"], encoding)
     sync(path)
-    card = Card(name, path.stat().st_size, digest_of(path), filled.source, reading=filled.reading, **described)
+    card = Card(name, path.stat().st_size, digest_of(path), source, reading=reading, **described)
     (stage / CARD_FILE).write_bytes(card_json(card))
     return card
 
@@ -216,29 +200,23 @@ def prepare_text(source: Path, name: str, encoding: Encoding = BYTES) -> OpenCor
             "Choose another --name.",
             code="data.taken",
         )
-    what = source.name or str(source)
-    if source.is_file():
-        return create(name, lambda target: _fill_from_file(target, source, what), encoding)
-    if not source.is_dir():
+    if not (source.is_file() or source.is_dir()):
         raise DataError(f"there is no file or folder {source}", "Copy it here first.", code="data.no-source")
-    files, hidden = visible_files(source)
-    return create(name, lambda target: fill_from_files(target, files, what, hidden), encoding)
+    files, hidden = ([source], 0) if source.is_file() else visible_files(source)
+    return _create_from(files, name, source.name or str(source), encoding, hidden, holds_out=source.is_dir())
 
 
-def fill_from_files(target: BinaryIO, files: Sequence[Path], what: str, hidden: int = 0) -> Filled:
-    """Write text files, and hold out documents of them. `what` says in words what they are."""
-    choice = choose(files, hidden)
-    sizes = choice.write(target)
-    return Filled(what, Splits(*sizes) if len(sizes) == 3 else None, choice.reading)
+def _create_from(
+    files: Sequence[Path], name: str, what: str, encoding: Encoding, hidden: int = 0, holds_out: bool = True
+) -> OpenCorpus:
+    """Create a corpus from text files. `what` says in words what they are."""
 
+    def fill(target: BinaryIO) -> tuple[Splits | None, Reading]:
+        choice = choose(files, hidden, holds_out)
+        sizes = choice.write(target)
+        return Splits(*sizes) if len(sizes) == 3 else None, choice.reading
 
-def _fill_from_file(target: BinaryIO, path: Path, what: str) -> Filled:
-    """Write one text file, whose end is held out: published splits of single files are made like this."""
-    found = documents_of(path, LIMITS[0])
-    if isinstance(found, str):
-        return Filled(what, reading=Reading(0, {found: 1}))
-    Choice((tuple(found),), Reading(1)).write(target)
-    return Filled(what, reading=Reading(1))
+    return create(name, what, fill, encoding)
 
 
 # -- the sources of this Python's standard library: text that every machine has ----------------------------------------
@@ -263,8 +241,7 @@ def prepare_stdlib(name: str = STDLIB, encoding: Encoding = BYTES) -> OpenCorpus
             "Use a Python that is not frozen or zipped, or prepare another text with `archipelago prepare FILE`.",
             code="data.no-source",
         )
-    what = f"standard library of Python {platform.python_version()}"
-    return create(name, lambda target: fill_from_files(target, files, what), encoding)
+    return _create_from(files, name, f"standard library of Python {platform.python_version()}", encoding)
 
 
 def _sources(root: Path) -> list[Path]:
@@ -307,11 +284,11 @@ def prepare_enwik8(name: str = ENWIK8, encoding: Encoding = BYTES, wanted: Enwik
     if is_bytes(encoding) and is_prepared(name):
         return open_corpus(name)
 
-    def fill(target: BinaryIO) -> Filled:
+    def fill(target: BinaryIO) -> tuple[None, None]:
         target.write(_downloaded(wanted))
-        return Filled(wanted.url.rpartition("/")[2])
+        return None, None
 
-    return create(name, fill, encoding)
+    return create(name, wanted.url.rpartition("/")[2], fill, encoding)
 
 
 def _downloaded(wanted: Enwik8) -> bytes:

@@ -155,22 +155,22 @@ def test_a_card_that_contradicts_itself_or_is_not_json_is_damaged(tmp_path: Path
 
 
 def test_two_processes_can_prepare_the_same_corpus_and_a_failed_write_leaves_no_files(data: Path) -> None:
-    def failed(target: BinaryIO) -> preparation.Filled:
+    def failed(target: BinaryIO) -> tuple[None, None]:
         fill(target)
         raise DataError("the disk failed", code="data.cable")
 
-    def overtaken(target: BinaryIO) -> preparation.Filled:
-        preparation.create("mine", fill)
+    def overtaken(target: BinaryIO) -> tuple[None, None]:
+        preparation.create("mine", "test", fill)
         return fill(target)
 
-    def fill(target: BinaryIO) -> preparation.Filled:
+    def fill(target: BinaryIO) -> tuple[None, None]:
         target.write(TEXT.encode())
-        return preparation.Filled("test")
+        return None, None
 
     with failing(DataError, "data.cable"):
-        preparation.create("mine", failed)
+        preparation.create("mine", "test", failed)
     assert list(data.iterdir()) == []
-    assert whole(preparation.create("mine", overtaken)) == TEXT.encode()
+    assert whole(preparation.create("mine", "test", overtaken)) == TEXT.encode()
     assert [path.name for path in data.iterdir()] == ["mine"]
 
 
