@@ -27,29 +27,27 @@ _POSITION = re.compile(r"(0|[1-9][0-9]{0,6}):([0-9]{1,12}):([0-9]{1,15}|end)")
 
 @dataclass(frozen=True)
 class ReadPosition:
-    """A position in a pass over a range.
+    """A position in a pass over a range: where the next reader continues.
 
-    The text form is `17:0:96`, and at the end of the pass `17:0:end`.
+    The text form is `17:0:96`. The end of a pass is the beginning of the next one, `17:1:0`.
 
     Attributes:
         range: The range's number.
         pass_number: The number of the pass over the range, from 0.
         position: The number of sequences of this pass that were read.
-        ended: The whole pass was read.
     """
 
     range: str
     pass_number: int
     position: int
-    ended: bool = False
 
     @property
     def cursor(self) -> tuple[int, int]:
-        """The position where the next reader continues: the pass, and the sequences of it that were read."""
-        return (self.pass_number + 1, 0) if self.ended else (self.pass_number, self.position)
+        """The pass, and the sequences of it that were read."""
+        return self.pass_number, self.position
 
     def __str__(self) -> str:
-        return f"{self.range}:{self.pass_number}:{'end' if self.ended else self.position}"
+        return f"{self.range}:{self.pass_number}:{self.position}"
 
 
 def parse_positions(text: str) -> tuple[ReadPosition, ...]:
@@ -65,12 +63,13 @@ def _parse(word: str) -> ReadPosition:
     if not found:
         raise WireError(f"{word[:40]!r} is not a position in the data")
     name, pass_number, position = found.groups()
-    ended = position == "end"
-    return ReadPosition(name, int(pass_number), 0 if ended else int(position), ended)
+    if position == "end":  # as version 0.3 wrote the end of a pass
+        return ReadPosition(name, min(int(pass_number) + 1, PASSES_MAX - 1), 0)
+    return ReadPosition(name, int(pass_number), int(position))
 
 
 def advanced(cursors: Mapping[str, tuple[int, int]], positions: Iterable[ReadPosition]) -> dict[str, tuple[int, int]]:
-    """Return the cursors that a merged contribution moves. They move only forwards; an ended pass leads to the next."""
+    """Return the cursors that a merged contribution moves. They move only forwards."""
     moved: dict[str, tuple[int, int]] = {}
     for position in positions:
         if position.cursor[0] < PASSES_MAX and position.cursor > cursors.get(position.range, (0, 0)):

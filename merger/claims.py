@@ -236,7 +236,7 @@ def believed_data(
         cursor = max(each.get(read.range, (0, 0)) for each in (cursors, waiting, moved))
         believed.append(position := _believed_position(read, cursor, reach, range_sequences))
         if position.cursor > cursor:
-            reach -= max(0, (range_sequences if position.ended else position.position) - cursor[1])
+            reach -= max(0, (position.position if position.pass_number == cursor[0] else range_sequences) - cursor[1])
             moved[read.range] = position.cursor
     return " ".join(map(str, believed))
 
@@ -244,12 +244,12 @@ def believed_data(
 def _believed_position(read: ReadPosition, cursor: tuple[int, int], reach: int, range_sequences: int) -> ReadPosition:
     if read.cursor <= cursor:
         return read
-    pass_number, furthest = cursor[0], cursor[1] + reach
-    if read.pass_number == pass_number and not read.ended:
+    furthest = cursor[1] + reach
+    if read.pass_number == cursor[0]:
         return replace(read, position=min(read.position, furthest))
     if range_sequences <= furthest:
-        return ReadPosition(read.range, pass_number, 0, ended=True)
-    return ReadPosition(read.range, pass_number, furthest)
+        return ReadPosition(read.range, cursor[0] + 1, 0)
+    return ReadPosition(read.range, cursor[0], furthest)
 
 
 def range_sequences(manifest: Manifest) -> int:

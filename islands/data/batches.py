@@ -35,6 +35,7 @@ class Shard:
         pass_number: The number of the pass, from 0. Passes without a lease have large numbers.
         position: The batches of this pass that are merged already. Skip them.
         seed: A seed for the order of the data in this pass. All readers of the pass have the same.
+        ended: Whether all of the pass was drawn.
     """
 
     number: int
@@ -42,8 +43,8 @@ class Shard:
     pass_number: int
     position: int
     seed: int
+    ended: bool = field(default=False, repr=False)
     _read: int = field(default=0, repr=False)
-    _ended: bool = field(default=False, repr=False)
 
     @property
     def is_leased(self) -> bool:
@@ -51,10 +52,10 @@ class Shard:
         return self.pass_number < PRIVATE_PASSES
 
     def read_position(self) -> ReadPosition:
-        """Return the position in this pass, as contributions report it. A pass that has ended has none."""
-        return ReadPosition(
-            str(self.number), self.pass_number, 0 if self._ended else self.position + self._read, self._ended
-        )
+        """Return the position in this pass, or the beginning of the next one, as contributions report it."""
+        if self.ended:
+            return ReadPosition(str(self.number), self.pass_number + 1, 0)
+        return ReadPosition(str(self.number), self.pass_number, self.position + self._read)
 
     def read(self, count: int = 1) -> None:
         """Count what the island trains on: batches, or windows of the text."""
@@ -63,11 +64,7 @@ class Shard:
     @property
     def is_empty(self) -> bool:
         """Whether the whole pass has given nothing."""
-        return self._ended and self.position + self._read == 0
-
-    def end(self) -> None:
-        """Note that all of the pass was drawn."""
-        self._ended = True
+        return self.ended and self.position + self._read == 0
 
 
 class Reading:
@@ -116,7 +113,7 @@ class Reading:
     def forget(self, ranges: Collection[str]) -> list[str]:
         """Forget leases that have ended or were lost, and return those that were lost before the end of the pass."""
         forgotten = [(name, self._held.pop(name)) for name in ranges if name in self._held]
-        return [name for name, shard in forgotten if not shard.read_position().ended]
+        return [name for name, shard in forgotten if not shard.ended]
 
 
 class Supply(ABC):
@@ -205,7 +202,7 @@ class Batches(Supply):
         assert shard is not None  # noqa: S101 - there were windows left of it
         shard.read(len(starts))
         if not len(self._starts):
-            shard.end()
+            shard.ended = True
         return starts
 
     def _begin(self, shard: Shard) -> None:
@@ -214,7 +211,7 @@ class Batches(Supply):
         starts = windows(self._train.size, data.shards, data.sequence_length, seed, shard.number, shard.pass_number)
         self._starts = starts[shard.position :]
         if not len(self._starts):
-            shard.end()
+            shard.ended = True
 
     def forget(self, ranges: Collection[str]) -> None:
         """Forget leases that have ended or were lost. The rest of a pass whose lease was lost is not read."""

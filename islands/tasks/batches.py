@@ -108,7 +108,7 @@ class TaskRun:
                     code="task.shards",
                 )
             yield (shard := self.reading.begin(count))
-            shard.end()
+            shard.ended = True
             (empty.add if shard.is_empty else empty.discard)(shard.number)
         raise ConfigError(
             f"none of the {count:,} shards of the data gives a batch",

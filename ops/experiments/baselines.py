@@ -81,7 +81,7 @@ class Reader:
         """Return the next batches, stacked."""
         drawn = self._supply.next(count)
         self.tokens += self._supply.tokens
-        self._supply.forget([read.range for read in self._supply.positions() if read.ended])
+        self._supply.forget(self._supply.held()[:-1])  # their passes have ended
         return drawn
 
 

@@ -103,8 +103,8 @@ def test_every_message_survives_a_round_trip(kind: type[Any], data: st.DataObjec
 
 
 def test_the_text_of_a_contribution() -> None:
-    fields = to_fields(samples.contribution(b"", farewell=True, data="17:0:96 4:2:end"))
-    expected = "a x 0 1 0 0 100 4 4 2.5 1.0 1 float32 0 99aa06d3014798d86001c324468d497f 17:0:96 4:2:end"
+    fields = to_fields(samples.contribution(b"", farewell=True, data="17:0:96 4:3:0"))
+    expected = "a x 0 1 0 0 100 4 4 2.5 1.0 1 float32 0 99aa06d3014798d86001c324468d497f 17:0:96 4:3:0"
     assert " ".join(fields.values()) == expected
     sent = replace(EXAMPLES[Evaluation], bits_per_byte=np.float64(1) / 3)
     assert to_fields(sent)["bits_per_byte"] == "0.3333333333333333", "numpy's scalars travel as numbers"

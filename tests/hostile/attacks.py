@@ -176,13 +176,13 @@ def a_far_place(attacker: Attacker, dice: Dice) -> None:
     """7. A contribution claims to have read a shard a hundred million times."""
     attacker.join()
     for shard in range(4):
-        attacker.send(data=f"{shard}:99999999:end")
+        attacker.send(data=f"{shard}:99999999:0")
 
 
 def a_dead_reader(attacker: Attacker, dice: Dice) -> None:
     """7. An island that is dead, by its heartbeat, claims to have read shards to their ends."""
     attacker.beat(state="dead")
-    for data in ("0:0:end 1:0:end 2:0:end 3:0:end", "0:2:end"):
+    for data in ("0:1:0 1:1:0 2:1:0 3:1:0", "0:3:0"):
         attacker.send(data=data, payload=attacker.payload(attacker.manifest.fragment_of(attacker.closed + 1), noise=1))
 
 

@@ -60,7 +60,7 @@ def test_headers_are_judged_by_every_rule() -> None:
         ({"codec": "top3"}, 0, ""),
         ({"codec": "int8"}, 0, "codec"),
         ({"data": ""}, 0, ""),
-        ({"data": f"0:0:96 {SHARDS - 1}:3:end"}, 0, ""),
+        ({"data": f"0:0:96 {SHARDS - 1}:4:0"}, 0, ""),
         ({"data": " ".join(f"{n}:0:1" for n in range(POSITIONS_MAX))}, 0, ""),
         ({"data": f"{SHARDS}:0:1"}, 0, "data"),
         ({"data": "0:0:1 nonsense"}, 0, "data"),

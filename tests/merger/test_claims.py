@@ -196,13 +196,13 @@ def test_positions_that_no_island_can_have_reached_move_nothing() -> None:
         return claims.believed_data(c, c.steps, cursors, {}, CONFIG, sequences)
 
     assert believed("0:2:18 1:0:3") == "0:2:18 1:0:3"
-    assert believed("0:1:end 0:2:9") == "0:1:end 0:2:9"  # nothing new
+    assert believed("0:2:0 0:2:9") == "0:2:0 0:2:9"  # nothing new
     reach = 4 * 4 * 2 + H * 2
-    assert believed("0:99999999:end") == believed("0:3:1") == f"0:2:{10 + reach}"
-    assert believed("0:99999999:end", sequences=50) == "0:2:end"
+    assert believed("0:99999999:0") == believed("0:3:1") == f"0:2:{10 + reach}"
+    assert believed("0:99999999:0", sequences=50) == "0:3:0"
     assert believed("0:2:9999") == f"0:2:{10 + reach}"
-    assert believed("0:2:end") == f"0:2:{10 + reach}"
-    assert believed("0:2:end", sequences=50) == "0:2:end"
+    assert believed("0:3:0") == f"0:2:{10 + reach}"
+    assert believed("0:3:0", sequences=50) == "0:3:0"
     assert believed("1:0:70 0:2:70") == f"1:0:70 0:2:{10 + reach - 70}"  # the ranges share the work of the contribution
     assert believed(f"1:0:{reach} 0:2:99") == f"1:0:{reach} 0:2:10"
 

@@ -75,9 +75,7 @@ def test_only_an_undamaged_state_is_read() -> None:
 def test_a_round_advances_the_state() -> None:
     state = replace(FULL, seen={}, cursors={"0": (0, 96)})
     merged = [
-        samples.contribution(
-            island="b", sequence=4, tokens=50, global_step=39, step_seconds=0.2, data="0:0:95 1:0:end"
-        ),
+        samples.contribution(island="b", sequence=4, tokens=50, global_step=39, step_seconds=0.2, data="0:0:95 1:1:0"),
         samples.contribution(island="c", sequence=0, tokens=30, global_step=44, step_seconds=0.3, data="0:0:97"),
     ]
     state.after_round(8, 44, merged, {"b": Score(rounds=1), "x": Score()}, {"b": 1, "c": 2})

@@ -146,9 +146,11 @@ class Invariants:
         """An island sends a contribution, which says how far it has read."""
         said = []
         for place in parse_positions(contribution.data):
-            key = (place.range, place.pass_number)
+            key, ended = (place.range, place.pass_number), (place.range, place.pass_number - 1)
             if mine := [reader for reader in self.readers[key] if reader.who == who]:
-                said.append((key, mine[-1], mine[-1].size if place.ended else place.position))
+                said.append((key, mine[-1], place.position))
+            elif mine := [reader for reader in self.readers[ended] if reader.who == who]:
+                said.append((ended, mine[-1], mine[-1].size))
         self.said[contribution.identity_text] = said
 
     def leased(self, before: str, name: str, by: str) -> None:

@@ -126,7 +126,7 @@ def test_a_leased_range_is_read_once_from_its_cursor() -> None:
     supply = Batches(TEXT, CONFIG, leases([ReadPosition("2", 0, 0), ReadPosition("0", 5, 17)]))
     for expected in (rows("2", 0), rows("0", 5)[17:]):
         assert np.array_equal(supply.next(len(expected))[:, 0], expected)
-    assert supply.positions() == (ReadPosition("2", 0, 0, ended=True), ReadPosition("0", 5, 0, ended=True))
+    assert supply.positions() == (ReadPosition("2", 1, 0), ReadPosition("0", 6, 0))
     together, again = (Batches(TEXT, configured(), fresh(0, 1)) for _ in range(2))
     batches = together.next(6)
     assert batches.shape == (6, 2, 9)
@@ -145,9 +145,9 @@ def test_without_a_lease_an_island_reads_private_passes() -> None:
     supply = Batches(TEXT, CONFIG, leases([ReadPosition("3", 1, 9), None, None, None, ReadPosition("1", 0, 0)]))
     for expected in (rows("3", 1)[9:], rows("0", PRIVATE_PASSES), rows("1", PRIVATE_PASSES)):
         assert np.array_equal(supply.next(len(expected))[:, 0], expected)
-        assert supply.positions() == (ReadPosition("3", 1, 0, ended=True),)
+        assert supply.positions() == (ReadPosition("3", 2, 0),)
     supply.next(1)
-    assert supply.positions() == (ReadPosition("3", 1, 0, ended=True), ReadPosition("1", 0, 1))
+    assert supply.positions() == (ReadPosition("3", 2, 0), ReadPosition("1", 0, 1))
 
 
 @settings(deadline=None)
@@ -167,9 +167,8 @@ def test_places_report_the_position_in_each_lease(leased: list[tuple[int, int, i
     for place in given_out if left else []:
         count = len(ranges.windows(4000, 21, 8, 0, int(place.range), place.pass_number))
         position = min(count, place.position + left)
-        expected.append(
-            ReadPosition(place.range, place.pass_number, 0 if position == count else position, position == count)
-        )
+        cursor = (place.pass_number + 1, 0) if position == count else (place.pass_number, position)
+        expected.append(ReadPosition(place.range, *cursor))
         left -= position - place.position
         if not left:
             break
@@ -211,7 +210,7 @@ def test_a_cursor_beyond_the_pass_ends_it() -> None:
     )
     assert np.array_equal(supply.next(4)[:, 0], rows("1", 0)[:4])
     assert supply.positions() == (
-        ReadPosition("0", 0, 0, ended=True),
-        ReadPosition("2", 3, 0, ended=True),
+        ReadPosition("0", 1, 0),
+        ReadPosition("2", 4, 0),
         ReadPosition("1", 0, 4),
     )
