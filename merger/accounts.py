@@ -11,7 +11,7 @@ the step of rounds without it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from archipelago.broker.presence import LIVE_SECONDS, Heartbeat, Presence
@@ -52,21 +52,29 @@ class Account:
     score: Score = field(default_factory=Score)
 
     def to_values(self) -> dict[str, Any]:
-        """Return the values for JSON."""
-        return asdict(self) | {"score": self.score.to_list()}
+        """Return the values for JSON, except those of a new account."""
+        values = {name: value for name, value in vars(self).items() if value != getattr(_NEW, name)}
+        return values | ({"score": self.score.to_list()} if "score" in values else {})
+
+    def for_merge(self) -> Account:
+        """Return the account with only those values on which the merge of a round depends."""
+        return replace(self, tokens=0, global_step=0, step_seconds=0.0, batch=0.0)
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Account:
-        """Return the account that `to_values` wrote. Raises KeyError, ValueError or TypeError for other values."""
+        """Return the account that `to_values` wrote. Raises ValueError, TypeError or AttributeError for others."""
         return cls(
-            round=int(values["round"]),
-            tokens=int(values["tokens"]),
-            global_step=int(values["global_step"]),
-            step_seconds=float(values["step_seconds"]),
-            batch=float(values["batch"]),
-            credit=int(values["credit"]),
-            score=Score.from_list(values["score"]),
+            round=int(values.get("round", 0)),
+            tokens=int(values.get("tokens", 0)),
+            global_step=int(values.get("global_step", 0)),
+            step_seconds=float(values.get("step_seconds", 0.0)),
+            batch=float(values.get("batch", 0.0)),
+            credit=int(values.get("credit", 0)),
+            score=Score.from_list(values["score"]) if "score" in values else Score(),
         )
+
+
+_NEW = Account()
 
 
 # -- heartbeats ------------------------------------------------------------------------------------------------------

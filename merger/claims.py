@@ -89,7 +89,7 @@ def seen(
 
     The fastest island's stride is the clock of the rounds. So an island does no more than an interval of steps on the
     fragment of each round, and steps on average no faster than rounds close. What it saves in rounds without it counts
-    later, as on a thin link. A contribution covers an interval for each version since its base, and the window.
+    later, as on a thin link. A contribution covers the rounds since its base, and the window.
 
     A step counts at most the usual batch, of the run and of the round. A minority of islands can raise neither. With
     two islands it is the larger one, because nobody can tell which of the two is right.
@@ -112,7 +112,7 @@ def seen(
         credit[island] = min(accounts[island].credit + earned, most)
     steps, largest = [1] * len(contributions), dict[str, float]()
     for i, c in sorted(enumerate(contributions), key=lambda each: each[1].identity):
-        strides = fragments * (version - c.base + 1) + min(sync.window, fragments)
+        strides = fragments * (version - c.base) + min(number, fragments) + min(sync.window, fragments)
         steps[i] = max(1, min(c.steps, math.ceil(strides * sync.interval / fragments), credit[c.island]))
         credit[c.island] = max(0, credit[c.island] - steps[i])
         largest[c.island] = max(c.tokens / c.steps, largest.get(c.island, 0.0))

@@ -164,7 +164,7 @@ def _tape_entry(
         staleness=before.staleness,
         norms={p: before.norms[p]} if p in before.norms else {},
         usual_batch=before.usual_batch,
-        accounts={island: account for island, account in before.accounts.items() if island in islands},
+        accounts={island: account.for_merge() for island, account in before.accounts.items() if island in islands},
         steered=before.steered,
     )
     return TapeEntry(

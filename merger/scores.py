@@ -64,6 +64,11 @@ JUDGES_LEAST = 3
 JUDGES_MOST = 32
 
 
+def short(value: float) -> float:
+    """Return the value with 6 digits. Each commit stores such values, and the tape does."""
+    return float(f"{value:.6g}")
+
+
 @dataclass(frozen=True)
 class Score:
     """What is remembered of one island.
@@ -102,9 +107,9 @@ class Score:
         """Return the score with one more comparison of directions in it."""
         return replace(
             self,
-            agreement=DECAY * self.agreement + agreement,
-            usual=DECAY * self.usual + usual,
-            noise=DECAY * DECAY * self.noise + variance,
+            agreement=short(DECAY * self.agreement + agreement),
+            usual=short(DECAY * self.usual + usual),
+            noise=short(DECAY * DECAY * self.noise + variance),
         )
 
     def with_ratios(self, norm: float, loss: float) -> Score:
@@ -113,8 +118,8 @@ class Score:
         norm, loss = min(norm, NORM_MOST), min(loss, NORM_MOST) if math.isfinite(loss) else self.loss
         return replace(
             self,
-            norm=self.norm + new * (norm - self.norm),
-            loss=self.loss + new * (loss - self.loss),
+            norm=short(self.norm + new * (norm - self.norm)),
+            loss=short(self.loss + new * (loss - self.loss)),
             rounds=self.rounds + 1,
         )
 

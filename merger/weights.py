@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from archipelago.broker.config import MergeConfig, RunConfig
-from archipelago.merger.scores import Sent
+from archipelago.merger.scores import Sent, short
 
 #: Decay per round of the running mean of s, which remembers about twenty rounds.
 RUNNING_DECAY = 0.95
@@ -208,7 +208,7 @@ class NormWindow:
         """
         if not (math.isfinite(clipped_norm) and clipped_norm >= 0.0):
             raise ValueError(f"a norm must be finite and not negative, not {clipped_norm}")
-        return NormWindow((*self.norms, clipped_norm)[-WINDOW:], self.step)
+        return NormWindow((*self.norms, short(clipped_norm))[-WINDOW:], self.step)
 
 
 def limit(window: NormWindow, multiple: float) -> float:

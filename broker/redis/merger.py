@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -30,7 +31,7 @@ from archipelago.broker.redis.keys import Keys
 from archipelago.broker.redis.lease import ChangedError, Lease
 from archipelago.broker.redis.names import IslandNames
 from archipelago.broker.redis.reader import RedisReader
-from archipelago.broker.redis.replies import DIGEST, state_fields, text_fields
+from archipelago.broker.redis.replies import DIGEST, state_fields, state_values, text_fields
 from archipelago.broker.redis.script import Write
 from archipelago.broker.redis.updates import UpdatesConsumer
 from archipelago.broker.transport import STANDBY_SECONDS
@@ -51,8 +52,8 @@ class RedisMerger:
         self._chunks, self._updates = chunks, updates
         self._consumer = UpdatesConsumer(connection, updates)
         self.updates = self._consumer.new
-        #: The fields of the merger's state as this process has written them last; None if Redis may hold others.
-        self._written: dict[str, str] | None = None
+        #: The merger's state as this process has written it last; None if Redis may hold another one.
+        self._written: dict[str, Any] | None = None
         self.lease = Lease(connection, stored)
         self.renew, self.release = self.lease.renew, self.lease.release
         self._stamps, self._signing = connection.stamps, connection.signing
@@ -231,23 +232,22 @@ class RedisMerger:
 
         If someone has damaged the stored state, it is read, so that all of it is written.
         """
-        key, fields, others = self._keys.state, state_fields(self._signing, state), write.commands
-        before, self._written = self._written, None
-        for is_first in (True, False):
-            before = text_fields(self._reader.stored_state()) if before is None else before
-            write.commands, write.expected = [], [(key, DIGEST, before[DIGEST])] if DIGEST in before else []
-            # First: a full server refuses it, and with it all that follows.
-            write.hset(key, {name: value for name, value in fields.items() if before.get(name) != value})
-            write.do_all("HDEL", key, [name for name in before if name not in fields])
+        key, values, others = self._keys.state, state_values(self._signing, state), write.commands
+        written, self._written = self._written, None
+        for before in (written, None):
+            known = dict.fromkeys(text_fields(self._reader.stored_state()), ...) if before is None else before
+            write.expected = [] if before is None else [(key, DIGEST, json.dumps(before[DIGEST]))]
+            changed = {name: value for name, value in values.items() if known.get(name, ...) != value}
+            write.commands = []
+            write.hset(key, state_fields(changed))  # first: a full server refuses it, and with it all that follows
+            write.do_all("HDEL", key, [name for name in known if name not in values])
             write.commands += others
             try:
                 self.lease.write(epoch, write, after_round, at_instance=True)
-                break
             except ChangedError:
-                before = None
-                if not is_first:
-                    raise
-        self._written = fields
+                continue
+            self._written = values if DIGEST in values else None
+            return
 
     def write_tape(self, write: Any, entry: TapeEntry, needed: int) -> None:
         """Append a round to the tape, by a pipeline or a fenced write. `needed` is as in `tape_kept`."""

@@ -121,39 +121,39 @@ def _count(text: str) -> int | None:
     return min(int(text), COUNT_MAX) if re.fullmatch(r"[0-9]{1,30}", text, re.ASCII) else None
 
 
-def state_fields(signing: Signing, state: str) -> dict[str, str]:
-    """Return the merger's state by fields of a hash, with its signature if signing is on.
+def state_values(signing: Signing, state: str) -> dict[str, Any]:
+    """Return the merger's state as Redis keeps it, in the fields of a hash, with its signature if signing is on.
 
     Each entry of a mapping in it has a field of its own, so that a commit writes only those that have changed.
 
     Args:
         signing: Signs it.
-        state: The state as JSON, whose keys are sorted, without empty mappings.
+        state: The state as sorted JSON, without empty mappings.
     """
-    fields: dict[str, str] = {}
+    out: dict[str, Any] = {}
     for key, value in json.loads(state or "{}").items():
-        entries = {f"{key}/{name}": each for name, each in value.items()} if isinstance(value, dict) else {key: value}
-        fields |= {name: json.dumps(each) for name, each in entries.items()}
+        out |= {f"{key}/{name}": each for name, each in value.items()} if isinstance(value, dict) else {key: value}
     signature = signing.signed("state", {"state": state}).get(SIGNATURE)
-    return fields | ({SIGNATURE: signature} if signature else {})
+    return out | ({SIGNATURE: signature} if signature else {})
+
+
+def state_fields(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the fields of a hash with these values."""
+    return {name: json.dumps(value) for name, value in values.items()}
 
 
 def state_in(signing: Signing, stored: Raw) -> str:
-    """Return the merger's state, which `state_fields` has divided; empty without any. Raises WireError."""
+    """Return the merger's state, which `state_values` has divided; empty without any. Raises WireError."""
     values: dict[str, Any] = {}
     try:
         for name, text in stored.items():
             key, is_entry, entry = name.decode().partition("/")
-            if name == SIGNATURE.encode():
-                continue
-            if is_entry:
-                values.setdefault(key, {})[entry] = json.loads(text)
-            else:
-                values[key] = json.loads(text)
+            of = values.setdefault(key, {}) if is_entry else values
+            of[entry if is_entry else key] = json.loads(text)
+        signature = {SIGNATURE.encode(): str(values.pop(SIGNATURE)).encode()} if SIGNATURE in values else {}
         state = json.dumps(values, sort_keys=True) if values else ""
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise WireError(f"a part of the merger's state cannot be read ({error})", code="wire.message") from None
     if stored:
-        signed = {name: value for name, value in stored.items() if name == SIGNATURE.encode()}
-        signing.verify("state", MERGER, {b"state": state.encode(), **signed})
+        signing.verify("state", MERGER, {b"state": state.encode(), **signature})
     return state

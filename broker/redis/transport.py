@@ -24,7 +24,7 @@ from archipelago.broker.redis.keys import REGISTRY
 from archipelago.broker.redis.merger import RedisMerger
 from archipelago.broker.redis.names import EVALUATIONS_KEPT, IslandNames
 from archipelago.broker.redis.reader import RedisReader
-from archipelago.broker.redis.replies import epoch_in, epoch_mark, state_fields
+from archipelago.broker.redis.replies import epoch_in, epoch_mark, state_fields, state_values
 from archipelago.broker.redis.script import has_scripts
 from archipelago.broker.redis.servers import Servers, servers_at
 from archipelago.broker.redis.stored_run import StoredRun
@@ -205,7 +205,7 @@ class RedisTransport:
 
     def _fill(self, pipe: Any, image: Image) -> None:
         """Write all parts of a checkpoint that have no payload."""
-        pipe.hset(self._keys.state, mapping=state_fields(self._signing, image.state))
+        pipe.hset(self._keys.state, mapping=state_fields(state_values(self._signing, image.state)))
         counts = {name: value for name, value in to_fields(image.books).items() if not name.startswith("published")}
         self.merger.write_derived(pipe, image.cursors, counts)
         if requests := fields_in(image.state):

@@ -60,7 +60,7 @@ def test_only_an_undamaged_state_is_read() -> None:
         "norms": [{"first": [1.0]}],
         "seen": [[], {"a/x": [0, [1]]}],
         "cursors": [{"0": [1]}],
-        "accounts": [{"a": []}, {"a": {"round": 1}}, {"a": {**Account().to_values(), "step_seconds": "slow"}}],
+        "accounts": [{"a": []}, {"a": {"score": [1.0]}}, {"a": {"step_seconds": "slow"}}],
         "covered": [None],
     }
     damaged = [_digested(values | {name: value}) for name, all_ in wrong.items() for value in all_]

@@ -107,7 +107,7 @@ def test_a_commit_takes_few_round_trips(transport: RedisTransport, epoch: int, m
     entries = [transport.island.publish(samples.contribution(sequence=n), b"payload") for n in range(3)]
     transport.merger.updates(0.0)
     transport.reader.heads()  # reads the manifest, once
-    samples.refuse(transport, epoch, [])  # sends the script and reads the state, once
+    transport.merger.refuse(epoch, [], '{"digest": "0"}', {})  # sends the script and reads the state, once
     send, read, said = AbstractConnection.send_packed_command, AbstractConnection.read_response, [""]
 
     def noting(what: str, method: Callable[..., Any]) -> Callable[..., Any]:
