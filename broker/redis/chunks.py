@@ -6,6 +6,7 @@ them last, so readers never see an incomplete upload. Chunks expire unless a poi
 
 from __future__ import annotations
 
+import io
 import math
 import re
 import secrets
@@ -17,7 +18,6 @@ from typing import Any
 import redis
 
 from archipelago.broker.errors import WireError
-from archipelago.broker.redis.bulk import asked_together, read_joined
 from archipelago.broker.redis.connection import DisturbedError, RedisConnection
 from archipelago.broker.signing import Raw
 from archipelago.broker.transport import Arrived, unwatched
@@ -30,8 +30,6 @@ CHUNKS_MAX = 1 << 20
 SENT_AHEAD = 16
 #: Chunks requested before the first one has arrived. A small number keeps the server's output buffers small.
 READ_AHEAD = 3
-#: Payloads of up to this many chunks are read without asking for the chunks' lengths first.
-FEW = 4
 #: Time to live of chunks of a merger that no pointer keeps.
 ORPHAN_SECONDS = 24 * 3600
 #: Time to live of an island's chunks until their entry is there. A retry within this time sends only the rest.
@@ -132,7 +130,7 @@ class ChunkStore:
 
         They may have expired. Or the entry of an attempt whose connection broke has arrived after all, and keeps them.
         """
-        found = asked_together(pipe.connection, _questions(chunks))
+        found = _asked_together(pipe.connection, _questions(chunks))
         if found[::2] != _sizes(size) or KEPT in found[1::2]:
             raise DisturbedError
 
@@ -182,50 +180,25 @@ class ChunkStore:
         name, count = _pointer(raw)
         if size > self._limit(limit) or count != -(-size // CHUNK_BYTES):
             raise WireError(f"{count} chunks for a payload of {size} bytes", code="wire.payload")
-        chunks = [self._chunk(name, index) for index in range(count)]
         sizes = _sizes(size)
-        wanted = self._bounded(chunks, sizes)
-        payload = read_joined(self._redis, wanted, sizes, READ_AHEAD, arrived) if len(wanted) == count else None
-        if payload is None and len(wanted) == count:
-            payload = self._again(chunks, sizes)
-            if payload is not None:
-                arrived(memoryview(payload))
+        # One byte more than the size shows a chunk that is longer, and no server sends more of it.
+        commands = [("getrange", self._chunk(name, index), 0, length) for index, length in enumerate(sizes)]
+        payload = _read_joined(self._redis, commands, sizes, arrived)
         if payload is None:
-            raise WireError(
-                f"a chunk of the payload is missing, or they are not {size} bytes in all", code="wire.payload"
-            )
+            payload = self._again(commands, sizes)
+            arrived(memoryview(payload))
         return payload
 
-    def _again(self, chunks: Sequence[str], sizes: Sequence[int]) -> bytes | None:
-        """Read the chunks in the ordinary way, after another answer than a chunk came.
+    def _again(self, commands: Sequence[tuple[Any, ...]], sizes: Sequence[int]) -> bytes:
+        """Read the chunks in the ordinary way, after an error came for one. Raises WireError.
 
         It may have been an error of the server, such as that the run is on another node now. A chunk is missing only if
         a server says so, because a contribution is refused then.
         """
-        if self._lengths(chunks) != list(sizes):
-            return None
-        with self._redis.pipeline(transaction=False) as pipe:
-            for chunk in chunks:
-                pipe.getrange(chunk, 0, CHUNK_BYTES - 1)
-            return b"".join(pipe.execute())
-
-    def _lengths(self, chunks: Sequence[str]) -> list[Any]:
-        """Return the length of each chunk. That of a key of another type is an exception, which equals no length."""
-        with self._redis.pipeline(transaction=False) as pipe:
-            for chunk in chunks:
-                pipe.strlen(chunk)
-            return list(pipe.execute(raise_on_error=False))
-
-    def _bounded(self, chunks: Sequence[str], sizes: Sequence[int]) -> list[tuple[Any, ...]]:
-        """Return the commands that read the chunks, without making the server send larger values.
-
-        There are fewer commands than chunks where a chunk has another size. GETRANGE copies at the server, and GET does
-        not (Valkey from 9.0), but GET needs the lengths first: a round trip, which pays for large payloads only.
-        """
-        if len(chunks) <= FEW:
-            return [("GETRANGE", chunk, 0, CHUNK_BYTES - 1) for chunk in chunks]
-        lengths = self._lengths(chunks)
-        return [("GET", chunk) for chunk, size, found in zip(chunks, sizes, lengths, strict=True) if found == size]
+        answers = [answer or b"" for answer in self._connection.tolerant(*commands)]
+        if [len(answer) for answer in answers] != list(sizes):
+            raise _missing(sizes)
+        return b"".join(answers)
 
     def found_keys(self, raw: Raw, limit: int) -> list[str]:
         """Return the chunks to which a hash points.
@@ -257,6 +230,67 @@ def _pointing(name: str, payload: bytes) -> dict[str, str | bytes]:
 def _questions(chunks: Sequence[str]) -> list[tuple[str, str]]:
     """Return the commands that ask for the length and the time to live of each chunk."""
     return [(command, chunk) for chunk in chunks for command in ("STRLEN", "TTL")]
+
+
+def _read_joined(
+    client: Any, commands: Sequence[tuple[Any, ...]], sizes: Sequence[int], arrived: Arrived
+) -> bytes | None:
+    """Return the answers to reading commands, joined; None if one is an error.
+
+    Args:
+        client: The redis-py client whose pool lends the connection.
+        commands: One command for each answer. READ_AHEAD further ones are sent before an answer is read.
+        sizes: Bytes of each answer.
+        arrived: Called after each answer with all bytes so far. Further answers come in meanwhile.
+
+    Raises:
+        WireError: They are not strings of exactly these sizes.
+    """
+    whole = io.BytesIO(bytes(sum(sizes)))  # filled in place; getvalue() then needs no copy
+    pool = client.connection_pool
+    connection = pool.get_connection()
+    is_complete, sent, start = False, 0, 0
+    try:
+        for index, size in enumerate(sizes):
+            for command in commands[sent : index + 1 + READ_AHEAD]:
+                connection.send_command(*command)
+                sent += 1
+            answer = connection.read_response()
+            if not isinstance(answer, bytes) or len(answer) != size:
+                raise _missing(sizes)
+            whole.getbuffer()[start : start + size] = answer
+            start += size
+            arrived(whole.getbuffer()[:start])
+        is_complete = True
+    except redis.ResponseError:
+        return None
+    finally:
+        if not is_complete:
+            connection.disconnect()  # more answers may be on their way to it
+        pool.release(connection)
+    return whole.getvalue()
+
+
+def _missing(sizes: Sequence[int]) -> WireError:
+    what = f"a chunk of the payload is missing, or they are not {sum(sizes)} bytes in all"
+    return WireError(what, code="wire.payload")
+
+
+def _asked_together(connection: Any, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Send commands over one connection without waiting in between, and return the raw answers.
+
+    After a WATCH, redis-py itself waits for each answer before it sends the next command. An error that a server
+    answers with is returned.
+    """
+    for command in commands:
+        connection.send_command(*command)
+    answers: list[Any] = []
+    for _ in commands:
+        try:
+            answers.append(connection.read_response())
+        except redis.ResponseError as error:
+            answers.append(error)
+    return answers
 
 
 def _pointer(raw: Raw) -> tuple[str, int]:

@@ -26,7 +26,6 @@ import pytest
 
 from archipelago.broker.errors import BadUrlError, BrokerError, UnreachableError
 from archipelago.broker.machine import LOOPBACK
-from archipelago.broker.redis.bulk import HUGE_FROM_BYTES
 from archipelago.broker.redis.transport import connect
 from archipelago.ops.launch.embedded_redis import RedisServer, find_program
 from tests import samples
@@ -36,7 +35,7 @@ from tests.failing import failing
 
 WIDTH = 200_000
 #: Five chunks, of which the last one is short.
-LARGE = random.Random(0).randbytes(HUGE_FROM_BYTES + 4567)
+LARGE = random.Random(0).randbytes((4 << 20) + 4567)
 
 
 # -- the TLS proxy --------------------------------------------------------------------------------------------------
