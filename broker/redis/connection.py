@@ -81,14 +81,21 @@ class RedisConnection:
         self.servers = at if isinstance(at, Servers) else Servers(at)
         self.redis: Any = self.servers.client(self.keys.manifest)
         password = self.redis.connection_pool.connection_kwargs.get("password")
-        #: Raises our errors in place of the client library's.
-        self.translated = Failures(where, password, is_invited=is_invited).translated
+        self._failures = Failures(where, password, is_invited=is_invited)
         self.has_info = not type(self.redis).__module__.startswith("fakeredis")
         #: How this process signs what it writes and checks what it reads.
         self.signing = Signing()
         self.stamps = Stamps(time.time)
         #: What this connection could not read, by name, with the reason. At most UNREADABLE_MAX are remembered.
         self.unreadable: dict[str, str] = {}
+
+    @contextmanager
+    def translated(self) -> Iterator[None]:
+        """Raise our errors in place of the client library's."""
+        try:
+            yield
+        except (redis.RedisError, OSError) as error:
+            raise self._failures.translation(error) from error
 
     @property
     def registry(self) -> Any:

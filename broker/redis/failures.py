@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 import ssl
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import redis
@@ -64,49 +63,38 @@ class Failures:
         self._password = password
         self._is_invited = is_invited
 
-    @contextmanager
-    def translated(self) -> Iterator[None]:
-        """Raise our error in place of the client library's."""
-        try:
-            yield
-        except redis.exceptions.NoPermissionError as error:
-            raise BrokerError(
-                f"{self.where} does not permit this ({self._text(error)})",
+    def translation(self, error: Exception) -> BrokerError:
+        """Return our error in place of one of the client library, or of a socket."""
+        said = self._text(error)
+        if isinstance(error, redis.exceptions.NoPermissionError):
+            return BrokerError(
+                f"{self.where} does not permit this ({said})",
                 "`archipelago doctor` shows what this user may do. Ask an administrator of the Redis for more rights.",
                 code="broker.permission",
-            ) from error
-        except redis.AuthenticationError as error:
-            raise BrokerError(
-                f"{self.where} refuses access ({self._text(error)})",
+            )
+        if isinstance(error, redis.AuthenticationError):
+            return BrokerError(
+                f"{self.where} refuses access ({said})",
                 "The invitation may have been revoked, or replaced by a newer one. Ask the administrator who invited "
                 "you."
                 if self._is_invited
                 else f"Check user and password in the URL: redis://USER:PASSWORD@HOST:PORT.{self._of_sentinels()}",
                 code="broker.access",
-            ) from error
-        except (redis.ConnectionError, redis.TimeoutError, OSError) as error:
+            )
+        if isinstance(error, redis.ConnectionError | redis.TimeoutError | OSError):
             if (fault := tls_fault(error)) is not None:
-                raise self._insecure(fault) from error
-            text = self._text(error)
-            remedy = f"Is it running, and can this machine reach it?{self._other_scheme(text)}"
-            raise UnreachableError(f"{self.where} does not answer ({text})", remedy) from error
-        except _OF_CLUSTERS as error:
-            raise is_cluster(self.where, self._text(error)) from error
-        except redis.ResponseError as error:
+                return self._insecure(fault)
+            remedy = f"Is it running, and can this machine reach it?{self._other_scheme(said)}"
+            return UnreachableError(f"{self.where} does not answer ({said})", remedy)
+        if isinstance(error, _OF_CLUSTERS):
+            return is_cluster(self.where, said)
+        if isinstance(error, redis.ResponseError):
             kind, what, remedy = _refusal(str(error))
-            raise BrokerError(
-                f"{self.where} {what} ({self._text(error)})", remedy, code=f"broker.refused-{kind}"
-            ) from error
-        except redis.InvalidResponse as error:
-            raise BrokerError(
-                f"{self.where} does not speak the Redis protocol ({self._text(error)})",
-                "Check the port.",
-                code="broker.address",
-            ) from error
-        except redis.RedisError as error:
-            raise BrokerError(
-                f"{self.where} cannot be used ({self._text(error)})", "Check the options in its URL."
-            ) from error
+            return BrokerError(f"{self.where} {what} ({said})", remedy, code=f"broker.refused-{kind}")
+        if isinstance(error, redis.InvalidResponse):
+            what = f"{self.where} does not speak the Redis protocol ({said})"
+            return BrokerError(what, "Check the port.", code="broker.address")
+        return BrokerError(f"{self.where} cannot be used ({said})", "Check the options in its URL.")
 
     def _insecure(self, fault: ssl.SSLError) -> BrokerError:
         if isinstance(fault, ssl.SSLCertVerificationError):
