@@ -1,4 +1,10 @@
-"""The inbox of an island: announcements of the merger in order, and the snapshots that they announce."""
+"""The inbox of an island: announcements of the merger in order, and the snapshots that they announce.
+
+An announcement is only a hint: a damaged or forged one must neither end an island nor make it ignore the honest ones
+that follow. `fault_in` compares it with the manifest. `judged` compares its round with the rounds before it. Rounds
+close in order, so an island believes the next round at once. It believes any other round only as far as the hashes of
+the fragments confirm it, which a merger writes in the same step as the announcement.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +12,16 @@ import logging
 import math
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from archipelago.broker.commits import START
 from archipelago.broker.errors import BrokerError, UnreachableError, WireError
 from archipelago.broker.manifest import Manifest
-from archipelago.broker.messages import Event, Refusal, Resume, Snapshot
+from archipelago.broker.messages import Call, Event, Marker, Refusal, Resume, Snapshot
 from archipelago.broker.transport import IslandTransport
-from archipelago.islands.sync.connection.announcements import Heads, fault_in, judged, last_round
 from archipelago.islands.sync.connection.outbox import Outbox
-from archipelago.islands.sync.connection.snapshots import Arrival, Snapshots
+from archipelago.islands.sync.connection.snapshots import Arrival, Heads, Snapshots, snapshot_fault
 from archipelago.islands.sync.connection.uplink import Uplink
 from archipelago.islands.sync.connection.watch import require_same_run
 
@@ -35,7 +40,7 @@ class Announcements:
     """Announcements and snapshots of one island, received by one thread and taken by the training thread.
 
     A snapshot is handed over only after the announcements of all rounds up to its own. Announcements that no merger
-    of this run can have sent are ignored (see `announcements`).
+    of this run can have sent are ignored.
     """
 
     def __init__(
@@ -269,3 +274,59 @@ class Announcements:
         for p in changed:
             self.snapshots.forget(p)
         self._wanted |= changed
+
+
+def fault_in(event: Event, manifest: Manifest) -> str:
+    """Return why no merger of this run can have sent this event; empty if one can."""
+    match event:
+        case Call(round=number, fragment=p):
+            is_own = p == manifest.fragment_of(number) and p in manifest.own_fragments
+            return "" if is_own else "a call of a fragment that its round does not sync"
+        case Snapshot():
+            return snapshot_fault(event, manifest)
+        case _:
+            return ""
+
+
+def last_round(heads: Heads) -> int | None:
+    """Return the last round whose snapshot is stored; None if no header can be read."""
+    return max((head.round for head in heads if head is not None), default=None)
+
+
+def judged(
+    event: Event, heard: int, window: Sequence[int], read_heads: Callable[[], Heads]
+) -> tuple[tuple[Event, ...], str]:
+    """Return what an island does about an event without a fault, after it has heard of round `heard`.
+
+    Args:
+        event: The event.
+        heard: The last closed round that the island believes in.
+        window: The rounds after it that can be open, in order.
+        read_heads: Returns headers of the fragments that were read after the event. Called only if the round is not
+            the expected one.
+
+    Returns:
+        The events to process in its place, in order, and why it is ignored, or an empty text.
+    """
+    match event:
+        case Snapshot(round=number) if number > window[0]:
+            head = read_heads()[event.fragment]
+            is_stored = head is not None and head.round >= number
+            return ((event,), "") if is_stored else ((), "a snapshot of a round that has not closed")
+        case Snapshot(round=number) if number <= heard:
+            stored = last_round(read_heads())
+            if stored is None or stored >= heard:
+                return (event,), ""
+            # The island believed in rounds that have not closed. It goes back to the last one that has.
+            found = (event,) if number <= stored else ()
+            return (Resume(stored, 0), *found), ""
+        case Call(round=number) if number > window[-1]:
+            return (), "a call of a round that cannot be open"
+        case Resume(round=number) if number != heard:
+            stored = last_round(read_heads())
+            is_possible = number <= (heard if stored is None else stored)
+            return ((event,), "") if is_possible else ((), "a return to a round that has not closed")
+        case Marker(round=number) if number > heard:
+            return (), "a checkpoint of a round that has not closed"
+        case _:
+            return (event,), ""

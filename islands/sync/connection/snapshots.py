@@ -11,10 +11,13 @@ from archipelago.broker.errors import BrokerError, UnreachableError, WireError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Snapshot, TapeEntry
 from archipelago.broker.transport import IslandTransport
-from archipelago.broker.wire import digest_of, newest, onto
-from archipelago.islands.sync.connection.announcements import Heads, believable_step, snapshot_fault
+from archipelago.broker.wire import digest_of, newest, onto, payload_bytes_max
 from archipelago.islands.sync.connection.uplink import Uplink
 
+#: The newest header of each fragment; None for one that cannot be read.
+Heads = Sequence[Snapshot | None]
+#: A snapshot's global step may exceed the one before it by this many sync intervals without a confirmation.
+STEP_INTERVALS = 4
 #: How many of the newest rounds on the tape may confirm a step, so that one unreadable entry hides nothing.
 TAPE_ENTRIES = 4
 
@@ -190,3 +193,40 @@ class Snapshots:
         except WireError as error:
             log.warning("a difference of fragment %s is damaged (%s): fetching it in full", p, error.reason)
             return None
+
+
+def snapshot_fault(snapshot: Snapshot, manifest: Manifest) -> str:
+    """Return why no merger of this run can have published this snapshot; empty if one can."""
+    number, p = snapshot.round, snapshot.fragment
+    if p not in manifest.own_fragments:
+        return "a snapshot of a fragment that the run or shard does not have"
+    is_first = number == 0 and snapshot.version == 0
+    if not is_first and (number == 0 or p != manifest.fragment_of(number)):
+        return "a snapshot of a fragment that its round does not sync"
+    if not is_first and snapshot.version != manifest.version_after(number):
+        return "a snapshot of a version that its round does not give"
+    if max(snapshot.bytes, snapshot.difference_bytes) > payload_bytes_max(manifest.sizes[p]):
+        return "a snapshot that is larger than its fragment"
+    return ""
+
+
+def believable_step(
+    snapshot: Snapshot, known: int, steps: int, interval: int, newest_rounds: Callable[[], Sequence[TapeEntry]]
+) -> int:
+    """Return a snapshot's global step as far as it can be believed.
+
+    One damaged number must not end the training of an island, so a step at the end of the run, or far ahead of the
+    one before it, must be on the tape too.
+
+    Args:
+        snapshot: The snapshot.
+        known: The largest step that the island believes in.
+        steps: The length of the run in steps.
+        interval: The steps between two syncs of a fragment.
+        newest_rounds: Returns the newest entries of the tape. Called only for a step that needs it.
+    """
+    step = min(snapshot.step, steps)
+    if step < steps and step <= known + STEP_INTERVALS * interval:
+        return step
+    confirmed = max((entry.step for entry in newest_rounds()), default=0)
+    return min(step, max(known, confirmed))

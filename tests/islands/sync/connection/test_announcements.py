@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any
 
 from archipelago.broker.messages import Call, Event, Marker, Resume, Snapshot, TapeEntry
-from archipelago.islands.sync.connection.announcements import believable_step, fault_in, judged
+from archipelago.islands.sync.connection.inbox import fault_in, judged
+from archipelago.islands.sync.connection.snapshots import believable_step
 from tests import samples
 from tests.islands.sync.connection.link_run import Harness, received
 
@@ -61,11 +62,11 @@ def test_an_island_at_round_ten_believes_what_the_headers_confirm() -> None:
         (Marker(1, HUGE), (9, 10), "ignored"),
     ]
     for event, stored, expected in cases:
-        verdict = judged(event, 10, (11, 12), partial(heads, *stored))
+        events, fault = judged(event, 10, (11, 12), partial(heads, *stored))
         back = Resume(max(stored), 0)
         wanted = {"accepted": (event,), "ignored": (), "goes back": (back, event), "goes back without it": (back,)}
-        assert verdict.events == wanted[expected], event
-        assert bool(verdict.fault) == (expected == "ignored"), event
+        assert events == wanted[expected], event
+        assert bool(fault) == (expected == "ignored"), event
 
 
 def tape_at(step: int | None) -> list[TapeEntry]:
