@@ -172,12 +172,11 @@ class CheckpointStore:
         return _image_of(items, fields)
 
 
-def describe(image: Image) -> str:
-    """Return a line about an image for people."""
-    return (
-        f"checkpoint {image.number} of run {image.manifest.run!r}: "
-        f"round {image.round}, step {image.step}, {len(image.pending)} pending"
-    )
+def describe(images: Sequence[Image]) -> str:
+    """Return a line about a checkpoint for people, from the images of all shards."""
+    last, step = max(image.round for image in images), max(image.step for image in images)
+    of, pending = images[0], sum(len(image.pending) for image in images)
+    return f"checkpoint {of.number} of run {of.manifest.run!r}: round {last}, step {step}, {pending} pending"
 
 
 # -- an image as arrays and metadata ---------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ takeovers, restarts and replays use it too.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from archipelago.broker import control
 from archipelago.broker.config import RunConfig
@@ -15,7 +15,7 @@ from archipelago.broker.control import CHECKPOINT, EXPEL, IN_WORDS, Control, isl
 from archipelago.broker.errors import BrokerError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import NOTE_MAX, Note
-from archipelago.broker.shards.transport import WholeRun, whole
+from archipelago.broker.shards.transport import of_shard
 from archipelago.broker.transport import ReaderTransport
 from archipelago.merger.scores import Score, newly_lowered, restored, to_expel
 from archipelago.merger.state import RunState
@@ -36,9 +36,8 @@ class OperatorControls:
 
     def __init__(self, transport: ReaderTransport, manifest: Manifest, wall: Callable[[], float]) -> None:
         self.transport, self.config, self.wall = transport, manifest.config, wall
-        run = whole(transport, manifest)
         self._is_home = not manifest.shard
-        self._shards: Sequence[ReaderTransport] = run.shards if isinstance(run, WholeRun) else [run]
+        self._shards = [of_shard(transport, manifest, shard) for shard in range(manifest.shards)]
         self.control = Control()
         self._fields: dict[str, str] | None = None
         self._idle: frozenset[str] = frozenset()  # the islands of the last `tell_of_idle`

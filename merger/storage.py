@@ -24,7 +24,7 @@ from archipelago.broker.errors import ConfigError, RunExistsError, UnknownRunErr
 from archipelago.broker.manifest import OTHER_FORMAT, Manifest
 from archipelago.broker.redis.administration import Deletion
 from archipelago.broker.redis.transport import RedisTransport
-from archipelago.broker.shards.transport import SHARD_EXISTS, image_of_run, of_shard, restore, whole
+from archipelago.broker.shards.transport import SHARD_EXISTS, of_shard, restore, whole
 from archipelago.broker.transport import Transport
 from archipelago.merger.beside import Spawn, in_background
 from archipelago.merger.checkpoint import CheckpointStore, describe
@@ -130,11 +130,6 @@ class MergerFolder:
         uploads = self.path / "uploads"
         return Copier(self._bundles, self.store.folder, uploads, _about(manifest), self.store.keep, besides)
 
-    def load(self) -> Image | None:
-        """Return the newest checkpoint of the whole run; None if there is none. For errors, see `newest`."""
-        images = self.newest()
-        return image_of_run(images) if images else None
-
     def newest(self) -> Sequence[Image]:
         """Return each shard's part of the newest checkpoint that is complete and sound; nothing if there is none.
 
@@ -230,11 +225,11 @@ class MergerFolder:
         log.warning("the new run %r, in which nothing was merged, gives way to the earlier one", manifest.run)
         return True
 
-    def bring_back(self, transport: Transport) -> Image | None:
+    def bring_back(self, transport: Transport) -> Manifest | None:
         """Create the run from the newest checkpoint in a Redis that does not have it.
 
         Returns:
-            The image of the whole run, or None when there is no checkpoint.
+            The manifest of the run, or None when there is no checkpoint.
 
         Raises:
             RunExistsError: The run exists.
@@ -244,14 +239,14 @@ class MergerFolder:
         images = self.newest()
         if not images:
             return None
-        image = image_of_run(images)
-        if image.manifest.run != transport.run:
-            raise _of_another_name(self.place, image.manifest.run, transport.run)
+        manifest = images[0].manifest.of_shard(None)
+        if manifest.run != transport.run:
+            raise _of_another_name(self.place, manifest.run, transport.run)
         restore(transport, images)
         for part, own in zip(self._parts, images, strict=True):
             part.recorder.go_back(own.round)
-        log.warning("the run continues from %s", describe(image))
-        return image
+        log.warning("the run continues from %s", describe(images))
+        return manifest
 
     def lost(self, error: UnknownRunError, run: str) -> UnknownRunError:
         """Return the error of a merger whose Redis has lost the run, with what its folder can restore."""

@@ -69,7 +69,7 @@ class MemoryTransport:
             if self._key in self._broker.runs:
                 raise RunExistsError(f"a run {self.run!r} is here already", "Choose another name.")
             self._broker.runs[self._key] = MemoryRun(
-                Manifest.from_fields(manifest.to_fields()).of_shard(manifest.shard or 0),
+                Manifest.from_fields(manifest.to_fields()),
                 {s.fragment: (s, payload) for s, payload in snapshots},
                 {s.fragment: s for s, _ in snapshots},
             )
@@ -110,7 +110,7 @@ class MemoryReader:
 
     def manifest(self) -> Manifest:
         with self._broker.opened(self._run) as run:
-            return run.manifest.of_shard(None) if self._shard is None else run.manifest
+            return run.manifest.of_shard(self._shard)
 
     def uid(self) -> str | None:
         with self._broker.changed:

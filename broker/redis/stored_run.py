@@ -79,7 +79,7 @@ class StoredRun:
                 "It was created again with fewer shards. Start this process again.",
                 code="config.manifest",
             )
-        return manifest if shard is None else manifest.of_shard(shard)
+        return manifest.of_shard(shard)
 
     def _require_format(self, fields: Mapping[str, str]) -> None:
         """Raise ConfigError if another version of archipelago has made the run."""

@@ -1,4 +1,4 @@
-"""A connection to all shards of a run, and checkpoints of it: the images of its shards."""
+"""A connection to all shards of a run, which are created and restored together."""
 
 from __future__ import annotations
 
@@ -11,12 +11,7 @@ from archipelago.broker.errors import ConfigError, MismatchError, RunExistsError
 from archipelago.broker.manifest import Manifest
 from archipelago.broker.messages import Snapshot
 from archipelago.broker.shards.layout import SHARDS_MAX
-from archipelago.broker.shards.reader import (
-    DisplayReader,
-    ShardedReader,
-    combined_state,
-    summed_books,
-)
+from archipelago.broker.shards.reader import DisplayReader, ShardedReader
 from archipelago.broker.transport import IslandClient, IslandTransport, ReaderClient, ReaderTransport, Transport
 
 Kind = TypeVar("Kind", bound=ReaderTransport)
@@ -158,23 +153,3 @@ def restore(transport: Transport, images: Sequence[Image]) -> None:
                     f"stop its mergers, delete what is left with `archipelago rm {transport.run}`, and try again.",
                     code=SHARD_EXISTS,
                 ) from error
-
-
-def image_of_run(images: Sequence[Image]) -> Image:
-    """Return the image of a whole run, to be read by people, from those of its shards."""
-    home = images[0]
-    if len(images) == 1:
-        return home
-    fragments = [full for image in images for full in image.fragments]
-    tape = [entry for image in images for entry in image.tape]
-    return Image(
-        manifest=home.manifest.of_shard(None),
-        number=home.number,
-        fragments=tuple(sorted(fragments, key=lambda full: full.snapshot.fragment)),
-        state=combined_state({shard: image.state for shard, image in enumerate(images)}),
-        books=summed_books([image.books for image in images]),
-        cursors=home.cursors,
-        tape=tuple(sorted(tape, key=lambda entry: (entry.unix_seconds, entry.round))),
-        evaluations=home.evaluations,
-        pending=tuple(each for image in images for each in image.pending),
-    )

@@ -126,18 +126,18 @@ def resume(transport: Transport, folder: str) -> Manifest:
     """
     try:
         with fetched(folder) if is_address(folder) else nullcontext(MergerFolder(Path(folder))) as kept:
-            image = kept.bring_back(transport)
+            manifest = kept.bring_back(transport)
     except RunExistsError as error:
         remedy = "It needs no checkpoint: start `archipelago merger`, and it goes on from where it is."
         raise RunExistsError(error.what, remedy) from None
-    if image is None:
+    if manifest is None:
         raise ConfigError(
             f"{folder} holds no checkpoint of a merger",
             "Name the folder that `archipelago merger` had as --folder: it holds a folder `checkpoints`. The default "
             "is runs/RUN/merger, below the folder in which the merger was started.",
             code="init.no-checkpoint",
         )
-    return image.manifest
+    return manifest
 
 
 def text_of(manifest: Manifest) -> str:

@@ -99,23 +99,25 @@ def from_checkpoint(folder: str, run: str | None) -> RunParameters:
     path = Path(folder)
     here = MergerFolder(path / "merger" if (path / "merger").is_dir() else path)
     with fetched(folder) if is_bucket(folder) else nullcontext(here) as kept:
-        image, place = kept.load(), redacted(folder)
-    if image is None:
+        images, place = kept.newest(), redacted(folder)
+    if not images:
         raise ConfigError(
             f"no Redis is named, and there is no checkpoint in {place}",
             "Name the run's Redis (redis://HOST:PORT), or the folder of a run or of its merger, such as runs/demo or "
             "s3://BUCKET/FOLDER/RUN.",
             code="checkpoint.missing",
         )
-    manifest = image.manifest
+    manifest = images[0].manifest.of_shard(None)
     if run and manifest.run != run:
         raise UnknownRunError(f"{place} holds checkpoints of run {manifest.run!r}, not of {run!r}", "Name that run.")
 
     from archipelago.islands.evaluation import assemble
 
-    vectors = [full.published_N for full in image.fragments]
-    origin = f"checkpoint {image.number} in {place}"
-    return RunParameters(manifest, assemble(manifest, vectors), image.round, image.step, origin)
+    found = {full.snapshot.fragment: full.published_N for image in images for full in image.fragments}
+    round_, step = max(image.round for image in images), max(image.step for image in images)
+    origin = f"checkpoint {images[0].number} in {place}"
+    vectors = [found[p] for p in range(len(manifest.fragments))]
+    return RunParameters(manifest, assemble(manifest, vectors), round_, step, origin)
 
 
 def tokenizer_of(manifest: Manifest) -> TextTokenizer:

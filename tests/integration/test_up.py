@@ -96,21 +96,14 @@ class Phoenix(UpRun):
 
     def is_whole(self) -> bool:
         """Return whether both shards have their parts of a checkpoint, and both islands their own."""
-        try:
-            image = self.checkpoints.load()
-        except ConfigError:  # no checkpoint has the parts of all shards yet
-            return False
-        if image is None:
-            return False
-        return all((self.folder / "islands" / f"island-{n}" / FILE).exists() for n in range(2))
+        return self.covered() > 0 and all((self.folder / "islands" / f"island-{n}" / FILE).exists() for n in range(2))
 
     def covered(self) -> int:
         """Return the last round in the newest checkpoint of both shards; 0 without one."""
         try:
-            image = self.checkpoints.load()
+            return max((image.round for image in self.checkpoints.newest()), default=0)
         except ConfigError:  # no checkpoint has the parts of all shards yet
             return 0
-        return 0 if image is None else image.round
 
 
 def test_a_run_survives_kills_the_loss_of_redis_an_interrupt_and_the_loss_of_its_checkpoints(

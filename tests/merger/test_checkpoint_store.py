@@ -97,7 +97,7 @@ def test_images_are_restored_bit_for_bit_without_a_warning(
     assert found is not None
     assert np.isnan(found.evaluations[0].bits_per_byte)
     assert (caplog.records, len(recwarn)) == ([], 0)
-    assert all(part in describe(image(7, 3, 2)) for part in ("7", "sample", "5", "12", "2"))
+    assert all(part in describe([image(7, 3, 2)]) for part in ("7", "sample", "5", "12", "2"))
 
 
 def test_plain_orbax_restores_named_tensors(tmp_path: Path) -> None:
