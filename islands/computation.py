@@ -18,7 +18,6 @@ from archipelago.islands.models.interface import Params
 from archipelago.islands.placement import Placement
 from archipelago.islands.sync.arrays import device_copy
 from archipelago.islands.sync.replica import Replica
-from archipelago.islands.sync.tree_replica import TreeReplica
 
 
 class Computation:
@@ -47,7 +46,7 @@ class Computation:
             placement: Where everything is on several devices, for which `steps` were compiled; None for one device.
         """
         self.steps, self.placement = steps, placement
-        self.replica = Replica(manifest) if placement is None else TreeReplica(manifest, placement.templates)
+        self.replica = Replica(manifest, placement.templates if placement is not None else None, donates=True)
         self.inner: InnerState
         self._fresh, self._length = fresh, manifest.config.inner.steps
 

@@ -16,7 +16,7 @@ from archipelago.islands.own_loop.session import Session
 from archipelago.islands.own_loop.tensors import EMBEDDINGS, KindOf, kinds_by
 from archipelago.islands.own_loop.tree import TreeLayout, host_vector, require_values
 from archipelago.islands.sync.participant import Host
-from archipelago.islands.sync.tree_replica import TreeReplica
+from archipelago.islands.sync.replica import Replica
 from archipelago.islands.worker import jax_host
 
 
@@ -107,7 +107,7 @@ class JoinedRun(Session):
         newest: Callable[[], Any] = state if callable(state) else lambda: state
         self._gives_state = callable(state)
         self._state = None if state is None else LoopState(newest)
-        self._replica: TreeReplica | None = None
+        self._replica: Replica | None = None
         self.state: Any = None
 
     @property
@@ -157,8 +157,8 @@ class JoinedRun(Session):
     def _frozen(self) -> Sequence[FrozenValues]:
         return self._layout.frozen_values()
 
-    def _place(self, manifest: Manifest, vectors: Sequence[Vector]) -> TreeReplica:
-        self._replica = TreeReplica(manifest, self._layout.templates)
+    def _place(self, manifest: Manifest, vectors: Sequence[Vector]) -> Replica:
+        self._replica = Replica(manifest, self._layout.templates)
         self._parameters.start(self._replica.begin(list(vectors)))
         self.state = None if self._state is None else self._state.now()
         return self._replica

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,25 @@ class Home:
 
     mesh: Mesh | None
     tensors: tuple[Sharding | None, ...]
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a device has a part only of some tensor."""
+        return any(there is not None and not there.is_fully_replicated for there in self.tensors)
+
+    @property
+    def whole(self) -> Sharding | None:
+        """Where all devices have an array whole; None for the default device."""
+        return None if self.mesh is None else NamedSharding(self.mesh, spec())
+
+    def by_name(self, rows: Rows) -> dict[str, Sharding | None]:
+        """Return where each tensor is, by its name."""
+        return {tensor.name: there for (tensor, _), there in zip(rows, self.tensors, strict=True)}
+
+
+def plain_templates(tensors: Iterable[Tensor]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return what float32 tensors on the default device are like."""
+    return {tensor.name: jax.ShapeDtypeStruct(tensor.shape, jnp.float32) for tensor in tensors}  # type: ignore[no-untyped-call]
 
 
 def sharding_of(template: jax.ShapeDtypeStruct) -> Sharding | None:

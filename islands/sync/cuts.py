@@ -5,7 +5,7 @@ rows, so that each device has a contiguous piece of the vector. A device encodes
 left at both ends of a piece, fewer elements than a block each, is an edge. The edges, and the tensors that every device
 has whole, are encoded by all devices alike. So the bytes are those of one device, and no device gathers a tensor.
 
-This module only plans, with whole numbers. `tree_replica` computes.
+This module only plans, with whole numbers. `sharded_cut` computes.
 """
 
 from __future__ import annotations

@@ -1,76 +1,118 @@
-"""An island's view of the fragments: it measures contributions against references and adopts snapshots."""
+"""The replica of named arrays of any dtype, on any devices: a script's tree, or our models on one device or a mesh.
+
+It measures contributions against references and adopts snapshots, in float32, where the arrays are. The rounding of a
+narrower dtype is no progress: the reference moves by it, or each round would pull the run's parameters back to the
+numbers that the narrow dtype has.
+
+The reference of a fragment is one vector [N]. If tensors of the fragment are split over devices, it is a dictionary of
+tensors that are split alike, and nothing is gathered (see `sharded_cut`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from archipelago.broker.codecs import TOP_BLOCK, Parts, Vector
 from archipelago.broker.codecs import codec as codec_of
 from archipelago.broker.config import AdoptConfig
 from archipelago.broker.manifest import Manifest
 from archipelago.islands.sync.adoption import RULES, Adopt
-from archipelago.islands.sync.arrays import Rows, Tensors, device_copy, flatten, unflatten
+from archipelago.islands.sync.arrays import (
+    Home,
+    Rows,
+    Tensors,
+    at_home,
+    device_copy,
+    flatten,
+    home_of,
+    own_copy,
+    plain_templates,
+    put,
+    settled,
+    sharding_of,
+    unflatten,
+)
 from archipelago.islands.sync.connection.uplink import SMALL_BYTES
+from archipelago.islands.sync.sharded_cut import split_measure
 
-#: From a reference [N] and a fragment's tensors to the codec's parts and the next reference.
-Measure = Callable[[jax.Array, Tensors], tuple[Parts, jax.Array]]
+#: From a fragment's reference and its tensors to the codec's parts and the next reference.
+Measure = Callable[[Any, Tensors], tuple[Parts, Any]]
+#: The dtype of each tensor of a fragment, in the order of its rows.
+Dtypes = tuple[str, ...]
 
 #: The thin codec pads a fragment to at most this multiple of its size, so that one program quantises several fragments.
 PADDING_MAX = 4 / 3
 
 
 class Replica:
-    """The references of all fragments. The parameters belong to the inner loop and are passed in.
+    """The references of all fragments. The parameters belong to the loop and are passed in.
 
     The outer gradient of a fragment is its reference minus the island's own parameters. After sending, the reference
     moves to the point that the merger will reconstruct. The codec's rounding error thus goes into the next
     contribution, and no progress is sent twice.
     """
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(
+        self, manifest: Manifest, templates: Mapping[str, jax.ShapeDtypeStruct] | None = None, *, donates: bool = False
+    ) -> None:
+        """Note where each tensor lives.
+
+        Args:
+            manifest: The run.
+            templates: The shape, dtype and sharding of each tensor by name. Without a sharding, a tensor is on the
+                default device, and the loop's own computations may move it. None for float32 on that device.
+            donates: Whether adopting a fragment uses up its tensors, so that the next ones take their place in memory.
+        """
         self.layout = manifest.layout
         self.sizes = manifest.sizes
         self.rule = RULES[manifest.config.adopt.rule]
-        #: One vector [N] for each fragment. A replica of several devices has tensors by name in its place.
+        #: One vector [N] for each fragment, or tensors by name if they are split over devices.
         self.references: list[Any] = []
         self.codec = manifest.config.wire.up
         self.thin = manifest.config.thin
-        self._config = manifest.config.adopt
-        self._adopt = [_compiled_adopt(rows, manifest.config.adopt) for rows in self.layout]
+        self._config, self._donates = manifest.config.adopt, donates
+        self._templates = plain_templates(manifest.tensors) if templates is None else templates
+        self._homes = [home_of(rows, self._templates) for rows in self.layout]
+        self._dtypes = [tuple(str(self._templates[tensor.name].dtype) for tensor, _ in rows) for rows in self.layout]
 
     def begin(self, vectors: list[Vector]) -> Tensors:
         """Start from these float32 vectors, one for each fragment, and return the parameters by name."""
-        self.references = jax.device_put(list(vectors))
-        # Slicing on the host compiles nothing. The copies protect the references, because the inner step donates its
-        # parameters.
-        parts = {
-            tensor.name: vector_N[offset : offset + tensor.size].reshape(tensor.shape)
-            for rows, vector_N in zip(self.layout, vectors, strict=True)
-            for tensor, offset in rows
-        }
-        params: Tensors = device_copy(dict(sorted(parts.items())))
-        return params
+        params: Tensors = {}
+        self.references = []
+        for p, (rows, vector_N) in enumerate(zip(self.layout, vectors, strict=True)):
+            is_exact = _is_exact(self._dtypes[p])
+            held_N = vector_N if is_exact else np.array(vector_N)
+            # Slicing on the host compiles nothing. A loop may donate the copies.
+            for tensor, offset in rows:
+                template, part = self._templates[tensor.name], held_N[offset : offset + tensor.size]
+                own = part.reshape(tensor.shape).astype(template.dtype)
+                if not is_exact:
+                    part[:] = own.astype(np.float32).reshape(-1)
+                params[tensor.name] = own_copy(own, sharding_of(template))
+            self.references.append(self._placed(p, held_N))
+        return dict(sorted(params.items()))
 
-    def warm_up(self, tensors: Tensors) -> None:
+    def warm_up(self, tensors: Mapping[str, Any]) -> None:
         """Compile both directions of every fragment without changing anything."""
-        for p, reference_N in enumerate(self.references):
+        for p, reference in enumerate(self.references):
             part = self._part(p, tensors)
-            for codec in self._codecs(reference_N.size):
-                self._measure(p, codec)(reference_N, part)
-            self._adopt[p](reference_N, device_copy(part), reference_N)  # adopting uses up its tensors
+            for codec in self._codecs(self.sizes[p]):
+                self._measure(p, codec)(reference, part)
+            self._adopted(p, reference, device_copy(part) if self._donates else part)
 
     def _codecs(self, elements: int) -> list[str]:
         """Return the codecs that may be used for a fragment of this size."""
         may_be_thin = self.thin and codec_of(self.codec).encoded_size(elements) >= SMALL_BYTES
         return [self.codec, self.thin] if may_be_thin else [self.codec]
 
-    def measure(self, fragment: int, tensors: Tensors, codec: str = "") -> Parts:
-        """Return a fragment's outer gradient as the codec's parts, quantised on the device.
+    def measure(self, fragment: int, tensors: Mapping[str, Any], codec: str = "") -> Parts:
+        """Return a fragment's outer gradient as the codec's parts, quantised where its tensors are.
 
         The reference moves to what the merger will reconstruct.
 
@@ -84,63 +126,67 @@ class Replica:
         return parts
 
     def _measure(self, fragment: int, codec: str) -> Measure:
-        rows, size = self.layout[fragment], self.sizes[fragment]
+        rows, size, home = self.layout[fragment], self.sizes[fragment], self._homes[fragment]
+        if home.is_split:
+            return split_measure(rows, codec, home)
         if codec == self.codec:
             return _compiled_measure(rows, codec)
         # The thin codec is slow to compile and rarely used, so fragments of similar size share one program.
-        return _padded_measure(rows, codec, size, self.shared_size(fragment))
+        return _padded_measure(rows, codec, size, _padded_size(size, max(self.sizes)))
 
-    def shared_size(self, fragment: int) -> int:
-        """Return the size to which a fragment is padded for the thin codec."""
-        return _padded_size(self.sizes[fragment], max(self.sizes))
+    def adopt(self, fragment: int, tensors: Mapping[str, Any], new_N: Vector) -> Tensors:
+        """Return the tensors after the fragment's snapshot was adopted by the run's rule."""
+        part, self.references[fragment] = self._adopted(
+            fragment, self._placed(fragment, new_N), self._part(fragment, tensors)
+        )
+        return {**tensors, **{name: settled(leaf, self._templates[name]) for name, leaf in part.items()}}
 
-    def adopt(self, fragment: int, tensors: Tensors, new_N: Vector) -> Tensors:
-        """Return the tensors after the fragment's snapshot was adopted by the run's rule.
+    def _adopted(self, fragment: int, new: Any, part: Tensors) -> tuple[Tensors, Any]:
+        """Return a fragment's next tensors and its next reference."""
+        rows, home = self.layout[fragment], self._homes[fragment]
+        adopt = _compiled_adopt(rows, self._config, self._dtypes[fragment], home, self._donates)
+        held, moved, exact = adopt(new, part, self.references[fragment])
+        after = new if moved is None else moved
+        return held, after if exact is None else _compiled_rounding(rows, home)(after, exact, held)
 
-        The fragment's own tensors are used up: the next ones take their place in memory.
-        """
-        placed_N = jax.device_put(new_N)
-        part, moved_N = self._adopt[fragment](placed_N, self._part(fragment, tensors), self.references[fragment])
-        self.references[fragment] = placed_N if moved_N is None else moved_N
-        return {**tensors, **part}
+    def _placed(self, fragment: int, vector_N: Vector) -> Any:
+        """Return a fragment's vector on its devices, as a reference is kept. Each device gets its own shards only."""
+        rows, home = self.layout[fragment], self._homes[fragment]
+        if not home.is_split:
+            return put(vector_N, home.whole)
+        parts = [vector_N[offset : offset + tensor.size].reshape(tensor.shape) for tensor, offset in rows]
+        return dict(zip((tensor.name for tensor, _ in rows), put(parts, list(home.tensors)), strict=True))
 
-    def _part(self, fragment: int, tensors: Tensors) -> Tensors:
-        return {tensor.name: tensors[tensor.name] for tensor, _ in self.layout[fragment]}
+    def _part(self, fragment: int, tensors: Mapping[str, Any]) -> Tensors:
+        rows, home = self.layout[fragment], self._homes[fragment].tensors
+        return {t.name: at_home(tensors[t.name], there) for (t, _), there in zip(rows, home, strict=True)}
 
 
 # The caches below let all islands of one process, as in virtual time, share one compilation.
 @cache
 def _compiled_measure(rows: Rows, codec: str) -> Measure:
-    return in_steps(jax.jit(partial(outer_gradient, rows)), codec, _compiled_move(codec))
+    """Return what measures a fragment whose tensors are whole.
 
-
-@cache
-def _padded_measure(rows: Rows, codec: str, size: int, padded_size: int) -> Measure:
-    cut = jax.jit(partial(padded_gradient, rows, padded_size))
-    finish = _compiled_settle(codec, size)
+    It runs three programs. In one program, XLA would find the scale of a block once for each of its elements, which
+    takes four times as long on a CPU.
+    """
+    cut, move = jax.jit(partial(outer_gradient, rows)), _compiled_move(codec)
 
     def measure(reference_N: jax.Array, part: Tensors) -> tuple[Parts, jax.Array]:
-        return finish(reference_N, *quantised(codec, cut(reference_N, part)))
+        difference_N = cut(reference_N, part)
+        parts = _compiled_quantise(codec)(difference_N)
+        return parts, move(difference_N, reference_N, parts)
 
     return measure
 
 
-def in_steps(cut: Callable[..., jax.Array], codec: str, move: Callable[..., Any]) -> Callable[..., tuple[Parts, Any]]:
-    """Return the function from references and tensors to the codec's parts and the next references.
+@cache
+def _padded_measure(rows: Rows, codec: str, size: int, padded_size: int) -> Measure:
+    cut, settle = jax.jit(partial(_padded_gradient, rows, padded_size)), _compiled_settle(codec, size)
 
-    It runs three programs. In one program, XLA would find the scale of a block once for each of its elements, which
-    takes four times as long on a CPU.
-
-    Args:
-        cut: Returns the outer gradient, from references and tensors.
-        codec: The name of the codec.
-        move: Returns the next references, from the outer gradient, references and the codec's parts.
-    """
-
-    def measure(reference: Any, part: Tensors) -> tuple[Parts, Any]:
-        difference_N = cut(reference, part)
-        parts = _compiled_quantise(codec)(difference_N)
-        return parts, move(difference_N, reference, parts)
+    def measure(reference_N: jax.Array, part: Tensors) -> tuple[Parts, jax.Array]:
+        parts_M = _compiled_quantise(codec)(cut(reference_N, part))
+        return settle(reference_N, parts_M, _compiled_restore(codec, padded_size)(parts_M))
 
     return measure
 
@@ -158,12 +204,6 @@ def _compiled_move(codec: str) -> Callable[[jax.Array, jax.Array, Parts], jax.Ar
     )
 
 
-def quantised(codec: str, values_M: jax.Array) -> tuple[Parts, jax.Array]:
-    """Return the codec's parts of a vector, and the vector that a receiver will read. Two programs (`in_steps`)."""
-    parts_M = _compiled_quantise(codec)(values_M)
-    return parts_M, _compiled_restore(codec, values_M.size)(parts_M)
-
-
 @cache
 def _compiled_quantise(codec: str) -> Callable[[jax.Array], Parts]:
     return jax.jit(lambda values_M: codec_of(codec).quantise(values_M, jnp))
@@ -176,14 +216,24 @@ def _compiled_restore(codec: str, elements: int) -> Callable[[Parts], jax.Array]
 
 @cache
 def _compiled_settle(codec: str, elements: int) -> Callable[[jax.Array, Parts, jax.Array], tuple[Parts, jax.Array]]:
-    return jax.jit(partial(settle, codec, elements))
+    return jax.jit(partial(_settle, codec, elements))
 
 
 @cache
-def _compiled_adopt(
-    rows: Rows, config: AdoptConfig
-) -> Callable[[jax.Array, Tensors, jax.Array], tuple[Tensors, jax.Array | None]]:
-    return jax.jit(partial(_adopt, rows, RULES[config.rule].adopt), donate_argnames="part")
+def _compiled_adopt(rows: Rows, config: AdoptConfig, dtypes: Dtypes, home: Home, donates: bool) -> Any:
+    adopt = partial(_adopt, rows, RULES[config.rule].adopt, dtypes, home.is_split)
+    places = None if home.mesh is None else (home.by_name(rows), None, None)
+    return jax.jit(adopt, donate_argnames="part" if donates else None, out_shardings=places)
+
+
+@cache
+def _compiled_rounding(rows: Rows, home: Home) -> Any:
+    """Return the program to a reference that has moved by what rounding did to the parameters.
+
+    It is a program of its own: within one, XLA may leave out a rounding whose result becomes float32 again.
+    """
+    places = home.by_name(rows) if home.is_split else home.whole
+    return jax.jit(partial(_rounded, rows, home.is_split), out_shardings=places)
 
 
 def outer_gradient(rows: Rows, reference_N: jax.Array, part: Tensors) -> jax.Array:
@@ -203,12 +253,12 @@ def _padded_size(elements: int, largest: int) -> int:
     return shared if shared <= PADDING_MAX * own else own
 
 
-def padded_gradient(rows: Rows, padded_size: int, reference_N: jax.Array, part: Tensors) -> jax.Array:
+def _padded_gradient(rows: Rows, padded_size: int, reference_N: jax.Array, part: Tensors) -> jax.Array:
     """Return a fragment's outer gradient, padded with zeros to [M]."""
     return jnp.pad(outer_gradient(rows, reference_N, part), (0, padded_size - reference_N.size))
 
 
-def settle(
+def _settle(
     codec: str, elements: int, reference_N: jax.Array, parts_M: Parts, restored_M: jax.Array
 ) -> tuple[Parts, jax.Array]:
     """Return the parts without the padding, and the next reference [N]."""
@@ -218,15 +268,30 @@ def settle(
 
 
 def _adopt(
-    rows: Rows, rule: Adopt, new_N: jax.Array, part: Tensors, reference_N: jax.Array
-) -> tuple[Tensors, jax.Array | None]:
-    """Return the next parameters, tensor by tensor, and the next reference [N]; None if that is the snapshot itself.
+    rows: Rows, rule: Adopt, dtypes: Dtypes, is_split: bool, new: Any, part: Tensors, reference: Any
+) -> tuple[Tensors, Any, Tensors | None]:
+    """Return the next tensors, the next reference, and the next tensors before rounding.
 
-    A program that returned the snapshot would copy it.
+    The reference is None if it is the snapshot itself, because a program that returned the snapshot would copy it. The
+    tensors before rounding are None if no dtype rounds them.
     """
-    new, reference = unflatten(rows, new_N), unflatten(rows, reference_N)
-    adopted = {name: rule(new[name], part[name].astype(jnp.float32), reference[name]) for name in new}
-    params = {name: own for name, (own, _) in adopted.items()}
-    if all(moved is new[name] for name, (_, moved) in adopted.items()):
-        return params, None
-    return params, flatten(rows, {name: moved for name, (_, moved) in adopted.items()})
+    news, references = (each if is_split else unflatten(rows, each) for each in (new, reference))
+    adopted = {name: rule(news[name], part[name].astype(jnp.float32), references[name]) for name in news}
+    exact = {name: own for name, (own, _) in adopted.items()}
+    held = {tensor.name: exact[tensor.name].astype(dtype) for (tensor, _), dtype in zip(rows, dtypes, strict=True)}
+    before = None if _is_exact(dtypes) else exact
+    if all(after is news[name] for name, (_, after) in adopted.items()):
+        return held, None, before
+    next_reference = {name: after for name, (_, after) in adopted.items()}
+    return held, next_reference if is_split else flatten(rows, next_reference), before
+
+
+def _is_exact(dtypes: Dtypes) -> bool:
+    """Return whether no dtype of a fragment's tensors rounds float32."""
+    return all(dtype == "float32" for dtype in dtypes)
+
+
+def _rounded(rows: Rows, is_split: bool, reference: Any, exact: Tensors, held: Tensors) -> Any:
+    """Return the reference, moved by what rounding did to the parameters."""
+    by = {name: own.astype(jnp.float32) - exact[name] for name, own in held.items()}
+    return {name: x + by[name] for name, x in reference.items()} if is_split else reference + flatten(rows, by)

@@ -2,18 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
 from archipelago.broker.codecs import Codec, Parts
-from archipelago.islands.sync.arrays import spec
-from archipelago.islands.sync.cuts import CutPlan, Segment, Spread
+from archipelago.broker.codecs import codec as codec_of
+from archipelago.islands.sync.arrays import Home, Rows, Tensors, spec
+from archipelago.islands.sync.cuts import CutPlan, Segment, Spread, TensorAxes, plan
+
+
+@cache
+def split_measure(rows: Rows, codec: str, home: Home) -> Callable[[Tensors, Tensors], tuple[Parts, Tensors]]:
+    """Return what measures a fragment where its shards lie.
+
+    The host puts together what several devices have encoded.
+    """
+    chosen, cut = codec_of(codec), cut_of(rows, home, codec)
+    compiled = compiled_measure(rows, codec, home)
+
+    def measured(reference: Tensors, part: Tensors) -> tuple[Parts, Tensors]:
+        parts, after = compiled(reference, part)
+        if cut.spread:
+            parts = tuple(AssembledPart(i, chosen, cut, each) for i, each in enumerate(parts))
+        return parts, after
+
+    return measured
+
+
+def cut_of(rows: Rows, home: Home, codec: str) -> CutPlan:
+    """Return how a fragment is cut for a codec."""
+    placed = [_axes(there) for there in home.tensors]
+    return plan(rows, placed, dict(home.mesh.shape) if home.mesh else {}, codec_of(codec).block)
+
+
+def _axes(there: Sharding | None) -> TensorAxes:
+    if not isinstance(there, NamedSharding):
+        return TensorAxes()
+    return TensorAxes(tuple((part,) if isinstance(part, str) else tuple(part or ()) for part in there.spec))
+
+
+def compiled_measure(rows: Rows, codec: str, home: Home) -> Any:
+    """Return the program that encodes a fragment where its shards lie, and moves its references."""
+    assert home.mesh is not None  # noqa: S101
+    chosen, cut = codec_of(codec), cut_of(rows, home, codec)
+
+    def measure(reference: Tensors, part: Tensors) -> tuple[Parts, Tensors]:
+        values = {tensor.name: reference[tensor.name] - part[tensor.name].astype(jnp.float32) for tensor, _ in rows}
+        parts, restored = encode(chosen, cut, home.mesh, values)
+        return parts, {name: reference[name] - restored[name] for name in values}
+
+    # The leader of several hosts sends what all of them have encoded.
+    is_here = all(device.process_index == jax.process_index() for device in home.mesh.devices.flat)
+    encoded = NamedSharding(home.mesh, spec(cut.axes) if cut.axes and is_here else spec())
+    return jax.jit(measure, out_shardings=(encoded, home.by_name(rows)))
 
 
 def encode(

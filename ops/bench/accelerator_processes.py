@@ -322,7 +322,7 @@ def sync_own_loop(pipe: Connection, url: str, config: RunConfig) -> None:
                     run.sync(state.params, tokens=config.tokens_per_step, loss=1.0)
         replica, named = run._replica, dict(state.params)
         assert replica is not None  # noqa: S101 - the run is joined
-        new_N = np.concatenate([np.asarray(x).reshape(-1) for x in replica.references[0].values()])
+        new_N = np.array(replica.references[0])
         for _ in range(TRANSFERS):
             with timed(found.send):
                 jax.block_until_ready(replica.measure(0, named))  # type: ignore[no-untyped-call]

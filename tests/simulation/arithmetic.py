@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 import archipelago.islands.computation
 import archipelago.islands.data.batches
 import archipelago.islands.data.ranges
+import archipelago.islands.sync.arrays
 import archipelago.islands.sync.heartbeat
 import archipelago.islands.sync.replica
 import archipelago.islands.worker
@@ -55,9 +56,11 @@ _LOSSES_n = np.ones(1, np.float32).view(OnDevice)
 
 def install() -> None:
     """Replace JAX in this process for good. Only call this in a process that does nothing else."""
-    for module in (archipelago.islands.sync.replica, archipelago.merger.outer):
+    for module in (archipelago.islands.sync.arrays, archipelago.islands.sync.replica, archipelago.merger.outer):
         _replace(module, jnp=np)
     host = SimpleNamespace(
+        Array=jax.Array,
+        ShapeDtypeStruct=jax.ShapeDtypeStruct,
         device_put=_put,
         device_get=_put,
         devices=jax.devices,
@@ -67,6 +70,7 @@ def install() -> None:
     )
     for module in (
         archipelago.islands.computation,
+        archipelago.islands.sync.arrays,
         archipelago.islands.sync.replica,
         archipelago.islands.worker,
     ):
@@ -97,7 +101,7 @@ def _replace(module: ModuleType, **values: Any) -> None:
         setattr(module, name, value)
 
 
-def _put(tree: Any, may_alias: bool | None = None) -> Any:
+def _put(tree: Any, place: object = None, may_alias: bool | None = None) -> Any:
     return jax.tree.map(np.array, tree)
 
 
@@ -147,15 +151,14 @@ def walk(state: InnerState, tokens_nxBxT1: Any, global_step: Any) -> tuple[Inner
 
 
 def _measure(rows: Any, codec_name: str) -> Any:
-    replica = archipelago.islands.sync.replica
-    in_numpy = replica.in_steps(partial(replica.outer_gradient, rows), codec_name, replica._compiled_move(codec_name))
+    replica: Any = archipelago.islands.sync.replica
 
     def measure(reference_N: Vector, part: Any) -> tuple[tuple[OnDevice, ...], Vector]:
-        parts, next_N = in_numpy(reference_N, part)
-        return tuple(np.asarray(part).view(OnDevice) for part in parts), np.asarray(next_N)
+        parts = codec(codec_name).quantise(replica.outer_gradient(rows, reference_N, part), np)
+        return tuple(np.asarray(part).view(OnDevice) for part in parts), replica.moved(codec_name, reference_N, parts)
 
     return measure
 
 
-def _adopt(rows: Any, config: AdoptConfig) -> Any:
-    return partial(archipelago.islands.sync.replica._adopt, rows, RULES[config.rule].adopt)
+def _adopt(rows: Any, config: AdoptConfig, dtypes: Any, home: object, donates: bool) -> Any:
+    return partial(archipelago.islands.sync.replica._adopt, rows, RULES[config.rule].adopt, dtypes, False)

@@ -26,11 +26,10 @@ from archipelago.islands.inner import begin, compile_steps, require_sound
 from archipelago.islands.mesh import MeshShape
 from archipelago.islands.models.moe import Routing
 from archipelago.islands.placement import placement_of
-from archipelago.islands.sync import recovery, tree_replica
+from archipelago.islands.sync import recovery, sharded_cut
 from archipelago.islands.sync.arrays import decode_tree
 from archipelago.islands.sync.recovery import StateForPeer
 from archipelago.islands.sync.replica import Replica
-from archipelago.islands.sync.tree_replica import TreeReplica
 from archipelago.islands.worker import Island
 from tests.failing import failing
 from tests.islands.mesh.sharded_runs import COLUMNS, CONFIG, FOUR, ONE, SQUARE, MeshRun, manifest, on_mesh
@@ -72,7 +71,7 @@ def vector(of: dict[str, Any]) -> bytes:
 def test_pieces_give_the_bytes_of_one_device(codec: str) -> None:
     of, places, rng = tree_run(codec), templates(), np.random.default_rng(0)
     first_N: Vector = rng.standard_normal(of.sizes[0]).astype(np.float32)
-    one, four = Replica(of), TreeReplica(of, places)
+    one, four = Replica(of), Replica(of, places)
     alone, together = one.begin([first_N.copy()]), four.begin([first_N.copy()])
     which = "top3" if codec == "top3" else ""
     for _ in range(2):
@@ -93,9 +92,9 @@ def test_pieces_give_the_bytes_of_one_device(codec: str) -> None:
 def test_no_device_gathers_a_tensor(capfd: pytest.CaptureFixture[str]) -> None:
     """Arrays of the compiled program are those of one device, which has a quarter of the largest tensor."""
     of = tree_run("int4")
-    replica = TreeReplica(of, templates())
+    replica = Replica(of, templates())
     params = replica.begin([np.zeros(of.sizes[0], np.float32)])
-    program = tree_replica.compiled_tree_measure(of.layout[0], "int4", replica._homes[0])
+    program = sharded_cut.compiled_measure(of.layout[0], "int4", replica._homes[0])
     text = program.lower(replica.references[0], replica._part(0, params)).compile().as_text()
     shapes = [tuple(map(int, found.split(","))) for found in re.findall(r"f32\[([0-9,]+)\]", text)]
     assert sum(of.sizes) / 4 < max(map(math.prod, shapes)) < sum(of.sizes) / 2

@@ -17,7 +17,7 @@ from archipelago.islands.own_loop.joining import JoinedRun
 from archipelago.islands.own_loop.parameters import TreeParameters
 from archipelago.islands.own_loop.tensors import kinds_by
 from archipelago.islands.own_loop.tree import TreeLayout
-from archipelago.islands.sync.tree_replica import TreeReplica
+from archipelago.islands.sync.replica import Replica
 from archipelago.merger.storage import MergerFolder
 from tests.harness.played import Connect
 from tests.islands.own_loop.any_framework import CONFIG, STEP, Framework, LoopIsland, LoopRun, Script, Values
@@ -60,7 +60,7 @@ class OwnIsland(LoopIsland):
 
     def __init__(self, run: OwnRun, name: str, template: Any, chosen: Any) -> None:
         layout = TreeLayout.of(template, chosen)
-        parameters, replica = TreeParameters(layout), TreeReplica(run.manifest, layout.templates)
+        parameters, replica = TreeParameters(layout), Replica(run.manifest, layout.templates)
         super().__init__(run, name, parameters, replica, lambda vectors: parameters.start(replica.begin(list(vectors))))
 
     @property

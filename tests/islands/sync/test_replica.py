@@ -47,7 +47,7 @@ def params_of(of: Manifest, vectors: tuple[Vector, ...]) -> Params:
 
 
 def begun(of: Manifest, vectors: tuple[Vector, ...]) -> tuple[Replica, Params]:
-    replica = Replica(of)
+    replica = Replica(of, donates=True)
     return replica, replica.begin(list(vectors))
 
 
@@ -126,7 +126,10 @@ def test_the_reference_of_an_adopted_snapshot_takes_no_memory_of_its_own() -> No
 def test_adopted_parameters_take_the_memory_of_the_former_ones() -> None:
     replica, params = begun(manifest("carry"), counting())
     own, reference_N = replica._part(1, params), replica.references[1]
-    program = replica._adopt[1].lower(reference_N, own, reference_N).compile()  # type: ignore[attr-defined]
+    adopt = replica_module._compiled_adopt(
+        replica.layout[1], AdoptConfig("carry"), ("float32",) * 2, replica._homes[1], True
+    )
+    program = adopt.lower(reference_N, own, reference_N).compile()
     assert program.memory_analysis().alias_size_in_bytes == sum(x.nbytes for x in own.values())
     replica.adopt(1, params, np.full(9, 100.0, np.float32))
     assert {name: x.is_deleted() for name, x in params.items()} == {"bias": False, "kernel": True, "scale": True}
